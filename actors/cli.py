@@ -15,7 +15,7 @@ from cluster.layout import shipped
 from wan_tpu.cli import run
 from wan_tpu.commands.parser import Parser, all_actions, parser_of
 from wan_tpu.errors import InvalidInput
-from wan_tpu.versions import summary
+from wan_tpu.versions import summarize_versions
 
 # Of each command: its module, its function there, and the help text.
 COMMANDS = {
@@ -107,7 +107,7 @@ def _parser(parser_class: Any) -> Parser:
     """Return the parser of all commands; `parser_class` is called with `prog` and `of` for that of one command."""
     description = "Video generation on TPUs. It runs on CPUs, too; CUDA is not tried."
     parser = Parser(prog="wan-tpu", description=description)
-    parser.add_argument("--version", action="version", version=summary(), help="show the versions and exit")
+    parser.add_argument("--version", action="version", version=summarize_versions(), help="show the versions and exit")
     listed = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", parser_class=parser_class, help="each has a --help"
     )

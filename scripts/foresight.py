@@ -29,7 +29,7 @@ from cluster.errors import ClusterError
 from wan_tpu.cli import run
 from wan_tpu.pricing.cost import Times
 from wan_tpu.runtime.program import ON_TENSOR_CORE
-from wan_tpu.versions import version
+from wan_tpu.versions import installed_version
 
 WITHIN = 0.1  # The band that the plot draws around what was measured.
 
@@ -67,7 +67,7 @@ def main() -> None:
             sys.stdout.flush()
     if calibration is not None:
         print("\n" + "\n".join(dict.fromkeys(pricing(row.slice).slice.calibrated for row, _ in found)))
-    print(f"\nWhat differs, besides versions of JAX (here {jax.__version__}, libtpu {version('libtpu')}):")
+    print(f"\nWhat differs, besides versions of JAX (here {jax.__version__}, libtpu {installed_version('libtpu')}):")
     for row, _ in found:
         print(f"- {row.what} ({row.source}): {'; '.join(row.differs) or 'nothing known'}")
     if args.plot:

@@ -54,7 +54,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name when it is first used: JAX and torch take seconds that reading a request must not."""
+    """Import a public name when it is first used: reading a request must not wait seconds for JAX and torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'errors')}"), name)

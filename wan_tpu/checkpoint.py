@@ -1,4 +1,7 @@
-"""Diffusers checkpoints: what a directory or hub id says of itself. Weights are read by `runtime.components`."""
+"""Diffusers checkpoints: the index, configurations and files of a directory or hub id.
+
+Weights are read by `runtime.components`.
+"""
 
 import dataclasses
 import json
@@ -12,8 +15,8 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from wan_tpu.errors import CheckpointError, InvalidRequest
-from wan_tpu.lora import lora_of
-from wan_tpu.request import CheckpointOverrides, Defaults, GenerationRequest, Preset, both_scales
+from wan_tpu.lora import parse_adapter
+from wan_tpu.request import CheckpointOverrides, Defaults, GenerationRequest, Preset, fill_second_scale
 from wan_tpu.schedules.magcache import Curve, curve_from
 from wan_tpu.sources.disk import explain_disk_error, is_permanent, read_file
 from wan_tpu.sources.hub import explain_hub_errors, explain_missing_index
@@ -22,17 +25,21 @@ from wan_tpu.storage.folder import BucketFolder, WeightFile
 
 INDEX = "model_index.json"
 OWN = "wan_tpu.json"
-OTHERS = ("*.json", "*.txt", "*.model", "*.jinja", "*.md", "*LICENSE*")  # than weights, in a folder and those in it
+# The files other than weights, in a checkpoint's folder and the folders in it.
+OTHERS = ("*.json", "*.txt", "*.model", "*.jinja", "*.md", "*LICENSE*")
 
 
 class Checkpoint:
     """A diffusers directory, on disk, in a bucket or on the Hugging Face hub; only JSON and safetensors are read."""
 
     def __init__(self, source: str | Path) -> None:
-        """Open `source`, a folder with a model_index.json, one in gs://, or a hub id; weights are fetched when read.
+        """Open `source`: a folder with a model_index.json, here or in a bucket, or a hub id.
 
-        Raises `CheckpointError` when it is none of these, or its index is missing or damaged; `Unavailable` when the
-        bucket, the hub or the disk doesn't answer.
+        Weights are fetched when they are read.
+
+        Raises:
+            CheckpointError: It is none of these, or its index is missing or damaged.
+            Unavailable: The bucket, the hub or the disk doesn't answer.
         """
         if not isinstance(source, str | Path) or not str(source):
             raise CheckpointError(f"the model is {source!r}; give a diffusers directory, one in gs://, or a hub id")
@@ -51,7 +58,7 @@ class Checkpoint:
         self.index = self._json(INDEX)
 
     def has(self, component: str) -> bool:
-        """Whether the index names this component (diffusers writes [null, null] for an absent one)."""
+        """Return whether the index names this component (diffusers writes [null, null] for an absent one)."""
         entry = self.index.get(component) or [None, None]
         kinds = {type(part) for part in entry} if isinstance(entry, list) and len(entry) == 2 else set()
         if kinds not in ({str}, {type(None)}):
@@ -63,102 +70,111 @@ class Checkpoint:
 
     @property
     def names(self) -> list[str]:
-        """What the checkpoint is called: parts of its address, the last one first, and where its index says it's from.
+        """Names of the checkpoint: the parts of its address, the last one first, and of the origin in its index.
 
-        Of a symbolic link its own name counts before that of what it leads to.
-
-        diffusers writes the latter, as `others` does.
+        A symbolic link's own name comes before that of its target. diffusers writes the origin into the index, as
+        `others` does.
         """
         origin = self.index.get("_name_or_path")
         address = dict.fromkeys([*reversed(self._asked_for.split("/")), *reversed(self.source.split("/"))])
         return [*address, *(reversed(origin.split("/")) if isinstance(origin, str) else ())]
 
     def class_name(self, component: str) -> str:
-        """Return the class that the index gives for `component`."""
+        """Return the name of a component's class in the index."""
         return self.index[component][1]
 
     def config(self, component: str, file: str = "config.json") -> dict[str, Any]:
         """Return a component's configuration."""
         return self._json(f"{component}/{file}")
 
-    def own(self, *others: str) -> dict[str, Any]:
-        """Return wan_tpu.json, which one may put beside a model's index: as `sampling`, and others that its family has.
+    def read_own(self, *others: str) -> dict[str, Any]:
+        """Return the content of wan_tpu.json, which people may put beside a model's index; {} without the file.
 
-        {} without the file. Raises `CheckpointError`.
+        Args:
+            others: Keys of the model's family, beside those of `sampling`.
+
+        Raises:
+            CheckpointError: It has other keys, or is damaged.
         """
-        found = self._json(OWN) if (self.folder / OWN).is_file() else {}
+        content = self._json(OWN) if (self.folder / OWN).is_file() else {}
         allowed = ("defaults", "presets", "magcache", *others)
-        if unknown := sorted(set(found) - set(allowed)):
+        if unknown := sorted(set(content) - set(allowed)):
             raise CheckpointError(
                 f"{self.folder / OWN} says {', '.join(unknown)}; this model has only {', '.join(allowed)}"
             )
-        return found
+        return content
 
     def sampling(self, *others: str) -> CheckpointOverrides:
-        """Return how wan_tpu.json says to sample; others: as `own` takes them.
+        """Return the defaults, presets and curves in wan_tpu.json.
 
         `{"defaults": {"height": 64, ...}, "presets": {"fast": {"about": "...", "source": "https://...", "settings":
-        {"sigmas": [1, 0.8], "loras": ["./adapters/a.safetensors@high"], ...}}}}`, by the names of `wan_tpu.request`;
-        adapters' paths with ./ begin at the checkpoint. Raises `CheckpointError`.
+        {"sigmas": [1, 0.8], "loras": ["./adapters/a.safetensors@high"], ...}}}}`, by the names of `wan_tpu.request`.
+        Adapters' paths that begin with ./ are relative to the checkpoint.
+
+        Args:
+            others: As in `read_own`.
+
+        Raises:
+            CheckpointError: Something in it is unknown, or out of range.
         """
-        found = self.own(*others)
+        content = self.read_own(*others)
         allowed = [field.name for field in dataclasses.fields(Defaults)]
-        defaults = both_scales(self._settings("defaults", found.get("defaults", {}), allowed))
+        defaults = fill_second_scale(self._settings("defaults", content.get("defaults", {}), allowed))
         presets: dict[str, Preset] = {}
-        for name, said in dict(found.get("presets", {})).items():
+        for name, entry in dict(content.get("presets", {})).items():
             where = f"presets {name}"
-            if not isinstance(said, dict) or set(said) != {"about", "source", "settings"}:
+            if not isinstance(entry, dict) or set(entry) != {"about", "source", "settings"}:
                 raise CheckpointError(
                     f"{self.folder / OWN}: {where} needs about, source and settings, and nothing else"
                 )
-            given = said["settings"]
-            if isinstance(given, dict) and isinstance(given.get("loras"), list):
-                given = given | {"loras": [self._beside(lora) for lora in given["loras"]]}
-            settings = self._settings(where, given, [*allowed, "sigmas", "switch_step", "loras"])
-            presets[name] = Preset(str(said["about"]), str(said["source"]), tuple(settings.items()))
+            fields = entry["settings"]
+            if isinstance(fields, dict) and isinstance(fields.get("loras"), list):
+                fields = fields | {"loras": [self._resolve_path(lora) for lora in fields["loras"]]}
+            settings = self._settings(where, fields, [*allowed, "sigmas", "switch_step", "loras"])
+            presets[name] = Preset(str(entry["about"]), str(entry["source"]), tuple(settings.items()))
         return CheckpointOverrides(
-            tuple(defaults.items()), tuple(presets.items()), self._curves(found.get("magcache", []))
+            tuple(defaults.items()), tuple(presets.items()), self._curves(content.get("magcache", []))
         )
 
-    def _curves(self, said: Any) -> tuple[Curve, ...]:
-        """Return MagCache's curves, as `wan-tpu calibrate` writes them; raises `CheckpointError`."""
+    def _curves(self, curves: Any) -> tuple[Curve, ...]:
+        """Read MagCache's curves, as `wan-tpu calibrate` writes them; raises `CheckpointError`."""
         try:
-            return tuple(curve_from(one) for one in said)
+            return tuple(curve_from(curve) for curve in curves)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{self.folder / OWN}: in magcache, a list of curves, {error!r}; take it out and calibrate it again"
             ) from None
 
-    def _settings(self, where: str, found: Any, allowed: Sequence[str]) -> dict[str, Any]:
-        """Return settings as a request has them, without those that are null; raises `CheckpointError`."""
+    def _settings(self, where: str, fields: Any, allowed: Sequence[str]) -> dict[str, Any]:
+        """Return fields as a request has them, without those that are null; raises `CheckpointError` naming `where`."""
         try:
-            if unknown := sorted(set(found) - set(allowed)):
+            if unknown := sorted(set(fields) - set(allowed)):
                 raise InvalidRequest(f"{', '.join(unknown)} is no setting; allowed are {', '.join(allowed)}")
-            request = GenerationRequest(**found)
+            request = GenerationRequest(**fields)
         except (InvalidRequest, TypeError) as error:
             raise CheckpointError(f"{self.folder / OWN}: in {where}, {error}") from None
-        return {name: getattr(request, name) for name in found if getattr(request, name) is not None}
+        return {name: getattr(request, name) for name in fields if getattr(request, name) is not None}
 
-    def _beside(self, lora: Any) -> Any:
-        """Return an adapter's text, or fields, with a path that may be used anywhere: "./" is the checkpoint."""
+    def _resolve_path(self, lora: Any) -> Any:
+        """Return an adapter's text, or fields, with the checkpoint's address in place of "./" in its path."""
         if isinstance(lora, dict) and isinstance(lora.get("path"), str):
-            return lora | {"path": self._beside(lora["path"])}
+            return lora | {"path": self._resolve_path(lora["path"])}
         if isinstance(lora, str) and lora.startswith("./"):
             return f"{self.source}/{lora.removeprefix('./')}"
         return lora
 
     def path(self, component: str) -> Path:
-        """Return a component's folder on disk, its weights apart, fetched when it isn't there."""
+        """Return a component's folder on disk, without its weights; it is fetched when it isn't there."""
         if not self._local:
             self._fetch([f"{component}/*.json"])
         return self.folder / component
 
     def weights(self, component: str, names: Sequence[str] = ("*.safetensors",)) -> dict[str, WeightFile]:
-        """Return a component's safetensors files by name; the hub's are fetched, a bucket's are read where they are.
+        """Return a component's safetensors files by name. Those of the hub are fetched, a bucket's are read in place.
 
         Args:
             component: Its folder.
-            names: Patterns of the files that are needed; no others are fetched. Those that are there are returned, too.
+            names: Patterns of the files to fetch. Other files that are already there are returned, too.
 
         Raises:
             CheckpointError: There is no such checkpoint.
@@ -172,10 +188,10 @@ class Checkpoint:
         return {file.name: on_disk(file) for file in (self.folder / component).glob("*.safetensors")}
 
     def adapters(self, own: Mapping[str, Any]) -> dict[str, WeightFile]:
-        """Return the adapters in this folder that presets name, by names from the folder on.
+        """Return the adapters in this folder that presets use, by their paths relative to it.
 
         Args:
-            own: What wan_tpu.json says, as `sampling` accepts it.
+            own: The content of wan_tpu.json, as `sampling` accepts it.
 
         Raises:
             CheckpointError: One of them isn't there.
@@ -183,29 +199,29 @@ class Checkpoint:
         """
         beside: dict[str, WeightFile] = {}
         for preset, described in own.get("presets", {}).items():
-            for lora in map(self._beside, described["settings"].get("loras") or []):
-                path = lora_of(lora).path
+            for lora in map(self._resolve_path, described["settings"].get("loras") or []):
+                path = parse_adapter(lora).path
                 if not path.startswith(f"{self.source}/"):
                     continue
                 name = path.removeprefix(f"{self.source}/")
                 folder = name.rpartition("/")[0] if name.endswith(".safetensors") else name.rstrip("/")
-                files = {f"{folder}/{file}".lstrip("/"): found for file, found in self.weights(folder).items()}
-                files = {file: found for file, found in files.items() if name in (file, folder)}
+                files = {f"{folder}/{file}".lstrip("/"): weights for file, weights in self.weights(folder).items()}
+                files = {file: weights for file, weights in files.items() if name in (file, folder)}
                 if not files:
                     raise CheckpointError(f"{self.folder / OWN}: preset {preset} has ./{name}, which isn't there")
                 beside |= files
         return beside
 
     def others(self) -> dict[str, bytes]:
-        """Return what all files hold but weights, by names from the folder on; fetched when they aren't there.
+        """Return the content of all files but weights, by their paths relative to the folder; fetch missing ones.
 
-        The index says where they are from, since a copy's own name may not say which model it is (`names`).
+        The index names their origin, since a copy's own name may not say which model it is (`names`).
         """
         if not self._local:
             self._fetch(OTHERS)
-        found = {file for pattern in OTHERS for file in self.folder.rglob(pattern.rpartition("/")[2])}
-        found = {file for file in found if file.is_file() and ".safetensors." not in file.name}
-        contents = {str(file.relative_to(self.folder)): read_file(file) for file in sorted(found)}
+        files = {file for pattern in OTHERS for file in self.folder.rglob(pattern.rpartition("/")[2])}
+        files = {file for file in files if file.is_file() and ".safetensors." not in file.name}
+        contents = {str(file.relative_to(self.folder)): read_file(file) for file in sorted(files)}
         if "_name_or_path" not in self.index:
             index = {"_name_or_path": self.source} | json.loads(contents[INDEX])
             contents[INDEX] = json.dumps(index, indent=2).encode()
@@ -236,7 +252,7 @@ class Checkpoint:
 
 
 def on_disk(path: Path) -> WeightFile:
-    """Return a file of weights of this machine; raises `CheckpointError` when it isn't there, or `Unavailable`."""
+    """Return a file of weights on this machine; raises `CheckpointError` when it isn't there, or `Unavailable`."""
 
     def read(start: int, stop: int) -> bytes:
         try:
@@ -249,13 +265,14 @@ def on_disk(path: Path) -> WeightFile:
     try:
         stat = path.stat()
         return WeightFile(str(path.absolute()), stat.st_size, read, _version(path, stat))
-    except OSError as error:  # a link to nothing, among others
+    except OSError as error:  # Also for a link to nothing.
         raise explain_disk_error(error, path) from None
 
 
 def _version(path: Path, stat: os.stat_result) -> str:
-    """Return what tells a file's content from what was, or will be, under its name."""
-    if path.is_symlink() and (blob := path.resolve()).parent.name == "blobs":  # in the hub's cache: by its checksum
+    """Return a text that differs when the content under a file's name does."""
+    # In the hub's cache a file is named by its checksum.
+    if path.is_symlink() and (blob := path.resolve()).parent.name == "blobs":
         return blob.name
     return f"{stat.st_mtime_ns} {stat.st_size} {stat.st_ino} {stat.st_ctime_ns}"
 

@@ -1,4 +1,4 @@
-"""How every command ends: with one line and an exit code. `actors.cli` has the table of commands."""
+"""Run a command so that it ends with one line and an exit code. `actors.cli` has the table of commands."""
 
 import _thread
 import os
@@ -10,16 +10,17 @@ from pathlib import Path
 from wan_tpu.chip_files import chip_files
 from wan_tpu.errors import WanTpuError
 
-# What keeps libraries from writing what is nothing to a user; each reads it when it is imported or first used.
+# These variables keep libraries from printing messages that mean nothing to a user. Libraries read them when they are
+# imported or first used.
 QUIET = {
     "DIFFUSERS_VERBOSITY": "error",
     "TRANSFORMERS_VERBOSITY": "error",
-    "GRPC_VERBOSITY": "NONE",  # Its failures are raised; it tells of each process that is started beside it.
+    "GRPC_VERBOSITY": "NONE",  # Its failures are raised anyway; it prints a line for each process that is started.
     "GRPC_ENABLE_FORK_SUPPORT": "0",
 }
-# JAX asks libtpu, where that is installed, which looks for what describes a TPU VM, with ten lines of errors.
+# JAX asks libtpu, where that is installed, which looks for the description of a TPU VM and prints ten lines of errors.
 NO_TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v6e-8"}
-_GOOGLE = "0x1ae0"  # As a vendor of PCI devices.
+_GOOGLE = "0x1ae0"  # Google's number as a vendor of PCI devices.
 
 
 def run(
@@ -28,13 +29,19 @@ def run(
     *,
     expected: tuple[type[Exception], ...] = (),
 ) -> int:
-    """Run one command; turn what it raises on purpose into one line on stderr and an exit code (2 for bad input).
+    """Run a command; turn the errors that it raises on purpose into one line on stderr and an exit code.
 
-    expected  what else it raises on purpose; its `exit_code` is used, 1 without
+    Args:
+        command: The command.
+        argv: Its arguments, by default those of this process.
+        expected: Exceptions beside `WanTpuError` that it raises on purpose.
+
+    Returns:
+        The exit code: 2 for bad input; an exception's `exit_code`, 1 without one.
     """
     known: tuple[type[Exception], ...] = (WanTpuError, *expected)
     _quiet_libraries()
-    warnings.filterwarnings("always", module="wan_tpu|actors")  # Each video's, also where another one's were the same.
+    warnings.filterwarnings("always", module="wan_tpu|actors")  # Each video shows its own, even if repeated.
     warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
     sys.unraisablehook = _keep_interrupt
     try:
@@ -54,13 +61,13 @@ def _quiet_libraries() -> None:
 
 
 def _has_tpu() -> bool:
-    """Whether this machine may have a TPU: by its PCI devices, as JAX knows them, or its device files."""
+    """Return whether this machine may have a TPU: by its PCI devices, by which JAX knows it, or its device files."""
     if chip_files():
         return True
     try:
         return any(file.read_text().strip() == _GOOGLE for file in Path("/sys/bus/pci/devices").glob("*/vendor"))
     except OSError:
-        return True  # It can't be told: nothing is changed then.
+        return True  # Nobody can say, so nothing is changed.
 
 
 def _keep_interrupt(unraisable: "sys.UnraisableHookArgs") -> None:

@@ -26,17 +26,21 @@ Value = TypeVar("Value", "Conditioning", "DenoiseState")
 
 @dataclasses.dataclass(frozen=True)
 class Conditioning:
-    """What the encoder stage hands to the experts.
+    """The encoder stage's result for the experts.
 
-    prompt, negative  what the model's text encoders make of each, by name, [1, ...]; most make "text" [1, L, C].
-                      negative is None without guidance
+    Attributes:
+        prompt: Arrays [1, ...] of the model's text encoders by name; most models have "text" [1, L, C].
+        negative: The same for the negative prompt; None without guidance.
+        image: CLIP features [1, L=257, C] (Wan 2.1 I2V).
+        image_latents: Mask and latents [1, 4+C, T, H, W], or latents [1, C, 1, H, W] (TI2V 5B).
+        video_latents: Float32 [1, C, T, H, W] of the video that the request begins with.
     """
 
     prompt: Arrays
     negative: Arrays | None = None
-    image: Array | None = None  # [1, L=257, C] CLIP features (Wan 2.1 I2V)
-    image_latents: Array | None = None  # [1, 4+C, T, H, W] mask and latents, or [1, C, 1, H, W] (TI2V 5B)
-    video_latents: Array | None = None  # [1, C, T, H, W] float32 of the video that is begun with
+    image: Array | None = None
+    image_latents: Array | None = None
+    video_latents: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,19 +54,26 @@ class ImageCondition:
 
 @dataclasses.dataclass(frozen=True)
 class DenoiseState:
-    """Everything a denoise loop needs to go on: what high hands to low, and what a checkpoint holds."""
+    """Everything that denoising needs to continue: one expert hands it to the next, and snapshots hold it.
 
-    latents: Array  # [1, C, T, H, W] float32
-    history: tuple[Array, ...] = ()  # the solver's terms, each [1, C, T, H, W] float32
-    step: int = 0  # steps done, counted over both experts
+    Attributes:
+        latents: Float32 [1, C, T, H, W].
+        history: The solver's terms, each float32 [1, C, T, H, W].
+        step: Steps done, counted over all experts.
+    """
+
+    latents: Array
+    history: tuple[Array, ...] = ()
+    step: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Video:
     """A finished video.
 
-    pixels  float32 [T, H, W, 3] in [0, 1], T pixel frames, H W in pixels
-    fps     frames per second
+    Attributes:
+        pixels: Float32 [T, H, W, 3] in [0, 1], T pixel frames, H W in pixels.
+        fps: Frames per second.
     """
 
     pixels: Array
@@ -76,9 +87,10 @@ class Video:
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write an mp4 (H.264, yuv420p) at `path`, whole or not at all, and return the path.
 
-        Raises `OutputError` when the file exists and `overwrite` is false, or can't be written.
+        Raises:
+            OutputError: The file exists and `overwrite` is false, or it can't be written.
         """
-        from wan_tpu.media.video import VideoWriter  # here, so that the data types need no encoder
+        from wan_tpu.media.video import VideoWriter  # Imported here, so that the data types need no encoder.
 
         with VideoWriter(path, fps=self.fps, overwrite=overwrite) as writer:
             writer.write(self.frames)
@@ -88,15 +100,22 @@ class Video:
 def save_value(value: Conditioning | DenoiseState, path: Path, notes: dict[str, Any] | None = None) -> None:
     """Write one stage value as a safetensors file, whole or not at all; bfloat16 is stored as such.
 
-    notes  JSON values kept in the same file: what the value was made from
+    Args:
+        value: The value.
+        path: The file.
+        notes: JSON values to keep in the same file, such as the settings that the value was computed with.
+
+    Raises:
+        OutputError: The file can't be written.
     """
     write_whole(path, dump_value(value, notes))
 
 
 def load_value(kind: type[Value], path: Path) -> tuple[Value, dict[str, Any]]:
-    """Read what `save_value` wrote: the value and its notes.
+    """Read a file that `save_value` wrote, and return the value and its notes.
 
-    Raises `InvalidInput` when the file is missing, cut off or of another kind.
+    Raises:
+        InvalidInput: The file is missing, cut off or of another kind.
     """
     if not path.is_file():
         raise InvalidInput(f"{path} is missing; run the stage that writes it first")
@@ -104,7 +123,7 @@ def load_value(kind: type[Value], path: Path) -> tuple[Value, dict[str, Any]]:
         with safetensors.safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-        return _rebuilt(kind, tensors, metadata, str(path))
+        return _rebuild_value(kind, tensors, metadata, str(path))
     except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
         raise InvalidInput(f"{path} is damaged ({error}); run the stage that writes it again") from None
 
@@ -117,17 +136,17 @@ def dump_value(value: Conditioning | DenoiseState, notes: dict[str, Any] | None 
 
 
 def parse_value(kind: type[Value], content: bytes, source: str) -> tuple[Value, dict[str, Any]]:
-    """Read the content of such a file; the rest as `load_value`. `source` names it in messages."""
+    """Read the content of such a file, as `load_value` does; `source` is its name in messages."""
     try:
-        size = int.from_bytes(content[:8], "little")  # the format: header's length, header as JSON, tensors
+        size = int.from_bytes(content[:8], "little")  # The format: the header's length, the header as JSON, tensors.
         metadata = json.loads(content[8 : 8 + size])["__metadata__"]
-        return _rebuilt(kind, safetensors.numpy.load(content), metadata, source)
+        return _rebuild_value(kind, safetensors.numpy.load(content), metadata, source)
     except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
         raise InvalidInput(f"{source} is damaged ({error}); run the stage that writes it again") from None
 
 
 def flatten(value: Any) -> dict[str, Array]:
-    """Return a stage's value as arrays by field, those of a field that has several as "history.0", ...; not copied."""
+    """Return a stage's value as arrays by field, not copied; a field with several arrays has "history.0" and so on."""
     arrays: dict[str, Array] = {}
     for field in dataclasses.fields(value):
         content = getattr(value, field.name)
@@ -158,12 +177,12 @@ def rebuild(kind: type[Any], arrays: Mapping[str, Array]) -> Any:
     return kind(**fields)
 
 
-def _rebuilt(
+def _rebuild_value(
     kind: type[Value], tensors: dict[str, Array], metadata: dict[str, str], source: str
 ) -> tuple[Value, dict[str, Any]]:
-    found = metadata.get("type", "something else")
-    if found != kind.__name__:
-        raise InvalidInput(f"{source} holds {found}, not {kind.__name__}; give the file of the stage before")
+    name = metadata.get("type", "something else")
+    if name != kind.__name__:
+        raise InvalidInput(f"{source} holds {name}, not {kind.__name__}; give the file of the stage before")
     return rebuild(kind, tensors), json.loads(metadata["notes"])
 
 

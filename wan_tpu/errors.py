@@ -1,24 +1,24 @@
-"""The exceptions of this package: one small tree, every message one line with its remedy.
+"""The exceptions of this package: one small tree, in which every message is one line with its remedy.
 
-A type says whose fault it is: `InvalidRequest` blames the request, other `InvalidInput` what this process was started
-with, `Unavailable` something outside that others share, and everything else this program or the machine it runs on.
+A type says whose fault it is: `InvalidRequest` blames the request, other `InvalidInput` the arguments of this process,
+`Unavailable` something outside that others share, and everything else this program or the machine that it runs on.
 """
 
 
 class WanTpuError(Exception):
-    """Base of everything this package raises on purpose."""
+    """The base of all exceptions that this package raises on purpose."""
 
     exit_code = 1
 
 
 class InvalidInput(WanTpuError):
-    """Something the caller gave can't be used; the message says what would be accepted."""
+    """An input of the caller's can't be used; the message says what would be accepted."""
 
     exit_code = 2
 
 
 class InvalidRequest(InvalidInput):
-    """A field of a request is out of range, or doesn't fit the model; `field` is its name, where it is one."""
+    """A request is out of range, or doesn't fit the model; `field` names the field, if it is about a single one."""
 
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)
@@ -26,9 +26,11 @@ class InvalidRequest(InvalidInput):
 
 
 class DoesNotFit(InvalidRequest):
-    """The compiler or a device refused a program for memory.
+    """The compiler or a device refused a program for lack of memory.
 
-    needed_bytes, device_bytes  what it needs on a device, and what a device has, where the refusal says so
+    Attributes:
+        needed_bytes: What the program needs on a device, where the refusal says so.
+        device_bytes: What a device has, likewise.
     """
 
     def __init__(self, message: str, needed_bytes: int | None = None, device_bytes: int | None = None) -> None:
@@ -38,11 +40,11 @@ class DoesNotFit(InvalidRequest):
 
 
 class CompileFailed(WanTpuError):
-    """The compiler refused a program for another reason than memory: it would refuse it everywhere."""
+    """The compiler refused a program, but not for memory: it would refuse it on every device."""
 
 
 class CheckpointError(InvalidInput):
-    """A checkpoint is missing, damaged, incomplete, or of a family this package doesn't know."""
+    """A checkpoint is missing, damaged, incomplete, or of a family that this package doesn't know."""
 
 
 class MeshError(InvalidInput):
@@ -50,14 +52,14 @@ class MeshError(InvalidInput):
 
 
 class OutputError(WanTpuError):
-    """A result can't be written where it was asked for, or with the ffmpeg that is there."""
+    """A result can't be written to its place, or with the ffmpeg of this machine."""
 
     exit_code = 2
 
 
 class Unavailable(WanTpuError):
-    """A bucket, a hub or a shared disk doesn't answer now. The same call may succeed later: nobody's input is wrong."""
+    """A bucket, a hub or a shared disk doesn't answer now. No input is wrong, and the same call may succeed later."""
 
 
 class UnhealthyResult(WanTpuError):
-    """A stage computed NaN or Inf, or the video came out as one single colour."""
+    """A stage computed NaN or Inf, or the whole video has a single colour."""

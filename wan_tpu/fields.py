@@ -1,4 +1,4 @@
-"""What a field of `wan_tpu.request.GenerationRequest` takes, as its annotation and its limits say."""
+"""The types, limits and descriptions of the fields of `wan_tpu.request.GenerationRequest`, for people and programs."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 
 def type_of(field: FieldInfo) -> Any:
-    """Return the type of a field's values as JSON has them: int, float, str, list[float]; None for another."""
+    """Return the type of a field's values in JSON: int, float, str or list[float]; None for any other."""
     types = [kind for kind in get_args(field.annotation) or (field.annotation,) if kind is not NoneType]
     types = [get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in types]
     if types == [Sequence[float]]:
@@ -19,19 +19,19 @@ def type_of(field: FieldInfo) -> Any:
 
 
 def limits_of(field: FieldInfo) -> tuple[float, float] | None:
-    """Return the lowest and the highest value that a field takes; None where it isn't a number."""
+    """Return the lowest and the highest value of a field; None where it isn't a number."""
     lowest: list[Any] = [bound.ge for bound in field.metadata if isinstance(bound, Ge)]
     highest: list[Any] = [bound.le for bound in field.metadata if isinstance(bound, Le)]
     return (lowest[0], highest[0]) if lowest and highest else None
 
 
 def describe(field: FieldInfo) -> str:
-    """Return a field's description, in one line."""
+    """Return a field's description in one line."""
     return " ".join((field.description or "").split())
 
 
-def refusal(name: str, field: FieldInfo, value: object) -> str:
-    """Return what is wrong with a field's value: what was given, what is allowed, and the nearest that works."""
+def explain_refusal(name: str, field: FieldInfo, value: object) -> str:
+    """Explain what is wrong with a field's value: the value, what is allowed, and the nearest that works."""
     limits = limits_of(field)
     if limits is None:
         empty = " (it may be empty)" if field.default == "" else ""

@@ -1,6 +1,6 @@
-"""What tells the content of a video or an adapter from other content at the same path or address.
+"""Identify the content of a video or an adapter, which may change under the same path or address.
 
-No JAX, no torch: drivers ask for it, who compute nothing.
+No JAX, no torch: drivers use it, and they compute nothing.
 """
 
 import dataclasses
@@ -14,21 +14,22 @@ from wan_tpu.errors import CheckpointError, InvalidInput
 from wan_tpu.storage.addresses import is_bucket
 from wan_tpu.storage.folder import BucketFolder
 
-# What an adapter is read from: its weights, and the configuration that peft writes beside them.
+# The files of an adapter: its weights, and the configuration that peft writes beside them.
 _ADAPTER_ENDING, _ADAPTER_CONFIG = ".safetensors", "adapter_config.json"
-_REMEMBERED = 1024  # Checksums that a process keeps: requests usually share their adapters.
-_UNSETTLED_NS = 2 * 10**9  # A file changed so lately may change again without another time of its last change.
+_REMEMBERED = 1024  # Checksums that a process keeps. Requests usually share their adapters.
+_UNSETTLED_NS = 2 * 10**9  # A file that changed so recently may change again within the resolution of its time stamp.
 
-Stamps = tuple[tuple[str, int, int, int], ...]  # Of files: path, inode, bytes, nanoseconds of the last change.
+Stamps = tuple[tuple[str, int, int, int], ...]  # For each file: path, inode, bytes, nanoseconds of the last change.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Source:
     """A video or an adapter as it was when `identify` looked at it.
 
-    location  absolute path, gs:// or hub id
-    version   another one when its content is another: a checksum, generations in a bucket, a commit of the hub
-    stamps    of its files here: while they are the same, the content isn't read again
+    Attributes:
+        location: Absolute path, address in a bucket, or hub id.
+        version: Differs when the content does: a checksum, generations in a bucket, or a commit of the hub.
+        stamps: Stamps of its files on this machine. While they are the same, the content isn't read again.
     """
 
     location: str
@@ -36,7 +37,7 @@ class Source:
     stamps: Stamps = ()
 
     def check(self) -> None:
-        """Raise `InvalidInput` when its content is another by now; what isn't on this machine is not looked at."""
+        """Raise `InvalidInput` if its content has changed; sources that aren't on this machine aren't checked."""
         if not self.stamps or _stamps(_files(self.location)) == self.stamps:
             return
         now = identify(self.location)
@@ -45,10 +46,10 @@ class Source:
 
 
 def identify(location: str) -> Source | None:
-    """Return what tells the content of a video or an adapter from other content at the same place.
+    """Identify the content of a video or an adapter.
 
     Returns:
-        None where this machine can't tell: it isn't here, or the hub's commit isn't known.
+        The source; None where this machine can't say: the file isn't here, or the hub's commit isn't known.
 
     Raises:
         Unavailable: The bucket doesn't answer now.
@@ -67,7 +68,7 @@ def identify(location: str) -> Source | None:
 
 
 def _files(location: str) -> list[Path]:
-    """Return the files here that a video or an adapter is read from; none where it isn't here."""
+    """Return the files of a video or an adapter on this machine; none where it isn't here."""
     path = Path(location)
     if path.is_dir():
         return [*sorted(path.glob(f"*{_ADAPTER_ENDING}")), *path.glob(_ADAPTER_CONFIG)]
@@ -77,12 +78,12 @@ def _files(location: str) -> list[Path]:
 
 
 def _stamps(files: Iterable[Path]) -> Stamps:
-    found = [(str(file), file.stat()) for file in files]
-    return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+    stats = [(str(file), file.stat()) for file in files]
+    return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
 def _checksum(stamps: Stamps) -> str:
-    """Return the SHA-256 of a file; of several, that of their names and checksums."""
+    """Return the SHA-256 of a file, or of the names and checksums of several."""
     changed_ns = max(mtime_ns for *_, mtime_ns in stamps)
     if time.time_ns() - changed_ns < _UNSETTLED_NS:
         return _read_checksum(stamps)
@@ -105,7 +106,7 @@ _remembered_checksum = functools.lru_cache(_REMEMBERED)(_read_checksum)
 
 
 def _generations(location: str) -> list[str]:
-    """Return the generations of the objects that an adapter is read from; none where this machine may not look."""
+    """Return the generations of an adapter's objects; none where this machine has no access."""
     folder, _, name = location.rpartition("/")
     single = name.endswith(_ADAPTER_ENDING)
     try:
@@ -121,7 +122,7 @@ def _generations(location: str) -> list[str]:
 
 
 def _hub_commit(location: str) -> str | None:
-    """Return the commit of a hub's repository, OWNER/NAME[/FILE], that the cache of this machine holds, if any."""
+    """Return the commit of a hub's repository, OWNER/NAME[/FILE], in this machine's cache, if there is one."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 

@@ -10,19 +10,23 @@ from typing import Any, Literal, get_args
 from wan_tpu.errors import InvalidRequest
 
 Which = Literal["high", "low", "both"]
-SCALES = (-10.0, 10.0)  # what an adapter may be multiplied by: sliders are used at negative ones, few beyond 2
-MOST = 8  # adapters of a request
+SCALES = (-10.0, 10.0)  # Lowest and highest scale. Sliders are used at negative scales; few adapters are used beyond 2.
+MOST = 8  # Adapters that a request may have.
 _FORM = "PATH[:SCALE][@high|@low|@both]"
 _TEXT = re.compile(r"(?P<path>.+?)(?::(?P<scale>[-+]?[0-9.]+(?:e[-+]?[0-9]+)?))?(?:@(?P<expert>\w+))?")
 
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """One adapter of a request. Raises `InvalidRequest` for what can't be one.
+    """One adapter of a request.
 
-    path    a .safetensors file or a folder with one, here or in gs://, or OWNER/NAME[/FILE] of the Hugging Face hub
-    scale   what its changes of the weights are multiplied by
-    expert  which of two experts it is for: "high" (noise), "low" or "both"
+    Attributes:
+        path: A .safetensors file or a folder with one, here or in gs://, or OWNER/NAME[/FILE] of the Hugging Face hub.
+        scale: Its changes of the weights are multiplied by this.
+        expert: Which of two experts it changes: "high" (noise), "low" or "both".
+
+    Raises:
+        InvalidRequest: A field is out of range.
     """
 
     path: str
@@ -43,7 +47,8 @@ class Lora:
                 "loras",
             )
         object.__setattr__(self, "scale", float(scale))
-        if os.path.exists(self.path):  # so that it means the same from every folder
+        # Absolute, so that it means the same from every folder.
+        if os.path.exists(self.path):
             object.__setattr__(self, "path", os.path.abspath(self.path))
         if self.expert not in get_args(Which):
             raise InvalidRequest(
@@ -55,39 +60,39 @@ class Lora:
         return f"{self.path}{scale}" + ("" if self.expert == "both" else f"@{self.expert}")
 
     def is_for(self, stage: str) -> bool:
-        """Whether it changes the expert of a stage; a model's only expert takes what is for both."""
+        """Return whether it changes the expert of a stage. A model's only expert takes adapters for both."""
         return self.expert == "both" or stage.endswith(f"_{self.expert}")
 
 
-def lora_of(given: object) -> Lora:
-    """Return an adapter from its text, PATH[:SCALE][@high|low|both], or its fields; raises `InvalidRequest`."""
-    if isinstance(given, Lora):
-        return given
-    if isinstance(given, str):
-        found = _TEXT.fullmatch(given)
-        if found is None:
-            raise InvalidRequest(f"{given!r} is no adapter; give {_FORM}", "loras")
-        fields: dict[str, Any] = {name: value for name, value in found.groupdict().items() if value is not None}
+def parse_adapter(adapter: object) -> Lora:
+    """Read an adapter from its text, PATH[:SCALE][@high|low|both], or its fields; raises `InvalidRequest`."""
+    if isinstance(adapter, Lora):
+        return adapter
+    if isinstance(adapter, str):
+        match = _TEXT.fullmatch(adapter)
+        if match is None:
+            raise InvalidRequest(f"{adapter!r} is no adapter; give {_FORM}", "loras")
+        fields: dict[str, Any] = {name: value for name, value in match.groupdict().items() if value is not None}
         try:
             return Lora(**fields | ({"scale": float(fields["scale"])} if "scale" in fields else {}))
         except ValueError:
-            raise InvalidRequest(f"{given!r} has no number for its scale; give {_FORM}", "loras") from None
-    if isinstance(given, Mapping):
+            raise InvalidRequest(f"{adapter!r} has no number for its scale; give {_FORM}", "loras") from None
+    if isinstance(adapter, Mapping):
         known = {field.name for field in dataclasses.fields(Lora)}
-        if unknown := sorted(map(str, set(given) - known)):
+        if unknown := sorted(map(str, set(adapter) - known)):
             raise InvalidRequest(
                 f"an adapter has {', '.join(unknown)}; it has only {', '.join(sorted(known))}", "loras"
             )
-        if "path" not in given:
+        if "path" not in adapter:
             raise InvalidRequest("an adapter has no path; give a file, a folder or a hub id", "loras")
-        return Lora(**given)
-    raise InvalidRequest(f"an adapter is a {type(given).__name__}; give {_FORM}", "loras")
+        return Lora(**adapter)
+    raise InvalidRequest(f"an adapter is a {type(adapter).__name__}; give {_FORM}", "loras")
 
 
-def loras_of(given: object) -> tuple[Lora, ...]:
-    """Return a request's adapters; raises `InvalidRequest` for what is no list of them."""
-    if not isinstance(given, list | tuple):
-        raise InvalidRequest(f"loras is a {type(given).__name__}; give a list of {_FORM}", "loras")
-    if len(given) > MOST:
-        raise InvalidRequest(f"loras has {len(given)} adapters; allowed are {MOST}", "loras")
-    return tuple(map(lora_of, given))
+def parse_adapters(adapters: object) -> tuple[Lora, ...]:
+    """Read a request's adapters; raises `InvalidRequest` for anything but a list of them."""
+    if not isinstance(adapters, list | tuple):
+        raise InvalidRequest(f"loras is a {type(adapters).__name__}; give a list of {_FORM}", "loras")
+    if len(adapters) > MOST:
+        raise InvalidRequest(f"loras has {len(adapters)} adapters; allowed are {MOST}", "loras")
+    return tuple(map(parse_adapter, adapters))

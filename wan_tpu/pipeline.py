@@ -1,4 +1,4 @@
-"""The whole job on one machine: load a checkpoint, make videos."""
+"""The Python interface for one machine: load a checkpoint, and make videos."""
 
 import dataclasses
 import warnings
@@ -38,19 +38,23 @@ def load_pipeline(
 ) -> "Pipeline":
     """Open a checkpoint; its weights are read when a stage first needs them.
 
-    path_or_id    diffusers directory, or hub id, OWNER/NAME
-    dtype         "bfloat16" or "float32", of weights and activations; latents are float32 in all; "int8" and "float8":
-                  bfloat16, and the matrices of the transformer's linear layers, and what they multiply, in 8 bits;
-                  "int8-attention", "float8-attention": attention's logits, too
-    mesh          (dp, sp, tp), {"dp": ..., "sp": ..., "tp": ...} or a jax Mesh with these axes; what is None or left
-                  out takes the default of `mesh.fill_shape`
-    keep_weights  False frees each component after its stage: one request in the least memory
-    executables   folder of compiled programs (scripts/precompile.py), or one in gs://, to load in place of compiling;
-                  what it doesn't have, or has from another version, is compiled and kept there by JAX, and the log
-                  says why. Loading runs code from it
-    progress      `Console()` to show bars; silent when left out
+    Args:
+        path_or_id: Diffusers directory, or hub id, OWNER/NAME.
+        dtype: "bfloat16" or "float32", of weights and activations; latents are always float32. "int8" and "float8" are
+            bfloat16 with the linear layers of the transformer, matrices and inputs, in 8 bits; with "int8-attention"
+            and "float8-attention" attention's logits are in 8 bits, too.
+        mesh: (dp, sp, tp), {"dp": ..., "sp": ..., "tp": ...} or a jax Mesh with these axes. An axis that is None or
+            missing takes the default of `mesh.fill_shape`.
+        keep_weights: False frees each component after its stage, to make one video in the least memory.
+        executables: Folder of compiled programs (scripts/precompile.py), here or in gs://, to load in place of
+            compiling. A program that it lacks, or has from another version, is compiled and kept there by JAX, and the
+            log says why. Loading runs code from the folder.
+        progress: `Console()` to show bars; silent by default.
 
-    Raises `CheckpointError`, `MeshError` or `InvalidInput` before anything large is read.
+    Raises:
+        CheckpointError: The checkpoint is missing or damaged.
+        MeshError: The mesh doesn't fit the devices.
+        InvalidInput: The model doesn't have that precision, or there is no such folder of executables.
     """
     progress = progress or Silent()
     runtime = open_runtime(
@@ -67,7 +71,7 @@ class Pipeline:
         self._progress = progress
 
     def plan(self, request: GenerationRequest) -> RequestPlan:
-        """Return what a request takes of this model, every field that it leaves open filled in.
+        """Return what a request takes of this model, with every field that it leaves open filled in.
 
         Raises:
             InvalidRequest: The model can't make it.
@@ -112,7 +116,7 @@ class Pipeline:
         warn: stages.Warn = warnings.warn,
         around: stages.Around = lambda operation: nullcontext(),
     ) -> stages.LocalExecutor:
-        """Return what runs a request's operations here; arguments and errors are those of `LocalExecutor`."""
+        """Return an executor for a request; arguments and errors are those of `LocalExecutor`."""
         return stages.LocalExecutor(
             self.runtime,
             plan,
@@ -125,9 +129,9 @@ class Pipeline:
         )
 
     def check_components(self, *names: str) -> None:
-        """Compare the files of components (all, when none is named) with their modules, by their headers alone.
+        """Compare the files of components (of all by default) with their modules, by their headers alone.
 
-        Done once for each component.
+        Each component is checked once.
 
         Raises:
             CheckpointError: It names what is missing, superfluous, of a wrong shape or cut off.
@@ -136,7 +140,7 @@ class Pipeline:
         self.runtime.check(name for name in components if not names or name in names)
 
     def fetch_adapters(self, plan: RequestPlan) -> RequestPlan:
-        """Return a plan with what its adapters' files hold now; no weights are needed for it.
+        """Return a plan with the present content of its adapters' files; no weights are needed for it.
 
         Raises:
             InvalidRequest: An adapter doesn't fit the model.
@@ -149,7 +153,7 @@ class Pipeline:
     def initial_state(
         self, plan: RequestPlan, noise: np.ndarray | None = None, conditioning: Conditioning | None = None
     ) -> DenoiseState:
-        """Return the state before the first step; where the request begins with a video it needs the conditioning."""
+        """Return the state before the first step; a request that begins with a video needs its conditioning."""
         return self.run(plan, conditioning=conditioning, noise=noise).state
 
     def encode(self, plan: RequestPlan, warn: stages.Warn = warnings.warn) -> Conditioning:
@@ -168,7 +172,7 @@ class Pipeline:
         stop: int | None = None,
         on_step: OnStep | None = None,
     ) -> DenoiseState:
-        """Run the expert stages from `state.step` up to step `stop` (all when left out); return the state reached."""
+        """Run the expert stages from `state.step` up to step `stop` (by default to the end); return the state."""
         run = self.run(plan, conditioning=conditioning, state=state)
         for operation, result in run.work(Step, Finish, stop=stop):
             if isinstance(operation, Step) and on_step is not None:
@@ -191,17 +195,17 @@ def open_runtime(
     *,
     keep_weights: bool = True,
     executables: str | Path | None = None,
-    progress: Progress = Silent(),  # noqa: B008 (has no state)
+    progress: Progress = Silent(),  # noqa: B008 (It has no state.)
 ) -> Runtime[Model]:
     """Open a checkpoint for a mesh; arguments and errors are those of `load_pipeline`."""
     model = open_model(Checkpoint(path_or_id))
-    placed = make_mesh(mesh, heads=model.spec.heads)
+    device_mesh = make_mesh(mesh, heads=model.spec.heads)
     stored = None if executables is None else Executables(executables, key.settings(model.config, dtype))
     if stored is not None:
         stored.keep_compiled()
     return Runtime(
         model,
-        placed,
+        device_mesh,
         dtype,
         keep_weights=keep_weights,
         executables=stored,

@@ -1,4 +1,4 @@
-"""Show how long work goes on: a bar with ETA on a terminal, plain lines elsewhere."""
+"""Show how far work is: a bar with the time left on a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -6,22 +6,22 @@ from typing import Protocol
 
 from tqdm import tqdm
 
-BYTES = "B"
-QUIET_S = 2.0
+BYTES = "B"  # The unit of bars that count bytes.
+QUIET_S = 2.0  # Bars of bytes show nothing for so long: small files are read at once.
 
 
 class Bar(Protocol):
     """The progress of one stage."""
 
     def step(self, units: int = 1) -> None:
-        """So many more units of work are done."""
+        """Count units of work that are done."""
 
     def close(self) -> None:
-        """The stage ended, well or not."""
+        """End the bar, whether or not its stage succeeded."""
 
 
 class Silent:
-    """Shows nothing, as progress and as its bars: the default of the Python interface."""
+    """Shows nothing, and is its own bars: the default of the Python interface."""
 
     def bar(self, stage: str, total: int, unit: str = "") -> Bar:
         """Start a stage of `total` units."""
@@ -35,26 +35,26 @@ class Silent:
 
 
 class Console:
-    """Shows each stage on stderr; `unit` is the word for what is counted."""
+    """Shows each stage on stderr; `unit` is the word for the units of work."""
 
     def __init__(self, unit: str = "step") -> None:
         self._unit = unit
 
     def bar(self, stage: str, total: int, unit: str = "") -> Bar:
-        """Start a stage of `total` units; unit: a word for them, or `BYTES`, in place of the console's."""
+        """Start a stage of `total` units; `unit` is a word for them, or `BYTES`, in place of the console's."""
         kind = _TerminalBar if sys.stderr.isatty() else _LineBar
         return kind(stage, total, unit or self._unit)
 
 
 class Progress(Protocol):
-    """What shows, or passes on, how far the stages are."""
+    """Shows, or passes on, how far the stages are."""
 
     def bar(self, stage: str, total: int, unit: str = "") -> Bar:
-        """Start a stage of `total` units, steps unless `unit` says another word, or `BYTES`."""
+        """Start a stage of `total` units, which are steps unless `unit` is another word, or `BYTES`."""
 
 
-def counted(done: int, total: int, unit: str = "") -> str:
-    """Return how far something is, in a few words."""
+def format_count(done: int, total: int, unit: str = "") -> str:
+    """Return how far something is, in a few characters."""
     if unit != BYTES:
         return f"{done}/{total}"
     scale, name = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
@@ -63,8 +63,8 @@ def counted(done: int, total: int, unit: str = "") -> str:
 
 class _TerminalBar:
     def __init__(self, stage: str, total: int, unit: str) -> None:
-        of_bytes = {"unit_scale": True, "delay": QUIET_S, "leave": False} if unit == BYTES else {}
-        self._bar = tqdm(total=total, desc=f"{stage:<13}", unit=unit, dynamic_ncols=True, **of_bytes)
+        settings = {"unit_scale": True, "delay": QUIET_S, "leave": False} if unit == BYTES else {}
+        self._bar = tqdm(total=total, desc=f"{stage:<13}", unit=unit, dynamic_ncols=True, **settings)
 
     def step(self, units: int = 1) -> None:
         self._bar.update(units)
@@ -74,9 +74,9 @@ class _TerminalBar:
 
 
 class _LineBar:
-    """A line at the start, at every tenth, and at the end: at most a dozen for any length.
+    """Prints a line at the start, at every tenth, and at the end: at most a dozen for any length.
 
-    Of bytes none until `QUIET_S` are over: small files are read at once.
+    For bytes it prints none in the first `QUIET_S`.
     """
 
     def __init__(self, stage: str, total: int, unit: str) -> None:
@@ -94,7 +94,8 @@ class _LineBar:
     def close(self) -> None:
         self._say(f"{time.perf_counter() - self._start:.1f} s")
 
-    def _say(self, what: str) -> None:
+    def _say(self, message: str) -> None:
         if self._unit == BYTES and time.perf_counter() - self._start < QUIET_S:
             return
-        print(f"{self._stage}: {counted(self._done, self._total, self._unit)}, {what}", file=sys.stderr, flush=True)
+        count = format_count(self._done, self._total, self._unit)
+        print(f"{self._stage}: {count}, {message}", file=sys.stderr, flush=True)

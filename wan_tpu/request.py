@@ -1,7 +1,7 @@
-"""What a caller asks for: one frozen value, validated once, when it is made.
+"""A request for a video: one frozen value, validated once, when it is created.
 
 `GenerationRequest` is the only list of a request's fields. The command line's options, the keys of a manifest's line,
-the fields of an HTTP body with their limits, a job's JSON and what an answer shows are made from it.
+the fields of an HTTP body with their limits, a job's JSON and the fields of an answer are derived from it.
 """
 
 import dataclasses
@@ -29,17 +29,17 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ArgsKwargs
 
 from wan_tpu.errors import InvalidRequest
-from wan_tpu.fields import limits_of, refusal
-from wan_tpu.lora import Lora, loras_of
+from wan_tpu.fields import explain_refusal, limits_of
+from wan_tpu.lora import Lora, parse_adapters
 from wan_tpu.media.image import load_image
 from wan_tpu.schedules.magcache import FORM, Curve, magcache_of
 
 NAMED_SIZES = ("1280x720", "720x1280", "832x480", "480x832")
-SIZE_MULTIPLE = 16  # pixels: the VAE's 8 x the transformer's patch of 2 (TI2V 5B: 32, checked by the model)
-STRENGTH = 0.8  # of a video, as diffusers has it
-IMAGES = ("image", "last_image")  # fields of a request that are pictures
+SIZE_MULTIPLE = 16  # Pixels: the VAE's 8 times the transformer's patch of 2 (for TI2V 5B the model checks 32).
+STRENGTH = 0.8  # The default strength of a video, as in diffusers.
+IMAGES = ("image", "last_image")  # Fields of a request that are pictures.
 _SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", re.ASCII)
-FRAME_STRIDE = 4  # pixel frames a latent frame: the VAEs of every family compress time by four
+FRAME_STRIDE = 4  # Pixel frames per latent frame: the VAEs of all families compress time by four.
 MAX_STEPS = 1000
 
 
@@ -60,10 +60,12 @@ class Defaults:
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """A named way to sample: what a request that names it takes where it says nothing itself.
+    """A named way to sample. It fills the fields that a request which names it leaves open.
 
-    about     what it is, for people; source  where its numbers are from
-    settings  fields of a request, by name
+    Attributes:
+        about: What it is, for people.
+        source: Where its numbers are from.
+        settings: Fields of a request, by name.
     """
 
     about: str
@@ -73,9 +75,12 @@ class Preset:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointOverrides:
-    """What a checkpoint itself says of how to sample it, in its wan_tpu.json.
+    """A checkpoint's own sampling settings, from its wan_tpu.json.
 
-    defaults  fields of `Defaults`, by name; presets  by name; curves  of MagCache
+    Attributes:
+        defaults: Fields of `Defaults`, by name.
+        presets: Presets, by name.
+        curves: Curves of MagCache.
     """
 
     defaults: tuple[tuple[str, float], ...] = ()
@@ -84,7 +89,7 @@ class CheckpointOverrides:
 
 
 NOTHING_OWN = CheckpointOverrides()
-# Fields that `GenerationRequest.resolve` always fills.
+# The fields that `GenerationRequest.resolve` always fills.
 FILLED = (*(field.name for field in dataclasses.fields(Defaults)), "negative_prompt")
 
 
@@ -107,9 +112,9 @@ def _check_sigmas(sigmas: object) -> tuple[float, ...]:
         isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) for value in values
     ):
         raise InvalidRequest(f"sigmas has something that is no number; {form}", "sigmas")
-    for before, here in zip([math.nextafter(1, 2), *values], values, strict=False):
-        if not 0 < here < before:
-            raise InvalidRequest(f"sigmas has {here:g} after {before:g}; {form}", "sigmas")
+    for before, sigma in zip([math.nextafter(1, 2), *values], values, strict=False):
+        if not 0 < sigma < before:
+            raise InvalidRequest(f"sigmas has {sigma:g} after {before:g}; {form}", "sigmas")
     return tuple(map(float, values))
 
 
@@ -119,11 +124,11 @@ def _check_video(video: object) -> str:
     return str(Path(video).absolute())
 
 
-Number = int | float  # An integer stays one, so that digests and records have it as it was written.
+Number = int | float  # An integer stays an integer, so that digests and records have it as it was written.
 Text = Annotated[str, AfterValidator(_check_text)]
-# Decoded when the request is made, so that a damaged file fails before any model is loaded.
+# Decoded when the request is created, so that a damaged file fails before any model is loaded.
 Picture = Annotated[str | Path | Image.Image, PlainValidator(load_image)]
-Adapters = Annotated[Sequence[Lora | str | Mapping[str, Any]], PlainValidator(loras_of)]
+Adapters = Annotated[Sequence[Lora | str | Mapping[str, Any]], PlainValidator(parse_adapters)]
 
 
 @dataclass(
@@ -138,7 +143,7 @@ class GenerationRequest:
     backticks is another field, which each of these writes in its own way.
 
     In Python an image is a path or a `PIL.Image`; it becomes RGB here and is resized to the video's size later. An
-    adapter is a `Lora`, its text or its fields (`wan_tpu.lora.lora_of`).
+    adapter is a `Lora`, its text or its fields (`wan_tpu.lora.parse_adapter`).
 
     Raises:
         InvalidRequest: It names the field, what is allowed and the nearest value that works.
@@ -199,7 +204,7 @@ class GenerationRequest:
     @model_validator(mode="wrap")
     @classmethod
     def _explain(cls, arguments: ArgsKwargs, validate: ModelWrapValidatorHandler[Self]) -> Self:
-        """Take NumPy's numbers as numbers, and have what is wrong raised with its remedy."""
+        """Accept NumPy's numbers, and raise errors with their remedies."""
         values = arguments.kwargs or {}
         if any(isinstance(value, np.generic) for value in values.values()):
             plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
@@ -211,45 +216,46 @@ class GenerationRequest:
             name = str(first["loc"][0])
             if name not in cls.__pydantic_fields__:
                 raise TypeError(f"{cls.__name__} has no field {name!r}") from None
-            raise InvalidRequest(refusal(name, cls.__pydantic_fields__[name], first["input"]), name) from None
+            raise InvalidRequest(explain_refusal(name, cls.__pydantic_fields__[name], first["input"]), name) from None
 
     def resolve(self, defaults: Defaults, preset: Mapping[str, Any] = MappingProxyType({})) -> "ResolvedRequest":
-        """Fill every open field from a preset's, and what that leaves open from `defaults`."""
+        """Fill every open field from a preset's settings, or from `defaults` where the preset leaves it open."""
         filled = {f.name: getattr(defaults, f.name) for f in dataclasses.fields(defaults)}
-        filled |= {"negative_prompt": "", "loras": (), **both_scales(preset)}
-        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        given = both_scales({name: value for name, value in given.items() if value is not None})
+        filled |= {"negative_prompt": "", "loras": (), **fill_second_scale(preset)}
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        own = fill_second_scale({name: value for name, value in own.items() if value is not None})
         if filled.get("sigmas") is not None:
             filled["steps"] = len(filled["sigmas"])
-        # A preset's noise levels and its switch of experts hold for its own schedule alone.
-        if any(given.get(name, filled.get(name)) != filled.get(name) for name in ("steps", "shift", "sigmas")):
+        # A preset's noise levels and its switch of experts hold only for its own schedule.
+        if any(own.get(name, filled.get(name)) != filled.get(name) for name in ("steps", "shift", "sigmas")):
             filled |= {"sigmas": None, "switch_step": None}
         if self.video is not None:
             filled["strength"] = STRENGTH
         if self.sigmas is not None:
             filled["steps"] = len(self.sigmas)
-        return ResolvedRequest(**filled | given)
+        return ResolvedRequest(**filled | own)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain JSON values; the image as its size only (pixels stay out of records)."""
+        """Return the fields as plain JSON values. Images are given by their sizes: pixels stay out of records."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         for name in IMAGES:
             if isinstance(image := fields[name], Image.Image):
                 fields[name] = f"{image.info.get('source', 'image')}, {image.width}x{image.height}"
         if self.loras is not None:
-            fields["loras"] = [dataclasses.asdict(lora) for lora in loras_of(self.loras)]
+            fields["loras"] = [dataclasses.asdict(lora) for lora in parse_adapters(self.loras)]
         return fields
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedRequest(GenerationRequest):
-    """A request with nothing left open: what stages take.
+    """A request with no field left open, as stages take it.
 
     Raises:
         TypeError: A field that `resolve` fills is missing.
     """
 
-    if TYPE_CHECKING:  # These are never None, which type checkers can't know otherwise.
+    # These are never None, which type checkers couldn't know otherwise.
+    if TYPE_CHECKING:
         negative_prompt: str
         height: int
         width: int
@@ -261,7 +267,7 @@ class ResolvedRequest(GenerationRequest):
         shift: float
         solver: str
         sigmas: tuple[float, ...] | None
-    loras: Annotated[tuple[Lora, ...], PlainValidator(loras_of)] = ()
+    loras: Annotated[tuple[Lora, ...], PlainValidator(parse_adapters)] = ()
 
     def __post_init__(self) -> None:
         if missing := [name for name in FILLED if getattr(self, name) is None]:
@@ -272,17 +278,17 @@ class ResolvedRequest(GenerationRequest):
         return tuple(lora for lora in self.loras if lora.is_for(stage))
 
 
-def both_scales(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings in which the first expert's guidance is the second's, too, unless that has its own."""
+def fill_second_scale(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings in which the second expert has the first one's guidance, unless it has its own."""
     scale = {"guidance_scale_2": settings["guidance_scale"]} if "guidance_scale" in settings else {}
     return {**scale, **settings}
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """Read WIDTHxHEIGHT into (height, width) in pixels; the values are checked by `GenerationRequest`.
+    """Read WIDTHxHEIGHT into (height, width) in pixels; `GenerationRequest` checks the values.
 
     Raises:
-        InvalidRequest: It is nothing of the kind, or A*B, which programs read in either order.
+        InvalidRequest: It has another form, such as A*B, which programs read in either order.
     """
     sides = _SIZE.fullmatch(text)
     if sides is None:
@@ -303,5 +309,5 @@ def nearest_multiple(value: float, multiple: int) -> int:
 
 
 FIELDS: Mapping[str, FieldInfo] = GenerationRequest.__pydantic_fields__
-# The lowest and the highest value that is taken, of each field that is a number.
+# The lowest and the highest value of each field that is a number.
 LIMITS = {name: limits for name, field in FIELDS.items() if (limits := limits_of(field)) is not None}

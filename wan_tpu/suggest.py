@@ -1,9 +1,9 @@
-"""What someone probably meant who wrote a name that isn't known: a flag, a field, a model, a preset."""
+"""Suggest the flag, field, model or preset that was probably meant by an unknown name."""
 
 import difflib
 from collections.abc import Iterable
 
-# What diffusers, Wan's own program and other front ends call settings that have another name here.
+# Names in diffusers, Wan's own program and other front ends, and the names of the same settings here.
 OTHER_NAMES = {
     "num_frames": "frames",
     "frame_num": "frames",
@@ -39,7 +39,7 @@ OTHER_NAMES = {
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is most like a word, None where none is; case, dashes and underscores don't count."""
+    """Return the known name that is most like a word, or None; case, dashes and underscores don't count."""
     names = {_plain(name): name for name in known}
     plain = _plain(word)
     for exact in (plain, OTHER_NAMES.get(plain)):
@@ -50,7 +50,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return " (did you mean ...?)" for a message, or nothing where no known name is like the word."""
+    """Return " (did you mean ...?)" for a message, or "" where no known name is like the word."""
     name = nearest(word, known)
     return "" if name is None else f" (did you mean {name}?)"
 

@@ -1,7 +1,7 @@
-"""Switches that leave out what is written by hand or overlapped, to find the piece that is wrong on a chip.
+"""Switches that disable hand-written kernels or overlapped transfers, to find the piece that is wrong on a chip.
 
-They are environment variables: they hold for a whole process, on each host of a slice, are read when a program is
-traced, and are part of what a stored executable was made from (`wan_tpu.aot.key`).
+They are environment variables: they hold for a whole process, on each host of a slice, and are read when a program is
+traced. Stored executables depend on them (`wan_tpu.aot.key`).
 """
 
 import os
@@ -12,7 +12,7 @@ from wan_tpu.suggest import did_you_mean
 KERNELS, COLLECTIVES = "WAN_TPU_KERNELS", "WAN_TPU_COLLECTIVES"
 OWN, REFERENCE = "own", "reference"
 OVERLAPPED, SYNCHRONOUS = "overlapped", "synchronous"
-# The pieces that have a plain twin, by the names that --kernels takes.
+# Kernels with a plain reference, by the names that --kernels takes.
 NAMES = (
     "attention",
     "sparse_attention",
@@ -32,14 +32,14 @@ def set_switches(kernels: str | None = None, collectives: str | None = None) -> 
     """Set the switches of this process, before its programs are traced; None leaves one as it is.
 
     Args:
-        kernels: "own", "reference" for plain operations in place of all kernels, or "reference:linear,attention"
-        collectives: "overlapped", or "synchronous": whatever is sent has arrived before anything else is computed
+        kernels: "own", "reference" for plain operations in place of all kernels, or "reference:linear,attention".
+        collectives: "overlapped", or "synchronous" to compute nothing until a transfer has arrived.
 
     Raises:
-        InvalidInput: for anything else.
+        InvalidInput: For any other value.
     """
     if kernels is not None:
-        _left_out(kernels)
+        _switched_off(kernels)  # Raises for an unknown kernel.
         os.environ[KERNELS] = kernels
     if collectives is not None:
         if collectives not in (OVERLAPPED, SYNCHRONOUS):
@@ -47,22 +47,22 @@ def set_switches(kernels: str | None = None, collectives: str | None = None) -> 
         os.environ[COLLECTIVES] = collectives
 
 
-def switches() -> dict[str, str]:
-    """Return the switches as they are, by their names on the command line."""
+def read_switches() -> dict[str, str]:
+    """Return the present switches, by their names on the command line."""
     return {"kernels": os.environ.get(KERNELS, OWN), "collectives": os.environ.get(COLLECTIVES, OVERLAPPED)}
 
 
 def uses_kernel(name: str, platform: str) -> bool:
-    """Return whether an operation is our kernel's: on a TPU, where it isn't switched off."""
-    return platform == "tpu" and name not in _left_out(switches()["kernels"])
+    """Return whether an operation uses our kernel: on a TPU, unless the kernel is switched off."""
+    return platform == "tpu" and name not in _switched_off(read_switches()["kernels"])
 
 
 def is_synchronous() -> bool:
-    """Return whether nothing is computed while something is sent."""
-    return switches()["collectives"] == SYNCHRONOUS
+    """Return whether nothing is computed during transfers."""
+    return read_switches()["collectives"] == SYNCHRONOUS
 
 
-def _left_out(kernels: str) -> frozenset[str]:
+def _switched_off(kernels: str) -> frozenset[str]:
     """Return the kernels that are switched off; raises `InvalidInput`."""
     if kernels == OWN:
         return frozenset()

@@ -1,8 +1,8 @@
 """Make small, complete checkpoints of every published model from diffusers' and transformers' own classes.
 
-Random weights, real everything else: component classes, configuration keys, file layout, a tokenizer trained on
-real sentences. They stand in for 30 to 130 GB downloads in the demo, the tests and the benchmarks. Deterministic: the
-same call writes the same bytes.
+Their weights are random. Everything else is real: component classes, configuration keys, file layout, a tokenizer
+trained on real sentences. They stand in for downloads of 30 to 130 GB in the demo, the tests and the benchmarks, and
+are deterministic: the same call writes the same bytes.
 """
 
 from pathlib import Path
@@ -12,6 +12,6 @@ from wan_tpu.families import published
 
 
 def make_checkpoint(folder: Path, kind: str, **changed: Any) -> Path:
-    """Write a small checkpoint in the shape of the published model `kind`; changed: as its family's own takes it."""
+    """Write a small checkpoint like the published model `kind`; `changed` goes to the family's own function."""
     family = published()[kind]
     return family.part(family.small)(folder, kind, **changed)

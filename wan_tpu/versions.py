@@ -1,4 +1,4 @@
-"""The versions of the packages that decide a video's numbers and how fast its programs are."""
+"""The versions of the packages that determine a video's numbers and the speed of its programs."""
 
 import importlib.metadata
 import platform
@@ -6,7 +6,7 @@ import platform
 PACKAGES = ("wan-tpu", "jax", "jaxlib", "libtpu", "torch", "torchax", "diffusers", "transformers", "numpy")
 
 
-def version(package: str) -> str:
+def installed_version(package: str) -> str:
     """Return the version of an installed package, empty when it is absent."""
     try:
         return importlib.metadata.version(package)
@@ -14,12 +14,14 @@ def version(package: str) -> str:
         return ""
 
 
-def versions() -> dict[str, str]:
+def list_versions() -> dict[str, str]:
     """Return the versions of Python and of `PACKAGES`, for the record of a video."""
-    return {"python": platform.python_version()} | {name: version(name) or "not installed" for name in PACKAGES}
+    installed = {name: installed_version(name) or "not installed" for name in PACKAGES}
+    return {"python": platform.python_version()} | installed
 
 
-def summary() -> str:
-    """Return this package's version, and those that compiled programs and published figures are of."""
-    found = versions()
-    return f"{found['wan-tpu']} (" + ", ".join(f"{name} {found[name]}" for name in ("python", "jax", "libtpu")) + ")"
+def summarize_versions() -> str:
+    """Return this package's version, and the versions by which compiled programs and published figures go."""
+    versions = list_versions()
+    others = ", ".join(f"{name} {versions[name]}" for name in ("python", "jax", "libtpu"))
+    return f"{versions['wan-tpu']} ({others})"

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from wan_tpu.errors import InvalidInput, InvalidRequest
-from wan_tpu.lora import Lora, lora_of
+from wan_tpu.lora import Lora, parse_adapter
 from wan_tpu.request import Preset
 from wan_tpu.spec import ModelSpec
 
@@ -31,7 +31,7 @@ class Catalogue:
             name, equals, path = text.partition("=")
             if not name or len(name) > _MAX_NAME or not name.isprintable():
                 raise InvalidInput(f"--lora {text[:200]!r} has no name; give NAME=PATH[:SCALE][@high|low|both]")
-            adapters[name] = (*adapters.get(name, ()), *([lora_of(path)] if equals else []))
+            adapters[name] = (*adapters.get(name, ()), *([parse_adapter(path)] if equals else []))
         return cls(adapters)
 
     def complete_for(self, spec: ModelSpec) -> "Catalogue":

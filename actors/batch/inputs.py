@@ -10,7 +10,7 @@ from pathlib import Path
 from PIL import Image
 
 from wan_tpu.errors import InvalidInput, WanTpuError
-from wan_tpu.lora import lora_of
+from wan_tpu.lora import parse_adapter
 from wan_tpu.media.image import decode_image, load_image
 from wan_tpu.storage.addresses import is_bucket, split_bucket, split_location
 from wan_tpu.storage.base import StorageError
@@ -75,7 +75,7 @@ def resolve_image(image: object, folder: str) -> str:
 def resolve_adapter(adapter: object, folder: str) -> object:
     """Return an adapter with an absolute path if its file is below the manifest's folder."""
     if isinstance(adapter, str | dict):
-        adapter = lora_of(adapter)
+        adapter = parse_adapter(adapter)
         if not os.path.isabs(adapter.path) and os.path.exists(path := posixpath.join(folder, adapter.path)):
             return dataclasses.asdict(dataclasses.replace(adapter, path=path))
     return adapter

@@ -14,7 +14,7 @@ from typing import Any
 from actors.doctor.finding import Finding, Machine
 from actors.doctor.host import variables
 from actors.doctor.jax_start import NoDevices
-from wan_tpu.versions import versions
+from wan_tpu.versions import list_versions
 
 # Part -> the module and function that check it, and what it is about. JAX starts in the second.
 PARTS = {
@@ -94,7 +94,7 @@ def write_bundle(path: Path, machine: Machine, hosts: Sequence[Sequence[Part]]) 
     """
     bundle: dict[str, Any] = {
         "wan_tpu_doctor": 1,
-        "versions": versions(),
+        "versions": list_versions(),
         "environment": variables(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "devices": {

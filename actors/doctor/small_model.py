@@ -13,7 +13,7 @@ from wan_tpu.media.mp4 import Mp4
 from wan_tpu.pipeline import load_pipeline
 from wan_tpu.request import GenerationRequest
 from wan_tpu.runtime.mesh import AXES
-from wan_tpu.switches import SYNCHRONOUS, set_switches, switches
+from wan_tpu.switches import SYNCHRONOUS, read_switches, set_switches
 from wan_tpu.tiny import make_checkpoint
 
 REQUEST = GenerationRequest(prompt="A cat looks.", height=32, width=64, frames=9, steps=3)
@@ -31,7 +31,7 @@ def check_small_model(machine: Machine) -> Iterator[Finding]:
     if machine.devices > 1:
         yield _compare("all devices, float32", _pixels(checkpoint, "float32", None), expected, SAME)
     if machine.devices > 1 and not machine.is_rehearsal:
-        before = switches()
+        before = read_switches()
         set_switches(collectives=SYNCHRONOUS)
         pixels = _pixels(checkpoint, "float32", None)
         set_switches(**before)

@@ -27,7 +27,7 @@ from cluster.errors import CallFailed, DeviceFailed, SliceLost
 from cluster.layout import Pool
 from wan_tpu.errors import InvalidInput
 from wan_tpu.plan import DECODER, ENCODER
-from wan_tpu.progress import counted
+from wan_tpu.progress import format_count
 from wan_tpu.request import ResolvedRequest
 
 log = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class SliceLeader:
             self._start_s["compiled"] = time.monotonic() - start
 
     def _make_progress_report(self, activity: Activity) -> Callable[[HostProgress], None]:
-        return lambda now: self._report(activity, f"{now.item}, {counted(now.done, now.total, now.unit)}")
+        return lambda now: self._report(activity, f"{now.item}, {format_count(now.done, now.total, now.unit)}")
 
     # ---- The stages, as Serve calls them.
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from wan_tpu import GenerationRequest
-from wan_tpu.lora import lora_of
+from wan_tpu.lora import parse_adapter
 from wan_tpu.runtime.bridge import ScannedBlocks
 
 RELATIVE = 1e-5  # to the largest value: float32 rounding of a merged weight, and what six steps make of it
@@ -16,7 +16,7 @@ KIND = "wan2.2-t2v-a14b"
 def merged(pipe, stage, *loras):
     """Return an expert's weights with adapters applied, under diffusers' names and in its order of rows."""
     runtime = pipe.runtime
-    loaded = runtime.component(stage, tuple(map(lora_of, loras)))
+    loaded = runtime.component(stage, tuple(map(parse_adapter, loras)))
     component = runtime.model.components[stage]
     depths = {path: m.depth for path, m in loaded.module.named_modules() if isinstance(m, ScannedBlocks)}
     found = {}

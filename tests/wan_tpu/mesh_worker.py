@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.wan_tpu import adapter_files
 from wan_tpu import GenerationRequest, MeshError, load_pipeline
-from wan_tpu.lora import loras_of
+from wan_tpu.lora import parse_adapters
 from wan_tpu.ops import attention as attentions
 from wan_tpu.ops.attention import attention, query_scale
 from wan_tpu.ops.exchange import Projections, exchanged_attention, head_groups, key_parts
@@ -66,7 +66,7 @@ for shape in [(1, 1, 1), (2, 2, 2), (1, 1, 16)]:
     reused.append(pipe.denoise(cached, conditioning, pipe.initial_state(cached)).latents)
     np.testing.assert_allclose(reused[-1], reused[0], atol=1e-4 * np.abs(reused[0]).max())
     base = pipe.runtime.component("denoise_high").params
-    changed = pipe.runtime.component("denoise_high", loras_of([f"{adapter}:0.5"])).params
+    changed = pipe.runtime.component("denoise_high", parse_adapters([f"{adapter}:0.5"])).params
     assert {name for name in base if changed[name] is not base[name]} == {
         *(f"blocks.template.{name}.weight" for name in adapter_files.WAN),
         "blocks.template.attn1.to_q.bias",
@@ -83,7 +83,7 @@ for shape in [(1, 1, 1), (2, 2, 2)]:
     plan = pipe.plan(request)
     eight.append(pipe.denoise(plan, conditioning, pipe.initial_state(plan)).latents)
     base = pipe.runtime.component("denoise_high").params
-    changed = pipe.runtime.component("denoise_high", loras_of([f"{adapter}:0.5"])).params
+    changed = pipe.runtime.component("denoise_high", parse_adapters([f"{adapter}:0.5"])).params
     assert all(value.sharding == base[name].sharding for name, value in changed.items())
     rounded = [name for name in changed if f"{name}_scale" in changed]
     assert len(rounded) == len(adapter_files.WAN)

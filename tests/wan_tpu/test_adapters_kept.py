@@ -24,7 +24,7 @@ from wan_tpu.adapters.adapter import Targets
 from wan_tpu.adapters.files import find, read
 from wan_tpu.adapters.merging import KEPT, Adapters
 from wan_tpu.errors import InvalidRequest, Unavailable
-from wan_tpu.lora import Lora, lora_of
+from wan_tpu.lora import Lora, parse_adapter
 from wan_tpu.pipeline import Pipeline
 from wan_tpu.runtime.memory import DeviceRoom
 
@@ -96,14 +96,14 @@ def test_replaced_file_is_used_by_the_next_request(pipeline, transformer, tmp_pa
     weight = "blocks.template.attn1.to_q.weight"
 
     def weights(seed):
-        asked = (lora_of(save_factors(transformer, path, seed)),)
+        asked = (parse_adapter(save_factors(transformer, path, seed)),)
         return loaded(stage, asked).params[weight]
 
     first, second = weights(0), weights(1)
     assert np.abs(np.asarray(first) - np.asarray(second)).max() > 0.01
     assert weights(0) is first  # the same content again
     other = save_factors(transformer, tmp_path / "elsewhere.safetensors", 0)
-    assert loaded(stage, (lora_of(other),)).params[weight] is first
+    assert loaded(stage, (parse_adapter(other),)).params[weight] is first
 
 
 def test_alpha_that_was_replaced_beside_a_file_is_used(pipeline, transformer, tmp_path):
@@ -117,10 +117,12 @@ def test_alpha_that_was_replaced_beside_a_file_is_used(pipeline, transformer, tm
 
 def test_request_keeps_the_adapters_that_were_fetched_for_it(pipeline, transformer, tmp_path):
     runtime, path = pipeline(KIND).runtime, tmp_path / "x.safetensors"
-    (old,) = runtime.fetch_adapters((lora_of(save_factors(transformer, path, 2)),), ["denoise_high", "denoise_low"])
+    (old,) = runtime.fetch_adapters(
+        (parse_adapter(save_factors(transformer, path, 2)),), ["denoise_high", "denoise_low"]
+    )
     expected = np.asarray(runtime.component("denoise_high", (old,)).params["blocks.template.attn1.to_q.weight"])
     for seed in range(3, 3 + KEPT):  # which make the merged weights go
-        runtime.component("denoise_high", (lora_of(save_factors(transformer, path, seed)),))
+        runtime.component("denoise_high", (parse_adapter(save_factors(transformer, path, seed)),))
     path.unlink()
     again = np.asarray(runtime.component("denoise_high", (old,)).params["blocks.template.attn1.to_q.weight"])
     assert np.array_equal(again, expected)
@@ -200,10 +202,10 @@ def test_base_is_whole_after_a_merge_in_place_was_interrupted(checkpoint, pipeli
 
         monkeypatch.setattr(merging, "_changed", stop)
         with pytest.raises(Stopped):
-            lean.component("denoise_high", (lora_of(path),))
+            lean.component("denoise_high", (parse_adapter(path),))
         monkeypatch.undo()
         assert_whole()
-    assert_whole(lora_of(path))
+    assert_whole(parse_adapter(path))
 
 
 def test_one_request_in_the_least_memory(checkpoint, pipeline, transformer, tmp_path):

@@ -20,7 +20,7 @@ from wan_tpu.commands.parser import PRECISIONS
 from wan_tpu.errors import CheckpointError, InvalidInput
 from wan_tpu.families.model import open_model
 from wan_tpu.families.wan.transformer import MATRICES
-from wan_tpu.lora import lora_of
+from wan_tpu.lora import parse_adapter
 from wan_tpu.runtime import components, converted
 from wan_tpu.runtime.components import load_component, round_to_8_bits
 from wan_tpu.runtime.mesh import make_mesh
@@ -158,7 +158,7 @@ def test_adapters_are_added_to_what_8_bits_hold(checkpoint, pipeline, tmp_path):
     adapter = files.save(files.named(made, names, "diffusion_model.", alpha=4), tmp_path / "adapter.safetensors")
     difference = torch.randn(transformer.blocks[1].ffn.net[2].weight.shape, generator=torch.Generator().manual_seed(0))
     other = files.save({"diffusion_model.blocks.1.ffn.2.diff": difference / 10}, tmp_path / "other.safetensors")
-    exact, loras = Adapters(), (lora_of(f"{adapter}:0.5"),)
+    exact, loras = Adapters(), (parse_adapter(f"{adapter}:0.5"),)
     for precision in EIGHT_BITS:
         runtime = pipeline(KIND, precision).runtime
         base = runtime.component("denoise_high").params
@@ -175,13 +175,13 @@ def test_adapters_are_added_to_what_8_bits_hold(checkpoint, pipeline, tmp_path):
             step = np.abs(values.astype(np.float32)) / 8 if precision == "float8" else 1
             assert (np.abs(np.asarray(changed[name], np.float32) - values.astype(np.float32)) <= step).all()
             assert (np.asarray(changed[name]) == values).mean() > 0.99
-        untouched = runtime.component("denoise_high", (lora_of(f"{adapter}:0"),)).params
+        untouched = runtime.component("denoise_high", (parse_adapter(f"{adapter}:0"),)).params
         for name in factors.factors:
             assert np.array_equal(np.asarray(untouched[name]).view(np.uint8), np.asarray(base[name]).view(np.uint8))
             np.testing.assert_allclose(untouched[f"{name}_scale"], base[f"{name}_scale"], rtol=1e-6)
 
         name = "blocks.template.ffn.net.2.weight"
-        changed = runtime.component("denoise_high", (lora_of(other),)).params
+        changed = runtime.component("denoise_high", (parse_adapter(other),)).params
         expected = wide(base, name) + np.stack([np.zeros_like(difference), difference.numpy() / 10])
         step = {"int8": 127 * 2, "float8": 16}[precision]
         np.testing.assert_allclose(wide(changed, name), expected, atol=1.01 * np.abs(expected).max() / step)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
-from wan_tpu.versions import version
+from wan_tpu.versions import installed_version
 
 pytest.importorskip("libtpu", reason="needs libtpu: pip install '.[tpu]'")
 
@@ -109,7 +109,7 @@ def test_a_small_model_s_step_takes_what_it_took(said):
 @pytest.mark.soak
 def test_a_large_model_s_step_takes_what_the_docs_say(tmp_path):
     [answer] = answers(step_of("wan2.2-i2v-a14b", "v7x-4", "1280x720", 81, tmp_path))
-    check_step(answer, *LARGE_STEP[version("libtpu")])
+    check_step(answer, *LARGE_STEP[installed_version("libtpu")])
 
 
 def check_step(answer, seconds, gib):

@@ -13,8 +13,8 @@ import jax
 from jax.sharding import Mesh
 
 from wan_tpu.runtime.mesh import describe_sharding
-from wan_tpu.switches import switches
-from wan_tpu.versions import version
+from wan_tpu.switches import read_switches
+from wan_tpu.versions import installed_version
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "torch", "torchax", "diffusers", "transformers")
 SOURCES = ("wan_tpu", "wan_tpu_kernels")
@@ -49,10 +49,10 @@ def describe_program(name: str, args: Any, mesh: Mesh, settings: str) -> dict[st
 
 def describe_build() -> dict[str, str]:
     """Describe what compiles programs here: sources, versions, flags."""
-    versions = {package: version(package) for package in PACKAGES}
+    versions = {package: installed_version(package) for package in PACKAGES}
     flags = {name: " ".join(os.environ.get(name, "").split()) for name in ENVIRONMENT}
     options = {name: str(getattr(jax.config, name)) for name in OPTIONS}
-    return {"source": source_digest(), **versions, **flags, **switches(), **options}
+    return {"source": source_digest(), **versions, **flags, **read_switches(), **options}
 
 
 @functools.cache

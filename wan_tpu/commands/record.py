@@ -20,8 +20,8 @@ from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.stage_machine import Decode, EncodeText, Operation, Step
 from wan_tpu.stages import StepEvent
-from wan_tpu.switches import switches
-from wan_tpu.versions import versions
+from wan_tpu.switches import read_switches
+from wan_tpu.versions import list_versions
 
 
 @dataclasses.dataclass
@@ -171,7 +171,7 @@ class Recorder:
             {
                 "request": request.to_json(),
                 "settings": describe(self.runtime),
-                "versions": versions(),
+                "versions": list_versions(),
                 "stages": [record.to_json() for record in self.stages.values()],
                 "video": self._video().to_json(),
                 "steps": self._steps,
@@ -188,7 +188,7 @@ def describe(runtime: Runtime) -> dict[str, Any]:
         "preset": runtime.model.spec.name,
         "dtype": runtime.dtype,
         "mesh": dict(runtime.mesh.shape),
-        **switches(),
+        **read_switches(),
         "devices": f"{runtime.mesh.size} x {device.device_kind}",
         "boundary_ratio": runtime.model.spec.boundary_ratio,
         "host": f"{platform.machine()}, {os.cpu_count()} cores",

@@ -20,7 +20,7 @@ from wan_tpu.data import Conditioning, DenoiseState, load_value, save_value, wri
 from wan_tpu.errors import InvalidInput
 from wan_tpu.media.video import check_output
 from wan_tpu.plan import DECODER, ENCODER
-from wan_tpu.request import IMAGES, ResolvedRequest, both_scales
+from wan_tpu.request import IMAGES, ResolvedRequest, fill_second_scale
 
 if TYPE_CHECKING:
     from wan_tpu.pipeline import Pipeline
@@ -247,7 +247,7 @@ def _with_overrides(run: Run, args: argparse.Namespace) -> Run:
     options = {name: value for name in arguments.SAMPLING if (value := getattr(args, name)) is not None}
     if args.resume and options:
         raise InvalidInput("--resume goes on with the settings it began with; leave the sampling options out")
-    overrides = both_scales(options)
+    overrides = fill_second_scale(options)
     if "sigmas" in overrides:
         overrides.setdefault("steps", len(overrides["sigmas"]))
     elif "steps" in overrides:

@@ -15,7 +15,7 @@ from wan_tpu.aot.topology import Hardware
 from wan_tpu.pricing import bundles, kernel_calls
 from wan_tpu.pricing.bundles import Body
 from wan_tpu.pricing.kernel_calls import KernelCall
-from wan_tpu.versions import version
+from wan_tpu.versions import installed_version
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class KernelPrices:
 def _counted_by() -> str:
     """Name what counts: the compiler and the code that reads its output."""
     code = [Path(file).read_text() for file in (bundles.__file__, kernel_calls.__file__, __file__)]
-    return key.digest(repr([version("libtpu"), *code]))
+    return key.digest(repr([installed_version("libtpu"), *code]))
 
 
 def count_alone(call: KernelCall, host: str, steps: int) -> StepBundles:

@@ -60,7 +60,7 @@ def read_config(checkpoint: Checkpoint) -> HunyuanConfig:
 
 
 def _vae_tile(checkpoint: Checkpoint) -> int | None:
-    found, unit = checkpoint.own("vae_tile").get("vae_tile"), STRIDE * OVERLAP
+    found, unit = checkpoint.read_own("vae_tile").get("vae_tile"), STRIDE * OVERLAP
     if found is None or (type(found) is int and found > 0 and found % unit == 0):
         return found
     raise CheckpointError(

@@ -55,7 +55,7 @@ def read_config(checkpoint: Checkpoint) -> WanConfig:
 
 def own_model(checkpoint: Checkpoint) -> str | None:
     """Return which published model wan_tpu.json says that this is, for those that their files don't tell apart."""
-    name = checkpoint.own("model").get("model")
+    name = checkpoint.read_own("model").get("model")
     if name is not None and name not in list(PRESETS):
         raise CheckpointError(f"{checkpoint.folder / OWN} has model {name!r}; it is one of {', '.join(PRESETS)}")
     return name

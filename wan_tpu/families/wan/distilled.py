@@ -59,9 +59,9 @@ class WithExperts(Checkpoint):
         """Return a component's configuration."""
         return super().config(component, file) | self._more.get(component, {})
 
-    def own(self, *others: str) -> dict[str, Any]:
+    def read_own(self, *others: str) -> dict[str, Any]:
         """Return wan_tpu.json; not of sparse experts, whose steps and curves are others than the base's."""
-        return {} if any(self._more.values()) else super().own(*others)
+        return {} if any(self._more.values()) else super().read_own(*others)
 
     def weights(self, component: str, names: Sequence[str] = ("*.safetensors",)) -> dict[str, WeightFile]:
         """Return a component's files by name."""
