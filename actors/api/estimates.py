@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from actors.api.sizes import volume
+from actors.api.sizes import count_latent_pixels
 from actors.jobs.store import JobStore
 from actors.jobs.tables import Job
 from wan_tpu.plan import DECODER, ENCODER
@@ -126,4 +126,4 @@ def choose_poll_ms(eta_s: float | None) -> int:
 
 
 def _count_tokens(request: Mapping[str, Any]) -> int:
-    return volume((request["height"], request["width"], request["frames"]))
+    return count_latent_pixels((request["height"], request["width"], request["frames"]))

@@ -5,20 +5,24 @@ from collections.abc import Sequence
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.request import FRAME_STRIDE, SIZE_MULTIPLE, ResolvedRequest
 
-Size = tuple[int, int, int]  # height, width, frames
+Size = tuple[int, int, int]  # Height, width and number of frames.
 
 
 def fits(size: Size, largest: Sequence[Size]) -> bool:
     """Return whether a size has at most the tokens (for experts) and pixels a frame (for the VAE) of a largest one."""
-    return any(volume(size) <= volume(size_limit) and frame(size) <= frame(size_limit) for size_limit in largest)
+    return any(
+        count_latent_pixels(size) <= count_latent_pixels(size_limit)
+        and count_frame_pixels(size) <= count_frame_pixels(size_limit)
+        for size_limit in largest
+    )
 
 
-def volume(size: Size) -> int:
+def count_latent_pixels(size: Size) -> int:
     """Return the pixels of all latent frames, which the number of tokens is proportional to."""
-    return frame(size) * ((size[2] - 1) // FRAME_STRIDE + 1)
+    return count_frame_pixels(size) * ((size[2] - 1) // FRAME_STRIDE + 1)
 
 
-def frame(size: Size) -> int:
+def count_frame_pixels(size: Size) -> int:
     """Return the pixels of a frame."""
     return size[0] * size[1]
 
@@ -50,7 +54,7 @@ def _find_nearest(asked: Size, largest: Sequence[Size], step: int) -> Size | Non
     smaller = [(_scale(height, share), _scale(width, share), frames) for share in range(1, 1000)]
     for sizes in (fewer, smaller):
         if fitting := [size for size in sizes if fits(size, largest)]:
-            return max(fitting, key=volume)
+            return max(fitting, key=count_latent_pixels)
     return None
 
 

@@ -18,7 +18,7 @@ from sqlalchemy.orm import (
 )
 
 from actors.jobs.stored_request import from_stored, to_stored
-from actors.jobs.values import Progress, Status, new_id
+from actors.jobs.values import Progress, Status, make_id
 
 
 class Table(MappedAsDataclass, DeclarativeBase):
@@ -87,7 +87,7 @@ class Job(Table, kw_only=True):
         autoincrement=True,
         default=None,
     )
-    id: Mapped[str] = mapped_column(String(64), unique=True, default_factory=new_id)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default_factory=make_id)
     owner: Mapped[str] = mapped_column(String(64))
     status: Mapped[Status] = mapped_column(String(16), default="queued")
     request: Mapped[dict[str, Any]] = mapped_column(_RequestColumn)

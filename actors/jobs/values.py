@@ -19,7 +19,7 @@ CODES = (CANCELLED, DEADLINE, LOST, INVALID, UNHEALTHY, BROKEN_VIDEO, INPUT_LOST
 _ID = re.compile(r"video_[0-9a-f]{48}")
 
 
-def new_id() -> str:
+def make_id() -> str:
     """Return an unguessable job id with 192 random bits."""
     return "video_" + secrets.token_hex(24)
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 
 from actors.api.http.error_answers import HttpError
-from actors.api.intake.apart import FORM, JSON, PICTURE, Parts, parse_media_type, take_apart
+from actors.api.intake.body_parts import FORM, JSON, PICTURE, Parts, parse_media_type, split_body
 from actors.api.intake.create_video import Adapter, CreateVideo
 from actors.api.intake.fair_semaphore import Work
 from actors.api.intake.json_text import loads
@@ -72,7 +72,7 @@ async def parse_body(
         async with incoming.receive_body(request) as body:
             small = body.read(reader.limits.small_bytes + 1)
             large = len(small) > reader.limits.small_bytes
-            parts = None if large else await work.run(incoming.key, take_apart, content_type, small)
+            parts = None if large else await work.run(incoming.key, split_body, content_type, small)
             if parts is None or parts.uploads:
                 reading = await stack.enter_async_context(reader.read(content_type, body, incoming.key))
                 parts = reading.parts

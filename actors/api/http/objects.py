@@ -182,7 +182,7 @@ class ErrorBody(Object):
     """What went wrong."""
 
 
-def video(job: Job, eta_s: float | None = None) -> Video:
+def to_video(job: Job, eta_s: float | None = None) -> Video:
     """Return a job, whose request is resolved, as OpenAI's video object."""
     request = job.request
     running = job.progress if job.status == "in_progress" else None

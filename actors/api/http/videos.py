@@ -12,7 +12,7 @@ from actors.api.http.access import Caller
 from actors.api.http.content import send
 from actors.api.http.error_answers import FAILURES, HttpError, answer
 from actors.api.http.following import EstimatedJob
-from actors.api.http.objects import Variant, Video, VideoDeleted, VideoList, video
+from actors.api.http.objects import Variant, Video, VideoDeleted, VideoList, to_video
 from actors.api.http.openapi import CONTENT, FINISHED, describe_create_body, describe_errors, describe_remix_body
 from actors.api.http.parameters import Ender, IdempotencyKey, Maker, Served, VideoId, Watcher, Which
 from actors.api.http.service import Accepted, Service
@@ -136,7 +136,7 @@ async def list_(
 
     def page() -> Response:
         page_now = service.store.list(caller.sees, after=after, limit=limit, order=order, status=status)
-        videos = [video(job, service.forecast.estimate_eta_s(job)) for job in page_now.jobs]
+        videos = [to_video(job, service.forecast.estimate_eta_s(job)) for job in page_now.jobs]
         first, last = (videos[0].id, videos[-1].id) if videos else (None, None)
         return _answer(VideoList(data=videos, first_id=first, last_id=last, has_more=page_now.more))
 
@@ -203,7 +203,7 @@ async def cancel(service: Served, video_id: VideoId, caller: Ender) -> Response:
 
     def cancel_now() -> Response:
         job = service.store.cancel(video_id, caller.sees)
-        return _answer(video(job, service.forecast.estimate_eta_s(job)))
+        return _answer(to_video(job, service.forecast.estimate_eta_s(job)))
 
     return await asyncio.to_thread(cancel_now)
 
@@ -254,7 +254,7 @@ async def follow(
     """
     try:
         async for job, eta_s in seen:
-            text = await asyncio.to_thread(lambda job, eta_s: video(job, eta_s).model_dump_json(), job, eta_s)
+            text = await asyncio.to_thread(lambda job, eta_s: to_video(job, eta_s).model_dump_json(), job, eta_s)
             yield ServerSentEvent(event=job.status if job.ended else "progress", raw_data=text)
     except (JobNotFound, HttpError) as error:
         yield ServerSentEvent(event="error", raw_data=bytes(answer(error).body).decode())
@@ -297,7 +297,7 @@ async def _answer_seen(request: Request, seen: EstimatedJob) -> Response:
 
 def _answer_video(seen: EstimatedJob) -> Response:
     job, eta_s = seen
-    return _answer(video(job, eta_s), None if job.ended else choose_poll_ms(eta_s))
+    return _answer(to_video(job, eta_s), None if job.ended else choose_poll_ms(eta_s))
 
 
 def _answer(value: Video | VideoList | VideoDeleted, poll_after_ms: int | None = None) -> Response:

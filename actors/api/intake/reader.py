@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any, NoReturn, TypeVar
 
-from actors.api.intake.apart import PICTURE, Parts
+from actors.api.intake.body_parts import PICTURE, Parts
 from actors.api.intake.fair_semaphore import FairSemaphore
 from actors.api.intake.reader_process import LENGTH, REFUSED
 from actors.api.intake.references import IMAGE

@@ -19,7 +19,7 @@ import resource
 import sys
 from typing import TYPE_CHECKING
 
-from actors.api.intake.apart import take_apart
+from actors.api.intake.body_parts import split_body
 from actors.api.intake.references import IMAGE
 from wan_tpu.errors import InvalidRequest
 
@@ -53,7 +53,7 @@ def main() -> int:
 def _serve(descriptor: int) -> None:
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
     with open(descriptor, "rb") as file:
-        parts = take_apart(json.loads(stdin.readline()), file.read())
+        parts = split_body(json.loads(stdin.readline()), file.read())
     images = {name: open_image(content, name) for name, content in parts.uploads.items()}
     answer = {
         "text": parts.text,

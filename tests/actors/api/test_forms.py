@@ -13,7 +13,7 @@ from openai import OpenAI
 
 from actors.api.http.bodies import parse_json
 from actors.api.intake import dialects, forms
-from actors.api.intake.apart import FORM, JSON, take_apart
+from actors.api.intake.body_parts import FORM, JSON, split_body
 from actors.api.intake.create_video import CreateVideo
 from tests.conftest import ROOT
 from wan_tpu.errors import InvalidRequest
@@ -29,7 +29,7 @@ IMAGE = {"image_url": DATA}
 
 def understood(content_type, body):
     """Return what a service takes a body for: the fields, and the images' files."""
-    parts = take_apart(content_type, body)
+    parts = split_body(content_type, body)
     return parse_json(parts.text), parts.uploads
 
 

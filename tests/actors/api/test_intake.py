@@ -15,7 +15,7 @@ import pytest
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image, PngImagePlugin
 
-from actors.api.intake.apart import FORM, JSON, PICTURE, take_apart
+from actors.api.intake.body_parts import FORM, JSON, PICTURE, split_body
 from actors.api.intake.reader import Reader
 from actors.api.intake.reader_process import REFUSED, encode_png, open_image
 from actors.api.intake.receiving import open_memory_file
@@ -301,12 +301,12 @@ FORM_X = f"{FORM}; boundary=x"
 
 
 def test_forms_and_json_give_their_texts_and_their_image():
-    parts = take_apart(FORM_X, form(("prompt", "", "a cät".encode()), FILE))
+    parts = split_body(FORM_X, form(("prompt", "", "a cät".encode()), FILE))
     assert (json.loads(parts.text), parts.uploads) == ({"prompt": "a cät"}, {IMAGE: FILE[2]})
     url = f"data:image/png;base64,{base64.b64encode(FILE[2]).decode()}"
-    in_json = take_apart(JSON, json.dumps({"prompt": "x", "input_reference": {"image_url": url}}).encode())
+    in_json = split_body(JSON, json.dumps({"prompt": "x", "input_reference": {"image_url": url}}).encode())
     assert (json.loads(in_json.text), in_json.uploads) == ({"prompt": "x"}, {IMAGE: FILE[2]})
-    in_form = take_apart(FORM_X, form(("input_reference[image_url]", "", url.encode())))
+    in_form = split_body(FORM_X, form(("input_reference[image_url]", "", url.encode())))
     assert (in_form.text, in_form.uploads) == ("{}", {IMAGE: FILE[2]})
 
 

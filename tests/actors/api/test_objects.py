@@ -9,7 +9,7 @@ from openai.types import Video as OpenAIVideo
 from pydantic import BaseModel, ValidationError
 
 from actors.api.http.bodies import parse_json
-from actors.api.http.objects import format_seconds, make_error_body, video
+from actors.api.http.objects import format_seconds, make_error_body, to_video
 from actors.api.intake.create_video import CreateVideo, count_frames, make_request
 from actors.jobs.store import JobStore
 from actors.jobs.tables import Job
@@ -35,25 +35,25 @@ def test_a_video_in_every_state_is_one_to_openai_s_client(database):
     store, work = JobStore(database), WorkQueue(database)
     job = submit(database)
     job.position = 2
-    queued = as_openai(video(job, 12.34))
+    queued = as_openai(to_video(job, 12.34))
     assert (queued.status, queued.progress, queued.seconds, queued.size) == ("queued", 0, "5.06", "1280x720")
     assert queued.created_at == int(job.created_at)
     assert (queued.completed_at, queued.expires_at, queued.error) == (None, None, None)
     leased = work.claim("w")
     leased.progress = Progress(stage="denoise_low", step=39, steps=40, percent=99.9)
     work.heartbeat(leased)
-    running = video(store.get(job.id))
+    running = to_video(store.get(job.id))
     assert as_openai(running).progress == 99
     assert (running.stage, running.step, running.num_inference_steps) == ("denoise_low", 39, 40)
     ended = work.complete(leased, {}, warnings=("the prompt was cut",))
-    done = as_openai(video(ended))
-    assert video(ended).warnings == ["the prompt was cut"]
+    done = as_openai(to_video(ended))
+    assert to_video(ended).warnings == ["the prompt was cut"]
     assert (done.status, done.progress) == ("completed", 100)
     assert done.expires_at > done.completed_at >= done.created_at
 
 
 def test_a_cancelled_video_failed_with_that_code(database):
-    cancelled = as_openai(video(JobStore(database).cancel(submit(database).id)))
+    cancelled = as_openai(to_video(JobStore(database).cancel(submit(database).id)))
     assert (cancelled.status, cancelled.error.code) == ("failed", "cancelled")
     assert cancelled.error.message == "the job was cancelled"
 

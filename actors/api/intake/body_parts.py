@@ -32,18 +32,18 @@ def parse_media_type(content_type: str) -> str:
     return content_type.partition(";")[0].strip().lower()
 
 
-def take_apart(content_type: str, body: bytes) -> Parts:
+def split_body(content_type: str, body: bytes) -> Parts:
     """Split a body, or wrap an image's file as the only part; raises `InvalidRequest`."""
     kind = parse_media_type(content_type)
     if kind == PICTURE:
         return Parts(uploads={IMAGE: body})
     try:
-        return _split(loads(body) if kind == JSON else nest(read_form(content_type, body, IMAGES)))
+        return _split_fields(loads(body) if kind == JSON else nest(read_form(content_type, body, IMAGES)))
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply; send the fields as /docs describes them") from None
 
 
-def _split(body: Any) -> Parts:
+def _split_fields(body: Any) -> Parts:
     uploads: dict[str, bytes] = {}
     if isinstance(body, dict):
         for inner in (body, *body.values()):
