@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
-import yaml
 
 from actors.api.deploy import prepare_on_head
 from actors.api.processes import QUIET, application_names, make_ingress, make_worker
@@ -17,6 +16,7 @@ from actors.observe.status_actor import StatusActor
 from actors.pipeline.pools import application_name, build_application
 from actors.pipeline_spec import PipelineSpec
 from cluster.layout import Layout
+from cluster.readable_yaml import dump_yaml
 from wan_tpu.adapters.checking import check_visible
 from wan_tpu.commands.parser import as_words
 
@@ -32,12 +32,13 @@ def build_config(arguments: Mapping[str, Any], name: str, layout: Layout) -> str
     ingress_name, worker_name = application_names(name)
     builders = [(application_name(name, pool.name), "pool", {"pool": pool.name}) for pool in layout.pools]
     builders += [(worker_name, "worker", {}), (ingress_name, "ingress", {})]
+    shared = dict(arguments)  # Written once, and referred to by all others.
     applications = [
         {
             "name": application,
             "route_prefix": "/" if application == ingress_name else None,
             "import_path": f"{__name__}:{builder}",
-            "args": {"arguments": dict(arguments), **args},
+            "args": {"arguments": shared, **args},
         }
         for application, builder, args in builders
     ]
@@ -47,7 +48,7 @@ def build_config(arguments: Mapping[str, Any], name: str, layout: Layout) -> str
         "logging_config": QUIET,
         "applications": applications,
     }
-    return yaml.safe_dump(whole, sort_keys=False)
+    return dump_yaml(whole, aliases=True)
 
 
 def pool(args: dict[str, Any]) -> Any:

@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from cluster.errors import LayoutError
 from cluster.layout import Layout
 from cluster.provision.haproxy import FORWARDED_HOPS, TRUSTED_PROXIES
+from cluster.readable_yaml import dump_yaml
 from cluster.slice_spec import SliceSpec
 
 Object = dict[str, Any]
@@ -202,7 +201,7 @@ def as_yaml(objects: Mapping[str, Object]) -> str:
     documents = []
     for comment, content in objects.items():
         lines = "".join(f"# {line}\n" for line in comment.splitlines())
-        documents.append(lines + yaml.dump(content, Dumper=_Dumper, sort_keys=False, width=120))
+        documents.append(lines + dump_yaml(content))
     return "---\n".join(documents)
 
 
@@ -321,18 +320,3 @@ def _probes(path: str) -> Object:
         "readinessProbe": probe | {"failureThreshold": 3},
         "livenessProbe": probe | {"initialDelaySeconds": 30, "failureThreshold": 24},
     }
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as such, and nothing by reference."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        """Write equal parts out."""
-        return True
-
-
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_Dumper.add_representer(str, _text)

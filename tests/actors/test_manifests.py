@@ -65,6 +65,9 @@ def test_a_service_has_the_arguments_of_serve(capsys):
     arguments = config["applications"][0]["args"]["arguments"]
     assert arguments["database"] == "postgresql://wan@db/jobs" and arguments["largest"] == ["1280x720x81"]
     assert not {"image", "secret", "service"} & set(arguments)
+    assert all(application["args"]["arguments"] == arguments for application in config["applications"])
+    text = objects["RayService"]["spec"]["serveConfigV2"]
+    assert "\\n" not in text and text.count("pools:") == 1  # A layout that people can read, once.
     assert {8000, 8265} == {
         port["port"] for rule in objects["NetworkPolicy"]["spec"]["ingress"] for port in rule.get("ports", ())
     } - {8080}
