@@ -100,7 +100,8 @@ def explain(error: OSError | ValueError, location: str) -> StorageError:
 
 def _load(location: str) -> tuple[Image.Image, str]:
     """Return an image and the SHA-256 of its file."""
-    if is_bucket(location) or os.path.isfile(location):  # unlike Path.is_file, false for a name too long
+    # Unlike Path.is_file, os.path.isfile returns False for a name that is too long.
+    if is_bucket(location) or os.path.isfile(location):
         content = read_bytes(location)
         return decode_image(io.BytesIO(content), location), hashlib.sha256(content).hexdigest()
     return load_image(location), ""  # It raises, and says what is wrong.

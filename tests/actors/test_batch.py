@@ -67,9 +67,9 @@ def test_all_lines_are_made_once(batch, storage):
 
 def test_only_what_is_missing_is_made(batch, storage):
     batch(CAT, DOG, FOX)
-    storage.delete("clips/cat.mp4")  # a record without its video
-    storage.delete("clips/fox.json")  # a video without its record is somebody else's
-    storage.write("clips/dog.mp4", mp4()[:-1])  # not what was written
+    storage.delete("clips/cat.mp4")  # A record without its video.
+    storage.delete("clips/fox.json")  # A video without its record belongs to somebody else.
+    storage.write("clips/dog.mp4", mp4()[:-1])  # Differs from what was written.
     engine, messages = Engine(), []
     report = batch(CAT, DOG, FOX, engine=engine, tell=messages.append)
     assert sorted(engine.began) == ["cat", "dog"]
@@ -154,7 +154,7 @@ def test_warnings_are_told_and_noted(batch, storage):
     assert messages == ["cat: the prompt was cut"]
     assert [line["warnings"] for line in lines_of(storage)] == [["the prompt was cut"], []]
     assert batch(CAT | {"prompt": "cut"}, DOG).exit_code == 0
-    assert lines_of(storage)[0]["warnings"] == ["the prompt was cut"]  # as its record says
+    assert lines_of(storage)[0]["warnings"] == ["the prompt was cut"]  # As its record says.
 
 
 def test_records_are_read_once_and_no_engine_is_needed_for_nothing(emulator, gcs, tmp_path):
@@ -187,8 +187,8 @@ def test_only_records_that_are_there_are_read(gcs, emulator, tmp_path):
     settled = [result for _, result in settle(gcs, entries, provenance=Provenance(), remake_changed=False)]
     assert settled.count(None) == 50
     assert settled[0].error is not None
-    asked = [line for line in emulator.seen if "/o" in line]  # the client also looks at the bucket, now and then
-    assert len(asked) == 2, asked  # the listing, and cat.json
+    asked = [line for line in emulator.seen if "/o" in line]  # The client also looks at the bucket now and then.
+    assert len(asked) == 2, asked  # The listing, and cat.json.
 
 
 def test_an_output_that_cannot_be_written_is_said_before_any_work(batch, tmp_path):
@@ -226,7 +226,7 @@ def test_a_job_of_rays_and_one_in_a_shells_background_end_at_sigterm(tmp_path, r
 
 def stop_and_resume(tmp_path, request, kind, number, through=()):
     storage = open_storage(tmp_path / "out") if kind == "folder" else request.getfixturevalue("gcs")
-    lines = [{"id": f"r{i:02}", "prompt": "300000"} for i in range(30)]  # it is stopped long before all are made
+    lines = [{"id": f"r{i:02}", "prompt": "300000"} for i in range(30)]  # It is stopped long before all are made.
     first = start(tmp_path, storage.location(), seconds=0.4, lines=lines, through=through)
     try:
         wait_for(lambda: len(list_videos(storage)) > 1, "two videos")
@@ -291,6 +291,6 @@ def test_a_full_disk_costs_no_more_work(tmp_path):
     if worker.returncode == 77:
         pytest.skip(errors)
     statuses = [line.split()[1] for line in out.splitlines()[1:-1]]
-    assert statuses.count("done") == 3  # what fits, whichever came first
+    assert statuses.count("done") == 3  # As many as fit, whichever came first.
     assert statuses.count("failed") == 7
     assert worker.returncode == 1

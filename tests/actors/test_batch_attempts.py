@@ -197,7 +197,7 @@ def test_a_long_batch_keeps_its_latest_spans(tmp_path, most):
 def test_a_timeline_that_can_not_be_written_is_told(tmp_path):
     (tmp_path / "timeline.png").mkdir()
     spans, messages = LatestSpans(), []
-    spans.save(LocalStorage(tmp_path), messages.append)  # there is nothing to draw
+    spans.save(LocalStorage(tmp_path), messages.append)  # There is nothing to draw.
     spans.add(Span(slice="s", request="r", stage="encoder", kind="compute", start_s=0, seconds=1.0))
     spans.save(LocalStorage(tmp_path), messages.append)
     assert len(messages) == 1
@@ -251,7 +251,7 @@ def test_slow_results_take_a_small_part_of_the_time(tmp_path, monkeypatch):
     output = WatchedStorage(tmp_path / "out", seconds=0.2)
     report = run(tmp_path, Engine(0.02), output, *(f"r{i}" for i in range(10)), in_flight=1)
     assert report.exit_code == 0
-    assert len(output.results) == 3  # at the start, once while requests ended, at the end
+    assert len(output.results) == 3  # At the start, once while requests ended, and at the end.
 
 
 def test_results_that_can_not_be_written_meanwhile_stop_nothing(tmp_path, monkeypatch):

@@ -66,7 +66,7 @@ def test_a_setting_that_the_model_refuses_is_refused_on_every_line(tmp_path):
     assert [bad.line for bad in manifest.bad] == list(range(1, 22))
     assert planner.calls == 1
     assert "frames is 6" in manifest.bad[-2].reason
-    assert "steps is True" in manifest.bad[-1].reason  # which equals 1 in Python
+    assert "steps is True" in manifest.bad[-1].reason  # It equals 1 in Python.
 
 
 @pytest.mark.parametrize("name", [name for family in FAMILIES.values() for name in family.presets])
@@ -97,7 +97,7 @@ def test_a_million_lines_fit_in_memory(tmp_path):
     prompt = "A cat looks into the camera while the rain falls on the roofs of an old town by the sea at night."
     lines = [{"id": f"clips/{i // 100}/video-{i}", "seed": i, "prompt": f"{prompt} {i}"} for i in range(3000)]
     path = write_manifest(tmp_path, lines)
-    read_manifest(path, SPEC.plan)  # what is imported and remembered once
+    read_manifest(path, SPEC.plan)  # Import and cache everything that is needed once.
     tracemalloc.start()
     manifest = read_manifest(path, SPEC.plan)
     _, peak = tracemalloc.get_traced_memory()
@@ -180,7 +180,7 @@ def test_an_adapter_that_was_replaced_is_a_change(tmp_path):
     line = {"id": "cat", "loras": ["style.safetensors:0.5"]}
     make(tmp_path, output, line)
     assert compare_again(tmp_path, output, line) == [("done", None)]
-    os.utime(adapter, (1, 1))  # the same content
+    os.utime(adapter, (1, 1))  # The same content.
     assert compare_again(tmp_path, output, line) == [("done", None)]
     adapter.write_bytes(b"other")
     [(status, error)] = compare_again(tmp_path, output, line)
@@ -243,7 +243,7 @@ def test_a_video_that_was_replaced_is_a_change(tmp_path):
     with pytest.raises(InvalidInput, match=r"film.mp4 has changed since this run looked at it"):
         entry.load()
     [again] = read_manifest(path, planner).entries
-    assert again.digest == entry.digest  # which is of the line; the version of its content stands beside it
+    assert again.digest == entry.digest  # The digest is that of the line. The content's version is recorded separately.
     assert again.settings.sources[0].version != entry.settings.sources[0].version
 
 

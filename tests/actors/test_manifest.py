@@ -35,7 +35,7 @@ def test_good_lines(tmp_path):
     assert (dog.line, dog.output) == (3, "b/dog.mp4")
     assert dog.id.startswith("a-dog-runs-along-")
     expected = GenerationRequest(**{name: value for name, value in first.items() if name != "id"} | {"image": PHOTO})
-    assert cat.plan.request.image is None  # read when it is needed: a thousand would not fit in memory
+    assert cat.plan.request.image is None  # Read when it is needed: a thousand would not fit in memory.
     assert np.array_equal(np.asarray(cat.load().request.image), np.asarray(expected.image))
     planned = SPEC.plan(expected)
     assert cat.load().without_image() == planned.without_image()
@@ -59,11 +59,11 @@ def test_the_digest_is_of_what_decides_the_video(tmp_path):
         return read_manifest(manifest(tmp_path, line | changes), SPEC.plan).entries[0].digest
 
     same = digest()
-    assert digest(seed=0) == same  # what is the default anyway
+    assert digest(seed=0) == same  # This is the default anyway.
     assert digest(output="other.mp4") == same
     assert digest(seed=1) != same
     Image.new("RGB", (64, 64), "red").save(tmp_path / "cat.png")
-    assert digest() != same  # another picture under the same name
+    assert digest() != same  # Another picture under the same name.
 
 
 def test_an_image_that_is_replaced_meanwhile_is_not_taken_for_the_one_that_was_read(tmp_path):

@@ -14,10 +14,10 @@ _REFUSED: tuple[Network, ...] = tuple(
     ipaddress.ip_network(network)
     for network in (
         "192.0.0.0/24",
-        "192.88.99.0/24",  # 6to4 relays
-        "224.0.0.0/4",  # multicast
+        "192.88.99.0/24",  # 6to4 relays.
+        "224.0.0.0/4",  # Multicast.
         "168.63.129.16/32",  # A public address that is the control channel inside Azure.
-        "2001::/23",  # Teredo, ORCHID, benchmarking
+        "2001::/23",  # Teredo, ORCHID, benchmarking.
         "2002::/16",  # 6to4
         "3fff::/20",
     )

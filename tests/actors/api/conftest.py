@@ -68,7 +68,7 @@ class Server:
                 writer.write(answer.pop(0) if isinstance(answer, list) else answer)
             await writer.drain()
         except (ConnectionError, asyncio.IncompleteReadError):
-            pass  # the client has hung up
+            pass  # The client has hung up.
         finally:
             writer.close()
 

@@ -84,7 +84,7 @@ class Engine:
         self.priorities = []
         self.forgotten = []
         self.under_way = 0
-        self.compile_s = 0.0  # that the first step waits for its program
+        self.compile_s = 0.0  # Seconds that the first step waits for its program.
         self.warnings = ()
 
     async def check_ready(self):
@@ -117,7 +117,7 @@ class Engine:
             self.under_way -= 1
 
     def video(self, request, name="made"):
-        path = self._folder / f"{name}-{next(self._files)}.mp4"  # a cancelled attempt may still write its own
+        path = self._folder / f"{name}-{next(self._files)}.mp4"  # A cancelled attempt may still write its own.
         shades = (np.arange(request.frames) * 7 + request.seed) % 256
         frames = [np.full((request.height, request.width, 3), shade, np.uint8) for shade in shades]
         with VideoWriter(path, fps=request.fps, overwrite=True) as writer:

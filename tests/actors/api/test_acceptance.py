@@ -71,7 +71,7 @@ def attached(database):
 
 
 def test_a_job_whose_commit_lost_its_answer_is_accepted_with_its_image(accept, relay, direct, tmp_path):
-    relay.lose, relay.after = "answer", 1  # after the commit that reserves the image
+    relay.lose, relay.after = "answer", 1  # After the commit that reserves the image.
     job, new = accept(job_with_image())
     assert new and relay.lose is None
     assert JobStore(direct).get(job.id).input_image == "input-a.png"
@@ -260,7 +260,7 @@ def test_a_request_that_was_refused_and_is_repeated_gets_a_job_of_its_own(settin
     with served(dataclasses.replace(settings, queue_limit=1)) as address, httpx.Client(base_url=address) as http:
         first = create(http).json()["id"]
         assert create(http).status_code == 429
-        assert WorkQueue(database).claim("w").id == first  # so that there is room
+        assert WorkQueue(database).claim("w").id == first  # This makes room in the queue.
         second = create(http, AGAIN)
         assert second.status_code == 200 and second.json()["id"] != first
 

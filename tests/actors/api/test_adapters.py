@@ -146,7 +146,7 @@ def test_a_catalogue_is_read_from_what_an_operator_gives():
     assert catalogue.adapters["a"] == (Lora("x.safetensors", expert="low"),)
     assert [lora.expert for lora in catalogue.adapters["lightning"]] == ["high", "low"]
     assert list(catalogue.list_presets(A14B)) == ["original", "lightning"]
-    assert list(Catalogue().list_presets(A14B)) == ["original"]  # which has no adapters
+    assert list(Catalogue().list_presets(A14B)) == ["original"]  # It has no adapters.
     for arguments, said in (
         (["=x"], "no name"),
         (["a=x:200"], "nearest 10"),

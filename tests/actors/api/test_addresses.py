@@ -65,7 +65,7 @@ def test_slow_names_of_an_owner_delay_no_other(monkeypatch):
         assert len([name for name in names.started if name.startswith("slow")]) == 4
         names.released.set()
         assert await asyncio.wait_for(asyncio.gather(*slow[10:]), 10) == [[HERE]] * 10
-        assert not {f"slow{i}.test" for i in range(4, 10)} & set(names.started)  # nobody waited for these any more
+        assert not {f"slow{i}.test" for i in range(4, 10)} & set(names.started)  # Nobody waited for these any more.
         with pytest.raises(OSError, match="Name or service not known"):
             await resolver.resolve("none.test", 443, "ann")
 

@@ -74,7 +74,7 @@ def test_whatever_is_asked_is_answered(database, settings, engine, tmp_path, rec
         answers = answered(http)
         print(f"{cases} cases made up, {sum(answers.values())} requests answered: {dict(sorted(answers.items()))}")
         record_property("requests", sum(answers.values()))
-        assert sum(answers.values()) >= cases >= 5 * int(EXAMPLES)  # those that were made up twice are left out
+        assert sum(answers.values()) >= cases >= 5 * int(EXAMPLES)  # Requests that were generated twice are left out.
         assert not [status for status in answers if status >= "500"]
         job = wait_for(lambda: http.post("/v1/videos", json={"prompt": "the worker is alive"}).json().get("id"))
         wait_for(lambda: http.get(f"/v1/videos/{job}").json()["status"] == "completed")

@@ -117,7 +117,7 @@ def test_page_of_another_site_may_link_here_and_not_frame(http):
     site = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
     for dest, status in {"document": 200, "iframe": 403, "frame": 403, "embed": 403, "object": 403}.items():
         assert http.get("/v1/videos", headers=site | {"sec-fetch-dest": dest}).status_code == status
-    assert http.get("/v1/videos", headers=site).status_code == 200  # a browser from before there were destinations
+    assert http.get("/v1/videos", headers=site).status_code == 200  # An old browser, which sends no destination.
 
 
 @pytest.mark.parametrize("end", ["", "/"])

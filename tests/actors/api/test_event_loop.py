@@ -58,7 +58,7 @@ def loop(monkeypatch):
 
     monkeypatch.setattr(asyncio.events.Handle, "_run", timed)
     gc.collect()
-    gc.disable()  # a collection falls on whichever thread runs, and this process holds far more than an ingress
+    gc.disable()  # A collection falls on whichever thread runs, and this process holds far more than an ingress.
     yield measured
     gc.enable()
 
@@ -77,7 +77,7 @@ def http(hooked, loop):
     thread.start()
     wait_for(lambda: server.started)
     with httpx.Client(base_url=f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=60) as client:
-        assert create(client, seed=1).status_code == 200  # what is imported and built once is there
+        assert create(client, seed=1).status_code == 200  # Everything that is imported and built once is ready now.
         assert client.get("/v1/videos").status_code == 200
         yield client
     server.should_exit = True

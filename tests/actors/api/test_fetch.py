@@ -17,7 +17,7 @@ from actors.api.outbound import client
 from actors.api.outbound.client import FetchError, FetchSettings, check_url, default_trust, fetch
 from tests.actors.api.conftest import NAME
 
-HERE, ELSEWHERE = "127.0.0.1", "127.0.0.2"  # both this machine; only the first is allowed in these tests
+HERE, ELSEWHERE = "127.0.0.1", "127.0.0.2"  # Both this machine; only the first is allowed in these tests.
 
 
 def answer(content=b"", status="200 OK", **headers):
@@ -73,14 +73,14 @@ def test_an_image_arrives(new_server, settings):
     assert got(server, settings, "/cat.png?size=2#top") == b"image"
     (request,) = server.requests
     assert f"host: {NAME}:{server.port}".encode() in request.lower()
-    assert server.names == [NAME]  # the certificate asked for is the name's, though the connection goes to an address
+    assert server.names == [NAME]  # The certificate is requested by name, though the connection goes to an address.
 
 
 def test_chunks_arrive(new_server, settings):
     server = new_server()
     server.answers = {
         "/cat.png": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nima\r\n2\r\nge\r\n0\r\n\r\n",
-        "/old.png": b"HTTP/1.0 200 OK\r\n\r\nimage",  # ends with the connection
+        "/old.png": b"HTTP/1.0 200 OK\r\n\r\nimage",  # The content ends with the connection.
     }
     assert got(server, settings) == b"image"
     assert got(server, settings, "/old.png") == b"image"

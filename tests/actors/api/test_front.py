@@ -22,7 +22,7 @@ from tests.actors.on_slices.running import title
 from tests.conftest import ROOT
 from tests.waiting import wait_for
 
-LIMITS = Limits(image_bytes=750_000, bodies_bytes=4_000_000, bodies=3, body_s=2.0, body_rate=1e6)  # a body: 2 MB
+LIMITS = Limits(image_bytes=750_000, bodies_bytes=4_000_000, bodies=3, body_s=2.0, body_rate=1e6)  # A body: 2 MB.
 
 
 async def serve_like(scope, receive, send):
@@ -45,7 +45,7 @@ async def serve_like(scope, receive, send):
                 answer = PlainTextResponse("Path '/unknown' not found.", 404)
             case "/missing":
                 answer = JSONResponse({"error": {"code": "video_not_found"}}, 404)
-            case "/refused":  # by who hasn't read the body
+            case "/refused":  # The answer comes from code that hasn't read the body.
                 answer = JSONResponse({"error": {"code": "invalid_api_key"}}, 401)
             case "/stream":
 
@@ -92,7 +92,7 @@ def test_a_body_passes_whole_and_a_long_one_not(http):
         for _ in range(30):
             yield bytes(100_000)
 
-    with contextlib.suppress(httpx.WriteError):  # it hangs up on what is still sent
+    with contextlib.suppress(httpx.WriteError):  # The server disconnects while this is still sending.
         assert code(http.post("/", content=without_a_length())) == (413, "too_large")
     assert http.post("/", content=b"x").json() == {"size": 1}
 
@@ -105,7 +105,7 @@ def test_what_the_application_refuses_is_answered_before_its_body_is_there(http)
 def test_bodies_that_never_end_are_given_up_and_the_most_greedy_first(http):
     lines = ["POST / HTTP/1.1", "Content-Length: 1990000"]
     held = [Sent(http, [*lines, "Authorization: Bearer mallory"], bytes(1_500_000)) for _ in range(2)]
-    joe = Sent(http, [*lines, "Authorization: Bearer joe"], bytes(1_500_000))  # then there is no room for all three
+    joe = Sent(http, [*lines, "Authorization: Bearer joe"], bytes(1_500_000))  # Then there is no room for all three.
     wait_for(lambda: any(b"was given up" in sent.answered for sent in held))
     wait_for(lambda: [sent.status for sent in (*held, joe)] == [408] * 3)
     assert b"did not arrive" in joe.answered
@@ -182,7 +182,7 @@ def test_addresses_of_an_ipv6_network_are_one():
 def test_retry_after_is_as_long_as_that_takes():
     with fronted(WAN_TPU_REQUESTS_OF_AN_ADDRESS=2) as http:
         refused = [http.get("/missing") for _ in range(3)][-1]
-        assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")  # two in ten seconds
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")  # Two in ten seconds.
 
 
 def test_headers_that_are_for_serve_come_from_no_client():

@@ -146,7 +146,7 @@ def test_who_holds_most_memory_gives_it_back_first(settings, keys):
         held = [half_a_body(http, mallory, 500_000, 400_000) for _ in range(2)]
         time.sleep(0.3)
         answer = http.post("/v1/videos", headers=ann, data={"prompt": "x"}, files={"input_reference": b"x" * 450_000})
-        assert answer.status_code == 400  # it was read to its end, and is no image
+        assert answer.status_code == 400  # It was read to its end, and is no image.
         assert [sent.status for sent in held].count(408) == 1
         for sent in held:
             sent.close()
@@ -199,7 +199,7 @@ def test_a_repeated_request_needs_its_image_no_more(hooked, hook):
         body = {"input_reference": {"image_url": f"https://{NAME}:{hook.port}/a.png"}}
         response = create(http, {"Idempotency-Key": "one"}, **body)
         assert response.status_code == 200, response.text
-        assert create(http, **body).status_code == 400  # it is there no more
+        assert create(http, **body).status_code == 400  # The image is gone.
         assert create(http, {"Idempotency-Key": "one"}, **body).json()["id"] == response.json()["id"]
     assert len(list(Path(hooked.storage).rglob("*.png"))) == 1
 
@@ -251,7 +251,7 @@ def test_however_many_follow_a_job_it_is_looked_at_once(settings, monkeypatch, e
             asyncio.TaskGroup() as group,
         ):
             texts = [group.create_task(http.get(f"/v1/videos/{job}/events")) for _ in range(50)]
-            while len(looks) <= 5:  # as long as that takes on a slow machine
+            while len(looks) <= 5:  # However long that takes on a slow machine.
                 await asyncio.sleep(0.05)
             engine.go.set()
         return [answer.result().text for answer in texts]
@@ -319,7 +319,7 @@ def test_a_job_that_is_followed_while_others_are_looked_at_is_not_taken_for_dele
             async with streams.follow((second, None), "") as other:
                 await anext(other)
                 go_on.set()
-                with pytest.raises(TimeoutError):  # nothing has happened to it
+                with pytest.raises(TimeoutError):  # Nothing has happened to it.
                     await asyncio.wait_for(anext(other), 0.5)
 
     asyncio.run(both())

@@ -111,9 +111,9 @@ def test_images_come_back_as_plain_rgb(kind, mode):
     assert again.tobytes() == Image.open(io.BytesIO(content)).convert("RGB").tobytes()
 
 
-def test_it_is_upright_and_says_nothing_about_its_maker():
+def test_image_comes_back_upright_and_without_its_metadata():
     exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned by 90 degrees
+    exif[0x0112] = 6  # Rotated by 90 degrees.
     exif[0x010F] = "CAMERA-OF-ANN"
     notes = PngImagePlugin.PngInfo()
     notes.add_text("Comment", "SECRET-NOTE")
@@ -194,7 +194,7 @@ def test_hostile_images_are_refused_by_the_process(name):
     assert len(str(refused.value).splitlines()) == 1
 
 
-@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")  # such sizes are refused
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")  # Such sizes are refused.
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL.TiffImagePlugin")
 def test_a_corrupted_file_is_an_image_or_refused():
     """All kinds of damage occur: flipped bits, repeated and missing parts."""
@@ -229,15 +229,15 @@ def test_time_is_limited_and_nothing_is_left_running():
     content = saved(Image.new("RGB", (6000, 6000), "teal"), compress_level=1)
     with pytest.raises(InvalidRequest, match="more memory or time"):
         decoded(content, Limits(reader_s=0.05))
-    mine = psutil.Process().children()  # others may be of other tests
+    mine = psutil.Process().children()  # Other processes may belong to other tests.
     assert not [child for child in mine if "actors.api.intake.reader_process" in child.cmdline()]
 
 
 def test_the_process_that_decodes_knows_no_secrets(monkeypatch):
     """A poisoned interpreter setting in the environment doesn't reach the process."""
-    monkeypatch.setenv("PYTHONHOME", "/nonexistent")  # a Python that sees this can't start
+    monkeypatch.setenv("PYTHONHOME", "/nonexistent")  # A Python that sees this can't start.
     assert Image.open(io.BytesIO(decoded(saved(picture())))).width == 40
-    assert REFUSED not in (0, 1, 2)  # what Python itself ends with
+    assert REFUSED not in (0, 1, 2)  # Python itself exits with these.
 
 
 def test_too_many_bytes_are_not_even_decoded():
@@ -310,7 +310,7 @@ def test_forms_and_json_give_their_texts_and_their_image():
     assert (in_form.text, in_form.uploads) == ("{}", {IMAGE: FILE[2]})
 
 
-BODIES = {  # made when one is sent: a hundred megabytes in all
+BODIES = {  # Made when they are sent, since they have a hundred megabytes in total.
     "a form cut off in its image": lambda: (FORM_X, form(FILE)[:-900]),
     "a form cut off before its end": lambda: (FORM_X, form(FILE, end="")),
     "a form of many fields": lambda: (FORM_X, form(*[("a", "", b"x")] * 1000)),

@@ -49,7 +49,7 @@ def test_events_agree_with_polling(http, worker, engine):
                 seen.append([line.removeprefix("event: ")])
             elif line.startswith("data: "):
                 seen[-1].append(json.loads(line.removeprefix("data: ")))
-                if seen[-1][1]["step"]:  # it waits there until both have seen it
+                if seen[-1][1]["step"]:  # It waits there until both have seen it.
                     wait_for(lambda: any(video["step"] for video in polled), "a step")
                     engine.go.set()
     polling.join()
@@ -97,7 +97,7 @@ def test_an_urgent_job_is_taken_when_all_places_are_taken(http, settings, engine
         wait_for(lambda: engine.under_way == 2)
         urgent = [create(http, prompt=f"u{i}", priority=5).json()["id"] for i in range(3)]
         wait_for(lambda: engine.under_way == 4)
-        time.sleep(1.2)  # two more looks at the queue
+        time.sleep(1.2)  # Two more looks at the queue.
         # Two beyond its places, and no more; another of the normal ones is not among them.
         assert [request.prompt for request in engine.asked] == ["n0", "n1", "u0", "u1"]
         assert engine.priorities == [1, 1, 5, 5]
@@ -110,7 +110,7 @@ def test_an_urgent_job_is_taken_when_all_places_are_taken(http, settings, engine
 def test_a_lost_worker_s_job_is_done_by_another(http, settings, database, engine):
     quick = dataclasses.replace(settings, jobs=dataclasses.replace(settings.jobs, lease_s=2.0))
     job = create(http).json()["id"]
-    assert WorkQueue(database, quick.jobs).claim("lost").id == job  # and is never heard of again
+    assert WorkQueue(database, quick.jobs).claim("lost").id == job  # This worker is never heard from again.
     with working(quick, engine):
         video = done(http, job)
     assert (video["status"], video["attempts"]) == ("completed", 2)
@@ -130,10 +130,10 @@ def test_a_worker_that_leaves_gives_its_jobs_back(http, settings, engine):
 def test_a_pipeline_that_is_away_costs_no_job(http, settings, engine, monkeypatch):
     async def ready():
         asked.append(None)
-        if len(asked) in (2, 3):  # after the first job has failed
+        if len(asked) in (2, 3):  # After the first job has failed.
             raise engine.failure
         if len(asked) > 3:
-            engine.failure = None  # it is back, and asked for no job before
+            engine.failure = None  # It is back, and claimed no job before that.
 
     for module, name in ((attempt, "_PAUSE_S"), (job_worker, "_AGAIN_S")):
         monkeypatch.setattr(module, name, 0.1)
@@ -150,7 +150,7 @@ def test_an_image_that_can_t_be_read_for_a_while_costs_no_job(http, settings, en
     video = http.post("/v1/videos", data={"prompt": "a cat"}, files={"input_reference": PHOTO.read_bytes()}).json()
     [image] = Path(settings.storage).rglob("*.png")
     away = image.rename(f"{settings.storage}-away")
-    image.mkdir()  # it isn't missing, which would be the job's end, but can't be read
+    image.mkdir()  # It isn't missing, which would be the job's end, but can't be read.
     with working(settings, engine):
         wait_for(lambda: http.get(f"/v1/videos/{video['id']}").json()["attempts"] > 1)
         image.rmdir()
@@ -205,7 +205,7 @@ def test_logs_are_json_without_prompts_or_keys(settings, database, engine, caplo
 def test_jobs_that_wait_for_a_compiler_are_counted(http, worker, engine):
     engine.compile_s = 90.0
     video = done(http, create(http).json()["id"])
-    assert sum(video["stage_seconds"].values()) < 90  # which is what the job computes
+    assert sum(video["stage_seconds"].values()) < 90  # The job computes this long.
     text = wait_for(lambda: "wan_compile_seconds_count{" in (t := http.get("/metrics").text) and t)
     [family] = [f for f in text_string_to_metric_families(text) if f.name == "wan_compile_seconds"]
     sums = {(s.labels["pool"], s.labels["stage"]): s.value for s in family.samples if s.name.endswith("_sum")}
@@ -299,7 +299,7 @@ def test_a_result_that_can_t_be_stored_for_a_while_costs_no_job(http, settings, 
         with unwritable(settings):
             engine.go.set()
             jobs += [create(http, prompt=str(i)).json()["id"] for i in range(2)]
-            wait_for(lambda: caplog.text.count("not stored yet") > 12)  # more than a read is tried
+            wait_for(lambda: caplog.text.count("not stored yet") > 12)  # More often than a read is tried.
             statuses = [http.get(f"/v1/videos/{job}").json()["status"] for job in jobs]
             assert (statuses, len(engine.asked)) == (["in_progress", "queued", "queued"], 1)
         for job in jobs:
@@ -322,7 +322,7 @@ def test_a_job_waits_for_a_worker_of_the_model_that_it_was_accepted_for(http, se
     with working(dataclasses.replace(settings, model="another"), engine, name="worker-of-another"):
         other, _ = JobStore(database).submit(Job(owner="", request=request | {"model": "another"}))
         wait_for(lambda: JobStore(database).get(other.id).status == "completed")
-        assert JobStore(database).get(job).status == "queued"  # though it came first
+        assert JobStore(database).get(job).status == "queued"  # It came first, though.
     with working(settings, engine):
         assert done(http, job)["status"] == "completed"
 
@@ -334,11 +334,11 @@ def test_a_slow_storage_costs_no_lease(http, settings, database, engine):
     engine.go.clear()
     with working(quick, engine) as tools:
         wait_for(lambda: len(engine.asked) == len(jobs))
-        with tools.storage._one_at_a_time:  # a write takes it first
+        with tools.storage._one_at_a_time:  # A write takes this lock first.
             engine.go.set()
             wait_for(lambda: engine.under_way == 0)
             time.sleep(6)
-            assert WorkQueue(database, quick.jobs).requeue_lost() == []  # as another worker looks for them
+            assert WorkQueue(database, quick.jobs).requeue_lost() == []  # Another worker looks for lost jobs.
         assert [done(http, job)["attempts"] for job in jobs] == [1] * len(jobs)
 
 

@@ -51,7 +51,7 @@ def test_a_video_from_nothing_to_the_end(client, worker, engine):
 def test_an_image_goes_with_the_form(client, worker, engine):
     video = client.videos.create_and_poll(prompt="It moves", input_reference=PHOTO)
     assert video.status == "completed"
-    assert engine.asked[0].image.size == (96, 64)  # brought to the video's size at the door
+    assert engine.asked[0].image.size == (96, 64)  # The ingress fitted it to the video's size.
 
 
 def test_progress_is_told_and_never_falls(client, worker, engine):
@@ -67,7 +67,7 @@ def test_progress_is_told_and_never_falls(client, worker, engine):
 
 def test_pages_of_a_list(client):
     ids = [client.videos.create(prompt=str(i)).id for i in range(7)]
-    assert [video.id for video in client.videos.list(limit=3)] == ids[::-1]  # the client fetches page by page
+    assert [video.id for video in client.videos.list(limit=3)] == ids[::-1]  # The client fetches page by page.
     assert [video.id for video in client.videos.list(order="asc", limit=5)] == ids
     page = client.videos.list(after=ids[5], limit=2)
     assert ([video.id for video in page.data], page.has_more) == (ids[4:2:-1], True)
@@ -202,7 +202,7 @@ def test_one_that_takes_longer_is_polled_for_and_one_that_nobody_waits_for_is_ca
     with served(short) as address, working(short, engine), httpx.Client(base_url=address) as http:
         late = http.post("/v1/videos/sync", json={"prompt": "x"})
         assert late.status_code == 202
-        assert late.json()["status"] in ("queued", "in_progress")  # a slow worker hasn't claimed it yet
+        assert late.json()["status"] in ("queued", "in_progress")  # A slow worker hasn't claimed it yet.
         wait_for(lambda: http.get(f"/v1/videos/{late.json()['id']}").json()["status"] == "in_progress")
     with served(settings) as address, working(settings, engine), httpx.Client(base_url=address) as http:
         with pytest.raises(httpx.TimeoutException):
@@ -258,7 +258,7 @@ def test_keys_do_what_their_scopes_say_and_an_operator_sees_all(settings, databa
         assert http.get("/v1/usage", headers=maker, params={"last": "2001-01-01"}).json()["data"] == []
         assert f'wan_key_videos_total{{key="{mine["key"]}"}} 1.0' in http.get("/metrics", headers=operator).text
         http.delete(f"/v1/videos/{job}", headers=operator)
-        assert http.get("/v1/usage", headers=maker).json()["data"] == [mine]  # it outlives the job
+        assert http.get("/v1/usage", headers=maker).json()["data"] == [mine]  # Usage outlives the job.
         assert http.get("/v1/videos", headers=gone).status_code == 200
         limit_key(database, "gone", {"days": -1.0})
         expired = wait_for(lambda: (a := http.get("/v1/videos", headers=gone)).status_code == 401 and a)

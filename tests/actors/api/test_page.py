@@ -217,7 +217,7 @@ def test_the_page_is_made_for_the_model(browser, settings, model, parts, image, 
             shown = page.get_by_label(label, exact=True)
             sync_api.expect(shown).to_be_visible() if label in settings_of_it else sync_api.expect(shown).to_be_hidden()
         page.locator("article").get_by_role("button", name="Reuse").click()
-        for name in ("guidance_scale_2", "shift"):  # what the model has no setting for isn't sent with another one
+        for name in ("guidance_scale_2", "shift"):  # Fields that the model lacks aren't sent.
             field = page.locator(f"input[name={name}]")
             assert bool(field.input_value()) == field.is_visible()
         page.close()

@@ -69,7 +69,7 @@ def test_images_that_are_fetched_count_with_the_bodies(hooked, hook):
         go_on.set()
         first.join()
         assert answers[0].status_code == 200
-        assert create(http, **other).status_code == 200  # what was held is free again
+        assert create(http, **other).status_code == 200  # The memory is free again.
 
 
 def test_an_image_that_is_fetched_makes_room_for_those_who_hold_less():

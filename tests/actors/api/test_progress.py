@@ -12,7 +12,7 @@ from actors.observe.span import Span
 
 REQUEST = {"height": 64, "width": 64, "frames": 9, "steps": 10}
 CHIPS = {"encoder": 4, "denoise_high": 8, "decoder": 4}
-SECONDS = {"encoder": 1.0, "denoise_high": 20.0, "decoder": 4.0}  # of a job
+SECONDS = {"encoder": 1.0, "denoise_high": 20.0, "decoder": 4.0}  # Seconds of a job by stage.
 
 
 @pytest.fixture
@@ -73,4 +73,4 @@ def test_waiting_for_others_on_the_slices_counts_but_not_what_a_lost_job_stood_s
 def test_an_unknown_size_is_guessed_by_its_tokens(job):
     seconds = Pace([ended(job, 25.0)]).get(REQUEST | {"height": 128})
     assert (seconds.encode, seconds.step, seconds.decode) == (2.0, 4.0, 8.0)
-    assert Pace().get(REQUEST).step > 0  # of published figures, until the first job has ended
+    assert Pace().get(REQUEST).step > 0  # From published figures, until the first job has ended.

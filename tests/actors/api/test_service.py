@@ -114,7 +114,7 @@ def test_who_downloads_is_sent_to_where_it_is_stored(tmp_path):
 
 def test_keys_see_their_own_jobs_only(settings, database):
     ann, bob = (make_key(database, name) for name in ("ann", "bob"))
-    slow = make_key(database, "slow", KeyLimits(requests_per_minute=1.2))  # one in 50 s
+    slow = make_key(database, "slow", KeyLimits(requests_per_minute=1.2))  # One in 50 s.
     often = make_key(database, "often", KeyLimits(requests_per_minute=60_000))
     with served(settings) as address, httpx.Client(base_url=address) as http:
 
@@ -127,7 +127,7 @@ def test_keys_see_their_own_jobs_only(settings, database):
             error = refused.json()["error"]
             assert (refused.status_code, error["type"]) == (401, "authentication_error")
             assert error["code"] == "invalid_api_key" and "Authorization: Bearer" in error["message"]
-        lower = {"Authorization": f"bearer  {ann}"}  # the scheme's case doesn't matter (RFC 9110)
+        lower = {"Authorization": f"bearer  {ann}"}  # The scheme's case doesn't matter (RFC 9110)
         assert http.get("/v1/videos", headers=lower).status_code == 200
         job = create(http, of(ann)).json()["id"]
         assert http.get(f"/v1/videos/{job}", headers=of(ann)).status_code == 200
@@ -145,7 +145,7 @@ def test_keys_see_their_own_jobs_only(settings, database):
         assert [answer.status_code for answer in answers] == [200, 429]
         assert "1.2 requests a minute" in answers[1].json()["error"]["message"]
         assert 1 <= int(answers[1].headers["retry-after"]) <= 50
-        for _ in range(100):  # up to 10 s of its rate at once
+        for _ in range(100):  # Up to 10 s of its rate at once.
             assert http.get("/v1/models", headers=of(often)).status_code == 200
         revoke_key(database, "bob")
         time.sleep(1.1)
@@ -157,12 +157,12 @@ def test_from_the_first_key_on_a_running_service_requires_one(http, database):
     open_to_all = create(http).json()["id"]
     key = {"Authorization": f"Bearer {make_key(database, 'ann')}"}
     wait_for(lambda: http.get("/v1/videos").status_code == 401)
-    assert http.get("/v1/videos", headers=key).json()["data"] == []  # jobs from before belong to nobody
+    assert http.get("/v1/videos", headers=key).json()["data"] == []  # Jobs from before belong to nobody.
     assert http.get(f"/v1/videos/{open_to_all}", headers=key).status_code == 404
     assert http.get("/v1/videos", headers={**key, "Host": "videos.example"}).status_code == 200
     revoke_key(database, "ann")
     wait_for(lambda: http.get("/v1/videos", headers=key).status_code == 401)
-    assert http.get("/v1/videos").status_code == 401  # also when none is left
+    assert http.get("/v1/videos").status_code == 401  # Even if no key is left.
 
 
 def test_the_page_of_the_api_asks_no_other_server(http):
@@ -183,7 +183,7 @@ def test_without_keys_only_this_machine_s_own_pages_may_ask(http, service):
     elsewhere = {
         "Sec-Fetch-Site": "cross-site",
         "Sec-Fetch-Mode": "no-cors",
-    }  # a picture in a page there, a script's GET
+    }  # An image in another site's page, and a script's GET.
     assert http.get("/v1/videos", headers=elsewhere).status_code == 403
     assert http.get("/", headers=elsewhere | {"Sec-Fetch-Mode": "navigate"}).status_code == 200
     assert "access-control-allow-origin" not in create(http).headers
@@ -323,7 +323,7 @@ def test_an_image_in_the_json(http, settings, database):
     assert response.status_code == 200
     job = JobStore(database).get(response.json()["id"])
     kept = Image.open(f"{settings.storage}/{job.input_image}")
-    assert (kept.format, kept.size) == ("PNG", (96, 64))  # the video's
+    assert (kept.format, kept.size) == ("PNG", (96, 64))  # The size is the video's.
     assert response.json()["input_size"] == "{}x{}".format(*Image.open(PHOTO).size)
 
 

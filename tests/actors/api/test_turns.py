@@ -19,7 +19,7 @@ def test_who_has_taken_much_waits_for_those_who_have_not():
         async with asyncio.TaskGroup() as group:
             for _ in range(8):
                 group.create_task(take(turns, "ann", 0.1))
-            await asyncio.sleep(0.25)  # two of Ann's are done
+            await asyncio.sleep(0.25)  # Two of Ann's are done.
             group.create_task(take(turns, "bob", 0.01))
             waits = group.create_task(take(turns, "cleo", 0.01))
             await asyncio.sleep(0)
@@ -40,7 +40,7 @@ def test_who_is_cancelled_while_a_place_gets_free_takes_none():
         async with turns.take_turn("ann"):
             gone = asyncio.create_task(take("bob"))
             await asyncio.sleep(0)
-            gone.cancel()  # and the place is free before Bob's task runs again
+            gone.cancel()  # The place is free before Bob's task runs again.
         await asyncio.wait([gone])
         async with asyncio.timeout(5):
             await take("cleo")

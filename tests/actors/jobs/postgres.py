@@ -85,7 +85,7 @@ def server(programs: Path) -> Iterator[Server]:
         yield server
     finally:
         if started is not None:
-            started.send_signal(signal.SIGQUIT)  # at once; nothing is kept
+            started.send_signal(signal.SIGQUIT)  # At once; nothing is kept.
             started.wait(START_S)
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -47,7 +47,7 @@ def test_deliveries_go_with_their_jobs(database, tmp_path):
     with database.read() as session:
         assert session.scalars(select(Delivery.job_id)).all() == [deleted.id]
     delivery = deliveries.claim(database)
-    assert (delivery.job.id, delivery.job.status) == (deleted.id, "failed")  # whoever waits for it is told all the same
+    assert (delivery.job.id, delivery.job.status) == (deleted.id, "failed")  # Its webhook is called all the same.
 
 
 def test_recent_jobs_are_those_that_completed_the_latest_first(database):

@@ -23,7 +23,7 @@ def test_the_latest_heartbeat_of_each_process_is_kept(database):
     remove_heartbeat(database, "i1")
     assert read_heartbeats(database, within_s=60) == []
     age(database, "w1", FORGET_S)
-    send_heartbeat(database, ingress)  # a new process: rows of those that are long gone are deleted
+    send_heartbeat(database, ingress)  # A new process: rows of those that are long gone are deleted.
     assert read_heartbeats(database, within_s=10 * FORGET_S) == [ingress]
 
 

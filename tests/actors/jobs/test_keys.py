@@ -84,7 +84,7 @@ def test_of_keys_of_one_name_made_at_once_one_is_there(database):
 )
 def test_what_can_t_be_a_key_is_refused(name, limits):
     with pytest.raises(InvalidInput, match=r"allowed|give"):
-        make_key(None, name, KeyLimits(**limits))  # before the database is asked
+        make_key(None, name, KeyLimits(**limits))  # It raises before it uses the database.
 
 
 def test_the_command(tmp_path, capsys):

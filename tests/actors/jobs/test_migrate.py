@@ -46,10 +46,10 @@ def test_the_queue_and_the_lists_are_read_from_indexes(database):
         "files_of_job": "SELECT name FROM files WHERE job = 'a'",
         "files_delete": "SELECT name FROM files WHERE delete_at <= 5 ORDER BY delete_at LIMIT 100",
     }
-    for i in range(20):  # of one owner, so that PostgreSQL sees which of its indexes finds a key
+    for i in range(20):  # All of one owner, so that PostgreSQL has a reason to use the index of keys.
         JobStore(database).submit(Job(owner="a", request={}, idempotency_key=str(i)))
     with database.write() as session:
-        if database.postgresql:  # a small table is read whole, whatever its indexes
+        if database.postgresql:  # A small table is read whole, whatever its indexes.
             session.execute(text("ANALYZE jobs"))
             session.execute(text("SET LOCAL enable_seqscan = off"))
             session.execute(text("SET LOCAL enable_bitmapscan = off"))
@@ -90,7 +90,7 @@ def test_an_older_database_keeps_its_jobs_and_keys_and_gets_what_is_new(empty):
 
 def test_a_migration_that_fails_leaves_the_schema_as_it_was(empty):
     with empty.write() as session:
-        session.execute(text("CREATE TABLE files (oops INTEGER)"))  # in the way of the second table
+        session.execute(text("CREATE TABLE files (oops INTEGER)"))  # It conflicts with the second table.
     with pytest.raises(Exception, match="files"):
         migrate(empty)
     with empty.read() as session:

@@ -97,13 +97,13 @@ def test_killed_workers_lose_no_job(crew, database):
         (worker,) = crew.hire(lease_s=1.0)
         worker.stdout.readline()
         ids |= submit(store, JOBS // KILLS)
-        worker.kill()  # in the middle of whatever it does
+        worker.kill()  # Whatever it is doing.
     crew.hire(2, lease_s=1.0)
     assert wait_until_done(store)["completed"] == JOBS
     crew.dismiss()
     noted = collections.Counter(crew.done())
     assert max(noted.values()) == 1
-    assert len(ids - set(noted)) <= KILLS  # killed between their commit and their note; nobody else has done these
+    assert len(ids - set(noted)) <= KILLS  # Killed between their commit and their note; nobody else has done these.
     jobs = all_jobs(store)
     assert {job.id for job in jobs} == ids
     assert all(job.results == {"video": f"{job.id}/{job.attempts}"} for job in jobs)

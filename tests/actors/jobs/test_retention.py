@@ -90,7 +90,7 @@ def test_no_job_gets_an_upload_that_is_being_released(database, storage, tmp_pat
     """Its file can't be removed yet, but is due from then on."""
     retention = Retention(database, storage)
     retention.reserve("inputs/b.png")
-    (tmp_path / "results" / "inputs/b.png").mkdir(parents=True)  # not a file: even root can't unlink it
+    (tmp_path / "results" / "inputs/b.png").mkdir(parents=True)  # Not a file: even root can't unlink it.
     assert not retention.release("inputs/b.png")
     with pytest.raises(JobError, match="send it again"):
         JobStore(database).submit(Job(owner="ann", request={}, input_image="inputs/b.png"))
@@ -126,11 +126,11 @@ def test_what_a_lost_worker_wrote_is_removed_but_not_the_next_one_s(database, st
 def test_a_file_that_can_t_be_removed_holds_up_no_other(database, storage, tmp_path):
     job = finished(database, storage)
     (tmp_path / "results" / "a/1/video.mp4").unlink()
-    (tmp_path / "results" / "a/1/video.mp4").mkdir()  # not a file: even root can't unlink it
+    (tmp_path / "results" / "a/1/video.mp4").mkdir()  # Not a file: even root can't unlink it.
     JobStore(database).delete(job.id)
     assert Retention(database, storage).sweep() == (0, 2)
-    assert recorded(database) == {"a/1/video.mp4"}  # it isn't forgotten
-    assert Retention(database, storage).sweep() == (0, 0)  # and tried again later
+    assert recorded(database) == {"a/1/video.mp4"}  # It isn't forgotten.
+    assert Retention(database, storage).sweep() == (0, 0)  # It is tried again later.
 
 
 def test_more_than_one_batch(database, storage, monkeypatch):

@@ -53,7 +53,7 @@ def test_what_was_submitted_is_what_is_found(store, address):
     assert job.status == "queued"
     assert (job.request, job.priority, job.deadline, job.attempts) == (request, 3, 2e9, 0)
     assert store.get(job.id) == store.get(job.id, "ann") == job
-    other = open_database(address)  # as another process sees it
+    other = open_database(address)  # Another process's view.
     assert JobStore(other).get(job.id) == job
     other.close()
 
@@ -87,8 +87,8 @@ def test_the_same_key_and_body_is_the_same_job(store):
     assert again == job
     with pytest.raises(IdempotencyConflict, match="another body"):
         store.submit(ask(prompt="a dog", idempotency_key="key"))
-    assert store.submit(ask("bob", idempotency_key="key"))[1]  # keys are each owner's own
-    assert store.submit(ask())[0].id != store.submit(ask())[0].id  # and without one there is nothing to compare
+    assert store.submit(ask("bob", idempotency_key="key"))[1]  # Owners have separate idempotency keys.
+    assert store.submit(ask())[0].id != store.submit(ask())[0].id  # Without a key there is nothing to compare.
 
 
 def test_a_key_sent_by_many_threads_at_once_makes_one_job(store):
@@ -145,7 +145,7 @@ def test_a_repeated_request_gets_no_job_that_ended_badly_and_none_of_a_key(store
     store.cancel(cancelled.id)
     store.delete(deleted.id)
     running = WorkQueue(database).claim("w")
-    store.cancel(running.id)  # it is to stop
+    store.cancel(running.id)  # It must stop.
     store.submit(ask(idempotency_key="its own"))
     assert store.find_repeat("ann", None, "a cat", retried=True) is None
 
@@ -193,7 +193,7 @@ def test_a_commit_in_doubt_is_looked_for_once_it_has_ended(store, database):
     committing = threading.Thread(target=commit)
     committing.start()
     entered.wait()
-    assert store.find_committed(job.id).id == job.id  # not None, although it began before the commit
+    assert store.find_committed(job.id).id == job.id  # Not None, although it began before the commit.
     committing.join()
     assert store.find_committed("video_" + "0" * 48) is None
 
@@ -233,7 +233,7 @@ def test_a_waiting_job_is_cancelled_at_once(store, database):
     ended = store.cancel(job.id, "ann")
     assert (ended.status, ended.error_code) == ("failed", "cancelled")
     assert ended.expires_at > ended.ended_at
-    assert store.cancel(job.id) == ended  # once more changes nothing
+    assert store.cancel(job.id) == ended  # Cancelling again changes nothing.
     assert WorkQueue(database).claim("w") is None
 
 
@@ -295,7 +295,7 @@ def test_a_database_that_takes_no_changes_for_now_is_away(on_postgres):
     psycopg = pytest.importorskip("psycopg")
     with psycopg.connect(on_postgres._address, autocommit=True) as operator:
         operator.execute(change + "SET default_transaction_read_only = on")
-        on_postgres.close()  # for connections from now on
+        on_postgres.close()  # Affects new connections.
         with pytest.raises(StoreUnavailable, match="takes no changes now"):
             store.submit(ask())
         operator.execute(change + "RESET default_transaction_read_only")
@@ -317,7 +317,7 @@ def test_who_stands_still_in_a_transaction_holds_up_nobody_for_long(on_postgres)
             while True:
                 try:
                     JobStore(on_postgres).submit(ask())
-                except StoreUnavailable:  # which is said in time, too
+                except StoreUnavailable:  # This error must come in time, too.
                     assert time.monotonic() < give_up
                 else:
                     break

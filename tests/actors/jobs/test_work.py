@@ -155,7 +155,7 @@ def test_a_silent_worker_loses_its_job_to_the_next(store, database, work):
     work.complete(leased, {"video": "a/2/video.mp4"})
     assert store.get(leased.id).worker == "next"
     with pytest.raises(LeaseLost):
-        work.complete(leased, {"video": "a/2/video.mp4"})  # once is enough
+        work.complete(leased, {"video": "a/2/video.mp4"})  # A second time changes nothing.
 
 
 def test_a_late_heartbeat_is_in_time_while_nobody_took_the_job(store, database, work):
@@ -216,7 +216,7 @@ def test_deadlines(store, database, work):
     leased = work.claim("w")
     assert leased.id == running.id
     assert work.stop_overdue() == []
-    with database.write() as session:  # time passes
+    with database.write() as session:  # Time passes.
         session.execute(update(Job).where(Job.id != later.id).values(deadline=time.time() - 1))
     assert set(work.stop_overdue()) == {waiting.id, running.id}
     assert work.stop_overdue() == []
@@ -289,7 +289,7 @@ def test_results_and_reasons_that_no_database_can_hold_are_recorded_without_the_
 
 
 def test_refused_statement_is_told_without_what_was_to_be_stored(database, store):
-    prompt = "-".join(("hidden", "words"))  # not as it stands in this file, which a traceback quotes
+    prompt = "-".join(("hidden", "words"))  # Not written literally, since a traceback quotes this file.
     first = ask(store, name=prompt)
     with pytest.raises(StoreFailed, match=r"refused a statement \(\w+.*INSERT INTO jobs") as refused:
         store.submit(Job(id=first.id, owner="ann", request={"prompt": prompt}))

@@ -29,7 +29,7 @@ def main(address: str, name: str, folder: Path, lease_s: float) -> None:
             work.announce(leased, [result])
             leased.progress = Progress(stage="denoise_high", step=1, steps=1, percent=50.0)
             work.heartbeat(leased)
-            time.sleep(0.005)  # a job takes time, in which others come to the database
+            time.sleep(0.005)  # A job takes time, in which others use the database.
             work.complete(leased, {"video": result})
         except LeaseLost:
             continue
