@@ -17,12 +17,12 @@ def draw(slices: Sequence[SliceFound]) -> str:
     return "\n".join(blocks)
 
 
-def _slice(found: SliceFound) -> str:
-    kind = f"{'emulated ' if found.emulated else ''}{found.spec or found.pod_type}"
-    state = found.holder or ("free" if not found.missing else "unusable")
+def _slice(item: SliceFound) -> str:
+    kind = f"{'emulated ' if item.emulated else ''}{item.spec or item.pod_type}"
+    state = item.holder or ("free" if not item.missing else "unusable")
     lines = []
-    by_id = {host.worker_id: host for host in found.hosts}
-    ranks = sorted({*by_id, *found.missing})
+    by_id = {host.worker_id: host for host in item.hosts}
+    ranks = sorted({*by_id, *item.missing})
     for rank in ranks:
         bracket = "[" if len(ranks) == 1 else "┌" if rank == ranks[0] else "└" if rank == ranks[-1] else "│"
         host = by_id.get(rank)
@@ -33,7 +33,7 @@ def _slice(found: SliceFound) -> str:
             text = f"host {rank}  node {host.node_id[:8]} at {host.ip}{devices}"
         first = rank == ranks[0]
         lines.append(
-            f"  {found.name if first else '':<12} {kind if first else '':<18} "
+            f"  {item.name if first else '':<12} {kind if first else '':<18} "
             f"{state if first else '':<12} {bracket} {text}"
         )
     return "\n".join(lines)

@@ -82,10 +82,10 @@ def slices_found() -> list[SliceFound]:
         if POD_TYPE in node["Labels"]:
             by_name.setdefault(node["Labels"].get(SLICE_NAME, node["NodeID"][:8]), []).append(node)
     holders = _holders()
-    return [_found(name, by_name[name], holders) for name in sorted(by_name)]
+    return [_read_slice(name, by_name[name], holders) for name in sorted(by_name)]
 
 
-def _found(name: str, nodes: Sequence[dict[str, Any]], holders: dict[str, str]) -> SliceFound:
+def _read_slice(name: str, nodes: Sequence[dict[str, Any]], holders: dict[str, str]) -> SliceFound:
     pod_type = nodes[-1]["Labels"][POD_TYPE]
     hosts = [host_of(node) for node in nodes if node["Alive"]]
     hosts.sort(key=lambda host: host.worker_id)
@@ -105,12 +105,12 @@ def devices_of(node: dict[str, Any]) -> int | None:
 
 
 def _holders() -> dict[str, str]:
-    found = {}
+    holders = {}
     for group in placement_group_table().values():
         if group["state"] != "REMOVED":
             for node_id in group["bundles_to_node_id"].values():
-                found[node_id] = group["name"].partition(SEPARATOR)[0] or "an unnamed placement group"
-    return found
+                holders[node_id] = group["name"].partition(SEPARATOR)[0] or "an unnamed placement group"
+    return holders
 
 
 def _spec(pod_type: str) -> SliceSpec | None:

@@ -63,9 +63,9 @@ class Replicas:
         return str(self.minimum) if self.minimum == self.maximum else f"{self.minimum} to {self.maximum}"
 
 
-def _bounds(given: Any) -> Any:
+def _bounds(bounds: Any) -> Any:
     """Return both bounds of what a file gives: one number, or min and max."""
-    return {"max": given.get("min", 1)} | given if isinstance(given, dict) else {"min": given, "max": given}
+    return {"max": bounds.get("min", 1)} | bounds if isinstance(bounds, dict) else {"min": bounds, "max": bounds}
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,8 @@ class Layout:
         if devices == product or (None in pool.mesh and devices % product == 0):
             return
         emulated = "" if self.devices_per_host is None else f" when it is emulated ({pool.slice.devices} when not)"
-        what = f"mesh {pool.mesh} takes {product} devices, {pool.slice} has {devices}{emulated}"
-        raise self._wrong(f"{what}; make the product {devices}, or leave mesh out to have it chosen", pool)
+        problem = f"mesh {pool.mesh} takes {product} devices, {pool.slice} has {devices}{emulated}"
+        raise self._wrong(f"{problem}; make the product {devices}, or leave mesh out to have it chosen", pool)
 
     def _wrong(self, message: str, pool: Pool | None = None) -> LayoutError:
         return LayoutError(f"{self.source}: {'' if pool is None else f'pool {pool.name}: '}{message}")
@@ -162,13 +162,13 @@ def shipped() -> list[str]:
 
 
 def _find(path: str | Path) -> Path:
-    given = Path(path)
-    if given.is_file():
-        return given
-    named = SHIPPED / f"{given.name.removesuffix('.yaml')}.yaml"
-    if len(given.parts) == 1 and named.is_file():
+    requested = Path(path)
+    if requested.is_file():
+        return requested
+    named = SHIPPED / f"{requested.name.removesuffix('.yaml')}.yaml"
+    if len(requested.parts) == 1 and named.is_file():
         return named
-    close = difflib.get_close_matches(given.name.removesuffix(".yaml").replace("_", "-"), shipped(), n=1)
+    close = difflib.get_close_matches(requested.name.removesuffix(".yaml").replace("_", "-"), shipped(), n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
     raise LayoutError(f"there is no layout file {path}{hint}; shipped ones, by name: {', '.join(shipped())}")
 

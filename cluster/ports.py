@@ -54,23 +54,23 @@ def _by_whom(host: str, port: int) -> str:
     """Return " by ..." for the process that listens on a port, nothing where this user may not know."""
     everywhere = ("0.0.0.0", "::")
     address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
-    for found in _listening():
+    for connection in _listening():
         if (
-            found.pid
-            and found.laddr.port == port
-            and (address in everywhere or found.laddr.ip in (address, *everywhere))
+            connection.pid
+            and connection.laddr.port == port
+            and (address in everywhere or connection.laddr.ip in (address, *everywhere))
         ):
             try:
-                command = shlex.join(psutil.Process(found.pid).cmdline())
+                command = shlex.join(psutil.Process(connection.pid).cmdline())
             except psutil.Error:
                 continue
             short = command if len(command) <= _LONGEST else f"{command[:_LONGEST]}..."
-            return f" by process {found.pid} ({short})"
+            return f" by process {connection.pid} ({short})"
     return ""
 
 
 def _listening() -> Iterable["psutil._common.sconn"]:
     try:
-        return [found for found in psutil.net_connections("tcp") if found.status == psutil.CONN_LISTEN]
+        return [connection for connection in psutil.net_connections("tcp") if connection.status == psutil.CONN_LISTEN]
     except (psutil.Error, OSError):
         return []

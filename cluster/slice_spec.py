@@ -137,19 +137,19 @@ def _chip(generation: str, name: str, size: int) -> Chip:
 
 
 def _parsed(name: str) -> tuple[Chip, tuple[int, ...]]:
-    found = re.fullmatch(r"([a-z0-9]+?)(?:-(\d+)|:([\dx]+))", str(name).strip().lower())
-    if not found:
+    match = re.fullmatch(r"([a-z0-9]+?)(?:-(\d+)|:([\dx]+))", str(name).strip().lower())
+    if not match:
         raise UnknownSlice(f"{name!r} is no slice; write a generation and a size, such as v6e-8 or v5p:2x2x1")
-    chip = _chip(found[1], name, int(found[2] or 8))
+    chip = _chip(match[1], name, int(match[2] or 8))
     sizes = chip.sizes
-    if found[3]:
-        shape = tuple(int(size) for size in found[3].split("x") if size)
+    if match[3]:
+        shape = tuple(int(size) for size in match[3].split("x") if size)
         if shape not in sizes.values():
             allowed = ", ".join("x".join(map(str, known)) for known in sizes.values())
             nearest = _nearest(chip, math.prod(shape))
             raise UnknownSlice(f"{name!r} is no topology of {chip.name}; nearest: {nearest}; all: {allowed}")
         return chip, shape
-    count = int(found[2])
+    count = int(match[2])
     chips, rest = divmod(count, chip.counted_per_chip)
     if chips not in sizes or rest:
         raise UnknownSlice(f"there is no {name}; nearest: {_nearest(chip, chips)}; all: {', '.join(kinds(chip.name))}")

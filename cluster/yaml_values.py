@@ -26,15 +26,15 @@ def validated(kind: type[T], content: Any, remedies: Mapping[Any, str]) -> T:
         return TypeAdapter(kind).validate_python(content)
     except ValidationError as error:
         wrong = error.errors()[0]
-    keys, given = [str(key) for key in wrong["loc"] if key != "[key]"], f"is {wrong['input']!r}"
+    keys, problem = [str(key) for key in wrong["loc"] if key != "[key]"], f"is {wrong['input']!r}"
     if wrong["type"] == "value_error":  # a validator's own, which names the remedy
         raise ValueError(f"{': '.join(keys)}: {wrong['ctx']['error']}")
     if wrong["type"].startswith("missing"):
-        given = "is missing"
+        problem = "is missing"
     elif wrong["type"].startswith("unexpected"):
-        given = f"has the unknown key {keys.pop()!r}"
+        problem = f"has the unknown key {keys.pop()!r}"
     remedy = next((remedies[key] for key in reversed(keys) if key in remedies), remedies[kind])
-    raise ValueError(f"{': '.join(keys) or 'it'} {given}; {remedy}")
+    raise ValueError(f"{': '.join(keys) or 'it'} {problem}; {remedy}")
 
 
 class _UniqueKeys(yaml.SafeLoader):

@@ -129,21 +129,21 @@ def recommended(
     Raises `NoCapacity` with the fastest when none is fast enough, `PriceError`.
     """
     an_hour = videos_a_day / 24
-    found = [
+    estimates = [
         sized
         for layout in _layouts(stage_seconds, stages, experts, fits)
         if (sized := _sized(layout, stage_seconds, terms, an_hour, within_s))
     ]
-    if not found:
+    if not estimates:
         raise NoCapacity(f"no stage of this model fits {', '.join(stage_seconds)}; give larger slices")
-    enough = [one for one in found if one.to_a_video_s <= within_s]
+    enough = [candidate for candidate in estimates if candidate.to_a_video_s <= within_s]
     if not enough:
-        best = min(found, key=lambda one: one.to_a_video_s)
+        best = min(estimates, key=lambda candidate: candidate.to_a_video_s)
         raise NoCapacity(
-            f"the fastest of {len(found)} layouts takes {best.to_a_video_s:.0f} s to a video ({best.name}), within "
+            f"the fastest of {len(estimates)} layouts takes {best.to_a_video_s:.0f} s to a video ({best.name}), within "
             f"{within_s:.0f} s is asked; give larger slices, fewer steps or a smaller size"
         )
-    return sorted(enough, key=lambda one: (one.dollars_an_hour, one.to_a_video_s))
+    return sorted(enough, key=lambda candidate: (candidate.dollars_an_hour, candidate.to_a_video_s))
 
 
 def seconds_of(pool: Pool, stage_seconds: StageSeconds) -> float:
@@ -191,8 +191,8 @@ def _layouts(
                 known = all(set(pool.stages) <= set(stage_seconds[pool.slice.name]) for pool in pools)
                 if known and all(fits(pool.slice, pool.stages) for pool in pools):
                     split = f"{len(pools)} pools" if len(pools) > 1 else "one pool"
-                    what = str(large) if large == small else f"{large} and {small}"
-                    yield Layout(f"{split} on {what}", tuple(pools))
+                    kinds_text = str(large) if large == small else f"{large} and {small}"
+                    yield Layout(f"{split} on {kinds_text}", tuple(pools))
 
 
 def _sized(
@@ -209,8 +209,8 @@ def _sized(
         pools = tuple(
             dataclasses.replace(pool, replicas=Replicas(counts[pool.name], counts[pool.name])) for pool in layout.pools
         )
-        made = estimate(dataclasses.replace(layout, pools=pools), stage_seconds, terms, an_hour)
-        longest = max(made.pools, key=lambda load: load.wait_s)
-        if made.to_a_video_s <= within_s or longest.wait_s < 1.0:
-            return made
+        estimated = estimate(dataclasses.replace(layout, pools=pools), stage_seconds, terms, an_hour)
+        longest = max(estimated.pools, key=lambda load: load.wait_s)
+        if estimated.to_a_video_s <= within_s or longest.wait_s < 1.0:
+            return estimated
         counts[longest.pool.name] += 1

@@ -49,13 +49,13 @@ class Prices:
 
     def of_stages(self, layout: Layout) -> dict[str, float]:
         """Return what a chip of each stage costs an hour, on demand or as it is sold, where that is known."""
-        found: dict[str, float] = {}
+        prices: dict[str, float] = {}
         for pool in layout.pools:
             sold = self.chips.get(pool.slice.chip.name, {})
             capacity = "on-demand" if "on-demand" in sold else next(iter(sold), None)
             if capacity is not None:
-                found |= dict.fromkeys(pool.stages, self.chip_hour(pool.slice, capacity))
-        return found
+                prices |= dict.fromkeys(pool.stages, self.chip_hour(pool.slice, capacity))
+        return prices
 
     def slice_hour(self, kind: SliceSpec, capacity: str, region: str | None = None) -> float:
         """Return the price of a whole slice an hour; raises as `chip_hour`."""

@@ -184,8 +184,8 @@ class EmulatedCluster:
 
     def stop(self) -> None:
         """Kill every process of this cluster, whoever started it, and remove its files. Others are left alone."""
-        while found := ray_nodes.processes(self.temp):  # a dying parent may have started one more
-            ray_nodes.kill(found)
+        while survivors := ray_nodes.processes(self.temp):  # a dying parent may have started one more
+            ray_nodes.kill(survivors)
         shutil.rmtree(self.temp, ignore_errors=True)
         (self.folder / STATE).unlink(missing_ok=True)
         if self._guard is not None and self._guard.stdin is not None:

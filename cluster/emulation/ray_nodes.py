@@ -174,11 +174,11 @@ def processes(folder: Path) -> list[psutil.Process]:
     They are those that hold a file below it open: all of Ray's processes log there. Ray's agents and workers outlive
     a killed raylet, and have overwritten their command line and environment with their title.
     """
-    found = []
+    matches = []
     for process in psutil.process_iter():
         if process.pid != os.getpid() and any(name.startswith(f"{folder}/") for name in _open_files(process.pid)):
-            found.append(process)
-    return found
+            matches.append(process)
+    return matches
 
 
 def kill(victims: list[psutil.Process], timeout_s: float = 10) -> None:

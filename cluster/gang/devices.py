@@ -51,9 +51,9 @@ def wait_for_chips(timeout_s: float, devices: Sequence[str] = DEVICES, lockfile:
     Call it before JAX is imported: libtpu would fail, and JAX go on on the CPU. Raises `ChipsBusy` with who has one.
     """
     until = time.monotonic() + timeout_s
-    while found := holders(map(os.path.realpath, device_files(devices))):
+    while users := holders(map(os.path.realpath, device_files(devices))):
         if time.monotonic() > until:
-            pid, path = next(iter(found.items()))
+            pid, path = next(iter(users.items()))
             raise ChipsBusy(f"process {pid} ({_command(pid)}) has {path} still, {timeout_s:g} s on; end it")
         time.sleep(POLL_S)
     if not holders([os.path.realpath(lockfile)]):
@@ -80,11 +80,11 @@ def start_failure(place: str, error: Exception) -> SliceError:
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     if _BUSY.search(reason):
         return ChipsBusy(f"another process has the TPU of {place}: {reason}")
-    what = f"JAX can't start the TPU of {place}: {reason}"
+    problem = f"JAX can't start the TPU of {place}: {reason}"
     advice = next((advice for pattern, advice in _ADVICE if re.search(pattern, reason)), None)
     if advice is None and _OF_OTHERS.search(reason):
-        return OtherHostGone(f"{what}; another host of its slice has failed or isn't there: see the logs of all")
-    return WrongHost(f"{what}; {advice or _LOG}")
+        return OtherHostGone(f"{problem}; another host of its slice has failed or isn't there: see the logs of all")
+    return WrongHost(f"{problem}; {advice or _LOG}")
 
 
 def speaks_of_others(error: Exception) -> bool:
@@ -96,14 +96,14 @@ def speaks_of_others(error: Exception) -> bool:
 
 def holders(paths: Iterable[str]) -> dict[int, str]:
     """Return which of these files other processes have open, by process id. Those of other users aren't seen."""
-    files, found = set(paths), dict[int, str]()
+    files, users = set(paths), dict[int, str]()
     for folder in Path("/proc").glob("[0-9]*/fd"):
         pid = int(folder.parent.name)
         if pid != os.getpid():
             with contextlib.suppress(OSError):  # it has ended, or is another user's
                 held = files & {os.readlink(file) for file in folder.iterdir()}
-                found |= dict.fromkeys([pid], min(held)) if held else {}
-    return found
+                users |= dict.fromkeys([pid], min(held)) if held else {}
+    return users
 
 
 def _command(pid: int) -> str:

@@ -76,24 +76,24 @@ def surviving(kind: type) -> Any:
 
 def _wait(group: PlacementGroup, spec: SliceSpec, name: str, timeout_s: float | None, tell: Tell) -> None:
     """Return when the group is placed. It is asked after: of what waits for it in Ray's GCS little may be at a time."""
-    start, told = time.monotonic(), 0.0
+    start, last_notice = time.monotonic(), 0.0
     while placement_group_table(group)["state"] != "CREATED":
         waited = time.monotonic() - start
         if timeout_s is not None and waited >= timeout_s:
             raise SliceStartTimeout(f"{name}: no free {spec} after {timeout_s:g} s; {_there_is(spec)}")
-        if waited - told >= TELL_S:
-            told = waited
+        if waited - last_notice >= TELL_S:
+            last_notice = waited
             tell(f"waits for a free {spec}, {waited:.0f} s so far; {_there_is(spec)}")
         time.sleep(POLL_S)
 
 
 def _placement(spec: SliceSpec, group: PlacementGroup, nodes: list[dict[str, Any]]) -> Placement:
     """Return a placement by worker id; nodes: of the bundles, each on any host of the slice."""
-    found = [int(node["Labels"].get(WORKER_ID, 0)) if spec.hosts > 1 else 0 for node in nodes]
-    if sorted(found) != list(range(spec.hosts)):
+    worker_ids = [int(node["Labels"].get(WORKER_ID, 0)) if spec.hosts > 1 else 0 for node in nodes]
+    if sorted(worker_ids) != list(range(spec.hosts)):
         hosts = sorted(map(inventory.host_of, nodes), key=lambda host: host.worker_id)
         raise WrongHost(f"{nodes[0]['Labels'].get(SLICE_NAME)}: {inventory.wrong_ids(spec, hosts)}")
-    bundles = tuple(sorted(range(spec.hosts), key=lambda bundle: found[bundle]))
+    bundles = tuple(sorted(range(spec.hosts), key=lambda bundle: worker_ids[bundle]))
     return Placement(group, tuple(_place(spec, worker, nodes[b]) for worker, b in enumerate(bundles)), bundles)
 
 
@@ -126,10 +126,10 @@ def other_machines(spec: SliceSpec, nodes: Sequence[dict[str, Any]]) -> str | No
 
 
 def _there_is(spec: SliceSpec) -> str:
-    found = inventory.slices_found()
-    same = [str(s) for s in found if s.pod_type == spec.pod_type]
+    slices = inventory.slices_found()
+    same = [str(s) for s in slices if s.pod_type == spec.pod_type]
     if same:
         return other_machines(spec, ray.nodes()) or "of that kind: " + "; ".join(same)
-    others = sorted({s.pod_type for s in found})
-    what = f"only {', '.join(others)}" if others else f"no TPU at all, {len(ray.nodes())} nodes"
-    return f"the cluster has none of kind {spec.pod_type}, {what}"
+    others = sorted({s.pod_type for s in slices})
+    contents = f"only {', '.join(others)}" if others else f"no TPU at all, {len(ray.nodes())} nodes"
+    return f"the cluster has none of kind {spec.pod_type}, {contents}"

@@ -272,20 +272,20 @@ class Slice:
                 f"{self.name}: {phase} took longer than {timeout_s:g} s; {late}; --timeout {phase}=SECONDS allows more"
             ) from None
 
-    def _wait(self, what: str, refs: Sequence[ray.ObjectRef], **watched: Any) -> list[Outcome]:
+    def _wait(self, method: str, refs: Sequence[ray.ObjectRef], **watched: Any) -> list[Outcome]:
         """Wait for one call on all hosts, as `Watch` does; raises `CallFailed`, `SliceLost`, `OutOfTime`."""
         try:
             outcomes = Watch(self._members, refs, self.timeouts, **watched).wait()
         except GangFailed as failure:
-            raise self._lose(f"{self.name}: in {what}: {failure}") from failure.cause
+            raise self._lose(f"{self.name}: in {method}: {failure}") from failure.cause
         errors = {index: outcome.error for index, outcome in enumerate(outcomes) if outcome.error is not None}
         if errors:
             index = culprit(errors)
             member, error = self._members[index], errors[index]
             if any(isinstance(other, DeviceError) for other in errors.values()):
-                raise self._lose(f"{self.name}: in {what}: {member}: {telling_line(error)}", DeviceFailed) from error
+                raise self._lose(f"{self.name}: in {method}: {member}: {telling_line(error)}", DeviceFailed) from error
             where = "every host" if len(errors) == len(outcomes) else str(member)
-            raise CallFailed(f"{self.name}: {what} raised on {where}: {error!r}") from error
+            raise CallFailed(f"{self.name}: {method} raised on {where}: {error!r}") from error
         return outcomes
 
     def _raise_if_lost(self) -> None:

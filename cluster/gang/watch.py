@@ -32,8 +32,8 @@ class Member:
 class GangFailed(Exception):
     """The gang is out of step: who was first to blame, what happened, and the exception behind it, if any."""
 
-    def __init__(self, member: Member, what: str, cause: Exception | None = None) -> None:
-        super().__init__(f"{member} {what}")
+    def __init__(self, member: Member, event: str, cause: Exception | None = None) -> None:
+        super().__init__(f"{member} {event}")
         self.cause = cause
 
 

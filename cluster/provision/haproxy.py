@@ -174,9 +174,9 @@ def error_answer() -> str:
     return "\r\n".join(head) + "\r\n\r\n" + _AWAY
 
 
-def run(binary: str, given: list[str]) -> None:
+def run(binary: str, arguments: list[str]) -> None:
     """Become HAProxy, with the file of its arguments narrowed."""
-    file = Path(given[given.index("-f") + 1])
+    file = Path(arguments[arguments.index("-f") + 1])
     error_file = file.with_name("503.http")
     error_file.write_text(error_answer())
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -186,7 +186,7 @@ def run(binary: str, given: list[str]) -> None:
     config = narrowed(file.read_text(), error_file, connections=connections, bounds=bounds, proxies=proxies, hops=hops)
     file.write_text(config)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    os.execv(binary, [binary, *given])
+    os.execv(binary, [binary, *arguments])
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ UNIT = "/etc/systemd/system/wan-tpu.service"
 
 _START = """\
 #!/bin/bash
-# {what}: joins a Ray cluster at every boot. Written by wan-tpu hosts.
+# {role}: joins a Ray cluster at every boot. Written by wan-tpu hosts.
 set -euo pipefail
 
 metadata() {{
@@ -48,7 +48,7 @@ RAY_AUTH_TOKEN=$token
 EOF
 {login}cat > {unit} <<EOF
 [Unit]
-Description=A node of a Ray cluster: {what}
+Description=A node of a Ray cluster: {role}
 Requires=docker.service
 After=docker.service network-online.target
 
@@ -184,11 +184,11 @@ resources='{{"TPU": {kind.chips_per_host}}}'
     return _start(f"a host of a slice {kind}", machines, _HUGEPAGES + variables, arguments)
 
 
-def _start(what: str, machines: Machines, variables: str, arguments: str) -> str:
+def _start(role: str, machines: Machines, variables: str, arguments: str) -> str:
     environment = ENVIRONMENT | {"JAX_PLATFORMS": "tpu,cpu"}
     registry = machines.registry
     return _START.format(
-        what=what,
+        role=role,
         login="" if registry is None else _LOGIN.format(registry=registry),
         log_in="" if registry is None else "ExecStartPre=/usr/bin/env bash /etc/wan-tpu/login\n",
         variables=variables,

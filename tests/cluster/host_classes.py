@@ -27,9 +27,9 @@ class OddHost:
 class BusyAtFirst:
     """Finds its chips taken by another process, until it is made once more."""
 
-    def __init__(self, made: Path) -> None:
-        if not made.exists():
-            made.touch()
+    def __init__(self, marker: Path) -> None:
+        if not marker.exists():
+            marker.touch()
             raise ChipsBusy("process 7 has the chips")
 
 

@@ -84,10 +84,10 @@ def services_of(spec, cluster, service=None):
     # The selector has the values of KubeRay's own labels, whatever labels the pods were given.
     labels = default_labels(cluster, "head", "headgroup")
     selector = {key: labels[key] for key in labels if key not in ("ray.io/is-ray-node", "ray.io/group")}
-    found = [Service(f"{service or cluster}-head-svc", selector, ports)]
+    services = [Service(f"{service or cluster}-head-svc", selector, ports)]
     if service is not None:
         serving = {name: port for name, port in ports.items() if name == "serve" or name.startswith("serve-")}
-        found.append(Service(f"{service}-serve-svc", {"ray.io/cluster": cluster, "ray.io/serve": "true"}, serving))
+        services.append(Service(f"{service}-serve-svc", {"ray.io/cluster": cluster, "ray.io/serve": "true"}, serving))
     if any(group.get("numOfHosts", 1) > 1 for group in spec["workerGroupSpecs"]):
-        found.append(Service(f"{cluster}-headless", {"ray.io/cluster": cluster, "ray.io/node-type": "worker"}))
-    return found
+        services.append(Service(f"{cluster}-headless", {"ray.io/cluster": cluster, "ray.io/node-type": "worker"}))
+    return services

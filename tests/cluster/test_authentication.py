@@ -45,11 +45,11 @@ def test_a_token_s_path_may_name_a_file_that_is_not_there(tmp_path):
 def test_a_token_is_made_that_only_its_user_can_read(tmp_path):
     code = "from cluster.authentication import make_token; make_token(); import os; print(os.environ['RAY_AUTH_MODE'])"
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
-    made = tmp_path / ".ray" / "auth_token"
+    token = tmp_path / ".ray" / "auth_token"
     for _ in range(2):
         done = subprocess.run(
             [sys.executable, "-c", code], env=env | {"HOME": str(tmp_path)}, cwd=ROOT, capture_output=True, text=True
         )
         assert done.stdout == "token\n", done.stderr
-        assert (made.stat().st_mode & 0o777, len(made.read_text())) == (0o600, 64)
-    assert [path.name for path in made.parent.iterdir()] == ["auth_token"]
+        assert (token.stat().st_mode & 0o777, len(token.read_text())) == (0o600, 64)
+    assert [path.name for path in token.parent.iterdir()] == ["auth_token"]

@@ -65,30 +65,34 @@ def test_waits_are_those_of_a_simulated_queue(replicas, busy):
 
 
 def test_a_layout_makes_what_its_slowest_pool_makes(terms):
-    found = estimate(Layout.parse(LAYOUT, "mine"), SECONDS, terms)
-    assert found.videos_an_hour == pytest.approx(2 * 3600 / 108 * 0.99)
-    assert found.chips == 4 + 2 * 8
-    assert found.dollars_an_hour == pytest.approx(20 * 2.0)
-    assert found.dollars_a_video == pytest.approx(40 / (0.8 * found.videos_an_hour))
-    ends, experts = found.pools
+    estimated = estimate(Layout.parse(LAYOUT, "mine"), SECONDS, terms)
+    assert estimated.videos_an_hour == pytest.approx(2 * 3600 / 108 * 0.99)
+    assert estimated.chips == 4 + 2 * 8
+    assert estimated.dollars_an_hour == pytest.approx(20 * 2.0)
+    assert estimated.dollars_a_video == pytest.approx(40 / (0.8 * estimated.videos_an_hour))
+    ends, experts = estimated.pools
     assert (ends.seconds, experts.seconds) == (2.0, 108.0)
     assert experts.busy == pytest.approx(0.8)
-    assert found.to_a_video_s == pytest.approx(110 + ends.wait_s + experts.wait_s)
+    assert estimated.to_a_video_s == pytest.approx(110 + ends.wait_s + experts.wait_s)
     spot = estimate(Layout.parse(LAYOUT, "mine"), SECONDS, Terms(terms.prices, "spot", busy=0.8))
     assert spot.dollars_an_hour == pytest.approx(20 * 1.0)
 
 
 def test_the_cheapest_comes_first_and_all_meet_the_demand(terms):
-    found = recommended(SECONDS, STAGES, EXPERTS, terms, videos_a_day=5000, within_s=600, fits=fit)
-    assert [one.dollars_an_hour for one in found] == sorted(one.dollars_an_hour for one in found)
-    assert len({one.name for one in found}) == len(found) == 1 + 1 + 4 + 4  # four chips have no room for all
-    for one in found:
-        assert one.to_a_video_s <= 600
-        assert one.videos_an_hour * 0.8 >= 5000 / 24
-        layout = Layout.parse(one.text, "printed")
+    estimates = recommended(SECONDS, STAGES, EXPERTS, terms, videos_a_day=5000, within_s=600, fits=fit)
+    assert [estimated.dollars_an_hour for estimated in estimates] == sorted(
+        estimated.dollars_an_hour for estimated in estimates
+    )
+    assert (
+        len({estimated.name for estimated in estimates}) == len(estimates) == 1 + 1 + 4 + 4
+    )  # four chips have no room for all
+    for estimated in estimates:
+        assert estimated.to_a_video_s <= 600
+        assert estimated.videos_an_hour * 0.8 >= 5000 / 24
+        layout = Layout.parse(estimated.text, "printed")
         layout.check_stages(STAGES)
         again = estimate(layout, SECONDS, terms, 5000 / 24)
-        assert again.dollars_an_hour == pytest.approx(one.dollars_an_hour)
+        assert again.dollars_an_hour == pytest.approx(estimated.dollars_an_hour)
 
 
 def test_more_slices_are_taken_where_videos_would_wait_too_long(terms):
@@ -141,13 +145,13 @@ def test_the_shipped_table_has_what_the_docs_say():
 
 
 def test_what_is_printed_can_be_read(terms, tmp_path):
-    found = recommended(SECONDS, STAGES, EXPERTS, terms, 5000, 600, fits=fit)
-    lines = plan._table(found).splitlines()[1:]
-    assert [line.split()[-1] for line in lines] == [f"{one.dollars_a_video:.3f}" for one in found]
-    rows = plan._described(found[0]).splitlines()[2:]
+    estimates = recommended(SECONDS, STAGES, EXPERTS, terms, 5000, 600, fits=fit)
+    lines = plan._table(estimates).splitlines()[1:]
+    assert [line.split()[-1] for line in lines] == [f"{estimated.dollars_a_video:.3f}" for estimated in estimates]
+    rows = plan._described(estimates[0]).splitlines()[2:]
     assert [row.split()[:3] for row in rows] == [
-        [load.pool.name, load.pool.slice.name, str(load.replicas)] for load in found[0].pools
+        [load.pool.name, load.pool.slice.name, str(load.replicas)] for load in estimates[0].pools
     ]
-    assert json.loads(json.dumps([plan._as_json(one) for one in found]))[0]["pools"][0]["replicas"] >= 1
-    plan._draw(found, tmp_path / "cost.png")
+    assert json.loads(json.dumps([plan._as_json(estimated) for estimated in estimates]))[0]["pools"][0]["replicas"] >= 1
+    plan._draw(estimates, tmp_path / "cost.png")
     assert (tmp_path / "cost.png").stat().st_size > 10_000

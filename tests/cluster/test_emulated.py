@@ -46,9 +46,9 @@ def test_up_status_down(tmp_path):
         state = json.loads((folder / "cluster.json").read_text())
         assert f"emulated cluster of 1 slices, 1 hosts: RAY_ADDRESS={state['address']}" in out
         # It lives on, and only on the loopback interface.
-        found = ray_nodes.processes(Path(state["temp"]))
-        assert {"raylet", "gcs_server"} <= {process.name() for process in found}
-        listening = {c.laddr.ip for p in found for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+        processes = ray_nodes.processes(Path(state["temp"]))
+        assert {"raylet", "gcs_server"} <= {process.name() for process in processes}
+        listening = {c.laddr.ip for p in processes for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
         assert listening <= {"127.0.0.1", "::ffff:127.0.0.1"}
         # Where a job of this cluster looks for it, instead of among all processes of the machine.
         for node in ("head", "v6e-1-0-0"):
@@ -66,11 +66,11 @@ def test_up_status_down(tmp_path):
         assert "no pipeline 'wan-tpu' runs here" in out
 
         # What a crash leaves: no head, the other processes linger.
-        next(process for process in found if process.name() == "gcs_server").kill()
+        next(process for process in processes if process.name() == "gcs_server").kill()
     finally:
         code, out, err = run("cluster", "down", "--folder", str(folder))
     assert (code, out) == (0, "stopped\n")
-    assert not [process for process in found if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert not [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     assert not Path(state["temp"]).exists()
 
 
@@ -88,11 +88,11 @@ def test_a_cluster_ends_with_its_owner(tmp_path):
     owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert owner.stdout is not None
     temp = Path(owner.stdout.readline().strip())
-    found = ray_nodes.processes(temp)
-    assert "raylet" in {process.name() for process in found}
+    processes = ray_nodes.processes(temp)
+    assert "raylet" in {process.name() for process in processes}
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait()
-    wait_for(lambda: not any(process.is_running() for process in found), "all of it gone")
+    wait_for(lambda: not any(process.is_running() for process in processes), "all of it gone")
     wait_for(lambda: not temp.exists(), "its files gone")
 
 

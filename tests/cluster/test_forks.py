@@ -40,8 +40,8 @@ WORKERS = textwrap.dedent(
         def end(self):
             os._exit(1)
 
-    options = [json.loads(given) for given in sys.argv[2:]]
-    workers = [ray.remote(num_cpus=0.1)(Worker).options(runtime_env=given).remote() for given in options]
+    options = [json.loads(argument) for argument in sys.argv[2:]]
+    workers = [ray.remote(num_cpus=0.1)(Worker).options(runtime_env=environment).remote() for environment in options]
     said = ray.get([worker.said.remote() for worker in workers])
     workers[0].end.remote()
     try:
@@ -49,7 +49,7 @@ WORKERS = textwrap.dedent(
     except ray.exceptions.RayActorError:
         pass
     alive = ray.get([worker.said.remote() for worker in workers[1:]])
-    assert [one["pid"] for one in alive] == [one["pid"] for one in said[1:]]
+    assert [worker["pid"] for worker in alive] == [worker["pid"] for worker in said[1:]]
     print(json.dumps(said))
     """
 )
@@ -80,25 +80,27 @@ def workers(cluster, *runtime_envs):
 
 
 def server(cluster):
-    [found] = [p for p in ray_nodes.processes(cluster.temp) if "cluster.emulation.fork_server" in p.cmdline()]
-    return found
+    [process] = [p for p in ray_nodes.processes(cluster.temp) if "cluster.emulation.fork_server" in p.cmdline()]
+    return process
 
 
 def test_a_fork_is_the_worker_that_it_stands_for(forking):
-    same, told, another = workers(
+    same, changed, another = workers(
         forking,
         {},
         {"env_vars": {"TOLD": "this"}},
         {"env_vars": {"JAX_ENABLE_X64": "1"}},  # JAX reads it when it is imported
     )
     parent = server(forking).pid
-    assert same["imported_by"] == told["imported_by"] == same["parent"] == told["parent"] == parent
+    assert same["imported_by"] == changed["imported_by"] == same["parent"] == changed["parent"] == parent
     assert another["imported_by"] is None
-    assert (same["told"], told["told"]) == (None, "this")
-    assert all(one["group"] == one["pid"] for one in (same, told, another))  # which a raylet ends with the worker
+    assert (same["told"], changed["told"]) == (None, "this")
+    assert all(
+        worker["group"] == worker["pid"] for worker in (same, changed, another)
+    )  # which a raylet ends with the worker
     for name in ("job", "folder", "nice"):
         assert same[name] == another[name], name
-    assert same["random"] != told["random"]
+    assert same["random"] != changed["random"]
 
 
 @pytest.mark.long
@@ -112,9 +114,9 @@ def test_code_that_has_changed_is_imported_anew(forking, imported):
 
 
 def test_workers_start_without_the_server(forking):
-    found = server(forking)
-    found.send_signal(signal.SIGKILL)
-    found.wait(10)
+    process = server(forking)
+    process.send_signal(signal.SIGKILL)
+    process.wait(10)
     [alone] = workers(forking, {})
     assert alone["imported_by"] is None
     assert alone["group"] == alone["pid"]

@@ -75,25 +75,25 @@ def test_it_listens_where_it_was_told_to_and_nowhere_else(written, tmp_path):
     port, file = written
     before = file.read_text()
     assert "frontend prometheus" in before and "listen stats" in before and "    log 127.0.0.1:514" in before
-    given = haproxy.environment(tmp_path)
-    start = [given["RAY_SERVE_HAPROXY_BINARY_PATH"], "-db", "-f", str(file), "-dR"]
+    variables = haproxy.environment(tmp_path)
+    start = [variables["RAY_SERVE_HAPROXY_BINARY_PATH"], "-db", "-f", str(file), "-dR"]
     starter = subprocess.Popen([sys.executable, "-c", STARTER, *start], stderr=subprocess.DEVNULL)
-    found = []
+    children = []
 
     def started():
-        found[:] = [child for child in psutil.Process(starter.pid).children() if child.name() == "haproxy"]
-        return bool(found and found[0].net_connections("inet"))
+        children[:] = [child for child in psutil.Process(starter.pid).children() if child.name() == "haproxy"]
+        return bool(children and children[0].net_connections("inet"))
 
     try:
         wait_for(started, "its port")
-        assert {(c.laddr.ip, c.laddr.port) for c in found[0].net_connections("inet")} == {("127.0.0.1", port)}
+        assert {(c.laddr.ip, c.laddr.port) for c in children[0].net_connections("inet")} == {("127.0.0.1", port)}
         with pytest.raises(urllib.error.HTTPError, match="503") as away:  # there is no application yet
             urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/videos/one", timeout=5)
         assert json.load(away.value)["error"]["code"] == "unavailable" and away.value.headers["Retry-After"] == "2"
     finally:
         os.kill(starter.pid, signal.SIGKILL)
         starter.wait()
-    wait_for(lambda: not found[0].is_running() or found[0].status() == psutil.STATUS_ZOMBIE, "its end")
+    wait_for(lambda: not children[0].is_running() or children[0].status() == psutil.STATUS_ZOMBIE, "its end")
 
 
 def test_an_address_has_so_many_connections_and_headers_so_much_time(written, tmp_path, monkeypatch):
@@ -101,23 +101,26 @@ def test_an_address_has_so_many_connections_and_headers_so_much_time(written, tm
     monkeypatch.setenv("WAN_TPU_CONNECTIONS_OF_AN_ADDRESS", "20")
     start = haproxy.environment(tmp_path)["RAY_SERVE_HAPROXY_BINARY_PATH"]
     started = subprocess.Popen([start, "-db", "-f", str(file), "-dR"], stderr=subprocess.DEVNULL)
-    open_ = []
+    connections = []
     try:
         wait_for(lambda: started.poll() is None and answers(port), "its port")
         for _ in range(30):
-            open_.append(socket.create_connection(("127.0.0.1", port)))
+            connections.append(socket.create_connection(("127.0.0.1", port)))
             with contextlib.suppress(ConnectionError):
-                open_[-1].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nX")  # half a header
+                connections[-1].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nX")  # half a header
         time.sleep(0.5)
-        assert sum(is_open(one) for one in open_) == 20
+        assert sum(is_open(connection) for connection in connections) == 20
         assert not answers(port)
-        wait_for(lambda: not any(is_open(one) for one in open_), "the end of those whose headers never came")
+        wait_for(
+            lambda: not any(is_open(connection) for connection in connections),
+            "the end of those whose headers never came",
+        )
         assert answers(port)
     finally:
         started.kill()
         started.wait()
-        for one in open_:
-            one.close()
+        for connection in connections:
+            connection.close()
 
 
 class Echo(http.server.BaseHTTPRequestHandler):
@@ -271,7 +274,7 @@ def is_open(connection):
 def test_clusters_don_t_meet(tmp_path):
     (tmp_path / "one").mkdir()
     (tmp_path / "other").mkdir()
-    one, other = haproxy.environment(tmp_path / "one"), haproxy.environment(tmp_path / "other")
-    same = {name for name in one if one[name] == other[name]}
+    first, second = haproxy.environment(tmp_path / "one"), haproxy.environment(tmp_path / "other")
+    same = {name for name in first if first[name] == second[name]}
     assert not {name for name in same if name.endswith(("PATH", "LOC", "BASE", "FILE"))}
     assert (tmp_path / "one" / "haproxy").stat().st_mode & 0o077 == 0

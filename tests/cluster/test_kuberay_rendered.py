@@ -20,8 +20,8 @@ def rendered(request):
     """The spec of a cluster, the name that KubeRay gives it, and the RayService that it is of."""
     layout = Layout.parse(KINDS, "kinds")
     if request.param == "service":
-        made = kubernetes.service(layout, TARGET, "applications: []\n")
-        return made["spec"]["rayClusterConfig"], "wan-x7k2p", "wan"
+        service = kubernetes.service(layout, TARGET, "applications: []\n")
+        return service["spec"]["rayClusterConfig"], "wan-x7k2p", "wan"
     if request.param == "job":
         return kubernetes.job(layout, TARGET, "drive")["spec"]["rayClusterSpec"], "wan-x7k2p", None
     return kubernetes.cluster(layout, TARGET)["spec"], "wan", None
@@ -57,30 +57,35 @@ def test_every_probe_is_one_that_the_image_can_answer(rendered, version):
 
 def test_what_stands_beside_selects_the_pods_that_it_is_for(rendered):
     pods = rendered_pods(rendered)
-    found = {(one["kind"], one["metadata"]["name"]): one for one in kubernetes.supporting(TARGET, http=True).values()}
-    assert len(found) == 5
-    everyone = [found["NetworkPolicy", "wan"]["spec"]["podSelector"], found["PodMonitoring", "wan"]["spec"]["selector"]]
+    objects = {
+        (item["kind"], item["metadata"]["name"]): item for item in kubernetes.supporting(TARGET, http=True).values()
+    }
+    assert len(objects) == 5
+    everyone = [
+        objects["NetworkPolicy", "wan"]["spec"]["podSelector"],
+        objects["PodMonitoring", "wan"]["spec"]["selector"],
+    ]
     for selector in everyone:
         assert all(selects(selector["matchLabels"], pod) for pod in pods.values())
     for name, group in (("wan-head", "headgroup"), ("wan-cpu", CPU_GROUP)):
-        budget = found["PodDisruptionBudget", name]["spec"]
-        assert [one for one, pod in pods.items() if selects(budget["selector"]["matchLabels"], pod)] == [group]
+        budget = objects["PodDisruptionBudget", name]["spec"]
+        assert [item for item, pod in pods.items() if selects(budget["selector"]["matchLabels"], pod)] == [group]
         assert budget["minAvailable"] == 1 and "maxUnavailable" not in budget
 
 
 def test_ports_of_the_policy_and_of_the_monitor_are_those_of_containers(rendered):
     pods = rendered_pods(rendered)
-    found = {one["kind"]: one for one in kubernetes.supporting(TARGET, http=True).values()}
+    objects = {item["kind"]: item for item in kubernetes.supporting(TARGET, http=True).values()}
     assert all(pod.ports["metrics"] == 8080 for pod in pods.values())
-    assert found["PodMonitoring"]["spec"]["endpoints"][0]["port"] == "metrics"
-    opened = {port["port"] for rule in found["NetworkPolicy"]["spec"]["ingress"] for port in rule.get("ports", ())}
+    assert objects["PodMonitoring"]["spec"]["endpoints"][0]["port"] == "metrics"
+    opened = {port["port"] for rule in objects["NetworkPolicy"]["spec"]["ingress"] for port in rule.get("ports", ())}
     assert opened == {8080, 8265, SERVE_PORT} <= {*pods["headgroup"].ports.values()}
 
 
 def test_load_balancer_is_let_in_only_where_there_is_one():
     def blocks(target):
         policy = next(
-            one for one in kubernetes.supporting(target, http=True).values() if one["kind"] == "NetworkPolicy"
+            item for item in kubernetes.supporting(target, http=True).values() if item["kind"] == "NetworkPolicy"
         )
         sources = [source for rule in policy["spec"]["ingress"] for source in rule.get("from", ())]
         return [source["ipBlock"]["cidr"] for source in sources if "ipBlock" in source]
@@ -93,22 +98,22 @@ def test_load_balancer_reaches_the_head_that_serves():
     layout, exposure = Layout.parse(KINDS, "kinds"), Exposure("videos.example.com", "certificates", "front", "armor")
     spec = kubernetes.service(layout, TARGET, "applications: []\n")["spec"]["rayClusterConfig"]
     pods = pods_of(spec, "wan-x7k2p", in_service=True, version=(1, 7))
-    found = {(one["kind"], one["metadata"]["name"]): one for one in exposing(TARGET, exposure).values()}
-    service = found["Service", "wan-public"]["spec"]
+    objects = {(item["kind"], item["metadata"]["name"]): item for item in exposing(TARGET, exposure).values()}
+    service = objects["Service", "wan-public"]["spec"]
     assert [name for name, pod in pods.items() if selects(service["selector"], pod)] == ["headgroup"]
     assert service["type"] == "ClusterIP" and service["ports"][0]["targetPort"] == pods["headgroup"].ports["serve"]
-    gateway = found["Gateway", "wan"]
-    listeners = {one["name"]: one for one in gateway["spec"]["listeners"]}
+    gateway = objects["Gateway", "wan"]
+    listeners = {item["name"]: item for item in gateway["spec"]["listeners"]}
     for name, (protocol, port) in {"https": ("HTTPS", 443), "http": ("HTTP", 80)}.items():
         assert (listeners[name]["protocol"], listeners[name]["port"]) == (protocol, port)
-        route = found["HTTPRoute", f"wan-{name}"]["spec"]
+        route = objects["HTTPRoute", f"wan-{name}"]["spec"]
         assert route["parentRefs"] == [{"name": "wan", "sectionName": name}]
         assert route["hostnames"] == [listeners[name]["hostname"]] == ["videos.example.com"]
-    [backend] = found["HTTPRoute", "wan-https"]["spec"]["rules"][0]["backendRefs"]
+    [backend] = objects["HTTPRoute", "wan-https"]["spec"]["rules"][0]["backendRefs"]
     assert backend == {"name": "wan-public", "port": service["ports"][0]["port"]}
     for kind in ("HealthCheckPolicy", "GCPBackendPolicy"):
-        assert found[kind, "wan"]["spec"]["targetRef"] == {"group": "", "kind": "Service", "name": "wan-public"}
-    assert found["GCPBackendPolicy", "wan"]["spec"]["default"]["securityPolicy"] == "armor"
+        assert objects[kind, "wan"]["spec"]["targetRef"] == {"group": "", "kind": "Service", "name": "wan-public"}
+    assert objects["GCPBackendPolicy", "wan"]["spec"]["default"]["securityPolicy"] == "armor"
     assert gateway["metadata"]["annotations"] == {"networking.gke.io/certmap": "certificates"}
 
 

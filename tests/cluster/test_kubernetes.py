@@ -45,14 +45,14 @@ MISSING = [pool.slice for pool in Layout.parse(KINDS, "kinds").pools if pool.nam
 def strict(schema):
     """The schema with all refused that it doesn't name, as the API server does when it is told to be strict."""
     if isinstance(schema, list):
-        return [strict(one) for one in schema]
+        return [strict(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    made = {key: strict(value) for key, value in schema.items()}
+    closed = {key: strict(value) for key, value in schema.items()}
     named = isinstance(schema.get("properties"), dict) and schema.get("type") == "object"
     if named and not schema.get("x-kubernetes-preserve-unknown-fields") and "additionalProperties" not in schema:
-        made["additionalProperties"] = False
-    return made
+        closed["additionalProperties"] = False
+    return closed
 
 
 @functools.cache
@@ -61,48 +61,48 @@ def validator(kind):
     return jsonschema.Draft202012Validator(strict(json.loads(gzip.decompress(file.read_bytes()))))
 
 
-def check(found):
-    validator(found["kind"]).validate(found)
+def check(manifest):
+    validator(manifest["kind"]).validate(manifest)
 
 
 @pytest.mark.parametrize("capacity", ["on-demand", "spot", "flex-start"])
 @pytest.mark.parametrize("name", REAL)
 def test_kuberay_knows_every_field(name, capacity):
     layout, target = Layout.load(name), Target("w", "n", "image", "2.60.0", capacity=capacity, queue="tpus")
-    for found in (
+    for manifest in (
         kubernetes.cluster(layout, target),
         kubernetes.service(layout, target, "applications: []\n"),
         kubernetes.job(layout, target, "wan-tpu drive"),
     ):
-        check(found)
-        assert found["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "tpus"
+        check(manifest)
+        assert manifest["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "tpus"
 
 
 def test_what_waits_in_a_queue_has_a_size_that_kueue_can_admit():
     layout = Layout.parse(KINDS, "kinds")
-    found = kubernetes.cluster(layout, dataclasses.replace(TARGET, queue="tpus"))
-    check(found)
-    assert "enableInTreeAutoscaling" not in found["spec"]
-    for group in found["spec"]["workerGroupSpecs"]:
+    manifest = kubernetes.cluster(layout, dataclasses.replace(TARGET, queue="tpus"))
+    check(manifest)
+    assert "enableInTreeAutoscaling" not in manifest["spec"]
+    for group in manifest["spec"]["workerGroupSpecs"]:
         assert group["replicas"] == group["minReplicas"] == group["maxReplicas"] > 0
 
 
 @pytest.mark.parametrize(("path", "wrong"), [("numOfHost", 2), ("numOfHosts", "2"), ("labels", {"a": 1})])
 def test_a_field_that_is_wrong_is_noticed(path, wrong):
-    found = kubernetes.cluster(Layout.load(REAL[0]), TARGET)
-    found["spec"]["workerGroupSpecs"][1][path] = wrong
+    manifest = kubernetes.cluster(Layout.load(REAL[0]), TARGET)
+    manifest["spec"]["workerGroupSpecs"][1][path] = wrong
     with pytest.raises(jsonschema.ValidationError):
-        check(found)
+        check(manifest)
 
 
 def node_types(layout):
     """What Ray's autoscaler makes of a cluster's groups, by its own code."""
-    found = _derive_autoscaling_config_from_ray_cr(kubernetes.cluster(layout, TARGET))
+    config = _derive_autoscaling_config_from_ray_cr(kubernetes.cluster(layout, TARGET))
     return {
         name: NodeTypeConfig(
             name, kind["min_workers"], kind["max_workers"], resources=kind["resources"], labels=kind["labels"]
         )
-        for name, kind in found["available_node_types"].items()
+        for name, kind in config["available_node_types"].items()
         if name != "headgroup"
     }
 
@@ -114,19 +114,21 @@ def launched(layout, **asked):
     )
     reply = ResourceDemandScheduler().schedule(request)
     infeasible = [*reply.infeasible_gang_resource_requests, *reply.infeasible_resource_requests]
-    return {one.instance_type: one.count for one in reply.to_launch}, infeasible
+    return {launch.instance_type: launch.count for launch in reply.to_launch}, infeasible
 
 
 @pytest.fixture(scope="module")
 def waiting(cluster):
     """What Ray's GCS tells the autoscaler while a slice of each kind that it hasn't is waited for, by pod type."""
-    found = {}
+    gangs = {}
 
     def pending():
         for gang in get_cluster_resource_state(GcsClient(cluster.address)).pending_gang_resource_requests:
             constraints = gang.bundle_selectors[0].resource_requests[0].label_selectors[0].label_constraints
-            found[next(one.label_values[0] for one in constraints if one.label_key == POD_TYPE)] = gang
-        return len(found) == len(MISSING)
+            gangs[
+                next(constraint.label_values[0] for constraint in constraints if constraint.label_key == POD_TYPE)
+            ] = gang
+        return len(gangs) == len(MISSING)
 
     def wait(kind):
         with pytest.raises(SliceStartTimeout):
@@ -136,26 +138,26 @@ def waiting(cluster):
     for thread in threads:
         thread.start()
     wait_for(pending, "their requests")
-    yield found
+    yield gangs
     for thread in threads:
         thread.join()
 
 
 @pytest.mark.parametrize("kind", MISSING, ids=str)
 def test_a_slice_that_is_waited_for_is_launched_whole(waiting, kind):
-    found, infeasible = launched(Layout.parse(KINDS, "kinds"), gang_resource_requests=[waiting[kind.pod_type]])
-    assert (found, infeasible) == ({CPU_GROUP: 1, kind.pod_type: kind.hosts}, [])
+    counts, infeasible = launched(Layout.parse(KINDS, "kinds"), gang_resource_requests=[waiting[kind.pod_type]])
+    assert (counts, infeasible) == ({CPU_GROUP: 1, kind.pod_type: kind.hosts}, [])
 
 
 def test_slices_that_are_waited_for_at_once_are_all_launched(waiting):
-    found, infeasible = launched(Layout.parse(KINDS, "kinds"), gang_resource_requests=list(waiting.values()))
-    assert (found, infeasible) == ({CPU_GROUP: 1} | {kind.pod_type: kind.hosts for kind in MISSING}, [])
+    counts, infeasible = launched(Layout.parse(KINDS, "kinds"), gang_resource_requests=list(waiting.values()))
+    assert (counts, infeasible) == ({CPU_GROUP: 1} | {kind.pod_type: kind.hosts for kind in MISSING}, [])
 
 
 def test_groups_have_what_their_pools_may_have():
     groups = {
-        one["groupName"]: one
-        for one in kubernetes.cluster(Layout.parse(KINDS, "kinds"), TARGET)["spec"]["workerGroupSpecs"]
+        group["groupName"]: group
+        for group in kubernetes.cluster(Layout.parse(KINDS, "kinds"), TARGET)["spec"]["workerGroupSpecs"]
     }
     flat = groups["v6e-8"]  # of two pools, by two names
     assert (flat["minReplicas"], flat["maxReplicas"], flat["numOfHosts"]) == (0, 5, 1)
@@ -175,8 +177,8 @@ def test_nothing_of_a_tpu_is_launched_for_leaders(cluster):
     elsewhere = [(label, LABEL_OPERATOR_NOT_IN, operands.removeprefix("!in(").removesuffix(")").split(","))]
     request = ResourceRequestUtil.make({"CPU": 0.1}, label_selectors=[elsewhere])
     by_count = ResourceRequestUtil.group_by_count([request] * 60)
-    found, infeasible = launched(Layout.parse(KINDS, "kinds"), resource_requests=by_count)
-    assert (found, infeasible) == ({CPU_GROUP: math.ceil(60 / 40)}, [])
+    counts, infeasible = launched(Layout.parse(KINDS, "kinds"), resource_requests=by_count)
+    assert (counts, infeasible) == ({CPU_GROUP: math.ceil(60 / 40)}, [])
 
 
 @pytest.mark.parametrize(

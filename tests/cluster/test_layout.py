@@ -59,9 +59,9 @@ def test_a_layout_is_read():
     ],
 )
 def test_shipped_layouts_are_those_of_a_kind_of_model(stages, names):
-    found = {name: Layout.load(name) for name in shipped()}
+    layouts = {name: Layout.load(name) for name in shipped()}
     fitting = []
-    for name, layout in found.items():
+    for name, layout in layouts.items():
         assert (layout.devices_per_host is not None) == name.startswith("emulated")
         if layout.devices_per_host is not None:
             slices = emulated_slices(layout)

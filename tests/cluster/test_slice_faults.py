@@ -121,29 +121,29 @@ def test_who_says_that_a_call_takes_longer_is_waited_for_and_no_longer_than_that
 
 def test_a_slice_that_comes_late_is_waited_for(cluster, monkeypatch):
     monkeypatch.setattr(placement, "TELL_S", 0.2)
-    told, made = [], []
+    notices, slices = [], []
     with Slice(TWO_HOSTS, SmallHost, name="low/0") as first:
 
         def take():
-            made.append(Slice(TWO_HOSTS, SmallHost, name="low/1", tell=told.append))
+            slices.append(Slice(TWO_HOSTS, SmallHost, name="low/1", tell=notices.append))
 
         waiting = threading.Thread(target=take)
         waiting.start()
-        wait_for(lambda: len(told) > 1, "a word on what is waited for")
-        assert "waits for a free v5p-16" in told[-1] and "two: taken by low/0" in told[-1]
+        wait_for(lambda: len(notices) > 1, "a word on what is waited for")
+        assert "waits for a free v5p-16" in notices[-1] and "two: taken by low/0" in notices[-1]
         first.close()
         waiting.join(60)
-    with made[0] as second:
+    with slices[0] as second:
         assert second.call("count").value == 1
 
 
 def test_a_slice_whose_chips_another_process_has_is_tried_again(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(gang, "BUSY_PAUSE_S", 0.1)
-    told = []
+    notices = []
     patient = Timeouts(chips_s=300)
-    with take(ONE_HOST, BusyAtFirst, tmp_path / "made", name="encoder/0", timeouts=patient, tell=told.append):
-        assert re.fullmatch(r"process 7 has the chips; tried again in 0\.1 s, for 2\d\d s more at most", told[0])
-        assert len(told) == 1
+    with take(ONE_HOST, BusyAtFirst, tmp_path / "made", name="encoder/0", timeouts=patient, tell=notices.append):
+        assert re.fullmatch(r"process 7 has the chips; tried again in 0\.1 s, for 2\d\d s more at most", notices[0])
+        assert len(notices) == 1
     (tmp_path / "made").unlink()
     with pytest.raises(CallFailed, match="process 7 has the chips"):
         take(ONE_HOST, BusyAtFirst, tmp_path / "made", name="encoder/0", timeouts=Timeouts(chips_s=0.05))

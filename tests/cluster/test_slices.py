@@ -65,9 +65,9 @@ def test_side_work_runs_beside_a_call(two):
 
 
 def test_a_payload_passes_by_reference_and_outlives_its_slice(cluster, two):
-    with Slice(ONE_HOST, SmallHost, name="encoder/0") as one:
-        value, payload = one.call("make", 1000)
-        side = one.call("make", 10, group="side")
+    with Slice(ONE_HOST, SmallHost, name="encoder/0") as encoder:
+        value, payload = encoder.call("make", 1000)
+        side = encoder.call("make", 10, group="side")
     assert value == {"made": 1000}
     assert isinstance(payload, ray.ObjectRef)
     assert two.call("total", payload, 1.0).value == sum(range(1000)) + 1
@@ -91,12 +91,12 @@ def test_an_exception_on_every_host_leaves_the_slice_alive(two):
 def test_it_says_that_it_is_emulated_and_who_holds_it(two):
     assert two.emulated
     assert "low/0 on emulated v5p-16" in two.describe()
-    found = {s.name: s for s in slices_found()}
-    assert found["two"].holder == "low/0"
-    assert found["two"].emulated
-    assert found["two"].spec.topology == TWO_HOSTS.topology
-    assert found["one-a"].holder is None
-    assert [host.devices for host in found["two"].hosts] == [2, 2]
+    slices = {s.name: s for s in slices_found()}
+    assert slices["two"].holder == "low/0"
+    assert slices["two"].emulated
+    assert slices["two"].spec.topology == TWO_HOSTS.topology
+    assert slices["one-a"].holder is None
+    assert [host.devices for host in slices["two"].hosts] == [2, 2]
 
 
 def test_a_busy_slice_is_not_shared(two):

@@ -20,8 +20,8 @@ LAYOUT = "pools:\n  all: {stages: [a], slice: v5p-16, replicas: {min: 1, max: 2}
 
 @pytest.mark.parametrize("name", REAL)
 def test_scripts_of_every_layout_are_shell(name, tmp_path, capsys):
-    given = ["--image", "registry/wan-tpu:1", "--project", "p", "--zone", "z", "--spot", "--account", "a@b"]
-    assert main(["hosts", str(tmp_path), "--layout", name, *given]) == 0
+    options = ["--image", "registry/wan-tpu:1", "--project", "p", "--zone", "z", "--spot", "--account", "a@b"]
+    assert main(["hosts", str(tmp_path), "--layout", name, *options]) == 0
     layout = Layout.load(name)
     scripts = sorted(tmp_path.glob("*.sh"))
     assert len(scripts) == 3 + len({pool.slice.pod_type for pool in layout.pools})
@@ -56,15 +56,15 @@ def test_what_is_not_to_be_had_is_refused(text, message):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("option", "message"),
     [
         ("--name=my wan", "--name 'my wan'"),
         ("--image=a; b", "no image's name"),
         ("--account=$(id)", "no service account"),
     ],
 )
-def test_names_that_a_shell_would_take_apart_are_refused(given, message, tmp_path, capsys):
-    asked = ["--layout", "four-pools", "--image", "i", "--project", "p", "--zone", "z", "--account", "a@b", given]
+def test_names_that_a_shell_would_take_apart_are_refused(option, message, tmp_path, capsys):
+    asked = ["--layout", "four-pools", "--image", "i", "--project", "p", "--zone", "z", "--account", "a@b", option]
     assert main(["hosts", str(tmp_path), *asked]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -27,11 +27,11 @@ class Metadata(BaseHTTPRequestHandler):
     """What a machine that boots is told of itself, as Google's metadata server does it."""
 
     def do_GET(self):
-        found = attributes.get(self.path.rpartition("/")[2])
-        ok = found is not None and self.headers["Metadata-Flavor"] == "Google"
+        names = attributes.get(self.path.rpartition("/")[2])
+        ok = names is not None and self.headers["Metadata-Flavor"] == "Google"
         self.send_response(200 if ok else 404)
         self.end_headers()
-        self.wfile.write((found or "").encode() if ok else b"")
+        self.wfile.write((names or "").encode() if ok else b"")
 
     def log_message(self, *args):
         pass
@@ -82,10 +82,10 @@ def nodes():
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def wait_for(condition, what):
+def wait_for(condition, event):
     until = time.monotonic() + 150  # a node that starts too late on a busy machine is started again
     while not condition():
-        assert time.monotonic() < until, what
+        assert time.monotonic() < until, event
         time.sleep(0.2)
 
 
@@ -130,8 +130,8 @@ from cluster.slice_spec import SliceSpec  # noqa: E402
 connect("10.0.0.1:6379")
 wait_for(lambda: len(nodes()) == 3, "three nodes")
 placed = reserve(SliceSpec("v5p-16"), "low/0", 100)
-found = [str(one) for one in slices_found()]
-print("found:", json.dumps({"slices": found, "hosts": [host.ip for host in placed.hosts]}), flush=True)
+names = [str(item) for item in slices_found()]
+print("found:", json.dumps({"slices": names, "hosts": [host.ip for host in placed.hosts]}), flush=True)
 os.kill(int((FOLDER / "10.0.0.2.pid").read_text()), signal.SIGTERM)  # as `systemctl stop` does
 wait_for(lambda: len(nodes()) == 2, "the stopped host is gone")
 leave()
