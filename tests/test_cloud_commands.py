@@ -18,7 +18,7 @@ def commands_of(text):
     for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL):
         lines = re.sub(r"<<EOF\n.*?\nEOF\n", "\n", block.replace("\\\n", " "), flags=re.DOTALL).splitlines()
         for line in lines:
-            inner = [found for found in re.findall(r"\$\(([^()]*)\)", line) if found.startswith((*KNOWN,))]
+            inner = [text for text in re.findall(r"\$\(([^()]*)\)", line) if text.startswith((*KNOWN,))]
             for command in (*inner, re.sub(r"\$\([^()]*\)", "$VALUE", line)):
                 words = shlex.split(command, comments=True)
                 if words and words[0] in KNOWN:
@@ -64,8 +64,8 @@ def test_commands_of_the_docs_are_taken(page):
 
 
 def test_gke_is_set_up_by_many_commands():
-    found = [words[:3] for words in commands_of((ROOT / "docs" / "gke.md").read_text())]
-    assert len(found) > 40 and ["gcloud", "certificate-manager", "maps"] in found
+    commands = [words[:3] for words in commands_of((ROOT / "docs" / "gke.md").read_text())]
+    assert len(commands) > 40 and ["gcloud", "certificate-manager", "maps"] in commands
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,10 @@ def sections(page):
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         file, _, section = target.partition("#")
-        found = page.parent / file if file else page
+        target_file = page.parent / file if file else page
         if "://" not in target:
-            assert found.exists(), target
-            assert not section or section in sections(found), target
+            assert target_file.exists(), target
+            assert not section or section in sections(target_file), target
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

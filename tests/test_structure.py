@@ -55,13 +55,13 @@ MODULES_OF_A_FOLDER = 20
 @functools.cache
 def names(file: Path) -> set[str]:
     """Return what a file imports, anywhere in it, by whole names: a.b.c of `import a.b.c` and `from a.b import c`."""
-    found = set()
+    imported = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            imported |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return imported
 
 
 def imports(file: Path) -> set[str]:
@@ -99,12 +99,12 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
         if name in done:
             return []
         for other in sorted(graph[name]):
-            if found := visit(other, [*path, name]):
-                return found
+            if circle := visit(other, [*path, name]):
+                return circle
         done.add(name)
         return []
 
-    return next((found for name in sorted(graph) if (found := visit(name, []))), [])
+    return next((circle for name in sorted(graph) if (circle := visit(name, []))), [])
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -112,10 +112,10 @@ def test_packages_import_one_way(package):
     files = list(FOLDERS[package].rglob("*.py"))
     assert files
     for file in files:
-        found = imports(file)
-        others = (found & set(PACKAGES)) - PACKAGES[package] - {package}
+        imported = imports(file)
+        others = (imported & set(PACKAGES)) - PACKAGES[package] - {package}
         assert not others, f"{file} imports {others}"
-        assert not found & FORBIDDEN.get(package, set()), file
+        assert not imported & FORBIDDEN.get(package, set()), file
 
 
 def test_parts_of_actors_import_one_way():
@@ -124,8 +124,8 @@ def test_parts_of_actors_import_one_way():
     for name, others in import_graph().items():
         if name.startswith("actors."):
             part = part_of(name).removeprefix("actors.")
-            found = {part_of(other).removeprefix("actors.") for other in others if other.startswith("actors.")}
-            assert found <= ACTORS[part] | {part}, f"{name} imports {sorted(found - ACTORS[part] - {part})}"
+            parts = {part_of(other).removeprefix("actors.") for other in others if other.startswith("actors.")}
+            assert parts <= ACTORS[part] | {part}, f"{name} imports {sorted(parts - ACTORS[part] - {part})}"
 
 
 def test_no_files_import_in_a_circle():
@@ -156,8 +156,8 @@ def test_nothing_outside_its_folder_names_a_family():
                 continue
             used = {name for name in names(file) if name.startswith(f"wan_tpu.families.{family.name}")}
             assert not used, f"{file} imports {used}"
-            found = named.search(text)
-            assert not found, f"{file} names {found[0]}"
+            match = named.search(text)
+            assert not match, f"{file} names {match[0]}"
 
 
 def test_folders_hold_a_handful_of_modules():

@@ -9,10 +9,10 @@ SECONDS = 600  # that anything may take on a busy machine, a slice lost and buil
 Found = TypeVar("Found")
 
 
-def wait_for(found: Callable[[], Found], what: str = "it") -> Found:
+def wait_for(find: Callable[[], Found], awaited: str = "it") -> Found:
     """Return what a function finds as soon as it finds something."""
     give_up = time.monotonic() + SECONDS
-    while not (value := found()):
-        assert time.monotonic() < give_up, f"{what} doesn't come in {SECONDS} s"
+    while not (value := find()):
+        assert time.monotonic() < give_up, f"{awaited} doesn't come in {SECONDS} s"
         time.sleep(0.02)
     return value
