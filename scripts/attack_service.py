@@ -47,8 +47,8 @@ class Notes:
     def percentile_ms(self, percent: int = 99) -> dict[str, float]:
         """Return a percentile of each kind, and of polls and submissions together as "all"."""
         values = {"all": self.took["poll"] + self.took["submit"], **self.took}
-        found = {name: statistics.quantiles(times, n=100) for name, times in values.items() if len(times) > 2}
-        return {name: round(quantiles[percent - 1] * 1000, 1) for name, quantiles in found.items()}
+        cuts = {name: statistics.quantiles(times, n=100) for name, times in values.items() if len(times) > 2}
+        return {name: round(quantiles[percent - 1] * 1000, 1) for name, quantiles in cuts.items()}
 
 
 async def client(url: str, key: str, notes: Notes, until: float) -> None:
@@ -143,7 +143,7 @@ async def hold(url: str, many: int, sent: bytes) -> None:
     """Open connections that send so much and then nothing, anew when they are closed."""
     parts = urlsplit(url)
 
-    async def one() -> None:
+    async def hold_once() -> None:
         with contextlib.suppress(OSError):
             here = (ADDRESSES[sum(sent[:300]) % len(ADDRESSES)], 0) if _local else None
             reader, writer = await asyncio.open_connection(parts.hostname, parts.port, local_addr=here)
@@ -152,7 +152,7 @@ async def hold(url: str, many: int, sent: bytes) -> None:
             writer.close()
         await asyncio.sleep(0.5)
 
-    await asyncio.gather(*(again(one) for _ in range(many)))
+    await asyncio.gather(*(again(hold_once) for _ in range(many)))
 
 
 def half_body(url: str, key: str, sent: int) -> bytes:
@@ -164,18 +164,18 @@ def half_body(url: str, key: str, sent: int) -> bytes:
 
 def form(image: bytes) -> bytes:
     """Return a form with a boundary of x."""
-    made = b""
+    body = b""
     for name, value in (BODY | {"prompt": "x", "size": "64x64"}).items():
-        made += f'--x\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'.encode()
+        body += f'--x\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'.encode()
     head = b'--x\r\nContent-Disposition: form-data; name="input_reference"; filename="a.jpg"\r\n\r\n'
-    return made + head + image + b"\r\n--x--\r\n"
+    return body + head + image + b"\r\n--x--\r\n"
 
 
 def picture(width: int, height: int, kind: str = "PNG") -> bytes:
     """Return an image's file."""
-    made = io.BytesIO()
-    Image.effect_noise((width, height), 60).convert("RGB").save(made, kind, quality=90)
-    return made.getvalue()
+    file = io.BytesIO()
+    Image.effect_noise((width, height), 60).convert("RGB").save(file, kind, quality=90)
+    return file.getvalue()
 
 
 async def follow(url: str, key: str, many: int) -> None:
@@ -186,12 +186,12 @@ async def follow(url: str, key: str, many: int) -> None:
         async with http.post("/v1/videos", json=BODY | {"prompt": "x", "seed": 3}) as answer:
             job = (await answer.json()).get("id")
 
-        async def one() -> None:
+        async def follow_once() -> None:
             with contextlib.suppress(aiohttp.ClientError):
                 async with http.get(f"/v1/videos/{job}/events") as stream:
                     await stream.read()
 
-        await asyncio.gather(*(again(one, 1.0) for _ in range(many)))
+        await asyncio.gather(*(again(follow_once, 1.0) for _ in range(many)))
 
 
 def attacks(url: str, keys: list[str]) -> list[Awaitable[object]]:
@@ -277,17 +277,17 @@ async def attacked(url: str, keys: list[str], one_key: bool) -> AsyncIterator[No
 async def all_ended(url: str, jobs: dict[str, list[str]], seconds: float) -> dict[str, int]:
     """Wait for the jobs' ends; return how many there are of each status, "missing" where one isn't known any more."""
     give_up, left = time.monotonic() + seconds, {job: key for key, ids in jobs.items() for job in ids}
-    found: Counter[str] = Counter()
+    ends: Counter[str] = Counter()
     async with aiohttp.ClientSession(url) as http:
         while left and time.monotonic() < give_up:
             for job, key in list(left.items()):
                 async with http.get(f"/v1/videos/{job}", headers={"Authorization": f"Bearer {key}"}) as answer:
                     status = (await answer.json())["status"] if answer.status == 200 else "missing"
                 if status in ("completed", "failed", "missing"):
-                    found[status] += 1
+                    ends[status] += 1
                     del left[job]
             await asyncio.sleep(1)
-    return dict(found | Counter({"waiting": len(left)} if left else {}))
+    return dict(ends | Counter({"waiting": len(left)} if left else {}))
 
 
 async def main(args: argparse.Namespace) -> None:
@@ -314,8 +314,8 @@ async def main(args: argparse.Namespace) -> None:
         answers = sum(map(len, notes.took.values()))
         print(f"{name:9} {answers} answers; 95th percentile, ms: {notes.percentile_ms(95)}")
         print(f"{'':9} 99th percentile, ms: {notes.percentile_ms()}")
-        for what, count in notes.odd.most_common(10):
-            print(f"          {count} x {what}")
+        for problem, count in notes.odd.most_common(10):
+            print(f"          {count} x {problem}")
     print(f"jobs of the others: {ends}")
 
 

@@ -73,7 +73,7 @@ def _cases(pipe: Pipeline, checkpoint: Path) -> dict[str, tuple[Callable[[], np.
     state = pipe.initial_state(plan)
     loaded = runtime.component("denoise_high")
     program = stages.step_program(runtime, loaded.module)
-    given = stages.step_conditioning(runtime, loaded, stages.expert_inputs(runtime, expert, conditioning))
+    step_inputs = stages.step_conditioning(runtime, loaded, stages.expert_inputs(runtime, expert, conditioning))
     start = place((state.latents, state.history), runtime.mesh)
     numbers = place(stages.step_numbers(pipe.schedule(request), 0), runtime.mesh)
 
@@ -89,7 +89,7 @@ def _cases(pipe: Pipeline, checkpoint: Path) -> dict[str, tuple[Callable[[], np.
     scaled = torch.from_numpy(model.vae_latents(state.latents))
 
     def step_here() -> np.ndarray:
-        return np.asarray(program(loaded.params, *start, numbers, given)[0])
+        return np.asarray(program(loaded.params, *start, numbers, step_inputs)[0])
 
     @torch.no_grad()
     def step_there() -> np.ndarray:

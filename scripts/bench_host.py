@@ -103,7 +103,7 @@ def mp4_end(request: ResolvedRequest, decoder_s: float) -> tuple[float, float]:
 def frames(request: ResolvedRequest, numbers: range) -> np.ndarray:
     """Return frames of the video, uint8 [T, 3, H, W], green, blue and red."""
     photo, rng = Image.open(PHOTO).convert("RGB"), np.random.default_rng(numbers.start)
-    found = []
+    rendered = []
     for number in numbers:
         cut = photo.width * (0.9 - 0.004 * number)
         box = (
@@ -114,8 +114,8 @@ def frames(request: ResolvedRequest, numbers: range) -> np.ndarray:
         )
         picture = np.asarray(photo.resize((request.width, request.height), Image.Resampling.BICUBIC, box=box))
         noisy = picture + rng.normal(0, 2, (*picture.shape[:2], 1))
-        found.append(np.clip(noisy, 0, 255).astype(np.uint8).transpose(2, 0, 1)[[1, 2, 0]])
-    return np.stack(found)
+        rendered.append(np.clip(noisy, 0, 255).astype(np.uint8).transpose(2, 0, 1)[[1, 2, 0]])
+    return np.stack(rendered)
 
 
 if __name__ == "__main__":

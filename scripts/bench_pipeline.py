@@ -84,10 +84,10 @@ def simulated(args: argparse.Namespace, folder: Path) -> None:
         f"r{i}": GenerationRequest(prompt=f"prompt {i}", image=IMAGE, height=720, width=1280, seed=i, **sampling)
         for i in range(count)
     }
-    one = MODEL.plan(requests["r0"], image=True).request
-    planned_s = {stage: planned.seconds(stage, one) for stage in MODEL.stages}
-    what = f"Wan 2.2 A14B, 1280x720, 81 frames, {one.steps} steps on v6e-8"
-    print(f"{NOTES['simulated']}: {what}, divided by {args.speed:g}")
+    sample_request = MODEL.plan(requests["r0"], image=True).request
+    planned_s = {stage: planned.seconds(stage, sample_request) for stage in MODEL.stages}
+    workload = f"Wan 2.2 A14B, 1280x720, 81 frames, {sample_request.steps} steps on v6e-8"
+    print(f"{NOTES['simulated']}: {workload}, divided by {args.speed:g}")
     print(f"{count} requests, {args.in_flight} in flight; load of this machine before: {os.getloadavg()[0]:.1f}")
     rates: dict[str, float] = {}
     with cluster(layout, folder):
@@ -125,10 +125,10 @@ def run(
             held.append(await asyncio.to_thread(store_mib))
 
     try:
-        found = asyncio.run(all_of_them())
+        results = asyncio.run(all_of_them())
         handoffs(spec.settings.name)
         print(f"  object stores held {statistics.mean(held):.0f} MiB in the mean, {max(held):.0f} at most")
-        return found
+        return results
     finally:
         shut_down(spec.settings.name)
         deadline = time.monotonic() + 60
@@ -241,18 +241,20 @@ def soaked(args: argparse.Namespace, folder: Path) -> None:
     start = time.monotonic()
     with cluster(soak.LAYOUT, folder) as temp:
         deploy(spec)
-        made = asyncio.run(soak.soak(spec, args.soak, temp=temp, image=IMAGE, told=lambda one: print(one, flush=True)))
+        samples = asyncio.run(
+            soak.soak(spec, args.soak, temp=temp, image=IMAGE, tell=lambda sample: print(sample, flush=True))
+        )
         shut_down(spec.settings.name)
     warm = args.soak // 4
-    roles = made[-1].private_mib | {"object store": made[-1].store_mib}
+    roles = samples[-1].private_mib | {"object store": samples[-1].store_mib}
     print(
         f"{time.monotonic() - start:.0f} s; MiB at the end, and what the second half of the samples, the first {warm}"
     )
     print("requests left out, has more than the first (medians):")
-    for role, grown in growth(made, warm).items():
+    for role, grown in growth(samples, warm).items():
         print(f"  {role:<18}{roles[role]:8.1f}{grown:+8.2f}")
     if args.picture:
-        args.picture.write_bytes(draw_memory(made, f"Simulated: {args.soak} small requests, memory between rounds"))
+        args.picture.write_bytes(draw_memory(samples, f"Simulated: {args.soak} small requests, memory between rounds"))
 
 
 if __name__ == "__main__":

@@ -53,10 +53,10 @@ async def send(
 
     async def submit(i: int) -> None:
         async with http.post("/v1/videos", json=BODY | {"prompt": f"load {i}", "seed": i}) as answer:
-            found = await answer.json()
+            content = await answer.json()
             if answer.status != 200:
-                raise ValueError(f"{answer.status} {found}")
-            jobs.append(found["id"])
+                raise ValueError(f"{answer.status} {content}")
+            jobs.append(content["id"])
 
     async def poll() -> None:
         async with http.get(f"/v1/videos/{random.choice(jobs)}") as answer:
@@ -64,7 +64,7 @@ async def send(
             if answer.status != 200:
                 raise ValueError(str(answer.status))
 
-    async def one(i: int, due: float) -> None:
+    async def send(i: int, due: float) -> None:
         kind = "submit" if i % args.submit_every == 0 else "poll"
         try:
             await (submit(i) if kind == "submit" else poll())
@@ -78,7 +78,7 @@ async def send(
     for i in range(int(args.rate * seconds)):
         due = start + i / args.rate
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
-        sent.append(asyncio.create_task(one(i, due)))
+        sent.append(asyncio.create_task(send(i, due)))
     await asyncio.gather(*sent)
     return took, wrong
 
@@ -95,8 +95,8 @@ def tell(took: dict[str, list[float]], wrong: list[str], seconds: float) -> None
 def shares(times: list[float]) -> str:
     """Return half, 95 %, 99 % and the longest of some seconds, in milliseconds."""
     cuts = statistics.quantiles([1000 * value for value in times], n=100)
-    told = ", ".join(f"{name} {cuts[at]:.1f} ms" for name, at in (("half", 49), ("95 %", 94), ("99 %", 98)))
-    return f"{told}, longest {1000 * max(times):.1f} ms"
+    percentiles = ", ".join(f"{name} {cuts[at]:.1f} ms" for name, at in (("half", 49), ("95 %", 94), ("99 %", 98)))
+    return f"{percentiles}, longest {1000 * max(times):.1f} ms"
 
 
 async def fill(http: aiohttp.ClientSession, jobs: int) -> None:
@@ -147,8 +147,8 @@ def simulated(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], floa
     from cluster.emulation import ray_nodes
     from cluster.emulation.cluster import EmulatedCluster, emulated_slices
 
-    with tempfile.TemporaryDirectory(prefix="wan-bench-") as given, socket.create_server(("127.0.0.1", 0)) as free:
-        folder, port = Path(given), free.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="wan-bench-") as temporary, socket.create_server(("127.0.0.1", 0)) as free:
+        folder, port = Path(temporary), free.getsockname()[1]
         free.close()
         spec = soak_spec(folder, args.step_s)
         settings = ServiceSettings(
@@ -165,8 +165,15 @@ def simulated(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], floa
                 deploy_service(settings, spec, host="127.0.0.1", port=port, ingresses=args.ingresses)
 
                 def memory_mib() -> float:
-                    found = ray_nodes.processes(cluster.temp)
-                    return sum(one.memory_info().rss for one in found if "Ingress" in "".join(one.cmdline())) / MIB
+                    processes = ray_nodes.processes(cluster.temp)
+                    return (
+                        sum(
+                            process.memory_info().rss
+                            for process in processes
+                            if "Ingress" in "".join(process.cmdline())
+                        )
+                        / MIB
+                    )
 
                 yield f"http://127.0.0.1:{port}", memory_mib
                 take_down(spec.settings.name, drain_s=5)
@@ -186,6 +193,6 @@ if __name__ == "__main__":
     parser.add_argument("--simulated", action="store_true", help="a service of its own, instead of --url")
     parser.add_argument("--step_s", type=float, default=0.5, help="a simulated step takes; default %(default)s")
     parser.add_argument("--ingresses", type=int, default=1, help="of the simulated service; default %(default)s")
-    given = parser.parse_args()
-    with simulated(given) if given.simulated else contextlib.nullcontext((given.url, None)) as (address, measured):
-        asyncio.run(main(given, address, measured))
+    args = parser.parse_args()
+    with simulated(args) if args.simulated else contextlib.nullcontext((args.url, None)) as (address, measured):
+        asyncio.run(main(args, address, measured))

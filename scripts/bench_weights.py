@@ -32,15 +32,15 @@ def main() -> None:
         measure(args.measure[0], int(args.measure[1]), int(args.measure[2]), args.measure[3])
         return
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        made, converted = f"{folder}/published", f"{folder}/converted"
-        subprocess.run([sys.executable, "-c", MAKE, made, str(args.layers)], check=True, cwd=ROOT)
+        published, converted = f"{folder}/published", f"{folder}/converted"
+        subprocess.run([sys.executable, "-c", MAKE, published, str(args.layers)], check=True, cwd=ROOT)
         start = time.perf_counter()
-        command = [sys.executable, "-m", "actors.cli", "weights", "convert", made, converted]
+        command = [sys.executable, "-m", "actors.cli", "weights", "convert", published, converted]
         subprocess.run(command, check=True, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True)
         print(f"converted in {time.perf_counter() - start:.1f} s")
-        for name, checkpoint in (("as published", made), ("converted", converted)):
+        for name, checkpoint in (("as published", published), ("converted", converted)):
             for processes in (1, 4):
-                best = max((run(checkpoint, processes) for _ in range(args.runs)), key=lambda found: found[0])
+                best = max((run(checkpoint, processes) for _ in range(args.runs)), key=lambda result: result[0])
                 print(
                     f"{name}, {processes} at once: {best[0]:.2f} GB/s each, {best[1]:.2f} GB read, {best[2]:.2f} GB "
                     f"of own shards, memory {best[3]:.2f} x those",
@@ -74,8 +74,8 @@ def run(checkpoint: str, processes: int) -> tuple[float, ...]:
         )
         for rank in range(processes)
     ]
-    found = [tuple(map(float, process.communicate()[0].splitlines()[-1].split())) for process in all_of_them]
-    return min(found)
+    results = [tuple(map(float, process.communicate()[0].splitlines()[-1].split())) for process in all_of_them]
+    return min(results)
 
 
 def kib(name: str) -> int:

@@ -64,13 +64,13 @@ def _film(address: str) -> list[Image.Image]:
             shots.append(_shot(page))
         page.get_by_role("button", name="Make video").click()
         card = page.locator("article").first
-        made = card.get_by_role("button", name="play:")
-        while not made.count():
+        play = card.get_by_role("button", name="play:")
+        while not play.count():
             time.sleep(0.2)
             if (shot := _shot(page)) != shots[-1]:
                 shots.append(shot)
         shots += [_shot(page)] * FPS
-        made.click()
+        play.click()
         video = page.locator("#viewer video").element_handle()
         video.evaluate("video => { video.controls = false; }")
         while video.evaluate("video => video.readyState") < 2:

@@ -54,24 +54,24 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     if args.packages:
         sys.path.append(str(args.packages))
-    found = []
+    predicted = []
     pricing = functools.cache(lambda kind: Pricing(kind, args.cache, calibration))
     for row in rows(args.pedia, args.maxdiffusion):
         if args.only in row.what and (calibration is None or calibration.chip == _chip(row)):
             times = row.predict(pricing(row.slice))
-            found.append((row, times))
+            predicted.append((row, times))
             seconds = f"{_span(*row.measured)} | {times.floor:.4g} | {times.estimate:.4g}"
             print(
                 f"| {row.what} | {row.slice} | {seconds} | {_error(times.floor, row)} | {_error(times.estimate, row)} |"
             )
             sys.stdout.flush()
     if calibration is not None:
-        print("\n" + "\n".join(dict.fromkeys(pricing(row.slice).slice.calibrated for row, _ in found)))
+        print("\n" + "\n".join(dict.fromkeys(pricing(row.slice).slice.calibrated for row, _ in predicted)))
     print(f"\nWhat differs, besides versions of JAX (here {jax.__version__}, libtpu {installed_version('libtpu')}):")
-    for row, _ in found:
+    for row, _ in predicted:
         print(f"- {row.what} ({row.source}): {'; '.join(row.differs) or 'nothing known'}")
     if args.plot:
-        draw(found, args.plot)
+        draw(predicted, args.plot)
 
 
 def draw(pairs: Sequence[tuple[Row, Times]], path: Path) -> None:

@@ -60,13 +60,13 @@ def prices(options: list[str], cores: int, counted: KernelPrices | None) -> Kern
     """Turn NAME[@GRID]=BUNDLES into a function of the kernel call; `counted` prices what no option names."""
 
     def cycles(call: KernelCall) -> float | None:
-        found = None
+        price = None
         for option in options:
             key, _, bundles = option.partition("=")
             name, _, grid = key.partition("@")
             if name in call.name and grid in ("", "x".join(map(str, call.grid))):
-                found = float(bundles) * call.steps_a_core(cores)
-        return counted(call) if found is None and counted is not None else found
+                price = float(bundles) * call.steps_a_core(cores)
+        return counted(call) if price is None and counted is not None else price
 
     return cycles
 

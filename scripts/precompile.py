@@ -47,8 +47,8 @@ def main() -> int:
         name = args.model_id
         model = preset_model(name) if name in published() else open_model(Checkpoint(name))
         height, width = (None, None) if args.size is None else read_size("--size", args.size)
-        given = GenerationRequest(height=height, width=width, frames=args.frames, guidance_scale=args.guidance_scale)
-        request = given.resolve(model.spec.defaults)
+        partial = GenerationRequest(height=height, width=width, frames=args.frames, guidance_scale=args.guidance_scale)
+        request = partial.resolve(model.spec.defaults)
         for part in _parts(args, model):
             devices = described(part.slice).devices() if part.slice else None
             mesh = make_mesh(part.mesh, heads=model.spec.heads, devices=devices)

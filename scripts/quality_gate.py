@@ -14,10 +14,10 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from demo_model import gate, intervals
-from demo_model.cheaper import EIGHT_BITS, cheaper, errors_of_layers
-from demo_model.mistakes import MISTAKES, fallen, mistaken
+from demo_model.cheap_sampling import EIGHT_BITS, errors_of_layers, list_cheaper
+from demo_model.generators import WAYS
+from demo_model.mistakes import MISTAKES, find_lowered, load_mistaken
 from demo_model.score import psnr
-from demo_model.ways import WAYS
 
 from wan_tpu.commands.parser import PRECISIONS, add_precision
 
@@ -37,29 +37,33 @@ def main() -> int:
     sampling = gate.Sampling(args.steps, args.guidance, args.shift)
     scenes = gate.held_out_scenes(args.requests)
     with WAYS[args.through](args.checkpoint, args.dtype) as generate:
-        made = gate.make(generate, scenes, sampling)
-        made_opposite = [] if args.no_opposites else gate.make(generate, gate.opposites(scenes), sampling)
-    found = {"vae_db": gate.reconstruction(args.checkpoint, scenes)} | gate.figures(made, made_opposite)
-    gate.write(args.out, made, found)
-    print(gate.table(found))
-    failed = [name for name, limit in LIMITS.items() if name in found and found[name].value < limit]
+        clips = gate.make_clips(generate, scenes, sampling)
+        opposite_clips = [] if args.no_opposites else gate.make_clips(generate, gate.make_opposites(scenes), sampling)
+    figures = {"vae_db": gate.measure_reconstruction(args.checkpoint, scenes)} | gate.compute_figures(
+        clips, opposite_clips
+    )
+    gate.write(args.out, clips, figures)
+    print(gate.format_table(figures))
+    failed = [name for name, limit in LIMITS.items() if name in figures and figures[name].value < limit]
     for name in failed:
-        print(f"below its limit: {name} is {found[name].value:.3g}, the limit {LIMITS[name]:g}", file=sys.stderr)
+        print(f"below its limit: {name} is {figures[name].value:.3g}, the limit {LIMITS[name]:g}", file=sys.stderr)
     print(f"figures and contact sheets are in {args.out}")
     if args.mistakes:
-        _try_mistakes(args, made)
+        _try_mistakes(args, clips)
     if args.cheaper:
-        _compare({name: (sampling, args.dtype) for name, sampling in cheaper(args.checkpoint).items()}, args, made)
+        _compare(
+            {name: (sampling, args.dtype) for name, sampling in list_cheaper(args.checkpoint).items()}, args, clips
+        )
     if args.precisions:
-        _compare({name: (sampling, name) for name in args.precisions}, args, made)
+        _compare({name: (sampling, name) for name in args.precisions}, args, clips)
         print(errors_of_layers(args.checkpoint, [name for name in args.precisions if name in EIGHT_BITS]))
     return 1 if failed else 0
 
 
 def _compare(
-    ways: Mapping[str, tuple[gate.Sampling, str]], args: argparse.Namespace, right: Sequence[gate.Made]
+    ways: Mapping[str, tuple[gate.Sampling, str]], args: argparse.Namespace, right: Sequence[gate.ScoredClip]
 ) -> None:
-    """Print, as a table for docs/quality.md, what cheaper ways, sampling and precision, make of the figures."""
+    """Print the figures of cheaper sampling and precisions, as a table for docs/quality.md."""
     lines = [
         "| way | score (95 % interval) | likeness | like the model's own clip | what it lowers |",
         "|---|---|---|---|---|",
@@ -67,38 +71,39 @@ def _compare(
     for name, (sampling, precision) in ways.items():
         print(f"{name}:")
         with WAYS[args.through](args.checkpoint, precision) as generate:
-            made = gate.make(generate, gate.held_out_scenes(args.requests), sampling)
-        found = gate.figures(made)
-        gate.write(args.out / name.replace(" ", "-"), made, found)
-        own = intervals.mean([psnr(one.clip, other.clip) for one, other in zip(made, right, strict=True)])
-        figures = (
-            gate.text("score", found["score"]),
-            gate.text("likeness_db", found["likeness_db"]),
+            clips = gate.make_clips(generate, gate.held_out_scenes(args.requests), sampling)
+        figures = gate.compute_figures(clips)
+        gate.write(args.out / name.replace(" ", "-"), clips, figures)
+        own = intervals.mean([psnr(clip.clip, other.clip) for clip, other in zip(clips, right, strict=True)])
+        cells = (
+            gate.format_estimate("score", figures["score"]),
+            gate.format_estimate("likeness_db", figures["likeness_db"]),
             own.text(1, 1) + " dB",
         )
-        lines.append(f"| {name} | {' | '.join(figures)} | {_fell(right, made, found) or 'nothing'} |")
+        lines.append(f"| {name} | {' | '.join(cells)} | {_fell(right, clips, figures) or 'nothing'} |")
     print("\n".join(lines))
 
 
-def _fell(right: Sequence[gate.Made], made: Sequence[gate.Made], found: gate.Figures) -> str:
+def _fell(right: Sequence[gate.ScoredClip], clips: Sequence[gate.ScoredClip], figures: gate.Figures) -> str:
     return ", ".join(
-        f"{key.removesuffix('_db').replace('_', ' ')} to {gate.text(key, found[key])}" for key in fallen(right, made)
+        f"{key.removesuffix('_db').replace('_', ' ')} to {gate.format_estimate(key, figures[key])}"
+        for key in find_lowered(right, clips)
     )
 
 
-def _try_mistakes(args: argparse.Namespace, right: Sequence[gate.Made]) -> None:
-    """Print, as a table for docs/quality.md, what each mistake makes of the figures."""
+def _try_mistakes(args: argparse.Namespace, right: Sequence[gate.ScoredClip]) -> None:
+    """Print the figures of each mistake, as a table for docs/quality.md."""
     scenes = gate.held_out_scenes(args.requests)
     lines = ["| mistake | score (95 % interval) | what it lowers |", "|---|---|---|"]
     for name, mistake in MISTAKES.items():
         print(f"{name}:")
         with tempfile.TemporaryDirectory() as folder:
-            generate = mistaken(mistake, args.checkpoint, Path(folder), args.dtype)
-            made = gate.make(generate, scenes, mistake.sampling)
-        found = gate.figures(made)
-        gate.write(args.out / name.replace(" ", "-"), made, found)
-        noticed = _fell(right, made, found) or f"nothing; `{mistake.caught_by}`"
-        lines.append(f"| {name} | {gate.text('score', found['score'])} | {noticed} |")
+            generate = load_mistaken(mistake, args.checkpoint, Path(folder), args.dtype)
+            clips = gate.make_clips(generate, scenes, mistake.sampling)
+        figures = gate.compute_figures(clips)
+        gate.write(args.out / name.replace(" ", "-"), clips, figures)
+        noticed = _fell(right, clips, figures) or f"nothing; `{mistake.caught_by}`"
+        lines.append(f"| {name} | {gate.format_estimate('score', figures['score'])} | {noticed} |")
     print("\n".join(lines))
 
 

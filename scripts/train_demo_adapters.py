@@ -21,9 +21,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of each expert, in place of the plan's")
     parser.add_argument("--scenes", type=int, help="in place of the plan's")
     args = parser.parse_args()
-    given = {name: value for name, value in (("steps", args.steps), ("scenes", args.scenes)) if value is not None}
+    overrides = {name: value for name, value in (("steps", args.steps), ("scenes", args.scenes)) if value is not None}
     for kind in args.kinds or KINDS:
-        KINDS[kind](args.folder, **given)
+        KINDS[kind](args.folder, **overrides)
 
 
 if __name__ == "__main__":

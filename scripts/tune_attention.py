@@ -36,7 +36,7 @@ def main() -> None:
     args = parser.parse_args()
     qk = CHIPS[args.chip].matrix_8_bits if args.low_precision else None
 
-    found: list[tuple[Row, BlockSizes, Schedule]] = []
+    candidates: list[tuple[Row, BlockSizes, Schedule]] = []
     sizes = [tuple(map(int, block.split("x"))) for block in args.blocks]
     for (block_q, block_kv), schedule in itertools.product(sizes, SCHEDULES):
         if block_kv % schedule.chunk:
@@ -45,10 +45,10 @@ def main() -> None:
         row = ours(args.chip, args.softmax, qk, blocks)
         print(f"{row.tile:>12} {schedule}: {row.note or f'{row.per_million:.0f}'}", flush=True)
         if row.per_million is not None:
-            found.append((row, blocks, schedule))
-    if not found:
+            candidates.append((row, blocks, schedule))
+    if not candidates:
         parser.exit(1, "no candidate compiles; pass smaller --blocks\n")
-    best, blocks, schedule = min(found, key=lambda entry: entry[0].per_million or 0)
+    best, blocks, schedule = min(candidates, key=lambda entry: entry[0].per_million or 0)
     part = "online" if args.softmax == "online" else "fixed"
     print(f"best, {args.softmax} {part}={schedule}, blocks {blocks.block_q} x {blocks.block_kv}")
     print(f"# {best.per_million:.0f} bundles a million scores, tune_attention.py, {datetime.date.today()}")

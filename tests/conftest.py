@@ -151,10 +151,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     """Returns the folder of a small checkpoint of a kind; read it, don't change it."""
 
     @functools.cache
-    def made(kind: str) -> Path:
+    def build(kind: str) -> Path:
         return make_checkpoint(tmp_path_factory.mktemp("checkpoints") / kind, kind)
 
-    return made
+    return build
 
 
 @pytest.fixture(scope="session")

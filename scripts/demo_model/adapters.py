@@ -57,12 +57,14 @@ def train_zigzag(folder: Path, *, scenes: int = 480, steps: int = 500) -> None:
             chosen = rng.integers(len(encoded.scenes), size=_BATCH)
             x, condition = encoded.clips[chosen], encoded.conditions[chosen]
             words = [zigzag_caption(replace(encoded.scenes[i], wording=int(rng.integers(4)))) for i in chosen]
-            words = ["" if rng.random() < sizes.TEXT_DROPOUT else one for one in words]
+            words = ["" if rng.random() < sizes.TEXT_DROPOUT else word for word in words]
             sigma = noise_levels(rng, _BATCH, high=side == "high")
             noise = torch.randn_like(x)
             at = sigma[:, None, None, None, None]
-            found = velocity(pipeline, expert, (1 - at) * x + at * noise, condition, sigma, text_of(pipeline, words))
-            return (found - (noise - x)).square().mean()
+            predicted = velocity(
+                pipeline, expert, (1 - at) * x + at * noise, condition, sigma, text_of(pipeline, words)
+            )
+            return (predicted - (noise - x)).square().mean()
 
         fit(layers, loss_of, steps=steps, rate=3e-3, name=f"zigzag, {side}")
         print(f"zigzag.{side}: {save_adapter(layers, folder / f'zigzag.{side}.safetensors'):.2f} MB")
@@ -95,8 +97,8 @@ def train_four_steps(folder: Path, *, scenes: int = 960, steps: int = 900) -> No
             here, there = ways[at, chosen], ways[at + 1, chosen]
             chord = (here - there) / (levels[at] - levels[at + 1])
             sigma = torch.full((_BATCH,), levels[at])
-            found = velocity(pipeline, expert, here, conditions[chosen], sigma, texts[chosen])
-            return (found - chord).square().mean()
+            predicted = velocity(pipeline, expert, here, conditions[chosen], sigma, texts[chosen])
+            return (predicted - chord).square().mean()
 
         fit(layers, loss_of, steps=steps, rate=2e-3, name=f"four-steps, {side}")
         print(f"four-steps.{side}: {save_adapter(layers, folder / f'four-steps.{side}.safetensors'):.2f} MB")
@@ -108,7 +110,7 @@ def _way(pipeline: Any, conditions: torch.Tensor, texts: torch.Tensor, *, seed: 
     generator = torch.Generator().manual_seed(_SEED * 1000 + seed)
     x = torch.randn(conditions[:, 4:].shape, generator=generator)
     empty = text_of(pipeline, [""] * len(x))[:, : texts.shape[1]]
-    found, levels = [x], [*SIGMAS, 0.0]
+    points, levels = [x], [*SIGMAS, 0.0]
     for start, stop in itertools.pairwise(levels):
         parts = np.linspace(start, stop, _PARTS + 1)
         for here, there in itertools.pairwise(parts):
@@ -123,9 +125,9 @@ def _way(pipeline: Any, conditions: torch.Tensor, texts: torch.Tensor, *, seed: 
             )
             asked, unasked = both.chunk(2)
             x = x + (there - here) * (unasked + sizes.GUIDANCE * (asked - unasked))
-        found.append(x)
+        points.append(x)
     print(f"the model's own way: {seed + len(x)} clips", flush=True)
-    return torch.stack(found)
+    return torch.stack(points)
 
 
 def velocity(
@@ -139,9 +141,9 @@ def velocity(
 @torch.no_grad()
 def text_of(pipeline: Any, sentences: list[str]) -> torch.Tensor:
     """Return embeddings [B, L, C]; all calls with sentences of the grammar have one L."""
-    found = embed(pipeline.text_encoder, pipeline.tokenizer, sentences)
+    embeddings = embed(pipeline.text_encoder, pipeline.tokenizer, sentences)
     longest = 65  # of the longest sentence, and one row for the padding
-    return torch.nn.functional.pad(found, (0, 0, 0, longest - found.shape[1]))
+    return torch.nn.functional.pad(embeddings, (0, 0, 0, longest - embeddings.shape[1]))
 
 
 @torch.no_grad()
@@ -151,17 +153,17 @@ def encode(pipeline: Any, scenes: list[Scene], clips: list[np.ndarray], *, only_
     shape = (1, -1, 1, 1, 1)
     mean = torch.tensor(pipeline.vae.config.latents_mean).view(shape)
     std = torch.tensor(pipeline.vae.config.latents_std).view(shape)
-    found: list[torch.Tensor] = []
+    latents: list[torch.Tensor] = []
     known: list[torch.Tensor] = []
     for i in range(0, len(clips), 8):
         pixels = as_pixels(clips[i : i + 8], torch.device("cpu"))
         first = pixels.clone()
         first[:, :, 1:] = 0
-        given = first if only_conditions else torch.cat([pixels, first])
-        means = (vae.encode(given.contiguous(memory_format=torch.channels_last_3d)).mode() - mean) / std
+        batch = first if only_conditions else torch.cat([pixels, first])
+        means = (vae.encode(batch.contiguous(memory_format=torch.channels_last_3d)).mode() - mean) / std
         known.append(means[-len(pixels) :])
-        found.append(means[: len(pixels)])
+        latents.append(means[: len(pixels)])
     condition = torch.cat(known)
     mask = torch.zeros_like(condition[:, :4])
     mask[:, :, 0] = 1
-    return Encoded(scenes, torch.cat(found), torch.cat([mask, condition], dim=1))
+    return Encoded(scenes, torch.cat(latents), torch.cat([mask, condition], dim=1))

@@ -70,11 +70,11 @@ def train_experts(run: Run, schedule: sizes.Schedule = sizes.EXPERTS_SCHEDULE) -
         sigma = noise_levels(rng, schedule.batch, high=high).to(run.device)
         noise = torch.randn_like(x)
         at = sigma[:, None, None, None, None]
-        given = torch.cat([(1 - at) * x + at * noise, condition], dim=1)
+        inputs = torch.cat([(1 - at) * x + at * noise, condition], dim=1)
         expert = modules[EXPERTS[0] if high else EXPERTS[1]]
         with torch.autocast(run.device.type, torch.bfloat16), attention_over_few_tokens(run.device):
             text = embed(modules["text_encoder"], tokenizer, sentences)
-            velocity = expert(given, sigma * 1000, text, return_dict=False)[0]
+            velocity = expert(inputs, sigma * 1000, text, return_dict=False)[0]
         loss = (velocity.float() - (noise - x)).square().mean()
         return {"loss": loss, "high" if high else "low": loss}
 
@@ -112,13 +112,13 @@ def read_latents(run: Run) -> tuple[list[Latents], list[float], list[float]]:
     files = sorted((run.folder / "latents").glob("*.pt"))
     if not files:
         raise SystemExit(f"error: {run.folder} holds no encoded clips; run the stage latents first")
-    found = [(int(file.name.split("-")[0]), torch.load(file, weights_only=True)) for file in files]
-    mean, std = statistics([state["clips"] for _, state in found])
+    stored = [(int(file.name.split("-")[0]), torch.load(file, weights_only=True)) for file in files]
+    mean, std = statistics([state["clips"] for _, state in stored])
     shape = (-1, 1, 1, 1)
     centre, scale = torch.tensor(mean).view(shape), torch.tensor(std).view(shape)
     groups = []
-    for width in sorted({width for width, _ in found}):
-        states = [state for at, state in found if at == width]
+    for width in sorted({width for width, _ in stored}):
+        states = [state for at, state in stored if at == width]
         clips = (torch.cat([state["clips"] for state in states], dim=1).float() - centre) / scale
         conditions = (torch.cat([state["conditions"] for state in states]).float() - centre) / scale
         indices = torch.cat([state["indices"] for state in states]).tolist()

@@ -1,4 +1,4 @@
-"""Make held-out clips with wan_tpu's pipeline and say, with intervals, how good they are."""
+"""Make held-out clips with wan_tpu's pipeline, and measure with intervals how good they are."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -20,12 +20,12 @@ from .score import SUB_SCORES, Score, psnr, score
 from .sheets import save_rows
 from .vae import reconstruct
 
-SEED = 1_000_003  # of the gate's scenes: not that of any training
+SEED = 1_000_003  # The seed of the gate's scenes, which no training uses.
 DECIBELS = ("first_frame_db", "likeness_db")
 _ON_A_SHEET = 8
 
 Generate = Callable[[GenerationRequest], np.ndarray]
-"""Makes a request's video, float32 [T, H, W, 3] in [0, 1]: any way that this project has."""
+"""Makes a request's video, float32 [T, H, W, 3] in [0, 1], in any of the ways that this project has."""
 
 Figures = dict[str, Estimate]
 """Every figure of the gate by its name: shares in [0, 1], and decibels."""
@@ -33,10 +33,7 @@ Figures = dict[str, Estimate]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How requests are sampled; what is None is left to the checkpoint, or to the preset.
-
-    preset, loras, cache, sigmas  as in a request
-    """
+    """How requests are sampled. Fields as in a request; None leaves one to the checkpoint, or to the preset."""
 
     steps: int | None = sizes.STEPS
     guidance: float | None = sizes.GUIDANCE
@@ -48,8 +45,8 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Made:
-    """One clip and what is right about it; `clip` float32 [T, H, W, 3]."""
+class ScoredClip:
+    """One clip, float32 [T, H, W, 3], and what is right about it."""
 
     scene: Scene
     clip: np.ndarray
@@ -81,79 +78,83 @@ def held_out_scenes(count: int, *, width: int | None = None) -> list[Scene]:
     return [draw_scene(SEED, i, held_out=True, width=width) for i in range(count)]
 
 
-def make(
+def make_clips(
     generate: Generate, scenes: Sequence[Scene], sampling: Sampling, tell: Callable[[str], object] = print
-) -> list[Made]:
-    """Make and score one clip a scene."""
-    made = []
+) -> list[ScoredClip]:
+    """Make and score one clip for each scene."""
+    clips = []
     for i, scene in enumerate(scenes):
         clip = generate(request_of(scene, i, sampling))
-        made.append(Made(scene, clip, score(clip, scene)))
+        clips.append(ScoredClip(scene, clip, score(clip, scene)))
         if (i + 1) % 10 == 0 or i + 1 == len(scenes):
-            whole = np.mean([each.score.whole for each in made])
+            whole = np.mean([each.score.whole for each in clips])
             tell(f"{i + 1} of {len(scenes)} clips, {100 * whole:.0f} % of sub-scores right")
-    return made
+    return clips
 
 
-def figures(made: Sequence[Made], made_opposite: Sequence[Made] = ()) -> Figures:
+def compute_figures(clips: Sequence[ScoredClip], opposite_clips: Sequence[ScoredClip] = ()) -> Figures:
     """Return every figure of clips.
 
-    made_opposite  clips of the same scenes with the opposite sentence, in the same order
+    Args:
+        clips: The clips.
+        opposite_clips: Clips of the same scenes with the opposite sentences, in the same order.
     """
-    found = {"score": intervals.mean([each.score.whole for each in made])}
+    estimates = {"score": intervals.mean([each.score.whole for each in clips])}
     for name in SUB_SCORES:
-        found[name] = intervals.share([getattr(each.score, name) for each in made])
+        estimates[name] = intervals.share([getattr(each.score, name) for each in clips])
     for name in DECIBELS:
-        found[name] = intervals.mean([getattr(each.score, name) for each in made])
-    if made_opposite:
-        pairs = zip(made, made_opposite, strict=True)
-        found["sentence"] = intervals.share([one.score.direction and other.score.direction for one, other in pairs])
-    return found
+        estimates[name] = intervals.mean([getattr(each.score, name) for each in clips])
+    if opposite_clips:
+        pairs = zip(clips, opposite_clips, strict=True)
+        estimates["sentence"] = intervals.share(
+            [straight.score.direction and other.score.direction for straight, other in pairs]
+        )
+    return estimates
 
 
-def reconstruction(checkpoint: Path, scenes: Sequence[Scene]) -> Estimate:
+def measure_reconstruction(checkpoint: Path, scenes: Sequence[Scene]) -> Estimate:
     """Return how well the checkpoint's VAE rebuilds clips, in dB."""
     vae = diffusers.AutoencoderKLWan.from_pretrained(checkpoint / "vae", torch_dtype=torch.float32).eval()
     clips = [render(scene) for scene in scenes]
     return intervals.mean([psnr(reconstruct(vae, clip), clip / 255) for clip in clips])
 
 
-def opposites(scenes: Sequence[Scene]) -> list[Scene]:
+def make_opposites(scenes: Sequence[Scene]) -> list[Scene]:
     """Return the scenes with the same pictures and the opposite sentences."""
     return [opposite(scene) for scene in scenes]
 
 
-def write(folder: Path, made: Sequence[Made], found: Figures) -> None:
+def write(folder: Path, clips: Sequence[ScoredClip], figures: Figures) -> None:
     """Write figures.json, clips.jsonl and contact sheets of the best and the worst clips."""
     folder.mkdir(parents=True, exist_ok=True)
-    content = {name: asdict(estimate) for name, estimate in found.items()} | {"requests": len(made)}
+    content = {name: asdict(estimate) for name, estimate in figures.items()} | {"requests": len(clips)}
     (folder / "figures.json").write_text(json.dumps(content, indent=2) + "\n")
     with (folder / "clips.jsonl").open("w") as file:
-        for each in made:
+        for each in clips:
             file.write(json.dumps({"caption": caption(each.scene), **asdict(each.score)}) + "\n")
-    # By sub-scores first, then by how near the motion came to what was asked for.
-    ordered = sorted(made, key=lambda each: (each.score.whole, -abs(each.score.amplitude - 1)))
+    # By sub-scores first, then by how close the motion came to the one asked for.
+    ordered = sorted(clips, key=lambda each: (each.score.whole, -abs(each.score.amplitude - 1)))
     for name, chosen in (("worst", ordered[:_ON_A_SHEET]), ("best", ordered[::-1][:_ON_A_SHEET])):
         save_rows(folder / f"{name}.png", [each.clip for each in chosen], [_title(each) for each in chosen])
 
 
-def table(found: Figures) -> str:
+def format_table(figures: Figures) -> str:
     """Return the figures as a table for docs/quality.md."""
     lines = ["| figure | value (95 % interval) |", "|---|---|"]
-    for name, estimate in found.items():
-        lines.append(f"| {_spelt(name)} | {text(name, estimate)} |")
+    for name, estimate in figures.items():
+        lines.append(f"| {_spell(name)} | {format_estimate(name, estimate)} |")
     return "\n".join(lines)
 
 
-def text(name: str, estimate: Estimate) -> str:
+def format_estimate(name: str, estimate: Estimate) -> str:
     """Return a figure with its interval and unit."""
     return estimate.text(1, 1) + " dB" if name.endswith("_db") else estimate.text() + " %"
 
 
-def _spelt(name: str) -> str:
+def _spell(name: str) -> str:
     return name.removesuffix("_db").replace("_", " ") + (", PSNR" if name.endswith("_db") else "")
 
 
-def _title(made: Made) -> str:
-    wrong = [name.replace("_", " ") for name in SUB_SCORES if not getattr(made.score, name)]
-    return caption(made.scene) + (f"  [wrong: {', '.join(wrong)}]" if wrong else "")
+def _title(clip: ScoredClip) -> str:
+    wrong = [name.replace("_", " ") for name in SUB_SCORES if not getattr(clip.score, name)]
+    return caption(clip.scene) + (f"  [wrong: {', '.join(wrong)}]" if wrong else "")

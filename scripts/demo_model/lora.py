@@ -48,13 +48,13 @@ def load_pipeline() -> diffusers.WanImageToVideoPipeline:
 
 def add_adapter(expert: torch.nn.Module, rank: int) -> dict[str, LoraLinear]:
     """Put an adapter beside every matrix of an expert's blocks; return its layers by the module's name."""
-    found = {}
+    layers = {}
     for name, module in list(expert.named_modules()):
         if _TARGETS.fullmatch(name):
             parent, _, leaf = name.rpartition(".")
-            found[name] = LoraLinear(module, rank)
-            setattr(expert.get_submodule(parent), leaf, found[name])
-    return found
+            layers[name] = LoraLinear(module, rank)
+            setattr(expert.get_submodule(parent), leaf, layers[name])
+    return layers
 
 
 def fit(

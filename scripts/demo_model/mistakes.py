@@ -14,10 +14,10 @@ from wan_tpu.families.wan.presets import VAE_21
 from wan_tpu.pipeline import Pipeline
 
 from . import intervals, sizes
-from .gate import DECIBELS, Generate, Made, Sampling
+from .gate import DECIBELS, Generate, Sampling, ScoredClip
 from .score import SUB_SCORES
 
-_LEAST_DB = 0.1  # a fall that nobody sees isn't one that the gate notices
+_LEAST_DB = 0.1  # A smaller fall can't be seen, so it doesn't count as noticed.
 _EXPERTS = ("transformer", "transformer_2")
 _WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -26,10 +26,11 @@ _WEIGHTS = "diffusion_pytorch_model.safetensors"
 class Mistake:
     """One mistake.
 
-    damage    done to a copy of the checkpoint
-    sampling  what of the requests is wrong
-    forgets   whether the solver's history is lost where the second expert takes over
-    caught_by the test that notices it where this gate doesn't; None where the gate does
+    Attributes:
+        damage: A function that damages a copy of the checkpoint, or None.
+        sampling: The sampling of the requests, which may be the mistake.
+        forgets: Whether the solver's history is lost where the second expert takes over.
+        caught_by: The test that notices the mistake if this gate doesn't, or None.
     """
 
     damage: Callable[[Path], None] | None = None
@@ -53,7 +54,7 @@ def _only(kept: int) -> Callable[[Path], None]:
 
 
 def _blind(checkpoint: Path) -> None:
-    """Zero the weights of the four mask channels: what they say is lost, as if they were zero."""
+    """Zero the weights of the four mask channels, so that their content is lost."""
     for name in _EXPERTS:
         file = checkpoint / name / _WEIGHTS
         weights = safetensors.torch.load_file(file)
@@ -89,8 +90,8 @@ MISTAKES = {
 }
 
 
-def mistaken(mistake: Mistake, checkpoint: Path, folder: Path, dtype: str = "float32") -> Generate:
-    """Return what makes videos with a mistake; a damaged checkpoint is written into `folder`."""
+def load_mistaken(mistake: Mistake, checkpoint: Path, folder: Path, dtype: str = "float32") -> Generate:
+    """Return a function that makes videos with a mistake; a damaged checkpoint is written into `folder`."""
     if mistake.damage is not None:
         checkpoint = Path(shutil.copytree(checkpoint, folder / "checkpoint"))
         mistake.damage(checkpoint)
@@ -100,13 +101,13 @@ def mistaken(mistake: Mistake, checkpoint: Path, folder: Path, dtype: str = "flo
     return lambda request: pipeline.generate(request).pixels
 
 
-def fallen(right: Sequence[Made], wrong: Sequence[Made]) -> list[str]:
-    """Return the figures that a mistake lowers: their fall, request by request, has a 99.9 % interval above zero."""
+def find_lowered(right: Sequence[ScoredClip], wrong: Sequence[ScoredClip]) -> list[str]:
+    """Return the figures that a mistake lowers: the 99.9 % interval of their fall, by request, is above zero."""
     lowered = []
     for name in ("whole", *SUB_SCORES, *DECIBELS):
         falls = [
-            float(getattr(one.score, name)) - float(getattr(other.score, name))
-            for one, other in zip(right, wrong, strict=True)
+            float(getattr(good.score, name)) - float(getattr(bad.score, name))
+            for good, bad in zip(right, wrong, strict=True)
         ]
         fall = intervals.mean(falls, percent=99.9)
         if fall.low > 0 and fall.value >= (_LEAST_DB if name in DECIBELS else 0):
@@ -114,8 +115,8 @@ def fallen(right: Sequence[Made], wrong: Sequence[Made]) -> list[str]:
     return lowered
 
 
-def _forgetful(pipeline: Pipeline, given: GenerationRequest) -> np.ndarray:
-    plan = pipeline.plan(given)
+def _forgetful(pipeline: Pipeline, request: GenerationRequest) -> np.ndarray:
+    plan = pipeline.plan(request)
     state = begun = pipeline.initial_state(plan)
     conditioning = pipeline.encode(plan)
     for expert in plan.experts:

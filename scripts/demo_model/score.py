@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from .finding import Track, follow, outline, shares, smooth, still_part
 from .scenes import KINDS, Scene, clip_times, first_frame, opposite, path, render
+from .tracking import Track, follow, outline, shares, smooth, still_part
 
 LEAST_FIRST_FRAME_DB = 24.0
 _SEEN = 0.8  # of the frames a thing must be found in: others may pass in front of it
@@ -55,9 +55,9 @@ class Score:
 SUB_SCORES = tuple(field.name for field in fields(Score) if field.type is bool)
 
 
-def psnr(one: np.ndarray, other: np.ndarray) -> float:
+def psnr(clip: np.ndarray, other: np.ndarray) -> float:
     """Return the peak signal to noise ratio of pictures in [0, 1], in dB; at most 99."""
-    error = float(np.mean((one.astype(np.float64) - other) ** 2))
+    error = float(np.mean((clip.astype(np.float64) - other) ** 2))
     return min(99.0, -10 * math.log10(max(error, 1e-12)))
 
 

@@ -44,7 +44,7 @@ async def run(
     """Make all videos, so many at a time; more than twice as many, or the pipeline is never full for long."""
     load, videos, room = Load(len(requests), in_flight), {}, asyncio.Semaphore(in_flight)
 
-    async def one(key: str, request: GenerationRequest) -> None:
+    async def generate(key: str, request: GenerationRequest) -> None:
         plan = pipeline.model.plan(request)
         async with room:
             videos[key] = (await pipeline.generate(plan, id=key, on_event=load.spans.append)).mp4
@@ -53,7 +53,7 @@ async def run(
 
     async with asyncio.TaskGroup() as group:
         for key, request in requests.items():
-            group.create_task(one(key, request))
+            group.create_task(generate(key, request))
     return load, videos
 
 
@@ -86,7 +86,7 @@ def pool_figures(layout: Layout, load: Load, planned_s: Mapping[str, float] | No
     planned_s  seconds of slice that a video takes, by stage; as measured when left out
     """
     start, end = load.full
-    found = []
+    figures = []
     for pool in layout.pools:
         spans = [s for s in load.spans if s.pool == pool.name and s.kind == "compute"]
         taken = {stage: sum(s.seconds for s in spans if s.stage == stage) / load.requests for stage in pool.stages}
@@ -97,7 +97,7 @@ def pool_figures(layout: Layout, load: Load, planned_s: Mapping[str, float] | No
         }
         done = sum(inside[stage] * plan[stage] / taken[stage] for stage in pool.stages if taken[stage])
         time_s = pool.replicas.minimum * (end - start)
-        found.append(
+        figures.append(
             PoolFigures(
                 name=pool.name,
                 replicas=pool.replicas.minimum,
@@ -108,20 +108,20 @@ def pool_figures(layout: Layout, load: Load, planned_s: Mapping[str, float] | No
                 share=done / time_s,
             )
         )
-    return found
+    return figures
 
 
 def between_requests(load: Load, pool: str) -> list[float]:
     """Return the seconds for which slices of a pool stood between two requests while it was full of work."""
     start, end = load.full
-    found = []
+    idle_s = []
     for name in {s.slice for s in load.spans if s.pool == pool}:
         mine = sorted(
             (s for s in load.spans if s.slice == name and s.kind == "compute" and start <= s.start_s <= end),
             key=lambda s: s.start_s,
         )
-        found += [b.start_s - a.end_s for a, b in itertools.pairwise(mine) if a.request != b.request]
-    return found
+        idle_s += [b.start_s - a.end_s for a, b in itertools.pairwise(mine) if a.request != b.request]
+    return idle_s
 
 
 def videos_per_hour(load: Load) -> float:

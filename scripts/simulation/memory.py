@@ -39,16 +39,16 @@ class Sample:
 
 def sample(folder: Path, done: int) -> Sample:
     """Look at this process, the driver, and at all of the emulated cluster whose temporary folder is given."""
-    found = {"driver": _private_mib(psutil.Process())}
+    private_mib = {"driver": _private_mib(psutil.Process())}
     for process in processes(folder):
         try:
             title = " ".join(process.cmdline()[:1]) + " " + process.name()
             role = next((role for key, role in ROLES.items() if key in title), None)
             if role is not None:
-                found[role] = max(found.get(role, 0.0), _private_mib(process))
+                private_mib[role] = max(private_mib.get(role, 0.0), _private_mib(process))
         except (psutil.NoSuchProcess, OSError, StopIteration):  # gone meanwhile
             continue
-    return Sample(done, found, store_mib())
+    return Sample(done, private_mib, store_mib())
 
 
 def store_mib() -> float:
@@ -62,13 +62,15 @@ def growth(samples: Sequence[Sample], warm: int) -> dict[str, float]:
 
     Also of "object store". Needs four samples after the warm-up.
     """
-    after = [one for one in samples if one.done >= warm]
+    after = [sample for sample in samples if sample.done >= warm]
     if len(after) < 4:
         raise ValueError(f"{len(after)} samples after {warm} requests say nothing; take at least four")
     first, second = after[: len(after) // 2], after[len(after) // 2 :]
 
     def median(some: Sequence[Sample], role: str) -> float:
-        return float(np.median([one.store_mib if role == "object store" else one.private_mib[role] for one in some]))
+        return float(
+            np.median([sample.store_mib if role == "object store" else sample.private_mib[role] for sample in some])
+        )
 
     return {role: median(second, role) - median(first, role) for role in [*after[0].private_mib, "object store"]}
 

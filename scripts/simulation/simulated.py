@@ -1,10 +1,10 @@
-"""A host that computes nothing: it waits for the planned seconds of each stage and hands out payloads of real sizes.
+"""A host that computes nothing: it waits for the planned seconds of each stage and returns payloads of real sizes.
 
 With it the orchestration can be measured alone: pools, replicas, pipeline, Serve and object store are those of
 production, `PipelineSettings.host_class` names this class, `checkpoint` a `Planned` file, and the pipeline's model is
 `MODEL`. It imports neither JAX nor torch.
 
-Values tell what has happened to them, so that a request that is given another's payload, or one out of order, fails:
+Values show what has happened to them, so that a request with another's payload, or with one out of order, fails:
 latents are filled with the request's seed, a state knows its step, a text embedding its prompt.
 """
 
@@ -43,13 +43,16 @@ MODEL = SimulatedSpec(PRESETS["wan2.2-i2v-a14b"])
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """What stages take and hand out; seconds as on the chips that are simulated. Left out: A14B at 720p on v6e-8.
+    """The durations and results of simulated stages; by default those of A14B at 720p on v6e-8.
 
-    text_s, image_s, step_s, decode_s  a prompt, an image, a denoising step, a video: docs/benchmarks.md and
-                                       docs/performance.md
-    text         shape of a prompt's embeddings, bfloat16 [1, L, C]
-    mp4_bytes    of a video
-    speed        durations are divided by it, bytes are not
+    Attributes:
+        text_s: Seconds for a prompt (docs/benchmarks.md and docs/performance.md).
+        image_s: Seconds for an image.
+        step_s: Seconds for a denoising step.
+        decode_s: Seconds for a video.
+        text: The shape of a prompt's embeddings, bfloat16 [1, L, C].
+        mp4_bytes: The size of a video.
+        speed: Durations are divided by it, sizes are not.
     """
 
     text_s: float = 0.024
@@ -61,16 +64,16 @@ class Planned:
     speed: float = 1.0
 
     def save(self, path: Path) -> Path:
-        """Write it where hosts can read it; return the path."""
+        """Write the plan to where hosts can read it; return the path."""
         path.write_text(json.dumps(dataclasses.asdict(self)))
         return path
 
     @classmethod
     def load(cls, path: Path) -> "Planned":
-        """Read what `save` wrote. Raises `InvalidInput`."""
+        """Read a plan that `save` wrote; raises `InvalidInput`."""
         try:
-            found = json.loads(path.read_text())
-            return cls(**found | {"text": tuple(found["text"])})
+            fields = json.loads(path.read_text())
+            return cls(**fields | {"text": tuple(fields["text"])})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InvalidInput(f"{path} is no plan of a simulation ({error}); Planned().save makes one") from None
 
@@ -181,8 +184,8 @@ class SimulatedHost:
         """Copy a request's inputs; return the bytes of all payloads."""
         request = plan.request
         held = _Held(request, [], plan=plan)
-        for text, given in ((request.prompt, prompt), (request.negative_prompt, negative)):
-            held.arrays += _checked(given, TextEmbedding, _mark(text))
+        for text, payload in ((request.prompt, prompt), (request.negative_prompt, negative)):
+            held.arrays += _checked(payload, TextEmbedding, _mark(text))
         held.arrays += _checked(image, ImageCondition, request.seed)
         if state is None:
             noise = np.full(MODEL.latent_shape(request), request.seed, np.float32)
@@ -192,7 +195,7 @@ class SimulatedHost:
             held.arrays += _checked(state, DenoiseState, request.seed)
             held.step = state.step or 0
         self._held[key] = held
-        return sum(given.nbytes for given in (prompt, negative, image, state) if given is not None)
+        return sum(payload.nbytes for payload in (prompt, negative, image, state) if payload is not None)
 
     def prepare_decode(self, key: str, request: ResolvedRequest, state: Payload) -> int:
         """Copy final latents; return their bytes."""
@@ -264,9 +267,9 @@ def _checked(payload: Payload | None, kind: type[Value], mark: float) -> list[np
         return []
     value = unpack(payload)
     name, first = next(iter(payload.arrays.items()))
-    found = first.view(BFLOAT16) if name in payload.bfloat16 else first
-    if not isinstance(value, kind) or float(found.flat[0]) != mark:
-        raise InvalidInput(f"{payload.kind} marked {found.flat[0]} was given, {kind.__name__} marked {mark:g} expected")
+    array = first.view(BFLOAT16) if name in payload.bfloat16 else first
+    if not isinstance(value, kind) or float(array.flat[0]) != mark:
+        raise InvalidInput(f"{payload.kind} marked {array.flat[0]} was given, {kind.__name__} marked {mark:g} expected")
     return [np.array(array) for array in payload.arrays.values()]  # the copy onto the devices
 
 

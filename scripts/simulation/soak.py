@@ -52,22 +52,31 @@ async def soak(
     temp: Path,
     image: Path | None,
     a_round: int = 50,
-    told: Callable[[Sample], None] = lambda sample: None,
+    tell: Callable[[Sample], None] = lambda sample: None,
 ) -> list[Sample]:
-    """Make that many simulated videos, check each, and look at the memory after every round, nothing being under way.
+    """Make simulated videos, check each, and sample the memory after every round, when nothing is under way.
 
-    temp  temporary folder of the emulated cluster, by which its processes are found
+    Args:
+        spec: The pipeline.
+        requests: How many videos to make.
+        temp: The temporary folder of the emulated cluster, by which its processes are found.
+        image: The image of every request, or None.
+        a_round: Videos in a round.
+        tell: Called with each sample.
+
+    Returns:
+        The sample after each round.
     """
     pipeline, samples = PipelineDriver(spec), []
     for first in range(0, requests, a_round):
         wanted = {f"s{i}": request(i, image) for i in range(first, min(first + a_round, requests))}
         _, videos = await measure.run(pipeline, wanted, IN_FLIGHT)
-        for key, one in wanted.items():
-            if not videos[key].startswith(simulated_video(one)):
+        for key, sent in wanted.items():
+            if not videos[key].startswith(simulated_video(sent)):
                 raise AssertionError(f"{key} has another request's video")
         left = await _settled()
         samples.append(dataclasses.replace(sample(temp, first + len(wanted)), store_mib=left))
-        told(samples[-1])
+        tell(samples[-1])
     return samples
 
 

@@ -26,7 +26,7 @@ def main() -> None:
         "full from the start": full_from_the_start,
         "read-only": read_only,
     }
-    told = []
+    outcomes = []
     for case, prepare in cases.items():
         folder = Path(base, case)
         folder.mkdir()
@@ -42,9 +42,9 @@ def main() -> None:
             os._exit(0)
         os.close(writer)
         with os.fdopen(reader) as pipe:
-            told.append(json.load(pipe))
+            outcomes.append(json.load(pipe))
         os.wait()
-    print(json.dumps(told))
+    print(json.dumps(outcomes))
 
 
 def write(folder: Path) -> list[str]:

@@ -58,8 +58,8 @@ def arguments(*argv):
 
 
 def test_arguments_without_effect_on_a_pipeline_that_runs_are_told():
-    args, given = arguments("--snapshot_every", "3", "--warm_up", "96x64x5", "--keep")
-    assert explain_ineffective(args, given, RUNS) == [
+    args, explicit = arguments("--snapshot_every", "3", "--warm_up", "96x64x5", "--keep")
+    assert explain_ineffective(args, explicit, RUNS) == [
         "--snapshot_every has no effect: pipeline wan-tpu was brought up without this command",
         "--warm_up has no effect: pipeline wan-tpu was brought up without this command",
         "--keep has no effect: pipeline wan-tpu was brought up without this command",
@@ -67,8 +67,8 @@ def test_arguments_without_effect_on_a_pipeline_that_runs_are_told():
 
 
 def test_arguments_that_are_as_the_pipeline_s_are_not_told():
-    args, given = arguments("--snapshots", "/snapshots", "--in_flight", "16", "--precision", "bfloat16")
-    assert explain_ineffective(args, given, RUNS) == []
+    args, explicit = arguments("--snapshots", "/snapshots", "--in_flight", "16", "--precision", "bfloat16")
+    assert explain_ineffective(args, explicit, RUNS) == []
 
 
 @pytest.mark.parametrize(("layout", "expected"), [("one-machine", 2), ("four-pools", 30)])

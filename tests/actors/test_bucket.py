@@ -44,8 +44,8 @@ def test_the_video_is_that_of_the_folder_and_weights_are_read_where_they_are(upl
     bucket.emulator.seen.clear()
     assert open_spec(uploaded).tasks == ("t2v",)
     assert not [line for line in downloads(bucket) if "safetensors" in line]
-    made = load_pipeline(uploaded, dtype="float32", mesh=(1, 1, 1)).generate(ASKED)
-    assert np.array_equal(made.pixels, pipeline(KIND).generate(ASKED).pixels)
+    video = load_pipeline(uploaded, dtype="float32", mesh=(1, 1, 1)).generate(ASKED)
+    assert np.array_equal(video.pixels, pipeline(KIND).generate(ASKED).pixels)
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
     bucket.emulator.seen.clear()
     Checkpoint(uploaded).path("transformer")
@@ -58,8 +58,8 @@ def test_a_checkpoint_is_converted_from_one_bucket_folder_to_another(uploaded, b
     there, here = f"{bucket.address}/converted", tmp_path / "converted"
     for destination in (there, str(here)):
         assert main(["weights", "convert", uploaded, destination]) == 0
-    made = load_pipeline(there, mesh=(1, 1, 1)).generate(ASKED)
-    assert np.array_equal(made.pixels, expected)
+    video = load_pipeline(there, mesh=(1, 1, 1)).generate(ASKED)
+    assert np.array_equal(video.pixels, expected)
     objects = open_storage(there)
     files = {str(path.relative_to(here)): path.read_bytes() for path in here.rglob("*") if path.is_file()}
     assert files == {name: objects.read(name) for name in objects.list()}

@@ -107,8 +107,8 @@ def test_advice_to_start_a_cluster_works_as_it_is_typed(argv, tmp_path, capsys, 
 def test_snapshots_that_can_t_be_kept_are_refused_before_a_pipeline_is_brought_up(tmp_path, capsys):
     state = {"temp": str(tmp_path / "ray"), "address": "127.0.0.1:1", "dashboard": None}
     (tmp_path / "cluster.json").write_text(json.dumps(state))
-    given = ["--folder", str(tmp_path), "--address", "127.0.0.1:1", "--snapshots", "/proc/x"]
-    assert main(["serve", *BRINGS_UP, *given]) in (1, 2)
+    options = ["--folder", str(tmp_path), "--address", "127.0.0.1:1", "--snapshots", "/proc/x"]
+    assert main(["serve", *BRINGS_UP, *options]) in (1, 2)
     assert "can't write" in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -125,10 +125,10 @@ def test_without_a_command_all_are_listed(capsys):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_argument_of_a_command_has_help(name):
     for action in all_actions(parser_of(find_command(name))):
-        what = "/".join(action.option_strings) or action.dest
-        assert action.help and action.help != argparse.SUPPRESS, what
+        option = "/".join(action.option_strings) or action.dest
+        assert action.help and action.help != argparse.SUPPRESS, option
         said = action.help % (vars(action) | {"prog": name})
-        assert not re.search(r"default:? default|default:? None", said), f"{what}: {said}"
+        assert not re.search(r"default:? default|default:? None", said), f"{option}: {said}"
 
 
 def test_a_flag_that_commands_share_has_one_name():
@@ -220,5 +220,5 @@ def test_bash_completes_commands_options_and_values(capsys, tmp_path):
         (["cluster", "up", "--emulate", "emulated-d"], "emulated-demo"),
         (["generate", "--image", str(ROOT / "examples" / "ca")], str(ROOT / "examples" / "cat.png")),
     ):
-        found = subprocess.run(["bash", "--norc", "-c", script, *words], capture_output=True, text=True, check=True)
-        assert completed in found.stdout.split(), (words, found)
+        done = subprocess.run(["bash", "--norc", "-c", script, *words], capture_output=True, text=True, check=True)
+        assert completed in done.stdout.split(), (words, done)

@@ -155,7 +155,7 @@ def test_folder_that_is_not_there_is_refused(tmp_path):
 
 def test_tpu_that_jax_passes_over_is_no_rehearsal(tmp_path, monkeypatch):
     """JAX goes on on the CPU where libtpu isn't installed, or doesn't start."""
-    monkeypatch.setattr("actors.doctor.jax_start.device_files", lambda: ["/dev/vfio/0"])
+    monkeypatch.setattr("actors.doctor.jax_start.list_device_files", lambda: ["/dev/vfio/0"])
     monkeypatch.delenv("JAX_PLATFORMS")
     findings = examined(Machine(tmp_path), "jax", "kernels")
     assert [finding.verdict for finding in findings] == ["fail"]

@@ -9,16 +9,16 @@ from actors.observe.meters import ZERO_S, BatchMeters, ChipMeters, PipelineMeter
 @pytest.fixture
 def recorded(monkeypatch):
     """What Ray is told: name, labels, value."""
-    told = []
+    calls = []
     for kind, method in ((Gauge, "set"), (Counter, "inc")):
         original = getattr(kind, method)
 
         def record(self, value=1.0, tags=None, original=original):
             original(self, value, tags)
-            told.append((self.info["name"], tags, value))
+            calls.append((self.info["name"], tags, value))
 
         monkeypatch.setattr(kind, method, record)
-    return told
+    return calls
 
 
 @pytest.mark.parametrize("seconds", [-3.0, float("nan"), float("inf"), 0.0])

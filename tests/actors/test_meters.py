@@ -25,7 +25,7 @@ pytestmark = pytest.mark.long
 
 def figures():
     """What the agents of all nodes show: name -> labels that are ours, and value."""
-    found = {}
+    samples = {}
     for node in ray.nodes():
         with suppress(OSError):
             url = f"http://127.0.0.1:{node['MetricsExportPort']}/metrics"
@@ -34,8 +34,8 @@ def figures():
                 for sample in family.samples:
                     if sample.name.startswith("ray_wan_"):
                         ours = {k: v for k, v in sample.labels.items() if k in OURS}
-                        found.setdefault(sample.name.removeprefix("ray_"), []).append((ours, sample.value))
-    return found
+                        samples.setdefault(sample.name.removeprefix("ray_"), []).append((ours, sample.value))
+    return samples
 
 
 SHOWN = {
@@ -59,13 +59,13 @@ def test_operators_see_starts_replicas_requests_batches_and_chips(tmp_path, monk
         try:
             deploy(spec)
 
-            async def made():
+            async def make_videos():
                 pipeline = PipelineDriver(spec)
                 load, _ = await measure.run(pipeline, {str(i): request for i in range(3)}, in_flight=3)
                 pipeline.close()
                 return load
 
-            load = asyncio.run(made())
+            load = asyncio.run(make_videos())
             batch = BatchMeters({"denoise_high": 8}, {"denoise_high": 2.7})
             for span in load.spans:
                 batch.count_compute(span.stage, span.seconds)

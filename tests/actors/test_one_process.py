@@ -20,9 +20,9 @@ FIELDS = {"prompt": "A cat", "height": 32, "width": 48, "frames": 1, "steps": 4,
 
 @pytest.fixture(scope="module")
 def engine(pipeline):
-    made = OneProcessEngine(pipeline(KIND))
-    yield made
-    made.close()
+    engine = OneProcessEngine(pipeline(KIND))
+    yield engine
+    engine.close()
 
 
 def generate(engine, request, spans=None):
@@ -33,9 +33,9 @@ def generate(engine, request, spans=None):
 
 def test_it_makes_what_the_pipeline_makes(engine, pipeline, tmp_path):
     request, spans = GenerationRequest(**FIELDS, image=PHOTO), []
-    made = generate(engine, request, spans)
+    video = generate(engine, request, spans)
     expected = pipeline(KIND).generate(request).save(tmp_path / "video.mp4").read_bytes()
-    assert made == GeneratedVideo(expected)
+    assert video == GeneratedVideo(expected)
     compute = [(span.stage, span.step) for span in spans if span.kind == "compute"]
     high = [step for stage, step in compute if stage == "denoise_high"]
     assert compute[0] == ("encoder", None)

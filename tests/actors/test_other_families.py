@@ -39,17 +39,17 @@ def test_cogvideox_through_openai_s_client(checkpoint, tmp_path, forks):
     spec = PipelineSpec(LAYOUT, files, open_spec(model), lasting=True)
     with deployed(settings, spec, tmp_path, forks) as online, online.client(timeout=SECONDS) as client:
         asked = {"prompt": "A cat looks.", "size": "96x64", "input_reference": PHOTO}
-        made = poll(client, client.videos.create(**asked, extra_body=FIELDS))
-        assert (made.status, made.size) == ("completed", "96x64"), made.error
-        assert set(made.stage_seconds) == {"encoder", "denoise", "decoder"}
-        video = client.videos.download_content(made.id).content
-        for given, allowed in (
+        job = poll(client, client.videos.create(**asked, extra_body=FIELDS))
+        assert (job.status, job.size) == ("completed", "96x64"), job.error
+        assert set(job.stage_seconds) == {"encoder", "denoise", "decoder"}
+        video = client.videos.download_content(job.id).content
+        for field, allowed in (
             ({"num_frames": "10"}, "9"),
             ({"solver": "unipc"}, "ddim"),
             ({"guidance_scale_2": "3"}, "guidance_scale"),
         ):
             with pytest.raises(openai.BadRequestError, match=allowed):
-                client.videos.create(**asked, extra_body=FIELDS | given)
+                client.videos.create(**asked, extra_body=FIELDS | field)
         with pytest.raises(openai.BadRequestError, match="image"):
             client.videos.create(prompt="Nobody.", size="96x64", extra_body=FIELDS)
     alone = tmp_path / "alone.mp4"

@@ -34,11 +34,11 @@ class Other:
 def cluster(tmp_path_factory, forks):
     folder = tmp_path_factory.mktemp("address")
     with contextlib.chdir(folder):  # in which its processes work
-        made = EmulatedCluster.start(emulated_slices(LAYOUT), folder=folder / "cluster", forks=forks)
-    with made:
-        connect(made.address)
+        cluster = EmulatedCluster.start(emulated_slices(LAYOUT), folder=folder / "cluster", forks=forks)
+    with cluster:
+        connect(cluster.address)
         try:
-            yield made
+            yield cluster
         finally:
             leave()
 

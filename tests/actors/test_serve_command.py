@@ -33,7 +33,7 @@ def test_a_public_address_needs_a_key(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("options", "said"),
     [
         (["--port", "0"], "--port is 0"),
         (["--queue_limit", "0"], "--queue_limit is 0"),
@@ -48,28 +48,35 @@ def test_a_public_address_needs_a_key(tmp_path):
         (["--largest", "1280x720"], "WIDTHxHEIGHTxFRAMES"),
     ],
 )
-def test_what_can_t_be_is_said_before_anything_starts(given, said, tmp_path, capsys, checkpoint):
+def test_what_can_t_be_is_said_before_anything_starts(options, said, tmp_path, capsys, checkpoint):
     model = str(checkpoint("wan2.2-i2v-a14b"))
     common = ["--layout", LAYOUT, "--model_id", model, "--address", "127.0.0.1:1", "--folder", str(tmp_path)]
     common += ["--snapshots", str(tmp_path)]
-    assert main(["serve", *common, *given]) == 2
+    assert main(["serve", *common, *options]) == 2
     assert said in capsys.readouterr().err
 
 
 def test_the_head_of_a_real_cluster_is_not_this_machine(tmp_path, capsys, checkpoint, monkeypatch):
     """Its address is of the loopback there, and its disk is no place that hosts reach."""
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
-    given = ["--layout", LAYOUT, "--model_id", str(checkpoint("wan2.2-i2v-a14b")), "--folder", str(tmp_path)]
-    assert main(["serve", *given]) == 2
+    options = ["--layout", LAYOUT, "--model_id", str(checkpoint("wan2.2-i2v-a14b")), "--folder", str(tmp_path)]
+    assert main(["serve", *options]) == 2
     assert "--snapshots is missing" in capsys.readouterr().err
 
 
 def test_a_config_says_what_the_command_line_says(tmp_path, capsys, checkpoint):
     file = tmp_path / "config.yaml"
     model = str(checkpoint("wan2.2-i2v-a14b"))
-    given = ["--layout", LAYOUT, "--model_id", model, "--snapshots", "gs://bucket/snapshots"]
-    given += ["--database", "postgresql://user@db/jobs", "--results", "gs://bucket/results", "--largest", "1280x720x81"]
-    given += [
+    options = ["--layout", LAYOUT, "--model_id", model, "--snapshots", "gs://bucket/snapshots"]
+    options += [
+        "--database",
+        "postgresql://user@db/jobs",
+        "--results",
+        "gs://bucket/results",
+        "--largest",
+        "1280x720x81",
+    ]
+    options += [
         "--largest",
         "832x480x121",
         "--queue_limit",
@@ -91,7 +98,7 @@ def test_a_config_says_what_the_command_line_says(tmp_path, capsys, checkpoint):
         "--warm_up",
         "1280x720x81",
     ]
-    assert main(["serve", *given, "--write_config", str(file)]) == 0
+    assert main(["serve", *options, "--write_config", str(file)]) == 0
     said = capsys.readouterr().out
     assert "serve deploy" in said and "0.0.0.0:8000" in said and "calls no webhooks" in said
     content = yaml.safe_load(file.read_text())
@@ -121,15 +128,15 @@ def test_a_config_says_what_the_command_line_says(tmp_path, capsys, checkpoint):
 
 
 def test_a_layout_hosts_the_stages_of_the_model(checkpoint, capsys, tmp_path):
-    given = ["--layout", LAYOUT, "--model_id", str(checkpoint("wan2.1-t2v-1.3b")), "--address", "127.0.0.1:1"]
-    given += ["--snapshots", str(tmp_path)]
-    assert main(["serve", *given]) == 2
+    options = ["--layout", LAYOUT, "--model_id", str(checkpoint("wan2.1-t2v-1.3b")), "--address", "127.0.0.1:1"]
+    options += ["--snapshots", str(tmp_path)]
+    assert main(["serve", *options]) == 2
     said = capsys.readouterr().err
     assert "pool high: the model has no stage denoise_high; it has encoder, denoise, decoder" in said
     assert "emulated-one-expert, one-expert-v6e, one-machine-one-expert" in said
 
 
 def test_a_config_names_places_that_every_machine_reaches(tmp_path, capsys):
-    given = ["--layout", LAYOUT, "--model_id", "some/model", "--write_config", str(tmp_path / "config.yaml")]
-    assert main(["serve", *given]) == 2
+    options = ["--layout", LAYOUT, "--model_id", "some/model", "--write_config", str(tmp_path / "config.yaml")]
+    assert main(["serve", *options]) == 2
     assert "--snapshots is missing" in capsys.readouterr().err

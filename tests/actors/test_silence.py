@@ -36,16 +36,17 @@ def cluster(tmp_path_factory, forks):
 
 
 @contextlib.contextmanager
-def stopped(cluster, what):
+def stopped(cluster, word):
     """Stop the head's process whose command line has a word, as a machine that swaps or hangs does."""
 
-    def found():
-        return [one for one in ray_nodes.processes(cluster.temp / "head") if what in " ".join(one.cmdline())]
+    def find_processes():
+        processes = ray_nodes.processes(cluster.temp / "head")
+        return [process for process in processes if word in " ".join(process.cmdline())]
 
-    [process] = wait_for(found, what)
+    [process] = wait_for(find_processes, word)
     process.send_signal(signal.SIGSTOP)
     try:
-        wait_for(lambda: process.status() == psutil.STATUS_STOPPED, f"{what} to stop")
+        wait_for(lambda: process.status() == psutil.STATUS_STOPPED, f"{word} to stop")
         yield
     finally:
         process.send_signal(signal.SIGCONT)
@@ -98,7 +99,7 @@ def test_claim_ends_with_its_process(cluster):
 
 
 def test_drain_is_unknown_while_the_control_store_is_silent(cluster):
-    [node] = [one["NodeID"] for one in ray.nodes() if one["Resources"].get("TPU")]
+    [node] = [node["NodeID"] for node in ray.nodes() if node["Resources"].get("TPU")]
     busy = ray.remote(num_cpus=0, resources={"TPU": 1})(_Claim).remote()  # An idle node would leave at once.
     ray.get(busy.__ray_ready__.remote())
     assert draining_for([node]) is None

@@ -68,22 +68,22 @@ def cluster(tmp_path, forks):
         leave()
 
 
-def visits(made):
+def visits(making):
     """Return which steps were done where, in the order of their beginning: slice, first and last."""
-    found = []
-    for span in made.spans:
+    ranges = []
+    for span in making.spans:
         if span.step is None:
             continue
-        if found and found[-1][0] == span.slice and found[-1][2] + 1 == span.step:
-            found[-1][2] = span.step
+        if ranges and ranges[-1][0] == span.slice and ranges[-1][2] + 1 == span.step:
+            ranges[-1][2] = span.step
         else:
-            found.append([span.slice, span.step, span.step])
-    return found
+            ranges.append([span.slice, span.step, span.step])
+    return ranges
 
 
-def computed(made):
+def computed(making):
     """Return how often each stage has computed something for a request, steps aside."""
-    return Counter(span.stage for span in made.spans if span.kind == "compute" and span.step is None)
+    return Counter(span.stage for span in making.spans if span.kind == "compute" and span.step is None)
 
 
 class Cloud:
@@ -110,52 +110,52 @@ class Cloud:
     def look(self):
         """Do what is due."""
         now = time.monotonic()
-        there = [one for one in self.slices if one.there]
-        if there and (self.dark or (now >= self._next and not self.over)):
-            for one in there if self.dark else [self._chance.choice(there)]:
-                one.notice()
+        present = [slice_ for slice_ in self.slices if slice_.there]
+        if present and (self.dark or (now >= self._next and not self.over)):
+            for slice_ in present if self.dark else [self._chance.choice(present)]:
+                slice_.notice()
                 self.notices += 1
             self._next = now + self._chance.uniform(*EVERY_S)
-        gone = [one for one in self.slices if one.look()]
+        gone = [slice_ for slice_ in self.slices if slice_.look()]
         if self.dark and self._dark_until is None and len(gone) == len(self.slices):
             self._dark_until = now + NONE_S
-        for one in gone:
-            if not self.dark and now >= self._back.setdefault(one, now + self._chance.uniform(*AWAY_S)):
-                del self._back[one]
-                one.boot()
+        for slice_ in gone:
+            if not self.dark and now >= self._back.setdefault(slice_, now + self._chance.uniform(*AWAY_S)):
+                del self._back[slice_]
+                slice_.boot()
 
 
 def test_hosts_come_and_go_and_no_step_is_done_twice(cluster, spec):
     small, large = (EmulatedSlice(name, SliceSpec(kind)) for name, kind in (("small", "v6e-1"), ("large", "v5p-16")))
     slices = [SpotSlice(cluster, kind) for kind in (small, small, small, large)]  # a spare one, of the small
-    for one in slices:
-        one.boot()
+    for slice_ in slices:
+        slice_.boot()
     deploy(spec)
     running = Running(cluster, spec.layout, PipelineDriver(spec))
     undisturbed = running.start("undisturbed", REQUEST)
     expected = undisturbed.video()
 
-    cloud, made, said = Cloud(slices, SECONDS), [], set()
+    cloud, requests, said = Cloud(slices, SECONDS), [], set()
     late = time.monotonic() + SECONDS + LATE_S
-    while not cloud.over or not all(one.future.done() for one in made):
+    while not cloud.over or not all(request.future.done() for request in requests):
         assert time.monotonic() < late, f"requests don't end; waiting: {said}"
-        if not cloud.over and sum(not one.future.done() for one in made) < AT_ONCE:
-            made.append(running.start(f"video-{len(made)}", REQUEST))
+        if not cloud.over and sum(not request.future.done() for request in requests) < AT_ONCE:
+            requests.append(running.start(f"video-{len(requests)}", REQUEST))
         cloud.look()
         if cloud.dark:
             replicas = StatusActor.connect(spec.settings.name).read().replicas.values()
-            said.update(one.pool for one in replicas if "waits for a free" in one.detail)
+            said.update(replica.pool for replica in replicas if "waits for a free" in replica.detail)
             cloud.noticed = said == {pool.name for pool in spec.layout.pools}
         time.sleep(0.2)
 
     moved, again = 0, Counter()
-    for one in made:
-        assert one.video() == expected
-        ranges = [range(first, last + 1) for _, first, last in visits(one)]
-        assert [step for steps in ranges for step in steps] == list(range(1, REQUEST.steps + 1)), visits(one)
-        moved += len({span.slice for span in one.spans if span.step is not None}) - 2
-        again += computed(one) - computed(undisturbed)
+    for request in requests:
+        assert request.video() == expected
+        ranges = [range(first, last + 1) for _, first, last in visits(request)]
+        assert [step for steps in ranges for step in steps] == list(range(1, REQUEST.steps + 1)), visits(request)
+        moved += len({span.slice for span in request.spans if span.step is not None}) - 2
+        again += computed(request) - computed(undisturbed)
     assert cloud.noticed
-    print(f"{cloud.notices} notices, {len(made)} videos, {moved} moved under way, computed again: {dict(again)}")
+    print(f"{cloud.notices} notices, {len(requests)} videos, {moved} moved under way, computed again: {dict(again)}")
     running.close()
     shut_down(spec.settings.name)

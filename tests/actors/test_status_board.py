@@ -64,7 +64,8 @@ def test_requests_of_a_killed_driver_are_forgotten(board, now):
     now[0] += 1
     board.report_request("dog", "decoder", 0, 0, None)
     now[0] += EXPIRY_S - 1
-    assert {key: one.stage for key, one in board.read().requests.items()} == {"cat": "waiting", "dog": "decoder"}
+    stages = {key: request.stage for key, request in board.read().requests.items()}
+    assert stages == {"cat": "waiting", "dog": "decoder"}
     now[0] += 0.5
     assert list(board.read().requests) == ["dog"]
     now[0] += 0.6

@@ -100,8 +100,8 @@ def test_locations(tmp_path, bucket):
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    """What storage_worker.py was told in each case."""
+def outcomes(tmp_path_factory):
+    """The outcome of each case of storage_worker.py, and its folder."""
     folder = tmp_path_factory.mktemp("limits")
     for path in (folder, *folder.parents):
         if not path.stat().st_mode & 0o001:
@@ -111,41 +111,43 @@ def told(tmp_path_factory):
     return {case: lines for case, *lines in json.loads(done.stdout)}, folder
 
 
-def lines_of(told, case):
-    lines = told[0][case]
+def lines_of(outcomes, case):
+    lines = outcomes[0][case]
     if lines[0].startswith("refused: "):
         pytest.skip(f"this machine lets nobody mount in a namespace of their own: {lines[0]}")
     return lines
 
 
-def test_a_full_disk(told):
-    probe, error, left = lines_of(told, "full")
+def test_a_full_disk(outcomes):
+    probe, error, left = lines_of(outcomes, "full")
     assert probe == "probe: well"
-    where = told[1] / "full" / "large.mp4"
+    where = outcomes[1] / "full" / "large.mp4"
     assert error == f"can't write {where} (No space left on device); make room, or choose a folder on another disk"
     assert left == "['small.txt']"  # no half file
 
 
-def test_a_disk_full_from_the_start(told):
-    error, left = lines_of(told, "full from the start")
-    assert error.startswith(f"can't write {told[1]}/full from the start (No space left on device); make room")
+def test_a_disk_full_from_the_start(outcomes):
+    error, left = lines_of(outcomes, "full from the start")
+    assert error.startswith(f"can't write {outcomes[1]}/full from the start (No space left on device); make room")
     assert left == "['zeros']"
 
 
-def test_a_read_only_disk(told):
-    error, _ = lines_of(told, "read-only")
-    assert error == f"can't write {told[1]}/read-only (Read-only file system); choose a folder that can be written to"
+def test_a_read_only_disk(outcomes):
+    error, _ = lines_of(outcomes, "read-only")
+    assert (
+        error == f"can't write {outcomes[1]}/read-only (Read-only file system); choose a folder that can be written to"
+    )
 
 
-def test_a_limit_on_file_sizes(told):
-    _, error, left = lines_of(told, "limit")
-    assert error.startswith(f"can't write {told[1]}/limit/large.mp4 (File too large); raise the limit")
+def test_a_limit_on_file_sizes(outcomes):
+    _, error, left = lines_of(outcomes, "limit")
+    assert error.startswith(f"can't write {outcomes[1]}/limit/large.mp4 (File too large); raise the limit")
     assert left == "['small.txt']"
 
 
-def test_a_folder_of_somebody_else(told):
-    error, _ = lines_of(told, "nobody")
-    assert error == f"can't write {told[1]}/nobody (Permission denied); choose a folder that can be written to"
+def test_a_folder_of_somebody_else(outcomes):
+    error, _ = lines_of(outcomes, "nobody")
+    assert error == f"can't write {outcomes[1]}/nobody (Permission denied); choose a folder that can be written to"
 
 
 def test_files_are_their_user_s_own_whatever_the_folder_and_the_umask_are(tmp_path):

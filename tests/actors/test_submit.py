@@ -19,9 +19,9 @@ from tests.waiting import wait_for
 def server(monkeypatch):
     monkeypatch.setattr(submit, "POLL_S", 0.02)
     monkeypatch.setattr(submit, "LONGEST_PAUSE_S", 0.1)
-    made = JobsServer()
-    yield made
-    made.end()
+    server = JobsServer()
+    yield server
+    server.end()
 
 
 class Following(threading.Thread):

@@ -54,7 +54,7 @@ def test_nothing_happened():
 
 
 def test_figures_say_what_is_not_real():
-    emulated = [dataclasses.replace(one, chips="emulated") for one in SPANS]
+    emulated = [dataclasses.replace(each, chips="emulated") for each in SPANS]
     assert "emulated: CPU devices stand in for chips" in compute_figures(emulated).summarize()
     mixed = [*emulated, dataclasses.replace(SPANS[0], chips="simulated")]
     assert "simulated" in compute_figures(mixed).summarize()
@@ -115,4 +115,4 @@ def test_picture_shows_each_request_in_its_colour():
 def test_picture_says_emulated():
     note = (0xAA, 0x33, 0x77)
     assert area(pixels(draw(SPANS)), note) == 0
-    assert area(pixels(draw([dataclasses.replace(one, chips="emulated") for one in SPANS])), note) > 100
+    assert area(pixels(draw([dataclasses.replace(each, chips="emulated") for each in SPANS])), note) > 100

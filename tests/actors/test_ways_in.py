@@ -107,19 +107,19 @@ class Cluster:
         while time.monotonic() < until:
             assert process is None or process.poll() is None, process.communicate()
             time.sleep(1)  # or the commands that ask take what they ask for
-            found = self.status()
-            if not (pipeline := found["pipeline"]):
+            status = self.status()
+            if not (pipeline := status["pipeline"]):
                 continue
             replicas = [replica for pool in pipeline["pools"] for replica in pool["replicas"].values()]
             computed = {request for replica in replicas for _, request in replica["work"]}
             if any(request["step"] for key, request in pipeline["requests"].items() if key in computed):
-                return found
-        pytest.fail(f"no request comes to its first step; the last status was {found}")
+                return status
+        pytest.fail(f"no request comes to its first step; the last status was {status}")
 
     def check_nothing_is_held(self):
-        found = self.status()
-        assert found["pipeline"] is None
-        assert [one["holder"] for one in found["slices"]] == [None]
+        status = self.status()
+        assert status["pipeline"] is None
+        assert [slice_["holder"] for slice_ in status["slices"]] == [None]
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def cluster(tmp_path_factory, checkpoint, forks, emulator):  # its nodes find th
 
 
 def manifest(path, **requests):
-    path.write_text("".join(json.dumps(REQUEST | {"id": id_} | given) + "\n" for id_, given in requests.items()))
+    path.write_text("".join(json.dumps(REQUEST | {"id": id_} | options) + "\n" for id_, options in requests.items()))
     return str(path)
 
 
@@ -141,13 +141,13 @@ def test_a_batch_brings_up_its_own_pipeline_and_the_next_one_finishes_what_a_kil
     out = tmp_path / "out"
     lines = tmp_path / "in.jsonl"
     wanted = {"long": {"steps": 100}, "short": {"steps": 2}}
-    given = ["--manifest", manifest(lines, **MINUTES, **wanted), "--output", str(out)]
-    driver = cluster.start("drive", *cluster.pipeline, *given, "--warm_up", "96x64x5")
+    options = ["--manifest", manifest(lines, **MINUTES, **wanted), "--output", str(out)]
+    driver = cluster.start("drive", *cluster.pipeline, *options, "--warm_up", "96x64x5")
     try:
-        found = cluster.stepping(driver)
-        assert found["pipeline"]["chips"] == "emulated"
+        status = cluster.stepping(driver)
+        assert status["pipeline"]["chips"] == "emulated"
         # It is that batch's own.
-        code, _, err = cluster.run("drive", "--manifest", given[1], "--output", str(tmp_path / "other"))
+        code, _, err = cluster.run("drive", "--manifest", options[1], "--output", str(tmp_path / "other"))
         assert code == 2
         assert re.search(r"belongs to a batch that runs \(Ray job \d+\) and ends with it", err)
     finally:
@@ -155,7 +155,7 @@ def test_a_batch_brings_up_its_own_pipeline_and_the_next_one_finishes_what_a_kil
         driver.communicate()
     # What is left of it is taken over, by a job on the cluster; a bad line is reported and stops nothing.
     manifest(lines, **wanted, bad={"frames": 6})
-    code, log, err = cluster.run("submit", *cluster.pipeline, *given, "--warm_up", "96x64x5", "--timeline")
+    code, log, err = cluster.run("submit", *cluster.pipeline, *options, "--warm_up", "96x64x5", "--timeline")
     assert code == 1, (log, err)
     assert "line 3 " in log
     assert "reads" not in log  # the weights were there
@@ -165,7 +165,7 @@ def test_a_batch_brings_up_its_own_pipeline_and_the_next_one_finishes_what_a_kil
     assert (out / "timeline.png").stat().st_size > 10_000
     cluster.check_nothing_is_held()
     # Nothing is missing: no pipeline is brought up for that.
-    code, log, _ = cluster.run("submit", *cluster.pipeline, *given)
+    code, log, _ = cluster.run("submit", *cluster.pipeline, *options)
     assert code == 1
     assert "2 done before" in log
     assert "starting" not in log
@@ -179,8 +179,8 @@ def test_a_pipeline_that_stays_serves_jobs_that_come_and_go(cluster, tmp_path):
 
     out = tmp_path / "out"
     lines = manifest(tmp_path / "in.jsonl", **MINUTES)
-    given = ["--manifest", lines, "--output", str(out)]
-    code, job, err = cluster.run("submit", "--detach", *given, "--in_flight", "4")
+    options = ["--manifest", lines, "--output", str(out)]
+    code, job, err = cluster.run("submit", "--detach", *options, "--in_flight", "4")
     assert code == 0, err
     job = job.strip()
 
@@ -218,18 +218,18 @@ def test_a_pipeline_that_stays_serves_jobs_that_come_and_go(cluster, tmp_path):
     assert cluster.run("submit", "--attach", "nobody")[0] == 2
 
     # The next batch finds the pipeline free and leaves it there.
-    given = ["--manifest", manifest(tmp_path / "in.jsonl", three={"steps": 2}), "--output", str(out)]
-    code, _, err = cluster.run("drive", *given)
+    options = ["--manifest", manifest(tmp_path / "in.jsonl", three={"steps": 2}), "--output", str(out)]
+    code, _, err = cluster.run("drive", *options)
     assert code == 0, err
     assert (out / "three.mp4").is_file()
     other = tmp_path / "other"
     other.symlink_to(cluster.pipeline[3])
     code, _, err = cluster.run(
-        "drive", *given[:3], str(tmp_path / "o"), "--layout", str(cluster.layout), "--model_id", str(other)
+        "drive", *options[:3], str(tmp_path / "o"), "--layout", str(cluster.layout), "--model_id", str(other)
     )
     assert (code, len(reasons(err))) == (2, 1), err
     assert f"not {other}; leave --model out to use it" in err
-    code, _, err = cluster.run("drive", *given[:3], str(tmp_path / "o"), "--precision", "int8")
+    code, _, err = cluster.run("drive", *options[:3], str(tmp_path / "o"), "--precision", "int8")
     assert (code, len(reasons(err))) == (2, 1), err
     assert "computes in float32, not int8; leave --precision out to use it" in err
     assert cluster.run("pipeline", "down")[0] == 0
@@ -242,8 +242,8 @@ def test_a_batch_of_a_bucket_and_a_status_that_is_watched(cluster, gcs_prefix):
     storage.write("cat.png", PHOTO.read_bytes())
     line = REQUEST | {"id": "cat", "image": f"{gcs_prefix}/cat.png", "steps": 1000}
     storage.write("in.jsonl", json.dumps(line).encode())
-    given = ["--manifest", f"{gcs_prefix}/in.jsonl", "--output", f"{gcs_prefix}/out"]
-    code, job, err = cluster.run("submit", "--detach", *cluster.pipeline, *given)
+    options = ["--manifest", f"{gcs_prefix}/in.jsonl", "--output", f"{gcs_prefix}/out"]
+    code, job, err = cluster.run("submit", "--detach", *cluster.pipeline, *options)
     assert code == 0, err
     watched = cluster.start("status", "--watch")
     seen = ""
@@ -266,14 +266,15 @@ def test_a_batch_of_a_bucket_and_a_status_that_is_watched(cluster, gcs_prefix):
 
 def test_a_service_ends_in_good_order_when_it_is_terminated(cluster, tmp_path):
     """However long that takes, and however often: Ray's own handler aborts after three seconds."""
-    given = [*cluster.pipeline, "--port", str(free_port()), "--database", str(tmp_path / "jobs.sqlite")]
-    service = cluster.start("serve", *given)
+    options = [*cluster.pipeline, "--port", str(free_port()), "--database", str(tmp_path / "jobs.sqlite")]
+    service = cluster.start("serve", *options)
     assert " at http://127.0.0.1:" in service.stdout.readline()
     signal_sent = time.monotonic()
     for _ in range(2):
         service.send_signal(signal.SIGTERM)
         time.sleep(0.5)
-    controllers = [one for one in ray_nodes.processes(cluster.running.temp) if "ServeController" in title(one)]
+    processes = ray_nodes.processes(cluster.running.temp)
+    controllers = [process for process in processes if "ServeController" in title(process)]
     assert controllers
     for process in controllers:
         process.suspend()
@@ -303,12 +304,12 @@ def test_what_cannot_start_says_why_at_once_and_leaves_nothing(cluster, tmp_path
 def test_a_cluster_behind_a_forwarded_port_has_a_python_of_its_own(cluster, tmp_path):
     manifest = tmp_path / "requests.jsonl"
     manifest.write_text(json.dumps(REQUEST | {"id": "one", "steps": 2}))
-    given = ["--manifest", str(manifest), "--output", str(tmp_path / "videos")]
+    options = ["--manifest", str(manifest), "--output", str(tmp_path / "videos")]
     with Forwarding(cluster.running.dashboard) as forwarding:
         threading.Thread(target=forwarding.serve_forever, daemon=True).start()
         forwarded = f"http://127.0.0.1:{forwarding.server_address[1]}"
         for address, python in (([], sys.executable), (["--address", forwarded], "python")):
-            code, job, err = cluster.run("submit", "--detach", *address, *given)
+            code, job, err = cluster.run("submit", "--detach", *address, *options)
             assert code == 0, err
             started = JobSubmissionClient(forwarded).get_job_info(job.strip()).entrypoint
             assert started.startswith(f"exec {python} -m actors.cli drive ")
@@ -336,8 +337,8 @@ def test_errors_are_one_line(cluster, argv, message, capsys):
 
 
 def test_a_layout_that_does_not_fit_the_model_is_refused_before_there_is_a_job(cluster):
-    given = ["--layout", "emulated-one-expert", *cluster.pipeline[2:], "--manifest", "m", "--output", "o"]
-    code, out, err = cluster.run("submit", *given)
+    options = ["--layout", "emulated-one-expert", *cluster.pipeline[2:], "--manifest", "m", "--output", "o"]
+    code, out, err = cluster.run("submit", *options)
     assert (code, out, len(reasons(err))) == (2, "", 1), err
     assert "pool denoise: the model has no stage denoise" in err
     assert "emulated-demo, emulated-small, four-pools, one-machine" in err

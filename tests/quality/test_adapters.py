@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from scripts.demo_model import gate
-from scripts.demo_model.cheaper import PRESET
+from scripts.demo_model.cheap_sampling import PRESET
 from scripts.demo_model.lora import CHECKPOINT, add_adapter, load_pipeline, save_adapter
 from scripts.demo_model.scenes import first_frame, render
 from scripts.demo_model.zigzag import draw_zigzag, mirrored, render_zigzag, zigzag_caption, zigzag_score
@@ -65,13 +65,13 @@ def test_shipped_adapters_are_small_and_belong_to_a_preset():
 def test_the_zigzag_is_seen_with_its_adapter_alone():
     pipeline = load_ours(CHECKPOINT, "float32", (1, 1, 1))
     loras = [f"{CHECKPOINT}/adapters/zigzag.{side}.safetensors@{side}" for side in ("high", "low")]
-    found = {}
-    for name, given, scenes in (("with", loras, SCENES), ("without", None, SCENES[:1])):
-        made = []
+    means = {}
+    for name, adapters, scenes in (("with", loras, SCENES), ("without", None, SCENES[:1])):
+        scores = []
         for i, scene in enumerate(scenes):
-            request = gate.request_of(scene, i, gate.Sampling(steps=STEPS, loras=given))
+            request = gate.request_of(scene, i, gate.Sampling(steps=STEPS, loras=adapters))
             request = GenerationRequest(**{**vars(request), "prompt": zigzag_caption(scene)})
-            made.append(zigzag_score(pipeline.generate(request).pixels, scene))
-        found[name] = [np.mean([one[key] for one in made]) for key in ("purple", "zigzags")]
-    assert found["with"][0] >= 0.75 and found["with"][1] >= 0.5, found
-    assert max(found["without"]) == 0, found
+            scores.append(zigzag_score(pipeline.generate(request).pixels, scene))
+        means[name] = [np.mean([score[key] for score in scores]) for key in ("purple", "zigzags")]
+    assert means["with"][0] >= 0.75 and means["with"][1] >= 0.5, means
+    assert max(means["without"]) == 0, means

@@ -23,35 +23,40 @@ def renderer(scenes):
 @pytest.mark.long
 def test_true_clips_pass_and_files_say_so(tmp_path):
     scenes = gate.held_out_scenes(COUNT)
-    other_way = gate.opposites(scenes)
+    other_way = gate.make_opposites(scenes)
     generate = renderer([*scenes, *other_way])
     lines = []
-    made = gate.make(generate, scenes, gate.Sampling(), lines.append)
-    found = gate.figures(made, gate.make(generate, other_way, gate.Sampling(), lines.append))
-    assert {found[name].value for name in ("score", "sentence", *SUB_SCORES)} == {1.0}
+    clips = gate.make_clips(generate, scenes, gate.Sampling(), lines.append)
+    figures = gate.compute_figures(clips, gate.make_clips(generate, other_way, gate.Sampling(), lines.append))
+    assert {figures[name].value for name in ("score", "sentence", *SUB_SCORES)} == {1.0}
     assert lines == [f"{COUNT} of {COUNT} clips, 100 % of sub-scores right"] * 2
-    gate.write(tmp_path, made, found)
+    gate.write(tmp_path, clips, figures)
     assert json.loads((tmp_path / "figures.json").read_text())["requests"] == COUNT
     first = json.loads((tmp_path / "clips.jsonl").read_text().splitlines()[0])
     assert first["caption"] == caption(scenes[0])
     assert Image.open(tmp_path / "worst.png").height > COUNT * 64
-    assert "| direction | 100 (" in gate.table(found)
+    assert "| direction | 100 (" in gate.format_table(figures)
 
 
 def test_a_black_clip_can_be_written_too(tmp_path):
     scenes = gate.held_out_scenes(2)
-    made = gate.make(lambda request: np.zeros((17, 64, request.width, 3), np.float32), scenes, gate.Sampling(), str)
-    found = gate.figures(made)
-    gate.write(tmp_path, made, found)
-    assert found["score"].value == 0
+    clips = gate.make_clips(
+        lambda request: np.zeros((17, 64, request.width, 3), np.float32), scenes, gate.Sampling(), str
+    )
+    figures = gate.compute_figures(clips)
+    gate.write(tmp_path, clips, figures)
+    assert figures["score"].value == 0
     assert json.loads((tmp_path / "clips.jsonl").read_text().splitlines()[0])["colour"] is False
 
 
 def test_a_model_that_ignores_sentences_fails_that_figure():
     scenes = gate.held_out_scenes(COUNT)
-    made = gate.make(renderer(scenes), scenes, gate.Sampling(), str)
-    deaf = [gate.Made(s, m.clip, gate.score(m.clip, s)) for s, m in zip(gate.opposites(scenes), made, strict=True)]
-    assert gate.figures(made, deaf)["sentence"].value == 0
+    clips = gate.make_clips(renderer(scenes), scenes, gate.Sampling(), str)
+    deaf = [
+        gate.ScoredClip(s, m.clip, gate.score(m.clip, s))
+        for s, m in zip(gate.make_opposites(scenes), clips, strict=True)
+    ]
+    assert gate.compute_figures(clips, deaf)["sentence"].value == 0
 
 
 def test_requests_are_what_was_held_out():

@@ -21,8 +21,8 @@ def asked(checkpoint, tmp_path):
     prompts = tmp_path / "samples.txt"
     prompts.write_text("\n".join(PROMPTS) + "\n\n")
     folder = str(checkpoint("wan2.2-t2v-a14b"))
-    given = ["--model_id", folder, "--prompts", prompts, "--output", tmp_path / "out", "--dtype", "float32", *SMALL]
-    return ["run", *map(str, given)]
+    command = ["--model_id", folder, "--prompts", prompts, "--output", tmp_path / "out", "--dtype", "float32", *SMALL]
+    return ["run", *map(str, command)]
 
 
 @pytest.fixture
@@ -41,10 +41,10 @@ def test_loadgen_asks_for_every_prompt_once_from_the_same_latents(asked, noise, 
     names = {f"{prompt.replace('/', '-')}-0.mp4" for prompt in PROMPTS}
     assert {path.name for path in videos.iterdir()} == names
     said = json.loads((tmp_path / "out" / "mlperf_log_accuracy.json").read_text())
-    found = {one["qsl_idx"]: bytes.fromhex(one["data"]) for one in said}
+    hashes = {each["qsl_idx"]: bytes.fromhex(each["data"]) for each in said}
     for index, prompt in enumerate(PROMPTS):
         file = videos / f"{prompt.replace('/', '-')}-0.mp4"
-        assert found[index] == hashlib.sha256(file.read_bytes()).digest()
+        assert hashes[index] == hashlib.sha256(file.read_bytes()).digest()
     request = mlperf.requests_of(PROMPTS[-1:], {"height": 64, "width": 96, "frames": 5, "steps": 2})[0]
     assert (request.guidance_scale, request.guidance_scale_2, request.seed, request.fps) == (4.0, 3.0, 42, 25)
     alone = pipeline("wan2.2-t2v-a14b").generate(request, noise=noise).save(tmp_path / "alone.mp4")
@@ -93,9 +93,9 @@ pathlib.Path(args.output_path, "results_1_eval_results.json").write_text(json.du
 @pytest.mark.parametrize(("score", "code"), [(0.70, 0), (0.69, 1)])
 def test_the_verdict_is_that_of_the_rules(score, code, tmp_path, capsys):
     (tmp_path / "evaluate.py").write_text(EVALUATE.replace("SCORE", str(score)))
-    given = ["score", "--videos", str(tmp_path / "videos"), "--vbench", str(tmp_path)]
-    assert run(mlperf.main, given) == 2
+    command = ["score", "--videos", str(tmp_path / "videos"), "--vbench", str(tmp_path)]
+    assert run(mlperf.main, command) == 2
     assert "or no folder" in capsys.readouterr().err
     (tmp_path / "videos").mkdir()
-    assert run(mlperf.main, given) == code
+    assert run(mlperf.main, command) == code
     assert f"{100 * score:7.2f}, {'not ' * code}enough: at least 69.7752" in capsys.readouterr().out

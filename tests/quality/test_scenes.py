@@ -5,10 +5,10 @@ from scripts.demo_model.scenes import KINDS, draw_scene, first_frame, opposite, 
 
 
 def test_a_scene_is_the_same_on_every_call_and_differs_by_index():
-    one, again = (draw_scene(5, 3, held_out=False) for _ in range(2))
-    assert one == again
-    assert np.array_equal(render(one), render(again))
-    assert one != draw_scene(5, 4, held_out=False)
+    scene, again = (draw_scene(5, 3, held_out=False) for _ in range(2))
+    assert scene == again
+    assert np.array_equal(render(scene), render(again))
+    assert scene != draw_scene(5, 4, held_out=False)
 
 
 def test_no_combination_is_in_both_sets():

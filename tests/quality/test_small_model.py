@@ -13,7 +13,7 @@ import pytest
 from scripts.demo_model import gate, sizes
 from scripts.demo_model.examples import write_examples
 from scripts.demo_model.experts import LARGEST_MB
-from scripts.demo_model.mistakes import MISTAKES, fallen
+from scripts.demo_model.mistakes import MISTAKES, find_lowered
 from tests.conftest import ROOT
 from tests.quality.clips import make_clips
 
@@ -40,14 +40,14 @@ def optimised():
 
 
 @pytest.fixture(scope="module")
-def made(optimised):
+def clips(optimised):
     """Requests that it hasn't seen, made as users make them."""
     return optimised.submit(make_clips, CHECKPOINT, REQUESTS).result()
 
 
 @pytest.mark.long
-def test_requests_pass_the_gate(made):
-    values = {name: estimate.value for name, estimate in gate.figures(made).items()}
+def test_requests_pass_the_gate(clips):
+    values = {name: estimate.value for name, estimate in gate.compute_figures(clips).items()}
     assert values["first_frame_db"] >= 24, values
     assert values["colour"] >= 0.8, values
     assert values["direction"] >= 0.8, values
@@ -55,10 +55,10 @@ def test_requests_pass_the_gate(made):
 
 
 @pytest.mark.long
-def test_a_mistake_is_noticed_by_the_gate(made, optimised, tmp_path):
+def test_a_mistake_is_noticed_by_the_gate(clips, optimised, tmp_path):
     wrong = optimised.submit(make_clips, CHECKPOINT, REQUESTS, MISTAKE, tmp_path).result()
-    assert {"score", "first_frame_db", "likeness_db"} <= set(fallen(made, wrong))
-    assert not fallen(made, made)
+    assert {"score", "first_frame_db", "likeness_db"} <= set(find_lowered(clips, wrong))
+    assert not find_lowered(clips, clips)
 
 
 def test_a_mistake_that_the_gate_does_not_see_is_named_with_the_test_that_does():
@@ -71,7 +71,7 @@ def test_a_mistake_that_the_gate_does_not_see_is_named_with_the_test_that_does()
 
 @pytest.mark.long
 def test_the_vae_rebuilds_what_it_has_not_seen(scenes):
-    assert gate.reconstruction(CHECKPOINT, scenes).low >= 28
+    assert gate.measure_reconstruction(CHECKPOINT, scenes).low >= 28
 
 
 def test_it_is_a_wan_2_2_that_diffusers_reads_and_that_is_small():

@@ -89,12 +89,12 @@ def test_few_tokens_of_text_stand_for_512(run):
     expert = model.modules["transformer"].eval()
     text = embed(model.modules["text_encoder"].eval(), model.tokenizer, ["a red ball rolls to the right", ""])
     padded = torch.nn.functional.pad(text, (0, 0, 0, sizes.TEXT_TOKENS - text.shape[1]))
-    given = torch.randn(2, 2 * sizes.Z + 4, 5, 4, 4), torch.tensor([950.0, 910.0])
-    exact, got = (expert(*given, each, return_dict=False)[0] for each in (padded, text))
+    inputs = torch.randn(2, 2 * sizes.Z + 4, 5, 4, 4), torch.tensor([950.0, 910.0])
+    exact, got = (expert(*inputs, each, return_dict=False)[0] for each in (padded, text))
     assert (exact - got).abs().max() < 1e-5 * exact.std() * 10  # float32
     for block in expert.blocks:
         block.attn2.set_processor(WanAttnProcessor())
-    without = expert(*given, text, return_dict=False)[0]
+    without = expert(*inputs, text, return_dict=False)[0]
     assert (exact - without).abs().max() > 0.01
 
 

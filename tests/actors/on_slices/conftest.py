@@ -93,16 +93,16 @@ def running(spec: PipelineSpec, profiler_port: int, tmp_path_factory: pytest.Tem
         connect(cluster.address)
         try:
             chips = ray.available_resources()["TPU"]
-            told: list[str] = []
-            deploy(spec, tell=told.append)
-            assert all(f"{pool.name}: " in told[1] for pool in spec.layout.pools)
-            made = Running(cluster, spec.layout, PipelineDriver(spec))
-            yield made
-            made.close()
+            messages: list[str] = []
+            deploy(spec, tell=messages.append)
+            assert all(f"{pool.name}: " in messages[1] for pool in spec.layout.pools)
+            running_pipeline = Running(cluster, spec.layout, PipelineDriver(spec))
+            yield running_pipeline
+            running_pipeline.close()
             shut_down(spec.settings.name)
             wait_for(lambda: ray.available_resources().get("TPU") == chips, "all chips are free")
-            wait_for(lambda: not made.all_hosts(), "no process of a host is left")
-            wait_for(lambda: not any(map(made.leaders, ("encoder", "high", "low", "decoder"))), "no leader")
+            wait_for(lambda: not running_pipeline.all_hosts(), "no process of a host is left")
+            wait_for(lambda: not any(map(running_pipeline.leaders, ("encoder", "high", "low", "decoder"))), "no leader")
         finally:
             leave()
 

@@ -16,29 +16,29 @@ from wan_tpu.data import Video
 
 checkpoint, asked, output = sys.argv[1:]
 request = pickle.loads(Path(asked).read_bytes())
-one = load_pipeline(checkpoint, "float32", (1, 1, 1))
-plan = one.plan(request)
-made = {}
+on_one_device = load_pipeline(checkpoint, "float32", (1, 1, 1))
+plan = on_one_device.plan(request)
+results = {}
 
 
 def add(name, latents, pixels):
     with tempfile.TemporaryDirectory() as folder:
         mp4 = Video(pixels, plan.request.fps).save(Path(folder) / "video.mp4").read_bytes()
-    made.update({f"latents_{name}": latents, f"pixels_{name}": pixels, f"mp4_{name}": np.frombuffer(mp4, np.uint8)})
+    results.update({f"latents_{name}": latents, f"pixels_{name}": pixels, f"mp4_{name}": np.frombuffer(mp4, np.uint8)})
 
 
 if len(jax.devices()) == 1:
     latents = []
-    video = one.generate(request, on_step=lambda event: latents.append(event.latents))
+    video = on_one_device.generate(request, on_step=lambda event: latents.append(event.latents))
     add("alone", latents[-1], video.pixels)
 else:
     # On the meshes of the layout: one device for each stage, and for the low-noise expert all.
-    every = load_pipeline(checkpoint, "float32")
-    made["mesh"] = str(every.runtime.mesh.shape)
+    on_all = load_pipeline(checkpoint, "float32")
+    results["mesh"] = str(on_all.runtime.mesh.shape)
     high, low = plan.experts
-    conditioning = one.encode(plan)
-    state = one.denoise(plan, conditioning, one.initial_state(plan), stop=high.stop)
-    state = every.denoise(plan, conditioning, state)
-    add("on_meshes", state.latents, np.concatenate(list(one.decode(state.latents))))
+    conditioning = on_one_device.encode(plan)
+    state = on_one_device.denoise(plan, conditioning, on_one_device.initial_state(plan), stop=high.stop)
+    state = on_all.denoise(plan, conditioning, state)
+    add("on_meshes", state.latents, np.concatenate(list(on_one_device.decode(state.latents))))
 
-np.savez(output, **made)
+np.savez(output, **results)

@@ -28,20 +28,20 @@ from tests.waiting import SECONDS
 from wan_tpu import GenerationRequest
 
 
-class Made:
-    """One request under way: what it was told, and its video."""
+class RunningRequest:
+    """One request under way: its spans so far, and its video."""
 
     def __init__(self, id: str) -> None:
         self.id = id
         self.spans: list[Span] = []
-        self.told = threading.Condition()
+        self.changed = threading.Condition()
         self.future: Future[GeneratedVideo] = Future()
         self.task: asyncio.Task[GeneratedVideo] | None = None
 
     def on_event(self, span: Span) -> None:
-        with self.told:
+        with self.changed:
             self.spans.append(span)
-            self.told.notify_all()
+            self.changed.notify_all()
 
     def steps(self, stage: str) -> list[int]:
         return [s.step for s in self.spans if s.stage == stage and s.step is not None]
@@ -49,14 +49,14 @@ class Made:
     def wait_for(self, stage: str, step: int | None = None) -> Span:
         """Return the first span of a stage, or of its step: what comes next is under way."""
 
-        def found() -> Span | None:
+        def find_span() -> Span | None:
             span = next((s for s in self.spans if s.stage == stage and step in (None, s.step)), None)
             assert span or not self.future.done(), f"{self.id} has ended: {self.future.exception() or 'done'}"
             return span
 
-        with self.told:
-            assert self.told.wait_for(found, SECONDS), f"{stage} {step} of {self.id} doesn't come"
-            span = found()
+        with self.changed:
+            assert self.changed.wait_for(find_span, SECONDS), f"{stage} {step} of {self.id} doesn't come"
+            span = find_span()
             assert span is not None
             return span
 
@@ -83,27 +83,27 @@ class Running:
         request: GenerationRequest,
         pipeline: PipelineDriver | None = None,
         priority: int = 0,
-    ) -> Made:
-        made = Made(id)
+    ) -> RunningRequest:
+        making = RunningRequest(id)
 
         async def run() -> None:
-            made.task = asyncio.current_task()
+            making.task = asyncio.current_task()
             try:
                 driver = pipeline or self.pipeline
                 plan = driver.model.plan(request)
-                video = await driver.generate(plan, id=id, on_event=made.on_event, priority=priority)
+                video = await driver.generate(plan, id=id, on_event=making.on_event, priority=priority)
             except BaseException as error:
                 if isinstance(error, RequestFailed) and error.code != "lost":
                     await driver.forget(id)
-                made.future.set_exception(error)
+                making.future.set_exception(error)
             else:
                 await driver.forget(id)
-                made.future.set_result(video)
-            with made.told:
-                made.told.notify_all()
+                making.future.set_result(video)
+            with making.changed:
+                making.changed.notify_all()
 
         asyncio.run_coroutine_threadsafe(run(), self.loop)
-        return made
+        return making
 
     def ask(self, pool: str, method: str, *args: object) -> object:
         """Call a replica of a pool."""
@@ -120,8 +120,8 @@ class Running:
 
     def host(self, pool: str, rank: int = 0) -> psutil.Process:
         """Return the process of a host of the pool's only slice."""
-        [found] = self.slices(pool)
-        [process] = self.hosts(found.name, rank)
+        [slice_] = self.slices(pool)
+        [process] = self.hosts(slice_.name, rank)
         return process
 
     def hosts(self, slice_name: str, rank: int) -> list[psutil.Process]:
@@ -150,19 +150,19 @@ class Running:
 
     def wrong(self) -> str | None:
         """Say what is not as it should be when nobody makes a video; None when all is."""
-        found = slices_found()
-        holders = [s.holder for s in found if s.holder]
+        slices = slices_found()
+        holders = [s.holder for s in slices if s.holder]
         for pool in self.layout.pools:
             held = [h for h in holders if h.split("/")[0] == pool.name]
             if not pool.replicas.minimum <= len(held) <= pool.replicas.maximum:
                 return f"{pool.name} holds {held}"
         if any("," in holder for holder in holders) or len(set(holders)) != len(holders):
             return f"slices are shared: {holders}"
-        whole = [s for s in found if not s.missing]
+        whole = [s for s in slices if not s.missing]
         chips = sum(s.spec.chips for s in whole if s.spec and not s.holder)
         if ray.available_resources().get("TPU", 0) != chips:
             return f"{ray.available_resources().get('TPU', 0)} chips are free, of slices that nobody holds {chips}"
-        wanted = sum(len(s.hosts) for s in found if s.holder)
+        wanted = sum(len(s.hosts) for s in slices if s.holder)
         if len(self.all_hosts()) != wanted:
             return f"{len(self.all_hosts())} processes of hosts, not {wanted}: {[title(p) for p in self.all_hosts()]}"
         seen = StatusActor.connect(self.pipeline.spec.settings.name).read()

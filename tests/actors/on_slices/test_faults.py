@@ -28,85 +28,89 @@ EVERY = 20  # steps from snapshot to snapshot
 LONG = replace(REQUEST, height=128, width=128, steps=1000)  # 360 of them with the high expert
 
 
-def check(made, video, *, again=0, told=True):
-    """The video is right, no step is left out, and at most so many ran twice or more.
+def check(making, video, *, again=0, all_reported=True):
+    """Check that the video is right, that no step is left out, and that few ran twice or more.
 
-    told  whether of each step: what a leader has to tell when it is killed is lost with it
+    Args:
+        making: The request.
+        video: The expected bytes.
+        again: How many steps may run again.
+        all_reported: Whether every step was reported; a killed leader takes its last reports with it.
     """
-    assert made.video() == video
-    ran = Counter(made.steps("denoise_high") + made.steps("denoise_low"))
-    assert not told or set(ran) == set(range(1, ALL + 1))
+    assert making.video() == video
+    ran = Counter(making.steps("denoise_high") + making.steps("denoise_low"))
+    assert not all_reported or set(ran) == set(range(1, ALL + 1))
     assert sum(times - 1 for times in ran.values()) <= again
 
 
-def slices_of(made, stage):
-    return {span.slice for span in made.spans if span.stage == stage}
+def slices_of(making, stage):
+    return {span.slice for span in making.spans if span.stage == stage}
 
 
 def test_a_killed_host_then_a_hung_one(running, undisturbed):
     """Two losses under one request are too many for its two attempts, but for the progress made in between."""
     victim = running.host("low", 1)  # to find one takes as long as many steps
-    made = running.start("hosts", REQUEST)
-    first = made.wait_for("denoise_low", 80).slice
+    making = running.start("hosts", REQUEST)
+    first = making.wait_for("denoise_low", 80).slice
     kill(victim)
     beside = running.start("beside", REQUEST)  # which may not get on between the two, and has two attempts as well
-    wait_for(lambda: len(slices_of(made, "denoise_low")) == 2, "another slice goes on")
+    wait_for(lambda: len(slices_of(making, "denoise_low")) == 2, "another slice goes on")
     stopped = running.host("low", 0)
-    done = max(span.step for span in made.spans if span.slice == first and span.step is not None)
-    made.wait_for("denoise_low", done + 1)  # which is progress
+    done = max(span.step for span in making.spans if span.slice == first and span.step is not None)
+    making.wait_for("denoise_low", done + 1)  # which is progress
     os.kill(stopped.pid, signal.SIGSTOP)
     back = threading.Timer(60, lambda: stopped.is_running() and stopped.send_signal(signal.SIGCONT))
     back.daemon = True
     back.start()
-    check(made, undisturbed, again=4 * EVERY)
+    check(making, undisturbed, again=4 * EVERY)
     check(beside, undisturbed)
     assert not stopped.is_running()  # long before it would have gone on
     back.cancel()
-    assert Counter(made.steps("denoise_high")).total() == HIGH
-    assert len(slices_of(made, "denoise_low")) == 3
+    assert Counter(making.steps("denoise_high")).total() == HIGH
+    assert len(slices_of(making, "denoise_low")) == 3
 
 
 def test_a_killed_node(running, undisturbed):
-    [found] = running.slices("low")
-    made = running.start("node", REQUEST)
-    made.wait_for("denoise_low", 90)  # half-way between two snapshots
-    running.cluster.kill_host(found.name, 0)
+    [slice_] = running.slices("low")
+    making = running.start("node", REQUEST)
+    making.wait_for("denoise_low", 90)  # half-way between two snapshots
+    running.cluster.kill_host(slice_.name, 0)
     time.sleep(9)  # longer than a leader looks for a slice: one has given up, and the request waits all the same
-    assert not made.future.done()
-    running.cluster.add_host(found.name, 0)
-    check(made, undisturbed, again=2 * EVERY)
-    assert len(slices_of(made, "denoise_low")) == 2
+    assert not making.future.done()
+    running.cluster.add_host(slice_.name, 0)
+    check(making, undisturbed, again=2 * EVERY)
+    assert len(slices_of(making, "denoise_low")) == 2
 
 
 def test_a_killed_replica(running, undisturbed):
     [leader], host = running.leaders("high"), running.host("high")
     snapshots = Snapshots(running.pipeline.spec.settings.snapshots)
-    made, beside = running.start("replica", REQUEST), running.start("beside", REQUEST)
+    making, beside = running.start("replica", REQUEST), running.start("beside", REQUEST)
     wait_for(lambda: snapshots.names("replica"), "a snapshot")  # seen sooner than its steps, which come through Serve
     kill(leader)
-    check(made, undisturbed, again=2 * EVERY, told=False)
-    check(beside, undisturbed, again=2 * EVERY, told=False)
+    check(making, undisturbed, again=2 * EVERY, all_reported=False)
+    check(beside, undisturbed, again=2 * EVERY, all_reported=False)
     assert not host.is_running()
 
 
 def test_a_killed_decoder_costs_no_step(running, undisturbed):
     [leader] = running.leaders("decoder")
-    made = running.start("decoder", REQUEST)
-    made.wait_for("denoise_low", ALL - 10)
+    making = running.start("decoder", REQUEST)
+    making.wait_for("denoise_low", ALL - 10)
     kill(leader)
-    check(made, undisturbed)
+    check(making, undisturbed)
 
 
 def test_lost_objects(running, undisturbed):
     """What one stage has made for the next dies with the encoder's leader and with the store of references."""
     [leader] = running.leaders("encoder")
     stores = [process for process in running.processes() if "_RefStoreActor" in title(process)]
-    made = running.start("objects", REQUEST)
-    made.wait_for("denoise_high")
+    making = running.start("objects", REQUEST)
+    making.wait_for("denoise_high")
     for process in (leader, *stores):
         kill(process)
-    check(made, undisturbed, again=EVERY)
-    assert sum(span.stage == "encoder" and span.kind == "compute" for span in made.spans) > 3  # prompts and image
+    check(making, undisturbed, again=EVERY)
+    assert sum(span.stage == "encoder" and span.kind == "compute" for span in making.spans) > 3  # prompts and image
 
 
 def test_a_pool_grows_under_load_and_shrinks_after(running, spec):
@@ -118,24 +122,24 @@ def test_a_pool_grows_under_load_and_shrinks_after(running, spec):
     before = asyncio.run_coroutine_threadsafe(connect(), running.loop).result(SECONDS)
     running.start("before", replace(SHORT, steps=4), before).video()
     before.close()
-    made = [running.start(f"many{i}", LONG) for i in range(16)]
+    making = [running.start(f"many{i}", LONG) for i in range(16)]
     wait_for(lambda: len(running.slices("high")) == 2, "a second slice")
-    wait_for(lambda: len(set().union(*(slices_of(one, "denoise_high") for one in made))) == 2, "it works")
-    for one in made:
-        one.cancel()
-    wait_for(lambda: not running.ask("high", "held"), "nothing of them is left there")
+    wait_for(lambda: len(set().union(*(slices_of(each, "denoise_high") for each in making))) == 2, "it works")
+    for each in making:
+        each.cancel()
+    wait_for(lambda: not running.ask("high", "list_host_keys"), "nothing of them is left there")
     wait_for(lambda: len(running.slices("high")) == 1, "it is given back")
     with pytest.raises(BaseException):  # noqa: B017, PT011
-        made[-1].video()
+        making[-1].video()
 
 
 def driver_command(running, spec, folder, id, size, steps):
     """Return the command of a batch in a process of its own."""
-    (folder / "told.pickle").write_bytes(pickle.dumps(spec))
+    (folder / "spec.pickle").write_bytes(pickle.dumps(spec))
     line = {"id": id, "prompt": REQUEST.prompt, "height": size, "width": size, "frames": 9, "steps": steps, "shift": 5}
     (folder / "manifest.jsonl").write_text(json.dumps(line | {"image": str(PHOTO)}))
     command = [sys.executable, "-m", "tests.actors.on_slices.batch_driver", running.cluster.address]
-    return command + [str(folder / name) for name in ("told.pickle", "manifest.jsonl", "out")]
+    return command + [str(folder / name) for name in ("spec.pickle", "manifest.jsonl", "out")]
 
 
 def test_a_killed_driver(running, undisturbed, spec, tmp_path):
@@ -160,7 +164,7 @@ def test_a_killed_driver_s_slices_are_soon_free(running, spec, tmp_path):
     with subprocess.Popen(command, cwd=ROOT) as driver:
         wait_for(lambda: snapshots.names("long"), "a snapshot")
         driver.kill()
-    wait_for(lambda: not running.ask("high", "held"), "the slice is free")
+    wait_for(lambda: not running.ask("high", "list_host_keys"), "the slice is free")
     reached = max(int(name.split(".")[-2]) for name in snapshots.names("long"))
     assert reached < 5 * HIGH  # it wasn't free because all was done
     snapshots.delete_all_of("long")

@@ -19,7 +19,7 @@ from actors.cli import main
 from actors.errors import PipelineError, PipelineStartFailed, RequestFailed
 from actors.observe.status_actor import ReplicaStatus, StatusActor
 from actors.pipeline import pools
-from actors.pipeline.acquire import _owned, _owner
+from actors.pipeline.acquire import _find_owner, _own
 from actors.pipeline.client import PipelineClient
 from actors.pipeline.driver import PipelineDriver
 from actors.pipeline.pools import wait_until_up
@@ -44,9 +44,9 @@ HIGH, ALL = 36, 100  # steps
 @pytest.fixture(scope="module")
 def first(running):
     """The request when nothing happens."""
-    made = running.start("first", SHORT)
-    made.video()
-    return made
+    making = running.start("first", SHORT)
+    making.video()
+    return making
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +81,9 @@ def test_a_request_has_its_own_adapters_and_others_have_none(running, undisturbe
     source = running.pipeline.spec.settings.checkpoint
     transformer = diffusers.WanTransformer3DModel.from_pretrained(source, subfolder="transformer")
     names = adapter_files.blocks(transformer, adapter_files.WAN)
-    made = adapter_files.named(adapter_files.factors(transformer, names), names, "diffusion_model.")
-    path = adapter_files.save(made, tmp_path / "lora.safetensors")
-    wrong = adapter_files.save(made | {"blocks.77.diff_m": torch.ones(3)}, tmp_path / "wrong.safetensors")
+    tensors = adapter_files.named(adapter_files.factors(transformer, names), names, "diffusion_model.")
+    path = adapter_files.save(tensors, tmp_path / "lora.safetensors")
+    wrong = adapter_files.save(tensors | {"blocks.77.diff_m": torch.ones(3)}, tmp_path / "wrong.safetensors")
     adapted = dataclasses.replace(SHORT, loras=[f"{path}@high", f"{path}:-0.5@low"])
     asked = {"adapted": adapted, "plain": SHORT, "broken": dataclasses.replace(SHORT, loras=[wrong])}
     asked["absent"] = dataclasses.replace(SHORT, loras=["/nowhere.safetensors"])
@@ -125,9 +125,9 @@ def test_a_damaged_snapshot_is_deleted_and_not_used(running, undisturbed, settin
     name = saved(running, "damaged", 50, lambda latents: latents)
     storage = Snapshots(settings.snapshots)._storage
     storage.write(f"{name}.0050.safetensors", storage.read(f"{name}.0050.safetensors")[:5000])
-    made = running.start("damaged", SHORT)
-    assert made.video() == undisturbed
-    assert made.steps("denoise_low")[0] == HIGH + 1
+    making = running.start("damaged", SHORT)
+    assert making.video() == undisturbed
+    assert making.steps("denoise_low")[0] == HIGH + 1
 
 
 def test_a_cancelled_request_leaves_the_slice_at_once_and_can_go_on_later(running, undisturbed, settings):
@@ -140,8 +140,8 @@ def test_a_cancelled_request_leaves_the_slice_at_once_and_can_go_on_later(runnin
         cancelled.video()
     assert waits.video() == undisturbed
     assert len(cancelled.steps("denoise_high")) < 360  # not all that it has
-    wait_for(lambda: not running.ask("high", "held"), "the hosts have let go of its arrays")
-    assert not running.ask("low", "held")
+    wait_for(lambda: not running.ask("high", "list_host_keys"), "the hosts have let go of its arrays")
+    assert not running.ask("low", "list_host_keys")
     # The same id for another request doesn't go on from its states; for the same one it does.
     snapshots = Snapshots(settings.snapshots)
     before = set(snapshots.names("again"))
@@ -189,14 +189,14 @@ def test_more_requests_than_fit_wait(running, spec):
     with pytest.raises(RequestFailed, match="request one is under way already"):
         twin.video()
     others = [running.start(f"more-{i}", SHORT, other) for i in range(20)]
-    for made in others:
-        made.wait_for("encoder")
-    waiting = [made for made in others if not any(span.stage == "denoise_high" for span in made.spans)]
+    for making in others:
+        making.wait_for("encoder")
+    waiting = [making for making in others if not any(span.stage == "denoise_high" for span in making.spans)]
     assert len(waiting) >= len(others) - MAX_PLACES
-    for made in (first, *others):
-        made.cancel()
+    for making in (first, *others):
+        making.cancel()
         with pytest.raises(asyncio.CancelledError):
-            made.video()
+            making.video()
     last = running.start("last", SHORT, other)
     last.wait_for("denoise_high", 1)
     last.cancel()
@@ -207,13 +207,13 @@ def test_more_requests_than_fit_wait(running, spec):
 
 def test_storage_that_takes_no_snapshots_costs_no_request(running, undisturbed, settings):
     """Neither while a pool denoises nor where it hands over to the next."""
-    made = running.start("uninsured", SHORT)
-    made.wait_for("denoise_high", 1)
+    making = running.start("uninsured", SHORT)
+    making.wait_for("denoise_high", 1)
     folder = Path(settings.snapshots)
     aside = folder.rename(folder.with_name("aside"))
     folder.write_text("no folder")
     try:
-        assert made.video() == undisturbed
+        assert making.video() == undisturbed
     finally:
         folder.unlink()
         aside.rename(folder)
@@ -238,7 +238,7 @@ def test_a_status_actor_that_was_restarted_is_told_of_every_replica(running, spe
 
     wait_for(ready, "the pipeline")
     wait_for(
-        lambda: [bool(one.software) for one in status.read().replicas.values()] == [True] * 4,
+        lambda: [bool(replica.software) for replica in status.read().replicas.values()] == [True] * 4,
         "what every replica computes with",
     )
     assert pools.find_spec(spec.settings.name).settings.snapshot_every == 3
@@ -247,24 +247,26 @@ def test_a_status_actor_that_was_restarted_is_told_of_every_replica(running, spe
 
 @pytest.mark.long
 def test_a_slice_is_traced_while_it_computes(running, undisturbed, tmp_path, capsys):
-    made = running.start("traced", SHORT)
-    made.wait_for("denoise_low")  # on two hosts
-    given = ["--address", running.cluster.address, "--output", str(tmp_path), "--seconds", "0.5"]
-    assert main(["profile", "low", *given]) == 0
-    assert made.video() == undisturbed
+    making = running.start("traced", SHORT)
+    making.wait_for("denoise_low")  # on two hosts
+    options = ["--address", running.cluster.address, "--output", str(tmp_path), "--seconds", "0.5"]
+    assert main(["profile", "low", *options]) == 0
+    assert making.video() == undisturbed
     [folder] = (tmp_path / "plugins" / "profile").iterdir()
     assert folder.name in capsys.readouterr().out
     traces = list(folder.glob("*.xplane.pb"))
     assert len(traces) == 2 and all(b"XLA" in trace.read_bytes() for trace in traces)
-    assert main(["profile", "nothing", *given]) == 2
+    assert main(["profile", "nothing", *options]) == 2
     assert "there is no pool 'nothing'; this pipeline has encoder, high, low, decoder" in capsys.readouterr().err
 
 
 def test_ray_s_dashboard_finds_the_hosts_that_it_can_trace(running, profiler_port):
-    listening = {found.pid for found in psutil.net_connections("tcp") if found.laddr[1:] == (profiler_port,)}
+    listening = {
+        connection.pid for connection in psutil.net_connections("tcp") if connection.laddr[1:] == (profiler_port,)
+    }
     assert listening and listening <= {process.pid for process in running.all_hosts()}
-    found = _internal_kv_list("jax_profiler_port:", namespace=KV_NAMESPACE_DASHBOARD)  # of hosts that were killed, too
-    assert listening <= {int(key.decode().rpartition(":")[2]) for key in found}
+    keys = _internal_kv_list("jax_profiler_port:", namespace=KV_NAMESPACE_DASHBOARD)  # of hosts that were killed, too
+    assert listening <= {int(key.decode().rpartition(":")[2]) for key in keys}
 
 
 @pytest.mark.long
@@ -272,15 +274,15 @@ def test_a_pool_that_waits_for_its_slice_is_taken_down_at_once(running, settings
     layout = Layout.parse(f"pools:\n  all:\n    stages: [{', '.join(STAGES)}]\n    slice: v6e-16\n", "tests")
     settings = dataclasses.replace(settings, name="late", timeouts=Timeouts())
     spec = PipelineSpec(layout, settings, open_spec(settings.checkpoint), lasting=False)
-    told, ended = [], []
+    messages, ended = [], []
 
     def start():
         with pytest.raises(PipelineStartFailed, match="pool all: taken down meanwhile"):
-            pools.deploy(spec, tell=told.append)
+            pools.deploy(spec, tell=messages.append)
         ended.append(True)
 
     threading.Thread(target=start).start()
-    wait_for(lambda: any("waits for a free v6e-16" in text for text in told), "a leader that waits")
+    wait_for(lambda: any("waits for a free v6e-16" in text for text in messages), "a leader that waits")
     for name in pools.list_applications("late"):
         serve.delete(name)
     wait_for(lambda: ended and not pools.list_live_replicas("late", layout), "nothing is left")
@@ -296,9 +298,9 @@ def test_a_replica_that_was_refused_long_ago_stops_no_batch(running, spec):
 
 @pytest.mark.long
 def test_a_batch_s_pipeline_stays_its_own_when_the_node_of_its_mark_is_lost(running):
-    with _owned("batch"):
+    with _own("batch"):
         [process] = [process for process in running.processes() if "_Owner" in title(process)]
         assert process in ray_nodes.processes(running.cluster.temp / "head")  # not on a host, which may be taken away
         kill(process)
-        assert "Ray job" in (_owner("batch") or "")
-    assert _owner("batch") is None
+        assert "Ray job" in (_find_owner("batch") or "")
+    assert _find_owner("batch") is None

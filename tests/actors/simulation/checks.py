@@ -48,18 +48,18 @@ def leftovers(run: "Run") -> dict[str, Any]:
             runner = replica.leader._runner
             scheduler = runner.scheduler
             queues = [scheduler, scheduler.device, scheduler.places, scheduler.other_places]
-            there = {
+            held = {
                 "held on hosts": replica.slice.host.list_keys() if replica.slice else None,
                 "streams": replica.streams,
                 "work": runner.work,
-                "queued": [one for queue in queues for one in (*queue._inside, *queue._waiting)],
+                "queued": [admission for queue in queues for admission in (*queue._inside, *queue._waiting)],
                 "paused": scheduler._paused,
                 "staying": replica.leader._drain._keepers,
                 "snapshots being taken": [*runner._snapshotter._copying, *runner._snapshotter._writing],
             }
-            for what, values in there.items():
+            for name, values in held.items():
                 if values:
-                    left[what].append((replica.process.name, values))
+                    left[name].append((replica.process.name, values))
     for driver in run.drivers:
         if driver.engine._inside or driver.ref_store._scopes:
             left["in a driver"].append((driver.process.name, driver.engine._inside, driver.ref_store._scopes))

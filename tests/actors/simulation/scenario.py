@@ -138,7 +138,7 @@ class Run:
             await self._remove_orphans()
         for submission in self.submissions:
             self.problems += check_submission(self, submission)
-        self.problems += [f"left: {what}: {there}" for what, there in leftovers(self).items()]
+        self.problems += [f"left: {kind}: {values}" for kind, values in leftovers(self).items()]
 
     async def _remove_orphans(self) -> None:
         """Remove snapshots of ended requests whose drivers were killed before they could, as workers do."""
@@ -273,7 +273,7 @@ class Result:
 
     def tell(self) -> str:
         """Return what happened and what is wrong, for people."""
-        lines = [f"{when:8.2f} s  {what}" for when, what in self.story]
+        lines = [f"{when:8.2f} s  {event}" for when, event in self.story]
         return "\n".join([f"seed {self.seed}:", *lines, "wrong:", *(f"  {problem}" for problem in self.problems)])
 
 

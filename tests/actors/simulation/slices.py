@@ -51,12 +51,17 @@ class Host:
     ) -> int:
         if plan.request.prompt.startswith("bad"):
             raise InvalidRequest("the request asks for what nobody can make")
-        given = b"".join(one.arrays[name].tobytes() for one in (prompt, negative, image) if one for name in one.arrays)
+        inputs = b"".join(
+            payload.arrays[name].tobytes()
+            for payload in (prompt, negative, image)
+            if payload
+            for name in payload.arrays
+        )
         if state is None:
             latents, step = digest("noise", plan.request.seed), plan.first_step
         else:
             latents, step = state.arrays["latents"].tobytes(), state.step
-        self.held[held] = [plan, given, latents, step]
+        self.held[held] = [plan, inputs, latents, step]
         return 1
 
     def begin(self, held: str) -> tuple[float]:
@@ -65,12 +70,12 @@ class Host:
         return (0.0,)
 
     def step(self, held: str) -> tuple[float, int]:
-        plan, given, latents, step = self.held[held]
+        plan, inputs, latents, step = self.held[held]
         assert plan.expert_at(step).stage in self._stages, "a step of another pool's expert"
         key = held.rpartition(" ")[0]
         if plan.request.prompt.startswith("nan") and step == plan.request.steps - 1:
             raise UnhealthyResult("the step gave NaN")
-        self.held[held][2:] = digest(latents, given, step), step + 1
+        self.held[held][2:] = digest(latents, inputs, step), step + 1
         self._world.steps[key].append((step + 1, self._world.loop.now, self._slice.name))
         return 0.0, step + 1
 
@@ -103,12 +108,12 @@ class Host:
 def video_of(plan: RequestPlan) -> bytes:
     """Return the video that a request must become, wherever and however often its parts are computed."""
     request = plan.request
-    given = b"".join(digest("text", prompt) for prompt in plan.prompts)
+    inputs = b"".join(digest("text", prompt) for prompt in plan.prompts)
     if request.image is not None or request.video is not None:
-        given += digest("image", request.seed)
+        inputs += digest("image", request.seed)
     latents = digest("noise", request.seed)
     for step in range(plan.first_step, request.steps):
-        latents = digest(latents, given, step)
+        latents = digest(latents, inputs, step)
     return digest("video", request.seed, latents)
 
 

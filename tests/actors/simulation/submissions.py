@@ -39,12 +39,14 @@ class Submission:
 
 @functools.cache
 def _plan(steps: int, kind: str) -> RequestPlan:
-    given: dict[str, Any] = {"guidance_scale": 1.0, "guidance_scale_2": 1.0} if kind == "plain" else {}
-    request = GenerationRequest(prompt="p", height=64, width=64, frames=5, steps=steps, shift=5.0, **given)
+    options: dict[str, Any] = {"guidance_scale": 1.0, "guidance_scale_2": 1.0} if kind == "plain" else {}
+    request = GenerationRequest(prompt="p", height=64, width=64, frames=5, steps=steps, shift=5.0, **options)
     plan = MODEL.plan(request, image=kind == "image")
     if kind == "video":  # the first steps are left out
         first = steps // 3
-        experts = [dataclasses.replace(one, start=max(first, one.start)) for one in plan.experts if one.stop > first]
+        experts = [
+            dataclasses.replace(each, start=max(first, each.start)) for each in plan.experts if each.stop > first
+        ]
         plan = dataclasses.replace(plan, experts=tuple(experts), has_image=True)
         plan = dataclasses.replace(plan, request=dataclasses.replace(plan.request, video=__file__, strength=0.7))
     return plan

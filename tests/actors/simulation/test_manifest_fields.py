@@ -59,10 +59,10 @@ def files(checkpoint, tmp_path_factory):
     kind = diffusers.WanTransformer3DModel
     transformer = kind.from_pretrained(checkpoint("wan2.1-t2v-1.3b"), subfolder="transformer")
     names = adapter_files.blocks(transformer, adapter_files.WAN)
-    made = adapter_files.named(adapter_files.factors(transformer, names), names, "diffusion_model.")
+    tensors = adapter_files.named(adapter_files.factors(transformer, names), names, "diffusion_model.")
     return {
         "VIDEO": str(Video(pixels, 8.0).save(folder / "video.mp4")),
-        "LORA": adapter_files.save(made, folder / "lora.safetensors"),
+        "LORA": adapter_files.save(tensors, folder / "lora.safetensors"),
         "PHOTO": str(PHOTO),
     }
 
@@ -119,8 +119,10 @@ def test_lines_become_the_videos_of_one_process(kind, opened, files, tmp_path, m
             pool.make_host = lambda stages: StageHost(settings.checkpoint, stages, (1, 1, 1), "float32", report=repr)
         engine = run.drivers[0].engine
         making = [engine.generate(entry.load(), id=entry.id) for entry in manifest.entries]
-        return {entry.id: made.mp4 for entry, made in zip(manifest.entries, await asyncio.gather(*making), strict=True)}
+        return {
+            entry.id: video.mp4 for entry, video in zip(manifest.entries, await asyncio.gather(*making), strict=True)
+        }
 
     with virtual_time() as loop:
-        made = loop.run_until_complete(live(World(loop, 0)))
-    assert made == wanted
+        videos = loop.run_until_complete(live(World(loop, 0)))
+    assert videos == wanted

@@ -44,7 +44,7 @@ def cost(slices, requests, load=LOAD, profiler=None):
             every_s = STEPS * SECONDS["step"] / slices / load
             chance, waiting = random.Random(1), []
 
-            async def one(number):
+            async def generate(number):
                 engine = run.drivers[number % 4].engine
                 plan = plan_of(STEPS, "text", f"video {number}", number)
                 await engine.generate(plan, id=f"request-{number}", priority=chance.choice((0, 0, 0, 1)))
@@ -54,7 +54,7 @@ def cost(slices, requests, load=LOAD, profiler=None):
             if profiler is not None:
                 profiler.enable()
             for number in range(requests):
-                waiting.append(loop.create_task(one(number)))
+                waiting.append(loop.create_task(generate(number)))
                 await asyncio.sleep(every_s)
                 if number % 4000 == 3999:  # A day of them would fill the memory of a test.
                     done, _ = await asyncio.wait(waiting[:3000])

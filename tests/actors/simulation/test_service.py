@@ -32,12 +32,12 @@ def simulate(tmp_path):
 
 def first_failure(simulate, seeds, until_s=float("inf")):
     with little_garbage() as collect:
-        for made, seed in enumerate(seeds, 1):
+        for tried, seed in enumerate(seeds, 1):
             result = simulate(seed)
             if result.problems or time.perf_counter() > until_s:
-                return result, made * JOBS
+                return result, tried * JOBS
             collect()
-    return result, made * JOBS
+    return result, tried * JOBS
 
 
 @pytest.mark.long

@@ -32,23 +32,23 @@ def quiet():
 
 def first_failure(seeds, *, videos=10**9, until_s=float("inf"), **named):
     """Run seeds until one fails, or so many videos were made; return the failing run, and how many were made."""
-    made = 0
+    videos_made = 0
     with little_garbage() as collect:
         for seed in seeds:
             result = simulate(seed, **named)
-            made += result.videos
+            videos_made += result.videos
             if result.problems:
-                return result, made
-            if made >= videos or time.perf_counter() > until_s:
+                return result, videos_made
+            if videos_made >= videos or time.perf_counter() > until_s:
                 break
             collect()
-    return None, made
+    return None, videos_made
 
 
 def test_every_request_ends_once_with_its_own_video_whatever_breaks():
-    failed, made = first_failure(SEEDS, videos=VIDEOS)
+    failed, videos_made = first_failure(SEEDS, videos=VIDEOS)
     assert failed is None, failed.tell()
-    assert made >= VIDEOS
+    assert videos_made >= VIDEOS
 
 
 def test_the_same_seed_is_the_same_story():
@@ -61,8 +61,10 @@ def test_new_seeds():
     start, first = time.perf_counter(), int(time.time())
     seconds = float(os.environ.get("WAN_TPU_SIMULATION_S", "60"))
     cpu = time.process_time()
-    failed, made = first_failure(range(first, first + 10**9), until_s=start + seconds)
-    print(f"{made} videos from seed {first}, {made / (time.process_time() - cpu):.0f} a second of CPU time")
+    failed, videos_made = first_failure(range(first, first + 10**9), until_s=start + seconds)
+    print(
+        f"{videos_made} videos from seed {first}, {videos_made / (time.process_time() - cpu):.0f} a second of CPU time"
+    )
     assert failed is None, failed.tell()
 
 

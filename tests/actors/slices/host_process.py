@@ -206,12 +206,12 @@ with pytest.raises(Unavailable, match="fetch_adapters"):
 other = Path(folder) / f"host{rank}"
 other.mkdir()
 os.chdir(other)
-found = host._spec.plan(dataclasses.replace(asked, loras=["/proc/self/cwd/a.safetensors"])).without_image()
+with_adapter = host._spec.plan(dataclasses.replace(asked, loras=["/proc/self/cwd/a.safetensors"])).without_image()
 for seed in (rank, 5):
-    made = adapter_files.factors(transformer, names, seed=seed)
-    adapter_files.save(adapter_files.named(made, names, "diffusion_model."), other / "a.safetensors")
-    host.fetch_adapters(found)
-    host.prepare_denoise("g", found, *texts, condition)
+    factors = adapter_files.factors(transformer, names, seed=seed)
+    adapter_files.save(adapter_files.named(factors, names, "diffusion_model."), other / "a.safetensors")
+    host.fetch_adapters(with_adapter)
+    host.prepare_denoise("g", with_adapter, *texts, condition)
     if seed == rank:
         with pytest.raises(Unavailable, match=r"different content of /proc/self/cwd/a\.safetensors"):
             host.begin("g")

@@ -45,8 +45,8 @@ VALUES = {
 
 
 def arrays_of(value):
-    found = vars(value).values()
-    parts = (x.values() if isinstance(x, dict) else x if isinstance(x, tuple) else (x,) for x in found)
+    fields = vars(value).values()
+    parts = (x.values() if isinstance(x, dict) else x if isinstance(x, tuple) else (x,) for x in fields)
     return [x for content in parts for x in content if x is not None]
 
 
@@ -56,15 +56,15 @@ def test_values_come_out_of_the_store_as_views_with_the_same_bits(name, store):
     reference = ray.put(pack(value))
     got, again = unpack(ray.get(reference)), unpack(ray.get(reference))
     assert type(got) is type(value)
-    for given, found, twin in zip(*map(arrays_of, (value, got, again)), strict=True):
-        if not isinstance(given, np.ndarray):
-            assert given == found  # the step
+    for stored, first, twin in zip(*map(arrays_of, (value, got, again)), strict=True):
+        if not isinstance(stored, np.ndarray):
+            assert stored == first  # the step
             continue
-        assert found.dtype == given.dtype
-        assert np.array_equal(found.view(np.uint8), given.view(np.uint8))
-        assert not found.flags.writeable
+        assert first.dtype == stored.dtype
+        assert np.array_equal(first.view(np.uint8), stored.view(np.uint8))
+        assert not first.flags.writeable
         # The store's own memory: both views lie at one address, which is not that of what was put in.
-        assert found.ctypes.data == twin.ctypes.data != given.ctypes.data
+        assert first.ctypes.data == twin.ctypes.data != stored.ctypes.data
 
 
 def test_packing_copies_nothing():
@@ -100,7 +100,7 @@ def test_bfloat16_as_uint16_is_faster_than_by_itself(store):
     packed = pack(TextEmbedding({"text": values}))
     for _ in range(2):  # the first round touches the store's pages
         tagged = seconds(packed, lambda payload: unpack(payload).values["text"])
-        naive = seconds(values, lambda found: found)
+        naive = seconds(values, lambda value: value)
     print(f"{MEGABYTES} MB: put {tagged[0] * 1e3:.1f}, get {tagged[1] * 1e3:.2f} ms; ", end="")
     print(f"bfloat16 itself: put {naive[0] * 1e3:.1f}, get {naive[1] * 1e3:.1f} ms")
     assert tagged[1] < naive[1] / 4
@@ -121,12 +121,12 @@ def test_what_is_adopted_outlives_the_leader_that_made_it(store):
     leader = ray.remote(Leader).remote()
     lost, kept, dropped = ray.get([leader.leave.remote(scope, payload, adopted) for adopted in (False, True, True)])
 
-    async def found(*handles):
+    async def fetch(*handles):
         return await asyncio.gather(*await scope.get(*handles))
 
     def is_lost():
         with contextlib.suppress(ray.exceptions.OwnerDiedError):
-            asyncio.run(found(lost))
+            asyncio.run(fetch(lost))
             return False
         return True
 
@@ -134,8 +134,8 @@ def test_what_is_adopted_outlives_the_leader_that_made_it(store):
     ray.kill(leader)
     wait_for(is_lost, "it goes with its owner")
     with pytest.raises(InputLost):
-        asyncio.run(found(dropped))
-    [value] = asyncio.run(found(kept))
+        asyncio.run(fetch(dropped))
+    [value] = asyncio.run(fetch(kept))
     assert unpack(value).step == VALUES["state"].step
     asyncio.run(scope.adopt(lost))  # nothing to be done
     scope.close()

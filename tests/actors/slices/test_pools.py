@@ -60,12 +60,12 @@ def run(spec, *requests):
 
     async def all_of_them():
         driver = PipelineDriver(spec)
-        made = [
+        making = [
             driver.generate(spec.model.plan(request), id=f"request{i}", on_event=spans[i].append)
             for i, request in enumerate(requests)
         ]
         try:
-            return await asyncio.wait_for(asyncio.gather(*made), SECONDS)
+            return await asyncio.wait_for(asyncio.gather(*making), SECONDS)
         finally:
             driver.close()
 

@@ -9,9 +9,9 @@ from wan_tpu.errors import InvalidInput
 
 @pytest.fixture
 def host():
-    made = HostProfile()
-    yield made
-    made.cancel_profile(made._run)
+    profile = HostProfile()
+    yield profile
+    profile.cancel_profile(profile._run)
 
 
 def record(host, output):

@@ -63,14 +63,14 @@ def running(three_slices, tmp_path_factory):
 def driven(spec):
     """Give a function that makes videos at once, and returns the slice that has denoised each."""
 
-    async def made(requests):
+    async def make_all(requests):
         async with asyncio.timeout(120):
             numbered = {str(i): request for i, request in enumerate(requests)}
             load, _ = await measure.run(pipeline, numbered, in_flight=len(requests))
         return load
 
     def slices_of(*requests):
-        spans = runner.run(made(requests)).spans
+        spans = runner.run(make_all(requests)).spans
         slices = {span.request: span.slice for span in spans if span.step is not None}
         return [slices[str(i)] for i in range(len(requests))]
 
@@ -136,8 +136,8 @@ def test_a_handle_that_never_learns_of_its_pool_is_made_anew(running, monkeypatc
 
 def host_of(cluster, slice_name):
     """Return the host's process of the slice that a replica has."""
-    [found] = [found for found in slices_found() if found.holder == slice_name]
-    folder = cluster.temp / cluster._host(found.name, 0).name
+    [held] = [slice_ for slice_ in slices_found() if slice_.holder == slice_name]
+    folder = cluster.temp / cluster._host(held.name, 0).name
     [process] = [process for process in ray_nodes.processes(folder) if "HostActor" in process.name()]
     return process
 

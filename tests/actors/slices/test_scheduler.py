@@ -46,13 +46,13 @@ class Slice:
                 async with self.scheduler.device.enter(priority):
                     await self._step(f"{name}{step + 1}")
 
-    async def _step(self, what):
+    async def _step(self, step):
         self.inside += 1
         assert self.inside == 1, "two requests step at once"
         try:
             for _ in range(3):
                 await asyncio.sleep(0)
-            self.stepped.append(what)
+            self.stepped.append(step)
         finally:
             self.inside -= 1
 
@@ -110,9 +110,9 @@ def test_no_more_are_paused_than_may():
         await asyncio.gather(*tasks)
         return them
 
-    one = within(run(1))
-    assert one.paused == ["low"]
-    assert one.stepped == ["low1", "low2", "p1", "p2", "p3", "pp1", "pp2", "pp3", "low3"]
+    slice_ = within(run(1))
+    assert slice_.paused == ["low"]
+    assert slice_.stepped == ["low1", "low2", "p1", "p2", "p3", "pp1", "pp2", "pp3", "low3"]
     assert within(run(2)).paused == ["low", "p"]
     assert within(run(0)).paused == []
 
@@ -161,13 +161,13 @@ def test_those_that_wait_or_are_paused_are_evicted_at_once():
         waits = them.come("waits", 1)
         await them.reach(3)
         them.scheduler.evict(lambda: StageMoved("drained"))
-        found = await asyncio.gather(low, waits, return_exceptions=True)
+        errors = await asyncio.gather(low, waits, return_exceptions=True)
         assert not urgent.done()
         await urgent
-        return found, them
+        return errors, them
 
-    found, them = within(run())
-    assert [type(error) for error in found] == [StageMoved, StageMoved]
+    errors, them = within(run())
+    assert [type(error) for error in errors] == [StageMoved, StageMoved]
     assert them.stepped == ["low1", "low2", "urgent1", "urgent2", "urgent3"]
     assert them.nothing_is_left()
 

@@ -22,14 +22,14 @@ def host(tmp_path):
     return SimulatedHost(str(plan), STAGES)
 
 
-def request(**given):
-    return GenerationRequest(image=PHOTO, height=64, width=64, frames=9, steps=4, **given)
+def request(**fields):
+    return GenerationRequest(image=PHOTO, height=64, width=64, frames=9, steps=4, **fields)
 
 
 def test_it_has_the_methods_of_the_real_host():
     def methods(kind):
-        found = inspect.getmembers(kind, inspect.isfunction)
-        return {name: list(inspect.signature(m).parameters) for name, m in found if not name.startswith("_")}
+        members = inspect.getmembers(kind, inspect.isfunction)
+        return {name: list(inspect.signature(m).parameters) for name, m in members if not name.startswith("_")}
 
     assert methods(SimulatedHost) == methods(StageHost)
 

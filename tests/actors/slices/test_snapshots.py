@@ -27,9 +27,9 @@ STATE = DenoiseState(np.ones((1, 16, 1, 2, 2), np.float32), (), 5)
 
 @pytest.fixture
 def snapshots(tmp_path):
-    made = Snapshots(str(tmp_path))
-    made.save(NAME, 5, STATE)
-    return made
+    snapshots = Snapshots(str(tmp_path))
+    snapshots.save(NAME, 5, STATE)
+    return snapshots
 
 
 def load(snapshots):

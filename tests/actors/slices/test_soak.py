@@ -45,7 +45,7 @@ def within(work):
 
 
 def slice_of(pool):
-    return next(found.name for found in slices_found() if (found.holder or "").startswith(f"{pool}/"))
+    return next(slice_.name for slice_ in slices_found() if (slice_.holder or "").startswith(f"{pool}/"))
 
 
 def kill_host_process(cluster, name):
@@ -143,9 +143,9 @@ def test_a_lost_host_and_its_payloads_cost_one_attempt(running, caplog):
 
 def _settled_mib(expected=None):
     """What the stores hold, when Ray has told it: as much as is expected, or what it was before."""
-    deadline, found = time.monotonic() + 60, math.inf
+    deadline, stored_mib = time.monotonic() + 60, math.inf
     while True:
         time.sleep(1.5)
-        before, found = found, store_mib()
-        if abs(found - (before if expected is None else expected)) < 1 or time.monotonic() > deadline:
-            return found
+        before, stored_mib = stored_mib, store_mib()
+        if abs(stored_mib - (before if expected is None else expected)) < 1 or time.monotonic() > deadline:
+            return stored_mib

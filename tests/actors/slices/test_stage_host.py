@@ -64,12 +64,12 @@ def embedding(values):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("what", ["latents", "pixels", "mp4"])
-def test_two_hosts_make_the_video_of_one_bit_for_bit(runs, what):
-    expected = runs[1, 0][what]
+@pytest.mark.parametrize("kind", ["latents", "pixels", "mp4"])
+def test_two_hosts_make_the_video_of_one_bit_for_bit(runs, kind):
+    expected = runs[1, 0][kind]
     assert expected.std() > 0.05
     for rank in (0, 1):
-        assert np.array_equal(runs[2, rank][what], expected), rank
+        assert np.array_equal(runs[2, rank][kind], expected), rank
 
 
 @pytest.mark.parametrize(
@@ -143,15 +143,15 @@ def test_what_one_request_compiles_is_not_told_of_the_next(checkpoint):
     asked = GenerationRequest(prompt="a cat", height=32, width=32, frames=1, steps=2, guidance_scale=1.0)
     plan = host._spec.plan(asked)
     text = embedding(np.zeros((1, 512, 32), np.float32))
-    told = []
+    compile_times = []
     for key in ("cancelled", "after it"):
         host.prepare_denoise(key, plan, text)
         start = time.perf_counter()
         compile_s = host.begin(key)[0], host.step(key)[0]
-        told.append(compile_s)
+        compile_times.append(compile_s)
         assert sum(compile_s) <= time.perf_counter() - start
         host.drop(key)
-    assert all(told[0]) and told[1] == (0, 0)
+    assert all(compile_times[0]) and compile_times[1] == (0, 0)
 
 
 def test_a_size_that_has_no_room_fails_alone_and_the_nearest_that_has_is_named(checkpoint):
@@ -181,7 +181,9 @@ def test_experts_are_given_the_prompts_they_use(checkpoint):
     assert not isinstance(raised.value, InvalidRequest)  # which the driver has forgotten
     host.prepare_denoise("a", plan.without_image(), prompt, negative, image)
     inputs = host._prepared.get("a", Denoising).inputs
-    assert {stage: (given.text["text"].shape[0], given.text["text"].dtype) for stage, given in inputs.items()} == {
+    assert {
+        stage: (of_stage.text["text"].shape[0], of_stage.text["text"].dtype) for stage, of_stage in inputs.items()
+    } == {
         "denoise_high": (2, "bfloat16"),
         "denoise_low": (1, "bfloat16"),
     }
@@ -210,8 +212,8 @@ def test_a_request_runs_with_what_was_fetched_for_it(checkpoint, tmp_path):
     path = tmp_path / "style.safetensors"
 
     def write(seed):
-        made = adapter_files.factors(transformer, names, seed=seed)
-        return adapter_files.save(adapter_files.named(made, names, ""), path)
+        factors = adapter_files.factors(transformer, names, seed=seed)
+        return adapter_files.save(adapter_files.named(factors, names, ""), path)
 
     asked = GenerationRequest(prompt="a cat", height=32, width=32, frames=1, steps=1, guidance_scale=1.0)
     text = embedding(np.random.default_rng(0).standard_normal((1, 512, 32)).astype(np.float32))

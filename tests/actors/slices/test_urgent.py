@@ -73,25 +73,25 @@ class Making:
 
         async def make():
             plan = self.pipeline.model.plan(request(seed, steps))
-            made = await self.pipeline.generate(plan, id=name, on_event=spans.append, priority=priority)
+            video = await self.pipeline.generate(plan, id=name, on_event=spans.append, priority=priority)
             self.ended.append(name)
             await self.pipeline.forget(name)
-            return made
+            return video
 
         self.tasks[name] = asyncio.create_task(make())
 
     def steps(self, name):
         return [span for span in self.spans[name] if span.step is not None]
 
-    async def until(self, reached, what):
+    async def until(self, reached, reason):
         give_up = time.monotonic() + SECONDS
         while not (reached() if not asyncio.iscoroutinefunction(reached) else await reached()):
-            assert time.monotonic() < give_up, what
+            assert time.monotonic() < give_up, reason
             await asyncio.sleep(0.05)
 
     async def held(self):
-        found = await self._experts.list_host_keys.remote()
-        return {key.split()[0] for key in found}
+        keys = await self._experts.list_host_keys.remote()
+        return {key.split()[0] for key in keys}
 
 
 def within(work):

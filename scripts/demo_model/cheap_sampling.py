@@ -19,8 +19,8 @@ from .gate import Sampling, held_out_scenes, request_of
 PRESET = "four-steps"
 
 
-def cheaper(checkpoint: Path) -> dict[str, Sampling]:
-    """Return the ways to sample that are compared with the model's own, by what they are called."""
+def list_cheaper(checkpoint: Path) -> dict[str, Sampling]:
+    """Return the kinds of sampling that are compared with the model's own, by name."""
     few = Sampling(steps=None, guidance=None, preset=PRESET)
     files = {side: checkpoint / "adapters" / f"{PRESET}.{side}.safetensors" for side in ("high", "low")}
 
@@ -55,16 +55,16 @@ def rounded(x: torch.Tensor, precision: str) -> torch.Tensor:
 
 
 def errors_of_layers(checkpoint: Path, precisions: Sequence[str]) -> str:
-    """Return a table: by kind of layer, how far from exact its output is, relative to that output's own size.
+    """Return a table of how far the output of each kind of layer is from exact, relative to the output's size.
 
-    Inputs are those that diffusers' pipeline gives the layers of both experts while it makes a few clips.
+    Inputs are those of the layers of both experts while diffusers' pipeline makes a few clips.
     """
     squares: dict[tuple[str, str], list[float]] = defaultdict(list)
 
     def watch(kind: str) -> Callable[[torch.nn.Module, Any, torch.Tensor], None]:
-        def hook(layer: torch.nn.Module, given: Any, exact: torch.Tensor) -> None:
+        def hook(layer: torch.nn.Module, inputs: Any, exact: torch.Tensor) -> None:
             for precision in precisions:
-                parts = rounded(given[0], precision), rounded(layer.weight, precision), layer.bias
+                parts = rounded(inputs[0], precision), rounded(layer.weight, precision), layer.bias
                 error = torch.nn.functional.linear(*parts) - exact
                 squares[kind, precision].append(float(error.square().mean() / exact.square().mean()))
 
@@ -90,10 +90,10 @@ def errors_of_layers(checkpoint: Path, precisions: Sequence[str]) -> str:
                 generator=torch.Generator().manual_seed(seed),
                 output_type="latent",
             )
-    titles = " | ".join(f"{one}: mean, worst" for one in precisions)
+    titles = " | ".join(f"{precision}: mean, worst" for precision in precisions)
     lines = [f"| layer | {titles} |", "|---" * (len(precisions) + 1) + "|"]
     for kind in sorted({kind for kind, _ in squares}):
         errors = (100 * np.sqrt(squares[kind, precision]) for precision in precisions)
-        cells = " | ".join(f"{one.mean():.2f} %, {one.max():.2f} %" for one in errors)
+        cells = " | ".join(f"{error.mean():.2f} %, {error.max():.2f} %" for error in errors)
         lines.append(f"| `{kind}` | {cells} |")
     return "\n".join(lines)

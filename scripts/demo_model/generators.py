@@ -1,4 +1,4 @@
-"""The ways a request is made in this project, each as a function of the gate's kind."""
+"""Functions for the gate that make videos in each of the ways that this project has."""
 
 import asyncio
 import contextlib
@@ -21,25 +21,25 @@ from wan_tpu.families import open_spec
 
 from .gate import Generate
 
-LAYOUT = "emulated-demo"  # four slices of five hosts
+LAYOUT = "emulated-demo"  # Four slices with five hosts.
 
 
 @contextlib.contextmanager
 def in_one_process(checkpoint: Path, dtype: str) -> Iterator[Generate]:
-    """Yield what makes videos with the pipeline of one process."""
+    """Yield a function that makes videos with the pipeline of one process."""
     pipeline = load_pipeline(checkpoint, dtype=dtype, mesh=(1, 1, 1))
     yield lambda request: pipeline.generate(request).pixels
 
 
 @contextlib.contextmanager
 def through_files(checkpoint: Path, dtype: str) -> Iterator[Generate]:
-    """Yield what makes videos stage by stage, a file between any two of them."""
+    """Yield a function that makes videos stage by stage, with a file between any two stages."""
     pipeline = load_pipeline(checkpoint, dtype=dtype, mesh=(1, 1, 1))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "value.safetensors"
 
-        def generate(given: GenerationRequest) -> np.ndarray:
-            plan = pipeline.plan(given)
+        def generate(request: GenerationRequest) -> np.ndarray:
+            plan = pipeline.plan(request)
             save_value(pipeline.encode(plan), path)
             conditioning, _ = load_value(Conditioning, path)
             state = pipeline.initial_state(plan)
@@ -53,7 +53,7 @@ def through_files(checkpoint: Path, dtype: str) -> Iterator[Generate]:
 
 @contextlib.contextmanager
 def on_slices(checkpoint: Path, dtype: str) -> Iterator[Generate]:
-    """Yield what makes videos on emulated slices of a Ray cluster; their frames are those of the mp4."""
+    """Yield a function that makes videos on emulated slices of a Ray cluster; frames are those of the mp4."""
     layout = Layout.load(LAYOUT)
     with (
         tempfile.TemporaryDirectory(prefix="wan-gate-") as folder,
@@ -67,13 +67,13 @@ def on_slices(checkpoint: Path, dtype: str) -> Iterator[Generate]:
         spec = PipelineSpec(layout, settings, model=open_spec(checkpoint), lasting=False)
         deploy(spec)
         driver = PipelineDriver(spec)
-        made = 0
+        count = 0
 
         def generate(request: GenerationRequest) -> np.ndarray:
-            nonlocal made
-            made += 1
-            video = runner.run(driver.generate(spec.model.plan(request), id=f"gate-{made}"))
-            runner.run(driver.forget(f"gate-{made}"))
+            nonlocal count
+            count += 1
+            video = runner.run(driver.generate(spec.model.plan(request), id=f"gate-{count}"))
+            runner.run(driver.forget(f"gate-{count}"))
             return iio.imread(video.mp4, extension=".mp4", plugin="FFMPEG").astype(np.float32) / 255
 
         try:

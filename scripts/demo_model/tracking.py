@@ -1,4 +1,4 @@
-"""Find the things in frames by colour and outline, and follow them. No network: what it finds can be checked by eye.
+"""Find the things in frames by colour and outline, and follow them, without a network, so the eye can check it.
 
 Shapes: T frames, H W pixels. Pictures are float32 in [0, 1].
 """
@@ -9,17 +9,19 @@ import numpy as np
 
 from .scenes import AREAS, COLOURS, SHAPES, Scene, Thing, background, coverage
 
-_LEAST_SHARE = 0.35  # of a pixel that a thing must cover to count: below, noise of 28 dB does too
-_LARGEST_MISMATCH = 0.3  # between a pixel and the best mixture of background and colour
-_GATE = 1.9  # radii around a thing beyond which pixels aren't its own: a star's tips lie at 1.3
+_LEAST_SHARE = 0.35  # A thing counts in pixels that it covers by this share; noise of 28 dB reaches less.
+_LARGEST_MISMATCH = 0.3  # The largest distance of a pixel from the best mixture of background and colour.
+_GATE = 1.9  # Pixels further from a thing than this many radii aren't its own; the tips of a star are at 1.3.
 
 
 @dataclass(frozen=True)
 class Track:
     """Where a thing is in each frame.
 
-    states  float64 [T, 3]: x, y of the centre and radius in pixels; of the frame before where it isn't seen
-    seen    bool [T]: whether there is enough of its colour, and not far too much
+    Attributes:
+        states: x and y of the centre and the radius in pixels, float64 [T, 3]; those of the frame before where the
+            thing isn't seen.
+        seen: Whether there is enough of its colour, and not far too much, bool [T].
     """
 
     states: np.ndarray
@@ -58,11 +60,11 @@ def follow(thing: Thing, share: np.ndarray) -> Track:
     states, seen = [], []
     x, y, radius = thing.x, thing.y, thing.radius
     for weights in share:
-        found = _locate(weights, x, y, radius, thing.shape)
+        blob = _locate(weights, x, y, radius, thing.shape)
         # It shrinks to half its radius and grows to 1.8 times; half of that again may be hidden or blurred.
-        plausible = found is not None and 0.4 * thing.radius < found[2] < 2.5 * thing.radius
-        if found is not None and plausible:
-            x, y, radius = found
+        plausible = blob is not None and 0.4 * thing.radius < blob[2] < 2.5 * thing.radius
+        if blob is not None and plausible:
+            x, y, radius = blob
         seen.append(plausible)
         states.append((x, y, radius))
     return Track(np.array(states), np.array(seen))
@@ -102,9 +104,9 @@ def outline(share: np.ndarray, state: np.ndarray) -> str:
 
 
 def still_part(frames: np.ndarray, scene: Scene) -> float:
-    """Return how much what should stand still changes from the first frame: root mean square of the worst frame.
+    """Return how much the still part changes from the first frame: the root mean square of the worst frame.
 
-    Compared are pixels that no thing covers in either frame, a little smoothed.
+    It compares pixels that no thing covers in either frame, a little smoothed.
     """
     softer = smooth(smooth(frames))
     foreground = np.sum(list(shares(softer, scene).values()), axis=0) > 0
