@@ -278,14 +278,14 @@ def _version(path: Path, stat: os.stat_result) -> str:
 
 
 def weight_file(address: str) -> WeightFile:
-    """Return the file of weights at a path or a gs:// address; raises as `on_disk`."""
+    """Return the file of weights at a path or an address in a bucket; raises as `on_disk`."""
     if not is_bucket(address):
         return on_disk(Path(address))
     folder, _, name = address.rpartition("/")
-    found = BucketFolder(folder).files().get(name)
-    if found is None:
+    file = BucketFolder(folder).files().get(name)
+    if file is None:
         raise CheckpointError(f"{address} is missing; upload the checkpoint again")
-    return found
+    return file
 
 
 def _hub_id(source: str) -> str:

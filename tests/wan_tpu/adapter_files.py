@@ -40,22 +40,22 @@ def blocks(module, names):
 def factors(module, names, rank=4, seed=0, scale=0.3):
     """Return (down [R, I], up [O, R]) of linear layers by name, as large as their effect should be."""
     random = np.random.default_rng(seed)
-    found = {}
+    pairs = {}
     for name in names:
         outputs, inputs = module.get_submodule(name).weight.shape[:2]
         down = random.standard_normal((rank, inputs)) / np.sqrt(inputs)
         up = scale * random.standard_normal((outputs, rank)) / np.sqrt(rank)
-        found[name] = torch.tensor(down, dtype=torch.float32), torch.tensor(up, dtype=torch.float32)
-    return found
+        pairs[name] = torch.tensor(down, dtype=torch.float32), torch.tensor(up, dtype=torch.float32)
+    return pairs
 
 
-def named(made, names, prefix, down="lora_down", up="lora_up", *, alpha=None, underscores=False):
+def named(pairs, names, prefix, down="lora_down", up="lora_up", *, alpha=None, underscores=False):
     """Return a file's tensors; names: what each module is called there."""
     tensors = {}
-    for own, (one, other) in made.items():
+    for own, (lower, upper) in pairs.items():
         name = names[own].replace(".", "_") if underscores else names[own]
-        tensors[f"{prefix}{name}.{down}.weight"] = one
-        tensors[f"{prefix}{name}.{up}.weight"] = other
+        tensors[f"{prefix}{name}.{down}.weight"] = lower
+        tensors[f"{prefix}{name}.{up}.weight"] = upper
         if alpha is not None:
             tensors[f"{prefix}{name}.alpha"] = torch.tensor(float(alpha))
     return tensors
@@ -66,10 +66,10 @@ def save(tensors, path, metadata=None):
     return str(path)
 
 
-def by_hand(state, made, gain):
+def by_hand(state, pairs, gain):
     """Return a module's state dict with gain * up @ down added in float64."""
     changed = dict(state)
-    for name, (down, up) in made.items():
+    for name, (down, up) in pairs.items():
         weight = state[f"{name}.weight"]
         product = (up.double() @ down.double().flatten(1)).reshape(weight.shape)
         changed[f"{name}.weight"] = (weight.double() + gain * product).float()

@@ -26,11 +26,11 @@ for component in model.components.values():
         read.append(total)
         return Silent()
 
-    found = load_component(Checkpoint(converted), component, "bfloat16", mesh, show)
+    loaded = load_component(Checkpoint(converted), component, "bfloat16", mesh, show)
     expected = load_component(Checkpoint(original), component, "bfloat16", mesh)
-    assert found.params.keys() == expected.params.keys()
+    assert loaded.params.keys() == expected.params.keys()
     stored = open_component(Checkpoint(converted), component, "bfloat16", mesh).weights
-    for name, array in found.params.items():
+    for name, array in loaded.params.items():
         shards = {str(shard.index): np.asarray(shard.data) for shard in array.addressable_shards}
         for shard in expected.params[name].addressable_shards:
             assert np.array_equal(shards[str(shard.index)], np.asarray(shard.data)), name

@@ -42,10 +42,10 @@ def test_version_of_an_adapter_in_a_bucket_has_that_of_its_alpha(folder):
     bucket.write("adapter_model.safetensors", save(PAIR))
     for alpha in (4, 8):
         bucket.write("adapter_config.json", json.dumps({"lora_alpha": alpha}).encode())
-        found = find(folder)
-        assert find(f"{folder}/adapter_model.safetensors").version == found.version
+        adapter = find(folder)
+        assert find(f"{folder}/adapter_model.safetensors").version == adapter.version
         assert gain_of(folder) == alpha / 2
-    before = found.version
+    before = adapter.version
     bucket.write("adapter_config.json", b"{}")
     assert find(folder).version != before
 

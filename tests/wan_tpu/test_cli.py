@@ -33,7 +33,7 @@ CUT = [*REQUEST, "--shift", "8", "--prompt", "A cat " * 600]  # longer than the 
 
 
 @pytest.fixture(scope="module")
-def made(checkpoint, tmp_path_factory):
+def video_file(checkpoint, tmp_path_factory):
     """A video made by `generate` with a shift that isn't the checkpoint's."""
     out = tmp_path_factory.mktemp("generate") / "new" / "video.mp4"
     model = ["--model_id", str(checkpoint("wan2.2-i2v-a14b"))]
@@ -42,10 +42,15 @@ def made(checkpoint, tmp_path_factory):
     return out
 
 
-def test_generate_writes_video_sheet_and_record(made):
-    assert sorted(p.name for p in made.parent.iterdir()) == ["profile", "video.json", "video.mp4", "video.sheet.png"]
-    assert iio.imread(made, plugin="FFMPEG").shape == (5, 32, 48, 3)
-    record = json.loads(made.with_suffix(".json").read_text())
+def test_generate_writes_video_sheet_and_record(video_file):
+    assert sorted(p.name for p in video_file.parent.iterdir()) == [
+        "profile",
+        "video.json",
+        "video.mp4",
+        "video.sheet.png",
+    ]
+    assert iio.imread(video_file, plugin="FFMPEG").shape == (5, 32, 48, 3)
+    record = json.loads(video_file.with_suffix(".json").read_text())
     assert record["request"]["shift"] == 8
     assert record["request"]["guidance_scale_2"] == 2
     assert record["settings"]["mesh"] == {"dp": 1, "sp": 1, "tp": 1}
@@ -62,7 +67,7 @@ def test_generate_writes_video_sheet_and_record(made):
     assert video["host_s"] > sum(stage["host_s"] for stage in stages.values())
     assert stages["denoise_high"]["compile_s"] > stages["denoise_low"]["compile_s"] == 0  # one program for both
     assert [step["step"] for step in record["steps"]] == [1, 2, 3, 4]
-    assert list((made.parent / "profile").rglob("*.xplane.pb"))
+    assert list((video_file.parent / "profile").rglob("*.xplane.pb"))
 
 
 def assert_cut(record):
@@ -77,13 +82,13 @@ def test_adapters_and_sigmas_stage_by_stage(checkpoint, tmp_path):
     source = checkpoint("wan2.2-i2v-a14b")
     transformer = diffusers.WanTransformer3DModel.from_pretrained(source, subfolder="transformer")
     names = adapter_files.blocks(transformer, adapter_files.WAN)
-    made = adapter_files.named(adapter_files.factors(transformer, names), names, "diffusion_model.")
-    path = adapter_files.save(made, tmp_path / "lora.safetensors")
+    factors = adapter_files.named(adapter_files.factors(transformer, names), names, "diffusion_model.")
+    path = adapter_files.save(factors, tmp_path / "lora.safetensors")
     index = REQUEST.index("--steps")
-    given = [*REQUEST[:index], *REQUEST[index + 2 :], "--model_id", str(source), "--solver", "euler"]
+    argv = [*REQUEST[:index], *REQUEST[index + 2 :], "--model_id", str(source), "--solver", "euler"]
     sampling = ["--sigmas", "1", "0.9", "0.5", "--switch_step", "1", "--lora", f"{path}:0.5", "--lora", f"{path}@low"]
-    assert cli.run(generate, [*given, *sampling, "--output", str(out)]) == 0
-    assert cli.run(staged.encode, [*given, "--steps", "2", "--output_dir", str(folder)]) == 0
+    assert cli.run(generate, [*argv, *sampling, "--output", str(out)]) == 0
+    assert cli.run(staged.encode, [*argv, "--steps", "2", "--output_dir", str(folder)]) == 0
     where = ["--input_dir", str(folder)]
     assert cli.run(staged.denoise, [*where, *sampling, "--stop_after_high"]) == 0
     assert load_value(DenoiseState, folder / staged.LATENTS)[0].step == 1
@@ -119,7 +124,7 @@ def test_adapters_and_sigmas_stage_by_stage(checkpoint, tmp_path):
     assert run.model_id == str(other)
 
 
-def test_staged_equals_one_command(made, checkpoint, tmp_path, capsys):
+def test_staged_equals_one_command(video_file, checkpoint, tmp_path, capsys):
     """Also where stage 2 stops at the boundary, and with a shift that only stage 1 was told."""
     folder = tmp_path / "stages"
     stage1 = ["--model_id", str(checkpoint("wan2.2-i2v-a14b")), *CUT, "--output_dir", str(folder)]
@@ -138,7 +143,7 @@ def test_staged_equals_one_command(made, checkpoint, tmp_path, capsys):
     resumed, _ = load_value(DenoiseState, folder / staged.LATENTS)
     assert np.array_equal(resumed.latents, whole.latents)
     assert cli.run(staged.decode, [*where, "--output_video", str(folder / "video.mp4")]) == 0
-    assert np.array_equal(iio.imread(folder / "video.mp4", plugin="FFMPEG"), iio.imread(made, plugin="FFMPEG"))
+    assert np.array_equal(iio.imread(folder / "video.mp4", plugin="FFMPEG"), iio.imread(video_file, plugin="FFMPEG"))
     assert capsys.readouterr().err.count("the model reads 512") == 1  # by stage 1
     for name in (staged.CONFIG, "video.json"):
         assert_cut(json.loads((folder / name).read_text()))
@@ -207,12 +212,12 @@ def test_bad_input_is_one_line_and_exit_code_2(change, message, checkpoint, tmp_
 
 
 def test_a_prompt_is_only_empty_where_it_is_said(checkpoint, tmp_path, capsys):
-    given = ["--model-id", str(checkpoint("wan2.2-i2v-a14b")), *REQUEST[2:], "--frames", "6"]
+    argv = ["--model-id", str(checkpoint("wan2.2-i2v-a14b")), *REQUEST[2:], "--frames", "6"]
     output = ["--output", str(tmp_path / "video.mp4")]
     for command in (generate, staged.encode, calibrate):
-        assert cli.run(command, [*given, *(output if command is generate else [])]) == 2
+        assert cli.run(command, [*argv, *(output if command is generate else [])]) == 2
         assert capsys.readouterr().err.startswith("error: --prompt is missing")
-    assert cli.run(generate, [*given, *output, "--prompt", ""]) == 2
+    assert cli.run(generate, [*argv, *output, "--prompt", ""]) == 2
     assert "4n + 1" in capsys.readouterr().err  # the prompt is fine
 
 
@@ -265,12 +270,12 @@ def test_a_later_component_is_refused_before_any_compute(checkpoint, tmp_path, c
     assert "encoder:" not in shown  # no stage began
 
 
-def test_existing_output_is_kept(made, checkpoint, capsys):
-    before = made.read_bytes()
+def test_existing_output_is_kept(video_file, checkpoint, capsys):
+    before = video_file.read_bytes()
     model = ["--model_id", str(checkpoint("wan2.2-i2v-a14b"))]
-    assert cli.run(generate, [*model, *REQUEST, "--output", str(made)]) == 2
+    assert cli.run(generate, [*model, *REQUEST, "--output", str(video_file)]) == 2
     assert "exists" in capsys.readouterr().err
-    assert made.read_bytes() == before
+    assert video_file.read_bytes() == before
 
 
 # What an unhealthy text encoder does is shown on slices, in tests/actors/on_slices/test_pipeline.py.

@@ -64,10 +64,10 @@ def folder(checkpoint, tmp_path_factory):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_weight_is_that_of_the_checkpoint(kind, checkpoint, tmp_path, mesh):
-    found = Checkpoint(converted_to(checkpoint, kind, tmp_path))
+    copy = Checkpoint(converted_to(checkpoint, kind, tmp_path))
     assert not [file for file in tmp_path.rglob("*.safetensors") if file.name != FILE]
-    for component in open_model(found).components.values():
-        ours = load_component(found, component, "bfloat16", mesh).params
+    for component in open_model(copy).components.values():
+        ours = load_component(copy, component, "bfloat16", mesh).params
         expected = load_component(Checkpoint(checkpoint(kind)), component, "bfloat16", mesh).params
         assert ours.keys() == expected.keys()
         for name, array in ours.items():

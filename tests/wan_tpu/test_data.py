@@ -130,15 +130,15 @@ def test_unwritable_folder_is_refused(tmp_path):
 
 @pytest.mark.parametrize("link", [Path.hardlink_to, Path.symlink_to, None])
 def test_no_input_is_written_over_by_any_name(tmp_path, link):
-    given = tmp_path / "cat.png"
-    given.write_text("mine")
-    output = given if link is None else tmp_path / "output.png"
+    image = tmp_path / "cat.png"
+    image.write_text("mine")
+    output = image if link is None else tmp_path / "output.png"
     if link is not None:
-        link(output, given)
-    for inputs in ((given,), ("no/hub-id", tmp_path)):
+        link(output, image)
+    for inputs in ((image,), ("no/hub-id", tmp_path)):
         with pytest.raises(OutputError, match="which is an input; choose another path"):
             check_output(output, overwrite=True, inputs=inputs)
-    assert check_output(tmp_path / "other.png", overwrite=True, inputs=(given, None)).parent == tmp_path
+    assert check_output(tmp_path / "other.png", overwrite=True, inputs=(image, None)).parent == tmp_path
 
 
 def test_missing_ffmpeg_is_refused(tmp_path, monkeypatch):

@@ -61,15 +61,15 @@ def test_its_videos_are_torchs(folder, tmp_path):
 
 
 def test_commands_stages_and_stored_programs(folder, tmp_path):
-    given = ["--model_id", str(folder), "--prompt", REQUEST["prompt"], "--seed", "3", *COMMAND]
+    argv = ["--model_id", str(folder), "--prompt", REQUEST["prompt"], "--seed", "3", *COMMAND]
     whole = tmp_path / "whole.mp4"
-    assert run(generate, [*given, "--output", str(whole)]) == 0
+    assert run(generate, [*argv, "--output", str(whole)]) == 0
     assert iio.imread(whole, plugin="FFMPEG").shape == (9, 64, 96, 3)
     assert [stage["stage"] for stage in json.loads(whole.with_suffix(".json").read_text())["stages"]] == [
         "encoder", "rough", "fine", "decoder",
     ]  # fmt: skip
     stages = tmp_path / "stages"
-    assert run(encode, [*given, "--output_dir", str(stages)]) == 0
+    assert run(encode, [*argv, "--output_dir", str(stages)]) == 0
     assert run(denoise, ["--input_dir", str(stages)]) == 0
     assert run(decode, ["--input_dir", str(stages)]) == 0
     assert (stages / "video.mp4").read_bytes() == whole.read_bytes()
@@ -79,7 +79,7 @@ def test_commands_stages_and_stored_programs(folder, tmp_path):
     done = precompile(model, request, make_mesh((1, 1, 1), heads=1), "float32", tmp_path / "programs")
     assert len(list(done)) == 5
     loaded = tmp_path / "loaded.mp4"
-    assert run(generate, [*given, "--executables", str(tmp_path / "programs"), "--output", str(loaded)]) == 0
+    assert run(generate, [*argv, "--executables", str(tmp_path / "programs"), "--output", str(loaded)]) == 0
     record = json.loads(loaded.with_suffix(".json").read_text())
     assert [stage["compile_s"] for stage in record["stages"]] == [0] * 4
     assert loaded.read_bytes() == whole.read_bytes()

@@ -118,12 +118,12 @@ def test_the_bfloat16_step_solves_nothing_and_combines_in_float32(pipeline):
     conditioning = pipe.encode(plan)
     schedule = pipe.schedule(plan.request)
     loaded = runtime.component("denoise_low")
-    given = step_conditioning(runtime, loaded, expert_inputs(runtime, plan.experts[0], conditioning))
+    shared = step_conditioning(runtime, loaded, expert_inputs(runtime, plan.experts[0], conditioning))
     rng = np.random.default_rng(0)
     shape = runtime.model.spec.latent_shape(plan.request)
     latents, *history = (rng.standard_normal(shape).astype(np.float32) for _ in range(4))
     program = step_program(runtime, loaded.module)
-    args = (loaded.params, *place((latents, tuple(history), step_numbers(schedule, 1)), runtime.mesh), given)
+    args = (loaded.params, *place((latents, tuple(history), step_numbers(schedule, 1)), runtime.mesh), shared)
     text = program.compile(*args).as_text()
     assert not re.search(r"triangular|cholesky|lu_|getrf|trsm", text)
     got, _, finite, _ = program(*args)
@@ -131,7 +131,7 @@ def test_the_bfloat16_step_solves_nothing_and_combines_in_float32(pipeline):
         jax.jit(functools.partial(runtime.model.velocity, loaded.module), static_argnums=1)(
             loaded.params,
             runtime.mesh,
-            StepInputs(latents, schedule.timesteps[1], np.float32(schedule.guidance[1]), *given),
+            StepInputs(latents, schedule.timesteps[1], np.float32(schedule.guidance[1]), *shared),
         ),
         np.float64,
     )

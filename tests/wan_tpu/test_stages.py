@@ -15,7 +15,7 @@ KIND = "wan2.2-i2v-a14b"
 
 def denoise_inputs(pipe, solver):
     """A request of two experts and some conditioning, without an encoder."""
-    given = GenerationRequest(
+    request = GenerationRequest(
         prompt="a cat",
         image=PHOTO,
         height=32,
@@ -27,7 +27,7 @@ def denoise_inputs(pipe, solver):
         guidance_scale_2=2.0,
         solver=solver,
     )
-    plan, rng = pipe.plan(given), np.random.default_rng(0)
+    plan, rng = pipe.plan(request), np.random.default_rng(0)
     text = rng.standard_normal((2, 1, TEXT_TOKENS, 32)).astype(np.float32)
     image = rng.standard_normal((1, 20, 2, 4, 6)).astype(np.float32)
     return plan.without_image(), Conditioning({"text": text[0]}, {"text": text[1]}, None, image)
@@ -63,10 +63,10 @@ def test_a_snapshot_stays_as_it_was_while_steps_go_on(pipeline):
     plan, conditioning = denoise_inputs(pipe, "unipc")
     expert = plan.experts[0]
     start = pipe.initial_state(plan)
-    given = DenoiseState(start.latents.copy(), tuple(term.copy() for term in start.history))
+    start_state = DenoiseState(start.latents.copy(), tuple(term.copy() for term in start.history))
     inputs = stages.expert_inputs(pipe.runtime, expert, conditioning)
-    run = stages.ExpertRun(pipe.runtime, plan, expert, inputs, stages.device_state(pipe.runtime, plan, given))
-    given.latents[:] = np.nan  # what was put on the devices is a copy
+    run = stages.ExpertRun(pipe.runtime, plan, expert, inputs, stages.device_state(pipe.runtime, plan, start_state))
+    start_state.latents[:] = np.nan  # what was put on the devices is a copy
     run.step()
     snapshot = stages.to_host(run.state)
     kept = snapshot.latents.copy()
@@ -92,8 +92,8 @@ def test_a_prompt_has_the_same_bits_alone_and_with_others(pipeline):
 def test_the_image_is_encoded_by_itself(pipeline):
     """Without the text encoder: its weights aren't even read."""
     pipe = pipeline(KIND)
-    given = GenerationRequest(prompt="a cat", image=PHOTO, height=32, width=48, frames=5, steps=2)
-    plan = pipe.plan(given)
+    request = GenerationRequest(prompt="a cat", image=PHOTO, height=32, width=48, frames=5, steps=2)
+    plan = pipe.plan(request)
     inputs = stages.image_inputs(pipe.runtime, plan.request)
     got = stages.encode_image(pipe.runtime, plan.request, inputs, Silent().bar("encoder", 1))
     assert np.array_equal(got.image_latents, pipe.encode(plan).image_latents)

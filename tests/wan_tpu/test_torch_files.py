@@ -35,12 +35,12 @@ def test_file_on_a_failing_disk_is_unavailable(tmp_path):
 
 
 def test_machine_without_file_descriptors_is_to_blame_itself(file):
-    found, before = on_disk(file), resource.getrlimit(resource.RLIMIT_NOFILE)
+    weights, before = on_disk(file), resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = next(number for number in range(before[0]) if not Path(f"/proc/self/fd/{number}").exists())
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
     try:
         with pytest.raises(Unavailable, match="Too many open files"):
-            locate_torch_tensors(found)
+            locate_torch_tensors(weights)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 

@@ -67,8 +67,8 @@ def read_refusal(message: str) -> tuple[int | None, int | None]:
     "... the total memory required for HLO temporaries (64.00G) exceeds available HBM (31.24G)": arguments and results
     are in that figure. Of kernels' VMEM it says "Used 20.1M of 16.0M vmem", which is no matter of HBM.
     """
-    found = re.search(r"\(([\d.]+)([GMK])\) exceeds available HBM \(([\d.]+)([GMK])\)", message)
-    if not found:
+    match = re.search(r"\(([\d.]+)([GMK])\) exceeds available HBM \(([\d.]+)([GMK])\)", message)
+    if not match:
         return None, None
     unit = {"G": GIB, "M": 2**20, "K": 2**10}
-    return int(float(found[1]) * unit[found[2]]), int(float(found[3]) * unit[found[4]])
+    return int(float(match[1]) * unit[match[2]]), int(float(match[3]) * unit[match[4]])
