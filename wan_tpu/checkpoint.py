@@ -17,7 +17,7 @@ from huggingface_hub.utils import validate_repo_id
 from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.lora import parse_adapter
 from wan_tpu.request import CheckpointOverrides, Defaults, GenerationRequest, Preset, fill_second_scale
-from wan_tpu.schedules.magcache import Curve, curve_from
+from wan_tpu.schedules.magcache import Curve, read_curve
 from wan_tpu.sources.disk import explain_disk_error, is_permanent, read_file
 from wan_tpu.sources.hub import explain_hub_errors, explain_missing_index
 from wan_tpu.storage.addresses import is_bucket
@@ -139,7 +139,7 @@ class Checkpoint:
     def _curves(self, curves: Any) -> tuple[Curve, ...]:
         """Read MagCache's curves, as `wan-tpu calibrate` writes them; raises `CheckpointError`."""
         try:
-            return tuple(curve_from(curve) for curve in curves)
+            return tuple(read_curve(curve) for curve in curves)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{self.folder / OWN}: in magcache, a list of curves, {error!r}; take it out and calibrate it again"

@@ -32,7 +32,7 @@ from wan_tpu.errors import InvalidRequest
 from wan_tpu.fields import explain_refusal, limits_of
 from wan_tpu.lora import Lora, parse_adapters
 from wan_tpu.media.image import load_image
-from wan_tpu.schedules.magcache import FORM, Curve, magcache_of
+from wan_tpu.schedules.magcache import FORM, Curve, parse_magcache
 
 NAMED_SIZES = ("1280x720", "720x1280", "832x480", "480x832")
 SIZE_MULTIPLE = 16  # Pixels: the VAE's 8 times the transformer's patch of 2 (for TI2V 5B the model checks 32).
@@ -190,7 +190,7 @@ class GenerationRequest:
     """The noise level of each step, falling from at most 1 to above 0, in place of `steps` and `shift`."""
     switch_step: int | None = Field(default=None, ge=0, le=MAX_STEPS)
     """The low-noise expert's first step, counted from 0, of models with two experts."""
-    cache: Annotated[str, AfterValidator(lambda cache: str(magcache_of(cache)))] | None = Field(
+    cache: Annotated[str, AfterValidator(lambda cache: str(parse_magcache(cache)))] | None = Field(
         default=None,
         description=f"Skip steps whose result changes little, which costs quality: {FORM}.",
         examples=["magcache"],

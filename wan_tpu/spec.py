@@ -25,7 +25,7 @@ from wan_tpu.request import (
     ResolvedRequest,
     nearest_multiple,
 )
-from wan_tpu.schedules.magcache import Curve, magcache_of, skipped
+from wan_tpu.schedules.magcache import Curve, choose_skipped, parse_magcache
 from wan_tpu.schedules.schedule import Schedule
 from wan_tpu.suggest import did_you_mean
 
@@ -202,7 +202,7 @@ class ModelSpec(ModelLimits):
         curve = self._curve_of(request)
         assert curve is not None
         phases = [(expert.start, expert.stop) for expert in self.experts(request)]
-        return skipped(curve, magcache_of(request.cache), phases)
+        return choose_skipped(curve, parse_magcache(request.cache), phases)
 
     def skipped_steps(self, request: ResolvedRequest) -> list[int]:
         """Return the steps, from 1, that compute no block in any of their branches."""

@@ -23,10 +23,10 @@ def halves(folder, mesh):
 
     def half(dropped, run, scale, later_frames):
         loaded = load_component(Checkpoint(folder), components.vae_half(config, dropped), "float32", mesh)
-        made = CausalChunks(
+        causal = CausalChunks(
             loaded.module, mesh, run, lambda x: x, lambda x: x, scale, later_frames, history=RepeatedStart
         )
-        first, later = jax.jit(made.first), jax.jit(made.next)
+        first, later = jax.jit(causal.run_first), jax.jit(causal.run_next)
 
         def run_all(chunks):
             out, cache = first(loaded.params, chunks[0])
@@ -42,13 +42,13 @@ def halves(folder, mesh):
 
 
 def cut(x, frames):
-    """Cut x [1, C, T, H, W] into chunks of so many frames."""
+    """Cut x [1, C, T, H, W] into chunks of these numbers of frames."""
     return np.split(x, np.cumsum(frames)[:-1], axis=2)
 
 
 if __name__ == "__main__":
-    folder, given, out = map(Path, sys.argv[1:])
-    inputs = np.load(given)
+    folder, file, out = map(Path, sys.argv[1:])
+    inputs = np.load(file)
     encode, decode = halves(folder, make_mesh((2, 2, 2), heads=2))
     latents = inputs["latents"]
     chunks = CogVideoXSpec.open(Checkpoint(folder)).decoder_chunks(latents.shape[2])

@@ -1,6 +1,6 @@
-"""What CogVideoX's transformer predicts. Run by test_cogvideox_transformer.py in a process with virtual CPU devices.
+"""Computes CogVideoX's predictions. test_cogvideox_transformer.py runs it in a process with virtual CPU devices.
 
-Arguments: a checkpoint's folder, the npz of inputs, where to write what is predicted on several meshes.
+Arguments: a checkpoint's folder, the npz of inputs, and where to write the predictions of several meshes.
 """
 
 import sys
@@ -19,7 +19,7 @@ from wan_tpu.runtime.mesh import make_mesh
 TIMESTEP = 499
 
 
-def predicted(folder, mesh, latents, text):
+def predict(folder, mesh, latents, text):
     """Return the prediction of each branch, [B, C, T, H, W]."""
     spec = CogVideoXSpec.open(Checkpoint(folder))
     loaded = load_component(Checkpoint(folder), components.transformer(spec.config), "float32", mesh)
@@ -36,9 +36,9 @@ def predicted(folder, mesh, latents, text):
 
 
 if __name__ == "__main__":
-    folder, given, out = map(Path, sys.argv[1:])
-    inputs, found = np.load(given), {}
+    folder, file, out = map(Path, sys.argv[1:])
+    inputs, predictions = np.load(file), {}
     for shape in ("1x1x1", "2x2x2", "1x4x2"):
         mesh = make_mesh(tuple(map(int, shape.split("x"))), heads=2)
-        found[shape] = predicted(folder, mesh, inputs["latents"], inputs["text"])
-    np.savez(out, **found)
+        predictions[shape] = predict(folder, mesh, inputs["latents"], inputs["text"])
+    np.savez(out, **predictions)

@@ -18,13 +18,13 @@ from wan_tpu.runtime.mesh import make_mesh
 
 
 def halves(folder, mesh, frames):
-    """Return encoder and decoder as functions of chunks [1, C, T, H, W] of a video of so many latent frames."""
+    """Return encoder and decoder as functions of chunks [1, C, T, H, W] of a video of `frames` latent frames."""
     model = HunyuanModel(HunyuanSpec.open(Checkpoint(folder)))
 
-    def half(dropped, made_of):
+    def half(dropped, make):
         loaded = load_component(Checkpoint(folder), components.vae_half(model.config, dropped), "float32", mesh)
-        made = made_of(loaded.module, mesh).of(frames)
-        first, later = jax.jit(made.first), jax.jit(made.next)
+        causal = make(loaded.module, mesh).for_chunks(frames)
+        first, later = jax.jit(causal.run_first), jax.jit(causal.run_next)
 
         def run_all(chunks):
             out, cache = first(loaded.params, chunks[0])
@@ -40,12 +40,12 @@ def halves(folder, mesh, frames):
 
 
 def cut(x, frames):
-    """Cut x [1, C, T, H, W] into a first chunk of one frame and others of so many."""
+    """Cut x [1, C, T, H, W] into a first chunk of one frame and others of `frames`."""
     return np.split(x, range(1, x.shape[2], frames), axis=2)
 
 
 if __name__ == "__main__":
-    folder, given, out = map(Path, sys.argv[1:4])
-    inputs = np.load(given)
+    folder, file, out = map(Path, sys.argv[1:4])
+    inputs = np.load(file)
     encode, decode = halves(folder, make_mesh(tuple(map(int, sys.argv[4:])), heads=4), inputs["latents"].shape[2])
     np.savez(out, decoded=decode(cut(inputs["latents"], 1)), encoded=encode(cut(inputs["pixels"], 4)))

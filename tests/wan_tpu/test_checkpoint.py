@@ -359,5 +359,5 @@ def test_tokenizer_is_trained(checkpoint):
 
 def test_tokenizer_may_know_fewer_words_than_the_text_encoder(checkpoint):
     """As diffusers takes it; none at all is what transformers makes of a missing file."""
-    with Tokenizer(checkpoint(KIND) / "tokenizer", vocabulary=250_000).opened() as tokenizer:
+    with Tokenizer(checkpoint(KIND) / "tokenizer", vocabulary=250_000).lock() as tokenizer:
         assert len(tokenizer("a cat")["input_ids"]) > 1

@@ -49,9 +49,9 @@ def test_same_latents_and_pixels_as_diffusers(kind, solver, checkpoint, pipeline
         seen.append(values["latents"].transpose(1, 2).numpy().copy())
         return values
 
-    given = {} if request.image is None else {"image": load_image(PHOTO)}
+    extra = {} if request.image is None else {"image": load_image(PHOTO)}
     expected = theirs(
-        **given, prompt=request.prompt, negative_prompt=request.negative_prompt, height=64, width=96, num_frames=9,
+        **extra, prompt=request.prompt, negative_prompt=request.negative_prompt, height=64, width=96, num_frames=9,
         num_inference_steps=4, guidance_scale=6.0, use_dynamic_cfg=solver == "dpm",
         generator=torch.Generator().manual_seed(5), output_type="np", callback_on_step_end=look,
     ).frames[0]  # fmt: skip
@@ -75,13 +75,13 @@ def test_a_run_that_goes_on_from_a_state_draws_the_noise_that_comes_next(pipelin
     "prompt", ["", "word " * 10_000, "猫が見ている 🐈"], ids=["nothing", "very long", "another script"]
 )
 def test_any_prompt_is_read_as_diffusers_reads_it(prompt, checkpoint, pipeline):
-    pipe, told = pipeline("cogvideox-2b"), []
-    embeddings = pipe.encode(pipe.plan(GenerationRequest(prompt=prompt, **SIZE)), told.append).prompt["text"]
+    pipe, warnings = pipeline("cogvideox-2b"), []
+    embeddings = pipe.encode(pipe.plan(GenerationRequest(prompt=prompt, **SIZE)), warnings.append).prompt["text"]
     theirs = diffusers.CogVideoXPipeline.from_pretrained(checkpoint("cogvideox-2b"))
     with torch.no_grad():
         expected = theirs._get_t5_prompt_embeds(prompt).numpy()
     assert np.abs(embeddings - expected).max() <= 1e-5 * np.abs(expected).max()
-    assert any("the model reads 226" in text for text in told) == (len(prompt) > 1000)
+    assert any("the model reads 226" in text for text in warnings) == (len(prompt) > 1000)
 
 
 @pytest.mark.long
@@ -99,15 +99,15 @@ def test_bfloat16_stays_within_its_bound(pipeline):
 
 @pytest.mark.long
 def test_neither_files_between_the_stages_nor_stored_programs_change_anything(checkpoint, tmp_path):
-    made, folder = tmp_path / "made.mp4", tmp_path / "stages"
+    video, folder = tmp_path / "whole.mp4", tmp_path / "stages"
     model = ["--model_id", str(checkpoint("cogvideox1.5-5b-i2v"))]
     request = ["--prompt", "A cat", "--image", str(PHOTO), "--size", "96x64", "--frames", "9", "--steps", "4"]
     request += ["--solver", "dpm", "--dtype", "float32", "--dp", "1", "--seed", "3"]
-    assert cli.run(generate, [*model, *request, "--output", str(made)]) == 0
+    assert cli.run(generate, [*model, *request, "--output", str(video)]) == 0
     assert cli.run(staged.encode, [*model, *request, "--output_dir", str(folder)]) == 0
     assert cli.run(staged.denoise, ["--input_dir", str(folder)]) == 0
     assert cli.run(staged.decode, ["--input_dir", str(folder)]) == 0
-    assert (folder / "video.mp4").read_bytes() == made.read_bytes()
+    assert (folder / "video.mp4").read_bytes() == video.read_bytes()
 
     opened, programs = open_model(Checkpoint(model[1])), str(tmp_path / "programs")
     resolved = GenerationRequest(**SIZE, solver="dpm").resolve(opened.spec.defaults)
@@ -116,4 +116,4 @@ def test_neither_files_between_the_stages_nor_stored_programs_change_anything(ch
     again = tmp_path / "again.mp4"
     assert cli.run(generate, [*model, *request, "--executables", programs, "--output", str(again)]) == 0
     assert [stage["compile_s"] for stage in json.loads(again.with_suffix(".json").read_text())["stages"]] == [0] * 3
-    assert again.read_bytes() == made.read_bytes()
+    assert again.read_bytes() == video.read_bytes()

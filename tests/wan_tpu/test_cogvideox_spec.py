@@ -49,9 +49,9 @@ def test_latents_timesteps_and_guidance_are_those_of_diffusers(solver, spec, the
         seen.append((float(timestep), pipeline.guidance_scale, tuple(values["latents"].shape)))
         return values
 
-    given = {} if request.image is None else {"image": load_image(request.image)}
+    extra = {} if request.image is None else {"image": load_image(request.image)}
     theirs(
-        **given, prompt="a cat", height=64, width=96, num_frames=9, num_inference_steps=3,
+        **extra, prompt="a cat", height=64, width=96, num_frames=9, num_inference_steps=3,
         guidance_scale=plan.request.guidance_scale, use_dynamic_cfg=solver == "dpm",
         generator=torch.Generator().manual_seed(0), output_type="latent", callback_on_step_end=look,
     )  # fmt: skip

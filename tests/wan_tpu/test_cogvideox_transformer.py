@@ -8,8 +8,8 @@ from diffusers.pipelines.cogvideo import pipeline_cogvideox
 
 from tests.children import run_module
 from tests.conftest import with_devices
-from tests.wan_tpu.cogvideox_worker import TIMESTEP, predicted
-from wan_tpu.families.cogvideox.positions import _fitted
+from tests.wan_tpu.cogvideox_worker import TIMESTEP, predict
+from wan_tpu.families.cogvideox.positions import _fit_grid
 from wan_tpu.families.cogvideox.presets import PRESETS
 from wan_tpu.families.cogvideox.small import make_checkpoint
 from wan_tpu.runtime.mesh import make_mesh
@@ -29,15 +29,15 @@ def theirs(folder, latents, text):
     ofs = None if module.config.ofs_embed_dim is None else torch.full((1,), 2.0)
     hidden = torch.tensor(latents).transpose(1, 2).expand(len(text), -1, -1, -1, -1)
     with torch.no_grad():
-        found = module(
+        output = module(
             hidden, torch.tensor(text), torch.tensor([TIMESTEP]).expand(len(text)), ofs=ofs, image_rotary_emb=rotary
         )
-    return found.sample.transpose(1, 2).numpy()
+    return output.sample.transpose(1, 2).numpy()
 
 
 @pytest.mark.parametrize("kind", PRESETS)
 @pytest.mark.parametrize("size", [(HEIGHT, WIDTH), (4, 12)], ids=["as trained", "wider"])
-def test_it_predicts_what_diffusers_predicts(kind, size, tmp_path):
+def test_transformer_predicts_what_diffusers_predicts(kind, size, tmp_path):
     folder = make_checkpoint(tmp_path / "checkpoint", kind)
     config = PRESETS[kind].transformer
     if config["use_learned_positional_embeddings"] and size != (HEIGHT, WIDTH):
@@ -47,8 +47,8 @@ def test_it_predicts_what_diffusers_predicts(kind, size, tmp_path):
     latents = rng.standard_normal((1, config["in_channels"], frames, *size)).astype(np.float32)
     text = rng.standard_normal((2, 226, 32)).astype(np.float32)
     expected = theirs(folder, latents, text)
-    found = predicted(folder, make_mesh((1, 1, 1), heads=2), latents, text)
-    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+    predicted = predict(folder, make_mesh((1, 1, 1), heads=2), latents, text)
+    assert np.abs(predicted - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
 @pytest.mark.long
@@ -58,17 +58,17 @@ def test_eight_devices_predict_what_one_does(tmp_path):
     rng = np.random.default_rng(0)
     latents = rng.standard_normal((1, PRESETS[kind].transformer["in_channels"], 4, HEIGHT, WIDTH)).astype(np.float32)
     text = rng.standard_normal((2, 226, 32)).astype(np.float32)
-    np.savez(tmp_path / "given.npz", latents=latents, text=text)
-    files = tmp_path / "given.npz", tmp_path / "found.npz"
+    np.savez(tmp_path / "inputs.npz", latents=latents, text=text)
+    files = tmp_path / "inputs.npz", tmp_path / "predictions.npz"
     run_module("tests.wan_tpu.cogvideox_worker", folder, *files, environment=with_devices(8))
-    found = np.load(tmp_path / "found.npz")
-    for mesh in found.files:
-        assert np.abs(found[mesh] - found["1x1x1"]).max() <= 1e-4 * np.abs(found["1x1x1"]).max(), mesh
+    predictions = np.load(tmp_path / "predictions.npz")
+    for mesh in predictions.files:
+        assert np.abs(predictions[mesh] - predictions["1x1x1"]).max() <= 1e-4 * np.abs(predictions["1x1x1"]).max(), mesh
 
 
 @pytest.mark.parametrize(("grid", "trained"), [((30, 45), (30, 45)), ((20, 60), (30, 45)), ((48, 20), (30, 45))])
 def test_a_grid_is_fitted_as_diffusers_does(grid, trained):
     (top, left), (bottom, right) = pipeline_cogvideox.get_resize_crop_region_for_grid(grid, trained[1], trained[0])
-    rows, columns = _fitted(grid, trained)
+    rows, columns = _fit_grid(grid, trained)
     np.testing.assert_allclose(rows, np.linspace(top, bottom * (grid[0] - 1) / grid[0], grid[0]))
     np.testing.assert_allclose(columns, np.linspace(left, right * (grid[1] - 1) / grid[1], grid[1]))

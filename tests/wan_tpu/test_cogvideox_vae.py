@@ -40,9 +40,9 @@ def test_latents_are_decoded_as_diffusers_does(frames, theirs, ours, folder):
     latents = random(1, 16, frames, HEIGHT, WIDTH)
     with torch.no_grad():
         expected = theirs.decode(torch.tensor(latents)).sample.numpy()
-    found = ours[1](cut(latents, CogVideoXSpec.open(Checkpoint(folder)).decoder_chunks(frames)))
-    assert found.shape == expected.shape
-    assert np.abs(found - expected).max() <= 1e-4 * np.abs(expected).max()
+    output = ours[1](cut(latents, CogVideoXSpec.open(Checkpoint(folder)).decoder_chunks(frames)))
+    assert output.shape == expected.shape
+    assert np.abs(output - expected).max() <= 1e-4 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("frames", [1, 9])
@@ -50,23 +50,23 @@ def test_pixels_are_encoded_as_diffusers_does(frames, theirs, ours):
     pixels = random(1, 3, frames, 8 * HEIGHT, 8 * WIDTH)
     with torch.no_grad():
         expected = theirs.encode(torch.tensor(pixels)).latent_dist.parameters.numpy()
-    found = ours[0]([pixels])
-    assert found.shape == expected.shape
-    assert np.abs(found - expected).max() <= 1e-4 * np.abs(expected).max()
+    output = ours[0]([pixels])
+    assert output.shape == expected.shape
+    assert np.abs(output - expected).max() <= 1e-4 * np.abs(expected).max()
 
 
 @pytest.mark.long
 def test_eight_devices_give_what_diffusers_does(theirs, folder, tmp_path):
-    width = 5  # a column on five of eight devices, nothing but padding on three
-    given, out = tmp_path / "given.npz", tmp_path / "found.npz"
+    width = 5  # Five of eight devices have a column, three have only padding.
+    file, out = tmp_path / "inputs.npz", tmp_path / "outputs.npz"
     latents, pixels = random(1, 16, 4, HEIGHT, width), random(1, 3, 1, 8 * HEIGHT, 8 * width)
-    np.savez(given, latents=latents, pixels=pixels)
-    run_module("tests.wan_tpu.cogvideox_vae_worker", folder, given, out, environment=with_devices(8))
-    found = np.load(out)
+    np.savez(file, latents=latents, pixels=pixels)
+    run_module("tests.wan_tpu.cogvideox_vae_worker", folder, file, out, environment=with_devices(8))
+    output = np.load(out)
     with torch.no_grad():
         expected = {
             "decoded": theirs.decode(torch.tensor(latents)).sample.numpy(),
             "encoded": theirs.encode(torch.tensor(pixels)).latent_dist.parameters.numpy(),
         }
     for name, values in expected.items():
-        assert np.abs(found[name] - values).max() <= 1e-4 * np.abs(values).max(), name
+        assert np.abs(output[name] - values).max() <= 1e-4 * np.abs(values).max(), name

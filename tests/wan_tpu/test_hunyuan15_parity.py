@@ -31,7 +31,7 @@ def folder(request, tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("hunyuan15") / request.param, request.param)
 
 
-def opened(folder, dtype="float32"):
+def open_pipeline(folder, dtype="float32"):
     checkpoint = Checkpoint(folder)
     model = HunyuanModel(HunyuanSpec.open(checkpoint), checkpoint)
     return Pipeline(Runtime(model, make_mesh((1, 1, 1), heads=4), dtype, keep_weights=True), Silent())
@@ -39,7 +39,7 @@ def opened(folder, dtype="float32"):
 
 @pytest.fixture(scope="module")
 def pipe(folder):
-    return opened(folder)
+    return open_pipeline(folder)
 
 
 @pytest.mark.parametrize(
@@ -64,12 +64,12 @@ def test_same_latents_and_pixels_as_diffusers(prompts, folder, pipe):
     theirs, seen = diffusers.DiffusionPipeline.from_pretrained(folder), []
     step = theirs.scheduler.step
 
-    def watched(*args, **kwargs):
-        found = step(*args, **kwargs)
-        seen.append(found[0].numpy().copy())
-        return found
+    def watch(*args, **kwargs):
+        result = step(*args, **kwargs)
+        seen.append(result[0].numpy().copy())
+        return result
 
-    theirs.scheduler.step = watched
+    theirs.scheduler.step = watch
     expected = theirs(
         **({} if image is None else {"image": image}), prompt=prompt, negative_prompt=negative, num_frames=9,
         num_inference_steps=3, generator=torch.Generator().manual_seed(5), output_type="np",
@@ -83,12 +83,12 @@ def test_same_latents_and_pixels_as_diffusers(prompts, folder, pipe):
 
 @pytest.mark.parametrize("folder", KINDS[:1], indirect=True)
 def test_a_prompt_of_another_length_compiles_nothing(pipe):
-    def made(prompt, negative):
+    def compile_s_after(prompt, negative):
         denoised(pipe, GenerationRequest(prompt=prompt, negative_prompt=negative, frames=9, steps=1))
         return pipe.runtime.compile_s
 
-    before = made('a "sign"', "")
-    assert before == made("a cat in the rain, " * 9, 'a "logo"') == made("", "blurred") > 0
+    before = compile_s_after('a "sign"', "")
+    assert before == compile_s_after("a cat in the rain, " * 9, 'a "logo"') == compile_s_after("", "blurred") > 0
 
 
 @pytest.mark.parametrize("folder", [pytest.param(KINDS[1], marks=pytest.mark.long), KINDS[2]], indirect=True)
@@ -107,9 +107,9 @@ def test_bfloat16_stays_within_its_bound(folder, pipe):
     guidance, blocks, latents = 6.0, 2, {}
     bound = (2 * guidance - 1) * np.sqrt(3 * blocks + 6) * 2**-8
     for dtype in ("float32", "bfloat16"):
-        one = pipe if dtype == "float32" else opened(folder, dtype)
-        plan = one.plan(GenerationRequest(prompt='A sign says "open".', frames=9, steps=4))
-        latents[dtype] = one.denoise(plan, one.encode(plan), one.initial_state(plan)).latents
+        opened_pipe = pipe if dtype == "float32" else open_pipeline(folder, dtype)
+        plan = opened_pipe.plan(GenerationRequest(prompt='A sign says "open".', frames=9, steps=4))
+        latents[dtype] = opened_pipe.denoise(plan, opened_pipe.encode(plan), opened_pipe.initial_state(plan)).latents
     error = latents["bfloat16"] - latents["float32"]
     assert np.sqrt((error**2).mean()) <= bound * np.sqrt((latents["float32"] ** 2).mean())
     assert np.abs(error).max() > 0

@@ -37,8 +37,8 @@ def test_size_latents_timesteps_and_guidance_are_those_of_diffusers(folder):
     request = spec.plan(GenerationRequest(prompt="a cat", image=image, frames=9, steps=3)).request
     schedule, seen = spec.schedule(request), []
 
-    def look(module, args, given):
-        seen.append((float(given["timestep"][0]), tuple(given["hidden_states"].shape), given.get("timestep_r")))
+    def look(module, args, kwargs):
+        seen.append((float(kwargs["timestep"][0]), tuple(kwargs["hidden_states"].shape), kwargs.get("timestep_r")))
 
     theirs.transformer.register_forward_pre_hook(look, with_kwargs=True)
     latents = theirs(

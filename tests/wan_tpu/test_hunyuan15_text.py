@@ -1,4 +1,4 @@
-"""What HunyuanVideo-1.5 makes of prompts and images, against diffusers' pipelines."""
+"""HunyuanVideo-1.5's embeddings of prompts and images, against diffusers' pipelines."""
 
 import diffusers
 import jax
@@ -13,7 +13,7 @@ from wan_tpu.errors import CheckpointError
 from wan_tpu.families.hunyuan15 import components, text
 from wan_tpu.families.hunyuan15.small import make_checkpoint
 from wan_tpu.families.hunyuan15.spec import HunyuanSpec
-from wan_tpu.families.shared.tokenizing import Tokenizer, tokenized
+from wan_tpu.families.shared.tokenizing import Tokenizer, tokenize
 from wan_tpu.media.image import load_image
 from wan_tpu.runtime.bridge import call
 from wan_tpu.runtime.components import load_component
@@ -63,22 +63,22 @@ def run(folder):
 def test_prompts_are_embedded_as_diffusers_does(name, tokenizers, theirs, run):
     prompt = PROMPTS[name]
     with torch.no_grad():
-        expected, mask, glyphs, glyph_mask = (one.numpy() for one in theirs.encode_prompt(prompt, device="cpu"))
-    ids, ours, warnings = text.prompt_tokens(tokenizers["text"], prompt)
+        expected, mask, glyphs, glyph_mask = (array.numpy() for array in theirs.encode_prompt(prompt, device="cpu"))
+    ids, ours, warnings = text.tokenize_prompt(tokenizers["text"], prompt)
     assert np.array_equal(ours[:, 108:], mask)
     assert ("cut after" in "".join(warnings)) == (name == "too long")
-    found, read = run("text", text.encode_prompt, ids, ours), mask[0] > 0
-    assert found.shape == expected.shape
-    assert np.abs(found - expected)[:, read].max() <= 1e-4 * np.abs(expected[:, read]).max()
-    quoted = text.glyph_tokens(tokenizers["glyphs"], prompt)
+    embedded, read = run("text", text.encode_prompt, ids, ours), mask[0] > 0
+    assert embedded.shape == expected.shape
+    assert np.abs(embedded - expected)[:, read].max() <= 1e-4 * np.abs(expected[:, read]).max()
+    quoted = text.tokenize_glyphs(tokenizers["glyphs"], prompt)
     assert (quoted is None) == (not glyph_mask.any())
     if quoted is not None:
         ids, ours, warnings = quoted
         assert np.array_equal(ours, glyph_mask)
         assert bool(warnings) == (name == "a long quote")
-        found = run("glyphs", text.encode_glyphs, ids, ours)
+        embedded = run("glyphs", text.encode_glyphs, ids, ours)
         read = glyph_mask[0] > 0
-        assert np.abs(found - glyphs)[:, read].max() <= 1e-4 * np.abs(glyphs[:, read]).max()
+        assert np.abs(embedded - glyphs)[:, read].max() <= 1e-4 * np.abs(glyphs[:, read]).max()
 
 
 def test_images_are_embedded_as_diffusers_does(folder, theirs, run):
@@ -87,24 +87,24 @@ def test_images_are_embedded_as_diffusers_does(folder, theirs, run):
         expected = theirs.encode_image(image, 1, torch.device("cpu"), torch.float32).numpy()
     pixels = theirs.feature_extractor.preprocess(image, do_resize=True, do_convert_rgb=True, return_tensors="np")
     features = lambda module, params, x: call(module, params, lambda m, x: m(x).last_hidden_state, x)  # noqa: E731
-    found = run("image", features, pixels["pixel_values"])
-    assert np.abs(found - expected).max() <= 1e-4 * np.abs(expected).max()
+    embedded = run("image", features, pixels["pixel_values"])
+    assert np.abs(embedded - expected).max() <= 1e-4 * np.abs(expected).max()
 
 
-def test_a_tokenizer_that_is_not_there_is_named(tmp_path, folder):
+def test_missing_tokenizer_is_named(tmp_path, folder):
     with pytest.raises(CheckpointError, match="holds no working tokenizer"):
-        text.prompt_tokens(Tokenizer(tmp_path, 384), "a cat")
+        text.tokenize_prompt(Tokenizer(tmp_path, 384), "a cat")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "T5Tokenizer"}')
     with pytest.raises(CheckpointError, match="1 words, of the 384 that"):
-        tokenized(Tokenizer(tmp_path, 384), "a cat", 16)
+        tokenize(Tokenizer(tmp_path, 384), "a cat", 16)
     with pytest.raises(CheckpointError, match="it has token 119, the text encoder knows 100"):
-        tokenized(Tokenizer(folder / "tokenizer_2", 100), "a cat", 16)
+        tokenize(Tokenizer(folder / "tokenizer_2", 100), "a cat", 16)
 
 
-def test_a_tokenizer_is_read_once(folder, monkeypatch):
+def test_tokenizer_is_read_once(folder, monkeypatch):
     kept = Tokenizer(folder / "tokenizer_2", 384)
-    first = tokenized(kept, "a cat", 4)
+    first = tokenize(kept, "a cat", 4)
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", None)
-    ids, mask, warnings = tokenized(kept, "a cat", 16)
+    ids, mask, warnings = tokenize(kept, "a cat", 16)
     assert (ids[0, :6].tolist(), mask.sum(), warnings) == ([100, 35, 102, 100, 119, 1], 6, [])
     assert "cut after" in first[2][0]

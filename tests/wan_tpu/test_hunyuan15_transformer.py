@@ -12,7 +12,7 @@ import torch
 from tests.children import run_module
 from tests.conftest import with_devices
 from tests.wan_tpu import hunyuan15_worker
-from wan_tpu.families.hunyuan15.context import Given, context, embed_time
+from wan_tpu.families.hunyuan15.context import Encodings, embed_time, make_context
 from wan_tpu.families.hunyuan15.presets import PRESETS
 from wan_tpu.families.hunyuan15.small import _TRANSFORMER, make_checkpoint
 from wan_tpu.runtime.bridge import call, to_torch
@@ -35,13 +35,13 @@ def theirs(request):
 
 @pytest.fixture(scope="module")
 def ours(theirs):
-    """Our context and embedded time, [B, tokens, C], [B] and [B, C], by one program for prompts of any length."""
+    """Return a program for prompts of any length: our context [B, tokens, C] and [B], and embedded time [B, C]."""
 
     @jax.jit
-    def program(params, given, timestep, following):
+    def program(params, encodings, timestep, following):
         def method(module):
-            found, count = context(module, given, timestep)
-            return to_torch((found, count, embed_time(module, timestep, following, torch.float32)))
+            context, count = make_context(module, encodings, timestep)
+            return to_torch((context, count, embed_time(module, timestep, following, torch.float32)))
 
         return call(theirs, params, method)
 
@@ -53,8 +53,8 @@ def ours(theirs):
     ("text", "glyphs", "image"),
     [((20, 3), (7, 0), False), ((20, 3), (7, 0), True), ((1, 20), (0, 0), False), ((5, 6), (1, 7), True)],
 )
-def test_the_context_is_that_of_diffusers_without_what_is_not_there(text, glyphs, image, theirs, ours):
-    """Two branches of other lengths, through one program."""
+def test_context_equals_that_of_diffusers_without_padding(text, glyphs, image, theirs, ours):
+    """Two branches of different lengths run through one program."""
     seen = {}
 
     def look(module, args):
@@ -73,15 +73,15 @@ def test_the_context_is_that_of_diffusers_without_what_is_not_there(text, glyphs
     )  # fmt: skip
     hook.remove()
 
-    counts = [np.asarray(one, np.int32) for one in (text, glyphs)]
-    given = Given(embeddings, counts[0], glyph_embeddings, counts[1], pictures if image else None)
-    found, count, time = map(np.asarray, ours(given, np.float32([640.5]), np.float32([300.0])))
+    counts = [np.asarray(lengths, np.int32) for lengths in (text, glyphs)]
+    encodings = Encodings(embeddings, counts[0], glyph_embeddings, counts[1], pictures if image else None)
+    context, count, time = map(np.asarray, ours(encodings, np.float32([640.5]), np.float32([300.0])))
     assert count.tolist() == [t + g + image * IMAGE for t, g in zip(text, glyphs, strict=True)]
     for branch, number in enumerate(count.tolist()):
         expected = seen["context"][branch].numpy()
         assert seen["mask"][branch].sum() == number
-        assert np.abs(found[branch, :number] - expected[:number]).max() <= 1e-5 * np.abs(expected).max()
-        assert not np.asarray(found[branch, number:]).any()
+        assert np.abs(context[branch, :number] - expected[:number]).max() <= 1e-5 * np.abs(expected).max()
+        assert not np.asarray(context[branch, number:]).any()
         assert np.abs(time[0] - seen["time"][branch].numpy()).max() <= 1e-5
 
 
@@ -105,12 +105,12 @@ def inputs():
 
 
 def test_each_branch_is_predicted_as_diffusers_does(folder):
-    latents, given = inputs()
+    latents, encodings = inputs()
     model = diffusers.HunyuanVideo15Transformer3DModel.from_pretrained(folder / "transformer").eval()
-    found = hunyuan15_worker.predicted(folder, make_mesh((1, 1, 1), heads=4), latents, given)
+    predictions = hunyuan15_worker.predict(folder, make_mesh((1, 1, 1), heads=4), latents, encodings)
     for branch in range(2):
-        parts = {name: torch.from_numpy(given[name][branch : branch + 1]) for name in ("text", "glyphs")}
-        counts = {name: int(given[name][branch]) for name in ("text_tokens", "glyph_tokens")}
+        parts = {name: torch.from_numpy(encodings[name][branch : branch + 1]) for name in ("text", "glyphs")}
+        counts = {name: int(encodings[name][branch]) for name in ("text_tokens", "glyph_tokens")}
         with torch.no_grad():
             expected = model(
                 torch.from_numpy(latents),
@@ -120,25 +120,25 @@ def test_each_branch_is_predicted_as_diffusers_does(folder):
                 torch.tensor([hunyuan15_worker.FOLLOWING]) if model.config.use_meanflow else None,
                 parts["glyphs"],
                 (torch.arange(GLYPHS) < counts["glyph_tokens"])[None].float(),
-                torch.from_numpy(given["image"]),
+                torch.from_numpy(encodings["image"]),
             ).sample[0].numpy()  # fmt: skip
-        assert np.abs(found[branch] - expected).max() <= 1e-5 * np.abs(expected).max()
+        assert np.abs(predictions[branch] - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("folder", KINDS[:1], indirect=True)
 def test_eight_devices_predict_what_one_does(folder, tmp_path):
-    latents, given = inputs()
-    file, out = tmp_path / "given.npz", tmp_path / "found.npz"
-    np.savez(file, latents=latents, **given)
+    latents, encodings = inputs()
+    file, out = tmp_path / "inputs.npz", tmp_path / "predictions.npz"
+    np.savez(file, latents=latents, **encodings)
     run_module("tests.wan_tpu.hunyuan15_worker", folder, file, out, environment=with_devices(8))
-    found = np.load(out)
-    assert len(found.files) == 4
-    for name in found.files:
+    predictions = np.load(out)
+    assert len(predictions.files) == 4
+    for name in predictions.files:
         precision, _ = name.split()
-        alone = found[f"{precision} 1x1x1"]
+        alone = predictions[f"{precision} 1x1x1"]
         # In 8 bits sums in another order round to other numbers of bfloat16, and those to others of int8.
         tolerance = {"float32": 1e-4, "int8": 0.02}[precision]
-        assert np.abs(found[name] - alone).max() <= tolerance * np.abs(alone).max(), name
-    far = np.abs(found["int8 1x1x1"] - found["float32 1x1x1"]).max()
-    assert 1e-4 < far / np.abs(found["float32 1x1x1"]).max() < 0.05
+        assert np.abs(predictions[name] - alone).max() <= tolerance * np.abs(alone).max(), name
+    far = np.abs(predictions["int8 1x1x1"] - predictions["float32 1x1x1"]).max()
+    assert 1e-4 < far / np.abs(predictions["float32 1x1x1"]).max() < 0.05

@@ -44,9 +44,9 @@ def test_latents_are_decoded_as_diffusers_does(frames, theirs, ours):
     latents = random(1, 4, frames, HEIGHT, WIDTH)
     with torch.no_grad():
         expected = theirs.decode(torch.tensor(latents)).sample.numpy()
-    found = ours[1](cut(latents, 1))
-    assert found.shape == expected.shape
-    assert np.abs(found - expected).max() <= 1e-4 * np.abs(expected).max()
+    output = ours[1](cut(latents, 1))
+    assert output.shape == expected.shape
+    assert np.abs(output - expected).max() <= 1e-4 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("frames", [1, 9])
@@ -54,16 +54,16 @@ def test_pixels_are_encoded_as_diffusers_does(frames, theirs, ours):
     pixels = random(1, 3, frames, 16 * HEIGHT, 16 * WIDTH)
     with torch.no_grad():
         expected = theirs.encode(torch.tensor(pixels)).latent_dist.parameters.numpy()
-    found = ours[0](cut(pixels, 4))
-    assert found.shape == expected.shape
-    assert np.abs(found - expected).max() <= 1e-4 * np.abs(expected).max()
+    output = ours[0](cut(pixels, 4))
+    assert output.shape == expected.shape
+    assert np.abs(output - expected).max() <= 1e-4 * np.abs(expected).max()
 
 
 def test_frames_that_come_later_change_nothing(theirs, ours):
     latents = random(1, 4, FRAMES, HEIGHT, WIDTH)
     changed = latents.copy()
     changed[:, :, -1] += 1
-    first, second = (ours[1](cut(given, 1)) for given in (latents, changed))
+    first, second = (ours[1](cut(array, 1)) for array in (latents, changed))
     assert np.array_equal(first[:, :, :-4], second[:, :, :-4])
     assert np.abs(first[:, :, -4:] - second[:, :, -4:]).max() > 1e-3
 
@@ -98,8 +98,8 @@ def tiling(theirs):
 def test_tiles_are_those_of_diffusers(height, width, tiling, tiled_folder):
     encode, decode = halves(tiled_folder, make_mesh((1, 1, 1), heads=4), 3)
     latents, pixels = random(1, 4, 3, height, width), random(1, 3, 1, 16 * height, 16 * width)
-    found = decode(cut(latents, 1)), encode(cut(pixels, 4))
-    for ours, expected in zip(found, moments_and_pixels(tiling, latents, pixels), strict=True):
+    outputs = decode(cut(latents, 1)), encode(cut(pixels, 4))
+    for ours, expected in zip(outputs, moments_and_pixels(tiling, latents, pixels), strict=True):
         assert ours.shape == expected.shape
         assert np.abs(ours - expected).max() <= 1e-4 * np.abs(expected).max()
 
@@ -119,10 +119,10 @@ def test_several_devices_give_what_diffusers_does(tiled, mesh, theirs, folder, t
     # Whole: a column on five of eight devices, nothing but padding on three. Tiled: three tiles on four devices.
     width = TILED_WIDTH if tiled else 5
     latents, pixels = random(1, 4, 2, HEIGHT, width), random(1, 3, 1, 16 * HEIGHT, 16 * width)
-    given, out = tmp_path / "given.npz", tmp_path / "found.npz"
-    np.savez(given, latents=latents, pixels=pixels)
-    arguments = (tiled_folder if tiled else folder, given, out, *mesh)
+    file, out = tmp_path / "inputs.npz", tmp_path / "outputs.npz"
+    np.savez(file, latents=latents, pixels=pixels)
+    arguments = (tiled_folder if tiled else folder, file, out, *mesh)
     run_module("tests.wan_tpu.hunyuan15_vae_worker", *arguments, environment=with_devices(math.prod(mesh)))
-    found = np.load(out)
+    output = np.load(out)
     for name, expected in zip(("decoded", "encoded"), moments_and_pixels(module, latents, pixels), strict=True):
-        assert np.abs(found[name] - expected).max() <= 1e-4 * np.abs(expected).max(), name
+        assert np.abs(output[name] - expected).max() <= 1e-4 * np.abs(expected).max(), name

@@ -15,7 +15,7 @@ from wan_tpu import GenerationRequest, cli, load_pipeline
 from wan_tpu.commands.calibrate import calibrate
 from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.families import open_spec, preset_spec
-from wan_tpu.schedules.magcache import Curve, MagCache, magcache_of, skipped
+from wan_tpu.schedules.magcache import Curve, MagCache, choose_skipped, parse_magcache
 from wan_tpu.stages import ExpertRun, device_state, expert_inputs
 
 KIND = "wan2.2-i2v-a14b"
@@ -43,7 +43,7 @@ def hooked_decisions(ratios, cache):
     from diffusers.hooks._helpers import TransformerBlockMetadata, TransformerBlockRegistry
 
     TransformerBlockRegistry.register(Block, TransformerBlockMetadata(return_hidden_states_index=0))
-    module, found = Blocks(), []
+    module, skipped = Blocks(), []
     config = MagCacheConfig(
         threshold=cache.threshold,
         max_skip_steps=cache.max_skip_steps,
@@ -56,8 +56,8 @@ def hooked_decisions(ratios, cache):
     for _ in ratios:
         module(torch.ones(1, 2, 3))
         state = head.state_manager.get_state()
-        found.append(not state.should_compute)
-    return np.array(found)
+        skipped.append(not state.should_compute)
+    return np.array(skipped)
 
 
 @pytest.mark.parametrize("name", ["wan2.2-t2v-a14b", "wan2.2-i2v-a14b", "wan2.1-t2v-14b", "wan2.1-i2v-14b-480p"])
@@ -68,7 +68,7 @@ def test_decisions_are_those_of_diffusers_hook(name):
     for threshold, most, retention in ((0.04, 2, 0.2), (0.06, 2, 0.2), (0.12, 2, 0.1), (0.3, 5, 0.0), (0.01, 1, 0.5)):
         cache = MagCache(threshold, most, retention)
         phases = [(0, first), (first, len(ratios))] if first else [(0, len(ratios))]
-        got = skipped(curve, cache, phases)
+        got = choose_skipped(curve, cache, phases)
         for branch in (0, 1):
             halves = [hooked_decisions(ratios[start:stop, branch].tolist(), cache) for start, stop in phases]
             assert np.array_equal(got[:, branch], np.concatenate(halves)), (cache, branch)
@@ -77,7 +77,7 @@ def test_decisions_are_those_of_diffusers_hook(name):
 def test_another_number_of_steps_has_diffusers_interpolation():
     ratios = tuple((float(r), float(r)) for r in 1 - np.arange(1, 31) * 0.002)
     for steps in (1, 7, 29, 45):
-        got = skipped(Curve(ratios, None, 5.0, None, MagCache(0.05, 2, 0.2)), MagCache(), [(0, steps)])
+        got = choose_skipped(Curve(ratios, None, 5.0, None, MagCache(0.05, 2, 0.2)), MagCache(), [(0, steps)])
         config = MagCacheConfig(
             num_inference_steps=steps, mag_ratios=[r for r, _ in ratios], threshold=0.05, max_skip_steps=2
         )
@@ -89,8 +89,8 @@ def test_published_curves_skip_as_many_steps_as_is_said_of_them():
     for name, expected in (("wan2.2-t2v-a14b", 18), ("wan2.2-i2v-a14b", 17)):
         spec = preset_spec(name)
         request = spec.plan(GenerationRequest(cache="magcache", preset="original"), image="i2v" in spec.tasks).request
-        found = spec.skipped(request)
-        assert found.all(1).sum() == expected and np.array_equal(found[:, 0], found[:, 1])
+        skipped = spec.skipped(request)
+        assert skipped.all(1).sum() == expected and np.array_equal(skipped[:, 0], skipped[:, 1])
 
 
 # ---- on the small model, with a curve that skips some steps of either expert, and in two of them one branch alone
@@ -186,7 +186,7 @@ def test_a_run_goes_on_from_the_latest_step_that_reuses_nothing(pipe):
             assert np.array_equal(again.latents, whole.latents)
 
 
-def test_it_is_another_program_and_leaves_the_exact_one_alone(pipe):
+def test_cached_steps_are_another_program_that_leaves_the_exact_one_alone(pipe):
     before, _, after = (denoised(pipe, request(**of)) for of in ({"cache": None}, {}, {"cache": None}))
     assert np.array_equal(before[-1].latents, after[-1].latents)
     spec = pipe.runtime.model.spec
@@ -233,13 +233,13 @@ def test_calibration_measures_what_diffusers_does(checkpoint, tmp_path, capsys):
         "1",
     ]
     assert cli.run(calibrate, argv) == 0
-    [found] = json.loads(capsys.readouterr().out)["magcache"]
-    of = [found[name] for name in ("first_low", "shift", "boundary", "solver")]
-    assert of == [experts[0].stop, 5.0, 0.9, "unipc"]
+    [curve] = json.loads(capsys.readouterr().out)["magcache"]
+    schedule = [curve[name] for name in ("first_low", "shift", "boundary", "solver")]
+    assert schedule == [experts[0].stop, 5.0, 0.9, "unipc"]
     # diffusers prints a branch's ratios when it has made its last step: prompt, then negative, by experts.
     for branch in (0, 1):
         expected = printed[branch] + printed[2 + branch]
-        np.testing.assert_allclose(np.array(found["ratios"])[:, branch], expected, atol=2e-4)
+        np.testing.assert_allclose(np.array(curve["ratios"])[:, branch], expected, atol=2e-4)
     assert cli.run(calibrate, [*argv, "--seeds", "2", "--write"]) == 0
     assert [len(curve.ratios) for curve in open_spec(copy).curves] == [6]
     assert cli.run(calibrate, [*argv, "--guidance_scale", "1"]) == 2
@@ -247,7 +247,7 @@ def test_calibration_measures_what_diffusers_does(checkpoint, tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_given_sigmas_have_a_curve_of_their_own(folder, tmp_path):
+def test_explicit_sigmas_have_a_curve_of_their_own(folder, tmp_path):
     """As presets give them: measured without guidance, kept beside the model's own, and holding for nothing else."""
     copy = tmp_path / "model"
     shutil.copytree(folder, copy)
@@ -259,15 +259,15 @@ def test_given_sigmas_have_a_curve_of_their_own(folder, tmp_path):
     own, few = open_spec(copy).curves
     assert (own.sigmas, len(own.ratios), few.sigmas, few.first_low) == (None, STEPS, (1.0, 0.9, 0.7, 0.4), 2)
     pipe = load_pipeline(copy, "float32", (1, 1, 1))
-    given = {"steps": None, "guidance_scale": 1.0, "shift": None, "cache": "magcache:10,1,0"}
-    given |= {"sigmas": [1, 0.9, 0.7, 0.4], "switch_step": 2, "solver": "euler"}
-    events = denoised(pipe, request(**given))
+    fields = {"steps": None, "guidance_scale": 1.0, "shift": None, "cache": "magcache:10,1,0"}
+    fields |= {"sigmas": [1, 0.9, 0.7, 0.4], "switch_step": 2, "solver": "euler"}
+    events = denoised(pipe, request(**fields))
     assert [event.skipped for event in events] == [False, True, False, True]
     for other in ({"switch_step": 1}, {"sigmas": [1, 0.9, 0.7, 0.3]}):
         with pytest.raises(InvalidRequest, match="these sigmas and this switch of experts"):
-            pipe.plan(request(**given | other))
+            pipe.plan(request(**fields | other))
     with pytest.raises(InvalidRequest, match="these sigmas and this switch of experts"):
-        pipe.plan(request(**given | {"solver": "unipc"}))
+        pipe.plan(request(**fields | {"solver": "unipc"}))
 
 
 @pytest.mark.parametrize(
@@ -283,20 +283,20 @@ def test_given_sigmas_have_a_curve_of_their_own(folder, tmp_path):
         ({"switch_step": 3}, "another switch_step without sigmas"),
     ],
 )
-def test_what_its_curve_doesnt_hold_for_is_refused(pipe, fields, said):
-    given = {"steps": None} if "sigmas" in fields else {}
+def test_settings_that_no_curve_is_for_are_refused(pipe, fields, said):
+    cleared = {"steps": None} if "sigmas" in fields else {}
     with pytest.raises(InvalidRequest, match=said) as raised:
-        pipe.plan(request(**given | fields))
+        pipe.plan(request(**cleared | fields))
     assert raised.value.field == "cache"
 
 
 def test_models_without_a_curve_say_how_to_get_one(checkpoint):
     with pytest.raises(InvalidRequest, match="wan-tpu calibrate"):
         open_spec(checkpoint(KIND)).plan(request())
-    assert str(magcache_of("magcache:0.060,2")) == "magcache:0.06,2"
+    assert str(parse_magcache("magcache:0.060,2")) == "magcache:0.06,2"
 
 
-def test_a_damaged_curve_is_named(folder, tmp_path):
+def test_damaged_curve_is_refused(folder, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     damaged = ({"ratios": []}, {"ratios": [[1, 1]], "first_low": 5, "shift": 5}, {"ratios": [[1]], "shift": 5}, 3)

@@ -58,8 +58,8 @@ def test_every_weight_of_the_published_models_matches_one_rule(kind):
     for name, component in model.components.items():
         params = abstract_component(component, "bfloat16", mesh).params
         sizes[name] = sum(p.size for p in jax.tree.leaves(params)) / 1e9
-    found = sizes[model.spec.denoise_stages[0]], sizes["text_encoder"]
-    assert found == pytest.approx(BILLIONS[kind], rel=0.03)
+    billions = sizes[model.spec.denoise_stages[0]], sizes["text_encoder"]
+    assert billions == pytest.approx(BILLIONS[kind], rel=0.03)
 
 
 @pytest.mark.parametrize("kind", ["wan2.1-i2v-14b-480p", "cogvideox1.5-5b-i2v", "hunyuanvideo1.5-480p-i2v"])
@@ -73,7 +73,7 @@ def test_programs_compiled_ahead_are_of_the_weights_that_are_loaded(kind, checkp
 
 
 @pytest.mark.parametrize(
-    ("devices", "heads", "given", "expected"),
+    ("devices", "heads", "shape", "expected"),
     [
         (1, 40, (None, None, None), (1, 1, 1)),
         (8, 40, (None, None, None), (2, 1, 4)),
@@ -85,8 +85,8 @@ def test_programs_compiled_ahead_are_of_the_weights_that_are_loaded(kind, checkp
         (8, 40, (2, 1, 2), (2, 1, 2)),
     ],
 )
-def test_open_axes_take_the_default(devices, heads, given, expected):
-    assert fill_shape(given, devices, heads) == expected
+def test_open_axes_take_the_default(devices, heads, shape, expected):
+    assert fill_shape(shape, devices, heads) == expected
 
 
 def test_a_mesh_by_axis_names():
@@ -109,11 +109,11 @@ def test_bad_mesh_shapes_are_refused(shape):
 
 
 @pytest.mark.parametrize(
-    ("heads", "given", "expected"),
+    ("heads", "shape", "expected"),
     [(40, (1, 1, 16), (1, 2, 8)), (40, (1, 1, 6), (1, 3, 2)), (12, (2, 2, 8), (2, 4, 4))],
 )
-def test_what_does_not_divide_the_heads_goes_to_the_tokens(heads, given, expected):
-    mesh = make_mesh(given, heads=heads, devices=jax.devices() * int(np.prod(given)))
+def test_axes_that_do_not_divide_the_heads_split_tokens(heads, shape, expected):
+    mesh = make_mesh(shape, heads=heads, devices=jax.devices() * int(np.prod(shape)))
     assert tuple(mesh.shape.values()) == expected
 
 

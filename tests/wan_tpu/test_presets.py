@@ -18,23 +18,23 @@ def plan(spec=A14B, **fields):
 
 
 def test_lightning_is_four_unguided_steps_two_on_each_expert():
-    found = plan(preset="lightning", prompt="a cat")
-    request = found.request
+    lightning = plan(preset="lightning", prompt="a cat")
+    request = lightning.request
     assert (request.steps, request.solver, request.guidance_scale, request.guidance_scale_2) == (4, "euler", 1, 1)
-    assert [(e.stage, e.start, e.stop, e.guided) for e in found.experts] == [
+    assert [(e.stage, e.start, e.stop, e.guided) for e in lightning.experts] == [
         ("denoise_high", 0, 2, False),
         ("denoise_low", 2, 4, False),
     ]
-    assert found.prompts == ("a cat",)
+    assert lightning.prompts == ("a cat",)
     (high,), (low,) = request.loras_for("denoise_high"), request.loras_for("denoise_low")
     assert "high_noise" in high.path and "low_noise" in low.path and high.scale == low.scale == 1
     assert request.frames == 81 and request.height == 720  # the model's own
 
 
 def test_every_preset_resolves_for_its_model():
-    found = [(name, preset) for name in published() for preset in preset_spec(name).presets]
-    assert len(found) >= 5
-    for name, preset in found:
+    pairs = [(name, preset) for name in published() for preset in preset_spec(name).presets]
+    assert len(pairs) >= 5
+    for name, preset in pairs:
         spec = preset_spec(name)
         image, last = "t2v" not in spec.tasks, spec.last_images == "required"
         resolved = spec.plan(GenerationRequest(preset=preset), image=image, last=last).request
@@ -44,7 +44,7 @@ def test_every_preset_resolves_for_its_model():
 
 
 @pytest.mark.parametrize(
-    ("given", "steps", "switch", "sigmas"),
+    ("fields", "steps", "switch", "sigmas"),
     [
         ({"steps": 8}, 8, None, False),  # then both follow from the shift and the model's boundary
         ({"shift": 3.0}, 4, None, False),
@@ -57,14 +57,14 @@ def test_every_preset_resolves_for_its_model():
         ({"loras": []}, 4, 2, True),
     ],
 )
-def test_a_request_overrides_its_preset(given, steps, switch, sigmas):
-    request = plan(preset="lightning", **given).request
+def test_a_request_overrides_its_preset(fields, steps, switch, sigmas):
+    request = plan(preset="lightning", **fields).request
     assert (request.steps, request.switch_step, request.sigmas is not None) == (steps, switch, sigmas)
-    for name, value in given.items():
+    for name, value in fields.items():
         assert getattr(request, name) == (tuple(value) if isinstance(value, list) else value)
-    if "guidance_scale" in given:
+    if "guidance_scale" in fields:
         assert request.guidance_scale_2 == 2.0
-    assert bool(request.loras) == ("loras" not in given)
+    assert bool(request.loras) == ("loras" not in fields)
 
 
 SETTINGS = [
@@ -78,7 +78,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("fields", SETTINGS + [one | {"shift": 3.0} for one in SETTINGS])
+@pytest.mark.parametrize("fields", SETTINGS + [settings | {"shift": 3.0} for settings in SETTINGS])
 def test_a_resolved_request_stays_what_it_is(fields):
     """It is stored as JSON, and planned again by who makes the video."""
     resolved = plan(**fields).request
@@ -108,8 +108,8 @@ def test_experts_switch_where_the_request_says():
     for steps, switch in itertools.product((1, 4, 7), (0, 1, 3)):
         if switch > steps:
             continue
-        found = {e.stage: e.stop - e.start for e in plan(steps=steps, switch_step=switch).experts}
-        assert found == {k: v for k, v in {"denoise_high": switch, "denoise_low": steps - switch}.items() if v}
+        steps_by_stage = {e.stage: e.stop - e.start for e in plan(steps=steps, switch_step=switch).experts}
+        assert steps_by_stage == {k: v for k, v in {"denoise_high": switch, "denoise_low": steps - switch}.items() if v}
         schedule = A14B.schedule(dataclasses.replace(plan(steps=steps).request, switch_step=switch, guidance_scale=9.0))
         assert schedule.guidance.tolist() == [9.0] * switch + [3.5] * (steps - switch)
 
@@ -129,7 +129,7 @@ def test_experts_switch_where_the_request_says():
         ({"preset": 3}, "preset", "string"),
     ],
 )
-def test_what_makes_no_sense_is_refused(fields, field, said):
+def test_meaningless_settings_are_refused(fields, field, said):
     with pytest.raises(InvalidRequest, match=said) as raised:
         plan(**fields)
     assert raised.value.field == field

@@ -119,7 +119,7 @@ def test_every_published_model_is_among_them():
 )
 def test_what_a_file_leaves_out_is_what_diffusers_class_takes(kind, ours):
     parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]
-    assert json.loads(json.dumps({one.name: one.default for one in parameters})) == ours
+    assert json.loads(json.dumps({parameter.name: parameter.default for parameter in parameters})) == ours
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ STRAY = (61, 201, 769)  # Of trailing steps: diffusers' rounding makes one more 
 
 
 def follow(schedule, predictions, rng, noises=None):
-    """The states after each step of a schedule, from its numbers alone."""
+    """Yield the states after each step of a schedule, computed from its numbers only."""
     x = rng.standard_normal(SHAPE)
     yield x
     history = [np.zeros(SHAPE)] * schedule.history_terms
@@ -34,8 +34,8 @@ def follow(schedule, predictions, rng, noises=None):
         yield x
 
 
-def assert_same(found, expected, where):
-    assert np.abs(found - expected.numpy()).max() <= TOLERANCE * max(1.0, np.abs(found).max()), where
+def assert_same(state, expected, where):
+    assert np.abs(state - expected.numpy()).max() <= TOLERANCE * max(1.0, np.abs(state).max()), where
 
 
 def flow_scheduler(name, shift):

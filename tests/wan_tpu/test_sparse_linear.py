@@ -6,7 +6,7 @@ import pytest
 
 from tests.kernels.cases import INTERPRET, as_program
 from wan_tpu.ops.attention import query_scale
-from wan_tpu.ops.sparse_linear import SparseLinear, chosen_blocks, sparse_linear_attention
+from wan_tpu.ops.sparse_linear import SparseLinear, choose_blocks, sparse_linear_attention
 from wan_tpu_kernels.sla.block_means import block_means, block_means_reference
 from wan_tpu_kernels.sla.linear_attention import EPSILON, add_linear, add_linear_reference
 from wan_tpu_kernels.sla.top_lists import top_lists, top_lists_reference
@@ -66,12 +66,12 @@ def test_it_is_the_papers(heads, width, tokens, interpret):
 def test_some_heads_of_many_are_used_in_place():
     q, k, v, weight, bias = drawn(700, 3, 128, jnp.float32)
     how = SparseLinear(0.4, jnp.asarray(weight), jnp.asarray(bias))
-    given = [x.astype(np.float32) for x in (q * query_scale(128), k, v)]
+    inputs = [x.astype(np.float32) for x in (q * query_scale(128), k, v)]
     more = {"kv_len": 700, "platform": "cpu"}
     last = slice(256, None)
     expected = by_formula(q[:, last], k[:, last], v[:, last], 0.4, weight, bias)
     for interpret in (False, True):
-        arrays = given[0], given[1][:, 128:], given[2]
+        arrays = inputs[0], inputs[1][:, 128:], inputs[2]
         some = ATTENTION(*arrays, how, heads=1, first_heads=(2, 1, 2), interpret=interpret, **more)
         np.testing.assert_allclose(some, expected, rtol=0, atol=2e-5)
 
@@ -92,14 +92,14 @@ def test_one_block_is_kept_at_least():
     q, k, _, weight, bias = drawn(300, 1, 128, jnp.float32)
     for kept, count in ((0.01, 1), (1, 5)):
         how = SparseLinear(kept, jnp.asarray(weight), jnp.asarray(bias))
-        lists = as_program(chosen_blocks)(q, k, how, heads=1, kv_len=300, kernels=False)
+        lists = as_program(choose_blocks)(q, k, how, heads=1, kv_len=300, kernels=False)
         assert lists.shape == (1, 1, 3, count)
 
 
 @pytest.mark.parametrize(
     ("shape", "count"), [((2, 300, 150), 7), ((1, 130, 20), 130), ((1, 1182, 130), 177), ((2, 64, 1), 1)]
 )
-def test_the_largest_of_many(shape, count):
+def test_top_lists_are_the_largest_scores(shape, count):
     """With many that are equal, of which the first count, all of a column, and negative ones and infinities."""
     rng = np.random.default_rng(count)
     scores = rng.standard_normal(shape).astype(np.float32)
@@ -107,29 +107,29 @@ def test_the_largest_of_many(shape, count):
     scores[:, :, 0] = -1
     scores[:, 1, ::2], scores[:, 3, ::2] = np.inf, -np.inf
     scores[:, 5, ::4], scores[:, 7, ::4] = np.nan, -np.nan  # either sign: as large as inf
-    found = np.asarray(as_program(top_lists)(scores, count, interpret=INTERPRET))
-    np.testing.assert_array_equal(found, as_program(top_lists_reference)(scores, count))
+    lists = np.asarray(as_program(top_lists)(scores, count, interpret=INTERPRET))
+    np.testing.assert_array_equal(lists, as_program(top_lists_reference)(scores, count))
     for i, j in ((0, 0), (shape[0] - 1, shape[2] - 1)):
         column = np.where(np.isnan(scores[i, :, j]), np.inf, scores[i, :, j])
         order = np.argsort(-column, kind="stable")[:count]
-        np.testing.assert_array_equal(found[i, j], np.sort(order))
+        np.testing.assert_array_equal(lists[i, j], np.sort(order))
 
 
 @pytest.mark.parametrize(("rows", "real"), [(300, 300), (5000, 4100), (4096, 4096)])
-def test_means_of_blocks(rows, real):
+def test_block_means_ignore_padding(rows, real):
     x = np.random.default_rng(rows).standard_normal((rows, 384)).astype(np.float32)
     x[real:] = np.nan
     for size in (64, 128):
         how = {"real": real, "tiles": 2, "lanes": 128, "first": 1}
-        found = as_program(block_means)(x, size, **how, interpret=INTERPRET)
+        means = as_program(block_means)(x, size, **how, interpret=INTERPRET)
         blocks = [x[i : min(i + size, real), 128:] for i in range(0, rows, size)]
         expected = np.stack([block.mean(0) if len(block) else np.zeros(256) for block in blocks])
-        np.testing.assert_allclose(np.concatenate([*found], axis=1), expected, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(np.concatenate([*means], axis=1), expected, rtol=0, atol=1e-5)
         plain = as_program(block_means_reference)(x, size, **how)
-        np.testing.assert_allclose(found, plain, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(means, plain, rtol=0, atol=1e-5)
 
 
-def test_a_count_that_cannot_be_is_refused():
+def test_counts_out_of_range_are_refused():
     for count in (0, 5):
         with pytest.raises(ValueError, match=f"from 1 to 4, the scores of a list, got {count}"):
             top_lists(jnp.zeros((1, 4, 1)), count)
@@ -142,12 +142,12 @@ def test_the_linear_part_in_bfloat16(heads, width, kv_len):
     q, k, v, weight, bias = drawn(1500, heads, width, jnp.bfloat16)
     sparse, *_ = drawn(1500, heads, width, jnp.bfloat16, seed=1)
     k[kv_len:], v[kv_len:] = np.nan, np.nan
-    given = [*(x.astype(jnp.bfloat16) for x in (sparse, 60 * q, k, v)), weight, bias]
-    got = as_program(add_linear)(*given, heads=heads, kv_len=kv_len, interpret=INTERPRET)
-    expected = as_program(add_linear_reference)(*given, heads=heads, kv_len=kv_len)
+    arrays = [*(x.astype(jnp.bfloat16) for x in (sparse, 60 * q, k, v)), weight, bias]
+    got = as_program(add_linear)(*arrays, heads=heads, kv_len=kv_len, interpret=INTERPRET)
+    expected = as_program(add_linear_reference)(*arrays, heads=heads, kv_len=kv_len)
     largest = np.abs(np.asarray(expected, np.float32)).max()
     np.testing.assert_allclose(
         np.asarray(got, np.float32), np.asarray(expected, np.float32), rtol=0, atol=2**-7 * largest
     )
     with pytest.raises(ValueError, match="lanes, got 96"):
-        add_linear(*(x[:, :192] for x in given[:4]), *given[4:], heads=2)
+        add_linear(*(x[:, :192] for x in arrays[:4]), *arrays[4:], heads=2)

@@ -78,8 +78,8 @@ def run_diffusers(folder, monkeypatch):
             linear = torch.nn.Linear(
                 block.attn1.inner_dim // block.attn1.heads, block.attn1.inner_dim // block.attn1.heads
             )
-            given = {one: stored[f"blocks.{index}.attn1.proj_l.{one}"] for one in ("weight", "bias")}
-            linear.load_state_dict(given)
+            weights = {part: stored[f"blocks.{index}.attn1.proj_l.{part}"] for part in ("weight", "bias")}
+            linear.load_state_dict(weights)
             block.attn1.set_processor(PaperProcessor(kept, linear, monkeypatch))
     # TurboDiffusion's numbers: its script has them as angles.
     angles = np.array([math.atan(200), 1.5, 1.4, 1.0])
@@ -122,33 +122,35 @@ def test_meshes_give_the_latents_of_one_device(checkpoint, tmp_path):
     """400 tokens lie on four devices in blocks of 128, of which the last one has 16 and padding."""
     arguments = (checkpoint(KIND), tmp_path / "latents.npz", PHOTO)
     run_module("tests.wan_tpu.turbo_worker", *arguments, environment=with_devices(4))
-    found = np.load(tmp_path / "latents.npz")
-    expected = found["1x1x1"]
-    assert len(found) == 3
-    for latents in found.values():
+    by_mesh = np.load(tmp_path / "latents.npz")
+    expected = by_mesh["1x1x1"]
+    assert len(by_mesh) == 3
+    for latents in by_mesh.values():
         assert np.abs(latents - expected).max() <= TOLERANCE * np.abs(expected).max()
 
 
 # ---- TurboDiffusion's files
 
 
-def as_published(folder, name, path):
+def save_as_published(folder, name, path):
     """Write an expert as TurboDiffusion does: Wan's own names, a matrix for the patches, torch.save."""
     [file] = (folder / name).glob("*.safetensors")
-    found = {}
+    tensors = {}
     for key, value in safetensors.torch.load_file(file).items():
         for pattern, replacement in ORIGINALS:
             key = re.sub(pattern, replacement, key)
-        found[key] = value.flatten(1) if key == "patch_embedding.weight" else value
-    assert "blocks.1.self_attn.attn_op.local_attn.proj_l.weight" in found
-    torch.save(found, path)
+        tensors[key] = value.flatten(1) if key == "patch_embedding.weight" else value
+    assert "blocks.1.self_attn.attn_op.local_attn.proj_l.weight" in tensors
+    torch.save(tensors, path)
     return path
 
 
 @pytest.fixture(scope="module")
 def published(checkpoint, tmp_path_factory):
     folder = tmp_path_factory.mktemp("published")
-    return [as_published(checkpoint(KIND), name, folder / f"{name}.pth") for name in ("transformer", "transformer_2")]
+    return [
+        save_as_published(checkpoint(KIND), name, folder / f"{name}.pth") for name in ("transformer", "transformer_2")
+    ]
 
 
 @pytest.fixture(scope="module")

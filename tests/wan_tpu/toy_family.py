@@ -20,7 +20,7 @@ from wan_tpu.families.shared.causal_vae import CausalChunks
 from wan_tpu.families.shared.flop_count import count
 from wan_tpu.families.shared.t5 import text_encoder
 from wan_tpu.families.shared.tokenizer import train_tokenizer
-from wan_tpu.families.shared.tokenizing import Tokenizer, tokenized
+from wan_tpu.families.shared.tokenizing import Tokenizer, tokenize
 from wan_tpu.plan import Expert
 from wan_tpu.request import Defaults
 from wan_tpu.runtime.bridge import call, to_jax
@@ -146,7 +146,7 @@ class ToyModel(Model):
         return {"text_encoder": Tokenizer(self.checkpoint.path("tokenizer"), self.config.text_encoder["vocab_size"])}
 
     def tokenize(self, prompt):
-        ids, _, warnings = tokenized(self.tokenizers["text_encoder"], prompt, TOKENS)
+        ids, _, warnings = tokenize(self.tokenizers["text_encoder"], prompt, TOKENS)
         return {"text_encoder": (ids,)}, warnings
 
     def encode_text(self, component, module, params, ids):

@@ -12,6 +12,6 @@ for mesh in [(1, 1, 1), (1, 2, 2), (2, 2, 1)]:
     pipe = load_pipeline(sys.argv[1], dtype="float32", mesh=mesh)
     plan = pipe.plan(request)
     conditioning = conditioning or pipe.encode(plan)
-    made = pipe.denoise(plan, conditioning, pipe.initial_state(plan))
-    latents["x".join(map(str, mesh))] = made.latents
+    state = pipe.denoise(plan, conditioning, pipe.initial_state(plan))
+    latents["x".join(map(str, mesh))] = state.latents
 np.savez(sys.argv[2], **latents)

@@ -164,7 +164,11 @@ def _vae(runtime: Runtime, request: ResolvedRequest, name: str) -> StagePrograms
     half, first, later = vae_programs(runtime, name, loaded.module, 1 + len(others))
     programs: StagePrograms = {f"{name} first": (first, (loaded.params, x), 1)}
     if others:
-        programs[f"{name} later"] = (later, (loaded.params, others[0], half.cache(loaded.params, x)), len(others))
+        programs[f"{name} later"] = (
+            later,
+            (loaded.params, others[0], half.cache_shapes(loaded.params, x)),
+            len(others),
+        )
     return programs
 
 

@@ -67,7 +67,7 @@ def _schedule_of(curve: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def measure_curve(pipe: "Pipeline", plan: "RequestPlan", seeds: int) -> dict[str, Any]:
-    """Return the curve of a request, as `wan_tpu.schedules.magcache.curve_from` reads it.
+    """Return the curve of a request, as `wan_tpu.schedules.magcache.read_curve` reads it.
 
     Without guidance both branches have the prompt's ratios.
     """

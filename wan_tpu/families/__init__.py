@@ -1,4 +1,4 @@
-"""Model families, a folder each, found by the transformer class that a checkpoint names. This file needs no JAX."""
+"""Model families, one folder each, recognised by the transformer class of a checkpoint. This file needs no JAX."""
 
 import importlib
 import pkgutil
@@ -10,9 +10,9 @@ from wan_tpu.families.family import Family
 from wan_tpu.spec import ModelSpec
 
 _FOLDERS = [
-    importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__) if found.ispkg
+    importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__) if module.ispkg
 ]
-# By transformer class.
+# The families by transformer class.
 FAMILIES: dict[str, Family] = {
     folder.FAMILY.transformer: folder.FAMILY for folder in _FOLDERS if hasattr(folder, "FAMILY")
 }
@@ -20,20 +20,21 @@ FAMILIES: dict[str, Family] = {
 
 def family_of(checkpoint: Checkpoint) -> Family:
     """Return the family of an opened checkpoint; raises `CheckpointError` when none knows it."""
-    found = checkpoint.class_name("transformer") if checkpoint.has("transformer") else "no transformer"
-    if found not in FAMILIES:
+    transformer = checkpoint.class_name("transformer") if checkpoint.has("transformer") else "no transformer"
+    if transformer not in FAMILIES:
         known = [f"{family.title} ({name}), for example {family.example}" for name, family in FAMILIES.items()]
         raise CheckpointError(
-            f"{checkpoint.source} is a {checkpoint.index.get('_class_name')} with {found}; "
+            f"{checkpoint.source} is a {checkpoint.index.get('_class_name')} with {transformer}; "
             f"supported are {'; '.join(known)}"
         )
-    return FAMILIES[found]
+    return FAMILIES[transformer]
 
 
 def open_spec(source: str | Path) -> ModelSpec:
-    """Return the spec of a diffusers directory or hub id; raises `CheckpointError` when no family knows it.
+    """Return the spec of a diffusers directory or hub id, reading only its configurations.
 
-    Only configurations are read.
+    Raises:
+        CheckpointError: No family knows it.
     """
     return spec_of(Checkpoint(source))
 
@@ -50,7 +51,7 @@ def spec_of(checkpoint: Checkpoint) -> ModelSpec:
 
 
 def published() -> dict[str, Family]:
-    """Return every published model whose configuration is here, by name, with its family."""
+    """Return the family of each published model whose configuration is in this package, by the model's name."""
     return {name: family for family in FAMILIES.values() for name in family.presets}
 
 

@@ -1,4 +1,4 @@
-"""What a model family registers, as `FAMILY` of its folder. No JAX, no torch: every process reads it."""
+"""What a model family registers, as `FAMILY` of its folder. Every process reads it: it needs neither JAX nor torch."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -13,16 +13,18 @@ from wan_tpu.spec import ModelSpec
 class Family:
     """A folder of `wan_tpu/families/`.
 
-    name         of the folder; title  for people
-    example      a hub id of one of its models
-    transformer  the class that its checkpoints' transformer has: by it they are found
-    presets      the published models' configurations, by name
-    spec         a configuration -> its `ModelSpec`
-    open         a checkpoint -> its `ModelSpec`; raises `CheckpointError` for what the family doesn't run
-    model        "module:class" of its `wan_tpu.families.model.Model`, which needs JAX and torch
-    small        "module:function" that writes small checkpoints (`wan_tpu.tiny`), which needs diffusers
-    with_experts "module:class" of a checkpoint with other experts, from files of another form: (source, files, share of
-                 the blocks of keys that sparse ones keep); None: the family has none
+    Attributes:
+        name: The folder's name.
+        title: The name shown to people.
+        example: A hub id of one of its models.
+        transformer: The class of its checkpoints' transformer, by which checkpoints are recognised.
+        presets: The published models' configurations, by name.
+        spec: Makes a `ModelSpec` of a configuration.
+        open: Makes a `ModelSpec` of a checkpoint; raises `CheckpointError` for one that the family doesn't run.
+        model: "module:class" of its `wan_tpu.families.model.Model`, which needs JAX and torch.
+        small: "module:function" that writes small checkpoints (`wan_tpu.tiny`), which needs diffusers.
+        with_experts: "module:class" of a checkpoint with other experts, from files of another format. It takes (source,
+            files, the attention density of sparse experts). None if the family has none.
     """
 
     name: str
@@ -36,7 +38,7 @@ class Family:
     small: str
     with_experts: str | None = None
 
-    def part(self, where: str) -> Any:
-        """Return what "module:name" names, imported now."""
-        module, _, name = where.partition(":")
+    def part(self, path: str) -> Any:
+        """Import and return the object at "module:name"."""
+        module, _, name = path.partition(":")
         return getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""What the stages need of a family's model: its components, and the functions of its stages in JAX.
+"""The interface of a family's model: its components, and the functions of its stages in JAX.
 
 Shapes: B batch (guidance branches), T latent frames, H W latent height and width, L tokens, C channels.
 """
@@ -23,26 +23,27 @@ from wan_tpu.spec import ModelSpec
 
 
 class Flops(Protocol):
-    """Floating-point operations (a multiply-add is two) of each stage of one model, all devices."""
+    """Floating-point operations (a multiply-add is two) of each stage of one model, on all devices together."""
 
     def encoder(self, request: ResolvedRequest, *, prompts: int) -> int:
-        """Encoding so many prompts, and the request's image if it has one."""
+        """Return the operations of encoding a number of prompts, and the request's image if it has one."""
 
     def step(self, latent_shape: tuple[int, ...], *, branches: int) -> int:
-        """One denoising step over latents [1, C, T, H, W], with `branches` guidance branches."""
+        """Return the operations of a denoising step over latents [1, C, T, H, W], with `branches` guidance branches."""
 
     def decoder(self, latent_shape: tuple[int, ...]) -> int:
-        """Decoding latents [1, C, T, H, W]."""
+        """Return the operations of decoding latents [1, C, T, H, W]."""
 
 
 class StepInputs(NamedTuple):
-    """What a transformer is given in one step.
+    """The inputs of a transformer in one step.
 
-    latents        float32 [1, C, T, H, W]
-    timestep       float32 scalar; [2] with the one after it where the schedule has that (`Schedule.following`)
-    guidance       float32 scalar
-    keys           from `Model.text_keys`
-    image_latents  as in `Conditioning`
+    Attributes:
+        latents: float32 [1, C, T, H, W].
+        timestep: float32 scalar, or [2] with the following one if the schedule has it (`Schedule.following`).
+        guidance: float32 scalar.
+        keys: From `Model.text_keys`.
+        image_latents: As in `Conditioning`.
     """
 
     latents: jax.Array
@@ -52,8 +53,8 @@ class StepInputs(NamedTuple):
     image_latents: jax.Array | None
 
 
-def guided(branches: jax.Array, guidance: jax.Array) -> jax.Array:
-    """Return what is predicted, [...], of each branch's, [B, ...]: the prompt's, and the negative prompt's."""
+def apply_guidance(branches: jax.Array, guidance: jax.Array) -> jax.Array:
+    """Combine the predictions of the prompt's and the negative prompt's branch, [B, ...], into one, [...]."""
     if len(branches) == 1:
         return branches[0]
     conditional, unconditional = branches
@@ -63,12 +64,13 @@ def guided(branches: jax.Array, guidance: jax.Array) -> jax.Array:
 class Model(abc.ABC):
     """One model of a family.
 
-    Functions that take `module` and `params` are traced by `jax.jit`; all others run on the host. What a step is given
-    besides the latents, "keys", is a dict of arrays that only the family looks into.
+    Functions that take `module` and `params` are traced by `jax.jit`; all others run on the host. The inputs of a step
+    beside the latents, "keys", are a dict of arrays that only the family looks into.
 
-    spec        what is known of it without JAX
-    config      a dataclass of all that its programs are made from, for the key of compiled ones
-    checkpoint  for the tokenizer and the image processor; a preset compiles without
+    Attributes:
+        spec: What is known of the model without JAX.
+        config: A dataclass of everything that determines its programs, for the key of compiled ones.
+        checkpoint: Has the tokenizer and the image processor; a published model compiles without.
     """
 
     spec: ModelSpec
@@ -78,14 +80,14 @@ class Model(abc.ABC):
     @property
     @abc.abstractmethod
     def components(self) -> dict[str, Component]:
-        """Every component by the name of the work it does."""
+        """Every component, by the name of its work."""
 
     @property
     @abc.abstractmethod
     def flops(self) -> Flops:
         """The floating-point operations of each stage."""
 
-    # ---- shapes, for programs that are compiled before there is a request
+    # ---- Shapes, for programs that are compiled before there is a request.
 
     @property
     @abc.abstractmethod
@@ -94,33 +96,33 @@ class Model(abc.ABC):
 
     @property
     def token_shapes(self) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """Shapes of what each text encoder is given, int32, by component: ids and mask of one unless a family says."""
+        """Shapes of each text encoder's inputs, int32, by component; by default one encoder's ids and mask."""
         return {"text_encoder": ((1, self.text_shape[0]),) * 2}
 
     @property
     def prompt_shapes(self) -> dict[str, tuple[tuple[int, ...], bool]]:
-        """Of what `prompt_arrays` gives, the shapes without the first axis, and whether they are integers, by name."""
+        """Shapes of the arrays of `prompt_arrays`, without the first axis, and whether they are integers, by name."""
         return {"text": (self.text_shape, False)}
 
     @property
     def image_pixels_shape(self) -> tuple[int, int, int, int]:
-        """(images, 3, height, width) of what the image encoder takes; asked for where the model has one."""
+        """(images, 3, height, width) of the image encoder's input; read only if the model has one."""
         raise NotImplementedError
 
     @property
     def image_features_shape(self) -> tuple[int, int, int]:
-        """(images, L, C) of what the image encoder gives; asked for where the model has one."""
+        """(images, L, C) of the image encoder's output; read only if the model has one."""
         raise NotImplementedError
 
     @abc.abstractmethod
     def image_latents_shape(self, latent_shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the shape of a request's image condition by that of its latents; None where the model takes none."""
+        """Return the shape of a request's image condition from that of its latents; None if the model takes none."""
 
     @abc.abstractmethod
     def vae_chunks(self, component: str, request: ResolvedRequest) -> list[tuple[int, int, int, int, int]]:
-        """Return the shapes [1, C, T, H, W] of what "vae_encoder" or "decoder" is given, chunk after chunk."""
+        """Return the shapes [1, C, T, H, W] of the chunks that "vae_encoder" or "decoder" takes, in order."""
 
-    # ---- encoder stage
+    # ---- The encoder stage.
 
     @property
     def tokenizers(self) -> Mapping[str, Tokenizer]:
@@ -130,35 +132,36 @@ class Model(abc.ABC):
     def prepare(self, component: str) -> None:
         """Read what the host needs for a component beside its weights: a text encoder's tokenizer.
 
-        Raises `CheckpointError`.
+        Raises:
+            CheckpointError: The checkpoint has no working tokenizer.
         """
         if component in self.tokenizers:
-            with self.tokenizers[component].opened():
+            with self.tokenizers[component].lock():
                 pass
 
     @abc.abstractmethod
     def tokenize(self, prompt: str) -> tuple[dict[str, tuple[np.ndarray, ...]], list[str]]:
-        """Return what each text encoder is given, int32 [1, L], by component; and a warning if the prompt was cut.
+        """Return each text encoder's inputs, int32 [1, L], by component, and a warning if the prompt was cut.
 
-        An encoder that has nothing to read for this prompt is left out.
+        Encoders that have nothing to read in this prompt are left out.
         """
 
     @abc.abstractmethod
     def encode_text(self, component: str, module: torch.nn.Module, params: Params, *tokens: jax.Array) -> jax.Array:
-        """Run one text encoder on its tokens [B, L] (ids and mask) -> embeddings [B, L, C]."""
+        """Run one text encoder on its tokens [B, L] (ids and mask) and return embeddings [B, L, C]."""
 
     def prompt_arrays(
         self, tokens: Mapping[str, tuple[np.ndarray, ...]], encoded: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        """Return what experts are given of a prompt, by name, [1, ...]; both arguments by component."""
+        """Return the experts' inputs for a prompt, by name, [1, ...]; both arguments are by component."""
         return {"text": encoded["text_encoder"]}
 
     def clip_pixels(self, request: ResolvedRequest) -> np.ndarray:
-        """Return the request's image as the image encoder, if there is one, takes it, float32 [1, 3, height, width]."""
+        """Return the request's image as the image encoder takes it, float32 [1, 3, height, width]."""
         raise NotImplementedError
 
     def encode_image(self, module: torch.nn.Module, params: Params, pixels: jax.Array) -> jax.Array:
-        """pixels [1, 3, height, width] -> features [1, L, C], where the model has an image encoder."""
+        """Encode pixels [1, 3, height, width] as features [1, L, C]; called only if the model has an image encoder."""
         raise NotImplementedError
 
     @abc.abstractmethod
@@ -171,19 +174,19 @@ class Model(abc.ABC):
 
     @abc.abstractmethod
     def vae_encoder(self, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
-        """Pixels -> moments [1, 2C, T, H, W], chunk by chunk."""
+        """Return the functions that encode pixels as moments [1, 2C, T, H, W], chunk by chunk."""
 
-    # ---- experts
+    # ---- Experts.
 
     def initial_noise(self, request: ResolvedRequest) -> np.ndarray:
-        """Return what diffusers draws for a request's seed, float32 [1, C, T, H, W]."""
-        return self._drawn(request, torch.Generator("cpu").manual_seed(request.seed))
+        """Return the noise that diffusers draws for a request's seed, float32 [1, C, T, H, W]."""
+        return self._draw_noise(request, torch.Generator("cpu").manual_seed(request.seed))
 
     def step_noise(self, request: ResolvedRequest) -> Callable[[int], np.ndarray]:
-        """Return what draws a step's fresh noise, float32 [1, C, T, H, W], as diffusers does from the same generator.
+        """Return a function that draws a step's fresh noise, float32 [1, C, T, H, W], as diffusers does.
 
-        Asked for where the schedule wants some, steps in order; for one that comes earlier than the last all are drawn
-        again.
+        It is used if the schedule has fresh noise, for steps in order, since all come from one generator. For a step
+        before the last one, the noise is drawn again from the start.
         """
         draws = self.spec.schedule(request).draws
         drawn, generator = 0, self._step_generator(request)
@@ -194,19 +197,19 @@ class Model(abc.ABC):
             if needed <= drawn:
                 drawn, generator = 0, self._step_generator(request)
             for _ in range(needed - drawn):
-                latest = self._drawn(request, generator)
+                latest = self._draw_noise(request, generator)
             drawn = needed
             return latest
 
         return noise
 
     def _step_generator(self, request: ResolvedRequest) -> torch.Generator:
-        """Return the request's generator as it is before the first step."""
+        """Return the request's generator in its state before the first step."""
         generator = torch.Generator("cpu").manual_seed(request.seed)
-        self._drawn(request, generator)
+        self._draw_noise(request, generator)
         return generator
 
-    def _drawn(self, request: ResolvedRequest, generator: torch.Generator) -> np.ndarray:
+    def _draw_noise(self, request: ResolvedRequest, generator: torch.Generator) -> np.ndarray:
         """Draw noise, float32 [1, C, T, H, W]."""
         return torch.randn(self.spec.latent_shape(request), generator=generator, dtype=torch.float32).numpy()
 
@@ -219,22 +222,27 @@ class Model(abc.ABC):
         text: Mapping[str, jax.Array],
         image: jax.Array | None,
     ) -> dict[str, jax.Array]:
-        """Return what an expert makes of the prompts once a request: the keys of all its steps.
+        """Return what an expert computes from the prompts once per request: the keys of all its steps.
 
-        text   as `prompt_arrays` names it, [B, ...]: the prompt's alone, or the prompt's and the negative prompt's
-        image  [1, L, C] features of the image
+        Args:
+            module: The expert.
+            params: Its weights.
+            mesh: The devices.
+            text: Arrays of `prompt_arrays` by name, [B, ...]: the prompt's only, or the prompt's and the negative
+                prompt's.
+            image: [1, L, C], features of the image.
         """
 
     @abc.abstractmethod
     def key_shapes(self, mesh: Mesh, keys: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the shapes and shardings of what `text_keys` makes, to compile a step without it."""
+        """Return the shapes and shardings of the arrays of `text_keys`, to compile a step without them."""
 
     @abc.abstractmethod
-    def velocity(self, module: torch.nn.Module, params: Params, mesh: Mesh, given: StepInputs) -> jax.Array:
-        """Return what the transformer predicts, guided, float32 [1, C, T, H, W]."""
+    def velocity(self, module: torch.nn.Module, params: Params, mesh: Mesh, inputs: StepInputs) -> jax.Array:
+        """Return the transformer's prediction with guidance, float32 [1, C, T, H, W]."""
 
     def residual_shape(self, mesh: Mesh, branches: int, latent_shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return shape and sharding of what the blocks add to the tokens; asked for where the model has `curves`."""
+        """Return shape and sharding of what the blocks add to the tokens; called only if the model has `curves`."""
         raise NotImplementedError
 
     def cached_velocity(
@@ -242,13 +250,18 @@ class Model(abc.ABC):
         module: torch.nn.Module,
         params: Params,
         mesh: Mesh,
-        given: StepInputs,
+        inputs: StepInputs,
         reuse: tuple[jax.Array, jax.Array | None] | None,
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Return `velocity`, and what the blocks added; asked for where the model has `curves`.
+        """Return `velocity`, and what the blocks added; called only if the model has `curves`.
 
-        reuse  what they added before (`residual_shape`), and of which branches that is taken, bool [B]; None: of all,
-               and no block is computed
+        Args:
+            module: The expert.
+            params: Its weights.
+            mesh: The devices.
+            inputs: The step's inputs.
+            reuse: What the blocks added before (`residual_shape`), and which branches reuse it, bool [B]. If that is
+                None, all do, and no block is computed.
         """
         raise NotImplementedError
 
@@ -256,18 +269,18 @@ class Model(abc.ABC):
     def finish(self, latents: np.ndarray, image_latents: np.ndarray | None, request: ResolvedRequest) -> np.ndarray:
         """Return the latents to decode, after the last step."""
 
-    # ---- decoder stage
+    # ---- The decoder stage.
 
     @abc.abstractmethod
     def vae_latents(self, latents: np.ndarray) -> np.ndarray:
-        """Return final latents as the VAE takes them, float32 [1, C, T, H, W]."""
+        """Return the final latents as the VAE takes them, float32 [1, C, T, H, W]."""
 
     @abc.abstractmethod
     def vae_decoder(self, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
-        """Latents -> pixels [1, 3, T, H, W] around [-1, 1], chunk by chunk."""
+        """Return the functions that decode latents to pixels [1, 3, T, H, W] around [-1, 1], chunk by chunk."""
 
     def pixels(self, decoded: np.ndarray) -> np.ndarray:
-        """Return what the decoder gave, [1, 3, T, H, W], as float32 [T, H, W, 3] in [0, 1]."""
+        """Return the decoder's output [1, 3, T, H, W] as float32 [T, H, W, 3] in [0, 1]."""
         unit = np.clip(decoded[0].astype(np.float32), -1, 1) / 2 + 0.5
         return unit.transpose(1, 2, 3, 0)
 
@@ -279,6 +292,6 @@ def open_model(checkpoint: Checkpoint) -> Model:
 
 
 def preset_model(name: str) -> Model:
-    """Return a published model, without its checkpoint: its programs can be compiled."""
+    """Return a published model without its checkpoint; its programs can be compiled."""
     family = published()[name]
     return family.part(family.model)(preset_spec(name), None)

@@ -1,4 +1,4 @@
-"""Attention on one device behind one function: the platform picks the implementation.
+"""Attention on one device behind one function that picks the implementation by platform.
 
 Arrays are token-major, [L, N*D]: as projections leave them, and as the TPU kernel reads them without a transpose.
 Shapes: L tokens, N heads, D head width.
@@ -14,31 +14,43 @@ from wan_tpu.switches import uses_kernel
 from wan_tpu_kernels.flash_attention import LowPrecision, flash_attention, flash_attention_unchecked
 from wan_tpu_kernels.low_precision import round_keys_reference, round_queries_reference
 
-# Query rows whose scores are formed at once on CPU: with 2,000 keys 256 rows of float32 scores are 2 MB, which
-# stays in the cache of one core. Measured: 55 ms against 125 ms in one piece (2x4 heads, 2,000 tokens, D=128).
+# Query rows whose scores are formed at once on CPU: with 2,000 keys, 256 rows of float32 scores are 2 MB, which stay in
+# the cache of one core. It was measured: 55 ms, against 125 ms in one piece (2x4 heads, 2,000 tokens, D=128).
 CPU_QUERY_BLOCK = 256
 
 
 def query_scale(head_width: int) -> float:
-    """Return what queries are multiplied with while still float32, so that attention is softmax to the base of two."""
+    """Return the factor of queries, applied while they are float32, with which attention is softmax to base two."""
     return head_width**-0.5 * math.log2(math.e)
 
 
 def attention(
     q: jax.Array, k: jax.Array, v: jax.Array, *, heads: int, platform: str, kv_len: int | jax.Array | None = None
 ) -> jax.Array:
-    """Return full attention, sum_j 2^(q.k_j) v_j / sum_j 2^(q.k_j), on one device.
+    """Compute full attention, sum_j 2^(q.k_j) v_j / sum_j 2^(q.k_j), on one device.
 
-    q [Lq, N*D], times `query_scale`; k, v [Lk, N*D] -> [Lq, N*D], in the dtype of q. Keys from `kv_len` on don't count.
+    Args:
+        q: [Lq, N*D], times `query_scale`.
+        k, v: [Lk, N*D].
+        heads: N.
+        platform: "tpu", "gpu" or "cpu".
+        kv_len: Keys from here on are ignored.
+
+    Returns:
+        [Lq, N*D], in the dtype of q.
     """
     scale = math.log(2)
     if uses_kernel("attention", platform):
         return flash_attention(q, k, v, heads=heads, kv_len=kv_len, scale=scale)
-    some = kv_len if isinstance(kv_len, jax.Array) else None  # known when it runs: in every shape the same program
-    if some is None:
+    # A number of keys that only the program knows is an array: one program then serves any number.
+    count = kv_len if isinstance(kv_len, jax.Array) else None
+    if count is None:
         k, v = k[:kv_len], v[:kv_len]
     q, k, v = (x.reshape(x.shape[0], heads, -1) for x in (q, k, v))
-    mixed = _gpu(q, k, v, scale) if platform == "gpu" and some is None else _blockwise(q, k, v, scale, some)
+    if platform == "gpu" and count is None:
+        mixed = _attend_on_gpu(q, k, v, scale)
+    else:
+        mixed = _attend_blockwise(q, k, v, scale, count)
     return mixed.reshape(mixed.shape[0], -1)
 
 
@@ -55,23 +67,34 @@ def attention_part(
     softmax: Literal["optimistic", "online"] = "optimistic",
     qk: LowPrecision | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the attention of some heads of width D, and whether it is right: if not, "online" gives it.
+    """Compute the attention of some heads, and check the result.
 
-    q [Lq, at least N*D], times `query_scale`; k, v [Lk, at least N*D] -> [Lq, N*D]; first_heads are those of q, k and v
-    from which on they count. qk: an 8-bit type, that logits are computed in; kv_len is a number then.
+    Args:
+        q: [Lq, at least N*D], times `query_scale`.
+        k, v: [Lk, at least N*D].
+        heads: N.
+        first_heads: The first head to use of q, k and v.
+        width: D.
+        kv_len: Keys from here on are ignored.
+        platform: "tpu", "gpu" or "cpu".
+        softmax: The way to compute it; "online" is always right.
+        qk: An 8-bit type to compute logits in; kv_len is then a Python number.
+
+    Returns:
+        The output [Lq, N*D], and a boolean scalar: False if it is wrong and must be repeated with "online".
     """
     if uses_kernel("attention", platform):
-        given = {"heads": heads, "first_heads": first_heads, "width": width, "scale": math.log(2), "kv_len": kv_len}
-        return flash_attention_unchecked(q, k, v, softmax=softmax, qk=qk, **given)  # type: ignore[arg-type]
+        options = {"heads": heads, "first_heads": first_heads, "width": width, "scale": math.log(2), "kv_len": kv_len}
+        return flash_attention_unchecked(q, k, v, softmax=softmax, qk=qk, **options)  # type: ignore[arg-type]
     q, k, v = (x[:, n * width : (n + heads) * width] for x, n in zip((q, k, v), first_heads, strict=True))
     if qk is not None:
         assert isinstance(kv_len, int)
-        q, k = _in_8_bits(q, k, heads, kv_len, qk)
+        q, k = _round_to_8_bits(q, k, heads, kv_len, qk)
     return attention(q, k, v, heads=heads, platform=platform, kv_len=kv_len), jnp.asarray(True)
 
 
-def _in_8_bits(q: jax.Array, k: jax.Array, heads: int, kv_len: int, dtype: str) -> tuple[jax.Array, jax.Array]:
-    """Return queries and keys as 8 bits hold them, the mean key apart, which softmax does not see."""
+def _round_to_8_bits(q: jax.Array, k: jax.Array, heads: int, kv_len: int, dtype: str) -> tuple[jax.Array, jax.Array]:
+    """Return queries and keys as 8 bits represent them, without the mean key, which softmax does not see."""
     keys, unit = round_keys_reference(k[None], kv_len, jnp.dtype(dtype), heads=heads)
     terms, scales = round_queries_reference(q[None], unit, jnp.dtype(dtype), heads=heads)
     whole = jnp.stack([term[0].astype(jnp.float32) for term in terms]).sum(axis=0)
@@ -79,13 +102,18 @@ def _in_8_bits(q: jax.Array, k: jax.Array, heads: int, kv_len: int, dtype: str) 
     return whole * rows, keys[0].astype(jnp.float32)
 
 
-def _gpu(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
+def _attend_on_gpu(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
     fused = q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
     return jax.nn.dot_product_attention(q, k, v, scale=scale, implementation="cudnn" if fused else "xla")
 
 
-def _blockwise(q: jax.Array, k: jax.Array, v: jax.Array, scale: float, kv_len: jax.Array | None = None) -> jax.Array:
-    """Plain XLA, a block of query rows at a time; rows are padded to whole blocks, keys never are. [L, N, D]."""
+def _attend_blockwise(
+    q: jax.Array, k: jax.Array, v: jax.Array, scale: float, kv_len: jax.Array | None = None
+) -> jax.Array:
+    """Compute attention over [L, N, D] in plain XLA, a block of query rows at a time.
+
+    Rows are padded to whole blocks; keys never are.
+    """
     length, heads, width = q.shape
     keys, values = k.transpose(1, 2, 0), v.transpose(1, 0, 2)  # [N, D, Lk], [N, Lk, D]
 

@@ -7,15 +7,17 @@ import jax.numpy as jnp
 
 from wan_tpu.switches import is_synchronous
 
-TILE_BYTES = 32  # of a column in a tile of registers (16 rows of bfloat16): in whole tiles nothing is laid out anew
+# Bytes of a column in a tile of registers (16 rows of bfloat16): whole tiles need no change of layout.
+TILE_BYTES = 32
 
 
 def gather_rows(x: jax.Array, axes: tuple[str, ...], platform: str) -> jax.Array:
     """Return the rows of all devices along `axes`, [n*L, C], from each device's [L, C].
 
-    On TPU v6e an all-gather blocks the core (up to libtpu 0.0.51; only its SparseCore could take it over), a ragged
-    all-to-all is sent in the background: here every device sends all its rows to every other, straight to their place.
-    Elsewhere, for rows that don't fill tiles, and where nothing is to be overlapped, it is an all-gather.
+    On TPU v6e an all-gather blocks the core (up to libtpu 0.0.51; only its SparseCore could take it over), while a
+    ragged all-to-all is sent in the background: every device sends all its rows to every other, straight to their
+    destination. On other platforms, for rows that don't fill tiles, and where nothing is to be overlapped, an
+    all-gather is used.
     """
     count = math.prod(jax.lax.axis_size(axis) for axis in axes)
     if count == 1:

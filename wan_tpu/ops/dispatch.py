@@ -1,4 +1,4 @@
-"""The operations of transformers and VAEs on one device's arrays: on TPU our kernels, elsewhere the same in plain XLA.
+"""The operations of transformers and VAEs on one device's arrays: our kernels on TPU, plain XLA elsewhere.
 
 Models call these inside `jax.shard_map`; they never name a kernel.
 Shapes: L rows (tokens), I inputs, O outputs, C channels, G column groups.
@@ -23,7 +23,7 @@ from wan_tpu_kernels.vae.group_norm import (
     norm_silu_reference,
 )
 
-# Each kernel, and the same in plain XLA.
+# Each kernel and its twin in plain XLA.
 TWINS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "linear": (linear, linear_reference),
     "layer_norm": (layer_norm, layer_norm_reference),
@@ -37,7 +37,7 @@ TWINS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 class Ops(NamedTuple):
-    """The operations for one platform; each is documented at the kernel of its name."""
+    """The operations for one platform; each is documented at the kernel of the same name."""
 
     linear: Callable[..., jax.Array]
     layer_norm: Callable[..., Any]
@@ -50,5 +50,5 @@ class Ops(NamedTuple):
 
 
 def ops_for(platform: str) -> Ops:
-    """Return the operations for "tpu", "gpu" or "cpu", those that `wan_tpu.switches` switches off in plain XLA."""
+    """Return the operations for "tpu", "gpu" or "cpu"; those that `wan_tpu.switches` turns off are in plain XLA."""
     return Ops(**{name: kernel if uses_kernel(name, platform) else plain for name, (kernel, plain) in TWINS.items()})

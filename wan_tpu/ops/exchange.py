@@ -1,14 +1,15 @@
-"""Self-attention over tokens that are spread over devices, with what is sent behind what is computed.
+"""Self-attention over tokens that are spread over devices, with transfers hidden behind computation.
 
-To be called inside `jax.shard_map`. All-to-all over 'tp', or all of `TokenLayout.head_axes`, turns "some tokens of all
-heads" into "more tokens of some heads"; what other axes hold of K and V is gathered (1/G of the heads by then).
+These functions are called inside `jax.shard_map`. All-to-all over 'tp', or over all of `TokenLayout.head_axes`, turns
+"some tokens of all heads" into "more tokens of some heads"; the parts of K and V on other axes are gathered (1/G of the
+heads by then).
 
-Values are sent while queries are made, and queries while keys are. Then attention runs in three rounds. The first has
-as few heads as fill a register: the others' keys come while it is computed. In the second the first one's results are
-sent back, and in the third, of few heads again, the second one's. Left to itself the compiler would send all this one
-after the other, before and after attention: barriers say what has to be there when.
+Values are sent while queries are computed, and queries while keys are. Then attention runs in three rounds. The first
+has as few heads as fill a register: the others' keys arrive while it is computed. During the second the results of the
+first are sent back, and during the third, which has few heads again, those of the second. Left to itself, the compiler
+would send all this sequentially, before and after attention; barriers specify what must have arrived when.
 
-Shapes: L tokens, N heads, D head width, t tokens of one device, G head groups.
+Shapes: L tokens, N heads, D head width, t tokens of one device, G head groups, K tokens that every device has.
 """
 
 import dataclasses
@@ -29,21 +30,22 @@ from wan_tpu.switches import is_synchronous, uses_kernel
 from wan_tpu_kernels.blocks import LANES
 from wan_tpu_kernels.flash_attention import LowPrecision, repeat_if
 
-TILE_ROWS = 16  # of bfloat16 in a TPU's registers
+TILE_ROWS = 16  # Rows of bfloat16 in a tile of a TPU's registers.
 
 T = TypeVar("T")
-_Back = tuple[jax.Array, jax.Array | None]
+_RoundResult = tuple[jax.Array, jax.Array | None]  # A round's result for the spread tokens, and for the others.
 
 
 def head_groups(mesh: Mesh, heads: int, axes: tuple[str, ...] = ("tp",)) -> int:
-    """Return into how many groups heads are split over axes in self-attention: all of 'tp' (see `make_mesh`)."""
+    """Return the number of groups that heads are split into over `axes` in self-attention: all of 'tp' by default."""
     return math.gcd(heads, axis_size(mesh, axes))
 
 
 def key_parts(mesh: Mesh, heads: int, width: int, axes: tuple[str, ...] = ("tp",)) -> tuple[int, ...]:
-    """Return the columns of a device's keys that are sent at once, for heads of that width, split over axes.
+    """Return the columns of each part of a device's keys, which are sent one part at a time.
 
-    First as few as fill a register, since nothing hides how they come; all where nothing is sent.
+    The first part has as few as fill a register, since nothing hides its transfer. Where nothing is sent, there is one
+    part with all.
     """
     columns, unit = heads // head_groups(mesh, heads, axes) * width, max(LANES, width)
     if axis_size(mesh, axes) == 1 or columns < 2 * unit or columns % unit:
@@ -53,11 +55,12 @@ def key_parts(mesh: Mesh, heads: int, width: int, axes: tuple[str, ...] = ("tp",
 
 @dataclass(frozen=True)
 class Projections:
-    """What makes queries, keys and values of rows [t, C], which may be `wan_tpu_kernels.low_precision.Rounded`.
+    """Functions that compute queries, keys and values of rows [t, C], which may be `Rounded`.
 
-    query, value  -> [G, t, N*D/G], queries times `query_scale`: heads in groups, one for each device that splits them
-                  ([t, N*D] where that is one)
-    key           -> the same in one part or two, as `key_parts` has it: of every group a part of its heads
+    Attributes:
+        query, value: Return [G, t, N*D/G], queries times `query_scale`: heads in groups, one for each device that
+            splits them ([t, N*D] if there is one).
+        key: Returns the same in one part or two, as in `key_parts`: each has a part of every group's heads.
     """
 
     query: Callable[[Any], jax.Array]
@@ -66,9 +69,11 @@ class Projections:
 
 
 class ReplicatedTokens(NamedTuple):
-    """Tokens that every device of a branch has, of which a device takes its own heads alone: [K, N*D/G] each.
+    """Tokens that every device of a branch has, in the device's own heads: [K, N*D/G] each.
 
-    after  how many tokens of those that are spread come before them; what lies behind in the spread ones is padding
+    Attributes:
+        q, k, v: Their queries, keys and values.
+        after: How many of the spread tokens come before them; the spread ones behind are padding.
     """
 
     q: jax.Array
@@ -78,11 +83,12 @@ class ReplicatedTokens(NamedTuple):
 
 
 class AttentionOutput(NamedTuple):
-    """What attention gives.
+    """The result of attention.
 
-    tokens   this device's, [G, t, columns] by rounds, of every group a part of its heads
-    others   the other tokens' of this device's heads, [K, N*D/G]; None where there are none
-    beside   the weights that were gathered
+    Attributes:
+        tokens: Of this device's tokens, [G, t, columns] for each round, a part of every group's heads.
+        others: Of the replicated tokens, in this device's heads, [K, N*D/G]; None if there are none.
+        beside: The weights that were gathered.
     """
 
     tokens: tuple[jax.Array, ...]
@@ -92,7 +98,7 @@ class AttentionOutput(NamedTuple):
 
 def exchanged_attention(
     rows: Any,
-    make: Projections,
+    projections: Projections,
     *,
     heads: int,
     kv_len: int | jax.Array,
@@ -104,57 +110,74 @@ def exchanged_attention(
     sparse: SparseLinear | None = None,
     qk: LowPrecision | None = None,
 ) -> AttentionOutput:
-    """Attend with what `make` makes of this device's rows [t, C].
+    """Attend with the queries, keys and values of this device's rows [t, C].
 
-    token_axes  mesh axes the tokens lie on, slowest first, `head_axes` last (`TokenLayout`)
-    kv_len      tokens that count, of all devices together and the others; padding lies behind them
-    beside      weights of what follows, by rounds: whatever gathers them goes on while a round is computed
-    sparse      not to all keys; kv_len is a number then, and there are no others
-    qk          8-bit logits; kv_len is a number then
+    Args:
+        rows: [t, C].
+        projections: Compute queries, keys and values of the rows.
+        heads: N.
+        kv_len: Number of real tokens, of all devices and `others`; padding lies behind them.
+        token_axes: Mesh axes that tokens are spread over, slowest first, `head_axes` last (`TokenLayout`).
+        head_axes: Mesh axes that split heads during attention.
+        platform: "tpu", "gpu" or "cpu".
+        beside: Weights of later layers, by rounds: their gathering continues while a round is computed.
+        others: Tokens that every device has.
+        sparse: Attends to some keys only; kv_len is then a Python number, and there are no others.
+        qk: An 8-bit type of logits; kv_len is then a Python number.
     """
     assert token_axes[-len(head_axes) :] == head_axes
-    given = _sent(rows, make, heads, kv_len, token_axes[: -len(head_axes)], head_axes, platform, others)
-    apart = token_axes[: -len(head_axes)]
-    before = jax.lax.axis_index(apart) * len(given.q) if apart else 0
-    given = dataclasses.replace(given, qk=qk, sparse=sparse, first_query=before)
-    if is_synchronous():  # All has come before attention begins, and each round's result is there before the next.
-        q, k, v = _barrier((given.q, given.k, given.v))
-        given = dataclasses.replace(given, q=q, k=k, v=v)
-    found: list[_Back] = []
-    right, gathered = [], dict[str, jax.Array]()
-    for number in range(len(given.rounds)):
-        mixed, fine = given.attend(number, "optimistic")
+    spread_axes = token_axes[: -len(head_axes)]
+    tokens = _project_and_send(rows, projections, heads, kv_len, spread_axes, head_axes, platform, others)
+    before = jax.lax.axis_index(spread_axes) * len(tokens.q) if spread_axes else 0
+    tokens = dataclasses.replace(tokens, qk=qk, sparse=sparse, first_query=before)
+    if is_synchronous():  # Everything arrives before attention begins, and each round's result before the next.
+        q, k, v = _barrier((tokens.q, tokens.k, tokens.v))
+        tokens = dataclasses.replace(tokens, q=q, k=k, v=v)
+    results: list[_RoundResult] = []
+    checks, gathered = [], dict[str, jax.Array]()
+    for number in range(len(tokens.rounds)):
+        mixed, right = tokens.attend(number, "optimistic")
         weights = beside[number] if number < len(beside) else {}
-        mixed, fine, weights, later, found = _barrier((mixed, fine, weights, given.k[1:], found))
-        given = dataclasses.replace(given, k=[given.k[0], *later])
-        found.append(_back(*mixed, head_axes))
+        mixed, right, weights, later, results = _barrier((mixed, right, weights, tokens.k[1:], results))
+        tokens = dataclasses.replace(tokens, k=[tokens.k[0], *later])
+        results.append(_send_back(*mixed, head_axes))
         if is_synchronous():
-            found, q = _barrier((found, given.q))
-            given = dataclasses.replace(given, q=q)
-        right.append(fine)
+            results, q = _barrier((results, tokens.q))
+            tokens = dataclasses.replace(tokens, q=q)
+        checks.append(right)
         gathered |= weights
-    for weights in beside[len(given.rounds) :]:
+    for weights in beside[len(tokens.rounds) :]:
         gathered |= weights
-    # Sparse attention repeats what is wrong by itself: nothing is exchanged in it.
+    # Sparse attention itself repeats what is wrong, because nothing is exchanged in it.
     if not uses_kernel("attention", platform) or sparse is not None:
-        return _joined(found, gathered)
-    # All devices repeat it or none does: there are exchanges in it.
-    wrong = jax.lax.psum((~jnp.stack(right).all()).astype(jnp.int32), AXES) > 0
+        return _join_rounds(results, gathered)
+    # Either all devices repeat it or none does, because devices exchange data in it.
+    wrong = jax.lax.psum((~jnp.stack(checks).all()).astype(jnp.int32), AXES) > 0
 
-    def again() -> tuple[_Back, ...]:
-        return tuple(_back(*given.attend(number, "online")[0], head_axes) for number in range(len(given.rounds)))
+    def repeat() -> tuple[_RoundResult, ...]:
+        return tuple(_send_back(*tokens.attend(number, "online")[0], head_axes) for number in range(len(tokens.rounds)))
 
-    return _joined(repeat_if(wrong, tuple(found), again), gathered)
+    return _join_rounds(repeat_if(wrong, tuple(results), repeat), gathered)
 
 
-def _joined(found: Sequence[_Back], gathered: Params) -> AttentionOutput:
-    rest = [other for _, other in found if other is not None]
-    return AttentionOutput(tuple(own for own, _ in found), jnp.concatenate(rest, axis=1) if rest else None, gathered)
+def _join_rounds(results: Sequence[_RoundResult], gathered: Params) -> AttentionOutput:
+    others = [other for _, other in results if other is not None]
+    joined = jnp.concatenate(others, axis=1) if others else None
+    return AttentionOutput(tuple(own for own, _ in results), joined, gathered)
 
 
 @dataclass(frozen=True)
-class _Given:
-    """All tokens of a device's heads: q, v [L, N*D/G]; k in parts; others: queries [K, N*D/G]; rounds' heads."""
+class _HeadTokens:
+    """All tokens of a device's heads.
+
+    Attributes:
+        q, v: [L, N*D/G].
+        k: The same in parts.
+        others: Queries of the replicated tokens, [K, N*D/G].
+        width: D.
+        kv_len, platform, sparse, qk: As for `exchanged_attention`.
+        first_query: The index of q's first token among all.
+    """
 
     q: jax.Array
     k: list[jax.Array]
@@ -164,15 +187,16 @@ class _Given:
     kv_len: int | jax.Array
     platform: str
     sparse: SparseLinear | None = None
-    first_query: int | jax.Array = 0  # of all tokens, the one that is the first of q
+    first_query: int | jax.Array = 0
     qk: LowPrecision | None = None
 
     @property
     def rounds(self) -> list[int]:
+        """Number of heads in each round."""
         few, *rest = (part.shape[1] // self.width for part in self.k)
         return [few, *(n for n in (rest[0] - few, few) if n)] if rest else [few]
 
-    def attend(self, number: int, softmax: Literal["optimistic", "online"]) -> tuple[_Back, jax.Array]:
+    def attend(self, number: int, softmax: Literal["optimistic", "online"]) -> tuple[_RoundResult, jax.Array]:
         """Return a round's result, [L, columns] and the others', and whether it is right."""
         first = sum(self.rounds[:number])
         part, first_key = (self.k[1], first - self.rounds[0]) if number else (self.k[0], 0)
@@ -191,7 +215,7 @@ class _Given:
             )
             return (mixed, None), jnp.asarray(True)
 
-        def attended(q: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def attend_with(q: jax.Array) -> tuple[jax.Array, jax.Array]:
             return attention_part(
                 q,
                 part,
@@ -205,68 +229,71 @@ class _Given:
                 qk=self.qk,
             )
 
-        mixed, right = attended(self.q)
+        mixed, right = attend_with(self.q)
         if self.others is None:
             return (mixed, None), right
-        # By themselves: few, but to append them to the queries and to cut them off again moves all of these.
-        other, fine = attended(self.others)
-        return (mixed, other), right & fine
+        # The others attend separately: appending these few to the queries and cutting them off again would move all.
+        other, other_right = attend_with(self.others)
+        return (mixed, other), right & other_right
 
 
-def _sent(
+def _project_and_send(
     rows: Any,
-    make: Projections,
+    projections: Projections,
     heads: int,
     kv_len: int | jax.Array,
-    apart: tuple[str, ...],
+    spread_axes: tuple[str, ...],
     head_axes: tuple[str, ...],
     platform: str,
     others: ReplicatedTokens | None,
-) -> _Given:
-    """Make values, queries and keys of rows in this order, each sent while the next are made; apart: not exchanged."""
+) -> _HeadTokens:
+    """Compute values, queries and keys of rows in this order, each sent while the next are computed.
 
-    def sent(x: jax.Array, *, gathered: bool) -> jax.Array:
+    Values and keys are gathered over `spread_axes`, which exchange nothing.
+    """
+
+    def send(x: jax.Array, *, gather: bool) -> jax.Array:
         x = _exchange(x, head_axes).reshape(-1, x.shape[2]) if x.ndim == 3 else x
-        return jax.lax.all_gather(x, apart, axis=0, tiled=True) if gathered and apart else x
+        return jax.lax.all_gather(x, spread_axes, axis=0, tiled=True) if gather and spread_axes else x
 
-    own, rows = _barrier((make.value(rows), rows))
-    v = sent(own, gathered=True)
-    v, own, rows = _barrier((v, make.query(rows), rows))
-    q = sent(own, gathered=False)
-    q, parts = _barrier((q, make.key(rows)))
-    k = [sent(part, gathered=True) for part in parts]
+    own, rows = _barrier((projections.value(rows), rows))
+    v = send(own, gather=True)
+    v, own, rows = _barrier((v, projections.query(rows), rows))
+    q = send(own, gather=False)
+    q, parts = _barrier((q, projections.key(rows)))
+    k = [send(part, gather=True) for part in parts]
     width = q.shape[1] * _size(head_axes) // heads
     if others is not None:
         starts = [sum(part.shape[1] for part in k[:number]) for number in range(len(k))]
         k = [
-            _followed(part, others.k[:, start : start + part.shape[1]], others.after)
+            _insert_rows(part, others.k[:, start : start + part.shape[1]], others.after)
             for part, start in zip(k, starts, strict=True)
         ]
-        v = _followed(v, others.v, others.after)
-    return _Given(q, k, v, None if others is None else others.q, width, kv_len, platform)
+        v = _insert_rows(v, others.v, others.after)
+    return _HeadTokens(q, k, v, None if others is None else others.q, width, kv_len, platform)
 
 
-def _followed(rows: jax.Array, others: jax.Array, after: int) -> jax.Array:
-    """Return rows with others after the first `after`, each written once: XLA's own way to join them takes longer.
+def _insert_rows(rows: jax.Array, others: jax.Array, after: int) -> jax.Array:
+    """Return rows with others after the first `after`, each written once; XLA's own concatenation takes longer.
 
-    Whole tiles are written: amid one, libtpu 0.0.50.1 breaks off.
+    Whole tiles are written, because libtpu 0.0.50.1 aborts on a write that starts inside a tile.
     """
     start = after - after % TILE_ROWS
     others = jnp.concatenate([rows[start:after], others]) if start < after else others
     room = jax.lax.empty((max(len(rows), start + len(others)), rows.shape[1]), rows.dtype)
-    for part, at in ((rows, 0), (others, start)):
-        room = jax.lax.dynamic_update_slice(room, part, (at, 0))
+    for part, row in ((rows, 0), (others, start)):
+        room = jax.lax.dynamic_update_slice(room, part, (row, 0))
     return room
 
 
-def _back(mixed: jax.Array, other: jax.Array | None, axes: tuple[str, ...]) -> _Back:
-    """[L, columns] of this device's heads -> [G, t, columns] of its tokens; the others' stay."""
+def _send_back(mixed: jax.Array, other: jax.Array | None, axes: tuple[str, ...]) -> _RoundResult:
+    """Turn [L, columns] of this device's heads into [G, t, columns] of its tokens; the others' rows stay."""
     groups = _size(axes)
     return mixed if groups == 1 else _exchange(mixed.reshape(groups, -1, mixed.shape[1]), axes), other
 
 
 def _exchange(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """[G, ...] for each destination -> [G, ...] from each source."""
+    """Turn [G, ...] for each destination into [G, ...] from each source."""
     return jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
 
 
@@ -275,5 +302,5 @@ def _size(axes: tuple[str, ...]) -> int:
 
 
 def _barrier(values: T) -> T:
-    """Return values of which none is used before all are there."""
+    """Return the values, none of which is used before all are available."""
     return jax.lax.optimization_barrier(values)

@@ -1,8 +1,8 @@
 """Cut pictures into strips of columns, one for each device, and fetch the columns beside a strip.
 
-Everything but `cut_of`, `Cut.pad` and the sizes runs inside one `jax.shard_map` over every axis of the mesh. A picture
-that doesn't divide is padded on the right and at the bottom; what lies there stays zero as long as whoever writes it
-asks `Cut.inside` for the picture's own columns and rows.
+Everything but `cut_picture`, `Cut.pad` and the sizes runs inside one `jax.shard_map` over every axis of the mesh. A
+picture whose size doesn't divide is padded on the right and at the bottom. The padding stays zero as long as all code
+that writes pictures asks `Cut.inside` for the picture's own columns and rows.
 
 Shapes: T frames, X columns, Y rows, C channels; W H width and height of the whole picture.
 """
@@ -15,13 +15,13 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 
-def cut_of(mesh: Mesh, height: int, width: int) -> "Cut":
-    """Return how a picture lies over the devices of a mesh; height and width of the smallest one, a VAE's latents."""
+def cut_picture(mesh: Mesh, height: int, width: int) -> "Cut":
+    """Return how a picture is cut over the devices of a mesh; height and width are those of a VAE's latents."""
     on_tpu = mesh.devices.flat[0].platform == "tpu"
     return Cut(mesh, height, width, row_unit=16 if on_tpu else 1)
 
 
-def strips(mesh: Mesh) -> P:
+def strip_spec(mesh: Mesh) -> P:
     """Return how the columns of pictures [T, X, Y, C] are split over all devices."""
     return P(None, mesh.axis_names)
 
@@ -30,8 +30,10 @@ def strips(mesh: Mesh) -> P:
 class Cut:
     """Strips of a picture of one size, and of all its enlargements by whole numbers.
 
-    height, width  of the smallest picture
-    row_unit       rows are padded to a multiple of it: 16 rows of bfloat16 fill a TPU's tile
+    Attributes:
+        mesh: The devices.
+        height, width: Size of the smallest picture.
+        row_unit: Rows are padded to a multiple of this: 16 rows of bfloat16 fill a TPU's tile.
     """
 
     mesh: Mesh
@@ -50,7 +52,7 @@ class Cut:
         return -(-self.width // self.mesh.size)
 
     def pad(self, picture: jax.Array) -> jax.Array:
-        """Pad a whole picture [T, W, H, C] so that every device has as much (outside of shard_map)."""
+        """Pad a whole picture [T, W, H, C] so that every device has an equal part (outside of shard_map)."""
         scale = picture.shape[1] // self.width
         columns = (self.held_columns * self.mesh.size - self.width) * scale
         rows = (self.held_rows - self.height) * scale
@@ -66,10 +68,11 @@ class Cut:
         return jnp.clip(self.width * scale - left, 0, x.shape[1]), rows
 
     def edges(self, first: jax.Array, last: jax.Array, *, replicate: bool = False) -> tuple[jax.Array, jax.Array]:
-        """Send each strip's first and last columns to its neighbours; return the column before it and the one after.
+        """Send each strip's first and last columns to its neighbours; return the columns before and after it.
 
-        first, last  [T, 1, Y, C]
-        replicate    whether the picture's own first and last columns go on beyond it, where there are zeros else
+        Args:
+            first, last: [T, 1, Y, C].
+            replicate: Whether the picture's own first and last columns are repeated beyond it, instead of zeros.
         """
         before, after = self._from_device(last, 1), self._from_device(first, -1)
         if not replicate:
@@ -78,8 +81,8 @@ class Cut:
         at_end = (index + 1) * self.held_columns >= self.width
         return jnp.where(index == 0, first, before), jnp.where(at_end, last, after)
 
-    def extended(self, x: jax.Array) -> jax.Array:
-        """Return a strip [T, X, Y, C] with its picture's last column and row again where padding begins."""
+    def extend(self, x: jax.Array) -> jax.Array:
+        """Return a strip [T, X, Y, C] with its picture's last column and row repeated where padding begins."""
         columns, rows = self.inside(x)
         assert isinstance(rows, int)
         if rows < x.shape[2]:
@@ -89,8 +92,8 @@ class Cut:
         last = jax.lax.dynamic_slice_in_dim(x, jnp.maximum(columns - 1, 0), 1, axis=1)
         return jnp.where(jnp.arange(x.shape[1])[:, None, None] == columns, last, x)
 
-    def there(self, x: jax.Array) -> jax.Array:
-        """Return which pixels of a whole picture [T, W, H, ...] that was gathered are its own, [W, H]: all."""
+    def inside_mask(self, x: jax.Array) -> jax.Array:
+        """Return which pixels of a gathered picture [T, W, H, ...] are its own, [W, H]: all of them."""
         return jnp.ones(x.shape[1:3], bool)
 
     def gather(self, x: jax.Array) -> jax.Array:
@@ -101,7 +104,7 @@ class Cut:
         return x[:, : self.width * scale, : self.height * scale]
 
     def _from_device(self, edge: jax.Array, by: int) -> jax.Array:
-        """Send to the device `by` places on; those that nobody sends to get zeros."""
+        """Send to the device `by` positions further; devices that receive nothing get zeros."""
         devices = self.mesh.size
         if devices == 1:
             return jnp.zeros_like(edge)

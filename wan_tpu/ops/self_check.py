@@ -1,6 +1,6 @@
-"""Every kernel against its plain twin, on one device, with shapes whose last blocks are ragged.
+"""Compare every kernel with its plain twin, on one device, with shapes whose last blocks are ragged.
 
-On a TPU this says whether the chip computes what the tests have seen in an interpreter.
+On a TPU this shows whether the chip computes what the tests have seen in an interpreter.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ TWINS = OPERATIONS | {
     "sparse_attention": (sparse_attention, sparse_attention_reference),
 }
 
-WIDTH = 128  # Of a head: a register's lanes.
-# Both round inputs and results to bfloat16, whose last place is 2^-8 of a value; sums are taken in another order.
+WIDTH = 128  # Width of a head: the lanes of a register.
+# Tolerances. Both round inputs and results to bfloat16, whose last place is 2^-8 of a value, and sum in another order.
 BFLOAT16 = 2.0**-6
 FLOAT32 = 1e-5
 
@@ -37,13 +37,13 @@ class KernelCase:
     """A call of a kernel and of its twin.
 
     Attributes:
-        name: for people
-        kernel: of `TWINS`
-        arrays: both are called with
-        options: both are called with
-        tolerance: the largest difference, as a part of the twin's largest value
-        only_kernel: options of the kernel alone
-        compared: what is compared of a result
+        name: The name shown to people.
+        kernel: A key of `TWINS`.
+        arrays: Arrays that both are called with.
+        options: Options that both are called with.
+        tolerance: The largest allowed difference, relative to the twin's largest value.
+        only_kernel: Options of the kernel alone.
+        compared: Returns the part of a result that is compared.
     """
 
     name: str
@@ -57,14 +57,14 @@ class KernelCase:
 
 @dataclasses.dataclass(frozen=True)
 class KernelResult:
-    """How far a kernel is off its twin.
+    """How far a kernel's result is off its twin's.
 
     Attributes:
-        name, kernel: the case's
-        off: the largest difference, as a part of the twin's largest value; NaN where there is one
-        tolerance: what roundings explain
-        seconds: of both, compiling included
-        shapes: of what they were called with
+        name, kernel: Those of the case.
+        off: The largest difference, relative to the twin's largest value; NaN if there is a NaN.
+        tolerance: The largest difference that roundings explain.
+        seconds: The time that both took, compiling included.
+        shapes: Shapes of the arguments.
     """
 
     name: str
@@ -84,7 +84,7 @@ def check_kernels(*, interpret: bool) -> Iterator[KernelResult]:
     """Compare every kernel with its twin.
 
     Args:
-        interpret: for machines without a TPU; sizes are small then
+        interpret: Whether to interpret the kernels, at small sizes, on machines without a TPU.
     """
     for case in _cases(1 if interpret else 8):
         yield _compare(case, interpret=interpret)
@@ -125,9 +125,9 @@ def _cases(scale: int) -> Iterator[KernelCase]:
     tables = vector(rows, WIDTH), vector(rows, WIDTH)
     yield KernelCase("RMS norm and rotation", "rms_norm_rope", (x, vector(512), tables), eps)
     yield KernelCase("norm of heads", "head_norm_rope", (x, vector(WIDTH), vector(WIDTH), tables), eps)
-    # A value that lies between two of the 8 bits may be rounded to either.
+    # A value halfway between two 8-bit numbers may be rounded to either.
     yield KernelCase(
-        "rounding to 8 bits", "round_rows", (x,), {"dtype": jnp.int8}, tolerance=1 / 127, compared=_unrounded
+        "rounding to 8 bits", "round_rows", (x,), {"dtype": jnp.int8}, tolerance=1 / 127, compared=_restore
     )
     yield from _vae_cases(draw, scale)
 
@@ -137,10 +137,10 @@ def _attention_cases(draw: "_Draw", queries: int, keys: int) -> Iterator[KernelC
     heads = {"heads": 2}
     yield KernelCase("attention", "attention", (q, k, v), heads)
     yield KernelCase("attention, padded keys", "attention", (q, k, v), heads | {"kv_len": keys - 90})
-    # One key that outweighs all before it: the fast way overflows, and must be seen to.
+    # The last key outweighs all others, so the fast way overflows, which must be noticed.
     late = k.at[-1].set(64 * q.mean(axis=0) / jnp.abs(q.mean(axis=0)).max())
     yield KernelCase("attention, an overflow", "attention", (q, late, v), heads)
-    # The tolerance is what it costs to round logits to 8 bits.
+    # The tolerance is the cost of rounding logits to 8 bits.
     yield KernelCase(
         "attention, logits in 8 bits", "attention", (q, k, v), heads, tolerance=0.05, only_kernel={"qk": "int8"}
     )
@@ -159,20 +159,20 @@ def _vae_cases(draw: "_Draw", scale: int) -> Iterator[KernelCase]:
     yield KernelCase("norm and SiLU", "norm_silu", (x, vector(64), vector(64)), inside)
 
 
-def _unrounded(rows: Rounded) -> jax.Array:
-    """Return what 8 bits stand for: where scales differ, the bits do."""
+def _restore(rows: Rounded) -> jax.Array:
+    """Return the values that rows in 8 bits represent: where scales differ, so do the bits."""
     return rows.values.astype(jnp.float32) * rows.scales[:, :1]
 
 
 def _draw_lists(queries: int, keys: int) -> jax.Array:
-    """Return for two heads which blocks of keys each block of queries looks at: [1, 2, blocks, 5]."""
+    """Draw the blocks of keys that each block of queries attends to, for two heads: [1, 2, blocks, 5]."""
     blocks, rng = -(-keys // KEYS), np.random.default_rng(1)
     lists = [np.sort(rng.permutation(blocks)[:5]) for _ in range(2 * -(-queries // QUERIES))]
     return jnp.asarray(np.stack(lists).reshape(1, 2, -1, 5), jnp.int32)
 
 
 class _Draw:
-    """Draws arrays from the normal distribution, the same at every run."""
+    """Draws arrays from the normal distribution, the same ones in every run."""
 
     def __init__(self) -> None:
         self._rng = np.random.default_rng(0)

@@ -1,9 +1,8 @@
 """Sparse-linear attention (SLA, arXiv 2509.24006) of some heads on one device: few keys exactly, all keys linearly.
 
-Which keys a block of 128 queries attends to is told by means: the blocks of 64 keys whose mean key has the largest
-product with the mean query. (The paper subtracts the mean of all keys first, which adds the same to all of a query's
-products and chooses the same blocks.) What softmax attention over those misses, linear attention over all keys makes
-up for, through a matrix that was trained for it.
+A block of 128 queries attends to the blocks of 64 keys whose mean key has the largest product with the mean query. (The
+paper first subtracts the mean of all keys, which adds the same to all of a query's products and chooses the same
+blocks.) Linear attention over all keys, through a trained matrix, makes up for what softmax attention misses.
 
 Shapes: L tokens, N heads, D head width; token-major, [L, N * D].
 """
@@ -25,14 +24,19 @@ from wan_tpu_kernels.sla.top_lists import top_lists, top_lists_reference
 from wan_tpu_kernels.sparse_attention import first_tiles, sparse_attention, sparse_attention_reference
 from wan_tpu_kernels.sparse_kernel import KEYS, QUERIES
 
-QUERY_BLOCK = QUERIES  # tokens that attend to the same blocks of keys
+QUERY_BLOCK = QUERIES  # Tokens that attend to the same blocks of keys.
 
 
 @dataclass(frozen=True)
 class SparseLinear:
-    """How a layer attends: the share of blocks of keys that are kept; weight [D, D], bias [D] of the linear part."""
+    """How a layer attends.
 
-    kept: float
+    Attributes:
+        density: The share of the blocks of keys that are kept.
+        weight, bias: [D, D] and [D], those of the linear part.
+    """
+
+    density: float
     weight: jax.Array
     bias: jax.Array
 
@@ -41,7 +45,7 @@ def sparse_linear_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    how: SparseLinear,
+    layer: SparseLinear,
     *,
     heads: int,
     first_heads: tuple[int, int, int] = (0, 0, 0),
@@ -50,33 +54,42 @@ def sparse_linear_attention(
     platform: str,
     interpret: Any = False,
 ) -> jax.Array:
-    """Return sparse attention plus linear attention.
+    """Compute sparse attention plus linear attention.
 
-    q [L, at least N * D], times `query_scale`; k, v [L, at least N * D] -> [L, N * D], in the dtype of q. Tokens from
-    `kv_len` on don't count. first_heads are those of q, k and v from which on they count. first_query is the token that
-    q begins with, a whole number of blocks behind the first one of k. interpret: the kernels, interpreted, on any
-    platform.
+    Args:
+        q: [L, at least N * D], times `query_scale`.
+        k, v: [L, at least N * D].
+        layer: How the layer attends.
+        heads: N.
+        first_heads: The first head to use of q, k and v.
+        kv_len: Tokens from here on are ignored.
+        first_query: The token that q begins with, a whole number of blocks behind the first one of k.
+        platform: "tpu", "gpu" or "cpu".
+        interpret: Runs the kernels on any platform, interpreted.
+
+    Returns:
+        [L, N * D], in the dtype of q.
     """
-    kernels, width = uses_kernel("sparse_attention", platform) or bool(interpret), len(how.bias)
+    kernels, width = uses_kernel("sparse_attention", platform) or bool(interpret), len(layer.bias)
     if kernels:
-        first_tiles(first_heads, heads, width)  # says what heads there can't be
+        first_tiles(first_heads, heads, width)  # This raises for heads that kernels can't have.
     first_q, first_k, _ = first_heads
-    some: dict[str, Any] = {"heads": heads, "kv_len": kv_len}
+    sizes: dict[str, Any] = {"heads": heads, "kv_len": kv_len}
     choice: dict[str, Any] = {"first_heads": (first_q, first_k), "kernels": kernels, "interpret": interpret}
-    lists = chosen_blocks(q, k, how, first_query=first_query, **some, **choice)
+    lists = choose_blocks(q, k, layer, first_query=first_query, **sizes, **choice)
     if kernels:
-        more = some | {"first_heads": first_heads, "interpret": interpret}
-        out = sparse_attention(q[None], k[None], v[None], lists, width=width, scale=math.log(2), **more)[0]
-        return add_linear(out, q, k, v, how.weight, how.bias, scale=1 / query_scale(width), **more)
+        options = sizes | {"first_heads": first_heads, "interpret": interpret}
+        out = sparse_attention(q[None], k[None], v[None], lists, width=width, scale=math.log(2), **options)[0]
+        return add_linear(out, q, k, v, layer.weight, layer.bias, scale=1 / query_scale(width), **options)
     q, k, v = (x[:, n * width : (n + heads) * width] for x, n in zip((q, k, v), first_heads, strict=True))
-    out = sparse_attention_reference(q[None], k[None], v[None], lists, scale=math.log(2), **some)[0]
-    return add_linear_reference(out, q, k, v, how.weight, how.bias, scale=1 / query_scale(width), **some)
+    out = sparse_attention_reference(q[None], k[None], v[None], lists, scale=math.log(2), **sizes)[0]
+    return add_linear_reference(out, q, k, v, layer.weight, layer.bias, scale=1 / query_scale(width), **sizes)
 
 
-def chosen_blocks(
+def choose_blocks(
     q: jax.Array,
     k: jax.Array,
-    how: SparseLinear,
+    layer: SparseLinear,
     *,
     heads: int,
     first_heads: tuple[int, int] = (0, 0),
@@ -87,17 +100,17 @@ def chosen_blocks(
 ) -> jax.Array:
     """Return the blocks of keys of each block of queries, as `sparse_attention` takes them, [1, N, Lq / 128, n].
 
-    n is the whole part of `how.kept` of all blocks that hold a key that counts, one at least. q may be scaled by any
-    number above zero; arguments are `sparse_linear_attention`'s.
+    n is `layer.density` times the number of blocks that hold a real key, rounded down, and at least one. q may be
+    scaled by any positive number; arguments are those of `sparse_linear_attention`.
     """
-    blocks, width = -(-kv_len // KEYS), len(how.bias)
-    count = min(blocks, max(1, int(how.kept * blocks)))
+    blocks, width = -(-kv_len // KEYS), len(layer.bias)
+    count = min(blocks, max(1, int(layer.density * blocks)))
     shared = max(1, LANES // width) if kernels else 1
     means = functools.partial(block_means, interpret=interpret) if kernels else block_means_reference
-    some: dict[str, Any] = {"tiles": heads // shared, "lanes": width * shared}
+    sizes: dict[str, Any] = {"tiles": heads // shared, "lanes": width * shared}
     first_q, first_k = (first // shared for first in first_heads)
-    queries = means(q, QUERIES, real=jnp.clip(kv_len - first_query, 0, len(q)), first=first_q, **some)
-    keys = means(k, KEYS, real=kv_len, first=first_k, **some)
+    queries = means(q, QUERIES, real=jnp.clip(kv_len - first_query, 0, len(q)), first=first_q, **sizes)
+    keys = means(k, KEYS, real=kv_len, first=first_k, **sizes)
     queries, keys = (x.reshape(*x.shape[:2], shared, width) for x in (queries, keys))
     scores = jnp.einsum("tksd,tqsd->tskq", keys[:, :blocks], queries, precision="highest")
     scores = scores.reshape(heads, *scores.shape[2:])

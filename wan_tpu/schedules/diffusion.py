@@ -2,8 +2,8 @@
 
 With v = alpha noise - sigma clean and alpha^2 + sigma^2 = 1, clean = alpha x - sigma v. Sources: DDIM, Song et al. 2020
 (arXiv 2010.02502); DPM-Solver++, Lu et al. 2022 (arXiv 2211.01095); zero terminal SNR, Lin et al. 2023 (arXiv
-2305.08891). Conventions (spacing, the shift of the SNR, the last step, what noise is drawn) are those of diffusers'
-schedulers with a shift of the SNR, against which tests hold every step.
+2305.08891). Conventions (spacing, the shift of the SNR, the last step, which noise is drawn) are those of diffusers'
+schedulers with a shift of the SNR; tests compare every step with theirs.
 """
 
 import functools
@@ -12,19 +12,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from wan_tpu.errors import InvalidRequest
-from wan_tpu.schedules.schedule import TRAIN_TIMESTEPS, Schedule, schedule
+from wan_tpu.schedules.schedule import TRAIN_TIMESTEPS, Schedule, make_schedule
 
 SPACINGS = ("trailing", "leading", "linspace")
 
 
 @dataclass(frozen=True)
 class NoiseSchedule:
-    """How much noise a model was trained with at each of its 1,000 timesteps; betas grow linearly in their roots.
+    """How much noise a model was trained with at each of its 1,000 timesteps.
 
-    snr_shift   the signal-to-noise ratio is divided by it
-    zero_snr    whether the last timestep is pure noise
-    final_one   whether a video is clean after its last step, not only as clean as at timestep 0
-    spacing     how steps are spread over the timesteps, one of `SPACINGS`
+    Attributes:
+        beta_start, beta_end: The first and last betas, whose square roots grow linearly.
+        snr_shift: Divisor of the signal-to-noise ratio.
+        zero_snr: Whether the last timestep is pure noise.
+        final_one: Whether a video is clean after its last step, not only as clean as at timestep 0.
+        spacing: How steps are spread over the timesteps, one of `SPACINGS`.
     """
 
     beta_start: float = 0.00085
@@ -37,15 +39,19 @@ class NoiseSchedule:
     def alphas_squared(self) -> np.ndarray:
         """Return the share of the signal's variance at each timestep, float64 [1000]."""
         betas = np.linspace(self.beta_start**0.5, self.beta_end**0.5, TRAIN_TIMESTEPS) ** 2
-        found = np.cumprod(1 - betas)
-        found = found / (self.snr_shift + (1 - self.snr_shift) * found)
+        shares = np.cumprod(1 - betas)
+        shares = shares / (self.snr_shift + (1 - self.snr_shift) * shares)
         if self.zero_snr:
-            first, last = np.sqrt(found[0]), np.sqrt(found[-1])
-            found = ((np.sqrt(found) - last) * (first / (first - last))) ** 2
-        return found
+            first, last = np.sqrt(shares[0]), np.sqrt(shares[-1])
+            shares = ((np.sqrt(shares) - last) * (first / (first - last))) ** 2
+        return shares
 
     def timesteps(self, steps: int) -> np.ndarray:
-        """Return the timesteps of so many steps, int64 [S], falling; raises `InvalidRequest` for too many."""
+        """Return the timesteps of a number of steps, int64 [S], falling.
+
+        Raises:
+            InvalidRequest: There are more steps than timesteps.
+        """
         if steps > TRAIN_TIMESTEPS:
             raise InvalidRequest(f"steps is {steps}; the model knows {TRAIN_TIMESTEPS} timesteps", "steps")
         if self.spacing == "linspace":
@@ -53,12 +59,12 @@ class NoiseSchedule:
         if self.spacing == "leading":
             return np.arange(steps)[::-1] * (TRAIN_TIMESTEPS // steps)
         spaced = np.round(np.arange(TRAIN_TIMESTEPS, 0, -TRAIN_TIMESTEPS / steps)).astype(np.int64)
-        # Of 62 numbers of steps, 61 for example, rounding makes one more, which ends at timestep -1. diffusers runs it,
-        # on a video that is clean by then, with the noise level of timestep 999.
+        # For 62 numbers of steps, 61 for example, rounding yields one step too many, which ends at timestep -1.
+        # diffusers runs it, with the noise level of timestep 999, on a video that is clean by then.
         return spaced[:steps] - 1
 
     def levels(self, steps: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (timesteps, share of the signal at each, share after it); diffusers' steps all have one length."""
+        """Return (timesteps, the signal's share at each, its share after it); all of diffusers' steps are equal."""
         timesteps, share = self.timesteps(steps), self.alphas_squared()
         following = timesteps - TRAIN_TIMESTEPS // steps
         final = 1.0 if self.final_one else share[0]
@@ -71,35 +77,37 @@ def ddim(noise: NoiseSchedule, steps: int) -> Schedule:
     timesteps, here, there = noise.levels(steps)
     kept = np.sqrt((1 - there) / (1 - here))
     matrices = np.stack([kept, np.sqrt(there) - np.sqrt(here) * kept], axis=-1)[:, None, :]
-    return schedule(timesteps, np.sqrt(1 - here), matrices, alphas=np.sqrt(here))
+    return make_schedule(timesteps, np.sqrt(1 - here), matrices, alphas=np.sqrt(here))
 
 
 @functools.lru_cache(maxsize=64)
 def dpm(noise: NoiseSchedule, steps: int) -> Schedule:
-    """Return the schedule of DPM-Solver++ of second order with noise: over (x, clean, clean of the step before, noise).
+    """Return the schedule of DPM-Solver++ of second order with noise, over (x, clean, previous clean, noise).
 
-    The first step is of first order, as is one that ends at timestep 0 or below. diffusers draws noise for the first
-    order, too, where it then takes a step of second order: of two arrays the second is used.
+    The first step is of first order, as is one that ends at timestep 0 or below. Before a step of second order,
+    diffusers draws noise for the first order, too, so the second of two arrays is used.
     """
     timesteps, here, there = noise.levels(steps)
-    with np.errstate(divide="ignore", invalid="ignore"):  # no signal at the first step, no noise after the last one
+    with np.errstate(
+        divide="ignore", invalid="ignore"
+    ):  # The first step has no signal; after the last there is no noise.
         before, after = (0.5 * np.log(share / (1 - share)) for share in (here, there))
         h = after - before
-        ratio = np.diff(before) / h[1:]  # of the step before to this one
+        ratio = np.diff(before) / h[1:]  # The previous step's length by this one's.
         kept = np.sqrt((1 - there) / (1 - here)) * np.exp(-h)
         fresh = np.sqrt(1 - there) * np.sqrt(1 - np.exp(-2 * h))
     gained = -np.expm1(-2 * h) * np.sqrt(there)
     second = np.append(False, timesteps[1:] - TRAIN_TIMESTEPS // steps >= 0)
     with np.errstate(divide="ignore"):
         back = np.where(second, np.append(0.0, 1 / (2 * ratio)), 0.0)
-    nothing, one = np.zeros(steps), np.ones(steps)
+    zeros, ones = np.zeros(steps), np.ones(steps)
     matrices = np.stack(
         [
             np.stack([kept, gained * (1 + back), -gained * back, fresh], axis=-1),
-            np.stack([nothing, one, nothing, nothing], axis=-1),
+            np.stack([zeros, ones, zeros, zeros], axis=-1),
         ],
         axis=1,
     )
-    return schedule(
+    return make_schedule(
         timesteps, np.sqrt(1 - here), matrices, alphas=np.sqrt(here), draws=[2 if twice else 1 for twice in second]
     )

@@ -15,49 +15,50 @@ import math
 
 import numpy as np
 
-from wan_tpu.schedules.schedule import TRAIN_TIMESTEPS, Schedule, schedule
+from wan_tpu.schedules.schedule import TRAIN_TIMESTEPS, Schedule, make_schedule
 
 
-def _shifted(sigmas: np.ndarray, shift: float) -> np.ndarray:
+def _shift(sigmas: np.ndarray, shift: float) -> np.ndarray:
     return shift * sigmas / (1 + (shift - 1) * sigmas)
 
 
 @functools.lru_cache(maxsize=64)
 def euler(steps: int, shift: float, first: int = 0) -> Schedule:
-    """Return the schedule of Euler's method for a timestep shift; it has no history, whatever step is run first."""
+    """Return the schedule of Euler's method for a timestep shift; it has no history, whichever step is run first."""
     # diffusers shifts the training grid, spaces the steps between its ends, and shifts once more.
-    last = _shifted(np.array(1 / TRAIN_TIMESTEPS, np.float32), shift)
+    last = _shift(np.array(1 / TRAIN_TIMESTEPS, np.float32), shift)
     return _euler(np.linspace(TRAIN_TIMESTEPS, float(last) * TRAIN_TIMESTEPS, steps) / TRAIN_TIMESTEPS, shift)
 
 
 @functools.lru_cache(maxsize=64)
 def euler_even(steps: int, shift: float) -> Schedule:
-    """Return the schedule of Euler's method on steps of one size down to 0, shifted once.
+    """Return the schedule of Euler's method on equal steps down to 0, shifted once.
 
-    So it is where a pipeline gives diffusers' scheduler sigmas of its own, linspace(1, 0, steps + 1) without the 0.
+    Pipelines do this that pass sigmas to diffusers' scheduler, linspace(1, 0, steps + 1) without the 0.
     """
     return _euler(np.linspace(1, 0, steps + 1)[:-1], shift)
 
 
 def _euler(grid: np.ndarray, shift: float) -> Schedule:
-    return euler_at(tuple(_shifted(grid, shift).tolist()))
+    return euler_at(tuple(_shift(grid, shift).tolist()))
 
 
 @functools.lru_cache(maxsize=64)
 def euler_at(noise: tuple[float, ...], first: int = 0) -> Schedule:
-    """Return the schedule of Euler's method for its steps' noise levels, the shift applied; the last step ends at 0."""
+    """Return the schedule of Euler's method for its steps' noise levels, shift included; the last step ends at 0."""
     sigmas = np.array(noise, np.float64).astype(np.float32)
     following = np.append(sigmas[1:], np.float32(0)).astype(np.float64)
     ratio = following / sigmas
     matrices = np.stack([ratio, 1 - ratio], axis=-1)[:, None, :]
-    return schedule(sigmas * np.float32(TRAIN_TIMESTEPS), sigmas.astype(np.float64), matrices)
+    return make_schedule(sigmas * np.float32(TRAIN_TIMESTEPS), sigmas.astype(np.float64), matrices)
 
 
-RCM_ANGLES = (math.atan(200), 1.5, 1.4, 1.0)  # where the noise is sin, the video cos; its model was distilled for these
+# The angles that rCM's model was distilled for: its noise has the share sin, its video the share cos.
+RCM_ANGLES = (math.atan(200), 1.5, 1.4, 1.0)
 
 
 def rcm(steps: int, shift: float, first: int = 0) -> Schedule:
-    """Return the schedule of rCM's sampling for one to four steps; a shift changes nothing."""
+    """Return the schedule of rCM's sampling for one to four steps; the shift has no effect."""
     angles = RCM_ANGLES[:steps]
     return rcm_at(tuple(math.sin(angle) / (math.sin(angle) + math.cos(angle)) for angle in angles))
 
@@ -68,56 +69,54 @@ def rcm_at(noise: tuple[float, ...], first: int = 0) -> Schedule:
     sigmas = np.array(noise, np.float64)
     following = np.append(sigmas[1:], 0.0)
     matrices = np.stack([np.zeros_like(following), 1 - following, following], axis=-1)[:, None, :]
-    made = schedule(sigmas * TRAIN_TIMESTEPS, sigmas, matrices, draws=(1,) * len(sigmas))
-    return dataclasses.replace(made, start=float(sigmas[0]))
+    schedule = make_schedule(sigmas * TRAIN_TIMESTEPS, sigmas, matrices, draws=(1,) * len(sigmas))
+    return dataclasses.replace(schedule, start=float(sigmas[0]))
 
 
 def unipc(steps: int, shift: float, first: int = 0) -> Schedule:
-    """Return the schedule of UniPC for a timestep shift; first: the step that is run first, without a history."""
-    return unipc_at(tuple(_shifted(np.linspace(1, 1 / TRAIN_TIMESTEPS, steps + 1)[:-1], shift).tolist()), first)
+    """Return the schedule of UniPC for a timestep shift; `first` is the step that is run first, without a history."""
+    return unipc_at(tuple(_shift(np.linspace(1, 1 / TRAIN_TIMESTEPS, steps + 1)[:-1], shift).tolist()), first)
 
 
 @functools.lru_cache(maxsize=64)
 def unipc_at(noise: tuple[float, ...], first: int = 0) -> Schedule:
-    """Return the schedule of UniPC for its steps' noise levels, the shift applied; the last step ends at 0.
+    """Return the schedule of UniPC for its steps' noise levels, shift included; the last step ends at 0.
 
-    first  as `unipc`
+    `first` is the step that is run first, without a history.
     """
     sigmas, steps = np.array(noise, np.float64), len(noise)
     if abs(sigmas[0] - 1) < 1e-6:
-        sigmas[0] -= 1e-6  # log(1 - sigma) must stay finite
+        sigmas[0] -= 1e-6  # log(1 - sigma) must stay finite.
     timesteps = (sigmas * TRAIN_TIMESTEPS).astype(np.int64).astype(np.float32)
-    # diffusers keeps its sigmas in float32. Near 1 that moves log(1 - sigma) by a percent, so the rounded
-    # values, not the exact ones, are what a checkpoint's published results were made with.
+    # diffusers keeps its sigmas in float32. Near 1 that moves log(1 - sigma) by a percent, so a checkpoint's published
+    # results were made with the rounded values, not the exact ones.
     sigmas = np.append(sigmas, 0).astype(np.float32).astype(np.float64)
     later = [_unipc_step(sigmas[first:], i) for i in range(steps - first)]
     matrices = np.stack([*[np.zeros_like(later[0])] * first, *later])
-    return schedule(timesteps, sigmas[:-1], matrices)
+    return make_schedule(timesteps, sigmas[:-1], matrices)
 
 
 def _unipc_step(sigmas: np.ndarray, i: int) -> np.ndarray:
     """Return step i as a matrix over (x, x0, last, m1, m2), [4, 5].
 
-    last is the corrected sample of step i-1; m1 and m2 are the clean estimates of steps i-1 and i-2.
+    `last` is the corrected sample of step i-1; m1 and m2 are the clean estimates of steps i-1 and i-2.
     """
     steps = len(sigmas) - 1
     x, x0, last, m1, m2 = np.eye(5)
     corrected = x
     if i > 0:
-        corrector_order = min(2, i, steps - (i - 1))  # that of the prediction it corrects
-        corrected = _corrector(sigmas, i, corrector_order, last, x0, m1, m2)
+        corrector_order = min(2, i, steps - (i - 1))  # The order of the prediction that is corrected.
+        corrected = _correct(sigmas, i, corrector_order, last, x0, m1, m2)
     predictor_order = min(2, i + 1, steps - i)
-    return np.stack([_predictor(sigmas, i, predictor_order, corrected, x0, m1), corrected, x0, m1])
+    return np.stack([_predict(sigmas, i, predictor_order, corrected, x0, m1), corrected, x0, m1])
 
 
 def _log_snr(sigma: float) -> float:
     return math.inf if sigma == 0 else math.log(1 - sigma) - math.log(sigma)
 
 
-def _predictor(
-    sigmas: np.ndarray, i: int, order: int, sample: np.ndarray, x0: np.ndarray, m1: np.ndarray
-) -> np.ndarray:
-    """UniP from sigma_i to sigma_i+1 (equation 3 of the paper, predicting x0)."""
+def _predict(sigmas: np.ndarray, i: int, order: int, sample: np.ndarray, x0: np.ndarray, m1: np.ndarray) -> np.ndarray:
+    """Take UniP's step from sigma_i to sigma_i+1 (equation 3 of the paper, predicting x0)."""
     here, there = sigmas[i], sigmas[i + 1]
     h = _log_snr(there) - _log_snr(here)
     b = math.expm1(-h)
@@ -128,10 +127,10 @@ def _predictor(
     return result
 
 
-def _corrector(
+def _correct(
     sigmas: np.ndarray, i: int, order: int, last: np.ndarray, x0: np.ndarray, m1: np.ndarray, m2: np.ndarray
 ) -> np.ndarray:
-    """UniC: step i-1 repeated from its corrected sample, now knowing the estimate x0 at sigma_i."""
+    """Take UniC's step: repeat step i-1 from its corrected sample, now with the estimate x0 at sigma_i."""
     before, here = sigmas[i - 1], sigmas[i]
     h = _log_snr(here) - _log_snr(before)
     b = math.expm1(-h)

@@ -1,4 +1,4 @@
-"""A schedule: all numbers of a run's steps, worked out on the host in float64.
+"""A schedule: all numbers of a run's steps, computed on the host in float64.
 
 Every model's prediction gives an estimate of the clean latents, clean = alpha x - sigma prediction, and every step of a
 scheduler is one small matrix: from the vector of arrays (x, clean, *history, *noise) to (next x, *next history). The
@@ -15,16 +15,17 @@ TRAIN_TIMESTEPS = 1000
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The numbers of one run: S steps, K history terms, N arrays of fresh noise a step.
+    """The numbers of one run: S steps, K history terms, N arrays of fresh noise per step.
 
-    timesteps       float32 [S], what the transformer is told
-    alphas, sigmas  float64 [S]: clean = alpha x - sigma prediction. None for a flow model, whose alphas are all one
-    matrices        float64 [S, K+1, K+2+N]: (next x, *next history) = matrix @ (x, clean, *history, *noise)
-    guidance        float64 [S], the scale of classifier-free guidance
-    draws           of each step: how many arrays of noise are drawn from the request's generator, of which the last N
-                    are used
-    following       float32 [S], the timestep after each step's, for a transformer that is told it too; else None
-    start           what the noise is multiplied with before the first step
+    Attributes:
+        timesteps: float32 [S], the transformer's input.
+        alphas: float64 [S] of clean = alpha x - sigma prediction; None for a flow model, whose alphas are all 1.
+        sigmas: float64 [S].
+        matrices: float64 [S, K+1, K+2+N]: (next x, *next history) = matrix @ (x, clean, *history, *noise).
+        guidance: float64 [S], the scale of classifier-free guidance.
+        draws: For each step, how many arrays of noise are drawn from the request's generator; the last N are used.
+        following: float32 [S], the timestep after each step's, for a transformer that takes it as well; else None.
+        start: The factor of the noise before the first step.
     """
 
     timesteps: np.ndarray
@@ -38,36 +39,36 @@ class Schedule:
 
     def __post_init__(self) -> None:
         arrays = (self.timesteps, self.alphas, self.sigmas, self.matrices, self.guidance, self.following)
-        for array in (one for one in arrays if one is not None):
+        for array in (array for array in arrays if array is not None):
             assert len(array) == self.steps, f"{len(array)} numbers for {self.steps} steps"
-            array.flags.writeable = False  # it is shared by all who ask for it
+            array.flags.writeable = False  # Schedules are cached and shared.
         assert len(self.draws) == self.steps, f"{len(self.draws)} draws for {self.steps} steps"
 
     @property
     def steps(self) -> int:
-        """How many steps there are."""
+        """Number of steps, S."""
         return len(self.timesteps)
 
     @property
     def history_terms(self) -> int:
-        """How many arrays one step hands to the next beside the latents."""
+        """Number of arrays that a step hands to the next beside the latents, K."""
         return self.matrices.shape[1] - 1
 
     @property
     def noise_terms(self) -> int:
-        """How many arrays of fresh noise a step is given."""
+        """Number of arrays of fresh noise that a step takes, N."""
         return self.matrices.shape[2] - 2 - self.history_terms
 
-    def foretold(self) -> "Schedule":
-        """Return it with the timestep that follows each step's, 0 after the last."""
+    def with_following(self) -> "Schedule":
+        """Return the schedule with the timestep that follows each step's, 0 after the last."""
         return dataclasses.replace(self, following=np.append(self.timesteps[1:], np.float32(0)))
 
-    def guided(self, guidance: Sequence[float] | np.ndarray) -> "Schedule":
-        """Return it with the scale of each step."""
+    def with_guidance(self, guidance: Sequence[float] | np.ndarray) -> "Schedule":
+        """Return the schedule with a scale of guidance for each step."""
         return dataclasses.replace(self, guidance=np.array(guidance, np.float64))
 
 
-def schedule(
+def make_schedule(
     timesteps: np.ndarray,
     sigmas: np.ndarray,
     matrices: np.ndarray,
@@ -75,7 +76,7 @@ def schedule(
     alphas: np.ndarray | None = None,
     draws: Sequence[int] | None = None,
 ) -> Schedule:
-    """Return a schedule without guidance; of a flow, without noise, where alphas and draws are left out."""
+    """Return a schedule without guidance; by default of a flow model, and without fresh noise."""
     steps = len(timesteps)
     return Schedule(
         timesteps=timesteps.astype(np.float32),

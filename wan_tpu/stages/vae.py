@@ -30,17 +30,17 @@ def vae_programs(
         count: How many chunks there are.
     """
     make = runtime.model.vae_decoder if component == "decoder" else runtime.model.vae_encoder
-    chunks = make(module, runtime.mesh).of(count)
+    chunks = make(module, runtime.mesh).for_chunks(count)
     kind = component if chunks.history_of is None else f"{component} of {count}"  # Each count has programs of its own.
     whole, decodes = replicated(runtime.mesh), component == "decoder"
     out = (chunks.out_format, whole) if decodes else chunks.out_format
     results = (out, whole, chunks.cache_format)
 
     def first(*args):  # type: ignore[no-untyped-def]
-        return _with_extremes(*chunks.first(*args), decodes=decodes)
+        return _with_extremes(*chunks.run_first(*args), decodes=decodes)
 
     def later(*args):  # type: ignore[no-untyped-def]
-        return _with_extremes(*chunks.next(*args), decodes=decodes)
+        return _with_extremes(*chunks.run_next(*args), decodes=decodes)
 
     return (
         chunks,

@@ -101,7 +101,7 @@ def describe_model(settings: ServiceSettings, spec: ModelSpec, created: int) -> 
         solvers=list(spec.solvers),
         largest=[{"size": f"{w}x{h}", "num_frames": n} for h, w, n in settings.largest] or None,
         aliases=list(settings.aliases),
-        cache=next((str(curve.usual) for curve in spec.curves), None),
+        cache=next((str(curve.defaults) for curve in spec.curves), None),
         presets=[_preset(name, preset) for name, preset in settings.catalogue.list_presets(spec).items()],
         loras=list(settings.catalogue.adapters),
     )

@@ -1,4 +1,4 @@
-"""The torch modules of a CogVideoX model: how each is built, adapted, scanned and sharded."""
+"""The torch modules of a CogVideoX model, and how each is built, adapted, scanned and sharded."""
 
 import functools
 from typing import Any
@@ -20,7 +20,7 @@ def transformer(config: CogVideoXConfig) -> Component:
     heads = config.transformer["num_attention_heads"]
     rotary = config.transformer["use_rotary_positional_embeddings"]
     projections = r"transformer_blocks\.\*\.attn1\.to_[qk]\.(weight|bias)"
-    norms = r"transformer_blocks\.\*\.attn1\.norm_[qk]\.(weight|bias)"  # of each head
+    norms = r"transformer_blocks\.\*\.attn1\.norm_[qk]\.(weight|bias)"  # These are per head.
     return Component(
         folder="transformer",
         build=lambda: CogVideoXTransformer3DModel.from_config(config.transformer),
@@ -38,7 +38,7 @@ def transformer(config: CogVideoXConfig) -> Component:
 
 
 def _adapt(module: torch.nn.Module, mesh: Mesh) -> None:
-    """Drop the table of sines, which is worked out for each size."""
+    """Drop the table of sines, which is computed for each size."""
     config: Any = module.config
     if not config.use_learned_positional_embeddings and not config.use_rotary_positional_embeddings:
         del module.get_submodule("patch_embed").pos_embedding

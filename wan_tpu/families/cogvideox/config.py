@@ -1,15 +1,15 @@
-"""What a CogVideoX checkpoint says of itself, and whether this project runs it."""
+"""Reads a CogVideoX checkpoint's configuration, and checks that this project runs it."""
 
 from typing import Any
 
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.cogvideox.presets import TRANSFORMER_2B, VAE_2B, CogVideoXConfig
-from wan_tpu.families.shared.settings import check_supported, completed
+from wan_tpu.families.shared.settings import check_supported, complete_config
 from wan_tpu.schedules.diffusion import SPACINGS, NoiseSchedule
 
 _SOLVERS = {"CogVideoXDDIMScheduler": "ddim", "CogVideoXDPMScheduler": "dpm"}
-# Defaults of both schedulers' settings that change what they compute.
+# Defaults of both schedulers' settings that change their results.
 SCHEDULER: dict[str, Any] = {
     "num_train_timesteps": 1000,
     "beta_start": 0.00085,
@@ -23,7 +23,7 @@ SCHEDULER: dict[str, Any] = {
     "rescale_betas_zero_snr": False,
     "snr_shift_scale": 3.0,
 }
-# What all published models have; what else there is has no published model.
+# Settings that are the same in all published models; others aren't supported.
 _SAME_SCHEDULER = ("num_train_timesteps", "beta_schedule", "trained_betas", "steps_offset", "prediction_type")
 _SAME_MODEL = (
     "activation_fn",
@@ -34,13 +34,17 @@ _SAME_MODEL = (
     "freq_shift",
     "temporal_compression_ratio",
 )
-# Sizes in latents of an earlier revision of the two 1.5 models, and those of today's: the weights are the same. They
-# bound the positions that a video may have, and these are numbered from 0 in either.
-_EARLIER, _TODAY = (96, 170), (300, 300)
+# Sizes in latents of the two 1.5 models' earlier and current revision, whose weights are the same. They bound the
+# positions that a video may have, which are numbered from 0 in both.
+_EARLIER, _CURRENT = (96, 170), (300, 300)
 
 
 def read_config(checkpoint: Checkpoint) -> CogVideoXConfig:
-    """Read a checkpoint's configuration; raises `CheckpointError` for what its pipelines don't run."""
+    """Read a checkpoint's configuration.
+
+    Raises:
+        CheckpointError: CogVideoX pipelines, or this project, don't run it.
+    """
     for component in ("tokenizer", "text_encoder", "transformer", "vae", "scheduler"):
         if not checkpoint.has(component):
             raise CheckpointError(f"{checkpoint.source} has no {component}; give a complete CogVideoX checkpoint")
@@ -48,14 +52,14 @@ def read_config(checkpoint: Checkpoint) -> CogVideoXConfig:
         raise CheckpointError(
             f"{checkpoint.source} has VAE {checkpoint.class_name('vae')}; CogVideoX's is AutoencoderKLCogVideoX"
         )
-    transformer = completed(checkpoint, "transformer", TRANSFORMER_2B)
+    transformer = complete_config(checkpoint, "transformer", TRANSFORMER_2B)
     check_supported(checkpoint, "transformer", transformer, {key: TRANSFORMER_2B[key] for key in _SAME_MODEL}, {})
     if transformer["patch_size_t"] and (transformer["sample_height"], transformer["sample_width"]) == _EARLIER:
-        transformer["sample_height"], transformer["sample_width"] = _TODAY
-    noise, solver = _noise(checkpoint)
+        transformer["sample_height"], transformer["sample_width"] = _CURRENT
+    noise, solver = _read_scheduler(checkpoint)
     return CogVideoXConfig(
         transformer=transformer,
-        vae=completed(checkpoint, "vae", VAE_2B),
+        vae=complete_config(checkpoint, "vae", VAE_2B),
         text_encoder=checkpoint.config("text_encoder"),
         text_encoder_class=checkpoint.class_name("text_encoder"),
         noise=noise,
@@ -63,7 +67,7 @@ def read_config(checkpoint: Checkpoint) -> CogVideoXConfig:
     )
 
 
-def _noise(checkpoint: Checkpoint) -> tuple[NoiseSchedule, str]:
+def _read_scheduler(checkpoint: Checkpoint) -> tuple[NoiseSchedule, str]:
     config = checkpoint.config("scheduler", "scheduler_config.json")
     name = config.get("_class_name")
     if name not in _SOLVERS:

@@ -1,4 +1,4 @@
-"""How much work the stages of a CogVideoX model are, counted on diffusers' own modules."""
+"""Counts the operations of a CogVideoX model's stages on diffusers' own modules."""
 
 import torch
 from diffusers import AutoencoderKLCogVideoX
@@ -17,7 +17,7 @@ class CogVideoXFlops:
         self._config = config
 
     def encoder(self, request: ResolvedRequest, *, prompts: int) -> int:
-        """Encoding `prompts` prompts, and the image."""
+        """Count the encoding of prompts and the image."""
         ids = torch.ones(1, TEXT_TOKENS, dtype=torch.int32, device="meta")
         build = text_encoder(self._config.text_encoder_class, self._config.text_encoder).build
         total = prompts * count(build, lambda module: module.encoder(inputs_embeds=module.shared(ids)))
@@ -27,7 +27,7 @@ class CogVideoXFlops:
         return total + count(self._vae, lambda module: module.encode(pixels))
 
     def step(self, latent_shape: tuple[int, ...], *, branches: int) -> int:
-        """One denoising step over latents [1, C, T, H, W], with `branches` guidance branches."""
+        """Count a denoising step over latents [1, C, T, H, W], with `branches` guidance branches."""
         config = self._config.transformer
         _, _, frames, height, width = latent_shape
         latents = torch.empty(1, frames, config["in_channels"], height, width, device="meta")
@@ -38,7 +38,7 @@ class CogVideoXFlops:
         return branches * count(build, lambda module: module(latents, text, time, ofs=ofs))
 
     def decoder(self, latent_shape: tuple[int, ...]) -> int:
-        """Decoding latents [1, C, T, H, W]."""
+        """Count the decoding of latents [1, C, T, H, W]."""
         latents = torch.empty(latent_shape, device="meta")
         return count(self._vae, lambda module: module.decode(latents))
 

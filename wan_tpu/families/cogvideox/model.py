@@ -1,6 +1,6 @@
-"""The CogVideoX family: CogVideoX 2B and 5B, CogVideoX 1.5, of a text or of an image and a text.
+"""The CogVideoX family: CogVideoX 2B and 5B, and CogVideoX 1.5, for text to video and image to video.
 
-Everything particular to these models is here and in the files beside it. The reference for every formula is diffusers
+Everything specific to these models is here and in the files beside it. The reference for every formula is diffusers
 0.42, pipelines/cogvideo.
 
 Shapes: B batch (guidance branches), T latent frames, H W latent height and width, L tokens, C channels.
@@ -23,10 +23,10 @@ from wan_tpu.families.cogvideox import components, transformer, vae
 from wan_tpu.families.cogvideox.flops import CogVideoXFlops
 from wan_tpu.families.cogvideox.presets import TEXT_TOKENS, CogVideoXConfig
 from wan_tpu.families.cogvideox.spec import DENOISE, LATER_FRAMES, CogVideoXSpec
-from wan_tpu.families.model import Model, StepInputs, guided
+from wan_tpu.families.model import Model, StepInputs, apply_guidance
 from wan_tpu.families.shared.causal_vae import CausalChunks, RepeatedStart
 from wan_tpu.families.shared.t5 import text_encoder
-from wan_tpu.families.shared.tokenizing import Tokenizer, tokenized
+from wan_tpu.families.shared.tokenizing import Tokenizer, tokenize
 from wan_tpu.media.image import fit_image
 from wan_tpu.request import FRAME_STRIDE, ResolvedRequest
 from wan_tpu.runtime.bridge import Params, call
@@ -40,29 +40,29 @@ class CogVideoXModel(Model):
     config: CogVideoXConfig
 
     def __init__(self, spec: CogVideoXSpec, checkpoint: Checkpoint | None = None) -> None:
-        """checkpoint: for the tokenizer; a preset compiles without."""
+        """Make the model of a spec; the checkpoint has the tokenizer."""
         self.spec = spec
         self.config = spec.config
         self.checkpoint = checkpoint
 
     @functools.cached_property
     def components(self) -> dict[str, Component]:
-        """Every component by the name of the work it does; "vae" in the checkpoint serves two."""
-        found = {
+        """Every component, by the name of its work; the checkpoint's "vae" serves two."""
+        parts = {
             "text_encoder": text_encoder(self.config.text_encoder_class, self.config.text_encoder),
             DENOISE: components.transformer(self.config),
             "decoder": components.vae_half(self.config, "encoder"),
         }
         if "i2v" in self.spec.tasks:
-            found["vae_encoder"] = components.vae_half(self.config, "decoder")
-        return found
+            parts["vae_encoder"] = components.vae_half(self.config, "decoder")
+        return parts
 
     @functools.cached_property
     def flops(self) -> CogVideoXFlops:
         """The floating-point operations of each stage."""
         return CogVideoXFlops(self.config)
 
-    # ---- shapes
+    # ---- Shapes.
 
     @property
     def text_shape(self) -> tuple[int, int]:
@@ -71,7 +71,7 @@ class CogVideoXModel(Model):
 
     @property
     def token_shapes(self) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """Ids alone: T5 reads all of them."""
+        """Ids only, because T5 reads all of them."""
         return {"text_encoder": ((1, TEXT_TOKENS),)}
 
     def image_latents_shape(self, latent_shape: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -79,27 +79,27 @@ class CogVideoXModel(Model):
         return (*latent_shape[:2], 1, *latent_shape[3:]) if "i2v" in self.spec.tasks else None
 
     def vae_chunks(self, component: str, request: ResolvedRequest) -> list[tuple[int, int, int, int, int]]:
-        """Return the shapes of what a VAE half is given: the image, or pairs of latent frames."""
+        """Return the shapes of a VAE half's chunks: the image, or pairs of latent frames."""
         if component == "vae_encoder":
             return [(1, 3, 1, request.height, request.width)]
         _, channels, frames, height, width = self.spec.decoded_shape(request)
         return [(1, channels, count, height, width) for count in self.spec.decoder_chunks(frames)]
 
-    # ---- encoder stage
+    # ---- The encoder stage.
 
     @functools.cached_property
     def tokenizers(self) -> Mapping[str, Tokenizer]:
-        """T5's."""
+        """T5's tokenizer."""
         assert self.checkpoint is not None
         return {"text_encoder": Tokenizer(self.checkpoint.path("tokenizer"), self.config.text_encoder["vocab_size"])}
 
     def tokenize(self, prompt: str) -> tuple[dict[str, tuple[np.ndarray, ...]], list[str]]:
         """Return token ids, int32 [1, 226], and a warning if the prompt was cut."""
-        ids, _, warnings = tokenized(self.tokenizers["text_encoder"], prompt, TEXT_TOKENS)
+        ids, _, warnings = tokenize(self.tokenizers["text_encoder"], prompt, TEXT_TOKENS)
         return {"text_encoder": (ids,)}, warnings
 
     def encode_text(self, component: str, module: torch.nn.Module, params: Params, *tokens: jax.Array) -> jax.Array:
-        """ids [B, L] -> embeddings [B, L, C]; T5 reads the padding as it reads words."""
+        """Encode ids [B, L] as embeddings [B, L, C]; T5 reads the padding just as it reads words."""
 
         def method(module: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
             return module(ids).last_hidden_state
@@ -117,26 +117,26 @@ class CogVideoXModel(Model):
     def image_latents(self, moments: np.ndarray, request: ResolvedRequest) -> np.ndarray:
         """Draw the image's latents from the VAE encoder's output [1, 2C, 1, H, W], float32 [1, C, 1, H, W]."""
         mean, log_variance = np.split(moments.astype(np.float32), 2, axis=1)
-        sample = self._draws(request)[0]
+        sample = self._draw_start(request)[0]
         latents = mean + np.exp(0.5 * np.clip(log_variance, -30, 20)) * sample
         scale = self.config.vae["scaling_factor"]
         return latents / scale if self.config.vae.get("invert_scale_latents") else latents * scale
 
     def vae_encoder(self, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
-        """Pixels [1, 3, T, H, W] -> moments [1, 2C, T, H, W], chunk by chunk."""
-        return _chunks(module, mesh, vae.encoder, scale=8, later_frames=2 * FRAME_STRIDE)
+        """Return the functions that encode pixels [1, 3, T, H, W] as moments [1, 2C, T, H, W], chunk by chunk."""
+        return _make_chunks(module, mesh, vae.encoder, scale=8, later_frames=2 * FRAME_STRIDE)
 
-    # ---- the transformer
+    # ---- The transformer.
 
     def initial_noise(self, request: ResolvedRequest) -> np.ndarray:
-        """Return what diffusers draws for a request's seed, frames before channels; float32 [1, C, T, H, W]."""
-        return self._draws(request)[1]
+        """Return the noise that diffusers draws for a seed, frames before channels, float32 [1, C, T, H, W]."""
+        return self._draw_start(request)[1]
 
     def _step_generator(self, request: ResolvedRequest) -> torch.Generator:
-        return self._draws(request)[2]
+        return self._draw_start(request)[2]
 
-    def _drawn(self, request: ResolvedRequest, generator: torch.Generator) -> np.ndarray:
-        return _video_noise(self.spec.latent_shape(request), generator)
+    def _draw_noise(self, request: ResolvedRequest, generator: torch.Generator) -> np.ndarray:
+        return _draw_video(self.spec.latent_shape(request), generator)
 
     def text_keys(
         self,
@@ -146,11 +146,11 @@ class CogVideoXModel(Model):
         text: Mapping[str, jax.Array],
         image: jax.Array | None,
     ) -> dict[str, jax.Array]:
-        """Return the text as tokens: "text" [B, 226, I] -> [B, 226, C]."""
+        """Turn the text's embeddings, "text" [B, 226, I], into tokens [B, 226, C]."""
         return transformer.embed_text(module, params, mesh, text["text"])
 
     def key_shapes(self, mesh: Mesh, keys: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the shapes and shardings of what `text_keys` makes, to compile a step without it."""
+        """Return the shapes and shardings of the arrays of `text_keys`, to compile a step without them."""
         return {
             name: jax.ShapeDtypeStruct(
                 value.shape, value.dtype, sharding=transformer.text_sharding(mesh, value.shape[0])
@@ -158,44 +158,45 @@ class CogVideoXModel(Model):
             for name, value in keys.items()
         }
 
-    def velocity(self, module: torch.nn.Module, params: Params, mesh: Mesh, given: StepInputs) -> jax.Array:
+    def velocity(self, module: torch.nn.Module, params: Params, mesh: Mesh, inputs: StepInputs) -> jax.Array:
         """Return the guided prediction of v, float32 [1, C, T, H, W]."""
-        x, image, text = given.latents, given.image_latents, given.keys["text"]
+        x, image, text = inputs.latents, inputs.image_latents, inputs.keys["text"]
         if image is not None:
             behind = x.shape[2] - image.shape[2]
             x = jnp.concatenate([x, jnp.pad(image, ((0, 0), (0, 0), (0, behind), (0, 0), (0, 0)))], axis=1)
-        tokens = transformer.predict(module, params, mesh, x.astype(text.dtype), given.timestep[None], text)
-        return transformer.unpatchify(guided(tokens, given.guidance), given.latents.shape, self.spec.patch)
+        tokens = transformer.predict(module, params, mesh, x.astype(text.dtype), inputs.timestep[None], text)
+        guided = apply_guidance(tokens, inputs.guidance)
+        return transformer.unpatchify(guided, inputs.latents.shape, self.spec.patch)
 
     def finish(self, latents: np.ndarray, image_latents: np.ndarray | None, request: ResolvedRequest) -> np.ndarray:
-        """Return the latents to decode: without the frames that fill the first token."""
+        """Return the latents to decode, without the frames that fill the first token."""
         return latents[:, :, self.spec.padding(request) :]
 
-    # ---- decoder stage
+    # ---- The decoder stage.
 
     def vae_latents(self, latents: np.ndarray) -> np.ndarray:
         """Undo the scaling; float32 [1, C, T, H, W]."""
         return 1 / self.config.vae["scaling_factor"] * latents
 
     def vae_decoder(self, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
-        """Latents [1, C, T, H, W] -> pixels [1, 3, 4T or 4T-3, H, W] around [-1, 1], chunk by chunk."""
-        return _chunks(module, mesh, vae.decoder, scale=1, later_frames=LATER_FRAMES)
+        """Return the functions that decode latents to pixels [1, 3, 4T or 4T-3, H, W] around [-1, 1]."""
+        return _make_chunks(module, mesh, vae.decoder, scale=1, later_frames=LATER_FRAMES)
 
-    def _draws(self, request: ResolvedRequest) -> tuple[np.ndarray, np.ndarray, torch.Generator]:
-        """Return the noise of an image's latents and that of the video, and the generator that has drawn both so."""
+    def _draw_start(self, request: ResolvedRequest) -> tuple[np.ndarray, np.ndarray, torch.Generator]:
+        """Return the noise of an image's latents and of the video, and the generator that has drawn both."""
         generator, shape = torch.Generator("cpu").manual_seed(request.seed), self.spec.latent_shape(request)
         image = torch.zeros(*shape[:2], 1, *shape[3:])
         if "i2v" in self.spec.tasks:
             image = torch.randn(image.shape, generator=generator)
-        return image.numpy(), _video_noise(shape, generator), generator
+        return image.numpy(), _draw_video(shape, generator), generator
 
 
-def _video_noise(shape: tuple[int, ...], generator: torch.Generator) -> np.ndarray:
-    """Draw [1, C, T, H, W], frames before channels."""
+def _draw_video(shape: tuple[int, ...], generator: torch.Generator) -> np.ndarray:
+    """Draw noise [1, C, T, H, W], frames before channels."""
     batch, channels, frames, height, width = shape
-    drawn = torch.randn((batch, frames, channels, height, width), generator=generator)
-    return drawn.numpy().transpose(0, 2, 1, 3, 4)
+    noise = torch.randn((batch, frames, channels, height, width), generator=generator)
+    return noise.numpy().transpose(0, 2, 1, 3, 4)
 
 
-def _chunks(module: torch.nn.Module, mesh: Mesh, run: Any, *, scale: int, later_frames: int) -> CausalChunks:
+def _make_chunks(module: torch.nn.Module, mesh: Mesh, run: Any, *, scale: int, later_frames: int) -> CausalChunks:
     return CausalChunks(module, mesh, run, lambda x: x, lambda x: x, scale, later_frames, history=RepeatedStart)

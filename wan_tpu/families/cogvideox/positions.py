@@ -1,4 +1,4 @@
-"""Where the tokens of a CogVideoX video lie: angles of rotary embeddings, and sums of sines. On the host, by axis.
+"""The positions of a CogVideoX video's tokens: angles of rotary embeddings, and sines. On the host, for each axis.
 
 The reference is diffusers 0.42: `_prepare_rotary_positional_embeddings` of the pipelines, and models/embeddings.py.
 """
@@ -15,9 +15,9 @@ def rope_angles(config: Mapping[str, Any], grid: Sequence[int]) -> list[np.ndarr
     """Return the angles along each axis of a grid of tokens [T, H, W]: float32 [T, D/8], [H, 3D/16], [W, 3D/16]."""
     width = config["attention_head_dim"]
     places = [np.arange(size, dtype=np.float64) for size in grid]
-    if config.get("patch_size_t") is None:  # 1.0: the grid is fitted into the one it was trained with
+    if config.get("patch_size_t") is None:  # 1.0 scales the grid into the one that it was trained with.
         trained = [config[f"sample_{side}"] // config["patch_size"] for side in ("height", "width")]
-        places[1:] = _fitted(grid[1:], trained)
+        places[1:] = _fit_grid(grid[1:], trained)
     sizes = (width // 4, width // 8 * 3, width // 8 * 3)
     return [
         np.outer(place, _THETA ** -(np.arange(0, size, 2) / size)).astype(np.float32)
@@ -25,8 +25,8 @@ def rope_angles(config: Mapping[str, Any], grid: Sequence[int]) -> list[np.ndarr
     ]
 
 
-def sums_of_sines(config: Mapping[str, Any], channels: int, grid: Sequence[int]) -> list[np.ndarray]:
-    """Return what is added to tokens along time, width and height: float32 [T, C/4], [W, 3C/8], [H, 3C/8]."""
+def sine_embeddings(config: Mapping[str, Any], channels: int, grid: Sequence[int]) -> list[np.ndarray]:
+    """Return the values added to tokens along time, width and height: float32 [T, C/4], [W, 3C/8], [H, 3C/8]."""
     frames, height, width = grid
     space, time = config["spatial_interpolation_scale"], config["temporal_interpolation_scale"]
     return [
@@ -41,8 +41,8 @@ def _sines(channels: int, places: np.ndarray) -> np.ndarray:
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
 
 
-def _fitted(size: Sequence[int], trained: Sequence[int]) -> list[np.ndarray]:
-    """Return the places of rows and columns, the whole scaled into the middle of what was trained."""
+def _fit_grid(size: Sequence[int], trained: Sequence[int]) -> list[np.ndarray]:
+    """Return the positions of rows and columns, scaled as a whole into the middle of the trained grid."""
     (height, width), (rows, columns) = size, trained
     if height / width > rows / columns:
         scaled = rows, round(rows / height * width)

@@ -1,4 +1,4 @@
-"""The published CogVideoX models: configurations, to compile them without weights, and sampling settings.
+"""The published CogVideoX models: configurations, with which they compile without weights, and sampling settings.
 
 Sources: the config.json files of the THUDM/CogVideoX* repositories on the Hugging Face hub, google/t5-v1_1-xxl for the
 encoder; sampling settings from the models' cards and inference/cli_demo.py of github.com/THUDM/CogVideo.
@@ -10,17 +10,18 @@ from typing import Any
 from wan_tpu.request import Defaults
 from wan_tpu.schedules.diffusion import NoiseSchedule
 
-TEXT_TOKENS = 226  # of every prompt, padded, and none of them masked: a constant of the pipelines
+TEXT_TOKENS = 226  # Tokens of every prompt, padding included and not masked: a constant of the pipelines.
 
 CUSTOM = "a custom CogVideoX"
 
 
 @dataclass(frozen=True)
 class CogVideoXConfig:
-    """What a checkpoint (or a preset) says about a CogVideoX model.
+    """The configuration of a CogVideoX model, from a checkpoint or as published.
 
-    noise   how much noise it was trained with
-    solver  its scheduler: "ddim" or "dpm"
+    Attributes:
+        noise: How much noise it was trained with.
+        solver: Its scheduler, "ddim" or "dpm".
     """
 
     transformer: dict[str, Any]
@@ -36,7 +37,7 @@ class CogVideoXConfig:
         return self.transformer["patch_size_t"] or 1
 
 
-# The first transformer's and VAE's are also what diffusers' classes take for keys that a file leaves out.
+# The first transformer's and VAE's values are also the defaults of diffusers' classes, for keys that a file lacks.
 # fmt: off
 TRANSFORMER_2B: dict[str, Any] = {
     "num_attention_heads": 30, "attention_head_dim": 64, "in_channels": 16, "out_channels": 16, "flip_sin_to_cos": True,
@@ -89,7 +90,7 @@ PRESETS: dict[str, CogVideoXConfig] = {
 
 
 def recognise(config: CogVideoXConfig) -> str:
-    """Return the name of the published model that a configuration is, or `CUSTOM`."""
+    """Return the name of the published model with a configuration, or `CUSTOM`."""
     for name, preset in PRESETS.items():
         if all(config.transformer[key] == value for key, value in preset.transformer.items()):
             return name
@@ -97,7 +98,7 @@ def recognise(config: CogVideoXConfig) -> str:
 
 
 def defaults(config: CogVideoXConfig) -> Defaults:
-    """Return a model's published sampling settings: those of its generation, 1.0 or 1.5."""
+    """Return a model's published sampling settings, those of its generation, 1.0 or 1.5."""
     newer = config.frames_a_patch > 1
     height, width, frames, fps = (768, 1360, 81, 16) if newer else (480, 720, 49, 8)
     return Defaults(

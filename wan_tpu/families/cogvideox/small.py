@@ -1,4 +1,4 @@
-"""Small checkpoints in the shape of every CogVideoX model, from diffusers' and transformers' own classes."""
+"""Makes small checkpoints with the structure of every CogVideoX model, from diffusers' and transformers' classes."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ _TRANSFORMER: dict[str, Any] = {
 _VAE: dict[str, Any] = {"block_out_channels": [8, 16, 16, 16], "layers_per_block": 1, "norm_num_groups": 4}
 _TEXT_ENCODER: dict[str, Any] = {"d_model": _TEXT_WIDTH, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
 
-# What classes got after published files had been written, with its defaults.
+# Keys that classes got after the published files had been written, with their defaults.
 _LATER: dict[str, dict[str, Any]] = {
     "transformer/config.json": {
         "use_rotary_positional_embeddings": False,
@@ -46,26 +46,30 @@ def make_checkpoint(
     vae: dict[str, Any] | None = None,
     seed: int = 0,
 ) -> Path:
-    """Write a small checkpoint in the shape of the published model `kind`, one of `PRESETS`.
+    """Write a small checkpoint with the structure of a published model.
 
-    transformer, vae  override the small configuration
+    Args:
+        folder: Where to write it.
+        kind: The published model, one of `PRESETS`.
+        transformer, vae: Override the small configuration.
+        seed: The seed of all weights.
     """
     preset = PRESETS[kind]
     torch.manual_seed(seed)
     settings = preset.transformer | _TRANSFORMER
     if settings["ofs_embed_dim"] is not None:
-        settings["ofs_embed_dim"] = settings["time_embed_dim"]  # they are added
+        settings["ofs_embed_dim"] = settings["time_embed_dim"]  # They are added.
     settings |= transformer or {}
     tokenizer = train_tokenizer()
     text = _TEXT_ENCODER | {"vocab_size": len(tokenizer), "d_model": settings["text_embed_dim"]}
     image_to_video = settings["in_channels"] > preset.vae["latent_channels"]
-    made = diffusers.CogVideoXImageToVideoPipeline if image_to_video else diffusers.CogVideoXPipeline
+    pipeline = diffusers.CogVideoXImageToVideoPipeline if image_to_video else diffusers.CogVideoXPipeline
     tokenizer.model_max_length = TEXT_TOKENS
     text_encoder = transformers.T5EncoderModel(transformers.T5Config(**(preset.text_encoder | text)))
     blocks = {f"{side}_block_types": [f"CogVideoX{name}Block3D"] * 4 for side, name in (("down", "Down"), ("up", "Up"))}
     autoencoder = diffusers.AutoencoderKLCogVideoX.from_config(preset.vae | _VAE | blocks | (vae or {}))
     expert = diffusers.CogVideoXTransformer3DModel.from_config(settings)
-    made(
+    pipeline(
         tokenizer=tokenizer,
         text_encoder=set_own_values(text_encoder, seed),
         vae=set_own_values(autoencoder, seed),

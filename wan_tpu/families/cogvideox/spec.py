@@ -1,4 +1,4 @@
-"""A CogVideoX model as its configuration describes it: stages, limits, defaults, shapes, the numbers of its steps."""
+"""A CogVideoX model as its configuration describes it: stages, limits, defaults, shapes, and its steps' numbers."""
 
 import dataclasses
 import functools
@@ -18,15 +18,20 @@ from wan_tpu.spec import ModelSpec
 
 DENOISE = "denoise"
 LATER_FRAMES = 2  # Latent frames of each of the decoder's chunks but the first.
-_STRIDE = 8  # pixels to a pixel of the latents, in height and width
+_STRIDE = 8  # Pixels per pixel of the latents, in height and width.
 _SOLVERS = {"ddim": diffusion.ddim, "dpm": diffusion.dpm}
 
 
 @dataclass(frozen=True)
 class CogVideoXSpec(ModelSpec):
-    """One CogVideoX model. Raises `CheckpointError` for a configuration that doesn't fit itself.
+    """One CogVideoX model.
 
-    own  what the checkpoint itself says of how to sample it
+    Attributes:
+        config: The model's configuration.
+        own: The checkpoint's own sampling settings.
+
+    Raises:
+        CheckpointError: The configuration contradicts itself.
     """
 
     config: CogVideoXConfig
@@ -53,12 +58,12 @@ class CogVideoXSpec(ModelSpec):
 
     @functools.cached_property
     def name(self) -> str:  # type: ignore[override]
-        """Name of the published model that this is, or `presets.CUSTOM`."""
+        """Name of the published model, or `presets.CUSTOM`."""
         return presets.recognise(self.config)
 
     @property
     def tasks(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Videos of a text, or of an image and a text."""
+        """Text to video, or image to video."""
         return ("i2v",) if self.config.transformer["in_channels"] > self.latent_channels else ("t2v",)
 
     @property
@@ -68,17 +73,17 @@ class CogVideoXSpec(ModelSpec):
 
     @property
     def solvers(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The checkpoint's own scheduler first."""
+        """DDIM and DPM-Solver++, the checkpoint's own scheduler first."""
         return tuple(sorted(_SOLVERS, key=lambda name: name != self.config.solver))
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Settings of a request that mean nothing to this model."""
+        """Settings of a request that this model ignores."""
         return (*super().unused, "shift", "sigmas")
 
     @property
     def components(self) -> dict[str, tuple[str, ...]]:  # type: ignore[override]
-        """Stage -> components."""
+        """The components of each stage."""
         encoder = ("text_encoder", "vae_encoder") if "i2v" in self.tasks else ("text_encoder",)
         return {ENCODER: encoder, DENOISE: (DENOISE,), DECODER: (DECODER,)}
 
@@ -100,18 +105,18 @@ class CogVideoXSpec(ModelSpec):
 
     @property
     def size_multiple(self) -> int:
-        """What heights and widths are multiples of, pixels."""
+        """Heights and widths are multiples of this, in pixels."""
         return _STRIDE * self.patch[1]
 
     @property
     def follows_image(self) -> bool:
-        """Whether there are images, and positions of more than one size."""
+        """Whether the model takes images, and has positions for more than one size."""
         return super().follows_image and not self.config.transformer["use_learned_positional_embeddings"]
 
     def size_like(self, picture: tuple[int, int]) -> tuple[int, int]:
-        """Return what the models' cards say: the shorter side of the model's own size, and no more than the longer.
+        """Return the size of the models' cards: the shorter side is that of the model's own size, the longer at most.
 
-        The model's own size, where that has more rows or columns than there are positions of.
+        If that has more rows or columns than there are positions, return the model's own size.
         """
         own = self.defaults.height, self.defaults.width
         shape = max(picture) / min(picture)
@@ -121,7 +126,11 @@ class CogVideoXSpec(ModelSpec):
         return (height, width) if height <= rows and width <= columns else own
 
     def check_size(self, request: ResolvedRequest) -> None:
-        """Raise `InvalidRequest` where positions aren't known, too, or the model has no such setting."""
+        """Check the size as every model does, and that the model has positions for it.
+
+        Raises:
+            InvalidRequest: The model can't make a video of this size.
+        """
         super().check_size(request)
         config = self.config.transformer
         for name in ("height", "width"):
@@ -136,7 +145,7 @@ class CogVideoXSpec(ModelSpec):
             )
 
     def padding(self, request: ResolvedRequest) -> int:
-        """Return the latent frames that are denoised before those of the video, to fill its first token."""
+        """Return the number of latent frames that are denoised before the video's, to fill its first token."""
         return -self._decoded_frames(request) % self.config.frames_a_patch
 
     def latent_shape(self, request: ResolvedRequest) -> tuple[int, int, int, int, int]:
@@ -150,12 +159,12 @@ class CogVideoXSpec(ModelSpec):
         return 1, channels, self._decoded_frames(request), height, width
 
     def decoder_chunks(self, latent_frames: int) -> tuple[int, ...]:
-        """Return how many latent frames the decoder takes at a time: two, but an odd number has three at first."""
+        """Return how many latent frames the decoder takes at a time: two, but first three if their number is odd."""
         first = min(latent_frames, LATER_FRAMES + latent_frames % LATER_FRAMES)
         return (first, *[LATER_FRAMES] * ((latent_frames - first) // LATER_FRAMES))
 
     def tokens(self, latent_shape: tuple[int, ...]) -> int:
-        """Return L, the transformer's sequence length for latents of a shape: text and video."""
+        """Return L, the transformer's sequence length of text and video, for latents of a shape."""
         return TEXT_TOKENS + math.prod(n // p for n, p in zip(latent_shape[2:], self.patch, strict=True))
 
     def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:
@@ -163,16 +172,16 @@ class CogVideoXSpec(ModelSpec):
         return (Expert(DENOISE, 0, request.steps, self.guided(request)),)
 
     def schedule(self, request: ResolvedRequest) -> Schedule:
-        """Return the numbers of every step. With DPM guidance depends on the timestep, as the published demo has it.
+        """Return the numbers of every step. With DPM, guidance depends on the timestep, as in the published demo.
 
-        diffusers' formula (`use_dynamic_cfg`) holds a timestep of a thousand against the number of steps.
+        diffusers' formula (`use_dynamic_cfg`) compares a timestep of 1,000 with the number of steps.
         """
         schedule = _SOLVERS[request.solver](self.config.noise, request.steps)
         scale, steps = request.guidance_scale, request.steps
         if request.solver == "ddim":
-            return schedule.guided([scale] * steps)
-        ways = [(steps - timestep) / steps for timestep in schedule.timesteps.astype(int).tolist()]
-        return schedule.guided([1 + scale * ((1 - math.cos(math.pi * way**5.0)) / 2) for way in ways])
+            return schedule.with_guidance([scale] * steps)
+        ratios = [(steps - timestep) / steps for timestep in schedule.timesteps.astype(int).tolist()]
+        return schedule.with_guidance([1 + scale * ((1 - math.cos(math.pi * ratio**5.0)) / 2) for ratio in ratios])
 
     def _decoded_frames(self, request: ResolvedRequest) -> int:
         return (request.frames - 1) // FRAME_STRIDE + 1

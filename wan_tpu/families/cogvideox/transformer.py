@@ -1,10 +1,10 @@
-"""A CogVideoX transformer as a program for slices: diffusers' parameters and arithmetic, tokens and weights split.
+"""A CogVideoX transformer as a program for slices: diffusers' parameters and arithmetic, with tokens and weights split.
 
-Text and video are one sequence, the text's 226 tokens first, with weights in common and a modulation of their own. As
-in the other families norms, gates, activations and residuals are fused into what reads or writes them, queries and keys
-pair channels (i, i + D/2) for RoPE, and each layer's weights are gathered while earlier ones are in use. The linear
-layers that make the modulations, a seventh of the model, are not: each device multiplies by its part, and the results
-are gathered.
+Text and video are one sequence, the text's 226 tokens first, with shared weights but separate modulations. As in the
+other families, norms, gates, activations and residuals are fused into the operations that read or write them, queries
+and keys pair channels (i, i + D/2) for RoPE, and each layer's weights are gathered while earlier ones are in use. The
+linear layers of the modulations, a seventh of the model, aren't gathered: each device multiplies by its part, and the
+results are gathered.
 
 Shapes: B branches of guidance, T H W latent frames, height, width, L tokens of text and video, t tokens of one device,
 N heads, D head width, C = N*D channels, E the width of the time embedding.
@@ -19,10 +19,10 @@ import torch
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from wan_tpu.families.cogvideox.positions import rope_angles, sums_of_sines
+from wan_tpu.families.cogvideox.positions import rope_angles, sine_embeddings
 from wan_tpu.families.cogvideox.presets import TEXT_TOKENS
-from wan_tpu.families.shared.layers import SPLIT, each, linear, rounded_to, scan_layers
-from wan_tpu.families.shared.tokens import on_grid, padded, patches
+from wan_tpu.families.shared.layers import SPLIT, linear, map_branches, rounded_type, scan_layers
+from wan_tpu.families.shared.tokens import combine_axes, pad_rows, patchify
 from wan_tpu.ops.attention import query_scale
 from wan_tpu.ops.dispatch import Ops, ops_for
 from wan_tpu.ops.exchange import Projections, exchanged_attention, head_groups, key_parts
@@ -36,35 +36,41 @@ RULES = (
     Rule(_SPLIT, (SHARDS, None)),
     Rule(rf"(?!{_SPLIT}$).*", ()),
 )
-# Used before or right after attention, which takes most of a layer: gathered during that of the layer before.
+# Weights used before or right after attention, which takes most of a layer: they are gathered during that of the layer
+# before.
 _AHEAD = tuple(f"attn1.{name}.weight" for name in ("to_q", "to_k", "to_v", "to_out.0"))
-_BESIDE = ("ff.net.0.proj.weight", "ff.net.2.weight")  # gathered while attention is computed
-_HEAD_EPS = 1e-6  # of the norms of queries and keys: a constant of diffusers' block
-_OFFSET = 2.0  # "ofs", which 1.5's image-to-video model is told: a constant of the pipeline
+_BESIDE = ("ff.net.0.proj.weight", "ff.net.2.weight")  # Weights gathered while attention is computed.
+_HEAD_EPS = 1e-6  # Epsilon of the norms of queries and keys: a constant of diffusers' block.
+_OFFSET = 2.0  # The "ofs" input of 1.5's image-to-video model: a constant of the pipeline.
 
 
 def embed_text(module: torch.nn.Module, params: Params, mesh: Mesh, text: jax.Array) -> dict[str, jax.Array]:
-    """Return the text as tokens, "text" [B, 226, C]; text: embeddings [B, 226, I]."""
+    """Turn the text's embeddings [B, 226, I] into tokens, "text" [B, 226, C]."""
 
     def method(module: Any, text: torch.Tensor) -> torch.Tensor:
         return module.patch_embed.text_proj(text)
 
-    found = call(module, params, method, text)
-    return {"text": jax.lax.with_sharding_constraint(found, text_sharding(mesh, text.shape[0]))}
+    tokens = call(module, params, method, text)
+    return {"text": jax.lax.with_sharding_constraint(tokens, text_sharding(mesh, text.shape[0]))}
 
 
 def text_sharding(mesh: Mesh, branches: int) -> NamedSharding:
-    """Return where the text's tokens lie: whole wherever their branch is computed."""
+    """Return the sharding of the text's tokens: they are whole wherever their branch is computed."""
     return NamedSharding(mesh, P(token_layout(mesh, branches, 1).branch_axis))
 
 
 def predict(
     module: torch.nn.Module, params: Params, mesh: Mesh, latents: jax.Array, timestep: jax.Array, text: jax.Array
 ) -> jax.Array:
-    """Return what the transformer predicts of each branch as tokens of the video, float32 [B, L - 226, patch values].
+    """Return the transformer's prediction for each branch, as the video's tokens, float32 [B, L - 226, patch values].
 
-    latents  [1, C, T, H, W] in the dtype to compute in, an image's beside them on C, the same for every branch
-    timestep [1]; text  [B, 226, C] from `embed_text`
+    Args:
+        module: The transformer.
+        params: Its weights.
+        mesh: The devices.
+        latents: [1, C, T, H, W], in the dtype to compute in, the same for every branch; an image's latents follow on C.
+        timestep: [1].
+        text: [B, 226, C], from `embed_text`.
     """
 
     def method(module: Any, latents: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor) -> jax.Array:
@@ -72,12 +78,12 @@ def predict(
         embedding = _embed_time(module, timestep, latents.dtype)
         patch = (config.patch_size_t or 1, config.patch_size, config.patch_size)
         grid = [n // p for n, p in zip(latents.shape[2:], patch, strict=True)]
-        values = jnp.pad(patches(to_jax(latents), patch), ((TEXT_TOKENS, 0), (0, 0)))
+        values = jnp.pad(patchify(to_jax(latents), patch), ((TEXT_TOKENS, 0), (0, 0)))
         layout = token_layout(mesh, text.shape[0], len(values))
         step = _Step(module, mesh, layout, len(values))
-        found = step.run(
+        tokens = step.run(
             Inputs(
-                values=padded(values, layout.padded),
+                values=pad_rows(values, layout.padded),
                 positions=_positions(module, grid, layout.padded),
                 tables=_rope_tables(config, grid, layout.padded),
                 text=to_jax(text),
@@ -87,25 +93,30 @@ def predict(
                 outer=_outer(module),
             )
         )
-        return found[:, TEXT_TOKENS : len(values)]
+        return tokens[:, TEXT_TOKENS : len(values)]
 
     return call(module, params, method, latents, timestep, text)
 
 
 def unpatchify(tokens: jax.Array, latent_shape: tuple[int, ...], patch: tuple[int, int, int]) -> jax.Array:
-    """Lay the video's tokens [L - 226, patch values] out as latents [1, C, T, H, W]."""
+    """Join the video's tokens [L - 226, patch values] to latents [1, C, T, H, W]."""
     grid = [n // p for n, p in zip(latent_shape[2:], patch, strict=True)]
     array = tokens.reshape(1, *grid, latent_shape[1], *patch)
     return array.transpose(0, 4, 1, 5, 2, 6, 3, 7).reshape(latent_shape)
 
 
 class Inputs(NamedTuple):
-    """What the blocks of one step work on; see `_Step.specs` for where each lies.
+    """The inputs of one step's blocks; `_Step._specs` has their shardings.
 
-    values     [L, patch values], zero for the text; positions  [L, C], what is added to the tokens, or None
-    tables     two [L, D], or None without RoPE; text  [B, 226, C]
-    embedding  [E], of the time, after its activation; head  shift and scale [2, C]
-    blocks     stacked weights of the layers; outer  those around them
+    Attributes:
+        values: [L, patch values], zero for the text.
+        positions: [L, C], added to the tokens, or None.
+        tables: Cosines and sines, two arrays [L, D], or None without RoPE.
+        text: [B, 226, C].
+        embedding: [E], of the time, after its activation.
+        head: Shift and scale before the output, [2, C].
+        blocks: The stacked weights of the layers.
+        outer: The weights around the layers.
     """
 
     values: jax.Array
@@ -131,22 +142,22 @@ class _Step:
         self._query_scale = query_scale(config.attention_head_dim)
         self._ops: Ops = ops_for(self._platform)
 
-    def run(self, given: Inputs) -> jax.Array:
+    def run(self, inputs: Inputs) -> jax.Array:
         """Return [B, L, patch values], float32, padding included."""
         self._blocks = {
             name: weight_spec(self._mesh, RULES, f"transformer_blocks.*.{name}", value.shape[1:], stacked=True)
-            for name, value in given.blocks.items()
+            for name, value in inputs.blocks.items()
         }
-        branches, axis = given.text.shape[0], self._layout.branch_axis
+        branches, axis = inputs.text.shape[0], self._layout.branch_axis
         self._local_branches = branches // (self._mesh.shape["dp"] if axis else 1)
         local = jax.shard_map(
-            self._local, mesh=self._mesh, in_specs=(self._specs(given),), out_specs=self._layout.spec, check_vma=False
+            self._local, mesh=self._mesh, in_specs=(self._specs(inputs),), out_specs=self._layout.spec, check_vma=False
         )
-        return local(given)
+        return local(inputs)
 
-    def _specs(self, given: Inputs) -> Inputs:
-        tokens, text = P(self._layout.token_axes), text_sharding(self._mesh, given.text.shape[0]).spec
-        positions, tables = given.positions, given.tables
+    def _specs(self, inputs: Inputs) -> Inputs:
+        tokens, text = P(self._layout.token_axes), text_sharding(self._mesh, inputs.text.shape[0]).spec
+        positions, tables = inputs.positions, inputs.tables
         return Inputs(
             tokens,  # type: ignore[arg-type]
             None if positions is None else tokens,  # type: ignore[arg-type]
@@ -158,56 +169,57 @@ class _Step:
             P(),  # type: ignore[arg-type]
         )
 
-    def _local(self, given: Inputs) -> jax.Array:
-        ops, outer = self._ops, given.outer
-        start = jax.lax.axis_index(self._layout.token_axes) * len(given.values)
-        of_text = TEXT_TOKENS - start  # this device's first rows
+    def _local(self, inputs: Inputs) -> jax.Array:
+        ops, outer = self._ops, inputs.outer
+        start = jax.lax.axis_index(self._layout.token_axes) * len(inputs.values)
+        text_rows = TEXT_TOKENS - start  # The number of this device's first rows that are the text's.
 
         def embed(text: jax.Array) -> jax.Array:
-            """text [226, C] -> this device's tokens [t, C]."""
-            rows = jnp.pad(text, ((0, len(given.values)), (0, 0)))
-            rows = jax.lax.dynamic_slice_in_dim(rows, jnp.minimum(start, TEXT_TOKENS), len(given.values))
-            video = ops.linear(given.values, outer["proj.weight"], outer["proj.bias"])
-            found = jnp.where(jnp.arange(len(rows))[:, None] < of_text, rows, video)
-            return found if given.positions is None else found + given.positions.astype(found.dtype)
+            """Return this device's tokens [t, C], with the text's [226, C]."""
+            rows = jnp.pad(text, ((0, len(inputs.values)), (0, 0)))
+            rows = jax.lax.dynamic_slice_in_dim(rows, jnp.minimum(start, TEXT_TOKENS), len(inputs.values))
+            video = ops.linear(inputs.values, outer["proj.weight"], outer["proj.bias"])
+            tokens = jnp.where(jnp.arange(len(rows))[:, None] < text_rows, rows, video)
+            return tokens if inputs.positions is None else tokens + inputs.positions.astype(tokens.dtype)
 
-        modulations = [self._modulations(f"{name}.linear", given) for name in ("norm1", "norm2")]
+        modulations = [self._modulations(f"{name}.linear", inputs) for name in ("norm1", "norm2")]
 
         def layer(hidden: jax.Array, weights: Params, index: jax.Array) -> jax.Array:
             first, second = (jax.lax.dynamic_index_in_dim(table, index, keepdims=False) for table in modulations)
-            return each(lambda x: self._block(x, weights, first, second, given.tables, of_text), hidden)
+            return map_branches(lambda x: self._block(x, weights, first, second, inputs.tables, text_rows), hidden)
 
         hidden = scan_layers(
             layer,
-            each(embed, jnp.broadcast_to(given.text, (self._local_branches, *given.text.shape[1:]))),
-            {name: value for name, value in given.blocks.items() if ".linear." not in name},
+            map_branches(embed, jnp.broadcast_to(inputs.text, (self._local_branches, *inputs.text.shape[1:]))),
+            {name: value for name, value in inputs.blocks.items() if ".linear." not in name},
             self._blocks,
-            depth=len(given.blocks["norm1.norm.weight"]),
+            depth=len(inputs.blocks["norm1.norm.weight"]),
             ahead=_AHEAD,
             platform=self._platform,
         )
-        shift, scale = given.head
-        scale, shift = _folded(outer["norm_out.weight"], outer["norm_out.bias"], scale[None], shift[None])
+        shift, scale = inputs.head
+        scale, shift = _fold_norm(outer["norm_out.weight"], outer["norm_out.bias"], scale[None], shift[None])
 
         def head(hidden: jax.Array) -> jax.Array:
             final = outer["norm_final.weight"][None], outer["norm_final.bias"][None]
             normed = ops.layer_norm(ops.layer_norm(hidden, *final, eps=self._eps), scale, shift, eps=self._eps)
             return ops.linear(normed, outer["proj_out.weight"], outer["proj_out.bias"]).astype(jnp.float32)
 
-        return each(head, hidden)
+        return map_branches(head, hidden)
 
-    def _modulations(self, name: str, given: Inputs) -> jax.Array:
+    def _modulations(self, name: str, inputs: Inputs) -> jax.Array:
         """Return every layer's shift, scale and gate of the text's tokens and the video's, float32 [layers, 2, 3, C].
 
-        All at once, before the layers: a product with split matrices, and its results are gathered, not the matrices.
+        They are computed at once, before the layers, by a product with split matrices whose results are gathered, not
+        the matrices.
         """
-        weight, bias = given.blocks[f"{name}.weight"], given.blocks[f"{name}.bias"]
-        embedding = given.embedding.astype(weight.dtype)
+        weight, bias = inputs.blocks[f"{name}.weight"], inputs.blocks[f"{name}.bias"]
+        embedding = inputs.embedding.astype(weight.dtype)
         product = jnp.einsum("loe,e->lo", weight, embedding, preferred_element_type=jnp.float32)
         if self._blocks[f"{name}.weight"] == SPLIT:
             product = jax.lax.all_gather(product, SHARDS, axis=1, tiled=True)
-        made = product + bias.astype(jnp.float32)
-        return made.reshape(len(made), 2, 3, -1)[:, ::-1]
+        modulations = product + bias.astype(jnp.float32)
+        return modulations.reshape(len(modulations), 2, 3, -1)[:, ::-1]
 
     def _block(
         self,
@@ -216,32 +228,38 @@ class _Step:
         attention_table: jax.Array,
         feed_forward_table: jax.Array,
         tables: tuple[jax.Array, jax.Array] | None,
-        of_text: jax.Array,
+        text_rows: jax.Array,
     ) -> jax.Array:
-        """One layer on this device's tokens of one branch; the formula is diffusers' CogVideoXBlock.
+        """Run one layer on this device's tokens of one branch, as in diffusers' CogVideoXBlock.
 
-        x [t, C]; two tables [2, 3, C] from `_modulations`; tables as in `Inputs`; of_text: how many rows are the text's
+        Args:
+            x: [t, C].
+            w: The layer's weights.
+            attention_table, feed_forward_table: [2, 3, C], from `_modulations`.
+            tables: As in `Inputs`.
+            text_rows: Number of first rows that are the text's.
         """
         ops = self._ops
 
-        def of(name: str, x: Any, **more: Any) -> jax.Array:
-            return linear(ops, w, name, x, **more)
+        def project(name: str, x: Any, **options: Any) -> jax.Array:
+            return linear(ops, w, name, x, **options)
 
-        def normed(name: str, table: jax.Array, feeds: str) -> Any:
-            folded = _folded(w[f"{name}.norm.weight"], w[f"{name}.norm.bias"], table[:, 1], table[:, 0])
-            return ops.layer_norm(x, *folded, eps=self._eps, first_rows=of_text, rounded=rounded_to(w, feeds))
+        def normalise(name: str, table: jax.Array, target: str) -> Any:
+            """Apply the norm `name` to the inputs of the linear layer `target`."""
+            folded = _fold_norm(w[f"{name}.norm.weight"], w[f"{name}.norm.bias"], table[:, 1], table[:, 0])
+            return ops.layer_norm(x, *folded, eps=self._eps, first_rows=text_rows, rounded=rounded_type(w, target))
 
-        def turned(name: str, rows: Any, scale: float, **more: Any) -> Any:
+        def rotate(name: str, rows: Any, scale: float, **options: Any) -> Any:
             vectors = (w[f"attn1.norm_{name}.{part}"].astype(jnp.float32) * scale for part in ("weight", "bias"))
-            rest = {"eps": _HEAD_EPS, "groups": self._groups} | more
-            return ops.head_norm_rope(of(f"attn1.to_{name}", rows), *vectors, tables, **rest)
+            options = {"eps": _HEAD_EPS, "groups": self._groups} | options
+            return ops.head_norm_rope(project(f"attn1.to_{name}", rows), *vectors, tables, **options)
 
         mixed, _, gathered = exchanged_attention(
-            normed("norm1", attention_table, "attn1.to_q"),
+            normalise("norm1", attention_table, "attn1.to_q"),
             Projections(
-                query=lambda rows: turned("q", rows, self._query_scale),
-                key=lambda rows: turned("k", rows, 1, parts=self._key_parts),
-                value=lambda rows: of("attn1.to_v", rows, groups=self._groups),
+                query=lambda rows: rotate("q", rows, self._query_scale),
+                key=lambda rows: rotate("k", rows, 1, parts=self._key_parts),
+                value=lambda rows: project("attn1.to_v", rows, groups=self._groups),
             ),
             heads=self._heads,
             kv_len=self._tokens,
@@ -251,19 +269,20 @@ class _Step:
             qk=self._logits,
         )
         w = w | gathered
-        x = of("attn1.to_out.0", mixed, residual=x, gate=attention_table[:, 2], first_rows=of_text)
-        inner = of("ff.net.0.proj", normed("norm2", feed_forward_table, "ff.net.0.proj"), activation="gelu_tanh")
-        return of("ff.net.2", inner, residual=x, gate=feed_forward_table[:, 2], first_rows=of_text)
+        x = project("attn1.to_out.0", mixed, residual=x, gate=attention_table[:, 2], first_rows=text_rows)
+        normed = normalise("norm2", feed_forward_table, "ff.net.0.proj")
+        inner = project("ff.net.0.proj", normed, activation="gelu_tanh")
+        return project("ff.net.2", inner, residual=x, gate=feed_forward_table[:, 2], first_rows=text_rows)
 
 
-def _folded(weight: jax.Array, bias: jax.Array, scale: jax.Array, shift: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return scales and shifts [M, C] of a norm whose own weight and bias [C] come before the modulation's."""
+def _fold_norm(weight: jax.Array, bias: jax.Array, scale: jax.Array, shift: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return scales and shifts [M, C] of a norm whose own weight and bias [C] are applied before the modulation's."""
     weight, bias = weight.astype(jnp.float32), bias.astype(jnp.float32)
     return weight * (1 + scale), bias * (1 + scale) + shift
 
 
 def _embed_time(module: Any, timestep: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """timestep [1] -> embedding [1, E]."""
+    """Return the embedding [1, E] of a timestep [1]."""
     embedding = module.time_embedding(module.time_proj(timestep).to(dtype))
     if module.ofs_embedding is None:
         return embedding
@@ -271,39 +290,40 @@ def _embed_time(module: Any, timestep: torch.Tensor, dtype: torch.dtype) -> torc
 
 
 def _head_modulation(module: Any, embedding: torch.Tensor) -> jax.Array:
-    """Shift and scale before the output, [2, C]."""
+    """Return shift and scale before the output, [2, C]."""
     return to_jax(module.norm_out.linear(module.norm_out.silu(embedding))).reshape(2, -1)
 
 
 def _positions(module: Any, grid: list[int], length: int) -> jax.Array | None:
-    """What is added to the tokens, [length, C]; the text's stay as they are."""
+    """Return the values added to the tokens, [length, C], zero for the text's, or None with RoPE."""
     config = module.config
     if config.use_learned_positional_embeddings:
-        return padded(to_jax(module.patch_embed.pos_embedding)[0], length)
+        return pad_rows(to_jax(module.patch_embed.pos_embedding)[0], length)
     if config.use_rotary_positional_embeddings:
         return None
     channels = config.num_attention_heads * config.attention_head_dim
-    frames, columns, rows = (jnp.asarray(axis) for axis in sums_of_sines(config, channels, grid))
-    found = on_grid([frames, rows, columns])
+    frames, columns, rows = (jnp.asarray(axis) for axis in sine_embeddings(config, channels, grid))
+    values = combine_axes([frames, rows, columns])
     time = frames.shape[1]
-    side = rows.shape[1]  # the columns' come first
-    found = jnp.concatenate([found[:, :time], found[:, time + side :], found[:, time : time + side]], axis=1)
-    return padded(jnp.pad(found, ((TEXT_TOKENS, 0), (0, 0))), length)
+    side = rows.shape[1]
+    # The columns' values come before the rows'.
+    values = jnp.concatenate([values[:, :time], values[:, time + side :], values[:, time : time + side]], axis=1)
+    return pad_rows(jnp.pad(values, ((TEXT_TOKENS, 0), (0, 0))), length)
 
 
 def _rope_tables(config: Any, grid: list[int], length: int) -> tuple[jax.Array, jax.Array] | None:
-    """Cosines and sines of tokens' angles, each [length, D], for pairs (i, i + D/2); the text isn't turned."""
+    """Return cosines and sines of tokens' angles, each [length, D], for pairs (i, i + D/2); text isn't rotated."""
     if not config.use_rotary_positional_embeddings:
         return None
     angles = [jnp.asarray(np.asarray(axis)) for axis in rope_angles(config, grid)]
-    turned = jnp.pad(on_grid(angles), ((TEXT_TOKENS, 0), (0, 0)))
-    cos, sin = jnp.cos(turned), jnp.sin(turned)
+    padded = jnp.pad(combine_axes(angles), ((TEXT_TOKENS, 0), (0, 0)))
+    cos, sin = jnp.cos(padded), jnp.sin(padded)
     tables = jnp.concatenate([cos, cos], axis=1), jnp.concatenate([-sin, sin], axis=1)
-    return padded(tables[0], length), padded(tables[1], length)
+    return pad_rows(tables[0], length), pad_rows(tables[1], length)
 
 
 def _outer(module: Any) -> Params:
-    """The weights around the blocks; the patch embedding as a matrix [C, patch values]."""
+    """Return the weights around the blocks, with the patch embedding as a matrix [C, patch values]."""
     weight = to_jax(module.patch_embed.proj.weight)
     bias = module.patch_embed.proj.bias
     return {

@@ -1,8 +1,8 @@
-"""CogVideoX's VAE on strips of a picture: what diffusers' AutoencoderKLCogVideoX computes.
+"""CogVideoX's VAE on strips of a picture: the arithmetic of diffusers' AutoencoderKLCogVideoX.
 
 Its group norms take their statistics over a chunk of frames and the whole picture, so the chunks are part of the
-function: a decoder's first has three latent frames (two where their number is even), all others two. On several devices
-the sums are taken over all strips. The module gives the structure, the parameters' names and their values.
+function: a decoder's first chunk has three latent frames (two if their number is even), all others have two. On several
+devices the sums are taken over all strips. diffusers' module has the structure, the parameters' names and their values.
 
 Shapes: T frames, X columns and Y rows of a device's strip, C channels, O channels out, G groups.
 """
@@ -17,11 +17,11 @@ import numpy as np
 from wan_tpu.families.shared.causal_vae import RepeatedStart
 from wan_tpu.families.shared.convolutions import (
     convolve,
-    doubled,
+    downsample,
     downsampling_taps,
-    halved,
     pointwise,
     taps_first,
+    upsample,
     upsampling_taps,
 )
 from wan_tpu.ops.dispatch import ops_for
@@ -29,7 +29,7 @@ from wan_tpu.ops.halo import Cut
 from wan_tpu.runtime.bridge import to_jax
 from wan_tpu_kernels.vae.group_norm import Moments, merge_moments
 
-# The first pattern that matches a weight's whole name decides.
+# How each weight is laid out when it is read; the first pattern that matches its whole name decides.
 CHANGES: tuple[tuple[str, Callable[[np.ndarray], np.ndarray]], ...] = (
     (r"decoder\..*upsamplers\.0\.conv\.weight", upsampling_taps),
     (r"encoder\..*downsamplers\.0\.conv\.weight", downsampling_taps),
@@ -48,11 +48,11 @@ def encoder(module: Any, cut: Cut, x: jax.Array, history: RepeatedStart) -> jax.
             x = _downsample(block.downsamplers[0], cut, x)
     for resnet in half.mid_block.resnets:
         x = _residual_block(resnet, cut, x, history)
-    return _conv(half.conv_out, cut, _normed(half.norm_out, cut, x), history)
+    return _conv(half.conv_out, cut, _normalise(half.norm_out, cut, x), history)
 
 
 def decoder(module: Any, cut: Cut, latents: jax.Array, history: RepeatedStart) -> jax.Array:
-    """Return the pixels [4T or 4T-3, X, Y, 3] of latents [T, X, Y, C]; norms look at the latents, too."""
+    """Return the pixels [4T or 4T-3, X, Y, 3] of latents [T, X, Y, C], which norms read as well."""
     half = module.decoder
     x = _conv(half.conv_in, cut, latents, history)
     for resnet in half.mid_block.resnets:
@@ -62,31 +62,31 @@ def decoder(module: Any, cut: Cut, latents: jax.Array, history: RepeatedStart) -
             x = _residual_block(resnet, cut, x, history, latents)
         if block.upsamplers is not None:
             x = _upsample(block.upsamplers[0], cut, x)
-    return _conv(half.conv_out, cut, _normed(half.norm_out, cut, x, latents), history)
+    return _conv(half.conv_out, cut, _normalise(half.norm_out, cut, x, latents), history)
 
 
 def _residual_block(
     block: Any, cut: Cut, x: jax.Array, history: RepeatedStart, latents: jax.Array | None = None
 ) -> jax.Array:
-    hidden = _conv(block.conv1, cut, _normed(block.norm1, cut, x, latents), history)
+    hidden = _conv(block.conv1, cut, _normalise(block.norm1, cut, x, latents), history)
     shortcut = x if block.in_channels == block.out_channels else pointwise(block.conv_shortcut, x)
-    return _conv(block.conv2, cut, _normed(block.norm2, cut, hidden, latents), history, residual=shortcut)
+    return _conv(block.conv2, cut, _normalise(block.norm2, cut, hidden, latents), history, residual=shortcut)
 
 
 def _conv(conv: Any, cut: Cut, x: jax.Array, history: RepeatedStart, *, residual: jax.Array | None = None) -> jax.Array:
-    """CogVideoXCausalConv3d of 3x3x3 taps, plus a residual; x is zero beyond the picture."""
+    """Apply a CogVideoXCausalConv3d of 3x3x3 taps, plus a residual; x is zero beyond the picture."""
     weight, bias = to_jax(conv.conv.weight), to_jax(conv.conv.bias)
     return convolve(cut, x, weight, bias, past=history.past(x), residual=residual, before=(1, 1))
 
 
-# ---- norms over a chunk and the whole picture
+# ---- Norms over a chunk and the whole picture.
 
 
-def _normed(norm: Any, cut: Cut, x: jax.Array, latents: jax.Array | None = None) -> jax.Array:
-    """Normalise x [T, X, Y, C] in groups of channels, then SiLU: GroupNorm, or CogVideoXSpatialNorm3D with latents.
+def _normalise(norm: Any, cut: Cut, x: jax.Array, latents: jax.Array | None = None) -> jax.Array:
+    """Apply a GroupNorm, or with latents a CogVideoXSpatialNorm3D, to x [T, X, Y, C], and then SiLU.
 
-    In that scale and shift of every pixel come of the latents where it lies. Its convolutions have one tap, so they are
-    done before the latents are enlarged, not after.
+    The latter computes scale and shift of every pixel from the latents at its position. Its convolutions have one tap,
+    so they are applied before the latents are enlarged, not after.
     """
     ops, (columns, rows) = ops_for(cut.mesh.devices.flat[0].platform), cut.inside(x)
     inner = norm if latents is None else norm.norm_layer
@@ -99,22 +99,22 @@ def _normed(norm: Any, cut: Cut, x: jax.Array, latents: jax.Array | None = None)
 
 
 def _group_moments(cut: Cut, moments: Moments, groups: int) -> tuple[jax.Array, jax.Array]:
-    """Return mean and variance of each channel's group, [C], over all devices, from each channel's own on this one."""
+    """Return mean and variance of each channel's group over all devices, [C], from this device's channel moments."""
     if cut.mesh.size > 1:
         moments = merge_moments(*jax.lax.all_gather(moments, cut.mesh.axis_names))
     count, *of_channels = moments
-    mean, squares = (found.reshape(groups, -1).T for found in of_channels)
+    mean, squares = (moment.reshape(groups, -1).T for moment in of_channels)
     total, mean, squares = merge_moments(jnp.broadcast_to(count, mean.shape), mean, squares)
     size = len(of_channels[0]) // groups
     return mean.repeat(size), (squares / total).repeat(size)
 
 
-# ---- twice and half the size
+# ---- Resampling.
 
 
 def _upsample(block: Any, cut: Cut, x: jax.Array) -> jax.Array:
-    """CogVideoXUpsample3D: twice the columns and rows, and in some blocks the frames but an odd first one."""
-    x = doubled(block.conv, cut, x)
+    """Apply a CogVideoXUpsample3D: double columns and rows, and in some blocks all frames but an odd first one."""
+    x = upsample(block.conv, cut, x)
     if not block.compress_time or x.shape[0] == 1:
         return x
     if x.shape[0] % 2:
@@ -123,9 +123,9 @@ def _upsample(block: Any, cut: Cut, x: jax.Array) -> jax.Array:
 
 
 def _downsample(block: Any, cut: Cut, x: jax.Array) -> jax.Array:
-    """CogVideoXDownsample3D: half the columns and rows, and in some blocks the mean of each two frames."""
+    """Apply a CogVideoXDownsample3D: halve columns and rows, and in some blocks average each two frames."""
     if block.compress_time and x.shape[0] > 1:
         odd = x.shape[0] % 2
         pairs = x[odd:].reshape(-1, 2, *x.shape[1:]).astype(jnp.float32).mean(1).astype(x.dtype)
         x = jnp.concatenate([x[:odd], pairs])
-    return halved(block.conv, cut, x)
+    return downsample(block.conv, cut, x)

@@ -1,4 +1,4 @@
-"""The torch modules of a HunyuanVideo-1.5 model: how each is built, adapted, scanned and sharded."""
+"""The torch modules of a HunyuanVideo-1.5 model, and how each is built, adapted, scanned and sharded."""
 
 import dataclasses
 import functools
@@ -17,10 +17,10 @@ from wan_tpu.families.shared.tokens import half_split
 from wan_tpu.runtime.components import Component
 from wan_tpu.runtime.mesh import Rule
 
-# SigLIP, 0.4 G parameters, and ByT5, 0.2 G: a copy on every device, as each half of the VAE (1.26 G).
+# SigLIP (0.4 G parameters) and ByT5 (0.2 G) are replicated on every device, as is each half of the VAE (1.26 G).
 _WHOLE = (Rule(r".*", ()),)
-# Of Qwen, 7 G parameters. O outputs, I inputs of a projection.
-_COLUMNS, _ROWS = ("tp", None), (None, "tp")  # [O, I]
+# Shardings of Qwen (7 G parameters): projections [O outputs, I inputs] are split by outputs or inputs.
+_COLUMNS, _ROWS = ("tp", None), (None, "tp")
 _QWEN_RULES = (
     Rule(r"embed_tokens\.weight", _ROWS),  # [vocabulary, C]
     Rule(r"layers\..*\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.weight", _COLUMNS),
@@ -29,8 +29,8 @@ _QWEN_RULES = (
     Rule(r".*norm\.weight", ()),
 )
 # The names in the model's own files, from github.com/Tencent-Hunyuan/HunyuanVideo-1.5,
-# hyvideo/models/transformers/hunyuanvideo_1_5_transformer.py. The refiner's queries, keys, values are one matrix there.
-# The last modulation has no other name here: its halves are swapped, and nobody is known to train it.
+# hyvideo/models/transformers/hunyuanvideo_1_5_transformer.py. The refiner's queries, keys and values are one matrix
+# there. The last modulation is missing here, because its halves are swapped and no adapter is known to train it.
 _ORIGINALS = (
     (r"^time_embed\.timestep_embedder\.linear_1\.", "time_in.mlp.0."),
     (r"^time_embed\.timestep_embedder\.linear_2\.", "time_in.mlp.2."),
@@ -67,7 +67,7 @@ _ORIGINALS = (
     (r"^(double_blocks\.\d+)\.ff_context\.net\.2\.", r"\1.txt_mlp.fc2."),
     (r"^proj_out\.", "final_layer.linear."),
 )
-# ComfyUI's names: queries, keys and values are one matrix in them.
+# ComfyUI's names, with queries, keys and values in one matrix.
 _ALIASES = (
     (r"_attn_(qkv|[qkv])\.", "_attn.qkv."),
     (r"_attn_proj\.", "_attn.proj."),
@@ -75,14 +75,14 @@ _ALIASES = (
     (r"mlp\.fc2\.", "mlp.2."),
     (r"_mod\.linear\.", "_mod.lin."),
 )
-_UNUSED_LAYERS = 2  # of Qwen, the last ones: the model reads hidden_states[-3]
+_UNUSED_LAYERS = 2  # The last layers of Qwen, which the model doesn't use: it reads hidden_states[-3].
 
 
 def transformer(config: HunyuanConfig) -> Component:
-    """Return the transformer; context and video meet in attention, so both have their channels in pairs for RoPE."""
+    """Return the transformer; context and video meet in attention, so the channels of both are reordered for RoPE."""
     heads = config.transformer["num_attention_heads"]
     projections = r"transformer_blocks\.\*\.attn\.(to_[qk]|add_[qk]_proj)\.(weight|bias)"
-    norms = r"transformer_blocks\.\*\.attn\.norm_(added_)?[qk]\.weight"  # of each head
+    norms = r"transformer_blocks\.\*\.attn\.norm_(added_)?[qk]\.weight"  # These are per head.
     return Component(
         folder="transformer",
         build=lambda: HunyuanVideo15Transformer3DModel.from_config(config.transformer),
@@ -97,7 +97,7 @@ def transformer(config: HunyuanConfig) -> Component:
 
 
 def text_encoder(config: HunyuanConfig) -> Component:
-    """Return Qwen2.5-VL's language model as far as it is read: without its last layers and its last norm."""
+    """Return Qwen2.5-VL's language model without its last layers and its last norm, which aren't used."""
 
     def adapt(module: torch.nn.Module, mesh: Mesh) -> None:
         module.layers = module.get_submodule("layers")[:-_UNUSED_LAYERS]
@@ -113,13 +113,13 @@ def text_encoder(config: HunyuanConfig) -> Component:
 
 
 def glyph_encoder(config: HunyuanConfig) -> Component:
-    """Return ByT5; its six heads divide over few meshes."""
+    """Return ByT5, replicated because few meshes divide its six heads."""
     encoder = t5.text_encoder("T5EncoderModel", config.glyph_encoder)
     return dataclasses.replace(encoder, folder="text_encoder_2", rules=_WHOLE)
 
 
 def image_encoder(config: HunyuanConfig) -> Component:
-    """Return SigLIP without the head that makes one vector of a picture."""
+    """Return SigLIP without the head that pools a picture to one vector."""
 
     def adapt(module: torch.nn.Module, mesh: Mesh) -> None:
         module.use_head = False

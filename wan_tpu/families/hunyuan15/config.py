@@ -1,4 +1,4 @@
-"""What a HunyuanVideo-1.5 checkpoint says of itself, and whether this project runs it."""
+"""Reads a HunyuanVideo-1.5 checkpoint's configuration, and checks that this project runs it."""
 
 from typing import Any
 
@@ -6,14 +6,14 @@ from wan_tpu.checkpoint import OWN, Checkpoint
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.hunyuan15.presets import TRANSFORMER, VAE, HunyuanConfig
 from wan_tpu.families.hunyuan15.sizes import OVERLAP, STRIDE
-from wan_tpu.families.shared.settings import FLOW_MATCH_EULER, check_supported, completed
+from wan_tpu.families.shared.settings import FLOW_MATCH_EULER, check_supported, complete_config
 
 _CLASSES = {
     "vae": "AutoencoderKLHunyuanVideo15",
     "scheduler": "FlowMatchEulerDiscreteScheduler",
     "guider": "ClassifierFreeGuidance",
 }
-# Defaults of settings that change what is computed: what else there is has no published model.
+# Defaults of settings that change results; no published model has other values.
 GUIDER: dict[str, Any] = {
     "guidance_rescale": 0.0,
     "use_original_formulation": False,
@@ -25,10 +25,14 @@ _SAME_TRANSFORMER = ("patch_size", "patch_size_t", "qk_norm")
 
 
 def read_config(checkpoint: Checkpoint) -> HunyuanConfig:
-    """Read a checkpoint's configuration; raises `CheckpointError` for what its pipelines don't run."""
+    """Read a checkpoint's configuration.
+
+    Raises:
+        CheckpointError: HunyuanVideo-1.5 pipelines, or this project, don't run it.
+    """
     if not checkpoint.has("transformer"):
         raise CheckpointError(f"{checkpoint.source} has no transformer; give a complete checkpoint")
-    transformer = completed(checkpoint, "transformer", TRANSFORMER)
+    transformer = complete_config(checkpoint, "transformer", TRANSFORMER)
     if transformer["task_type"] not in ("t2v", "i2v"):
         raise CheckpointError(f"{checkpoint.source} has task_type {transformer['task_type']!r}; it is t2v or i2v")
     takes_image = transformer["task_type"] == "i2v"
@@ -49,20 +53,20 @@ def read_config(checkpoint: Checkpoint) -> HunyuanConfig:
     check_supported(checkpoint, "guider", guider, GUIDER, {})
     return HunyuanConfig(
         transformer=transformer,
-        vae=completed(checkpoint, "vae", VAE),
+        vae=complete_config(checkpoint, "vae", VAE),
         text_encoder=checkpoint.config("text_encoder"),
         glyph_encoder=checkpoint.config("text_encoder_2"),
         image_encoder=checkpoint.config("image_encoder") if takes_image else None,
         shift=float(scheduler.get("shift", 1.0)),
         guidance=float(guider.get("guidance_scale", 7.5)),
-        vae_tile=_vae_tile(checkpoint),
+        vae_tile=_read_vae_tile(checkpoint),
     )
 
 
-def _vae_tile(checkpoint: Checkpoint) -> int | None:
-    found, unit = checkpoint.read_own("vae_tile").get("vae_tile"), STRIDE * OVERLAP
-    if found is None or (type(found) is int and found > 0 and found % unit == 0):
-        return found
+def _read_vae_tile(checkpoint: Checkpoint) -> int | None:
+    tile, unit = checkpoint.read_own("vae_tile").get("vae_tile"), STRIDE * OVERLAP
+    if tile is None or (type(tile) is int and tile > 0 and tile % unit == 0):
+        return tile
     raise CheckpointError(
-        f"{checkpoint.folder / OWN} has vae_tile {found!r}; it is a multiple of {unit} pixels, 256 as published"
+        f"{checkpoint.folder / OWN} has vae_tile {tile!r}; it is a multiple of {unit} pixels, 256 as published"
     )

@@ -1,4 +1,4 @@
-"""How much work the stages of a HunyuanVideo-1.5 model are, counted on diffusers' and transformers' own modules."""
+"""Counts the operations of a HunyuanVideo-1.5 model's stages on diffusers' and transformers' own modules."""
 
 import math
 from typing import Any
@@ -17,24 +17,22 @@ from wan_tpu.request import ResolvedRequest
 
 
 class HunyuanFlops:
-    """Floating-point operations (a multiply-add is two) of each stage of one model.
-
-    context_tokens  that the transformer sees beside the video's, those that only fill up included
-    """
+    """Floating-point operations (a multiply-add is two) of each stage of one model."""
 
     def __init__(self, config: HunyuanConfig, context_tokens: int) -> None:
+        """Count a model whose transformer sees `context_tokens` tokens beside the video's, padding included."""
         self._config, self._context_tokens = config, context_tokens
 
     def encoder(self, request: ResolvedRequest, *, prompts: int) -> int:
-        """Encoding `prompts` prompts, what the request's own quotes, and the image."""
+        """Count the encoding of prompts, of the quoted text of the request's own, and of the image."""
         config = self._config
         total = prompts * count(
             lambda: t5.from_transformers(transformers.Qwen2_5_VLTextModel, config.text_encoder),
-            lambda module: _qwen(module, _ids(TEMPLATE_TOKENS + TEXT_TOKENS)),
+            lambda module: _run_qwen(module, _empty_ids(TEMPLATE_TOKENS + TEXT_TOKENS)),
         )
         if extract_glyph_texts(request.prompt) is not None:
             build = components.glyph_encoder(config).build
-            total += count(build, lambda module: module.encoder(inputs_embeds=module.shared(_ids(GLYPH_TOKENS))))
+            total += count(build, lambda module: module.encoder(inputs_embeds=module.shared(_empty_ids(GLYPH_TOKENS))))
         if request.image is None or config.image_encoder is None:
             return total
         siglip = config.image_encoder | {"vision_use_head": False}
@@ -46,18 +44,18 @@ class HunyuanFlops:
         return total + count(self._vae, lambda module: module.encode(pixels))
 
     def step(self, latent_shape: tuple[int, ...], *, branches: int) -> int:
-        """One denoising step over latents [1, C, T, H, W], with `branches` guidance branches."""
+        """Count a denoising step over latents [1, C, T, H, W], with `branches` guidance branches."""
         return branches * count(
             components.transformer(self._config).build, lambda module: self._run(module, latent_shape)
         )
 
     def decoder(self, latent_shape: tuple[int, ...]) -> int:
-        """Decoding latents [1, C, T, H, W]."""
+        """Count the decoding of latents [1, C, T, H, W]."""
         latents = torch.empty(latent_shape, device="meta")
         return count(self._vae, lambda module: module.decode(latents))
 
     def _run(self, module: Any, latent_shape: tuple[int, ...]) -> None:
-        """The transformer's forward piece by piece: whole, it would look at values, and here are none."""
+        """Run the transformer's forward part by part; as a whole it would read values, which don't exist here."""
         config = self._config.transformer
         time = torch.empty(1, device="meta")
         text = torch.empty(1, TEXT_TOKENS, config["text_embed_dim"], device="meta")
@@ -67,12 +65,12 @@ class HunyuanFlops:
             module.image_embedder(torch.empty(1, images, config["image_embed_dim"], device="meta"))
         embedding = module.time_embed(time, timestep_r=time if self._config.meanflow else None)
         latents = torch.empty(1, config["in_channels"], *latent_shape[2:], device="meta")
-        video, turns = module.x_embedder(latents), module.rope(latents)
+        video, rotations = module.x_embedder(latents), module.rope(latents)
         assert video.shape[1] == math.prod(latent_shape[2:])
         context = torch.empty(1, self._context_tokens, video.shape[2], device="meta")
-        there = torch.ones(1, self._context_tokens, dtype=torch.bool, device="meta")
+        mask = torch.ones(1, self._context_tokens, dtype=torch.bool, device="meta")
         for block in module.transformer_blocks:
-            video, context = block(video, context, embedding, there, turns)
+            video, context = block(video, context, embedding, mask, rotations)
         module.proj_out(module.norm_out(video, embedding))
 
     def _vae(self) -> torch.nn.Module:
@@ -81,18 +79,18 @@ class HunyuanFlops:
             module.enable_tiling(tile, tile, tile // STRIDE, tile // STRIDE)
         for part in module.modules():
             if hasattr(part, "prepare_causal_attention_mask"):
-                part.prepare_causal_attention_mask = _mask
+                part.prepare_causal_attention_mask = _empty_mask
         return module
 
 
-def _mask(frames: int, pixels: int, dtype: torch.dtype, device: torch.device, batch_size: int) -> torch.Tensor:
-    """Return the mask's shape alone: diffusers fills it row by row, seconds for a picture in full size."""
+def _empty_mask(frames: int, pixels: int, dtype: torch.dtype, device: torch.device, batch_size: int) -> torch.Tensor:
+    """Return a mask without values; diffusers fills it row by row, which takes seconds for a picture of full size."""
     return torch.empty(batch_size, frames * pixels, frames * pixels, dtype=dtype, device=device)
 
 
-def _ids(length: int) -> torch.Tensor:
+def _empty_ids(length: int) -> torch.Tensor:
     return torch.ones(1, length, dtype=torch.int32, device="meta")
 
 
-def _qwen(module: Any, ids: torch.Tensor) -> None:
+def _run_qwen(module: Any, ids: torch.Tensor) -> None:
     module(inputs_embeds=module.embed_tokens(ids), use_cache=False)

@@ -20,12 +20,12 @@ from PIL import Image
 
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.hunyuan15 import components, text, transformer, vae
-from wan_tpu.families.hunyuan15.context import Given
+from wan_tpu.families.hunyuan15.context import Encodings
 from wan_tpu.families.hunyuan15.flops import HunyuanFlops
 from wan_tpu.families.hunyuan15.presets import GLYPH_TOKENS, TEMPLATE_TOKENS, TEXT_TOKENS, HunyuanConfig
 from wan_tpu.families.hunyuan15.sizes import OVERLAP, STRIDE
 from wan_tpu.families.hunyuan15.spec import DENOISE, HunyuanSpec
-from wan_tpu.families.model import Flops, Model, StepInputs, guided
+from wan_tpu.families.model import Flops, Model, StepInputs, apply_guidance
 from wan_tpu.families.shared.causal_vae import CausalChunks
 from wan_tpu.families.shared.tiles import TiledChunks
 from wan_tpu.families.shared.tokenizing import Tokenizer
@@ -42,7 +42,7 @@ class HunyuanModel(Model):
     config: HunyuanConfig
 
     def __init__(self, spec: HunyuanSpec, checkpoint: Checkpoint | None = None) -> None:
-        """checkpoint: for the tokenizers and the image processor; a preset compiles without."""
+        """Make the model of a spec; the checkpoint has the tokenizers and the image processor."""
         self.spec = spec
         self.config = spec.config
         self.checkpoint = checkpoint
@@ -50,25 +50,25 @@ class HunyuanModel(Model):
 
     @functools.cached_property
     def components(self) -> dict[str, Component]:
-        """Every component by the name of the work it does; "vae" in the checkpoint serves two."""
+        """Every component, by the name of its work; the checkpoint's "vae" serves two."""
         config = self.config
-        found = {
+        parts = {
             "text_encoder": components.text_encoder(config),
             "glyph_encoder": components.glyph_encoder(config),
             DENOISE: components.transformer(config),
             "decoder": components.vae_half(config, "encoder"),
         }
         if "i2v" in self.spec.tasks:
-            found["image_encoder"] = components.image_encoder(config)
-            found["vae_encoder"] = components.vae_half(config, "decoder")
-        return found
+            parts["image_encoder"] = components.image_encoder(config)
+            parts["vae_encoder"] = components.vae_half(config, "decoder")
+        return parts
 
     @property
     def flops(self) -> Flops:
         """The floating-point operations of each stage."""
         return HunyuanFlops(self.config, self.spec.context_tokens)
 
-    # ---- shapes
+    # ---- Shapes.
 
     @property
     def text_shape(self) -> tuple[int, int]:
@@ -77,13 +77,13 @@ class HunyuanModel(Model):
 
     @property
     def token_shapes(self) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """Ids and mask: of the prompt in its chat, and of what it quotes."""
+        """Ids and masks of the prompt in its chat, and of its quoted text."""
         lengths = {"text_encoder": TEMPLATE_TOKENS + TEXT_TOKENS, "glyph_encoder": GLYPH_TOKENS}
         return {name: ((1, length),) * 2 for name, length in lengths.items()}
 
     @property
     def prompt_shapes(self) -> dict[str, tuple[tuple[int, ...], bool]]:
-        """Embeddings of both encoders, and how many of their tokens are there."""
+        """Embeddings of both encoders, and the number of their real tokens."""
         glyphs = GLYPH_TOKENS, self.config.transformer["text_embed_2_dim"]
         return {
             "text": (self.text_shape, False),
@@ -94,13 +94,13 @@ class HunyuanModel(Model):
 
     @property
     def image_pixels_shape(self) -> tuple[int, int, int, int]:
-        """(3, height, width) of what SigLIP takes."""
+        """(images, 3, height, width) of SigLIP's input."""
         size = (self.config.image_encoder or {})["image_size"]
         return 1, 3, size, size
 
     @property
     def image_features_shape(self) -> tuple[int, int, int]:
-        """(L, C) of SigLIP's features: a token for each patch."""
+        """(images, L, C) of SigLIP's features: a token for each patch."""
         siglip = self.config.image_encoder or {}
         return 1, (siglip["image_size"] // siglip["patch_size"]) ** 2, siglip["hidden_size"]
 
@@ -109,17 +109,17 @@ class HunyuanModel(Model):
         return (*latent_shape[:2], 1, *latent_shape[3:]) if "i2v" in self.spec.tasks else None
 
     def vae_chunks(self, component: str, request: ResolvedRequest) -> list[tuple[int, int, int, int, int]]:
-        """Return the shapes of what a VAE half is given: the image, or latents frame by frame."""
+        """Return the shapes of a VAE half's chunks: the image, or latents frame by frame."""
         if component == "vae_encoder":
             return [(1, 3, 1, request.height, request.width)]
         _, channels, frames, height, width = self.spec.latent_shape(request)
         return [(1, channels, 1, height, width)] * frames
 
-    # ---- encoder stage
+    # ---- The encoder stage.
 
     @functools.cached_property
     def tokenizers(self) -> Mapping[str, Tokenizer]:
-        """Qwen's, and ByT5's."""
+        """Qwen's and ByT5's tokenizers."""
         assert self.checkpoint is not None
         qwen, byt5 = (self.checkpoint.path(folder) for folder in ("tokenizer", "tokenizer_2"))
         return {
@@ -128,38 +128,38 @@ class HunyuanModel(Model):
         }
 
     def tokenize(self, prompt: str) -> tuple[dict[str, tuple[np.ndarray, ...]], list[str]]:
-        """Return ids and mask of the prompt and, where it quotes something, of that; and warnings if either was cut."""
-        ids, mask, warnings = text.prompt_tokens(self.tokenizers["text_encoder"], prompt)
-        found: dict[str, tuple[np.ndarray, ...]] = {"text_encoder": (ids, mask)}
-        quoted = text.glyph_tokens(self.tokenizers["glyph_encoder"], prompt)
+        """Return ids and mask of the prompt and of its quoted text, if any, and warnings if either was cut."""
+        ids, mask, warnings = text.tokenize_prompt(self.tokenizers["text_encoder"], prompt)
+        tokens: dict[str, tuple[np.ndarray, ...]] = {"text_encoder": (ids, mask)}
+        quoted = text.tokenize_glyphs(self.tokenizers["glyph_encoder"], prompt)
         if quoted is not None:
-            found["glyph_encoder"] = quoted[:2]
+            tokens["glyph_encoder"] = quoted[:2]
             warnings = warnings + quoted[2]
-        return found, warnings
+        return tokens, warnings
 
     def encode_text(self, component: str, module: torch.nn.Module, params: Params, *tokens: jax.Array) -> jax.Array:
-        """ids, mask [B, L] -> embeddings [B, L, C]; of the prompt without the instructions' start."""
+        """Encode ids and mask [B, L] as embeddings [B, L, C], for the prompt without the instructions' start."""
         encode = {"text_encoder": text.encode_prompt, "glyph_encoder": text.encode_glyphs}[component]
         return encode(module, params, *tokens)
 
     def prompt_arrays(
         self, tokens: Mapping[str, tuple[np.ndarray, ...]], encoded: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        """Return both encoders' embeddings, and how many of their tokens are there; zeros of what isn't quoted."""
+        """Return both encoders' embeddings, and the number of their real tokens; zeros if nothing is quoted."""
         embeddings = encoded["text_encoder"]
         shape, _ = self.prompt_shapes["glyphs"]
         glyphs, count = np.zeros((1, *shape), embeddings.dtype), np.zeros(1, np.int32)
         if "glyph_encoder" in encoded:
             glyphs, count = encoded["glyph_encoder"], tokens["glyph_encoder"][1].sum(1, dtype=np.int32)
-        there = tokens["text_encoder"][1][:, TEMPLATE_TOKENS:].sum(1, dtype=np.int32)
-        return {"text": embeddings, "text_tokens": there, "glyphs": glyphs, "glyph_tokens": count}
+        text_count = tokens["text_encoder"][1][:, TEMPLATE_TOKENS:].sum(1, dtype=np.int32)
+        return {"text": embeddings, "text_tokens": text_count, "glyphs": glyphs, "glyph_tokens": count}
 
     def clip_pixels(self, request: ResolvedRequest) -> np.ndarray:
-        """Return the image, cut to the video's shape, as SigLIP takes it, float32 [1, 3, 384, 384]."""
-        given = self._siglip_processor.preprocess(
-            self.image_of(request), do_resize=True, do_convert_rgb=True, return_tensors="np"
+        """Return the image, cropped to the video's shape, as SigLIP takes it, float32 [1, 3, 384, 384]."""
+        processed = self._siglip_processor.preprocess(
+            self.resize_image(request), do_resize=True, do_convert_rgb=True, return_tensors="np"
         )
-        return np.asarray(given["pixel_values"], np.float32)
+        return np.asarray(processed["pixel_values"], np.float32)
 
     @functools.cached_property
     def _siglip_processor(self) -> transformers.SiglipImageProcessor:
@@ -167,21 +167,21 @@ class HunyuanModel(Model):
         return transformers.SiglipImageProcessor.from_pretrained(str(self.checkpoint.path("feature_extractor")))
 
     def encode_image(self, module: torch.nn.Module, params: Params, pixels: jax.Array) -> jax.Array:
-        """pixels [1, 3, 384, 384] -> features [1, L, C]."""
+        """Encode pixels [1, 3, 384, 384] as features [1, L, C]."""
 
         def method(module: torch.nn.Module, pixels: torch.Tensor) -> torch.Tensor:
             return module(pixels).last_hidden_state
 
         return call(module, params, method, pixels)
 
-    def image_of(self, request: ResolvedRequest) -> Image.Image:
-        """Return the request's image at the video's size, what is beyond its shape cut off on both sides."""
+    def resize_image(self, request: ResolvedRequest) -> Image.Image:
+        """Return the request's image at the video's size, cropped equally on both sides."""
         assert isinstance(request.image, Image.Image)
         return self._processor.resize(request.image, height=request.height, width=request.width, resize_mode="crop")
 
     def video_condition(self, request: ResolvedRequest) -> list[np.ndarray]:
         """Return the pixels that the VAE encodes: the image, float32 [1, 3, 1, H, W] in [-1, 1]."""
-        pixels = self._processor.preprocess(self.image_of(request), height=request.height, width=request.width)
+        pixels = self._processor.preprocess(self.resize_image(request), height=request.height, width=request.width)
         return [pixels[:, :, None].numpy().astype(np.float32)]
 
     def image_latents(self, moments: np.ndarray, request: ResolvedRequest) -> np.ndarray:
@@ -190,10 +190,10 @@ class HunyuanModel(Model):
         return mean * np.float32(self.config.vae["scaling_factor"])
 
     def vae_encoder(self, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
-        """Pixels [1, 3, T, H, W] -> moments [1, 2C, T, H, W], chunk by chunk."""
-        return self._chunks(module, mesh, vae.encoder, scale=STRIDE, later_frames=FRAME_STRIDE)
+        """Return the functions that encode pixels [1, 3, T, H, W] as moments [1, 2C, T, H, W], chunk by chunk."""
+        return self._make_chunks(module, mesh, vae.encoder, scale=STRIDE, later_frames=FRAME_STRIDE)
 
-    # ---- the transformer
+    # ---- The transformer.
 
     def text_keys(
         self,
@@ -203,44 +203,46 @@ class HunyuanModel(Model):
         text: Mapping[str, jax.Array],
         image: jax.Array | None,
     ) -> dict[str, jax.Array]:
-        """Return them as they are: what the transformer makes of them depends on the step."""
+        """Return the prompt's arrays unchanged; all that the transformer computes from them depends on the step."""
         return {**text} if image is None else {**text, "image": image}
 
     def key_shapes(self, mesh: Mesh, keys: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the shapes and shardings of what `text_keys` makes, to compile a step without it."""
+        """Return the shapes and shardings of the arrays of `text_keys`, to compile a step without them."""
         whole = replicated(mesh)
         return {name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=whole) for name, value in keys.items()}
 
-    def velocity(self, module: torch.nn.Module, params: Params, mesh: Mesh, given: StepInputs) -> jax.Array:
+    def velocity(self, module: torch.nn.Module, params: Params, mesh: Mesh, inputs: StepInputs) -> jax.Array:
         """Return the guided velocity, float32 [1, C, T, H, W]."""
-        latents, keys = given.latents, given.keys
+        latents, keys = inputs.latents, inputs.keys
         condition, mask = jnp.zeros_like(latents), jnp.zeros_like(latents[:, :1])
-        if given.image_latents is not None:
-            condition, mask = condition.at[:, :, :1].set(given.image_latents), mask.at[:, :, :1].set(1)
+        if inputs.image_latents is not None:
+            condition, mask = condition.at[:, :, :1].set(inputs.image_latents), mask.at[:, :, :1].set(1)
         x = jnp.concatenate([latents, condition, mask], axis=1).astype(keys["text"].dtype)
-        times = jnp.atleast_1d(given.timestep)
-        around = Given(**{name: keys.get(name) for name in Given._fields})  # type: ignore[arg-type]
-        tokens = transformer.predict(module, params, mesh, x, times[:1], times[-1:], around)
-        return guided(tokens, given.guidance).T.reshape(latents.shape)
+        times = jnp.atleast_1d(inputs.timestep)
+        encodings = Encodings(**{name: keys.get(name) for name in Encodings._fields})  # type: ignore[arg-type]
+        tokens = transformer.predict(module, params, mesh, x, times[:1], times[-1:], encodings)
+        return apply_guidance(tokens, inputs.guidance).T.reshape(latents.shape)
 
     def finish(self, latents: np.ndarray, image_latents: np.ndarray | None, request: ResolvedRequest) -> np.ndarray:
         """Return the latents as they are."""
         return latents
 
-    # ---- decoder stage
+    # ---- The decoder stage.
 
     def vae_latents(self, latents: np.ndarray) -> np.ndarray:
         """Undo the scaling; float32 [1, C, T, H, W]."""
         return latents / np.float32(self.config.vae["scaling_factor"])
 
     def vae_decoder(self, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
-        """Latents [1, C, T, H, W] -> pixels [1, 3, 4T or 1, H, W] around [-1, 1], chunk by chunk."""
-        return self._chunks(module, mesh, vae.decoder, scale=1, later_frames=1)
+        """Return the functions that decode latents [1, C, T, H, W] to pixels [1, 3, 4T or 1, H, W] around [-1, 1]."""
+        return self._make_chunks(module, mesh, vae.decoder, scale=1, later_frames=1)
 
-    def _chunks(self, module: torch.nn.Module, mesh: Mesh, run: Any, *, scale: int, later_frames: int) -> CausalChunks:
+    def _make_chunks(
+        self, module: torch.nn.Module, mesh: Mesh, run: Any, *, scale: int, later_frames: int
+    ) -> CausalChunks:
         same = lambda x: x  # noqa: E731
-        given = (module, mesh, run, same, same, scale, later_frames)
+        arguments = (module, mesh, run, same, same, scale, later_frames)
         if self.config.vae_tile is None:
-            return CausalChunks(*given, history_of=vae.past_of)
+            return CausalChunks(*arguments, history_of=vae.make_history)
         tile = self.config.vae_tile // STRIDE
-        return TiledChunks(*given, history_of=vae.past_of, tile=tile, overlap=tile // OVERLAP)
+        return TiledChunks(*arguments, history_of=vae.make_history, tile=tile, overlap=tile // OVERLAP)

@@ -2,9 +2,9 @@
 
 Sources: scripts/convert_hunyuan_video1_5_to_diffusers.py of github.com/huggingface/diffusers, which made the
 HunyuanVideo-1.5-Diffusers-* repositories on the Hugging Face hub; Qwen/Qwen2.5-VL-7B-Instruct, google/byt5-small with
-the tokens of Glyph-SDXL-v2, and google/siglip-so400m-patch14-384 for the encoders; steps and frames a second from the
-README of github.com/Tencent-Hunyuan/HunyuanVideo-1.5 (of the step-distilled model: "8 or 12 steps"; its shift is the
-conversion script's).
+the tokens of Glyph-SDXL-v2, and google/siglip-so400m-patch14-384 for the encoders; steps and frames per second from the
+README of github.com/Tencent-Hunyuan/HunyuanVideo-1.5 (for the step-distilled model "8 or 12 steps"; its shift is from
+the conversion script).
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from typing import Any
 from wan_tpu.families.hunyuan15.sizes import default_size
 from wan_tpu.request import Defaults
 
-# Constants of the pipelines: tokens of a prompt after those of the chat template's start, and of its quoted text.
+# Constants of the pipelines: tokens of a prompt, of the chat template's start before it, and of its quoted text.
 TEXT_TOKENS, TEMPLATE_TOKENS, GLYPH_TOKENS = 1000, 108, 256
 
 CUSTOM = "a custom HunyuanVideo-1.5"
@@ -21,12 +21,15 @@ CUSTOM = "a custom HunyuanVideo-1.5"
 
 @dataclass(frozen=True)
 class HunyuanConfig:
-    """What a checkpoint (or a preset) says about a HunyuanVideo-1.5 model.
+    """The configuration of a HunyuanVideo-1.5 model, from a checkpoint or as published.
 
-    text_encoder   Qwen2.5-VL's language model; glyph_encoder  ByT5, for quoted text
-    image_encoder  SigLIP, None for a model of text alone
-    shift          of its flow schedule; guidance  the scale of its guider, 1 where it was distilled
-    vae_tile       sides in pixels of the tiles that the VAE works on, as published recipes do; None: whole pictures
+    Attributes:
+        text_encoder: Qwen2.5-VL's language model.
+        glyph_encoder: ByT5, for quoted text.
+        image_encoder: SigLIP, or None for text to video.
+        shift: The shift of its flow schedule.
+        guidance: The scale of its guider, 1 for a distilled model.
+        vae_tile: The side in pixels of the VAE's tiles, which published recipes use; None for whole pictures.
     """
 
     transformer: dict[str, Any]
@@ -40,11 +43,11 @@ class HunyuanConfig:
 
     @property
     def meanflow(self) -> bool:
-        """Whether the transformer is told the timestep after a step's own, too: the step-distilled model."""
+        """Whether the transformer also takes the timestep after a step's own, as the step-distilled model does."""
         return bool(self.transformer["use_meanflow"])
 
 
-# The first transformer's and VAE's are also what diffusers' classes take for keys that a file leaves out.
+# The transformer's and VAE's values are also the defaults of diffusers' classes, for keys that a file lacks.
 # fmt: off
 TRANSFORMER: dict[str, Any] = {
     "in_channels": 65, "out_channels": 32, "num_attention_heads": 16, "attention_head_dim": 128, "num_layers": 54,
@@ -75,7 +78,7 @@ SIGLIP: dict[str, Any] = {
 
 
 def _preset(task: str, target: int, shift: float, guidance: float = 6.0, *, meanflow: bool = False) -> HunyuanConfig:
-    """target: pixels of the side of a square that the model's videos have the area of."""
+    """Return a configuration; videos have the area of a square with a side of `target` pixels."""
     transformer = TRANSFORMER | {"target_size": target, "task_type": task, "use_meanflow": meanflow}
     return HunyuanConfig(transformer, VAE, QWEN, BYT5, SIGLIP if task == "i2v" else None, shift, guidance)
 
@@ -93,7 +96,7 @@ PRESETS: dict[str, HunyuanConfig] = {
 
 
 def recognise(config: HunyuanConfig) -> str:
-    """Return the name of the published model that a configuration is, or `CUSTOM`."""
+    """Return the name of the published model with a configuration, or `CUSTOM`."""
     for name, preset in PRESETS.items():
         same = all(config.transformer[key] == value for key, value in preset.transformer.items())
         if same and (config.shift, config.guidance) == (preset.shift, preset.guidance):
@@ -102,7 +105,7 @@ def recognise(config: HunyuanConfig) -> str:
 
 
 def defaults(config: HunyuanConfig) -> Defaults:
-    """Return a model's published sampling settings; its size is that of 16 : 9."""
+    """Return a model's published sampling settings, with a size of 16 : 9."""
     height, width = default_size(config.transformer["target_size"], 9, 16)
     return Defaults(
         height=height,

@@ -1,4 +1,4 @@
-"""Small checkpoints in the shape of every HunyuanVideo-1.5 model, from diffusers' and transformers' own classes."""
+"""Makes small checkpoints with the structure of every HunyuanVideo-1.5 model, from the libraries' own classes."""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ _SIGLIP: dict[str, Any] = {
     "num_attention_heads": 2,
     "image_size": 42,
 }
-# As Qwen's own, without what no pipeline uses: tools, images.
+# Qwen's own template without tools and images, which no pipeline uses.
 _CHAT = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -56,13 +56,17 @@ def make_checkpoint(
     vae: dict[str, Any] | None = None,
     seed: int = 0,
 ) -> Path:
-    """Write a small checkpoint in the shape of the published model `kind`, one of `PRESETS`.
+    """Write a small checkpoint with the structure of a published model.
 
-    transformer, vae  override the small configuration
+    Args:
+        folder: Where to write it.
+        kind: The published model, one of `PRESETS`.
+        transformer, vae: Override the small configuration.
+        seed: The seed of all weights.
     """
     preset = PRESETS[kind]
     torch.manual_seed(seed)
-    tokenizer, glyph_tokenizer = _tokenizer(), transformers.ByT5Tokenizer()
+    tokenizer, glyph_tokenizer = _make_tokenizer(), transformers.ByT5Tokenizer()
     qwen = preset.text_encoder | _QWEN | {"vocab_size": len(tokenizer), "bos_token_id": 0, "eos_token_id": 0}
     byt5 = preset.glyph_encoder | _BYT5 | {"vocab_size": len(glyph_tokenizer)}
     parts: dict[str, Any] = {
@@ -77,9 +81,9 @@ def make_checkpoint(
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=preset.shift),
         "guider": diffusers.ClassifierFreeGuidance(guidance_scale=preset.guidance),
     }
-    made = diffusers.HunyuanVideo15Pipeline
+    pipeline = diffusers.HunyuanVideo15Pipeline
     if preset.image_encoder is not None:
-        made = diffusers.HunyuanVideo15ImageToVideoPipeline
+        pipeline = diffusers.HunyuanVideo15ImageToVideoPipeline
         siglip = preset.image_encoder | _SIGLIP
         size = {"height": siglip["image_size"], "width": siglip["image_size"]}
         parts |= {
@@ -89,13 +93,13 @@ def make_checkpoint(
     for part in parts.values():
         if isinstance(part, torch.nn.Module):
             set_own_values(part, seed)
-    made(**parts).save_pretrained(folder)
+    pipeline(**parts).save_pretrained(folder)
     leave_out_later_keys(folder / "transformer" / "config.json", {"use_meanflow": False})
     return folder
 
 
-def _tokenizer() -> transformers.PreTrainedTokenizerBase:
-    """Return a Qwen tokenizer of bytes: no merges."""
+def _make_tokenizer() -> transformers.PreTrainedTokenizerBase:
+    """Return a Qwen tokenizer of bytes, without merges."""
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     vocabulary = {character: number for number, character in enumerate(sorted(ByteLevel.alphabet()))}
     return transformers.Qwen2Tokenizer(

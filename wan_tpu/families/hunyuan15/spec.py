@@ -22,9 +22,14 @@ DENOISE = "denoise"
 
 @dataclass(frozen=True)
 class HunyuanSpec(ModelSpec):
-    """One HunyuanVideo-1.5 model. Raises `CheckpointError` for a configuration that doesn't fit itself.
+    """One HunyuanVideo-1.5 model.
 
-    own  what the checkpoint itself says of how to sample it
+    Attributes:
+        config: The model's configuration.
+        own: The checkpoint's own sampling settings.
+
+    Raises:
+        CheckpointError: The configuration contradicts itself.
     """
 
     config: HunyuanConfig
@@ -33,7 +38,7 @@ class HunyuanSpec(ModelSpec):
     boundary_ratio = None
     solvers = ("euler",)
     size_multiple = STRIDE
-    shape_slack = 0  # diffusers and the published program crop whatever the shapes are.
+    shape_slack = 0  # diffusers and the published program crop images of any shape.
 
     def __post_init__(self) -> None:
         vae, transformer = self.config.vae, self.config.transformer
@@ -53,12 +58,12 @@ class HunyuanSpec(ModelSpec):
 
     @functools.cached_property
     def name(self) -> str:  # type: ignore[override]
-        """Name of the published model that this is, or `presets.CUSTOM`."""
+        """Name of the published model, or `presets.CUSTOM`."""
         return presets.recognise(self.config)
 
     @property
     def tasks(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Videos of a text, or of an image and a text."""
+        """Text to video, or image to video."""
         return (str(self.config.transformer["task_type"]),)
 
     @property
@@ -67,16 +72,16 @@ class HunyuanSpec(ModelSpec):
         return dataclasses.replace(presets.defaults(self.config), **dict(self.own.defaults))  # type: ignore[arg-type]
 
     def size_like(self, picture: tuple[int, int]) -> tuple[int, int]:
-        """Return the size among those that the model knows."""
+        """Return the size for an image, of those that the model knows."""
         return default_size(int(self.config.transformer["target_size"]), *picture)
 
     def guided(self, request: ResolvedRequest) -> bool:
-        """Whether there are two branches: diffusers' guider has them at a scale below 1, too."""
+        """Return whether there are two branches; diffusers' guider also has them at a scale below 1."""
         return not math.isclose(request.guidance_scale, 1.0)
 
     @property
     def components(self) -> dict[str, tuple[str, ...]]:  # type: ignore[override]
-        """Stage -> components."""
+        """The components of each stage."""
         encoder = ["text_encoder", "glyph_encoder"]
         if "i2v" in self.tasks:
             encoder += ["image_encoder", "vae_encoder"]
@@ -94,10 +99,10 @@ class HunyuanSpec(ModelSpec):
 
     @property
     def context_tokens(self) -> int:
-        """The most tokens beside the video's: of the image, of quoted text, of the prompt."""
+        """The largest number of tokens beside the video's: of image, quoted text and prompt."""
         image = self.config.image_encoder
-        of_image = 0 if image is None else (image["image_size"] // image["patch_size"]) ** 2
-        return presets.TEXT_TOKENS + presets.GLYPH_TOKENS + int(of_image)
+        image_tokens = 0 if image is None else (image["image_size"] // image["patch_size"]) ** 2
+        return presets.TEXT_TOKENS + presets.GLYPH_TOKENS + int(image_tokens)
 
     def latent_shape(self, request: ResolvedRequest) -> tuple[int, int, int, int, int]:
         """Return [1, C, T, H, W] of the latents of a resolved request."""
@@ -105,7 +110,7 @@ class HunyuanSpec(ModelSpec):
         return 1, self.latent_channels, frames, request.height // STRIDE, request.width // STRIDE
 
     def tokens(self, latent_shape: tuple[int, ...]) -> int:
-        """Return L, the transformer's longest sequence for latents of a shape: video, and all that is beside it."""
+        """Return L, the transformer's longest sequence of video and context, for latents of a shape."""
         return math.prod(latent_shape[2:]) + self.context_tokens
 
     def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:
@@ -113,15 +118,15 @@ class HunyuanSpec(ModelSpec):
         return (Expert(DENOISE, 0, request.steps, self.guided(request)),)
 
     def shapes(self, request: ResolvedRequest, *, image: bool) -> dict[str, str]:
-        """Name the decoder's programs by the frames, too: they keep keys and values of all of them."""
+        """Name the programs as every model does, the decoder's also by frames: it keeps the keys of all frames."""
         size = f"{request.height}x{request.width}x{request.frames}"
         return super().shapes(request, image=image) | {DECODER: f"{DECODER} {size}"}
 
     def schedule(self, request: ResolvedRequest) -> Schedule:
-        """Return the numbers of every step: Euler's on even steps of the flow, shifted once."""
+        """Return the numbers of every step: Euler's method on even steps of the flow, shifted once."""
         if request.sigmas is None:
-            found = flow.euler_even(request.steps, request.shift)
+            schedule = flow.euler_even(request.steps, request.shift)
         else:
-            found = flow.euler_at(request.sigmas)
-        found = found.guided([request.guidance_scale] * request.steps)
-        return found.foretold() if self.config.meanflow else found
+            schedule = flow.euler_at(request.sigmas)
+        schedule = schedule.with_guidance([request.guidance_scale] * request.steps)
+        return schedule.with_following() if self.config.meanflow else schedule

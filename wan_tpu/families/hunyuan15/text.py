@@ -1,6 +1,6 @@
-"""What HunyuanVideo-1.5 reads of a prompt: all of it through Qwen2.5-VL, and what stands in quotes through ByT5.
+"""Encodes a prompt for HunyuanVideo-1.5: all of it with Qwen2.5-VL, and text in quotation marks with ByT5.
 
-The instructions before every prompt, and what counts as quoted, are diffusers' own: the model was trained with them.
+The instructions before every prompt, and the rule for what is quoted, are diffusers': the model was trained with them.
 """
 
 import inspect
@@ -11,7 +11,7 @@ import torch
 from diffusers.pipelines.hunyuan_video1_5 import pipeline_hunyuan_video1_5 as reference
 
 from wan_tpu.families.hunyuan15.presets import GLYPH_TOKENS, TEMPLATE_TOKENS, TEXT_TOKENS
-from wan_tpu.families.shared.tokenizing import Tokenizer, cut, tokenized
+from wan_tpu.families.shared.tokenizing import Tokenizer, describe_cut, tokenize
 from wan_tpu.runtime.bridge import Params, call
 
 _INSTRUCTIONS: str = (
@@ -19,36 +19,41 @@ _INSTRUCTIONS: str = (
 )
 
 
-def prompt_tokens(kept: Tokenizer, prompt: str) -> tuple[np.ndarray, np.ndarray, list[str]]:
+def tokenize_prompt(shared: Tokenizer, prompt: str) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Return ids and mask of a prompt in its chat, int32 [1, 1108], and a warning if the prompt was cut.
 
-    Raises `CheckpointError` as `Tokenizer.opened`.
+    Raises:
+        CheckpointError: The tokenizer doesn't work.
     """
     length = TEMPLATE_TOKENS + TEXT_TOKENS
-    given = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
     chat = reference.format_text_input([prompt], _INSTRUCTIONS)
     warnings = []
-    with kept.opened() as tokenizer:
-        whole = len(tokenizer.apply_chat_template(chat, **given)["input_ids"][0])
+    with shared.lock() as tokenizer:
+        whole = len(tokenizer.apply_chat_template(chat, **options)["input_ids"][0])
         tokens = tokenizer.apply_chat_template(
-            chat, **given, padding="max_length", max_length=length, truncation=True, return_tensors="np"
+            chat, **options, padding="max_length", max_length=length, truncation=True, return_tensors="np"
         )
         if whole > length:
             end = tokenizer.decode(tokens["input_ids"][0, -9:], skip_special_tokens=True)
-            warnings.append(cut("the prompt", whole - TEMPLATE_TOKENS, TEXT_TOKENS, end))
-        return *kept.arrays(tokens), warnings
+            warnings.append(describe_cut("the prompt", whole - TEMPLATE_TOKENS, TEXT_TOKENS, end))
+        return *shared.to_arrays(tokens), warnings
 
 
-def glyph_tokens(kept: Tokenizer, prompt: str) -> tuple[np.ndarray, np.ndarray, list[str]] | None:
-    """Return ids and mask of what a prompt quotes, int32 [1, 256], and a warning if it was cut; None without quotes."""
+def tokenize_glyphs(shared: Tokenizer, prompt: str) -> tuple[np.ndarray, np.ndarray, list[str]] | None:
+    """Return ids and mask of a prompt's quoted text, int32 [1, 256], and a warning if it was cut; None if it has none.
+
+    Raises:
+        CheckpointError: The tokenizer doesn't work.
+    """
     quoted = reference.extract_glyph_texts(prompt)
-    return None if quoted is None else tokenized(kept, quoted, GLYPH_TOKENS, "quoted text")
+    return None if quoted is None else tokenize(shared, quoted, GLYPH_TOKENS, "quoted text")
 
 
 def encode_prompt(module: torch.nn.Module, params: Params, ids: jax.Array, mask: jax.Array) -> jax.Array:
     """Return Qwen's embeddings of the prompt, [B, 1000, C], from its chat's ids and mask [B, 1108].
 
-    They are those of the last layer but two (`components.text_encoder`); those of the instructions' start are left out.
+    They are those of the last layer but two (`components.text_encoder`), without those of the instructions' start.
     """
 
     def method(module: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""HunyuanVideo-1.5's VAE on strips of a picture: what diffusers' AutoencoderKLHunyuanVideo15 computes.
+"""HunyuanVideo-1.5's VAE on strips of a picture: the arithmetic of diffusers' AutoencoderKLHunyuanVideo15.
 
-Causal convolutions whose first frame, and whose picture's edges, go on beyond them; in the middle one attention of one
-head over all frames up to a pixel's own. So a video streams frame by frame, with the keys and values of all frames
-before. The module gives the structure, the parameters' names and their values.
+It has causal convolutions that repeat the first frame and the picture's edges beyond them, and in the middle an
+attention of one head over all frames up to a pixel's own. So a video streams frame by frame, with the keys and values
+of all frames before. diffusers' module has the structure, the parameters' names and their values.
 
 Shapes: T frames, X columns and Y rows of a device's strip, C channels; W H width and height of the whole picture.
 """
@@ -21,25 +21,27 @@ from wan_tpu.ops.halo import Cut
 from wan_tpu.runtime.bridge import to_jax
 from wan_tpu_kernels.vae.causal_conv import zero_outside
 
-# Rows of queries of the middle block whose scores are formed at once, of all keys of a video.
+# Queries of the middle block whose scores are formed at once, for all keys of a video.
 QUERIES = 128
 
-# The first pattern that matches a weight's whole name decides.
+# How each weight is laid out when it is read; the first pattern that matches its whole name decides.
 CHANGES: tuple[tuple[str, Callable[[np.ndarray], np.ndarray]], ...] = ((r".*\.weight", taps_first),)
 
 
-class Past(RepeatedStart):
-    """What later chunks need: the last frames of convolutions, and the middle's keys and values of the whole video.
+class AttentionHistory(RepeatedStart):
+    """The last frames of convolutions, and the middle's keys and values of the whole video, for later chunks.
 
-    The keys and values are whole pictures on every device: each chunk gathers its own frames alone.
+    The keys and values are whole pictures on every device; each chunk gathers only its own frames.
     """
 
-    frames = 1  # latent frames of the whole video
+    frames = 1  # Latent frames of the whole video.
 
-    def attended(self, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the keys and values [frames, W, H, C] so far, those of these frames [T, W, H, C] the last; and where.
+    def add_keys(self, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Add keys and values of a chunk's frames [T, W, H, C], and remember them for the next chunk.
 
-        Where: how many frames came before these. What comes after is zero.
+        Returns:
+            Keys and values [frames, W, H, C] of all frames so far, zero for later ones, and the number of frames before
+            this chunk's.
         """
         seen: list[jax.Array] = []
         count = jnp.zeros((1, 1, 1, 1), jnp.int32) if self._entries is None else self._entries[len(self._seen)]
@@ -55,15 +57,15 @@ class Past(RepeatedStart):
 
 
 @functools.lru_cache(maxsize=64)
-def past_of(frames: int) -> type[Past]:
-    """Return the history of a video of so many latent frames."""
-    return type("Past", (Past,), {"frames": frames})
+def make_history(frames: int) -> type[AttentionHistory]:
+    """Return the history of a video of `frames` latent frames."""
+    return type("AttentionHistory", (AttentionHistory,), {"frames": frames})
 
 
-# ---- the two halves
+# ---- The two halves.
 
 
-def encoder(module: Any, cut: Cut, x: jax.Array, history: Past) -> jax.Array:
+def encoder(module: Any, cut: Cut, x: jax.Array, history: AttentionHistory) -> jax.Array:
     """Return the moments [1, X, Y, 2C] of a chunk of pixels [1 or 4, X, Y, 3]."""
     half = module.encoder
     x = _conv(half.conv_in, cut, x, history)
@@ -76,7 +78,7 @@ def encoder(module: Any, cut: Cut, x: jax.Array, history: Past) -> jax.Array:
     return _conv(half.conv_out, cut, x, history, norm=half.norm_out, residual=_mean(x, half.group_size))
 
 
-def decoder(module: Any, cut: Cut, x: jax.Array, history: Past) -> jax.Array:
+def decoder(module: Any, cut: Cut, x: jax.Array, history: AttentionHistory) -> jax.Array:
     """Return the pixels [1 or 4, X, Y, 3] of latents [1, X, Y, C]."""
     half = module.decoder
     x = _conv(half.conv_in, cut, x, history, residual=x.repeat(half.repeat, axis=-1))
@@ -89,14 +91,14 @@ def decoder(module: Any, cut: Cut, x: jax.Array, history: Past) -> jax.Array:
     return _conv(half.conv_out, cut, x, history, norm=half.norm_out)
 
 
-def _middle(block: Any, cut: Cut, x: jax.Array, history: Past) -> jax.Array:
+def _middle(block: Any, cut: Cut, x: jax.Array, history: AttentionHistory) -> jax.Array:
     x = _residual_block(block.resnets[0], cut, x, history)
     for attention, resnet in zip(block.attentions, block.resnets[1:], strict=True):
         x = _residual_block(resnet, cut, _attention_block(attention, cut, x, history), history)
     return x
 
 
-def _residual_block(block: Any, cut: Cut, x: jax.Array, history: Past) -> jax.Array:
+def _residual_block(block: Any, cut: Cut, x: jax.Array, history: AttentionHistory) -> jax.Array:
     shortcut = x if block.conv_shortcut is None else zero_outside(pointwise(block.conv_shortcut, x), *cut.inside(x))
     hidden = _conv(block.conv1, cut, x, history, norm=block.norm1, norm_after=block.norm2)
     return _conv(block.conv2, cut, hidden, history, residual=shortcut)
@@ -106,14 +108,14 @@ def _conv(
     conv: Any,
     cut: Cut,
     x: jax.Array,
-    history: Past,
+    history: AttentionHistory,
     *,
     norm: Any = None,
     norm_after: Any = None,
     residual: jax.Array | None = None,
 ) -> jax.Array:
-    """HunyuanVideo15CausalConv3d of 3x3x3 taps, with RMS norm and SiLU before and after it, plus a residual."""
-    x = cut.extended(x)
+    """Apply a HunyuanVideo15CausalConv3d of 3x3x3 taps, with RMS norm and SiLU before and after it, plus a residual."""
+    x = cut.extend(x)
     return convolve(
         cut,
         x,
@@ -128,38 +130,38 @@ def _conv(
     )
 
 
-# ---- twice and half the size: channels become pixels, and pixels channels
+# ---- Resampling: channels become pixels, and pixels channels.
 
 
-def _upsample(block: Any, cut: Cut, x: jax.Array, history: Past) -> jax.Array:
-    """HunyuanVideo15Upsample: twice the columns and rows, and in some blocks of the frames but the very first."""
+def _upsample(block: Any, cut: Cut, x: jax.Array, history: AttentionHistory) -> jax.Array:
+    """Apply a HunyuanVideo15Upsample: double columns and rows, and in some blocks all frames but the very first."""
     out, repeats = _conv(block.conv, cut, x, history), block.repeats
     if not block.add_temporal_upsample:
         return _spread(out, 1) + _spread(x.repeat(repeats, axis=-1), 1)
-    if history.first:  # half of the channels of the one frame are dropped
+    if history.first:  # Half of the channels of the only frame are dropped.
         first = _spread(out, 1)
         return first[..., : first.shape[-1] // 2] + _spread(x, 1).repeat(repeats // 2, axis=-1)
     return _spread(out, 2) + _spread(x, 2).repeat(repeats, axis=-1)
 
 
-def _downsample(block: Any, cut: Cut, x: jax.Array, history: Past) -> jax.Array:
-    """HunyuanVideo15Downsample: half the columns and rows, and in some blocks of the frames but the very first."""
+def _downsample(block: Any, cut: Cut, x: jax.Array, history: AttentionHistory) -> jax.Array:
+    """Apply a HunyuanVideo15Downsample: halve columns and rows, and in some blocks all frames but the very first."""
     out, group = _conv(block.conv, cut, x, history), block.group_size
     if not block.add_temporal_downsample:
-        return _packed(out, 1) + _mean(_packed(x, 1), group)
+        return _pack(out, 1) + _mean(_pack(x, 1), group)
     if history.first:
-        return jnp.concatenate([_packed(out, 1)] * 2, axis=-1) + _mean(_packed(x, 1), group // 2)
-    return _packed(out, 2) + _mean(_packed(x, 2), group)
+        return jnp.concatenate([_pack(out, 1)] * 2, axis=-1) + _mean(_pack(x, 1), group // 2)
+    return _pack(out, 2) + _mean(_pack(x, 2), group)
 
 
 def _spread(x: jax.Array, time: int) -> jax.Array:
-    """[T, X, Y, time 2 2 C] -> [time T, 2X, 2Y, C]: channels are frames, rows, columns, then channels."""
+    """Turn [T, X, Y, time 2 2 C] into [time T, 2X, 2Y, C]: channels are frames, rows, columns, then channels."""
     frames, columns, rows, _ = x.shape
     blocks = x.reshape(frames, columns, rows, time, 2, 2, -1).transpose(0, 3, 1, 5, 2, 4, 6)
     return blocks.reshape(frames * time, columns * 2, rows * 2, -1)
 
 
-def _packed(x: jax.Array, time: int) -> jax.Array:
+def _pack(x: jax.Array, time: int) -> jax.Array:
     """Undo `_spread`."""
     frames, columns, rows, channels = x.shape
     blocks = x.reshape(frames // time, time, columns // 2, 2, rows // 2, 2, channels).transpose(0, 2, 4, 1, 5, 3, 6)
@@ -167,38 +169,41 @@ def _packed(x: jax.Array, time: int) -> jax.Array:
 
 
 def _mean(x: jax.Array, group: int) -> jax.Array:
-    """Return the means of so many channels each, [T, X, Y, C / group]."""
+    """Return the means of groups of channels, [T, X, Y, C / group]."""
     groups = x.reshape(*x.shape[:3], -1, group)
     return groups.astype(jnp.float32).mean(-1).astype(x.dtype)
 
 
-# ---- attention in the middle
+# ---- Attention in the middle.
 
 
-def _attention_block(block: Any, cut: Cut, x: jax.Array, history: Past) -> jax.Array:
-    """HunyuanVideo15AttnBlock: each pixel of x [T, X, Y, C] attends to all of its frame and of those before it."""
+def _attention_block(block: Any, cut: Cut, x: jax.Array, history: AttentionHistory) -> jax.Array:
+    """Apply a HunyuanVideo15AttnBlock: each pixel of x [T, X, Y, C] attends to its frame and those before it."""
     wide = x.astype(jnp.float32)
     norm = jnp.sqrt(jnp.maximum((wide * wide).sum(-1, keepdims=True), 1e-24))
     normed = (wide / norm * x.shape[-1] ** 0.5 * _gamma(block.norm)).astype(x.dtype)
     key, value = (cut.gather(pointwise(conv, normed)) for conv in (block.to_k, block.to_v))
-    keys, values, before = history.attended(key, value)
-    query, there = pointwise(block.to_q, normed), cut.there(key)
+    keys, values, before = history.add_keys(key, value)
+    query, inside = pointwise(block.to_q, normed), cut.inside_mask(key)
     frames = jnp.arange(len(keys)) <= before + jnp.arange(x.shape[0])[:, None]
-    mixed = jax.vmap(_attend, in_axes=(0, None, None, 0))(query, keys, values, frames[:, :, None, None] & there)
+    mixed = jax.vmap(_attend, in_axes=(0, None, None, 0))(query, keys, values, frames[:, :, None, None] & inside)
     return zero_outside(x + pointwise(block.proj_out, mixed), *cut.inside(x))
 
 
 def _attend(query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array) -> jax.Array:
-    """Attention of one head with scale 1/sqrt(C), some columns of queries at a time.
+    """Compute attention of one head with scale 1/sqrt(C), some columns of queries at a time.
 
-    query [X, Y, C] of one device and frame; key and value [T, W, H, C], of which those count that are `seen` [T, W, H]
+    Args:
+        query: [X, Y, C], of one device and frame.
+        key, value: [T, W, H, C].
+        seen: [T, W, H], which keys the queries attend to.
     """
-    keys, values, counts = key.reshape(-1, key.shape[-1]), value.reshape(-1, value.shape[-1]), seen.reshape(-1)
+    keys, values, mask = key.reshape(-1, key.shape[-1]), value.reshape(-1, value.shape[-1]), seen.reshape(-1)
     scale = query.shape[-1] ** -0.5
 
     def column(queries: jax.Array) -> jax.Array:
         scores = jnp.einsum("yc,nc->yn", queries, keys, preferred_element_type=jnp.float32) * scale
-        scores = jnp.where(counts, scores, -jnp.inf)
+        scores = jnp.where(mask, scores, -jnp.inf)
         weights = jnp.exp(scores - scores.max(-1, keepdims=True))
         mixed = jnp.einsum("yn,nc->yc", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
         return (mixed / weights.sum(-1, keepdims=True)).astype(queries.dtype)

@@ -1,1 +1,1 @@
-"""What families share: a causal VAE run chunk by chunk, counting operations."""
+"""Code that families share: a causal VAE run chunk by chunk, layers, tokens, tokenizers, counting operations."""

@@ -1,14 +1,13 @@
 """Run a video VAE with a causal feature cache one chunk at a time, in two fixed-shape programs.
 
-diffusers' AutoencoderKLWan keeps, for every causal convolution, the last frames of its input in a Python list:
-None before the first chunk, one frame after it, two from then on, and the string "Rep" where the first chunk
-skipped a temporal upsampling. Zeros before the first frame are what the convolutions pad with, so a cache of
-fixed shape that starts as zeros gives the same numbers: here every entry has its final shape from the start.
-One program runs the first chunk (one pixel frame), another all later ones; compile time and memory are the same
-for 5 frames as for 501.
+diffusers' AutoencoderKLWan keeps the last frames of every causal convolution's input in a Python list: None before the
+first chunk, one frame after it, two from then on, and the string "Rep" where the first chunk skipped a temporal
+upsampling. The convolutions pad with zeros before the first frame, so a cache of fixed shape that starts as zeros gives
+the same numbers: here every entry has its final shape from the start. One program runs the first chunk (one pixel
+frame), another all later ones; compile time and memory are the same for 5 frames as for 501.
 
-Each program is one `jax.shard_map` over all devices, which share the picture's columns out (wan_tpu/ops/halo.py);
-the cache stays on them between calls.
+Each program is one `jax.shard_map` over all devices, which divide the picture's columns among them
+(wan_tpu/ops/halo.py); the cache stays on them between calls.
 
 Shapes: T frames, X columns and Y rows of a device's strip, W H width and height of the whole picture, C channels.
 """
@@ -25,7 +24,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from wan_tpu.ops.halo import Cut, cut_of, strips
+from wan_tpu.ops.halo import Cut, cut_picture, strip_spec
 from wan_tpu.runtime.bridge import Params, call, to_torch
 from wan_tpu.runtime.mesh import replicated
 
@@ -33,10 +32,10 @@ Cache = tuple[jax.Array, ...]
 
 
 class History:
-    """The entries of a cache, in the order in which a module's convolutions ask for them."""
+    """The entries of a cache, in the order in which a module's convolutions read them."""
 
     def __init__(self, entries: Cache | None) -> None:
-        """entries: None before the first chunk."""
+        """Start from the entries that the last chunk left, None before the first."""
         self.first = entries is None
         self._entries = entries
         self._seen: list[jax.Array] = []
@@ -44,7 +43,7 @@ class History:
     def past(self, x: jax.Array) -> jax.Array | None:
         """Return the frames [T, X, Y, C] before x, and remember x for the next chunk.
 
-        All frames of x are kept, though two are enough: an input that is kept whole needs no copy.
+        All frames of x are kept, though two are enough, because an input that is kept whole needs no copy.
         """
         past = None if self._entries is None else self._entries[len(self._seen)]
         kept = x if past is None or x.shape[0] > 1 else jnp.concatenate([past[-1:], x])
@@ -52,24 +51,25 @@ class History:
         return past
 
     @classmethod
-    def final(cls, entry: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
-        """Give what a first chunk left in the cache its final shape: zeros in front, as before the first frame."""
+    def pad_entry(cls, entry: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+        """Give an entry of the first chunk its final shape: zeros in front, as there are before the first frame."""
         missing = shape.shape[0] - entry.shape[0]
         return jnp.pad(entry, ((missing, 0), (0, 0), (0, 0), (0, 0)))
 
     @property
     def entries(self) -> Cache:
-        """What the next chunk needs."""
+        """The entries that the next chunk starts from."""
         return tuple(self._seen)
 
 
 class RepeatedStart(History):
-    """A history of convolutions that see the first frame twice more before it, where others see zeros."""
+    """A history of convolutions before whose first frame stand two copies of it, instead of zeros."""
 
     def past(self, x: jax.Array) -> jax.Array:
-        """Return the two frames or more before x [T, X, Y, C], and remember x for the next chunk."""
+        """Return the two or more frames before x [T, X, Y, C], and remember x for the next chunk."""
         past = x[:1].repeat(2, axis=0) if self._entries is None else self._entries[len(self._seen)]
-        kept = jnp.concatenate([past[-1:], x]) if x.shape[0] == 1 else x[x.shape[0] % 2 :]  # pairs, as the kernel reads
+        # An even number of frames is kept, because the kernel reads them in pairs.
+        kept = jnp.concatenate([past[-1:], x]) if x.shape[0] == 1 else x[x.shape[0] % 2 :]
         self._seen.append(kept)
         return past
 
@@ -81,12 +81,15 @@ Run = Callable[[Any, Cut, jax.Array, Any], jax.Array]
 class CausalChunks:
     """One half (encoder or decoder) of a causal VAE as two pure functions.
 
-    run           run(module, cut, x, history) applies the half to one chunk [T, X, Y, C]
-    before, after  done to the whole input and output, [1, C, T, H, W]
-    scale         pixels of the input (after `before`) to a pixel of the latents, in height and width
-    later_frames  frames of every chunk after the first
-    history       what convolutions see before the first frame
-    history_of    makes the history from the number of chunks, where it keeps something of every one
+    Attributes:
+        module: The half.
+        mesh: The devices.
+        run: run(module, cut, x, history) applies the half to one chunk [T, X, Y, C].
+        before, after: Applied to the whole input and output, [1, C, T, H, W].
+        scale: Pixels of the input (after `before`) per pixel of the latents, in height and width.
+        later_frames: Frames of every chunk after the first.
+        history: Provides the frames before the first one.
+        history_of: Makes the history from the number of chunks, if it keeps something of every chunk.
     """
 
     module: torch.nn.Module
@@ -99,43 +102,43 @@ class CausalChunks:
     history: type[History] = History
     history_of: Callable[[int], type[History]] | None = None
 
-    def of(self, count: int) -> "CausalChunks":
-        """Return it for so many chunks."""
+    def for_chunks(self, count: int) -> "CausalChunks":
+        """Return the half for a number of chunks."""
         return self if self.history_of is None else dataclasses.replace(self, history=self.history_of(count))
 
-    def first(self, params: Params, x: jax.Array) -> tuple[jax.Array, Cache]:
+    def run_first(self, params: Params, x: jax.Array) -> tuple[jax.Array, Cache]:
         """Run the first chunk, x [1, C, T, H, W]; return its output and the cache for the next."""
 
         def local(cut: Cut, params: Params, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
             out, entries = self._apply(cut, params, x, None)
             later = jax.ShapeDtypeStruct((self.later_frames, *x.shape[1:]), x.dtype)
             final = jax.eval_shape(lambda later: self._apply(cut, params, later, entries)[1], later)
-            return out, tuple(map(self.history.final, entries, final))
+            return out, tuple(map(self.history.pad_entry, entries, final))
 
         return self._on_strips(local, params, x, ())
 
-    def next(self, params: Params, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+    def run_next(self, params: Params, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """Run any later chunk, x [1, C, T, H, W], from the cache of the one before."""
         return self._on_strips(self._apply, params, x, cache)
 
-    def cache(self, params: Any, x: jax.ShapeDtypeStruct) -> Any:
-        """Return the shapes and shardings of the cache that `first` leaves, from the shapes of its arguments."""
-        shapes = jax.eval_shape(self.first, params, x)[1]
+    def cache_shapes(self, params: Any, x: jax.ShapeDtypeStruct) -> Any:
+        """Return the shapes and shardings of the cache that `run_first` leaves, from the shapes of its arguments."""
+        shapes = jax.eval_shape(self.run_first, params, x)[1]
         return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.cache_format), shapes)
 
     @property
     def out_format(self) -> Format:
-        """How the output lies: column after column, as the strips do; it is turned on its way to the host."""
+        """The output's layout: column after column, as in the strips; it is transposed on its way to the host."""
         return Format(Layout((0, 1, 2, 4, 3)), replicated(self.mesh))
 
     @property
     def cache_format(self) -> Format:
-        """How each entry of the cache lies: as the kernels read it, where XLA would swap dimensions to save padding."""
-        return Format(Layout((0, 1, 2, 3)), NamedSharding(self.mesh, strips(self.mesh)))
+        """The layout of each entry of the cache, as the kernels read it; XLA would swap dimensions to save padding."""
+        return Format(Layout((0, 1, 2, 3)), NamedSharding(self.mesh, strip_spec(self.mesh)))
 
     def _cut(self, x: Any) -> Cut:
         height, width = jax.eval_shape(self.before, x).shape[3:]
-        return cut_of(self.mesh, height // self.scale, width // self.scale)
+        return cut_picture(self.mesh, height // self.scale, width // self.scale)
 
     def _on_strips(self, local: Callable[..., Any], params: Params, x: jax.Array, cache: Cache) -> Any:
         """Run local(cut, params, strip, cache) on every device; its output becomes a whole picture again."""
@@ -143,12 +146,12 @@ class CausalChunks:
 
         def device(params: Params, strip: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
             out, entries = local(cut, params, strip, cache)
-            # Channels first before it is gathered: three of them in a TPU's 128 lanes are 42 times as many bytes.
+            # Channels come first before the gathering: three of them in a TPU's 128 lanes would be 42 times the bytes.
             frames, _, _, channels = out.shape
             planes = cut.gather(out.transpose(3, 0, 1, 2).reshape(-1, *out.shape[1:3]))
             return planes.reshape(channels, frames, *planes.shape[1:]), entries
 
-        spec = strips(self.mesh)
+        spec = strip_spec(self.mesh)
         run = jax.shard_map(device, mesh=self.mesh, in_specs=(P(), spec, spec), out_specs=(P(), spec), check_vma=False)
         out, entries = run(params, cut.pad(self.before(x)[0].transpose(1, 3, 2, 0)), cache)
         return self.after(out.transpose(0, 1, 3, 2)[None]), entries

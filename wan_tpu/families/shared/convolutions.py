@@ -1,4 +1,4 @@
-"""Convolutions of a VAE on strips of a picture, their weights laid out as the kernel reads them.
+"""Convolutions of a VAE on strips of a picture, with weights laid out as the kernel reads them.
 
 Resampling is folded into convolutions at the lower resolution.
 Shapes: T frames, X columns and Y rows of a device's strip, C channels, O channels out.
@@ -20,30 +20,30 @@ from wan_tpu.runtime.bridge import to_jax
 from wan_tpu.runtime.components import Component
 from wan_tpu.runtime.mesh import Rule
 
-# ---- weights: laid out once, as they are read
+# ---- Weights, laid out once, as they are read.
 
 
 def taps_first(weight: np.ndarray) -> np.ndarray:
-    """[O, C, (t,) y, x] -> [t, x, y, C, O], as the convolutions want it."""
+    """Reorder [O, C, (t,) y, x] to [t, x, y, C, O], as the convolutions take it."""
     weight = weight if weight.ndim == 5 else weight[:, :, None]
     return weight.transpose(2, 4, 3, 1, 0)
 
 
 def upsampling_taps(weight: np.ndarray) -> np.ndarray:
-    """Fold "twice the size, nearest, then a convolution [O, C, 3, 3]" into [1, 3, 3, C, 4 O] at the original size.
+    """Fold "enlarge twice, nearest, then convolve with [O, C, 3, 3]" into [1, 3, 3, C, 4 O] at the original size.
 
-    The four pixels that come of one are channel groups: upper left, lower left, upper right, lower right.
+    The four pixels that one becomes are channel groups: upper left, lower left, upper right, lower right.
     """
     outputs, inputs = weight.shape[:2]
     folded = np.zeros((1, 3, 3, inputs, 2, 2, outputs), np.float32)
     for x, y, dx, dy in np.ndindex(3, 3, 2, 2):
-        # Tap x of the pixel dx to the right looks at column dx + x - 1 of the doubled picture.
+        # Tap x of the pixel dx to the right reads column dx + x - 1 of the enlarged picture.
         folded[0, (dx + x - 1) // 2 + 1, (dy + y - 1) // 2 + 1, :, dx, dy] += weight[:, :, y, x].T
     return folded.reshape(1, 3, 3, inputs, 4 * outputs)
 
 
 def downsampling_taps(weight: np.ndarray) -> np.ndarray:
-    """Fold "a convolution [O, C, 3, 3] of every second pixel" into [1, 2, 2, 4 C, O] on squares of four pixels."""
+    """Fold "convolve every second pixel with [O, C, 3, 3]" into [1, 2, 2, 4 C, O] on squares of four pixels."""
     outputs, inputs = weight.shape[:2]
     folded = np.zeros((1, 2, 2, 2, 2, inputs, outputs), np.float32)
     for x, y in np.ndindex(3, 3):
@@ -55,7 +55,7 @@ Changes = tuple[tuple[str, Callable[[np.ndarray], np.ndarray]], ...]
 
 
 def lay_out(module: torch.nn.Module, changes: Changes) -> None:
-    """Give a module's parameters the shapes that their values will have: the first pattern that matches decides."""
+    """Give a module's parameters the shapes that their values will have; the first pattern that matches decides."""
     for name, parameter in list(module.named_parameters()):
         change = next((change for pattern, change in changes if re.fullmatch(pattern, name)), None)
         if change is not None:
@@ -67,7 +67,7 @@ def lay_out(module: torch.nn.Module, changes: Changes) -> None:
 
 
 def vae_component(build: Callable[[], torch.nn.Module], changes: Changes, dropped: Sequence[str]) -> Component:
-    """Return a VAE without the parts named in `dropped`, a copy on every device."""
+    """Return a VAE without the parts named in `dropped`, replicated on every device."""
 
     def adapt(module: torch.nn.Module, mesh: Mesh) -> None:
         for part in dropped:
@@ -77,46 +77,51 @@ def vae_component(build: Callable[[], torch.nn.Module], changes: Changes, droppe
     return Component("vae", build, adapt, scanned=(), rules=(Rule(r".*", ()),), changes=changes)
 
 
-# ---- on a strip
+# ---- Operations on a strip.
 
 
 def convolve(
-    cut: Cut, x: jax.Array, weight: jax.Array, bias: jax.Array, *, past: jax.Array | None = None, **given: Any
+    cut: Cut, x: jax.Array, weight: jax.Array, bias: jax.Array, *, past: jax.Array | None = None, **options: Any
 ) -> jax.Array:
-    """Convolve a strip x [T, X, Y, C] with taps [t, x, y, C, O] that are laid out as here; zeros beyond the picture.
+    """Convolve a strip; the result is zero beyond the picture.
 
-    past  frames before x, zeros where there are too few, as `wan_tpu_kernels.vae.causal_conv.causal_conv` takes them
-          With `replicate` both must be `Cut.extended`
+    Args:
+        cut: How the picture is cut.
+        x: [T, X, Y, C]. With `replicate`, x and past must have been extended by `Cut.extend`.
+        weight: [t, x, y, C, O], laid out as above.
+        bias: [O].
+        past: Frames before x; missing ones are zeros.
+        **options: As for `wan_tpu_kernels.vae.causal_conv.causal_conv`.
     """
     taps = weight.shape[0]
-    count = 0 if past is None else taps - given.get("stride", 1)
+    count = 0 if past is None else taps - options.get("stride", 1)
     if past is not None and past.shape[0] < count:
         past = jnp.pad(past, ((count - past.shape[0], 0), (0, 0), (0, 0), (0, 0)))
     if weight.shape[1] > 1:
         frames = [x] if not count else [past[-count:], x]  # type: ignore[index]
         first, last = (jnp.concatenate([part[:, side] for part in frames]) for side in (np.s_[:1], np.s_[-1:]))
-        given["edges"] = cut.edges(first, last, replicate=given.get("replicate", False))
+        options["edges"] = cut.edges(first, last, replicate=options.get("replicate", False))
     columns, rows = cut.inside(x)
     kernel = ops_for(cut.mesh.devices.flat[0].platform).causal_conv
-    return kernel(x, weight, bias, past=past, columns=columns, rows=rows, **given)
+    return kernel(x, weight, bias, past=past, columns=columns, rows=rows, **options)
 
 
 def pointwise(conv: Any, x: jax.Array) -> jax.Array:
-    """A convolution of one tap, [T, X, Y, C] -> [T, X, Y, O]."""
+    """Apply a convolution of one tap to [T, X, Y, C] and return [T, X, Y, O]."""
     product = jnp.einsum("txyc,co->txyo", x, to_jax(conv.weight)[0, 0, 0], preferred_element_type=jnp.float32)
     return (product + to_jax(conv.bias)).astype(x.dtype)
 
 
-def doubled(conv: Any, cut: Cut, x: jax.Array) -> jax.Array:
-    """Twice the columns and rows, nearest, then a 3x3 convolution whose weight `upsampling_taps` has folded."""
+def upsample(conv: Any, cut: Cut, x: jax.Array) -> jax.Array:
+    """Double columns and rows, nearest, and apply a 3x3 convolution whose weight `upsampling_taps` has folded."""
     four = convolve(cut, x, to_jax(conv.weight), jnp.tile(to_jax(conv.bias), 4), before=(1, 1))
     frames, columns, rows, channels = four.shape
     squares = four.reshape(frames, columns, rows, 2, channels // 2).transpose(0, 1, 3, 2, 4)
     return squares.reshape(frames, 2 * columns, 2 * rows, channels // 4)
 
 
-def halved(conv: Any, cut: Cut, x: jax.Array) -> jax.Array:
-    """A 3x3 convolution of every second column and row, whose weight `downsampling_taps` has folded."""
+def downsample(conv: Any, cut: Cut, x: jax.Array) -> jax.Array:
+    """Apply a 3x3 convolution to every second column and row; `downsampling_taps` has folded its weight."""
     frames, columns, rows, channels = x.shape
     squares = x.reshape(frames, columns // 2, 2, rows // 2, 2 * channels).transpose(0, 1, 3, 2, 4)
     squares = squares.reshape(frames, columns // 2, rows // 2, 4 * channels)

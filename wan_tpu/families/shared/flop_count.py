@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 
 def count(build: Callable[[], torch.nn.Module], run: Callable[[Any], object]) -> int:
-    """Return the operations of `run(build())` on torch's meta device (a multiply-add is two).
+    """Count the operations of `run(build())` on torch's meta device (a multiply-add is two).
 
     Matrix products, convolutions and attention are counted, elementwise work is not.
     """

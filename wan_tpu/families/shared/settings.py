@@ -1,6 +1,6 @@
-"""What a component's configuration says, by the diffusers class's own defaults where its file says nothing.
+"""Reads a component's configuration, filled in with the defaults of its diffusers class.
 
-Published files have the keys that their class had when they were written, and not those that it got since.
+Published files have only the keys that their class had when they were written.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import Any
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError
 
-# Defaults of schedulers' settings that change what they compute; the shifts, which families read, are left out.
+# Defaults of the schedulers' settings that change what they compute, except the shifts, which families read.
 UNIPC: dict[str, Any] = {
     "num_train_timesteps": 1000,
     "solver_order": 2,
@@ -42,10 +42,13 @@ FLOW_MATCH_EULER: dict[str, Any] = {
 }
 
 
-def completed(checkpoint: Checkpoint, component: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a component's configuration with every key of its class; raises `CheckpointError` for a wrong value.
+def complete_config(checkpoint: Checkpoint, component: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a component's configuration with every key of its class.
 
-    What says where a file comes from (`_class_name`, ...) is left out.
+    Keys about the file's origin (`_class_name`, ...) are left out.
+
+    Raises:
+        CheckpointError: A value has the wrong type.
     """
     config = {key: value for key, value in checkpoint.config(component).items() if not key.startswith("_")}
     for key, value in config.items():
@@ -64,9 +67,17 @@ def check_supported(
     defaults: Mapping[str, Any],
     supported: Mapping[str, Any],
 ) -> None:
-    """Raise `CheckpointError` where a setting, or its default, isn't what this project runs.
+    """Check that every setting, or its default, is one that this project runs.
 
-    supported: settings that must be other than their defaults; all others of `defaults` must be these.
+    Args:
+        checkpoint: The checkpoint.
+        component: The component's name.
+        config: Its configuration.
+        defaults: Settings that matter, and their defaults.
+        supported: Settings that must differ from their defaults; all others must equal them.
+
+    Raises:
+        CheckpointError: A setting has another value.
     """
     for key, default in defaults.items():
         value, wanted = config.get(key, default), supported.get(key, default)
@@ -75,7 +86,7 @@ def check_supported(
 
 
 def _fits(value: Any, default: Any) -> bool:
-    """Whether a value is of the kind of a default; where that is None, it is."""
+    """Return whether a value has the type of a default; with None as the default, any has."""
     if default is None:
         return True
     if isinstance(default, list):

@@ -1,4 +1,4 @@
-"""T5 and UMT5 encoders: how they are built and sharded, and the piece that is replaced for XLA."""
+"""T5 and UMT5 encoders: how they are built and sharded, and the part that is replaced for XLA."""
 
 import functools
 import re
@@ -14,10 +14,10 @@ from wan_tpu.runtime.bridge import to_jax, to_torch
 from wan_tpu.runtime.components import Component
 from wan_tpu.runtime.mesh import Rule
 
-# Sharding. One letter a dimension: L scanned layers (always whole), O outputs, I inputs of a projection.
+# Shardings of projections [O outputs, I inputs].
 _WHOLE = ()
-_COLUMNS = ("tp", None)  # [O, I]: heads, or hidden units, split over 'tp'
-_ROWS = (None, "tp")  # [O, I]: the split inputs of the projection that follows; its bias [O] is whole
+_COLUMNS = ("tp", None)  # Heads or hidden units are split over 'tp'.
+_ROWS = (None, "tp")  # The inputs of the projection that follows are split; its bias [O] is whole.
 
 RULES = (
     Rule(r"shared\.weight", _COLUMNS),  # [vocabulary, C]
@@ -31,7 +31,11 @@ RULES = (
 
 
 def text_encoder(kind: str, config: dict[str, Any]) -> Component:
-    """Return UMT5 (or T5, whose blocks differ and are not scanned); raises `CheckpointError` for any other class."""
+    """Return UMT5, or T5, whose blocks differ and aren't scanned.
+
+    Raises:
+        CheckpointError: The class is another.
+    """
     if kind not in ("UMT5EncoderModel", "T5EncoderModel"):
         raise CheckpointError(f"text encoder {kind} is not supported; UMT5EncoderModel and T5EncoderModel are")
     return Component(
@@ -50,16 +54,16 @@ def from_transformers(kind: Any, config: dict[str, Any]) -> torch.nn.Module:
 
 
 def _adapt(module: torch.nn.Module, mesh: Mesh) -> None:
-    """Replace the table look-ups of relative positions, 262,144 a layer for 512 tokens."""
+    """Replace the table look-ups of relative positions, which are 262,144 per layer for 512 tokens."""
     for name, child in module.named_modules():
         if name.endswith("relative_attention_bias"):
             child.forward = functools.partial(_look_up, child)
 
 
 def _look_up(table: torch.nn.Embedding, index: torch.Tensor) -> torch.Tensor:
-    """nn.Embedding.forward for a table of few rows: index [...] -> [..., N], as a product with one-hot rows.
+    """Look up index [...] in a table of few rows, as nn.Embedding does, by a product with one-hot rows: [..., N].
 
-    A TPU gathers a row at a time; the product is exact, since each sum has one term that isn't zero.
+    A TPU gathers one row at a time; the product is exact, since each sum has only one nonzero term.
     """
     rows = to_jax(table.weight)
     return to_torch(jax.nn.one_hot(to_jax(index), rows.shape[0], dtype=rows.dtype) @ rows)

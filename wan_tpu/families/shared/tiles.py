@@ -1,7 +1,7 @@
-"""A causal VAE on overlapping tiles of a picture, each by itself, and blended where they meet: as diffusers tiles.
+"""A causal VAE on overlapping tiles of a picture, computed separately and blended where they meet, as in diffusers.
 
-A device takes whole tiles, several one after the other. Tiles at the right and at the bottom are smaller; so that one
-program serves all, they are held in full size, and how much of one is there is an array.
+A device takes whole tiles, one after the other. Tiles at the right and at the bottom are smaller; so that one program
+serves all, they are stored in full size, and their own columns and rows are arrays.
 
 Shapes: N tiles of all devices, T frames, X columns and Y rows of a tile, W H width and height of a picture, C channels.
 """
@@ -23,9 +23,11 @@ from wan_tpu.runtime.bridge import Params
 
 @dataclass(frozen=True)
 class Tile(Cut):
-    """A picture that a device has for itself, of which `columns` and `rows`, arrays, are there.
+    """A picture that one device has all of, and whose own size is known only when the program runs.
 
-    height, width  of what is held, and all sizes those of the smallest picture
+    Attributes:
+        mesh, height, width, row_unit: As for `Cut`; height and width are those of a full tile.
+        columns, rows: The tile's own, of the smallest picture.
     """
 
     columns: jax.Array
@@ -33,7 +35,7 @@ class Tile(Cut):
 
     @property
     def held_columns(self) -> int:
-        """All of them: nothing is cut."""
+        """All columns, because nothing is cut."""
         return self.width
 
     def inside(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -42,11 +44,11 @@ class Tile(Cut):
         return self.columns * scale, self.rows * scale
 
     def edges(self, first: jax.Array, last: jax.Array, *, replicate: bool = False) -> tuple[jax.Array, jax.Array]:
-        """Return the columns beyond both ends: nobody has others."""
+        """Return the columns beyond both ends, which no other device has."""
         return (first, last) if replicate else (jnp.zeros_like(first), jnp.zeros_like(last))
 
-    def extended(self, x: jax.Array) -> jax.Array:
-        """Return x [T, X, Y, C] with the tile's last row and column once more where padding begins."""
+    def extend(self, x: jax.Array) -> jax.Array:
+        """Return x [T, X, Y, C] with the tile's last row and column repeated where padding begins."""
         columns, rows = self.inside(x)
         last = jax.lax.dynamic_slice_in_dim(x, rows - 1, 1, axis=2)
         x = jnp.where(jnp.arange(x.shape[2])[:, None] == rows, last, x)
@@ -54,10 +56,10 @@ class Tile(Cut):
         return jnp.where(jnp.arange(x.shape[1])[:, None, None] == columns, last, x)
 
     def gather(self, x: jax.Array) -> jax.Array:
-        """Return x: it is the whole picture, padding included."""
+        """Return x, which is the whole picture, padding included."""
         return x
 
-    def there(self, x: jax.Array) -> jax.Array:
+    def inside_mask(self, x: jax.Array) -> jax.Array:
         """Return which pixels of x [T, X, Y, ...] are the tile's own, [X, Y]."""
         columns, rows = self.inside(x)
         return (jnp.arange(x.shape[1]) < columns)[:, None] & (jnp.arange(x.shape[2]) < rows)
@@ -67,7 +69,9 @@ class Tile(Cut):
 class TiledChunks(CausalChunks):
     """One half of a VAE on tiles.
 
-    tile     the sides of one, in pixels of the latents; overlap  how much of that is its neighbour's, too
+    Attributes:
+        tile: The side of a tile, in pixels of the latents.
+        overlap: How much of that it shares with its neighbour.
     """
 
     tile: int
@@ -75,24 +79,24 @@ class TiledChunks(CausalChunks):
 
     @property
     def cache_format(self) -> Format:
-        """How each entry of the cache lies: tiles first, shared out over the devices."""
+        """The layout of each entry of the cache: tiles first, divided among the devices."""
         return Format(Layout((0, 1, 2, 3, 4)), NamedSharding(self.mesh, P(self.mesh.axis_names)))
 
     def _on_strips(self, local: Callable[..., Any], params: Params, x: jax.Array, cache: Cache) -> Any:
-        """Run local(tile, params, x, cache) on every tile; their outputs become one picture."""
+        """Run local(tile, params, x, cache) on every tile, and join their outputs to one picture."""
         picture = self.before(x)[0].transpose(1, 3, 2, 0)
         grid = _Grid(picture.shape[1] // self.scale, picture.shape[2] // self.scale, self.tile, self.overlap)
         count = -(-len(grid.starts) // self.mesh.size) * self.mesh.size
         row_unit = 16 if self.mesh.devices.flat[0].platform == "tpu" else 1
 
         def device(params: Params, tiles: jax.Array, sizes: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-            def one(given: tuple[jax.Array, jax.Array, Cache]) -> tuple[jax.Array, Cache]:
-                held, (columns, rows), cache = given
+            def run_tile(inputs: tuple[jax.Array, jax.Array, Cache]) -> tuple[jax.Array, Cache]:
+                pixels, (columns, rows), cache = inputs
                 tile = Tile(self.mesh, self.tile, self.tile, row_unit, columns, rows)
-                out, entries = local(tile, params, _padded(held, tile), cache)
-                return out[:, :, : out.shape[1]].transpose(3, 0, 1, 2), entries  # squares again, channels first
+                out, entries = local(tile, params, _pad_rows(pixels, tile), cache)
+                return out[:, :, : out.shape[1]].transpose(3, 0, 1, 2), entries  # Square again, with channels first.
 
-            out, entries = jax.lax.map(one, (tiles, sizes, cache))
+            out, entries = jax.lax.map(run_tile, (tiles, sizes, cache))
             if self.mesh.size > 1:
                 out = jax.lax.all_gather(out, self.mesh.axis_names, axis=0, tiled=True)
             return out, entries
@@ -101,19 +105,19 @@ class TiledChunks(CausalChunks):
         run = jax.shard_map(
             device, mesh=self.mesh, in_specs=(P(), spec, spec, spec), out_specs=(P(), spec), check_vma=False
         )
-        out, entries = run(params, grid.tiles(picture, count), grid.sizes(count), cache)
-        return self.after(grid.joined(out).transpose(0, 1, 3, 2)[None]), entries
+        out, entries = run(params, grid.cut(picture, count), grid.sizes(count), cache)
+        return self.after(grid.join(out).transpose(0, 1, 3, 2)[None]), entries
 
 
-def _padded(held: jax.Array, tile: Tile) -> jax.Array:
+def _pad_rows(pixels: jax.Array, tile: Tile) -> jax.Array:
     """Pad the rows of a tile [T, X, Y, C] to whole units."""
-    rows = tile.held_rows * (held.shape[1] // tile.width) - held.shape[2]
-    return jnp.pad(held, ((0, 0), (0, 0), (0, rows), (0, 0)))
+    rows = tile.held_rows * (pixels.shape[1] // tile.width) - pixels.shape[2]
+    return jnp.pad(pixels, ((0, 0), (0, 0), (0, rows), (0, 0)))
 
 
 @dataclass(frozen=True)
 class _Grid:
-    """Where tiles begin and how large they are, all in pixels of the latents."""
+    """The positions and sizes of tiles, in pixels of the latents."""
 
     width: int
     height: int
@@ -122,17 +126,17 @@ class _Grid:
 
     @property
     def starts(self) -> list[tuple[int, int]]:
-        """(column, row) of each tile, row after row; a picture that fits into one is one."""
+        """(column, row) of each tile, row after row; a picture that fits into one tile is one."""
         if max(self.width, self.height) <= self.tile:
             return [(0, 0)]
         return [(column, row) for row in self._along(self.height) for column in self._along(self.width)]
 
     def sizes(self, count: int) -> jax.Array:
-        """Return columns and rows of `count` tiles, int32 [N, 2]; those beyond the picture's are whole and of zeros."""
-        found = [(min(self.tile, self.width - x), min(self.tile, self.height - y)) for x, y in self.starts]
-        return jnp.asarray([*found, *[(self.tile, self.tile)] * (count - len(found))], jnp.int32)
+        """Return columns and rows of `count` tiles, int32 [N, 2]; those beyond the picture's are full, of zeros."""
+        sizes = [(min(self.tile, self.width - x), min(self.tile, self.height - y)) for x, y in self.starts]
+        return jnp.asarray([*sizes, *[(self.tile, self.tile)] * (count - len(sizes))], jnp.int32)
 
-    def tiles(self, picture: jax.Array, count: int) -> jax.Array:
+    def cut(self, picture: jax.Array, count: int) -> jax.Array:
         """Cut a picture [T, W, H, C] into [N, T, X, Y, C]."""
         scale = picture.shape[1] // self.width
         (right, bottom), side = self.starts[-1], self.tile * scale
@@ -141,8 +145,8 @@ class _Grid:
         tiles = [whole[:, x * scale :, y * scale :][:, :side, :side] for x, y in self.starts]
         return jnp.stack([*tiles, *[jnp.zeros_like(tiles[0])] * (count - len(tiles))])
 
-    def joined(self, tiles: jax.Array) -> jax.Array:
-        """Return the picture [C, T, W, H] of tiles [N, C, T, X, Y], blended in the order of diffusers' tiled_decode."""
+    def join(self, tiles: jax.Array) -> jax.Array:
+        """Join tiles [N, C, T, X, Y] to a picture [C, T, W, H], blended in the order of diffusers' tiled_decode."""
         scale = tiles.shape[3] // self.tile
         overlap = self.overlap * scale
         kept = self.tile * scale - (overlap if len(self.starts) > 1 else 0)
@@ -152,9 +156,9 @@ class _Grid:
                 rows.append([])
             own = tiles[number][:, :, : (self.width - x) * scale, : (self.height - y) * scale].astype(jnp.float32)
             if y > 0:
-                own = _blended(rows[-2][len(rows[-1])], own, overlap, axis=3)
+                own = _blend(rows[-2][len(rows[-1])], own, overlap, axis=3)
             if x > 0:
-                own = _blended(rows[-1][-1], own, overlap, axis=2)
+                own = _blend(rows[-1][-1], own, overlap, axis=2)
             rows[-1].append(own)
         strips = [jnp.concatenate([own[:, :, :kept, :kept] for own in row], axis=2) for row in rows]
         return jnp.concatenate(strips, axis=3).astype(tiles.dtype)
@@ -163,8 +167,8 @@ class _Grid:
         return range(0, length, self.tile - self.overlap)
 
 
-def _blended(before: jax.Array, tile: jax.Array, overlap: int, axis: int) -> jax.Array:
-    """Return a tile whose start goes over from the end of the one before it."""
+def _blend(before: jax.Array, tile: jax.Array, overlap: int, axis: int) -> jax.Array:
+    """Return a tile whose start fades in from the end of the tile before it."""
     overlap = min(before.shape[axis], tile.shape[axis], overlap)
     share = jnp.arange(overlap, dtype=jnp.float32) / overlap
     share = share.reshape([-1 if i == axis else 1 for i in range(tile.ndim)])

@@ -1,4 +1,4 @@
-"""A prompt as token ids of one length."""
+"""Turns prompts into token ids of a fixed length."""
 
 import contextlib
 import threading
@@ -11,34 +11,44 @@ import transformers
 
 from wan_tpu.errors import CheckpointError
 
-_FEWEST_WORDS = 100  # Even a tokenizer of bytes has 256.
+_FEWEST_WORDS = 100  # The smallest plausible vocabulary: even a tokenizer of bytes has 256 words.
 
 
 class Tokenizer:
-    """A text encoder's tokenizer: read when it is first used, which takes up to a second, and kept."""
+    """A text encoder's tokenizer, which is read on first use, taking up to a second, and kept."""
 
     def __init__(self, folder: Path, vocabulary: int) -> None:
-        """vocabulary: tokens that the text encoder knows."""
+        """Remember where the tokenizer is.
+
+        Args:
+            folder: The tokenizer's folder.
+            vocabulary: Number of tokens that the text encoder knows.
+        """
         self._folder, self._vocabulary = folder, vocabulary
         self._tokenizer: Any = None
-        self._lock = threading.Lock()  # One call's padding and length are settings of the tokenizer until the next.
+        self._lock = threading.Lock()  # A call's padding and length stay settings of the tokenizer until the next call.
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[Any]:
-        """Give transformers' tokenizer to one thread at a time; raises `CheckpointError` where none works."""
+    def lock(self) -> Iterator[Any]:
+        """Lend transformers' tokenizer to one thread at a time.
+
+        Raises:
+            CheckpointError: The folder has no working tokenizer.
+        """
         try:
             with self._lock:
                 if self._tokenizer is None:
                     self._tokenizer = self._read()
                 yield self._tokenizer
-        except Exception as error:  # tokenizers raises bare Exception for damaged files
+        except Exception as error:  # The tokenizers package raises bare Exception for damaged files.
             reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             raise CheckpointError(f"{self._folder} holds no working tokenizer ({reason}); fetch it again") from error
 
-    def arrays(self, tokens: Any) -> tuple[np.ndarray, np.ndarray]:
+    def to_arrays(self, tokens: Any) -> tuple[np.ndarray, np.ndarray]:
         """Return ids and mask of tokens, both int32 [1, L].
 
-        Raises `ValueError` for one that the text encoder has no embedding of: JAX would take its last.
+        Raises:
+            ValueError: The text encoder has no embedding of a token. JAX would silently take its last one.
         """
         ids, mask = (np.asarray(tokens[name]).astype(np.int32) for name in ("input_ids", "attention_mask"))
         if ids.max() >= self._vocabulary:
@@ -47,30 +57,38 @@ class Tokenizer:
 
     def _read(self) -> Any:
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(self._folder.resolve()))
-        # transformers makes a tokenizer of no words where its file is missing; one may have fewer than the encoder.
+        # If the file is missing, transformers returns a tokenizer without words. A tokenizer may have fewer words than
+        # the encoder knows.
         if (words := len(tokenizer) - len(tokenizer.get_added_vocab())) < _FEWEST_WORDS:
             raise ValueError(f"{words} words, of the {self._vocabulary} that the text encoder knows")
         return tokenizer
 
 
-def tokenized(
-    kept: Tokenizer, prompt: str, length: int, name: str = "the prompt"
+def tokenize(
+    shared: Tokenizer, prompt: str, length: int, name: str = "the prompt"
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Return token ids and mask, both int32 [1, length], and a warning if the prompt was cut.
 
-    name  of what is tokenized, for the warning. Raises `CheckpointError` as `Tokenizer.opened`
+    Args:
+        shared: The tokenizer.
+        prompt: The text.
+        length: Number of tokens, padding included.
+        name: What the warning calls the text.
+
+    Raises:
+        CheckpointError: The tokenizer doesn't work.
     """
     settings = {"padding": "max_length", "max_length": length, "truncation": True, "return_tensors": "np"}
     warnings = []
-    with kept.opened() as tokenizer:
+    with shared.lock() as tokenizer:
         tokens = tokenizer([prompt], **settings)
         whole = len(tokenizer(prompt, verbose=False)["input_ids"])
         if whole > length:
             end = tokenizer.decode(tokens["input_ids"][0, -9:-1], skip_special_tokens=True)
-            warnings.append(cut(name, whole, length, end))
-        return *kept.arrays(tokens), warnings
+            warnings.append(describe_cut(name, whole, length, end))
+        return *shared.to_arrays(tokens), warnings
 
 
-def cut(name: str, tokens: int, read: int, end: str) -> str:
-    """Return the warning that something was cut; end: the last words that are read."""
+def describe_cut(name: str, tokens: int, read: int, end: str) -> str:
+    """Return the warning that a text was cut; `end` has the last words that are read."""
     return f"{name} is {tokens} tokens long, the model reads {read}: cut after «… {end.strip()}»"

@@ -1,4 +1,4 @@
-"""Values for the tensors of small checkpoints, such that none of them can be ignored without a difference."""
+"""Values for the tensors of small checkpoints, chosen so that ignoring any of them makes a difference."""
 
 import json
 from collections.abc import Mapping
@@ -9,11 +9,11 @@ import torch
 
 
 def set_own_values(module: torch.nn.Module, seed: int) -> torch.nn.Module:
-    """Give every parameter and persistent buffer of a new module values of its own, as training would; return it.
+    """Give every parameter and persistent buffer of a new module its own values, as training would, and return it.
 
     Norms start as ones, biases as zeros and tables as sines: a program that ignored such a tensor of a checkpoint, or
-    worked the table out by itself, would compute the same. Convolutions start with weights that pass on a third of
-    their input's variance: after the many of a VAE, biases alone would decide, and a wrong image would change nothing.
+    computed the table itself, would give the same result. Convolutions start with weights that pass on a third of their
+    input's variance: after a VAE's many, only biases would matter, and a wrong image would change nothing.
     """
     generator = torch.Generator().manual_seed(seed)
     for part in module.modules():
@@ -27,9 +27,11 @@ def set_own_values(module: torch.nn.Module, seed: int) -> torch.nn.Module:
 
 
 def leave_out_later_keys(file: Path, later: Mapping[str, Any]) -> None:
-    """Leave keys that a class got later out of a configuration where they have their defaults, as published files do.
+    """Remove keys that a class got later from a configuration if they have their defaults, as in published files.
 
-    later: those keys, and their defaults.
+    Args:
+        file: The configuration.
+        later: Those keys, and their defaults.
     """
     config = json.loads(file.read_text())
     kept = {key: value for key, value in config.items() if key not in later or value != later[key]}

@@ -1,4 +1,4 @@
-"""The torch modules of a Wan model: how each is built, adapted, scanned and sharded."""
+"""The torch modules of a Wan model, and how each is built, adapted, scanned and sharded."""
 
 import functools
 from typing import Any
@@ -43,35 +43,36 @@ ORIGINALS = (
     (r"^(blocks\.\d+)\.scale_shift_table$", r"\1.modulation"),
     (r"^scale_shift_table$", "head.modulation"),
 )
-# What works on CLIP's features, which Wan 2.2 has none of: LightX2V's adapter of its low-noise expert has some.
-_OF_IMAGES = (
+# Weights for CLIP's features, which Wan 2.2 doesn't use; LightX2V's adapter of its low-noise expert has some.
+_IMAGE_WEIGHTS = (
     r"blocks[._]\d+[._](attn2|cross_attn)[._](add_[kv]_proj|norm_added_k|[kv]_img|norm_k_img)",
     r"(img_emb|condition_embedder[._]image_embedder)[._].*",
 )
-SPARSE = ("attention", "kept_blocks")  # of a configuration, beside diffusers' own
-WHOLE_RULES = (Rule(r".*", ()),)  # CLIP (0.6 G parameters): a copy on every device, as the VAE (0.13 to 0.7 G)
+SPARSE = ("attention", "kept_blocks")  # Keys of a transformer's configuration that diffusers doesn't have.
+# CLIP (0.6 G parameters) is replicated on every device, as is the VAE (0.13 to 0.7 G).
+WHOLE_RULES = (Rule(r".*", ()),)
 
 
 def transformer(config: WanConfig, folder: str) -> Component:
-    """Return an expert, from the checkpoint's `folder`."""
+    """Return the expert in the checkpoint's `folder`."""
     paired = functools.partial(half_split, config.transformer["num_attention_heads"])
     return Component(
         folder=folder,
-        build=lambda: diffusers_expert(config.transformer),
+        build=lambda: build_expert(config.transformer),
         adapt=lambda module, mesh: None,
         scanned=("blocks",),
         rules=expert.RULES,
         float32=(*WanTransformer3DModel._keep_in_fp32_modules, "proj_l"),
         changes=((r"blocks\.\*\.attn1\.(to|norm)_[qk]\.(weight|bias)", paired),),
         originals=ORIGINALS,
-        absent=_OF_IMAGES if config.transformer.get("image_dim") is None else (),
+        absent=_IMAGE_WEIGHTS if config.transformer.get("image_dim") is None else (),
         matrices=expert.MATRICES,
         logits="attention" not in config.transformer,
     )
 
 
-def diffusers_expert(settings: dict[str, Any]) -> WanTransformer3DModel:
-    """Return diffusers' module, and what sparse-linear attention adds to it where `settings` say so."""
+def build_expert(settings: dict[str, Any]) -> WanTransformer3DModel:
+    """Return diffusers' module, with the weights of sparse-linear attention if `settings` have it."""
     module = WanTransformer3DModel.from_config({key: settings[key] for key in settings if key not in SPARSE})
     if settings.get("attention") == "sla":
         width = settings["attention_head_dim"]
@@ -86,7 +87,7 @@ def vae_half(config: WanConfig, *dropped: str) -> Component:
 
 
 def image_encoder(config: WanConfig) -> Component:
-    """Return CLIP's vision model without its last layer: Wan takes the features of the last but one."""
+    """Return CLIP's vision model without its last layer, since Wan takes the features of the last but one."""
     if config.image_encoder_class not in ("CLIPVisionModel", "CLIPVisionModelWithProjection"):
         raise CheckpointError(f"image encoder {config.image_encoder_class} is not supported; Wan's is CLIPVisionModel")
     projected = config.image_encoder_class == "CLIPVisionModelWithProjection"
@@ -103,6 +104,6 @@ def image_encoder(config: WanConfig) -> Component:
         adapt=adapt,
         scanned=(f"{prefix}encoder.layers",),
         rules=WHOLE_RULES,
-        # transformers 5 dropped the prefix that published CLIPVisionModel files still have.
+        # transformers 5 dropped the prefix that published files of CLIPVisionModel still have.
         renames=() if projected else ((r"^vision_model\.", ""),),
     )

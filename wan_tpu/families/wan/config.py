@@ -1,4 +1,4 @@
-"""What a Wan checkpoint says of itself, and whether this project runs it."""
+"""Reads a Wan checkpoint's configuration, and checks that this project runs it."""
 
 import re
 from collections.abc import Iterable
@@ -6,16 +6,20 @@ from typing import Any
 
 from wan_tpu.checkpoint import OWN, Checkpoint
 from wan_tpu.errors import CheckpointError
-from wan_tpu.families.shared.settings import FLOW_MATCH_EULER, UNIPC, check_supported, completed
+from wan_tpu.families.shared.settings import FLOW_MATCH_EULER, UNIPC, check_supported, complete_config
 from wan_tpu.families.wan.presets import PRESETS, TRANSFORMER_14B, VAE_21, WanConfig
 
-# Settings of published VAEs that diffusers' class never had: it warns of each.
-_NO_SETTINGS = ("clip_output",)
+# Settings of published VAEs that diffusers' class never had, and warns of.
+_IGNORED_SETTINGS = ("clip_output",)
 _RESOLUTION = re.compile(r"(?<!\d)(480|720)p", re.IGNORECASE)
 
 
 def read_config(checkpoint: Checkpoint) -> WanConfig:
-    """Read a checkpoint's configuration; raises `CheckpointError` for what Wan pipelines don't run."""
+    """Read a checkpoint's configuration.
+
+    Raises:
+        CheckpointError: Wan pipelines, or this project, don't run it.
+    """
     index = checkpoint.index
     for component in ("tokenizer", "text_encoder", "transformer", "vae", "scheduler"):
         if not checkpoint.has(component):
@@ -24,9 +28,9 @@ def read_config(checkpoint: Checkpoint) -> WanConfig:
     two_experts = checkpoint.has("transformer_2")
     if two_experts and index.get("boundary_ratio") is None:
         raise CheckpointError(f"{checkpoint.source} has two experts but no boundary_ratio in model_index.json")
-    transformer = completed(checkpoint, "transformer", TRANSFORMER_14B)
+    transformer = complete_config(checkpoint, "transformer", TRANSFORMER_14B)
     if two_experts:
-        _check_same(checkpoint, transformer, completed(checkpoint, "transformer_2", TRANSFORMER_14B))
+        _check_same_shapes(checkpoint, transformer, complete_config(checkpoint, "transformer_2", TRANSFORMER_14B))
     _check_attention(checkpoint, transformer)
     boundary = index.get("boundary_ratio") if two_experts else None
     if boundary is not None and not (isinstance(boundary, int | float) and 0 < boundary < 1):
@@ -36,11 +40,11 @@ def read_config(checkpoint: Checkpoint) -> WanConfig:
         raise CheckpointError(f"{checkpoint.source} has expand_timesteps {expand_timesteps!r}; it is true or false")
     if checkpoint.class_name("vae") != "AutoencoderKLWan":
         raise CheckpointError(f"{checkpoint.source} has VAE {checkpoint.class_name('vae')}; Wan's is AutoencoderKLWan")
-    vae = completed(checkpoint, "vae", VAE_21)
-    solver, shift = _scheduler(checkpoint)
+    vae = complete_config(checkpoint, "vae", VAE_21)
+    solver, shift = _read_scheduler(checkpoint)
     return WanConfig(
         transformer=transformer,
-        vae={key: value for key, value in vae.items() if key not in _NO_SETTINGS},
+        vae={key: value for key, value in vae.items() if key not in _IGNORED_SETTINGS},
         text_encoder=checkpoint.config("text_encoder"),
         image_encoder=checkpoint.config("image_encoder") if has_image_encoder else None,
         text_encoder_class=checkpoint.class_name("text_encoder"),
@@ -49,55 +53,55 @@ def read_config(checkpoint: Checkpoint) -> WanConfig:
         expand_timesteps=expand_timesteps,
         shift=shift,
         solver=solver,
-        resolution=_resolution(checkpoint),
+        resolution=_read_resolution(checkpoint),
     )
 
 
-def own_model(checkpoint: Checkpoint) -> str | None:
-    """Return which published model wan_tpu.json says that this is, for those that their files don't tell apart."""
+def read_own_model(checkpoint: Checkpoint) -> str | None:
+    """Return the published model that wan_tpu.json names, for models whose files are the same."""
     name = checkpoint.read_own("model").get("model")
     if name is not None and name not in list(PRESETS):
         raise CheckpointError(f"{checkpoint.folder / OWN} has model {name!r}; it is one of {', '.join(PRESETS)}")
     return name
 
 
-def _check_same(checkpoint: Checkpoint, high: dict[str, Any], low: dict[str, Any]) -> None:
+def _check_same_shapes(checkpoint: Checkpoint, high: dict[str, Any], low: dict[str, Any]) -> None:
     differing = sorted(key for key in {*high, *low} if high.get(key) != low.get(key))
     if differing:
-        said = "; ".join(f"{key} is {high.get(key)!r} and {low.get(key)!r}" for key in differing)
+        listed = "; ".join(f"{key} is {high.get(key)!r} and {low.get(key)!r}" for key in differing)
         raise CheckpointError(
-            f"{checkpoint.source} has experts of different shapes: of transformer and transformer_2, {said}; the "
+            f"{checkpoint.source} has experts of different shapes: of transformer and transformer_2, {listed}; the "
             "experts of a model share their programs. Of a published model, take another revision"
         )
 
 
 def _check_attention(checkpoint: Checkpoint, transformer: dict[str, Any]) -> None:
-    attention, kept = transformer.get("attention"), transformer.get("kept_blocks")
+    attention, density = transformer.get("attention"), transformer.get("kept_blocks")
     if attention not in (None, "sla"):
         raise CheckpointError(
             f"{checkpoint.source} has attention {attention!r} in transformer/config.json; supported is 'sla', or none "
             "for attention to all keys"
         )
-    if attention is not None and not (isinstance(kept, int | float) and 0 < kept <= 1):
+    if attention is not None and not (isinstance(density, int | float) and 0 < density <= 1):
         raise CheckpointError(
-            f"{checkpoint.source} has kept_blocks {kept!r} in transformer/config.json; with sla it is a share of the "
-            "blocks of keys, more than 0 and at most 1"
+            f"{checkpoint.source} has kept_blocks {density!r} in transformer/config.json; with sla it is a share of "
+            "the blocks of keys, more than 0 and at most 1"
         )
 
 
-def _resolution(checkpoint: Checkpoint) -> str:
-    """Return "480p" or "720p" where wan_tpu.json or the checkpoint's name says so, the nearest part of it first."""
-    model = own_model(checkpoint)
+def _read_resolution(checkpoint: Checkpoint) -> str:
+    """Return "480p" or "720p" if wan_tpu.json or the checkpoint's path says so, the nearest part of it first."""
+    model = read_own_model(checkpoint)
     names: Iterable[str] = checkpoint.names if model is None else [PRESETS[model].resolution]
     for name in names:
-        said = {match.lower() for match in _RESOLUTION.findall(name)}
-        if len(said) == 1:
-            return f"{said.pop()}p"
+        heights = {match.lower() for match in _RESOLUTION.findall(name)}
+        if len(heights) == 1:
+            return f"{heights.pop()}p"
     return ""
 
 
-def _scheduler(checkpoint: Checkpoint) -> tuple[str, float]:
-    """Return the solver that the scheduler's class is, and its shift."""
+def _read_scheduler(checkpoint: Checkpoint) -> tuple[str, float]:
+    """Return the solver of the scheduler's class, and its shift."""
     config = checkpoint.config("scheduler", "scheduler_config.json")
     name = config.get("_class_name")
     if name == "UniPCMultistepScheduler":

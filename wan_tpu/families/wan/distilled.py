@@ -1,4 +1,4 @@
-"""A Wan checkpoint with other experts, as TurboDiffusion publishes them: files of torch.save in Wan's own names."""
+"""A Wan checkpoint with other experts, as TurboDiffusion publishes them: files of torch.save with Wan's own names."""
 
 import json
 from collections.abc import Sequence
@@ -11,20 +11,24 @@ from wan_tpu.runtime.torch_files import SUFFIXES, locate_torch_tensors
 from wan_tpu.storage.folder import WeightFile
 
 FOLDERS = ("transformer", "transformer_2")
-_LINEAR = ".proj_l.weight"  # of sparse-linear attention
-_KEPT = 0.1  # as inference/wan2.2_i2v_infer.py of github.com/thu-ml/TurboDiffusion
+_LINEAR = ".proj_l.weight"  # The end of the name of sparse-linear attention's matrix.
+_DENSITY = 0.1  # The attention density of inference/wan2.2_i2v_infer.py in github.com/thu-ml/TurboDiffusion.
 _PIPELINE = "WanImageToVideoPipeline"
 
 
 class WithExperts(Checkpoint):
-    """A checkpoint whose experts are read from files; all else, their sizes too, is the base's."""
+    """A checkpoint whose experts are read from files; everything else, including their sizes, is the base's."""
 
-    def __init__(self, base: str | Path, experts: Sequence[str | Path], kept_blocks: float | None = None) -> None:
-        """base: as `Checkpoint` takes it; experts: files, that of high noise first.
+    def __init__(self, base: str | Path, experts: Sequence[str | Path], attention_density: float | None = None) -> None:
+        """Check that the experts fit the base.
 
-        kept_blocks: of sparse ones, see `WanConfig`; as published if left out.
+        Args:
+            base: As for `Checkpoint`.
+            experts: Files, that of high noise first.
+            attention_density: That of sparse experts, see `WanConfig`; as published by default.
 
-        Raises `CheckpointError` when base can't have these experts.
+        Raises:
+            CheckpointError: The base can't have these experts.
         """
         super().__init__(base)
         wanted = [name for name in FOLDERS if self.has(name)]
@@ -35,23 +39,23 @@ class WithExperts(Checkpoint):
             )
         if unread := [str(path) for path in experts if Path(path).suffix not in SUFFIXES]:
             raise CheckpointError(f"{unread[0]} is no file of torch.save ({' or '.join(SUFFIXES)})")
-        if kept_blocks is not None and not 0 < kept_blocks <= 1:
-            raise CheckpointError(f"{kept_blocks:g} of the blocks can't be kept; give more than 0, and at most 1")
+        if attention_density is not None and not 0 < attention_density <= 1:
+            raise CheckpointError(f"{attention_density:g} of the blocks can't be kept; give more than 0, and at most 1")
         self._experts = {name: on_disk(Path(path)) for name, path in zip(wanted, experts, strict=True)}
         self._more: dict[str, dict[str, Any]] = {}
         for name, file in self._experts.items():
             names = locate_torch_tensors(file)
-            if any(one.endswith(".int8_weight") for one in names):
+            if any(tensor.endswith(".int8_weight") for tensor in names):
                 raise CheckpointError(f"{file.address} is quantised; give the file without -quant in its name")
-            sparse = any(one.endswith(_LINEAR) for one in names)
-            if kept_blocks is not None and not sparse:
+            sparse = any(tensor.endswith(_LINEAR) for tensor in names)
+            if attention_density is not None and not sparse:
                 raise CheckpointError(f"{file.address} attends to all keys; leave kept_blocks out")
             if sparse and self.index.get("_class_name") != _PIPELINE:
                 raise CheckpointError(
                     f"{self.source} is a {self.index.get('_class_name')}; sparse experts are supported for image to "
                     f"video ({_PIPELINE}), whose four steps those of other models aren't"
                 )
-            self._more[name] = {"attention": "sla", "kept_blocks": kept_blocks or _KEPT} if sparse else {}
+            self._more[name] = {"attention": "sla", "kept_blocks": attention_density or _DENSITY} if sparse else {}
         files = " and ".join(f"{file.address} ({file.version})" for file in self._experts.values())
         self.source = f"{self.source} with {files}"
 
@@ -60,7 +64,7 @@ class WithExperts(Checkpoint):
         return super().config(component, file) | self._more.get(component, {})
 
     def read_own(self, *others: str) -> dict[str, Any]:
-        """Return wan_tpu.json; not of sparse experts, whose steps and curves are others than the base's."""
+        """Return wan_tpu.json, or nothing for sparse experts, whose steps and curves differ from the base's."""
         return {} if any(self._more.values()) else super().read_own(*others)
 
     def weights(self, component: str, names: Sequence[str] = ("*.safetensors",)) -> dict[str, WeightFile]:
@@ -71,9 +75,9 @@ class WithExperts(Checkpoint):
         return {Path(file.address).name: file}
 
     def others(self) -> dict[str, bytes]:
-        """Return what all files hold but weights, by names from the folder on."""
-        found = super().others()
+        """Return the contents of all files but weights, by their paths in the checkpoint."""
+        contents = super().others()
         if any(self._more.values()):
-            found.pop(OWN, None)
+            contents.pop(OWN, None)
         changed = {f"{name}/config.json": self.config(name) for name, more in self._more.items() if more}
-        return found | {name: json.dumps(config, indent=2).encode() for name, config in changed.items()}
+        return contents | {name: json.dumps(config, indent=2).encode() for name, config in changed.items()}

@@ -1,4 +1,4 @@
-"""How much work the stages of a Wan model are, counted on diffusers' own modules."""
+"""Counts the operations of a Wan model's stages on diffusers' own modules."""
 
 import math
 from collections.abc import Callable
@@ -20,7 +20,7 @@ class WanFlops:
         self._config = config
 
     def encoder(self, request: ResolvedRequest, *, prompts: int) -> int:
-        """Encoding `prompts` prompts and the image; CLIP, at most 0.1 % of it, is left out."""
+        """Count the encoding of prompts and the image; CLIP, at most 0.1 % of it, is left out."""
         ids = torch.ones(1, TEXT_TOKENS, dtype=torch.int32, device="meta")
         build = text_encoder(self._config.text_encoder_class, self._config.text_encoder).build
         total = prompts * count(build, lambda module: module.encoder(inputs_embeds=module.shared(ids)))
@@ -32,10 +32,10 @@ class WanFlops:
             return count(self._vae, lambda module: module.encode(pixels))
 
         frames = 1 if self._config.expand_timesteps else request.frames
-        return total + _by_chunks(encode, frames, FRAME_STRIDE)
+        return total + _extrapolate(encode, frames, FRAME_STRIDE)
 
     def step(self, latent_shape: tuple[int, ...], *, branches: int) -> int:
-        """One denoising step over latents [1, C, T, H, W], with `branches` guidance branches."""
+        """Count a denoising step over latents [1, C, T, H, W], with `branches` guidance branches."""
         config = self._config.transformer
         latents = torch.empty(1, config["in_channels"], *latent_shape[2:], device="meta")
         text = torch.empty(1, TEXT_TOKENS, config["text_dim"], device="meta")
@@ -47,28 +47,29 @@ class WanFlops:
             images = 1 if config.get("pos_embed_seq_len") is None else 2
             image = torch.empty(images, patches, config["image_dim"], device="meta")
         build = components.transformer(self._config, "transformer").build
-        found = count(build, lambda module: module(latents, time, text, image))
-        if self._config.kept_blocks is not None:  # diffusers' module attends to all keys
+        operations = count(build, lambda module: module(latents, time, text, image))
+        if self._config.attention_density is not None:  # diffusers' module attends to all keys.
             tokens = math.prod(n // p for n, p in zip(latent_shape[2:], config["patch_size"], strict=True))
             channels = config["num_attention_heads"] * config["attention_head_dim"]
-            found -= int((1 - self._config.kept_blocks) * 4 * tokens**2 * channels * config["num_layers"])
-        return branches * found
+            skipped = 1 - self._config.attention_density
+            operations -= int(skipped * 4 * tokens**2 * channels * config["num_layers"])
+        return branches * operations
 
     def decoder(self, latent_shape: tuple[int, ...]) -> int:
-        """Decoding latents [1, C, T, H, W]."""
+        """Count the decoding of latents [1, C, T, H, W]."""
 
         def decode(frames: int) -> int:
             latents = torch.empty(*latent_shape[:2], frames, *latent_shape[3:], device="meta")
             return count(self._vae, lambda module: module.decode(latents))
 
-        return _by_chunks(decode, latent_shape[2], 1)
+        return _extrapolate(decode, latent_shape[2], 1)
 
     def _vae(self) -> torch.nn.Module:
         return AutoencoderKLWan.from_config(self._config.vae)
 
 
-def _by_chunks(work: Callable[[int], int], frames: int, stride: int) -> int:
-    """Count `frames` frames from the first three chunks: of one frame, of `stride`, and one like all that follow."""
+def _extrapolate(work: Callable[[int], int], frames: int, stride: int) -> int:
+    """Count `frames` frames from the first three chunks: one frame, `stride` frames, and one like all that follow."""
     counted = min(frames, 1 + 2 * stride)
     if frames == counted:
         return work(frames)

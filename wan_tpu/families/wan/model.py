@@ -1,7 +1,7 @@
 """The Wan family: Wan 2.1 T2V, I2V and FLF2V, Wan 2.2 T2V A14B, I2V A14B and TI2V 5B.
 
-Everything particular to these models is here and in the files beside it: components, conditioning,
-guidance, the latents' normalisation, limits. The reference for every formula is diffusers 0.42, pipelines/wan.
+Everything specific to these models is here and in the files beside it: components, conditioning, guidance, the latents'
+normalisation, limits. The reference for every formula is diffusers 0.42, pipelines/wan.
 
 Shapes: B batch (guidance branches), T latent frames, H W latent height and width, L tokens, C channels.
 """
@@ -21,10 +21,10 @@ from jax.sharding import Mesh
 from PIL import Image
 
 from wan_tpu.checkpoint import Checkpoint
-from wan_tpu.families.model import Model, StepInputs, guided
+from wan_tpu.families.model import Model, StepInputs, apply_guidance
 from wan_tpu.families.shared.causal_vae import CausalChunks
 from wan_tpu.families.shared.t5 import text_encoder
-from wan_tpu.families.shared.tokenizing import Tokenizer, tokenized
+from wan_tpu.families.shared.tokenizing import Tokenizer, tokenize
 from wan_tpu.families.wan import components, transformer, vae
 from wan_tpu.families.wan.flops import WanFlops
 from wan_tpu.families.wan.presets import TEXT_TOKENS, WanConfig
@@ -45,30 +45,30 @@ class WanModel(Model):
     config: WanConfig
 
     def __init__(self, spec: WanSpec, checkpoint: Checkpoint | None = None) -> None:
-        """checkpoint: for the tokenizer and the image processor; a preset compiles without."""
+        """Make the model of a spec; the checkpoint has the tokenizer and the image processor."""
         self.spec = spec
         self.config = spec.config
         self.checkpoint = checkpoint
         self._video_processor = VideoProcessor(vae_scale_factor=spec.spatial_stride)
 
-    # ---- components
+    # ---- Components.
 
     @functools.cached_property
     def components(self) -> dict[str, Component]:
-        """Every component by the name of the work it does; "vae" in the checkpoint serves two."""
+        """Every component, by the name of its work; the checkpoint's "vae" serves two."""
         config = self.config
-        found = {
+        parts = {
             "text_encoder": text_encoder(config.text_encoder_class, config.text_encoder),
             "vae_encoder": components.vae_half(config, "decoder", "post_quant_conv"),
             "decoder": components.vae_half(config, "encoder", "quant_conv"),
         }
         if config.image_encoder is not None:
-            found["image_encoder"] = components.image_encoder(config)
+            parts["image_encoder"] = components.image_encoder(config)
         for stage, folder in zip(self.spec.denoise_stages, ("transformer", "transformer_2"), strict=False):
-            found[stage] = components.transformer(config, folder)
-        return found
+            parts[stage] = components.transformer(config, folder)
+        return parts
 
-    # ---- shapes
+    # ---- Shapes.
 
     @property
     def text_shape(self) -> tuple[int, int]:
@@ -77,28 +77,28 @@ class WanModel(Model):
 
     @property
     def image_pixels_shape(self) -> tuple[int, int, int, int]:
-        """(images, 3, height, width) of what CLIP takes."""
+        """(images, 3, height, width) of CLIP's input."""
         assert self.config.image_encoder is not None
         size = self.config.image_encoder["image_size"]
         return 1 + (self.spec.last_images == "required"), 3, size, size
 
     @property
     def image_features_shape(self) -> tuple[int, int, int]:
-        """(images, L, C) of CLIP's features: a token for each patch, and one for the whole."""
+        """(images, L, C) of CLIP's features: a token for each patch, and one for the whole image."""
         assert self.config.image_encoder is not None
         clip = self.config.image_encoder
         tokens = (clip["image_size"] // clip["patch_size"]) ** 2 + 1
         return self.image_pixels_shape[0], tokens, self.config.transformer["image_dim"]
 
     def image_latents_shape(self, latent_shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the shape of mask and latents of an image, or of its latents alone (TI2V 5B)."""
+        """Return the shape of an image's mask and latents, or of its latents only (TI2V 5B)."""
         if self.config.expand_timesteps:
             return (*latent_shape[:2], 1, *latent_shape[3:])
         extra = self.config.transformer["in_channels"] - latent_shape[1]
         return (1, extra, *latent_shape[2:]) if extra else None
 
     def vae_chunks(self, component: str, request: ResolvedRequest) -> list[tuple[int, int, int, int, int]]:
-        """Return the shapes of what a VAE half is given: a frame, then four pixel frames or one latent frame each."""
+        """Return the shapes of a VAE half's chunks: one frame, then four pixel frames or one latent frame each."""
         _, channels, frames, height, width = self.spec.latent_shape(request)
         if component == "decoder":
             return [(1, channels, 1, height, width)] * frames
@@ -109,21 +109,21 @@ class WanModel(Model):
         )
         return [(1, 3, 1, request.height, request.width), *later * (frames - 1)]
 
-    # ---- encoder stage
+    # ---- The encoder stage.
 
     @functools.cached_property
     def tokenizers(self) -> Mapping[str, Tokenizer]:
-        """UMT5's."""
+        """UMT5's tokenizer."""
         assert self.checkpoint is not None
         return {"text_encoder": Tokenizer(self.checkpoint.path("tokenizer"), self.config.text_encoder["vocab_size"])}
 
     def tokenize(self, prompt: str) -> tuple[dict[str, tuple[np.ndarray, ...]], list[str]]:
         """Return token ids and mask, both int32 [1, 512], and a warning if the prompt was cut."""
-        ids, mask, warnings = tokenized(self.tokenizers["text_encoder"], prompt_clean(prompt), TEXT_TOKENS)
+        ids, mask, warnings = tokenize(self.tokenizers["text_encoder"], prompt_clean(prompt), TEXT_TOKENS)
         return {"text_encoder": (ids, mask)}, warnings
 
     def encode_text(self, component: str, module: torch.nn.Module, params: Params, *tokens: jax.Array) -> jax.Array:
-        """ids, mask [B, L] -> embeddings [B, L, C], zero where the mask is."""
+        """Encode ids and mask [B, L] as embeddings [B, L, C], zero where the mask is."""
 
         def method(module: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             return module(ids, mask).last_hidden_state
@@ -131,9 +131,9 @@ class WanModel(Model):
         return call(module, params, method, *tokens) * tokens[1][:, :, None]
 
     def clip_pixels(self, request: ResolvedRequest) -> np.ndarray:
-        """Return the image, or both, as CLIP takes it, float32 [1 or 2, 3, 224, 224] (sizes from the checkpoint).
+        """Return the image, or both, as CLIP takes them, float32 [1 or 2, 3, 224, 224] (sizes from the checkpoint).
 
-        CLIP sees what the video begins with: of an image of another shape, the middle.
+        CLIP sees what the video begins with: the middle of an image whose shape differs.
         """
         size, slack = (request.height, request.width), self.spec.shape_slack
         images = [
@@ -149,7 +149,7 @@ class WanModel(Model):
         return transformers.CLIPImageProcessor.from_pretrained(str(self.checkpoint.path("image_processor")))
 
     def encode_image(self, module: torch.nn.Module, params: Params, pixels: jax.Array) -> jax.Array:
-        """pixels [n, 3, 224, 224] -> features [n, L, C] of CLIP's last layer but one (`adapt` dropped the last)."""
+        """Encode pixels [n, 3, 224, 224] as features [n, L, C] of CLIP's last layer but one, the last that is kept."""
 
         def method(module: torch.nn.Module, pixels: torch.Tensor) -> torch.Tensor:
             vision = getattr(module, "vision_model", module)
@@ -163,27 +163,27 @@ class WanModel(Model):
     def video_condition(self, request: ResolvedRequest) -> list[np.ndarray]:
         """Return the chunks of pixels that the VAE encodes for an image: float32 [1, 3, 1 or 4, H, W] in [-1, 1].
 
-        The image, then black-in-the-middle (zero) frames up to the request's length, of which the last may be an image
-        again; TI2V 5B takes the image alone. Of a video they are its frames.
+        They are the image, then grey (zero) frames up to the request's length, the last of which may be an image again;
+        TI2V 5B takes only the image. For a video they are its frames.
         """
 
-        def frame(image: object) -> np.ndarray:
+        def prepare_frame(image: object) -> np.ndarray:
             assert isinstance(image, Image.Image)
             image = fit_image(image, request.height, request.width, slack=self.spec.shape_slack)
             pixels = self._video_processor.preprocess(image, height=request.height, width=request.width)
             return pixels[:, :, None].numpy().astype(np.float32)
 
         if request.video is not None:
-            frames = [frame(one) for one in read_frames(request.video, request.frames)]
+            frames = [prepare_frame(picture) for picture in read_frames(request.video, request.frames)]
             later = range(1, request.frames, FRAME_STRIDE)
             return [frames[0], *(np.concatenate(frames[i : i + FRAME_STRIDE], axis=2) for i in later)]
-        first = frame(request.image)
+        first = prepare_frame(request.image)
         if self.config.expand_timesteps:
             return [first]
         blank = np.zeros((1, 3, FRAME_STRIDE, *first.shape[3:]), np.float32)
         chunks = [first, *[blank] * ((request.frames - 1) // FRAME_STRIDE)]
         if request.last_image is not None:
-            chunks[-1] = np.concatenate([blank[:, :, 1:], frame(request.last_image)], axis=2)
+            chunks[-1] = np.concatenate([blank[:, :, 1:], prepare_frame(request.last_image)], axis=2)
         return chunks
 
     def image_latents(self, moments: np.ndarray, request: ResolvedRequest) -> np.ndarray:
@@ -192,7 +192,7 @@ class WanModel(Model):
         latents = (moments[:, : self.spec.latent_channels].astype(np.float32) - mean) * (1 / std)
         if self.config.expand_timesteps or request.video is not None:
             return latents
-        # One mask channel for each pixel frame of a latent frame: ones for the given image, then zeros.
+        # There is a mask channel for each pixel frame of a latent frame: ones for the request's image, then zeros.
         mask = np.zeros((1, FRAME_STRIDE, *latents.shape[2:]), np.float32)
         mask[:, :, 0] = 1
         if request.last_image is not None:
@@ -200,7 +200,7 @@ class WanModel(Model):
         return np.concatenate([mask, latents], axis=1)
 
     def vae_encoder(self, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
-        """Pixels [1, 3, 1 or 4, H, W] -> moments [1, 2C, 1, H, W], chunk by chunk."""
+        """Return the functions that encode pixels [1, 3, 1 or 4, H, W] as moments [1, 2C, 1, H, W], chunk by chunk."""
         size = self.config.vae.get("patch_size") or 1
         return CausalChunks(
             module,
@@ -212,7 +212,7 @@ class WanModel(Model):
             later_frames=FRAME_STRIDE,
         )
 
-    # ---- experts
+    # ---- Experts.
 
     def text_keys(
         self,
@@ -222,15 +222,19 @@ class WanModel(Model):
         text: Mapping[str, jax.Array],
         image: jax.Array | None,
     ) -> TextKeys:
-        """Return the cross-attention keys and values of every layer: once a request and expert, not every step.
+        """Return the cross-attention keys and values of every layer, once per request and expert, not in every step.
 
-        text   "text" [B, L, C]: the prompt's embeddings alone, or the prompt's and the negative prompt's
-        image  [1 or 2, L, C] CLIP features
+        Args:
+            module: The expert.
+            params: Its weights.
+            mesh: The devices.
+            text: "text" [B, L, C]: embeddings of the prompt only, or of the prompt and the negative prompt.
+            image: [1 or 2, L, C], CLIP features.
         """
         return transformer.text_keys(module, params, mesh, text["text"], image)
 
     def key_shapes(self, mesh: Mesh, keys: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the shapes and shardings of what `text_keys` makes, to compile a step without it."""
+        """Return the shapes and shardings of the arrays of `text_keys`, to compile a step without them."""
         branches = keys["key"].shape[1]
         return {
             name: jax.ShapeDtypeStruct(
@@ -239,12 +243,12 @@ class WanModel(Model):
             for name, value in keys.items()
         }
 
-    def velocity(self, module: torch.nn.Module, params: Params, mesh: Mesh, given: StepInputs) -> jax.Array:
+    def velocity(self, module: torch.nn.Module, params: Params, mesh: Mesh, inputs: StepInputs) -> jax.Array:
         """Return the guided velocity, float32 [1, C, T, H, W]."""
-        return self.cached_velocity(module, params, mesh, given, None)[0]
+        return self.cached_velocity(module, params, mesh, inputs, None)[0]
 
     def residual_shape(self, mesh: Mesh, branches: int, latent_shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return shape and sharding of what `cached_velocity` gives to reuse, [B, L, C]."""
+        """Return shape and sharding of the residual that `cached_velocity` returns, [B, L, C]."""
         tokens = self.spec.tokens(latent_shape)
         return transformer.residual_shape(mesh, self.config.transformer, branches, tokens, dtype)
 
@@ -253,16 +257,16 @@ class WanModel(Model):
         module: torch.nn.Module,
         params: Params,
         mesh: Mesh,
-        given: StepInputs,
+        inputs: StepInputs,
         reuse: tuple[jax.Array, jax.Array | None] | None,
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Return the guided velocity, as `velocity`, and what the blocks added, to be reused (`transformer.Reuse`)."""
-        latents, image = given.latents, given.image_latents
-        times, first_tokens, x = given.timestep[None], 0, latents
+        """Return the guided velocity, as `velocity` does, and the residual to reuse (`transformer.Reuse`)."""
+        latents, image = inputs.latents, inputs.image_latents
+        times, first_tokens, x = inputs.timestep[None], 0, latents
         if image is not None and self.config.expand_timesteps:
-            # The given image has no noise: the tokens of the first latent frame are at time 0.
+            # The request's image has no noise: the tokens of the first latent frame have timestep 0.
             x = latents.at[:, :, :1].set(image)
-            times = jnp.stack([jnp.zeros_like(given.timestep), given.timestep])
+            times = jnp.stack([jnp.zeros_like(inputs.timestep), inputs.timestep])
             first_tokens = self.spec.tokens((*latents.shape[:2], 1, *latents.shape[3:]))
         elif image is not None:
             x = jnp.concatenate([latents, image], axis=1)
@@ -270,23 +274,23 @@ class WanModel(Model):
             module,
             params,
             mesh,
-            x.astype(given.keys["key"].dtype),
+            x.astype(inputs.keys["key"].dtype),
             times,
             first_tokens,
-            given.keys,
+            inputs.keys,
             None if reuse is None else transformer.Reuse(*reuse),
-            kept_blocks=self.config.kept_blocks,
+            attention_density=self.config.attention_density,
         )
-        found = guided(tokens, given.guidance)
-        return unpatchify_tokens(found, latents.shape, self.spec.patch, self.spec.latent_channels), residual
+        guided = apply_guidance(tokens, inputs.guidance)
+        return unpatchify_tokens(guided, latents.shape, self.spec.patch, self.spec.latent_channels), residual
 
     def finish(self, latents: np.ndarray, image_latents: np.ndarray | None, request: ResolvedRequest) -> np.ndarray:
-        """Return the latents to decode: TI2V 5B puts the given first frame back in place."""
+        """Return the latents to decode: TI2V 5B puts the request's first frame back in place."""
         if image_latents is None or not self.config.expand_timesteps:
             return latents
         return np.concatenate([image_latents, latents[:, :, 1:]], axis=2)
 
-    # ---- decoder stage
+    # ---- The decoder stage.
 
     def vae_latents(self, latents: np.ndarray) -> np.ndarray:
         """Undo the normalisation with the VAE's own statistics; float32 [1, C, T, H, W]."""
@@ -294,7 +298,7 @@ class WanModel(Model):
         return latents * std + mean
 
     def vae_decoder(self, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
-        """Latents [1, C, 1, H, W] -> pixels [1, 3, 1 or 4, H, W] around [-1, 1], chunk by chunk."""
+        """Return the functions that decode latents [1, C, 1, H, W] to pixels [1, 3, 1 or 4, H, W] around [-1, 1]."""
         size = self.config.vae.get("patch_size") or 1
         return CausalChunks(
             module,
@@ -312,7 +316,7 @@ class WanModel(Model):
         return WanFlops(self.config)
 
     def _latent_statistics(self) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and standard deviation of the latents from the VAE's config, [1, C, 1, 1, 1]."""
+        """Return mean and standard deviation of the latents from the VAE's configuration, [1, C, 1, 1, 1]."""
         return tuple(  # type: ignore[return-value]
             np.asarray(self.config.vae[key], np.float32).reshape(1, -1, 1, 1, 1)
             for key in ("latents_mean", "latents_std")

@@ -1,9 +1,9 @@
-"""The published Wan models: configurations, to compile them without weights, and sampling settings.
+"""The published Wan models: configurations, with which they compile without weights, and sampling settings.
 
-Sources: the config.json files of the Wan-AI/*-Diffusers repositories on the Hugging Face hub (the same values
-stand in diffusers' scripts/convert_wan_to_diffusers.py), google/umt5-xxl and laion/CLIP-ViT-H-14 for the
-encoders; shift and solver from scheduler/scheduler_config.json there; all other sampling settings from wan/configs of
-github.com/Wan-Video/Wan2.1 and Wan2.2, whose own shift is another: `sampling.ORIGINAL_SHIFTS`.
+Sources: the config.json files of the Wan-AI/*-Diffusers repositories on the Hugging Face hub (diffusers'
+scripts/convert_wan_to_diffusers.py has the same values), google/umt5-xxl and laion/CLIP-ViT-H-14 for the encoders;
+shift and solver from scheduler/scheduler_config.json there; all other sampling settings from wan/configs of
+github.com/Wan-Video/Wan2.1 and Wan2.2, whose own shift is different: `sampling.ORIGINAL_SHIFTS`.
 """
 
 from dataclasses import dataclass, field
@@ -11,14 +11,14 @@ from typing import Any
 
 from wan_tpu.request import Defaults
 
-TEXT_TOKENS = 512  # of every prompt, padded: a constant of the pipelines
+TEXT_TOKENS = 512  # Tokens of every prompt, padding included: a constant of the pipelines.
 
 CUSTOM = "a custom Wan"
 
 
 @dataclass(frozen=True)
 class WanConfig:
-    """What a checkpoint (or a preset) says about a Wan model.
+    """The configuration of a Wan model, from a checkpoint or as published.
 
     Attributes:
         shift: Of the scheduler's flow schedule.
@@ -40,8 +40,8 @@ class WanConfig:
     resolution: str = field(default="", metadata={"traced": False})  # It is read from a folder's name.
 
     @property
-    def kept_blocks(self) -> float | None:
-        """The share of the blocks of keys that self-attention keeps (SLA); None where it is to all keys."""
+    def attention_density(self) -> float | None:
+        """The share of the blocks of keys that sparse-linear attention keeps; None if attention is to all keys."""
         return self.transformer["kept_blocks"] if self.transformer.get("attention") == "sla" else None
 
     @property
@@ -50,7 +50,7 @@ class WanConfig:
         return self.boundary_ratio is not None
 
 
-# The first transformer's and VAE's are also what diffusers' classes take for keys that a file leaves out.
+# The first transformer's and VAE's values are also the defaults of diffusers' classes, for keys that a file lacks.
 # fmt: off
 TRANSFORMER_14B: dict[str, Any] = {
     "patch_size": [1, 2, 2], "num_attention_heads": 40, "attention_head_dim": 128, "in_channels": 16,
@@ -59,9 +59,9 @@ TRANSFORMER_14B: dict[str, Any] = {
     "added_kv_proj_dim": None, "rope_max_seq_len": 1024, "pos_embed_seq_len": None,
 }
 TRANSFORMER_14B_I2V_21 = TRANSFORMER_14B | {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
-TRANSFORMER_14B_FLF2V = TRANSFORMER_14B_I2V_21 | {"pos_embed_seq_len": 514}  # the features of two images
+TRANSFORMER_14B_FLF2V = TRANSFORMER_14B_I2V_21 | {"pos_embed_seq_len": 514}  # The features of two images.
 TRANSFORMER_14B_I2V_22 = TRANSFORMER_14B | {"in_channels": 36}
-# TurboDiffusion's: arXiv 2512.16093, with the share of blocks that its script takes, inference/wan2.2_i2v_infer.py
+# TurboDiffusion, arXiv 2512.16093, with the attention density of its script inference/wan2.2_i2v_infer.py.
 TRANSFORMER_14B_TURBO = TRANSFORMER_14B_I2V_22 | {"attention": "sla", "kept_blocks": 0.1}
 TRANSFORMER_1_3B = TRANSFORMER_14B | {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
 TRANSFORMER_5B = TRANSFORMER_14B | {
@@ -160,9 +160,9 @@ SAMPLING: dict[str, tuple[int, int, int, int, int, float, float]] = {
 
 
 def recognise(config: WanConfig) -> str:
-    """Return the name of the published model that a configuration is, or `CUSTOM`.
+    """Return the name of the published model with a configuration, or `CUSTOM`.
 
-    Where the name of a Wan 2.1 I2V says neither 480p nor 720p it is taken for the first.
+    A Wan 2.1 I2V whose name has neither 480p nor 720p is taken for 480p.
     """
     for name, preset in PRESETS.items():
         fixed = {key: value for key, value in preset.transformer.items() if key != "kept_blocks"}
@@ -177,10 +177,10 @@ def recognise(config: WanConfig) -> str:
 
 
 def defaults(preset: str, task: str, config: WanConfig) -> Defaults:
-    """Return a model's published sampling settings; a custom model takes those of its nearest relative."""
+    """Return a model's published sampling settings; a custom model has those of its nearest relative."""
     relative = "wan2.2-i2v-a14b" if task == "i2v" else "wan2.1-t2v-14b"
-    if config.kept_blocks is not None:
+    if config.attention_density is not None:
         relative = "turbowan2.2-i2v-a14b"
     published = dict(zip(FIELDS, SAMPLING.get(preset, SAMPLING[relative]), strict=True))
-    solver = config.solver if config.kept_blocks is None else "rcm"
+    solver = config.solver if config.attention_density is None else "rcm"
     return Defaults(**published, shift=config.shift, solver=solver)  # type: ignore[arg-type]

@@ -1,16 +1,16 @@
-"""Ways to sample the published Wan models: as Wan's own program does, in four steps, and with MagCache's curves.
+"""Presets of the published Wan models (Wan's own program, four steps), and their curves for MagCache.
 
-Published checkpoints come with another shift than Wan's own program takes (wan/configs of github.com/Wan-Video/Wan2.1
-and Wan2.2; generate.py of Wan 2.1 has 3 for 480p).
+Published checkpoints have a different shift than Wan's own program (wan/configs of github.com/Wan-Video/Wan2.1 and
+Wan2.2; generate.py of Wan 2.1 has 3 for 480p).
 
 LightX2V trained its adapters with Euler's method at sigma = shift s / (1 + (shift - 1) s), s = 1, 0.75, 0.5, 0.25 and
 shift 5, two steps on each expert of Wan 2.2: github.com/ModelTC/LightX2V, configs/distill; the files are those of
 huggingface.co/lightx2v/Wan2.2-Distill-Loras and Wan2.1-Distill-Loras. TurboDiffusion's models are distilled themselves
 (`wan_tpu.schedules.flow.rcm`).
 
-The curves were measured by the authors of MagCache (github.com/Zehong-Ma/MagCache), and are as maxdiffusion has them
-(src/maxdiffusion/configs, 7cfb880): 40 or 50 steps of UniPC. A pair for each step: the prompt's and the negative
-prompt's branch. Beside each stand the settings that it was published with.
+The curves were measured by the authors of MagCache (github.com/Zehong-Ma/MagCache), and are taken from maxdiffusion
+(src/maxdiffusion/configs, 7cfb880), for 40 or 50 steps of UniPC. They have a pair for each step: the prompt's and the
+negative prompt's branch. Each has the settings that it was published with.
 """
 
 from typing import Any
@@ -36,18 +36,18 @@ def _lightning(repository: str, loras: tuple[Lora, ...], **more: int) -> dict[st
         "loras": loras,
         **more,
     }
-    about = "four steps without guidance, by an adapter that was distilled for them; not what the model itself makes"
-    return {"lightning": Preset(about, f"{_HUB}{repository}", tuple(settings.items()))}
+    text = "four steps without guidance, by an adapter that was distilled for them; not what the model itself makes"
+    return {"lightning": Preset(text, f"{_HUB}{repository}", tuple(settings.items()))}
 
 
-def _two_experts(task: str, date: str) -> dict[str, Preset]:
+def _lightning_of_two(task: str, date: str) -> dict[str, Preset]:
     repository = "lightx2v/Wan2.2-Distill-Loras"
-    files = {one: f"wan2.2_{task}_A14b_{one}_noise_lora_rank64_lightx2v_4step_{date}" for one in ("high", "low")}
+    files = {side: f"wan2.2_{task}_A14b_{side}_noise_lora_rank64_lightx2v_4step_{date}" for side in ("high", "low")}
     high, low = (f"{repository}/{file}.safetensors" for file in files.values())
     return _lightning(repository, (Lora(high, expert="high"), Lora(low, expert="low")), switch_step=2)
 
 
-def _one_expert(file: str) -> dict[str, Preset]:
+def _lightning_of_one(file: str) -> dict[str, Preset]:
     repository = "lightx2v/Wan2.1-Distill-Loras"
     return _lightning(repository, (Lora(f"{repository}/{file}_lora_rank64_lightx2v_4step.safetensors"),))
 
@@ -75,8 +75,8 @@ ORIGINAL_SHIFTS = {
 }
 
 
-def original(name: str) -> dict[str, Preset]:
-    """Return the preset of a published model with the settings of Wan's own program; none of other models."""
+def original_preset(name: str) -> dict[str, Preset]:
+    """Return the preset with the settings of Wan's own program, by its name; nothing for a custom model."""
     if name not in ORIGINAL_SHIFTS:
         return {}
     published = dict(zip(presets.FIELDS, presets.SAMPLING[name], strict=True))
@@ -87,11 +87,11 @@ def original(name: str) -> dict[str, Preset]:
 
 
 DISTILLED: dict[str, dict[str, Preset]] = {
-    "wan2.2-i2v-a14b": _two_experts("i2v", "1022"),
-    "wan2.2-t2v-a14b": _two_experts("t2v", "1217"),
-    "wan2.1-t2v-14b": _one_expert("wan2.1_t2v_14b"),
-    "wan2.1-i2v-14b-480p": _one_expert("wan2.1_i2v"),
-    "wan2.1-i2v-14b-720p": _one_expert("wan2.1_i2v"),
+    "wan2.2-i2v-a14b": _lightning_of_two("i2v", "1022"),
+    "wan2.2-t2v-a14b": _lightning_of_two("t2v", "1217"),
+    "wan2.1-t2v-14b": _lightning_of_one("wan2.1_t2v_14b"),
+    "wan2.1-i2v-14b-480p": _lightning_of_one("wan2.1_i2v"),
+    "wan2.1-i2v-14b-720p": _lightning_of_one("wan2.1_i2v"),
 }
 
 # fmt: off
@@ -149,7 +149,7 @@ _I2V_14B_480P = (
 )
 # fmt: on
 
-# A fifth of each expert's steps; of 26 and 14 five and two, as maxdiffusion rounds.
+# A fifth of each expert's steps is retained; of 26 and 14, maxdiffusion's rounding makes that five and two.
 CURVES = {
     "wan2.2-t2v-a14b": Curve(_T2V_A14B, 26, 12.0, 0.875, MagCache(0.04, 2, 0.175)),
     "wan2.2-i2v-a14b": Curve(_I2V_A14B, 15, 5.0, 0.9, MagCache(0.06, 2, 0.2)),

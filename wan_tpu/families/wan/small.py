@@ -1,4 +1,4 @@
-"""Small checkpoints in the shape of every Wan model, from diffusers' and transformers' own classes."""
+"""Makes small checkpoints with the structure of every Wan model, from diffusers' and transformers' own classes."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ import transformers
 
 from wan_tpu.families.shared.tokenizer import train_tokenizer
 from wan_tpu.families.shared.values import leave_out_later_keys, set_own_values
-from wan_tpu.families.wan.components import SPARSE, diffusers_expert
+from wan_tpu.families.wan.components import SPARSE, build_expert
 from wan_tpu.families.wan.presets import PRESETS, VAE_21, VAE_22, WanConfig
 
 _HEADS, _HEAD_WIDTH = 2, 24
@@ -36,7 +36,7 @@ _IMAGE_ENCODER: dict[str, Any] = {
     "patch_size": 14,
     "projection_dim": 16,
 }
-# What classes got after published files had been written, with its defaults.
+# Keys that classes got after the published files had been written, with their defaults.
 _LATER: dict[str, dict[str, Any]] = {
     "model_index.json": {"boundary_ratio": None, "expand_timesteps": False, "transformer_2": [None, None]},
     "transformer/config.json": {"pos_embed_seq_len": None},
@@ -61,9 +61,13 @@ def make_checkpoint(
     shift: float | None = None,
     seed: int = 0,
 ) -> Path:
-    """Write a small checkpoint in the shape of the published model `kind`, one of `PRESETS`.
+    """Write a small checkpoint with the structure of a published model.
 
-    transformer, vae, shift  override the small configuration
+    Args:
+        folder: Where to write it.
+        kind: The published model, one of `PRESETS`.
+        transformer, vae, shift: Override the small configuration.
+        seed: The seed of all weights.
     """
     preset = PRESETS[kind]
     torch.manual_seed(seed)
@@ -76,7 +80,7 @@ def make_checkpoint(
             patches = (_IMAGE_ENCODER["image_size"] // _IMAGE_ENCODER["patch_size"]) ** 2
             settings |= {"pos_embed_seq_len": 2 * (patches + 1)}
     if "kept_blocks" in settings:
-        settings |= {"kept_blocks": 0.3}  # of few
+        settings |= {"kept_blocks": 0.3}  # There are few blocks.
     settings |= transformer or {}
     residual = preset.vae is VAE_22
     for number, name in enumerate(experts):
@@ -85,7 +89,7 @@ def make_checkpoint(
     autoencoder = diffusers.AutoencoderKLWan.from_config(small_vae | (vae or {}))
     set_own_values(autoencoder, seed).save_pretrained(folder / "vae")
     if residual:
-        _add_settings(folder / "vae", {"clip_output": False})  # which the class never had
+        _add_settings(folder / "vae", {"clip_output": False})  # Published files have it; the class never had.
     tokenizer = train_tokenizer()
     tokenizer.save_pretrained(folder / "tokenizer")
     text = _TEXT_ENCODER | {"vocab_size": len(tokenizer), "d_model": settings["text_dim"]}
@@ -104,7 +108,7 @@ def make_checkpoint(
 
 def _save_expert(folder: Path, settings: dict[str, Any], seed: int) -> None:
     sparse = {key: settings[key] for key in SPARSE if key in settings}
-    set_own_values(diffusers_expert(settings), seed).save_pretrained(folder)
+    set_own_values(build_expert(settings), seed).save_pretrained(folder)
     _add_settings(folder, sparse)
 
 

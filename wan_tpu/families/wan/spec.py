@@ -1,4 +1,4 @@
-"""A Wan model as its configuration describes it: stages, limits, defaults, shapes, which expert runs which steps."""
+"""A Wan model as its configuration describes it: stages, limits, defaults, shapes, and each expert's steps."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ import numpy as np
 from wan_tpu.checkpoint import OWN, Checkpoint
 from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.families.wan import presets, sampling
-from wan_tpu.families.wan.config import own_model, read_config
+from wan_tpu.families.wan.config import read_config, read_own_model
 from wan_tpu.families.wan.presets import WanConfig
 from wan_tpu.plan import DECODER, ENCODER, Expert
 from wan_tpu.request import FRAME_STRIDE, NOTHING_OWN, CheckpointOverrides, Defaults, Preset, ResolvedRequest
@@ -29,9 +29,14 @@ SOLVERS: dict[str, tuple[Callable[..., Schedule], Callable[..., Schedule]]] = {
 
 @dataclass(frozen=True)
 class WanSpec(ModelSpec):
-    """One Wan model. Raises `CheckpointError` for a configuration that doesn't fit itself.
+    """One Wan model.
 
-    own  what the checkpoint itself says of how to sample it
+    Attributes:
+        config: The model's configuration.
+        own: The checkpoint's own sampling settings.
+
+    Raises:
+        CheckpointError: The configuration contradicts itself.
     """
 
     config: WanConfig
@@ -51,7 +56,7 @@ class WanSpec(ModelSpec):
     @classmethod
     def open(cls, checkpoint: Checkpoint) -> "WanSpec":
         """Read a checkpoint's configuration; raises `CheckpointError`."""
-        spec, model = cls(read_config(checkpoint), checkpoint.sampling("model")), own_model(checkpoint)
+        spec, model = cls(read_config(checkpoint), checkpoint.sampling("model")), read_own_model(checkpoint)
         if model not in (None, spec.name):
             raise CheckpointError(
                 f"{checkpoint.folder / OWN} has model {model}, and the configuration is that of {spec.name}"
@@ -60,12 +65,12 @@ class WanSpec(ModelSpec):
 
     @functools.cached_property
     def name(self) -> str:  # type: ignore[override]
-        """Name of the published model that this is, or `presets.CUSTOM`."""
+        """Name of the published model, or `presets.CUSTOM`."""
         return presets.recognise(self.config)
 
     @property
     def tasks(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Which of "t2v" and "i2v" this model does."""
+        """The tasks of this model, of "t2v" and "i2v"."""
         if self.config.transformer["in_channels"] > self.latent_channels:
             return ("i2v",)
         return ("t2v", "i2v") if self.config.expand_timesteps else ("t2v",)
@@ -78,13 +83,13 @@ class WanSpec(ModelSpec):
 
     @property
     def solvers(self) -> tuple[str, ...]:  # type: ignore[override]
-        """UniPC and Euler, the checkpoint's own scheduler first; of models with sparse-linear attention, rCM before."""
+        """UniPC and Euler, the checkpoint's own scheduler first; rCM before them with sparse-linear attention."""
         flow_solvers = sorted(("unipc", "euler"), key=lambda name: name != self.config.solver)
-        return (*(() if self.config.kept_blocks is None else ("rcm",)), *flow_solvers)
+        return (*(() if self.config.attention_density is None else ("rcm",)), *flow_solvers)
 
     @property
     def components(self) -> dict[str, tuple[str, ...]]:  # type: ignore[override]
-        """Stage -> components; a stage that denoises has the transformer of its own name."""
+        """The components of each stage; a stage that denoises has the transformer of the same name."""
         encoder = ["text_encoder", "vae_encoder"] if self.tasks == ("t2v",) else ["text_encoder"]
         if "i2v" in self.tasks:
             encoder += ["image_encoder", "vae_encoder"] if self.takes_image_features else ["vae_encoder"]
@@ -93,14 +98,14 @@ class WanSpec(ModelSpec):
 
     @property
     def last_images(self) -> Literal["none", "optional", "required"]:  # type: ignore[override]
-        """Wan 2.1 has checkpoints for both frames and for the first one; Wan 2.2 I2V takes one or both."""
+        """Wan 2.1 has checkpoints for both frames and for the first only; Wan 2.2 I2V takes one or both."""
         if not self.takes_image_features:
             return "optional" if self.tasks == ("i2v",) else "none"
         return "none" if self.config.transformer["pos_embed_seq_len"] is None else "required"
 
     @property
     def takes_video(self) -> bool:  # type: ignore[override]
-        """Whether a request may begin with a video's frames: models of text alone, as in diffusers."""
+        """Whether a request may start from a video: as in diffusers, models of text only do."""
         return self.tasks == ("t2v",)
 
     @property
@@ -120,14 +125,14 @@ class WanSpec(ModelSpec):
 
     @property
     def spatial_stride(self) -> int:
-        """Pixels to a pixel of the latents, in height and width."""
+        """Pixels per pixel of the latents, in height and width."""
         return int(self.config.vae["scale_factor_spatial"])
 
     @property
     def patch(self) -> list[int]:
         """Latent frames, rows and columns of a token."""
-        found: list[Any] = self.config.transformer["patch_size"]
-        return found
+        patch: list[Any] = self.config.transformer["patch_size"]
+        return patch
 
     @property
     def boundary_ratio(self) -> float | None:  # type: ignore[override]
@@ -136,11 +141,15 @@ class WanSpec(ModelSpec):
 
     @property
     def size_multiple(self) -> int:
-        """What heights and widths are multiples of, pixels."""
+        """Heights and widths are multiples of this, in pixels."""
         return self.spatial_stride * self.patch[1]
 
     def check(self, request: ResolvedRequest, *, image: bool, last: bool) -> None:
-        """Raise `InvalidRequest` as every model, and for steps that rCM has no noise levels for."""
+        """Check a request as every model does, and that rCM has noise levels for its steps.
+
+        Raises:
+            InvalidRequest: The model can't make the video.
+        """
         most = len(flow.RCM_ANGLES)
         if request.solver == "rcm" and request.sigmas is None and request.steps > most:
             raise InvalidRequest(
@@ -156,42 +165,42 @@ class WanSpec(ModelSpec):
         return 1, self.latent_channels, frames, request.height // stride, request.width // stride
 
     def tokens(self, latent_shape: tuple[int, ...]) -> int:
-        """Return L, the transformer's sequence length for latents of a shape."""
+        """Return L, the transformer's sequence length, for latents of a shape."""
         return int(np.prod([n // p for n, p in zip(latent_shape[2:], self.patch, strict=True)]))
 
     def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:
-        """Return who denoises which steps of a resolved request, experts with no step left out.
+        """Return the experts of a resolved request with their steps, without experts that have none.
 
-        As in diffusers, the first expert's scale decides whether there is guidance, the second's how strong its own is;
-        at 1 that is the prompt's branch alone.
+        As in diffusers, the first expert's scale decides whether there is guidance at all. With a scale of 1, the
+        second expert computes only the prompt's branch.
         """
         ends = [max(end, self.first_step(request)) for end in (0, self._high_noise_steps(request), request.steps)]
         guided = self.guided(request)
         branches = (guided, guided and request.guidance_scale_2 != 1)
-        found = [Expert(stage, ends[i], ends[i + 1], branches[i]) for i, stage in enumerate(self.denoise_stages)]
-        return tuple(expert for expert in found if expert.start < expert.stop)
+        experts = [Expert(stage, ends[i], ends[i + 1], branches[i]) for i, stage in enumerate(self.denoise_stages)]
+        return tuple(expert for expert in experts if expert.start < expert.stop)
 
     def schedule(self, request: ResolvedRequest) -> Schedule:
-        """Return the numbers of every step; each expert has a guidance of its own."""
+        """Return the numbers of every step; each expert has its own guidance."""
         high = self._high_noise_steps(request)
         scales = [request.guidance_scale] * high + [request.guidance_scale_2] * (request.steps - high)
-        return self._unguided(request).guided(scales)
+        return self._unguided_schedule(request).with_guidance(scales)
 
     @property
     def presets(self) -> Mapping[str, Preset]:
         """The settings of Wan's own program, four steps by distilled adapters, and the checkpoint's own presets."""
-        published = sampling.original(self.name) | sampling.DISTILLED.get(self.name, {})
-        if self.config.kept_blocks is not None:  # there are none that weren't distilled
+        published = sampling.original_preset(self.name) | sampling.DISTILLED.get(self.name, {})
+        if self.config.attention_density is not None:  # All models with sparse attention are distilled.
             published = {"turbo": sampling.TURBO}
         return {**published, **super().presets}
 
     @property
     def curves(self) -> tuple[Curve, ...]:
-        """The checkpoint's own, before the published one."""
+        """MagCache's curves: the checkpoint's own before the published one."""
         published = sampling.CURVES.get(self.name)
         return self.own.curves if published is None else (*self.own.curves, published)
 
-    def _unguided(self, request: ResolvedRequest) -> Schedule:
+    def _unguided_schedule(self, request: ResolvedRequest) -> Schedule:
         by_steps, by_sigmas = SOLVERS[request.solver]
         first = self.first_step(request)
         if request.sigmas is None:
@@ -199,10 +208,10 @@ class WanSpec(ModelSpec):
         return by_sigmas(request.sigmas, first)
 
     def _high_noise_steps(self, request: ResolvedRequest) -> int:
-        """How many steps come before the boundary; all with one expert."""
+        """Return the number of steps before the boundary; with one expert, that of all steps."""
         if self.boundary_ratio is None:
             return request.steps
         if request.switch_step is not None:
             return request.switch_step
-        timesteps = self._unguided(request).timesteps
+        timesteps = self._unguided_schedule(request).timesteps
         return int((timesteps >= self.boundary_ratio * TRAIN_TIMESTEPS).sum())

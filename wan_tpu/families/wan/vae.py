@@ -1,8 +1,8 @@
-"""Wan's VAE on strips of a picture: what diffusers' AutoencoderKLWan computes, with kernels made for it.
+"""Wan's VAE on strips of a picture: the arithmetic of diffusers' AutoencoderKLWan, with kernels made for it.
 
-The module gives the structure, the parameters' names and their values; the arithmetic is here. Its three elementwise
-passes before and after every convolution are parts of the convolution (`wan_tpu_kernels.vae.causal_conv`), resampling
-is folded into convolutions at the lower resolution.
+diffusers' module has the structure, the parameters' names and their values; the arithmetic is here. Its three
+elementwise passes before and after every convolution are parts of the convolution (`causal_conv`), and resampling is
+folded into convolutions at the lower resolution.
 
 Shapes: T frames, X columns and Y rows of a device's strip, C channels, O channels out, N tokens.
 """
@@ -20,26 +20,23 @@ from diffusers.models.autoencoders import autoencoder_kl_wan as wan
 from wan_tpu.families.shared.causal_vae import History
 from wan_tpu.families.shared.convolutions import (
     convolve,
-    doubled,
+    downsample,
     downsampling_taps,
-    halved,
     pointwise,
     taps_first,
+    upsample,
     upsampling_taps,
 )
 from wan_tpu.ops.halo import Cut
 from wan_tpu.runtime.bridge import to_jax
 from wan_tpu_kernels.vae.causal_conv import zero_outside
 
-# Rows of queries of the middle block whose scores are formed at once (one column of a strip has 45 to 160): with the
-# 14,400 keys of a frame of 1280x720, 180 queries' float32 scores are 10 MB, which stay in VMEM.
+# Queries of the middle block whose scores are formed at once (a column of a strip has 45 to 160): with the 14,400 keys
+# of a frame of 1280x720, 180 queries' float32 scores are 10 MB, which stay in VMEM.
 QUERIES = 180
 
 
-# ---- weights: laid out once, as they are read
-
-
-# The first pattern that matches a weight's whole name decides.
+# How each weight is laid out when it is read; the first pattern that matches its whole name decides.
 CHANGES: tuple[tuple[str, Callable[[np.ndarray], np.ndarray]], ...] = (
     (r"decoder\..*resample\.1\.weight", upsampling_taps),
     (r"encoder\..*resample\.1\.weight", downsampling_taps),
@@ -47,7 +44,7 @@ CHANGES: tuple[tuple[str, Callable[[np.ndarray], np.ndarray]], ...] = (
 )
 
 
-# ---- the two halves
+# ---- The two halves.
 
 
 def encoder(module: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
@@ -115,13 +112,13 @@ def _conv(
     norm_after: Any = None,
     residual: jax.Array | None = None,
 ) -> jax.Array:
-    """WanCausalConv3d of 3x3x3 taps, with RMS norm and SiLU before and after it, plus a residual."""
+    """Apply a WanCausalConv3d of 3x3x3 taps, with RMS norm and SiLU before and after it, plus a residual."""
     past = history.past(x)
     weight = to_jax(conv.weight)
     return convolve(
         cut,
         x,
-        weight if past is not None else weight[-1:],  # zeros before the first frame need no taps
+        weight if past is not None else weight[-1:],  # Zeros before the first frame need no taps.
         to_jax(conv.bias),
         past=past,
         norm=None if norm is None else _gamma(norm),
@@ -131,23 +128,23 @@ def _conv(
     )
 
 
-# ---- twice and half the size
+# ---- Resampling.
 
 
 def _upsample(block: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
-    """WanResample: twice the columns and rows, and in "upsample3d" of the frames but the very first."""
+    """Apply a WanResample that doubles columns and rows, and in "upsample3d" all frames but the very first."""
     if block.mode == "upsample3d":
         past = history.past(jnp.zeros_like(x) if history.first else x)
         if past is not None:
             conv = block.time_conv
             both = convolve(cut, x, to_jax(conv.weight), to_jax(conv.bias), past=past)
             x = jnp.stack(jnp.split(both, 2, axis=-1), axis=1).reshape(-1, *x.shape[1:])
-    return doubled(block.resample[1], cut, x)
+    return upsample(block.resample[1], cut, x)
 
 
 def _downsample(block: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
-    """WanResample: half the columns and rows, and in "downsample3d" of the frames but the very first."""
-    x = halved(block.resample[1], cut, x)
+    """Apply a WanResample that halves columns and rows, and in "downsample3d" all frames but the very first."""
+    x = downsample(block.resample[1], cut, x)
     if block.mode == "downsample3d":
         past = history.past(x)
         if past is not None:
@@ -157,7 +154,7 @@ def _downsample(block: Any, cut: Cut, x: jax.Array, history: History) -> jax.Arr
 
 
 def _average(shortcut: Any, x: jax.Array) -> jax.Array:
-    """AvgDown3D: the mean of groups of the channels that all pixels of a block have together."""
+    """Apply an AvgDown3D: average groups of the channels of all pixels of a block together."""
     time, space = shortcut.factor_t, shortcut.factor_s
     x = jnp.pad(x, ((-x.shape[0] % time, 0), (0, 0), (0, 0), (0, 0)))
     frames, columns, rows, channels = x.shape
@@ -167,7 +164,7 @@ def _average(shortcut: Any, x: jax.Array) -> jax.Array:
 
 
 def _repeat(shortcut: Any, x: jax.Array, *, first: bool) -> jax.Array:
-    """DupUp3D: channels, each repeated, become the pixels of a block; the first chunk keeps its one frame."""
+    """Apply a DupUp3D: repeated channels become the pixels of a block; the first chunk keeps its one frame."""
     time, space = shortcut.factor_t, shortcut.factor_s
     frames, columns, rows, _ = x.shape
     repeated = x.repeat(shortcut.repeats, axis=-1).reshape(frames, columns, rows, -1, time, space, space)
@@ -176,11 +173,11 @@ def _repeat(shortcut: Any, x: jax.Array, *, first: bool) -> jax.Array:
     return out[time - 1 :] if first else out
 
 
-# ---- attention in the middle
+# ---- Attention in the middle.
 
 
 def _attention_block(block: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
-    """WanAttentionBlock: each pixel of x [T, X, Y, C] attends to all of its frame, on all devices."""
+    """Apply a WanAttentionBlock: each pixel of x [T, X, Y, C] attends to all of its frame, on all devices."""
     wide = x.astype(jnp.float32)
     norm = jnp.sqrt(jnp.maximum((wide * wide).sum(-1, keepdims=True), 1e-24))
     normed = (wide / norm * math.sqrt(x.shape[-1]) * _gamma(block.norm)).astype(x.dtype)
@@ -190,9 +187,14 @@ def _attention_block(block: Any, cut: Cut, x: jax.Array, history: History) -> ja
 
 
 def _attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Attention of one head with scale 1/sqrt(C), some columns of queries at a time.
+    """Compute attention of one head with scale 1/sqrt(C), some columns of queries at a time.
 
-    query [X, Y, C] of one device; key and value [W, H, C] of the whole picture -> like query
+    Args:
+        query: [X, Y, C], of one device.
+        key, value: [W, H, C], of the whole picture.
+
+    Returns:
+        [X, Y, C].
     """
     keys, values = key.reshape(-1, key.shape[-1]), value.reshape(-1, value.shape[-1])
     scale = query.shape[-1] ** -0.5
@@ -220,7 +222,7 @@ _DOWN: dict[type, Callable[[Any, Cut, jax.Array, History], jax.Array]] = {
 
 
 def patchify(x: jax.Array, size: int) -> jax.Array:
-    """Make channels of squares of pixels: [B, C, T, H, W] -> [B, C size size, T, H/size, W/size]."""
+    """Turn squares of pixels into channels: [B, C, T, H, W] becomes [B, C size size, T, H/size, W/size]."""
     batch, channels, frames, height, width = x.shape
     squares = x.reshape(batch, channels, frames, height // size, size, width // size, size)
     return squares.transpose(0, 1, 6, 4, 2, 3, 5).reshape(batch, -1, frames, height // size, width // size)
