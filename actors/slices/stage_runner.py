@@ -189,7 +189,7 @@ class StageRunner:
                             expert, kind = operation.expert, _step_kind(plan, operation.expert)
                             [before_s] = (await self._slice.call("begin", host_key, like=kind)).value
                         compile_s, done = (await self._slice.call("step", host_key, like=kind)).value
-                        spans = self._compute_spans(key, expert.stage, start, before_s + compile_s, done)
+                        spans = self._make_spans(key, expert.stage, start, before_s + compile_s, done)
                     machine = machine.at_step(done)
                     left = machine.steps_left_on(stages)
                     for span in spans:
@@ -286,11 +286,9 @@ class StageRunner:
             with self._list_work(request.key, stage):
                 start = Start()
                 (compile_s, warnings), ref = await self._slice.call(method, *args, like=shape)
-                return self._compute_spans(request.key, stage, start, compile_s), tuple(warnings), ref
+                return self._make_spans(request.key, stage, start, compile_s), tuple(warnings), ref
 
-    def _compute_spans(
-        self, key: str, stage: str, start: Start, compile_s: float, step: int | None = None
-    ) -> list[Span]:
+    def _make_spans(self, key: str, stage: str, start: Start, compile_s: float, step: int | None = None) -> list[Span]:
         """Return the spans of a call of the slice since `start`: compiling, and computing."""
         return split_compute(self._span(key, stage, "compute", start, step=step), compile_s)
 
