@@ -19,6 +19,9 @@ from wan_tpu.families import published
 SMALL = ROOT / "examples" / "small-wan2.2-i2v"
 
 
+HOSTS = ["hosts", "/proc/x", "--layout", "four-pools", "--image", "i", "--project", "p", "--zone", "z"]
+
+
 @pytest.mark.parametrize(
     ("argv", "hint"),
     [
@@ -59,7 +62,7 @@ PLAN = ["plan", "--model", "wan2.1-t2v-1.3b", "--slice", "v6e-4"]
         ([*PLAN, "--videos_a_day", "5", "--prices", "/proc/x.yaml"], "/proc/x.yaml can't be read (No such"),
         ([*PLAN, "--slice", "v6e-3"], "there is no v6e-3; nearest: v6e-4"),
         (
-            ["hosts", "/proc/x", "--layout", "four-pools", "--image", "i", "--project", "p", "--zone", "z"],
+            [*HOSTS, "--account", "a@b"],
             "/proc/x (No",
         ),
     ],

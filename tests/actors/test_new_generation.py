@@ -112,7 +112,7 @@ def test_its_kubernetes_objects_are_written(layout, capsys):
 
 
 def test_its_tpu_vm_scripts_are_written(layout, tmp_path):
-    where = ["--layout", layout, "--image", "i", "--project", "p", "--zone", "z"]
+    where = ["--layout", layout, "--image", "i", "--project", "p", "--zone", "z", "--account", "a@b"]
     assert main(["hosts", str(tmp_path / "hosts"), *where]) == 0
     created = (tmp_path / "hosts" / "create.sh").read_text()
     assert "--accelerator-type v99-32 --runtime-version v2-alpha-tpuv99 " in created
