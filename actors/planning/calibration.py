@@ -79,10 +79,10 @@ class Calibration:
         published = vars(described) | vars(described.hardware)
         lines = [f"measured ({self.source}):"]
         for name, value in self.figures.items():
-            about, unit, scale = FIGURES[name]
+            subject, unit, scale = FIGURES[name]
             before = f"{published[name] / scale:.4g}" if published[name] else "nothing"
-            lines.append(f"  {about}: {value / scale:.4g} {unit} in place of {before}")
-        kept = [about for name, (about, _, _) in FIGURES.items() if name not in self.figures and published[name]]
+            lines.append(f"  {subject}: {value / scale:.4g} {unit} in place of {before}")
+        kept = [subject for name, (subject, _, _) in FIGURES.items() if name not in self.figures and published[name]]
         if kept:
             lines.append(f"  as published: {', '.join(kept)}")
         return "\n".join(lines)

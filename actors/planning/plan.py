@@ -101,7 +101,7 @@ def _planner(args: argparse.Namespace, kind: SliceSpec) -> "Planner":
 
 def _request(args: argparse.Namespace) -> ResolvedRequest:
     height, width = (None, None) if args.size is None else read_size("--size", args.size)
-    given = GenerationRequest(
+    request = GenerationRequest(
         height=height,
         width=width,
         frames=args.frames,
@@ -111,7 +111,7 @@ def _request(args: argparse.Namespace) -> ResolvedRequest:
         cache=args.cache,
     )
     spec = preset_spec(args.model)
-    return spec.plan(given, image="t2v" not in spec.tasks, last=spec.last_images == "required").request
+    return spec.plan(request, image="t2v" not in spec.tasks, last=spec.last_images == "required").request
 
 
 # ---- dollars
@@ -131,14 +131,16 @@ def _money(args: argparse.Namespace) -> None:
     seconds, fits = _measure_stages(args, layout)
     if layout is not None:
         asked = None if args.videos_a_day is None else args.videos_a_day / 24
-        found = [capacity.estimate(layout, seconds, terms, asked)]
+        estimates = [capacity.estimate(layout, seconds, terms, asked)]
     else:
         experts = [expert.stage for expert in spec.experts(request)]
-        found = capacity.recommended(seconds, spec.stages, experts, terms, args.videos_a_day, args.within, fits=fits)
+        estimates = capacity.recommended(
+            seconds, spec.stages, experts, terms, args.videos_a_day, args.within, fits=fits
+        )
     if args.plot:
-        _draw(found, args.plot)
+        _draw(estimates, args.plot)
     if args.json:
-        print(json.dumps([_as_json(one) | {"calibrated": measured} for one in found]))
+        print(json.dumps([_as_json(estimate) | {"calibrated": measured} for estimate in estimates]))
         return
     size = f"{request.width}x{request.height}, {request.frames} frames, {request.steps} steps"
     where = terms.region or "the cheapest region"
@@ -149,10 +151,10 @@ def _money(args: argparse.Namespace) -> None:
     )
     if measured:
         print(f"{measured}\n")
-    print(_table(found[:SHOWN]))
-    print(f"\n{_described(found[0])}")
+    print(_table(estimates[:SHOWN]))
+    print(f"\n{_described(estimates[0])}")
     if layout is None:
-        print(f"\n# the cheapest, as a layout\n{found[0].text}", end="")
+        print(f"\n# the cheapest, as a layout\n{estimates[0].text}", end="")
 
 
 def _measure_stages(args: argparse.Namespace, layout: Layout | None) -> tuple[StageSeconds, Fits]:
@@ -169,9 +171,9 @@ def _measure_stages(args: argparse.Namespace, layout: Layout | None) -> tuple[St
     else:
         wanted = [(pool.slice, pool.mesh, pool.stages) for pool in layout.pools]
     for kind, mesh, stages in wanted:
-        made = _planner(args, kind).plan(mesh, stages=stages)
+        slice_plan = _planner(args, kind).plan(mesh, stages=stages)
         experts = [expert for expert in spec.experts(request) if expert.stage in stages]
-        needs.setdefault(kind.name, {}).update(made.needs(experts))
+        needs.setdefault(kind.name, {}).update(slice_plan.needs(experts))
         missing = [stage for stage in stages if stage not in needs[kind.name]]
         if layout is not None and missing:
             raise InvalidInput(f"{', '.join(missing)} can't be compiled for a {kind}: wan-tpu plan --slice {kind}")
@@ -179,42 +181,48 @@ def _measure_stages(args: argparse.Namespace, layout: Layout | None) -> tuple[St
     def fits(kind: SliceSpec, stages: Sequence[str]) -> bool:
         return memory.fits([needs[kind.name][stage].memory for stage in stages], kind.chip.device_bytes)
 
-    return {kind: {stage: need.seconds for stage, need in found.items()} for kind, found in needs.items()}, fits
+    return {
+        kind: {stage: need.seconds for stage, need in stage_needs.items()} for kind, stage_needs in needs.items()
+    }, fits
 
 
-def _table(found: Sequence[Estimate]) -> str:
+def _table(estimates: Sequence[Estimate]) -> str:
     lines = [f"{'':<34}{'chips':>6}{'videos/h':>10}{'to a video':>12}{'$ an hour':>11}{'$ a video':>11}"]
-    for one in found:
-        figures = f"{one.videos_an_hour:>10.1f}{one.to_a_video_s:>10.0f} s{one.dollars_an_hour:>11.2f}"
-        lines.append(f"{one.name[-34:]:<34}{one.chips:>6}{figures}{one.dollars_a_video:>11.3f}")
+    for estimate in estimates:
+        figures = f"{estimate.videos_an_hour:>10.1f}{estimate.to_a_video_s:>10.0f} s{estimate.dollars_an_hour:>11.2f}"
+        lines.append(f"{estimate.name[-34:]:<34}{estimate.chips:>6}{figures}{estimate.dollars_a_video:>11.3f}")
     return "\n".join(lines)
 
 
-def _described(one: Estimate) -> str:
-    lines = [f"{one.name}\n{'pool':<16}{'slice':<8}{'replicas':>9}{'s a video':>11}{'busy':>7}{'waits, s':>10}"]
-    for load in one.pools:
+def _described(estimate: Estimate) -> str:
+    lines = [f"{estimate.name}\n{'pool':<16}{'slice':<8}{'replicas':>9}{'s a video':>11}{'busy':>7}{'waits, s':>10}"]
+    for load in estimate.pools:
         start = f"{load.pool.name:<16}{load.pool.slice.name:<8}{load.replicas:>9}{load.seconds:>11.2f}"
         lines.append(f"{start}{load.busy:>7.0%}{load.wait_s:>10.1f}")
     return "\n".join(lines)
 
 
-def _as_json(one: Estimate) -> dict[str, Any]:
+def _as_json(estimate: Estimate) -> dict[str, Any]:
     pools = [
         vars(load) | {"pool": load.pool.name, "stages": load.pool.stages, "slice": load.pool.slice.name}
-        for load in one.pools
+        for load in estimate.pools
     ]
-    return vars(one) | {"chips": one.chips, "text": one.text, "pools": pools}
+    return vars(estimate) | {"chips": estimate.chips, "text": estimate.text, "pools": pools}
 
 
-def _draw(found: Sequence[Estimate], path: Path) -> None:
+def _draw(estimates: Sequence[Estimate], path: Path) -> None:
     """Draw dollars a video over seconds to one, a point a layout; the first is the cheapest."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.5, 5), layout="constrained")
     axes = figure.subplots()
-    for number, one in enumerate(found[:SHOWN]):
-        axes.scatter(one.to_a_video_s, one.dollars_a_video, s=40, color="#c0392b" if number == 0 else "#4878a8")
-        axes.annotate(f"{one.name}, {one.chips} chips", (one.to_a_video_s, one.dollars_a_video), fontsize=8)
+    for number, estimate in enumerate(estimates[:SHOWN]):
+        axes.scatter(
+            estimate.to_a_video_s, estimate.dollars_a_video, s=40, color="#c0392b" if number == 0 else "#4878a8"
+        )
+        axes.annotate(
+            f"{estimate.name}, {estimate.chips} chips", (estimate.to_a_video_s, estimate.dollars_a_video), fontsize=8
+        )
     axes.scatter([], [], s=40, color="#c0392b", label="cheapest")
     axes.scatter([], [], s=40, color="#4878a8", label="other layouts that meet the demand")
     axes.legend(fontsize=8, frameon=False)
@@ -247,10 +255,10 @@ def _progress():  # type: ignore[no-untyped-def]
 
 def _duration(text: str) -> float:
     """Return seconds of "90s", "10m", "2h"."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smh])", text)
-    if found is None or float(found[1]) == 0:
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smh])", text)
+    if match is None or float(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no duration; write 90s, 10m or 2h")
-    return float(found[1]) * _SECONDS[found[2]]
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 def _positive(text: str) -> float:

@@ -52,10 +52,10 @@ def conv_table(described: DescribedSlice, folder: Path) -> Iterator[ConvRow]:
     prices = KernelPrices(folder, hardware, described.cores, count_alone)
     for sizes in LEVELS:
         run, shapes = causal(*sizes)
-        given = [jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=whole) for shape in shapes]
+        arguments = [jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=whole) for shape in shapes]
         start = time.process_time()
         with jax.set_mesh(mesh):  # the kernel's own code sees the described chip
-            text = jax.jit(run).lower(*given).compile().as_text() or ""
+            text = jax.jit(run).lower(*arguments).compile().as_text() or ""
         compile_cpu_s = time.process_time() - start
         cost = analyse(text, hardware, interconnect_of(described, mesh), kernel_cycles=prices)
         [item] = [item for item in cost.items if item.kernel is not None]

@@ -118,10 +118,10 @@ def step(checkout: Path, mesh: Mesh, setting: Setting) -> tuple[Callable[..., An
 def flags(checkout: Path) -> dict[str, Any]:
     """Return libtpu's flags of that repository's own script for fast inference, as JAX's compiler options."""
     script = checkout / "end_to_end" / "tpu" / "run_wan_fast_inference.sh"
-    given = re.search(r'^export LIBTPU_INIT_ARGS="(--[^"]*)"$', script.read_text(), re.MULTILINE)
-    if given is None:
+    match = re.search(r'^export LIBTPU_INIT_ARGS="(--[^"]*)"$', script.read_text(), re.MULTILINE)
+    if match is None:
         raise ValueError(f"no flags of libtpu in {script}")
-    pairs = dict(argument.removeprefix("--").split("=") for argument in given[1].split()) | ON_TENSOR_CORE
+    pairs = dict(argument.removeprefix("--").split("=") for argument in match[1].split()) | ON_TENSOR_CORE
     return {name: value == "true" if value in ("true", "false") else value for name, value in pairs.items()}
 
 

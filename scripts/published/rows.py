@@ -189,14 +189,16 @@ def maxdiffusion_rows(checkout: Path) -> Iterator[Row]:
     of_image = Setting("ulysses", splash, channels=36, config="base_wan_i2v_27b.yml")
 
     all_fixed = "every head takes the fixed shift, which depends on the data"
-    for what, measured, cost, differs in (
+    for variant, measured, cost, differs in (
         ("fixed shift", (0.02115, 2.633), fixed, (all_fixed,)),
         ("online", (0.02265, 2.733), online, ()),
     ):
         hop, step = measured
         source = f"{PEER}#452"
-        yield Row(f"a hop of ring attention, {what}", "v7x-4", (hop, hop), source, ring_hop(cost), differs)
-        yield Row(f"{A14B.format('')}, ring 2 x Ulysses 2, {what}", "v7x-4", (step, step), source, total(cost), differs)
+        yield Row(f"a hop of ring attention, {variant}", "v7x-4", (hop, hop), source, ring_hop(cost), differs)
+        yield Row(
+            f"{A14B.format('')}, ring 2 x Ulysses 2, {variant}", "v7x-4", (step, step), source, total(cost), differs
+        )
     yield Row(
         f"{A14B.format('')}, Ulysses, fixed shift", "v6e-8", (3.41, 3.45), f"{PEER}#479", total(pure),
         (all_fixed, f"{PEER} 7cfb8801, older than that pull request", "tiles and flags are those published for v7x"),

@@ -83,11 +83,11 @@ def step(
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     params = {name: _abstract(tensor, _spec(name, shardings), mesh) for name, tensor in named.items()}
 
-    def run(params: dict[str, jax.Array], given: dict[str, jax.Array]) -> Any:
+    def run(params: dict[str, jax.Array], arguments: dict[str, jax.Array]) -> Any:
         bridge.torchax.default_env().override_op_definition(
             torch.nn.functional.scaled_dot_product_attention, functools.partial(_sharded, mesh, attention)
         )
-        return bridge.call(module, params, lambda model, given: (forward or plain)(model, **given), given)
+        return bridge.call(module, params, lambda model, arguments: (forward or plain)(model, **arguments), arguments)
 
     return run, (params, dict(inputs))
 
@@ -123,10 +123,10 @@ def exp2_splash(checkout: Path, tile: tuple[int, int, int] = TILE) -> Kernel:
 
     256 keys are taken at once within a part.
     """
-    found = importlib.util.spec_from_file_location("exp2", checkout / "tpu/CogVideoX/custom_splash_attention.py")
-    assert found is not None and found.loader is not None
-    kernel = importlib.util.module_from_spec(found)
-    found.loader.exec_module(kernel)
+    module_spec = importlib.util.spec_from_file_location("exp2", checkout / "tpu/CogVideoX/custom_splash_attention.py")
+    assert module_spec is not None and module_spec.loader is not None
+    kernel = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(kernel)
     if not hasattr(kernel.pltpu, "repeat"):  # JAX has dropped it since
         kernel.pltpu.repeat = lambda x, times, axis: jnp.concatenate([x] * times, axis)
 

@@ -65,11 +65,11 @@ LOOP += CYCLES.format(50) + ', metadata={op_name="jit(step)/dot"}\n}\n'
 
 
 def test_a_loop_costs_its_body_times_its_trips():
-    found = cost(LOOP)
+    loop_cost = cost(LOOP)
     part = 4 * 128 * 4 + 4  # bytes: the slice and its index are read, what it makes stays in VMEM
-    assert found.by_category()["copies"].estimate == 4 * 7
-    assert found.by_category()["copies"].floor == 4 * part
-    assert found.loops() == [("body", 4.0)]
+    assert loop_cost.by_category()["copies"].estimate == 4 * 7
+    assert loop_cost.by_category()["copies"].floor == 4 * part
+    assert loop_cost.loops() == [("body", 4.0)]
 
 
 def test_a_slice_of_a_stack_that_is_read_as_other_tiles_is_a_slice():
@@ -96,11 +96,11 @@ def test_a_slice_of_a_stack_that_is_read_as_other_tiles_is_a_slice():
 
 
 def test_matrix_products_keep_their_estimate_at_the_floor_and_count_their_operations():
-    found = cost(LOOP)
-    assert (found.by_category()["matmul"].estimate, found.by_category()["matmul"].floor) == (50, 50)
-    assert found.matmul_flops == 2 * 16 * 128 * 256
-    assert found.total.estimate == 50 + 4 * 7
-    [top] = found.top(1, where="main")
+    loop_cost = cost(LOOP)
+    assert (loop_cost.by_category()["matmul"].estimate, loop_cost.by_category()["matmul"].floor) == (50, 50)
+    assert loop_cost.matmul_flops == 2 * 16 * 128 * 256
+    assert loop_cost.total.estimate == 50 + 4 * 7
+    [top] = loop_cost.top(1, where="main")
     assert (top.name, top.op_name, top.shape) == ("product", "jit(step)/dot", "bf16[16,256]")
     assert top.hbm_bytes == 2 * (16 * 128 + 128 * 256 + 16 * 256)
 
@@ -144,17 +144,17 @@ ENTRY %main (x: f32[128]) -> f32[128] {{
 
 
 def test_only_what_no_work_hides_is_exposed():
-    found = {item.name: item for item in cost(OVERLAP).items}
+    items = {item.name: item for item in cost(OVERLAP).items}
     # Two devices, one link: half of the 1,024 gathered bytes comes in, over a ring of two halves, in one direction.
-    assert found["gathered"].seconds.estimate == 512 - 200
-    assert found["gathered"].hidden_s.estimate == 200
-    assert found["gathered"].seconds.floor == 0  # the addition reads 512 bytes: exactly as long
-    assert found["reduced"].seconds.estimate == 512
-    assert found["fetched"].seconds.floor == 512
-    assert found["looked"].seconds.floor == 512  # what a SparseCore looks up, from the update on
-    assert found["fetched"].category == "copies"
+    assert items["gathered"].seconds.estimate == 512 - 200
+    assert items["gathered"].hidden_s.estimate == 200
+    assert items["gathered"].seconds.floor == 0  # the addition reads 512 bytes: exactly as long
+    assert items["reduced"].seconds.estimate == 512
+    assert items["fetched"].seconds.floor == 512
+    assert items["looked"].seconds.floor == 512  # what a SparseCore looks up, from the update on
+    assert items["fetched"].category == "copies"
     whole_numbers = {item.name: item for item in cost(OVERLAP.replace("f32[", "s32[")).items}
-    assert whole_numbers["gathered"].seconds == found["gathered"].seconds
+    assert whole_numbers["gathered"].seconds == items["gathered"].seconds
 
 
 CARRIED = f"""
@@ -196,16 +196,16 @@ CARRIED = f"""
 
 
 def test_fusions_that_carry_a_collective_hide_it():
-    found = {item.name: item for item in cost(CARRIED).items}
-    assert {name: item.category for name, item in found.items()} == {
+    items = {item.name: item for item in cost(CARRIED).items}
+    assert {name: item.category for name, item in items.items()} == {
         "waves": "vector",
         "async-collective-done": "collectives",
     }
     moved = {item.name: item.category for item in cost(CARRIED.replace("sine(", "copy(")).items}
     assert moved["waves"] == "copies"
-    assert found["waves"].seconds.estimate == 200
-    assert found["waves"].seconds.floor == 2 * 32 * 4  # its own, not what is gathered
-    assert found["async-collective-done"].seconds.estimate == 512 - 200
+    assert items["waves"].seconds.estimate == 200
+    assert items["waves"].seconds.floor == 2 * 32 * 4  # its own, not what is gathered
+    assert items["async-collective-done"].seconds.estimate == 512 - 200
 
 
 TWO_CORES_A_CHIP = """
@@ -223,8 +223,8 @@ ENTRY %main (x: f32[128]) -> f32[128] {
 
 def test_transfers_wait_for_those_on_their_own_links_alone():
     links = Interconnect(((0, 0, 0, 0), (0, 0, 0, 1), (1, 0, 0, 0)), 1.0, 4.0)  # four times as fast within a chip
-    found = {item.name: item.seconds.floor for item in cost(TWO_CORES_A_CHIP, links).items}
-    assert found == {"near.done": 128, "far.done": 512 - 128, "farther.done": 512}
+    seconds = {item.name: item.seconds.floor for item in cost(TWO_CORES_A_CHIP, links).items}
+    assert seconds == {"near.done": 128, "far.done": 512 - 128, "farther.done": 512}
 
 
 def copy(x, y):
@@ -277,16 +277,16 @@ ENTRY %main (x: f32[16,384]) -> f32[16,384] {
   ROOT %looping.1 = f32[16,384]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", backend_config=CONFIG
 }
 """
-    found = {}
+    calls = {}
     for kernel in (copy, looping, alternating):
         [item] = cost(text.replace("CONFIG", kernel_config(kernel)), kernel_cycles=lambda call: 0.0).items
-        found[kernel] = item.kernel
-    assert (found[copy].macs, found[copy].repeats) == (0, 1)
-    assert (found[looping].macs, found[looping].repeats) == (5 * 8 * 128 * 8, 5)
-    assert (found[alternating].macs, found[alternating].busy) == (4 * 8 * 128 * 8, (4 + 1 + 4 + 1) / (3 * 4))
-    assert found[looping].busy == found[copy].busy == 1
-    assert found[copy].steps_a_core(2) == 6  # neither axis is parallel
-    assert found[copy].digest != found[looping].digest
+        calls[kernel] = item.kernel
+    assert (calls[copy].macs, calls[copy].repeats) == (0, 1)
+    assert (calls[looping].macs, calls[looping].repeats) == (5 * 8 * 128 * 8, 5)
+    assert (calls[alternating].macs, calls[alternating].busy) == (4 * 8 * 128 * 8, (4 + 1 + 4 + 1) / (3 * 4))
+    assert calls[looping].busy == calls[copy].busy == 1
+    assert calls[copy].steps_a_core(2) == 6  # neither axis is parallel
+    assert calls[copy].digest != calls[looping].digest
 
 
 def branches(inner: str) -> str:
@@ -329,8 +329,8 @@ BUNDLES = {"fast_kernel": 10_000, "slow_kernel": 100_000}  # more cycles than th
     ],
 )
 def test_the_preferred_branch_is_followed(inner, prefer, seconds):
-    found = cost(branches(inner), prefer=prefer, kernel_cycles=lambda call: BUNDLES[call.name] * call.steps)
-    assert found.total.estimate == seconds
+    program_cost = cost(branches(inner), prefer=prefer, kernel_cycles=lambda call: BUNDLES[call.name] * call.steps)
+    assert program_cost.total.estimate == seconds
 
 
 @pytest.mark.parametrize(("prefer", "seconds"), [(("fast",), 0.0), (("slow",), 600_000.0), ((), 0.0)])
@@ -358,8 +358,8 @@ ENTRY %main (p: pred[], x: f32[16,384]) -> (pred[], f32[16,384]) {{
   ROOT %repeat = (pred[], f32[16,384]{{1,0}}) while(%state), condition=%is_wrong, body=%again
 }}
 """
-    found = cost(text, prefer=prefer, kernel_cycles=lambda call: BUNDLES[call.name] * call.steps)
-    assert (found.total.estimate, found.unpriced) == (seconds, ())
+    program_cost = cost(text, prefer=prefer, kernel_cycles=lambda call: BUNDLES[call.name] * call.steps)
+    assert (program_cost.total.estimate, program_cost.unpriced) == (seconds, ())
 
 
 def test_a_kernel_takes_at_least_as_long_as_its_bytes():
@@ -368,9 +368,9 @@ def test_a_kernel_takes_at_least_as_long_as_its_bytes():
 
 
 def test_what_cannot_be_priced_is_said():
-    found = cost(branches("%fast, %slow"), prefer=("fast",))
-    assert found.unpriced == ("kernel fast_kernel, grid (2, 3)",)
-    assert "NOT COUNTED: kernel fast_kernel" in describe(found)
+    program_cost = cost(branches("%fast, %slow"), prefer=("fast",))
+    assert program_cost.unpriced == ("kernel fast_kernel, grid (2, 3)",)
+    assert "NOT COUNTED: kernel fast_kernel" in describe(program_cost)
     unknown = LOOP.replace("%start = s32[] constant(2)", "%start = s32[] parameter(3)")
     assert cost(unknown).unpriced == ("loop loop of unknown length",)
 

@@ -126,8 +126,8 @@ def test_what_a_crash_left_half_written_is_compiled_again(tmp_path):
 
 
 def test_other_steps_and_guidance_compile_the_experts_programs_again_and_no_others(tmp_path):
-    def digest(program: str, **given: float) -> str:
-        asked = GenerationRequest(height=480, width=832, frames=81, **given)
+    def digest(program: str, **fields: float) -> str:
+        asked = GenerationRequest(height=480, width=832, frames=81, **fields)
         request = asked.resolve(preset_spec(MODEL).defaults)
         planner = Planner(MODEL, request, SLICE, dtype="bfloat16", cache=tmp_path, report=print)
         return planner.job(program, MeshShape(2, 1, 2)).digest
@@ -141,13 +141,13 @@ def test_other_steps_and_guidance_compile_the_experts_programs_again_and_no_othe
 def test_a_stage_takes_its_experts_share_and_what_is_refused_is_left_out(plan):
     keys = ProgramPlan(KEYS, 2, Compiled(5.0, 9.0, 2 * GIB, 3 * GIB), prediction(0.0), prediction(0.0))
     denoise = StagePlan("denoise", (keys, *plan.stages[0].programs), int(1e17), host_s=1.0)
-    found = dataclasses.replace(plan, stages=(denoise, plan.stages[1])).needs(
+    needs = dataclasses.replace(plan, stages=(denoise, plan.stages[1])).needs(
         [Expert("high", 0, 20, True), Expert("low", 20, 50, True)]
     )
-    assert list(found) == ["high", "low"]  # the decoder can't be compiled
+    assert list(needs) == ["high", "low"]  # the decoder can't be compiled
     seconds = 50 * 2.0 + 2 * 1.0 + 1.0  # of the host
-    assert [needed.seconds for needed in found.values()] == pytest.approx([seconds * 20 / 50, seconds * 30 / 50])
-    assert {needed.memory for needed in found.values()} == {
+    assert [needed.seconds for needed in needs.values()] == pytest.approx([seconds * 20 / 50, seconds * 30 / 50])
+    assert {needed.memory for needed in needs.values()} == {
         (2 * GIB + GIB // 2, 3 * GIB)
     }  # Code stays on the device, as weights do.
 

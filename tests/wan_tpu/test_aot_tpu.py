@@ -58,11 +58,11 @@ def mesh(v6e_4):
 )
 def test_kinds_of_slices_are_known_to_the_compiler(name, devices):
     kind = SliceSpec(name)
-    found = described(kind).devices()
-    assert len(found) == devices == kind.devices
-    assert len({device.process_index for device in found}) == kind.hosts
-    assert found[0].device_kind == kind.chip.jax_kind
-    assert jnp.dtype(type_of_8_bits(found[0])).name == kind.chip.matrix_8_bits
+    described_devices = described(kind).devices()
+    assert len(described_devices) == devices == kind.devices
+    assert len({device.process_index for device in described_devices}) == kind.hosts
+    assert described_devices[0].device_kind == kind.chip.jax_kind
+    assert jnp.dtype(type_of_8_bits(described_devices[0])).name == kind.chip.matrix_8_bits
 
 
 def test_an_unknown_topology_is_refused(v6e_4):
@@ -144,15 +144,15 @@ def test_a_kernel_in_a_program_is_counted_alone(mesh, v6e_4, tmp_path):
         block = pl.BlockSpec((rows, 512), lambda i: (i, 0))
         shape = jax.ShapeDtypeStruct((1024, 512), jnp.float32)
         run = pl.pallas_call(add_one, shape, grid=(1024 // rows,), in_specs=[block], out_specs=block, name="add_one")
-        one = Mesh(mesh.devices[:1], ("tp",))
-        given = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(one, P()))
-        return Program(lambda x: run(x) * 2, one, exact=False).compile(given).as_text(), one
+        device_mesh = Mesh(mesh.devices[:1], ("tp",))
+        argument = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(device_mesh, P()))
+        return Program(lambda x: run(x) * 2, device_mesh, exact=False).compile(argument).as_text(), device_mesh
 
     prices = KernelPrices(tmp_path, v6e_4.hardware, 1, count_alone)
     cycles = {}
     for rows in (128, 256):
-        text, one = program(rows)
-        cost = analyse(text, v6e_4.hardware, interconnect_of(v6e_4, one), kernel_cycles=prices)
+        text, device_mesh = program(rows)
+        cost = analyse(text, v6e_4.hardware, interconnect_of(v6e_4, device_mesh), kernel_cycles=prices)
         [item] = [item for item in cost.items if item.kernel is not None]
         assert (item.kernel.name, item.kernel.grid) == ("add_one", (1024 // rows,))
         cycles[rows] = prices.bundles(item.kernel).products
@@ -169,12 +169,12 @@ def test_products_that_wait_for_the_matrix_units_take_what_surrounds_them_too(tm
     of_peak = {}
     for name in ("v6e-4", "v7x-4"):
         where = described(SliceSpec(name))
-        one = Mesh(np.array(where.devices()[:1]), ("tp",))
-        whole = NamedSharding(one, P())
-        given = [jax.ShapeDtypeStruct(of.shape, of.dtype, sharding=whole) for of in (x, weight, bias)]
-        text = Program(linear, one, exact=False).compile(*given).as_text()
+        device_mesh = Mesh(np.array(where.devices()[:1]), ("tp",))
+        whole = NamedSharding(device_mesh, P())
+        arguments = [jax.ShapeDtypeStruct(of.shape, of.dtype, sharding=whole) for of in (x, weight, bias)]
+        text = Program(linear, device_mesh, exact=False).compile(*arguments).as_text()
         prices = KernelPrices(tmp_path, where.hardware, where.cores, count_alone)
-        cost = analyse(text, where.hardware, interconnect_of(where, one), kernel_cycles=prices)
+        cost = analyse(text, where.hardware, interconnect_of(where, device_mesh), kernel_cycles=prices)
         [kernel] = [item.kernel for item in cost.items if item.kernel is not None]
         cycles = prices(kernel)
         of_peak[name] = cycles / (2368 * 1280 * 1024 / (4 * 256 * 256))
@@ -185,15 +185,16 @@ def test_products_that_wait_for_the_matrix_units_take_what_surrounds_them_too(tm
 
 def test_what_does_not_fit_is_refused_and_by_how_much():
     where = described(SliceSpec("v6e-1"))
-    one = Mesh(np.array(where.devices()), ("tp",))
-    large = jax.ShapeDtypeStruct((5, 1024, 1024, 1024), jnp.float32, sharding=NamedSharding(one, P()))  # and its double
+    device_mesh = Mesh(np.array(where.devices()), ("tp",))
+    # The program needs it, and its double.
+    large = jax.ShapeDtypeStruct((5, 1024, 1024, 1024), jnp.float32, sharding=NamedSharding(device_mesh, P()))
     with pytest.raises(
         DoesNotFit, match=r"double of float32 \[5, 1024, 1024, 1024\] needs 40\.. GiB a device of 31\.2"
     ) as caught:
-        Program(lambda x: x * 2, one, exact=False, name="double").compile(large)
-    found = refusal(caught.value, seconds=(1.0, 1.0), weights=GIB)
-    assert 40 * GIB <= found.total_bytes < 41 * GIB
-    assert 8 * GIB <= found.over_bytes < 10 * GIB
+        Program(lambda x: x * 2, device_mesh, exact=False, name="double").compile(large)
+    compiled = refusal(caught.value, seconds=(1.0, 1.0), weights=GIB)
+    assert 40 * GIB <= compiled.total_bytes < 41 * GIB
+    assert 8 * GIB <= compiled.over_bytes < 10 * GIB
 
 
 @pytest.mark.long

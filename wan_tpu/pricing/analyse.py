@@ -200,8 +200,8 @@ class _Run:
             call = read_kernel_call(instruction, self.computation)
             # A kernel's copies run beside its instructions: the longer of the two.
             alone = max(walk.seconds_of_kernel(call), moving_s)
-            what = _kernel_category(call.name)
-            return self._add(instruction, what, Times(alone, alone), hbm_bytes=moved_in_all, kernel=call)
+            kernel_category = _kernel_category(call.name)
+            return self._add(instruction, kernel_category, Times(alone, alone), hbm_bytes=moved_in_all, kernel=call)
         flops = traffic.flops(instruction, self.computation, walk.module)
         if instruction.estimated_cycles == UNKNOWN:
             estimate = max(moving_s, flops / hardware.peak_flops)

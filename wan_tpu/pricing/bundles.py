@@ -153,7 +153,7 @@ def read_regions(text: str) -> tuple[list[Region], list[Bundle]]:
     Regions that begin together are named in any order; a few bundles of waits may begin one that doesn't end.
     """
     starts: dict[str, int] = {}
-    found: set[Region] = set()
+    regions: set[Region] = set()
     bundles = list(_bundles(text))
     head = _BUNDLE.split(text, maxsplit=1)[0]
     for index, part in enumerate([head, *(bundle.text for bundle in bundles)]):
@@ -161,8 +161,8 @@ def read_regions(text: str) -> tuple[list[Region], list[Bundle]]:
             if event == "Start":
                 starts[number] = index
             elif number in starts:
-                found.add(Region(starts.pop(number), index))
-    some = (region for region in found if region.bundles)
+                regions.add(Region(starts.pop(number), index))
+    some = (region for region in regions if region.bundles)
     return sorted(some, key=lambda region: (region.start, -region.end)), bundles
 
 
@@ -174,14 +174,14 @@ def read_loops(text: str) -> dict[tuple[int, ...], Body]:
     trips = {
         name: int(n) for name, n in re.findall(r"scmp\.ge\.s32\S* (?:\(%\w+\), )?%(s\w+), (\d+) /\* loop exit", text)
     }
-    found: dict[tuple[int, ...], list[Bundle]] = {}
+    bodies: dict[tuple[int, ...], list[Bundle]] = {}
     around: list[int] = []
     for bundle in _bundles(text):
         if bundle.label == "LB":
             counters = re.findall(r"= sphi [^;]*?%\w+, %(s\w+)", bundle.text)
             around = [*around[: bundle.depth - 1], next((trips[name] for name in counters if name in trips), 1)]
-        found.setdefault(tuple(around[: bundle.depth]), []).append(bundle)
-    return {trips: _body(bundles) for trips, bundles in found.items()}
+        bodies.setdefault(tuple(around[: bundle.depth]), []).append(bundle)
+    return {trips: _body(bundles) for trips, bundles in bodies.items()}
 
 
 def _body(bundles: list[Bundle]) -> Body:
@@ -213,12 +213,12 @@ def hot_bundles(regions: list[Region], bundles: list[Bundle]) -> tuple[Body, int
 
 def _outside(region: Region, others: list[Region], bundles: list[Bundle]) -> list[Bundle]:
     """Return the bundles of a region that are in none of the others, which are ordered by their start."""
-    found: list[Bundle] = []
+    outside: list[Bundle] = []
     end = region.start
     for other in others:
-        found += bundles[end : max(end, other.start)]
+        outside += bundles[end : max(end, other.start)]
         end = max(end, other.end)
-    return found + bundles[end : region.end]
+    return outside + bundles[end : region.end]
 
 
 def slot_use(text: str) -> tuple[dict[str, float], int]:

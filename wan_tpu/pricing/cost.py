@@ -69,11 +69,11 @@ class Cost:
 
     def by_category(self, where: str | None = None) -> dict[str, Times]:
         """Return seconds by category; `where` keeps one computation, such as the body of the layers' loop."""
-        found = dict.fromkeys(CATEGORIES, ZERO)
+        seconds = dict.fromkeys(CATEGORIES, ZERO)
         for item in self.items:
             if where is None or item.where == where:
-                found[item.category] += item.seconds
-        return found
+                seconds[item.category] += item.seconds
+        return seconds
 
     @property
     def matmul_flops(self) -> float:

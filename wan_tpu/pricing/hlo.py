@@ -77,19 +77,19 @@ class Instruction:
     @functools.cached_property
     def estimated_cycles(self) -> int | None:
         """The compiler's estimate; None where it gives none (collectives, Pallas kernels, free operations)."""
-        found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
-        return int(found[1]) if found else None
+        match = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
+        return int(match[1]) if match else None
 
     @functools.cached_property
     def op_name(self) -> str:
         """Where in the traced Python program it comes from."""
-        found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return found[1] if found else ""
+        match = re.search(r'op_name="([^"]*)"', self.attributes)
+        return match[1] if match else ""
 
     def called(self, attribute: str) -> list[str]:
         """Return the computations that an attribute (calls, body, branch_computations...) names."""
-        found = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|%[\w.\-]+)", self.attributes)
-        return _NAME.findall(found[1]) if found else []
+        match = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|%[\w.\-]+)", self.attributes)
+        return _NAME.findall(match[1]) if match else []
 
     @property
     def stem(self) -> str:
@@ -125,8 +125,8 @@ class Computation:
 
     def parameters(self) -> list[Instruction]:
         """Return the parameters in order."""
-        found = [instruction for instruction in self.instructions if instruction.opcode == "parameter"]
-        return sorted(found, key=lambda instruction: int(instruction.argument))
+        parameters = [instruction for instruction in self.instructions if instruction.opcode == "parameter"]
+        return sorted(parameters, key=lambda instruction: int(instruction.argument))
 
 
 @dataclass(frozen=True)
@@ -200,8 +200,8 @@ def _instruction(line: str) -> Instruction:
 def _balanced(text: str) -> tuple[str, str]:
     """Split text that starts with a parenthesis after the one that closes it."""
     depth = 0
-    for found in re.finditer(r"[()]", text):
-        depth += 1 if found[0] == "(" else -1
+    for match in re.finditer(r"[()]", text):
+        depth += 1 if match[0] == "(" else -1
         if depth == 0:
-            return text[: found.end()], text[found.end() :]
+            return text[: match.end()], text[match.end() :]
     raise ValueError(f"parentheses don't close in {text[:80]!r}")

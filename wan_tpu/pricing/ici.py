@@ -154,17 +154,17 @@ def parse_groups(kind: str, attributes: str) -> list[list[int]]:
     Three notations are in use: {{0,4},{1,5}}, [2,4]<=[8] with an optional T(1,0), and mesh['a'=2,'b'=4] {'b'}.
     """
     if kind == "collective-permute":
-        found = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
-        return _lists(found[1]) if found else []
-    if found := re.search(r"replica_groups=\{((?:\{[\d,]+\},?)*)\}", attributes):
-        return _lists(found[1])
-    if found := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
-        shape, sizes = _numbers(found[1]), _numbers(found[2])
+        match = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
+        return _lists(match[1]) if match else []
+    if match := re.search(r"replica_groups=\{((?:\{[\d,]+\},?)*)\}", attributes):
+        return _lists(match[1])
+    if match := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
+        shape, sizes = _numbers(match[1]), _numbers(match[2])
         devices = np.arange(int(np.prod(sizes))).reshape(sizes)
-        devices = devices.transpose(_numbers(found[3])) if found[3] else devices
+        devices = devices.transpose(_numbers(match[3])) if match[3] else devices
         return devices.reshape(shape).tolist()
-    if found := re.search(r"replica_groups=(?:@\w+)?mesh\[([^\]]*)\](.*?)\{([^}]*)\}", attributes):
-        return _mesh_groups(found[1], found[2], found[3])
+    if match := re.search(r"replica_groups=(?:@\w+)?mesh\[([^\]]*)\](.*?)\{([^}]*)\}", attributes):
+        return _mesh_groups(match[1], match[2], match[3])
     raise ValueError(f"replica groups in an unknown notation: {attributes[:200]}")
 
 
@@ -174,8 +174,8 @@ def _mesh_groups(axes: str, order: str, chosen: str) -> list[list[int]]:
     if any(part for _, part, _ in members):
         raise ValueError(f"replica groups over a part of a mesh axis are not read: {chosen}")
     count = int(np.prod(list(sizes.values())))
-    given = re.search(r"device_ids=\(([\d,]+)\)", order)
-    devices = np.array(_numbers(given[1]) if given else range(count)).reshape(list(sizes.values()))
+    match = re.search(r"device_ids=\(([\d,]+)\)", order)
+    devices = np.array(_numbers(match[1]) if match else range(count)).reshape(list(sizes.values()))
     inner = [names.index(name) for name, _, _ in members]
     outer = [axis for axis in range(len(names)) if axis not in inner]
     width = int(np.prod([devices.shape[axis] for axis in inner]))

@@ -164,11 +164,11 @@ def _macs(operation: Any, grid: tuple[int, ...]) -> _Macs:
     regions = [_inside(region, grid) for region in operation.regions]
     if not _is(operation, "scf.if"):
         trips = _trips(operation) or 1
-        return _Macs(sum(found.mean for found in regions) * trips, sum(found.most for found in regions) * trips)
+        return _Macs(sum(macs.mean for macs in regions) * trips, sum(macs.most for macs in regions) * trips)
     share = _share(operation.operands[0], grid)
     weights = (1.0, 1.0) if share is None else (share, 1 - share)  # of what it holds for, and of what it doesn't
-    means = [weight * found.mean for weight, found in zip(weights, regions, strict=False)]
-    return _Macs(max(means) if share is None else sum(means), max(found.most for found in regions))
+    means = [weight * macs.mean for weight, macs in zip(weights, regions, strict=False)]
+    return _Macs(max(means) if share is None else sum(means), max(macs.most for macs in regions))
 
 
 def _inside(region: Any, grid: tuple[int, ...]) -> _Macs:
@@ -178,15 +178,15 @@ def _inside(region: Any, grid: tuple[int, ...]) -> _Macs:
     """
     mean = most = largest = unknown = 0.0
     for child in (inner.operation for block in region for inner in block):
-        found = _macs(child, grid)
+        macs = _macs(child, grid)
         if not _is(child, "scf.if"):
-            mean, most = mean + found.mean, most + found.most
+            mean, most = mean + macs.mean, most + macs.most
             continue
-        largest = max(largest, found.most)
+        largest = max(largest, macs.most)
         if _share(child.operands[0], grid) is None:
-            unknown = max(unknown, found.mean)
+            unknown = max(unknown, macs.mean)
         else:
-            mean += found.mean
+            mean += macs.mean
     return _Macs(mean + unknown, most + largest)
 
 
@@ -255,6 +255,6 @@ def _is(operation: Any, name: str) -> bool:
 
 def _vector(kind: Any) -> tuple[int, int]:
     """Return elements and bits of one element of a type such as vector<256x128xbf16>."""
-    found = re.match(r"vector<((?:\d+x)+)[a-z]+(\d+)", str(kind))
-    assert found is not None, kind
-    return math.prod(int(size) for size in found[1].split("x") if size), int(found[2])
+    match = re.match(r"vector<((?:\d+x)+)[a-z]+(\d+)", str(kind))
+    assert match is not None, kind
+    return math.prod(int(size) for size in match[1].split("x") if size), int(match[2])

@@ -117,10 +117,10 @@ def step_bundles(loops: Mapping[tuple[int, ...], Body], steps: int) -> StepBundl
     """
     if steps > 1:
         for is_grids in (lambda trips: trips >= steps, lambda trips: trips == 1):
-            found = {trips[1:]: body for trips, body in loops.items() if trips and is_grids(trips[0])}
-            if found:
+            grid_loops = {trips[1:]: body for trips, body in loops.items() if trips and is_grids(trips[0])}
+            if grid_loops:
                 break
-        loops = found
+        loops = grid_loops
     if not loops:
         raise bundles.CompileError(f"no loop over {steps} grid steps")
     taken = [(math.prod(trips) * body.bundles, math.prod(trips) * body.idle) for trips, body in loops.items()]

@@ -98,7 +98,7 @@ class Plan:
 
     def needs(self, experts: Sequence[Expert]) -> dict[str, Needs]:
         """Return what each stage of the model takes, its experts one by one, those left out that can't be compiled."""
-        found: dict[str, Needs] = {}
+        needs: dict[str, Needs] = {}
         for stage in self.stages:
             seconds = stage.seconds
             if seconds is None:
@@ -110,13 +110,13 @@ class Plan:
             code = sum(program.compiled.code_bytes for program in stage.programs)  # It stays, as weights do.
             needed = Needs(seconds.estimate + stage.host_s, MemoryNeed(sum(weights.values()) + code, other))
             if stage.name != "denoise":
-                found[stage.name] = needed
+                needs[stage.name] = needed
                 continue
             steps = sum(expert.stop - expert.start for expert in experts)
             for expert in experts:
                 share = (expert.stop - expert.start) / steps
-                found[expert.stage] = needed._replace(seconds=needed.seconds * share)
-        return found
+                needs[expert.stage] = needed._replace(seconds=needed.seconds * share)
+        return needs
 
     @property
     def programs(self) -> list[ProgramPlan]:
@@ -259,7 +259,11 @@ class Planner:
     def _stages(self, programs: list[ProgramPlan]) -> Iterator[StagePlan]:
         flops, shape = self._model.flops, self._model.spec.latent_shape(self._request)
         branches = 2 if self._model.spec.guided(self._request) else 1
-        denoise = [one for one in programs if one.name in (KEYS, STEP, SKIPPED) or one.name.startswith(ADAPTERS)]
+        denoise = [
+            program
+            for program in programs
+            if program.name in (KEYS, STEP, SKIPPED) or program.name.startswith(ADAPTERS)
+        ]
         decoder = [program for program in programs if program.name.startswith("decoder")]
         encoder = [program for program in programs if program not in denoise + decoder]
         host_s = host_seconds(self._model.spec, self._request)

@@ -149,7 +149,9 @@ def _verdict(plan: Plan, memory: float) -> list[str]:
     large = [program.name for program in plan.programs if program.compiled.over_bytes]
     other = [program.name for program in plan.programs if program.compiled.refused and program.name not in large]
     if large or other:
-        return [f"{what}: {', '.join(names)}" for what, names in (("doesn't fit", large), ("failed", other)) if names]
+        return [
+            f"{problem}: {', '.join(names)}" for problem, names in (("doesn't fit", large), ("failed", other)) if names
+        ]
     resident = "fit" if fits(plan.parts, plan.slice.hardware.hbm_bytes) else "do NOT fit"
     return [
         f"one component at a time: {plan.largest_gib:.1f} GiB a device; "

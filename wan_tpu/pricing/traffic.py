@@ -80,9 +80,9 @@ def carries(instruction: Instruction) -> bool:
 def chain(instruction: Instruction, module: Module) -> str:
     """Return what start and end of a collective have in common that fusions in between carry: its channel."""
     for inner in inside(instruction, module):
-        found = re.search(r"channel_id=(\d+)", inner.attributes)
-        if inner.opcode.removesuffix("-start") in ici.KINDS and found:
-            return f"channel {found[1]}"
+        match = re.search(r"channel_id=(\d+)", inner.attributes)
+        if inner.opcode.removesuffix("-start") in ici.KINDS and match:
+            return f"channel {match[1]}"
     raise ValueError(f"{instruction.name} is no part of a collective: it holds none with a channel")
 
 
@@ -134,11 +134,11 @@ def _fusion_bytes(fusion: Instruction, computation: Computation, module: Module)
             total += _read(parameter, body, module, sum(map(_hbm, shapes)))
     roots = [body.by_name[name] for name in body.root.operands] if body.root.opcode == "tuple" else [body.root]
     for root, shape in zip(roots, fusion.shapes, strict=True):
-        made = _renamed(root, body)
-        if passing and (made.opcode == "parameter" or made.opcode in ici.KINDS):
+        value = _renamed(root, body)
+        if passing and (value.opcode == "parameter" or value.opcode in ici.KINDS):
             continue
-        if shape.in_hbm and made.opcode == "dynamic-update-slice":
-            total += sum(update.bytes for update in _shapes(made.operands[1], body))
+        if shape.in_hbm and value.opcode == "dynamic-update-slice":
+            total += sum(update.bytes for update in _shapes(value.operands[1], body))
         else:
             total += _hbm(shape)
     return total
@@ -214,8 +214,8 @@ def _convolution_macs(instruction: Instruction, computation: Computation) -> flo
 
 def _window(attributes: str, axis: int) -> dict[str, int]:
     """Return stride, low padding and dilations of one spatial axis."""
-    found = re.search(r"window=\{([^}]*)\}", attributes)
-    fields = dict(field.split("=") for field in found[1].split()) if found else {}
+    match = re.search(r"window=\{([^}]*)\}", attributes)
+    fields = dict(field.split("=") for field in match[1].split()) if match else {}
     low = fields["pad"].split("x")[axis].split("_")[0] if "pad" in fields else 0
 
     def number(name: str) -> int:
@@ -232,8 +232,8 @@ def _hits(size: int, kernel: int, out: int, window: dict[str, int]) -> int:
 
 def known_trip_count(loop: Instruction) -> int | None:
     """Return the trip count that XLA noted at a loop."""
-    found = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
-    return int(found[1]) if found else None
+    match = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
+    return int(match[1]) if match else None
 
 
 def counted_trips(loop: Instruction, computation: Computation, module: Module) -> int | None:
