@@ -71,7 +71,7 @@ def examine_part(name: str, machine: Machine, on_finding: Callable[[Finding], ob
         findings.append(finding)
         on_finding(finding)
 
-    module, function, about = PARTS[name]
+    module, function, subject = PARTS[name]
     try:
         check = getattr(importlib.import_module(f"actors.doctor.{module}"), function)
         for finding in check(machine):
@@ -81,7 +81,7 @@ def examine_part(name: str, machine: Machine, on_finding: Callable[[Finding], ob
     except Exception as error:
         figures = {"traceback": traceback.format_exc()}
         add(Finding(name, f"{type(error).__name__}: {error}", "fail", "", _UNEXPECTED, figures))
-    return Part(name, about, tuple(findings), time.perf_counter() - start)
+    return Part(name, subject, tuple(findings), time.perf_counter() - start)
 
 
 def write_bundle(path: Path, machine: Machine, hosts: Sequence[Sequence[Part]]) -> None:

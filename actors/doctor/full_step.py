@@ -80,7 +80,7 @@ def _time(name: str, runtime: AbstractRuntime, program: Program, arguments: tupl
         return Finding(name, str(error).splitlines()[0], "warn", "to run", _NOT_RUN)
     # A TPU counts what programs need while they run apart from arrays.
     memory = [device.memory_stats() or {} for device in jax.local_devices()]
-    peaks = [one.get("peak_bytes_in_use", 0) + one.get("peak_bytes_reserved", 0) for one in memory]
+    peaks = [stats.get("peak_bytes_in_use", 0) + stats.get("peak_bytes_reserved", 0) for stats in memory]
     peak = f", {max(peaks) / GIB:.1f} GiB a device at most" if max(peaks) else ""
     middle = statistics.median(times)
     traced = sum(categories.values())
