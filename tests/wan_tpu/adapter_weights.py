@@ -19,7 +19,7 @@ def merged(pipe, stage, *loras):
     loaded = runtime.component(stage, tuple(map(parse_adapter, loras)))
     component = runtime.model.components[stage]
     depths = {path: m.depth for path, m in loaded.module.named_modules() if isinstance(m, ScannedBlocks)}
-    found = {}
+    weights = {}
     for name in dict(loaded.module.named_parameters()):
         value = np.asarray(loaded.params[name])
         path = next((path for path in depths if name.startswith(f"{path}.template.")), None)
@@ -31,8 +31,8 @@ def merged(pipe, stage, *loras):
             if change is not None:  # turned back: where did each row come from?
                 order = change(np.arange(len(layer)))
                 layer = layer[np.argsort(order)]
-            found[name if path is None else f"{path}.{i}.{rest}"] = torch.tensor(layer)
-    return found
+            weights[name if path is None else f"{path}.{i}.{rest}"] = torch.tensor(layer)
+    return weights
 
 
 def assert_same(got, expected):

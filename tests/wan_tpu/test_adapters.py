@@ -46,8 +46,8 @@ OTHER_FORMATS = {
 def test_files_in_wans_names_are_applied_as_diffusers_does(form, stage, checkpoint, pipeline, transformer, tmp_path):
     prefix, down, up, alpha, underscores = FORMATS[form]
     names = files.blocks(transformer, files.WAN)
-    made = files.factors(transformer, names)
-    tensors = files.named(made, names, prefix, down, up, alpha=alpha, underscores=underscores)
+    factors = files.factors(transformer, names)
+    tensors = files.named(factors, names, prefix, down, up, alpha=alpha, underscores=underscores)
     path = files.save(tensors, tmp_path / "lora.safetensors")
     expert = stage.removeprefix("denoise_")
 
@@ -58,28 +58,28 @@ def test_files_in_wans_names_are_applied_as_diffusers_does(form, stage, checkpoi
     base = merged(pipeline(KIND), stage)
     assert (got["blocks.1.attn1.to_q.weight"] - base["blocks.1.attn1.to_q.weight"]).abs().max() > 0.01
     other = "low" if expert == "high" else "high"
-    assert pipeline(KIND).resolve(request(loras=[f"{path}@{other}"])).loras_for(stage) == ()
+    assert pipeline(KIND).plan(request(loras=[f"{path}@{other}"])).request.loras_for(stage) == ()
 
 
 @pytest.mark.parametrize("form", OTHER_FORMATS)
 def test_files_of_other_trainers_are_applied(form, pipeline, transformer, tmp_path):
     prefix, down, up, alpha, underscores, own = OTHER_FORMATS[form]
     names = files.blocks(transformer, files.WAN)
-    made = files.factors(transformer, names)
+    factors = files.factors(transformer, names)
     written = {name: name if own else original for name, original in names.items()}
-    tensors = files.named(made, written, prefix, down, up, alpha=alpha, underscores=underscores)
+    tensors = files.named(factors, written, prefix, down, up, alpha=alpha, underscores=underscores)
     path = files.save(tensors, tmp_path / "x.safetensors")
-    expected = files.by_hand(transformer.state_dict(), made, 1.0 if alpha is None else alpha / 4)
+    expected = files.by_hand(transformer.state_dict(), factors, 1.0 if alpha is None else alpha / 4)
     assert_same(merged(pipeline(KIND), "denoise_high", path), expected)
 
 
 def test_factors_without_weight_in_their_names_and_norms_of_lycoris_are_applied(pipeline, transformer, tmp_path):
     state, norm = transformer.state_dict(), "blocks.0.norm2"
-    made = files.factors(transformer, ["blocks.0.attn1.to_q"])
-    tensors = files.named(made, {"blocks.0.attn1.to_q": "blocks.0.attn1.to_q"}, "")
+    factors = files.factors(transformer, ["blocks.0.attn1.to_q"])
+    tensors = files.named(factors, {"blocks.0.attn1.to_q": "blocks.0.attn1.to_q"}, "")
     tensors = {name.removesuffix(".weight"): value for name, value in tensors.items()}
     tensors |= {f"{norm}.w_norm": torch.ones(48), f"{norm}.b_norm": torch.full((48,), 2.0)}
-    expected = files.by_hand(state, made, 1.0)
+    expected = files.by_hand(state, factors, 1.0)
     expected |= {f"{norm}.weight": state[f"{norm}.weight"] + 1, f"{norm}.bias": state[f"{norm}.bias"] + 2}
     path = files.save(tensors, tmp_path / "x.safetensors")
     assert_same(merged(pipeline(KIND), "denoise_high", path), expected)
@@ -112,11 +112,11 @@ def test_what_diffusers_saves_is_applied_as_it_does(checkpoint, pipeline, tmp_pa
 def test_peft_adapter_folder(pipeline, transformer, tmp_path):
     """peft's own file has alpha beside it alone."""
     names = files.blocks(transformer, {"attn1.to_q": "attn1.to_q"})
-    made = files.factors(transformer, names)
-    tensors = files.named(made, names, "base_model.model.", "lora_A", "lora_B")
+    factors = files.factors(transformer, names)
+    tensors = files.named(factors, names, "base_model.model.", "lora_A", "lora_B")
     files.save(tensors, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 6, "use_rslora": True}))
-    expected = files.by_hand(transformer.state_dict(), made, 6 / 2)
+    expected = files.by_hand(transformer.state_dict(), factors, 6 / 2)
     assert_same(merged(pipeline(KIND), "denoise_high", str(tmp_path)), expected)
 
 
@@ -124,9 +124,9 @@ def test_what_diffusers_drops_is_applied(pipeline, transformer, tmp_path):
     """A file like Lightning's: diffusers forgets differences of norms, modulations, patch embedding and output."""
     state = transformer.state_dict()
     names = files.blocks(transformer, files.WAN) | files.WAN_OUTER
-    made = files.factors(transformer, names)
-    tensors = files.named(made, names, "diffusion_model.", alpha=4)
-    given = {
+    factors = files.factors(transformer, names)
+    tensors = files.named(factors, names, "diffusion_model.", alpha=4)
+    differences = {
         "blocks.0.norm2.weight": "blocks.0.norm3.diff",
         "blocks.0.norm2.bias": "blocks.0.norm3.diff_b",
         "blocks.1.attn1.norm_q.weight": "blocks.1.self_attn.norm_q.diff",
@@ -140,12 +140,12 @@ def test_what_diffusers_drops_is_applied(pipeline, transformer, tmp_path):
         "proj_out.bias": "head.head.diff_b",
     }
     generator = torch.Generator().manual_seed(3)
-    expected = files.by_hand(state, made, 1.0)
-    for own, name in given.items():
+    expected = files.by_hand(state, factors, 1.0)
+    for own, name in differences.items():
         tensors[f"diffusion_model.{name}"] = torch.randn(state[own].shape, generator=generator)
     path = files.save(tensors, tmp_path / "lightning.safetensors")
-    twice = files.by_hand(state, made, 0.5)
-    for own, name in given.items():
+    twice = files.by_hand(state, factors, 0.5)
+    for own, name in differences.items():
         expected[own] = expected[own] + tensors[f"diffusion_model.{name}"]
         twice[own] = twice[own] + 0.5 * tensors[f"diffusion_model.{name}"]
     assert_same(merged(pipeline(KIND), "denoise_high", path), expected)
@@ -153,13 +153,13 @@ def test_what_diffusers_drops_is_applied(pipeline, transformer, tmp_path):
 
 
 def test_bias_of_peft_follows_alpha(pipeline, transformer, tmp_path):
-    made = files.factors(transformer, ["blocks.0.attn1.to_q"])
-    tensors = files.named(made, {"blocks.0.attn1.to_q": "blocks.0.attn1.to_q"}, "transformer.", "lora_A", "lora_B")
+    factors = files.factors(transformer, ["blocks.0.attn1.to_q"])
+    tensors = files.named(factors, {"blocks.0.attn1.to_q": "blocks.0.attn1.to_q"}, "transformer.", "lora_A", "lora_B")
     bias = torch.arange(48.0)
     tensors |= {"transformer.blocks.0.attn1.to_q.lora_B.bias": bias}
     header = {"lora_adapter_metadata": json.dumps({"transformer.r": 4, "transformer.lora_alpha": 2})}
     path = files.save(tensors, tmp_path / "x.safetensors", header)
-    expected = files.by_hand(transformer.state_dict(), made, 0.5)
+    expected = files.by_hand(transformer.state_dict(), factors, 0.5)
     expected["blocks.0.attn1.to_q.bias"] = expected["blocks.0.attn1.to_q.bias"] + 0.5 * bias
     assert_same(merged(pipeline(KIND), "denoise_high", path), expected)
 
@@ -170,10 +170,10 @@ def test_several_adapters_add_up(pipeline, transformer, tmp_path):
     first = files.factors(transformer, ["blocks.0.attn1.to_q", "blocks.1.ffn.net.2"], rank=4)
     second = files.factors(transformer, ["blocks.1.attn1.to_q"], rank=24, seed=1)
     names = {name: name for name in (*first, *second)}
-    one = files.save(files.named(first, names, ""), tmp_path / "one.safetensors")
-    two = files.save(files.named(second, names, "", alpha=12), tmp_path / "two.safetensors")
+    first_path = files.save(files.named(first, names, ""), tmp_path / "one.safetensors")
+    second_path = files.save(files.named(second, names, "", alpha=12), tmp_path / "two.safetensors")
     expected = files.by_hand(files.by_hand(state, first, 2.0), second, -0.5 * 12 / 24)
-    assert_same(merged(pipeline(KIND), "denoise_high", f"{one}:2", f"{two}:-0.5"), expected)
+    assert_same(merged(pipeline(KIND), "denoise_high", f"{first_path}:2", f"{second_path}:-0.5"), expected)
 
 
 def test_a_video_is_that_of_diffusers_with_the_same_pair(checkpoint, pipeline, transformer, tmp_path):

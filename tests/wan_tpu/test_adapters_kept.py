@@ -32,9 +32,9 @@ from wan_tpu.runtime.memory import DeviceRoom
 def test_host_memory_is_bounded_and_files_that_change_are_read_again(pipeline, transformer, tmp_path):
     runtime = pipeline(KIND).runtime
     component, base = runtime.model.components["denoise_high"], runtime.component("denoise_high")
-    made = files.factors(transformer, ["blocks.0.attn1.to_q"])
+    factors = files.factors(transformer, ["blocks.0.attn1.to_q"])
     names = {"blocks.0.attn1.to_q": "blocks.0.attn1.to_q"}
-    paths = [files.save(files.named(made, names, ""), tmp_path / f"{i}.safetensors") for i in range(3)]
+    paths = [files.save(files.named(factors, names, ""), tmp_path / f"{i}.safetensors") for i in range(3)]
     size = Targets(component, base).adapter(paths[0], read(find(paths[0]), paths[0])).nbytes
     adapters = Adapters(host_bytes=2 * size)
     first = [adapters.read(component, base, Lora(path)) for path in paths[:2]]
@@ -108,11 +108,11 @@ def test_replaced_file_is_used_by_the_next_request(pipeline, transformer, tmp_pa
 
 def test_alpha_that_was_replaced_beside_a_file_is_used(pipeline, transformer, tmp_path):
     path = save_factors(transformer, tmp_path / "adapter_model.safetensors", 0)
-    found = []
+    weights = []
     for alpha in (4, 8):
         (tmp_path / "adapter_config.json").write_text(json.dumps({"lora_alpha": alpha}))
-        found.append(merged(pipeline(KIND), "denoise_high", path)["blocks.0.attn1.to_q.weight"])
-    assert (found[0] - found[1]).abs().max() > 0.01
+        weights.append(merged(pipeline(KIND), "denoise_high", path)["blocks.0.attn1.to_q.weight"])
+    assert (weights[0] - weights[1]).abs().max() > 0.01
 
 
 def test_request_keeps_the_adapters_that_were_fetched_for_it(pipeline, transformer, tmp_path):
@@ -131,19 +131,19 @@ def test_request_keeps_the_adapters_that_were_fetched_for_it(pipeline, transform
 def test_file_that_is_replaced_while_it_is_read_is_read_again_later(transformer, tmp_path):
     """Half of it may be of the old one, half of the new one: nobody's input is wrong."""
     path = save_factors(transformer, tmp_path / "x.safetensors", 0)
-    found = find(path)
+    adapter_file = find(path)
     other = save_factors(transformer, tmp_path / "y.safetensors", 1)
     os.replace(other, path)
     with pytest.raises(Unavailable, match="replaced while it was read"):
-        read(found, path)
+        read(adapter_file, path)
     assert read(find(path), path)
-    found = find(path)
+    adapter_file = find(path)
     os.truncate(path, 100)
     with pytest.raises(Unavailable, match="replaced while it was read"):
-        read(found, path)
+        read(adapter_file, path)
     os.unlink(path)
     with pytest.raises(Unavailable, match="replaced while it was read"):
-        read(found, path)
+        read(adapter_file, path)
 
 
 def test_adapters_are_checked_before_anything_is_computed(checkpoint, pipeline, good, tmp_path, monkeypatch, capsys):
@@ -169,7 +169,7 @@ def test_adapters_are_checked_before_anything_is_computed(checkpoint, pipeline, 
     assert "another model" in read_lines.bad[0].reason
     settings = SimpleNamespace(catalogue=Catalogue({"far": (Lora(path),)}))
     spec = SimpleNamespace(settings=SimpleNamespace(checkpoint=str(model)))
-    monkeypatch.setattr(serve_config, "_service", lambda args: (settings, spec))
+    monkeypatch.setattr(serve_config, "_read_args", lambda args: (settings, spec))
     with pytest.raises(InvalidRequest, match="another model"):
         serve_config.worker({})
 
@@ -183,7 +183,7 @@ def test_base_is_whole_after_a_merge_in_place_was_interrupted(checkpoint, pipeli
     names = files.blocks(transformer, files.WAN)
     path = files.save(files.named(files.factors(transformer, names), names, ""), tmp_path / "x.safetensors")
     lean = load_pipeline(checkpoint(KIND), "float32", (1, 1, 1), keep_weights=False).runtime
-    whole, change = pipeline(KIND).runtime, merging._changed
+    whole, change = pipeline(KIND).runtime, merging._change_weight
 
     def assert_whole(*loras):
         got, expected = (runtime.component("denoise_high", loras).params for runtime in (lean, whole))
@@ -200,7 +200,7 @@ def test_base_is_whole_after_a_merge_in_place_was_interrupted(checkpoint, pipeli
                 raise Stopped
             return changed[-1]
 
-        monkeypatch.setattr(merging, "_changed", stop)
+        monkeypatch.setattr(merging, "_change_weight", stop)
         with pytest.raises(Stopped):
             lean.component("denoise_high", (parse_adapter(path),))
         monkeypatch.undo()
@@ -215,5 +215,5 @@ def test_one_request_in_the_least_memory(checkpoint, pipeline, transformer, tmp_
     lean = load_pipeline(checkpoint(KIND), "float32", (1, 1, 1), keep_weights=False)
     for loras in ([path], [], [f"{path}:0.5@low"]):
         asked = request(loras=loras, steps=2)
-        made, expected = (denoised(one, asked)[-1].latents for one in (lean, pipeline(KIND)))
-        assert np.array_equal(made, expected)
+        latents, expected = (denoised(pipe, asked)[-1].latents for pipe in (lean, pipeline(KIND)))
+        assert np.array_equal(latents, expected)

@@ -19,17 +19,17 @@ def test_image_modules_of_wan_2_1_and_their_absence_in_others(checkpoint, pipeli
         "condition_embedder.image_embedder.ff.net.0.proj": "img_emb.proj.1",
         "condition_embedder.image_embedder.ff.net.2": "img_emb.proj.3",
     }
-    made = files.factors(transformer, names | outer)
-    tensors = files.named(made, names | outer, "diffusion_model.", alpha=4)
+    factors = files.factors(transformer, names | outer)
+    tensors = files.named(factors, names | outer, "diffusion_model.", alpha=4)
     norm = "blocks.0.attn2.norm_added_k.weight"
     tensors["diffusion_model.blocks.0.cross_attn.norm_k_img.diff"] = torch.ones(transformer.state_dict()[norm].shape)
     path = files.save(tensors, tmp_path / "i2v.safetensors")
-    expected = files.by_hand(transformer.state_dict(), made, 1.0)
+    expected = files.by_hand(transformer.state_dict(), factors, 1.0)
     expected[norm] = expected[norm] + 1
     assert_same(merged(pipeline(kind), "denoise", path), expected)
 
     other = diffusers.WanTransformer3DModel.from_pretrained(checkpoint(KIND), subfolder="transformer_2")
-    alone = {name: value for name, value in made.items() if name in files.blocks(other, files.WAN)}
+    alone = {name: value for name, value in factors.items() if name in files.blocks(other, files.WAN)}
     with caplog.at_level("WARNING"):
         got = merged(pipeline(KIND), "denoise_low", f"{path}@low")
     assert_same(got, files.by_hand(other.state_dict(), alone, 1.0))
@@ -62,10 +62,10 @@ def test_cogvideox_as_videox_fun_writes_it(checkpoint, pipeline, tmp_path):
     names = [
         f"transformer_blocks.1.{name}" for name in ("attn1.to_q", "attn1.to_out.0", "ff.net.0.proj", "norm1.linear")
     ]
-    made = files.factors(transformer, names)
-    tensors = files.named(made, {name: name for name in names}, "lora_unet__", alpha=2, underscores=True)
+    factors = files.factors(transformer, names)
+    tensors = files.named(factors, {name: name for name in names}, "lora_unet__", alpha=2, underscores=True)
     path = files.save(tensors, tmp_path / "x.safetensors")
-    assert_same(merged(pipeline(kind), "denoise", path), files.by_hand(transformer.state_dict(), made, 0.5))
+    assert_same(merged(pipeline(kind), "denoise", path), files.by_hand(transformer.state_dict(), factors, 0.5))
 
 
 HUNYUAN = {
@@ -88,9 +88,9 @@ def test_hunyuan_in_its_own_names(underscores, checkpoint, pipeline, tmp_path):
     kind = "hunyuanvideo1.5-480p-t2v"
     kind_of = diffusers.HunyuanVideo15Transformer3DModel
     transformer = kind_of.from_pretrained(checkpoint(kind), subfolder="transformer")
-    made = files.factors(transformer, HUNYUAN)
+    factors = files.factors(transformer, HUNYUAN)
     prefix = "lora_unet_" if underscores else "diffusion_model."
-    tensors = files.named(made, HUNYUAN, prefix, alpha=2, underscores=underscores)
+    tensors = files.named(factors, HUNYUAN, prefix, alpha=2, underscores=underscores)
     refiner = "context_embedder.token_refiner.refiner_blocks.0.attn"
     block = "transformer_blocks.0.attn"
     for names, name in (
@@ -102,16 +102,16 @@ def test_hunyuan_in_its_own_names(underscores, checkpoint, pipeline, tmp_path):
     ):
         fused = files.factors(transformer, names, seed=1)
         down = next(iter(fused.values()))[0]
-        made |= {name: (down, up) for name, (_, up) in fused.items()}
+        factors |= {name: (down, up) for name, (_, up) in fused.items()}
         whole = {"x": (down, torch.cat([up for _, up in fused.values()]))}
         tensors |= files.named(whole, {"x": name}, prefix, alpha=2, underscores=underscores)
     comfy = {
         f"{block}.to_out.0": "double_blocks.0.img_attn.proj",
         "transformer_blocks.1.ff.net.0.proj": "double_blocks.1.img_mlp.0",
     }
-    made |= files.factors(transformer, list(comfy), seed=2)
+    factors |= files.factors(transformer, list(comfy), seed=2)
     tensors = {name: value for name, value in tensors.items() if not re.search("0.img_attn.proj", name)}
-    more = {name: made[name] for name in comfy}
+    more = {name: factors[name] for name in comfy}
     tensors |= files.named(more, comfy, prefix, alpha=2, underscores=underscores)
     path = files.save(tensors, tmp_path / "x.safetensors")
-    assert_same(merged(pipeline(kind), "denoise", path), files.by_hand(transformer.state_dict(), made, 0.5))
+    assert_same(merged(pipeline(kind), "denoise", path), files.by_hand(transformer.state_dict(), factors, 0.5))

@@ -131,7 +131,7 @@ def test_made_up_files_are_read_or_refused_whole(pipeline, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("loras", "said"),
     [
         ([{"path": "a", "scale": float("nan")}], "number"),
         (["a:99"], "nearest 10"),
@@ -143,9 +143,9 @@ def test_made_up_files_are_read_or_refused_whole(pipeline, tmp_path):
         (["a"] * 9, "allowed are 8"),
     ],
 )
-def test_requests_with_impossible_adapters_are_refused(given, said):
+def test_requests_with_impossible_adapters_are_refused(loras, said):
     with pytest.raises(InvalidRequest, match=said) as raised:
-        GenerationRequest(loras=given)
+        GenerationRequest(loras=loras)
     assert raised.value.field == "loras"
 
 

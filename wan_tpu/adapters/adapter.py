@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from wan_tpu.adapters.files import ModuleChange, checksum_of, find, read, refuse
+from wan_tpu.adapters.files import ModuleChange, compute_checksum, find, read, refuse
 from wan_tpu.runtime.bridge import ScannedBlocks
 from wan_tpu.runtime.component_files import original_name
 from wan_tpu.runtime.components import DTYPES, MATRICES, SCALE, Component, Loaded
@@ -53,7 +53,7 @@ class Adapter:
     @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of host memory."""
-        parts = [part for one in self.factors.values() for part in (one.up, one.down, one.gain)]
+        parts = [part for factors in self.factors.values() for part in (factors.up, factors.down, factors.gain)]
         return sum(array.nbytes for array in (*parts, *self.differences.values()))
 
 
@@ -128,17 +128,19 @@ class Targets:
         differences: dict[str, np.ndarray] = {}
         unknown, wrong, again, idle = (list[str]() for _ in range(4))
 
-        def slots_of(change: ModuleChange, module: str, part: str) -> list[_Slot]:
-            found = self._slots.get((module, _LEAVES.get(part, "weight")), [])
-            if not found:
-                (idle if any(re.fullmatch(one, module) for one in self._absent) else unknown).append(change.names[part])
-            return found
+        def find_slots(change: ModuleChange, module: str, part: str) -> list[_Slot]:
+            slots = self._slots.get((module, _LEAVES.get(part, "weight")), [])
+            if not slots:
+                (idle if any(re.fullmatch(pattern, module) for pattern in self._absent) else unknown).append(
+                    change.names[part]
+                )
+            return slots
 
         def refuse_shape(change: ModuleChange, part: str, wanted: object) -> None:
             wrong.append(f"{change.names[part]} {list(change.tensors[part].shape)} for {wanted}")
 
         for module, change in changes.items():
-            if "down" in change.tensors and (slots := slots_of(change, module, "down")):
+            if "down" in change.tensors and (slots := find_slots(change, module, "down")):
                 down, up = change.tensors["down"].flatten(1), change.tensors["up"].flatten(1)
                 rows, rank = [slot.shape[0] for slot in slots], len(down)
                 inputs = {int(np.prod(slot.shape[1:])) for slot in slots}
@@ -151,7 +153,7 @@ class Targets:
                         again.append(change.names["down"])
                     layers[slot.layer] = piece, down, change.gain
             for part, gain in (("diff", 1.0), ("diff_b", 1.0), ("diff_m", 1.0), ("up_bias", change.gain)):
-                if part not in change.tensors or not (slots := slots_of(change, module, part)):
+                if part not in change.tensors or not (slots := find_slots(change, module, part)):
                     continue
                 value = change.tensors[part]
                 whole = (sum(slot.shape[0] for slot in slots), *slots[0].shape[1:])
@@ -170,17 +172,17 @@ class Targets:
                 len(idle),
                 idle[0],
             )
-        factors = {name: self._stacked(name, layers) for name, layers in pairs.items()}
-        return Adapter(factors, differences, checksum_of(changes))
+        factors = {name: self._stack(name, layers) for name, layers in pairs.items()}
+        return Adapter(factors, differences, compute_checksum(changes))
 
     def _add_difference(self, differences: dict[str, np.ndarray], slot: _Slot, value: np.ndarray) -> None:
         weight = self._weights[slot.weight]
         whole = differences.setdefault(slot.weight, np.zeros(weight.shape, np.float32))
         whole[... if slot.layer is None else slot.layer] += value if slot.change is None else slot.change(value)
 
-    def _stacked(self, name: str, layers: dict[int | None, tuple[torch.Tensor, torch.Tensor, float]]) -> Factors:
+    def _stack(self, name: str, layers: dict[int | None, tuple[torch.Tensor, torch.Tensor, float]]) -> Factors:
         weight, rank = self._weights[name], max(len(down) for _, down, _ in layers.values())
-        slots = {slot.layer: slot for found in self._slots.values() for slot in found if slot.weight == name}
+        slots = {slot.layer: slot for group in self._slots.values() for slot in group if slot.weight == name}
         shape = weight.shape if weight.depth is None else weight.shape[1:]
         depth = () if weight.depth is None else (weight.depth,)
         up = np.zeros((*depth, shape[0], rank), weight.dtype)
@@ -189,12 +191,12 @@ class Targets:
         for layer, (up_piece, down_piece, factor) in layers.items():
             here = ... if layer is None else layer
             change, have = slots[layer].change, len(down_piece)
-            rows = _in(up_piece, weight.dtype)
+            rows = _to_numpy(up_piece, weight.dtype)
             up[here][:, :have] = rows if change is None else change(rows)
-            down[here][:have] = _in(down_piece, weight.dtype)
+            down[here][:have] = _to_numpy(down_piece, weight.dtype)
             gain[here][:have] = factor
         return Factors(up, down, gain)
 
 
-def _in(value: torch.Tensor, dtype: np.dtype) -> np.ndarray:
+def _to_numpy(value: torch.Tensor, dtype: np.dtype) -> np.ndarray:
     return as_numpy(value.to(torch.bfloat16 if dtype == ml_dtypes.bfloat16 else torch.float32).contiguous())

@@ -24,7 +24,7 @@ def check(checkpoint: str, loras: Iterable[Lora]) -> None:
             "jax" not in sys.modules
         ):  # nothing is computed: accelerators of this machine, if it has some, are for others
             os.environ["JAX_PLATFORMS"] = "cpu"
-        for stage, targets in _targets(checkpoint).items():
+        for stage, targets in _load_targets(checkpoint).items():
             if lora.is_for(stage):
                 targets.read(lora.path)
                 break  # the other expert has the same shapes
@@ -39,7 +39,7 @@ def check_visible(checkpoint: str, loras: Iterable[Lora]) -> None:
 
 
 @functools.lru_cache(1)
-def _targets(checkpoint: str) -> dict[str, "Targets"]:
+def _load_targets(checkpoint: str) -> dict[str, "Targets"]:
     """Return what adapters may change of each of a model's experts."""
     # Here, since JAX and torch take seconds, and JAX reads the environment when it is imported.
     import jax

@@ -94,15 +94,15 @@ def find(path: str) -> AdapterFile:
         InvalidRequest: There is none, or more than one.
         Unavailable: The bucket, the hub or the disk doesn't answer: the request may be right.
     """
-    with _blamed_on(path):
+    with _attribute_errors(path):
         if is_bucket(path):
-            return _in_bucket(path)
+            return _find_in_bucket(path)
         local = Path(path)
         if local.is_dir():
-            return _on_disk(_only({file.name: file for file in sorted(local.glob(f"*{_ENDING}"))}, path))
+            return _find_on_disk(_pick_only({file.name: file for file in sorted(local.glob(f"*{_ENDING}"))}, path))
         if local.is_file():
-            return _on_disk(local)
-        return _fetched(path)
+            return _find_on_disk(local)
+        return _fetch_from_hub(path)
 
 
 def read(file: AdapterFile, path: str) -> dict[str, ModuleChange]:
@@ -117,9 +117,9 @@ def read(file: AdapterFile, path: str) -> dict[str, ModuleChange]:
         raise InvalidRequest(
             f"adapter {path} has {file.weights.size / 2**30:.1f} GiB; allowed are {LARGEST / 2**30:.0f}", "loras"
         )
-    with _blamed_on(path):
+    with _attribute_errors(path):
         try:
-            values, config = read_tensors(locate_tensors(file.weights)), _config(file)
+            values, config = read_tensors(locate_tensors(file.weights)), _read_config(file)
         except CheckpointError:
             _check_unchanged(file)  # it may be damaged only because somebody is writing it
             raise
@@ -127,14 +127,14 @@ def read(file: AdapterFile, path: str) -> dict[str, ModuleChange]:
     changes: dict[str, ModuleChange] = {}
     unknown, unhealthy, again, misshapen = (list[str]() for _ in range(4))
     for name, value in values.items():
-        module, part = _parsed(name)
+        module, part = _parse_name(name)
         if part is None:
             unknown.append(name)
             continue
         change = changes.setdefault(module, ModuleChange())
         if part in change.names:
             again.append(name)
-        if (wanted := _misfit(part, value)) is not None:
+        if (wanted := _describe_misfit(part, value)) is not None:
             misshapen.append(f"{name}, {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}, for {wanted}")
         elif not torch.isfinite(value.float()).all():
             unhealthy.append(name)
@@ -149,25 +149,25 @@ def read(file: AdapterFile, path: str) -> dict[str, ModuleChange]:
     refuse(path, "has NaN or Inf in {}; fetch it again", unhealthy)
     if not changes:
         raise InvalidRequest(f"adapter {path} holds no tensors; fetch it again", "loras")
-    with _blamed_on(path):
+    with _attribute_errors(path):
         for module, change in changes.items():
             if "down" in change.tensors:
-                change.gain = _gain(module, change, config)
+                change.gain = _compute_gain(module, change, config)
     return changes
 
 
-def checksum_of(changes: Mapping[str, ModuleChange]) -> str:
+def compute_checksum(changes: Mapping[str, ModuleChange]) -> str:
     """Return a checksum of what `read` has returned: the same for the same content, wherever it lies."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for module, change in sorted(changes.items()):
         for part, value in sorted(change.tensors.items()):
-            found.update(repr((module, part, value.dtype, tuple(value.shape), change.gain)).encode())
-            found.update(value.reshape(-1).view(torch.uint8).numpy())
-    return found.hexdigest()
+            digest.update(repr((module, part, value.dtype, tuple(value.shape), change.gain)).encode())
+            digest.update(value.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 @contextlib.contextmanager
-def _blamed_on(path: str) -> Iterator[None]:
+def _attribute_errors(path: str) -> Iterator[None]:
     """Name the adapter in what the block raises: `InvalidRequest` where its file is at fault, else `Unavailable`."""
     try:
         yield
@@ -189,7 +189,7 @@ def refuse(path: str, problem: str, names: list[str]) -> None:
         raise InvalidRequest(f"adapter {path} {problem.format(listed)}", "loras")
 
 
-def _only(files: Mapping[str, T], path: str) -> T:
+def _pick_only(files: Mapping[str, T], path: str) -> T:
     if len(files) == 1:
         return next(iter(files.values()))
     if files:
@@ -197,16 +197,16 @@ def _only(files: Mapping[str, T], path: str) -> T:
     raise CheckpointError(f"there is no {_ENDING} file; give one, a folder with one, or OWNER/NAME[/FILE] of the hub")
 
 
-def _in_bucket(path: str) -> AdapterFile:
+def _find_in_bucket(path: str) -> AdapterFile:
     folder, _, name = path.rpartition("/")
     if not name.endswith(_ENDING):
         folder, name = path, ""
     objects = BucketFolder(folder).files()
     wanted = {other: file for other, file in objects.items() if other.endswith(_ENDING) and name in ("", other)}
-    return AdapterFile(_only(wanted, path), objects.get(PEFT_CONFIG))
+    return AdapterFile(_pick_only(wanted, path), objects.get(PEFT_CONFIG))
 
 
-def _on_disk(path: Path) -> AdapterFile:
+def _find_on_disk(path: Path) -> AdapterFile:
     config = path.with_name(PEFT_CONFIG)
     return AdapterFile(on_disk(path), on_disk(config) if config.is_file() else None)
 
@@ -216,7 +216,7 @@ def _check_unchanged(file: AdapterFile) -> None:
     address = file.weights.address
     try:
         if is_bucket(address):
-            version = _in_bucket(address).version
+            version = _find_in_bucket(address).version
         else:
             version = " ".join(on_disk(Path(part.address)).version for part in file if part is not None)
     except CheckpointError:  # it has gone
@@ -225,7 +225,7 @@ def _check_unchanged(file: AdapterFile) -> None:
         raise Unavailable("it was replaced while it was read; try again")
 
 
-def _fetched(path: str) -> AdapterFile:
+def _fetch_from_hub(path: str) -> AdapterFile:
     """Return a file of the hub, OWNER/NAME/FILE, or the only one of OWNER/NAME."""
     owner, _, rest = path.partition("/")
     name, _, file = rest.partition("/")
@@ -239,7 +239,7 @@ def _fetched(path: str) -> AdapterFile:
         raise missing from None
     with explain_hub_errors(repository):
         if not file:
-            names = [one for one in huggingface_hub.list_repo_files(repository) if one.endswith(_ENDING)]
+            names = [name for name in huggingface_hub.list_repo_files(repository) if name.endswith(_ENDING)]
             if len(names) != 1:
                 raise CheckpointError(f"the repository has {', '.join(names[:8]) or 'no such file'}; name one of these")
             file = names[0]
@@ -253,7 +253,7 @@ def _fetched(path: str) -> AdapterFile:
     return AdapterFile(on_disk(weights), config)
 
 
-def _misfit(part: str, value: torch.Tensor) -> str | None:
+def _describe_misfit(part: str, value: torch.Tensor) -> str | None:
     """Return what a tensor should be, if no module could have it as that part; its size is compared later."""
     if part == "alpha":
         return None if value.numel() == 1 else "one number"
@@ -264,19 +264,19 @@ def _misfit(part: str, value: torch.Tensor) -> str | None:
     return None if value.numel() else "a tensor that isn't empty"
 
 
-def _parsed(name: str) -> tuple[str, str | None]:
+def _parse_name(name: str) -> tuple[str, str | None]:
     """Return a tensor's module and part; None for what isn't known."""
     name = name.replace(_COMPILED, "")
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
     name = _FLAT_PREFIX.sub("", name)
     for part, pattern in _PARTS:
-        if found := pattern.search(name):
-            return name[: found.start()], part
+        if match := pattern.search(name):
+            return name[: match.start()], part
     return name, None
 
 
-def _config(file: AdapterFile) -> dict[str, Any]:
+def _read_config(file: AdapterFile) -> dict[str, Any]:
     """Return what a header or adapter_config.json says of ranks and alpha: {} where there is neither."""
     text = read_metadata(file.weights).get("lora_adapter_metadata")
     config: Any = {}
@@ -293,7 +293,7 @@ def _config(file: AdapterFile) -> dict[str, Any]:
     return dict(config)
 
 
-def _gain(module: str, change: ModuleChange, config: Mapping[str, Any]) -> float:
+def _compute_gain(module: str, change: ModuleChange, config: Mapping[str, Any]) -> float:
     """Return what up @ down is multiplied by: alpha / rank, or alpha / sqrt(rank) where peft says so; else one."""
     rank = change.tensors["down"].shape[0]
     if "alpha" in change.tensors:

@@ -72,13 +72,13 @@ class Adapters:
         adapter = self._targets[component.folder].adapter(lora.path, read(file, lora.path))
         with self._lock:
             self._read[key] = adapter
-            while len(self._read) > 1 and sum(one.nbytes for one in self._read.values()) > self._host_bytes:
+            while len(self._read) > 1 and sum(item.nbytes for item in self._read.values()) > self._host_bytes:
                 self._read.popitem(last=False)
         return adapter
 
     def get(self, name: str, loras: tuple[FetchedLora, ...]) -> Loaded | None:
         """Return a component with adapters applied, if it is kept."""
-        key = name, _content(loras)
+        key = name, _identify(loras)
         with self._lock:
             if key in self._merged:
                 self._merged.move_to_end(key)
@@ -94,14 +94,14 @@ class Adapters:
         adapters = [(lora.adapter, lora.scale) for lora in loras]
         self._make_room(runtime, name, base)
         params = base.params if not keep else dict(base.params)
-        for weight in sorted({weight for one, _ in adapters for weight in (*one.factors, *one.differences)}):
-            params |= _changed(runtime, params, weight, adapters)
+        for weight in sorted({weight for item, _ in adapters for weight in (*item.factors, *item.differences)}):
+            params |= _change_weight(runtime, params, weight, adapters)
         merged = Loaded(base.module, params)
         jax.block_until_ready(list(params.values()))
         if memory := runtime.mesh.local_devices[0].memory_stats():
             self._room.note_change(memory)
         with self._lock:
-            self._merged[name, _content(loras)] = merged
+            self._merged[name, _identify(loras)] = merged
         return merged
 
     def drop(self, name: str) -> None:
@@ -124,26 +124,30 @@ class Adapters:
         return fits([MemoryNeed(needed)], self._room.bytes_left(memory))
 
 
-def _content(loras: Sequence[FetchedLora]) -> Content:
+def _identify(loras: Sequence[FetchedLora]) -> Content:
     """Return what decides the weights that adapters give: not what they are called, nor where they lie."""
     return tuple((lora.checksum, lora.scale) for lora in loras)
 
 
-def _changed(runtime: Runtime[Any], params: Params, weight: str, adapters: Sequence[tuple[Adapter, float]]) -> Params:
+def _change_weight(
+    runtime: Runtime[Any], params: Params, weight: str, adapters: Sequence[tuple[Adapter, float]]
+) -> Params:
     """Return one weight with all adapters applied, laid out as it is; with its scales, where it is in 8 bits."""
     base, scales = params[weight], params.get(weight + SCALE)
-    mesh, spec = runtime.mesh, _spec(base)
-    factors = [(one.factors[weight], scale) for one, scale in adapters if weight in one.factors]
-    differences = [one.differences[weight] * np.float32(scale) for one, scale in adapters if weight in one.differences]
+    mesh, spec = runtime.mesh, _full_spec(base)
+    factors = [(adapter.factors[weight], scale) for adapter, scale in adapters if weight in adapter.factors]
+    differences = [
+        adapter.differences[weight] * np.float32(scale) for adapter, scale in adapters if weight in adapter.differences
+    ]
     placed: list[Any] = [None, None, None, None]
     if factors:
-        joined = _joined(factors)
-        specs = _factor_specs(spec, joined[0].ndim)
-        placed[:3] = (_place(one, mesh, lies) for one, lies in zip(joined, specs, strict=True))
+        joined = _join(factors)
+        specs = _split_spec(spec, joined[0].ndim)
+        placed[:3] = (_place(value, mesh, lies) for value, lies in zip(joined, specs, strict=True))
     if differences:
         placed[3] = _place(functools.reduce(np.add, differences), mesh, spec)
-    found = merge_program(runtime, base, scales)(base, scales, *placed)
-    return dict(zip((weight, weight + SCALE), found, strict=False))
+    outputs = merge_program(runtime, base, scales)(base, scales, *placed)
+    return dict(zip((weight, weight + SCALE), outputs, strict=False))
 
 
 def abstract_merge(runtime: Runtime[Any], base: Any, scales: Any, ranks: int) -> tuple[Program, tuple[Any, ...]]:
@@ -157,7 +161,7 @@ def abstract_merge(runtime: Runtime[Any], base: Any, scales: Any, ranks: int) ->
     )
     factors = [
         jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(runtime.mesh, lies))
-        for (shape, dtype), lies in zip(shapes, _factor_specs(_spec(base), base.ndim), strict=True)
+        for (shape, dtype), lies in zip(shapes, _split_spec(_full_spec(base), base.ndim), strict=True)
     ]
     return merge_program(runtime, base, scales), (base, scales, *factors, None)
 
@@ -169,7 +173,7 @@ def merge_program(runtime: Runtime[Any], base: Any, scales: Any) -> Program:
     Scales [depth, O], factors or the difference may be None. Recompiles for each shape of a weight and number of ranks.
     """
 
-    def one(base: jax.Array, scales: Any, up: Any, down: Any, gain: Any, difference: Any) -> list[jax.Array]:
+    def merge_layer(base: jax.Array, scales: Any, up: Any, down: Any, gain: Any, difference: Any) -> list[jax.Array]:
         total = base.astype(jnp.float32)
         if scales is not None:
             total *= scales[:, None]
@@ -187,30 +191,30 @@ def merge_program(runtime: Runtime[Any], base: Any, scales: Any) -> Program:
         whole = base, scales, up, down, gain, difference
         stacked = base.ndim == 3 if up is None and scales is not None else up is not None and up.ndim == 3
         if not stacked:
-            return one(*whole)
-        return jax.lax.map(lambda layer: one(*layer), whole)  # float32 of a layer at a time
+            return merge_layer(*whole)
+        return jax.lax.map(lambda layer: merge_layer(*layer), whole)  # float32 of a layer at a time
 
     shardings = [base.sharding] if scales is None else [base.sharding, scales.sharding]
     name = f"apply adapters {base.sharding.spec}" + ("" if scales is None else " in 8 bits")
     return runtime.program(name, merge, shardings)
 
 
-def _spec(base: Any) -> P:
+def _full_spec(base: Any) -> P:
     return P(*base.sharding.spec, *[None] * (base.ndim - len(base.sharding.spec)))
 
 
-def _factor_specs(spec: P, dimensions: int) -> tuple[P, P, P]:
+def _split_spec(spec: P, dimensions: int) -> tuple[P, P, P]:
     """Return where up, down and gain lie, for a weight that lies like `spec`: what a device needs is on it."""
     stack = spec[: dimensions - 2]
     inputs = spec[-1] if len(spec) == dimensions else None
     return P(*stack, spec[dimensions - 2], None), P(*stack, None, inputs), P(*stack, None)
 
 
-def _joined(factors: Sequence[tuple[Factors, float]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _join(factors: Sequence[tuple[Factors, float]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return all factors of a weight as one, with the ranks of all."""
-    up = np.concatenate([one.up for one, _ in factors], axis=-1)
-    down = np.concatenate([one.down for one, _ in factors], axis=-2)
-    gain = np.concatenate([one.gain * np.float32(scale) for one, scale in factors], axis=-1)
+    up = np.concatenate([part.up for part, _ in factors], axis=-1)
+    down = np.concatenate([part.down for part, _ in factors], axis=-2)
+    gain = np.concatenate([part.gain * np.float32(scale) for part, scale in factors], axis=-1)
     ranks, room = up.shape[-1], RANKS
     while room < ranks:
         room *= 2

@@ -158,8 +158,8 @@ class BucketStorage(Storage):
     def list(self, prefix: str = "") -> dict[str, int]:
         """Return objects below the prefix."""
         hidden = re.compile(r"(^|/)\.")
-        found = self.objects(prefix)
-        return {name: found[name].size for name in sorted(found) if not hidden.search(name)}
+        objects = self.objects(prefix)
+        return {name: objects[name].size for name in sorted(objects) if not hidden.search(name)}
 
     def probe(self) -> None:
         """Upload and remove a hidden object."""

@@ -61,26 +61,29 @@ class BucketFolder:
     def files(self, folder: str = "") -> dict[str, WeightFile]:
         """Return the objects in this folder, or in one in it, by their names there, to read ranges of them."""
         prefix = f"{folder}/" if folder else ""
-        with self._explained():
-            objects = {name: found for name, found in self._objects.items() if name.startswith(prefix)}
+        with self._explain_errors():
+            objects = {name: stored for name, stored in self._objects.items() if name.startswith(prefix)}
         return {
             name.removeprefix(prefix): WeightFile(
-                f"{self.address}/{name}", found.size, functools.partial(self._read, name, found.version), found.version
+                f"{self.address}/{name}",
+                stored.size,
+                functools.partial(self._read, name, stored.version),
+                stored.version,
             )
-            for name, found in objects.items()
+            for name, stored in objects.items()
             if "/" not in name.removeprefix(prefix)
         }
 
     def _read(self, name: str, version: str, start: int, stop: int) -> bytes:
-        with self._explained():
+        with self._explain_errors():
             return self._storage.read_version(name, version, start, stop)
 
     def fetch(self, patterns: Sequence[str]) -> Path:
         """Have all files whose names match one of the patterns ("*.json", "vae/*") here; return the folder."""
-        with self._explained():
-            for name, found in self._objects.items():
+        with self._explain_errors():
+            for name, stored in self._objects.items():
                 if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
-                    self._fetch(name, found.version)
+                    self._fetch(name, stored.version)
             for file in self.folder.rglob("*"):
                 name = file.relative_to(self.folder).as_posix()
                 wanted = any(fnmatch.fnmatch(name, pattern) for pattern in patterns) and not file.name.startswith(".")
@@ -115,7 +118,7 @@ class BucketFolder:
                 part.unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explain_errors(self) -> Iterator[None]:
         """Turn errors of storage, and of the disk here, into those of checkpoints, by whose fault it is."""
         try:
             yield

@@ -48,7 +48,7 @@ class GcsStorage(BucketStorage):
 
     def __init__(self, bucket: str, prefix: str = "") -> None:
         super().__init__(bucket, prefix)
-        with self._explained("open", self.location()):
+        with self._explain_errors("open", self.location()):
             self._client = storage.Client()
             self._session = AuthorizedSession(self._client._credentials)
         self._bucket = self._client.bucket(bucket)
@@ -58,32 +58,32 @@ class GcsStorage(BucketStorage):
         where = self.location(check_name(name))
         if stop is not None and stop <= start:
             return b""
-        with self._explained("read", where):
+        with self._explain_errors("read", where):
             last = None if stop is None else stop - 1
             return self._blob(name).download_as_bytes(start=start or None, end=last, retry=_retry())
 
     def open(self, name: str, start: int = 0) -> OpenFile:
         """Open the generation of the object that is there now; its bytes come in one download."""
         where = self.location(check_name(name))
-        with self._explained("read", where):
-            found = self._bucket.get_blob(self.key(name), retry=_retry())
-            if found is None:
+        with self._explain_errors("read", where):
+            blob = self._bucket.get_blob(self.key(name), retry=_retry())
+            if blob is None:
                 raise Missing(f"{where} does not exist; check the address")
-            return _OpenObject(self._session, found.media_link, start, lambda: self._explained("read", where))
+            return _OpenObject(self._session, blob.media_link, start, lambda: self._explain_errors("read", where))
 
     def size(self, name: str) -> int:
         """Return the size of the object."""
         where = self.location(check_name(name))
-        with self._explained("look for", where):
-            found = self._bucket.get_blob(self.key(name), retry=_retry())
-        if found is None or found.size is None:
+        with self._explain_errors("look for", where):
+            blob = self._bucket.get_blob(self.key(name), retry=_retry())
+        if blob is None or blob.size is None:
             raise Missing(f"{where} does not exist; check the address")
-        return int(found.size)
+        return int(blob.size)
 
     def objects(self, prefix: str = "") -> dict[str, StoredObject]:
         """Return all objects below the prefix; their versions are generations."""
         below = self.key("")
-        with self._explained("list", self.location(prefix)):
+        with self._explain_errors("list", self.location(prefix)):
             return {
                 blob.name.removeprefix(below): StoredObject(int(blob.size or 0), str(blob.generation))
                 for blob in self._client.list_blobs(self._bucket, prefix=below + prefix, retry=_retry())
@@ -92,35 +92,35 @@ class GcsStorage(BucketStorage):
 
     def read_version(self, name: str, version: str, start: int, stop: int) -> bytes:
         """Return bytes of a generation."""
-        with self._explained("read", self.location(name)):
+        with self._explain_errors("read", self.location(name)):
             blob = self._blob(name, int(version))
             return blob.download_as_bytes(start=start, end=stop - 1, raw_download=True, retry=_retry())
 
     def download(self, name: str, version: str, path: Path) -> None:
         """Write a generation to a file."""
-        with self._explained("read", self.location(name)):
+        with self._explain_errors("read", self.location(name)):
             self._blob(name, int(version)).download_to_filename(str(path), retry=_retry())
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[BinaryIO]:
         """Give a file that is uploaded as it is written, without a copy here."""
-        with self._explained("write", self.location(check_name(name))):
+        with self._explain_errors("write", self.location(check_name(name))):
             with self._blob(name).open("wb", content_type=content_type(name), retry=_retry()) as file:
                 yield file
 
     def upload(self, name: str, content: bytes) -> None:
         """Upload the object, a large one in a resumable upload."""
-        with self._explained("write", self.location(name)):
+        with self._explain_errors("write", self.location(name)):
             self._blob(name).upload_from_string(content, content_type=content_type(name), retry=_retry())
 
     def remove(self, name: str) -> None:
         """Remove the object."""
-        with self._explained("delete", self.location(name)):
+        with self._explain_errors("delete", self.location(name)):
             self._blob(name).delete(retry=_retry())
 
     def url(self, name: str, seconds: float, filename: str) -> str | None:
         """Return an address signed with a service account's key, or by IAM (iam.serviceAccounts.signBlob)."""
-        with self._explained("sign an address of", self.location(check_name(name))):
+        with self._explain_errors("sign an address of", self.location(check_name(name))):
             signer: dict[str, Any] = {}
             account = self._client._credentials
             if not isinstance(account, Signing):  # a machine's own account: IAM signs for it
@@ -139,7 +139,7 @@ class GcsStorage(BucketStorage):
         return self._bucket.blob(self.key(name), generation=generation)
 
     @contextlib.contextmanager
-    def _explained(self, action: str, where: str) -> Iterator[None]:
+    def _explain_errors(self, action: str, where: str) -> Iterator[None]:
         """Turn what the client raises into errors of this package, by whose fault it is."""
         try:
             yield
@@ -196,11 +196,11 @@ class _OpenObject:
         start: int,
         explained: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
-        self._session, self._url, self._position, self._explained = session, url, start, explained
+        self._session, self._url, self._position, self._explain_errors = session, url, start, explained
         self._answer: requests.Response | None = None
 
     def read(self, size: int) -> bytes:
-        with self._explained():
+        with self._explain_errors():
             content: bytes = _retry()(self._read)(size)
         self._position += len(content)
         return content

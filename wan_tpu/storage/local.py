@@ -69,7 +69,7 @@ class LocalStorage(Storage):
 
     def list(self, prefix: str = "") -> dict[str, int]:
         """Return files below the folder."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         with _reading(self._folder):
             for folder, folders, files in os.walk(self._folder, onerror=_unless_missing):
                 folders[:] = [name for name in folders if not name.startswith(".")]
@@ -78,8 +78,8 @@ class LocalStorage(Storage):
                     name = path.relative_to(self._folder).as_posix()
                     if name.startswith(prefix) and not file.startswith("."):
                         with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
-                            found[name] = path.stat().st_size
-        return dict(sorted(found.items()))
+                            sizes[name] = path.stat().st_size
+        return dict(sorted(sizes.items()))
 
     def delete(self, name: str) -> None:
         """Remove the file."""
@@ -106,8 +106,8 @@ class LocalStorage(Storage):
     def free(self) -> int | None:
         """Return what the file system has left for this user."""
         with _writing(self._folder):
-            found = os.statvfs(next(path for path in (self._folder, *self._folder.parents) if path.exists()))
-        return found.f_bavail * found.f_frsize
+            disk = os.statvfs(next(path for path in (self._folder, *self._folder.parents) if path.exists()))
+        return disk.f_bavail * disk.f_frsize
 
     @contextlib.contextmanager
     def claim(self, names: Iterable[str]) -> Iterator[None]:

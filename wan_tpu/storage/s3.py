@@ -63,7 +63,7 @@ class S3Storage(BucketStorage):
 
     def __init__(self, bucket: str, prefix: str = "") -> None:
         super().__init__(bucket, prefix)
-        with self._explained("open", self.location()):
+        with self._explain_errors("open", self.location()):
             session = boto3.session.Session()
             if session.get_credentials() is None:
                 raise aws.NoCredentialsError
@@ -90,9 +90,9 @@ class S3Storage(BucketStorage):
         """Return all objects below the prefix; their versions are ETags."""
         below = self.key("")
         return {
-            found["Key"].removeprefix(below): StoredObject(found["Size"], found["ETag"])
-            for found in self._list("list_objects_v2", "Contents", prefix)
-            if not found["Key"].endswith("/")  # the empty objects that consoles make as folders
+            item["Key"].removeprefix(below): StoredObject(item["Size"], item["ETag"])
+            for item in self._list("list_objects_v2", "Contents", prefix)
+            if not item["Key"].endswith("/")  # the empty objects that consoles make as folders
         }
 
     def read_version(self, name: str, version: str, start: int, stop: int) -> bytes:
@@ -139,7 +139,7 @@ class S3Storage(BucketStorage):
 
     def url(self, name: str, seconds: float, filename: str) -> str | None:
         """Return an address signed with the credentials that this process has."""
-        with self._explained("sign an address of", self.location(check_name(name))):
+        with self._explain_errors("sign an address of", self.location(check_name(name))):
             wanted = {"Bucket": self.bucket, "Key": self.key(name)}
             wanted |= {"ResponseContentDisposition": f'inline; filename="{filename}"'}
             signed: str = self.client.generate_presigned_url("get_object", Params=wanted, ExpiresIn=round(seconds))
@@ -147,7 +147,7 @@ class S3Storage(BucketStorage):
 
     def call(self, action: str, name: str, ask: Callable[[str], T]) -> T:
         """Return what `ask` returns for the key of an object, asked until an outage has lasted too long."""
-        with self._explained(action, self.location(name)):
+        with self._explain_errors(action, self.location(name)):
             return repeat(lambda: ask(self.key(name)))
 
     def _get(self, key: str, version: str | None = None, **span: str) -> Any:
@@ -160,12 +160,12 @@ class S3Storage(BucketStorage):
     def _list(self, method: str, part: str, prefix: str = "") -> list[dict[str, Any]]:
         def ask(key: str) -> list[dict[str, Any]]:
             pages = self.client.get_paginator(method).paginate(Bucket=self.bucket, Prefix=key)
-            return [found for page in pages for found in page.get(part, ())]
+            return [item for page in pages for item in page.get(part, ())]
 
         return self.call("list", prefix, ask)
 
     @contextlib.contextmanager
-    def _explained(self, action: str, where: str) -> Iterator[None]:
+    def _explain_errors(self, action: str, where: str) -> Iterator[None]:
         """Turn what the client raises into errors of this package, by whose fault it is."""
         try:
             yield
