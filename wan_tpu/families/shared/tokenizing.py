@@ -51,8 +51,9 @@ class Tokenizer:
             ValueError: The text encoder has no embedding of a token. JAX would silently take its last one.
         """
         ids, mask = (np.asarray(tokens[name]).astype(np.int32) for name in ("input_ids", "attention_mask"))
-        if ids.max() >= self._vocabulary:
-            raise ValueError(f"it has token {ids.max()}, the text encoder knows {self._vocabulary}")
+        highest = int(np.max(ids))
+        if highest >= self._vocabulary:
+            raise ValueError(f"it has token {highest}, the text encoder knows {self._vocabulary}")
         return ids, mask
 
     def _read(self) -> Any:
