@@ -138,7 +138,6 @@ async def pages(http: aiohttp.ClientSession, memory_mib: Callable[[], float] | N
 @contextlib.contextmanager
 def simulated(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], float]]]:
     """Give the address of a service whose steps take `--step_s`, and what says how much memory its ingresses hold."""
-
     from simulation.soak import soak_spec
 
     from actors.api.deploy import deploy_service, take_down

@@ -1,4 +1,4 @@
-"""MLPerf's text-to-video benchmark through this project: its LoadGen asks, a pipeline answers, VBench judges.
+r"""MLPerf's text-to-video benchmark through this project: its LoadGen asks, a pipeline answers, VBench judges.
 
     pip install '.[mlperf]'
     python scripts/mlperf.py run --model Wan-AI/Wan2.2-T2V-A14B-Diffusers --prompts samples.txt --output out \\

@@ -31,7 +31,7 @@ class LoraLinear(torch.nn.Module):
         torch.nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., I] -> [..., O]."""
+        """X [..., I] -> [..., O]."""
         return self.base(x) + torch.nn.functional.linear(torch.nn.functional.linear(x, self.down), self.up)
 
 
