@@ -1,7 +1,7 @@
-"""Ray's token authentication: on a cluster that we start, who hasn't this user's token can do nothing.
+"""Ray's token authentication: nobody can use a cluster that we start without this user's token.
 
-The token lies where Ray's own commands look for it: at RAY_AUTH_TOKEN_PATH, else ~/.ray/auth_token. RAY_AUTH_MODE, when
-it is set already, is left as it is.
+The token is stored where Ray's own commands look for it: at RAY_AUTH_TOKEN_PATH, else in ~/.ray/auth_token. If
+RAY_AUTH_MODE is already set, it stays as it is.
 """
 
 import contextlib
@@ -15,21 +15,22 @@ MODE, PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"
 
 
 def use_token() -> None:
-    """Let this process, and those that it starts, show the user's token, if there is one."""
+    """Let this process and its children authenticate with the user's token, if there is one."""
     if MODE not in os.environ and _has_token():
         os.environ[MODE] = "token"
     ray_private.reread_settings()
 
 
 def make_token() -> None:
-    """Use the user's token, and make one that only this user can read if there is none."""
+    """Use the user's token; if there is none, create one that only this user can read."""
     if os.environ.get(MODE, "token") == "token" and not _has_token():
         path = Path(os.environ.get(PATH) or Path.home() / ".ray" / "auth_token")
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.{os.getpid()}")
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_hex(32))  # As long as Ray's own.
-        with contextlib.suppress(FileExistsError):  # another process was first
+            file.write(secrets.token_hex(32))  # Ray's own tokens have the same length.
+        # Another process may have been first, in which case its token is used.
+        with contextlib.suppress(FileExistsError):
             os.link(part, path)
         part.unlink()
         ray_private.token_loader().reset_cache()
@@ -37,6 +38,6 @@ def make_token() -> None:
 
 
 def _has_token() -> bool:
-    """Whether there is a token; Ray raises where RAY_AUTH_TOKEN_PATH names a file that isn't there (2.60)."""
+    """Return whether there is a token. Ray 2.60 would raise if RAY_AUTH_TOKEN_PATH names a file that doesn't exist."""
     path = None if os.environ.get("RAY_AUTH_TOKEN") else os.environ.get(PATH)
     return (not path or os.path.isfile(path)) and bool(ray_private.token_loader().has_token(ignore_auth_mode=True))

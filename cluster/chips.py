@@ -1,6 +1,7 @@
 """The TPU generations: what one chip has, and what Google, JAX and Ray call it.
 
-Each generation is a file of facts in `cluster/generations/`, every figure with its source; all else derives from them.
+Each generation is a file of facts in `cluster/generations/`, with a source for every figure. Everything else derives
+from these files.
 """
 
 import math
@@ -11,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, ConfigDict
 
-from cluster.yaml_values import parsed, validated
+from cluster.yaml_values import parse_yaml, validate
 
 GIB = 2**30
 
@@ -20,33 +21,33 @@ Shape = Annotated[tuple[int, ...], BeforeValidator(lambda text: str(text).split(
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One TPU generation; figures are of a whole chip.
+    """One TPU generation. Figures are for a whole chip.
 
     Attributes:
-        name: The usual name, which names of slices begin with.
-        jax_kind: `device_kind` of its devices in JAX.
+        name: The usual name, with which the names of slices begin.
+        jax_kind: The `device_kind` of its devices in JAX.
         compiler: Its name in the compiler's topologies.
-        devices: JAX devices of a chip.
-        cores: TensorCores of a chip.
+        devices: How many JAX devices a chip has.
+        cores: How many TensorCores a chip has.
         name_counts: What the number in a slice's name counts.
-        usable_gib: Memory that programs may use, as libtpu's compiler says when it refuses one.
+        usable_gib: Memory that programs may use, as libtpu's compiler reports it when it refuses a program.
         hbm_bytes_per_s: Bandwidth of that memory.
-        bf16_flops: Dense peak a second; a multiply-add is two operations.
+        bf16_flops: Dense peak per second; a multiply-add counts as two operations.
         clock_hz: Clock of the TensorCore, which issues one VLIW bundle a cycle.
         matrix_8_bits: The 8-bit type, as JAX names it, whose products take half the time of bfloat16's.
-        ici_link_bytes_per_s: Rate of one link in one direction; two an axis of the torus leave a chip.
-        core_link_bytes_per_s: Rate between the two devices of a chip, in one direction; None where it is one device.
-        sparse_core_collectives: Collectives that its compiler hands to SparseCores unless told otherwise.
-        topologies: The shapes of slices that Google offers, one of each number of chips.
-        ring_size: An axis of so many chips closes to a ring, and no other; None where `ring_block` says it.
-        ring_block: All axes close to rings where all are multiples of this; None where `ring_size` says it.
-        host_shape: The chips of one host where a slice has several hosts.
-        one_host_chips: The numbers of chips that a single host can have.
-        ray_accelerator: Ray's name.
-        device_files: Files in /dev of a chip, each of which Ray counts as a chip.
-        gke_accelerator: The name in GKE's node selector.
-        gke_machines: GKE's machine types by their number of chips.
-        tpu_vm_runtime: The software version that Cloud TPU's API is asked for; None where it has no such chips.
+        ici_link_bytes_per_s: Rate of one link in one direction; a chip has two links along each axis of the torus.
+        core_link_bytes_per_s: Rate between the two devices of a chip, in one direction; None where it has one.
+        sparse_core_collectives: Collectives that its compiler runs on SparseCores by default.
+        topologies: The shapes of slices that Google offers, one for each number of chips.
+        ring_size: Exactly the axes with this many chips close to rings; None where `ring_block` decides.
+        ring_block: All axes close to rings if all are multiples of this; None where `ring_size` decides.
+        host_shape: The chips of one host in a slice with several hosts.
+        one_host_chips: How many chips a slice with a single host can have.
+        ray_accelerator: The accelerator type in Ray.
+        device_files: How many files in /dev a chip has, each of which Ray counts as a chip.
+        gke_accelerator: The accelerator in GKE's node selector.
+        gke_machines: GKE's machine types, by their number of chips.
+        tpu_vm_runtime: The software version to request from Cloud TPU's API; None where it doesn't offer such chips.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -78,29 +79,33 @@ class Chip:
 
     @property
     def device_bytes(self) -> float:
-        """Memory that programs may use of one JAX device."""
+        """How many bytes of one JAX device's memory programs may use."""
         return self.usable_gib * GIB / self.devices
 
     @property
     def sizes(self) -> dict[int, tuple[int, ...]]:
-        """The shape of a slice by its number of chips."""
+        """The shape of each size of slice, by its number of chips."""
         return {math.prod(shape): shape for shape in self.topologies}
 
     @property
     def counted_per_chip(self) -> int:
-        """How much one chip adds to the number in a slice's name."""
+        """How much each chip adds to the number in a slice's name."""
         return self.cores if self.name_counts == "cores" else 1
 
     @property
     def host_topology(self) -> str:
-        """The compiler's name of one host's chips, such as "v6e:2x2"."""
+        """The compiler's name for the chips of one host, such as "v6e:2x2"."""
         return f"{self.compiler}:{'x'.join(map(str, self.host_shape))}"
 
 
 def load_chip(file: Traversable) -> Chip:
-    """Return the generation that a file describes; raises `ValueError` naming what is wrong with it."""
+    """Read a generation from its file.
+
+    Raises:
+        ValueError: The file is wrong; the message says where.
+    """
     try:
-        return validated(Chip, parsed(file.read_text()), {Chip: "write what the other files in its folder have"})
+        return validate(Chip, parse_yaml(file.read_text()), {Chip: "write what the other files in its folder have"})
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
 

@@ -15,12 +15,17 @@ from cluster.errors import ClusterNotFound
 
 
 def connect(address: str) -> None:
-    """Join the Ray cluster whose GCS listens on `address` ("host:port"); do nothing when already joined.
+    """Join the Ray cluster whose GCS listens on `address`, unless this process has joined one already.
 
-    Raises `ClusterNotFound` when nothing answers there.
+    Args:
+        address: "host:port".
+
+    Raises:
+        ClusterNotFound: Nothing answers there.
     """
     stay_on_loopback(address)
-    import ray  # after the line above: Ray reads its settings when it is imported
+    # Ray reads its settings when it is imported, so the line above must come first.
+    import ray
 
     _check_answers(address)
     if ray.is_initialized():
@@ -37,9 +42,10 @@ def connect(address: str) -> None:
 
 @contextlib.contextmanager
 def _own_handler_of_sigterm() -> Iterator[None]:
-    """Put this process's handler of SIGTERM back in place of what Ray installs when it is initialised (2.60).
+    """Restore this process's SIGTERM handler, which Ray 2.60 replaces when it is initialised.
 
-    Ray's C++ library prints its stack and, three seconds later, aborts a process that is still ending in good order.
+    With Ray's handler, its C++ library prints the stack and, three seconds later, aborts a process that is still
+    shutting down in good order.
     """
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -50,7 +56,7 @@ def _own_handler_of_sigterm() -> Iterator[None]:
 
 
 def leave() -> None:
-    """Leave the cluster that this process has joined, if any; another one can be joined then."""
+    """Leave the cluster that this process has joined, if any, so that it can join another."""
     import ray
 
     ray.shutdown()
@@ -58,16 +64,18 @@ def leave() -> None:
 
 
 def stay_on_loopback(address: str) -> None:
-    """Let this process and its children join a cluster on the loopback interface, as an emulated one is."""
+    """Let this process and its children join a cluster on the loopback interface, where emulated ones listen."""
     if not is_loopback(address):
         return
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # For children, and this process if Ray isn't imported yet.
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = (
+        "0"  # For children, and for this process if Ray isn't imported yet.
+    )
     use_token()
     ray_private.keep_loopback_addresses()
 
 
 def _check_answers(address: str) -> None:
-    """Fail at once where Ray would try for two minutes."""
+    """Raise `ClusterNotFound` at once where nothing listens; Ray would try for two minutes."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
@@ -76,7 +84,7 @@ def _check_answers(address: str) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether "host:port" is of this machine alone."""
+    """Return whether "host:port" can be reached from this machine only."""
     host = address.rpartition(":")[0]
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback

@@ -1,4 +1,4 @@
-"""Which nodes are about to be taken away: preempted by the cloud, drained by an operator or an autoscaler."""
+"""Find nodes that are about to go away: preempted by the cloud, or drained by an operator or an autoscaler."""
 
 import logging
 import time
@@ -8,24 +8,27 @@ from cluster import ray_private
 
 log = logging.getLogger(__name__)
 
-ANSWER_S = 3.0  # Ray's control store answers in milliseconds; Ray Serve's own controller waits as long.
+# Ray's control store answers in milliseconds. Ray Serve's own controller waits for it as long as this.
+ANSWER_S = 3.0
 
 
 def draining_for(nodes: Iterable[str], timeout_s: float = ANSWER_S) -> float | None:
-    """Return the seconds left to the first of some nodes that is being drained.
+    """Return how many seconds are left until the first of some nodes has been drained.
 
-    It blocks until the control store answers: an event loop calls it in a thread.
+    This blocks until the control store answers, so an event loop must call it in a thread.
 
     Args:
-        nodes: Ids of a slice's hosts. A slice is taken as a whole, so one is enough to move.
-        timeout_s: A control store that is silent for longer knows nothing.
+        nodes: Ids of a slice's hosts. A slice goes away as a whole, so one drained node is reason enough to move.
+        timeout_s: How long to wait for the control store.
 
     Returns:
-        Seconds, inf where there is no deadline; None when none is drained, or when that isn't known now.
+        The seconds left, inf where there is no deadline. None if no node is being drained, or if the control store
+        doesn't answer.
     """
     try:
         drained = ray_private.draining_nodes(timeout_s)
-    except Exception as error:  # a time-out, a control store that is gone, a process that is leaving the cluster
+    # A time-out, a control store that is gone, or a process that is leaving the cluster: any type may come.
+    except Exception as error:
         log.debug("it isn't known which nodes are drained: %s: %s", type(error).__name__, error)
         return None
     deadlines = [drained[node] for node in nodes if node in drained]

@@ -1,4 +1,4 @@
-"""Draw what a cluster has, as text."""
+"""Draw the slices of a cluster as text."""
 
 from collections.abc import Sequence
 
@@ -6,10 +6,10 @@ from cluster.inventory import SliceFound
 
 
 def draw(slices: Sequence[SliceFound]) -> str:
-    """Return the slices with their hosts and holders."""
+    """Return a drawing of slices with their hosts and holders."""
     if not slices:
         return "no TPU hosts"
-    blocks = ["slices", *map(_slice, slices)]
+    blocks = ["slices", *map(_draw_slice, slices)]
     taken = sum(s.holder is not None for s in slices)
     broken = sum(bool(s.missing) for s in slices)
     summary = f"{len(slices)} slices: {len(slices) - taken - broken} free, {taken} taken"
@@ -17,7 +17,7 @@ def draw(slices: Sequence[SliceFound]) -> str:
     return "\n".join(blocks)
 
 
-def _slice(item: SliceFound) -> str:
+def _draw_slice(item: SliceFound) -> str:
     kind = f"{'emulated ' if item.emulated else ''}{item.spec or item.pod_type}"
     state = item.holder or ("free" if not item.missing else "unusable")
     lines = []

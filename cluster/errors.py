@@ -1,14 +1,14 @@
-"""The exceptions of this package: one small tree; every message says what was given and what would work."""
+"""The exceptions of this package, in one small tree. Every message says what was given and what would work."""
 
 
 class ClusterError(Exception):
-    """Base of everything this package raises on purpose; `exit_code` is what a command returns."""
+    """Base of everything that this package raises on purpose; a command returns `exit_code`."""
 
     exit_code = 1
 
 
 class UnknownSlice(ClusterError, ValueError):
-    """No such kind of slice; the message names the nearest."""
+    """No such kind of slice exists; the message names the nearest."""
 
     exit_code = 2
 
@@ -20,23 +20,23 @@ class LayoutError(ClusterError, ValueError):
 
 
 class ClusterNotFound(ClusterError):
-    """There is no cluster where one was looked for, or already one where one was to be made."""
+    """No cluster was found at an address or in a folder, or its state can't be trusted or read."""
 
     exit_code = 2
 
 
 class ClusterStartFailed(ClusterError):
-    """An emulated cluster, or one of its hosts, didn't start."""
+    """An emulated cluster or one of its hosts didn't start."""
 
 
 class PortTaken(ClusterError):
-    """A port can't be listened on; the message says who has it, and which one is free."""
+    """A port can't be listened on; the message says which process holds it, and which port is free."""
 
     exit_code = 2
 
 
 class SliceError(ClusterError):
-    """Base of what happens to a slice."""
+    """Base of the errors of a slice."""
 
 
 class SliceStartTimeout(SliceError):
@@ -44,15 +44,15 @@ class SliceStartTimeout(SliceError):
 
 
 class SliceLost(SliceError):
-    """The slice is gone: a host died, hung, or left the lockstep; the message says which. Build a new one."""
+    """A host died, hung or left the lockstep, so the slice must be built anew; the message names the host."""
 
 
 class ChipsBusy(SliceError):
-    """JAX on a TPU host doesn't get the host's chips: another process has them still."""
+    """JAX can't open the chips of a TPU host, because another process still holds them."""
 
 
 class WrongHost(SliceError):
-    """A host isn't what its labels say, or lacks what JAX needs there; the message says what."""
+    """A host doesn't match its labels, or lacks something that JAX needs; the message says what."""
 
 
 class OtherHostGone(SliceError):
@@ -60,22 +60,23 @@ class OtherHostGone(SliceError):
 
 
 class DeviceFailed(SliceLost):
-    """The slice is gone because a chip, its runtime or an exchange between chips failed in a call."""
+    """A chip, its runtime or an exchange between chips failed in a call, so the slice is gone."""
 
 
 class CallFailed(SliceError):
-    """Every host raised in the same call, or one of them beside the lockstep: the slice lives. The cause is the first
-    process's exception.
+    """Every host raised in the same call, or one of them outside the lockstep; the slice lives on.
+
+    The cause is the exception of the host to blame.
     """
 
 
 class PriceError(ClusterError, ValueError):
-    """A table of prices can't be used, or lacks what is asked for; the message says what there is."""
+    """A table of prices can't be used, or lacks the price asked for; the message lists what it has."""
 
     exit_code = 2
 
 
 class NoCapacity(ClusterError, ValueError):
-    """No layout meets a demand; the message says what comes nearest."""
+    """No layout meets a demand; the message says which comes nearest."""
 
     exit_code = 2

@@ -1,4 +1,4 @@
-"""What a cluster has: its slices by name, their hosts, and who holds them."""
+"""List the slices of a cluster, their hosts, and who holds them."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -7,14 +7,15 @@ from typing import Any
 import ray
 from ray.util import placement_group_table
 
-from cluster.slice_spec import DEVICES, POD_TYPE, SLICE_NAME, WORKER_ID, SliceSpec, kinds
+from cluster.slice_spec import DEVICES, POD_TYPE, SLICE_NAME, WORKER_ID, SliceSpec, list_kinds
 
-SEPARATOR = "#"  # between the name of a holder and what makes its placement group's name unique
+# Stands in a placement group's name between the holder's name and what makes the group's name unique.
+SEPARATOR = "#"
 
 
 @dataclass(frozen=True)
 class HostFound:
-    """A Ray node that is alive and a TPU host. `devices`: as in `HostPlace`."""
+    """A Ray node that is alive and a TPU host; `devices` is as in `HostPlace`."""
 
     worker_id: int
     node_id: str
@@ -26,8 +27,12 @@ class HostFound:
 class SliceFound:
     """A slice that a cluster has.
 
-    pod_type   as Ray spells it; spec None when it is of no kind known here
-    holder     the name of what has reserved it, None when it is free
+    Attributes:
+        name: Its name in the cluster.
+        pod_type: Its kind as Ray spells it.
+        spec: Its kind; None if `pod_type` is unknown here.
+        hosts: The hosts that are alive, by worker id.
+        holder: Who has reserved it; None if it is free.
     """
 
     name: str
@@ -38,13 +43,13 @@ class SliceFound:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Worker ids of hosts that are not there."""
+        """The worker ids of hosts that aren't alive."""
         there = {host.worker_id for host in self.hosts}
         return tuple(i for i in range(self.spec.hosts if self.spec else 0) if i not in there)
 
     @property
     def has_wrong_ids(self) -> bool:
-        """Whether two of its hosts have the same worker id, or one an id that its kind of slice doesn't have."""
+        """Whether two hosts have the same worker id, or a host has an id too high for this kind of slice."""
         ids = [host.worker_id for host in self.hosts]
         return (
             self.spec is not None
@@ -54,20 +59,20 @@ class SliceFound:
 
     @property
     def emulated(self) -> bool:
-        """Whether CPU devices stand for its chips."""
+        """Whether CPU devices stand in for its chips."""
         return any(host.devices is not None for host in self.hosts)
 
     def __str__(self) -> str:
         if self.spec is not None and self.has_wrong_ids:
-            return f"{self.name}: {wrong_ids(self.spec, self.hosts)}"
+            return f"{self.name}: {explain_wrong_ids(self.spec, self.hosts)}"
         if self.missing:
             wanted = ", ".join(map(str, self.missing))
             return f"{self.name}: host {wanted} of {self.spec.hosts if self.spec else '?'} missing"
         return f"{self.name}: {f'taken by {self.holder}' if self.holder else 'free'}"
 
 
-def wrong_ids(spec: SliceSpec, hosts: Iterable[HostFound]) -> str:
-    """Return what to say of a slice whose hosts don't have one worker id each."""
+def explain_wrong_ids(spec: SliceSpec, hosts: Iterable[HostFound]) -> str:
+    """Return the message for a slice whose hosts don't have the worker ids 0 to n - 1, one each."""
     labelled = ", ".join(f"{host.worker_id} on node {host.node_id[:8]} at {host.ip}" for host in hosts)
     return (
         f"its hosts need the labels {WORKER_ID} 0 to {spec.hosts - 1}, one each, and have {labelled}; start Ray there "
@@ -76,35 +81,35 @@ def wrong_ids(spec: SliceSpec, hosts: Iterable[HostFound]) -> str:
 
 
 def slices_found() -> list[SliceFound]:
-    """Return the slices of the cluster that this process has joined, by name."""
+    """Return the slices of the cluster that this process has joined, in the order of their names."""
     by_name: dict[str, list[dict[str, Any]]] = {}
     for node in ray.nodes():
         if POD_TYPE in node["Labels"]:
             by_name.setdefault(node["Labels"].get(SLICE_NAME, node["NodeID"][:8]), []).append(node)
-    holders = _holders()
+    holders = _read_holders()
     return [_read_slice(name, by_name[name], holders) for name in sorted(by_name)]
 
 
 def _read_slice(name: str, nodes: Sequence[dict[str, Any]], holders: dict[str, str]) -> SliceFound:
     pod_type = nodes[-1]["Labels"][POD_TYPE]
-    hosts = [host_of(node) for node in nodes if node["Alive"]]
+    hosts = [read_host(node) for node in nodes if node["Alive"]]
     hosts.sort(key=lambda host: host.worker_id)
     held = {holders[host.node_id] for host in hosts if host.node_id in holders}
-    return SliceFound(name, pod_type, _spec(pod_type), tuple(hosts), ", ".join(sorted(held)) or None)
+    return SliceFound(name, pod_type, _find_spec(pod_type), tuple(hosts), ", ".join(sorted(held)) or None)
 
 
-def host_of(node: dict[str, Any]) -> HostFound:
-    """Return a TPU host, of its Ray node."""
+def read_host(node: dict[str, Any]) -> HostFound:
+    """Return the TPU host that a Ray node is."""
     worker_id = int(node["Labels"].get(WORKER_ID, 0))
-    return HostFound(worker_id, node["NodeID"], node["NodeManagerAddress"], devices_of(node))
+    return HostFound(worker_id, node["NodeID"], node["NodeManagerAddress"], read_devices(node))
 
 
-def devices_of(node: dict[str, Any]) -> int | None:
-    """Return how many CPU devices an emulated host shows, None for a real one."""
+def read_devices(node: dict[str, Any]) -> int | None:
+    """Return how many CPU devices an emulated host shows; None for a real host."""
     return int(node["Labels"][DEVICES]) if DEVICES in node["Labels"] else None
 
 
-def _holders() -> dict[str, str]:
+def _read_holders() -> dict[str, str]:
     holders = {}
     for group in placement_group_table().values():
         if group["state"] != "REMOVED":
@@ -113,5 +118,5 @@ def _holders() -> dict[str, str]:
     return holders
 
 
-def _spec(pod_type: str) -> SliceSpec | None:
-    return next((spec for spec in map(SliceSpec, kinds()) if spec.pod_type == pod_type), None)
+def _find_spec(pod_type: str) -> SliceSpec | None:
+    return next((spec for spec in map(SliceSpec, list_kinds()) if spec.pod_type == pod_type), None)

@@ -1,15 +1,15 @@
-"""A layout: which stages are hosted together, on which kind of slice, how often. Read from a YAML file.
+"""Layouts: which stages share a slice, on which kind of slice, with how many replicas. They are read from YAML files.
 
     pools:
       experts:                            # a name
         stages: [denoise_high, denoise_low]
         slice: v6e-8
-        replicas: {min: 1, max: 4}        # or one number; 1 when left out
-        mesh: {dp: 2, sp: 1, tp: 4}       # over one slice; what is left out is chosen from the model
+        replicas: {min: 1, max: 4}        # or one number; the default is 1
+        mesh: {dp: 2, sp: 1, tp: 4}       # over one slice; the model chooses the axes that you omit
     emulate:                              # only for emulated clusters
       devices_per_host: 1                 # CPU devices in place of a host's chips
 
-A stage's name is any string: which ones a model has, the caller says (`Layout.check_stages`).
+A stage's name may be any string here; `Layout.check_stages` compares the names with those of a model.
 """
 
 import difflib
@@ -23,17 +23,17 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator
 
 from cluster.errors import LayoutError
 from cluster.slice_spec import SliceSpec
-from cluster.yaml_values import parsed, validated
+from cluster.yaml_values import parse_yaml, validate
 
 SHIPPED = Path(__file__).parent / "layouts"
-MOST = 1000  # replicas, or devices along an axis: more is a typing error
+MOST = 1000  # The most replicas of a pool, or devices along an axis; a larger number is a typing error.
 
 _Count = Annotated[int, Field(strict=True, ge=1, le=MOST)]
 _STRICT = ConfigDict(extra="forbid")
 
 
 class Mesh(NamedTuple):
-    """Devices along each axis of a slice's mesh: data, sequence and tensor parallel; None where the model decides."""
+    """Devices along each axis of a slice's mesh (data, sequence and tensor parallel); None where the model decides."""
 
     dp: _Count | None = None
     sp: _Count | None = None
@@ -63,8 +63,8 @@ class Replicas:
         return str(self.minimum) if self.minimum == self.maximum else f"{self.minimum} to {self.maximum}"
 
 
-def _bounds(bounds: Any) -> Any:
-    """Return both bounds of what a file gives: one number, or min and max."""
+def _read_bounds(bounds: Any) -> Any:
+    """Return both bounds, for which a file has one number, or min and max."""
     return {"max": bounds.get("min", 1)} | bounds if isinstance(bounds, dict) else {"min": bounds, "max": bounds}
 
 
@@ -77,16 +77,18 @@ class Pool:
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
     stages: Annotated[tuple[str, ...], Field(min_length=1)]
     slice: Annotated[SliceSpec, PlainValidator(SliceSpec)]
-    replicas: Annotated[Replicas, BeforeValidator(_bounds)] = Replicas()
+    replicas: Annotated[Replicas, BeforeValidator(_read_bounds)] = Replicas()
     mesh: Mesh = _OPEN
 
 
 @dataclass(frozen=True)
 class Layout:
-    """All pools, in the order of the file.
+    """All pools of a layout, in the order of its file.
 
-    source            the file it was read from, for messages
-    devices_per_host  of emulated slices, None where the layout is for real ones
+    Attributes:
+        source: The file that it was read from, for messages.
+        pools: The pools.
+        devices_per_host: CPU devices of each emulated host; None if the layout is for real slices.
     """
 
     source: str
@@ -95,8 +97,12 @@ class Layout:
 
     @classmethod
     def load(cls, path: str | Path) -> "Layout":
-        """Read a layout file, or one that is shipped, by its name; raises `LayoutError` with file, pool and remedy."""
-        path = _find(path)
+        """Read a layout from a file, or a shipped layout by its name.
+
+        Raises:
+            LayoutError: It can't be read or used; the message names file, pool and remedy.
+        """
+        path = _find_file(path)
         try:
             return cls.parse(path.read_text(), str(path))
         except (OSError, UnicodeDecodeError) as error:
@@ -104,9 +110,17 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str, source: str) -> "Layout":
-        """Return the layout of a YAML text; the rest as `load`."""
+        """Return the layout that a YAML text describes.
+
+        Args:
+            text: The content of a layout file.
+            source: What messages call the file.
+
+        Raises:
+            LayoutError: As in `load`.
+        """
         try:
-            file = validated(_File, parsed(text), _REMEDIES)
+            file = validate(_File, parse_yaml(text), _REMEDIES)
         except ValueError as error:
             raise LayoutError(f"{source}: {error}") from None
         devices_per_host = None if file.emulate is None else file.emulate.get("devices_per_host", 1)
@@ -116,16 +130,16 @@ class Layout:
             for stage in pool.stages:
                 if (other := layout.pool_of(stage)) is not pool or pool.stages.count(stage) > 1:
                     where = "twice" if other is pool else f"also in pool {other.name}"
-                    raise layout._wrong(f"stage {stage} is there {where}; a stage is in exactly one pool", pool)
+                    raise layout._build_error(f"stage {stage} is there {where}; a stage is in exactly one pool", pool)
         return layout
 
     def devices(self, pool: Pool) -> int:
-        """Return how many JAX devices a slice of that pool has."""
+        """Return how many JAX devices each slice of a pool has."""
         return pool.slice.devices if self.devices_per_host is None else pool.slice.hosts * self.devices_per_host
 
     @property
     def slices(self) -> int:
-        """How many slices all pools may have at most."""
+        """How many slices all pools together may have."""
         return sum(pool.replicas.maximum for pool in self.pools)
 
     def pool_of(self, stage: str) -> Pool:
@@ -133,16 +147,18 @@ class Layout:
         return next(pool for pool in self.pools if stage in pool.stages)
 
     def check_stages(self, stages: Sequence[str]) -> None:
-        """Raise `LayoutError` unless the pools host exactly these stages of a model, and each pool in their order."""
+        """Raise `LayoutError` unless the pools host exactly these stages, each pool in their order."""
         for pool in self.pools:
             if unknown := [stage for stage in pool.stages if stage not in stages]:
-                raise self._wrong(f"the model has no stage {', '.join(unknown)}; it has {', '.join(stages)}", pool)
+                raise self._build_error(
+                    f"the model has no stage {', '.join(unknown)}; it has {', '.join(stages)}", pool
+                )
             ordered = sorted(pool.stages, key=list(stages).index)
             if list(pool.stages) != ordered:
-                raise self._wrong(f"stages are out of order; write stages: [{', '.join(ordered)}]", pool)
+                raise self._build_error(f"stages are out of order; write stages: [{', '.join(ordered)}]", pool)
         hosted = {stage for pool in self.pools for stage in pool.stages}
         if missing := ", ".join(stage for stage in stages if stage not in hosted):
-            raise self._wrong(f"no pool hosts {missing}; add a pool with stages: [{missing}]")
+            raise self._build_error(f"no pool hosts {missing}; add a pool with stages: [{missing}]")
 
     def _check_mesh(self, pool: Pool) -> None:
         devices, product = self.devices(pool), math.prod(size or 1 for size in pool.mesh)
@@ -150,18 +166,18 @@ class Layout:
             return
         emulated = "" if self.devices_per_host is None else f" when it is emulated ({pool.slice.devices} when not)"
         problem = f"mesh {pool.mesh} takes {product} devices, {pool.slice} has {devices}{emulated}"
-        raise self._wrong(f"{problem}; make the product {devices}, or leave mesh out to have it chosen", pool)
+        raise self._build_error(f"{problem}; make the product {devices}, or leave mesh out to have it chosen", pool)
 
-    def _wrong(self, message: str, pool: Pool | None = None) -> LayoutError:
+    def _build_error(self, message: str, pool: Pool | None = None) -> LayoutError:
         return LayoutError(f"{self.source}: {'' if pool is None else f'pool {pool.name}: '}{message}")
 
 
 def shipped() -> list[str]:
-    """Return the names of the layouts that come with this package."""
+    """Return the names of the shipped layouts."""
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
-def _find(path: str | Path) -> Path:
+def _find_file(path: str | Path) -> Path:
     requested = Path(path)
     if requested.is_file():
         return requested
@@ -173,8 +189,8 @@ def _find(path: str | Path) -> Path:
     raise LayoutError(f"there is no layout file {path}{hint}; shipped ones, by name: {', '.join(shipped())}")
 
 
-def _named(pools: Any) -> Any:
-    """Return the pools of a file with their names in them; what isn't of this form is refused after this."""
+def _put_names_in(pools: Any) -> Any:
+    """Copy each pool's name, which is its key in the file, into its fields; pydantic refuses other forms afterwards."""
     if isinstance(pools, dict) and all(isinstance(fields, dict) for fields in pools.values()):
         return {name: fields | {"name": name} for name, fields in pools.items()}
     return pools
@@ -184,11 +200,12 @@ def _named(pools: Any) -> Any:
 class _File:
     __pydantic_config__ = _STRICT
 
-    pools: Annotated[dict[str, Pool], Field(min_length=1), BeforeValidator(_named)]
+    pools: Annotated[dict[str, Pool], Field(min_length=1), BeforeValidator(_put_names_in)]
     emulate: dict[Literal["devices_per_host"], _Count] | None = None
 
 
-_REMEDIES: dict[Any, str] = {  # by the last key on the way to what is wrong
+# What to write instead, by the last key on the way to what is wrong.
+_REMEDIES: dict[Any, str] = {
     _File: "write pools, and emulate for an emulated cluster",
     "pools": "write pools: {NAME: {stages: [...], slice: v6e-8}}, with replicas and mesh where needed",
     "name": "a pool's name is made of letters, digits, - and _",

@@ -1,4 +1,4 @@
-"""Whether a port can be listened on, and who has it where it can't."""
+"""Check whether a port can be listened on, and find the process that holds it where it can't."""
 
 import errno
 import shlex
@@ -9,18 +9,21 @@ import psutil
 
 from cluster.errors import PortTaken
 
-_TRIED = 200  # Ports after one that is taken, among which a free one is looked for.
+_TRIED = 200  # How many ports after a taken one are tried, to suggest a free one.
 _LAST = 65535
-_LONGEST = 80  # Characters of another process's command line in a message.
+_LONGEST = 80  # How many characters of another process's command line a message shows.
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise `PortTaken` unless this machine can listen there; the message names who does, and a port that is free.
+    """Check that this machine can listen on a port.
 
-    HAProxy shares a port with another HAProxy of the same user without a word, and each gets half of the requests: so
-    it isn't left to find out.
+    HAProxy wouldn't notice: it silently shares a port with another HAProxy of the same user, and each gets half of the
+    requests.
+
+    Raises:
+        PortTaken: It can't; the message names the process that listens there, and a free port.
     """
-    problem = _problem(host, port)
+    problem = _try_port(host, port)
     if problem is None:
         return
     if problem.errno not in (errno.EADDRINUSE, errno.EACCES):
@@ -28,21 +31,23 @@ def check_port(host: str, port: int) -> None:
             f"this machine can't listen at {host} port {port} ({problem.strerror or problem}); give --host an address "
             "of it, such as 127.0.0.1"
         )
-    taken = f"is taken{_by_whom(host, port)}; end that"
+    taken = f"is taken{_describe_holder(host, port)}; end that"
     if problem.errno == errno.EACCES:
         taken = "is for root alone; run this as root"
-    others = (other for other in range(max(port + 1, 1024), min(port + _TRIED, _LAST)) if _problem(host, other) is None)
+    others = (
+        other for other in range(max(port + 1, 1024), min(port + _TRIED, _LAST)) if _try_port(host, other) is None
+    )
     free = next(others, None)
     alternative = "choose another --port" if free is None else f"choose one that is free: --port {free}"
     raise PortTaken(f"port {port} of {host} {taken}, or {alternative}")
 
 
-def _problem(host: str, port: int) -> OSError | None:
-    """Return why this machine can't listen there, None where it can."""
+def _try_port(host: str, port: int) -> OSError | None:
+    """Try to bind a port; return the error, None where there is none."""
     try:
         [(family, kind, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         with socket.socket(family, kind) as tried:
-            # Connections that have ended don't keep HAProxy from a port; whoever listens does.
+            # Like HAProxy, ignore connections that have ended; only a process that listens is in the way.
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             tried.bind(address)
     except OSError as error:
@@ -50,11 +55,11 @@ def _problem(host: str, port: int) -> OSError | None:
     return None
 
 
-def _by_whom(host: str, port: int) -> str:
-    """Return " by ..." for the process that listens on a port, nothing where this user may not know."""
+def _describe_holder(host: str, port: int) -> str:
+    """Return " by process ..." for the process that listens on a port; "" where this user may not see it."""
     everywhere = ("0.0.0.0", "::")
     address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
-    for connection in _listening():
+    for connection in _list_listening():
         if (
             connection.pid
             and connection.laddr.port == port
@@ -69,7 +74,7 @@ def _by_whom(host: str, port: int) -> str:
     return ""
 
 
-def _listening() -> Iterable["psutil._common.sconn"]:
+def _list_listening() -> Iterable["psutil._common.sconn"]:
     try:
         return [connection for connection in psutil.net_connections("tcp") if connection.status == psutil.CONN_LISTEN]
     except (psutil.Error, OSError):

@@ -1,6 +1,6 @@
-"""Everything that we use of Ray outside its public interface, of which any version may change (pyproject.toml pins it).
+"""All uses of Ray outside its public interface, which any version may change (pyproject.toml pins Ray).
 
-Each function says what Ray lacks. tests/cluster/test_ray_private.py has a test for each, which fails once Ray no longer
+Each function says what Ray lacks, and has a test in tests/cluster/test_ray_private.py that fails once Ray no longer
 lacks it. Ray is imported inside the functions, because it reads its settings from the environment when it is imported.
 """
 
@@ -11,14 +11,14 @@ from typing import Any
 
 
 def reread_settings() -> None:
-    """Have Ray read its settings from the environment again; it reads those of its C++ library once per process."""
+    """Make Ray read its settings from the environment again; it reads those of its C++ library once per process."""
     from ray._raylet import Config  # type: ignore[attr-defined]  # It is compiled.
 
     Config.initialize("")
 
 
 def token_loader() -> Any:
-    """Return what finds and caches the user's token for Ray's C++ library."""
+    """Return the object that finds and caches the user's token for Ray's C++ library."""
     from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]  # It is compiled.
 
     return AuthenticationTokenLoader.instance()
@@ -27,8 +27,8 @@ def token_loader() -> Any:
 def forbid_clusters_of_its_own() -> None:
     """Keep Ray from starting a cluster here once this process has left the one that it joins.
 
-    Every call of Ray does that where there is no cluster, and a Serve handle asks for its replicas' figures every few
-    seconds in a thread. Ray reads RAY_ENABLE_AUTO_CONNECT only when it is imported.
+    Any call of Ray starts one if there is none, and a Serve handle asks for its replicas' metrics every few seconds in
+    a thread. Ray reads RAY_ENABLE_AUTO_CONNECT only when it is imported.
     """
     from ray._private import auto_init_hook
 
@@ -36,9 +36,9 @@ def forbid_clusters_of_its_own() -> None:
 
 
 def keep_loopback_addresses() -> None:
-    """Keep Ray from replacing a loopback address by the machine's own, where an emulated cluster doesn't listen.
+    """Keep Ray from replacing a loopback address with the machine's own, on which an emulated cluster doesn't listen.
 
-    Ray reads RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER, the only setting that does so, when it is imported.
+    RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER is the only setting for this, and Ray reads it only when it is imported.
     """
     from ray._private import ray_constants
 
@@ -48,17 +48,17 @@ def keep_loopback_addresses() -> None:
 def forget_serve() -> None:
     """Forget the Serve controller of a cluster that this process has left.
 
-    Serve keeps its handle, and takes it for the next cluster's when the job has the same number: the first job of
-    every cluster has.
+    Serve caches a handle of the controller and would use it in the next cluster if the job's number is the same, as it
+    is for the first job of every cluster.
     """
     if "ray.serve.context" in sys.modules:
         sys.modules["ray.serve.context"]._disconnect()
 
 
 def serve_client() -> Any:
-    """Return Serve's client for this cluster, None where Serve doesn't run; its public calls use the same one then.
+    """Return Serve's client for this cluster, which Serve's public calls use from then on; None if Serve doesn't run.
 
-    It knows where Serve's proxy listens, which no public call says.
+    The client knows where Serve's proxy listens, which no public call returns.
     """
     from ray.serve import context
 
@@ -67,17 +67,17 @@ def serve_client() -> Any:
 
 
 def knows_deployment(handle: Any) -> bool:
-    """Whether a handle of a deployment has heard of it, so that calls don't wait for that.
+    """Return whether a handle knows its deployment, so that calls don't wait until it does.
 
-    The public `running_replicas_populated` is true also when only the replicas are known, and calls wait for ever.
+    The public `running_replicas_populated` is also true if only the replicas are known, and calls then wait for ever.
     """
     return bool(handle._router._asyncio_router._request_router_initialized.is_set())
 
 
 def draining_nodes(timeout_s: float) -> dict[str, int]:
-    """Return when each node that is being drained will be gone, in ms since 1970, 0 without a deadline.
+    """Return when each node that is being drained will be gone, in ms since 1970; 0 without a deadline.
 
-    Ray Train's own watcher of preemptions asks `ray._private.state`, which asks this client without a limit.
+    Ray Train's own watcher of preemptions calls `ray._private.state`, which asks the same client without a time-out.
     """
     from ray._private.worker import global_worker
 
@@ -89,8 +89,8 @@ def draining_nodes(timeout_s: float) -> dict[str, int]:
 def node_class() -> Any:
     """Return Ray's class of a node.
 
-    `ray start` takes longer, and starts a node's processes from a process of its own, out of the reach of
-    `start_processes_by`.
+    `ray start` takes longer, and starts a node's processes from a process of its own, where `start_processes_by` has no
+    effect.
     """
     from ray._private.node import Node
 
@@ -98,7 +98,7 @@ def node_class() -> Any:
 
 
 def node_parameters(**settings: Any) -> Any:
-    """Return the settings that the class of a node takes."""
+    """Return the parameters that the class of a node takes."""
     from ray._private.parameter import RayParams
 
     make: Any = RayParams  # Ray annotates some of these wrongly.
@@ -106,9 +106,9 @@ def node_parameters(**settings: Any) -> Any:
 
 
 def write_address(address: str, folder: str) -> None:
-    """Write a cluster's address where its jobs find it, as `ray start` does.
+    """Write a cluster's address where its jobs look for it, as `ray start` does.
 
-    `ray.cluster_utils.Cluster` overwrites the address by which the machine's other clusters are found.
+    `ray.cluster_utils.Cluster` would overwrite the address by which the machine's other clusters are found.
     """
     from ray._private.utils import write_ray_address
 
@@ -116,10 +116,10 @@ def write_address(address: str, folder: str) -> None:
 
 
 def start_processes_by(popen: Any) -> None:
-    """Have Ray start the processes of nodes with this in place of `subprocess.Popen`.
+    """Make Ray start the processes of nodes with `popen` in place of `subprocess.Popen`.
 
-    Ray blocks SIGINT by Python that runs in the child, forked from a process with threads: now and then such a child
-    hung before it had become another program (a raylet without a log, twice in a row).
+    Ray blocks SIGINT in Python code that runs in the child, which is forked from a process with threads. Now and then
+    such a child hung before it executed its program (a raylet without a log, twice in a row).
     """
     from ray._private import services
 
@@ -129,10 +129,10 @@ def start_processes_by(popen: Any) -> None:
 
 @contextlib.contextmanager
 def joined_cluster_kept() -> Iterator[None]:
-    """Keep this process to the cluster that it has joined, if any, while it starts nodes of another.
+    """Keep this process connected to the cluster that it has joined, if any, while it starts nodes of another one.
 
-    Starting a node makes Ray take that node's cluster for it in some calls (`Node._init_gcs_client`), and once that
-    one has ended, Ray ends this process.
+    After starting a node, Ray uses that node's cluster in some calls (`Node._init_gcs_client`), and ends this process
+    once that cluster has ended.
     """
     from ray.experimental import internal_kv
 
@@ -145,11 +145,11 @@ def joined_cluster_kept() -> Iterator[None]:
 
 
 def read_worker_arguments(arguments: list[str]) -> tuple[Any, list[str], bool]:
-    """Do what Ray's `setup_worker.py` does before it becomes a worker; a raylet starts workers in no other way.
+    """Do what Ray's `setup_worker.py` does before it becomes a worker, because raylets start all workers with it.
 
     Returns:
-        The runtime environment, from which `exec_worker` starts another Python; the worker's own arguments; whether
-        that environment needs another Python.
+        The runtime environment, for `exec_worker`; the worker's own arguments; and whether the environment needs
+        another Python.
     """
     from ray._private.runtime_env.context import RuntimeEnvContext
     from ray._private.utils import update_envs

@@ -1,4 +1,4 @@
-"""YAML texts as values of dataclasses; what is wrong is said with what to write instead."""
+"""Read YAML texts as values of dataclasses. Errors say what is wrong and what to write instead."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -9,25 +9,36 @@ from pydantic import TypeAdapter, ValidationError
 T = TypeVar("T")
 
 
-def parsed(text: str) -> Any:
-    """Return what a YAML text says; raises `ValueError` for no YAML, and for a key that is there twice."""
+def parse_yaml(text: str) -> Any:
+    """Return the content of a YAML text.
+
+    Raises:
+        ValueError: The text isn't YAML, or a mapping has the same key twice.
+    """
     try:
         return yaml.load(text, _UniqueKeys)
     except yaml.YAMLError as error:
         raise ValueError(f"no YAML: {' '.join(str(error).split())}") from None
 
 
-def validated(kind: type[T], content: Any, remedies: Mapping[Any, str]) -> T:
-    """Return content as a value of a (data)class; raises `ValueError` naming the first thing that is wrong.
+def validate(kind: type[T], content: Any, remedies: Mapping[Any, str]) -> T:
+    """Return content as a value of a class, usually a dataclass.
 
-    remedies  what to write instead: for the class itself, and by the last key on the way to what is wrong
+    Args:
+        kind: The class.
+        content: The content of a YAML text.
+        remedies: What to write instead of what is wrong, by the last key on the way to it that has a remedy; the class
+            itself is the key for all else.
+
+    Raises:
+        ValueError: The content doesn't fit; the message names the first problem and its remedy.
     """
     try:
         return TypeAdapter(kind).validate_python(content)
     except ValidationError as error:
         wrong = error.errors()[0]
     keys, problem = [str(key) for key in wrong["loc"] if key != "[key]"], f"is {wrong['input']!r}"
-    if wrong["type"] == "value_error":  # a validator's own, which names the remedy
+    if wrong["type"] == "value_error":  # It comes from a validator of ours, and names the remedy.
         raise ValueError(f"{': '.join(keys)}: {wrong['ctx']['error']}")
     if wrong["type"].startswith("missing"):
         problem = "is missing"
@@ -38,7 +49,7 @@ def validated(kind: type[T], content: Any, remedies: Mapping[Any, str]) -> T:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML lets the last of two equal keys win, silently."""
+    """Refuses equal keys in a mapping; YAML would silently let the last one win."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: list[Any] = []

@@ -11,7 +11,7 @@ from actors.commands.timeouts import add_timeouts, read_timeouts
 from actors.doctor.examination import PARTS, Part, examine, in_order, problems, write_bundle
 from actors.doctor.finding import Finding, Machine, merge
 from cluster.emulation.cluster import default_folder
-from cluster.gang.devices import device_files
+from cluster.gang.devices import list_device_files
 from cluster.slice_spec import SliceSpec
 from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import OutputError
@@ -69,7 +69,7 @@ def _examine_here(args: argparse.Namespace, parts: Sequence[str]) -> tuple[Machi
         raise OutputError(f"{folder} is no folder; make it, or give another one")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # Of a model that is written within a second.
     scratch = Path(tempfile.mkdtemp(prefix=".wan-tpu-doctor-", dir=folder))
-    machine = Machine(scratch, is_rehearsal=not device_files())
+    machine = Machine(scratch, is_rehearsal=not list_device_files())
     try:
         return machine, [examine(machine, parts, _Printer().print)]
     finally:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from actors.doctor.finding import Finding, Machine
-from cluster.gang.devices import LOCKFILE, device_files, holders
+from cluster.gang.devices import LOCKFILE, list_device_files, list_holders
 from cluster.gang.machine_place import read_machine_place, read_metadata
 
 HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -67,7 +67,7 @@ def _look_at_memory() -> Iterator[Finding]:
 
 
 def _look_at_devices() -> Iterator[Finding]:
-    paths = device_files()
+    paths = list_device_files()
     if not paths:
         yield Finding("chips", "none: no /dev/vfio/N and no /dev/accelN is here, or none that this container sees")
         return
@@ -79,7 +79,7 @@ def _look_at_devices() -> Iterator[Finding]:
         "to be read and written",
         "run the container with --privileged, or give the user the devices' group" if closed else "",
     )
-    busy = holders(map(os.path.realpath, [*paths, LOCKFILE]))
+    busy = list_holders(map(os.path.realpath, [*paths, LOCKFILE]))
     for pid, path in busy.items():
         yield Finding("chips in use", f"process {pid} has {path}", "fail", "nobody's", f"end it: kill {pid}")
     if not HUGEPAGES.exists():

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from actors.doctor.finding import Finding, Machine
 from cluster.chips import CHIPS, GIB
-from cluster.gang.devices import device_files, start_failure
+from cluster.gang.devices import classify_start_failure, list_device_files
 from cluster.gang.machine_place import read_machine_place
 
 REHEARSED = 4  # CPU devices that stand in for chips.
@@ -38,14 +38,14 @@ def check_start(machine: Machine) -> Iterator[Finding]:
     try:
         devices = jax.devices()
     except RuntimeError as error:
-        raise NoDevices(str(start_failure("this machine", error))) from None
+        raise NoDevices(str(classify_start_failure("this machine", error))) from None
     seconds = time.perf_counter() - start
     first = devices[0]
-    if first.platform == "cpu" and device_files() and "cpu" not in os.environ.get("JAX_PLATFORMS", ""):
+    if first.platform == "cpu" and list_device_files() and "cpu" not in os.environ.get("JAX_PLATFORMS", ""):
         reason = "another process has the chips, or libtpu is older than they are"
         if importlib.util.find_spec("libtpu") is None:
             reason = "libtpu isn't installed: pip install 'wan-tpu[tpu]'"
-        raise NoDevices(f"this machine has a TPU ({device_files()[0]}), and JAX only its CPU; {reason}")
+        raise NoDevices(f"this machine has a TPU ({list_device_files()[0]}), and JAX only its CPU; {reason}")
     machine.kind, machine.devices = first.device_kind, len(devices)
     machine.is_rehearsal = first.platform == "cpu"
     yield Finding("start", f"{seconds:.1f} s", figures={"seconds": seconds})

@@ -7,7 +7,7 @@ from pathlib import Path
 from actors.doctor.examination import Part, examine_part
 from actors.doctor.finding import Machine
 from actors.planning.calibration import Calibration
-from cluster.gang.devices import device_files
+from cluster.gang.devices import list_device_files
 from wan_tpu.errors import OutputError
 
 
@@ -19,7 +19,7 @@ class DoctorHost:
         if folder is not None and not Path(folder).is_dir():
             raise OutputError(f"{folder} is no folder on this host; make it there, or give another --folder")
         scratch = Path(tempfile.mkdtemp(prefix="wan-tpu-doctor-", dir=folder))
-        self._machine = Machine(scratch, is_rehearsal=not device_files(), is_slice=True)
+        self._machine = Machine(scratch, is_rehearsal=not list_device_files(), is_slice=True)
 
     def check(self, part: str, calibration: Calibration) -> tuple[Part, Machine]:
         """Check one part; all hosts do so in the same order. calibration: what all of them have measured before."""

@@ -10,7 +10,7 @@ from actors.errors import PipelineNotFound
 from actors.observe.status_actor import NAMESPACE
 from actors.pipeline.pools import Tell, deploy, find_spec, shut_down, wait_until_up
 from actors.pipeline_spec import PipelineSpec
-from cluster.gang.placement import surviving
+from cluster.gang.placement import make_surviving
 
 # Requests have this long to finish when a batch takes its pipeline down; it has ended, so nobody waits for them.
 DRAIN_S = 20.0
@@ -121,7 +121,7 @@ def _own(pipeline: str) -> Iterator[None]:
     """
     owner = f"Ray job {ray.get_runtime_context().get_job_id()}"
     try:
-        actor = surviving(_Owner).options(name=f"{pipeline}-owner", namespace=NAMESPACE).remote(owner)
+        actor = make_surviving(_Owner).options(name=f"{pipeline}-owner", namespace=NAMESPACE).remote(owner)
     except ValueError:  # Another batch was a moment earlier.
         raise _not_shared(pipeline, _find_owner(pipeline) or "which has just begun") from None
     ray.get(actor.describe.remote())

@@ -7,7 +7,7 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError, TaskCancell
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 
 from actors.errors import InputLost, PipelineError, RequestFailed, StageLost
-from cluster.gang.watch import telling_line
+from cluster.gang.watch import pick_telling_line
 
 # `BackPressureError` is among them, because other drivers use the same pools, which may be free after a wait.
 _LOST = (
@@ -25,11 +25,11 @@ def explain_losses() -> Iterator[None]:
     try:
         yield
     except _LOST as error:
-        raise StageLost(telling_line(error)) from None
+        raise StageLost(pick_telling_line(error)) from None
     except RayError as error:
         cause = getattr(error, "cause", None)
         if isinstance(cause, PipelineError):
             raise cause from None
         if isinstance(error, ObjectLostError) or isinstance(cause, RayError):
-            raise InputLost(telling_line(cause or error)) from None
-        raise RequestFailed(f"{type(cause or error).__name__}: {telling_line(cause or error)}", "error") from error
+            raise InputLost(pick_telling_line(cause or error)) from None
+        raise RequestFailed(f"{type(cause or error).__name__}: {pick_telling_line(cause or error)}", "error") from error

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.layout import Layout
-from cluster.provision.tpu_vm import Machines, files
+from cluster.provision.tpu_vm import Machines, format_scripts
 from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import InvalidInput, OutputError
 
@@ -34,7 +34,7 @@ def hosts(argv: Sequence[str]) -> None:
             f"--account {args.account!r} is no service account; give NAME@PROJECT.iam.gserviceaccount.com"
         )
     machines = Machines(args.name, args.project, args.zone, args.image, args.account, args.spot)
-    made = files(Layout.load(args.layout), machines)
+    made = format_scripts(Layout.load(args.layout), machines)
     try:
         args.folder.mkdir(parents=True, exist_ok=True)
         for name, content in made.items():

@@ -12,7 +12,7 @@ from actors.commands.serve import build_service_config
 from actors.commands.serve_arguments import build_serve_parser
 from cluster.layout import Layout, shipped
 from cluster.provision import kubernetes
-from cluster.provision.exposure import Exposure, exposing
+from cluster.provision.exposure import Exposure, build_exposing_objects
 from cluster.provision.kubernetes import Target
 from cluster.provision.kustomize import write_kustomization
 from wan_tpu.commands.parser import Parser, as_words, flag_of
@@ -125,7 +125,7 @@ def _exposing(args: argparse.Namespace, target: Target) -> dict[str, kubernetes.
         raise InvalidInput("--hostname is of a service; give --service, too")
     if args.certificate_map is None:
         raise InvalidInput("--certificate_map is missing: the load balancer shows clients a certificate of --hostname")
-    return exposing(target, Exposure(args.hostname, args.certificate_map, args.address_name, args.armor))
+    return build_exposing_objects(target, Exposure(args.hostname, args.certificate_map, args.address_name, args.armor))
 
 
 def _main(args: argparse.Namespace, parser: Parser, layout: Layout, target: Target) -> dict[str, kubernetes.Object]:

@@ -19,7 +19,7 @@ from typing import Any, NewType, Protocol
 import ray
 
 from actors.errors import InputLost, StageLost
-from cluster.gang.placement import surviving
+from cluster.gang.placement import make_surviving
 
 ADOPT_S = 10.0  # One payload may take this long to reach the store's own node.
 ENDED = 10_000  # Requests remembered to have ended, so that a cancelled stage leaves nothing behind.
@@ -48,7 +48,7 @@ class RefStore:
 
     def __init__(self, actor: Any = None) -> None:
         """Use an actor that holds the references, or start one."""
-        self._actor = surviving(_RefStoreActor).remote() if actor is None else actor
+        self._actor = make_surviving(_RefStoreActor).remote() if actor is None else actor
         self._numbers = itertools.count()
 
     def scope(self) -> "RequestScope":

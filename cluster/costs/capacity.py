@@ -1,8 +1,7 @@
-"""What layouts make and cost: videos an hour, seconds to a video, dollars a video; and which one meets a demand.
+"""Estimate the throughput, latency and cost of layouts, and find the cheapest that meets a demand.
 
-Stages are known by the seconds that a video takes of them on a kind of slice. Videos come at any time of the day
-(Poisson), each keeps a slice of a pool for the seconds of its stages, always the same: M/D/c queues, one after the
-other.
+A stage is described by the seconds that it takes per video on a kind of slice. Requests arrive at random (Poisson), and
+each occupies a slice of a pool for the same time, that of the pool's stages: M/D/c queues, one after the other.
 """
 
 import dataclasses
@@ -16,21 +15,23 @@ from cluster.layout import Layout, Pool, Replicas
 from cluster.slice_spec import SliceSpec
 
 HOUR_S, DAY_S = 3600.0, 86400.0
-MOST_REPLICAS = 10_000
+MOST_REPLICAS = 10_000  # A layout that would need more replicas of a pool is left out.
 
-
-StageSeconds = Mapping[str, Mapping[str, float]]  # Of a video, by kind of slice, then by stage.
-Fits = Callable[[SliceSpec, Sequence[str]], bool]  # Whether a slice has memory for stages together.
+StageSeconds = Mapping[str, Mapping[str, float]]  # Seconds per video, by kind of slice, then by stage.
+Fits = Callable[[SliceSpec, Sequence[str]], bool]  # Returns whether a slice has memory for all these stages at once.
 
 
 @dataclass(frozen=True)
 class Terms:
-    """On which terms slices are had.
+    """The terms on which slices are available.
 
-    capacity, region  as in the table of prices
-    busy              the share of its time that a pool may be busy: more, and a queue grows
-    cold_start_s      until a slice that was given makes videos; starts_a_day  how often each starts: deployments,
-                      preemptions
+    Attributes:
+        prices: What chips cost.
+        capacity: The capacity in the table of prices.
+        region: The region in the table of prices; None for the cheapest.
+        busy: The largest share of its time that a pool may be busy; above it, queues would grow long.
+        cold_start_s: Seconds until a slice that has been allocated makes videos.
+        starts_a_day: How often each slice starts per day, after deployments and preemptions.
     """
 
     prices: Prices
@@ -42,13 +43,21 @@ class Terms:
 
     @property
     def ready(self) -> float:
-        """The share of its time that a slice which is paid for can work."""
+        """The share of the time paid for in which a slice can work."""
         return max(0.0, 1 - self.starts_a_day * self.cold_start_s / DAY_S)
 
 
 @dataclass(frozen=True)
 class PoolLoad:
-    """One pool under a demand: seconds a video, how busy its slices are, how long a video waits for one."""
+    """One pool under a demand.
+
+    Attributes:
+        pool: The pool.
+        replicas: How many slices it has.
+        seconds: How long each video occupies a slice.
+        busy: The share of the time in which its slices are busy.
+        wait_s: The mean time that a video waits for a slice.
+    """
 
     pool: Pool
     replicas: int
@@ -61,8 +70,13 @@ class PoolLoad:
 class Estimate:
     """A layout under a demand.
 
-    videos_an_hour   that it makes at most; to_a_video_s  from asking to having it, in the mean
-    dollars_an_hour  of all its slices; dollars_a_video  of those that are asked for
+    Attributes:
+        name: The layout.
+        pools: Its pools under this demand.
+        videos_an_hour: The most videos that it can make per hour.
+        to_a_video_s: The mean time from a request to its video.
+        dollars_an_hour: The price of all its slices.
+        dollars_a_video: That price divided by the videos demanded per hour.
     """
 
     name: str
@@ -74,12 +88,12 @@ class Estimate:
 
     @property
     def chips(self) -> int:
-        """Of all slices."""
+        """How many chips all slices have together."""
         return sum(load.replicas * load.pool.slice.chips for load in self.pools)
 
     @property
     def text(self) -> str:
-        """As a layout file."""
+        """The content of a layout file."""
         lines = ["pools:"]
         for load in self.pools:
             lines.append(f"  {load.pool.name}:")
@@ -92,18 +106,24 @@ class Estimate:
 def estimate(
     layout: Layout, stage_seconds: StageSeconds, terms: Terms, videos_an_hour: float | None = None
 ) -> Estimate:
-    """Return what a layout makes and costs with all the replicas that it may have.
+    """Estimate what a layout makes and costs with all the replicas that it may have.
 
-    videos_an_hour  that are asked for; None: as many as keep its busiest pool busy for the share of `terms`
+    Args:
+        layout: The layout.
+        stage_seconds: What each stage takes.
+        terms: How slices are paid for and used.
+        videos_an_hour: The demand. By default, the demand that keeps the busiest pool busy for the share in `terms`.
 
-    Raises `NoCapacity` for a demand that it can't meet, `PriceError`.
+    Raises:
+        NoCapacity: The layout can't meet the demand.
+        PriceError: A price is unknown.
     """
     counts = {pool.name: pool.replicas.maximum for pool in layout.pools}
-    most = min(counts[pool.name] * HOUR_S * terms.ready / seconds_of(pool, stage_seconds) for pool in layout.pools)
+    most = min(counts[pool.name] * HOUR_S * terms.ready / add_up_seconds(pool, stage_seconds) for pool in layout.pools)
     asked = terms.busy * most if videos_an_hour is None else videos_an_hour
     if asked >= most:
         raise NoCapacity(f"{layout.source} makes {most:.1f} videos an hour at most, {asked:.1f} are asked for")
-    loads = tuple(_load(pool, counts[pool.name], stage_seconds, terms, asked) for pool in layout.pools)
+    loads = tuple(_estimate_load(pool, counts[pool.name], stage_seconds, terms, asked) for pool in layout.pools)
     dollars = sum(
         load.replicas * terms.prices.slice_hour(load.pool.slice, terms.capacity, terms.region) for load in loads
     )
@@ -121,18 +141,29 @@ def recommended(
     *,
     fits: Fits,
 ) -> list[Estimate]:
-    """Return the layouts that make so many videos a day, each within so many seconds in the mean; cheapest first.
+    """Find the layouts that meet a demand.
 
-    stage_seconds  on the kinds of slices that may be used; stages  of the model, of which experts denoise
-    fits           whether a slice has memory for stages together
+    Args:
+        stage_seconds: What each stage takes, on the kinds of slices that may be used.
+        stages: The model's stages.
+        experts: Those of its stages that denoise.
+        terms: How slices are paid for and used.
+        videos_a_day: The demand.
+        within_s: The longest mean time from a request to its video.
+        fits: Returns whether a slice has memory for all of some stages at once.
 
-    Raises `NoCapacity` with the fastest when none is fast enough, `PriceError`.
+    Returns:
+        Estimates for the layouts, cheapest first.
+
+    Raises:
+        NoCapacity: No layout is fast enough, in which case the message names the fastest, or no slice is large enough.
+        PriceError: A price is unknown.
     """
     an_hour = videos_a_day / 24
     estimates = [
         sized
-        for layout in _layouts(stage_seconds, stages, experts, fits)
-        if (sized := _sized(layout, stage_seconds, terms, an_hour, within_s))
+        for layout in _list_layouts(stage_seconds, stages, experts, fits)
+        if (sized := _size_pools(layout, stage_seconds, terms, an_hour, within_s))
     ]
     if not estimates:
         raise NoCapacity(f"no stage of this model fits {', '.join(stage_seconds)}; give larger slices")
@@ -146,15 +177,16 @@ def recommended(
     return sorted(enough, key=lambda candidate: (candidate.dollars_an_hour, candidate.to_a_video_s))
 
 
-def seconds_of(pool: Pool, stage_seconds: StageSeconds) -> float:
-    """Return how long a video keeps a slice of a pool."""
+def add_up_seconds(pool: Pool, stage_seconds: StageSeconds) -> float:
+    """Return how long each video occupies a slice of a pool."""
     return sum(stage_seconds[pool.slice.name][stage] for stage in pool.stages)
 
 
-def waiting_s(replicas: int, seconds: float, an_hour: float) -> float:
-    """Return the mean wait for one of so many slices that each keep a video for the same seconds (M/D/c).
+def estimate_wait_s(replicas: int, seconds: float, an_hour: float) -> float:
+    """Return the mean wait for one of several slices, each of which takes the same time per video (M/D/c).
 
-    Half of the M/M/c queue's, Erlang's C: exact for one slice, within a tenth for several.
+    It is half of the M/M/c queue's wait (Erlang's C formula), which is exact for one slice and within a tenth for
+    several.
     """
     load = an_hour * seconds / HOUR_S
     blocked = 1.0
@@ -164,16 +196,17 @@ def waiting_s(replicas: int, seconds: float, an_hour: float) -> float:
     return delayed * seconds / (replicas - load) / 2
 
 
-def _load(pool: Pool, replicas: int, stage_seconds: StageSeconds, terms: Terms, an_hour: float) -> PoolLoad:
-    seconds = seconds_of(pool, stage_seconds) / terms.ready  # while some start, the others have more to do
+def _estimate_load(pool: Pool, replicas: int, stage_seconds: StageSeconds, terms: Terms, an_hour: float) -> PoolLoad:
+    # While some slices start, the others have more to do.
+    seconds = add_up_seconds(pool, stage_seconds) / terms.ready
     busy = an_hour * seconds / HOUR_S / replicas
-    return PoolLoad(pool, replicas, seconds * terms.ready, busy, waiting_s(replicas, seconds, an_hour))
+    return PoolLoad(pool, replicas, seconds * terms.ready, busy, estimate_wait_s(replicas, seconds, an_hour))
 
 
-def _layouts(
+def _list_layouts(
     stage_seconds: StageSeconds, stages: Sequence[str], experts: Sequence[str], fits: Fits
 ) -> Iterator[Layout]:
-    """Yield what is compared: all stages on one slice; the experts, and the ends; each stage by itself."""
+    """Yield the layouts to compare: all stages in one pool; experts in one and the rest in another; one pool each."""
     ends = tuple(stage for stage in stages if stage not in experts)
     groupings: list[dict[str, tuple[str, ...]]] = [
         {"all": tuple(stages)},
@@ -195,12 +228,16 @@ def _layouts(
                     yield Layout(f"{split} on {kinds_text}", tuple(pools))
 
 
-def _sized(
+def _size_pools(
     layout: Layout, stage_seconds: StageSeconds, terms: Terms, an_hour: float, within_s: float
 ) -> Estimate | None:
-    """Return a layout with the fewest replicas that are busy for no longer than they may be, and fast enough."""
+    """Estimate a layout with as few replicas as the demand allows.
+
+    Replicas are added until no pool is busier than it may be, and videos are fast enough or hardly wait. None if a pool
+    would need more than `MOST_REPLICAS`.
+    """
     counts = {
-        pool.name: max(1, math.ceil(an_hour * seconds_of(pool, stage_seconds) / HOUR_S / terms.ready / terms.busy))
+        pool.name: max(1, math.ceil(an_hour * add_up_seconds(pool, stage_seconds) / HOUR_S / terms.ready / terms.busy))
         for pool in layout.pools
     }
     while True:

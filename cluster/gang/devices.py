@@ -1,6 +1,6 @@
-"""Whether a TPU host's chips are free for a new process, and what is wrong when JAX can't start on them.
+"""Wait until a TPU host's chips are free for a new process, and explain why JAX can't start on them.
 
-The process that had them before may not be gone yet, and it may have left a lock behind.
+The process that used them before may not be gone yet, and it may have left a lock behind.
 """
 
 import contextlib
@@ -14,14 +14,14 @@ from pathlib import Path
 from cluster.errors import ChipsBusy, OtherHostGone, SliceError, WrongHost
 from cluster.gang.protocol import DeviceError
 
-DEVICES = ("/dev/vfio/[0-9]*", "/dev/accel*")  # of chips: newer generations, older ones
-LOCKFILE = "/tmp/libtpu_lockfile"  # libtpu's, which one that was killed leaves behind
+DEVICES = ("/dev/vfio/[0-9]*", "/dev/accel*")  # Device files of chips: of newer generations, and of older ones.
+LOCKFILE = "/tmp/libtpu_lockfile"  # A process that is killed leaves libtpu's lock behind.
 POLL_S = 0.1
 
-# What libtpu says when it can't start, as bug reports quote it (vllm-project/tpu-inference 2257, levanter 1127,
-# transformers 28204). Of older devices, /dev/accel*, a chip that another process has open gives EPERM.
+# What libtpu says when it can't start, as quoted in bug reports (vllm-project/tpu-inference 2257, levanter 1127,
+# transformers 28204). Opening an older device, /dev/accel*, that another process has open gives EPERM.
 _BUSY = re.compile(r"Device or resource busy|already in use|/dev/accel\d+\)?: Operation not permitted|libtpu_lockfile")
-# What XLA, gloo and JAX's coordination service say on a host when another process of its slice is gone.
+# What XLA, gloo and JAX's coordination service say on one host when another process of its slice is gone.
 _OF_OTHERS = re.compile(
     r"(?i)\bpeer\b|connection (reset|closed|refused)|failed to connect|socket closed|deadline_exceeded|barrier|"
     r"coordinat"
@@ -46,36 +46,39 @@ _ADVICE = (
 
 
 def wait_for_chips(timeout_s: float, devices: Sequence[str] = DEVICES, lockfile: str = LOCKFILE) -> None:
-    """Return when no other process has a chip open, and remove the lock that one of them has left.
+    """Wait until no other process has a chip open, and remove the lock that one may have left behind.
 
-    Call it before JAX is imported: libtpu would fail, and JAX go on on the CPU. Raises `ChipsBusy` with who has one.
+    Call this before JAX is imported: otherwise libtpu would fail, and JAX would continue on the CPU.
+
+    Raises:
+        ChipsBusy: A process still has a chip open; the message names the process.
     """
     until = time.monotonic() + timeout_s
-    while users := holders(map(os.path.realpath, device_files(devices))):
+    while users := list_holders(map(os.path.realpath, list_device_files(devices))):
         if time.monotonic() > until:
             pid, path = next(iter(users.items()))
-            raise ChipsBusy(f"process {pid} ({_command(pid)}) has {path} still, {timeout_s:g} s on; end it")
+            raise ChipsBusy(f"process {pid} ({_read_command(pid)}) has {path} still, {timeout_s:g} s on; end it")
         time.sleep(POLL_S)
-    if not holders([os.path.realpath(lockfile)]):
-        with contextlib.suppress(OSError):  # there is none, or another user's
+    if not list_holders([os.path.realpath(lockfile)]):
+        with contextlib.suppress(OSError):  # There may be none, or it may be another user's.
             os.unlink(lockfile)
 
 
-def device_files(patterns: Sequence[str] = DEVICES) -> list[str]:
+def list_device_files(patterns: Sequence[str] = DEVICES) -> list[str]:
     """Return the device files of this machine's chips."""
     return sorted(path for pattern in patterns for path in glob.glob(pattern))
 
 
-def start_failure(place: str, error: Exception) -> SliceError:
-    """Return what to raise when JAX can't start the TPU of a host.
+def classify_start_failure(place: str, error: Exception) -> SliceError:
+    """Return the error to raise when JAX can't start the TPU of a host.
 
     Args:
-        place: the host, for people
-        error: what JAX raised
+        place: The host, for messages.
+        error: What JAX raised.
 
     Returns:
-        `ChipsBusy`, which is worth another try, only where another process has the chips; `OtherHostGone` where the
-        host waited for another one in vain; else `WrongHost`.
+        `ChipsBusy`, which is worth another try, only if another process has the chips; `OtherHostGone` if the host
+        waited for another one in vain; otherwise `WrongHost`.
     """
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     if _BUSY.search(reason):
@@ -88,25 +91,25 @@ def start_failure(place: str, error: Exception) -> SliceError:
 
 
 def speaks_of_others(error: Exception) -> bool:
-    """Whether an error says that another host is gone: then that one is to blame, not the host that raised."""
+    """Return whether an error says that another host is gone, which is then to blame, not the host that raised."""
     if isinstance(error, OtherHostGone):
         return True
     return isinstance(error, DeviceError) and _OF_OTHERS.search(str(error)) is not None
 
 
-def holders(paths: Iterable[str]) -> dict[int, str]:
-    """Return which of these files other processes have open, by process id. Those of other users aren't seen."""
+def list_holders(paths: Iterable[str]) -> dict[int, str]:
+    """Return a file that each other process has open of these, by process id. Other users' processes aren't seen."""
     files, users = set(paths), dict[int, str]()
     for folder in Path("/proc").glob("[0-9]*/fd"):
         pid = int(folder.parent.name)
         if pid != os.getpid():
-            with contextlib.suppress(OSError):  # it has ended, or is another user's
+            with contextlib.suppress(OSError):  # It may have ended, or be another user's.
                 held = files & {os.readlink(file) for file in folder.iterdir()}
                 users |= dict.fromkeys([pid], min(held)) if held else {}
     return users
 
 
-def _command(pid: int) -> str:
+def _read_command(pid: int) -> str:
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         return " ".join(word.decode(errors="replace") for word in words if word)[:100]

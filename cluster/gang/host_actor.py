@@ -1,4 +1,4 @@
-"""The process of a slice on one TPU host: joins the others, builds what it is told to, and runs its methods."""
+"""The process of a slice on one TPU host: joins the others, builds the object it is given, and runs its methods."""
 
 import contextlib
 import dataclasses
@@ -17,13 +17,13 @@ from typing import Any
 import ray
 
 from cluster.errors import ChipsBusy, WrongHost
-from cluster.gang.devices import start_failure, wait_for_chips
+from cluster.gang.devices import classify_start_failure, wait_for_chips
 from cluster.gang.machine_place import read_machine_place
 from cluster.gang.protocol import GROUPS, Group, GroupRunner, HostPlace, Outcome, Pulse
 
-COORDINATOR_PORTS = (21_000, 31_000)  # below those of outgoing connections on Linux, 32,768 and up
-CHIPS_S = 60.0  # for who had them to be gone
-_CONNECT_S = 0.5  # Between two tries to reach the coordinator.
+COORDINATOR_PORTS = (21_000, 31_000)  # Below the ports of outgoing connections on Linux, 32,768 and up.
+CHIPS_S = 60.0  # How long the process that had the chips before may take to be gone.
+_CONNECT_S = 0.5  # How long one try to reach the coordinator may take.
 
 
 class HostActor:
@@ -35,23 +35,23 @@ class HostActor:
         self._joining = ""
         self._runners = {group: GroupRunner() for group in GROUPS}
         self._host: Any = None
-        # torch, JAX and diffusers are half a million objects: looked through after every 700, as is Python's way, they
-        # take a sixth longer to import.
+        # torch, JAX and diffusers create half a million objects. With Python's default, a collection after every 700
+        # objects, importing them takes a sixth longer.
         gc.set_threshold(20_000)
         if place.devices is not None:
             _emulate(place.devices, place.hosts)
         else:
-            # Without, JAX looks for other accelerators, too; with "tpu" alone nothing could be put on the CPU.
+            # By default JAX would look for other accelerators too; with "tpu" alone, nothing could be put on the CPU.
             os.environ.setdefault("JAX_PLATFORMS", "tpu,cpu")
 
     @ray.method(concurrency_group="watch")
     def hello(self) -> tuple[Outcome, int]:
-        """Return the process id and a free port, on which this host could coordinate the others."""
-        return Outcome((os.getpid(), _free_port(self._place.ip))), 0
+        """Return the process id and a free port on which this host could coordinate the others."""
+        return Outcome((os.getpid(), _find_free_port(self._place.ip))), 0
 
     @ray.method(concurrency_group="watch")
     def machine_place(self) -> tuple[Outcome, int]:
-        """Return what the machine says of its place in the slice."""
+        """Return what the machine says about its place in the slice."""
         return Outcome(read_machine_place(metadata=not self._place.emulated)), 0
 
     @ray.method(concurrency_group="watch")
@@ -61,40 +61,40 @@ class HostActor:
 
     @ray.method(concurrency_group="lockstep")
     def join(self, coordinator: str, timeout_s: float) -> tuple[Outcome, Any]:
-        """Join the other hosts' JAX; return the index that it gives this process.
+        """Join the other hosts' JAX processes, and return the index that JAX gives this one.
 
-        Worker 0 listens on `coordinator` ("host:port"); which process is the first is another matter.
+        Worker 0 listens on `coordinator` ("host:port"), but need not be the first process.
         """
         return self._runners["lockstep"].run(self._join, coordinator, timeout_s)
 
     @ray.method(concurrency_group="lockstep")
     def build(self, host_class: type | str, *args: Any) -> tuple[Outcome, Any]:
-        """Make the object whose methods are called."""
+        """Build the object whose methods are called."""
         return self._runners["lockstep"].run(self._build, host_class, *args)
 
     @ray.method(concurrency_group="lockstep")
     def lockstep(self, method: str, *args: Any) -> tuple[Outcome, Any]:
-        """Run a method of it, in step with the other hosts."""
+        """Run a method of the object in step with the other hosts."""
         return self._runners["lockstep"].run(getattr(self._host, method), *args, keep=self._process == 0)
 
     @ray.method(concurrency_group="lockstep")
     def gathered(self, method: str, *args: Any) -> tuple[Outcome, Any]:
-        """Run a method of it, in step with the other hosts; each host's result is wanted."""
+        """Run a method of the object in step with the other hosts, and return the result of every host."""
         return self._runners["lockstep"].run(getattr(self._host, method), *args)
 
     @ray.method(concurrency_group="side")
     def side(self, method: str, *args: Any) -> tuple[Outcome, Any]:
-        """Run a method of it beside those in lockstep."""
+        """Run a method of the object beside the lockstep."""
         return self._runners["side"].run(getattr(self._host, method), *args, keep=self._process == 0)
 
     @ray.method(concurrency_group="save")
     def save(self, method: str, *args: Any) -> tuple[Outcome, Any]:
-        """Run a method of it that copies a state out, beside all others."""
+        """Run a method of the object that copies a state out, beside all other groups."""
         return self._runners["save"].run(getattr(self._host, method), *args, keep=self._process == 0)
 
     @ray.method(concurrency_group="network")
     def network(self, method: str, *args: Any) -> tuple[Outcome, Any]:
-        """Run a method of it that may wait for the network, beside all others."""
+        """Run a method of the object that may wait for the network, beside all other groups."""
         return self._runners["network"].run(getattr(self._host, method), *args, keep=self._process == 0)
 
     def _join(self, coordinator: str, timeout_s: float) -> int:
@@ -115,12 +115,12 @@ class HostActor:
         return self._process
 
     def _wait_for_chips(self) -> None:
-        """Let the gang that had this host before go: its processes are killed, and may need a moment to be gone."""
+        """Wait for the gang that had this host before: its processes were killed, and may need a moment to be gone."""
         if not self._place.emulated and "jax" not in sys.modules:
             wait_for_chips(CHIPS_S)
 
     def _build(self, host_class: type | str, *args: Any) -> dict[str, str]:
-        """Return what the host computes with, if its class says: hosts of a gang must be alike."""
+        """Build the object; return what it computes with, if its class says so: a gang's hosts must be alike."""
         self._wait_for_chips()
         if not self._place.emulated:
             _check_chips(self._place)
@@ -130,10 +130,10 @@ class HostActor:
         return {} if software is None else software()
 
 
-def _free_port(ip: str) -> int:
-    """Return a port that nobody listens on, none of those that the system gives out by itself.
+def _find_free_port(ip: str) -> int:
+    """Return a port that no process listens on, outside the range from which the system assigns ports.
 
-    Such a one may be given to another process before JAX listens there, and JAX ends the process then.
+    The system might assign one of those to another process before JAX listens there, and JAX would then end this one.
     """
     for port in random.sample(range(*COORDINATOR_PORTS), 20):
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -143,8 +143,9 @@ def _free_port(ip: str) -> int:
 
 
 def _emulate(devices: int, hosts: int) -> None:
-    """Let JAX, which isn't imported yet, show so many CPU devices."""
-    # XLA cuts some sums by its number of threads: as many everywhere gives the same bits whatever the number of hosts.
+    """Let JAX, which isn't imported yet, show this many CPU devices."""
+    # XLA splits some sums by its number of threads. With the same number everywhere, any number of hosts gives the same
+    # bits.
     os.environ["NPROC"] = str(max(os.cpu_count() or 1, devices * hosts))
     os.environ["JAX_PLATFORMS"] = "cpu"
     others = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
@@ -152,15 +153,20 @@ def _emulate(devices: int, hosts: int) -> None:
 
 
 def _check_chips(place: HostPlace) -> None:
-    """Raise `ChipsBusy` where another process has this host's TPU, `WrongHost` where JAX would never get all of it."""
+    """Check that JAX has all chips of this host.
+
+    Raises:
+        ChipsBusy: Another process has them.
+        WrongHost: JAX would never get all of them.
+    """
     import jax
 
     if importlib.util.find_spec("libtpu") is None:
         raise WrongHost(f"on {place} libtpu isn't installed, without which JAX has no TPU: pip install 'wan-tpu[tpu]'")
     try:
         backend = jax.default_backend()
-    except RuntimeError as error:  # JAX takes no other one where JAX_PLATFORMS names the TPU
-        raise start_failure(str(place), error) from error
+    except RuntimeError as error:  # JAX doesn't fall back to another backend if JAX_PLATFORMS names the TPU.
+        raise classify_start_failure(str(place), error) from error
     if backend != "tpu":
         raise ChipsBusy(f"JAX on {place} has {backend}, not the TPU: another process has the chips")
     if jax.local_device_count() != place.chips:
@@ -171,7 +177,7 @@ def _check_chips(place: HostPlace) -> None:
 
 
 def _wait_for_coordinator(coordinator: str, until: float) -> None:
-    """Return when worker 0 listens; JAX itself is silent on whether that or another host is what it waits for."""
+    """Wait until worker 0 listens, because JAX itself doesn't say whether it waits for that or for another host."""
     host, _, port = coordinator.rpartition(":")
     while time.monotonic() < until:
         with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=_CONNECT_S):
@@ -180,7 +186,7 @@ def _wait_for_coordinator(coordinator: str, until: float) -> None:
 
 
 def _join_processes(place: HostPlace, coordinator: str, timeout_s: float) -> None:
-    """Join the slice's processes; returns when all have joined."""
+    """Join the slice's processes, and wait until all have joined."""
     import jax
 
     jax.distributed.initialize(
@@ -188,12 +194,12 @@ def _join_processes(place: HostPlace, coordinator: str, timeout_s: float) -> Non
         place.hosts,
         place.worker_id,
         initialization_timeout=max(1, int(timeout_s)),
-        coordinator_bind_address=coordinator if place.worker_id == 0 else None,  # else on all interfaces
+        coordinator_bind_address=coordinator if place.worker_id == 0 else None,  # The default is all interfaces.
     )
 
 
 def _check_joined(place: HostPlace) -> int:
-    """Return JAX's index of this process, once it has the devices of all that have joined."""
+    """Return JAX's index of this process, once JAX has the devices of all processes."""
     import jax
 
     if place.emulated:
@@ -209,9 +215,9 @@ def _check_joined(place: HostPlace) -> int:
 
 
 def _emulate_joined(place: HostPlace) -> None:
-    """Let JAX count this slice's processes from another host than worker 0, as it may on a TPU.
+    """Let JAX count this slice's processes from another host than worker 0, as may happen on a TPU.
 
-    On a TPU the index follows from the network of the slice. For CPU devices JAX takes it from here.
+    On a TPU the index depends on the slice's network. For CPU devices, JAX takes the index that is set here.
     """
     import jax
     from jax._src import distributed

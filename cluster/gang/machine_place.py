@@ -1,7 +1,7 @@
-"""What the machines of a slice say of their places in it, compared with the labels of their Ray nodes.
+"""Compare what the machines of a slice say about their places in it with the labels of their Ray nodes.
 
 libtpu goes by the machine, placement by the labels. Where they differ, hosts would wait for each other until a time-out
-that names nobody.
+that names none of them.
 """
 
 import os
@@ -20,10 +20,11 @@ _METADATA_S = 0.5
 
 @dataclass(frozen=True)
 class MachinePlace:
-    """A machine's own place, as GKE's environment variables or a TPU VM's metadata have it.
+    """A machine's place in its slice, from GKE's environment variables or a TPU VM's metadata.
 
-    worker_id  which host of its slice it is, None where nothing says so
-    hosts      the names of all hosts of its slice, in order; none where nothing says so
+    Attributes:
+        worker_id: Which host of its slice it is; None if nothing says so.
+        hosts: The names of all hosts of its slice, in order; empty if nothing says so.
     """
 
     worker_id: int | None = None
@@ -31,7 +32,7 @@ class MachinePlace:
 
 
 def read_machine_place(*, metadata: bool = True) -> MachinePlace:
-    """Return this machine's place; metadata: whether to ask Google's server, which is nowhere else."""
+    """Return this machine's place; `metadata` also asks Google's metadata server, which only Google's machines have."""
     number = os.environ.get("TPU_WORKER_ID")
     names = os.environ.get("TPU_WORKER_HOSTNAMES")
     if metadata:
@@ -42,7 +43,7 @@ def read_machine_place(*, metadata: bool = True) -> MachinePlace:
 
 
 def read_metadata(path: str) -> str | None:
-    """Return what Google's metadata server says of this machine, None off Google Cloud."""
+    """Return a value from Google's metadata server; None if there is no such value, or outside Google Cloud."""
     request = urllib.request.Request(f"{METADATA}/{path}", headers={"Metadata-Flavor": "Google"})
     try:
         with urllib.request.urlopen(request, timeout=_METADATA_S) as answer:
@@ -52,11 +53,14 @@ def read_metadata(path: str) -> str | None:
 
 
 def check_machine_places(hosts: Sequence[HostPlace], machines: Sequence[MachinePlace]) -> None:
-    """Raise `WrongHost`, naming the host, unless each machine's own place is that of its node's labels.
+    """Check that each machine's own place is that of its node's labels.
 
     Args:
-        hosts: by the labels, in the order of worker ids
-        machines: what the machine of each says
+        hosts: The hosts according to the labels, in the order of worker ids.
+        machines: What the machine of each host says.
+
+    Raises:
+        WrongHost: They differ; the message names the host.
     """
     for host, machine in zip(hosts, machines, strict=True):
         if machine.worker_id not in (None, host.worker_id):
@@ -76,7 +80,7 @@ def check_machine_places(hosts: Sequence[HostPlace], machines: Sequence[MachineP
         if machine.hosts:
             same_slice[machine.hosts].append(host)
     if len(same_slice) > 1:
-        # Most are right; of two the one with worker 0 is, where all others are joined.
+        # The majority is right; of two hosts, worker 0 is, because all others join it.
         names = sorted(same_slice, key=lambda names: len(same_slice[names]), reverse=True)
         stranger = same_slice[names[-1]][0]
         raise WrongHost(

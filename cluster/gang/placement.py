@@ -1,4 +1,4 @@
-"""Reserve a whole slice, all of its hosts or none, and give it back."""
+"""Reserve whole slices, and place what must not run on them elsewhere."""
 
 import time
 import uuid
@@ -15,7 +15,7 @@ from cluster.errors import SliceStartTimeout, WrongHost
 from cluster.gang.protocol import HostPlace
 from cluster.slice_spec import ACCELERATOR_TYPE, POD_TYPE, SLICE_NAME, WORKER_ID, SliceSpec
 
-TELL_S = 5.0  # between two words on what is waited for
+TELL_S = 5.0  # Between two messages about what a leader waits for.
 POLL_S = 0.1
 
 Tell = Callable[[str], object]
@@ -23,7 +23,7 @@ Tell = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Placement:
-    """A reserved slice: its placement group, its hosts by worker id, and the bundle of each."""
+    """A reserved slice: its placement group, its hosts by worker id, and each host's bundle."""
 
     group: PlacementGroup
     hosts: tuple[HostPlace, ...]
@@ -31,16 +31,20 @@ class Placement:
 
 
 def reserve(spec: SliceSpec, name: str, timeout_s: float | None, tell: Tell = lambda text: None) -> Placement:
-    """Return a free slice of that kind, reserved under a name that `wan-tpu status` shows.
+    """Reserve a free slice: all of its hosts, or none.
 
-    timeout_s  how long one may take to come free, or to be there at all: machines that are queued for take days. None:
-               without end
-    tell       is told what is waited for, again and again
+    Args:
+        spec: Its kind.
+        name: The holder's name, which `wan-tpu status` shows.
+        timeout_s: How long to wait until one is free, or exists at all: queued machines may take days. None waits for
+            ever.
+        tell: Is called again and again with what is being waited for.
 
-    Raises `SliceStartTimeout`, which says what there is of that kind and which host is missing; `WrongHost` for hosts
-    that don't know their place in the slice.
+    Raises:
+        SliceStartTimeout: None was free in time; the message lists the slices of that kind and their missing hosts.
+        WrongHost: The hosts' labels don't say which place in the slice each has.
     """
-    # Of one host there is no slice to keep together, and it may have no slice name and no head resource.
+    # A single host needs no other one near it, and its node may have no slice name and no head resource.
     resources = [spec.host_resources(i) if spec.hosts > 1 else {"TPU": spec.chips} for i in range(spec.hosts)]
     strategy = {"ray.io/node-id": "STRICT_SPREAD"} | ({SLICE_NAME: "STRICT_PACK"} if spec.hosts > 1 else {})
     group = placement_group(
@@ -53,64 +57,67 @@ def reserve(spec: SliceSpec, name: str, timeout_s: float | None, tell: Tell = la
         _wait(group, spec, name, timeout_s, tell)
         chosen = placement_group_table(group)["bundles_to_node_id"]
         nodes = {node["NodeID"]: node for node in ray.nodes()}
-        return _placement(spec, group, [nodes[chosen[bundle]] for bundle in range(spec.hosts)])
+        return _build_placement(spec, group, [nodes[chosen[bundle]] for bundle in range(spec.hosts)])
     except BaseException:
         remove_placement_group(group)
         raise
 
 
 def off_hosts() -> dict[str, str]:
-    """Return Ray's label selector of nodes that are no TPU hosts; empty when the cluster has no other.
+    """Return Ray's label selector of nodes that aren't TPU hosts; empty if the cluster has only TPU hosts.
 
-    For what leads slices: on a host of another slice, it would be lost with that.
+    Leaders of slices run there: on a host of another slice, a leader would be lost with that slice.
     """
     if all(ACCELERATOR_TYPE in node["Labels"] for node in ray.nodes() if node["Alive"]):
         return {}
     return {ACCELERATOR_TYPE: f"!in({','.join(chip.ray_accelerator for chip in CHIPS.values())})"}
 
 
-def surviving(kind: type) -> Any:
-    """Return an actor class off the hosts of slices: restarted elsewhere with its node's end, and who asks waits."""
+def make_surviving(kind: type) -> Any:
+    """Return an actor class that runs off the hosts of slices, and outlives its node.
+
+    When its node ends, the actor is restarted elsewhere, and callers wait for it.
+    """
     return ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1, label_selector=off_hosts())(kind)
 
 
 def _wait(group: PlacementGroup, spec: SliceSpec, name: str, timeout_s: float | None, tell: Tell) -> None:
-    """Return when the group is placed. It is asked after: of what waits for it in Ray's GCS little may be at a time."""
+    """Wait until a group is placed, by polling: Ray's GCS lets only few calls wait for groups at a time."""
     start, last_notice = time.monotonic(), 0.0
     while placement_group_table(group)["state"] != "CREATED":
         waited = time.monotonic() - start
         if timeout_s is not None and waited >= timeout_s:
-            raise SliceStartTimeout(f"{name}: no free {spec} after {timeout_s:g} s; {_there_is(spec)}")
+            raise SliceStartTimeout(f"{name}: no free {spec} after {timeout_s:g} s; {_describe_slices(spec)}")
         if waited - last_notice >= TELL_S:
             last_notice = waited
-            tell(f"waits for a free {spec}, {waited:.0f} s so far; {_there_is(spec)}")
+            tell(f"waits for a free {spec}, {waited:.0f} s so far; {_describe_slices(spec)}")
         time.sleep(POLL_S)
 
 
-def _placement(spec: SliceSpec, group: PlacementGroup, nodes: list[dict[str, Any]]) -> Placement:
-    """Return a placement by worker id; nodes: of the bundles, each on any host of the slice."""
+def _build_placement(spec: SliceSpec, group: PlacementGroup, nodes: list[dict[str, Any]]) -> Placement:
+    """Return a placement with hosts by worker id; `nodes` has each bundle's node, in any order of the hosts."""
     worker_ids = [int(node["Labels"].get(WORKER_ID, 0)) if spec.hosts > 1 else 0 for node in nodes]
     if sorted(worker_ids) != list(range(spec.hosts)):
-        hosts = sorted(map(inventory.host_of, nodes), key=lambda host: host.worker_id)
-        raise WrongHost(f"{nodes[0]['Labels'].get(SLICE_NAME)}: {inventory.wrong_ids(spec, hosts)}")
+        hosts = sorted(map(inventory.read_host, nodes), key=lambda host: host.worker_id)
+        raise WrongHost(f"{nodes[0]['Labels'].get(SLICE_NAME)}: {inventory.explain_wrong_ids(spec, hosts)}")
     bundles = tuple(sorted(range(spec.hosts), key=lambda bundle: worker_ids[bundle]))
-    return Placement(group, tuple(_place(spec, worker, nodes[b]) for worker, b in enumerate(bundles)), bundles)
+    return Placement(group, tuple(_build_place(spec, worker, nodes[b]) for worker, b in enumerate(bundles)), bundles)
 
 
-def _place(spec: SliceSpec, worker_id: int, node: dict[str, Any]) -> HostPlace:
+def _build_place(spec: SliceSpec, worker_id: int, node: dict[str, Any]) -> HostPlace:
     return HostPlace(
         worker_id=worker_id,
         hosts=spec.hosts,
         slice_name=node["Labels"].get(SLICE_NAME, "unnamed slice"),
         node_id=node["NodeID"],
         ip=node["NodeManagerAddress"],
-        devices=inventory.devices_of(node),
+        devices=inventory.read_devices(node),
         chips=spec.devices // spec.hosts,
     )
 
 
-def other_machines(spec: SliceSpec, nodes: Sequence[dict[str, Any]]) -> str | None:
-    """Return what is wrong where a cluster has such slices, but of machines of another size; None where it isn't so."""
+def explain_other_machines(spec: SliceSpec, nodes: Sequence[dict[str, Any]]) -> str | None:
+    """Explain that a cluster has slices of a kind, but of machines of another size; None if that isn't so."""
     chips = {
         node["Resources"].get("TPU", 0)
         for node in nodes
@@ -125,11 +132,11 @@ def other_machines(spec: SliceSpec, nodes: Sequence[dict[str, Any]]) -> str | No
     )
 
 
-def _there_is(spec: SliceSpec) -> str:
+def _describe_slices(spec: SliceSpec) -> str:
     slices = inventory.slices_found()
     same = [str(s) for s in slices if s.pod_type == spec.pod_type]
     if same:
-        return other_machines(spec, ray.nodes()) or "of that kind: " + "; ".join(same)
+        return explain_other_machines(spec, ray.nodes()) or "of that kind: " + "; ".join(same)
     others = sorted({s.pod_type for s in slices})
     contents = f"only {', '.join(others)}" if others else f"no TPU at all, {len(ray.nodes())} nodes"
     return f"the cluster has none of kind {spec.pod_type}, {contents}"

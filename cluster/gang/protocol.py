@@ -1,4 +1,4 @@
-"""What a leader and the hosts of its slice say to each other, and what runs on a host may use of it."""
+"""What a leader and the hosts of its slice send each other, and how code on a host reports its progress."""
 
 import contextvars
 import pickle
@@ -10,27 +10,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-# Of calls: those with collectives, which all hosts make in the same order; and three that may run beside them, each
-# with a lane of its own, so that a slow download or a copy onto the devices delays no state that is to be saved.
+# The lanes of calls. Calls in `lockstep` have collectives, so all hosts run them in the same order. The other three run
+# beside it, each in a lane of its own, so that a slow download or a copy onto the devices delays no state to be saved.
 Group = Literal["lockstep", "side", "save", "network"]
 GROUPS: tuple[Group, ...] = get_args(Group)
 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How long each phase may take before it has failed, seconds.
+    """How many seconds each phase may take before it has failed.
 
-    place_s      until a free slice with all its hosts is found; None: without end
-    start_s      until every host's process answers
-    join_s       until jax.distributed has joined them
-    build_s      until every host has built its object (reads weights, may compile), or reports how far it is, and then
-                 until the next report
-    heartbeat_s  without an answer a host counts as hung; it answers while it computes
-    grace_s      for the other hosts to raise too when one has; for a killed process to be gone
-    hung_s       at least, of a call whose like has taken a small part of that, before the gang counts as hung: hosts
-                 that wait for each other in a collective answer heartbeats for ever
-    poll_s       between heartbeats, and so between two looks at the progress
-    chips_s      until another process has let go of a host's chips; the slice is started again and again meanwhile
+    Attributes:
+        place_s: Until a slice is free with all its hosts; None to wait for ever.
+        start_s: Until every host's process answers.
+        join_s: Until jax.distributed has joined the hosts.
+        build_s: Until every host has built its object, for which it reads weights and may compile, or has reported
+            progress, and then until the next report.
+        heartbeat_s: A host that doesn't answer for this long counts as hung. Hosts answer while they compute.
+        grace_s: For the other hosts to raise when one has, and for a killed process to be gone.
+        hung_s: The least time after which a gang counts as hung in a call of a kind that has taken a small part of it
+            before. Hosts that wait for each other in a collective would answer heartbeats for ever.
+        poll_s: Between two heartbeats, and so between two looks at the progress.
+        chips_s: Until another process has released a host's chips. The slice is started again and again meanwhile.
     """
 
     place_s: float | None = None
@@ -46,10 +47,11 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class Output:
-    """What a host's method returns to hand out something large.
+    """What a host's method returns if part of it is large.
 
-    value    small; it goes to the leader
-    payload  stays in the object store; the leader and whoever it is passed to have a reference only
+    Attributes:
+        value: The small part, which goes to the leader.
+        payload: The large part, which stays in the object store; the leader gets only a reference, and may pass it on.
     """
 
     value: Any
@@ -60,10 +62,15 @@ class Output:
 class HostPlace:
     """Where one process of a slice runs.
 
-    worker_id  0 to hosts - 1, from the node's label. Hosts find each other by it. It need not be JAX's process index,
-               which follows from where the host lies in the slice's network
-    devices  CPU devices that stand for this host's chips when it is emulated, None on a TPU
-    chips    devices that JAX counts on a TPU host
+    Attributes:
+        worker_id: 0 to hosts - 1, from the node's label. Hosts find each other by it. It need not be JAX's process
+            index, which depends on where the host is in the slice's network.
+        hosts: How many hosts the slice has.
+        slice_name: The slice's name in the cluster.
+        node_id: The id of the host's Ray node.
+        ip: The host's address.
+        devices: How many CPU devices stand in for an emulated host's chips; None on a TPU.
+        chips: How many devices JAX counts on a TPU host.
     """
 
     worker_id: int
@@ -76,7 +83,7 @@ class HostPlace:
 
     @property
     def emulated(self) -> bool:
-        """Whether CPU devices stand for the chips."""
+        """Whether CPU devices stand in for the chips."""
         return self.devices is not None
 
     def __str__(self) -> str:
@@ -85,9 +92,13 @@ class HostPlace:
 
 @dataclass(frozen=True)
 class Pulse:
-    """A host's answer to a heartbeat: how long it has been busy (None: idle), and its latest report, numbered.
+    """A host's answer to a heartbeat.
 
-    joining  while it joins the others: what it does or waits for, for people, as a host's predicate
+    Attributes:
+        busy_s: How long its call has been running; None if it is idle.
+        reports: How many times the call has reported progress.
+        progress: The latest report.
+        joining: While it joins the others, what it does or waits for: a predicate for messages, such as "imports JAX".
     """
 
     busy_s: float | None
@@ -98,7 +109,14 @@ class Pulse:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a call ended on one host: a value (the first process's only), or what was raised; and its last report."""
+    """How a call ended on one host.
+
+    Attributes:
+        value: What it returned; None except on the first process.
+        error: What it raised, or None.
+        reports: How many times it reported progress.
+        progress: The last report.
+    """
 
     value: Any = None
     error: Exception | None = None
@@ -107,7 +125,7 @@ class Outcome:
 
 
 class GroupRunner:
-    """Runs the calls of one group, one at a time, and answers meanwhile how far the running one is."""
+    """Runs the calls of one group, one at a time, and answers meanwhile how far the running call is."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -116,9 +134,15 @@ class GroupRunner:
         self._progress: Any = None
 
     def run(self, function: Callable[..., Any], *args: Any, keep: bool = True) -> tuple[Outcome, Any]:
-        """Run a function; return how it ended and its payload.
+        """Run a function.
 
-        keep  whether the result is wanted (the first process's is)
+        Args:
+            function: The function.
+            *args: Its arguments.
+            keep: Whether to keep the result; usually only the first process's is wanted.
+
+        Returns:
+            How it ended, and its payload.
         """
         with self._lock:
             self._since, self._reports, self._progress = time.monotonic(), 0, None
@@ -129,7 +153,7 @@ class GroupRunner:
             if keep:
                 output = result if isinstance(result, Output) else Output(result, None)
         except Exception as error:
-            raised = _portable(error)
+            raised = _make_portable(error)
         finally:
             _runner.reset(token)
             self._since = None
@@ -142,7 +166,7 @@ class GroupRunner:
             self._progress = value
 
     def pulse(self) -> Pulse:
-        """Return what is running."""
+        """Return how long the running call has taken, and its latest report."""
         with self._lock:
             since = self._since
             return Pulse(None if since is None else time.monotonic() - since, self._reports, self._progress)
@@ -152,9 +176,11 @@ _runner: contextvars.ContextVar[GroupRunner | None] = contextvars.ContextVar("ru
 
 
 def report(value: Any) -> None:
-    """Tell the leader how far the running call is: a small picklable value. The leader may see only the latest.
+    """Tell the leader how far the running call is.
 
-    It may have an attribute `within_s`, see `cluster.gang.watch.Watch`.
+    Args:
+        value: Anything small that can be pickled. The leader may see only the latest one. An attribute `within_s`
+            allows more time until the next report; see `cluster.gang.watch.Watch`.
     """
     runner = _runner.get()
     if runner is not None:
@@ -162,24 +188,24 @@ def report(value: Any) -> None:
 
 
 class DeviceError(Exception):
-    """A device, its runtime or an exchange between devices failed; the message is what JAX said."""
+    """A device, its runtime or an exchange between devices failed; the message is JAX's."""
 
 
 class RemoteError(Exception):
-    """Stands for an exception that can't be sent from its host; the message has its type and text."""
+    """Stands in for an exception that can't be sent from its host; the message has its type and text."""
 
 
-def _portable(error: Exception) -> Exception:
-    """Return the exception with its traceback as a note, or a `RemoteError` if it doesn't survive pickling."""
+def _make_portable(error: Exception) -> Exception:
+    """Return an exception with its traceback as a note, or a `RemoteError` if it doesn't survive pickling."""
     text = "".join(traceback.format_exception(error))
-    jax = sys.modules.get("jax")  # who hasn't imported it runs nothing on devices
+    jax = sys.modules.get("jax")  # A process that hasn't imported JAX runs nothing on devices.
     if jax is not None and isinstance(error, jax.errors.JaxRuntimeError):
         error = DeviceError(str(error))
     try:
         copy = pickle.loads(pickle.dumps(error))
         if type(copy) is not type(error):
             raise TypeError
-    except Exception:  # whatever its __reduce__ or __init__ raise
+    except Exception:  # Its __reduce__ or __init__ may raise anything.
         copy = RemoteError(f"{type(error).__name__}: {error}")
     copy.add_note(f"on the host:\n{text}")
     return copy

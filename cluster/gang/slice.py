@@ -1,6 +1,6 @@
-"""A slice as its leader has it: one process on every TPU host, all joined, called in lockstep.
+"""A slice as its leader uses it: one process on every TPU host, all of them joined and called in lockstep.
 
-Lose one host, and the whole gang is destroyed: build a new one.
+When one host is lost, the whole gang is destroyed, and a new one must be built.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from cluster.gang.host_actor import HostActor
 from cluster.gang.machine_place import check_machine_places
 from cluster.gang.placement import Placement, Tell, reserve
 from cluster.gang.protocol import GROUPS, DeviceError, Group, HostPlace, Outcome, Timeouts
-from cluster.gang.watch import GangFailed, Member, OutOfTime, Watch, culprit, telling_line
+from cluster.gang.watch import GangFailed, Member, OutOfTime, Watch, find_culprit, pick_telling_line
 from cluster.slice_spec import SliceSpec
 
 OnProgress = Callable[[Any], None]
 
-BUSY_PAUSE_S = 10.0  # Until a slice is tried again on a host of which another process had the chips.
+BUSY_PAUSE_S = 10.0  # Until a slice is tried again if another process had the chips of one of its hosts.
 
 
 def take(
@@ -35,9 +35,9 @@ def take(
     tell: Tell = lambda text: None,
     **named: Any,
 ) -> "Slice":
-    """Return a `Slice` whose hosts have their chips: where another process still does, it is tried again.
+    """Build a `Slice`, again and again while another process holds the chips of one of its hosts.
 
-    Takes what `Slice` does, and raises what it raises; `ChipsBusy` is the cause only after `timeouts.chips_s`.
+    Arguments and errors are those of `Slice`. `ChipsBusy` is an error's cause only after `timeouts.chips_s`.
     """
     until = time.monotonic() + timeouts.chips_s
     while True:
@@ -52,17 +52,17 @@ def take(
 
 
 class Returned(NamedTuple):
-    """What a call gave: the first process's value, and a reference to its `Output`'s payload, which stays there."""
+    """What a call returned: the first process's value, and a reference to the payload of its `Output`."""
 
     value: Any
     payload: ray.ObjectRef
 
 
 class Slice:
-    """A gang on a Ray cluster. The leader is the process that makes it: when that dies, so does the gang.
+    """A gang on a Ray cluster. Its leader is the process that builds it; the gang dies with its leader.
 
-    A leader that is an actor must be detached, as Serve's replicas are: Ray keeps the placement group of any other
-    actor until its whole job ends.
+    If the leader is an actor, it must be detached, as Serve's replicas are: Ray keeps any other actor's placement group
+    until its whole job ends.
     """
 
     def __init__(
@@ -77,15 +77,25 @@ class Slice:
     ) -> None:
         """Reserve a free slice, start its hosts, join them, and build `host_class(*args)` on each.
 
-        host_class  or "module:name", which is imported on the hosts alone and keeps the leader small; with a method
-                    `software`, which says by name what it computes with, hosts that differ are refused
-        name        who holds the slice, "pool/replica", shown by `wan-tpu status`
-        tell        is told what is waited for while there is no slice
+        If this fails, nothing is left behind. `SliceLost` and `CallFailed` have the cause `ChipsBusy` if JAX didn't get
+        the chips.
 
-        Raises `SliceStartTimeout` naming phase and missing host, `SliceLost` when a host dies meanwhile, `CallFailed`
-        when one can't be built (both with the cause `ChipsBusy` where JAX doesn't get the chips), `WrongHost` for
-        one whose machine has another place than its labels say, `SliceError` for hosts that aren't alike. Nothing is
-        left behind then.
+        Args:
+            spec: The kind of slice.
+            host_class: The class, or "module:name", which only the hosts import, so that the leader stays small. If it
+                has a method `software`, which returns by name what it computes with, hosts that differ are refused.
+            *args: Its arguments.
+            name: Who holds the slice, "pool/replica", as `wan-tpu status` shows it.
+            timeouts: How long each phase may take.
+            on_progress: Gets what the first host reports while it is built.
+            tell: Is called with what is being waited for while no slice is free.
+
+        Raises:
+            SliceStartTimeout: A phase took too long; the message names the phase and the missing host.
+            SliceLost: A host died.
+            CallFailed: The class couldn't be built.
+            WrongHost: A machine's place in its slice isn't what its labels say.
+            SliceError: The hosts aren't alike.
         """
         self.spec = spec
         self.name = name
@@ -95,39 +105,39 @@ class Slice:
         self._lost: SliceLost | None = None
         self._placement: Placement | None = None
         self._members: tuple[Member, ...] = ()
-        self.start_s: dict[str, float] = {}  # seconds of each phase of the start
+        self.start_s: dict[str, float] = {}  # How many seconds each phase of the start took.
         try:
-            with self._timed("placed"):
+            with self._time_phase("placed"):
                 self._placement = reserve(spec, name, timeouts.place_s, tell)
-            with self._timed("started"):
+            with self._time_phase("started"):
                 port = self._start_hosts(self._placement)
             if spec.hosts > 1:
-                with self._timed("joined"):
+                with self._time_phase("joined"):
                     self._join(f"{self.hosts[0].ip}:{port}")
-            with self._timed("built"):
+            with self._time_phase("built"):
                 built = self._run_phase("build", timeouts.build_s, "build", host_class, *args, on_progress=on_progress)
-            self.software: dict[str, str] = self._alike([outcome.value for outcome in built])
+            self.software: dict[str, str] = self._check_alike([outcome.value for outcome in built])
         except BaseException:
             self.close()
             raise
 
     @property
     def hosts(self) -> tuple[HostPlace, ...]:
-        """Where its hosts run, in the order of JAX's processes."""
+        """Where the hosts run, in the order of JAX's processes."""
         return tuple(member.place for member in self._members)
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids of its hosts, in the same order."""
+        """The process ids of the hosts, in the same order."""
         return tuple(member.pid for member in self._members)
 
     @property
     def emulated(self) -> bool:
-        """Whether CPU devices stand for the chips."""
+        """Whether CPU devices stand in for the chips."""
         return any(host.emulated for host in self.hosts)
 
     def describe(self) -> str:
-        """Return name, kind and hosts in one line, which says so if the slice is emulated."""
+        """Return name, kind and hosts in one line, which also says whether the slice is emulated."""
         hosts = ", ".join(f"{host.node_id[:8]} at {host.ip}" for host in self.hosts)
         return f"{self.name} on {'emulated ' if self.emulated else ''}{self.spec} ({hosts})"
 
@@ -141,15 +151,19 @@ class Slice:
     ) -> Returned:
         """Run a method of `host_class` with the same arguments on every host, and block until all have ended.
 
-        args   references to objects of the store are resolved on the hosts
-        group  calls of one group come one after the other; the others than "lockstep" are for methods without
-               collectives, which may run beside those
-        timeout_s    without an end or a report, after which it has hung
-        on_progress  gets what the method reports, perhaps not all of it
+        Args:
+            method: The method's name.
+            *args: Its arguments. References to objects in the store are resolved on the hosts.
+            group: Calls of one group run one after the other. All groups but "lockstep" are for methods without
+                collectives, which may run beside the lockstep.
+            timeout_s: After this time without an end or a report, the call counts as hung.
+            on_progress: Gets what the method reports on the first host, perhaps not all of it.
 
-        Raises `CallFailed` when every host raised, or any of them beside the lockstep (the slice lives), `SliceLost`
-        when the gang is destroyed: also `DeviceFailed`, for what a device has is in doubt once one has failed, or waits
-        for another for ever.
+        Raises:
+            CallFailed: Every host raised, or one of them outside the lockstep. The slice lives on.
+            SliceLost: The gang was destroyed.
+            DeviceFailed: A device failed, or waits for another one for ever, so what devices hold is in doubt. The gang
+                was destroyed.
         """
         outcomes, payloads = self._call_all(group, method, args, group, timeout_s=timeout_s, on_progress=on_progress)
         return Returned(outcomes[0].value, payloads[0])
@@ -169,7 +183,7 @@ class Slice:
         timeout_s: float | None = None,
         on_progress: OnProgress | None = None,
     ) -> tuple[list[Outcome], list[ray.ObjectRef]]:
-        """Call a method of all host actors, which calls `method` of their objects; return outcomes and payloads."""
+        """Call `of_actor` of all host actors, which calls `method` of their objects; return outcomes and payloads."""
         with self._locks[group]:
             self._raise_if_lost()
             pairs = [getattr(m.actor, of_actor).options(num_returns=2).remote(method, *args) for m in self._members]
@@ -181,13 +195,13 @@ class Slice:
                 raise
             except OutOfTime as late:
                 raise self._lose(f"{self.name}: {method} has hung: {late} in {timeout_s:g} s", DeviceFailed) from None
-            except BaseException:  # Ctrl-C, or on_progress raised: the hosts are left in the middle of something
+            except BaseException:  # After Ctrl-C, or if on_progress raised, the hosts are in the middle of something.
                 self._lose(f"{self.name} was lost: nobody waited for the end of {method}")
                 raise
         return outcomes, [pair[1] for pair in pairs]
 
     def check(self) -> None:
-        """Return if all hosts answer within `heartbeat_s`; else destroy the gang and raise `SliceLost`."""
+        """Check that all hosts answer within `heartbeat_s`; otherwise destroy the gang and raise `SliceLost`."""
         self._raise_if_lost()
         limit_s = self.timeouts.heartbeat_s
         refs = [member.actor.hello.options(num_returns=2).remote()[0] for member in self._members]
@@ -197,7 +211,7 @@ class Slice:
             raise self._lose(f"{self.name}: {late} for {limit_s:g} s") from None
 
     def close(self) -> None:
-        """End all hosts, also stopped ones, and give the slice back. Ray ends the processes within a second."""
+        """End all hosts, even stopped ones, and release the slice. Ray ends the processes within a second."""
         self._lose(f"{self.name} is closed")
 
     def __enter__(self) -> Self:
@@ -207,13 +221,13 @@ class Slice:
         self.close()
 
     @contextlib.contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
+    def _time_phase(self, phase: str) -> Iterator[None]:
         start = time.monotonic()
         yield
         self.start_s[phase] = time.monotonic() - start
 
     def _start_hosts(self, placement: Placement) -> int:
-        """Start a process on each host; return a port that is free on the first."""
+        """Start a process on each host, and return a port that is free on the first."""
         for place, bundle in zip(placement.hosts, placement.bundles, strict=True):
             settings: dict[str, Any] = {
                 "num_cpus": 0,
@@ -230,7 +244,7 @@ class Slice:
         return hellos[0][1]
 
     def _join(self, coordinator: str) -> None:
-        """Join the hosts' JAX, and put them in the order in which it counts them."""
+        """Join the hosts' JAX processes, and put the members into JAX's order."""
         machines = self._run_phase("start", self.timeouts.start_s, "machine_place", group=None)
         check_machine_places(self.hosts, [outcome.value for outcome in machines])
         joined = self._run_phase("join", self.timeouts.join_s, "join", coordinator, self.timeouts.join_s)
@@ -243,8 +257,8 @@ class Slice:
             )
         self._members = tuple(by_process[process] for process in range(self.spec.hosts))
 
-    def _alike(self, software: Sequence[dict[str, str]]) -> dict[str, str]:
-        """Return what all hosts compute with; raises `SliceError` where they differ: half a result would be wrong."""
+    def _check_alike(self, software: Sequence[dict[str, str]]) -> dict[str, str]:
+        """Return what all hosts compute with; raise `SliceError` if they differ: results would be half wrong."""
         for process, other in enumerate(software[1:], 1):
             if different := sorted(name for name in software[0] if software[0][name] != other.get(name)):
                 name = different[0]
@@ -273,17 +287,25 @@ class Slice:
             ) from None
 
     def _wait(self, method: str, refs: Sequence[ray.ObjectRef], **watched: Any) -> list[Outcome]:
-        """Wait for one call on all hosts, as `Watch` does; raises `CallFailed`, `SliceLost`, `OutOfTime`."""
+        """Wait for one call on all hosts, as `Watch` does.
+
+        Raises:
+            CallFailed: The hosts raised; the slice lives on.
+            SliceLost: The gang was destroyed.
+            OutOfTime: The time-out is over.
+        """
         try:
             outcomes = Watch(self._members, refs, self.timeouts, **watched).wait()
         except GangFailed as failure:
             raise self._lose(f"{self.name}: in {method}: {failure}") from failure.cause
         errors = {index: outcome.error for index, outcome in enumerate(outcomes) if outcome.error is not None}
         if errors:
-            index = culprit(errors)
+            index = find_culprit(errors)
             member, error = self._members[index], errors[index]
             if any(isinstance(other, DeviceError) for other in errors.values()):
-                raise self._lose(f"{self.name}: in {method}: {member}: {telling_line(error)}", DeviceFailed) from error
+                raise self._lose(
+                    f"{self.name}: in {method}: {member}: {pick_telling_line(error)}", DeviceFailed
+                ) from error
             where = "every host" if len(errors) == len(outcomes) else str(member)
             raise CallFailed(f"{self.name}: {method} raised on {where}: {error!r}") from error
         return outcomes
@@ -293,7 +315,7 @@ class Slice:
             raise SliceLost(str(self._lost))
 
     def _lose(self, why: str, kind: type[SliceLost] = SliceLost) -> SliceLost:
-        """Destroy the gang, once; return the error that was the first reason."""
+        """Destroy the gang if it isn't yet; return the error for which it was destroyed first."""
         with self._state:
             if self._lost is None:
                 self._lost = kind(why)

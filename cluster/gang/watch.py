@@ -1,7 +1,7 @@
 """Follow one call on all hosts of a gang until every outcome is in, or the gang must be given up.
 
-One host's end ends others: JAX ends every process once worker 0's is gone, where all are joined, and an exchange with a
-host that is gone fails on those that are left. Who is named doesn't depend on whose end is noticed first.
+The end of one host ends others: JAX joins all processes at worker 0 and ends them once that is gone, and an exchange
+with a host that is gone fails on the others. The error names the host to blame, whichever end is noticed first.
 """
 
 import time
@@ -19,7 +19,7 @@ from cluster.gang.protocol import Group, HostPlace, Outcome, Pulse, Timeouts
 
 @dataclass(frozen=True)
 class Member:
-    """One host as its leader sees it. `pid` is 0 until it has answered."""
+    """One host as its leader sees it; `pid` is 0 until it has answered."""
 
     place: HostPlace
     actor: ActorHandle
@@ -30,7 +30,11 @@ class Member:
 
 
 class GangFailed(Exception):
-    """The gang is out of step: who was first to blame, what happened, and the exception behind it, if any."""
+    """The gang is out of step; the message says which host is to blame and what happened to it.
+
+    Attributes:
+        cause: The exception behind it, if any.
+    """
 
     def __init__(self, member: Member, event: str, cause: Exception | None = None) -> None:
         super().__init__(f"{member} {event}")
@@ -38,16 +42,16 @@ class GangFailed(Exception):
 
 
 class OutOfTime(Exception):
-    """Time is up; the message says who has not answered, and what those do that are joining the others."""
+    """Time is up; the message says which hosts haven't answered, and how far those are that are joining the others."""
 
 
-def culprit(errors: Mapping[int, Exception]) -> int:
-    """Return whose error is the cause of all: the first that doesn't speak of another host."""
+def find_culprit(errors: Mapping[int, Exception]) -> int:
+    """Return the index of the member whose error caused all others: the first that doesn't blame another host."""
     return next((index for index, error in errors.items() if not speaks_of_others(error)), next(iter(errors)))
 
 
 class Watch:
-    """One call on all members. `wait` blocks; it polls every `poll_s` and answers at once when all are done."""
+    """One call on all members. `wait` blocks: it polls every `poll_s`, and returns at once when all have ended."""
 
     def __init__(
         self,
@@ -59,38 +63,47 @@ class Watch:
         timeout_s: float | None = None,
         on_progress: Callable[[Any], None] | None = None,
     ) -> None:
-        """Prepare to follow.
+        """Prepare to follow a call.
 
-        outcomes   of type Outcome, one for each member
-        group      whose heartbeats are watched; None when the hosts can't answer any yet
-        timeout_s  that may pass until the end, or until the first member reports something, and from then on: a report
-                   that has an attribute `within_s`, not None, asks for so long in place of it until the next
+        Args:
+            members: The hosts.
+            outcomes: A reference to each member's `Outcome`.
+            timeouts: For heartbeats and polls.
+            group: The group whose heartbeats are watched; None while the hosts can't answer any yet.
+            timeout_s: How long the call may take until its end or the first member's next report. A report with an
+                attribute `within_s` that isn't None allows that long until the next one instead.
+            on_progress: Gets the first member's reports, perhaps not all of them.
         """
         now = time.monotonic()
         self._members = members
         self._pending = dict(zip(outcomes, range(len(members)), strict=True))
         self._timeouts = timeouts
         self._group = group
-        self._symmetric = group in ("lockstep", None)  # nobody waits for another host beside the lockstep
+        self._symmetric = group in ("lockstep", None)  # Outside the lockstep, no host waits for another.
         self._timeout_s = timeout_s
         self._deadline = None if timeout_s is None else now + timeout_s
         self._on_progress = on_progress
         self._outcomes: dict[int, Outcome] = {}
-        self._errors: dict[int, Exception] = {}  # Of members, in the order in which they came.
-        self._failed_at = 0.0  # When the first of them came.
+        self._errors: dict[int, Exception] = {}  # By member, in the order in which they came.
+        self._failed_at = 0.0  # When the first error came.
         self._dead: dict[int, RayActorError] = {}
-        self._died_at = 0.0  # When the first of them was noticed.
+        self._died_at = 0.0  # When the first death was noticed.
         self._first = next(index for index, member in enumerate(members) if member.place.worker_id == 0)
-        self._pulses: dict[int, tuple[ray.ObjectRef, float]] = {}  # And when they were asked for.
+        self._pulses: dict[int, tuple[ray.ObjectRef, float]] = {}  # Open heartbeats, and when they were requested.
         self._seen = dict.fromkeys(range(len(members)), now)
-        self._alive = dict.fromkeys(range(len(members)), 0.0)  # When the last one that was answered was asked for.
+        self._alive = dict.fromkeys(range(len(members)), 0.0)  # When the last answered heartbeat was requested.
         self._joining: dict[int, str] = {}
         self._reports = 0
 
     def wait(self) -> list[Outcome]:
-        """Return the outcomes in the order of the members: of calls in lockstep all have failed, or none has.
+        """Wait until the call has ended on all members.
 
-        Raises `GangFailed` or, after `timeout_s`, `OutOfTime`.
+        Returns:
+            The outcomes, in the order of the members. In lockstep, all of them are errors, or none is.
+
+        Raises:
+            GangFailed: A host died or hung, or left the lockstep.
+            OutOfTime: The time-out is over.
         """
         while self._pending or self._dead:
             self._collect()
@@ -104,14 +117,14 @@ class Watch:
                     raise OutOfTime(f"no answer from {missing}")
         ended = [self._outcomes[index] for index in range(len(self._members))]
         if self._symmetric and self._errors and any(outcome.error is None for outcome in ended):
-            index = culprit(self._errors)
+            index = find_culprit(self._errors)
             error = self._errors[index]
-            raise GangFailed(self._members[index], f"raised {_named(error)}, other hosts did not", error)
+            raise GangFailed(self._members[index], f"raised {_format_error(error)}, other hosts did not", error)
         self._report(ended[0].reports, ended[0].progress)
         return ended
 
     def _collect(self) -> None:
-        """Take the outcomes that are in, after at most `poll_s`."""
+        """Collect outcomes, for which this waits for `poll_s` at most."""
         if not self._pending:
             time.sleep(self._timeouts.poll_s)
             return
@@ -125,7 +138,7 @@ class Watch:
             except RayActorError as error:
                 self._note_death(index, error)
                 continue
-            except RayError as error:  # an argument that couldn't be fetched: the method didn't run
+            except RayError as error:  # An argument couldn't be fetched, so the method didn't run.
                 outcome = Outcome(error=error)
             self._outcomes[index] = outcome
             if outcome.error is not None:
@@ -133,31 +146,31 @@ class Watch:
                 self._errors[index] = outcome.error
 
     def _check_dead(self) -> None:
-        """Raise for a host that died: for worker 0 where that is dead, too, and for another once worker 0 has answered.
+        """Raise `GangFailed` for a host that died: worker 0 if it is dead too; another only once worker 0 has answered.
 
-        Where worker 0 was killed, JAX has ended the others, and their end may be noticed first. If it doesn't answer,
-        as when its machine is gone, it is found to be hung in time.
+        When worker 0 is killed, JAX ends the others, and their end may be noticed first. If worker 0 doesn't answer,
+        for instance because its machine is gone, its missing heartbeats will show that in time.
         """
         joined = self._group is not None and len(self._members) > 1
         if not self._dead or (joined and self._first not in self._dead and self._alive[self._first] <= self._died_at):
             return
         index = self._first if self._first in self._dead else min(self._dead)
         error = self._dead[index]
-        raise GangFailed(self._members[index], f"died ({telling_line(error)})", error)
+        raise GangFailed(self._members[index], f"died ({pick_telling_line(error)})", error)
 
     def _check_grace(self) -> None:
-        """Raise for a host that raised while others went on.
+        """Raise `GangFailed` for a host that raised while others went on.
 
-        An error that speaks of others waits for those that are silent since: one of them is dead or hung, as will be
-        known in time.
+        If its error blames another host, this waits for hosts that have been silent since: one of them is dead or hung,
+        as will be known in time.
         """
         if not self._symmetric or not self._errors or time.monotonic() - self._failed_at < self._timeouts.grace_s:
             return
-        index = culprit(self._errors)
+        index = find_culprit(self._errors)
         error = self._errors[index]
         silent = [other for other in self._pending.values() if self._alive[other] <= self._failed_at]
         if not (silent and self._group is not None and speaks_of_others(error)):
-            raise GangFailed(self._members[index], f"raised {_named(error)} while others went on", error)
+            raise GangFailed(self._members[index], f"raised {_format_error(error)} while others went on", error)
 
     def _check_pulses(self, group: Group) -> None:
         refs = [ref for ref, _ in self._pulses.values()]
@@ -172,7 +185,7 @@ class Watch:
                 except RayActorError as error:
                     self._note_death(index, error)
                     continue
-                # Idle: the call has ended, or hasn't begun and what is there is of the one before.
+                # An idle host's call has ended, or hasn't begun, and then its report is that of the call before.
                 if index == 0 and pulse.busy_s is not None:
                     self._report(pulse.reports, pulse.progress)
                 self._joining[index] = pulse.joining
@@ -202,14 +215,15 @@ class Watch:
             self._on_progress(progress)
 
 
-def _named(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def telling_line(error: BaseException) -> str:
-    """Return the telling line of Ray's long message, for people."""
+def pick_telling_line(error: BaseException) -> str:
+    """Return the line of Ray's long message that says what happened."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first = lines[0] if lines else type(error).__name__
     telling = next((line for line in lines if "exit" in line.lower() or "dead" in line.lower()), first)
-    return telling.partition(" Some common causes")[0]  # which Ray lists at length, the same every time
+    # Ray appends a long list of common causes, which is always the same.
+    return telling.partition(" Some common causes")[0]

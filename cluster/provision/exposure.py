@@ -11,21 +11,21 @@ from dataclasses import dataclass
 from cluster.provision.kubernetes import HEAD, SERVE_PORT, SERVES, Object, Target
 
 GATEWAY_API, POLICY_API = "gateway.networking.k8s.io/v1", "networking.gke.io/v1"
-# The load balancer ends a request after so long; event streams last as long as a video, and clients resume them.
+# After this time the load balancer ends a request. Event streams last as long as a video, and clients resume them.
 REQUEST_S = 3600
-_DRAIN_S = 60  # An upgrade lets requests of the cluster before go on for so long.
+_DRAIN_S = 60  # After an upgrade, requests to the previous cluster may continue for this long.
 _HEALTH_PATH = "/health"
 
 
 @dataclass(frozen=True)
 class Exposure:
-    """How a service is reached.
+    """How clients reach a service.
 
     Attributes:
         hostname: The name that clients use.
-        certificate_map: Certificate Manager's map with a certificate for it.
-        address: Name of a reserved global address; the load balancer takes any where it is left out.
-        armor: Name of a Cloud Armor security policy in front of it.
+        certificate_map: The name of the map in Certificate Manager that has a certificate for it.
+        address: The name of a reserved global address; by default the load balancer gets any address.
+        armor: The name of a Cloud Armor security policy to put in front of it.
     """
 
     hostname: str
@@ -34,11 +34,11 @@ class Exposure:
     armor: str | None = None
 
 
-def exposing(target: Target, exposure: Exposure) -> dict[str, Object]:
-    """Return the objects that expose a service, each with a comment.
+def build_exposing_objects(target: Target, exposure: Exposure) -> dict[str, Object]:
+    """Return the objects that expose a service, by a comment for each.
 
-    The service that KubeRay makes for a head has no address of its own, which a Gateway needs. During an upgrade two
-    heads serve; the load balancer leaves out the one whose health check fails, because its pools have no slices yet.
+    KubeRay's own service for a head has no cluster address, which a Gateway needs. During an upgrade there are two
+    heads, and the load balancer leaves out the one whose health check fails because its pools have no slices yet.
     """
     ports = [{"name": "http", "port": SERVE_PORT, "targetPort": SERVE_PORT}]
     service = target.object(
@@ -85,8 +85,8 @@ def exposing(target: Target, exposure: Exposure) -> dict[str, Object]:
     return {
         "the head's HTTP port, for the load balancer": service,
         "the load balancer; its certificate is Certificate Manager's": gateway,
-        "requests to the service": _route(target, exposure, "https", [{"backendRefs": [_backend_of(name)]}]),
-        "http becomes https": _route(target, exposure, "http", [{"filters": [_to_https()]}]),
+        "requests to the service": _build_route(target, exposure, "https", [{"backendRefs": [_build_backend(name)]}]),
+        "http becomes https": _build_route(target, exposure, "http", [{"filters": [_build_https_redirect()]}]),
         "when the load balancer sends requests to a head: once the service answers": target.object(
             POLICY_API, "HealthCheckPolicy", spec={"default": health, "targetRef": backend}
         ),
@@ -96,7 +96,7 @@ def exposing(target: Target, exposure: Exposure) -> dict[str, Object]:
     }
 
 
-def _route(target: Target, exposure: Exposure, listener: str, rules: list[Object]) -> Object:
+def _build_route(target: Target, exposure: Exposure, listener: str, rules: list[Object]) -> Object:
     parent = {"name": target.name, "sectionName": listener}
     return target.object(
         GATEWAY_API,
@@ -106,9 +106,9 @@ def _route(target: Target, exposure: Exposure, listener: str, rules: list[Object
     )
 
 
-def _backend_of(service: str) -> Object:
+def _build_backend(service: str) -> Object:
     return {"name": service, "port": SERVE_PORT}
 
 
-def _to_https() -> Object:
+def _build_https_redirect() -> Object:
     return {"type": "RequestRedirect", "requestRedirect": {"scheme": "https", "statusCode": 301}}

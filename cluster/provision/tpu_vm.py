@@ -1,7 +1,7 @@
-"""Ray on TPU VMs without Kubernetes: start-up scripts for a head and for the hosts of slices, and what creates them.
+"""Ray on TPU VMs without Kubernetes: start-up scripts for a head and for slices' hosts, and scripts that create them.
 
-Every machine runs a container with `ray start --block` as a systemd unit: a machine that is taken away stops it with
-SIGTERM, which drains the node; one that boots again joins again. The number of slices is what was created: nothing
+Every machine runs a container with `ray start --block` as a systemd unit. A machine that is taken away stops it with
+SIGTERM, which drains the node; a machine that boots again joins again. The slices are those that were created: nothing
 scales by itself.
 
 Sources: docs.cloud.google.com/tpu/docs, "Queued resources", for the API and for what a TPU VM's metadata says;
@@ -71,7 +71,7 @@ systemctl enable wan-tpu.service
 systemctl restart wan-tpu.service
 """
 
-# Artifact Registry asks for credentials, at every start: those of the machine's service account.
+# Artifact Registry asks for credentials at every start. They are those of the machine's service account.
 _LOGIN = """\
 cat > /etc/wan-tpu/login <<'EOF'
 set -euo pipefail
@@ -82,15 +82,15 @@ curl --silent --fail --header 'Metadata-Flavor: Google' \\
 EOF
 """
 
-# Container-Optimized OS drops what comes in but SSH, also for containers of the host's network, and forgets its rules
-# at every boot.
+# Container-Optimized OS drops all incoming traffic but SSH, also to containers on the host's network, and forgets added
+# rules at every boot.
 _LET_SUBNET_IN = """\
 subnet=$(metadata network-interfaces/0/ip)/$(metadata network-interfaces/0/subnetmask)
 rule="INPUT --protocol tcp --source $subnet --jump ACCEPT"
 iptables --wait --check $rule 2> /dev/null || iptables --wait --insert $rule
 """
 
-# libtpu wants them (JAX warns without); the kernel's own setting is back at every boot.
+# libtpu wants huge pages (JAX warns without them), and the kernel's own setting is back at every boot.
 _HUGEPAGES = """\
 hugepages=/sys/kernel/mm/transparent_hugepage/enabled
 [ ! -e $hugepages ] || echo always > $hugepages
@@ -99,10 +99,15 @@ hugepages=/sys/kernel/mm/transparent_hugepage/enabled
 
 @dataclass(frozen=True)
 class Machines:
-    """Where they are and what they run.
+    """Where the machines are and what they run.
 
-    account  Google's service account that they act as, to reach buckets and the cluster's token
-    spot     whether slices may be taken away
+    Attributes:
+        name: The cluster's name, with which the machines' names begin.
+        project: The Google Cloud project.
+        zone: The zone.
+        image: The container image.
+        account: The Google service account that the machines act as, to reach buckets and the cluster's token.
+        spot: Whether slices may be preempted.
     """
 
     name: str
@@ -114,7 +119,7 @@ class Machines:
 
     @property
     def secret(self) -> str:
-        """Secret Manager's name of the cluster's token."""
+        """The name of the cluster's token in Secret Manager."""
         return f"{self.name}-token"
 
     @property
@@ -124,7 +129,7 @@ class Machines:
 
     @property
     def registry(self) -> str | None:
-        """The image's registry where it is one of Google's, which asks for the machine's credentials."""
+        """The image's registry if it is one of Google's, which ask for the machine's credentials; else None."""
         host = self.image.partition("/")[0]
         return host if host.endswith((".pkg.dev", "gcr.io")) else None
 
@@ -134,10 +139,11 @@ class Machines:
         return f"{self.head}.{self.zone}.c.{self.project}.internal"
 
 
-def files(layout: Layout, machines: Machines) -> dict[str, str]:
-    """Return all scripts by their file's name.
+def format_scripts(layout: Layout, machines: Machines) -> dict[str, str]:
+    """Return all scripts by the names of their files.
 
-    Raises `LayoutError` for slices that aren't to be had as TPU VMs, and for pools whose machines would have one name.
+    Raises:
+        LayoutError: A slice isn't available as TPU VMs, or the machines of two pools would have the same names.
     """
     if layout.devices_per_host is not None:
         raise LayoutError(f"{layout.source}: its slices are emulated; take out emulate, or give a layout of real ones")
@@ -149,22 +155,25 @@ def files(layout: Layout, machines: Machines) -> dict[str, str]:
                 f"{layout.source}: Cloud TPU's API has no {kind}, only {known}; on GKE: wan-tpu manifests"
             )
     _check_names(layout)
-    starts = {f"{name}.sh": host_start(kind, machines) for name, kind in kinds.items()}
-    return {"create.sh": _create(layout, machines), "delete.sh": _delete(layout, machines)} | {
-        "head.sh": head_start(machines),
+    starts = {f"{name}.sh": format_host_script(kind, machines) for name, kind in kinds.items()}
+    return {
+        "create.sh": _format_create_script(layout, machines),
+        "delete.sh": _format_delete_script(layout, machines),
+    } | {
+        "head.sh": format_head_script(machines),
         **starts,
     }
 
 
-def head_start(machines: Machines) -> str:
-    """Return the head's start-up script. Leaders and drivers run there, too: there is no other machine without TPUs."""
+def format_head_script(machines: Machines) -> str:
+    """Return the head's start-up script. Leaders and drivers run on the head too, the only machine without TPUs."""
     arguments = f"--head --port {PORT} --dashboard-host 0.0.0.0 --dashboard-port {DASHBOARD}"
-    return _start("the head", machines, _LET_SUBNET_IN, arguments)
+    return _format_start_script("the head", machines, _LET_SUBNET_IN, arguments)
 
 
-def host_start(kind: SliceSpec, machines: Machines) -> str:
-    """Return the start-up script of every host of slices of a kind."""
-    # The place in the slice is the machine's own; Ray would ask elsewhere for it, and not find it everywhere.
+def format_host_script(kind: SliceSpec, machines: Machines) -> str:
+    """Return the start-up script of the hosts of one kind of slice."""
+    # The place in the slice comes from the machine. Ray would look elsewhere, where not every machine has it.
     labels = {
         ACCELERATOR_TYPE: kind.chip.ray_accelerator,
         POD_TYPE: kind.pod_type,
@@ -181,10 +190,10 @@ resources='{{"TPU": {kind.chips_per_host}}}'
 """
     said = ",".join(f"{name}={value}" for name, value in labels.items())
     arguments = f"--address $address:{PORT} --labels {said} --resources '$resources'"
-    return _start(f"a host of a slice {kind}", machines, _HUGEPAGES + variables, arguments)
+    return _format_start_script(f"a host of a slice {kind}", machines, _HUGEPAGES + variables, arguments)
 
 
-def _start(role: str, machines: Machines, variables: str, arguments: str) -> str:
+def _format_start_script(role: str, machines: Machines, variables: str, arguments: str) -> str:
     environment = ENVIRONMENT | {"JAX_PLATFORMS": "tpu,cpu"}
     registry = machines.registry
     return _START.format(
@@ -202,10 +211,10 @@ def _start(role: str, machines: Machines, variables: str, arguments: str) -> str
 
 
 def _check_names(layout: Layout) -> None:
-    """Raise `LayoutError` for pools that machines' names don't tell apart."""
+    """Raise `LayoutError` for two pools whose machines would have the same names."""
     pools: dict[str, str] = {}
     for pool in layout.pools:
-        other = pools.setdefault(_machine_part(pool.name), pool.name)
+        other = pools.setdefault(_format_machine_part(pool.name), pool.name)
         if other != pool.name:
             raise LayoutError(
                 f"{layout.source}: machines of pools {other} and {pool.name} would have the same names, which are made "
@@ -213,20 +222,20 @@ def _check_names(layout: Layout) -> None:
             )
 
 
-def _machine_part(pool: str) -> str:
-    """Return a pool's name as machines' names may have it."""
+def _format_machine_part(pool: str) -> str:
+    """Return a pool's name in the form that machines' names allow."""
     return pool.replace("_", "-").lower()
 
 
-def _slices(layout: Layout, machines: Machines) -> list[tuple[str, SliceSpec]]:
+def _list_slices(layout: Layout, machines: Machines) -> list[tuple[str, SliceSpec]]:
     return [
-        (f"{machines.name}-{_machine_part(pool.name)}-{number}", pool.slice)
+        (f"{machines.name}-{_format_machine_part(pool.name)}-{number}", pool.slice)
         for pool in layout.pools
         for number in range(pool.replicas.maximum)
     ]
 
 
-def _create(layout: Layout, machines: Machines) -> str:
+def _format_create_script(layout: Layout, machines: Machines) -> str:
     where = f"--project {shlex.quote(machines.project)} --zone {shlex.quote(machines.zone)}"
     project, account = f"--project {shlex.quote(machines.project)}", shlex.quote(machines.account)
     secret = f"{machines.secret} {project}"
@@ -246,7 +255,7 @@ def _create(layout: Layout, machines: Machines) -> str:
         "  --image-family cos-stable --image-project cos-cloud --boot-disk-size 100GB --scopes cloud-platform \\",
         f"  --metadata-from-file startup-script=head.sh --service-account {account}",
     ]
-    for name, kind in _slices(layout, machines):
+    for name, kind in _list_slices(layout, machines):
         lines += [
             f"gcloud compute tpus queued-resources create {name} --node-id {name} {where} \\",
             f"  --accelerator-type {kind.pod_type} --runtime-version {kind.chip.tpu_vm_runtime} \\",
@@ -256,11 +265,12 @@ def _create(layout: Layout, machines: Machines) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _delete(layout: Layout, machines: Machines) -> str:
+def _format_delete_script(layout: Layout, machines: Machines) -> str:
     where = f"--project {shlex.quote(machines.project)} --zone {shlex.quote(machines.zone)} --quiet"
     lines = ["#!/bin/bash", f"# Deletes what create.sh has made for {layout.source}."]
     lines += [
-        f"gcloud compute tpus queued-resources delete {name} {where} --force" for name, _ in _slices(layout, machines)
+        f"gcloud compute tpus queued-resources delete {name} {where} --force"
+        for name, _ in _list_slices(layout, machines)
     ]
     lines.append(f"gcloud compute instances delete {machines.head} {where}")
     lines.append(f"gcloud secrets delete {machines.secret} --project {shlex.quote(machines.project)} --quiet")

@@ -7,7 +7,7 @@ import pytest
 
 from actors.planning import plan
 from cluster.chips import GIB
-from cluster.costs.capacity import Terms, estimate, recommended, waiting_s
+from cluster.costs.capacity import Terms, estimate, estimate_wait_s, recommended
 from cluster.costs.prices import Prices
 from cluster.errors import NoCapacity, PriceError
 from cluster.layout import Layout
@@ -61,7 +61,7 @@ def simulated(replicas, seconds, an_hour, count=100_000):
 def test_waits_are_those_of_a_simulated_queue(replicas, busy):
     seconds = 108.0
     an_hour = busy * replicas * 3600 / seconds
-    assert waiting_s(replicas, seconds, an_hour) == pytest.approx(simulated(replicas, seconds, an_hour), rel=0.1)
+    assert estimate_wait_s(replicas, seconds, an_hour) == pytest.approx(simulated(replicas, seconds, an_hour), rel=0.1)
 
 
 def test_a_layout_makes_what_its_slowest_pool_makes(terms):

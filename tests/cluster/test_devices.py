@@ -8,9 +8,9 @@ import time
 import pytest
 
 from cluster.errors import ChipsBusy, OtherHostGone, WrongHost
-from cluster.gang.devices import start_failure, wait_for_chips
+from cluster.gang.devices import classify_start_failure, wait_for_chips
 from cluster.gang.protocol import DeviceError
-from cluster.gang.watch import culprit
+from cluster.gang.watch import find_culprit
 
 HOLD = "import sys, time; held = open(sys.argv[1]); print('held', flush=True); time.sleep(600)"
 
@@ -109,14 +109,14 @@ def test_a_machine_without_chips_is_free(tmp_path):
 )
 def test_what_stops_the_tpu_is_told_apart_and_only_busy_chips_are_worth_another_try(message, kind, advice):
     error = RuntimeError(f"Unable to initialize backend 'tpu': {message} (set JAX_PLATFORMS='')")
-    failure = start_failure("host 3", error)
+    failure = classify_start_failure("host 3", error)
     assert type(failure) is kind
     assert advice in str(failure)
 
 
 def test_of_several_hosts_the_one_whose_error_speaks_of_no_other_is_named():
-    waited = start_failure("host 0", RuntimeError("DEADLINE_EXCEEDED: Barrier timed out"))
+    waited = classify_start_failure("host 0", RuntimeError("DEADLINE_EXCEEDED: Barrier timed out"))
     missed, broken = DeviceError("Gloo: Connection closed by peer"), DeviceError("INTERNAL: core halted")
-    assert culprit({0: waited, 1: ChipsBusy("host 1")}) == 1
-    assert culprit({0: missed, 2: broken, 1: broken}) == 2  # In the order in which they came.
-    assert culprit({1: missed, 0: missed}) == 1
+    assert find_culprit({0: waited, 1: ChipsBusy("host 1")}) == 1
+    assert find_culprit({0: missed, 2: broken, 1: broken}) == 2  # In the order in which they came.
+    assert find_culprit({1: missed, 0: missed}) == 1

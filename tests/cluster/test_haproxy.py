@@ -239,7 +239,7 @@ def test_header_of_a_proxy_that_is_not_trusted_says_nothing(tmp_path, monkeypatc
 
 
 def test_addresses_of_an_ipv6_network_are_one_and_client_that_reads_nothing_is_left(written, tmp_path):
-    narrow = cluster.provision.haproxy.narrowed(written[1].read_text(), tmp_path / "503.http")
+    narrow = cluster.provision.haproxy.narrow(written[1].read_text(), tmp_path / "503.http")
     assert "track-sc0 src,ipmask(32,64)" in narrow
     assert "timeout client 60s" in narrow and "timeout client 3600s" not in narrow
 

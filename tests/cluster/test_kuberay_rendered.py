@@ -6,7 +6,7 @@ import pytest
 
 from cluster.layout import Layout
 from cluster.provision import kubernetes
-from cluster.provision.exposure import Exposure, exposing
+from cluster.provision.exposure import Exposure, build_exposing_objects
 from cluster.provision.kubernetes import CPU_GROUP, LOAD_BALANCERS, SERVE_PORT, Target
 from tests.cluster.kuberay_rules import PROBES, pods_of, selects, services_of
 from tests.cluster.test_kubernetes import KINDS
@@ -98,7 +98,9 @@ def test_load_balancer_reaches_the_head_that_serves():
     layout, exposure = Layout.parse(KINDS, "kinds"), Exposure("videos.example.com", "certificates", "front", "armor")
     spec = kubernetes.service(layout, TARGET, "applications: []\n")["spec"]["rayClusterConfig"]
     pods = pods_of(spec, "wan-x7k2p", in_service=True, version=(1, 7))
-    objects = {(item["kind"], item["metadata"]["name"]): item for item in exposing(TARGET, exposure).values()}
+    objects = {
+        (item["kind"], item["metadata"]["name"]): item for item in build_exposing_objects(TARGET, exposure).values()
+    }
     service = objects["Service", "wan-public"]["spec"]
     assert [name for name, pod in pods.items() if selects(service["selector"], pod)] == ["headgroup"]
     assert service["type"] == "ClusterIP" and service["ports"][0]["targetPort"] == pods["headgroup"].ports["serve"]

@@ -7,8 +7,8 @@ import pytest
 
 from cluster.chips import CHIPS
 from cluster.errors import UnknownSlice
-from cluster.gang.placement import other_machines
-from cluster.slice_spec import SliceSpec, kinds, slice_name
+from cluster.gang.placement import explain_other_machines
+from cluster.slice_spec import SliceSpec, list_kinds, slice_name
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(name, nearest):
 
 
 def test_every_listed_kind_can_be_named():
-    for name in kinds():
+    for name in list_kinds():
         kind = SliceSpec(name)
         assert kind.name == name
         assert kind.chips == kind.hosts * math.prod(kind.host_shape)
@@ -80,7 +80,7 @@ def test_chips_cannot_be_changed():
         CHIPS["v6e"].usable_gib = 64
 
 
-@pytest.mark.parametrize("name", kinds())
+@pytest.mark.parametrize("name", list_kinds())
 def test_ray_spells_it_the_same(name):
     """Ray's own functions, which set the labels and resources of real hosts."""
     from ray._private.accelerators import tpu
@@ -100,11 +100,12 @@ def test_a_slice_of_other_machines_is_named():
     """2x4 chips of v6e are one machine of eight, or two of four."""
     spec = SliceSpec("v6e-8")
     node = {"Alive": True, "Labels": spec.host_labels(0, "a"), "Resources": {"TPU": 4.0}}
-    assert "machines of 4 chips, and a v6e-8 here is of machines with 8 (on GKE ct6e-standard-8t)" in other_machines(
-        spec, [node]
+    assert (
+        "machines of 4 chips, and a v6e-8 here is of machines with 8 (on GKE ct6e-standard-8t)"
+        in explain_other_machines(spec, [node])
     )
-    assert other_machines(spec, [node | {"Resources": {"TPU": 8.0}}]) is None
-    assert other_machines(SliceSpec("v6e-16"), [node]) is None
+    assert explain_other_machines(spec, [node | {"Resources": {"TPU": 8.0}}]) is None
+    assert explain_other_machines(SliceSpec("v6e-16"), [node]) is None
 
 
 def test_hosts_ask_for_what_ray_and_gke_give_them():

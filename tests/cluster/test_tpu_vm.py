@@ -9,7 +9,7 @@ import pytest
 from actors.cli import main
 from cluster.errors import LayoutError
 from cluster.layout import Layout, shipped
-from cluster.provision.tpu_vm import Machines, files
+from cluster.provision.tpu_vm import Machines, format_scripts
 from tests.conftest import ROOT
 
 MACHINES = Machines("wan", "project", "us-east5-b", "us-docker.pkg.dev/project/wan/wan-tpu:1", "wan@p.example")
@@ -52,7 +52,7 @@ def test_scripts_of_every_layout_are_shell(name, tmp_path, capsys):
 )
 def test_what_is_not_to_be_had_is_refused(text, message):
     with pytest.raises(LayoutError, match=message):
-        files(Layout.parse(text, "mine.yaml"), MACHINES)
+        format_scripts(Layout.parse(text, "mine.yaml"), MACHINES)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_machines_join_one_cluster_and_leave_it_when_they_are_stopped(tmp_path):
     probe = f"ip link set lo up && iptables --policy INPUT DROP && {overlay}"
     if subprocess.run([*INSIDE, "bash", "-c", probe], capture_output=True).returncode:
         pytest.skip("a network and an /etc of its own are for root, with iproute2 and iptables")
-    for name, content in files(Layout.parse(LAYOUT, "tests"), MACHINES).items():
+    for name, content in format_scripts(Layout.parse(LAYOUT, "tests"), MACHINES).items():
         (tmp_path / name).write_text(content)
     command = [*INSIDE, sys.executable, "-m", "tests.cluster.tpu_vm_machines", str(tmp_path)]
     # Without what this process has told Ray of emulated clusters, which are on the loopback interface alone.
