@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Predict programs of others whose measured times are published, and print both: how far our predictions go.
+r"""Predict programs of others whose measured times are published, and print both: how far our predictions go.
 
     python scripts/foresight.py --pedia gpu-tpu-pedia --maxdiffusion maxdiffusion --packages folder --plot foresight.png
 
@@ -57,19 +57,18 @@ def main() -> None:
     predicted = []
     pricing = functools.cache(lambda kind: Pricing(kind, args.cache, calibration))
     for row in rows(args.pedia, args.maxdiffusion):
-        if args.only in row.what and (calibration is None or calibration.chip == _chip(row)):
+        if args.only in row.title and (calibration is None or calibration.chip == _chip(row)):
             times = row.predict(pricing(row.slice))
             predicted.append((row, times))
             seconds = f"{_span(*row.measured)} | {times.floor:.4g} | {times.estimate:.4g}"
-            print(
-                f"| {row.what} | {row.slice} | {seconds} | {_error(times.floor, row)} | {_error(times.estimate, row)} |"
-            )
+            errors = f"{_error(times.floor, row)} | {_error(times.estimate, row)}"
+            print(f"| {row.title} | {row.slice} | {seconds} | {errors} |")
             sys.stdout.flush()
     if calibration is not None:
         print("\n" + "\n".join(dict.fromkeys(pricing(row.slice).slice.calibrated for row, _ in predicted)))
     print(f"\nWhat differs, besides versions of JAX (here {jax.__version__}, libtpu {installed_version('libtpu')}):")
     for row, _ in predicted:
-        print(f"- {row.what} ({row.source}): {'; '.join(row.differs) or 'nothing known'}")
+        print(f"- {row.title} ({row.source}): {'; '.join(row.differs) or 'nothing known'}")
     if args.plot:
         draw(predicted, args.plot)
 
@@ -94,7 +93,7 @@ def draw(pairs: Sequence[tuple[Row, Times]], path: Path) -> None:
         axes.plot(floor, y, "o", color=colour, markerfacecolor="white", markersize=7, zorder=3)
         axes.plot(estimate, y, "o", color=colour, markersize=7, zorder=3)
     axes.axvline(1, color="0.3", linewidth=1, zorder=1)
-    axes.set_yticks(range(len(pairs)), [f"{row.what}  ({row.slice})" for row, _ in reversed(pairs)], fontsize=9)
+    axes.set_yticks(range(len(pairs)), [f"{row.title}  ({row.slice})" for row, _ in reversed(pairs)], fontsize=9)
     axes.grid(axis="x", color="0.9", zorder=0)
     axes.set_xlabel("predicted seconds / measured seconds")
     title = "Published TPU measurements, and what is predicted for the same programs"

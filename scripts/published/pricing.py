@@ -32,7 +32,7 @@ class Row:
     differs   what is known to be other than there, besides versions of JAX and libtpu
     """
 
-    what: str
+    title: str
     slice: str
     measured: tuple[float, float]
     source: str

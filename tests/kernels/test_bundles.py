@@ -10,7 +10,15 @@ from cluster.chips import CHIPS
 from scripts.kernel_tables.attention_kernels import CASES, ours, sparse
 from wan_tpu.aot.topology import Hardware
 from wan_tpu.errors import Unavailable
-from wan_tpu.pricing.bundles import Body, CompileError, count_bundles, hot_bundles, read_loops, read_regions, slot_use
+from wan_tpu.pricing.bundles import (
+    Body,
+    CompileError,
+    count_bundles,
+    find_hot_bundles,
+    read_loops,
+    read_regions,
+    read_slot_use,
+)
 from wan_tpu.pricing.kernel_prices import KernelPrices, StepBundles, step_bundles
 from wan_tpu_kernels.blocks import BlockSizes, Schedule
 
@@ -125,15 +133,15 @@ def test_regions_include_the_regions_inside_them():
     assert [(region.start, region.end) for region in regions] == [(0, 29), (2, 22), (2, 3), (23, 29)]
     assert [bundle.depth for bundle in bundles] == [0] + 28 * [1] + [0]
     # Bundles of the loop that are in no other region surround the body.
-    assert hot_bundles(regions, bundles) == (Body(20, idle=20), 2)
+    assert find_hot_bundles(regions, bundles) == (Body(20, idle=20), 2)
 
 
 def test_body_directly_in_the_loop_is_the_hot_one():
     waits = "// Start region 2\n" + 3 * LOOPED + "// End region 2\n"
     text = "// Start region 1\n" + NOP + 10 * LOOPED + waits + 10 * LOOPED + "// End region 1\n" + NOP
-    assert hot_bundles(*read_regions(text)) == (Body(21, idle=21), 0)
+    assert find_hot_bundles(*read_regions(text)) == (Body(21, idle=21), 0)
     inner = "// Start region 2\n" + 6 * LOOPED.replace(">", ">>") + "// End region 2\n"  # a loop in it goes before
-    assert hot_bundles(*read_regions(text.replace(waits, inner))) == (Body(6, idle=6), 20)
+    assert find_hot_bundles(*read_regions(text.replace(waits, inner))) == (Body(6, idle=6), 20)
 
 
 def test_matrix_units_stand_still_before_the_first_product_and_after_the_last():
@@ -141,7 +149,7 @@ def test_matrix_units_stand_still_before_the_first_product_and_after_the_last():
     product = "  0x1 : > { %5 = vadd.f32 %3, %4 /* of\n two */ ;; %1 = vmatmul.bf16.gmra.mxu0 %2 }\n"
     body = 3 * LOOPED + product + 7 * LOOPED + product + 2 * LOOPED
     text = "// Start region 1\n" + NOP + "// Start region 2\n" + body + "// End region 2\n// End region 1\n"
-    assert hot_bundles(*read_regions(text)) == (Body(14, idle=5), 0)
+    assert find_hot_bundles(*read_regions(text)) == (Body(14, idle=5), 0)
     assert read_loops(text.replace("0x1 :", "0x1 LB:", 1)) == {(): Body(1, idle=1), (1,): Body(14, idle=5)}
 
 
@@ -168,7 +176,7 @@ def test_bundles_count_as_often_as_the_loops_around_them_run():
 
 def test_slots_are_shares_of_their_capacity():
     text = "header\nMATMUL, VALU\n2 4\n\n2 0\n2 2\n"
-    assert slot_use(text) == ({"MATMUL": 1.0, "VALU": 0.25}, 2)
+    assert read_slot_use(text) == ({"MATMUL": 1.0, "VALU": 0.25}, 2)
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"bundles": {"products"'])

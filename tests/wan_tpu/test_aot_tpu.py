@@ -25,7 +25,7 @@ from wan_tpu.aot.programs import AbstractRuntime, stage_programs
 from wan_tpu.errors import DoesNotFit, InvalidInput
 from wan_tpu.families.model import preset_model
 from wan_tpu.pricing.analyse import analyse
-from wan_tpu.pricing.compiling import refusal
+from wan_tpu.pricing.compiling import describe_refusal
 from wan_tpu.pricing.ici import interconnect_of
 from wan_tpu.pricing.kernel_prices import KernelPrices, count_alone
 from wan_tpu.pricing.probe import type_of_8_bits
@@ -192,7 +192,7 @@ def test_what_does_not_fit_is_refused_and_by_how_much():
         DoesNotFit, match=r"double of float32 \[5, 1024, 1024, 1024\] needs 40\.. GiB a device of 31\.2"
     ) as caught:
         Program(lambda x: x * 2, device_mesh, exact=False, name="double").compile(large)
-    compiled = refusal(caught.value, seconds=(1.0, 1.0), weights=GIB)
+    compiled = describe_refusal(caught.value, seconds=(1.0, 1.0), weights=GIB)
     assert 40 * GIB <= compiled.total_bytes < 41 * GIB
     assert 8 * GIB <= compiled.over_bytes < 10 * GIB
 

@@ -65,7 +65,7 @@ class _Channels:
         return waits, hidden
 
 
-def _kernel_category(name: str) -> str:
+def _categorize_kernel(name: str) -> str:
     """Return what a kernel is counted as, by its name: of `kernels/`, or another attention (splash)."""
     known = {"attention": "attention", "top_lists": "attention", "splash": "attention"}
     known |= {"linear": "matmul", "causal_conv": "convolution"}
@@ -103,10 +103,10 @@ class _Walk:
 
         One without, which holds kernels, repeats what went wrong: it runs where these are the kernels preferred.
         """
-        known = traffic.known_trip_count(loop)
+        known = traffic.read_trip_count(loop)
         if known is None:
-            known = traffic.counted_trips(loop, computation, self.module)
-        if known is None and (kernels := traffic.kernel_names(self.module, loop.called("body")[0])):
+            known = traffic.count_trips(loop, computation, self.module)
+        if known is None and (kernels := traffic.list_kernel_names(self.module, loop.called("body")[0])):
             return int(any(name in kernel for name in self.prefer for kernel in kernels))
         if known is None:
             self.unpriced.append(f"loop {loop.name} of unknown length")
@@ -116,7 +116,7 @@ class _Walk:
         branches = conditional.called("branch_computations") or (
             conditional.called("true_computation") + conditional.called("false_computation")
         )
-        kernels = {branch: traffic.kernel_names(self.module, branch) for branch in branches}
+        kernels = {branch: traffic.list_kernel_names(self.module, branch) for branch in branches}
         for name in self.prefer:
             for branch in branches:
                 if any(name in kernel for kernel in kernels[branch]):
@@ -146,7 +146,7 @@ class _Run:
     def step(self, instruction: Instruction) -> Times:
         """Add what an instruction costs; return the seconds that the TensorCore spends on it."""
         opcode, walk = instruction.opcode, self.walk
-        if traffic.free(instruction):
+        if traffic.is_free(instruction):
             return ZERO
         if opcode == "while":
             trips = walk.trips(instruction, self.computation)
@@ -155,9 +155,9 @@ class _Run:
             return walk.run(walk.branch(instruction), self.executions)
         if opcode == "call":
             return walk.run(instruction.called("to_apply")[0], self.executions)
-        if traffic.ends(instruction):
-            return self._wait(instruction, traffic.chain(instruction, walk.module), self.links, "collectives")
-        kind = traffic.collective_kind(instruction, walk.module)
+        if traffic.ends_collective(instruction):
+            return self._wait(instruction, traffic.name_channel(instruction, walk.module), self.links, "collectives")
+        kind = traffic.find_collective_kind(instruction, walk.module)
         if kind is not None:
             return self._collective(instruction, kind)
         if opcode.endswith(("-start", "-update")):
@@ -175,12 +175,12 @@ class _Run:
         return self._compute(instruction)
 
     def _collective(self, instruction: Instruction, kind: str) -> Times:
-        inside = traffic.inside(instruction, self.walk.module)
+        inside = traffic.walk_inside(instruction, self.walk.module)
         inner = next(i for i in inside if i.opcode.removesuffix("-start") == kind)
-        volume = traffic.collective_bytes(instruction, self.computation, kind)
+        volume = traffic.count_collective_bytes(instruction, self.computation, kind)
         busy = self.walk.interconnect.busy(kind, ici.parse_groups(kind, inner.attributes), volume)
-        if traffic.begins(instruction):
-            self.links.start(traffic.chain(instruction, self.walk.module), self.now, busy)
+        if traffic.begins_collective(instruction):
+            self.links.start(traffic.name_channel(instruction, self.walk.module), self.now, busy)
             return ZERO
         self.links.start(instruction.name, self.now, busy)
         if instruction.opcode.endswith("-start"):
@@ -193,16 +193,16 @@ class _Run:
 
     def _compute(self, instruction: Instruction) -> Times:
         walk, hardware = self.walk, self.walk.hardware
-        category = traffic.category(instruction, walk.module)
-        moved = traffic.hbm_bytes(instruction, self.computation, walk.module)
+        category = traffic.categorize(instruction, walk.module)
+        moved = traffic.count_hbm_bytes(instruction, self.computation, walk.module)
         moving_s, moved_in_all = moved / hardware.hbm_bytes_per_s, moved * self.executions
         if category == "kernel":
             call = read_kernel_call(instruction, self.computation)
             # A kernel's copies run beside its instructions: the longer of the two.
             alone = max(walk.seconds_of_kernel(call), moving_s)
-            kernel_category = _kernel_category(call.name)
+            kernel_category = _categorize_kernel(call.name)
             return self._add(instruction, kernel_category, Times(alone, alone), hbm_bytes=moved_in_all, kernel=call)
-        flops = traffic.flops(instruction, self.computation, walk.module)
+        flops = traffic.count_flops(instruction, self.computation, walk.module)
         if instruction.estimated_cycles == UNKNOWN:
             estimate = max(moving_s, flops / hardware.peak_flops)
         else:

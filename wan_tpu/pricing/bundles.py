@@ -92,7 +92,7 @@ def count_bundles(
                 "busy; run it again when a core is free (what has been counted is kept)"
             ) from None
         if child.returncode:
-            raise CompileError(_cause(child.stderr))
+            raise CompileError(_find_cause(child.stderr))
         return _read(Path(folder))
 
 
@@ -105,8 +105,8 @@ def _read(folder: Path) -> list[KernelBundles]:
         [use] = folder.glob(f"{glob.escape(match[1])}-*-final_hlo-static-per-bundle-utilization.txt")
         text = file.read_text(errors="replace")
         regions, bundles = read_regions(text)
-        slots, bound = slot_use(use.read_text())
-        hot, around = hot_bundles(regions, bundles)
+        slots, bound = read_slot_use(use.read_text())
+        hot, around = find_hot_bundles(regions, bundles)
         kernels.append(KernelBundles(match[2], len(bundles), hot, around, bound, slots, read_loops(text)))
     return sorted(kernels, key=lambda kernel: -kernel.total)
 
@@ -141,7 +141,7 @@ class Bundle(NamedTuple):
         return _PRODUCT in self.text
 
 
-def _bundles(text: str) -> Iterator[Bundle]:
+def _parse_bundles(text: str) -> Iterator[Bundle]:
     begins = list(_BUNDLE.finditer(text))
     for match, end in zip(begins, [*(after.start() for after in begins[1:]), len(text)], strict=True):
         yield Bundle(match[1], len(match[2]), text[match.start() : end])
@@ -154,7 +154,7 @@ def read_regions(text: str) -> tuple[list[Region], list[Bundle]]:
     """
     starts: dict[str, int] = {}
     regions: set[Region] = set()
-    bundles = list(_bundles(text))
+    bundles = list(_parse_bundles(text))
     head = _BUNDLE.split(text, maxsplit=1)[0]
     for index, part in enumerate([head, *(bundle.text for bundle in bundles)]):
         for event, number in re.findall(r"(Start|End) region (\d+)", part):
@@ -176,20 +176,20 @@ def read_loops(text: str) -> dict[tuple[int, ...], Body]:
     }
     bodies: dict[tuple[int, ...], list[Bundle]] = {}
     around: list[int] = []
-    for bundle in _bundles(text):
+    for bundle in _parse_bundles(text):
         if bundle.label == "LB":
             counters = re.findall(r"= sphi [^;]*?%\w+, %(s\w+)", bundle.text)
             around = [*around[: bundle.depth - 1], next((trips[name] for name in counters if name in trips), 1)]
         bodies.setdefault(tuple(around[: bundle.depth]), []).append(bundle)
-    return {trips: _body(bundles) for trips, bundles in bodies.items()}
+    return {trips: _make_body(bundles) for trips, bundles in bodies.items()}
 
 
-def _body(bundles: list[Bundle]) -> Body:
+def _make_body(bundles: list[Bundle]) -> Body:
     products = [index for index, bundle in enumerate(bundles) if bundle.multiplies]
     return Body(len(bundles), len(bundles) - (products[-1] + 1 - products[0] if products else 0))
 
 
-def hot_bundles(regions: list[Region], bundles: list[Bundle]) -> tuple[Body, int]:
+def find_hot_bundles(regions: list[Region], bundles: list[Bundle]) -> tuple[Body, int]:
     """Return the region with the most bundles of its own, and how many of the loops around it always run with it.
 
     Where nearly all is its own, all of it counts: a few bundles of bounds checks and waits form regions, too. What
@@ -198,20 +198,20 @@ def hot_bundles(regions: list[Region], bundles: list[Bundle]) -> tuple[Body, int
     own: dict[Region, list[Bundle]] = {}
     for region in regions:
         whole = bundles[region.start : region.end]
-        outside = _outside(region, [inner for inner in regions if region.holds(inner)], bundles)
+        outside = _list_outside(region, [inner for inner in regions if region.holds(inner)], bundles)
         if 10 * (len(whole) - len(outside)) <= len(whole):
             own[region] = whole
         elif len({bundle.depth for bundle in whole} - {0}) <= 1:
             own[region] = outside
     if not own:
-        return _body(bundles), 0
+        return _make_body(bundles), 0
     hot = max(own, key=lambda region: len(own[region]))
     elsewhere = [region for region in regions if not region.holds(hot)]
-    around = _outside(Region(0, len(bundles)), elsewhere, bundles)
-    return _body(own[hot]), sum(bundle.depth > 0 for bundle in around)
+    around = _list_outside(Region(0, len(bundles)), elsewhere, bundles)
+    return _make_body(own[hot]), sum(bundle.depth > 0 for bundle in around)
 
 
-def _outside(region: Region, others: list[Region], bundles: list[Bundle]) -> list[Bundle]:
+def _list_outside(region: Region, others: list[Region], bundles: list[Bundle]) -> list[Bundle]:
     """Return the bundles of a region that are in none of the others, which are ordered by their start."""
     outside: list[Bundle] = []
     end = region.start
@@ -221,7 +221,7 @@ def _outside(region: Region, others: list[Region], bundles: list[Bundle]) -> lis
     return outside + bundles[end : region.end]
 
 
-def slot_use(text: str) -> tuple[dict[str, float], int]:
+def read_slot_use(text: str) -> tuple[dict[str, float], int]:
     """Return the share used of each issue slot, and the bound they set, of a per-bundle-utilization file."""
     lines = text.splitlines()
     names = [name.strip() for name in lines[1].split(",")]
@@ -231,7 +231,7 @@ def slot_use(text: str) -> tuple[dict[str, float], int]:
     return {name: round(n / len(rows), 3) for name, n in zip(names, needed, strict=True)}, round(max(needed))
 
 
-def _cause(stderr: str) -> str:
+def _find_cause(stderr: str) -> str:
     """Return the exception's own lines, which begin with its unindented name."""
     lines = stderr.strip().splitlines()
     starts = [number for number, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception)\b", line)]

@@ -125,18 +125,18 @@ def _compile(job: Job, result: Path) -> None:
     mesh = make_mesh(job.mesh, heads=model.spec.heads, devices=job.slice.devices())
     request = GenerationRequest(**job.settings).resolve(model.spec.defaults)
     program, args, _ = stage_programs(AbstractRuntime(model, mesh, job.dtype), request)[job.program]
-    weights = sum(_shard_bytes(leaf) for leaf in jax.tree.leaves(args[0]))
+    weights = sum(_count_shard_bytes(leaf) for leaf in jax.tree.leaves(args[0]))
     start, start_cpu = time.perf_counter(), time.process_time()
 
-    def taken() -> tuple[float, float]:
+    def measure_taken() -> tuple[float, float]:
         return time.perf_counter() - start, time.process_time() - start_cpu
 
     try:
         built = program.compile(*args)
     except DoesNotFit as error:
-        compiled = refusal(error, taken(), weights)
+        compiled = describe_refusal(error, measure_taken(), weights)
     else:
-        seconds = taken()
+        seconds = measure_taken()
         memory = built.memory_analysis()
         inputs = max(0, memory.argument_size_in_bytes - weights)  # not all weights are arguments where few are used
         other = inputs + memory.output_size_in_bytes + memory.temp_size_in_bytes - memory.alias_size_in_bytes
@@ -145,7 +145,7 @@ def _compile(job: Job, result: Path) -> None:
     result.with_suffix(".json").write_text(json.dumps(dataclasses.asdict(compiled)))
 
 
-def refusal(error: DoesNotFit, seconds: tuple[float, float], weights: int) -> Compiled:
+def describe_refusal(error: DoesNotFit, seconds: tuple[float, float], weights: int) -> Compiled:
     """Return what the compiler refused, with what it says of the memory that it wants."""
     needed, available = error.needed_bytes, error.device_bytes
     if needed is None or available is None:
@@ -153,7 +153,7 @@ def refusal(error: DoesNotFit, seconds: tuple[float, float], weights: int) -> Co
     return Compiled(*seconds, weights, needed - weights, needed - available, refused=str(error))
 
 
-def _shard_bytes(leaf: Any) -> int:
+def _count_shard_bytes(leaf: Any) -> int:
     count = 1
     for size in leaf.sharding.shard_shape(leaf.shape):
         count *= size

@@ -143,7 +143,7 @@ def parse(text: str) -> Module:
     entry: str | None = None
     name: str | None = None
     instructions: list[Instruction] = []
-    for line in _logical_lines(text):
+    for line in _join_lines(text):
         header = _HEADER.match(line)
         if header and not line.startswith(" "):
             name, instructions = header[1], []
@@ -152,7 +152,7 @@ def parse(text: str) -> Module:
             computations[name] = Computation(name, tuple(instructions))
             name = None
         elif name is not None and _INSTRUCTION.match(line):
-            instructions.append(_instruction(line))
+            instructions.append(_parse_instruction(line))
     if entry is None or entry not in computations:
         raise ValueError("no ENTRY computation: this is not the text of a compiled HLO module")
     return Module(computations, entry)
@@ -167,7 +167,7 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
     )
 
 
-def _logical_lines(text: str) -> Iterator[str]:
+def _join_lines(text: str) -> Iterator[str]:
     """Join what a line break inside an attribute (a kernel's metadata) has cut apart."""
     pending = ""
     for line in text.splitlines():
@@ -179,13 +179,13 @@ def _logical_lines(text: str) -> Iterator[str]:
     yield pending
 
 
-def _instruction(line: str) -> Instruction:
+def _parse_instruction(line: str) -> Instruction:
     matched = _INSTRUCTION.match(line)
     assert matched is not None
     rest = line[matched.end() :]
-    kind, rest = _balanced(rest) if rest.startswith("(") else rest.split(" ", 1)
+    kind, rest = _split_balanced(rest) if rest.startswith("(") else rest.split(" ", 1)
     opcode, rest = rest.lstrip().split("(", 1)
-    inside, attributes = _balanced(f"({rest}")
+    inside, attributes = _split_balanced(f"({rest}")
     return Instruction(
         name=matched[2],
         opcode=opcode,
@@ -197,7 +197,7 @@ def _instruction(line: str) -> Instruction:
     )
 
 
-def _balanced(text: str) -> tuple[str, str]:
+def _split_balanced(text: str) -> tuple[str, str]:
     """Split text that starts with a parenthesis after the one that closes it."""
     depth = 0
     for match in re.finditer(r"[()]", text):

@@ -50,12 +50,12 @@ class Interconnect:
         for group in groups:
             if len(set(group)) < 2:
                 continue
-            for source, target, share in _traffic(kind, self._ring(kind, group)):
+            for source, target, share in _list_transfers(kind, self._order_ring(kind, group)):
                 for link in self._route(self.coordinates[source], self.coordinates[target]):
                     load[link] += share * data_bytes
-        return {link: volume / self._bandwidth(link) for link, volume in load.items()}
+        return {link: volume / self._find_bandwidth(link) for link, volume in load.items()}
 
-    def _bandwidth(self, link: Link) -> float:
+    def _find_bandwidth(self, link: Link) -> float:
         source, target = link
         return self.link_bytes_per_s if source[:3] != target[:3] else self.core_bytes_per_s
 
@@ -70,24 +70,24 @@ class Interconnect:
         for axis in range(3):
             while here[axis] != target[axis]:
                 before = tuple(here)
-                here[axis] = self._next(axis, here[axis], target[axis])
+                here[axis] = self._find_next(axis, here[axis], target[axis])
                 yield before, tuple(here)
 
-    def _next(self, axis: int, here: int, target: int) -> int:
+    def _find_next(self, axis: int, here: int, target: int) -> int:
         size = self.wraps[axis]
         if size == 0:
             return here + (1 if target > here else -1)
         forward = (target - here) % size
         return (here + (1 if forward <= size - forward else -1)) % size
 
-    def _ring(self, kind: str, group: Sequence[int]) -> list[int]:
+    def _order_ring(self, kind: str, group: Sequence[int]) -> list[int]:
         """Order a group so that neighbours are close: a cycle through a block of chips where there is one."""
         if kind in ("all-to-all", "ragged-all-to-all", "collective-permute"):
             return list(group)
-        candidates = [_snake(self.coordinates, group, flipped) for flipped in (False, True)]
-        return min(candidates, key=lambda order: self._hops(order))
+        candidates = [_order_snake(self.coordinates, group, flipped) for flipped in (False, True)]
+        return min(candidates, key=lambda order: self._count_hops(order))
 
-    def _hops(self, order: Sequence[int]) -> int:
+    def _count_hops(self, order: Sequence[int]) -> int:
         following = [*order[1:], order[0]]
         return sum(
             len(list(self._route(self.coordinates[a], self.coordinates[b])))
@@ -101,7 +101,7 @@ def interconnect_of(described: DescribedSlice, mesh: Mesh) -> Interconnect:
     return Interconnect(coordinates, described.link_bytes_per_s, described.core_bytes_per_s, (*described.wraps, 0))
 
 
-def _traffic(kind: str, group: Sequence[int]) -> Iterator[tuple[int, int, float]]:
+def _list_transfers(kind: str, group: Sequence[int]) -> Iterator[tuple[int, int, float]]:
     """Yield (source, target, share of the data) of every transfer of a collective.
 
     Rings run in both directions with half the data each, as the compiler's strategies with two colours do: each of
@@ -119,7 +119,7 @@ def _traffic(kind: str, group: Sequence[int]) -> Iterator[tuple[int, int, float]
             yield following, here, share
 
 
-def _snake(coordinates: Sequence[Coordinate], group: Sequence[int], flipped: bool) -> list[int]:
+def _order_snake(coordinates: Sequence[Coordinate], group: Sequence[int], flipped: bool) -> list[int]:
     """Order a block of devices as a cycle of neighbours: out along the first row, back in turns through the others.
 
     All axes but one count as rows, numbered so that consecutive rows are neighbours; devices of one chip stay together.
@@ -130,7 +130,9 @@ def _snake(coordinates: Sequence[Coordinate], group: Sequence[int], flipped: boo
     if not axes:
         return sorted(group, key=lambda member: coordinates[member])
     first, rest = axes[0], axes[1:]
-    rows = {row: i for i, row in enumerate(_neighbouring({tuple(c[axis] for axis in rest) for c in chips.values()}))}
+    rows = {
+        row: i for i, row in enumerate(_order_neighbours({tuple(c[axis] for axis in rest) for c in chips.values()}))
+    }
     columns = sorted({chip[first] for chip in chips.values()}, reverse=True)
 
     def position(member: int) -> tuple[int, ...]:
@@ -143,7 +145,7 @@ def _snake(coordinates: Sequence[Coordinate], group: Sequence[int], flipped: boo
     return sorted(group, key=position)
 
 
-def _neighbouring(rows: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def _order_neighbours(rows: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Order points of one or two dimensions so that consecutive ones are neighbours."""
     return sorted(rows, key=lambda row: (row[0], *(n if row[0] % 2 == 0 else -n for n in row[1:])) if row else ())
 
@@ -155,36 +157,36 @@ def parse_groups(kind: str, attributes: str) -> list[list[int]]:
     """
     if kind == "collective-permute":
         match = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
-        return _lists(match[1]) if match else []
+        return _parse_lists(match[1]) if match else []
     if match := re.search(r"replica_groups=\{((?:\{[\d,]+\},?)*)\}", attributes):
-        return _lists(match[1])
+        return _parse_lists(match[1])
     if match := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
-        shape, sizes = _numbers(match[1]), _numbers(match[2])
+        shape, sizes = _parse_numbers(match[1]), _parse_numbers(match[2])
         devices = np.arange(int(np.prod(sizes))).reshape(sizes)
-        devices = devices.transpose(_numbers(match[3])) if match[3] else devices
+        devices = devices.transpose(_parse_numbers(match[3])) if match[3] else devices
         return devices.reshape(shape).tolist()
     if match := re.search(r"replica_groups=(?:@\w+)?mesh\[([^\]]*)\](.*?)\{([^}]*)\}", attributes):
-        return _mesh_groups(match[1], match[2], match[3])
+        return _parse_mesh_groups(match[1], match[2], match[3])
     raise ValueError(f"replica groups in an unknown notation: {attributes[:200]}")
 
 
-def _mesh_groups(axes: str, order: str, chosen: str) -> list[list[int]]:
+def _parse_mesh_groups(axes: str, order: str, chosen: str) -> list[list[int]]:
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
     names, members = list(sizes), re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", chosen)
     if any(part for _, part, _ in members):
         raise ValueError(f"replica groups over a part of a mesh axis are not read: {chosen}")
     count = int(np.prod(list(sizes.values())))
     match = re.search(r"device_ids=\(([\d,]+)\)", order)
-    devices = np.array(_numbers(match[1]) if match else range(count)).reshape(list(sizes.values()))
+    devices = np.array(_parse_numbers(match[1]) if match else range(count)).reshape(list(sizes.values()))
     inner = [names.index(name) for name, _, _ in members]
     outer = [axis for axis in range(len(names)) if axis not in inner]
     width = int(np.prod([devices.shape[axis] for axis in inner]))
     return devices.transpose(outer + inner).reshape(-1, width).tolist()
 
 
-def _lists(text: str) -> list[list[int]]:
-    return [_numbers(group) for group in re.findall(r"\{([\d,]+)\}", text)]
+def _parse_lists(text: str) -> list[list[int]]:
+    return [_parse_numbers(group) for group in re.findall(r"\{([\d,]+)\}", text)]
 
 
-def _numbers(text: str) -> list[int]:
+def _parse_numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]

@@ -74,7 +74,7 @@ class KernelCall:
         return hashlib.sha256(repr((self.operands, self.results, self.config)).encode()).hexdigest()[:32]
 
     def save(self, path: Path) -> None:
-        """Write the call, for `saved`."""
+        """Write the call, for `load_saved`."""
         path.write_text(json.dumps(asdict(self)))
 
 
@@ -95,7 +95,7 @@ def read_kernel_call(instruction: Instruction, computation: Computation) -> Kern
     )
 
 
-def saved(path: str) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
+def load_saved(path: str) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
     """Return a program of one saved call alone, and its arguments, as `bundles.count_bundles` wants them."""
     call = json.loads(Path(path).read_text())
     operands, results = (
@@ -136,14 +136,14 @@ def _read_mosaic(bytecode: bytes) -> _Mosaic:
         bounds = re.search(r"iteration_bounds = array<i64: ([\d, ]+)>", text)
         semantics = re.search(r"dimension_semantics = \[([^\]]*)\]", text)
         grid = tuple(int(bound) for bound in bounds[1].split(",")) if bounds else ()
-        macs = _macs(module, grid)
+        macs = _count_macs(module, grid)
         return _Mosaic(
             grid,
             tuple("parallel" in axis for axis in semantics[1].split(",")) if semantics else (),
             macs.most,
             min(1.0, macs.mean / macs.most) if macs.most else 1.0,
-            _repeats(module),
-            _loops(module),
+            _count_repeats(module),
+            _count_loops(module),
         )
 
 
@@ -154,55 +154,55 @@ class _Macs(NamedTuple):
     most: float
 
 
-def _macs(operation: Any, grid: tuple[int, ...]) -> _Macs:
+def _count_macs(operation: Any, grid: tuple[int, ...]) -> _Macs:
     """Count a product [M, K] x [K, N] -> [M, N] as MNK, the root of the product of the three arrays' sizes."""
     if operation.name.endswith("tpu.matmul"):
-        left, right = (_vector(operand.type) for operand in list(operation.operands)[:2])
-        result, _ = _vector(operation.results[0].type)
+        left, right = (_parse_vector(operand.type) for operand in list(operation.operands)[:2])
+        result, _ = _parse_vector(operation.results[0].type)
         count = math.sqrt(left[0] * right[0] * result) * (0.5 if left[1] == 8 else 1.0)
         return _Macs(count, count)
-    regions = [_inside(region, grid) for region in operation.regions]
+    regions = [_sum_macs(region, grid) for region in operation.regions]
     if not _is(operation, "scf.if"):
-        trips = _trips(operation) or 1
+        trips = _count_trips(operation) or 1
         return _Macs(sum(macs.mean for macs in regions) * trips, sum(macs.most for macs in regions) * trips)
-    share = _share(operation.operands[0], grid)
+    share = _compute_share(operation.operands[0], grid)
     weights = (1.0, 1.0) if share is None else (share, 1 - share)  # of what it holds for, and of what it doesn't
     means = [weight * macs.mean for weight, macs in zip(weights, regions, strict=False)]
     return _Macs(max(means) if share is None else sum(means), max(macs.most for macs in regions))
 
 
-def _inside(region: Any, grid: tuple[int, ...]) -> _Macs:
+def _sum_macs(region: Any, grid: tuple[int, ...]) -> _Macs:
     """Count what a region holds; of what stands under conditions the largest, in the mean each as often as it runs.
 
     A condition that isn't on a grid index may hold always, but not two of them at once.
     """
     mean = most = largest = unknown = 0.0
     for child in (inner.operation for block in region for inner in block):
-        macs = _macs(child, grid)
+        macs = _count_macs(child, grid)
         if not _is(child, "scf.if"):
             mean, most = mean + macs.mean, most + macs.most
             continue
         largest = max(largest, macs.most)
-        if _share(child.operands[0], grid) is None:
+        if _compute_share(child.operands[0], grid) is None:
             unknown = max(unknown, macs.mean)
         else:
             mean += macs.mean
     return _Macs(mean + unknown, most + largest)
 
 
-def _share(condition: Any, grid: tuple[int, ...]) -> float | None:
+def _compute_share(condition: Any, grid: tuple[int, ...]) -> float | None:
     """Return in which part of all grid steps a condition holds, None where it isn't one on a grid index."""
     operation = getattr(condition.owner, "operation", None)
     if operation is None or not _is(operation, "arith.cmpi"):
         return None
     left, right = operation.operands
-    predicate, number = ir.IntegerAttr(operation.attributes["predicate"]).value, _constant(right)
+    predicate, number = ir.IntegerAttr(operation.attributes["predicate"]).value, _evaluate_constant(right)
     if number is None:
         return None
     widened = getattr(left.owner, "operation", None)
     if widened is not None:  # a truth value as an integer, which is not 0
         same = predicate == 1 and number == 0 and _is(widened, "arith.extui")
-        return _share(widened.operands[0], grid) if same else None
+        return _compute_share(widened.operands[0], grid) if same else None
     axis = ir.BlockArgument(left).arg_number
     if not _is(left.owner.owner, "func.func") or axis >= len(grid):  # the counter of a loop, say
         return None
@@ -210,33 +210,33 @@ def _share(condition: Any, grid: tuple[int, ...]) -> float | None:
     return sum(holds[predicate](step, number) for step in range(grid[axis])) / grid[axis] if predicate < 6 else None
 
 
-def _repeats(operation: Any) -> int:
+def _count_repeats(operation: Any) -> int:
     """Return the iterations of the innermost loop that runs at every grid step; of several, the most."""
     if _is(operation, "scf.if"):
         return 1
-    inner = [_repeats(child.operation) for region in operation.regions for block in region for child in block]
-    return max(inner, default=1) * (_trips(operation) or 1)
+    inner = [_count_repeats(child.operation) for region in operation.regions for block in region for child in block]
+    return max(inner, default=1) * (_count_trips(operation) or 1)
 
 
-def _loops(operation: Any) -> int:
+def _count_loops(operation: Any) -> int:
     """Return how many loops there are that run at every grid step."""
     if _is(operation, "scf.if"):
         return 0
-    inner = sum(_loops(child.operation) for region in operation.regions for block in region for child in block)
+    inner = sum(_count_loops(child.operation) for region in operation.regions for block in region for child in block)
     return inner + _is(operation, "scf.for")
 
 
-def _trips(operation: Any) -> int | None:
+def _count_trips(operation: Any) -> int | None:
     """Return the iterations of a loop between constants; None for other loops and other operations."""
     if not _is(operation, "scf.for"):
         return None
-    start, stop, step = (_constant(operand) for operand in list(operation.operands)[:3])
+    start, stop, step = (_evaluate_constant(operand) for operand in list(operation.operands)[:3])
     if start is None or stop is None or step is None:
         return None
     return max(0, -(-(stop - start) // step))
 
 
-def _constant(value: Any) -> int | None:
+def _evaluate_constant(value: Any) -> int | None:
     """Return the integer that a value always has, as far as sums of constants show it."""
     owner = value.owner
     operation = getattr(owner, "operation", None)  # a block owns its arguments
@@ -244,7 +244,7 @@ def _constant(value: Any) -> int | None:
         return None
     if _is(operation, "arith.constant"):
         return int(ir.IntegerAttr(operation.attributes["value"]).value)
-    operands = [_constant(operand) for operand in operation.operands] if _is(operation, "arith.addi") else []
+    operands = [_evaluate_constant(operand) for operand in operation.operands] if _is(operation, "arith.addi") else []
     return None if not operands or None in operands else sum(operand for operand in operands if operand is not None)
 
 
@@ -253,7 +253,7 @@ def _is(operation: Any, name: str) -> bool:
     return operation.name.endswith(name)
 
 
-def _vector(kind: Any) -> tuple[int, int]:
+def _parse_vector(kind: Any) -> tuple[int, int]:
     """Return elements and bits of one element of a type such as vector<256x128xbf16>."""
     match = re.match(r"vector<((?:\d+x)+)[a-z]+(\d+)", str(kind))
     assert match is not None, kind

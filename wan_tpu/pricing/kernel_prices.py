@@ -68,7 +68,7 @@ class KernelPrices:
 
     def bundles(self, call: KernelCall) -> StepBundles:
         """Return the bundles of one grid step."""
-        file = self._folder / f"kernel-{self._hardware.name}-{key.digest(f'{call.digest} {_counted_by()}')}.json"
+        file = self._folder / f"kernel-{self._hardware.name}-{key.digest(f'{call.digest} {_describe_counter()}')}.json"
         try:
             return StepBundles(**json.loads(file.read_text())["bundles"])
         except (FileNotFoundError, KeyError, TypeError, ValueError):  # never counted, or the disk was full then
@@ -84,7 +84,7 @@ class KernelPrices:
 
 
 @functools.cache
-def _counted_by() -> str:
+def _describe_counter() -> str:
     """Name what counts: the compiler and the code that reads its output."""
     code = [Path(file).read_text() for file in (bundles.__file__, kernel_calls.__file__, __file__)]
     return key.digest(repr([installed_version("libtpu"), *code]))
@@ -99,7 +99,7 @@ def count_alone(call: KernelCall, host: str, steps: int) -> StepBundles:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "call.json"
         call.save(path)
-        counted = bundles.count_bundles(f"{kernel_calls.__file__}:saved", {"path": str(path)}, host)
+        counted = bundles.count_bundles(f"{kernel_calls.__file__}:load_saved", {"path": str(path)}, host)
     kernel = max(counted, key=lambda kernel: kernel.hot.bundles)
     if call.loops > 1:
         return step_bundles(kernel.loops, steps)

@@ -78,7 +78,7 @@ class Needs(NamedTuple):
     memory: MemoryNeed
 
 
-def _owner(program: ProgramPlan) -> str:
+def _find_owner(program: ProgramPlan) -> str:
     """Return what a program shares its weights with."""
     owner = program.name.split(" first")[0].split(" later")[0]
     return STEP if owner in (KEYS, SKIPPED) or owner.startswith(ADAPTERS) else owner  # which come before the step
@@ -103,7 +103,7 @@ class Plan:
             seconds = stage.seconds
             if seconds is None:
                 continue
-            weights = {_owner(program): program.compiled.weights_bytes for program in stage.programs}
+            weights = {_find_owner(program): program.compiled.weights_bytes for program in stage.programs}
             if STEP in weights:
                 weights[STEP] *= self.copies
             other = max(program.compiled.other_bytes for program in stage.programs)
@@ -136,7 +136,7 @@ class Plan:
         """
         weights: dict[str, int] = {}
         for program in self.programs:
-            owner = _owner(program)
+            owner = _find_owner(program)
             weights[owner] = program.compiled.weights_bytes * (self.experts * self.copies if owner == STEP else 1)
         programs = [MemoryNeed(program.compiled.code_bytes, program.compiled.other_bytes) for program in self.programs]
         return [*map(MemoryNeed, weights.values()), *programs]

@@ -17,14 +17,18 @@ def describe(plan: Plan) -> str:
     """Return a plan for people."""
     request, memory = plan.request, plan.slice.hardware.hbm_bytes / GIB
     size = f"{request.width}x{request.height}, {request.frames} frames ({plan.tokens} tokens), {request.steps} steps"
-    lines = [f"{plan.model}, {size}", f"{plan.slice.name}, mesh {_mesh(plan)}, {memory:g} GiB a device can be used", ""]
+    lines = [
+        f"{plan.model}, {size}",
+        f"{plan.slice.name}, mesh {_format_mesh(plan)}, {memory:g} GiB a device can be used",
+        "",
+    ]
     lines.append(f"{'':<20}{'calls':>6}{'weights':>9}{'other':>8}{'code':>6}{'GiB':>5}{'compile':>9}{'CPU':>8}   fits")
-    lines += [_memory(program, memory) for program in plan.programs]
+    lines += [_format_memory(program, memory) for program in plan.programs]
     lines += [
         "",
         f"{'seconds a call':<20}{'estimate':>9}{'floor':>8}  {'':<2}" + "".join(f"{n:>15}" for n in CATEGORIES),
     ]
-    priced = [line for program in plan.programs for line in _seconds(program)]
+    priced = [line for program in plan.programs for line in _format_seconds(program)]
     lines += priced or ["nothing was compiled"]
     lines += ["", f"{'seconds a video':<20}{'estimate':>9}{'floor':>8}{'of peak':>10}{'and the host':>14}"]
     for stage in plan.stages:
@@ -38,7 +42,7 @@ def describe(plan: Plan) -> str:
         )
     if any(stage.seconds for stage in plan.stages):
         lines.append(plan.slice.calibrated or SHORT)
-    lines += ["", *_verdict(plan, memory)]
+    lines += ["", *_format_verdict(plan, memory)]
     return "\n".join(lines)
 
 
@@ -47,7 +51,7 @@ def compare(plans: Sequence[Plan]) -> str:
     lines = [f"{'one step':<12}{'mesh':<22}{'GiB':>6}{'estimate':>10}{'floor':>8}  all heads online{'compile s':>11}"]
     for plan in plans:
         step = next(program for program in plan.programs if program.name == STEP)
-        start = f"{plan.slice.name:<12}{_mesh(plan):<22}{step.compiled.total_bytes / GIB:>6.1f}"
+        start = f"{plan.slice.name:<12}{_format_mesh(plan):<22}{step.compiled.total_bytes / GIB:>6.1f}"
         if step.optimistic is None or step.online is None:
             lines.append(f"{start}  {step.compiled.refused}")
             continue
@@ -100,7 +104,7 @@ def draw(plans: Sequence[Plan], path: Path) -> None:
                 drawn.add(name)
                 base += height
             axes.text(i + offset, base, f"{base:.2f}", ha="center", va="bottom", fontsize=8)
-    axes.set_xticks(range(len(plans)), [f"{plan.slice.name}\n{_mesh(plan)}" for plan in plans], fontsize=8)
+    axes.set_xticks(range(len(plans)), [f"{plan.slice.name}\n{_format_mesh(plan)}" for plan in plans], fontsize=8)
     axes.set_ylabel("seconds")
     axes.grid(axis="y", color="0.9")
     axes.set_axisbelow(True)
@@ -115,7 +119,7 @@ def draw(plans: Sequence[Plan], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _memory(program: ProgramPlan, memory: float) -> str:
+def _format_memory(program: ProgramPlan, memory: float) -> str:
     compiled = program.compiled
     weights, other, code = (getattr(compiled, f"{kind}_bytes") / GIB for kind in ("weights", "other", "code"))
     total = compiled.total_bytes / GIB
@@ -130,22 +134,22 @@ def _memory(program: ProgramPlan, memory: float) -> str:
     return f"{start}{compiled.compile_s:>7.0f} s{compiled.compile_cpu_s:>6.0f} s   {fits}"
 
 
-def _seconds(program: ProgramPlan) -> list[str]:
+def _format_seconds(program: ProgramPlan) -> list[str]:
     if program.optimistic is None or program.online is None:
         return []
-    lines = [_prediction(program.name, program.optimistic)]
+    lines = [_format_prediction(program.name, program.optimistic)]
     if program.online.total != program.optimistic.total:
-        lines.append(_prediction("  all heads online", program.online))
+        lines.append(_format_prediction("  all heads online", program.online))
     return [*lines, *(f"  NOT COUNTED: {name}" for name in program.optimistic.unpriced)]
 
 
-def _prediction(name: str, prediction: Prediction) -> str:
+def _format_prediction(name: str, prediction: Prediction) -> str:
     both = [prediction.by_category[category] for category in CATEGORIES]
     parts = "".join(f"{f'{times.estimate:.3f}/{times.floor:.3f}':>15}" for times in both)
     return f"{name:<20}{prediction.total.estimate:>9.3f}{prediction.total.floor:>8.3f}    {parts}"
 
 
-def _verdict(plan: Plan, memory: float) -> list[str]:
+def _format_verdict(plan: Plan, memory: float) -> list[str]:
     large = [program.name for program in plan.programs if program.compiled.over_bytes]
     other = [program.name for program in plan.programs if program.compiled.refused and program.name not in large]
     if large or other:
@@ -159,6 +163,6 @@ def _verdict(plan: Plan, memory: float) -> list[str]:
     ]
 
 
-def _mesh(plan: Plan) -> str:
+def _format_mesh(plan: Plan) -> str:
     devices = math.prod(plan.mesh)
     return f"dp {plan.mesh.dp} x sp {plan.mesh.sp} x tp {plan.mesh.tp}" + ("" if devices > 1 else " (one device)")

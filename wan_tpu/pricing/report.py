@@ -15,13 +15,13 @@ def describe(cost: Cost, *, top: int = 20) -> str:
     lines += [f"  NOT COUNTED: {name}" for name in cost.unpriced]
     for where, runs in cost.loops()[:2]:
         lines += ["", f"million cycles an iteration of {where} ({runs:g} in all): estimate, floor"]
-        lines += _cycles(cost, where, runs)
+        lines += _format_cycles(cost, where, runs)
     lines += ["", f"{'estimate':>9}{'floor':>9}{'hidden':>9} ms"]
-    lines += [_line(item, cost.hardware.clock_hz) for item in cost.top(top)]
+    lines += [_format_line(item, cost.hardware.clock_hz) for item in cost.top(top)]
     return "\n".join(lines)
 
 
-def _cycles(cost: Cost, where: str, runs: float) -> list[str]:
+def _format_cycles(cost: Cost, where: str, runs: float) -> list[str]:
     scale = cost.hardware.clock_hz / 1e6 / runs
     by_category = cost.by_category(where)
     lines = [f"  {name:<12}{t.estimate * scale:9.2f} {t.floor * scale:9.2f}" for name, t in by_category.items()]
@@ -30,7 +30,7 @@ def _cycles(cost: Cost, where: str, runs: float) -> list[str]:
     return [*lines, f"  {'on the core, outside attention':<12} {estimate:.2f} {floor:.2f}"]
 
 
-def _line(item: Item, clock_hz: float) -> str:
+def _format_line(item: Item, clock_hz: float) -> str:
     estimate, floor, hidden = (1e3 * s for s in (item.seconds.estimate, item.seconds.floor, item.hidden_s.estimate))
     size = f"{item.hbm_bytes / item.executions / 1e6:.0f} MB" if item.hbm_bytes else ""
     grid = ""

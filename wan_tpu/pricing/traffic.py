@@ -23,196 +23,196 @@ _ALIASED = "output_to_operand_aliasing={{}: (0, {})}"  # of a fusion in a fusion
 _PARTIAL = ("dynamic-slice", "slice", "gather")
 
 
-def free(instruction: Instruction) -> bool:
+def is_free(instruction: Instruction) -> bool:
     """Whether an instruction takes no time."""
     return instruction.opcode in FREE or 'custom_call_target="AllocateBuffer"' in instruction.attributes
 
 
-def category(instruction: Instruction, module: Module) -> str:
+def categorize(instruction: Instruction, module: Module) -> str:
     """Return matmul, kernel, copies, collectives or vector."""
-    opcodes = {inner.opcode for inner in inside(instruction, module)}
-    if carries(instruction):
+    opcodes = {inner.opcode for inner in walk_inside(instruction, module)}
+    if carries_collective(instruction):
         opcodes -= set(ici.KINDS)
     if opcodes & {"dot", "convolution"}:
         return "matmul"
     if instruction.opcode == "custom-call":
         return "kernel" if 'custom_call_target="tpu_custom_call"' in instruction.attributes else "copies"
-    if collective_kind(instruction, module) is not None:
+    if find_collective_kind(instruction, module) is not None:
         return "collectives"
     return "copies" if opcodes - FREE - {"fusion"} <= MOVES else "vector"
 
 
-def inside(instruction: Instruction, module: Module) -> Iterator[Instruction]:
+def walk_inside(instruction: Instruction, module: Module) -> Iterator[Instruction]:
     """Yield the instruction and, for a fusion or an asynchronous wrapper, all that it holds."""
     yield instruction
     if instruction.opcode in ("fusion", "async-start", "call"):
         for name in instruction.called("calls") + instruction.called("to_apply"):
             for inner in module.computations[name].instructions:
-                yield from inside(inner, module)
+                yield from walk_inside(inner, module)
 
 
-def collective_kind(instruction: Instruction, module: Module) -> str | None:
+def find_collective_kind(instruction: Instruction, module: Module) -> str | None:
     """Return which collective an instruction runs or starts, if it does."""
-    if carries(instruction) or ends(instruction):
+    if carries_collective(instruction) or ends_collective(instruction):
         return None
-    for inner in inside(instruction, module):
+    for inner in walk_inside(instruction, module):
         opcode = inner.opcode.removesuffix("-start")
         if opcode in ici.KINDS:
             return opcode
     return None
 
 
-def begins(instruction: Instruction) -> bool:
+def begins_collective(instruction: Instruction) -> bool:
     """Whether a fusion starts a collective that others carry."""
     return instruction.opcode == "fusion" and instruction.name.startswith("async-collective-start")
 
 
-def ends(instruction: Instruction) -> bool:
+def ends_collective(instruction: Instruction) -> bool:
     """Whether a fusion waits for a collective that others have carried."""
     return instruction.opcode == "fusion" and instruction.name.startswith("async-collective-done")
 
 
-def carries(instruction: Instruction) -> bool:
+def carries_collective(instruction: Instruction) -> bool:
     """Whether a fusion computes something while it sees to a collective that was started before it."""
     return instruction.opcode == "fusion" and instruction.called("calls")[0].startswith("async_collective_fusion")
 
 
-def chain(instruction: Instruction, module: Module) -> str:
+def name_channel(instruction: Instruction, module: Module) -> str:
     """Return what start and end of a collective have in common that fusions in between carry: its channel."""
-    for inner in inside(instruction, module):
+    for inner in walk_inside(instruction, module):
         match = re.search(r"channel_id=(\d+)", inner.attributes)
         if inner.opcode.removesuffix("-start") in ici.KINDS and match:
             return f"channel {match[1]}"
     raise ValueError(f"{instruction.name} is no part of a collective: it holds none with a channel")
 
 
-def collective_bytes(instruction: Instruction, computation: Computation, kind: str) -> float:
+def count_collective_bytes(instruction: Instruction, computation: Computation, kind: str) -> float:
     """Return the bytes that `Interconnect.seconds` wants: gathered for an all-gather, put in for all others.
 
     A ragged all-to-all says how many rows go where in arrays; its result is what comes in, and here as much goes out.
     """
     if kind == "ragged-all-to-all":
-        return _shapes(instruction.operands[1], computation)[0].bytes
-    put_in = sum(shape.bytes for operand in instruction.operands for shape in _shapes(operand, computation))
+        return _get_shapes(instruction.operands[1], computation)[0].bytes
+    put_in = sum(shape.bytes for operand in instruction.operands for shape in _get_shapes(operand, computation))
     if kind != "all-gather":
         return put_in
     # An asynchronous start returns its operands and its results.
     produced = sum(shape.bytes for shape in instruction.shapes if shape.is_data)
-    return produced - put_in if instruction.opcode.endswith("-start") or begins(instruction) else produced
+    return produced - put_in if instruction.opcode.endswith("-start") or begins_collective(instruction) else produced
 
 
-def hbm_bytes(instruction: Instruction, computation: Computation, module: Module) -> float:
+def count_hbm_bytes(instruction: Instruction, computation: Computation, module: Module) -> float:
     """Return the HBM bytes that an instruction must read and write; what lies in VMEM is free.
 
     Slices count what they touch, updates in place the update. This is the least traffic: nothing is read twice, though
     a kernel may be given an array several times, to see several parts of it at once.
     """
     if instruction.opcode == "fusion":
-        return _fusion_bytes(instruction, computation, module)
-    written = sum(_hbm(shape) for shape in instruction.shapes)
+        return _count_fusion_bytes(instruction, computation, module)
+    written = sum(_count_bytes_in_hbm(shape) for shape in instruction.shapes)
     operands = dict.fromkeys(instruction.operands)
-    read = [[_hbm(shape) for shape in _shapes(operand, computation)] for operand in operands]
+    read = [[_count_bytes_in_hbm(shape) for shape in _get_shapes(operand, computation)] for operand in operands]
     if instruction.opcode in _PARTIAL:
         return sum(shape.bytes if read and any(read[0]) else 0 for shape in instruction.shapes) + written
     if instruction.opcode == "dynamic-update-slice":
-        update = sum(shape.bytes for shape in _shapes(instruction.operands[1], computation))
+        update = sum(shape.bytes for shape in _get_shapes(instruction.operands[1], computation))
         return sum(read[1]) + (update if written else 0)
     return written + sum(map(sum, read))
 
 
-def _fusion_bytes(fusion: Instruction, computation: Computation, module: Module) -> float:
+def _count_fusion_bytes(fusion: Instruction, computation: Computation, module: Module) -> float:
     body = module.computations[fusion.called("calls")[0]]
     total = 0.0
-    passing = carries(fusion)  # what is gathered goes through: it is counted with the links
+    passing = carries_collective(fusion)  # what is gathered goes through: it is counted with the links
     for parameter, operand in zip(body.parameters(), fusion.operands, strict=True):
-        shapes = _shapes(operand, computation)
+        shapes = _get_shapes(operand, computation)
         if passing and all(
             user is body.root or user.opcode in ici.KINDS for user in body.users.get(parameter.name, ())
         ):
             continue
         if any(shape.in_hbm for shape in shapes):
-            total += _read(parameter, body, module, sum(map(_hbm, shapes)))
+            total += _count_read_bytes(parameter, body, module, sum(map(_count_bytes_in_hbm, shapes)))
     roots = [body.by_name[name] for name in body.root.operands] if body.root.opcode == "tuple" else [body.root]
     for root, shape in zip(roots, fusion.shapes, strict=True):
-        value = _renamed(root, body)
+        value = _resolve_renames(root, body)
         if passing and (value.opcode == "parameter" or value.opcode in ici.KINDS):
             continue
         if shape.in_hbm and value.opcode == "dynamic-update-slice":
-            total += sum(update.bytes for update in _shapes(value.operands[1], body))
+            total += sum(update.bytes for update in _get_shapes(value.operands[1], body))
         else:
-            total += _hbm(shape)
+            total += _count_bytes_in_hbm(shape)
     return total
 
 
-def _read(parameter: Instruction, body: Computation, module: Module, whole: float) -> float:
+def _count_read_bytes(parameter: Instruction, body: Computation, module: Module, whole: float) -> float:
     """Bytes of a fusion's parameter that are read: parts of it where only slices are taken."""
     total = 0.0
-    for user, seen_as in _users(parameter, body):
+    for user, seen_as in _walk_users(parameter, body):
         if user.opcode in _PARTIAL and user.operands[0] == seen_as:
             total += sum(shape.bytes for shape in user.shapes)
         elif user.opcode == "fusion":
             inner = module.computations[user.called("calls")[0]]
-            total += _read(inner.parameters()[user.operands.index(seen_as)], inner, module, whole)
+            total += _count_read_bytes(inner.parameters()[user.operands.index(seen_as)], inner, module, whole)
         elif user.opcode != "dynamic-update-slice" or user.operands[0] != seen_as:
             return whole
     return min(total, whole)
 
 
-def _users(instruction: Instruction, body: Computation) -> Iterator[tuple[Instruction, str]]:
+def _walk_users(instruction: Instruction, body: Computation) -> Iterator[tuple[Instruction, str]]:
     """Yield who uses a value, and under which name, looking through what renames it."""
     for user in body.users.get(instruction.name, []):
         if user.opcode in _RENAMES or _ALIASED in user.attributes:
-            yield from _users(user, body)
+            yield from _walk_users(user, body)
         else:
             yield user, instruction.name
 
 
-def _renamed(instruction: Instruction, body: Computation) -> Instruction:
+def _resolve_renames(instruction: Instruction, body: Computation) -> Instruction:
     while instruction.opcode in _RENAMES:
         instruction = body.by_name[instruction.operands[0]]
     return instruction
 
 
-def _shapes(name: str, computation: Computation) -> tuple[Shape, ...]:
+def _get_shapes(name: str, computation: Computation) -> tuple[Shape, ...]:
     return computation.by_name[name].shapes
 
 
-def _hbm(shape: Shape) -> float:
+def _count_bytes_in_hbm(shape: Shape) -> float:
     return shape.bytes if shape.in_hbm else 0.0
 
 
-def flops(instruction: Instruction, computation: Computation, module: Module) -> float:
+def count_flops(instruction: Instruction, computation: Computation, module: Module) -> float:
     """Return the floating-point operations of the matrix products inside (a multiply-add is two)."""
     if instruction.opcode == "fusion":
         body = module.computations[instruction.called("calls")[0]]
-        return sum(flops(inner, body, module) for inner in body.instructions)
+        return sum(count_flops(inner, body, module) for inner in body.instructions)
     if instruction.opcode == "convolution":
-        return 2.0 * _convolution_macs(instruction, computation)
+        return 2.0 * _count_convolution_macs(instruction, computation)
     if instruction.opcode == "dot":
-        left = _shapes(instruction.operands[0], computation)[0]
+        left = _get_shapes(instruction.operands[0], computation)[0]
         contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
         axes = [int(axis) for axis in contracted[1].split(",")] if contracted and contracted[1] else []
         return 2.0 * instruction.shapes[0].elements * math.prod(left.dims[axis] for axis in axes)
     return 0.0
 
 
-def _convolution_macs(instruction: Instruction, computation: Computation) -> float:
+def _count_convolution_macs(instruction: Instruction, computation: Computation) -> float:
     """Multiply-adds with real elements: zeros of padding and dilation don't count (batched products use them)."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
     assert labels is not None
-    image, kernel = (_shapes(operand, computation)[0].dims for operand in instruction.operands[:2])
+    image, kernel = (_get_shapes(operand, computation)[0].dims for operand in instruction.operands[:2])
     out = instruction.shapes[0].dims
     macs = float(out[labels[3].index("b")] * out[labels[3].index("f")] * kernel[labels[2].index("i")])
     spatial = [label for label in labels[1] if label.isdigit()]
     for axis, label in enumerate(spatial):
-        macs *= _hits(
+        macs *= _count_hits(
             image[labels[1].index(label)], kernel[labels[2].index(label)], out[labels[3].index(label)],
-            _window(instruction.attributes, axis),
+            _read_window(instruction.attributes, axis),
         )  # fmt: skip
     return macs
 
 
-def _window(attributes: str, axis: int) -> dict[str, int]:
+def _read_window(attributes: str, axis: int) -> dict[str, int]:
     """Return stride, low padding and dilations of one spatial axis."""
     match = re.search(r"window=\{([^}]*)\}", attributes)
     fields = dict(field.split("=") for field in match[1].split()) if match else {}
@@ -224,25 +224,25 @@ def _window(attributes: str, axis: int) -> dict[str, int]:
     return {"stride": number("stride"), "low": int(low), "left": number("lhs_dilate"), "right": number("rhs_dilate")}
 
 
-def _hits(size: int, kernel: int, out: int, window: dict[str, int]) -> int:
+def _count_hits(size: int, kernel: int, out: int, window: dict[str, int]) -> int:
     """Count the pairs (output, kernel position) of one axis that meet a real element of the image."""
     at = np.arange(out)[:, None] * window["stride"] + np.arange(kernel)[None] * window["right"] - window["low"]
     return int(((at >= 0) & (at <= (size - 1) * window["left"]) & (at % window["left"] == 0)).sum())
 
 
-def known_trip_count(loop: Instruction) -> int | None:
+def read_trip_count(loop: Instruction) -> int | None:
     """Return the trip count that XLA noted at a loop."""
     match = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
     return int(match[1]) if match else None
 
 
-def counted_trips(loop: Instruction, computation: Computation, module: Module) -> int | None:
+def count_trips(loop: Instruction, computation: Computation, module: Module) -> int | None:
     """Return the trip count of a loop whose condition compares a counter, step 1, with a constant."""
     condition = module.computations[loop.called("condition")[0]]
     compared = condition.root
     if compared.opcode == "fusion":
         body = module.computations[compared.called("calls")[0]]
-        operands = [_fused_operand(name, body, compared, condition) for name in body.root.operands]
+        operands = [_resolve_operand(name, body, compared, condition) for name in body.root.operands]
         compared = body.root
     else:
         operands = [condition.by_name[name] for name in compared.operands]
@@ -250,16 +250,16 @@ def counted_trips(loop: Instruction, computation: Computation, module: Module) -
         return None
     if operands[0].opcode != "get-tuple-element" or operands[1].opcode != "constant":
         return None
-    start = _initial(loop, computation, operands[0])
+    start = _read_start(loop, computation, operands[0])
     return None if start is None else int(operands[1].argument) - start
 
 
-def _fused_operand(name: str, body: Computation, fusion: Instruction, outer: Computation) -> Instruction:
+def _resolve_operand(name: str, body: Computation, fusion: Instruction, outer: Computation) -> Instruction:
     inner = body.by_name[name]
     return outer.by_name[fusion.operands[int(inner.argument)]] if inner.opcode == "parameter" else inner
 
 
-def _initial(loop: Instruction, computation: Computation, counter: Instruction) -> int | None:
+def _read_start(loop: Instruction, computation: Computation, counter: Instruction) -> int | None:
     """Return the value that a loop's counter starts from, where it is a constant."""
     index = re.search(r"index=(\d+)", counter.attributes)
     start = computation.by_name[loop.operands[0]]
@@ -271,7 +271,7 @@ def _initial(loop: Instruction, computation: Computation, counter: Instruction) 
     return int(value.argument) if value.opcode == "constant" else None
 
 
-def kernel_names(module: Module, computation: str) -> set[str]:
+def list_kernel_names(module: Module, computation: str) -> set[str]:
     """Return the names of all Pallas kernels that a computation may run."""
     names = set()
     for instruction in module.computations[computation].instructions:
@@ -279,5 +279,5 @@ def kernel_names(module: Module, computation: str) -> set[str]:
             names.add(instruction.stem)
         for attribute in ("calls", "body", "branch_computations", "true_computation", "false_computation", "to_apply"):
             for called in instruction.called(attribute):
-                names |= kernel_names(module, called)
+                names |= list_kernel_names(module, called)
     return names
