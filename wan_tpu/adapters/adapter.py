@@ -19,7 +19,7 @@ from wan_tpu.runtime.weights import as_numpy
 
 log = logging.getLogger(__name__)
 
-_MODULATION = "scale_shift_table"  # what diffusers calls the parameter that `diff_m` changes
+_MODULATION = "scale_shift_table"  # Diffusers' name of the parameter that `diff_m` changes.
 _FUSED = re.compile(r"_([qkv])(_proj)?\.\w+$")  # to_q and add_q_proj, which are one matrix with others in some names.
 _LEAVES = {"diff": "weight", "diff_b": "bias", "up_bias": "bias", "diff_m": _MODULATION}
 
@@ -28,9 +28,11 @@ _LEAVES = {"diff": "weight", "diff_b": "bias", "up_bias": "bias", "diff_m": _MOD
 class Factors:
     """What is added to a weight: gain * (up @ down), in each layer of a stack. R ranks, O outputs, I inputs.
 
-    up, down  [depth, O, R] and [depth, R, I], without depth where the weight has none; in the weight's dtype, bfloat16
-              where that has 8 bits
-    gain      float32 [depth, R]; zero where a layer has less ranks, or none
+    Attributes:
+        up: [depth, O, R], or [O, R] where the weight isn't a stack. In the weight's dtype, or bfloat16 where the weight
+            has 8 bits.
+        down: [depth, R, I] or [R, I], in the dtype of `up`.
+        gain: float32 [depth, R] or [R]; zero where a layer has fewer ranks, or none.
     """
 
     up: np.ndarray
@@ -40,10 +42,14 @@ class Factors:
 
 @dataclass(frozen=True)
 class Adapter:
-    """A file's changes of an expert's weights, in host memory, by the program's names.
+    """A file's changes to an expert's weights, in host memory, by the program's names.
 
-    factors, differences  a weight may have either, or both; differences are float32 in the weight's shape
-    checksum              of the file's content: what was made of the same content is the same
+    A weight may have factors, a difference, or both.
+
+    Attributes:
+        factors: The low-rank changes, by weight.
+        differences: Whole differences, by weight: float32 in the weight's shape.
+        checksum: A checksum of the file's content; files with the same content give the same weights.
     """
 
     factors: Mapping[str, Factors]
@@ -60,7 +66,12 @@ class Adapter:
 class _Slot(NamedTuple):
     """Where a parameter of diffusers' module lies: a program's weight, and its layer in it if it is a stack.
 
-    part  which of several that are one matrix elsewhere: queries come first, then keys, then values
+    Attributes:
+        weight: The name of the program's weight.
+        layer: The layer in a stack, or None without one.
+        shape: The parameter's shape.
+        change: What reorders the parameter's rows for the program, if anything does.
+        part: The parameter's place among those that some files fuse into one matrix: queries, then keys, then values.
     """
 
     weight: str
@@ -71,7 +82,7 @@ class _Slot(NamedTuple):
 
 
 class _Weight(NamedTuple):
-    """A weight of the program; dtype of its factors, depth of its stack, None without."""
+    """A weight of the program, with the dtype of its factors and the depth of its stack (None without one)."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -79,7 +90,7 @@ class _Weight(NamedTuple):
 
 
 class Targets:
-    """What an adapter may change of an expert, by every name that files have for it."""
+    """The weights of an expert that an adapter may change, by every name that files have for them."""
 
     def __init__(self, component: Component, loaded: Loaded) -> None:
         self._weights: dict[str, _Weight] = {}
@@ -111,7 +122,8 @@ class Targets:
         names = own, original, original_name(original, component.aliases)
         leaf = own.rpartition(".")[2]
         known = {(name.rpartition(".")[0], leaf) for name in names}
-        if leaf not in ("weight", "bias"):  # a parameter that no module has for itself goes by its whole name too
+        # A parameter that isn't a module's weight or bias goes by its whole name, too.
+        if leaf not in ("weight", "bias"):
             known |= {(name, "weight") for name in names}
         for module, leaf in known | {(module.replace(".", "_"), leaf) for module, leaf in known}:
             slots = self._slots.setdefault((module, leaf), [])
@@ -119,11 +131,15 @@ class Targets:
             slots.sort(key=lambda slot: slot.part)
 
     def read(self, path: str) -> Adapter:
-        """Read a file; raises `InvalidRequest` naming the tensors that don't belong to this model."""
+        """Read a file, or raise `InvalidRequest` naming the tensors that don't belong to this model."""
         return self.adapter(path, read(find(path), path))
 
     def adapter(self, path: str, changes: Mapping[str, ModuleChange]) -> Adapter:
-        """Lay out a file's changes, as `files.read` returns them; raises as `read`."""
+        """Lay out a file's changes, as `files.read` returns them.
+
+        Raises:
+            InvalidRequest: Some tensors don't belong to this model; the message names them.
+        """
         pairs: dict[str, dict[int | None, tuple[torch.Tensor, torch.Tensor, float]]] = {}
         differences: dict[str, np.ndarray] = {}
         unknown, wrong, again, idle = (list[str]() for _ in range(4))

@@ -1,4 +1,4 @@
-"""Whether adapters fit a model, found out without its weights."""
+"""Check whether adapters fit a model, without its weights."""
 
 import contextlib
 import functools
@@ -18,20 +18,19 @@ if TYPE_CHECKING:
 
 
 def check(checkpoint: str, loras: Iterable[Lora]) -> None:
-    """Read adapters' files; raises `InvalidRequest` naming the tensors that don't fit the model's experts."""
+    """Read adapters' files, or raise `InvalidRequest` naming the tensors that don't fit the model's experts."""
     for lora in loras:
-        if (
-            "jax" not in sys.modules
-        ):  # nothing is computed: accelerators of this machine, if it has some, are for others
+        # Nothing is computed, so this machine's accelerators are left to other processes.
+        if "jax" not in sys.modules:
             os.environ["JAX_PLATFORMS"] = "cpu"
         for stage, targets in _load_targets(checkpoint).items():
             if lora.is_for(stage):
                 targets.read(lora.path)
-                break  # the other expert has the same shapes
+                break  # The other expert has the same shapes.
 
 
 def check_visible(checkpoint: str, loras: Iterable[Lora]) -> None:
-    """Check those adapters whose files this machine can see now; others are left to the slices, which may have them."""
+    """Check the adapters whose files this machine can see now; the slices check the others, which they may have."""
     for lora in loras:
         with contextlib.suppress(Unavailable):
             if Path(lora.path).exists() or (is_bucket(lora.path) and identify(lora.path) is not None):
@@ -41,7 +40,7 @@ def check_visible(checkpoint: str, loras: Iterable[Lora]) -> None:
 @functools.lru_cache(1)
 def _load_targets(checkpoint: str) -> dict[str, "Targets"]:
     """Return what adapters may change of each of a model's experts."""
-    # Here, since JAX and torch take seconds, and JAX reads the environment when it is imported.
+    # Imported here because JAX and torch take seconds to load, and JAX reads the environment when it is imported.
     import jax
     import numpy as np
     from jax.sharding import Mesh

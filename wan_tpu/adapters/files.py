@@ -30,9 +30,9 @@ from wan_tpu.sources.hub import explain_hub_errors
 from wan_tpu.storage.addresses import is_bucket
 from wan_tpu.storage.folder import BucketFolder, WeightFile
 
-PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # it always saves both
-LARGEST = 8 * 2**30  # bytes of a file: a difference of every weight of a 14B model would be 28
-_LARGEST_ALPHA = 1e30  # Far beyond any, and float32 has it.
+PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # Peft always saves both.
+LARGEST = 8 * 2**30  # The largest file in bytes. A difference of every weight of a 14B model would have 28 GiB.
+_LARGEST_ALPHA = 1e30  # Far beyond any real alpha, and float32 can hold it.
 _ENDING = ".safetensors"
 # What programs put before a module's name: peft, DistributedDataParallel, ComfyUI, DiffSynth, diffusers, OneTrainer.
 _PREFIXES = (
@@ -64,10 +64,12 @@ APPLIED = "lora_A and lora_B (or lora_down and lora_up), alpha, diff, diff_b and
 
 @dataclass
 class ModuleChange:
-    """What a file says of one module: delta W = gain up @ down, or a difference as it is.
+    """What a file says of one module: delta W = gain * (up @ down), or a whole difference.
 
-    names    of its tensors in the file, by part
-    tensors  by part: "down" [R, I...], "up" [O, R], "up_bias" [O], "alpha", "diff", "diff_b", "diff_m"
+    Attributes:
+        names: The names that the tensors have in the file, by part.
+        tensors: The tensors by part: "down" [R, I...], "up" [O, R], "up_bias" [O], "alpha", "diff", "diff_b", "diff_m".
+        gain: The factor of up @ down.
     """
 
     names: dict[str, str] = field(default_factory=dict)
@@ -88,7 +90,7 @@ class AdapterFile(NamedTuple):
 
 
 def find(path: str) -> AdapterFile:
-    """Return the file that an adapter's path means.
+    """Find the file that an adapter's path means.
 
     Raises:
         InvalidRequest: There is none, or more than one.
@@ -106,7 +108,7 @@ def find(path: str) -> AdapterFile:
 
 
 def read(file: AdapterFile, path: str) -> dict[str, ModuleChange]:
-    """Return what a file changes, by module as the file names it, its prefix apart.
+    """Read what a file changes, by module as the file names it, without its prefix.
 
     Raises:
         InvalidRequest: Tensors aren't understood, belong to no pair, have shapes that no factor has, or hold no finite
@@ -121,7 +123,7 @@ def read(file: AdapterFile, path: str) -> dict[str, ModuleChange]:
         try:
             values, config = read_tensors(locate_tensors(file.weights)), _read_config(file)
         except CheckpointError:
-            _check_unchanged(file)  # it may be damaged only because somebody is writing it
+            _check_unchanged(file)  # It may be damaged only because somebody is writing it.
             raise
         _check_unchanged(file)
     changes: dict[str, ModuleChange] = {}
@@ -157,7 +159,7 @@ def read(file: AdapterFile, path: str) -> dict[str, ModuleChange]:
 
 
 def compute_checksum(changes: Mapping[str, ModuleChange]) -> str:
-    """Return a checksum of what `read` has returned: the same for the same content, wherever it lies."""
+    """Return a checksum of what `read` returned: the same for the same content, wherever it lies."""
     digest = hashlib.sha256()
     for module, change in sorted(changes.items()):
         for part, value in sorted(change.tensors.items()):
@@ -183,7 +185,7 @@ def _attribute_errors(path: str) -> Iterator[None]:
 
 
 def refuse(path: str, problem: str, names: list[str]) -> None:
-    """Raise `InvalidRequest` if there are names; problem: has {} for the first few of them."""
+    """Raise `InvalidRequest` if there are names. `problem` has {} where the first few of them go."""
     if names:
         listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise InvalidRequest(f"adapter {path} {problem.format(listed)}", "loras")
@@ -212,21 +214,21 @@ def _find_on_disk(path: Path) -> AdapterFile:
 
 
 def _check_unchanged(file: AdapterFile) -> None:
-    """Raise `Unavailable` when a file isn't the one any more that `find` returned: what was read may be of both."""
+    """Raise `Unavailable` if a file was replaced since `find` returned it: what was read may be a mixture of both."""
     address = file.weights.address
     try:
         if is_bucket(address):
             version = _find_in_bucket(address).version
         else:
             version = " ".join(on_disk(Path(part.address)).version for part in file if part is not None)
-    except CheckpointError:  # it has gone
+    except CheckpointError:  # The file is gone.
         version = None
     if version != file.version:
         raise Unavailable("it was replaced while it was read; try again")
 
 
 def _fetch_from_hub(path: str) -> AdapterFile:
-    """Return a file of the hub, OWNER/NAME/FILE, or the only one of OWNER/NAME."""
+    """Fetch a file of the hub: OWNER/NAME/FILE, or the only adapter of OWNER/NAME."""
     owner, _, rest = path.partition("/")
     name, _, file = rest.partition("/")
     missing = CheckpointError("neither a file here nor OWNER/NAME[/FILE] of the hub; check the path")
@@ -244,7 +246,7 @@ def _fetch_from_hub(path: str) -> AdapterFile:
                 raise CheckpointError(f"the repository has {', '.join(names[:8]) or 'no such file'}; name one of these")
             file = names[0]
         weights = Path(huggingface_hub.hf_hub_download(repository, file))
-        # Of the hub's other files none is looked at: which are in the cache differs from host to host.
+        # The repository's other files are ignored, since hosts differ in which of them they have in their caches.
         config = None
         if PurePosixPath(file).name == PEFT_FILE:
             commit = weights.parents[len(PurePosixPath(file).parents) - 1].name  # .../snapshots/COMMIT/FILE
@@ -265,7 +267,7 @@ def _describe_misfit(part: str, value: torch.Tensor) -> str | None:
 
 
 def _parse_name(name: str) -> tuple[str, str | None]:
-    """Return a tensor's module and part; None for what isn't known."""
+    """Return a tensor's module and part; the part is None if no pattern matches."""
     name = name.replace(_COMPILED, "")
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
@@ -277,7 +279,7 @@ def _parse_name(name: str) -> tuple[str, str | None]:
 
 
 def _read_config(file: AdapterFile) -> dict[str, Any]:
-    """Return what a header or adapter_config.json says of ranks and alpha: {} where there is neither."""
+    """Read what the header or adapter_config.json says of ranks and alpha; {} where there is neither."""
     text = read_metadata(file.weights).get("lora_adapter_metadata")
     config: Any = {}
     try:
@@ -306,7 +308,7 @@ def _compute_gain(module: str, change: ModuleChange, config: Mapping[str, Any]) 
     if said is None:
         return 1.0
     try:
-        if not abs(alpha := float(said)) < _LARGEST_ALPHA:  # NaN is no less
+        if not abs(alpha := float(said)) < _LARGEST_ALPHA:  # This is false for NaN, too.
             raise ValueError
     except (OverflowError, TypeError, ValueError):
         where = "lora_alpha" if named is None else f"alpha_pattern for {named}"

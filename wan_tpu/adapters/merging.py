@@ -1,7 +1,7 @@
 """Experts' weights with adapters applied: base + sum of scale * gain * (up @ down), written beside the base.
 
-The base stays as it is, so a request without adapters has its bits again. What was merged is kept while there is room;
-what was read from files, up to a number of bytes of host memory. No device needs another's data for it.
+The base isn't changed, so a request without adapters gets the same bits as before. Merged weights are kept while there
+is room, and files up to a number of bytes of host memory. No device needs another device's data to merge.
 """
 
 import functools
@@ -26,14 +26,14 @@ from wan_tpu.runtime.program import Program
 from wan_tpu.runtime.runtime import FetchedLora, Runtime
 from wan_tpu_kernels.low_precision import to_8_bits
 
-HOST_BYTES = 8 * 2**30  # of adapters in host memory, those of running requests apart: 14 pairs of rank 64 of A14B
-KEPT = 2  # merged sets of an expert that are kept where a device doesn't say how much memory it has
+HOST_BYTES = 8 * 2**30  # Adapters kept in host memory, besides running requests': 14 pairs of rank 64 of A14B.
+KEPT = 2  # Merged sets kept of an expert where a device doesn't say how much memory it has.
 Content = tuple[tuple[str, float], ...]  # Of adapters: checksums and scales.
-RANKS = 16  # factors are padded to this times a power of two, so that few programs are compiled
+RANKS = 16  # Factors are padded to this times a power of two, so that few programs are compiled.
 
 
 class Adapters:
-    """What a runtime has of adapters: files in host memory, and weights that they were applied to."""
+    """The adapters of a runtime: their files in host memory, and the weights that they were applied to."""
 
     def __init__(self, host_bytes: int = HOST_BYTES) -> None:
         self._host_bytes = host_bytes
@@ -89,7 +89,12 @@ class Adapters:
     ) -> Loaded:
         """Apply adapters to a component, and keep the result while there is room. No file is read.
 
-        keep  the base; else each of its weights is let go of as soon as its changed one is there
+        Args:
+            runtime: The runtime that compiles the programs.
+            name: The component.
+            base: The component's weights.
+            loras: The adapters, with the content of their files.
+            keep: Whether the base stays; otherwise each of its weights is released as soon as it has been changed.
         """
         adapters = [(lora.adapter, lora.scale) for lora in loras]
         self._make_room(runtime, name, base)
@@ -105,13 +110,13 @@ class Adapters:
         return merged
 
     def drop(self, name: str) -> None:
-        """Let go of what was merged of a component."""
+        """Release all merged weights of a component."""
         with self._lock:
             for key in [key for key in self._merged if key[0] == name]:
                 del self._merged[key]
 
     def _make_room(self, runtime: Runtime[Any], name: str, base: Loaded) -> None:
-        """Let go of the sets used longest ago, until another one of this component fits."""
+        """Release the least recently used sets until another one of this component fits."""
         device = runtime.mesh.local_devices[0]
         needed = sum(array.addressable_shards[0].data.nbytes for array in base.params.values())
         with self._lock:
@@ -192,7 +197,7 @@ def merge_program(runtime: Runtime[Any], base: Any, scales: Any) -> Program:
         stacked = base.ndim == 3 if up is None and scales is not None else up is not None and up.ndim == 3
         if not stacked:
             return merge_layer(*whole)
-        return jax.lax.map(lambda layer: merge_layer(*layer), whole)  # float32 of a layer at a time
+        return jax.lax.map(lambda layer: merge_layer(*layer), whole)  # Only one layer at a time is held in float32.
 
     shardings = [base.sharding] if scales is None else [base.sharding, scales.sharding]
     name = f"apply adapters {base.sharding.spec}" + ("" if scales is None else " in 8 bits")

@@ -18,7 +18,7 @@ from wan_tpu.pricing.hlo import Computation, Instruction, Module, parse
 from wan_tpu.pricing.ici import Interconnect
 from wan_tpu.pricing.kernel_calls import KernelCall, read_kernel_call
 
-UNKNOWN = 2**63 - 1  # the compiler's estimate of a fusion that it can't estimate
+UNKNOWN = 2**63 - 1  # The compiler's mark on a fusion whose cycles it can't estimate.
 KernelCycles = Callable[[KernelCall], float | None]
 
 
@@ -30,12 +30,16 @@ def analyse(
     kernel_cycles: KernelCycles,
     prefer: Sequence[str] = (),
 ) -> Cost:
-    """Return what the program `compiled.as_text()` costs.
+    """Return what a program costs.
 
-    kernel_cycles  cycles of one Pallas call, None when unknown
-    prefer         parts of kernel names: of a conditional, the branch that holds the first of these names is taken;
-                   where none does the branch without any kernel, else the costliest; a loop that runs no time or once
-                   runs where it holds one of them
+    Args:
+        text: The program's scheduled HLO, from `compiled.as_text()`.
+        hardware: The chip that it runs on.
+        interconnect: The links among its devices.
+        kernel_cycles: Returns the cycles of one Pallas call, or None if they are unknown.
+        prefer: Parts of kernel names. Of a conditional, the branch that holds the first of these names is taken; where
+            none does, the branch without any kernel, or else the costliest. A loop that runs once or not at all runs if
+            it holds one of them.
     """
     walk = _Walk(parse(text), hardware, interconnect, kernel_cycles, tuple(prefer))
     walk.run(walk.module.entry, 1.0)

@@ -30,8 +30,8 @@ COMPILER_ENVIRONMENT = {
 }
 ROOT = str(Path(__file__).parents[2])
 _BUNDLE = re.compile(r"^\s*0x[0-9a-f]+\s+(\w+)?:\s*(>*)", re.MULTILINE)  # its label, how many loops are around it
-_PRODUCT = " vmatmul"  # the matrix units' instruction, on every chip
-# Every pass writes its text unless told which: 2.5 times the compile time and 200 MB a kernel.
+_PRODUCT = " vmatmul"  # The instruction of the matrix units on every chip.
+# Unless passes are chosen, all write their text, which takes 2.5 times the compile time and 200 MB for each kernel.
 PASSES = "final_bundles|final_hlo-static-per-bundle-utilization"
 
 
@@ -46,12 +46,15 @@ class Body(NamedTuple):
 class KernelBundles:
     """The schedule of one kernel, in bundles.
 
-    hot: the region that has most of its own: the body of the kernel's main loop, or of its main grid step.
-    around: bundles of the loops around it that run whenever it does: what a grid step takes to go on.
-    slot_bound: the most instructions any issue slot must take, divided by its capacity: no schedule is shorter.
-    slots: share of each slot's capacity that is used.
-    loops: bodies by the iterations of the loops around them, outermost first (that of the grid, where it has several
-           steps, runs two more to fetch the first tiles and to store the last).
+    Attributes:
+        name: The kernel's name.
+        total: All its bundles.
+        hot: The region with the most bundles of its own: the body of the kernel's main loop, or of its main grid step.
+        around: The bundles of the loops around it that run whenever it does, to go on to the next grid step.
+        slot_bound: The most instructions that any issue slot must take, by its capacity: no schedule is shorter.
+        slots: The share of each slot's capacity that is used.
+        loops: Bodies by the iterations of the loops around them, outermost first. The grid's loop, where it has several
+            steps, runs two more to fetch the first tiles and to store the last.
     """
 
     name: str
@@ -72,10 +75,16 @@ def count_bundles(
 ) -> list[KernelBundles]:
     """Compile `target` for a chip of a host and count the bundles of each kernel in it, largest first.
 
-    target is "path/of/file.py:function"; the function is called with `options` (JSON values) and returns a function
-    and its arguments as `jax.ShapeDtypeStruct`s. The file is run by its path, so that its package is not imported.
-    host is the compiler's name of its chips. Raises CompileError, also for an unknown host, and `Unavailable` where it
-    takes longer than `timeout_s`.
+    Args:
+        target: "path/of/file.py:function". The function is called with `options` and returns a function and its
+            arguments as `jax.ShapeDtypeStruct`s. The file is run by its path, so that its package is not imported.
+        options: JSON values.
+        host: The compiler's name of a host's chips.
+        timeout_s: How long the compiler may take.
+
+    Raises:
+        CompileError: The compiler refuses the kernel, or the host is unknown.
+        Unavailable: It takes longer than `timeout_s`.
     """
     with tempfile.TemporaryDirectory(prefix="bundles-") as folder:
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={PASSES}"

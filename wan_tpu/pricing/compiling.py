@@ -28,7 +28,13 @@ from wan_tpu.runtime.memory import MemoryNeed, needed_bytes
 class Job:
     """A program to compile: one of `stage_programs` for a published model, a request, a slice and a mesh.
 
-    settings  those fields of the request that shapes and programs depend on
+    Attributes:
+        model: The published model.
+        program: The program's name.
+        slice: The slice, described.
+        mesh: The sizes of the mesh's axes.
+        settings: The fields of the request that shapes and programs depend on.
+        dtype: The precision.
     """
 
     model: str
@@ -57,13 +63,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of a program, a device.
+    """What the compiler says of a program, for one device.
 
-    compile_s, compile_cpu_s    tracing and compiling: by the clock, and summed over the cores, which depends less on
-                                what else the machine does
-    weights_bytes, other_bytes  its weights; other arguments, results and temporaries
-    code_bytes                  the program itself, which stays on the device from its first call on
-    refused  why it can't be compiled, else empty; over_bytes by how much it exceeds the memory, when that is why
+    Attributes:
+        compile_s: The seconds of tracing and compiling by the clock.
+        compile_cpu_s: The same summed over the cores, which depends less on what else the machine does.
+        weights_bytes: Its weights.
+        other_bytes: Its other arguments, results and temporaries.
+        over_bytes: By how much it exceeds the memory, if that is why it can't be compiled.
+        refused: Why it can't be compiled, or empty.
+        code_bytes: The program itself, which stays on the device from its first call on.
     """
 
     compile_s: float
@@ -100,7 +109,7 @@ def compile_job(job: Job, cache: Path) -> tuple[Compiled, str]:
 
 
 def is_known(job: Job, cache: Path) -> bool:
-    """Whether a job was compiled before."""
+    """Return whether a job was compiled before."""
     return (cache / f"{job.digest}.json").exists()
 
 

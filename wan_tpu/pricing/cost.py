@@ -33,14 +33,23 @@ ZERO = Times(0.0, 0.0)
 class Item:
     """One scheduled instruction and what all its executions in one run of the program cost.
 
-    seconds   summed over the executions; of a collective or an asynchronous copy what is not hidden behind work
-    hidden_s  of a collective: what is
-    flops     of matrix products, hbm_bytes: both summed over the executions
+    Attributes:
+        name: The instruction's name.
+        category: One of `CATEGORIES`.
+        where: The computation that holds it.
+        op_name: The operation of the traced program that it comes from.
+        shape: The shapes of its results.
+        executions: How often it runs.
+        seconds: Summed over the executions; of a collective or an asynchronous copy, the part that no work hides.
+        hbm_bytes: The HBM traffic, summed over the executions.
+        flops: The operations of matrix products, summed over the executions.
+        hidden_s: The part of a collective or an asynchronous copy that other work hides.
+        kernel: The Pallas call, if it is one.
     """
 
     name: str
     category: str
-    where: str  # computation
+    where: str
     op_name: str
     shape: str
     executions: float
@@ -55,7 +64,10 @@ class Item:
 class Cost:
     """What one run of a program costs on each device.
 
-    unpriced  Pallas kernels that nobody could price, and loops of unknown length: counted as nothing, and once
+    Attributes:
+        hardware: The chip.
+        items: The instructions that take time.
+        unpriced: Pallas kernels without a price, which count as nothing, and loops of unknown length, which count once.
     """
 
     hardware: Hardware

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from wan_tpu.aot.topology import DescribedSlice
 
 Coordinate = tuple[int, ...]
-Link = tuple[Coordinate, Coordinate]  # from, to; one direction
+Link = tuple[Coordinate, Coordinate]  # One direction of a link: from, to.
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
          "collective-broadcast")  # fmt: skip
 
@@ -25,10 +25,11 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all
 class Interconnect:
     """The links among the devices of a program.
 
-    coordinates         of each device in the program's order (`mesh.devices.flat`): (x, y, z, core on chip)
-    link_bytes_per_s    of one ICI link in one direction
-    core_bytes_per_s    between the two devices of one chip, in one direction; unused where it is one device
-    wraps               size of each axis that closes to a ring, 0 for one that doesn't
+    Attributes:
+        coordinates: Those of each device, (x, y, z, core on chip), in the program's order (`mesh.devices.flat`).
+        link_bytes_per_s: The bandwidth of one ICI link in one direction.
+        core_bytes_per_s: The bandwidth between a chip's two devices in one direction; unused on chips of one device.
+        wraps: The size of each axis that closes to a ring, and 0 for an axis that doesn't.
     """
 
     coordinates: tuple[Coordinate, ...]
@@ -41,10 +42,12 @@ class Interconnect:
         return max(self.busy(kind, groups, data_bytes).values(), default=0.0)
 
     def busy(self, kind: str, groups: Sequence[Sequence[int]], data_bytes: float) -> dict[Link, float]:
-        """Return how long one collective keeps each link that it uses, seconds.
+        """Return the seconds for which one collective keeps each link that it uses busy.
 
-        groups      members by position in the program's device order; (source, target) pairs for a permute
-        data_bytes  all-gather: of the gathered array; all others: of the array that each member puts in
+        Args:
+            kind: One of `KINDS`.
+            groups: Members by position in the program's device order; (source, target) pairs for a permute.
+            data_bytes: For an all-gather, the size of the gathered array; for all others, of what each member puts in.
         """
         load: defaultdict[Link, float] = defaultdict(float)
         for group in groups:

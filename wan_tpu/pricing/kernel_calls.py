@@ -34,15 +34,19 @@ Array = tuple[str, tuple[int, ...]]  # dtype as JAX names it, dimensions
 class KernelCall:
     """One Pallas call.
 
-    grid      iterations along each grid axis; parallel  whether the cores of a chip may share that axis
-    operands, results  the arrays
-    macs      multiply-adds of a grid step's matrix products: of the alternatives under conditions the largest; those
-              of 8-bit numbers count half, which is what matrix units gain by them at most
-    busy      multiply-adds of all grid steps, by as many of the costliest: a last block may be a part of one
-    repeats   iterations a grid step of its innermost loop of constant length, 1 without; loops under conditions, such
-              as those over a last block, are not in it
-    loops     how many loops run at every grid step
-    config    what the compiler is told, the kernel's body included
+    Attributes:
+        name: The kernel's name.
+        grid: The iterations along each grid axis.
+        parallel: Whether the cores of a chip may share each grid axis.
+        operands: The arrays that it reads.
+        results: The arrays that it writes.
+        macs: The multiply-adds of a grid step's matrix products; of alternatives under conditions, the largest. Those
+            of 8-bit numbers count half, which is the most that matrix units gain from them.
+        busy: The multiply-adds of all grid steps as a share of as many of the costliest: a last block may be partial.
+        repeats: The iterations in each grid step of the innermost loop of constant length, or 1 without one. Loops
+            under conditions, such as those over a last block, don't count.
+        loops: How many loops run at every grid step.
+        config: The compiler's configuration of the kernel, including its body.
     """
 
     name: str
@@ -74,7 +78,7 @@ class KernelCall:
         return hashlib.sha256(repr((self.operands, self.results, self.config)).encode()).hexdigest()[:32]
 
     def save(self, path: Path) -> None:
-        """Write the call, for `load_saved`."""
+        """Write the call to a file that `load_saved` reads."""
         path.write_text(json.dumps(asdict(self)))
 
 
@@ -249,7 +253,7 @@ def _evaluate_constant(value: Any) -> int | None:
 
 
 def _is(operation: Any, name: str) -> bool:
-    """Whether an operation is of that name; programs carry them with the prefix of the stable dialect."""
+    """Return whether an operation has a name; in programs, names have the prefix of the stable dialect."""
     return operation.name.endswith(name)
 
 

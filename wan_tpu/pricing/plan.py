@@ -49,10 +49,13 @@ class ProgramPlan:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Programs of one stage together.
+    """The programs of one stage together.
 
-    flops   of the whole stage for one video, all devices
-    host_s  seconds for one video in which the devices wait for the host
+    Attributes:
+        name: The stage.
+        programs: Its programs.
+        flops: The operations of the whole stage for one video, on all devices.
+        host_s: The seconds for one video in which the devices wait for the host.
     """
 
     name: str
@@ -166,10 +169,19 @@ class Planner:
         report: Report,
         count: CountBundles = count_alone,
     ) -> None:
-        """Raise `InvalidRequest` when the model can't make that size.
+        """Prepare to plan for one request on one slice.
 
-        cache: folder of what was compiled before;
-        report: told what is being done; count: a kernel's bundles
+        Args:
+            model: The published model.
+            request: What is generated.
+            described: The slice.
+            dtype: The precision.
+            cache: The folder that keeps compiled programs and counted kernels.
+            report: Called with a line for each program that is compiled or priced.
+            count: Counts a kernel's bundles.
+
+        Raises:
+            InvalidRequest: The model can't generate that size.
         """
         self._name = model
         self._model = preset_model(model)

@@ -1,4 +1,4 @@
-"""Addresses of buckets, told from paths of this machine. Nothing is imported, so that every command may ask."""
+"""Tell addresses of buckets from paths of this machine. It imports nothing heavy, so that every command may use it."""
 
 from pathlib import Path
 

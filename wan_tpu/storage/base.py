@@ -13,20 +13,20 @@ from typing import Any, BinaryIO, ClassVar, NamedTuple, Protocol
 
 from wan_tpu.errors import InvalidInput, Unavailable
 
-MAX_PART_BYTES = 200  # of a name between slashes: file systems allow 255, and the partial file's name is longer
-OUTAGE_S = 120.0  # A bucket that hasn't answered for so long is given up; each call is repeated until then.
+MAX_PART_BYTES = 200  # Between slashes. File systems allow 255, and the partial file's name is longer.
+OUTAGE_S = 120.0  # Calls to a bucket that doesn't answer are repeated for this long.
 CONTENT_TYPES = {".mp4": "video/mp4", ".json": "application/json", ".jsonl": "application/jsonl", ".png": "image/png"}
 CONTENT_TYPES |= {".webp": "image/webp", ".jpg": "image/jpeg"}
 
 
 class StorageError(Unavailable):
-    """Something can't be read or written where it was asked for: perhaps only now, so nothing is known of content."""
+    """Something can't be read or written at its location, perhaps only for now; this says nothing of its content."""
 
     exit_code = 2
 
 
 class Refused(StorageError):
-    """The answer was no, and the same call would get it again: the name is wrong, or access isn't granted."""
+    """The service refused, and would refuse the same call again: the name is wrong, or access isn't granted."""
 
 
 class Missing(Refused):
@@ -43,7 +43,7 @@ class OpenFile(Protocol):
         """Return the next bytes, at most so many and none at the end; raises `StorageError`."""
 
     def close(self) -> None:
-        """Give it up; twice is as good as once."""
+        """Close the content; closing it again does nothing."""
 
 
 class Storage(Protocol):
@@ -75,7 +75,7 @@ class Storage(Protocol):
         """Write the whole content or nothing, over what is there."""
 
     def writing(self, name: str) -> contextlib.AbstractContextManager[BinaryIO]:
-        """Give a file to write to in pieces; it is there under its name once the block has ended well."""
+        """Open a file to write to in pieces; it appears under its name once the block has ended without an error."""
 
     def list(self, prefix: str = "") -> dict[str, int]:
         """Return names that start with `prefix`, and their sizes in bytes, sorted; hidden ones are left out."""
@@ -84,14 +84,14 @@ class Storage(Protocol):
         """Remove a name; it is fine when nothing is there."""
 
     def clean(self, older_s: float) -> None:
-        """Remove what writers that were killed left half written, longer ago than that."""
+        """Remove what killed writers left half written more than `older_s` seconds ago."""
         return
 
     def probe(self) -> None:
         """Write and remove a small file, so that a place that can't be written to is known before any work."""
 
     def free(self) -> int | None:
-        """Return how many bytes can still be written; None where nobody knows an end."""
+        """Return how many bytes can still be written; None where there is no known limit."""
         return None
 
     def url(self, name: str, seconds: float, filename: str) -> str | None:
@@ -109,7 +109,7 @@ class Storage(Protocol):
 
 
 class StoredObject(NamedTuple):
-    """An object of a bucket: its bytes, and a version that is another one when it has been written again."""
+    """An object of a bucket: its size in bytes, and a version that changes whenever it is written."""
 
     size: int
     version: str
@@ -153,7 +153,7 @@ class BucketStorage(Storage):
 
     @abstractmethod
     def download(self, name: str, version: str, path: Path) -> None:
-        """Write an object as it was listed to a file, its checksum compared; raises as `read_version`, `OSError`."""
+        """Write an object as it was listed to a file and check its checksum; raises as `read_version`, or `OSError`."""
 
     def list(self, prefix: str = "") -> dict[str, int]:
         """Return objects below the prefix."""
@@ -196,7 +196,7 @@ def first_line(error: Exception) -> str:
 
 
 def check_name(name: str, *, hidden: bool = False) -> str:
-    """Return a name that can be used; raises `Refused` otherwise. hidden: as in `name_problem`."""
+    """Return a name that can be used, or raise `Refused`. `hidden` allows parts that begin with a dot."""
     problem = name_problem(name, hidden=hidden)
     if problem is not None:
         raise Refused(f"the name {name!r} {problem}; give one such as 'clips/cat.mp4'")
@@ -204,7 +204,7 @@ def check_name(name: str, *, hidden: bool = False) -> str:
 
 
 def name_problem(name: str, *, hidden: bool = False) -> str | None:
-    """Return why a name can't be used under a folder, or None when it can; hidden: parts may begin with a dot."""
+    """Return why a name can't be used under a folder, or None if it can. `hidden` allows parts beginning with a dot."""
     if not name:
         return "is empty"
     if name.startswith("/") or "\\" in name:

@@ -1,7 +1,7 @@
 """A bucket as a folder of this machine: weights are read from it in ranges, other files are fetched when needed.
 
-What was fetched is kept, and fetched again only when the object has changed: WAN_TPU_CACHE says where, ~/.cache/wan-tpu
-else.
+Fetched files are kept in WAN_TPU_CACHE (by default ~/.cache/wan-tpu), and fetched again only when the object has
+changed.
 """
 
 import contextlib
@@ -32,9 +32,11 @@ def cache_folder() -> Path:
 class WeightFile(NamedTuple):
     """A file of weights, on disk or in a bucket.
 
-    read(start, stop) returns bytes of it; raises `CheckpointError` or `Unavailable`.
-
-    version  another one when the file has changed
+    Attributes:
+        address: The path or address, for messages.
+        size: The size in bytes.
+        read: Returns the bytes from `start` to before `stop`; raises `CheckpointError` or `Unavailable`.
+        version: A string that changes with the file.
     """
 
     address: str
@@ -51,7 +53,7 @@ class BucketFolder:
     """
 
     def __init__(self, address: str) -> None:
-        """Raise `CheckpointError` for what is no address."""
+        """Raise `CheckpointError` if the address names no folder of a bucket."""
         self.address = address.rstrip("/")
         scheme, bucket, prefix = split_bucket(self.address)
         if not bucket or not prefix:
@@ -88,7 +90,7 @@ class BucketFolder:
                 name = file.relative_to(self.folder).as_posix()
                 wanted = any(fnmatch.fnmatch(name, pattern) for pattern in patterns) and not file.name.startswith(".")
                 if wanted and name not in self._objects and file.is_file():
-                    file.unlink(missing_ok=True)  # it was deleted there
+                    file.unlink(missing_ok=True)  # The object was deleted from the bucket.
         return self.folder
 
     @functools.cached_property
@@ -105,7 +107,7 @@ class BucketFolder:
             raise CheckpointError(f"{self.address} has an object {name!r}, which would lie elsewhere")
         file.parent.mkdir(parents=True, exist_ok=True)
         mark = file.with_name(f".{file.name}.generation")
-        with FileLock(file.with_name(f".{file.name}.lock")):  # others of this machine want the same
+        with FileLock(file.with_name(f".{file.name}.lock")):  # Other processes of this machine may fetch the same file.
             with contextlib.suppress(OSError):
                 if file.exists() and mark.read_text() == version:
                     return

@@ -23,10 +23,10 @@ class LocalStorage(Storage):
     """A folder of this machine, or of a file system that it has mounted."""
 
     def __init__(self, folder: str | Path, *, private: bool = True) -> None:
-        """private: whether its files are for their user only, whatever the process's umask and the folder are."""
+        """Use a folder. With `private`, only its user can read its files, whatever the umask and the folder allow."""
         self._folder = Path(folder).expanduser().absolute()
         self._private = private
-        self._one_at_a_time = threading.Lock()  # one that doesn't fit takes all the room until it has failed
+        self._one_at_a_time = threading.Lock()  # A write that doesn't fit takes all the room until it fails.
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return functools.partial(LocalStorage, private=self._private), (str(self._folder),)
@@ -57,7 +57,7 @@ class LocalStorage(Storage):
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[BinaryIO]:
-        """Give a file beside it, which is flushed to the disk and renamed at the end."""
+        """Open a file beside it, which is flushed to the disk and renamed at the end."""
         path = self._path(name)
         with _writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)

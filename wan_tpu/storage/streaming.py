@@ -1,4 +1,4 @@
-"""What the streamer that reads weights from buckets must be told, and what it can't do."""
+"""Prepare the streamer that reads weights from buckets, and know what it can't read."""
 
 import os
 
@@ -8,7 +8,7 @@ _client: dict[str, str] = {}  # The scheme that the streamer has a client of in 
 
 
 def can_stream(location: str) -> bool:
-    """Return whether the streamer reads a path or address in this process, after telling it where.
+    """Return whether the streamer can read a path or address in this process, after setting its environment.
 
     Its clients in C++ have names of their own for what STORAGE_EMULATOR_HOST and AWS_ENDPOINT_URL tell those in Python.
     Its library loads the client of one service, the one that is asked first, and takes every bucket for that service's.
