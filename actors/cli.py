@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from actors.interrupts import end_on_sigterm
 from cluster.errors import ClusterError
-from cluster.layout import shipped
+from cluster.layout import list_shipped
 from wan_tpu.cli import run
 from wan_tpu.commands.parser import Parser, all_actions, parser_of
 from wan_tpu.errors import InvalidInput
@@ -93,7 +93,7 @@ def completion(argv: Sequence[str]) -> None:
     import shtab
 
     # In bash, layouts are completed by the names of shipped ones and by files.
-    function = f"_wan_tpu_layouts() {{ compgen -W '{' '.join(shipped())}' -- $1; compgen -f -- $1; }}"
+    function = f"_wan_tpu_layouts() {{ compgen -W '{' '.join(list_shipped())}' -- $1; compgen -f -- $1; }}"
     layouts = {**shtab.FILE, "bash": "_wan_tpu_layouts", "preamble": {"bash": function}}
     whole = _parser(lambda prog, of: parser_of(find_command(of)))
     for action in all_actions(whole):

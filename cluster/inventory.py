@@ -80,7 +80,7 @@ def explain_wrong_ids(spec: SliceSpec, hosts: Iterable[HostFound]) -> str:
     )
 
 
-def slices_found() -> list[SliceFound]:
+def list_slices() -> list[SliceFound]:
     """Return the slices of the cluster that this process has joined, in the order of their names."""
     by_name: dict[str, list[dict[str, Any]]] = {}
     for node in ray.nodes():

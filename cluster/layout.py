@@ -172,7 +172,7 @@ class Layout:
         return LayoutError(f"{self.source}: {'' if pool is None else f'pool {pool.name}: '}{message}")
 
 
-def shipped() -> list[str]:
+def list_shipped() -> list[str]:
     """Return the names of the shipped layouts."""
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
@@ -184,9 +184,9 @@ def _find_file(path: str | Path) -> Path:
     named = SHIPPED / f"{requested.name.removesuffix('.yaml')}.yaml"
     if len(requested.parts) == 1 and named.is_file():
         return named
-    close = difflib.get_close_matches(requested.name.removesuffix(".yaml").replace("_", "-"), shipped(), n=1)
+    close = difflib.get_close_matches(requested.name.removesuffix(".yaml").replace("_", "-"), list_shipped(), n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
-    raise LayoutError(f"there is no layout file {path}{hint}; shipped ones, by name: {', '.join(shipped())}")
+    raise LayoutError(f"there is no layout file {path}{hint}; shipped ones, by name: {', '.join(list_shipped())}")
 
 
 def _put_names_in(pools: Any) -> Any:

@@ -130,7 +130,7 @@ class SliceSpec:
 def list_kinds(generation: str | None = None) -> list[str]:
     """Return the names of all kinds of slices, or of those of one generation."""
     chosen = CHIPS.values() if generation is None else [CHIPS[generation]]
-    return [slice_name(chip, chips) for chip in chosen for chips in chip.sizes]
+    return [name_slice(chip, chips) for chip in chosen for chips in chip.sizes]
 
 
 def _find_chip(generation: str, name: str, size: int) -> Chip:
@@ -166,9 +166,9 @@ def _parse(name: str) -> tuple[Chip, tuple[int, ...]]:
 
 
 def _name_nearest(chip: Chip, chips: int) -> str:
-    return slice_name(chip, min(chip.sizes, key=lambda size: (abs(math.log2(size / max(chips, 1))), size)))
+    return name_slice(chip, min(chip.sizes, key=lambda size: (abs(math.log2(size / max(chips, 1))), size)))
 
 
-def slice_name(chip: Chip, chips: int) -> str:
+def name_slice(chip: Chip, chips: int) -> str:
     """Return the name of a slice of a generation with that many chips."""
     return f"{chip.name}-{chips * chip.counted_per_chip}"

@@ -35,7 +35,7 @@ from actors.pipeline.driver import PipelineDriver
 from actors.pipeline.pools import deploy, shut_down
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from cluster.connect import connect, leave
-from cluster.emulation.cluster import EmulatedCluster, Settings, emulated_slices
+from cluster.emulation.cluster import EmulatedCluster, Settings, list_emulated_slices
 from cluster.layout import Layout, Mesh, Pool, Replicas
 from wan_tpu import GenerationRequest
 from wan_tpu.families import open_spec
@@ -200,7 +200,7 @@ def whole(layout: Layout) -> Layout:
 @contextmanager
 def cluster(layout: Layout, folder: Path) -> Iterator[Path]:
     """Run an emulated cluster for a layout and join it; yield its temporary folder."""
-    with EmulatedCluster.start(emulated_slices(layout), Settings(host_store_mib=512), folder=folder) as running:
+    with EmulatedCluster.start(list_emulated_slices(layout), Settings(host_store_mib=512), folder=folder) as running:
         connect(running.address)
         try:
             yield running.temp

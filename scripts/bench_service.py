@@ -144,7 +144,7 @@ def simulated(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], floa
     from actors.api.settings import ServiceSettings
     from cluster.connect import connect, leave
     from cluster.emulation import ray_nodes
-    from cluster.emulation.cluster import EmulatedCluster, emulated_slices
+    from cluster.emulation.cluster import EmulatedCluster, list_emulated_slices
 
     with tempfile.TemporaryDirectory(prefix="wan-bench-") as temporary, socket.create_server(("127.0.0.1", 0)) as free:
         folder, port = Path(temporary), free.getsockname()[1]
@@ -158,7 +158,7 @@ def simulated(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], floa
             chips=dict.fromkeys(spec.model.stages, 1),
             queue_limit=100_000,
         )
-        with EmulatedCluster.start(emulated_slices(spec.layout), folder=folder / "cluster") as cluster:
+        with EmulatedCluster.start(list_emulated_slices(spec.layout), folder=folder / "cluster") as cluster:
             connect(cluster.address)
             try:
                 deploy_service(settings, spec, host="127.0.0.1", port=port, ingresses=args.ingresses)

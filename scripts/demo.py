@@ -32,7 +32,7 @@ from actors.pipeline.pools import deploy
 from actors.pipeline.status import describe_requests
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from cluster.connect import connect, leave
-from cluster.emulation.cluster import EmulatedCluster, emulated_slices
+from cluster.emulation.cluster import EmulatedCluster, list_emulated_slices
 from cluster.errors import ClusterError
 from cluster.layout import Layout
 from wan_tpu.commands.parser import Parser
@@ -59,7 +59,7 @@ def demo(argv: Sequence[str]) -> int:
     start = time.monotonic()
     os.environ.update(ENVIRONMENT)
     layout = Layout.load(LAYOUT)
-    hosts = sum(slice_.spec.hosts for slice_ in emulated_slices(layout))
+    hosts = sum(slice_.spec.hosts for slice_ in list_emulated_slices(layout))
     print(f"Five requests through {len(layout.pools)} slices of {hosts} hosts, emulated: CPU devices stand for chips.")
     print("The model is small and knows coloured things that move; the program is the one that runs Wan 2.2 on TPUs.\n")
     with end_on_sigterm(), tempfile.TemporaryDirectory(prefix="wan-demo-") as folder, LiveConsole() as live:
@@ -78,7 +78,7 @@ def _run(layout: Layout, folder: Path, live: LiveConsole) -> tuple[BatchReport, 
     live.tell("starts the cluster: a Ray node for each host")
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(
-            EmulatedCluster.start(emulated_slices(layout), folder=folder / "cluster", imports="actors.imported")
+            EmulatedCluster.start(list_emulated_slices(layout), folder=folder / "cluster", imports="actors.imported")
         )
         connect(cluster.address)
         stack.callback(leave)

@@ -25,7 +25,7 @@ from actors.pipeline.client import PipelineClient
 from actors.pipeline.pools import NO_HTTP
 from actors.pipeline_spec import PipelineSpec
 from actors.slices.snapshots import Snapshots
-from cluster.gang.placement import off_hosts
+from cluster.gang.placement import select_off_hosts
 from wan_tpu.spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ def application_names(pipeline: str) -> tuple[str, str]:
 
 
 def _make_options(settings: ServiceSettings, runtime_env: dict[str, Any]) -> dict[str, Any]:
-    actor: dict[str, Any] = {"num_cpus": 0.1, "label_selector": off_hosts(), "runtime_env": runtime_env}
+    actor: dict[str, Any] = {"num_cpus": 0.1, "label_selector": select_off_hosts(), "runtime_env": runtime_env}
     if "://" not in settings.database or "://" not in settings.storage or settings.webhook_secret_file is not None:
         actor["resources"] = {HEAD: 0.001}  # Files exist on one machine.
     return {

@@ -12,7 +12,7 @@ from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from cluster.connect import connect
 from cluster.emulation.cluster import STATE, EmulatedCluster, default_folder
 from cluster.errors import ClusterNotFound, LayoutError
-from cluster.layout import Layout, shipped
+from cluster.layout import Layout, list_shipped
 from wan_tpu.commands.parser import add_model, add_precision, add_switches
 from wan_tpu.commands.sizes import WITH_FRAMES, read_size_with_frames
 from wan_tpu.errors import CheckpointError, InvalidInput
@@ -43,7 +43,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser, address: str = 'of th
 def add_pipeline_arguments(parser: argparse.ArgumentParser, description: str = "") -> None:
     """Add the options that a pipeline is brought up with."""
     group = parser.add_argument_group("pipeline", description or None)
-    group.add_argument("--layout", help=f"layout file, or a shipped one: {', '.join(shipped())}")
+    group.add_argument("--layout", help=f"layout file, or a shipped one: {', '.join(list_shipped())}")
     group.add_argument("--layout_text", metavar="YAML", help="the layout itself, in place of a file")
     add_model(
         group,
@@ -197,7 +197,7 @@ def check_layout(layout: Layout, model: ModelSpec) -> None:
         layout.check_stages(model.stages)
     except LayoutError as error:
         fitting = []
-        for name in shipped():
+        for name in list_shipped():
             with contextlib.suppress(LayoutError):
                 Layout.load(name).check_stages(model.stages)
                 fitting.append(name)

@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.emulation.cluster import EmulatedCluster, Settings, default_folder, emulated_slices
-from cluster.layout import Layout, shipped
+from cluster.emulation.cluster import EmulatedCluster, Settings, default_folder, list_emulated_slices
+from cluster.layout import Layout, list_shipped
 from wan_tpu.commands.parser import Parser
 
 
@@ -17,7 +17,7 @@ def cluster(argv: Sequence[str]) -> None:
     )
     start = actions.add_parser("up", help="start an emulated cluster that stays until `down`")
     start.add_argument(
-        "--emulate", required=True, metavar="LAYOUT", help=f"layout file, or a shipped one: {', '.join(shipped())}"
+        "--emulate", required=True, metavar="LAYOUT", help=f"layout file, or a shipped one: {', '.join(list_shipped())}"
     )
     stop = actions.add_parser("down", help="stop the emulated cluster, also what a crash has left of it")
     for action in (start, stop):
@@ -30,7 +30,7 @@ def cluster(argv: Sequence[str]) -> None:
 
 def _up(args: argparse.Namespace) -> None:
     layout = Layout.load(args.emulate)
-    slices = emulated_slices(layout)
+    slices = list_emulated_slices(layout)
     running = EmulatedCluster.start(
         slices, Settings(dashboard=True), folder=args.folder, outlive=True, imports="actors.imported"
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import LayoutError
-from cluster.layout import Layout, Pool, shipped
+from cluster.layout import Layout, Pool, list_shipped
 from wan_tpu.commands.parser import Parser
 from wan_tpu.commands.tables import as_table
 from wan_tpu.families import preset_spec, published
@@ -21,7 +21,9 @@ def layouts(argv: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="for programs: a list of JSON objects")
     args = parser.parse_args(argv)
     stages = None if args.model is None else preset_spec(args.model).stages
-    listed = [_describe(layout) for layout in map(Layout.load, shipped()) if stages is None or _hosts(layout, stages)]
+    listed = [
+        _describe(layout) for layout in map(Layout.load, list_shipped()) if stages is None or _hosts(layout, stages)
+    ]
     if args.json:
         print(json.dumps(listed))
         return

@@ -30,14 +30,14 @@ def status(argv: Sequence[str]) -> None:
     from actors.pipeline.status import format_status, read_status
     from cluster.connect import connect
     from cluster.drawing import draw
-    from cluster.inventory import slices_found
+    from cluster.inventory import list_slices
 
     address = find_gcs_address(args)
     running = None if args.address or "RAY_ADDRESS" in os.environ else find_emulated(args)
     jobs = f", jobs at http://{running.dashboard}" if running and running.dashboard else ""
     connect(address)
     while True:
-        slices, hidden = _select_shown(slices_found())
+        slices, hidden = _select_shown(list_slices())
         pipeline = read_status(args.name, slices)
         if args.json:
             described = [_describe(slice_) for slice_ in slices]

@@ -25,7 +25,7 @@ from actors.commands.arguments import (
 from actors.errors import PipelineError
 from cluster.connect import stay_on_loopback
 from cluster.errors import ClusterNotFound
-from cluster.layout import shipped
+from cluster.layout import list_shipped
 from wan_tpu.commands.parser import Parser, as_words
 from wan_tpu.errors import InvalidInput
 
@@ -104,7 +104,7 @@ def _describe_layout(args: argparse.Namespace) -> dict[str, str]:
     layout = read_checked_layout(args)
     if layout is None:
         return {}
-    if args.layout in shipped():
+    if args.layout in list_shipped():
         return {"layout": args.layout}
     return {"layout_text": args.layout_text or Path(layout.source).read_text()}
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from actors.doctor.finding import Finding, Machine
 from actors.planning.described import described
-from cluster.slice_spec import SliceSpec, slice_name
+from cluster.slice_spec import SliceSpec, name_slice
 from wan_tpu.aot.executables import Executables
 from wan_tpu.runtime.mesh import AXES, replicated
 from wan_tpu.runtime.program import Program, place
@@ -30,7 +30,7 @@ def check_executables(machine: Machine) -> Iterator[Finding]:
     # Devices of a described slice are numbered from 0: only where one host has them all are this process's the same.
     if machine.chip is not None and jax.process_count() == 1:
         folder = machine.folder / "elsewhere"
-        kind = slice_name(machine.chip, machine.devices // machine.chip.devices)
+        kind = name_slice(machine.chip, machine.devices // machine.chip.devices)
         yield load("compiled without chips", folder, _compile_elsewhere(folder, kind))
 
 

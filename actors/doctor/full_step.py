@@ -16,7 +16,7 @@ from actors.doctor.prediction import DTYPE, SIZE, NoPrediction, explain, model_o
 from actors.doctor.timing import measure
 from actors.doctor.trace import trace_categories
 from cluster.chips import GIB
-from cluster.slice_spec import slice_name
+from cluster.slice_spec import name_slice
 from wan_tpu.aot.programs import STEP, AbstractRuntime, stage_programs
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import DoesNotFit
@@ -54,7 +54,7 @@ def check_step(machine: Machine) -> Iterator[Finding]:
         yield finding
     if machine.chip is None or jax.process_index() or not seconds:  # One host of a slice predicts for all.
         return
-    kind = slice_name(machine.chip, machine.devices // machine.chip.devices)
+    kind = name_slice(machine.chip, machine.devices // machine.chip.devices)
     try:
         predicted = predict(kind, tuple(mesh.devices.shape), list(seconds), machine, name_of_model)
     except NoPrediction as error:

@@ -17,7 +17,7 @@ from actors.observe.status_actor import ReportedStatus, StatusActor, read_spec
 from actors.pipeline.claim import claim_start
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from actors.slices.leader import SliceLeader
-from cluster.gang.placement import off_hosts
+from cluster.gang.placement import select_off_hosts
 from cluster.layout import Layout, Pool
 from cluster.ray_private import knows_deployment
 
@@ -204,7 +204,7 @@ def build_application(pool: Pool, settings: PipelineSettings) -> Any:
         "health_check_timeout_s": 2 * settings.timeouts.heartbeat_s,
         "graceful_shutdown_timeout_s": FINISH_S,
         "graceful_shutdown_wait_loop_s": 0.2,
-        "ray_actor_options": {"num_cpus": 0.1, "label_selector": off_hosts()},
+        "ray_actor_options": {"num_cpus": 0.1, "label_selector": select_off_hosts()},
     }
     if pool.replicas.minimum == pool.replicas.maximum:
         options["num_replicas"] = pool.replicas.minimum

@@ -134,9 +134,7 @@ def _money(args: argparse.Namespace) -> None:
         estimates = [capacity.estimate(layout, seconds, terms, asked)]
     else:
         experts = [expert.stage for expert in spec.experts(request)]
-        estimates = capacity.recommended(
-            seconds, spec.stages, experts, terms, args.videos_a_day, args.within, fits=fits
-        )
+        estimates = capacity.recommend(seconds, spec.stages, experts, terms, args.videos_a_day, args.within, fits=fits)
     if args.plot:
         _draw(estimates, args.plot)
     if args.json:

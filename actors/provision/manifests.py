@@ -10,7 +10,7 @@ from pathlib import Path
 from actors.commands.arguments import read_checked_layout
 from actors.commands.serve import build_service_config
 from actors.commands.serve_arguments import build_serve_parser
-from cluster.layout import Layout, shipped
+from cluster.layout import Layout, list_shipped
 from cluster.provision import kubernetes
 from cluster.provision.exposure import Exposure, build_exposing_objects
 from cluster.provision.kubernetes import Target
@@ -35,7 +35,7 @@ def manifests(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     layout = read_checked_layout(args)
     if layout is None:
-        raise InvalidInput(f"--layout is missing: a layout file, or a shipped one: {', '.join(shipped())}")
+        raise InvalidInput(f"--layout is missing: a layout file, or a shipped one: {', '.join(list_shipped())}")
     target = Target(
         name=args.name,
         namespace=args.namespace,
@@ -69,9 +69,9 @@ def manifests(argv: Sequence[str]) -> int:
 
 def _add_arguments(parser: Parser) -> None:
     group = parser.add_argument_group("Kubernetes")
-    what = group.add_mutually_exclusive_group()
-    what.add_argument("--service", action="store_true", help="a RayService, with the arguments of wan-tpu serve")
-    what.add_argument("--job", metavar="MANIFEST", help="a RayJob that makes every video of a manifest in gs://")
+    purpose = group.add_mutually_exclusive_group()
+    purpose.add_argument("--service", action="store_true", help="a RayService, with the arguments of wan-tpu serve")
+    purpose.add_argument("--job", metavar="MANIFEST", help="a RayJob that makes every video of a manifest in gs://")
     group.add_argument("--output", help="gs:// of a job's videos")
     group.add_argument(
         "--kustomize", type=Path, metavar="FOLDER", help="write a Kustomize base and an overlay there instead"
@@ -129,21 +129,21 @@ def _exposing(args: argparse.Namespace, target: Target) -> dict[str, kubernetes.
 
 
 def _main(args: argparse.Namespace, parser: Parser, layout: Layout, target: Target) -> dict[str, kubernetes.Object]:
-    given = {name: value for name, value in parser.non_defaults(args).items() if name not in _HERE}
+    chosen = {name: value for name, value in parser.non_defaults(args).items() if name not in _HERE}
     if args.service:
         if not str(args.database).startswith(_POSTGRES):
             database = args.database or "a file of this machine"
             raise InvalidInput(f"--database is {database}; pods reach {_POSTGRES}... alone")
         _check_reached(args, "model_id", "snapshots", "results")
-        config, _ = build_service_config(args, given)
-        about = f"the service: http://{target.name}-head-svc:8000 in the cluster, once all pools have their slices"
-        return {about: kubernetes.service(layout, target, config)}
+        config, _ = build_service_config(args, chosen)
+        comment = f"the service: http://{target.name}-head-svc:8000 in the cluster, once all pools have their slices"
+        return {comment: kubernetes.service(layout, target, config)}
     if args.job is not None:
         for name in ("model_id", "output"):
             if getattr(args, name) is None:
                 raise InvalidInput(f"{flag_of(name)} is missing; see wan-tpu manifests --help")
         _check_reached(args, "job", "output", "model_id", "snapshots")
-        arguments = {name: value for name, value in given.items() if name not in ("layout", "layout_text")}
+        arguments = {name: value for name, value in chosen.items() if name not in ("layout", "layout_text")}
         text = args.layout_text or Path(layout.source).read_text()
         arguments |= {"manifest": args.job, "output": args.output, "layout_text": text}
         arguments |= {} if args.in_flight is None else {"in_flight": args.in_flight}
@@ -151,11 +151,11 @@ def _main(args: argparse.Namespace, parser: Parser, layout: Layout, target: Targ
         return {
             "the batch, and a cluster that goes when it has ended": kubernetes.job(layout, target, shlex.join(command))
         }
-    about = (
+    comment = (
         "the cluster: no slice at first; pools and batches bring what they need (wan-tpu submit, through\n"
         f"kubectl port-forward svc/{target.name}-head-svc 8265)"
     )
-    return {about: kubernetes.cluster(layout, target)}
+    return {comment: kubernetes.cluster(layout, target)}
 
 
 def _check_reached(args: argparse.Namespace, *names: str) -> None:

@@ -131,7 +131,7 @@ def estimate(
     return Estimate(layout.source, loads, most, to_a_video_s, dollars, dollars / asked)
 
 
-def recommended(
+def recommend(
     stage_seconds: StageSeconds,
     stages: Sequence[str],
     experts: Sequence[str],

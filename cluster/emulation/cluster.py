@@ -49,7 +49,7 @@ class EmulatedSlice:
         )
 
 
-def emulated_slices(layout: Layout) -> tuple[EmulatedSlice, ...]:
+def list_emulated_slices(layout: Layout) -> tuple[EmulatedSlice, ...]:
     """Return a slice for every replica that a layout may have.
 
     Raises:

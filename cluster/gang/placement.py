@@ -63,7 +63,7 @@ def reserve(spec: SliceSpec, name: str, timeout_s: float | None, tell: Tell = la
         raise
 
 
-def off_hosts() -> dict[str, str]:
+def select_off_hosts() -> dict[str, str]:
     """Return Ray's label selector of nodes that aren't TPU hosts; empty if the cluster has only TPU hosts.
 
     Leaders of slices run there: on a host of another slice, a leader would be lost with that slice.
@@ -78,7 +78,7 @@ def make_surviving(kind: type) -> Any:
 
     When its node ends, the actor is restarted elsewhere, and callers wait for it.
     """
-    return ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1, label_selector=off_hosts())(kind)
+    return ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1, label_selector=select_off_hosts())(kind)
 
 
 def _wait(group: PlacementGroup, spec: SliceSpec, name: str, timeout_s: float | None, tell: Tell) -> None:
@@ -133,7 +133,7 @@ def explain_other_machines(spec: SliceSpec, nodes: Sequence[dict[str, Any]]) -> 
 
 
 def _describe_slices(spec: SliceSpec) -> str:
-    slices = inventory.slices_found()
+    slices = inventory.list_slices()
     same = [str(s) for s in slices if s.pod_type == spec.pod_type]
     if same:
         return explain_other_machines(spec, ray.nodes()) or "of that kind: " + "; ".join(same)

@@ -297,7 +297,7 @@ def _container(target: Target, ports: Mapping[str, int], *, cpu: int, memory: st
     environment = {"ENABLE_PJRT_COMPATIBILITY": "true"} | ENVIRONMENT | (_TRACES if target.traces else {})
     if target.public:
         environment |= {TRUSTED_PROXIES: " ".join(LOAD_BALANCERS), FORWARDED_HOPS: "2"}
-    found: Object = {
+    container: Object = {
         "name": "ray",
         "image": target.image,
         "ports": [{"name": name, "containerPort": port} for name, port in ports.items()],
@@ -306,8 +306,8 @@ def _container(target: Target, ports: Mapping[str, int], *, cpu: int, memory: st
         "securityContext": _CONTAINER_SECURITY,
     }
     if target.secret is not None:
-        found["envFrom"] = [{"secretRef": {"name": target.secret}}]
-    return found
+        container["envFrom"] = [{"secretRef": {"name": target.secret}}]
+    return container
 
 
 def _probes(path: str) -> Object:

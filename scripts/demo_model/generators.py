@@ -13,7 +13,7 @@ from actors.pipeline.driver import PipelineDriver
 from actors.pipeline.pools import deploy
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from cluster.connect import connect, leave
-from cluster.emulation.cluster import EmulatedCluster, emulated_slices
+from cluster.emulation.cluster import EmulatedCluster, list_emulated_slices
 from cluster.layout import Layout
 from wan_tpu import GenerationRequest, load_pipeline
 from wan_tpu.data import Conditioning, DenoiseState, load_value, save_value
@@ -58,7 +58,7 @@ def on_slices(checkpoint: Path, dtype: str) -> Iterator[Generate]:
     with (
         tempfile.TemporaryDirectory(prefix="wan-gate-") as folder,
         EmulatedCluster.start(
-            emulated_slices(layout), folder=Path(folder) / "cluster", imports="actors.imported"
+            list_emulated_slices(layout), folder=Path(folder) / "cluster", imports="actors.imported"
         ) as cluster,
         asyncio.Runner() as runner,
     ):

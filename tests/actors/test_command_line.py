@@ -10,8 +10,8 @@ import subprocess
 import pytest
 
 from actors.cli import COMMANDS, SHELLS, find_command, main
-from cluster.emulation.cluster import EmulatedCluster, emulated_slices
-from cluster.layout import Layout, shipped
+from cluster.emulation.cluster import EmulatedCluster, list_emulated_slices
+from cluster.layout import Layout, list_shipped
 from tests.conftest import ROOT
 from wan_tpu.commands.parser import all_actions, parser_of
 from wan_tpu.families import published
@@ -103,7 +103,7 @@ def test_advice_to_start_a_cluster_works_as_it_is_typed(argv, tmp_path, capsys, 
     [((slices, _), named)] = started
     assert named["folder"] == folder
     expected = Layout.load("emulated-small" if "emulated-small" in argv else "emulated-demo")
-    assert slices == emulated_slices(expected)
+    assert slices == list_emulated_slices(expected)
     assert not folder.exists()
 
 
@@ -199,7 +199,7 @@ def test_models_and_layouts_are_listed(capsys):
     assert wan.items() >= shown.items() and "lightning" in wan["presets"]
     assert main(["layouts", "--json"]) == 0
     listed = {layout["layout"]: layout for layout in json.loads(capsys.readouterr().out)}
-    assert list(listed) == shipped()
+    assert list(listed) == list_shipped()
     assert listed["four-pools"]["chips"] == "21 to 105" and listed["emulated-demo"]["emulated"] == "yes"
     for argv, row in (
         (["models"], r"turbowan2.2-i2v-a14b +image to video +1280x720 +81 +5.1 +4 +turbo"),

@@ -14,7 +14,7 @@ from actors.pipeline.driver import PipelineDriver
 from actors.pipeline.pools import deploy, shut_down
 from cluster.connect import connect, leave
 from cluster.emulation import ray_nodes
-from cluster.emulation.cluster import EmulatedCluster, emulated_slices
+from cluster.emulation.cluster import EmulatedCluster, list_emulated_slices
 from scripts.simulation import measure, soak
 from tests.conftest import PHOTO
 from tests.waiting import wait_for
@@ -54,7 +54,7 @@ def test_operators_see_starts_replicas_requests_batches_and_chips(tmp_path, monk
     monkeypatch.setitem(ray_nodes.ENVIRONMENT, "RAY_metrics_report_interval_ms", "1000")
     spec = soak.soak_spec(tmp_path, step_s=0.01)
     request = GenerationRequest(prompt="A cat", image=PHOTO, height=64, width=64, frames=9, steps=2, seed=1)
-    with EmulatedCluster.start(emulated_slices(spec.layout), folder=tmp_path / "cluster", forks=forks) as cluster:
+    with EmulatedCluster.start(list_emulated_slices(spec.layout), folder=tmp_path / "cluster", forks=forks) as cluster:
         connect(cluster.address)
         try:
             deploy(spec)

@@ -15,7 +15,7 @@ from actors.commands import serve_config
 from actors.jobs.keys import make_key
 from actors.jobs.store import open_database
 from cluster.connect import connect, leave
-from cluster.emulation.cluster import EmulatedCluster, emulated_slices
+from cluster.emulation.cluster import EmulatedCluster, list_emulated_slices
 from cluster.errors import PortTaken
 from tests.actors.on_service.conftest import LAYOUT, LAYOUT_TEXT, free_port
 from tests.waiting import wait_for
@@ -34,7 +34,7 @@ class Other:
 def cluster(tmp_path_factory, forks):
     folder = tmp_path_factory.mktemp("address")
     with contextlib.chdir(folder):  # in which its processes work
-        cluster = EmulatedCluster.start(emulated_slices(LAYOUT), folder=folder / "cluster", forks=forks)
+        cluster = EmulatedCluster.start(list_emulated_slices(LAYOUT), folder=folder / "cluster", forks=forks)
     with cluster:
         connect(cluster.address)
         try:

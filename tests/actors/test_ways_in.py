@@ -22,7 +22,7 @@ from ray.job_submission import JobSubmissionClient
 from actors.cli import main
 from cluster.connect import leave
 from cluster.emulation import ray_nodes
-from cluster.emulation.cluster import EmulatedCluster, Settings, emulated_slices
+from cluster.emulation.cluster import EmulatedCluster, Settings, list_emulated_slices
 from cluster.layout import Layout
 from tests.actors.on_service.conftest import free_port
 from tests.actors.on_slices.running import title
@@ -127,7 +127,7 @@ def cluster(tmp_path_factory, checkpoint, forks, emulator):  # its nodes find th
     folder = tmp_path_factory.mktemp("ways-in")
     layout = folder / "mine.yaml"
     layout.write_text(LAYOUT)
-    slices = emulated_slices(Layout.load(layout))
+    slices = list_emulated_slices(Layout.load(layout))
     with EmulatedCluster.start(slices, Settings(dashboard=True), folder=folder / "state", forks=forks) as running:
         yield Cluster(running, layout, checkpoint("wan2.2-i2v-a14b"))
 

@@ -7,7 +7,7 @@ import pytest
 
 from actors.planning import plan
 from cluster.chips import GIB
-from cluster.costs.capacity import Terms, estimate, estimate_wait_s, recommended
+from cluster.costs.capacity import Terms, estimate, estimate_wait_s, recommend
 from cluster.costs.prices import Prices
 from cluster.errors import NoCapacity, PriceError
 from cluster.layout import Layout
@@ -79,7 +79,7 @@ def test_a_layout_makes_what_its_slowest_pool_makes(terms):
 
 
 def test_the_cheapest_comes_first_and_all_meet_the_demand(terms):
-    estimates = recommended(SECONDS, STAGES, EXPERTS, terms, videos_a_day=5000, within_s=600, fits=fit)
+    estimates = recommend(SECONDS, STAGES, EXPERTS, terms, videos_a_day=5000, within_s=600, fits=fit)
     assert [estimated.dollars_an_hour for estimated in estimates] == sorted(
         estimated.dollars_an_hour for estimated in estimates
     )
@@ -96,18 +96,18 @@ def test_the_cheapest_comes_first_and_all_meet_the_demand(terms):
 
 
 def test_more_slices_are_taken_where_videos_would_wait_too_long(terms):
-    slow, fast = (recommended(SECONDS, STAGES, EXPERTS, terms, 500, within, fits=fit)[0] for within in (1000, 130))
+    slow, fast = (recommend(SECONDS, STAGES, EXPERTS, terms, 500, within, fits=fit)[0] for within in (1000, 130))
     assert fast.to_a_video_s <= 130 < slow.to_a_video_s
     assert fast.dollars_an_hour > slow.dollars_an_hour
 
 
 def test_a_demand_that_nothing_meets_is_refused_with_what_comes_nearest(terms):
     with pytest.raises(NoCapacity, match=r"the fastest of 10 layouts takes 11\d s to a video .* within 60 s is asked"):
-        recommended(SECONDS, STAGES, EXPERTS, terms, 5000, 60, fits=fit)
+        recommend(SECONDS, STAGES, EXPERTS, terms, 5000, 60, fits=fit)
     with pytest.raises(NoCapacity, match=r"mine makes 66\.0 videos an hour at most, 70\.0 are asked for"):
         estimate(Layout.parse(LAYOUT, "mine"), SECONDS, terms, 70)
     with pytest.raises(NoCapacity, match="fits v6e-1; give larger slices"):
-        recommended({"v6e-1": {}}, STAGES, EXPERTS, terms, 1, 60, fits=fit)
+        recommend({"v6e-1": {}}, STAGES, EXPERTS, terms, 1, 60, fits=fit)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_the_shipped_table_has_what_the_docs_say():
 
 
 def test_what_is_printed_can_be_read(terms, tmp_path):
-    estimates = recommended(SECONDS, STAGES, EXPERTS, terms, 5000, 600, fits=fit)
+    estimates = recommend(SECONDS, STAGES, EXPERTS, terms, 5000, 600, fits=fit)
     lines = plan._table(estimates).splitlines()[1:]
     assert [line.split()[-1] for line in lines] == [f"{estimated.dollars_a_video:.3f}" for estimated in estimates]
     rows = plan._described(estimates[0]).splitlines()[2:]

@@ -20,15 +20,15 @@ from ray.autoscaler.v2.utils import ResourceRequestUtil
 from ray.core.generated.common_pb2 import LABEL_OPERATOR_NOT_IN
 
 from cluster.errors import LayoutError, SliceStartTimeout
-from cluster.gang.placement import off_hosts, reserve
-from cluster.layout import Layout, shipped
+from cluster.gang.placement import reserve, select_off_hosts
+from cluster.layout import Layout, list_shipped
 from cluster.provision import kubernetes
 from cluster.provision.kubernetes import CPU_GROUP, Target
 from cluster.slice_spec import POD_TYPE
 from tests.waiting import wait_for
 
 TARGET = Target("wan", "videos", "registry/wan-tpu:1", "2.60.0", account="wan@p.iam.gserviceaccount.com", secret="db")
-REAL = [name for name in shipped() if not name.startswith("emulated")]
+REAL = [name for name in list_shipped() if not name.startswith("emulated")]
 KINDS = """
 pools:
   one: {stages: [a], slice: v6e-1}
@@ -172,8 +172,8 @@ def test_groups_have_what_their_pools_may_have():
 
 
 def test_nothing_of_a_tpu_is_launched_for_leaders(cluster):
-    """Sixty of them, as `off_hosts` places them beside TPU hosts."""
-    [(label, operands)] = off_hosts().items()
+    """Sixty of them, as `select_off_hosts` places them beside TPU hosts."""
+    [(label, operands)] = select_off_hosts().items()
     elsewhere = [(label, LABEL_OPERATOR_NOT_IN, operands.removeprefix("!in(").removesuffix(")").split(","))]
     request = ResourceRequestUtil.make({"CPU": 0.1}, label_selectors=[elsewhere])
     by_count = ResourceRequestUtil.group_by_count([request] * 60)

@@ -5,9 +5,9 @@ import contextlib
 import pytest
 import yaml
 
-from cluster.emulation.cluster import emulated_slices
+from cluster.emulation.cluster import list_emulated_slices
 from cluster.errors import LayoutError
-from cluster.layout import Layout, Replicas, shipped
+from cluster.layout import Layout, Replicas, list_shipped
 from cluster.slice_spec import SliceSpec
 from tests.conftest import STAGES
 
@@ -59,12 +59,12 @@ def test_a_layout_is_read():
     ],
 )
 def test_shipped_layouts_are_those_of_a_kind_of_model(stages, names):
-    layouts = {name: Layout.load(name) for name in shipped()}
+    layouts = {name: Layout.load(name) for name in list_shipped()}
     fitting = []
     for name, layout in layouts.items():
         assert (layout.devices_per_host is not None) == name.startswith("emulated")
         if layout.devices_per_host is not None:
-            slices = emulated_slices(layout)
+            slices = list_emulated_slices(layout)
             assert len({s.name for s in slices}) == len(slices) == len(layout.pools)
         with contextlib.suppress(LayoutError):
             layout.check_stages(stages)
@@ -75,7 +75,7 @@ def test_shipped_layouts_are_those_of_a_kind_of_model(stages, names):
 def test_shipped_layouts_are_as_their_comments_say():
     demo = Layout.load("emulated-demo.yaml")
     assert [pool.slice.hosts for pool in demo.pools] == [1, 1, 2, 1]
-    assert [s.name for s in emulated_slices(demo)] == ["v6e-4-0", "v6e-4-1", "v6e-4-2", "v5p-16-0"]
+    assert [s.name for s in list_emulated_slices(demo)] == ["v6e-4-0", "v6e-4-1", "v6e-4-2", "v5p-16-0"]
     assert [pool.slice.hosts for pool in Layout.load("emulated-one-expert").pools] == [1, 2, 1]
     assert [pool.replicas.minimum for pool in Layout.load("a14b-balanced-v6e").pools] == [1, 3, 5]
     assert Layout.load("one-expert-v6e").pool_of("denoise").replicas == Replicas(1, 8)
@@ -152,4 +152,4 @@ def test_files_and_shipped_names(tmp_path):
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(GOOD))
     assert Layout.load(tmp_path / "mine.yaml").source.endswith("mine.yaml")
     with pytest.raises(LayoutError, match=r"mine.yaml: it is for real TPUs; add emulate: {devices_per_host: 1}"):
-        emulated_slices(Layout.load(tmp_path / "mine.yaml"))
+        list_emulated_slices(Layout.load(tmp_path / "mine.yaml"))

@@ -18,7 +18,7 @@ from cluster.gang import slice as gang
 from cluster.gang.host_actor import HostActor
 from cluster.gang.protocol import HostPlace, Outcome, Timeouts
 from cluster.gang.slice import Slice, take
-from cluster.inventory import slices_found
+from cluster.inventory import list_slices
 from tests.cluster.conftest import CHIPS, ONE_HOST, TWO_HOSTS
 from tests.cluster.host_classes import BusyAtFirst, OddHost, SmallHost, StopsOneHost
 from tests.waiting import wait_for
@@ -154,7 +154,7 @@ def test_hosts_that_are_not_alike_are_refused(cluster):
         SliceError, match=r"low/0: its hosts aren't alike: flags is 'of 0' on host 1 .* 'of 1' on host 0"
     ):
         Slice(TWO_HOSTS, OddHost, name="low/0")
-    assert not {s.holder for s in slices_found()} - {None}
+    assert not {s.holder for s in list_slices()} - {None}
 
 
 def test_a_tpu_host_without_its_chips_computes_nothing():

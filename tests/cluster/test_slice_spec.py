@@ -8,7 +8,7 @@ import pytest
 from cluster.chips import CHIPS
 from cluster.errors import UnknownSlice
 from cluster.gang.placement import explain_other_machines
-from cluster.slice_spec import SliceSpec, list_kinds, slice_name
+from cluster.slice_spec import SliceSpec, list_kinds, name_slice
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_every_listed_kind_can_be_named():
 @pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
 def test_name_of_so_many_chips_means_them(chip):
     for chips in chip.sizes:
-        assert SliceSpec(slice_name(chip, chips)).chips == chips
+        assert SliceSpec(name_slice(chip, chips)).chips == chips
 
 
 def test_only_whole_tori_wrap():

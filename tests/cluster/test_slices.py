@@ -10,7 +10,7 @@ import ray
 from cluster.errors import CallFailed, SliceLost, SliceStartTimeout
 from cluster.gang.protocol import RemoteError, Timeouts
 from cluster.gang.slice import Slice
-from cluster.inventory import slices_found
+from cluster.inventory import list_slices
 from cluster.slice_spec import SliceSpec
 from tests.cluster.conftest import ONE_HOST, TWO_HOSTS
 from tests.cluster.host_classes import SmallHost, Unbuildable
@@ -91,7 +91,7 @@ def test_an_exception_on_every_host_leaves_the_slice_alive(two):
 def test_it_says_that_it_is_emulated_and_who_holds_it(two):
     assert two.emulated
     assert "low/0 on emulated v5p-16" in two.describe()
-    slices = {s.name: s for s in slices_found()}
+    slices = {s.name: s for s in list_slices()}
     assert slices["two"].holder == "low/0"
     assert slices["two"].emulated
     assert slices["two"].spec.topology == TWO_HOSTS.topology
@@ -109,7 +109,7 @@ def test_a_busy_slice_is_not_shared(two):
 def test_a_host_that_cannot_be_built_leaves_nothing(cluster):
     with pytest.raises(CallFailed, match=r"build raised on every host: RuntimeError\('no weights here'\)"):
         Slice(ONE_HOST, Unbuildable, name="encoder/0")
-    assert not {s.holder for s in slices_found() if s.pod_type == "v6e-1"} - {None}
+    assert not {s.holder for s in list_slices() if s.pod_type == "v6e-1"} - {None}
 
 
 def test_a_start_that_takes_too_long_says_in_which_phase(cluster):

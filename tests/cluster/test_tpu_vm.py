@@ -8,13 +8,13 @@ import pytest
 
 from actors.cli import main
 from cluster.errors import LayoutError
-from cluster.layout import Layout, shipped
+from cluster.layout import Layout, list_shipped
 from cluster.provision.tpu_vm import Machines, format_scripts
 from tests.conftest import ROOT
 
 MACHINES = Machines("wan", "project", "us-east5-b", "us-docker.pkg.dev/project/wan/wan-tpu:1", "wan@p.example")
 INSIDE = ["unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
-REAL = [name for name in shipped() if not name.startswith("emulated")]
+REAL = [name for name in list_shipped() if not name.startswith("emulated")]
 LAYOUT = "pools:\n  all: {stages: [a], slice: v5p-16, replicas: {min: 1, max: 2}}\n"
 
 

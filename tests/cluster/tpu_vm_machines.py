@@ -124,13 +124,13 @@ os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
 
 from cluster.connect import connect, leave  # noqa: E402
 from cluster.gang.placement import reserve  # noqa: E402
-from cluster.inventory import slices_found  # noqa: E402
+from cluster.inventory import list_slices  # noqa: E402
 from cluster.slice_spec import SliceSpec  # noqa: E402
 
 connect("10.0.0.1:6379")
 wait_for(lambda: len(nodes()) == 3, "three nodes")
 placed = reserve(SliceSpec("v5p-16"), "low/0", 100)
-names = [str(item) for item in slices_found()]
+names = [str(item) for item in list_slices()]
 print("found:", json.dumps({"slices": names, "hosts": [host.ip for host in placed.hosts]}), flush=True)
 os.kill(int((FOLDER / "10.0.0.2.pid").read_text()), signal.SIGTERM)  # as `systemctl stop` does
 wait_for(lambda: len(nodes()) == 2, "the stopped host is gone")

@@ -21,7 +21,7 @@ from actors.observe.console import LiveConsole
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from cluster.connect import connect, leave
 from cluster.emulation import ray_nodes
-from cluster.emulation.cluster import EmulatedCluster, emulated_slices
+from cluster.emulation.cluster import EmulatedCluster, list_emulated_slices
 from cluster.layout import Layout
 from tests.actors.on_slices.running import title
 from tests.conftest import STAGES
@@ -79,7 +79,7 @@ def free_port():
 def deployed(settings, spec, folder, forks, **drain):
     """Give a service on an emulated cluster of its own."""
     port = free_port()
-    with EmulatedCluster.start(emulated_slices(spec.layout), folder=folder / "cluster", forks=forks) as cluster:
+    with EmulatedCluster.start(list_emulated_slices(spec.layout), folder=folder / "cluster", forks=forks) as cluster:
         connect(cluster.address)
         try:
             with LiveConsole() as live:

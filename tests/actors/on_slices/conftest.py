@@ -17,7 +17,7 @@ from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from actors.slices.profiling import PORT
 from cluster.connect import connect, leave
 from cluster.emulation import ray_nodes
-from cluster.emulation.cluster import EmulatedCluster, emulated_slices
+from cluster.emulation.cluster import EmulatedCluster, list_emulated_slices
 from cluster.gang.protocol import Timeouts
 from cluster.layout import Layout
 from tests.actors.on_slices.running import Running, in_one_process
@@ -88,7 +88,7 @@ def profiler_port() -> Iterator[int]:
 @pytest.fixture(scope="package")
 def running(spec: PipelineSpec, profiler_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with EmulatedCluster.start(
-        emulated_slices(spec.layout), folder=tmp_path_factory.mktemp("cluster"), imports="actors.imported"
+        list_emulated_slices(spec.layout), folder=tmp_path_factory.mktemp("cluster"), imports="actors.imported"
     ) as cluster:
         connect(cluster.address)
         try:

@@ -21,7 +21,7 @@ from actors.observe.status_actor import StatusActor
 from actors.pipeline.driver import PipelineDriver
 from cluster.emulation import ray_nodes
 from cluster.emulation.cluster import EmulatedCluster
-from cluster.inventory import SliceFound, slices_found
+from cluster.inventory import SliceFound, list_slices
 from cluster.layout import Layout
 from tests.children import start_module
 from tests.waiting import SECONDS
@@ -116,7 +116,7 @@ class Running:
 
     def slices(self, pool: str) -> list[SliceFound]:
         """Return the slices that a pool's replicas hold."""
-        return [s for s in slices_found() if s.holder is not None and s.holder.split("/")[0] == pool]
+        return [s for s in list_slices() if s.holder is not None and s.holder.split("/")[0] == pool]
 
     def host(self, pool: str, rank: int = 0) -> psutil.Process:
         """Return the process of a host of the pool's only slice."""
@@ -150,7 +150,7 @@ class Running:
 
     def wrong(self) -> str | None:
         """Say what is not as it should be when nobody makes a video; None when all is."""
-        slices = slices_found()
+        slices = list_slices()
         holders = [s.holder for s in slices if s.holder]
         for pool in self.layout.pools:
             held = [h for h in holders if h.split("/")[0] == pool.name]

@@ -13,7 +13,7 @@ from actors.pipeline.driver import PipelineDriver
 from actors.pipeline.pools import deploy, shut_down
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from cluster.connect import connect, leave
-from cluster.emulation.cluster import EmulatedCluster, emulated_slices
+from cluster.emulation.cluster import EmulatedCluster, list_emulated_slices
 from cluster.layout import Layout
 from tests.actors.on_slices.running import in_one_process
 from tests.conftest import PHOTO
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory, forks):
-    slices = emulated_slices(Layout.parse(LAYOUT, "the test's layout"))
+    slices = list_emulated_slices(Layout.parse(LAYOUT, "the test's layout"))
     with EmulatedCluster.start(slices, folder=tmp_path_factory.mktemp("cluster"), forks=forks) as cluster:
         connect(cluster.address)
         yield cluster

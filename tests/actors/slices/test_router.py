@@ -17,9 +17,9 @@ from actors.pipeline.pools import deploy, shut_down, wait_until_up
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from cluster.connect import connect, leave
 from cluster.emulation import ray_nodes
-from cluster.gang.placement import off_hosts
+from cluster.gang.placement import select_off_hosts
 from cluster.gang.protocol import Timeouts
-from cluster.inventory import slices_found
+from cluster.inventory import list_slices
 from cluster.layout import Layout
 from scripts.simulation import measure
 from scripts.simulation.simulated import MODEL, Planned
@@ -105,7 +105,7 @@ def test_many_at_once_are_spread_evenly(running):
         num_replicas=SLICES,
         max_ongoing_requests=9,
         request_router_config={"request_router_class": "actors.slices.router:LeastLoadedRouter"},
-        ray_actor_options={"num_cpus": 0.1, "label_selector": off_hosts()},
+        ray_actor_options={"num_cpus": 0.1, "label_selector": select_off_hosts()},
     )
     class Sleeper:
         async def __call__(self):
@@ -136,7 +136,7 @@ def test_a_handle_that_never_learns_of_its_pool_is_made_anew(running, monkeypatc
 
 def host_of(cluster, slice_name):
     """Return the host's process of the slice that a replica has."""
-    [held] = [slice_ for slice_ in slices_found() if slice_.holder == slice_name]
+    [held] = [slice_ for slice_ in list_slices() if slice_.holder == slice_name]
     folder = cluster.temp / cluster._host(held.name, 0).name
     [process] = [process for process in ray_nodes.processes(folder) if "HostActor" in process.name()]
     return process

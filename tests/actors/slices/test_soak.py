@@ -19,7 +19,7 @@ from actors.pipeline.pools import deploy, shut_down
 from actors.slices.references import RefStore
 from cluster.connect import connect, leave
 from cluster.emulation.ray_nodes import processes
-from cluster.inventory import slices_found
+from cluster.inventory import list_slices
 from scripts.simulation import soak
 from scripts.simulation.memory import growth, store_mib
 from scripts.simulation.simulated import simulated_video
@@ -45,7 +45,7 @@ def within(work):
 
 
 def slice_of(pool):
-    return next(slice_.name for slice_ in slices_found() if (slice_.holder or "").startswith(f"{pool}/"))
+    return next(slice_.name for slice_ in list_slices() if (slice_.holder or "").startswith(f"{pool}/"))
 
 
 def kill_host_process(cluster, name):

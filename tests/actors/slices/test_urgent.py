@@ -12,7 +12,7 @@ from actors.pipeline.driver import PipelineDriver
 from actors.pipeline.pools import deploy, open_handle, shut_down
 from actors.slices.snapshots import Snapshots
 from cluster.connect import connect, leave
-from cluster.inventory import slices_found
+from cluster.inventory import list_slices
 from cluster.layout import Layout
 from scripts.simulation import soak
 from tests.cluster.conftest import drain
@@ -200,7 +200,7 @@ def test_a_drain_moves_what_is_paused_at_once(running):
         await making.until(lambda: len(making.steps("moved")) >= 5, "low steps")
         making.start("overtakes", 2, 300, priority=1)
         await making.until(lambda: making.steps("overtakes"), "urgent steps")
-        [left] = [s for s in slices_found() if s.holder is not None and s.holder.startswith("experts/")]
+        [left] = [s for s in list_slices() if s.holder is not None and s.holder.startswith("experts/")]
         await asyncio.to_thread(drain, cluster, left.hosts[0].node_id, 900)
 
         async def moved():
