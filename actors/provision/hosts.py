@@ -34,12 +34,12 @@ def hosts(argv: Sequence[str]) -> None:
             f"--account {args.account!r} is no service account; give NAME@PROJECT.iam.gserviceaccount.com"
         )
     machines = Machines(args.name, args.project, args.zone, args.image, args.account, args.spot)
-    made = format_scripts(Layout.load(args.layout), machines)
+    scripts = format_scripts(Layout.load(args.layout), machines)
     try:
         args.folder.mkdir(parents=True, exist_ok=True)
-        for name, content in made.items():
+        for name, content in scripts.items():
             (args.folder / name).write_text(content)
             (args.folder / name).chmod(0o755)
     except OSError as error:
         raise OutputError(f"can't write to {args.folder} ({error.strerror})") from None
-    print(f"{', '.join(made)} are in {args.folder}; {args.folder}/create.sh creates the machines")
+    print(f"{', '.join(scripts)} are in {args.folder}; {args.folder}/create.sh creates the machines")
