@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from wan_tpu.pricing.plan import Needs, Planner
 
 PLOTS = (".png", ".svg", ".pdf")
-SHOWN = 8  # layouts, of those that were compared
+SHOWN = 8  # The most layouts that are listed.
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _ABOUT = """Plan a published model on TPU slices: does it fit, how long does it take, on which mesh, and what does a
 video cost?
@@ -51,24 +51,24 @@ needed. What was compiled once is kept in --compiled. docs/performance.md says w
 
 def plan(argv: Sequence[str]) -> int:
     """Print the plans; return 1 when a program of them doesn't fit or can't be compiled."""
-    args = _arguments(argv)
-    os.environ["JAX_PLATFORMS"] = "cpu"  # slices are described, this machine's own accelerators stay untouched
+    args = _parse_arguments(argv)
+    os.environ["JAX_PLATFORMS"] = "cpu"  # Slices are described; this machine's own accelerators stay untouched.
     if args.plot:
         _check_plot(args.plot)
     _check_compiled(args.compiled)
     args.calibration = None if args.calibration is None else load_calibration(args.calibration)
     if args.layout is not None or args.videos_a_day is not None:
-        _money(args)
+        _print_costs(args)
         return 0
-    return _programs(args)
+    return _print_programs(args)
 
 
-def _programs(args: argparse.Namespace) -> int:
+def _print_programs(args: argparse.Namespace) -> int:
     from wan_tpu.pricing.plan import STEP
     from wan_tpu.pricing.plan_text import compare, describe, draw, to_json
 
-    plans, others = [], []  # those asked for; those of other meshes, the denoise step only
-    planners = [_planner(args, SliceSpec(name)) for name in args.slice]
+    plans, others = [], []  # The requested plans, and the denoise step's on other meshes.
+    planners = [_make_planner(args, SliceSpec(name)) for name in args.slice]
     for planner in planners:  # All are checked before the first is compiled for.
         planner.mesh((args.dp, args.sp, args.tp))
     for planner in planners:
@@ -86,20 +86,20 @@ def _programs(args: argparse.Namespace) -> int:
     return 1 if any(program.compiled.refused for plan in plans for program in plan.programs) else 0
 
 
-def _planner(args: argparse.Namespace, kind: SliceSpec) -> "Planner":
+def _make_planner(args: argparse.Namespace, kind: SliceSpec) -> "Planner":
     from wan_tpu.pricing.plan import Planner
 
     return Planner(
         args.model,
-        _request(args),
+        _read_request(args),
         described(kind, args.calibration),
         dtype=args.dtype,
         cache=args.compiled,
-        report=_progress(),
+        report=_make_report(),
     )
 
 
-def _request(args: argparse.Namespace) -> ResolvedRequest:
+def _read_request(args: argparse.Namespace) -> ResolvedRequest:
     height, width = (None, None) if args.size is None else read_size("--size", args.size)
     request = GenerationRequest(
         height=height,
@@ -117,16 +117,18 @@ def _request(args: argparse.Namespace) -> ResolvedRequest:
 # ---- dollars
 
 
-def _money(args: argparse.Namespace) -> None:
+def _print_costs(args: argparse.Namespace) -> None:
     """Print what a layout makes and costs, or the layouts that meet a demand."""
-    spec, request = preset_spec(args.model), _request(args)
+    spec, request = preset_spec(args.model), _read_request(args)
     terms = Terms(Prices.load(args.prices), args.capacity, args.region, args.busy, args.cold_start_s, args.starts_a_day)
     layout = None if args.layout is None else Layout.load(args.layout)
     if layout is not None:
         layout.check_stages(spec.stages)
     measured = ""
     for kind in [pool.slice for pool in layout.pools] if layout else map(SliceSpec, args.slice):
-        terms.prices.chip_hour(kind, terms.capacity, terms.region)  # refused before minutes of compiling
+        terms.prices.chip_hour(
+            kind, terms.capacity, terms.region
+        )  # A missing price is refused before minutes of compiling.
         measured = described(kind, args.calibration).calibrated
     seconds, fits = _measure_stages(args, layout)
     if layout is not None:
@@ -149,8 +151,8 @@ def _money(args: argparse.Namespace) -> None:
     )
     if measured:
         print(f"{measured}\n")
-    print(_table(estimates[:SHOWN]))
-    print(f"\n{_described(estimates[0])}")
+    print(_format_table(estimates[:SHOWN]))
+    print(f"\n{_format_estimate(estimates[0])}")
     if layout is None:
         print(f"\n# the cheapest, as a layout\n{estimates[0].text}", end="")
 
@@ -161,7 +163,7 @@ def _measure_stages(args: argparse.Namespace, layout: Layout | None) -> tuple[St
     Returns:
         What a video takes of them, and whether a slice has memory for some of them together.
     """
-    spec, request = preset_spec(args.model), _request(args)
+    spec, request = preset_spec(args.model), _read_request(args)
     needs: dict[str, dict[str, Needs]] = {}
     wanted: list[tuple[SliceSpec, Sequence[int | None], Sequence[str]]]
     if layout is None:
@@ -169,7 +171,7 @@ def _measure_stages(args: argparse.Namespace, layout: Layout | None) -> tuple[St
     else:
         wanted = [(pool.slice, pool.mesh, pool.stages) for pool in layout.pools]
     for kind, mesh, stages in wanted:
-        slice_plan = _planner(args, kind).plan(mesh, stages=stages)
+        slice_plan = _make_planner(args, kind).plan(mesh, stages=stages)
         experts = [expert for expert in spec.experts(request) if expert.stage in stages]
         needs.setdefault(kind.name, {}).update(slice_plan.needs(experts))
         missing = [stage for stage in stages if stage not in needs[kind.name]]
@@ -184,7 +186,7 @@ def _measure_stages(args: argparse.Namespace, layout: Layout | None) -> tuple[St
     }, fits
 
 
-def _table(estimates: Sequence[Estimate]) -> str:
+def _format_table(estimates: Sequence[Estimate]) -> str:
     lines = [f"{'':<34}{'chips':>6}{'videos/h':>10}{'to a video':>12}{'$ an hour':>11}{'$ a video':>11}"]
     for estimate in estimates:
         figures = f"{estimate.videos_an_hour:>10.1f}{estimate.to_a_video_s:>10.0f} s{estimate.dollars_an_hour:>11.2f}"
@@ -192,7 +194,7 @@ def _table(estimates: Sequence[Estimate]) -> str:
     return "\n".join(lines)
 
 
-def _described(estimate: Estimate) -> str:
+def _format_estimate(estimate: Estimate) -> str:
     lines = [f"{estimate.name}\n{'pool':<16}{'slice':<8}{'replicas':>9}{'s a video':>11}{'busy':>7}{'waits, s':>10}"]
     for load in estimate.pools:
         start = f"{load.pool.name:<16}{load.pool.slice.name:<8}{load.replicas:>9}{load.seconds:>11.2f}"
@@ -246,12 +248,12 @@ def _check_compiled(folder: Path) -> None:
     check_folder(folder, "--compiled")
 
 
-def _progress():  # type: ignore[no-untyped-def]
+def _make_report():  # type: ignore[no-untyped-def]
     start = time.monotonic()
     return lambda text: print(f"[{time.monotonic() - start:5.0f} s] {text}", file=sys.stderr, flush=True)
 
 
-def _duration(text: str) -> float:
+def _parse_duration(text: str) -> float:
     """Return seconds of "90s", "10m", "2h"."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smh])", text)
     if match is None or float(match[1]) == 0:
@@ -259,7 +261,7 @@ def _duration(text: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
-def _positive(text: str) -> float:
+def _parse_positive(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -269,7 +271,7 @@ def _positive(text: str) -> float:
     return value
 
 
-def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="wan-tpu plan", description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--model", "--model_id", choices=published(), required=True, metavar="MODEL", help="by name: wan-tpu models"
@@ -298,8 +300,8 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--compiled", type=Path, default=home / "wan-tpu" / "plan", help="default %(default)s")
     money = parser.add_argument_group("dollars")
     money.add_argument("--layout", help="a layout file, or a shipped one: what it makes and costs")
-    money.add_argument("--videos_a_day", type=_positive, help="which layout makes so many for the least money")
-    money.add_argument("--within", type=_duration, default=float("inf"), help="of being asked for: 90s, 10m, 2h")
+    money.add_argument("--videos_a_day", type=_parse_positive, help="which layout makes so many for the least money")
+    money.add_argument("--within", type=_parse_duration, default=float("inf"), help="of being asked for: 90s, 10m, 2h")
     money.add_argument(
         "--spot", dest="capacity", action="store_const", const="spot", default="on-demand", help="spot prices"
     )
@@ -309,9 +311,11 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     money.add_argument(
         "--busy", type=float, default=0.8, help="share of its time that a slice may; default %(default)s"
     )
-    money.add_argument("--cold_start_s", type=_positive, default=120.0, help="until a slice works; default %(default)s")
-    money.add_argument("--starts_a_day", type=_positive, default=1.0, help="of each slice; default %(default)s")
-    parser.set_defaults(capacity="on-demand")  # of two options, of which one has none
+    money.add_argument(
+        "--cold_start_s", type=_parse_positive, default=120.0, help="until a slice works; default %(default)s"
+    )
+    money.add_argument("--starts_a_day", type=_parse_positive, default=1.0, help="of each slice; default %(default)s")
+    parser.set_defaults(capacity="on-demand")  # Two options set it.
     args = parser.parse_args(argv)
     if not 0 < args.busy < 1:
         raise InvalidInput(f"--busy is {args.busy:g}; it must lie between 0 and 1, such as 0.8")

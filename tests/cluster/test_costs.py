@@ -146,9 +146,9 @@ def test_the_shipped_table_has_what_the_docs_say():
 
 def test_what_is_printed_can_be_read(terms, tmp_path):
     estimates = recommend(SECONDS, STAGES, EXPERTS, terms, 5000, 600, fits=fit)
-    lines = plan._table(estimates).splitlines()[1:]
+    lines = plan._format_table(estimates).splitlines()[1:]
     assert [line.split()[-1] for line in lines] == [f"{estimated.dollars_a_video:.3f}" for estimated in estimates]
-    rows = plan._described(estimates[0]).splitlines()[2:]
+    rows = plan._format_estimate(estimates[0]).splitlines()[2:]
     assert [row.split()[:3] for row in rows] == [
         [load.pool.name, load.pool.slice.name, str(load.replicas)] for load in estimates[0].pools
     ]
