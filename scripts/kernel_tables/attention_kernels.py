@@ -22,10 +22,10 @@ class Row:
     chip: str
     kernel: str
     tile: str
-    per_million: float | None  # bundles of the hot region a million scores
-    slots_per_million: float | None  # the same of the bound by issue slots, which covers the whole kernel
-    step: int | None  # bundles of the hot region: one grid step
-    outside: int | None  # all other bundles: start, end, last keys
+    per_million: float | None  # The hot region's bundles for each million scores.
+    slots_per_million: float | None  # The same for the bound by issue slots, which covers the whole kernel.
+    step: int | None  # The hot region's bundles: one grid step.
+    outside: int | None  # All other bundles: start, end, last keys.
     note: str = ""
 
 

@@ -27,9 +27,17 @@ TAPS = 27
 class ConvRow:
     """One call on one device of a chip.
 
-    cycles      as `KernelPrices` counts them; at_peak what the multiply-adds alone take at the chip's peak
-    hbm_cycles  what reading the operands and writing the result once takes
-    compile_cpu_s  tracing and compiling, summed over the cores
+    Attributes:
+        chip: The generation.
+        frames: The latent frames.
+        columns: The columns on the device.
+        rows: The rows.
+        channels: The channels of input and output.
+        grid: The kernel's grid.
+        cycles: The cycles as `KernelPrices` counts them.
+        at_peak: The cycles that the multiply-adds alone take at the chip's peak.
+        hbm_cycles: The cycles that reading the operands and writing the result once takes.
+        compile_cpu_s: The seconds of tracing and compiling, summed over the cores.
     """
 
     chip: str

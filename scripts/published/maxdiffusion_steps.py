@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from wan_tpu.runtime.program import ON_TENSOR_CORE
 
-TEXT = 512  # tokens of a prompt
+TEXT = 512  # The tokens of a prompt.
 # `pyconfig` puts these before and after a configuration's own rules of axes, where attention is Ulysses or a ring.
 BEFORE = tuple(
     (f"activation_{part}", axis)
@@ -32,18 +32,21 @@ BEFORE = tuple(
     )
 )
 AFTER = (("activation_length", "context"), ("activation_kv_length", "context"), ("layers_per_stage", None))
-FLOAT32 = ("norm", "condition_embedder", "scale_shift_table")  # weights with this in their name stay so
+FLOAT32 = ("norm", "condition_embedder", "scale_shift_table")  # Weights with one of these in their names stay float32.
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a run there is asked for.
+    """The settings of a run of maxdiffusion.
 
-    attention  by its registered name
-    tile       `flash_block_sizes`
-    ulysses    devices that exchange heads, of those along 'context'; the others form a ring
-    uniform    whether every head takes the fixed shift: what its kernel else asks the data, and what bundles can't tell
-    channels   of the latents, with those of a picture
+    Attributes:
+        attention: The attention's registered name.
+        tile: Its `flash_block_sizes`.
+        ulysses: How many of the devices along 'context' exchange heads; the others form a ring.
+        uniform: Whether every head takes the fixed shift. Its kernel otherwise decides by the data, which bundles can't
+            show.
+        channels: The channels of the latents, including those of an image.
+        config: The configuration file.
     """
 
     attention: str

@@ -18,18 +18,23 @@ from wan_tpu.pricing.cost import Cost, Times
 from wan_tpu.pricing.ici import interconnect_of
 from wan_tpu.pricing.kernel_prices import KernelPrices, count_alone
 
-LAYERS = 2, 4  # that are compiled; a step of all goes on from these in a straight line
+# These numbers of layers are compiled; a step of all layers is extrapolated from them in a straight line.
+LAYERS = (2, 4)
 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
 class Row:
-    """Something measured, and how the same is predicted.
+    """A published measurement, and how the same program is predicted.
 
-    measured  seconds, the least and the most where several were published
-    predict   given what compiles and prices on that slice
-    differs   what is known to be other than there, besides versions of JAX and libtpu
+    Attributes:
+        title: The program.
+        slice: The slice that it ran on.
+        measured: The seconds: the least and the most, where several were published.
+        source: Where it was published.
+        predict: Compiles and prices the program for that slice.
+        differs: Known differences from the published run, besides versions of JAX and libtpu.
     """
 
     title: str
@@ -44,7 +49,7 @@ class Pricing:
     """Compiles programs for one described slice, and prices them."""
 
     def __init__(self, kind: str, cache: Path, calibration: Calibration | None = None) -> None:
-        """cache: where bundles of kernels are kept; calibration: measured figures in place of published ones."""
+        """Describe a slice. `cache` keeps kernels' bundles; a `calibration` replaces published figures."""
         self.slice = described(SliceSpec(kind), calibration)
         self._devices = self.slice.devices()
         self._kernels = KernelPrices(cache, self.slice.hardware, self.slice.cores, count_alone)
@@ -67,10 +72,14 @@ class Pricing:
         flags: Mapping[str, Any] | None = None,
         prefer: Sequence[str] = (),
     ) -> Cost:
-        """Return what a program costs that is given as a function and its abstract arguments.
+        """Return what a program costs.
 
-        legacy  whether the mesh is set as JAX did before `jax.set_mesh`
-        flags   of libtpu; prefer: as `analyse` takes it
+        Args:
+            mesh: The devices that it is compiled for.
+            program: A function and its abstract arguments.
+            legacy: Whether the mesh is set as JAX did before `jax.set_mesh`.
+            flags: Flags of libtpu.
+            prefer: As in `analyse`.
         """
         function, arguments = program
         with mesh if legacy else jax.set_mesh(mesh):
@@ -88,6 +97,6 @@ class Pricing:
         return cost
 
     def step(self, layers: int, of: Callable[[int], Program], mesh: Mesh) -> Times:
-        """Return the seconds of a step of so many layers; of: the program with that many."""
+        """Return the seconds of a step of `layers` layers, where `of` returns the program with a number of layers."""
         few, more = (self.cost(mesh, of(count)).total for count in LAYERS)
         return few + (more + few * -1) * ((layers - LAYERS[0]) / (LAYERS[1] - LAYERS[0]))
