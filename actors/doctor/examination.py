@@ -45,9 +45,9 @@ def examine(machine: Machine, parts: Sequence[str], on_finding: Callable[[str, F
     """Run checks, one part after the other; whatever one of them raises is a finding of its own.
 
     Args:
-        machine: what is checked; it is completed on the way
-        parts: of `PARTS`; "jax" is run in any case where one of them needs devices
-        on_finding: is told each finding, with its part's name, as soon as it is there
+        machine: The machine to check; its fields are filled in on the way.
+        parts: Some of `PARTS`. "jax" is run in any case where one of them needs devices.
+        on_finding: Called with each finding, and its part's name, as soon as it is there.
     """
     done = []
     for name in in_order(parts):
@@ -88,9 +88,9 @@ def write_bundle(path: Path, machine: Machine, hosts: Sequence[Sequence[Part]]) 
     """Write everything as JSON: versions, flags, findings with their figures. No secret and no prompt is in it.
 
     Args:
-        path: the file
-        machine: one of the hosts
-        hosts: the parts of each host
+        path: The file.
+        machine: One of the hosts.
+        hosts: The parts of each host.
     """
     bundle: dict[str, Any] = {
         "wan_tpu_doctor": 1,

@@ -1,4 +1,4 @@
-"""What a check has found, and the machine that is checked."""
+"""The results of checks, and the machine that is checked."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,12 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        name: what was looked at
-        measured: what it is
-        verdict: "fail" where videos would be wrong or not made, "warn" where they would be slow
-        expected: what it should be, where that is known
-        advice: what to do about it
-        figures: the numbers behind it, for the bundle
+        name: What was checked.
+        measured: The result.
+        verdict: "fail" where videos would be wrong or not made, "warn" where they would be slow.
+        expected: The right result, where that is known.
+        advice: What to do about it.
+        figures: The numbers behind it, for the bundle.
     """
 
     name: str
@@ -37,12 +37,12 @@ class Machine:
     """What is checked.
 
     Attributes:
-        folder: where files may be written: on the disk that weights go to
-        is_rehearsal: whether CPU devices stand in for chips; sizes are small then, and kernels are interpreted
-        kind: what JAX calls a device, once it has started
-        devices: how many devices it has
-        is_slice: whether this process is one of a slice's, which were started and joined by its leader
-        calibration: what was measured of figures that plans are priced with
+        folder: A folder to write to, on the disk that weights go to.
+        is_rehearsal: Whether CPU devices stand in for chips; sizes are small then, and kernels are interpreted.
+        kind: JAX's name of a device, once it has started.
+        devices: The number of devices.
+        is_slice: Whether this process is one of a slice's, which its leader started and joined.
+        calibration: Measured values of the figures that plans are priced with.
     """
 
     folder: Path
@@ -67,12 +67,12 @@ def compare(name: str, unit: str, value: float, peak: float | None, share: float
     """Return a finding about a rate.
 
     Args:
-        name: what was measured
-        unit: of the rate
-        value: the rate
-        peak: what the hardware is published to do; None where that isn't known
-        share: the part of it below which something is wrong
-        advice: what to do then
+        name: What was measured.
+        unit: The unit of the rate.
+        value: The rate.
+        peak: The hardware's published rate, or None where it isn't known.
+        share: The share of the peak below which something is wrong.
+        advice: What to do then.
     """
     figures = {"value": value, "unit": unit, "peak": peak}
     if peak is None:

@@ -24,16 +24,16 @@ FIGURES = {
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """Measured figures; what is None was not measured and keeps its published value.
+    """Measured figures. A figure that is None was not measured, and keeps its published value.
 
     Attributes:
-        clock_hz: of the TensorCore
-        grid_step_s: what a kernel's grid step takes beyond its bundles; published figures know nothing of it
-        hbm_bytes_per_s: of one JAX device
-        link_bytes_per_s: of a link between chips, in one direction
-        core_bytes_per_s: between the two devices of a chip, in one direction
-        chip: the generation that was measured
-        source: file and date of the report, for people
+        clock_hz: The TensorCore's clock.
+        grid_step_s: The time of a kernel's grid step beyond its bundles, of which nothing is published.
+        hbm_bytes_per_s: The memory bandwidth of one JAX device.
+        link_bytes_per_s: The bandwidth of a link between chips, in one direction.
+        core_bytes_per_s: The bandwidth between the two devices of a chip, in one direction.
+        chip: The generation that was measured.
+        source: The file and date of the report, for people.
     """
 
     clock_hz: float | None = None
@@ -57,7 +57,8 @@ class Calibration:
     def apply(self, described: "DescribedSlice") -> "DescribedSlice":
         """Return a slice with the measured figures, from which it is priced.
 
-        Raises `InvalidInput` for one of another generation.
+        Raises:
+            InvalidInput: The slice is of another generation.
         """
         hardware = described.hardware
         if self.chip != hardware.name:

@@ -12,9 +12,10 @@ if TYPE_CHECKING:
 def described(kind: SliceSpec, calibration: Calibration | None = None) -> "DescribedSlice":
     """Return the description of a slice of this kind, by published figures, or by those that were measured.
 
-    Raises `InvalidInput` when they were measured on another generation.
+    Raises:
+        InvalidInput: They were measured on another generation.
     """
-    from wan_tpu.aot.topology import DescribedSlice, Hardware  # brings JAX
+    from wan_tpu.aot.topology import DescribedSlice, Hardware  # This imports JAX.
 
     chip = kind.chip
     sizes = [size if wraps else 0 for size, wraps in zip(kind.shape, kind.wraps, strict=True)]
