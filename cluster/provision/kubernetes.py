@@ -1,7 +1,8 @@
-"""What Kubernetes is given to run a layout: Ray clusters, services and jobs as KubeRay 1.5 and later take them, on GKE.
+"""Kubernetes objects that run a layout on GKE: Ray clusters, services and jobs for KubeRay 1.5 and later.
 
-A kind of slice is a worker group: KubeRay makes whole slices of its pods, GKE's TPU webhook tells each its place there,
-and Ray's autoscaler launches them for the bundles that a slice asks for. Leaders and HTTP run in a group without TPUs.
+Each kind of slice is a worker group: KubeRay creates its pods in whole slices, GKE's TPU webhook tells each pod its
+place in the slice, and Ray's autoscaler launches slices for the bundles that leaders request. Leaders and HTTP run in a
+group without TPUs.
 
 Sources: KubeRay's schemas of ray.io/v1; docs.cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus for node
 selectors; docs.ray.io, "Ray on Kubernetes", for TPUs, probes and token authentication.
@@ -22,17 +23,17 @@ Object = dict[str, Any]
 
 API = "ray.io/v1"
 CPU_GROUP = "cpu"
-# Of every container.
+# Environment variables of every container.
 ENVIRONMENT = {
-    # GKE takes a spot node away 15 s after it has said so; what drains then must have ended before.
+    # GKE takes a spot node away 15 s after its notice, so draining must have ended by then.
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "13",
-    "RAY_JOB_STOP_WAIT_TIME_S": "60",  # a job that is stopped takes its pipeline down
-    # docs/serving.md
+    "RAY_JOB_STOP_WAIT_TIME_S": "60",  # A stopped job takes its pipeline down.
+    # See docs/serving.md for these.
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
 }
-# Where Ray's dashboard may trace a host: JAX's profiler listens there, and asks for no token.
+# These let Ray's dashboard trace a host: JAX's profiler listens on the port, and asks for no token.
 _TRACES = {"RAY_DASHBOARD_ENABLE_PROFILING": "1", "JAX_PROFILER_PORT": "9999"}
 # Ray's agent on each node answers both on this port, and asks for no token. The head's path also checks the GCS.
 _AGENT_PORT = 52365
@@ -41,32 +42,37 @@ _HEAD_HEALTH, _WORKER_HEALTH = "/api/healthz", "/api/local_raylet_healthz"
 HEAD = {"ray.io/node-type": "head"}
 SERVES = {"ray.io/serve": "true"}
 SERVE_PORT = 8000
-_USER = 1000  # Of the image (cluster/Dockerfile).
-# Disk of a pod: logs, and objects that Ray spills; beside that, the weights of a model that comes from the hub.
+_USER = 1000  # The user of the image (cluster/Dockerfile).
+# The disk of a pod, for logs and objects that Ray spills; and the disk for the weights of a model from the hub.
 _DISK_GIB, _HUB_GIB = 20, 160
-# What collects a pod's figures, by kind: GKE's own managed Prometheus, or the Prometheus operator.
+# Objects that collect a pod's metrics, by kind: for GKE's own managed Prometheus, or for the Prometheus operator.
 MONITORS = {"PodMonitoring": "monitoring.googleapis.com/v1", "PodMonitor": "monitoring.coreos.com/v1"}
-# Where Google's front ends and their health checks come from (docs.cloud.google.com/load-balancing/docs/health-checks).
+# The networks of Google's front ends and their health checks (docs.cloud.google.com/load-balancing/docs/health-checks).
 LOAD_BALANCERS = ("35.191.0.0/16", "130.211.0.0/22")
 _CONTAINER_SECURITY: Object = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-_LEADERS_A_CPU = 10  # and other actors of 0.1 CPU
-_CPUS = 4  # of a pod without TPUs
+_LEADERS_A_CPU = 10  # Leaders, like other small actors, take 0.1 CPU each.
+_CPUS = 4  # How many CPUs a pod without TPUs has.
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where and how it runs.
+    """Where and how a Ray cluster runs.
 
-    account   Google's service account that the pods act as, to reach buckets
-    secret    name of a Secret whose keys are environment variables of all pods (PGPASSWORD)
-    capacity  of TPU machines: "on-demand", "spot", "flex-start"
-    from_hub  whether hosts download weights from the hub onto their disks
-    public    whether clients come through Google's load balancer (`cluster.provision.exposure`)
-    queue     Kueue's local queue that it waits in; a cluster that waits so has all its slices from the start, since
-              Kueue admits none that scales
-    monitor   which of `MONITORS` collects its figures, None: nothing does
-    traces    whether Ray's dashboard may trace a host, whose image then has TensorFlow
-    idle_s    until a slice that nobody holds is given back
+    Attributes:
+        name: The name of the objects.
+        namespace: Their namespace.
+        image: The container image.
+        ray_version: The version of Ray in the image.
+        account: The Google service account that the pods act as, to reach buckets.
+        secret: The name of a Secret whose keys are environment variables of all pods (PGPASSWORD).
+        capacity: How TPU machines are provisioned: "on-demand", "spot" or "flex-start".
+        from_hub: Whether hosts download weights from the hub onto their disks.
+        public: Whether clients come through Google's load balancer (`cluster.provision.exposure`).
+        queue: The Kueue local queue in which the cluster waits. Such a cluster has all its slices from the start, since
+            Kueue admits none that scales.
+        monitor: Which of `MONITORS` collects metrics; None for none.
+        traces: Whether Ray's dashboard may trace a host, for which the image needs TensorFlow.
+        idle_s: After how many seconds an unused slice is released.
     """
 
     name: str
@@ -85,14 +91,14 @@ class Target:
 
     @property
     def labels(self) -> dict[str, str]:
-        """Labels of all objects and pods.
+        """The labels of all objects and pods.
 
-        A pod's `app.kubernetes.io/name` stays KubeRay's own: the services that it makes for a head select by it.
+        A pod's `app.kubernetes.io/name` stays KubeRay's own, because KubeRay's services for a head select by it.
         """
         return {"app.kubernetes.io/part-of": "wan-tpu", "app.kubernetes.io/instance": self.name}
 
     def object(self, api: str, kind: str, *, suffix: str | None = None, **content: Any) -> Object:
-        """Return an object of that name, or of that name and a suffix where there are several of a kind."""
+        """Return an object with the target's name, and a suffix if there are several of a kind."""
         queued = {"kueue.x-k8s.io/queue-name": self.queue} if self.queue and kind.startswith("Ray") else {}
         name = self.name if suffix is None else f"{self.name}-{suffix}"
         metadata = {"name": name, "namespace": self.namespace, "labels": self.labels | queued}
@@ -100,7 +106,11 @@ class Target:
 
 
 def ray_cluster(layout: Layout, target: Target) -> Object:
-    """Return the spec of a Ray cluster; raises `LayoutError` for kinds of slices that GKE has no machine for."""
+    """Return the spec of a Ray cluster.
+
+    Raises:
+        LayoutError: GKE has no machines for a kind of slice, or the layout is for emulated slices.
+    """
     if layout.devices_per_host is not None:
         raise LayoutError(f"{layout.source}: its slices are emulated; take out emulate, or give a layout of real ones")
     kinds: dict[str, tuple[SliceSpec, int]] = {}
@@ -174,13 +184,13 @@ def _network_policy(target: Target, *, http: bool) -> dict[str, Object]:
 
 
 def service(layout: Layout, target: Target, config: str) -> Object:
-    """Return a RayService; config: Serve's, as YAML."""
+    """Return a RayService with Serve's configuration, a YAML text."""
     spec = {"serveConfigV2": config, "rayClusterConfig": ray_cluster(layout, target)}
     return target.object(API, "RayService", spec=spec)
 
 
 def job(layout: Layout, target: Target, entrypoint: str) -> Object:
-    """Return a RayJob, whose cluster goes when it has ended."""
+    """Return a RayJob, whose cluster is deleted when the job has ended."""
     spec = {
         "entrypoint": entrypoint,
         "submissionMode": "HTTPMode",
@@ -197,7 +207,7 @@ def cluster(layout: Layout, target: Target) -> Object:
 
 
 def as_yaml(objects: Mapping[str, Object]) -> str:
-    """Return objects as documents of one YAML text, each below a comment, its key."""
+    """Return objects as documents of one YAML text, each below its key as a comment."""
     documents = []
     for comment, content in objects.items():
         lines = "".join(f"# {line}\n" for line in comment.splitlines())
@@ -210,9 +220,9 @@ def as_yaml(objects: Mapping[str, Object]) -> str:
 
 def _head(target: Target) -> Object:
     ports = {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "serve": SERVE_PORT, "metrics": 8080}
-    # KubeRay before 1.6 would run wget as a probe, which the image doesn't have.
+    # Without these probes, KubeRay before 1.6 would run wget, which the image doesn't have.
     container = _container(target, ports, cpu=4, memory="16Gi") | _probes(_HEAD_HEALTH)
-    # Nothing is placed on the head: it dies with what overloads it, and all others with it.
+    # Ray places nothing on the head: if something overloaded it, the head would die, and all other nodes with it.
     return {
         "rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"},
         "template": _template(target, container, {}),
@@ -220,7 +230,7 @@ def _head(target: Target) -> Object:
 
 
 def _cpu_group(layout: Layout, target: Target) -> Object:
-    """Return the group of leaders, drivers, workers and ingresses: on a TPU host they would be lost with its slice."""
+    """Return the group for leaders, drivers, workers and ingresses; on a TPU host they would be lost with its slice."""
     container = _container(target, {"metrics": 8080}, cpu=_CPUS, memory="16Gi") | _probes(_WORKER_HEALTH)
     actors = layout.slices + 10
     return {
@@ -234,7 +244,7 @@ def _cpu_group(layout: Layout, target: Target) -> Object:
 
 
 def _slice_group(kind: SliceSpec, most: int, target: Target, source: str) -> Object:
-    """Return the group of a kind of slice: none at first, what is asked for later, `most` in all."""
+    """Return the group of a kind of slice, which has none at first, and up to `most` on request."""
     machine = kind.chip.gke_machines.get(kind.chips_per_host)
     if machine is None:
         known = ", ".join(kind.chip.gke_machines.values()) or "none"
@@ -243,7 +253,7 @@ def _slice_group(kind: SliceSpec, most: int, target: Target, source: str) -> Obj
     container = _container(
         target, {"metrics": 8080}, cpu=16 if small else 64, memory="32Gi" if small else "128Gi", tpu=kind.chips_per_host
     )
-    # The machine, too: a slice of 2x4 chips may also be two machines of four.
+    # Select the machine type too, because a slice of 2x4 chips may also be two machines of four.
     selector = {**kind.gke_selector, "node.kubernetes.io/instance-type": machine}
     tolerations = [{"key": "google.com/tpu", "operator": "Exists", "effect": "NoSchedule"}]
     if target.capacity != "on-demand":
@@ -256,10 +266,10 @@ def _slice_group(kind: SliceSpec, most: int, target: Target, source: str) -> Obj
         "minReplicas": 0,
         "maxReplicas": most,
         "numOfHosts": kind.hosts,
-        # By these Ray's autoscaler knows which group a slice's bundles fit on.
+        # These labels tell Ray's autoscaler on which group a slice's bundles fit.
         "labels": kind.host_selector,
         "rayStartParams": {"num-cpus": str(16 if small else 64)}
-        # Ray counts device files, so it is told the number where a chip has several.
+        # Ray counts device files, so the number of chips is given here if a chip has several.
         | ({"resources": f'"{{\\"TPU\\": {kind.chips_per_host}}}"'} if kind.chip.device_files > 1 else {}),
         "template": _template(
             target, container | _probes(_WORKER_HEALTH), {"nodeSelector": selector, "tolerations": tolerations}
@@ -279,7 +289,7 @@ def _template(target: Target, container: Object, more: Object) -> Object:
         },
         **more,
     }
-    # GKE's autoscaler would move a pod to empty a machine; Ray's decides which of them are idle.
+    # GKE's autoscaler would move pods to empty a machine, but Ray's autoscaler decides which pods are idle.
     annotations = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
     metadata = {"labels": target.labels, "annotations": annotations}
     return {"metadata": metadata, "spec": spec | {"containers": [container]}}
@@ -289,7 +299,7 @@ def _container(target: Target, ports: Mapping[str, int], *, cpu: int, memory: st
     disk_gib = _DISK_GIB + (_HUB_GIB if tpu and target.from_hub else 0)
     requests: Object = {"cpu": str(cpu), "memory": memory}
     limits: Object = {}
-    if tpu:  # alone on its machine: no limit of CPU and memory
+    if tpu:  # The pod is alone on its machine, so CPU and memory need no limit.
         requests["google.com/tpu"] = limits["google.com/tpu"] = str(tpu)
     else:
         limits = dict(requests)

@@ -29,7 +29,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedCluste
 
 @pytest.fixture
 def all_free(cluster: EmulatedCluster) -> Iterator[Callable[..., None]]:
-    """Waits until all chips are free and the processes given are gone; done once more after the test."""
+    """Return a function that waits until all chips are free and some processes are gone; wait again after the test."""
 
     def wait(*pids: int, chips: int = CHIPS) -> None:
         wait_for(lambda: ray.available_resources().get("TPU") == chips, "all chips free")
@@ -40,7 +40,7 @@ def all_free(cluster: EmulatedCluster) -> Iterator[Callable[..., None]]:
 
 
 def drain(cluster: EmulatedCluster, node_id: str, seconds: float) -> None:
-    """Tell Ray, as an operator or a notice of preemption does, that a node goes."""
+    """Tell Ray that a node will go away, as an operator or a notice of preemption does."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", cluster.address]
     command += ["--node-id", node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
     subprocess.run(

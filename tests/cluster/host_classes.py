@@ -25,7 +25,7 @@ class OddHost:
 
 
 class BusyAtFirst:
-    """Finds its chips taken by another process, until it is made once more."""
+    """Finds its chips taken by another process the first time that it is built."""
 
     def __init__(self, marker: Path) -> None:
         if not marker.exists():
@@ -53,7 +53,7 @@ class SmallHost:
         return self.counted
 
     def psum(self, value: float) -> tuple[int, int, float]:
-        """Processes, devices, and the sum over all of them of value + rank."""
+        """Return the number of processes and of devices, and the sum of value + rank over all devices."""
         mesh = Mesh(np.array(jax.devices()), ("x",))
         local = np.full((jax.local_device_count(),), value + jax.process_index(), np.float32)
         shards = jax.make_array_from_process_local_data(NamedSharding(mesh, P("x")), local)
@@ -67,7 +67,7 @@ class SmallHost:
         return "done"
 
     def compiles(self, asked_s: float, compile_s: float, then_s: float) -> str:
-        """Say that it takes so long, take as long as it does, say that it is over, and take as long as any other."""
+        """Report a compilation of `asked_s`, take `compile_s`, report its end, and take `then_s` more."""
         report(Compiling(asked_s))
         time.sleep(compile_s)
         report(Compiling())
@@ -86,7 +86,7 @@ class SmallHost:
         return "fine"
 
     def fail_on_device(self) -> None:
-        """Run a program that fails on the device, as one does whose core has halted."""
+        """Run a program that fails on the device, like one whose core has halted."""
 
         def halt(value: Any) -> Any:
             raise RuntimeError("the core has halted")
@@ -106,7 +106,7 @@ class SmallHost:
         time.sleep(600)
 
     def miss_a_peer(self, rank: int) -> None:
-        """Fail as an exchange does whose other end is gone."""
+        """Fail like an exchange whose other end is gone."""
         if jax.process_index() == rank:
             raise DeviceError("Gloo AllReduce failed: Connection closed by peer [10.0.0.2]:34567")
         time.sleep(600)
@@ -123,7 +123,7 @@ class Unbuildable:
 
 
 class StopsOneHost:
-    """Its host with that rank hangs for good while its object is built, or only takes long."""
+    """Its host with one rank hangs for ever while its object is built, or only takes long."""
 
     def __init__(self, rank: int, hung: bool) -> None:
         if jax.process_index() == rank:

@@ -12,7 +12,7 @@ FIXED_LABELS = ("ray.io/node-type", "ray.io/group", "ray.io/cluster")  # Which a
 
 @dataclass(frozen=True)
 class Pod:
-    """A pod as KubeRay makes it: its labels, its first container's ports and probes."""
+    """A pod as KubeRay creates it, with the ports and probes of its first container."""
 
     labels: dict[str, str]
     ports: dict[str, int]
@@ -48,7 +48,7 @@ def default_labels(cluster, kind, group):
 
 
 def pods_of(spec, cluster, *, in_service, version):
-    """Return the head's pod and one of each worker group, by group."""
+    """Return the head's pod and one pod of each worker group, by group."""
     groups = [("head", "headgroup", spec["headGroupSpec"])]
     groups += [("worker", group["groupName"], group) for group in spec["workerGroupSpecs"]]
     return {name: _pod(kind, name, group, cluster, in_service, version) for kind, name, group in groups}
@@ -71,14 +71,14 @@ PROBES = ("livenessProbe", "readinessProbe")
 
 
 def _injected(kind, in_service, version):
-    """Return the probe that the operator adds where a container has none: 1.5 knows commands only."""
+    """Return the probe that the operator adds if a container has none; version 1.5 knows only commands."""
     if version >= (1, 6) and not (in_service and kind == "worker"):
         return {"httpGet": {"path": "/api/healthz", "port": 52365}}
     return {"exec": {"command": ["bash", "-c", "wget --tries 1 -T 2 -q -O- http://localhost:52365/... | grep success"]}}
 
 
 def services_of(spec, cluster, service=None):
-    """Return the services that stand before a cluster; service: the name of the RayService that it is of."""
+    """Return the services of a cluster, which may belong to the RayService named `service`."""
     head = spec["headGroupSpec"]["template"]["spec"]["containers"][0]
     ports = {port["name"]: port["containerPort"] for port in head["ports"]}
     # The selector has the values of KubeRay's own labels, whatever labels the pods were given.

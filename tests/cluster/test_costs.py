@@ -42,11 +42,11 @@ pools:
 def terms(tmp_path_factory):
     path = tmp_path_factory.mktemp("prices") / "prices.yaml"
     path.write_text(TEXT)
-    return Terms(Prices.load(path), busy=0.8, cold_start_s=864, starts_a_day=1)  # a hundredth of the day is lost
+    return Terms(Prices.load(path), busy=0.8, cold_start_s=864, starts_a_day=1)  # A hundredth of the day is lost.
 
 
 def simulated(replicas, seconds, an_hour, count=100_000):
-    """The mean wait of videos that come at any time."""
+    """Return the mean wait of videos that arrive at random."""
     generator, free, now, waited = random.Random(0), [0.0] * replicas, 0.0, 0.0
     for _ in range(count):
         now += generator.expovariate(an_hour / 3600)
@@ -83,9 +83,8 @@ def test_the_cheapest_comes_first_and_all_meet_the_demand(terms):
     assert [estimated.dollars_an_hour for estimated in estimates] == sorted(
         estimated.dollars_an_hour for estimated in estimates
     )
-    assert (
-        len({estimated.name for estimated in estimates}) == len(estimates) == 1 + 1 + 4 + 4
-    )  # four chips have no room for all
+    # Four chips have no room for all stages.
+    assert len({estimated.name for estimated in estimates}) == len(estimates) == 1 + 1 + 4 + 4
     for estimated in estimates:
         assert estimated.to_a_video_s <= 600
         assert estimated.videos_an_hour * 0.8 >= 5000 / 24

@@ -71,11 +71,11 @@ def forking(imported, tmp_path_factory):
 
 
 def workers(cluster, *runtime_envs):
-    """Start a worker in each runtime_env, end the first one, and return what each has said of itself."""
+    """Start a worker in each runtime_env, end the first one, and return what each says about itself."""
     command = [sys.executable, "-c", WORKERS, cluster.address, *map(json.dumps, runtime_envs)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
-    said = done.stdout[done.stdout.index("[{") :]  # Ray says something, too, sometimes before the line has ended
+    said = done.stdout[done.stdout.index("[{") :]  # Ray may print something too, even in the middle of the line.
     return json.JSONDecoder().raw_decode(said)[0]
 
 
@@ -95,9 +95,8 @@ def test_a_fork_is_the_worker_that_it_stands_for(forking):
     assert same["imported_by"] == changed["imported_by"] == same["parent"] == changed["parent"] == parent
     assert another["imported_by"] is None
     assert (same["told"], changed["told"]) == (None, "this")
-    assert all(
-        worker["group"] == worker["pid"] for worker in (same, changed, another)
-    )  # which a raylet ends with the worker
+    # A raylet ends a worker's whole process group with the worker.
+    assert all(worker["group"] == worker["pid"] for worker in (same, changed, another))
     for name in ("job", "folder", "nice"):
         assert same[name] == another[name], name
     assert same["random"] != changed["random"]

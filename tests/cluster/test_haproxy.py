@@ -36,7 +36,7 @@ def free_port():
 
 @pytest.fixture
 def written(tmp_path):
-    """The port and the file of a configuration that Serve has written."""
+    """Return the port and the file of a configuration that Serve has written."""
     return write_config(tmp_path)
 
 
@@ -87,7 +87,7 @@ def test_it_listens_where_it_was_told_to_and_nowhere_else(written, tmp_path):
     try:
         wait_for(started, "its port")
         assert {(c.laddr.ip, c.laddr.port) for c in children[0].net_connections("inet")} == {("127.0.0.1", port)}
-        with pytest.raises(urllib.error.HTTPError, match="503") as away:  # there is no application yet
+        with pytest.raises(urllib.error.HTTPError, match="503") as away:  # There is no application yet.
             urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/videos/one", timeout=5)
         assert json.load(away.value)["error"]["code"] == "unavailable" and away.value.headers["Retry-After"] == "2"
     finally:
@@ -107,7 +107,7 @@ def test_an_address_has_so_many_connections_and_headers_so_much_time(written, tm
         for _ in range(30):
             connections.append(socket.create_connection(("127.0.0.1", port)))
             with contextlib.suppress(ConnectionError):
-                connections[-1].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nX")  # half a header
+                connections[-1].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nX")  # Half of a header.
         time.sleep(0.5)
         assert sum(is_open(connection) for connection in connections) == 20
         assert not answers(port)
@@ -124,7 +124,7 @@ def test_an_address_has_so_many_connections_and_headers_so_much_time(written, tm
 
 
 class Echo(http.server.BaseHTTPRequestHandler):
-    """Answers with the headers that have reached it, as an ingress would see them."""
+    """Answers with the headers that reached it, as an ingress would see them."""
 
     def do_GET(self):
         body = json.dumps([[name.lower(), value] for name, value in self.headers.items()]).encode()
@@ -139,7 +139,7 @@ class Echo(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def in_front_of_echo(tmp_path):
-    """Run HAProxy before a server; gives its port."""
+    """Run HAProxy in front of a server, and yield its port."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Echo) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         port, file = write_config(tmp_path, [server.server_port])
@@ -155,7 +155,7 @@ def in_front_of_echo(tmp_path):
 
 
 def exchange(port, *lines):
-    """Send a request with such lines after the first, bytes; return the whole answer."""
+    """Send a request with additional lines of bytes, and return the whole answer."""
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=10) as opened:
             head = [b"GET / HTTP/1.1", b"Host: localhost", b"Connection: close", *lines, b"", b""]
@@ -171,7 +171,7 @@ def parsed(answer):
 
 
 def test_headers_that_are_for_serve_come_from_no_client(tmp_path):
-    """A time-out of the client's had Serve answer 408, and the job was accepted all the same."""
+    """With a client's time-out, Serve would answer 408 although the job was accepted."""
     with in_front_of_echo(tmp_path) as port:
         sent = (
             b"X-Request-Timeout-Seconds: 0.01",
@@ -214,7 +214,7 @@ def test_a_key_is_one_key_however_it_is_written(tmp_path, monkeypatch):
 
 
 def test_trusted_proxy_s_clients_are_bounded_each_by_itself(tmp_path, monkeypatch):
-    """As behind Google's load balancers: the client's address and then their own, after what it sent."""
+    """Google's load balancers append the client's address and then their own to what the client sent."""
     monkeypatch.setenv("WAN_TPU_REQUESTS_OF_AN_ADDRESS", "5")
     monkeypatch.setenv("WAN_TPU_TRUSTED_PROXIES", "127.0.0.0/8 35.191.0.0/16")
     monkeypatch.setenv("WAN_TPU_FORWARDED_HOPS", "2")
@@ -260,7 +260,7 @@ def answers(port):
 
 
 def is_open(connection):
-    """Whether nothing was answered, and nothing closed."""
+    """Return whether nothing was answered and nothing closed."""
     connection.setblocking(False)
     try:
         connection.recv(1)

@@ -17,7 +17,7 @@ VERSIONS = [(1, 5), (1, 7)]
 
 @pytest.fixture(params=["service", "cluster", "job"])
 def rendered(request):
-    """The spec of a cluster, the name that KubeRay gives it, and the RayService that it is of."""
+    """Return a cluster's spec, the name that KubeRay gives it, and the RayService that it belongs to."""
     layout = Layout.parse(KINDS, "kinds")
     if request.param == "service":
         service = kubernetes.service(layout, TARGET, "applications: []\n")

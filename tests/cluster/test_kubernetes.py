@@ -43,7 +43,7 @@ MISSING = [pool.slice for pool in Layout.parse(KINDS, "kinds").pools if pool.nam
 
 
 def strict(schema):
-    """The schema with all refused that it doesn't name, as the API server does when it is told to be strict."""
+    """Return a schema that refuses all fields that it doesn't name, as a strict API server does."""
     if isinstance(schema, list):
         return [strict(item) for item in schema]
     if not isinstance(schema, dict):
@@ -96,7 +96,7 @@ def test_a_field_that_is_wrong_is_noticed(path, wrong):
 
 
 def node_types(layout):
-    """What Ray's autoscaler makes of a cluster's groups, by its own code."""
+    """Return a cluster's groups as Ray's autoscaler reads them, with its own code."""
     config = _derive_autoscaling_config_from_ray_cr(kubernetes.cluster(layout, TARGET))
     return {
         name: NodeTypeConfig(
@@ -108,7 +108,7 @@ def node_types(layout):
 
 
 def launched(layout, **asked):
-    """What the autoscaler launches beside the one pod of leaders that there always is; and what it can't."""
+    """Return what the autoscaler launches, with the pod of leaders that always exists, and what it can't launch."""
     request = SchedulingRequest(
         disable_launch_config_check=True, node_type_configs=node_types(layout), max_num_nodes=100, **asked
     )
@@ -119,7 +119,7 @@ def launched(layout, **asked):
 
 @pytest.fixture(scope="module")
 def waiting(cluster):
-    """What Ray's GCS tells the autoscaler while a slice of each kind that it hasn't is waited for, by pod type."""
+    """Yield what Ray's GCS tells the autoscaler while leaders wait for a slice of each missing kind, by pod type."""
     gangs = {}
 
     def pending():
@@ -159,7 +159,7 @@ def test_groups_have_what_their_pools_may_have():
         group["groupName"]: group
         for group in kubernetes.cluster(Layout.parse(KINDS, "kinds"), TARGET)["spec"]["workerGroupSpecs"]
     }
-    flat = groups["v6e-8"]  # of two pools, by two names
+    flat = groups["v6e-8"]  # Two pools have it, under two names.
     assert (flat["minReplicas"], flat["maxReplicas"], flat["numOfHosts"]) == (0, 5, 1)
     selector = flat["template"]["spec"]["nodeSelector"]
     assert selector["cloud.google.com/gke-tpu-topology"] == "2x4"
@@ -172,7 +172,7 @@ def test_groups_have_what_their_pools_may_have():
 
 
 def test_nothing_of_a_tpu_is_launched_for_leaders(cluster):
-    """Sixty of them, as `select_off_hosts` places them beside TPU hosts."""
+    """Sixty leaders are placed as `select_off_hosts` places them beside TPU hosts."""
     [(label, operands)] = select_off_hosts().items()
     elsewhere = [(label, LABEL_OPERATOR_NOT_IN, operands.removeprefix("!in(").removesuffix(")").split(","))]
     request = ResourceRequestUtil.make({"CPU": 0.1}, label_selectors=[elsewhere])

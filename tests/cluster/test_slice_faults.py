@@ -41,14 +41,14 @@ def test_a_host_killed_in_a_call(cluster, all_free):
     assert f"low/0: in kill_itself: {running.hosts[0]}"[:-1] in str(error)
     assert f"pid {running.pids[0]}) died" in str(error)
     assert seconds < 40
-    all_free(*running.pids)  # the other host, which slept, is gone as well
+    all_free(*running.pids)  # The other host, which slept, is gone as well.
     with pytest.raises(SliceLost, match="died"):
         running.call("count")
 
 
 @pytest.mark.long
 def test_worker_0_is_named_where_its_end_ends_the_others(cluster, all_free):
-    """All others are joined at it: JAX ends them when it is gone, and their end may be noticed first."""
+    """All others are joined at worker 0: JAX ends them when it is gone, and their end may be noticed first."""
     running = Slice(TWO_HOSTS, SmallHost, name="low/0", timeouts=QUICK)
     error, _ = lost_in(running, "kill_itself", 1)
     assert f"low/0: in kill_itself: {running.hosts[1]}"[:-1] in str(error)
@@ -99,7 +99,7 @@ def test_hosts_that_jax_counts_as_the_same_process_are_named(cluster, all_free, 
 
 
 def test_hung_host_is_named_where_another_one_misses_it(cluster, all_free):
-    """A machine that has lost its power is silent, too; others fail at once, and Ray notices last."""
+    """A machine without power is silent too; the others fail at once, and Ray notices last."""
     running = Slice(TWO_HOSTS, SmallHost, name="low/0", timeouts=QUICK)
     os.kill(running.pids[0], signal.SIGSTOP)
     error, seconds = lost_in(running, "miss_a_peer", 1)
@@ -110,10 +110,10 @@ def test_hung_host_is_named_where_another_one_misses_it(cluster, all_free):
 
 
 def test_who_says_that_a_call_takes_longer_is_waited_for_and_no_longer_than_that(cluster, all_free):
-    """As a compiler does, a hundred times as long as what it compiles runs."""
+    """A compiler may take a hundred times as long as the program that it compiles."""
     running = Slice(ONE_HOST, SmallHost, name="low/0", timeouts=QUICK)
     assert running.call("compiles", 600, 3, 0, timeout_s=2).value == "done"
-    assert running.call("slow", 15, 0.2, timeout_s=2).value == "done"  # it says all the time how far it is
+    assert running.call("slow", 15, 0.2, timeout_s=2).value == "done"  # It reports progress all the time.
     with pytest.raises(DeviceFailed, match=r"compiles has hung: no answer from host 0 of 1 .* in 2 s"):
         running.call("compiles", 600, 0, 600, timeout_s=2)
     all_free(*running.pids)
@@ -158,7 +158,7 @@ def test_hosts_that_are_not_alike_are_refused(cluster):
 
 
 def test_a_tpu_host_without_its_chips_computes_nothing():
-    """JAX in this process has the CPU alone, as it would where another process holds the chips."""
+    """JAX in this process has only the CPU, as it would if another process held the chips."""
     host = HostActor(HostPlace(0, 1, "one", "node", "127.0.0.1", chips=8))
     outcome, _ = host.build(SmallHost)
     assert isinstance(outcome.error, ChipsBusy)
@@ -198,7 +198,7 @@ def test_an_exception_on_one_host_destroys_the_gang(cluster, all_free):
 
 
 def test_an_exception_on_one_host_beside_the_lockstep_fails_its_call_alone(cluster, all_free):
-    """An adapter or a disk that one host can't read: no other host waits for it in a collective."""
+    """One host may fail to read an adapter or a disk; no other host waits for it in a collective."""
     running = Slice(TWO_HOSTS, SmallHost, name="low/0", timeouts=QUICK)
     for rank, group in ((0, "side"), (1, "side"), (1, "save"), (1, "network")):
         with pytest.raises(
@@ -304,7 +304,7 @@ def test_a_killed_driver_takes_its_slice_along(cluster, all_free):
 
 @ray.remote(num_cpus=0)
 class Leader:
-    """As a Serve replica, which is a detached actor."""
+    """Like a Serve replica, it is a detached actor."""
 
     def start(self) -> tuple[int, ...]:
         self.slice = Slice(TWO_HOSTS, SmallHost, name="low/0")
@@ -314,13 +314,13 @@ class Leader:
 def test_a_killed_leader_takes_its_slice_along(cluster, all_free):
     leader = Leader.options(lifetime="detached", name="leader").remote()
     pid, *hosts = ray.get(leader.start.remote(), timeout=60)
-    os.kill(hosts[1], signal.SIGSTOP)  # a host that can't end itself
+    os.kill(hosts[1], signal.SIGSTOP)  # This host can't end itself.
     os.kill(pid, signal.SIGKILL)
     all_free(*hosts)
 
 
 def test_an_error_of_a_device_ends_the_gang(cluster, all_free):
-    """Every host of one raised: the lockstep is intact, but what the device has isn't known any more."""
+    """All of its hosts (one) raised, so the lockstep is intact, but what the device holds is in doubt."""
     running = Slice(ONE_HOST, SmallHost, name="encoder/0", timeouts=QUICK)
     with pytest.raises(DeviceFailed, match=r"encoder/0: in fail_on_device: host 0 of 1 .*INTERNAL: CpuCallback error"):
         running.call("fail_on_device")

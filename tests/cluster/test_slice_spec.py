@@ -69,7 +69,7 @@ def test_only_whole_tori_wrap():
 
 @pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
 def test_peak_is_what_the_matrix_units_do_in_a_second(chip):
-    """Whole MXUs: a systolic array of 128 or 256 squared makes two operations a cell and cycle."""
+    """A systolic array of 128 or 256 squared does two operations per cell and cycle, so peaks are whole MXUs."""
     side = 256 if chip.name in ("v6e", "v7x") else 128
     arrays = chip.bf16_flops / (chip.cores * chip.clock_hz * 2 * side**2)
     assert arrays == pytest.approx(4, rel=0.005)
@@ -82,7 +82,7 @@ def test_chips_cannot_be_changed():
 
 @pytest.mark.parametrize("name", list_kinds())
 def test_ray_spells_it_the_same(name):
-    """Ray's own functions, which set the labels and resources of real hosts."""
+    """Ray's own functions set the labels and resources of real hosts."""
     from ray._private.accelerators import tpu
 
     spec = SliceSpec(name)

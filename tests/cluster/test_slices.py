@@ -24,20 +24,20 @@ def two(cluster):
 
 
 def test_hosts_stand_in_the_order_in_which_jax_counts_them(two):
-    """On a TPU that isn't the order of the worker ids; see `_emulate_joined`."""
+    """On a TPU, JAX's order may differ from that of the worker ids; see `_emulate_joined`."""
     by_id = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
     assert [by_id[host.node_id]["ray.io/tpu-worker-id"] for host in two.hosts] == ["1", "0"]
     assert len(set(two.pids)) == 2
     assert list(two.start_s) == ["placed", "started", "joined", "built"]
     assert two.call("place").value == (0, 2, two.pids[0])
-    assert two.call("psum", 1.0).value == (2, 4, 1 + 1 + 2 + 2)  # value + process, on two devices of each host
+    assert two.call("psum", 1.0).value == (2, 4, 1 + 1 + 2 + 2)  # Each host adds value + process on two devices.
     listening = {c.laddr.ip for pid in two.pids for c in psutil.Process(pid).net_connections("tcp") if not c.raddr}
     assert listening <= {"127.0.0.1", "::ffff:127.0.0.1"}
 
 
 def test_calls_are_in_lockstep_and_keep_the_object(two):
     assert [two.call("count").value for _ in range(3)] == [1, 2, 3]
-    assert two.call("count", group="side").value == 4  # the same object
+    assert two.call("count", group="side").value == 4  # It is the same object.
 
 
 def test_progress_is_seen_while_a_call_runs(two):
@@ -45,7 +45,7 @@ def test_progress_is_seen_while_a_call_runs(two):
     assert two.call("slow", 6, 0.2, on_progress=lambda step: seen.append((step, time.monotonic()))).value == "done"
     assert seen[-1][0] == (6, 6)
     assert len(seen) >= 3
-    assert seen[-1][1] - seen[0][1] > 0.4  # they came as it ran
+    assert seen[-1][1] - seen[0][1] > 0.4  # They came while it ran.
 
 
 def test_side_work_runs_beside_a_call(two):
@@ -79,7 +79,7 @@ def test_an_exception_on_every_host_leaves_the_slice_alive(two):
     with pytest.raises(CallFailed, match=r"low/0: fail raised on every host: ValueError\('poison on 0'\)") as raised:
         two.call("fail", (0, 1))
     assert isinstance(raised.value.__cause__, ValueError)
-    assert "in fail" in raised.value.__cause__.__notes__[0]  # the traceback on the host
+    assert "in fail" in raised.value.__cause__.__notes__[0]  # The note has the traceback on the host.
     with pytest.raises(CallFailed, match="OddError: not picklable") as raised:
         two.call("fail_oddly")
     assert isinstance(raised.value.__cause__, RemoteError)

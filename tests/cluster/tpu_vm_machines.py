@@ -24,7 +24,7 @@ attributes: dict[str, str] = {}
 
 
 class Metadata(BaseHTTPRequestHandler):
-    """What a machine that boots is told of itself, as Google's metadata server does it."""
+    """Answers with a booting machine's metadata, like Google's metadata server."""
 
     def do_GET(self):
         names = attributes.get(self.path.rpartition("/")[2])
@@ -38,7 +38,7 @@ class Metadata(BaseHTTPRequestHandler):
 
 
 class SecretManager(BaseHTTPRequestHandler):
-    """What keeps the cluster's token, as Google's REST API answers."""
+    """Answers with the cluster's token, like Google's REST API."""
 
     def do_GET(self):
         secret = self.path == "/v1/projects/project/secrets/wan-token/versions/latest:access"
@@ -83,7 +83,7 @@ def nodes():
 
 
 def wait_for(condition, event):
-    until = time.monotonic() + 150  # a node that starts too late on a busy machine is started again
+    until = time.monotonic() + 150  # On a busy machine, a node that starts too late is started again.
     while not condition():
         assert time.monotonic() < until, event
         time.sleep(0.2)
@@ -132,7 +132,7 @@ wait_for(lambda: len(nodes()) == 3, "three nodes")
 placed = reserve(SliceSpec("v5p-16"), "low/0", 100)
 names = [str(item) for item in list_slices()]
 print("found:", json.dumps({"slices": names, "hosts": [host.ip for host in placed.hosts]}), flush=True)
-os.kill(int((FOLDER / "10.0.0.2.pid").read_text()), signal.SIGTERM)  # as `systemctl stop` does
+os.kill(int((FOLDER / "10.0.0.2.pid").read_text()), signal.SIGTERM)  # `systemctl stop` does the same.
 wait_for(lambda: len(nodes()) == 2, "the stopped host is gone")
 leave()
 print("left:", json.dumps({"stopped": True}), flush=True)
