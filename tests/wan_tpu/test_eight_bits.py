@@ -89,9 +89,11 @@ def test_latents_are_those_of_diffusers_with_rounded_layers(precision, exact, ch
     """With float32 in the place of bfloat16: what differs is what lies amid two numbers of 8 bits."""
     noise, expected = by_diffusers(checkpoint(KIND), precision, monkeypatch)
     monkeypatch.setitem(components.DTYPES, precision, components.DTYPES["float32"])
-    found = [event.latents for event in denoised(load_pipeline(checkpoint(KIND), precision, (1, 1, 1)), REQUEST, noise)]
-    assert len(found) == len(expected)
-    for step, (ours, theirs, dense) in enumerate(zip(found, expected, exact, strict=True)):
+    latents = [
+        event.latents for event in denoised(load_pipeline(checkpoint(KIND), precision, (1, 1, 1)), REQUEST, noise)
+    ]
+    assert len(latents) == len(expected)
+    for step, (ours, theirs, dense) in enumerate(zip(latents, expected, exact, strict=True)):
         assert apart(ours, theirs) <= (0.5 if step else 0.1) * apart(theirs, dense)
 
 
@@ -99,17 +101,19 @@ def test_latents_are_those_of_diffusers_with_rounded_layers(precision, exact, ch
 def test_weights_are_rounded_by_output_and_all_others_kept(precision, checkpoint, mesh):
     source = Checkpoint(checkpoint(KIND))
     for name, component in open_model(source).components.items():
-        found = load_component(source, component, precision, mesh).params
+        params = load_component(source, component, precision, mesh).params
         plain = load_component(source, component, "bfloat16", mesh).params
         exact = load_component(source, component, "float32", mesh).params
-        assert {one for one in found if one not in plain} == {f"{one}_scale" for one in matrices(name, plain)}
-        for one, array in plain.items():
-            if one not in matrices(name, plain):
-                assert np.array_equal(np.asarray(found[one]), np.asarray(array)), one
+        assert {weight for weight in params if weight not in plain} == {
+            f"{weight}_scale" for weight in matrices(name, plain)
+        }
+        for weight, array in plain.items():
+            if weight not in matrices(name, plain):
+                assert np.array_equal(np.asarray(params[weight]), np.asarray(array)), weight
                 continue
-            assert found[one].dtype == components.MATRICES[precision]
-            ours = np.asarray(found[one], np.float32) * np.asarray(found[f"{one}_scale"])[..., None]
-            theirs = rounded(torch.from_numpy(np.array(exact[one])), precision).numpy()
+            assert params[weight].dtype == components.MATRICES[precision]
+            ours = np.asarray(params[weight], np.float32) * np.asarray(params[f"{weight}_scale"])[..., None]
+            theirs = rounded(torch.from_numpy(np.array(exact[weight])), precision).numpy()
             np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-9)
 
 
@@ -145,8 +149,8 @@ def test_converted_once_it_is_read_as_it_is(precision, checkpoint, tmp_path, mes
             assert np.array_equal(np.asarray(array).view(np.uint8), np.asarray(expected[name]).view(np.uint8)), name
     main(["weights", "convert", str(source), str(tmp_path / "plain")])
     for folder in ("text_encoder", "vae"):  # which have no 8 bits
-        one, other = ((tmp_path / place / folder / converted.FILE).read_bytes() for place in (precision, "plain"))
-        assert one == other
+        content, plain = ((tmp_path / place / folder / converted.FILE).read_bytes() for place in (precision, "plain"))
+        assert content == plain
     with pytest.raises(CheckpointError, match=f"converted to {precision}; give --precision {precision}, or for bfl"):
         load_pipeline(written, "bfloat16", (1, 1, 1)).check_components()
 
@@ -154,8 +158,8 @@ def test_converted_once_it_is_read_as_it_is(precision, checkpoint, tmp_path, mes
 def test_adapters_are_added_to_what_8_bits_hold(checkpoint, pipeline, tmp_path):
     transformer = diffusers.WanTransformer3DModel.from_pretrained(checkpoint(KIND), subfolder="transformer")
     names = files.blocks(transformer, files.WAN)
-    made = files.factors(transformer, names)
-    adapter = files.save(files.named(made, names, "diffusion_model.", alpha=4), tmp_path / "adapter.safetensors")
+    factors = files.factors(transformer, names)
+    adapter = files.save(files.named(factors, names, "diffusion_model.", alpha=4), tmp_path / "adapter.safetensors")
     difference = torch.randn(transformer.blocks[1].ffn.net[2].weight.shape, generator=torch.Generator().manual_seed(0))
     other = files.save({"diffusion_model.blocks.1.ffn.2.diff": difference / 10}, tmp_path / "other.safetensors")
     exact, loras = Adapters(), (parse_adapter(f"{adapter}:0.5"),)
@@ -165,11 +169,11 @@ def test_adapters_are_added_to_what_8_bits_hold(checkpoint, pipeline, tmp_path):
         changed = runtime.component("denoise_high", loras).params
         factors = exact.read(runtime.model.components["denoise_high"], runtime.component("denoise_high"), loras[0])
         assert set(factors.factors) == matrices("denoise_high", base)
-        for name, (up, down, gain) in ((name, dataclasses.astuple(one)) for name, one in factors.factors.items()):
+        for name, (up, down, gain) in ((name, dataclasses.astuple(factor)) for name, factor in factors.factors.items()):
             delta = (up.astype(np.float32) * gain[:, None] * 0.5) @ down.astype(np.float32)
             whole = wide(base, name) + delta
             values, scales = (
-                np.stack(one) for one in zip(*(round_to_8_bits(x, base[name].dtype) for x in whole), strict=True)
+                np.stack(parts) for parts in zip(*(round_to_8_bits(x, base[name].dtype) for x in whole), strict=True)
             )
             np.testing.assert_allclose(changed[f"{name}_scale"], scales, rtol=1e-5)
             step = np.abs(values.astype(np.float32)) / 8 if precision == "float8" else 1
@@ -186,7 +190,7 @@ def test_adapters_are_added_to_what_8_bits_hold(checkpoint, pipeline, tmp_path):
         step = {"int8": 127 * 2, "float8": 16}[precision]
         np.testing.assert_allclose(wide(changed, name), expected, atol=1.01 * np.abs(expected).max() / step)
         assert np.array_equal(np.asarray(changed[name][0]).view(np.uint8), np.asarray(base[name][0]).view(np.uint8))
-        assert {one for one in base if changed[one] is not base[one]} == {name, f"{name}_scale"}
+        assert {weight for weight in base if changed[weight] is not base[weight]} == {name, f"{name}_scale"}
 
 
 def wide(params, name):
@@ -207,8 +211,8 @@ def test_every_family_has_8_bits(kind, precision, pipeline):
     request = GenerationRequest(
         prompt="a cat", image=PHOTO if "i2v" in kind else None, height=64, width=64, frames=9, steps=2, seed=3
     )
-    made, exact = (denoised(pipeline(kind, each), request)[-1].latents for each in (precision, "bfloat16"))
-    assert 0 < apart(made, exact) < 0.05
+    latents, exact = (denoised(pipeline(kind, each), request)[-1].latents for each in (precision, "bfloat16"))
+    assert 0 < apart(latents, exact) < 0.05
 
 
 def test_commands_know_every_precision():

@@ -176,14 +176,14 @@ class ToyModel(Model):
             for name, value in keys.items()
         }
 
-    def velocity(self, module, params, mesh, given):
+    def velocity(self, module, params, mesh, inputs):
         def method(module, pixels, moved):
             return module.own(pixels) + module.of_text(moved)
 
-        moved = given.keys["moved"]
-        pixels = given.latents.transpose(0, 2, 3, 4, 1).astype(moved.dtype)
-        found = call(module, params, method, pixels, moved[0]) * (given.timestep / 1000).astype(pixels.dtype)
-        return found.transpose(0, 4, 1, 2, 3).astype(jnp.float32)
+        moved = inputs.keys["moved"]
+        pixels = inputs.latents.transpose(0, 2, 3, 4, 1).astype(moved.dtype)
+        velocity = call(module, params, method, pixels, moved[0]) * (inputs.timestep / 1000).astype(pixels.dtype)
+        return velocity.transpose(0, 4, 1, 2, 3).astype(jnp.float32)
 
     def finish(self, latents, image_latents, request):
         return latents

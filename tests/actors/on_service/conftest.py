@@ -47,8 +47,8 @@ class Online:
 
     def processes(self, *names):
         """Return the cluster's processes whose title has one of these names in it."""
-        found = ray_nodes.processes(self.cluster.temp)
-        return [process for process in found if any(name in title(process) for name in names)]
+        processes = ray_nodes.processes(self.cluster.temp)
+        return [process for process in processes if any(name in title(process) for name in names)]
 
     def counts(self):
         return JobStore(Database(self.settings.database)).counts().by_status
@@ -113,5 +113,5 @@ def online(checkpoint, tmp_path_factory, forks):
         largest=((64, 64, 17),),
         jobs=JobSettings(lease_s=5.0),
     )
-    with deployed(settings, spec, folder, forks) as made:
-        yield made
+    with deployed(settings, spec, folder, forks) as service:
+        yield service

@@ -63,8 +63,8 @@ def online(tmp_path, forks):
         chips=dict.fromkeys(STAGES, 1),
         jobs=JobSettings(lease_s=5.0, losses=1000),
     )
-    with deployed(settings, spec, tmp_path, forks, drain_s=5) as made:
-        yield made
+    with deployed(settings, spec, tmp_path, forks, drain_s=5) as service:
+        yield service
 
 
 class Client:
@@ -74,11 +74,11 @@ class Client:
         self._http = httpx.Client(base_url=address, timeout=10)
         self.again = collections.Counter()
 
-    def ask(self, method, path, **given):
+    def ask(self, method, path, **arguments):
         give_up = time.monotonic() + 120
         while time.monotonic() < give_up:
             try:
-                answer = self._http.request(method, path, **given)
+                answer = self._http.request(method, path, **arguments)
             except httpx.TransportError as error:
                 self.again[type(error).__name__] += 1
             else:
@@ -144,10 +144,10 @@ def test_nothing_is_lost_and_nothing_done_twice(online):
     for i in itertools.takewhile(lambda i: i < JOBS or killer.killed.total() < KILLS, itertools.count()):
         killer.check()
         fields = {"prompt": f"{i % 20}", "size": "256x256", "num_frames": 17, "num_inference_steps": 4, "seed": i}
-        made = client.ask(
+        video = client.ask(
             "POST", "/v1/videos", json=fields, headers=keys[i % 3] | {"Idempotency-Key": f"job {i}"}
         ).json()
-        jobs[made["id"]] = fields | {"key": keys[i % 3]}
+        jobs[video["id"]] = fields | {"key": keys[i % 3]}
         time.sleep(max(0.0, start + (i + 1) / A_SECOND - time.monotonic()))
     killer.end()
     took = time.monotonic() - start
@@ -165,6 +165,6 @@ def test_nothing_is_lost_and_nothing_done_twice(online):
         asked = GenerationRequest(prompt=fields["prompt"], seed=fields["seed"])
         assert content.rstrip(b"\0") == simulated_video(asked)
     used = read_usage(database)
-    assert sorted(one.videos for one in used.values()) == sorted(len(range(of, len(jobs), 3)) for of in range(3))
+    assert sorted(usage.videos for usage in used.values()) == sorted(len(range(of, len(jobs), 3)) for of in range(3))
     done = collections.Counter(event["job"] for event in online.logged() if event["event"] == "completed")
     assert set(done) <= set(jobs) and max(done.values()) == 1

@@ -35,8 +35,8 @@ def online(tmp_path, forks):
         queue_limit=400,
         chips=dict.fromkeys(STAGES, 1),
     )
-    with deployed(settings, spec, tmp_path, forks, drain_s=5) as made:
-        yield made
+    with deployed(settings, spec, tmp_path, forks, drain_s=5) as service:
+        yield service
 
 
 class Watcher(threading.Thread):
@@ -82,12 +82,12 @@ def test_a_hostile_client_harms_only_itself(online, attack):
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS * 3 + 700, env=os.environ)
     watcher.end()
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    report = json.loads(done.stdout.splitlines()[-1])
     stored = sum(file.stat().st_size for file in Path(online.settings.storage).rglob("input-*"))
-    print(json.dumps(found, indent=1), watcher.most, f"{stored / MIB:.1f} MiB of images stored")
-    assert not found["odd"]["before"]
+    print(json.dumps(report, indent=1), watcher.most, f"{stored / MIB:.1f} MiB of images stored")
+    assert not report["odd"]["before"]
     # Others are never refused but for a moment, and then told when to come back.
-    assert not [what for what in found["odd"]["during"] if " 503 again" not in what], found["odd"]
-    assert set(found["ends"]) == {"completed"}, found["ends"]  # nothing accepted is lost
+    assert not [oddity for oddity in report["odd"]["during"] if " 503 again" not in oddity], report["odd"]
+    assert set(report["ends"]) == {"completed"}, report["ends"]  # nothing accepted is lost
     assert watcher.most["Ingress"] < 400 and watcher.most["ServiceWorker"] < 600
     assert stored < 500 * 0.3 * MIB  # what may wait, each with an image of its video's size, and what was just made

@@ -26,8 +26,8 @@ PARTS = ("haproxy", "HAProxyManager", "ProxyActor", "ServeController", "Ingress"
 
 @pytest.fixture
 def http(online):
-    with httpx.Client(base_url=online.address, timeout=SECONDS) as made:
-        yield made
+    with httpx.Client(base_url=online.address, timeout=SECONDS) as client:
+        yield client
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def connected(online):
 def listening(process):
     """Return the addresses at which a process listens; none where it has ended meanwhile."""
     try:
-        return [found.laddr for found in process.net_connections("inet") if found.status == "LISTEN"]
+        return [connection.laddr for connection in process.net_connections("inet") if connection.status == "LISTEN"]
     except psutil.NoSuchProcess:
         return []
 
@@ -60,8 +60,8 @@ def test_nothing_is_open_to_the_network_but_what_asks_for_the_token(online):
             with pytest.raises(grpc.RpcError) as refused:
                 channel.unary_unary("/ray.serve.ASGIService/HandleRequest")(b"", timeout=20)
             assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
-    found = {address.port for process in online.processes("haproxy") for address in listening(process)}
-    assert found == {online.port}
+    ports = {address.port for process in online.processes("haproxy") for address in listening(process)}
+    assert ports == {online.port}
 
 
 def test_bodies_end_where_they_must(online, http):
@@ -79,12 +79,12 @@ def test_bodies_end_where_they_must(online, http):
 
 def test_slow_clients_hold_nobody_up(http, connected):
     slow = [connected() for _ in range(100)]
-    for one in slow:
-        one.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
+    for connection in slow:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
     start = time.monotonic()
     assert http.get("/health").status_code == 200
     assert not select.select(slow, [], [], 0)[0]  # it was answered before anyone was given up
-    assert {one.recv(30)[:12] for one in slow} == {b"HTTP/1.1 408"}
+    assert {connection.recv(30)[:12] for connection in slow} == {b"HTTP/1.1 408"}
     assert time.monotonic() - start > 8
 
 
@@ -95,26 +95,26 @@ def test_who_hangs_up_leaves_nothing_behind(online, http, connected):
     job = jobs[-1]  # which the others keep from ending
     before = len(ingress.net_connections("inet"))
     following = [connected() for _ in range(50)]
-    for one in following:
-        one.sendall(f"GET /v1/videos/{job}/events HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-    assert {one.recv(15) for one in following} == {b"HTTP/1.1 200 OK"}
+    for connection in following:
+        connection.sendall(f"GET /v1/videos/{job}/events HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+    assert {connection.recv(15) for connection in following} == {b"HTTP/1.1 200 OK"}
     assert len(ingress.net_connections("inet")) > max(50, before + 20)  # some of those before had nothing to do
-    for one in following:
-        one.close()
+    for connection in following:
+        connection.close()
     wait_for(lambda: len(ingress.net_connections("inet")) < before + 10, "the end of connections")
     for job in jobs:
         http.post(f"/v1/videos/{job}/cancel")
 
 
 def test_parts_of_a_video(online, http):
-    made = http.post("/v1/videos", files={"input_reference": PHOTO.read_bytes()}, data=JOB).json()
-    ended = done(http, made["id"])
+    video = http.post("/v1/videos", files={"input_reference": PHOTO.read_bytes()}, data=JOB).json()
+    ended = done(http, video["id"])
     assert ended["status"] == "completed", ended["error"]
-    whole = http.get(f"/v1/videos/{made['id']}/content")
-    part = http.get(f"/v1/videos/{made['id']}/content", headers={"Range": "bytes=100-199"})
+    whole = http.get(f"/v1/videos/{video['id']}/content")
+    part = http.get(f"/v1/videos/{video['id']}/content", headers={"Range": "bytes=100-199"})
     assert (part.status_code, part.content) == (206, whole.content[100:200])
     assert part.headers["content-range"] == f"bytes 100-199/{len(whole.content)}"
-    kept = http.get(f"/v1/videos/{made['id']}/content", headers={"If-None-Match": whole.headers["etag"]})
+    kept = http.get(f"/v1/videos/{video['id']}/content", headers={"If-None-Match": whole.headers["etag"]})
     assert kept.status_code == 304
 
 

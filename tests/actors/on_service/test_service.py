@@ -21,43 +21,43 @@ STEPS = 1000  # 10 ms each, and told once a second
 ASKED = {"prompt": "A cat looks into the camera", "size": "64x64"}
 
 
-def asked(steps, frames=9, **given):
-    return ASKED | {"extra_body": {"num_frames": str(frames), "num_inference_steps": str(steps), "seed": "3", **given}}
+def asked(steps, frames=9, **fields):
+    return ASKED | {"extra_body": {"num_frames": str(frames), "num_inference_steps": str(steps), "seed": "3", **fields}}
 
 
-def create(client, steps, **given):
-    return client.videos.create(input_reference=PHOTO, **asked(steps, **given))
+def create(client, steps, **fields):
+    return client.videos.create(input_reference=PHOTO, **asked(steps, **fields))
 
 
-def poll(client, made):
-    return wait_for(lambda: (v := client.videos.retrieve(made.id)).status in ("completed", "failed") and v)
+def poll(client, video):
+    return wait_for(lambda: (v := client.videos.retrieve(video.id)).status in ("completed", "failed") and v)
 
 
 @pytest.fixture(scope="module")
-def made(online):
+def video(online):
     """A job that nothing disturbed."""
     with online.client() as client:
         return client.videos.create_and_poll(input_reference=PHOTO, **asked(STEPS))
 
 
 @pytest.fixture(scope="module")
-def undisturbed(online, made):
+def undisturbed(online, video):
     """Its video."""
     with online.client() as client:
-        return client.videos.download_content(made.id).content
+        return client.videos.download_content(video.id).content
 
 
-def test_a_video_through_openai_s_client(online, made, undisturbed):
+def test_a_video_through_openai_s_client(online, video, undisturbed):
     with online.client() as client:
-        assert (made.status, made.progress, made.size) == ("completed", 100, "64x64")
-        assert set(made.stage_seconds) == {"encoder", "denoise_high", "denoise_low", "decoder"}
+        assert (video.status, video.progress, video.size) == ("completed", 100, "64x64")
+        assert set(video.stage_seconds) == {"encoder", "denoise_high", "denoise_low", "decoder"}
         assert len(frames_of(undisturbed)) == 9 * 64 * 64
-        assert client.videos.download_content(made.id, variant="thumbnail").content[8:12] == b"WEBP"
-        assert made.id in [one.id for one in client.videos.list(limit=5)]
-        assert made.warnings == []
-        assert client.videos.delete(made.id).deleted
+        assert client.videos.download_content(video.id, variant="thumbnail").content[8:12] == b"WEBP"
+        assert video.id in [listed.id for listed in client.videos.list(limit=5)]
+        assert video.warnings == []
+        assert client.videos.delete(video.id).deleted
         with pytest.raises(openai.NotFoundError):
-            client.videos.retrieve(made.id)
+            client.videos.retrieve(video.id)
 
 
 def test_what_can_t_be_made_is_refused_at_once(online):
@@ -78,40 +78,42 @@ def test_another_address_than_the_proxy_s_is_refused_at_once(online, host, other
 
 def test_events_through_haproxy(online):
     with online.client() as client, httpx.Client(base_url=online.address, timeout=SECONDS) as http:
-        made = create(client, STEPS)
-        with http.stream("GET", f"/v1/videos/{made.id}/events") as answer:
+        video = create(client, STEPS)
+        with http.stream("GET", f"/v1/videos/{video.id}/events") as answer:
             names = [line.removeprefix("event: ") for line in answer.iter_lines() if line.startswith("event: ")]
         assert names[-1] == "completed" and names.count("progress") >= 2
 
 
 def test_a_killed_worker_then_a_killed_ingress(online, undisturbed):
     with online.client(max_retries=0) as client:
-        made = create(client, STEPS)
-        wait_for(lambda: (client.videos.retrieve(made.id).step or 0) > 100)
+        video = create(client, STEPS)
+        wait_for(lambda: (client.videos.retrieve(video.id).step or 0) > 100)
         online.kill("ServiceWorker")
-        wait_for(lambda: client.videos.retrieve(made.id).attempts > 1)
+        wait_for(lambda: client.videos.retrieve(video.id).attempts > 1)
         killed = online.kill("Ingress")
         wait_for(lambda: not killed.is_running())
 
         def answers():
             try:
-                return client.videos.retrieve(made.id).status == "completed"
+                return client.videos.retrieve(video.id).status == "completed"
             except openai.APIError:
                 return False
 
         wait_for(answers)
-        assert client.videos.download_content(made.id).content == undisturbed
-        went_on = [one["step"] for one in online.logged() if one["event"] == "goes on" and one["job"] == made.id]
+        assert client.videos.download_content(video.id).content == undisturbed
+        went_on = [
+            entry["step"] for entry in online.logged() if entry["event"] == "goes on" and entry["job"] == video.id
+        ]
         assert went_on and min(went_on) > 9  # from a snapshot, of which every tenth step begins one
-        assert len(JobStore(Database(online.settings.database)).get(made.id).results) == 3
+        assert len(JobStore(Database(online.settings.database)).get(video.id).results) == 3
 
 
 def test_a_cancelled_job_frees_its_slice(online):
     with online.client() as client:
-        made = create(client, 1000)
-        wait_for(lambda: (client.videos.retrieve(made.id).step or 0) > 3)
-        client.post(f"/videos/{made.id}/cancel", cast_to=object)
-        ended = poll(client, made)
+        video = create(client, 1000)
+        wait_for(lambda: (client.videos.retrieve(video.id).step or 0) > 3)
+        client.post(f"/videos/{video.id}/cancel", cast_to=object)
+        ended = poll(client, video)
         assert (ended.status, ended.error.code) == ("failed", "cancelled")
         assert poll(client, create(client, 2)).status == "completed"
 
@@ -141,5 +143,5 @@ def test_a_rolling_update_loses_no_job_and_refuses_none(online):
         asking.join()
         assert [end.status for end in ends] == ["completed", "completed"]
         assert refused == []
-        one, other = (client.videos.download_content(job.id).content for job in jobs)
-        assert one == other and len(frames_of(one)) == 9 * 64 * 64
+        first, second = (client.videos.download_content(job.id).content for job in jobs)
+        assert first == second and len(frames_of(first)) == 9 * 64 * 64
