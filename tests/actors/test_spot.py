@@ -54,7 +54,6 @@ def spec(checkpoint, tmp_path):
         dtype="float32",
         snapshot_every=REQUEST.steps,  # never: what goes on does so from where a notice came
         attempts=2,
-        in_flight=AT_ONCE,
         timeouts=Timeouts(heartbeat_s=12, grace_s=4),
     )
     return PipelineSpec(Layout.parse(LAYOUT, "tests"), settings, open_spec(settings.checkpoint), lasting=True)

@@ -183,12 +183,13 @@ def test_more_requests_than_fit_wait(running, spec):
         return PipelineDriver(spec)
 
     other = asyncio.run_coroutine_threadsafe(connect(), running.loop).result(SECONDS)
-    first = running.start("one", SHORT, other)
+    long = dataclasses.replace(SHORT, steps=1000)  # None of them ends by itself.
+    first = running.start("one", long, other)
     first.wait_for("denoise_high", 1)
-    twin = running.start("one", SHORT, other)
+    twin = running.start("one", long, other)
     with pytest.raises(RequestFailed, match="request one is under way already"):
         twin.video()
-    others = [running.start(f"more-{i}", SHORT, other) for i in range(20)]
+    others = [running.start(f"more-{i}", long, other) for i in range(20)]
     for making in others:
         making.wait_for("encoder")
     waiting = [making for making in others if not any(span.stage == "denoise_high" for span in making.spans)]
@@ -197,7 +198,7 @@ def test_more_requests_than_fit_wait(running, spec):
         making.cancel()
         with pytest.raises(asyncio.CancelledError):
             making.video()
-    last = running.start("last", SHORT, other)
+    last = running.start("last", long, other)
     last.wait_for("denoise_high", 1)
     last.cancel()
     with pytest.raises(asyncio.CancelledError):
