@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -19,9 +20,10 @@ from ray.serve._private.router import AsyncioRouter
 from ray.serve.schema import ServeStatus
 
 
-def printed(code):
-    """What another process prints, in which nothing of Ray has been used yet."""
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+def printed(code, environment=os.environ):
+    """Return what another process prints, in which nothing of Ray has been used yet."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
 
 
 def test_ray_reads_its_settings_only_when_it_is_imported():
@@ -42,7 +44,9 @@ ray_private.forbid_clusters_of_its_own()
 ray_private.keep_loopback_addresses()
 show()
 """
-    assert printed(code) == ["False", "True", "True", "True", "False", "False"]
+    # Without the settings that clusters of other tests have left in this process.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    assert printed(code, environment) == ["False", "True", "True", "True", "False", "False"]
 
 
 def test_serve_keeps_its_client_when_ray_is_shut_down(cluster):

