@@ -25,11 +25,12 @@ def write_kustomization(folder: Path, target: Target, files: Mapping[str, Mappin
         LayoutError: The folder can't be written to.
     """
     image, _, tag = target.image.rpartition(":")
+    has_tag = bool(image) and "/" not in tag and "@" not in image  # Else it is a registry's port, or a digest.
     base: Object = {**_API, "namespace": target.namespace, "resources": sorted(files)}
     overlay: Object = {
         **_API,
         "resources": [f"../../{BASE}"],
-        "images": [{"name": image or target.image, "newTag": tag if image else "latest"}],
+        **({"images": [{"name": image, "newTag": tag}]} if has_tag else {}),
     }
     texts = {f"{BASE}/{name}": as_yaml(objects) for name, objects in files.items()}
     texts[f"{BASE}/kustomization.yaml"] = as_yaml({"written anew by wan-tpu manifests --kustomize": base})
