@@ -51,7 +51,7 @@ class Online:
         return [process for process in processes if any(name in title(process) for name in names)]
 
     def counts(self):
-        return JobStore(Database(self.settings.database)).counts().by_status
+        return JobStore(Database(self.settings.database)).count_jobs().by_status
 
     def logged(self):
         """Return the events that the service's processes have logged."""
