@@ -74,10 +74,14 @@ class Video:
     Attributes:
         pixels: Float32 [T, H, W, 3] in [0, 1], T pixel frames, H W in pixels.
         fps: Frames per second.
+        audio: Its sound, float32 [channels, samples] in [-1, 1]; None without sound.
+        audio_rate: Samples per second of the sound.
     """
 
     pixels: Array
     fps: float
+    audio: Array | None = None
+    audio_rate: int | None = None
 
     @cached_property
     def frames(self) -> Array:
@@ -85,7 +89,7 @@ class Video:
         return to_uint8(self.pixels)
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Write an mp4 (H.264, yuv420p) at `path`, whole or not at all, and return the path.
+        """Write an mp4 (H.264, yuv420p, AAC) at `path`, whole or not at all, and return the path.
 
         Raises:
             OutputError: The file exists and `overwrite` is false, or it can't be written.
@@ -93,6 +97,9 @@ class Video:
         from wan_tpu.media.video import VideoWriter  # Imported here, so that the data types need no encoder.
 
         with VideoWriter(path, fps=self.fps, overwrite=overwrite) as writer:
+            if self.audio is not None:
+                assert self.audio_rate is not None, "sound without its rate"
+                writer.set_audio(self.audio, self.audio_rate)
             writer.write(self.frames)
         return Path(path)
 
