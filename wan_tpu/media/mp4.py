@@ -24,10 +24,15 @@ class Mp4:
         self.content = b""
         self._fps = fps
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._audio: tuple[np.ndarray, int] | None = None
         self._writer: VideoWriter | None = None
 
     def __enter__(self) -> "Mp4":
         return self
+
+    def set_audio(self, audio: np.ndarray, rate: int) -> None:
+        """Set the sound of the whole video before its first frame, as `VideoWriter.set_audio`."""
+        self._audio = audio, rate
 
     def add(self, planes: np.ndarray) -> None:
         """Append frames, uint8 [T, 3, H, W]: green, blue, red (`wan_tpu.stages.vae.to_planes`)."""
@@ -38,6 +43,8 @@ class Mp4:
                 # An encoder goes back in an mp4 to complete it, so it needs a file.
                 self._folder = tempfile.TemporaryDirectory()
                 self._writer = VideoWriter(Path(self._folder.name) / "video.mp4", fps=self._fps, planes=True)
+                if self._audio is not None:
+                    self._writer.set_audio(*self._audio)
             self._writer.write(planes)
         except (OSError, OutputError) as error:
             self.failure = error

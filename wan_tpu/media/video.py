@@ -5,8 +5,9 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +34,8 @@ _H264 = (
     "-c:v libx264 -preset veryfast -crf 17 -x264-params "
     "subme=1:bframes=1:rc-lookahead=2:sync-lookahead=0:sliced-threads=1:threads=8:partitions=i8x8,i4x4"
 )
+# Half as much again as ffmpeg's default of 128 kbit/s, and still little beside the frames.
+_AAC = "-c:a aac -b:a 192k"
 _PIPE_BYTES = 2**20  # Bytes that may wait for ffmpeg. A frame of 720p would fill the usual 64 KiB forty times.
 
 
@@ -89,7 +92,7 @@ def check_folder(folder: Path, option: str) -> None:
 
 
 class VideoWriter:
-    """Encodes frames as they come: H.264, yuv420p, BT.709, faststart.
+    """Encodes frames as they come: H.264, yuv420p, BT.709, faststart, with AAC where there is sound.
 
     A context manager: the file appears at `path` when the block ends normally; an exception leaves nothing behind.
     """
@@ -115,7 +118,24 @@ class VideoWriter:
         self._planes = planes
         # Absolute: to ffmpeg, a colon in a relative path means a protocol.
         self._partial = self.path.absolute().with_name(f".{self.path.name}.partial.mp4")
+        self._audio: tuple[np.ndarray, int] | None = None
         self._ffmpeg: subprocess.Popen[bytes] | None = None
+
+    def set_audio(self, audio: np.ndarray, rate: int) -> None:
+        """Set the sound of the whole video, which ffmpeg has to know before the first frame.
+
+        The sound may be shorter or longer than the frames: nothing is cut.
+
+        Args:
+            audio: Float32 [channels, samples] in [-1, 1].
+            rate: Samples per second.
+
+        Raises:
+            ValueError: A frame has been written.
+        """
+        if self._ffmpeg is not None:
+            raise ValueError("the sound was set after the first frame")
+        self._audio = audio, rate
 
     def write(self, frames: Iterable[np.ndarray]) -> None:
         """Append frames, uint8 [T, ...], all of one size; raises `OutputError` when ffmpeg gives up."""
@@ -131,25 +151,32 @@ class VideoWriter:
                 raise self._failure(self._ffmpeg) from None
 
     def _start(self, height: int, width: int) -> "subprocess.Popen[bytes]":
-        source = [
-            "-f",
-            "rawvideo",
-            "-pix_fmt",
-            "gbrp" if self._planes else "rgb24",
-            "-s",
-            f"{width}x{height}",
-            "-r",
-            f"{self._fps:g}",
-            "-i",
-            "-",
-        ]
-        target = ["-vf", _COLOURS, *_H264.split(), "-movflags", "+faststart", str(self._partial)]
+        pixels = "gbrp" if self._planes else "rgb24"
+        video = f"-f rawvideo -pix_fmt {pixels} -s {width}x{height} -r {self._fps:g} -i -".split()
+        target = ["-vf", _COLOURS, *_H264.split()]
+        if self._audio is None:
+            return self._run(video, target)
+        audio, rate = self._audio
+        # A file without a name, not a second pipe: whichever input ffmpeg wants next, the other one never blocks it.
+        with tempfile.TemporaryFile() as samples:
+            try:
+                samples.write(np.ascontiguousarray(audio.T, "<f4").data)
+                samples.seek(0)
+            except OSError as error:
+                reason = f"{error.strerror} in {tempfile.gettempdir()}"
+                raise OutputError(f"can't write the sound of {self.path} ({reason}); make room there") from None
+            sound = f"-f f32le -ar {rate} -ac {len(audio)} -i pipe:{samples.fileno()}".split()
+            return self._run([*video, *sound], [*target, *_AAC.split()], descriptors=[samples.fileno()])
+
+    def _run(self, sources: list[str], target: list[str], descriptors: Sequence[int] = ()) -> "subprocess.Popen[bytes]":
         # Not imageio's writer: it starts ffmpeg through a Python fork, which is unsafe beside JAX's threads, and
         # loses track of it when Ctrl-C comes meanwhile. A session of its own keeps Ctrl-C away from it.
+        command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-loglevel", "error", *sources, *target]
         return subprocess.Popen(
-            [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-loglevel", "error", *source, *target],
+            [*command, "-movflags", "+faststart", str(self._partial)],
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            pass_fds=descriptors,
             pipesize=_PIPE_BYTES,
             start_new_session=True,
         )
