@@ -33,7 +33,7 @@ from wan_tpu.families.wan.tokens import unpatchify as unpatchify_tokens
 from wan_tpu.families.wan.transformer import TextKeys
 from wan_tpu.media.image import fit_image, has_shape
 from wan_tpu.media.reading import read_frames
-from wan_tpu.request import FRAME_STRIDE, ResolvedRequest
+from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.bridge import Params, call
 from wan_tpu.runtime.components import Component
 
@@ -105,7 +105,7 @@ class WanModel(Model):
         later = (
             []
             if request.strength is None and self.config.expand_timesteps
-            else [(1, 3, FRAME_STRIDE, request.height, request.width)]
+            else [(1, 3, self.spec.frame_stride, request.height, request.width)]
         )
         return [(1, 3, 1, request.height, request.width), *later * (frames - 1)]
 
@@ -174,14 +174,15 @@ class WanModel(Model):
             return pixels[:, :, None].numpy().astype(np.float32)
 
         if request.video is not None:
-            frames = [prepare_frame(picture) for picture in read_frames(request.video, request.frames)]
-            later = range(1, request.frames, FRAME_STRIDE)
-            return [frames[0], *(np.concatenate(frames[i : i + FRAME_STRIDE], axis=2) for i in later)]
+            pictures = read_frames(request.video, request.frames, step=self.spec.frame_step)
+            frames = [prepare_frame(picture) for picture in pictures]
+            later = range(1, request.frames, self.spec.frame_stride)
+            return [frames[0], *(np.concatenate(frames[i : i + self.spec.frame_stride], axis=2) for i in later)]
         first = prepare_frame(request.image)
         if self.config.expand_timesteps:
             return [first]
-        blank = np.zeros((1, 3, FRAME_STRIDE, *first.shape[3:]), np.float32)
-        chunks = [first, *[blank] * ((request.frames - 1) // FRAME_STRIDE)]
+        blank = np.zeros((1, 3, self.spec.frame_stride, *first.shape[3:]), np.float32)
+        chunks = [first, *[blank] * ((request.frames - 1) // self.spec.frame_stride)]
         if request.last_image is not None:
             chunks[-1] = np.concatenate([blank[:, :, 1:], prepare_frame(request.last_image)], axis=2)
         return chunks
@@ -193,7 +194,7 @@ class WanModel(Model):
         if self.config.expand_timesteps or request.video is not None:
             return latents
         # There is a mask channel for each pixel frame of a latent frame: ones for the request's image, then zeros.
-        mask = np.zeros((1, FRAME_STRIDE, *latents.shape[2:]), np.float32)
+        mask = np.zeros((1, self.spec.frame_stride, *latents.shape[2:]), np.float32)
         mask[:, :, 0] = 1
         if request.last_image is not None:
             mask[:, -1, -1] = 1
@@ -209,7 +210,7 @@ class WanModel(Model):
             before=lambda pixels: vae.patchify(pixels, size),
             after=lambda moments: moments,
             scale=self.spec.spatial_stride // size,
-            later_frames=FRAME_STRIDE,
+            later_frames=self.spec.frame_stride,
         )
 
     # ---- Experts.
