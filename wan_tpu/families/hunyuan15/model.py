@@ -29,7 +29,7 @@ from wan_tpu.families.model import Flops, Model, StepInputs, apply_guidance
 from wan_tpu.families.shared.causal_vae import CausalChunks
 from wan_tpu.families.shared.tiles import TiledChunks
 from wan_tpu.families.shared.tokenizing import Tokenizer
-from wan_tpu.request import FRAME_STRIDE, ResolvedRequest
+from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.bridge import Params, call
 from wan_tpu.runtime.components import Component
 from wan_tpu.runtime.mesh import replicated
@@ -191,7 +191,7 @@ class HunyuanModel(Model):
 
     def vae_encoder(self, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
         """Return the functions that encode pixels [1, 3, T, H, W] as moments [1, 2C, T, H, W], chunk by chunk."""
-        return self._make_chunks(module, mesh, vae.encoder, scale=STRIDE, later_frames=FRAME_STRIDE)
+        return self._make_chunks(module, mesh, vae.encoder, scale=STRIDE, later_frames=self.spec.frame_stride)
 
     # ---- The transformer.
 
