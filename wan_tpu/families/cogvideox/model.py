@@ -28,7 +28,7 @@ from wan_tpu.families.shared.causal_vae import CausalChunks, RepeatedStart
 from wan_tpu.families.shared.t5 import text_encoder
 from wan_tpu.families.shared.tokenizing import Tokenizer, tokenize
 from wan_tpu.media.image import fit_image
-from wan_tpu.request import FRAME_STRIDE, ResolvedRequest
+from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.bridge import Params, call
 from wan_tpu.runtime.components import Component
 
@@ -124,7 +124,7 @@ class CogVideoXModel(Model):
 
     def vae_encoder(self, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
         """Return the functions that encode pixels [1, 3, T, H, W] as moments [1, 2C, T, H, W], chunk by chunk."""
-        return _make_chunks(module, mesh, vae.encoder, scale=8, later_frames=2 * FRAME_STRIDE)
+        return _make_chunks(module, mesh, vae.encoder, scale=8, later_frames=self.spec.frame_step)
 
     # ---- The transformer.
 
