@@ -10,12 +10,12 @@ from pydantic.fields import FieldInfo
 
 
 def type_of(field: FieldInfo) -> Any:
-    """Return the type of a field's values in JSON: int, float, str or list[float]; None for any other."""
+    """Return the type of a field's values in JSON: int, float, bool, str or list[float]; None for any other."""
     types = [kind for kind in get_args(field.annotation) or (field.annotation,) if kind is not NoneType]
     types = [get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in types]
     if types == [Sequence[float]]:
         return list[float]
-    return types[0] if types in ([int], [str]) else float if types == [int, float] else None
+    return types[0] if types in ([int], [bool], [str]) else float if types == [int, float] else None
 
 
 def limits_of(field: FieldInfo) -> tuple[float, float] | None:
@@ -32,6 +32,8 @@ def describe(field: FieldInfo) -> str:
 
 def explain_refusal(name: str, field: FieldInfo, value: object) -> str:
     """Explain what is wrong with a field's value: the value, what is allowed, and the nearest that works."""
+    if type_of(field) is bool:
+        return f"{name} is {value!r}; give true or false"
     limits = limits_of(field)
     if limits is None:
         empty = " (it may be empty)" if field.default == "" else ""

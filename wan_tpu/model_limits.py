@@ -5,7 +5,7 @@ from typing import Literal
 
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.media.image import size_at_area
-from wan_tpu.request import FRAME_STRIDE, NAMED_SIZES, Defaults, ResolvedRequest, nearest_multiple, parse_size
+from wan_tpu.request import NAMED_SIZES, Defaults, ResolvedRequest, nearest_multiple, parse_size
 from wan_tpu.suggest import did_you_mean
 
 
@@ -17,7 +17,9 @@ class ModelLimits(abc.ABC):
         tasks: Which of "t2v" (text to video) and "i2v" (image and text to video) the model does.
         defaults: The model's published sampling settings.
         solvers: Names of the model's schedulers, the published one first.
-        frame_step: A video has a multiple of so many frames, plus one.
+        frame_stride: Video frames per latent frame.
+        frame_offset: The shortest video's frames; longer ones have a multiple of `frame_step` more.
+        audio_rate: Samples per second of the model's sound; None where it makes none.
         last_images: Whether a request may, or must, have a last frame as well.
         takes_video: Whether a request may start from a video's frames.
     """
@@ -26,7 +28,9 @@ class ModelLimits(abc.ABC):
     tasks: tuple[str, ...]
     defaults: Defaults
     solvers: tuple[str, ...]
-    frame_step: int = FRAME_STRIDE
+    frame_stride: int = 4
+    frame_offset: int = 1
+    audio_rate: int | None = None
     last_images: Literal["none", "optional", "required"] = "none"
     takes_video: bool = False
 
@@ -43,7 +47,13 @@ class ModelLimits(abc.ABC):
     @property
     def unused(self) -> tuple[str, ...]:
         """Settings of a request that mean nothing to this model."""
-        return ("guidance_scale_2", "switch_step") if len(self.denoise_stages) == 1 else ()
+        of_two_experts = ("guidance_scale_2", "switch_step") if len(self.denoise_stages) == 1 else ()
+        return of_two_experts if self.audio_rate is not None else (*of_two_experts, "generate_audio")
+
+    @property
+    def frame_step(self) -> int:
+        """By how many frames the lengths of videos differ."""
+        return self.frame_stride
 
     @property
     def follows_image(self) -> bool:
@@ -72,7 +82,12 @@ class ModelLimits(abc.ABC):
 
     def nearest_frames(self, frames: float) -> int:
         """Return the video length, in frames, that this model makes and that is nearest to `frames`."""
-        return max(1, round((frames - 1) / self.frame_step) * self.frame_step + 1)
+        steps = max(0, round((frames - self.frame_offset) / self.frame_step))
+        return self.frame_offset + steps * self.frame_step
+
+    def latent_frames(self, frames: int) -> int:
+        """Return how many latent frames the frames of a video become."""
+        return (frames - self.frame_offset) // self.frame_stride + 1
 
     def first_step(self, request: ResolvedRequest) -> int:
         """Return the first step that is run: the strength of a request's video leaves out those before."""
@@ -140,7 +155,10 @@ class ModelLimits(abc.ABC):
                 f"last_image is missing; {self.name} leads from a first frame to a last one", "last_image"
             )
         if last and request.frames == 1:
-            raise InvalidRequest("frames is 1, and there are a first and a last frame; give at least 5", "frames")
+            least = self.nearest_frames(1 + self.frame_step)
+            raise InvalidRequest(
+                f"frames is 1, and there are a first and a last frame; give at least {least}", "frames"
+            )
 
     def _check_settings(self, request: ResolvedRequest) -> None:
         """Refuse sampling settings that the model doesn't have, or that contradict each other."""
@@ -150,10 +168,14 @@ class ModelLimits(abc.ABC):
                 f"{', '.join(self.solvers)}",
                 "solver",
             )
-        if (request.frames - 1) % self.frame_step:
-            nearest = self.nearest_frames(request.frames)
+        nearest = self.nearest_frames(request.frames)
+        if request.frames != nearest:
+            form = f"{self.frame_step}n + {self.frame_offset}"
+            raise InvalidRequest(f"frames is {request.frames}; it must be {form}, nearest {nearest}", "frames")
+        if request.generate_audio and self.audio_rate is None:
             raise InvalidRequest(
-                f"frames is {request.frames}; it must be {self.frame_step}n + 1, nearest {nearest}", "frames"
+                f"generate_audio is true, and {self.name} makes no sound; leave it out, or use a checkpoint of LTX-2",
+                "generate_audio",
             )
         for lora in request.loras:
             if not any(lora.is_for(stage) for stage in self.denoise_stages):

@@ -39,7 +39,6 @@ SIZE_MULTIPLE = 16  # Pixels: the VAE's 8 times the transformer's patch of 2 (fo
 STRENGTH = 0.8  # The default strength of a video, as in diffusers.
 IMAGES = ("image", "last_image")  # Fields of a request that are pictures.
 _SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", re.ASCII)
-FRAME_STRIDE = 4  # Pixel frames per latent frame: the VAEs of all families compress time by four.
 MAX_STEPS = 1000
 
 
@@ -56,6 +55,8 @@ class Defaults:
     guidance_scale_2: float
     shift: float
     solver: str
+    # Whether a video has sound; None where the model makes none, so that requests, their records and digests don't say.
+    generate_audio: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +90,11 @@ class CheckpointOverrides:
 
 
 NOTHING_OWN = CheckpointOverrides()
-# The fields that `GenerationRequest.resolve` always fills.
-FILLED = (*(field.name for field in dataclasses.fields(Defaults)), "negative_prompt")
+# The fields that `GenerationRequest.resolve` always fills, for all models.
+FILLED = (
+    *(field.name for field in dataclasses.fields(Defaults) if field.default is dataclasses.MISSING),
+    "negative_prompt",
+)
 
 
 def _check_text(text: str, info: ValidationInfo) -> str:
@@ -167,9 +171,11 @@ class GenerationRequest:
     width: int | None = Field(default=None, ge=SIZE_MULTIPLE, le=8192, multiple_of=SIZE_MULTIPLE)
     """Pixels, likewise."""
     frames: int | None = Field(default=None, ge=1, le=2001)
-    """Length in frames: one more than a multiple of the model's frame step, which is 4 for most."""
+    """Length in frames: one more than a multiple of 4 for most models, of 8 for some."""
     fps: Number | None = Field(default=None, ge=0.1, le=240)
     """Frames per second of the file. Motion is computed for the model's own rate."""
+    generate_audio: bool | None = None
+    """Whether the video has sound, for models that make it: they do if omitted."""
     steps: int | None = Field(default=None, ge=1, le=MAX_STEPS)
     """Denoising steps, over all experts. The video takes that much longer to make."""
     guidance_scale: Number | None = Field(default=None, ge=0, le=100)
@@ -224,6 +230,8 @@ class GenerationRequest:
         filled |= {"negative_prompt": "", "loras": (), **fill_second_scale(preset)}
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         own = fill_second_scale({name: value for name, value in own.items() if value is not None})
+        if defaults.generate_audio is None and self.generate_audio is False:
+            del own["generate_audio"]  # Of a model that makes no sound, which is the same as not saying so.
         if filled.get("sigmas") is not None:
             filled["steps"] = len(filled["sigmas"])
         # A preset's noise levels and its switch of experts hold only for its own schedule.
@@ -241,6 +249,9 @@ class GenerationRequest:
         for name in IMAGES:
             if isinstance(image := fields[name], Image.Image):
                 fields[name] = f"{image.info.get('source', 'image')}, {image.width}x{image.height}"
+        # Records and digests of models without sound are those of the time when no model had it.
+        if self.generate_audio is None:
+            del fields["generate_audio"]
         if self.loras is not None:
             fields["loras"] = [dataclasses.asdict(lora) for lora in parse_adapters(self.loras)]
         return fields

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from actors.api.sizes import count_latent_pixels
 from actors.jobs.store import JobStore
 from actors.jobs.tables import Job
 from wan_tpu.plan import DECODER, ENCODER
@@ -48,7 +47,7 @@ _FIRST = Seconds(encode=0.4, step=2.62, decode=0.35)
 
 
 class Pace:
-    """Measured seconds by size of video. An unknown size is scaled from the nearest known one, by tokens."""
+    """Measured seconds by size of video. An unknown size is scaled from the nearest known one, by pixels."""
 
     def __init__(self, ended: Iterable[Job] = ()) -> None:
         """Learn from jobs that completed before this process started, given latest first."""
@@ -60,7 +59,7 @@ class Pace:
             if denoising and job.started_at and job.ended_at:
                 if job.attempts == 1:  # Otherwise time in which nothing ran would count, too.
                     seconds.wait = max(1.0, (job.ended_at - job.started_at) / sum(used.values()))
-                self._known[_count_tokens(job.request)] = seconds
+                self._known[_count_pixels(job.request)] = seconds
 
     def estimate_job_s(self, request: Mapping[str, Any]) -> float:
         """Return the seconds from a job's claim to its end, among as many other jobs as earlier ones had."""
@@ -69,7 +68,7 @@ class Pace:
 
     def get(self, request: Mapping[str, Any]) -> Seconds:
         """Return the seconds for a request's size. The caller updates the object as it measures."""
-        size = _count_tokens(request)
+        size = _count_pixels(request)
         if size not in self._known:
             near = min(self._known, key=lambda known: abs(known - size), default=None)
             scale, base = (size / near, self._known[near]) if near is not None else (1.0, _FIRST)
@@ -125,5 +124,6 @@ def choose_poll_ms(eta_s: float | None) -> int:
     return _POLL_UNKNOWN_MS if eta_s is None else round(min(highest, max(lowest, 50 * eta_s)))
 
 
-def _count_tokens(request: Mapping[str, Any]) -> int:
-    return count_latent_pixels((request["height"], request["width"], request["frames"]))
+def _count_pixels(request: Mapping[str, Any]) -> int:
+    """Return the pixels of a video, which its tokens are nearly proportional to."""
+    return int(request["height"] * request["width"] * request["frames"])

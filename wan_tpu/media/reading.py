@@ -18,12 +18,17 @@ _TIMEOUT_S = 600.0
 _OUTSIDE_SIGNALS = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, -signal.SIGXCPU}
 
 
-def read_frames(path: str | Path, count: int) -> list[Image.Image]:
+def read_frames(path: str | Path, count: int, *, step: int = 1) -> list[Image.Image]:
     """Return a video's first frames, RGB, as `diffusers.utils.load_video` does.
 
     Pixels in another format are converted to 8-bit RGB by the colour space that the file declares, rotation is applied
     as it declares, and a variable frame rate becomes a constant one. Each picture of a GIF is a frame, however long it
     is shown.
+
+    Args:
+        path: The file.
+        count: How many frames.
+        step: By how many frames the lengths differ that may be asked for instead, if it has fewer.
 
     Raises:
         InvalidRequest: The file is missing or damaged, or has fewer frames.
@@ -34,7 +39,7 @@ def read_frames(path: str | Path, count: int) -> list[Image.Image]:
     _check_readable(Path(path))
     frames = _gif_frames(Path(path), count) if str(path).endswith(".gif") else _ffmpeg_frames(path, count)
     if len(frames) < count:
-        nearest = max(1, (len(frames) - 1) // 4 * 4 + 1)
+        nearest = count - -(-(count - len(frames)) // step) * step
         raise InvalidRequest(
             f"video {path} has {len(frames)} frames, and {count} are asked for; ask for {nearest}", "frames"
         )

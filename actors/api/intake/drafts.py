@@ -102,7 +102,7 @@ class Drafts:
         resolved = spec.plan(request, image=image, last=last, picture=picture).request
         follows = image and request.height is None and spec.follows_image
         if picture is not None or not follows:
-            check_size(resolved, self._settings.largest, spec.frame_step)
+            check_size(resolved, self._settings.largest, spec)
         loras = choose_adapters(body.fields, spec, self._settings.catalogue)  # By name, since their files may move.
         return _Planned(request=request, resolved=resolved, loras=loras, skipped_steps=spec.skipped_steps(resolved))
 

@@ -11,7 +11,7 @@ from wan_tpu.families.cogvideox import presets
 from wan_tpu.families.cogvideox.config import read_config
 from wan_tpu.families.cogvideox.presets import TEXT_TOKENS, CogVideoXConfig
 from wan_tpu.plan import DECODER, ENCODER, Expert
-from wan_tpu.request import FRAME_STRIDE, NOTHING_OWN, CheckpointOverrides, Defaults, ResolvedRequest, nearest_multiple
+from wan_tpu.request import NOTHING_OWN, CheckpointOverrides, Defaults, ResolvedRequest, nearest_multiple
 from wan_tpu.schedules import diffusion
 from wan_tpu.schedules.schedule import Schedule
 from wan_tpu.spec import ModelSpec
@@ -38,7 +38,7 @@ class CogVideoXSpec(ModelSpec):
     own: CheckpointOverrides = NOTHING_OWN
 
     # The VAE decodes pairs of latent frames, and a single one only at the start: 8n + 1 pixel frames.
-    frame_step = 2 * FRAME_STRIDE
+    frame_step = 8
     boundary_ratio = None
 
     def __post_init__(self) -> None:
@@ -184,4 +184,4 @@ class CogVideoXSpec(ModelSpec):
         return schedule.with_guidance([1 + scale * ((1 - math.cos(math.pi * ratio**5.0)) / 2) for ratio in ratios])
 
     def _decoded_frames(self, request: ResolvedRequest) -> int:
-        return (request.frames - 1) // FRAME_STRIDE + 1
+        return self.latent_frames(request.frames)

@@ -12,7 +12,7 @@ from wan_tpu.families.hunyuan15.config import read_config
 from wan_tpu.families.hunyuan15.presets import HunyuanConfig
 from wan_tpu.families.hunyuan15.sizes import STRIDE, default_size
 from wan_tpu.plan import DECODER, ENCODER, Expert
-from wan_tpu.request import FRAME_STRIDE, NOTHING_OWN, CheckpointOverrides, Defaults, ResolvedRequest
+from wan_tpu.request import NOTHING_OWN, CheckpointOverrides, Defaults, ResolvedRequest
 from wan_tpu.schedules import flow
 from wan_tpu.schedules.schedule import Schedule
 from wan_tpu.spec import ModelSpec
@@ -42,7 +42,10 @@ class HunyuanSpec(ModelSpec):
 
     def __post_init__(self) -> None:
         vae, transformer = self.config.vae, self.config.transformer
-        for key, supported in (("spatial_compression_ratio", STRIDE), ("temporal_compression_ratio", FRAME_STRIDE)):
+        for key, supported in (
+            ("spatial_compression_ratio", STRIDE),
+            ("temporal_compression_ratio", self.frame_stride),
+        ):
             if vae[key] != supported:
                 raise CheckpointError(f"the VAE has {key} {vae[key]}, supported is {supported}")
         if transformer["in_channels"] != 2 * self.latent_channels + 1:
@@ -106,7 +109,7 @@ class HunyuanSpec(ModelSpec):
 
     def latent_shape(self, request: ResolvedRequest) -> tuple[int, int, int, int, int]:
         """Return [1, C, T, H, W] of the latents of a resolved request."""
-        frames = (request.frames - 1) // FRAME_STRIDE + 1
+        frames = self.latent_frames(request.frames)
         return 1, self.latent_channels, frames, request.height // STRIDE, request.width // STRIDE
 
     def tokens(self, latent_shape: tuple[int, ...]) -> int:

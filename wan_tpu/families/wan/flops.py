@@ -10,7 +10,7 @@ from wan_tpu.families.shared.flop_count import count
 from wan_tpu.families.shared.t5 import text_encoder
 from wan_tpu.families.wan import components
 from wan_tpu.families.wan.presets import TEXT_TOKENS, WanConfig
-from wan_tpu.request import FRAME_STRIDE, ResolvedRequest
+from wan_tpu.request import ResolvedRequest
 
 
 class WanFlops:
@@ -32,7 +32,7 @@ class WanFlops:
             return count(self._vae, lambda module: module.encode(pixels))
 
         frames = 1 if self._config.expand_timesteps else request.frames
-        return total + _extrapolate(encode, frames, FRAME_STRIDE)
+        return total + _extrapolate(encode, frames, self._config.vae["scale_factor_temporal"])
 
     def step(self, latent_shape: tuple[int, ...], *, branches: int) -> int:
         """Count a denoising step over latents [1, C, T, H, W], with `branches` guidance branches."""

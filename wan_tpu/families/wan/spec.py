@@ -14,7 +14,7 @@ from wan_tpu.families.wan import presets, sampling
 from wan_tpu.families.wan.config import read_config, read_own_model
 from wan_tpu.families.wan.presets import WanConfig
 from wan_tpu.plan import DECODER, ENCODER, Expert
-from wan_tpu.request import FRAME_STRIDE, NOTHING_OWN, CheckpointOverrides, Defaults, Preset, ResolvedRequest
+from wan_tpu.request import NOTHING_OWN, CheckpointOverrides, Defaults, Preset, ResolvedRequest
 from wan_tpu.schedules import flow
 from wan_tpu.schedules.magcache import Curve
 from wan_tpu.schedules.schedule import TRAIN_TIMESTEPS, Schedule
@@ -48,10 +48,9 @@ class WanSpec(ModelSpec):
                 raise CheckpointError(
                     f"vae/config.json has {len(self.config.vae[key])} {key} for z_dim {self.latent_channels}"
                 )
-        if self.config.vae["scale_factor_temporal"] != FRAME_STRIDE:
-            raise CheckpointError(
-                f"the VAE compresses time by {self.config.vae['scale_factor_temporal']}, supported is {FRAME_STRIDE}"
-            )
+        stride = self.config.vae["scale_factor_temporal"]
+        if stride != self.frame_stride:
+            raise CheckpointError(f"the VAE compresses time by {stride}, supported is {self.frame_stride}")
 
     @classmethod
     def open(cls, checkpoint: Checkpoint) -> "WanSpec":
@@ -160,7 +159,7 @@ class WanSpec(ModelSpec):
 
     def latent_shape(self, request: ResolvedRequest) -> tuple[int, int, int, int, int]:
         """Return [1, C, T, H, W] of the latents of a resolved request."""
-        frames = (request.frames - 1) // FRAME_STRIDE + 1
+        frames = self.latent_frames(request.frames)
         stride = self.spatial_stride
         return 1, self.latent_channels, frames, request.height // stride, request.width // stride
 
