@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from wan_tpu import GenerationRequest, Pipeline, load_pipeline, stages
+from wan_tpu.plan import VIDEO
 from wan_tpu.progress import Silent
 from wan_tpu.runtime.program import place
 from wan_tpu.tiny import make_checkpoint
@@ -74,8 +75,8 @@ def _cases(pipe: Pipeline, checkpoint: Path) -> dict[str, tuple[Callable[[], np.
     loaded = runtime.component("denoise_high")
     program = stages.step_program(runtime, loaded.module)
     step_inputs = stages.step_conditioning(runtime, loaded, stages.expert_inputs(runtime, expert, conditioning))
-    start = place((state.latents, state.history), runtime.mesh)
-    numbers = place(stages.step_numbers(pipe.schedule(request), 0), runtime.mesh)
+    start = place(state.parts, runtime.mesh)
+    numbers = place(stages.step_numbers(model.spec.schedules(request), 0), runtime.mesh)
 
     transformer = diffusers.WanTransformer3DModel.from_pretrained(checkpoint / "transformer").eval()
     vae = diffusers.AutoencoderKLWan.from_pretrained(checkpoint / "vae").eval()
@@ -89,7 +90,7 @@ def _cases(pipe: Pipeline, checkpoint: Path) -> dict[str, tuple[Callable[[], np.
     scaled = torch.from_numpy(model.vae_latents(state.latents))
 
     def step_here() -> np.ndarray:
-        return np.asarray(program(loaded.params, *start, numbers, step_inputs)[0])
+        return np.asarray(program(loaded.params, start, numbers, step_inputs)[0][VIDEO][0])
 
     @torch.no_grad()
     def step_there() -> np.ndarray:

@@ -18,6 +18,7 @@ import safetensors.numpy
 
 from wan_tpu.errors import InvalidInput, OutputError
 from wan_tpu.media.image import to_uint8
+from wan_tpu.plan import AUDIO, VIDEO
 
 Array = np.ndarray
 Arrays = Mapping[str, Array]
@@ -57,14 +58,29 @@ class DenoiseState:
     """Everything that denoising needs to continue: one expert hands it to the next, and snapshots hold it.
 
     Attributes:
-        latents: Float32 [1, C, T, H, W].
+        latents: The video's, float32 [1, C, T, H, W].
         history: The solver's terms, each float32 [1, C, T, H, W].
         step: Steps done, counted over all experts.
+        audio: The sound's latents, float32 [1, ...]; None for models without sound.
+        audio_history: The solver's terms for them, of the same shape.
     """
 
     latents: Array
     history: tuple[Array, ...] = ()
     step: int = 0
+    audio: Array | None = None
+    audio_history: tuple[Array, ...] = ()
+
+    @property
+    def parts(self) -> dict[str, tuple[Array, tuple[Array, ...]]]:
+        """Latents and history of each part that is denoised, by name (`wan_tpu.plan.VIDEO` and `AUDIO`)."""
+        video = {VIDEO: (self.latents, self.history)}
+        return video if self.audio is None else video | {AUDIO: (self.audio, self.audio_history)}
+
+    @classmethod
+    def of_parts(cls, parts: Mapping[str, tuple[Array, tuple[Array, ...]]], step: int) -> "DenoiseState":
+        """Return the state with such parts after `step` steps."""
+        return cls(*parts[VIDEO], step, *parts.get(AUDIO, (None, ())))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,8 +194,9 @@ def rebuild(kind: type[Any], arrays: Mapping[str, Array]) -> Any:
     if kind is Conditioning and not isinstance(fields["prompt"], dict):
         raise TypeError("its prompt is a single array, as an older version wrote it")
     if kind is DenoiseState:
-        terms = fields.get("history", {})
-        fields["history"] = tuple(terms[str(i)] for i in range(len(terms)))
+        for name in ("history", "audio_history"):
+            terms = fields.get(name, {})
+            fields[name] = tuple(terms[str(i)] for i in range(len(terms)))
         fields["step"] = int(arrays["step"].item())
     return kind(**fields)
 

@@ -22,7 +22,7 @@ from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.runtime.mesh import MeshLike, make_mesh
 from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.schedules.schedule import Schedule
-from wan_tpu.stage_machine import Decode, EncodeImage, EncodeText, Finish, Step
+from wan_tpu.stage_machine import Decode, DecodeSound, EncodeImage, EncodeText, Finish, Step
 
 OnStep = Callable[[stages.StepEvent], object]
 
@@ -98,13 +98,15 @@ class Pipeline:
         run = self.run(plan, noise=noise)
         self.check_components()
         run.plan = self.fetch_adapters(plan)
-        pixels = []
+        pixels, sound = [], (None, None)
         for operation, result in run.work():
             if isinstance(operation, Step) and on_step is not None:
                 on_step(result)
+            elif isinstance(operation, DecodeSound):
+                sound = result
             elif isinstance(operation, Decode):
                 pixels.append(self.runtime.model.pixels(np.asarray(result[0])))
-        return Video(pixels=np.concatenate(pixels), fps=plan.request.fps)
+        return Video(np.concatenate(pixels), plan.request.fps, *sound)
 
     def run(
         self,

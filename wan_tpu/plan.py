@@ -9,6 +9,7 @@ from PIL import Image
 from wan_tpu.request import ResolvedRequest
 
 ENCODER, DECODER = "encoder", "decoder"  # The first and the last stage of every model; between them it denoises.
+VIDEO, AUDIO = "video", "audio"  # The parts that a model denoises together: each has latents and a schedule.
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class RequestPlan:
         experts: Which stage runs which steps, in order; experts without a step are left out.
         skipped: For each step, which branches reuse what an earlier step computed; None without a cache.
         decoder_chunks: How many latent frames the decoder takes at a time, chunk by chunk.
+        has_sound: Whether the video has sound.
         shapes: By stage, the name of the programs and adapters it needs. Another name means compiling or merging anew.
     """
 
@@ -48,6 +50,7 @@ class RequestPlan:
     experts: tuple[Expert, ...]
     skipped: tuple[tuple[bool, bool], ...] | None
     decoder_chunks: tuple[int, ...]
+    has_sound: bool
     shapes: dict[str, str]
 
     @property

@@ -15,7 +15,7 @@ from PIL import Image
 
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.model_limits import ModelLimits
-from wan_tpu.plan import DECODER, ENCODER, Expert, RequestPlan
+from wan_tpu.plan import DECODER, ENCODER, VIDEO, Expert, RequestPlan
 from wan_tpu.request import (
     NOTHING_OWN,
     CheckpointOverrides,
@@ -39,12 +39,14 @@ class ModelSpec(ModelLimits):
         heads: Attention heads of a transformer.
         own: How the checkpoint itself says it is to be sampled.
         boundary_ratio: The first of two experts runs the steps with t >= boundary_ratio x 1000; None with one expert.
+        audio_rate: Samples per second of the model's sound; None for models without.
     """
 
     components: dict[str, tuple[str, ...]]
     heads: int
     own: CheckpointOverrides = NOTHING_OWN
     boundary_ratio: float | None
+    audio_rate: int | None = None
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -70,6 +72,10 @@ class ModelSpec(ModelLimits):
     def latent_shape(self, request: ResolvedRequest) -> tuple[int, int, int, int, int]:
         """Return [1, C, T, H, W] of a request's latents."""
 
+    def latent_shapes(self, request: ResolvedRequest, step: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a request's latents after `step` steps, by part; only the video's by default."""
+        return {VIDEO: self.latent_shape(request)}
+
     def decoded_shape(self, request: ResolvedRequest) -> tuple[int, int, int, int, int]:
         """Return [1, C, T, H, W] of the latents that are decoded, those that are denoised unless a family says so."""
         return self.latent_shape(request)
@@ -86,6 +92,10 @@ class ModelSpec(ModelLimits):
     def schedule(self, request: ResolvedRequest) -> Schedule:
         """Return the numbers of every step of a resolved request."""
 
+    def schedules(self, request: ResolvedRequest) -> dict[str, Schedule]:
+        """Return the numbers of every step for each part of a request's latents; only the video's by default."""
+        return {VIDEO: self.schedule(request)}
+
     @abc.abstractmethod
     def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:
         """Return which stage runs which steps, in order; those with no step are left out."""
@@ -93,6 +103,10 @@ class ModelSpec(ModelLimits):
     def guided(self, request: ResolvedRequest) -> bool:
         """Return whether there is guidance, so that the negative prompt is needed."""
         return request.guidance_scale > 1
+
+    def has_sound(self, request: ResolvedRequest) -> bool:
+        """Return whether a request's video has sound."""
+        return self.audio_rate is not None and bool(request.generate_audio)
 
     def prompts(self, request: ResolvedRequest) -> tuple[str, ...]:
         """Return the texts whose embeddings a request needs: the prompt and, under guidance, the negative prompt."""
@@ -172,6 +186,7 @@ class ModelSpec(ModelLimits):
             experts=self.experts(request),
             skipped=None if skipped is None else tuple((bool(prompt), bool(other)) for prompt, other in skipped),
             decoder_chunks=self.decoder_chunks(self.decoded_shape(request)[2]),
+            has_sound=self.has_sound(request),
             shapes=self.shapes(request, image=image),
         )
 

@@ -61,6 +61,13 @@ class HandOver:
 
 
 @dataclass(frozen=True)
+class DecodeSound:
+    """Decode the sound: before any frame, so that an mp4 can be written as frames come."""
+
+    stage: ClassVar[str] = DECODER
+
+
+@dataclass(frozen=True)
 class Decode:
     """Decode one chunk of latent frames."""
 
@@ -76,7 +83,7 @@ class Save:
 
 
 Encode = EncodeText | EncodeImage
-Operation = Encode | Step | Finish | Decode | Save
+Operation = Encode | Step | Finish | DecodeSound | Decode | Save
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,7 @@ class StageMachine:
         step: How many steps the state at hand has done; None while there is none, so that denoising starts at the
             plan's first step.
         is_finished: Whether the latents at hand are what the decoder takes.
+        has_decoded_sound: Whether the sound is decoded.
         decoded: How many chunks are decoded.
         is_saved: Whether the video is where it was asked for.
     """
@@ -97,6 +105,7 @@ class StageMachine:
     encoded: frozenset[Encode] = frozenset()
     step: int | None = None
     is_finished: bool = False
+    has_decoded_sound: bool = False
     decoded: int = 0
     is_saved: bool = False
 
@@ -123,6 +132,8 @@ class StageMachine:
         """The operations that can run now, at the same time where there are several; none once the video is saved."""
         if self.is_saved:
             return ()
+        if self.is_finished and self.plan.has_sound and not self.has_decoded_sound:
+            return (DecodeSound(),)
         if self.is_finished:
             return (Decode(self.decoded),) if self.decoded < len(self.plan.decoder_chunks) else (Save(),)
         missing = tuple(encoding for encoding in self.inputs if encoding not in self.encoded)
@@ -170,6 +181,8 @@ class StageMachine:
                 return self.at_step(operation.index + 1)
             case Finish():
                 return dataclasses.replace(self, step=self.steps_done, is_finished=True)
+            case DecodeSound():
+                return dataclasses.replace(self, has_decoded_sound=True)
             case Decode():
                 return dataclasses.replace(self, decoded=self.decoded + 1)
             case Save():
@@ -177,7 +190,9 @@ class StageMachine:
 
     def at_step(self, step: int | None, *, is_finished: bool = False) -> "StageMachine":
         """Return the machine with a state after that step at hand, or with none: a snapshot, a file, a lost host."""
-        return dataclasses.replace(self, step=step, is_finished=is_finished, decoded=0, is_saved=False)
+        return dataclasses.replace(
+            self, step=step, is_finished=is_finished, has_decoded_sound=False, decoded=0, is_saved=False
+        )
 
     def with_inputs(self) -> "StageMachine":
         """Return the machine with every encoding at hand."""

@@ -15,7 +15,7 @@ from actors.pipeline_spec import Chips
 from wan_tpu.media.mp4 import Mp4
 from wan_tpu.pipeline import Pipeline
 from wan_tpu.plan import DECODER, ENCODER, RequestPlan
-from wan_tpu.stage_machine import Decode, EncodeImage, EncodeText, Finish, Step
+from wan_tpu.stage_machine import Decode, DecodeSound, EncodeImage, EncodeText, Finish, Step
 
 
 class OneProcessEngine:
@@ -105,9 +105,12 @@ class _Run:
                 self._tell(operation.stage, operation.index + 1)
                 self._check()
         with Mp4(plan.request.fps) as mp4:
-            for _, (_, planes) in run.work(Decode):
+            for operation, result in run.work(DecodeSound, Decode):
                 self._check()
-                mp4.add(np.asarray(planes))
+                if isinstance(operation, DecodeSound):
+                    mp4.set_audio(*result)
+                else:
+                    mp4.add(np.asarray(result[1]))
             mp4.finish()
         if mp4.failure is not None:
             raise mp4.failure

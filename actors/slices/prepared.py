@@ -4,6 +4,7 @@ import dataclasses
 from typing import TypeVar
 
 import jax
+import numpy as np
 
 from actors.slices.payloads import Payload, TextEmbedding, unpack
 from wan_tpu import stages
@@ -56,10 +57,11 @@ class Denoising:
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """A request whose latents are to be decoded."""
+    """A request whose latents are to be decoded; `audio` are the sound's, None where the video has none."""
 
     request: ResolvedRequest
     frames: list[jax.Array]
+    audio: np.ndarray | None
 
 
 _Value = TypeVar("_Value", TextEmbedding, ImageCondition, DenoiseState)

@@ -184,6 +184,8 @@ class StageHost(HostProfile):
         """
         before, work = self._runtime.compile_s, self._prepared.take(key, Decoding)
         with self._sizes.track(work.request), Mp4(work.request.fps) as video:
+            if work.audio is not None:
+                video.set_audio(*stages.decode_sound(self._runtime, work.audio))
             for _, planes in stages.decode_chunks(self._runtime, work.frames, self._progress):
                 # A failure is kept to the end, because the other hosts wait in the next chunk's exchange.
                 if self._first:
@@ -271,7 +273,8 @@ class StageHost(HostProfile):
             raise OutOfOrder(
                 f"the decoder was given {actual}; this request needs step {request.steps}, latents {shape}"
             )
-        self._prepared.put(key, Decoding(request, stages.decoder_inputs(self._runtime, final.latents)))
+        audio = final.audio if self._spec.has_sound(request) else None
+        self._prepared.put(key, Decoding(request, stages.decoder_inputs(self._runtime, final.latents), audio))
         return state.nbytes
 
     def snapshot(self, key: str) -> Output:
@@ -290,7 +293,8 @@ class StageHost(HostProfile):
         def result() -> DenoiseState:
             image_latents = next(iter(work.inputs.values())).image_latents
             done = stages.finish_state(self._runtime.model, work.plan.request, state, image_latents)
-            return dataclasses.replace(done, history=()) if done.step == work.plan.request.steps else done
+            is_final = done.step == work.plan.request.steps
+            return dataclasses.replace(done, history=(), audio_history=()) if is_final else done
 
         return self._output(state.step, result)
 

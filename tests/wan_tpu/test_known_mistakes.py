@@ -17,6 +17,7 @@ from tests.kernels.cases import as_program
 from wan_tpu import DenoiseState, GenerationRequest, load_pipeline
 from wan_tpu.families.model import StepInputs
 from wan_tpu.ops.attention import attention
+from wan_tpu.plan import VIDEO
 from wan_tpu.runtime import bridge
 from wan_tpu.runtime.program import place
 from wan_tpu.stages import expert_inputs, step_conditioning, step_numbers, step_program
@@ -123,16 +124,18 @@ def test_the_bfloat16_step_solves_nothing_and_combines_in_float32(pipeline):
     shape = runtime.model.spec.latent_shape(plan.request)
     latents, *history = (rng.standard_normal(shape).astype(np.float32) for _ in range(4))
     program = step_program(runtime, loaded.module)
-    args = (loaded.params, *place((latents, tuple(history), step_numbers(schedule, 1)), runtime.mesh), shared)
+    parts, numbers = {VIDEO: (latents, tuple(history))}, step_numbers({VIDEO: schedule}, 1)
+    args = (loaded.params, *place((parts, numbers), runtime.mesh), shared)
     text = program.compile(*args).as_text()
     assert not re.search(r"triangular|cholesky|lu_|getrf|trsm", text)
-    got, _, finite, _ = program(*args)
+    stepped, finite, _ = program(*args)
+    got = stepped[VIDEO][0]
     velocity = np.asarray(
         jax.jit(functools.partial(runtime.model.velocity, loaded.module), static_argnums=1)(
             loaded.params,
             runtime.mesh,
             StepInputs(latents, schedule.timesteps[1], np.float32(schedule.guidance[1]), *shared),
-        ),
+        )[VIDEO],
         np.float64,
     )
     terms = [latents, latents - schedule.sigmas[1] * velocity, *history]

@@ -21,7 +21,7 @@ from wan_tpu.families.shared.flop_count import count
 from wan_tpu.families.shared.t5 import text_encoder
 from wan_tpu.families.shared.tokenizer import train_tokenizer
 from wan_tpu.families.shared.tokenizing import Tokenizer, tokenize
-from wan_tpu.plan import Expert
+from wan_tpu.plan import VIDEO, Expert
 from wan_tpu.request import Defaults
 from wan_tpu.runtime.bridge import call, to_jax
 from wan_tpu.runtime.components import Component
@@ -183,7 +183,7 @@ class ToyModel(Model):
         moved = inputs.keys["moved"]
         pixels = inputs.latents.transpose(0, 2, 3, 4, 1).astype(moved.dtype)
         velocity = call(module, params, method, pixels, moved[0]) * (inputs.timestep / 1000).astype(pixels.dtype)
-        return velocity.transpose(0, 4, 1, 2, 3).astype(jnp.float32)
+        return {VIDEO: velocity.transpose(0, 4, 1, 2, 3).astype(jnp.float32)}
 
     def finish(self, latents, image_latents, request):
         return latents

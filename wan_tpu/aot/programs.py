@@ -12,7 +12,7 @@ from wan_tpu.adapters.merging import abstract_merge
 from wan_tpu.aot.executables import Executables
 from wan_tpu.families.model import Model
 from wan_tpu.lora import Lora
-from wan_tpu.plan import ENCODER, Expert
+from wan_tpu.plan import AUDIO, DECODER, ENCODER, VIDEO, Expert
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.components import DTYPES, SCALE, Loaded, abstract_component
 from wan_tpu.runtime.mesh import replicated
@@ -22,6 +22,8 @@ from wan_tpu.stages import (
     image_program,
     keys_program,
     residual_shape,
+    sound_decoders,
+    sound_program,
     step_numbers,
     step_program,
     text_program,
@@ -75,7 +77,9 @@ def stage_programs(runtime: Runtime, request: ResolvedRequest, stages: Sequence[
     if experts:
         programs["text keys"] = _keys(runtime, experts)
         programs |= _denoise(runtime, request, experts)
-    return programs | (_vae(runtime, request, "decoder") if "decoder" in stages else {})
+    if DECODER in stages:
+        programs |= _sound(runtime, request) | _vae(runtime, request, "decoder")
+    return programs
 
 
 def _text_encoder(
@@ -131,23 +135,28 @@ def _adapters(runtime: Runtime, request: ResolvedRequest, experts: list[Expert])
 
 def _denoise(runtime: Runtime, request: ResolvedRequest, experts: list[Expert]) -> StagePrograms:
     model, loaded = runtime.model, runtime.component(experts[0].stage)
-    schedule = model.spec.schedule(request)
-    shape = model.spec.latent_shape(request)
-    latents = _array(runtime, shape, jnp.float32)
-    numbers = {name: _array(runtime, value.shape, jnp.float32) for name, value in step_numbers(schedule, 0).items()}
-    if schedule.noise_terms:
-        numbers["noise"] = latents
+    schedules = model.spec.schedules(request)
+    shapes = model.spec.latent_shapes(request, experts[-1].stop)
+    latents = {part: _array(runtime, shape, jnp.float32) for part, shape in shapes.items()}
+    numbers = {
+        part: {name: _array(runtime, value.shape, jnp.float32) for name, value in numbers.items()}
+        for part, numbers in step_numbers(schedules, 0).items()
+    }
+    for part, schedule in schedules.items():
+        if schedule.noise_terms:
+            numbers[part]["noise"] = latents[part]
     program, arguments, _ = _keys(runtime, experts)
     keys = model.key_shapes(runtime.mesh, jax.eval_shape(program.function, *arguments))
-    image = model.image_latents_shape(shape)
+    image = model.image_latents_shape(shapes[VIDEO])
     conditioning = (keys, None if image is None else _array(runtime, image, jnp.float32))
-    arguments = (loaded.params, latents, (latents,) * schedule.history_terms, numbers, conditioning)
+    parts = {part: (array, (array,) * schedules[part].history_terms) for part, array in latents.items()}
+    arguments = (loaded.params, parts, numbers, conditioning)
     steps = sum(expert.stop - expert.start for expert in experts)
     skipped = model.spec.skipped(request)
     if skipped is None:
         return {STEP: (step_program(runtime, loaded.module), arguments, steps)}
     branches = 2 if any(expert.guided for expert in experts) else 1
-    residual = residual_shape(runtime, shape, branches)
+    residual = residual_shape(runtime, shapes[VIDEO], branches)
     which = jax.ShapeDtypeStruct((branches,), np.bool_, sharding=replicated(runtime.mesh))
     reused = sum(int(skipped[expert.start : expert.stop, :branches].all(1).sum()) for expert in experts)
     some, every = (step_program(runtime, loaded.module, kind) for kind in ("some", "all"))
@@ -155,6 +164,22 @@ def _denoise(runtime: Runtime, request: ResolvedRequest, experts: list[Expert]) 
         STEP: (some, (*arguments, residual, which), steps - reused),
         SKIPPED: (every, (*arguments, residual), reused),
     }
+
+
+def _sound(runtime: Runtime, request: ResolvedRequest) -> StagePrograms:
+    """Return the programs that decode a request's sound; none where the model, or the request, has no sound."""
+    model = runtime.model
+    programs: StagePrograms = {}
+    if not model.spec.has_sound(request):
+        return programs
+    value = _array(runtime, model.spec.latent_shapes(request, request.steps)[AUDIO], jnp.float32)
+    for name in sound_decoders(model):
+        loaded = runtime.component(name)
+        program = sound_program(runtime, name, loaded.module)
+        programs[name] = program, (loaded.params, value), 1
+        result = jax.eval_shape(program.function, loaded.params, value)
+        value = _array(runtime, result.shape, result.dtype)
+    return programs
 
 
 def _vae(runtime: Runtime, request: ResolvedRequest, name: str) -> StagePrograms:

@@ -18,7 +18,7 @@ from wan_tpu.data import write_json
 from wan_tpu.plan import RequestPlan
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.runtime import Runtime
-from wan_tpu.stage_machine import Decode, EncodeText, Operation, Step
+from wan_tpu.stage_machine import Decode, DecodeSound, EncodeText, Operation, Step
 from wan_tpu.stages import StepEvent
 from wan_tpu.switches import read_switches
 from wan_tpu.versions import list_versions
@@ -87,7 +87,7 @@ class Recorder:
         """Time an operation as part of its stage; inside `stage` that stage's own block counts it."""
         operations = self._operations.setdefault(operation.stage, [])
         operations.append(operation)
-        if isinstance(operation, Decode):
+        if isinstance(operation, DecodeSound | Decode):
             yield
             return
         with self.stage(operation.stage):

@@ -10,7 +10,7 @@ from wan_tpu.commands.record import Profiler, Recorder
 from wan_tpu.data import to_uint8
 from wan_tpu.media.video import ContactSheet, VideoWriter
 from wan_tpu.request import ResolvedRequest
-from wan_tpu.stage_machine import Decode, EncodeImage, EncodeText, Finish, Step
+from wan_tpu.stage_machine import Decode, DecodeSound, EncodeImage, EncodeText, Finish, Step
 from wan_tpu.stages import LocalExecutor
 
 
@@ -43,9 +43,12 @@ def decode_to_files(
     with recorder.stage("decoder") as record:
         with VideoWriter(outputs[0], fps=request.fps, overwrite=overwrite) as writer:
             last_frames = time.perf_counter()
-            for _, (pixels, _) in run.work(Decode):
+            for operation, result in run.work(DecodeSound, Decode):
                 last_frames = time.perf_counter()
-                frames = to_uint8(recorder.runtime.model.pixels(np.asarray(pixels)))
+                if isinstance(operation, DecodeSound):
+                    writer.set_audio(*result)
+                    continue
+                frames = to_uint8(recorder.runtime.model.pixels(np.asarray(result[0])))
                 writer.write(frames)
                 sheet.add(frames)
         sheet.save(outputs[1], overwrite=overwrite)

@@ -16,6 +16,7 @@ from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families import family_of, preset_spec, published, spec_of
 from wan_tpu.families.shared.causal_vae import CausalChunks
 from wan_tpu.families.shared.tokenizing import Tokenizer
+from wan_tpu.plan import VIDEO
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.components import Component
@@ -39,11 +40,12 @@ class StepInputs(NamedTuple):
     """The inputs of a transformer in one step.
 
     Attributes:
-        latents: float32 [1, C, T, H, W].
+        latents: The video's, float32 [1, C, T, H, W].
         timestep: float32 scalar, or [2] with the following one if the schedule has it (`Schedule.following`).
-        guidance: float32 scalar.
+        guidance: float32 scalar, or a vector where the schedule has several scales.
         keys: From `Model.text_keys`.
         image_latents: As in `Conditioning`.
+        audio: The sound's latents, float32 [1, ...], and their timestep; None for models without sound.
     """
 
     latents: jax.Array
@@ -51,6 +53,7 @@ class StepInputs(NamedTuple):
     guidance: jax.Array
     keys: dict[str, jax.Array]
     image_latents: jax.Array | None
+    audio: tuple[jax.Array, jax.Array] | None = None
 
 
 def apply_guidance(branches: jax.Array, guidance: jax.Array) -> jax.Array:
@@ -182,6 +185,10 @@ class Model(abc.ABC):
         """Return the noise that diffusers draws for a request's seed, float32 [1, C, T, H, W]."""
         return self._draw_noise(request, torch.Generator("cpu").manual_seed(request.seed))
 
+    def initial_noises(self, request: ResolvedRequest, noise: np.ndarray | None) -> dict[str, np.ndarray]:
+        """Return the noise that each part of the latents begins as, float32; `noise` takes the place of the video's."""
+        return {VIDEO: self.initial_noise(request) if noise is None else noise}
+
     def step_noise(self, request: ResolvedRequest) -> Callable[[int], np.ndarray]:
         """Return a function that draws a step's fresh noise, float32 [1, C, T, H, W], as diffusers does.
 
@@ -238,8 +245,8 @@ class Model(abc.ABC):
         """Return the shapes and shardings of the arrays of `text_keys`, to compile a step without them."""
 
     @abc.abstractmethod
-    def velocity(self, module: torch.nn.Module, params: Params, mesh: Mesh, inputs: StepInputs) -> jax.Array:
-        """Return the transformer's prediction with guidance, float32 [1, C, T, H, W]."""
+    def velocity(self, module: torch.nn.Module, params: Params, mesh: Mesh, inputs: StepInputs) -> dict[str, jax.Array]:
+        """Return the transformer's prediction with guidance for each part of the latents, float32, of their shape."""
 
     def residual_shape(self, mesh: Mesh, branches: int, latent_shape: tuple[int, ...], dtype: Any) -> Any:
         """Return shape and sharding of what the blocks add to the tokens; called only if the model has `curves`."""
@@ -252,7 +259,7 @@ class Model(abc.ABC):
         mesh: Mesh,
         inputs: StepInputs,
         reuse: tuple[jax.Array, jax.Array | None] | None,
-    ) -> tuple[jax.Array, jax.Array | None]:
+    ) -> tuple[dict[str, jax.Array], jax.Array | None]:
         """Return `velocity`, and what the blocks added; called only if the model has `curves`.
 
         Args:
@@ -278,6 +285,13 @@ class Model(abc.ABC):
     @abc.abstractmethod
     def vae_decoder(self, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
         """Return the functions that decode latents to pixels [1, 3, T, H, W] around [-1, 1], chunk by chunk."""
+
+    def decode_sound(self, component: str, module: torch.nn.Module, params: Params, value: jax.Array) -> jax.Array:
+        """Run one of the components that decode sound, on the latents or on what the one before returned.
+
+        Called only if the model has sound. The last one returns samples, float32 [channels, samples] in [-1, 1].
+        """
+        raise NotImplementedError
 
     def pixels(self, decoded: np.ndarray) -> np.ndarray:
         """Return the decoder's output [1, 3, T, H, W] as float32 [T, H, W, 3] in [0, 1]."""

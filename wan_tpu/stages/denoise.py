@@ -1,5 +1,6 @@
 """The expert stages: a request on an expert, step by step. Its state stays on the devices between steps."""
 
+import dataclasses
 import time
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import numpy as np
 from wan_tpu.data import Conditioning, DenoiseState
 from wan_tpu.errors import InvalidInput, InvalidRequest
 from wan_tpu.families.model import Model
-from wan_tpu.plan import Expert, RequestPlan
+from wan_tpu.plan import VIDEO, Expert, RequestPlan
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.components import DTYPES
 from wan_tpu.runtime.health import check_finite
@@ -69,16 +70,20 @@ def initial_state(
         InvalidRequest: The noise has another shape.
         InvalidInput: The request begins with a video, and its latents are missing.
     """
-    request = plan.request
-    shape, schedule = model.spec.latent_shape(request), model.spec.schedule(request)
-    history = tuple(np.zeros(shape, np.float32) for _ in range(schedule.history_terms))
-    drawn = model.initial_noise(request) if noise is None else check_noise(noise, shape)
+    request, schedules = plan.request, model.spec.schedules(plan.request)
+    shapes = model.spec.latent_shapes(request, 0)
+    histories = {
+        part: tuple(np.zeros(shape, np.float32) for _ in range(schedules[part].history_terms))
+        for part, shape in shapes.items()
+    }
+    noises = model.initial_noises(request, None if noise is None else check_noise(noise, shapes[VIDEO]))
     if request.strength is None:
-        return DenoiseState(np.float32(schedule.start) * drawn, history)
+        parts = {part: (np.float32(schedules[part].start) * noises[part], histories[part]) for part in shapes}
+        return DenoiseState.of_parts(parts, 0)
     if video is None:
         raise InvalidInput("the request begins with a video, and its latents are missing; run the encoder again")
-    sigma = np.float32(schedule.sigmas[plan.first_step])
-    return DenoiseState((np.float32(1) - sigma) * video + sigma * drawn, history, plan.first_step)
+    sigma = np.float32(schedules[VIDEO].sigmas[plan.first_step])
+    return DenoiseState((np.float32(1) - sigma) * video + sigma * noises[VIDEO], histories[VIDEO], plan.first_step)
 
 
 def check_noise(noise: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -103,20 +108,21 @@ def device_state(runtime: Runtime[Model], plan: RequestPlan, state: DenoiseState
         InvalidInput: It is another request's state. No request is to blame for that.
     """
     spec, request = runtime.model.spec, plan.request
-    terms, expected = spec.schedule(request).history_terms, spec.latent_shape(request)
-    if tuple(state.latents.shape) != expected or len(state.history) != terms:
+    shapes, schedules = spec.latent_shapes(request, state.step), spec.schedules(request)
+    expected = {part: (shape, schedules[part].history_terms) for part, shape in shapes.items()}
+    actual = {part: (tuple(latents.shape), len(history)) for part, (latents, history) in state.parts.items()}
+    if actual != expected:
         raise InvalidInput(
-            f"the state has latents {tuple(state.latents.shape)} and {len(state.history)} history terms; "
-            f"this request needs {expected} and {terms}: start from its own initial state"
+            f"the state after step {state.step} has latents and history terms {actual}; this request needs {expected}: "
+            "start from its own initial state"
         )
     # Copied, because on the CPU device_put may alias host memory, and the caller's state must stay as it is.
-    latents, history = place((np.array(state.latents), tuple(map(np.array, state.history))), runtime.mesh)
-    return DenoiseState(latents, history, state.step)
+    return DenoiseState.of_parts(place(jax.tree.map(np.array, state.parts), runtime.mesh), state.step)
 
 
 def to_host(state: DenoiseState) -> DenoiseState:
     """Copy a state from the devices. Steps don't change it, so any thread may do this beside the next step."""
-    return DenoiseState(np.asarray(state.latents), tuple(map(np.asarray, state.history)), state.step)
+    return DenoiseState.of_parts(jax.tree.map(np.asarray, state.parts), state.step)
 
 
 def finish_state(
@@ -127,7 +133,7 @@ def finish_state(
     if state.step < request.steps:
         return state
     image = None if image_latents is None else np.asarray(image_latents)
-    return DenoiseState(model.finish(state.latents, image, request), state.history, state.step)
+    return dataclasses.replace(state, latents=model.finish(state.latents, image, request))
 
 
 def expert_inputs(runtime: Runtime[Model], expert: Expert, conditioning: Conditioning) -> ExpertInputs:
@@ -182,8 +188,8 @@ class ExpertRun:
         self.expert = expert
         self.state = self.resumable = state
         self._runtime = runtime
-        self._schedule = runtime.model.spec.schedule(request)
-        self._noise = runtime.model.step_noise(request) if self._schedule.noise_terms else None
+        self._schedules = runtime.model.spec.schedules(request)
+        self._noise = runtime.model.step_noise(request) if self._schedules[VIDEO].noise_terms else None
         self._loras = request.loras_for(expert.stage)
         loaded = runtime.component(expert.stage, self._loras)
         self._module = loaded.module
@@ -199,29 +205,30 @@ class ExpertRun:
         Raises:
             UnhealthyResult: The step gave NaN or Inf, on every process. The message names it.
         """
-        start, stage, i, schedule = time.perf_counter(), self.expert.stage, self.state.step, self._schedule
+        start, stage, i = time.perf_counter(), self.expert.stage, self.state.step
+        schedule = self._schedules[VIDEO]
         assert self.expert.start <= i < self.expert.stop, f"step {i} is not {self.expert}'s"
-        numbers = step_numbers(schedule, i)
+        numbers = step_numbers(self._schedules, i)
         if self._noise is not None:
-            numbers["noise"] = self._noise(i)
+            numbers[VIDEO]["noise"] = self._noise(i)
         numbers = place(numbers, self._runtime.mesh)
-        inputs = self.state.latents, self.state.history, numbers, self._conditioning
+        inputs = self.state.parts, numbers, self._conditioning
         # Fetched for every step: a paused request's weights make room for others' adapters, and are merged again.
         params = self._runtime.component(self.expert.stage, self._loras).params
         before, residual, skipped = self.state, self._residual, self._skipped_branches(i)
         if self._skipped is None:
-            latents, history, finite, _ = step_program(self._runtime, self._module)(params, *inputs)
+            parts, finite, _ = step_program(self._runtime, self._module)(params, *inputs)
         elif skipped.all():
-            latents, history, finite, _ = step_program(self._runtime, self._module, "all")(params, *inputs, residual)
+            parts, finite, _ = step_program(self._runtime, self._module, "all")(params, *inputs, residual)
         else:
             residual = self._empty_residual() if residual is None else residual
             program = step_program(self._runtime, self._module, "some")
-            latents, history, finite, residual = program(params, *inputs, residual, place(skipped, self._runtime.mesh))
+            parts, finite, residual = program(params, *inputs, residual, place(skipped, self._runtime.mesh))
         timestep = float(schedule.timesteps[i])
         check_finite(
             bool(fetch(finite, "denoise step")), f"{stage}, step {i + 1} of {schedule.steps} (t = {timestep:g})"
         )
-        self.state, self._residual = DenoiseState(latents, history, i + 1), residual
+        self.state, self._residual = DenoiseState.of_parts(parts, i + 1), residual
         if self._skipped is None or i + 1 == self.expert.stop:
             self.resumable = self.state
         elif not skipped.any():

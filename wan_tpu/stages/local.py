@@ -14,7 +14,17 @@ from wan_tpu.families.model import Model
 from wan_tpu.plan import ENCODER, RequestPlan
 from wan_tpu.progress import Bar, Progress
 from wan_tpu.runtime.runtime import Runtime
-from wan_tpu.stage_machine import Decode, EncodeImage, EncodeText, Finish, Operation, Save, StageMachine, Step
+from wan_tpu.stage_machine import (
+    Decode,
+    DecodeSound,
+    EncodeImage,
+    EncodeText,
+    Finish,
+    Operation,
+    Save,
+    StageMachine,
+    Step,
+)
 from wan_tpu.stages.decode import decode_chunks, decoder_inputs
 from wan_tpu.stages.denoise import (
     ExpertRun,
@@ -27,6 +37,7 @@ from wan_tpu.stages.denoise import (
     to_host,
 )
 from wan_tpu.stages.encode import ImageInputs, Warn, crop_warnings, encode_image, encode_prompt, image_inputs
+from wan_tpu.stages.sound import decode_sound
 
 Around = Callable[[Operation], AbstractContextManager[object]]
 
@@ -109,7 +120,8 @@ class LocalExecutor:
 
         Yields:
             `EncodeText` with its arrays by name, `EncodeImage` with an `ImageCondition`, `Step` with a `StepEvent`,
-            `Finish` with a `DenoiseState`, `Decode` with pixels and planes on the devices (`vae_programs`).
+            `Finish` with a `DenoiseState`, `DecodeSound` with what `decode_sound` returns, `Decode` with pixels and
+            planes on the devices (`vae_programs`).
 
         Raises:
             UnhealthyResult: A result has NaN or Inf, or the video has a single colour.
@@ -154,6 +166,9 @@ class LocalExecutor:
                     self._state = finish_state(self._runtime.model, self.plan.request, self._state, image_latents)
                     self._is_placed = False
                 return self._state
+            case DecodeSound():
+                assert self._state is not None and self._state.audio is not None
+                return decode_sound(self._runtime, np.asarray(self._state.audio))
             case Decode():
                 return self._decode(operation)
         raise AssertionError(operation)

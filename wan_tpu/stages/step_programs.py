@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from wan_tpu.families.model import Model, StepInputs
+from wan_tpu.plan import AUDIO, VIDEO
 from wan_tpu.runtime.components import DTYPES, Loaded
 from wan_tpu.runtime.mesh import replicated
 from wan_tpu.runtime.program import Program
@@ -32,13 +33,17 @@ class ExpertInputs:
     image_latents: jax.Array | None
 
 
-def step_numbers(schedule: Schedule, i: int) -> dict[str, Any]:
-    """Return the numbers of step i as float32 arrays, so that no step recompiles."""
+def step_numbers(schedules: Mapping[str, Schedule], i: int) -> dict[str, dict[str, Any]]:
+    """Return the numbers of step i for each part of the latents as float32 arrays, so that no step recompiles."""
+    return {part: _numbers_of(schedule, i) for part, schedule in schedules.items()}
+
+
+def _numbers_of(schedule: Schedule, i: int) -> dict[str, Any]:
     numbers: dict[str, Any] = {
         "timestep": np.float32(schedule.timesteps[i]),
         "sigma": np.float32(schedule.sigmas[i]),
         "matrix": schedule.matrices[i].astype(np.float32),
-        "guidance": np.float32(schedule.guidance[i]),
+        "guidance": schedule.guidance[i].astype(np.float32),
     }
     if schedule.following is not None:
         numbers["timestep"] = np.array([schedule.timesteps[i], schedule.following[i]], np.float32)
@@ -53,11 +58,11 @@ _NAMES = {"none": "denoise step", "some": "denoise step, cached", "all": "denois
 
 
 def step_program(runtime: Runtime[Model], module: torch.nn.Module, reused: Reused = "none") -> Program:
-    """Return the jitted step: (params, latents, history, numbers, conditioning) -> latents, history, finite, None.
+    """Return the jitted step: (params, parts, numbers, conditioning) -> parts, finite, None.
 
-    latents and each term of the history are [1, C, T, H, W], numbers are from `step_numbers`, conditioning is from
-    `step_conditioning`; finite says whether all new latents are finite. Both experts run the same program: they differ
-    in their weights only (families refuse experts that differ otherwise).
+    parts are `DenoiseState.parts`, numbers are from `step_numbers`, conditioning is from `step_conditioning`; finite
+    says whether all new latents are finite. Both experts run the same program: they differ in their weights only
+    (families refuse experts that differ otherwise).
 
     Args:
         runtime: The model on its devices.
@@ -67,21 +72,34 @@ def step_program(runtime: Runtime[Model], module: torch.nn.Module, reused: Reuse
             takes a residual in place of computing any block.
     """
 
-    def step(params, latents, history, numbers, conditioning, residual=None, skipped=None):  # type: ignore[no-untyped-def]
+    def step(params, parts, numbers, conditioning, residual=None, skipped=None):  # type: ignore[no-untyped-def]
         model, mesh = runtime.model, runtime.mesh
-        inputs = StepInputs(latents, numbers["timestep"], numbers["guidance"], *conditioning)
+        video, (keys, image_latents) = numbers[VIDEO], conditioning
+        audio = (parts[AUDIO][0], numbers[AUDIO]["timestep"]) if AUDIO in parts else None
+        inputs = StepInputs(parts[VIDEO][0], video["timestep"], video["guidance"], keys, image_latents, audio)
         if reused == "none":
-            velocity, residual = model.velocity(module, params, mesh, inputs), None
+            velocities, residual = model.velocity(module, params, mesh, inputs), None
         else:
-            velocity, residual = model.cached_velocity(module, params, mesh, inputs, (residual, skipped))
-        clean = numbers.get("alpha", 1) * latents - numbers["sigma"] * velocity
-        terms = (latents, clean, *history, *([numbers["noise"]] if "noise" in numbers else []))
-        following, *kept = (sum(row[k] * term for k, term in enumerate(terms)) for row in numbers["matrix"])
+            velocities, residual = model.cached_velocity(module, params, mesh, inputs, (residual, skipped))
+        following = {
+            part: _advance(latents, history, velocities[part], numbers[part])
+            for part, (latents, history) in parts.items()
+        }
+        finite = jnp.stack([jnp.isfinite(latents).all() for latents, _ in following.values()]).all()
         # Every device has the whole result: every process can read it, and the next step takes it as it lies.
-        results = following, tuple(kept), jnp.isfinite(following).all()
-        return (*jax.lax.with_sharding_constraint(results, replicated(runtime.mesh)), residual)
+        return (*jax.lax.with_sharding_constraint((following, finite), replicated(runtime.mesh)), residual)
 
     return runtime.program(_NAMES[reused], step)
+
+
+def _advance(
+    latents: jax.Array, history: tuple[jax.Array, ...], velocity: jax.Array, numbers: Mapping[str, jax.Array]
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Return latents and history after a step of the solver."""
+    clean = numbers.get("alpha", 1) * latents - numbers["sigma"] * velocity
+    terms = (latents, clean, *history, *([numbers["noise"]] if "noise" in numbers else []))
+    following, *kept = (sum(row[k] * term for k, term in enumerate(terms)) for row in numbers["matrix"])
+    return following, tuple(kept)
 
 
 def residual_shape(runtime: Runtime[Model], latents: tuple[int, ...], branches: int) -> jax.ShapeDtypeStruct:

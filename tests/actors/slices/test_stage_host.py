@@ -191,7 +191,7 @@ def test_experts_are_given_the_prompts_they_use(checkpoint):
     first = host.snapshot("a")
     assert (first.value, len(unpack(first.payload).history)) == (0, 3)
     wrong = pack(DenoiseState(np.zeros((1, 16, 2, 4, 4), np.float32), (), 1))
-    with pytest.raises(InvalidInput, match=r"this request needs .* and 3") as raised:
+    with pytest.raises(InvalidInput, match=r"this request needs .*, 3\)") as raised:
         host.prepare_denoise("b", plan.without_image(), prompt, negative, image, wrong)
     assert not isinstance(raised.value, InvalidRequest)  # somebody has mixed up two requests; neither is wrong
     host.drop("a")

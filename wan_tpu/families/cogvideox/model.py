@@ -28,6 +28,7 @@ from wan_tpu.families.shared.causal_vae import CausalChunks, RepeatedStart
 from wan_tpu.families.shared.t5 import text_encoder
 from wan_tpu.families.shared.tokenizing import Tokenizer, tokenize
 from wan_tpu.media.image import fit_image
+from wan_tpu.plan import VIDEO
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.bridge import Params, call
 from wan_tpu.runtime.components import Component
@@ -158,7 +159,7 @@ class CogVideoXModel(Model):
             for name, value in keys.items()
         }
 
-    def velocity(self, module: torch.nn.Module, params: Params, mesh: Mesh, inputs: StepInputs) -> jax.Array:
+    def velocity(self, module: torch.nn.Module, params: Params, mesh: Mesh, inputs: StepInputs) -> dict[str, jax.Array]:
         """Return the guided prediction of v, float32 [1, C, T, H, W]."""
         x, image, text = inputs.latents, inputs.image_latents, inputs.keys["text"]
         if image is not None:
@@ -166,7 +167,7 @@ class CogVideoXModel(Model):
             x = jnp.concatenate([x, jnp.pad(image, ((0, 0), (0, 0), (0, behind), (0, 0), (0, 0)))], axis=1)
         tokens = transformer.predict(module, params, mesh, x.astype(text.dtype), inputs.timestep[None], text)
         guided = apply_guidance(tokens, inputs.guidance)
-        return transformer.unpatchify(guided, inputs.latents.shape, self.spec.patch)
+        return {VIDEO: transformer.unpatchify(guided, inputs.latents.shape, self.spec.patch)}
 
     def finish(self, latents: np.ndarray, image_latents: np.ndarray | None, request: ResolvedRequest) -> np.ndarray:
         """Return the latents to decode, without the frames that fill the first token."""

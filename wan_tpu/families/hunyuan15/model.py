@@ -29,6 +29,7 @@ from wan_tpu.families.model import Flops, Model, StepInputs, apply_guidance
 from wan_tpu.families.shared.causal_vae import CausalChunks
 from wan_tpu.families.shared.tiles import TiledChunks
 from wan_tpu.families.shared.tokenizing import Tokenizer
+from wan_tpu.plan import VIDEO
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.bridge import Params, call
 from wan_tpu.runtime.components import Component
@@ -211,7 +212,7 @@ class HunyuanModel(Model):
         whole = replicated(mesh)
         return {name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=whole) for name, value in keys.items()}
 
-    def velocity(self, module: torch.nn.Module, params: Params, mesh: Mesh, inputs: StepInputs) -> jax.Array:
+    def velocity(self, module: torch.nn.Module, params: Params, mesh: Mesh, inputs: StepInputs) -> dict[str, jax.Array]:
         """Return the guided velocity, float32 [1, C, T, H, W]."""
         latents, keys = inputs.latents, inputs.keys
         condition, mask = jnp.zeros_like(latents), jnp.zeros_like(latents[:, :1])
@@ -221,7 +222,7 @@ class HunyuanModel(Model):
         times = jnp.atleast_1d(inputs.timestep)
         encodings = Encodings(**{name: keys.get(name) for name in Encodings._fields})  # type: ignore[arg-type]
         tokens = transformer.predict(module, params, mesh, x, times[:1], times[-1:], encodings)
-        return apply_guidance(tokens, inputs.guidance).T.reshape(latents.shape)
+        return {VIDEO: apply_guidance(tokens, inputs.guidance).T.reshape(latents.shape)}
 
     def finish(self, latents: np.ndarray, image_latents: np.ndarray | None, request: ResolvedRequest) -> np.ndarray:
         """Return the latents as they are."""

@@ -33,6 +33,7 @@ from wan_tpu.families.wan.tokens import unpatchify as unpatchify_tokens
 from wan_tpu.families.wan.transformer import TextKeys
 from wan_tpu.media.image import fit_image, has_shape
 from wan_tpu.media.reading import read_frames
+from wan_tpu.plan import VIDEO
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.bridge import Params, call
 from wan_tpu.runtime.components import Component
@@ -244,7 +245,7 @@ class WanModel(Model):
             for name, value in keys.items()
         }
 
-    def velocity(self, module: torch.nn.Module, params: Params, mesh: Mesh, inputs: StepInputs) -> jax.Array:
+    def velocity(self, module: torch.nn.Module, params: Params, mesh: Mesh, inputs: StepInputs) -> dict[str, jax.Array]:
         """Return the guided velocity, float32 [1, C, T, H, W]."""
         return self.cached_velocity(module, params, mesh, inputs, None)[0]
 
@@ -260,7 +261,7 @@ class WanModel(Model):
         mesh: Mesh,
         inputs: StepInputs,
         reuse: tuple[jax.Array, jax.Array | None] | None,
-    ) -> tuple[jax.Array, jax.Array | None]:
+    ) -> tuple[dict[str, jax.Array], jax.Array | None]:
         """Return the guided velocity, as `velocity` does, and the residual to reuse (`transformer.Reuse`)."""
         latents, image = inputs.latents, inputs.image_latents
         times, first_tokens, x = inputs.timestep[None], 0, latents
@@ -283,7 +284,8 @@ class WanModel(Model):
             attention_density=self.config.attention_density,
         )
         guided = apply_guidance(tokens, inputs.guidance)
-        return unpatchify_tokens(guided, latents.shape, self.spec.patch, self.spec.latent_channels), residual
+        velocity = unpatchify_tokens(guided, latents.shape, self.spec.patch, self.spec.latent_channels)
+        return {VIDEO: velocity}, residual
 
     def finish(self, latents: np.ndarray, image_latents: np.ndarray | None, request: ResolvedRequest) -> np.ndarray:
         """Return the latents to decode: TI2V 5B puts the request's first frame back in place."""

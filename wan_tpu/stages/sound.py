@@ -1,0 +1,45 @@
+"""The decoder stage's sound: latents to samples, through the components that follow the VAE's decoder."""
+
+import jax
+import numpy as np
+import torch
+
+from wan_tpu.families.model import Model
+from wan_tpu.plan import DECODER
+from wan_tpu.runtime.health import check_finite
+from wan_tpu.runtime.mesh import replicated
+from wan_tpu.runtime.program import Program, fetch, place
+from wan_tpu.runtime.runtime import Runtime
+
+
+def decode_sound(runtime: Runtime[Model], latents: np.ndarray) -> tuple[np.ndarray, int]:
+    """Decode the sound's final latents: float32 [channels, samples] in [-1, 1], and their rate in samples a second.
+
+    Raises:
+        UnhealthyResult: For NaN and Inf, on every process.
+    """
+    value = place(latents, runtime.mesh)
+    for name in sound_decoders(runtime.model):
+        loaded = runtime.component(name)
+        value = sound_program(runtime, name, loaded.module)(loaded.params, value)
+        runtime.done_with(name)
+    samples = fetch(value, "sound")
+    check_finite(samples, "decoder, sound")
+    rate = runtime.model.spec.audio_rate
+    assert rate is not None, "a model without sound"
+    return samples, rate
+
+
+def sound_decoders(model: Model) -> tuple[str, ...]:
+    """Return the components that turn the sound's latents into samples, in order; none without sound."""
+    return tuple(name for name in model.spec.components[DECODER] if name != "decoder")
+
+
+def sound_program(runtime: Runtime[Model], name: str, module: torch.nn.Module) -> Program:
+    """Return a jitted decoder of sound: (params, what the one before returned) -> what the next takes, or samples."""
+
+    def run(*args):  # type: ignore[no-untyped-def]
+        decoded = runtime.model.decode_sound(name, module, *args)
+        return jax.lax.with_sharding_constraint(decoded, replicated(runtime.mesh))
+
+    return runtime.program(name, run)
