@@ -6,6 +6,7 @@ import json
 import diffusers
 import numpy as np
 import pytest
+import transformers
 
 from tests.wan_tpu.published_files import EULER, REPOSITORIES, WAN_I2V, write
 from wan_tpu import CheckpointError, GenerationRequest, InvalidRequest
@@ -17,10 +18,11 @@ from wan_tpu.families.cogvideox.config import SCHEDULER
 from wan_tpu.families.hunyuan15 import presets as hunyuan15
 from wan_tpu.families.hunyuan15.config import GUIDER
 from wan_tpu.families.model import open_model
-from wan_tpu.families.shared.settings import FLOW_MATCH_EULER, UNIPC
+from wan_tpu.families.shared.settings import ENCODERS, FLOW_MATCH_EULER, UNIPC
 from wan_tpu.families.wan import presets as wan
 from wan_tpu.families.wan import sampling
 
+HUNYUAN_I2V = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v"
 I2V_A14B = "Wan-AI/Wan2.2-I2V-A14B-Diffusers"
 # Name, task, size, frames, steps, shift, guidance of both experts, first steps of the experts.
 OPENED = {
@@ -135,6 +137,32 @@ def test_what_a_file_leaves_out_is_what_diffusers_class_takes(kind, ours):
 def test_what_a_scheduler_leaves_out_is_what_diffusers_class_takes(kind, ours):
     parameters = inspect.signature(kind.__init__).parameters
     assert {name: parameters[name].default for name in ours} == ours
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_what_an_encoder_leaves_out_is_what_transformers_class_takes(kind):
+    config = getattr(transformers, kind).config_class().to_dict()
+    assert {name: config[name] for name in ENCODERS[kind]} == ENCODERS[kind]
+
+
+@pytest.mark.parametrize(
+    ("repository", "component", "part"),
+    [
+        ("Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", "text_encoder", "text_encoder"),
+        ("Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", "image_encoder", "image_encoder"),
+        ("THUDM/CogVideoX-5b", "text_encoder", "text_encoder"),
+        (HUNYUAN_I2V, "text_encoder", "text_encoder"),
+        (HUNYUAN_I2V, "text_encoder_2", "glyph_encoder"),
+        (HUNYUAN_I2V, "image_encoder", "image_encoder"),
+    ],
+)
+def test_encoder_whose_file_leaves_keys_out_has_the_defaults_of_its_class(repository, component, part, opened):
+    kind = REPOSITORIES[repository]["model_index.json"][component][1]
+    spec = opened(repository, {f"{component}/config.json": dict.fromkeys(ENCODERS[kind], ...)})
+    config = getattr(spec.config, part)
+    assert {name: config[name] for name in ENCODERS[kind]} == ENCODERS[kind]
+    with pytest.raises(CheckpointError, match=f"'many' in {component}/config.json; give something like"):
+        opened(repository, {f"{component}/config.json": dict.fromkeys(ENCODERS[kind], "many")})
 
 
 SCHEDULER_FILE = "scheduler/scheduler_config.json"

@@ -5,7 +5,7 @@ from typing import Any
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.cogvideox.presets import TRANSFORMER_2B, VAE_2B, CogVideoXConfig
-from wan_tpu.families.shared.settings import check_supported, complete_config
+from wan_tpu.families.shared.settings import ENCODERS, check_supported, complete_config
 from wan_tpu.schedules.diffusion import SPACINGS, NoiseSchedule
 
 _SOLVERS = {"CogVideoXDDIMScheduler": "ddim", "CogVideoXDPMScheduler": "dpm"}
@@ -57,11 +57,12 @@ def read_config(checkpoint: Checkpoint) -> CogVideoXConfig:
     if transformer["patch_size_t"] and (transformer["sample_height"], transformer["sample_width"]) == _EARLIER:
         transformer["sample_height"], transformer["sample_width"] = _CURRENT
     noise, solver = _read_scheduler(checkpoint)
+    text_encoder_class = checkpoint.class_name("text_encoder")
     return CogVideoXConfig(
         transformer=transformer,
         vae=complete_config(checkpoint, "vae", VAE_2B),
-        text_encoder=checkpoint.config("text_encoder"),
-        text_encoder_class=checkpoint.class_name("text_encoder"),
+        text_encoder=complete_config(checkpoint, "text_encoder", ENCODERS.get(text_encoder_class, {})),
+        text_encoder_class=text_encoder_class,
         noise=noise,
         solver=solver,
     )

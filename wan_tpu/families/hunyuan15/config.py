@@ -6,7 +6,7 @@ from wan_tpu.checkpoint import OWN, Checkpoint
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.hunyuan15.presets import TRANSFORMER, VAE, HunyuanConfig
 from wan_tpu.families.hunyuan15.sizes import OVERLAP, STRIDE
-from wan_tpu.families.shared.settings import FLOW_MATCH_EULER, check_supported, complete_config
+from wan_tpu.families.shared.settings import ENCODERS, FLOW_MATCH_EULER, check_supported, complete_config
 
 _CLASSES = {
     "vae": "AutoencoderKLHunyuanVideo15",
@@ -54,9 +54,11 @@ def read_config(checkpoint: Checkpoint) -> HunyuanConfig:
     return HunyuanConfig(
         transformer=transformer,
         vae=complete_config(checkpoint, "vae", VAE),
-        text_encoder=checkpoint.config("text_encoder"),
-        glyph_encoder=checkpoint.config("text_encoder_2"),
-        image_encoder=checkpoint.config("image_encoder") if takes_image else None,
+        text_encoder=complete_config(checkpoint, "text_encoder", ENCODERS["Qwen2_5_VLTextModel"]),
+        glyph_encoder=complete_config(checkpoint, "text_encoder_2", ENCODERS["T5EncoderModel"]),
+        image_encoder=(
+            complete_config(checkpoint, "image_encoder", ENCODERS["SiglipVisionModel"]) if takes_image else None
+        ),
         shift=float(scheduler.get("shift", 1.0)),
         guidance=float(guider.get("guidance_scale", 7.5)),
         vae_tile=_read_vae_tile(checkpoint),

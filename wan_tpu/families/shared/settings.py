@@ -1,4 +1,4 @@
-"""Reads a component's configuration, filled in with the defaults of its diffusers class.
+"""Reads a component's configuration, filled in with the defaults of its class in diffusers or transformers.
 
 Published files have only the keys that their class had when they were written.
 """
@@ -40,10 +40,19 @@ FLOW_MATCH_EULER: dict[str, Any] = {
     "invert_sigmas": False,
     "stochastic_sampling": False,
 }
+# Defaults of the encoders' settings that this project reads itself, by transformers' class; the class fills in others.
+ENCODERS: dict[str, dict[str, Any]] = {
+    "UMT5EncoderModel": {"vocab_size": 250112},
+    "T5EncoderModel": {"vocab_size": 32128},
+    "Qwen2_5_VLTextModel": {"vocab_size": 152064},
+    "CLIPVisionModel": {"image_size": 224, "patch_size": 32},
+    "CLIPVisionModelWithProjection": {"image_size": 224, "patch_size": 32},
+    "SiglipVisionModel": {"image_size": 224, "patch_size": 16, "hidden_size": 768},
+}
 
 
 def complete_config(checkpoint: Checkpoint, component: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a component's configuration with every key of its class.
+    """Return a component's configuration with every key of `defaults`.
 
     Keys about the file's origin (`_class_name`, ...) are left out.
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from wan_tpu.checkpoint import OWN, Checkpoint
 from wan_tpu.errors import CheckpointError
-from wan_tpu.families.shared.settings import FLOW_MATCH_EULER, UNIPC, check_supported, complete_config
+from wan_tpu.families.shared.settings import ENCODERS, FLOW_MATCH_EULER, UNIPC, check_supported, complete_config
 from wan_tpu.families.wan.presets import PRESETS, TRANSFORMER_14B, VAE_21, WanConfig
 
 # Settings of published VAEs that diffusers' class never had, and warns of.
@@ -24,7 +24,6 @@ def read_config(checkpoint: Checkpoint) -> WanConfig:
     for component in ("tokenizer", "text_encoder", "transformer", "vae", "scheduler"):
         if not checkpoint.has(component):
             raise CheckpointError(f"{checkpoint.source} has no {component}; give a complete Wan checkpoint")
-    has_image_encoder = checkpoint.has("image_encoder")
     two_experts = checkpoint.has("transformer_2")
     if two_experts and index.get("boundary_ratio") is None:
         raise CheckpointError(f"{checkpoint.source} has two experts but no boundary_ratio in model_index.json")
@@ -42,13 +41,18 @@ def read_config(checkpoint: Checkpoint) -> WanConfig:
         raise CheckpointError(f"{checkpoint.source} has VAE {checkpoint.class_name('vae')}; Wan's is AutoencoderKLWan")
     vae = complete_config(checkpoint, "vae", VAE_21)
     solver, shift = _read_scheduler(checkpoint)
+    text_encoder_class = checkpoint.class_name("text_encoder")
+    image_encoder, image_encoder_class = None, None
+    if checkpoint.has("image_encoder"):
+        image_encoder_class = checkpoint.class_name("image_encoder")
+        image_encoder = complete_config(checkpoint, "image_encoder", ENCODERS.get(image_encoder_class, {}))
     return WanConfig(
         transformer=transformer,
         vae={key: value for key, value in vae.items() if key not in _IGNORED_SETTINGS},
-        text_encoder=checkpoint.config("text_encoder"),
-        image_encoder=checkpoint.config("image_encoder") if has_image_encoder else None,
-        text_encoder_class=checkpoint.class_name("text_encoder"),
-        image_encoder_class=checkpoint.class_name("image_encoder") if has_image_encoder else None,
+        text_encoder=complete_config(checkpoint, "text_encoder", ENCODERS.get(text_encoder_class, {})),
+        image_encoder=image_encoder,
+        text_encoder_class=text_encoder_class,
+        image_encoder_class=image_encoder_class,
         boundary_ratio=boundary,
         expand_timesteps=expand_timesteps,
         shift=shift,
