@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cluster.gang.protocol import Timeouts
+from actors.reliability import ReliabilitySettings
 from cluster.layout import Layout
 from wan_tpu.request import GenerationRequest
 from wan_tpu.spec import ModelSpec
@@ -24,7 +24,6 @@ class PipelineSettings:
         kernels: The kernels that every host uses, of `wan_tpu.switches`.
         collectives: How every host sends data between devices, of `wan_tpu.switches`.
         snapshot_every: Steps between two snapshots; steps that a lost slice has done since are repeated.
-        attempts: How often a stage is tried before its request fails, when slices or objects are lost.
         scale_wait_s: How long requests may wait for a pool before autoscaling adds a replica, by the measured time of
             its stage.
         scale_up_s: How long a pool must want more replicas before it gets them.
@@ -32,7 +31,7 @@ class PipelineSettings:
         scale_look_s: The time over which the wanted number is averaged.
         warm_up: Requests whose programs every replica compiles before its first request; only their sizes matter.
         chips: What the slices are made of. Every figure and picture says so unless they are real.
-        timeouts: The time-outs of slices.
+        reliability: Time-outs and retries.
         host_class: The class that runs on every host of a slice, "module:name".
         name: The pipeline's name, which its applications and actors carry.
     """
@@ -44,14 +43,13 @@ class PipelineSettings:
     kernels: str = OWN
     collectives: str = OVERLAPPED
     snapshot_every: int = 5
-    attempts: int = 5
     scale_wait_s: float = 60
     scale_up_s: float = 30
     scale_down_s: float = 600
     scale_look_s: float = 30
     warm_up: tuple[GenerationRequest, ...] = ()
     chips: Chips = "real"
-    timeouts: Timeouts = field(default_factory=Timeouts)
+    reliability: ReliabilitySettings = field(default_factory=ReliabilitySettings)
     host_class: str = "actors.slices.stage_host:StageHost"
     name: str = "wan-tpu"
 

@@ -12,13 +12,14 @@ from ray import serve
 from ray.serve.config import HTTPOptions, ProxyLocation
 
 from actors.api.outbound.webhook import read_secret
-from actors.api.processes import DRAIN_S, HEAD, QUIET, application_names, make_ingress, make_worker
+from actors.api.processes import HEAD, QUIET, application_names, make_ingress, make_worker
 from actors.api.settings import ServiceSettings
 from actors.errors import PipelineError, PipelineExists
 from actors.jobs.keys import list_keys
 from actors.jobs.store import open_database
 from actors.pipeline.pools import POLL_S, Tell, deploy, find_spec, list_applications, shut_down
 from actors.pipeline_spec import PipelineSpec
+from actors.reliability import ReliabilitySettings
 from cluster.connect import is_loopback
 from cluster.ports import check_port
 from cluster.provision import haproxy
@@ -194,7 +195,7 @@ def prepare(settings: ServiceSettings, host: str) -> None:
         read_secret(Path(settings.webhook_secret_file), make=True)
 
 
-def take_down(name: str, *, pipeline: bool = True, drain_s: float = DRAIN_S) -> None:
+def take_down(name: str, *, pipeline: bool = True, drain_s: float = ReliabilitySettings.shutdown_s) -> None:
     """Stop ingress and worker, and the pipeline if wanted. Jobs wait in the database for the next worker."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve_client()

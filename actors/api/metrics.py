@@ -1,4 +1,4 @@
-"""Metrics for Prometheus. Each process sends its own with its heartbeats, and any ingress reports them all."""
+"""Metrics for Prometheus. Each process writes its own with its check-ins, and any ingress reports them all."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,12 +9,10 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from actors.jobs.tables import Heartbeat, Usage
+from actors.jobs.tables import CheckIn, Usage
 from actors.jobs.values import Counts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-HEARTBEAT_S = 5.0
-FRESH_S = 60.0  # A process whose last heartbeat is older counts as gone.
 _STAGE_S = (0.05, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)
 _STEP_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 4, 6, 8, 12, 20, 40)
 _JOB_S = (1, 5, 10, 30, 60, 120, 300, 600, 1200, 3600, 7200)
@@ -53,7 +51,7 @@ class Meters:
 class ServiceMetrics(Collector):
     """The metrics of all processes of a service and of its database. They name no key; `KeyMetrics` does."""
 
-    processes: Iterable[Heartbeat]
+    processes: Iterable[CheckIn]
     counts: Counts
     webhooks_waiting: int
 

@@ -19,11 +19,12 @@ from actors.api.settings import ServiceSettings
 from actors.api.worker.context import WorkerContext
 from actors.api.worker.job_worker import JobWorker
 from actors.api.worker.traces import Traces
-from actors.jobs.heartbeats import process_name
+from actors.jobs.check_ins import make_process_name
 from actors.observe.logs import log_as_json, log_event
 from actors.pipeline.client import PipelineClient
 from actors.pipeline.pools import NO_HTTP
 from actors.pipeline_spec import PipelineSpec
+from actors.reliability import build_environment
 from actors.slices.snapshots import Snapshots
 from cluster.gang.placement import select_off_hosts
 from wan_tpu.spec import ModelSpec
@@ -31,13 +32,12 @@ from wan_tpu.spec import ModelSpec
 log = logging.getLogger(__name__)
 
 REQUESTS = 2000  # Concurrent requests of an ingress. Most of them follow the events of a job, and cost nothing.
-DRAIN_S = 30.0  # How long a replaced ingress may go on answering, and a worker may take to give its jobs back.
 _PARTING_S = 2.0  # Pause between the end of a worker's jobs and its own, in which its slices are told to stop.
 _THREADS = 32  # Serve's default of five could all be blocked by slow reads of storage.
 # Serve would log two lines per request, in its proxy and in the replica, which cost more than the answer to a poll.
 QUIET = {"log_level": "WARNING", "enable_access_log": False}
 # An ingress blocks only in threads, so its event loop needs none of its own, which saves a poll four thread switches.
-_ONE_THREAD = {"env_vars": {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_FREEZE_GC_ON_STARTUP": "1"}}
+_ONE_THREAD = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_FREEZE_GC_ON_STARTUP": "1"}
 HEAD = "node:__internal_head__"  # A resource that Ray gives to the head node only.
 
 
@@ -64,7 +64,7 @@ class ServiceWorker:
         """Open the database and the storage, and start working."""
         os.umask(0o077)
         log_as_json()
-        self._name, self._pipeline = process_name("worker"), PipelineClient(spec)
+        self._name, self._pipeline = make_process_name("worker"), PipelineClient(spec)
         self._traces = Traces.from_environment()
         snapshots, previews = Snapshots(spec.settings.snapshots), spec.settings.chips != "simulated"
         tools = await asyncio.to_thread(
@@ -110,8 +110,12 @@ def application_names(pipeline: str) -> tuple[str, str]:
     return f"{pipeline}-http", f"{pipeline}-worker"
 
 
-def _make_options(settings: ServiceSettings, runtime_env: dict[str, Any]) -> dict[str, Any]:
-    actor: dict[str, Any] = {"num_cpus": 0.1, "label_selector": select_off_hosts(), "runtime_env": runtime_env}
+def _make_options(settings: ServiceSettings, variables: dict[str, str]) -> dict[str, Any]:
+    actor: dict[str, Any] = {
+        "num_cpus": 0.1,
+        "label_selector": select_off_hosts(),
+        "runtime_env": {"env_vars": variables | build_environment(settings.reliability)},
+    }
     if "://" not in settings.database or "://" not in settings.storage or settings.webhook_secret_file is not None:
         actor["resources"] = {HEAD: 0.001}  # Files exist on one machine.
     return {
@@ -119,6 +123,6 @@ def _make_options(settings: ServiceSettings, runtime_env: dict[str, Any]) -> dic
         "logging_config": QUIET,
         "health_check_period_s": 2.0,
         "health_check_timeout_s": 30.0,
-        "graceful_shutdown_timeout_s": DRAIN_S,
+        "graceful_shutdown_timeout_s": settings.reliability.shutdown_s,
         "graceful_shutdown_wait_loop_s": 0.2,
     }

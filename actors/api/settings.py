@@ -7,6 +7,7 @@ from actors.api.limits import Limits
 from actors.api.outbound.client import FetchSettings
 from actors.api.sizes import Size
 from actors.jobs.values import JobSettings
+from actors.reliability import ReliabilitySettings
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
@@ -35,7 +36,8 @@ class ServiceSettings:
         origins: Origins of web pages that may use the API from a browser (CORS).
         limits: Limits on clients.
         fetch: Which images may be fetched from other servers.
-        jobs: How long leases last, and jobs are kept.
+        jobs: How long jobs and files are kept.
+        reliability: Time-outs and retries, the same as the pipeline's.
     """
 
     database: str
@@ -56,6 +58,7 @@ class ServiceSettings:
     limits: Limits = dataclasses.field(default_factory=Limits)
     fetch: FetchSettings = dataclasses.field(default_factory=FetchSettings)
     jobs: JobSettings = dataclasses.field(default_factory=JobSettings)
+    reliability: ReliabilitySettings = dataclasses.field(default_factory=ReliabilitySettings)
 
     @property
     def webhooks(self) -> FetchSettings:

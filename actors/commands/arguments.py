@@ -7,8 +7,9 @@ import shlex
 import sys
 from pathlib import Path
 
-from actors.commands.timeouts import add_timeouts, read_timeouts
+from actors.commands.timeouts import add_reliability, read_reliability
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
+from actors.reliability import build_environment
 from cluster.connect import connect
 from cluster.emulation.cluster import STATE, EmulatedCluster, default_folder
 from cluster.errors import ClusterNotFound, LayoutError
@@ -60,19 +61,13 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser, description: str = "
     )
     group.add_argument("--snapshot_every", type=int, default=5, help="steps between two; default %(default)s")
     group.add_argument(
-        "--attempts",
-        type=int,
-        default=PipelineSettings.attempts,
-        help="at one stage of a request, where slices are lost, before it fails; default %(default)s",
-    )
-    group.add_argument(
         "--warm_up",
         action="append",
         default=[],
         metavar=WITH_FRAMES,
         help="compile for this size before the first request; more than once for several",
     )
-    add_timeouts(group)
+    add_reliability(group)
 
 
 def add_batch_arguments(
@@ -227,6 +222,8 @@ def read_settings(
         LayoutError: The layout can't be read.
         StorageError: A folder of this machine for snapshots can't be written to.
     """
+    reliability = read_reliability(args)
+    os.environ.update(build_environment(reliability))  # What this process stores follows them, too.
     layout = read_layout(args)
     if layout is None or args.model_id is None:
         alone = "--layout alone" if layout is not None else "--model alone" if args.model_id is not None else "neither"
@@ -240,8 +237,6 @@ def read_settings(
         open_storage(snapshots).probe()
     if args.snapshot_every < 1:
         raise InvalidInput(f"--snapshot_every is {args.snapshot_every}; allowed are 1 and more")
-    if args.attempts < 1:
-        raise InvalidInput(f"--attempts is {args.attempts}; allowed are 1 and more")
     sizes = [read_size_with_frames("--warm_up", size) for size in args.warm_up]
     settings = PipelineSettings(
         checkpoint=args.model_id,
@@ -251,9 +246,8 @@ def read_settings(
         kernels=args.kernels or PipelineSettings.kernels,
         collectives=args.collectives or PipelineSettings.collectives,
         snapshot_every=args.snapshot_every,
-        attempts=args.attempts,
         warm_up=tuple(GenerationRequest(prompt="", height=h, width=w, frames=frames) for h, w, frames in sizes),
-        timeouts=read_timeouts(args),
+        reliability=reliability,
         name=args.name,
     )
     return layout, settings

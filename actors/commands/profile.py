@@ -35,6 +35,7 @@ def profile(argv: Sequence[str]) -> None:
         raise InvalidInput(
             f"there is no pool {args.pool!r}{did_you_mean(args.pool, known)}; this pipeline has {', '.join(known)}"
         )
-    run, nbytes = open_handle(args.name, args.pool).profile.remote(args.output, args.seconds).result()
+    handle = open_handle(args.name, args.pool, spec.settings.reliability.handle_attempts)
+    run, nbytes = handle.profile.remote(args.output, args.seconds).result()
     print(f"{nbytes / 1e6:.1f} MB of each host are in {args.output}/plugins/profile/{run}; look at it with")
     print(f"  pip install xprof && xprof --logdir {args.output}")

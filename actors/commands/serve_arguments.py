@@ -108,6 +108,7 @@ def read_service_settings(args: argparse.Namespace, layout: Layout, settings: Pi
         limits=Limits.parse(args.limit),
         webhook_secret_file=None if secret == NONE else secret,
         origins=tuple(args.origin),
+        reliability=settings.reliability,
     )
     return dataclasses.replace(service, jobs=dataclasses.replace(service.jobs, ended_s=args.keep_days * 86400))
 

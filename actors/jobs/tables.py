@@ -166,15 +166,15 @@ Index("files_of_job", File.job)
 Index("files_delete", File.delete_at)
 
 
-class Heartbeat(Table, kw_only=True):
-    """The latest heartbeat of a service's process.
+class CheckIn(Table, kw_only=True):
+    """The latest check-in of a service's process (`actors.jobs.check_ins`).
 
     Attributes:
         kind: "ingress" or "worker".
         metrics: The process's metrics in Prometheus's text format.
     """
 
-    __tablename__ = "heartbeats"
+    __tablename__ = "heartbeats"  # Its first name: processes of two versions share the table during an upgrade.
 
     name: Mapped[str] = mapped_column(String(255), primary_key=True)
     kind: Mapped[str] = mapped_column(String(32))

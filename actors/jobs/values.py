@@ -36,19 +36,14 @@ def is_id(text: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobSettings:
-    """How long leases last and how long jobs and files are kept.
+    """How long jobs and files are kept.
 
     Attributes:
-        lease_s: A claim ends this long after the last heartbeat. It spans several heartbeats, and is longer than the
-            database may pause.
-        losses: A job that has lost this many workers fails, since the job itself may be what kills them.
         ended_s: How long a job and its results are kept after it has ended.
         abandoned_s: How long a file is kept that probably nobody needs any more: an upload that became no job, or a
             lost worker's output. It is long, since a worker that hangs may still write the files it has announced.
     """
 
-    lease_s: float = 30.0
-    losses: int = 10
     ended_s: float = 7 * 86400
     abandoned_s: float = 3600
 

@@ -11,6 +11,7 @@ from actors.jobs.ending import STOPPED, end, expire_files
 from actors.jobs.errors import CommitUncertain, LeaseLost
 from actors.jobs.tables import ApiKey, File, Job
 from actors.jobs.values import DEADLINE, LOST, JobSettings, make_storable
+from actors.reliability import ReliabilitySettings
 
 _RUNNING = aliased(Job)
 _COUNT_OF_KEY = (
@@ -26,13 +27,19 @@ _OWNERS_AT_LIMIT = select(ApiKey.id).where(ApiKey.running.is_not(None), ApiKey.r
 class WorkQueue:
     """The jobs that wait or run. Every method is one transaction, and safe between threads and processes.
 
-    A claimed job belongs to its worker until `lease_expires_at`, which heartbeats extend; each claim has a new
+    A claimed job belongs to its worker until `lease_expires_at`, which the worker renews; each claim has a new
     `lease_token`. Methods that take a claimed job also record its `progress` and cost as the worker has set them. They
     raise `LeaseLost` once the job was taken back: the worker must stop, and remove what it has written.
     """
 
-    def __init__(self, database: Database, settings: JobSettings = JobSettings()) -> None:  # noqa: B008 (frozen)
+    def __init__(
+        self,
+        database: Database,
+        settings: JobSettings = JobSettings(),  # noqa: B008 (frozen)
+        reliability: ReliabilitySettings = ReliabilitySettings(),  # noqa: B008 (frozen)
+    ) -> None:
         self._database, self._settings = database, settings
+        self._lease_s, self._worker_attempts = reliability.lease_s, reliability.worker_attempts
 
     def claim(self, worker: str, *, above: int | None = None, model: str | None = None) -> Job | None:
         """Claim the next job: by priority, then round-robin over owners, then by age. Return None if there is none.
@@ -64,16 +71,16 @@ class WorkQueue:
             if job is None:
                 return None
             job.status, job.worker, job.attempts = "in_progress", worker, job.attempts + 1
-            job.lease_token, job.lease_expires_at = token, now + self._settings.lease_s
+            job.lease_token, job.lease_expires_at = token, now + self._lease_s
             if job.started_at is None:
                 job.started_at = now
             return job
 
-    def heartbeat(self, claimed: Job) -> str | None:
+    def renew_lease(self, claimed: Job) -> str | None:
         """Renew a lease for another `lease_s`. Return the job's `stop_code` if it must stop, else None."""
         with self._database.write() as session:
             job = self._lock_claimed(session, claimed)
-            job.lease_expires_at = self._database.now(session) + self._settings.lease_s
+            job.lease_expires_at = self._database.now(session) + self._lease_s
             return job.stop_code
 
     def announce(self, claimed: Job, names: Iterable[str]) -> None:
@@ -192,7 +199,7 @@ class WorkQueue:
         ).all()
         for job in silent:
             job.losses += 1
-            if job.losses >= self._settings.losses:
+            if job.losses >= self._worker_attempts:
                 message = f"given up after {job.losses} workers were lost, the last one {job.worker}"
                 end(session, job, now, self._settings, failure=(LOST, message))
             else:

@@ -24,7 +24,8 @@ class PipelineConnection:
         """Connect to a pipeline whose pools run (`pools.deploy`)."""
         name, pools = spec.settings.name, spec.layout.pools
         status, snapshots = StatusActor.connect(name), Snapshots(spec.settings.snapshots)
-        return cls(spec, status, snapshots, {pool.name: open_handle(name, pool.name) for pool in pools})
+        attempts = spec.settings.reliability.handle_attempts
+        return cls(spec, status, snapshots, {pool.name: open_handle(name, pool.name, attempts) for pool in pools})
 
     def open_stream(self, stage: str, program: str | None = None) -> Any:
         """Return a handle to a stage's pool; of equally busy replicas, one that holds the program is preferred."""

@@ -16,6 +16,7 @@ from actors.errors import PipelineExists, PipelineStartFailed
 from actors.observe.status_actor import ReportedStatus, StatusActor, read_spec
 from actors.pipeline.claim import claim_start
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
+from actors.reliability import ReliabilitySettings, build_environment
 from actors.slices.leader import SliceLeader
 from cluster.gang.placement import select_off_hosts
 from cluster.layout import Layout, Pool
@@ -25,13 +26,11 @@ from cluster.ray_private import knows_deployment
 # requests, and the leader of a slice limits how many of them have arrays on its devices. Ray runs a thousand calls of
 # an actor at a time, among them health checks.
 MAX_CALLS = 900
-HEALTH_S = 2.0  # Seconds between two health checks of a replica.
-FINISH_S = 3600.0  # A replica that Serve removes may finish its requests for this long.
 POLL_S = 0.25
 NEWS_S = 2.0  # If the status actor is silent for this long, Serve alone says what is being waited for.
-_HANDLE_S, _HANDLES = 2.0, 10  # A handle has this long to learn of its pool, and is opened anew this often.
+_HANDLE_S = 2.0  # A handle has this long to learn of its pool; then another is opened.
 # For the first deployment of an application that answers no HTTP: where Serve runs HAProxy, it would listen.
-NO_HTTP = {"env_vars": {"RAY_SERVE_ENABLE_HA_PROXY": "0"}}
+NO_HTTP = {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
 
 Tell = Callable[[str], object]
 
@@ -118,14 +117,22 @@ def application_name(pipeline: str, pool: str) -> str:
     return f"{pipeline}-{pool}"
 
 
-def open_handle(pipeline: str, pool: str) -> Any:
+def open_handle(pipeline: str, pool: str, attempts: int = ReliabilitySettings.handle_attempts) -> Any:
     """Return a handle of a running pool that is the caller's own.
 
     Serve shares one within a process: if one driver shut it down, it would no longer tell the pool of any load.
+
+    Args:
+        pipeline: The pipeline's name.
+        pool: The pool's name.
+        attempts: How many handles are opened, one after the other, until one learns which replicas the pool has.
+
+    Raises:
+        PipelineStartFailed: None did.
     """
     _quieten_serve()
     shared = serve.get_deployment_handle(pool, application_name(pipeline, pool))  # Raises where there is no such pool.
-    for _ in range(_HANDLES):
+    for _ in range(attempts):
         handle: Any = DeploymentHandle(shared.deployment_name, shared.app_name)
         if _learns_of_pool(handle):
             return handle
@@ -174,7 +181,7 @@ def list_live_replicas(pipeline: str, layout: Layout) -> set[str]:
     }
 
 
-def shut_down(pipeline: str, *, drain_s: float = FINISH_S) -> None:
+def shut_down(pipeline: str, *, drain_s: float = ReliabilitySettings.finish_s) -> None:
     """End all pools of a pipeline, and its status actor.
 
     Args:
@@ -196,16 +203,19 @@ def shut_down(pipeline: str, *, drain_s: float = FINISH_S) -> None:
 
 def build_application(pool: Pool, settings: PipelineSettings) -> Any:
     """Return the Serve application of a pool."""
+    reliability = settings.reliability
     options: dict[str, Any] = {
         "name": pool.name,
         "max_ongoing_requests": MAX_CALLS,
         "request_router_config": {"request_router_class": "actors.slices.router:LeastLoadedRouter"},
-        "health_check_period_s": HEALTH_S,
-        "health_check_timeout_s": 2 * settings.timeouts.heartbeat_s,
-        "graceful_shutdown_timeout_s": FINISH_S,
+        "health_check_period_s": reliability.health_s,
+        "health_check_timeout_s": 2 * reliability.heartbeat_s,
+        "graceful_shutdown_timeout_s": reliability.finish_s,
         "graceful_shutdown_wait_loop_s": 0.2,
         "ray_actor_options": {"num_cpus": 0.1, "label_selector": select_off_hosts()},
     }
+    if variables := build_environment(reliability):
+        options["ray_actor_options"]["runtime_env"] = {"env_vars": variables}  # The leader's hosts inherit it.
     if pool.replicas.minimum == pool.replicas.maximum:
         options["num_replicas"] = pool.replicas.minimum
     else:

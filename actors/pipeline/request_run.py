@@ -18,15 +18,22 @@ from actors.slices.messages import InputsTaken, SliceRequest, StageResult
 from actors.slices.payloads import EncodedVideo, unpack
 from actors.slices.references import RefHandle, RequestScope
 from wan_tpu.plan import DECODER, ENCODER, RequestPlan
-from wan_tpu.stage_machine import Decode, Encode, EncodeImage, EncodeText, Finish, Operation, StageMachine, Step
+from wan_tpu.stage_machine import (
+    Decode,
+    DecodeSound,
+    Encode,
+    EncodeImage,
+    EncodeText,
+    Finish,
+    Operation,
+    StageMachine,
+    Step,
+)
 from wan_tpu.storage.base import StorageError
 
 log = logging.getLogger(__name__)
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 15.0  # Seconds before a stage is tried again, growing from attempt to attempt.
-OUTAGE_S = 600.0  # A request waits this long for the storage of snapshots, because it may have one.
-ADAPTERS_S = 30.0  # A pool that hasn't checked a request's adapters by then refuses bad ones when it needs them.
-MAX_MOVES = 600  # A request that was sent on this often without progress is given up; each move takes a second.
 
 
 class RequestRun:
@@ -56,7 +63,7 @@ class RequestRun:
         self._connection, self._key, self._plan, self._scope = connection, key, plan, scope
         self.snapshots = snapshots
         self._sent = SliceRequest(key, plan.without_image(), scope, self.snapshots, priority, time.time())
-        self._on_event = on_event
+        self._on_event, self._limits = on_event, connection.settings.reliability
         self._refused = False
         self._attempts = self._moves = 0  # Since the last progress.
         self._done: set[tuple[str, int | None]] = set()
@@ -95,7 +102,7 @@ class RequestRun:
             self._machine = self._machine.at_step(await self._newest_snapshot())
         while True:
             match self._machine.next:
-                case (Decode(), *_):
+                case (DecodeSound() | Decode(), *_):
                     return await self._decode()
                 case (Step() | Finish() as operation,):
                     await self._denoise(operation.stage)
@@ -103,7 +110,7 @@ class RequestRun:
                     await self._encode(encodings)
 
     async def _newest_snapshot(self) -> int | None:
-        until, pause_s = time.monotonic() + OUTAGE_S, FIRST_WAIT_S
+        until, pause_s = time.monotonic() + self._limits.snapshots_s, FIRST_WAIT_S
         while True:
             try:
                 step = await asyncio.to_thread(self._connection.snapshots.newest, self.snapshots)
@@ -160,7 +167,7 @@ class RequestRun:
         pools = {self._connection.layout.pool_of(expert.stage).name: expert.stage for expert in self._plan.experts}
         try:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ADAPTERS_S), asyncio.TaskGroup() as group:
+                async with asyncio.timeout(self._limits.adapters_s), asyncio.TaskGroup() as group:
                     for stage in pools.values():
                         group.create_task(self._check_adapters_at(stage))
         except ExceptionGroup as several:
@@ -248,14 +255,14 @@ class RequestRun:
         """Wait before the next attempt; raise `RequestFailed` after too many without progress."""
         if isinstance(lost, StageWaited):
             return
-        if isinstance(lost, StageMoved) and self._moves < MAX_MOVES:
+        if isinstance(lost, StageMoved) and self._moves < self._limits.move_attempts:
             self._moves += 1
             log.info("%s: %s", self._key, lost)
             await asyncio.sleep(2 * FIRST_WAIT_S)
             return
         self._attempts += 1
         reason = str(lost).splitlines()[0] if str(lost) else type(lost).__name__
-        if self._attempts >= self._connection.settings.attempts:
+        if self._attempts >= self._limits.stage_attempts:
             if isinstance(lost, StageFailed):  # It failed everywhere, so the request is to blame.
                 raise RequestFailed(f"failed {self._attempts} times; the last: {reason}", "error")
             raise RequestFailed(f"given up after {self._attempts} attempts at one stage; the last: {reason}", "lost")

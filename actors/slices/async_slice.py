@@ -27,7 +27,6 @@ T = TypeVar("T")
 HANG_FACTOR = 20.0  # A call hangs when it takes this many times as long as the fastest of its kind.
 # Kinds of calls whose fastest time is remembered, the latest ones. Requests choose their sizes, so there may be many.
 MAX_KINDS = 256
-MAX_FAILURES = 3  # When this many different requests fail in a row, and none succeeds, the slice is replaced.
 
 
 class AsyncSlice:
@@ -136,9 +135,15 @@ class FailureTracker:
     succeeds in between, is taken to be sick, and replaced: it fails so fast that it would be sent every request.
     """
 
-    def __init__(self, replica: str, replace: Callable[[str], None]) -> None:
-        """Track `replica`, Serve's name for the slice's leader; `replace` is called with why to replace the slice."""
-        self._replica, self._replace = replica, replace
+    def __init__(self, replica: str, attempts: int, replace: Callable[[str], None]) -> None:
+        """Count from zero.
+
+        Args:
+            replica: Serve's name for the slice's leader.
+            attempts: When so many different requests fail in a row, the slice is replaced.
+            replace: Called with why to replace the slice.
+        """
+        self._replica, self._attempts, self._replace = replica, attempts, replace
         self._failing: dict[str, set[str]] = {}  # Keys of requests, by stage.
 
     @contextlib.contextmanager
@@ -166,5 +171,5 @@ class FailureTracker:
     def _note(self, stage: str, key: str) -> None:
         failing = self._failing.setdefault(stage, set())
         failing.add(key)
-        if len(failing) >= MAX_FAILURES:
+        if len(failing) >= self._attempts:
             self._replace(f"{stage} failed for {', '.join(sorted(failing))} in a row")

@@ -6,15 +6,18 @@ from collections.abc import Iterator
 
 from actors.errors import StageMoved
 
-HAND_OVER_S = 5.0  # Kept free at the end of a drain, to copy a state out of the slice and write it.
-
 
 class DrainState:
     """Whether one slice is being drained, and how long it has left."""
 
-    def __init__(self, name: str) -> None:
-        """Name the leader, for messages; the drain has not begun."""
-        self._name = name
+    def __init__(self, name: str, hand_over_s: float) -> None:
+        """Start without a drain.
+
+        Args:
+            name: The leader's name, for messages.
+            hand_over_s: How much of a drain is kept free at its end, to copy a state out of the slice and write it.
+        """
+        self._name, self._hand_over_s = name, hand_over_s
         self._deadline: float | None = None  # In `time.monotonic()`.
         self._keepers = 0  # Blocks that keep the leader alive.
 
@@ -53,4 +56,4 @@ class DrainState:
 
     def is_too_late_for(self, needed_s: float) -> bool:
         """Return whether the slice will be taken away before so many more seconds of work are done."""
-        return self._deadline is not None and time.monotonic() + needed_s + HAND_OVER_S > self._deadline
+        return self._deadline is not None and time.monotonic() + needed_s + self._hand_over_s > self._deadline

@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 
 MAX_ROUTED_PROGRAMS = 64  # Programs the router remembers per replica.
 END_DELAY_S = 0.5  # Between the loss of a slice and the end of its leader, so that callers get their errors first.
-PATIENCE_S = 10.0  # A request that has waited here this long looks for another replica that may be free by now.
 DRAIN_ANSWER_S = 2.0  # A health check waits this long for Ray to say whether the hosts are drained.
 
 
@@ -56,7 +55,7 @@ class SliceLeader:
         self._runner: StageRunner | None = None
         self._ended = False
         self._start_s: dict[str, float] = {}  # Seconds of each phase of the start.
-        self._drain = DrainState(self._name)
+        self._drain = DrainState(self._name, settings.reliability.hand_over_s)
         self._drain_answer: asyncio.Future[float | None] | None = None
         self._where, self._software, start = "", dict[str, str](), time.monotonic()
         self._report("starting", f"takes a {pool.slice} and starts its hosts")
@@ -75,12 +74,12 @@ class SliceLeader:
                 self._name,
                 chips,
                 settings.snapshot_every,
-                PATIENCE_S if pool.replicas.maximum > 1 else None,
+                settings.reliability.replica_wait_s if pool.replicas.maximum > 1 else None,
             ),
             self._slice,
             Snapshotter(self._slice, snapshots, self._around.store, self._drain.keep_leader),
             self._drain,
-            FailureTracker(self._around.replica, self._replace),
+            FailureTracker(self._around.replica, settings.reliability.slice_attempts, self._replace),
             self._report_work,
         )
         self._status.report_start(self._pool, self._start_s)
@@ -99,7 +98,7 @@ class SliceLeader:
                     *(settings.checkpoint, pool.stages, pool.mesh, settings.dtype, settings.executables),
                     *(settings.kernels, settings.collectives),
                     name=self._name,
-                    timeouts=settings.timeouts,
+                    timeouts=settings.reliability,
                     tell=lambda text: self._report("starting", text),
                 )
                 resources.callback(self._hosts.close)
@@ -122,7 +121,7 @@ class SliceLeader:
     def _load(self) -> None:
         """Have the hosts read their weights, and compile the programs of `warm_up` ahead of the first request."""
         start = time.monotonic()
-        limit_s = self._settings.timeouts.build_s  # Seconds without progress.
+        limit_s = self._settings.reliability.build_s  # Seconds without progress.
         self._hosts.call("load", timeout_s=limit_s, on_progress=self._make_progress_report("loading"))
         self._start_s = self._hosts.start_s | {"read": time.monotonic() - start}
         start = time.monotonic()

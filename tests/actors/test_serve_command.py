@@ -12,7 +12,7 @@ from actors.cli import main
 from actors.commands.serve_config import read_service
 from actors.jobs.keys import make_key, revoke_key
 from actors.jobs.store import open_database
-from cluster.gang.protocol import Timeouts
+from actors.reliability import ReliabilitySettings
 from wan_tpu.errors import InvalidInput
 
 LAYOUT = "emulated-demo"
@@ -93,8 +93,12 @@ def test_a_config_says_what_the_command_line_says(tmp_path, capsys, checkpoint):
         "heartbeat=60",
         "--timeout",
         "chips=900",
+        "--timeout",
+        "lease=60",
         "--attempts",
-        "8",
+        "stage=8",
+        "--attempts",
+        "worker=4",
         "--warm_up",
         "1280x720x81",
     ]
@@ -122,8 +126,10 @@ def test_a_config_says_what_the_command_line_says(tmp_path, capsys, checkpoint):
         assert settings.database == "postgresql://user@db/jobs" and settings.model == Path(model).name
         assert settings.chips == {"encoder": 4, "denoise_high": 4, "denoise_low": 8, "decoder": 4}
         assert spec.settings.checkpoint == model and len(spec.settings.warm_up) == 1
-        assert spec.settings.timeouts == Timeouts(join_s=1200, heartbeat_s=60, chips_s=900)
-        assert spec.settings.attempts == 8
+        limits = ReliabilitySettings(
+            join_s=1200, heartbeat_s=60, chips_s=900, lease_s=60, stage_attempts=8, worker_attempts=4
+        )
+        assert spec.settings.reliability == settings.reliability == limits
         assert app["args"].get("pool") in (None, *(pool.name for pool in spec.layout.pools))
 
 

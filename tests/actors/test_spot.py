@@ -14,9 +14,9 @@ from actors.observe.status_actor import StatusActor
 from actors.pipeline.driver import PipelineDriver
 from actors.pipeline.pools import deploy, shut_down
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
+from actors.reliability import ReliabilitySettings
 from cluster.connect import connect, leave
 from cluster.emulation.cluster import EmulatedCluster, EmulatedSlice
-from cluster.gang.protocol import Timeouts
 from cluster.layout import Layout
 from cluster.slice_spec import SliceSpec
 from tests.actors.on_slices.running import Running
@@ -53,8 +53,7 @@ def spec(checkpoint, tmp_path):
         str(tmp_path / "snapshots"),
         dtype="float32",
         snapshot_every=REQUEST.steps,  # never: what goes on does so from where a notice came
-        attempts=2,
-        timeouts=Timeouts(heartbeat_s=12, grace_s=4),
+        reliability=ReliabilitySettings(heartbeat_s=12, grace_s=4, stage_attempts=2),
     )
     return PipelineSpec(Layout.parse(LAYOUT, "tests"), settings, open_spec(settings.checkpoint), lasting=True)
 

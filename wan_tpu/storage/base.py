@@ -4,6 +4,7 @@ A *name* is a relative path with forward slashes, such as "clips/cat.mp4". What 
 """
 
 import contextlib
+import os
 import re
 import uuid
 from abc import abstractmethod
@@ -14,7 +15,9 @@ from typing import Any, BinaryIO, ClassVar, NamedTuple, Protocol
 from wan_tpu.errors import InvalidInput, Unavailable
 
 MAX_PART_BYTES = 200  # Between slashes. File systems allow 255, and the partial file's name is longer.
-OUTAGE_S = 120.0  # Calls to a bucket that doesn't answer are repeated for this long.
+# Calls to a bucket that doesn't answer are repeated for this long, unless the environment variable says otherwise.
+OUTAGE_S = 120.0
+OUTAGE_VARIABLE = "WAN_TPU_STORAGE_OUTAGE_S"
 CONTENT_TYPES = {".mp4": "video/mp4", ".json": "application/json", ".jsonl": "application/jsonl", ".png": "image/png"}
 CONTENT_TYPES |= {".webp": "image/webp", ".jpg": "image/jpeg"}
 
@@ -118,7 +121,7 @@ class StoredObject(NamedTuple):
 class BucketStorage(Storage):
     """The objects below a prefix of a bucket: what the services that keep buckets have in common.
 
-    Every call that may be repeated without harm is repeated until `OUTAGE_S`, with growing pauses, on errors that pass.
+    Every call that may be repeated without harm is repeated for `outage_s`, with growing pauses, on errors that pass.
     """
 
     scheme: ClassVar[str]
@@ -183,6 +186,17 @@ class BucketStorage(Storage):
     @abstractmethod
     def remove(self, name: str) -> None:
         """Remove an object whose name was checked, or is hidden."""
+
+
+def outage_s() -> float:
+    """Return for how many seconds calls of this process to a bucket that doesn't answer are repeated."""
+    text = os.environ.get(OUTAGE_VARIABLE)
+    if text is None:
+        return OUTAGE_S
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidInput(f"{OUTAGE_VARIABLE} is {text!r}; give seconds, such as {OUTAGE_S:g}") from None
 
 
 def content_type(name: str) -> str:

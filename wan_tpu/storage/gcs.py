@@ -227,4 +227,4 @@ class _OpenObject:
 
 
 def _retry() -> Any:
-    return DEFAULT_RETRY.with_timeout(base.OUTAGE_S)
+    return DEFAULT_RETRY.with_timeout(base.outage_s())

@@ -284,8 +284,8 @@ class _OpenObject:
 
 
 def repeat(call: Callable[[], T]) -> T:
-    """Return what a call returns; one that fails for now is repeated, with growing pauses, until `OUTAGE_S`."""
-    until, pause_s = time.monotonic() + base.OUTAGE_S, _PAUSE_S
+    """Return what a call returns; one that fails for now is repeated, with growing pauses, for `outage_s`."""
+    until, pause_s = time.monotonic() + base.outage_s(), _PAUSE_S
     while True:
         try:
             return call()

@@ -25,14 +25,14 @@ from actors.api.intake.reader import Reader
 from actors.api.intake.receiving import Bodies
 from actors.api.intake.references import IMAGES
 from actors.api.intake.retries import Retries
-from actors.api.metrics import FRESH_S, HEARTBEAT_S, Meters, ServiceMetrics
+from actors.api.metrics import Meters, ServiceMetrics
 from actors.api.settings import ServiceSettings
 from actors.jobs import deliveries
+from actors.jobs.check_ins import check_in, list_check_ins, make_process_name
 from actors.jobs.errors import JobNotFound, QueueFull, StoreUnavailable
-from actors.jobs.heartbeats import process_name, read_heartbeats, send_heartbeat
 from actors.jobs.retention import Retention
 from actors.jobs.store import JobStore, make_private_key, open_database
-from actors.jobs.tables import Heartbeat, Job
+from actors.jobs.tables import CheckIn, Job
 from actors.jobs.usage import read_usage
 from actors.jobs.values import Room
 from actors.observe.logs import log_event, repeat
@@ -44,7 +44,7 @@ from wan_tpu.storage.opening import open_storage
 log = logging.getLogger(__name__)
 
 _WORKERS = 2  # Threads for work that takes processor time, such as planning a request.
-_SILENT_S = 4 * HEARTBEAT_S  # If no heartbeat could be recorded for this long, the ingress reports that it isn't ready.
+_MISSED = 4  # After so many check-ins that couldn't be written, the ingress reports that it isn't ready.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Service:
 
     def __init__(self, settings: ServiceSettings, spec: ModelSpec) -> None:
         """Open everything; raises `InvalidInput` if something can't be used."""
-        self.settings, self.spec = settings, spec
+        self.settings, self.spec, self._limits = settings, spec, settings.reliability
         self.database = open_database(settings.database)
         self.store = JobStore(self.database, settings.jobs)
         self.storage = open_storage(settings.storage)
@@ -73,7 +73,7 @@ class Service:
         self.acceptance = Acceptance(self.store, self.storage, self.retention)
         self.forecast = Estimator(self.store, settings.concurrency)
         self.meters = Meters()
-        self._name, self._recorded = process_name("ingress"), time.monotonic()
+        self._name, self._recorded = make_process_name("ingress"), time.monotonic()
 
     async def submit(
         self, request: Request, caller: Caller, idempotency_key: str | None, *, alone: bool = False
@@ -173,9 +173,11 @@ class Service:
 
     def read_metrics_now(self) -> bytes:
         """Return the metrics of all processes in Prometheus's text format."""
-        mine = self._make_heartbeat()
+        mine = self._make_check_in()
         try:
-            others = [other for other in read_heartbeats(self.database, FRESH_S) if other.name != mine.name]
+            others = [
+                other for other in list_check_ins(self.database, self._limits.absent_s) if other.name != mine.name
+            ]
             counts, waiting = self.store.count_jobs(), deliveries.count_waiting(self.database)
         except StoreUnavailable as error:  # This process still has its own metrics.
             log_event(log, "database", logging.WARNING, reason=str(error))
@@ -187,16 +189,17 @@ class Service:
         with contextlib.suppress(Missing):  # This also shows that the storage answers.
             self.storage.size("ready")
         self._check_disk()
-        if time.monotonic() - self._recorded > _SILENT_S:
-            raise StoreUnavailable(f"nothing could be written to {self.database} for {_SILENT_S:g} s")
-        return [process.kind for process in read_heartbeats(self.database, FRESH_S)].count("worker")
+        longest_s = _MISSED * self._limits.check_in_s
+        if time.monotonic() - self._recorded > longest_s:
+            raise StoreUnavailable(f"nothing could be written to {self.database} for {longest_s:g} s")
+        return [process.kind for process in list_check_ins(self.database, self._limits.absent_s)].count("worker")
 
     async def stay_current(self) -> None:
-        """Send heartbeats with this process's metrics, and keep the keys up to date, until this is cancelled."""
+        """Check this process in with its metrics, and keep the keys up to date, until this is cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            for work, every_s in ((self._send_heartbeat, HEARTBEAT_S), (self.access.refresh, REFRESH_S)):
+            for work, every_s in ((self._check_in, self._limits.check_in_s), (self.access.refresh, REFRESH_S)):
                 in_thread = functools.partial(asyncio.to_thread, work)
-                tasks.create_task(repeat(log, "heartbeats and keys", in_thread, every_s))
+                tasks.create_task(repeat(log, "check-in and keys", in_thread, every_s))
 
     def _refuse_early_now(self, caller: Caller, idempotency_key: str | None) -> None:
         self._check_disk()
@@ -255,12 +258,12 @@ class Service:
         if free is not None and free < kept:
             raise StorageError(f"{self.storage.location()} has {free} bytes left, {kept} are kept free; make room")
 
-    def _send_heartbeat(self) -> None:
-        send_heartbeat(self.database, self._make_heartbeat())
+    def _check_in(self) -> None:
+        check_in(self.database, self._make_check_in())
         self._recorded = time.monotonic()
 
-    def _make_heartbeat(self) -> Heartbeat:
-        return Heartbeat(name=self._name, kind="ingress", metrics=self.meters.text())
+    def _make_check_in(self) -> CheckIn:
+        return CheckIn(name=self._name, kind="ingress", metrics=self.meters.text())
 
 
 @contextlib.contextmanager

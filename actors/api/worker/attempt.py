@@ -30,10 +30,6 @@ from wan_tpu.storage.base import Missing, Storage, StorageError
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_HEARTBEAT_S = 1.0  # Delay until a client sees a step, and until the worker learns that it must stop.
-_PAUSE_S = 5.0  # Pause before the next claim when the pipeline as a whole can't be used.
-_ATTEMPTS = 20  # Attempts at a job while the pipeline or the database fails, not the job.
-_READS = 8  # Attempts to read an input, with growing pauses.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0  # Pauses between two attempts to store a result.
 
 
@@ -53,7 +49,7 @@ class Attempt:
             pause: Stops claims for so many seconds, and returns when no claim is under way.
         """
         self._context, self._job, self._pause = context, job, pause
-        self._queue, self._storage = context.queue, context.storage
+        self._queue, self._storage, self._limits = context.queue, context.storage, context.settings.reliability
         self._chips = context.settings.chips
         self._tracker = Tracker(self._job, context.pace.get(self._job.request), self._chips, context.settings.dollars)
         self._start_s, self._start = time.time(), time.monotonic()
@@ -64,7 +60,7 @@ class Attempt:
         """Make the video and end the job. When cancelled, give the job back."""
         log_event(log, "begun", job=self._job.id, attempt=self._job.attempts, worker=self._job.worker)
         making = asyncio.create_task(self._make())
-        heartbeats = asyncio.create_task(self._send_heartbeats(making))
+        renewal = asyncio.create_task(self._renew_lease(making))
         try:
             await asyncio.wait([making])
             await self._record_end(making)  # The lease is renewed until the end is recorded.
@@ -72,11 +68,11 @@ class Attempt:
             making.cancel()
             refused = isinstance(error, Exception)
             if refused:
-                await self._pause(_PAUSE_S)
+                await self._pause(self._limits.pipeline_pause_s)
             await asyncio.wait([making])
-            heartbeats.cancel()
+            renewal.cancel()
             with contextlib.suppress(LeaseLost, StoreUnavailable):
-                if refused and self._job.attempts >= _ATTEMPTS:
+                if refused and self._job.attempts >= self._limits.job_attempts:
                     message = f"given up after {self._job.attempts} attempts; its end could not be recorded"
                     failed = await asyncio.to_thread(self._queue.fail, self._job, "internal_error", message)
                     await self._clean_up(failed)
@@ -85,8 +81,8 @@ class Attempt:
                     log_event(log, "released", job=self._job.id, worker=self._job.worker)
             raise
         finally:
-            heartbeats.cancel()
-            await asyncio.wait([heartbeats])
+            renewal.cancel()
+            await asyncio.wait([renewal])
 
     async def _make(self) -> tuple[dict[str, str], tuple[str, ...]]:
         """Make and store the results; return their names in storage, and warnings."""
@@ -137,31 +133,31 @@ class Attempt:
             if span.step is not None:
                 meters.step_s.labels(span.stage).observe(span.seconds)
 
-    async def _send_heartbeats(self, making: asyncio.Task[Any]) -> None:
+    async def _renew_lease(self, making: asyncio.Task[Any]) -> None:
         """Renew the lease and report progress. Stop the work if the job must stop or the lease is lost."""
         while True:
             try:
                 self._job.progress = self._tracker.estimate()
-                stop_code = await asyncio.to_thread(self._queue.heartbeat, self._job)
+                stop_code = await asyncio.to_thread(self._queue.renew_lease, self._job)
             except LeaseLost:
                 self._lease_lost = True
                 making.cancel()
                 return
             except StoreUnavailable as error:
-                log_event(log, "no heartbeat", logging.WARNING, job=self._job.id, reason=str(error))
-            except Exception:  # If this persists, the lease runs out; if not, the next heartbeat renews it.
-                log.exception("no heartbeat", extra={"fields": {"job": self._job.id}})
+                log_event(log, "lease not renewed", logging.WARNING, job=self._job.id, reason=str(error))
+            except Exception:  # If this persists, the lease runs out; if not, it is renewed next time.
+                log.exception("lease not renewed", extra={"fields": {"job": self._job.id}})
             else:
                 if stop_code is not None and self._stop_code is None:
                     self._stop_code = stop_code
                     making.cancel()
-            await asyncio.sleep(_HEARTBEAT_S)
+            await asyncio.sleep(self._limits.renewal_s)
 
     async def _record_end(self, making: asyncio.Task[tuple[dict[str, str], tuple[str, ...]]]) -> None:
         job: Job | None
         try:
             if self._lease_lost:
-                raise LeaseLost("seen by a heartbeat")
+                raise LeaseLost("seen when it was to be renewed")
             if self._stop_code is not None:
                 job = await self._insist(self._queue.fail, self._job, self._stop_code, "")
             elif making.cancelled():
@@ -183,8 +179,8 @@ class Attempt:
             raise error
         code, message = _blame(error)
         if code is None:
-            await self._pause(_PAUSE_S)
-            if self._job.attempts < _ATTEMPTS:
+            await self._pause(self._limits.pipeline_pause_s)
+            if self._job.attempts < self._limits.job_attempts:
                 log_event(log, "released", logging.WARNING, job=self._job.id, reason=message)
                 await self._insist(self._queue.release, self._job)
                 return None
@@ -217,7 +213,7 @@ class Attempt:
 
         Raises:
             LeaseLost: The job isn't this worker's any more.
-            StorageError: Storage was unavailable `_READS` times.
+            StorageError: Storage was unavailable as often as an input is read.
         """
         attempt, uncertain = 0, False
         while True:
@@ -230,7 +226,7 @@ class Attempt:
             except (StoreUnavailable, StorageError) as error:
                 uncertain |= isinstance(error, CommitUncertain)
                 attempt += 1
-                if isinstance(error, StorageError) and attempt == _READS:
+                if isinstance(error, StorageError) and attempt == self._limits.input_attempts:
                     raise
                 log_event(log, "tried again", logging.WARNING, job=self._job.id, reason=str(error))
                 await asyncio.sleep(min(10.0, 0.25 * 2 ** min(attempt, 6)))

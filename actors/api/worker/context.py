@@ -49,7 +49,7 @@ class WorkerContext:
         self.database = open_database(settings.database)
         self.store = JobStore(self.database)
         self.storage = open_storage(settings.storage)
-        self.queue = WorkQueue(self.database, settings.jobs)
+        self.queue = WorkQueue(self.database, settings.jobs, settings.reliability)
         self.retention = Retention(self.database, self.storage, settings.jobs)
         self.pace = Pace(self.store.list_recent(_RECENT))
         self.webhooks: Webhooks | None = None

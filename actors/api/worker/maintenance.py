@@ -4,11 +4,10 @@ import asyncio
 import functools
 import logging
 
-from actors.api.metrics import HEARTBEAT_S
 from actors.api.worker.context import WorkerContext
-from actors.jobs.heartbeats import remove_heartbeat, send_heartbeat
+from actors.jobs.check_ins import check_in, check_out
 from actors.jobs.store import JobStore
-from actors.jobs.tables import Heartbeat
+from actors.jobs.tables import CheckIn
 from actors.jobs.values import is_id
 from actors.observe.logs import log_event, repeat
 from actors.slices.snapshots import PARTIAL_S, Snapshots
@@ -16,14 +15,14 @@ from wan_tpu.errors import WanTpuError
 
 log = logging.getLogger(__name__)
 
-_QUEUE_S = 2.0  # Between two checks for passed deadlines and silent workers.
 _SWEEP_S = 30.0
 _WEBHOOKS_S = 1.0
 _ORPHANS_S = 600.0
 
 
 async def maintain(name: str, context: WorkerContext) -> None:
-    """Maintain queue and storage, and send a worker's heartbeats, until this is cancelled."""
+    """Maintain queue and storage, and check a worker in, until this is cancelled."""
+    limits = context.settings.reliability
 
     def check_queue() -> None:
         for job in context.queue.requeue_lost():
@@ -36,8 +35,8 @@ async def maintain(name: str, context: WorkerContext) -> None:
         if jobs or files:
             log_event(log, "removed", jobs=jobs, files=files)
 
-    def send() -> None:
-        send_heartbeat(context.database, Heartbeat(name=name, kind="worker", metrics=context.meters.text()))
+    def report() -> None:
+        check_in(context.database, CheckIn(name=name, kind="worker", metrics=context.meters.text()))
 
     def clean_up() -> None:
         if removed := remove_orphans(context.store, context.snapshots):
@@ -48,9 +47,9 @@ async def maintain(name: str, context: WorkerContext) -> None:
     try:
         async with asyncio.TaskGroup() as tasks:
             for work, every_s in (
-                (check_queue, _QUEUE_S),
+                (check_queue, limits.queue_check_s),
                 (sweep, _SWEEP_S),
-                (send, HEARTBEAT_S),
+                (report, limits.check_in_s),
                 (clean_up, _ORPHANS_S),
             ):
                 tasks.create_task(repeat(log, "maintenance", functools.partial(asyncio.to_thread, work), every_s))
@@ -58,9 +57,9 @@ async def maintain(name: str, context: WorkerContext) -> None:
                 tasks.create_task(repeat(log, "maintenance", context.webhooks.call_due, _WEBHOOKS_S))
     finally:
         try:
-            await asyncio.to_thread(remove_heartbeat, context.database, name)
+            await asyncio.to_thread(check_out, context.database, name)
         except WanTpuError as error:
-            log_event(log, "heartbeat stays", logging.WARNING, reason=str(error))
+            log_event(log, "check-in stays", logging.WARNING, reason=str(error))
 
 
 def remove_orphans(store: JobStore, snapshots: Snapshots) -> int:

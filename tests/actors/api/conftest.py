@@ -18,6 +18,7 @@ from actors.api.outbound.webhook import read_secret
 from actors.api.settings import ServiceSettings
 from actors.api.worker import maintenance
 from actors.jobs.store import open_database
+from actors.reliability import ReliabilitySettings
 from tests.actors.api import serving
 from tests.actors.api.serving import running
 from tests.waiting import wait_for
@@ -88,7 +89,6 @@ def new_server(authority):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Shorten the intervals of workers' periodic tasks."""
-    monkeypatch.setattr(maintenance, "HEARTBEAT_S", 0.3)
     monkeypatch.setattr(maintenance, "_WEBHOOKS_S", 0.1)
 
 
@@ -99,6 +99,7 @@ def settings(tmp_path):
         storage=str(tmp_path / "results"),
         model=serving.MODEL,
         chips={"denoise_high": 4, "denoise_low": 8},
+        reliability=ReliabilitySettings(check_in_s=0.3),
     )
 
 

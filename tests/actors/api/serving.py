@@ -151,3 +151,8 @@ def done(http, job):
         return video["status"] in ("completed", "failed") and video
 
     return wait_for(ended, "the end of the job")
+
+
+def change_limits(settings, **changed):
+    """Return a service's settings with other time-outs or attempts."""
+    return dataclasses.replace(settings, reliability=dataclasses.replace(settings.reliability, **changed))

@@ -25,7 +25,7 @@ from actors.jobs.tables import Job
 from actors.jobs.work import WorkQueue
 from actors.observe.logs import JsonFormatter
 from actors.slices.snapshots import Snapshots
-from tests.actors.api.serving import create, done, served, working
+from tests.actors.api.serving import change_limits, create, done, served, working
 from tests.conftest import PHOTO, ROOT
 from tests.waiting import wait_for
 
@@ -108,9 +108,10 @@ def test_an_urgent_job_is_taken_when_all_places_are_taken(http, settings, engine
 
 
 def test_a_lost_worker_s_job_is_done_by_another(http, settings, database, engine):
-    quick = dataclasses.replace(settings, jobs=dataclasses.replace(settings.jobs, lease_s=2.0))
+    quick = change_limits(settings, lease_s=2.0)
     job = create(http).json()["id"]
-    assert WorkQueue(database, quick.jobs).claim("lost").id == job  # This worker is never heard from again.
+    queue = WorkQueue(database, reliability=quick.reliability)
+    assert queue.claim("lost").id == job  # This worker is never heard from again.
     with working(quick, engine):
         video = done(http, job)
     assert (video["status"], video["attempts"]) == ("completed", 2)
@@ -135,8 +136,8 @@ def test_a_pipeline_that_is_away_costs_no_job(http, settings, engine, monkeypatc
         if len(asked) > 3:
             engine.failure = None  # It is back, and claimed no job before that.
 
-    for module, name in ((attempt, "_PAUSE_S"), (job_worker, "_AGAIN_S")):
-        monkeypatch.setattr(module, name, 0.1)
+    settings = change_limits(settings, pipeline_pause_s=0.1)
+    monkeypatch.setattr(job_worker, "_AGAIN_S", 0.1)
     engine.failure, engine.check_ready, asked = PipelineNotFound("there is no pipeline"), ready, []
     job = create(http).json()["id"]
     with working(settings, engine):
@@ -144,9 +145,8 @@ def test_a_pipeline_that_is_away_costs_no_job(http, settings, engine, monkeypatc
     assert http.get(f"/v1/videos/{job}").json()["attempts"] == 2
 
 
-def test_an_image_that_can_t_be_read_for_a_while_costs_no_job(http, settings, engine, monkeypatch):
-    monkeypatch.setattr(attempt, "_PAUSE_S", 0.1)
-    monkeypatch.setattr(attempt, "_READS", 1)
+def test_an_image_that_can_t_be_read_for_a_while_costs_no_job(http, settings, engine):
+    settings = change_limits(settings, pipeline_pause_s=0.1, input_attempts=1)
     video = http.post("/v1/videos", data={"prompt": "a cat"}, files={"input_reference": PHOTO.read_bytes()}).json()
     [image] = Path(settings.storage).rglob("*.png")
     away = image.rename(f"{settings.storage}-away")
@@ -329,7 +329,7 @@ def test_a_job_waits_for_a_worker_of_the_model_that_it_was_accepted_for(http, se
 
 def test_a_slow_storage_costs_no_lease(http, settings, database, engine):
     """As many results as there are threads wait for a disk that hangs for longer than a lease lasts."""
-    quick = dataclasses.replace(settings, concurrency=40, jobs=dataclasses.replace(settings.jobs, lease_s=5.0))
+    quick = change_limits(dataclasses.replace(settings, concurrency=40), lease_s=5.0)
     jobs = [create(http).json()["id"] for _ in range(40)]
     engine.go.clear()
     with working(quick, engine) as tools:
@@ -338,7 +338,8 @@ def test_a_slow_storage_costs_no_lease(http, settings, database, engine):
             engine.go.set()
             wait_for(lambda: engine.under_way == 0)
             time.sleep(6)
-            assert WorkQueue(database, quick.jobs).requeue_lost() == []  # Another worker looks for lost jobs.
+            another = WorkQueue(database, reliability=quick.reliability)
+            assert another.requeue_lost() == []
         assert [done(http, job)["attempts"] for job in jobs] == [1] * len(jobs)
 
 
@@ -353,8 +354,8 @@ def refusing(database, change, when):
         session.execute(text("DROP TRIGGER odd"))
 
 
-def test_an_end_that_can_t_be_recorded_is_tried_again(http, settings, database, engine, caplog, monkeypatch):
-    monkeypatch.setattr(attempt, "_PAUSE_S", 1.0)
+def test_an_end_that_can_t_be_recorded_is_tried_again(http, settings, database, engine, caplog):
+    settings = change_limits(settings, pipeline_pause_s=1.0)
     with refusing(database, "status", "new.status = 'completed'"), working(settings, engine):
         job = create(http).json()["id"]
         wait_for(lambda: http.get(f"/v1/videos/{job}").json()["attempts"] > 1)
@@ -364,22 +365,21 @@ def test_an_end_that_can_t_be_recorded_is_tried_again(http, settings, database, 
     assert "IntegrityError" in caplog.text
 
 
-def test_an_end_that_is_always_refused_is_not_tried_without_end(http, settings, database, engine, monkeypatch):
-    monkeypatch.setattr(attempt, "_PAUSE_S", 0.1)
-    monkeypatch.setattr(attempt, "_ATTEMPTS", 2)
+def test_an_end_that_is_always_refused_is_not_tried_without_end(http, settings, database, engine):
+    settings = change_limits(settings, pipeline_pause_s=0.1, job_attempts=2)
     with refusing(database, "status", "new.status = 'completed'"), working(settings, engine):
         job = done(http, create(http).json()["id"])
     assert (job["status"], job["attempts"], job["error"]["code"]) == ("failed", 2, "internal_error")
 
 
-def test_a_heartbeat_that_fails_oddly_is_not_the_last(http, settings, database, engine, caplog):
+def test_renewal_that_fails_oddly_is_not_the_last(http, settings, database, engine, caplog):
     engine.go.clear()
-    quick = dataclasses.replace(settings, jobs=dataclasses.replace(settings.jobs, lease_s=4.0))
+    quick = change_limits(settings, lease_s=4.0)
     with working(quick, engine):
         job = create(http).json()["id"]
         wait_for(lambda: http.get(f"/v1/videos/{job}").json()["step"])
         with refusing(database, "lease_expires_at", "new.lease_token = old.lease_token"):
-            wait_for(lambda: "no heartbeat" in caplog.text)
+            wait_for(lambda: "lease not renewed" in caplog.text)
         time.sleep(5)
         engine.go.set()
         assert done(http, job)["attempts"] == 1

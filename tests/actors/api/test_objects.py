@@ -41,7 +41,7 @@ def test_a_video_in_every_state_is_one_to_openai_s_client(database):
     assert (queued.completed_at, queued.expires_at, queued.error) == (None, None, None)
     leased = work.claim("w")
     leased.progress = Progress(stage="denoise_low", step=39, steps=40, percent=99.9)
-    work.heartbeat(leased)
+    work.renew_lease(leased)
     running = to_video(store.get(job.id))
     assert as_openai(running).progress == 99
     assert (running.stage, running.step, running.num_inference_steps) == ("denoise_low", 39, 40)

@@ -1,6 +1,5 @@
 """Rows and files are removed together, even around crashes."""
 
-import dataclasses
 import time
 
 import pytest
@@ -13,6 +12,7 @@ from actors.jobs.store import JobStore
 from actors.jobs.tables import File, Job
 from actors.jobs.values import JobSettings
 from actors.jobs.work import WorkQueue
+from actors.reliability import ReliabilitySettings
 from wan_tpu.storage.opening import open_storage
 
 ALWAYS = JobSettings()
@@ -107,7 +107,7 @@ def test_an_upload_that_may_still_become_one_stays(database, storage):
 
 def test_what_a_lost_worker_wrote_is_removed_but_not_the_next_one_s(database, storage):
     JobStore(database).submit(Job(owner="ann", request={}))
-    lost = WorkQueue(database, dataclasses.replace(AT_ONCE, lease_s=0.05))
+    lost = WorkQueue(database, AT_ONCE, ReliabilitySettings(lease_s=0.05))
     late = lost.claim("late")
     lost.announce(late, ["a/1/video.mp4"])
     time.sleep(0.1)

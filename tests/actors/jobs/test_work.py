@@ -14,10 +14,11 @@ from actors.jobs.errors import CommitUncertain, LeaseLost, StoreFailed, StoreUna
 from actors.jobs.keys import KeyLimits, list_keys, make_key
 from actors.jobs.store import JobStore
 from actors.jobs.tables import Job
-from actors.jobs.values import JobSettings, Progress
+from actors.jobs.values import Progress
 from actors.jobs.work import WorkQueue
+from actors.reliability import ReliabilitySettings
 
-SHORT = JobSettings(lease_s=0.05, losses=3)
+SHORT = ReliabilitySettings(lease_s=0.05, worker_attempts=3)
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def test_a_job_from_claim_to_completion(store, work):
     leased.progress = progress = Progress(stage="denoise_high", step=3, steps=40, percent=12.5)
     for stage, seconds, chips in (("encoder", 2.0, 8), ("denoise_high", 1.5, 16), ("encoder", 1.0, 8)):
         leased.spend(stage, seconds, chips)
-    assert work.heartbeat(leased) is None
+    assert work.renew_lease(leased) is None
     assert store.get(job.id).lease_expires_at > leased.lease_expires_at
     assert store.get(job.id).progress == progress
     assert store.get(job.id).stage_seconds == {"encoder": 3.0, "denoise_high": 1.5}
@@ -137,13 +138,13 @@ def test_what_came_back_gives_nobody_else_an_early_round(store, work):
 
 def test_a_silent_worker_loses_its_job_to_the_next(store, database, work):
     ask(store)
-    late = WorkQueue(database, SHORT).claim("late")
+    late = WorkQueue(database, reliability=SHORT).claim("late")
     time.sleep(0.1)
     leased = work.claim("next")
     assert leased.id == late.id
     assert (leased.attempts, leased.losses) == (2, 1)
     for report in (
-        lambda: work.heartbeat(late),
+        lambda: work.renew_lease(late),
         lambda: work.announce(late, ["late"]),
         lambda: work.complete(late, {}),
         lambda: work.fail(late, "error", "late"),
@@ -158,17 +159,17 @@ def test_a_silent_worker_loses_its_job_to_the_next(store, database, work):
         work.complete(leased, {"video": "a/2/video.mp4"})  # A second time changes nothing.
 
 
-def test_a_late_heartbeat_is_in_time_while_nobody_took_the_job(store, database, work):
+def test_late_renewal_is_in_time_while_nobody_took_the_job(store, database, work):
     ask(store)
-    leased = WorkQueue(database, SHORT).claim("w")
+    leased = WorkQueue(database, reliability=SHORT).claim("w")
     time.sleep(0.1)
-    work.heartbeat(leased)
+    work.renew_lease(leased)
     assert work.requeue_lost() == []
 
 
 def test_what_kills_every_worker_fails_in_the_end(store, database):
     job = ask(store)
-    work = WorkQueue(database, SHORT)
+    work = WorkQueue(database, reliability=SHORT)
     for worker in ("one", "two", "three"):
         assert work.claim(worker)
         time.sleep(0.1)
@@ -180,7 +181,7 @@ def test_what_kills_every_worker_fails_in_the_end(store, database):
 
 def test_giving_a_job_back_is_no_loss(store, database):
     job = ask(store)
-    work = WorkQueue(database, JobSettings(losses=1))
+    work = WorkQueue(database, reliability=ReliabilitySettings(worker_attempts=1))
     for _ in range(3):
         leased = work.claim("w")
         leased.spend("encoder", 7.0, chips=1)
@@ -193,7 +194,7 @@ def test_giving_a_job_back_is_no_loss(store, database):
 @pytest.mark.parametrize("way", ["complete", "fail", "release", "silence"])
 def test_a_running_job_that_was_cancelled_ends_as_cancelled(store, database, way):
     job = ask(store)
-    work = WorkQueue(database, SHORT if way == "silence" else JobSettings())
+    work = WorkQueue(database, reliability=SHORT if way == "silence" else ReliabilitySettings())
     leased = work.claim("w")
     work.announce(leased, ["a/1/video.mp4"])
     flagged = store.cancel(job.id)
@@ -203,7 +204,7 @@ def test_a_running_job_that_was_cancelled_ends_as_cancelled(store, database, way
         time.sleep(0.1)
         assert work.requeue_lost() == [job.id]
     else:
-        assert work.heartbeat(leased) == "cancelled"
+        assert work.renew_lease(leased) == "cancelled"
         arguments = {"complete": [{"video": "a/1/video.mp4"}], "fail": ["error", "broken"], "release": []}[way]
         getattr(work, way)(leased, *arguments)
     ended = store.get(job.id)
@@ -221,7 +222,7 @@ def test_deadlines(store, database, work):
     assert set(work.stop_overdue()) == {waiting.id, running.id}
     assert work.stop_overdue() == []
     assert store.get(waiting.id).error_code == "deadline_exceeded"
-    assert work.heartbeat(leased) == "deadline_exceeded"
+    assert work.renew_lease(leased) == "deadline_exceeded"
     assert work.complete(leased, {}).error_code == "deadline_exceeded"
     assert work.claim("w").id == later.id
 

@@ -11,12 +11,13 @@ from pathlib import Path
 
 from actors.jobs.database import Database
 from actors.jobs.errors import LeaseLost
-from actors.jobs.values import JobSettings, Progress
+from actors.jobs.values import Progress
 from actors.jobs.work import WorkQueue
+from actors.reliability import ReliabilitySettings
 
 
 def main(address: str, name: str, folder: Path, lease_s: float) -> None:
-    work = WorkQueue(Database(address), JobSettings(lease_s=lease_s, losses=1000))
+    work = WorkQueue(Database(address), reliability=ReliabilitySettings(lease_s=lease_s, worker_attempts=1000))
     done = open(folder / f"{name}.done", "a", buffering=1)  # noqa: SIM115 (closed by whatever ends this process)
     print("ready", flush=True)
     while not (folder / "stop").exists():
@@ -28,7 +29,7 @@ def main(address: str, name: str, folder: Path, lease_s: float) -> None:
         try:
             work.announce(leased, [result])
             leased.progress = Progress(stage="denoise_high", step=1, steps=1, percent=50.0)
-            work.heartbeat(leased)
+            work.renew_lease(leased)
             time.sleep(0.005)  # A job takes time, in which others use the database.
             work.complete(leased, {"video": result})
         except LeaseLost:

@@ -16,9 +16,9 @@ from actors.api.deploy import deploy_service, take_down
 from actors.api.settings import ServiceSettings
 from actors.jobs.database import Database
 from actors.jobs.store import JobStore
-from actors.jobs.values import JobSettings
 from actors.observe.console import LiveConsole
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
+from actors.reliability import ReliabilitySettings
 from cluster.connect import connect, leave
 from cluster.emulation import ray_nodes
 from cluster.emulation.cluster import EmulatedCluster, list_emulated_slices
@@ -111,7 +111,7 @@ def online(checkpoint, tmp_path_factory, forks):
         webhook_secret_file=str(folder / "secret"),
         chips=dict.fromkeys(STAGES, 1),
         largest=((64, 64, 17),),
-        jobs=JobSettings(lease_s=5.0),
+        reliability=ReliabilitySettings(lease_s=5.0),
     )
     with deployed(settings, spec, folder, forks) as service:
         yield service

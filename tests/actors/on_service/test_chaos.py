@@ -22,8 +22,7 @@ from actors.api.settings import ServiceSettings
 from actors.jobs.keys import make_key
 from actors.jobs.store import open_database
 from actors.jobs.usage import read_usage
-from actors.jobs.values import JobSettings
-from cluster.gang.protocol import Timeouts
+from actors.reliability import ReliabilitySettings
 from scripts.simulation import soak
 from scripts.simulation.simulated import simulated_video
 from tests.actors.on_service.conftest import deployed
@@ -53,15 +52,15 @@ KINDS = [*TITLES, "node", "application"]
 @pytest.fixture
 def online(tmp_path, forks):
     spec = soak.soak_spec(tmp_path, step_s=0.05)
-    timeouts = Timeouts(place_s=10, heartbeat_s=12, grace_s=4)
-    spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, timeouts=timeouts))
+    limits = ReliabilitySettings(place_s=10, heartbeat_s=12, grace_s=4, lease_s=5.0, worker_attempts=1000)
+    spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, reliability=limits))
     settings = ServiceSettings(
         database=str(tmp_path / "jobs.sqlite"),
         storage=str(tmp_path / "results"),
         model="simulated",
         concurrency=6,
         chips=dict.fromkeys(STAGES, 1),
-        jobs=JobSettings(lease_s=5.0, losses=1000),
+        reliability=limits,
     )
     with deployed(settings, spec, tmp_path, forks, drain_s=5) as service:
         yield service

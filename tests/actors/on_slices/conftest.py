@@ -14,11 +14,11 @@ import safetensors.numpy
 from actors.pipeline.driver import PipelineDriver
 from actors.pipeline.pools import deploy, shut_down
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
+from actors.reliability import ReliabilitySettings
 from actors.slices.profiling import PORT
 from cluster.connect import connect, leave
 from cluster.emulation import ray_nodes
 from cluster.emulation.cluster import EmulatedCluster, list_emulated_slices
-from cluster.gang.protocol import Timeouts
 from cluster.layout import Layout
 from tests.actors.on_slices.running import Running, in_one_process
 from tests.conftest import PHOTO, ROOT
@@ -62,12 +62,12 @@ def settings(broken_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) 
         str(tmp_path_factory.mktemp("snapshots")),
         dtype="float32",
         snapshot_every=20,
-        attempts=2,  # the first loss without progress in between is forgiven, the second isn't
         scale_wait_s=20,
         scale_up_s=1,
         scale_down_s=3,
         scale_look_s=3,
-        timeouts=Timeouts(place_s=5, heartbeat_s=12, grace_s=4),
+        # The first loss without progress in between is forgiven, the second isn't.
+        reliability=ReliabilitySettings(place_s=5, heartbeat_s=12, grace_s=4, stage_attempts=2),
     )
 
 

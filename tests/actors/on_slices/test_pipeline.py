@@ -24,10 +24,10 @@ from actors.pipeline.client import PipelineClient
 from actors.pipeline.driver import PipelineDriver
 from actors.pipeline.pools import wait_until_up
 from actors.pipeline_spec import PipelineSpec
+from actors.reliability import ReliabilitySettings
 from actors.slices.scheduler import MAX_PLACES
 from actors.slices.snapshots import Snapshots, name_of
 from cluster.emulation import ray_nodes
-from cluster.gang.protocol import Timeouts
 from cluster.layout import Layout
 from tests.actors.on_slices.conftest import POISON, SHORT
 from tests.actors.on_slices.running import SECONDS, kill, title
@@ -273,7 +273,7 @@ def test_ray_s_dashboard_finds_the_hosts_that_it_can_trace(running, profiler_por
 @pytest.mark.long
 def test_a_pool_that_waits_for_its_slice_is_taken_down_at_once(running, settings):
     layout = Layout.parse(f"pools:\n  all:\n    stages: [{', '.join(STAGES)}]\n    slice: v6e-16\n", "tests")
-    settings = dataclasses.replace(settings, name="late", timeouts=Timeouts())
+    settings = dataclasses.replace(settings, name="late", reliability=ReliabilitySettings())
     spec = PipelineSpec(layout, settings, open_spec(settings.checkpoint), lasting=False)
     messages, ended = [], []
 

@@ -10,8 +10,8 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from actors.observe.status_actor import StatusActor
 from actors.observe.status_board import StatusBoard
-from actors.pipeline.pools import HEALTH_S
 from actors.pipeline_spec import PipelineSettings
+from actors.reliability import ReliabilitySettings
 from actors.slices import router
 from actors.slices.leader import SliceLeader
 from actors.slices.messages import SliceRequest
@@ -112,7 +112,7 @@ class PoolOfReplicas:
         status: StatusBoard,
         bucket: Bucket,
         slices: int,
-        health_s: float = HEALTH_S,
+        health_s: float = ReliabilitySettings.health_s,
     ) -> None:
         self.world, self.pool, self.settings, self.status, self.bucket = world, pool, settings, status, bucket
         self.health_s = health_s

@@ -31,7 +31,7 @@ from tests.actors.simulation.virtual_time import Stuck, virtual_time
 from tests.actors.simulation.world import Process, World
 from wan_tpu.request import GenerationRequest
 
-SETTINGS = JobSettings(lease_s=30, abandoned_s=40.0)
+SETTINGS = JobSettings(abandoned_s=40.0)
 LASTS_S = 700.0  # A service whose jobs aren't done by then hangs.
 TIDY_S = 130.0  # What is left over is removed by then.
 FAULTS = (

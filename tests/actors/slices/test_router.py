@@ -15,10 +15,10 @@ from ray.serve._private.router import AsyncioRouter
 from actors.pipeline.driver import PipelineDriver
 from actors.pipeline.pools import deploy, shut_down, wait_until_up
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
+from actors.reliability import ReliabilitySettings
 from cluster.connect import connect, leave
 from cluster.emulation import ray_nodes
 from cluster.gang.placement import select_off_hosts
-from cluster.gang.protocol import Timeouts
 from cluster.inventory import list_slices
 from cluster.layout import Layout
 from scripts.simulation import measure
@@ -47,7 +47,11 @@ def running(three_slices, tmp_path_factory):
     plan = Planned(0.0, 0.0, STEP_S, 0.0, text=(1, 8, 4), mp4_bytes=1000).save(folder / "plan.json")
     host_class = "tests.actors.slices.sick_host:SickHost"
     settings = PipelineSettings(
-        str(plan), str(folder / "snapshots"), chips="simulated", host_class=host_class, timeouts=Timeouts(hung_s=4)
+        str(plan),
+        str(folder / "snapshots"),
+        chips="simulated",
+        host_class=host_class,
+        reliability=ReliabilitySettings(hung_s=4),
     )
     spec = PipelineSpec(LAYOUT, settings, MODEL, lasting=True)
     connect(three_slices.address)
