@@ -1,4 +1,4 @@
-"""Layer normalisation with scale and shift in one pass over HBM.
+"""Layer or RMS normalisation with scale and shift in one pass over HBM.
 
 XLA takes two passes (statistics, then the result) and writes float32 in between.
 Shapes: L rows (tokens), C channels.
@@ -28,6 +28,7 @@ def layer_norm(
     eps: float,
     first_rows: jax.Array | int = 0,
     rounded: Any = None,
+    centred: bool = True,
     interpret: bool = False,
 ) -> jax.Array | Rounded:
     """Compute (x - mean) / sqrt(variance + eps) * scale + shift, in float32; the result has the dtype of x.
@@ -38,6 +39,7 @@ def layer_norm(
         eps: Added to the variance.
         first_rows: Number of rows that take the first of two scales and shifts.
         rounded: An 8-bit type, to return `Rounded` rows of it.
+        centred: False leaves the mean in: x / sqrt(mean square + eps) * scale + shift.
         interpret: As for `pallas_call`.
     """
     rows, channels = x.shape
@@ -50,7 +52,7 @@ def layer_norm(
         out.append(jax.ShapeDtypeStruct((rows, LANES), jnp.float32))
         out_specs.append(pl.BlockSpec((block, LANES), lambda i: (i, 0)))
     results = pl.pallas_call(
-        functools.partial(_kernel, eps=eps),
+        functools.partial(_kernel, eps=eps, centred=centred),
         out_shape=out,
         grid=(pl.cdiv(rows, block),),
         in_specs=[tile, whole, whole, pl.BlockSpec(memory_space=pltpu.SMEM)],
@@ -59,7 +61,7 @@ def layer_norm(
             dimension_semantics=("parallel",), vmem_limit_bytes=vmem_bytes(interpret=interpret)
         ),
         cost_estimate=pass_over(x),
-        name="layer_norm" if rounded is None else "layer_norm_rounded",
+        name=("layer_norm" if centred else "rms_norm_shift") + ("" if rounded is None else "_rounded"),
         interpret=interpret,
     )(x, scale.astype(jnp.float32), shift.astype(jnp.float32), jnp.asarray(first_rows, jnp.int32).reshape(1))
     return results[0] if rounded is None else Rounded(*results)
@@ -73,25 +75,26 @@ def layer_norm_reference(
     eps: float,
     first_rows: jax.Array | int = 0,
     rounded: Any = None,
+    centred: bool = True,
 ) -> jax.Array | Rounded:
     """Compute the same as `layer_norm`, in plain jnp."""
     rows = x.shape[0]
-    normed = _normalise(x.astype(jnp.float32), eps)
+    normed = _normalise(x.astype(jnp.float32), eps, centred)
     scaled = normed * modulation_row(scale, 0, rows, first_rows) + modulation_row(shift, 0, rows, first_rows)
     return scaled.astype(x.dtype) if rounded is None else round_rows_reference(scaled, rounded)
 
 
-def _normalise(x: jax.Array, eps: float) -> jax.Array:
-    centred = x - x.mean(-1, keepdims=True)
-    return centred * jax.lax.rsqrt((centred * centred).mean(-1, keepdims=True) + eps)
+def _normalise(x: jax.Array, eps: float, centred: bool) -> jax.Array:
+    x = x - x.mean(-1, keepdims=True) if centred else x
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + eps)
 
 
-def _kernel(x_ref, scale_ref, shift_ref, first_rows_ref, o_ref, *scales, eps):  # type: ignore[no-untyped-def]
+def _kernel(x_ref, scale_ref, shift_ref, first_rows_ref, o_ref, *scales, eps, centred):  # type: ignore[no-untyped-def]
     first = pl.program_id(0) * x_ref.shape[0]
 
     def rows(start: jax.Array, count: int) -> None:
         here = pl.ds(start, count)
-        normed = _normalise(x_ref[here, :].astype(jnp.float32), eps)
+        normed = _normalise(x_ref[here, :].astype(jnp.float32), eps, centred)
         scale = modulation_row(scale_ref[...], first + start, count, first_rows_ref[0])
         shift = modulation_row(shift_ref[...], first + start, count, first_rows_ref[0])
         scaled = normed * scale + shift

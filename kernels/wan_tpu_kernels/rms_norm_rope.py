@@ -13,10 +13,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from wan_tpu_kernels.blocks import LANES
 from wan_tpu_kernels.columns import Columns, Cut
 from wan_tpu_kernels.tiles import by_rows, even_block, pass_over, sublanes, vmem_bytes
 
 ROWS, ROWS_AT_ONCE = 512, 64  # Rows of a tile, and of one iteration of the inner loop, as in layer_norm.py.
+ROWS_OF_TABLES = 128  # Rows of a tile where every head has angles: its tables are four times as wide in bytes as x.
 
 
 def rms_norm_rope(
@@ -25,6 +27,7 @@ def rms_norm_rope(
     tables: tuple[jax.Array, jax.Array] | None,
     *,
     eps: float,
+    head: int | None = None,
     groups: int = 1,
     parts: tuple[int, ...] = (),
     interpret: bool = False,
@@ -36,18 +39,22 @@ def rms_norm_rope(
         weight: [N*D].
         tables: Cosines and sines [L, D] of each row's angles, as [cos, cos] and [-sin, sin]; None for no rotation.
         eps: Added to the mean square.
+        head: D, where every head has angles of its own: tables are [L, N*D].
         groups, parts: The layout of the result's columns, see columns.py.
         interpret: As for `pallas_call`.
     """
+    if head is not None and head < LANES:  # Heads that share a register would need shuffles of lanes: XLA does them.
+        return rms_norm_rope_reference(x, weight, tables, eps=eps, head=head, groups=groups, parts=parts)
     rows, channels = x.shape
-    block, columns = even_block(rows, ROWS, sublanes(x.dtype)), Columns(channels, groups, parts)
+    block = even_block(rows, ROWS if head is None else ROWS_OF_TABLES, sublanes(x.dtype))
+    columns = Columns(channels, groups, parts)
     specs = [pl.BlockSpec((block, channels), lambda i: (i, 0)), pl.BlockSpec((1, channels), lambda i: (0, 0))]
     arrays = [x, weight[None].astype(jnp.float32)]
     if tables is not None:
         specs += [pl.BlockSpec((block, tables[0].shape[1]), lambda i: (i, 0))] * 2
         arrays += tables
     results = pl.pallas_call(
-        functools.partial(_kernel, eps=eps, columns=columns, rotated=tables is not None),
+        functools.partial(_kernel, eps=eps, columns=columns, rotated=tables is not None, head=head),
         out_shape=columns.shapes(rows, x.dtype),
         grid=(pl.cdiv(rows, block),),
         in_specs=specs,
@@ -68,6 +75,7 @@ def rms_norm_rope_reference(
     tables: tuple[jax.Array, jax.Array] | None,
     *,
     eps: float,
+    head: int | None = None,
     groups: int = 1,
     parts: tuple[int, ...] = (),
 ) -> Cut:
@@ -75,13 +83,13 @@ def rms_norm_rope_reference(
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + eps) * weight.astype(jnp.float32)
     if tables is not None:
-        cos, sin = (table[:, None] for table in tables)
+        cos, sin = (table.reshape(len(table), -1, head or table.shape[-1]) for table in tables)
         heads = normed.reshape(x.shape[0], -1, cos.shape[-1])
         normed = (heads * cos + jnp.roll(heads, cos.shape[-1] // 2, axis=-1) * sin).reshape(x.shape)
     return Columns(x.shape[1], groups, parts).cut(normed.astype(x.dtype))
 
 
-def _kernel(x_ref, weight_ref, *refs, eps, columns, rotated):  # type: ignore[no-untyped-def]
+def _kernel(x_ref, weight_ref, *refs, eps, columns, rotated, head):  # type: ignore[no-untyped-def]
     tables, results = (refs[:2], refs[2:]) if rotated else ((), refs)
     channels, dtype = x_ref.shape[1], x_ref.dtype
 
@@ -93,12 +101,12 @@ def _kernel(x_ref, weight_ref, *refs, eps, columns, rotated):  # type: ignore[no
             (o_ref,) = results
             o_ref[here, :] = (wide * inverse * weight_ref[...]).astype(dtype)
             return
-        cos, sin = (table[here, :] for table in tables)
-        head = cos.shape[1]
-        for lane in range(0, channels, head):
-            lanes = slice(lane, lane + head)
+        width = head or tables[0].shape[1]
+        for lane in range(0, channels, width):
+            lanes = slice(lane, lane + width)
+            cos, sin = (table[here, lanes if head else slice(None)] for table in tables)
             normed = x_ref[here, lanes].astype(jnp.float32) * inverse * weight_ref[:, lanes]
-            turned = (normed * cos + pltpu.roll(normed, head // 2, 1) * sin).astype(dtype)
+            turned = (normed * cos + pltpu.roll(normed, width // 2, 1) * sin).astype(dtype)
             columns.store(results, here, lane, turned)
 
     by_rows(x_ref.shape[0], ROWS_AT_ONCE, sublanes(x_ref.dtype), rows)

@@ -100,6 +100,13 @@ def test_layer_norm_is_torchs(rows, dtype):
             assert_close(function(x, scale, shift, eps=1e-6, first_rows=first_rows), expected, DTYPES[dtype])
 
 
+def test_layer_norm_with_the_mean_left_in_is_torchs_rms_norm():
+    x, scale, shift = normal(0, 50, 256) * 3 + 1, normal(1, 1, 256), normal(2, 1, 256)
+    normed = torch.nn.functional.rms_norm(torch.from_numpy(np.array(x, np.float64)), (256,), eps=1e-6).numpy()
+    for function in LAYER_NORMS:
+        assert_close(function(x, scale, shift, eps=1e-6, centred=False), normed * scale + shift, 2e-6)
+
+
 @pytest.mark.parametrize(("rows", "dtype"), [(64, "float32"), (50, "float32"), (5, "float32"), (50, "bfloat16")])
 def test_rms_norm_rope_rotates_pairs_half_a_head_apart(rows, dtype):
     heads, width = 4, 128
@@ -115,6 +122,22 @@ def test_rms_norm_rope_rotates_pairs_half_a_head_apart(rows, dtype):
         assert_close(grouped.transpose(1, 0, 2).reshape(rows, -1), rotated, DTYPES[dtype])
         first, second = function(x, weight, tables, eps=1e-6, groups=1, parts=(384, 128))
         assert_close(np.concatenate([first, second], axis=1), rotated, DTYPES[dtype])
+
+
+@pytest.mark.parametrize("width", [128, 64])
+def test_rms_norm_rope_gives_every_head_angles_of_its_own(width):
+    heads, rows = 4, 50
+    x, weight = normal(0, rows, heads * width), normal(1, heads * width)
+    angles, tables = zip(*(draw_rotations(rows, width, seed=head) for head in range(heads)), strict=True)
+    cos, sin = (jnp.concatenate(parts, axis=1) for parts in zip(*tables, strict=True))
+    wide = np.asarray(x, np.float64)
+    normed = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * np.asarray(weight, np.float64)
+    each = np.split(normed, heads, axis=1)
+    rotated = np.concatenate([rotate(part, 1, angle) for part, angle in zip(each, angles, strict=True)], axis=1)
+    for function in RMS_NORMS:
+        assert_close(function(x, weight, (cos, sin), eps=1e-6, head=width), rotated, 2e-6)
+        grouped = function(x, weight, (cos, sin), eps=1e-6, head=width, groups=2)
+        assert_close(grouped.transpose(1, 0, 2).reshape(rows, -1), rotated, 2e-6)
 
 
 HEADS = [(12, 64), (4, 128), (6, 64), (10, 16), (16, 32)]
@@ -151,9 +174,9 @@ def test_head_norm_rope_is_torchs_norm_of_each_head(heads, width, kind, dtype):
         assert_close(np.concatenate(both, axis=2), grouped, tolerance)
 
 
-def draw_rotations(rows, width):
+def draw_rotations(rows, width, seed=2):
     """Return random angles [rows, D/2], and their tables as kernels take them."""
-    angles = np.random.default_rng(2).uniform(-3, 3, (rows, width // 2))
+    angles = np.random.default_rng(seed).uniform(-3, 3, (rows, width // 2))
     cos, sin = np.cos(angles), np.sin(angles)
     return angles, tuple(np.concatenate(both, axis=1).astype(np.float32) for both in ((cos, cos), (-sin, sin)))
 

@@ -1,0 +1,59 @@
+"""Computes LTX-2's predictions. test_ltx2_transformer.py runs it on eight devices.
+
+Arguments: a checkpoint's folder, the npz of inputs, and where to write the predictions of one device and of all.
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from tests.wan_tpu.meshes import fit_meshes
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.families.ltx2 import components, positions, transformer
+from wan_tpu.families.ltx2.guidance import evaluations
+from wan_tpu.families.ltx2.presets import PRESETS, TRANSFORMER
+from wan_tpu.runtime.components import DTYPES, load_component
+from wan_tpu.runtime.mesh import make_mesh
+
+FPS = 24.0
+
+
+def predict(folder, mesh, inputs, precision="float32"):
+    """Return the predictions of video [E, L, C] and sound [E, A, C] for `inputs`, by the names of the arguments."""
+    written = Checkpoint(folder).config("transformer")
+    config = dataclasses.replace(PRESETS["ltx-2.3"], transformer=TRANSFORMER | written)
+    loaded = load_component(Checkpoint(folder), components.transformer(config), precision, mesh)
+    video, audio, text, audio_text = (
+        inputs[name].astype(DTYPES[precision]) for name in ("video", "audio", "text", "audio_text")
+    )
+    tables = positions.make_tables(config.transformer, video.shape[2:], len(audio), FPS)
+
+    @jax.jit
+    def run(params, video, audio, conditions):
+        return transformer.predict(
+            loaded.module,
+            params,
+            mesh,
+            video,
+            audio,
+            conditions,
+            evaluations(config, int(inputs["evaluations"])),
+            cross_timestep=config.transformer["cross_attn_mod"],
+        )
+
+    conditions = transformer.Conditions(inputs["times"], inputs["times"][-1:], text, audio_text, tables)
+    return [np.asarray(part) for part in run(loaded.params, video, audio, conditions)]
+
+
+if __name__ == "__main__":
+    folder, file, out = map(Path, sys.argv[1:])
+    inputs, predictions = dict(np.load(file)), {}
+    for shape in fit_meshes((1, 1, 1), (1, 2, 4), (2, 2, 2)):
+        mesh = make_mesh(shape, heads=4)
+        for precision in ("float32", "int8") if shape != (1, 2, 4) else ("float32",):
+            for name, part in zip(("video", "audio"), predict(folder, mesh, inputs, precision), strict=True):
+                predictions[f"{precision} {'x'.join(map(str, shape))} {name}"] = part
+    np.savez(out, **predictions)

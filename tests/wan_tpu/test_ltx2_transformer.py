@@ -1,0 +1,115 @@
+"""LTX-2's transformer, against diffusers' module."""
+
+import diffusers
+import jax
+import numpy as np
+import pytest
+import torch
+
+from tests.children import run_on_devices
+from tests.wan_tpu import ltx2_worker
+from wan_tpu.families.ltx2.small import make_checkpoint
+from wan_tpu.runtime.mesh import make_mesh
+
+GRID, SOUND, TEXT = (3, 2, 5), 11, 12
+TIME = 640.5
+KINDS = ["ltx-2.3", "ltx-2"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request, tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("ltx2") / request.param, request.param)
+
+
+@pytest.fixture(scope="module")
+def theirs(folder):
+    return diffusers.LTX2VideoTransformer3DModel.from_pretrained(folder / "transformer").eval().requires_grad_(False)
+
+
+def draw_inputs(config, *, has_image):
+    rng = np.random.default_rng(0)
+
+    def drawn(*shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
+    text = (config.caption_channels,) * 2
+    if not config.use_prompt_embeddings:
+        text = config.cross_attention_dim, config.audio_cross_attention_dim
+    evaluations = 4 if config.perturbed_attn else 2
+    return {
+        "video": drawn(1, config.in_channels, *GRID),
+        "audio": drawn(SOUND, config.audio_in_channels),
+        "text": drawn(2, TEXT, text[0]),
+        "audio_text": drawn(2, TEXT, text[1]),
+        "times": np.float32([0, TIME] if has_image else [TIME]),
+        "evaluations": np.int32(evaluations),
+    }
+
+
+@torch.no_grad()
+def predict_theirs(theirs, inputs):
+    """Return what diffusers' pipelines compute: the prompt's, the negative prompt's, perturbed, isolated."""
+    video = torch.from_numpy(inputs["video"])[0].flatten(1).T[None]
+    times = torch.full((1, video.shape[1]), TIME)
+    if len(inputs["times"]) > 1:
+        times[:, : GRID[1] * GRID[2]] = 0
+    time, results = torch.tensor([TIME]), []
+    for index, options in (
+        (0, {}),
+        (1, {}),
+        (0, {"spatio_temporal_guidance_blocks": [1]}),
+        (0, {"isolate_modalities": True}),
+    )[: inputs["evaluations"]]:
+        mask = torch.ones(1, TEXT)
+        results.append(
+            theirs(
+                hidden_states=video,
+                audio_hidden_states=torch.from_numpy(inputs["audio"])[None],
+                encoder_hidden_states=torch.from_numpy(inputs["text"][index : index + 1]),
+                audio_encoder_hidden_states=torch.from_numpy(inputs["audio_text"][index : index + 1]),
+                timestep=times if len(inputs["times"]) > 1 else time,
+                audio_timestep=time,
+                sigma=time,
+                encoder_attention_mask=mask,
+                audio_encoder_attention_mask=mask,
+                num_frames=GRID[0],
+                height=GRID[1],
+                width=GRID[2],
+                fps=ltx2_worker.FPS,
+                audio_num_frames=SOUND,
+                use_cross_timestep=theirs.config.cross_attn_mod,
+                return_dict=False,
+                **options,
+            )
+        )
+    return [torch.cat(parts).numpy() for parts in zip(*results, strict=True)]
+
+
+def difference(ours, expected):
+    return np.sqrt(((ours - expected) ** 2).mean() / (expected**2).mean())
+
+
+@pytest.mark.parametrize("has_image", [False, True], ids=["text", "image"])
+def test_every_evaluation_is_that_of_diffusers(has_image, folder, theirs):
+    inputs = draw_inputs(theirs.config, has_image=has_image)
+    mesh = make_mesh((1, 1, 1), heads=4, devices=jax.devices()[:1])
+    with jax.default_matmul_precision("highest"):
+        ours = ltx2_worker.predict(folder, mesh, inputs)
+    for mine, expected in zip(ours, predict_theirs(theirs, inputs), strict=True):
+        assert mine.shape == expected.shape
+        assert difference(mine, expected) < 1e-5
+    first = ours[0][0]
+    assert all(difference(other, first) > 1e-3 for other in ours[0][1:])  # Each evaluation differs.
+
+
+@pytest.mark.meshes
+@pytest.mark.long
+@pytest.mark.parametrize("folder", KINDS[:1], indirect=True)
+def test_eight_devices_give_what_one_gives(folder, theirs, tmp_path):
+    inputs = draw_inputs(theirs.config, has_image=True)
+    np.savez(tmp_path / "inputs.npz", **inputs)
+    run_on_devices("tests.wan_tpu.ltx2_worker", folder, tmp_path / "inputs.npz", tmp_path / "out.npz", count=8)
+    predictions = dict(np.load(tmp_path / "out.npz"))
+    for name, value in predictions.items():
+        precision, _, part = name.split()
+        assert difference(value, predictions[f"{precision} 1x1x1 {part}"]) < 1e-4, name

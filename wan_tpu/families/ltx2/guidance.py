@@ -1,0 +1,78 @@
+"""Guidance of LTX-2: which evaluations of the transformer a step takes, and how they are combined. No JAX, no torch.
+
+Shapes: E evaluations, L tokens, C channels.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from wan_tpu.families.ltx2.config import Ltx2Config
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One evaluation of the transformer.
+
+    Attributes:
+        text: Which text it takes: 0 the prompt, 1 the negative prompt.
+        perturbed_blocks: The layers whose self-attention is left out, so that values pass unmixed.
+        is_isolated: Whether video and sound don't attend to each other.
+    """
+
+    text: int = 0
+    perturbed_blocks: tuple[int, ...] = ()
+    is_isolated: bool = False
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """How strongly a model is guided, beside a request's `guidance_scale`, which is the video's.
+
+    Attributes:
+        audio_scale: The scale of the sound; None for the request's.
+        perturbation: The scale of guidance away from perturbed layers (STG); 0 for none.
+        modality: The scale of guidance away from video and sound that don't attend to each other; 1 for none.
+        rescale: How much of the deviation of the prompt's own clean estimate is restored.
+    """
+
+    audio_scale: float | None = None
+    perturbation: float = 0.0
+    modality: float = 1.0
+    rescale: float = 0.0
+
+
+# The defaults of diffusers' pipelines, for LTX-2.3; LTX-2.0 was published with guidance by the negative prompt alone.
+_OF_23 = Guidance(audio_scale=7.0, perturbation=1.0, modality=3.0, rescale=0.7)
+_PERTURBED = 28  # The layer of 48, likewise.
+
+
+def guidance_of(config: Ltx2Config) -> Guidance:
+    """Return the guidance that a model was published with."""
+    return _OF_23 if config.transformer["perturbed_attn"] else Guidance()
+
+
+def evaluations(config: Ltx2Config, count: int) -> tuple[Evaluation, ...]:
+    """Return the first `count` evaluations of a step: the prompt's, the negative prompt's, perturbed, isolated."""
+    layers = config.transformer["num_layers"]
+    perturbed = (_PERTURBED * layers // 48,)
+    return (Evaluation(), Evaluation(1), Evaluation(perturbed_blocks=perturbed), Evaluation(is_isolated=True))[:count]
+
+
+def combine(velocities: Any, latents: Any, sigma: Any, scales: Any) -> Any:
+    """Return the guided velocity [L, C] of several evaluations, as diffusers' LTX-2 pipelines combine them.
+
+    Every evaluation pushes the clean estimate of the first one away from its own; then the result is pulled back to the
+    deviation that the first one had.
+
+    Args:
+        velocities: Float32 [E, L, C]; the first is the prompt's.
+        latents: Float32 [L, C].
+        sigma: The step's noise level.
+        scales: Float32 [E]: how strongly each other evaluation pushes, and last how much is pulled back.
+    """
+    if len(velocities) == 1:
+        return velocities[0]
+    clean = latents - sigma * velocities
+    guided = clean[0] + sum(scales[i - 1] * (clean[0] - clean[i]) for i in range(1, len(clean)))
+    pulled = guided * (clean[0].std(ddof=1) / guided.std(ddof=1))
+    return (latents - (scales[-1] * pulled + (1 - scales[-1]) * guided)) / sigma

@@ -1,0 +1,225 @@
+"""The LTX-2 family: video with sound from text, or from text and an image.
+
+The reference for every formula is diffusers 0.42, pipelines/ltx2.
+
+Shapes: T latent frames, H W latent height and width, L tokens of the video, A tokens of the sound, C channels.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from diffusers.pipelines.ltx2.utils import DEFAULT_IMAGE_CRF, apply_image_conditioning_crf
+from diffusers.video_processor import VideoProcessor
+from jax.sharding import Mesh
+from PIL import Image
+
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.families.ltx2 import audio, components, connectors, positions, text, transformer, vae
+from wan_tpu.families.ltx2.config import Ltx2Config
+from wan_tpu.families.ltx2.flops import Ltx2Flops
+from wan_tpu.families.ltx2.guidance import combine, evaluations
+from wan_tpu.families.ltx2.spec import DENOISE, STRIDE, Ltx2Spec
+from wan_tpu.families.model import Flops, Model, StepInputs
+from wan_tpu.families.shared.causal_vae import CausalChunks
+from wan_tpu.families.shared.tokenizing import Tokenizer
+from wan_tpu.plan import AUDIO, VIDEO
+from wan_tpu.request import ResolvedRequest
+from wan_tpu.runtime.bridge import Params
+from wan_tpu.runtime.components import Component, Loaded
+from wan_tpu.runtime.mesh import replicated
+
+
+class Ltx2Model(Model):
+    """One LTX-2 model."""
+
+    spec: Ltx2Spec
+    config: Ltx2Config
+
+    def __init__(self, spec: Ltx2Spec, checkpoint: Checkpoint | None = None) -> None:
+        """Make the model of a spec; the checkpoint has the tokenizer."""
+        self.spec = spec
+        self.config = spec.config
+        self.checkpoint = checkpoint
+
+    @functools.cached_property
+    def components(self) -> dict[str, Component]:
+        """Every component, by the name of its work; the checkpoint's "vae" serves two."""
+        config = self.config
+        return {
+            "text_encoder": text.text_encoder(config),
+            "connectors": connectors.connectors(config),
+            DENOISE: components.transformer(config),
+            "vae_encoder": vae.vae_half(config, "decoder"),
+            "decoder": vae.vae_half(config, "encoder"),
+            "audio_decoder": audio.audio_decoder(config),
+            "vocoder": audio.vocoder(config),
+        }
+
+    @property
+    def flops(self) -> Flops:
+        """The floating-point operations of each stage."""
+        return Ltx2Flops(self.config)
+
+    # ---- Shapes.
+
+    @property
+    def text_shape(self) -> tuple[int, int]:
+        """(L, C) of the video's embeddings of a prompt."""
+        return connectors.TEXT_TOKENS, connectors.width(self.config, "video")
+
+    @property
+    def prompt_shapes(self) -> dict[str, tuple[tuple[int, ...], bool]]:
+        """Embeddings of a prompt for the video and for the sound."""
+        audio_text = connectors.TEXT_TOKENS, connectors.width(self.config, "audio")
+        return {"text": (self.text_shape, False), "audio_text": (audio_text, False)}
+
+    def image_latents_shape(self, latent_shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the shape of an image's latents, those of the first frame."""
+        return (*latent_shape[:2], 1, *latent_shape[3:])
+
+    def vae_chunks(self, component: str, request: ResolvedRequest) -> list[tuple[int, int, int, int, int]]:
+        """Return the shapes of a VAE half's chunks: the image, or all latents."""
+        if component == "vae_encoder":
+            return [(1, 3, 1, request.height, request.width)]
+        return [self.spec.latent_shape(request)]
+
+    # ---- The encoder stage.
+
+    @functools.cached_property
+    def tokenizers(self) -> Mapping[str, Tokenizer]:
+        """Gemma's tokenizer."""
+        assert self.checkpoint is not None
+        words = self.config.text_encoder["vocab_size"]
+        return {"text_encoder": Tokenizer(self.checkpoint.path("tokenizer"), words)}
+
+    def tokenize(self, prompt: str) -> tuple[dict[str, tuple[np.ndarray, ...]], list[str]]:
+        """Return ids and mask of a prompt, int32 [1, 1024], and a warning if it was cut."""
+        ids, mask, warnings = text.tokenize_prompt(self.tokenizers["text_encoder"], prompt)
+        return {"text_encoder": (ids, mask)}, warnings
+
+    @property
+    def joined(self) -> Mapping[str, tuple[str, ...]]:
+        """The connectors take all of Gemma's hidden states, which so never leave the devices."""
+        return {"text_encoder": ("connectors",)}
+
+    def encode_text(self, component: str, loaded: Sequence[Loaded], *tokens: jax.Array) -> dict[str, jax.Array]:
+        """Encode ids and mask [B, 1024] as embeddings for the video and for the sound, [B, 1024, C]."""
+        encoder, connector = loaded
+        return text.encode_prompt(encoder, connector, *tokens)
+
+    def prompt_arrays(
+        self, tokens: Mapping[str, tuple[np.ndarray, ...]], encoded: Mapping[str, Any]
+    ) -> dict[str, np.ndarray]:
+        """Return both embeddings of a prompt, by name."""
+        return dict(encoded["text_encoder"])
+
+    def video_condition(self, request: ResolvedRequest) -> list[np.ndarray]:
+        """Return the image as the VAE takes it, float32 [1, 3, 1, H, W] in [-1, 1].
+
+        It is compressed as frames of films are, which the model was trained with.
+        """
+        assert isinstance(request.image, Image.Image)
+        frame = apply_image_conditioning_crf(np.array(request.image), DEFAULT_IMAGE_CRF)
+        processor = VideoProcessor(vae_scale_factor=STRIDE)
+        pixels = processor.preprocess(Image.fromarray(frame), height=request.height, width=request.width)
+        return [pixels.numpy()[:, :, None]]
+
+    def image_latents(self, moments: np.ndarray, request: ResolvedRequest) -> np.ndarray:
+        """Return the mean, the first half of the channels, float32 [1, C, 1, H, W]."""
+        return moments[:, : self.config.vae["latent_channels"]].astype(np.float32)
+
+    def vae_encoder(self, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
+        """Return the functions that encode pixels as normalised moments."""
+        return vae.encoder_chunks(self.config, module, mesh)
+
+    # ---- The transformer.
+
+    def initial_noises(self, request: ResolvedRequest, noise: np.ndarray | None) -> dict[str, np.ndarray]:
+        """Return the noise of video and sound, drawn in this order; `noise` takes the place of a draw, as in diffusers."""
+        generator = torch.Generator("cpu").manual_seed(request.seed)
+        video = self._draw_noise(request, generator) if noise is None else noise
+        _, count, channels = self.spec.audio_shape(request)
+        bins = channels // self.config.audio_vae["latent_channels"]
+        shape = 1, channels // bins, count, bins
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float32)
+        return {VIDEO: video, AUDIO: drawn.transpose(1, 2).flatten(2).numpy()}
+
+    def constants(self, request: ResolvedRequest, latent_shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+        """Return the rotary tables of the request's tokens, whose positions are seconds and pixels."""
+        _, count, _ = self.spec.audio_shape(request)
+        frames, height, width = latent_shape[2:]
+        tables = positions.make_tables(self.config.transformer, (frames, height, width), count, request.fps)
+        return {f"{_ROPE}{name}": table for name, table in tables.items()}
+
+    def text_keys(
+        self,
+        module: torch.nn.Module,
+        params: Params,
+        mesh: Mesh,
+        text: Mapping[str, jax.Array],
+        image: jax.Array | None,
+    ) -> dict[str, jax.Array]:
+        """Return the prompt's arrays unchanged; all that the transformer computes from them depends on the step."""
+        return dict(text)
+
+    def key_shapes(self, mesh: Mesh, keys: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the shapes and shardings of the arrays of `text_keys`, to compile a step without them."""
+        whole = replicated(mesh)
+        return {name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=whole) for name, value in keys.items()}
+
+    def velocity(self, module: torch.nn.Module, params: Params, mesh: Mesh, inputs: StepInputs) -> dict[str, jax.Array]:
+        """Return the guided velocities, float32, of the video [1, C, T, H, W] and of the sound [1, A, C]."""
+        assert inputs.audio is not None
+        latents, (sound, time) = inputs.latents, inputs.audio
+        times = time[None]
+        if inputs.image_latents is not None:
+            # The request's image has no noise: the tokens of the first latent frame have timestep 0.
+            latents = latents.at[:, :, :1].set(inputs.image_latents)
+            times = jnp.stack([jnp.zeros_like(time), time])
+        keys, dtype = inputs.keys, inputs.keys["text"].dtype
+        rope = {name.removeprefix(_ROPE): keys[name] for name in keys if name.startswith(_ROPE)}
+        videos, sounds = transformer.predict(
+            module,
+            params,
+            mesh,
+            latents.astype(dtype),
+            sound[0].astype(dtype),
+            transformer.Conditions(times, time[None], keys["text"], keys["audio_text"], rope),
+            evaluations(self.config, inputs.guidance.shape[-1]),
+            cross_timestep=self.config.transformer["cross_attn_mod"],
+        )
+        sigma = time / 1000
+        tokens = latents[0].reshape(latents.shape[1], -1).T
+        velocity = combine(videos, tokens, sigma, inputs.guidance[0]).T.reshape(latents.shape)
+        if inputs.image_latents is not None:
+            velocity = velocity.at[:, :, :1].set(0)  # The image stays as it is.
+        return {VIDEO: velocity, AUDIO: combine(sounds, sound[0], sigma, inputs.guidance[1])[None]}
+
+    def finish(self, latents: np.ndarray, image_latents: np.ndarray | None, request: ResolvedRequest) -> np.ndarray:
+        """Return the latents to decode: the image's are put back in place."""
+        if image_latents is None:
+            return latents
+        return np.concatenate([image_latents, latents[:, :, 1:]], axis=2)
+
+    # ---- The decoder stage.
+
+    def vae_latents(self, latents: np.ndarray) -> np.ndarray:
+        """Return the latents as they are: the decoder undoes the normalisation with statistics of its weights."""
+        return latents
+
+    def vae_decoder(self, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
+        """Return the function that decodes all latents at once."""
+        return vae.decoder_chunks(self.config, module, mesh)
+
+    def decode_sound(self, component: str, module: torch.nn.Module, params: Params, value: jax.Array) -> jax.Array:
+        """Decode latents [1, A, C] as a mel spectrogram, and that as samples [2, samples]."""
+        decode = {"audio_decoder": audio.decode_mel, "vocoder": audio.vocode}[component]
+        return decode(module, params, value)
+
+
+_ROPE = "rope."

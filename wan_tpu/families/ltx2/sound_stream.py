@@ -1,0 +1,179 @@
+"""The sound's stream of an LTX-2 transformer, inside the `jax.shard_map` of `transformer.py`.
+
+Every device has all tokens of the sound, and its own heads and hidden units of the weights ('tp'). There are so few
+tokens that plain XLA is as good as kernels.
+
+Shapes: A tokens of the sound, S tokens of a text, t tokens of the video on one device, N heads, D head width, n columns
+of a device's heads.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from wan_tpu.ops.attention import attention, query_scale
+from wan_tpu.runtime.bridge import Params
+from wan_tpu.runtime.mesh import TokenLayout
+
+
+@dataclass(frozen=True)
+class SoundStream:
+    """One step's layers of the sound's stream.
+
+    Attributes:
+        config: Of the transformer.
+        mesh: The devices.
+        layout: How the video's tokens lie on them.
+        tokens: How many the video has.
+        platform: "tpu", "gpu" or "cpu".
+        tables: This device's columns of cosines and sines [A, n], for attention to itself and to the video.
+        start: The first of this device's tokens of the video.
+    """
+
+    config: Any
+    mesh: Mesh
+    layout: TokenLayout
+    tokens: int
+    platform: str
+    tables: dict[str, tuple[jax.Array, jax.Array]] | None = None
+    start: jax.Array | int = 0
+
+    def on_device(self, rope: dict[str, jax.Array], start: jax.Array) -> "SoundStream":
+        """Return the stream with what this device knows: its heads' angles, and where its tokens begin."""
+        tables = {name: tuple(self._own_columns(part) for part in rope[name]) for name in ("audio", "cross_audio")}
+        return SoundStream(self.config, self.mesh, self.layout, self.tokens, self.platform, tables, start)  # type: ignore[arg-type]
+
+    @property
+    def _width(self) -> int:
+        return int(self.config.audio_attention_head_dim)
+
+    @property
+    def _parts(self) -> int:
+        """How many devices split the heads."""
+        return math.gcd(self.mesh.shape["tp"], int(self.config.audio_num_attention_heads))
+
+    def _own_columns(self, x: jax.Array) -> jax.Array:
+        """Return this device's part of columns [..., N*D]."""
+        size = x.shape[-1] // self._parts
+        if self._parts == 1:
+            return x
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index("tp") * size, size, axis=-1)
+
+    def _gather_columns(self, x: jax.Array) -> jax.Array:
+        """Return the columns of all devices, [..., N*D]."""
+        return x if self._parts == 1 else jax.lax.all_gather(x, "tp", axis=x.ndim - 1, tiled=True)
+
+    def _sum(self, x: jax.Array) -> jax.Array:
+        return x if self._parts == 1 else jax.lax.psum(x, "tp")
+
+    def attend_to_itself(self, a: jax.Array, w: Params, perturbed: jax.Array | None) -> jax.Array:
+        """Return the tokens after self-attention, or with unmixed values where it is perturbed."""
+        table, name = w["modulation.audio"][0], "audio_attn1"
+        rows = self._normalise(a, table[1], table[0])
+        values = self._project(w, f"{name}.to_v", rows)
+        queries = self._rotate(w, f"{name}.to_q", f"{name}.norm_q", rows, "audio", query_scale(self._width))
+        keys = self._rotate(w, f"{name}.to_k", f"{name}.norm_k", rows, "audio", 1)
+        mixed = self._attend(queries, keys, values)
+        if perturbed is not None:
+            mixed = jnp.where(perturbed, values, mixed)
+        return self._add(w, name, self._gate_heads(w, name, rows, mixed), a, table[2])
+
+    def text_keys(self, w: Params, text: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return keys and values of one text, [S, n] each."""
+        if "modulation.audio_text" in w:
+            shift, scale = w["modulation.audio_text"][0]
+            text = (text.astype(jnp.float32) * (1 + scale) + shift).astype(text.dtype)
+        keys = self._rotate(w, "audio_attn2.to_k", "audio_attn2.norm_k", text, None, 1)
+        return keys, self._project(w, "audio_attn2.to_v", text)
+
+    def attend_to_text(self, a: jax.Array, w: Params, keys: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """Return the tokens after attention to a text."""
+        table, name = w["modulation.audio"][0], "audio_attn2"
+        none = jnp.zeros(a.shape[1], jnp.float32)
+        shift, scale, gate = table[6:9] if len(table) > 6 else (none, none, none + 1)
+        rows = self._normalise(a, scale, shift)
+        queries = self._rotate(w, f"{name}.to_q", f"{name}.norm_q", rows, None, query_scale(self._width))
+        return self._add(w, name, self._gate_heads(w, name, rows, self._attend(queries, *keys)), a, gate)
+
+    def keys_for_video(self, a: jax.Array, w: Params) -> tuple[jax.Array, jax.Array]:
+        """Return the sound's keys and values for the video's queries, all heads: [A, N*D] each."""
+        scales, name = w["modulation.cross_audio"][0], "audio_to_video_attn"
+        rows = self._normalise(a, scales[0], scales[1])
+        keys = self._rotate(w, f"{name}.to_k", f"{name}.norm_k", rows, "cross_audio", 1)
+        return self._gather_columns(keys), self._gather_columns(self._project(w, f"{name}.to_v", rows))
+
+    def attend_to_video(self, a: jax.Array, w: Params, keys: jax.Array, values: jax.Array) -> jax.Array:
+        """Return the tokens after attention to the video's keys and values, [t, N*D] of this device's tokens."""
+        scales, name = w["modulation.cross_audio"][0], "video_to_audio_attn"
+        rows = self._normalise(a, scales[2], scales[3])
+        scale = query_scale(self._width)
+        queries = self._rotate(w, f"{name}.to_q", f"{name}.norm_q", rows, "cross_audio", scale)
+        mixed = self._own_columns(self._attend_to_spread(self._gather_columns(queries), keys, values))
+        gate = w["modulation.cross_audio_gate"][0, 0]
+        return self._add(w, name, self._gate_heads(w, name, rows, mixed), a, gate)
+
+    def feed_forward(self, a: jax.Array, w: Params) -> jax.Array:
+        """Return the tokens after the feed-forward layer."""
+        table = w["modulation.audio"][0]
+        rows = self._normalise(a, table[4], table[3])
+        inner = jax.nn.gelu(self._project(w, "audio_ff.net.0.proj", rows, jnp.float32), approximate=True)
+        return self._add(w, "audio_ff", inner.astype(a.dtype), a, table[5], output="net.2")
+
+    def _attend_to_spread(self, queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+        """Attend to keys that are spread over the devices: each attends to its own, and the results are joined."""
+        axes = self.layout.token_axes
+        q, k, v = (x.reshape(len(x), -1, self._width) for x in (queries, keys, values))
+        scores = jnp.einsum("anh,tnh->nat", q, k, preferred_element_type=jnp.float32)
+        scores = jnp.where(self.start + jnp.arange(len(keys)) < self.tokens, scores, -jnp.inf)
+        largest = jax.lax.pmax(scores.max(-1, keepdims=True), axes)
+        weights = jnp.exp2(scores - largest)
+        total = jax.lax.psum(weights.sum(-1), axes)
+        mixed = jnp.einsum("nat,tnh->anh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        return (jax.lax.psum(mixed, axes) / total.T[:, :, None]).reshape(queries.shape).astype(queries.dtype)
+
+    def _attend(self, queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+        return attention(queries, keys, values, heads=queries.shape[1] // self._width, platform=self.platform)
+
+    def _normalise(self, a: jax.Array, scale: jax.Array, shift: jax.Array) -> jax.Array:
+        wide = a.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + self.config.norm_eps)
+        return (normed * (1 + scale) + shift).astype(a.dtype)
+
+    def _project(self, w: Params, name: str, rows: jax.Array, dtype: Any = None) -> jax.Array:
+        """Apply a linear layer whose outputs are split: [.., n]."""
+        product = jnp.einsum("ai,oi->ao", rows, w[f"{name}.weight"], preferred_element_type=jnp.float32)
+        return (product + w[f"{name}.bias"].astype(jnp.float32)).astype(dtype or rows.dtype)
+
+    def _rotate(self, w: Params, name: str, norm: str, rows: jax.Array, table: str | None, factor: float) -> jax.Array:
+        """Project rows to this device's heads, normalise them over all heads, and rotate them."""
+        wide = self._project(w, name, rows, jnp.float32).astype(rows.dtype).astype(jnp.float32)
+        squares = self._sum((wide * wide).sum(-1, keepdims=True)) / (wide.shape[1] * self._parts)
+        weight = w[f"{norm}.weight"].astype(jnp.float32) * factor
+        normed = wide * jax.lax.rsqrt(squares + self.config.norm_eps) * weight
+        if table is None:
+            return normed.astype(rows.dtype)
+        assert self.tables is not None
+        cos, sin = (part.reshape(len(part), -1, self._width) for part in self.tables[table])
+        heads = normed.reshape(cos.shape)
+        turned = heads * cos + jnp.roll(heads, self._width // 2, axis=-1) * sin
+        return turned.reshape(normed.shape).astype(rows.dtype)
+
+    def _gate_heads(self, w: Params, name: str, rows: jax.Array, mixed: jax.Array) -> jax.Array:
+        if not self.config.audio_gated_attn:
+            return mixed
+        gates = 2 * jax.nn.sigmoid(self._project(w, f"{name}.to_gate_logits", rows, jnp.float32))
+        return (mixed * jnp.repeat(gates, self._width, axis=1)).astype(mixed.dtype)
+
+    def _add(
+        self, w: Params, name: str, x: jax.Array, residual: jax.Array, gate: jax.Array, output: str = "to_out.0"
+    ) -> jax.Array:
+        """Return the residual plus gate times the projection of this device's columns, summed over all devices."""
+        name = f"{name}.{output}"
+        product = self._sum(jnp.einsum("ai,oi->ao", x, w[f"{name}.weight"], preferred_element_type=jnp.float32)) + w[
+            f"{name}.bias"
+        ].astype(jnp.float32)
+        return (residual.astype(jnp.float32) + gate * product).astype(residual.dtype)

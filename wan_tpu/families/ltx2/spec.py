@@ -1,0 +1,176 @@
+"""An LTX-2 model as its configuration describes it: stages, limits, defaults, shapes, its steps' numbers."""
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.errors import CheckpointError
+from wan_tpu.families.ltx2 import presets
+from wan_tpu.families.ltx2.config import Ltx2Config, read_config
+from wan_tpu.families.ltx2.guidance import guidance_of
+from wan_tpu.plan import AUDIO, DECODER, ENCODER, VIDEO, Expert
+from wan_tpu.request import NOTHING_OWN, CheckpointOverrides, Defaults, ResolvedRequest
+from wan_tpu.schedules import flow
+from wan_tpu.schedules.schedule import Schedule
+from wan_tpu.spec import ModelSpec
+
+DENOISE = "denoise"
+STRIDE = 32  # Pixels per pixel of the latents, which is a token.
+AUDIO_STRIDE = 4  # Mel frames, and mel bins, of a latent of the sound.
+
+
+@dataclass(frozen=True)
+class Ltx2Spec(ModelSpec):
+    """One LTX-2 model.
+
+    Attributes:
+        config: The model's configuration.
+        own: The checkpoint's own sampling settings.
+
+    Raises:
+        CheckpointError: The configuration contradicts itself.
+    """
+
+    config: Ltx2Config
+    own: CheckpointOverrides = NOTHING_OWN
+
+    boundary_ratio = None
+    tasks = ("t2v", "i2v")
+    solvers = ("euler",)
+    size_multiple = STRIDE
+    frame_stride = 8
+
+    def __post_init__(self) -> None:
+        vae, transformer = self.config.vae, self.config.transformer
+        for key, supported in (("spatial_compression_ratio", STRIDE), ("temporal_compression_ratio", 8)):
+            if vae[key] not in (None, supported):
+                raise CheckpointError(f"the VAE has {key} {vae[key]}, supported is {supported}")
+        if transformer["in_channels"] != vae["latent_channels"]:
+            raise CheckpointError(
+                f"the transformer takes {transformer['in_channels']} channels, and the VAE makes "
+                f"{vae['latent_channels']}; give a checkpoint whose parts belong together"
+            )
+
+    @classmethod
+    def open(cls, checkpoint: Checkpoint) -> "Ltx2Spec":
+        """Read a checkpoint's configuration; raises `CheckpointError`."""
+        return cls(read_config(checkpoint), checkpoint.sampling("model"))
+
+    @functools.cached_property
+    def name(self) -> str:  # type: ignore[override]
+        """Name of the published model, or `presets.CUSTOM`."""
+        return presets.recognise(self.config)
+
+    @property
+    def defaults(self) -> Defaults:  # type: ignore[override]
+        """The checkpoint's own sampling settings, else the published ones."""
+        return dataclasses.replace(presets.defaults(self.config), **dict(self.own.defaults))  # type: ignore[arg-type]
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """A schedule is shifted by the number of its tokens, or not at all."""
+        return (*super().unused, "shift")
+
+    @property
+    def audio_rate(self) -> int:  # type: ignore[override]
+        """Samples per second of the model's sound."""
+        return int(self.config.vocoder["output_sampling_rate"])
+
+    @property
+    def components(self) -> dict[str, tuple[str, ...]]:  # type: ignore[override]
+        """The components of each stage."""
+        return {
+            ENCODER: ("text_encoder", "connectors", "vae_encoder"),
+            DENOISE: (DENOISE,),
+            DECODER: (DECODER, "audio_decoder", "vocoder"),
+        }
+
+    @property
+    def heads(self) -> int:  # type: ignore[override]
+        """Attention heads of the transformer; the sound has as many."""
+        transformer = self.config.transformer
+        return math.gcd(int(transformer["num_attention_heads"]), int(transformer["audio_num_attention_heads"]))
+
+    # ---- Shapes.
+
+    def latent_shape(self, request: ResolvedRequest) -> tuple[int, int, int, int, int]:
+        """Return [1, C, T, H, W] of the video's latents."""
+        frames = self.latent_frames(request.frames)
+        return 1, self.config.vae["latent_channels"], frames, request.height // STRIDE, request.width // STRIDE
+
+    def audio_shape(self, request: ResolvedRequest) -> tuple[int, int, int]:
+        """Return [1, A, channels] of the sound's latents: as many as last as long as the video, rounded."""
+        audio = self.config.audio_vae
+        rate = audio["sample_rate"] / audio["mel_hop_length"] / float(AUDIO_STRIDE)
+        channels = audio["latent_channels"] * audio["mel_bins"] // AUDIO_STRIDE
+        return 1, round(request.frames / request.fps * rate), channels
+
+    def latent_shapes(self, request: ResolvedRequest, step: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the video's latents and of the sound's."""
+        return {VIDEO: self.latent_shape(request), AUDIO: self.audio_shape(request)}
+
+    def tokens(self, latent_shape: tuple[int, ...]) -> int:
+        """Return L, the video's tokens."""
+        return math.prod(latent_shape[2:])
+
+    def decoder_chunks(self, latent_frames: int) -> tuple[int, ...]:
+        """Return one chunk with all frames: the decoder looks ahead."""
+        return (latent_frames,)
+
+    def shapes(self, request: ResolvedRequest, *, image: bool) -> dict[str, str]:
+        """Name the programs as every model does, the decoder's also by frames."""
+        names = super().shapes(request, image=image)
+        return names | {DECODER: f"{DECODER} {request.height}x{request.width}x{request.frames}"}
+
+    # ---- Steps.
+
+    def guided(self, request: ResolvedRequest) -> bool:
+        """Return whether there is guidance, of every kind that the model has."""
+        return request.guidance_scale > 1
+
+    def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:
+        """Return the one expert."""
+        return (Expert(DENOISE, 0, request.steps, self.guided(request)),)
+
+    def schedule(self, request: ResolvedRequest) -> Schedule:
+        """Return the numbers of every step: Euler's method, with guidance of video and sound, [2, E] for E evaluations.
+
+        A row says how far the result is pushed away from each evaluation but the first, and how much it is pulled back.
+        """
+        if request.sigmas is not None:
+            schedule = flow.euler_at(request.sigmas)
+        elif self.config.distilled and request.steps == len(presets.DISTILLED_SIGMAS):
+            schedule = flow.euler_at(presets.DISTILLED_SIGMAS)
+        else:
+            schedule = flow.euler_at(_noise_levels(self.config, request.steps, self.tokens(self.latent_shape(request))))
+        rows = np.zeros((2, 1))
+        if self.guided(request):
+            guidance = guidance_of(self.config)
+            others = (guidance.perturbation, guidance.modality - 1) if guidance.perturbation else ()
+            scales = request.guidance_scale, guidance.audio_scale or request.guidance_scale
+            rows = np.array([(scale - 1, *others, guidance.rescale) for scale in scales])
+        return schedule.with_guidance(np.broadcast_to(rows, (request.steps, *rows.shape)))
+
+    def schedules(self, request: ResolvedRequest) -> dict[str, Schedule]:
+        """Return the schedule of the video, which is also the sound's."""
+        schedule = self.schedule(request)
+        return {VIDEO: schedule, AUDIO: schedule}
+
+
+def _noise_levels(config: Ltx2Config, steps: int, tokens: int) -> tuple[float, ...]:
+    """Return the noise level of each step, as diffusers' FlowMatchEulerDiscreteScheduler computes them in float32."""
+    scheduler = config.scheduler
+    sigmas = np.linspace(1.0, 1 / steps, steps).astype(np.float32)
+    if scheduler["use_dynamic_shifting"]:
+        first, last = scheduler["base_image_seq_len"], scheduler["max_image_seq_len"]
+        slope = (scheduler["max_shift"] - scheduler["base_shift"]) / (last - first)
+        shift = math.exp(tokens * slope + scheduler["base_shift"] - slope * first)
+        sigmas = shift / (shift + (1 / sigmas - 1))
+    if scheduler["shift_terminal"]:
+        rest = 1 - sigmas
+        sigmas = 1 - rest / (rest[-1] / (1 - scheduler["shift_terminal"]))
+    return tuple(sigmas.astype(np.float32).tolist())
