@@ -20,6 +20,8 @@ from tests.actors import s3_server
 from wan_tpu.adapters import files as adapters
 from wan_tpu.checkpoint import Checkpoint, on_disk, weight_file
 from wan_tpu.errors import CheckpointError, InvalidInput, InvalidRequest, Unavailable
+from wan_tpu.families.shared.tokenizer import train_tokenizer
+from wan_tpu.families.shared.tokenizing import Tokenizer, tokenize
 from wan_tpu.media.image import load_image
 from wan_tpu.media.reading import read_frames
 from wan_tpu.runtime.tensor_files import Stored, locate_tensors
@@ -205,6 +207,21 @@ def test_configuration_on_a_failing_disk_is_unavailable(tmp_path):
     (tmp_path / "model_index.json").symlink_to(UNREADABLE)
     with pytest.raises(Unavailable, match=r"model_index\.json can't be read now"):
         Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_tokenizer_on_a_failing_disk_is_unavailable(name, tmp_path):
+    """The tokenizers package raises a bare Exception for it, as it does for a damaged file."""
+    train_tokenizer().save_pretrained(tmp_path)
+    tokenize(Tokenizer(tmp_path, 400), "a cat", 16)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to(UNREADABLE)
+    with pytest.raises(Unavailable, match="can't be read now"):
+        tokenize(Tokenizer(tmp_path, 400), "a cat", 16)
+    (tmp_path / name).unlink()
+    (tmp_path / name).write_text("{")
+    with pytest.raises(CheckpointError, match="holds no working tokenizer"):
+        tokenize(Tokenizer(tmp_path, 400), "a cat", 16)
 
 
 def test_weights_that_are_missing_or_cut_off_are_the_callers(tmp_path):
