@@ -53,7 +53,9 @@ def test_other_models_are_refused_by_name(good, pipeline, tmp_path):
 
 def test_damaged_files_are_refused(good, pipeline, tmp_path):
     name = "diffusion_model.blocks.0.self_attn.q.lora_up.weight"
-    assert f"NaN or Inf in {name}" in refusal(pipeline, good | {name: good[name] * float("nan")}, tmp_path)
+    assert f"NaN or Inf in {name}; fetch it again or, if it was" in refusal(
+        pipeline, good | {name: good[name] * float("nan")}, tmp_path
+    )
     own = "transformer.blocks.0.attn1.to_q"
     again = {f"{own}.lora_A.weight": torch.ones(4, 48), f"{own}.lora_B.weight": torch.ones(48, 4)}
     assert "twice" in refusal(pipeline, good | again, tmp_path)
@@ -78,7 +80,7 @@ Q = "diffusion_model.blocks.0.self_attn.q"
         (f"{Q}.lora_down.weight", torch.ones(48)),
         (f"{Q}.lora_up.weight", torch.ones(48)),
         (f"{Q}.lora_down.weight", torch.tensor(1.0)),
-        (f"{Q}.lora_down.weight", torch.ones(4, 48, dtype=torch.int8)),
+        (f"{Q}.lora_down.weight", torch.ones(4, 48, dtype=torch.bool)),
         (f"{Q}.alpha", torch.zeros(0)),
         (f"{Q}.alpha", torch.ones(4)),
         ("diffusion_model.patch_embedding.diff_b", torch.tensor(1.0)),
@@ -87,6 +89,22 @@ Q = "diffusion_model.blocks.0.self_attn.q"
 )
 def test_tensors_of_impossible_shapes_are_refused_by_name(name, value, good, pipeline, tmp_path):
     assert name in refusal(pipeline, good | {name: value}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (f"{Q}.lora_down.weight", torch.ones(4, 48, dtype=torch.int8)),
+        (f"{Q}.lora_down.weight", torch.ones(2, 48, dtype=torch.uint8)),
+        (f"{Q}.scale_weight", torch.tensor(0.5)),
+        (f"{Q}.lora_down.weight.absmax", torch.ones(3)),
+        ("scaled_fp8", torch.zeros(0)),
+    ],
+)
+def test_quantised_adapters_are_refused_with_what_works(name, value, good, pipeline, tmp_path):
+    said = refusal(pipeline, good | {name: value}, tmp_path)
+    assert f"holds quantised weights ({name})" in said
+    assert "the same adapter in bfloat16" in said and "fetch it again" not in said
 
 
 @pytest.mark.parametrize(

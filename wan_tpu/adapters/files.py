@@ -23,6 +23,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from wan_tpu.checkpoint import on_disk
 from wan_tpu.errors import CheckpointError, InvalidRequest, Unavailable
+from wan_tpu.runtime.component_files import QUANTISED
 from wan_tpu.runtime.tensor_files import locate_tensors, read_metadata
 from wan_tpu.runtime.weights import read_tensors
 from wan_tpu.sources.disk import explain_disk_error
@@ -58,6 +59,7 @@ _PARTS = (
     ("diff_b", re.compile(r"\.(diff_b|b_norm)$")),
     ("diff_m", re.compile(r"\.diff_m$")),
 )
+_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)  # In which floats are quantised.
 T = TypeVar("T")
 APPLIED = "lora_A and lora_B (or lora_down and lora_up), alpha, diff, diff_b and diff_m"
 
@@ -111,8 +113,8 @@ def read(file: AdapterFile, path: str) -> dict[str, ModuleChange]:
     """Read what a file changes, by module as the file names it, without its prefix.
 
     Raises:
-        InvalidRequest: Tensors aren't understood, belong to no pair, have shapes that no factor has, or hold no finite
-            numbers; it names them.
+        InvalidRequest: Tensors aren't understood, are quantised, belong to no pair, have shapes that no factor has, or
+            hold no finite numbers; it names them.
         Unavailable: The bucket or the disk doesn't answer, or the file was replaced meanwhile.
     """
     if file.weights.size > LARGEST:
@@ -127,9 +129,12 @@ def read(file: AdapterFile, path: str) -> dict[str, ModuleChange]:
             raise
         _check_unchanged(file)
     changes: dict[str, ModuleChange] = {}
-    unknown, unhealthy, again, misshapen = (list[str]() for _ in range(4))
+    unknown, unhealthy, again, misshapen, quantised = (list[str]() for _ in range(5))
     for name, value in values.items():
         module, part = _parse_name(name)
+        if QUANTISED.search(name) or (part not in (None, "alpha") and value.dtype in _INTEGERS):
+            quantised.append(name)
+            continue
         if part is None:
             unknown.append(name)
             continue
@@ -145,10 +150,15 @@ def read(file: AdapterFile, path: str) -> dict[str, ModuleChange]:
         have = set(change.names)
         lonely = {"up", "alpha", "up_bias"} & have if "down" not in have else set() if "up" in have else {"down"}
         unknown += [change.names[part] for part in sorted(lonely)]
+    refuse(
+        path,
+        "holds quantised weights ({}), which can't be applied; give the same adapter in bfloat16, float16 or float32",
+        quantised,
+    )
     refuse(path, f"has tensors that can't be applied: {{}}; applied are {APPLIED}", unknown)
     refuse(path, "names the same weights twice: {}; leave one out", again)
     refuse(path, "is damaged: it has {}; fetch it again", misshapen)
-    refuse(path, "has NaN or Inf in {}; fetch it again", unhealthy)
+    refuse(path, "has NaN or Inf in {}; fetch it again or, if it was published so, give another", unhealthy)
     if not changes:
         raise InvalidRequest(f"adapter {path} holds no tensors; fetch it again", "loras")
     with _attribute_errors(path):

@@ -20,7 +20,7 @@ _STEMS = "diffusion_pytorch_model", "model"  # Names of the files that diffusers
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 # Names of the further tensors in files of 8-bit or 4-bit weights, after a layer's name or alone: those of ComfyUI,
 # DeepSeek and compressed-tensors, bitsandbytes, GPTQ.
-_QUANTISED = re.compile(
+QUANTISED = re.compile(
     r"(^|\.)(scaled_fp8|comfy_quant|scale_weight|scale_input|weight_scale|weight_scale_inv|weight_scale_2|input_scale|"
     r"int8_weight|absmax|quant_map|quant_state\.\w+|SCB|qweight|qzeros)$"
 )
@@ -161,7 +161,7 @@ def check_tensors(module: torch.nn.Module, tied: Mapping[str, str], stored: dict
         for name in stored
         if name not in expected and name not in tied and not any(re.search(p, name) for p in ignored)
     ]
-    if quantised := [name for name in extra if _QUANTISED.search(name)]:
+    if quantised := [name for name in extra if QUANTISED.search(name)]:
         raise CheckpointError(
             f"{folder} holds quantised weights ({quantised[0]}), which aren't read; give the same model in bfloat16, "
             "float16 or float32, and --precision int8 or float8, which rounds it to 8 bits"
