@@ -1,6 +1,7 @@
 """`wan-tpu manifests`: a layout as what `kubectl apply` takes, on GKE with KubeRay."""
 
 import argparse
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -11,18 +12,21 @@ from actors.commands.arguments import read_checked_layout
 from actors.commands.serve import build_service_config
 from actors.commands.serve_arguments import build_serve_parser
 from cluster.layout import Layout, list_shipped
-from cluster.provision import kubernetes
+from cluster.provision import cloud_sql, kubernetes
 from cluster.provision.exposure import Exposure, build_exposing_objects
-from cluster.provision.kubernetes import Target
 from cluster.provision.kustomize import write_kustomization
+from cluster.provision.node_pools import format_variables
+from cluster.provision.queued import request_slices
+from cluster.provision.target import CAPACITIES, Target
 from wan_tpu.commands.parser import Parser, as_words, flag_of
-from wan_tpu.errors import InvalidInput
+from wan_tpu.errors import InvalidInput, OutputError
 from wan_tpu.storage.addresses import is_bucket
 
 # What is about Kubernetes, and not about the pipeline or the service.
 _HERE = (
-    "address", "folder", "service", "job", "output", "in_flight", "namespace", "image", "account", "secret", "capacity",
-    "queue", "monitor", "idle_s", "hostname", "certificate_map", "address_name", "armor", "kustomize",
+    "address", "folder", "service", "job", "output", "in_flight", "namespace", "image", "account", "secret",
+    "cloud_sql", "capacity", "queue", "monitor", "idle_s", "hostname", "certificate_map", "address_name", "armor",
+    "ssl_policy", "kustomize", "node_pools",
 )  # fmt: skip
 _POSTGRES = "postgresql://"
 
@@ -36,6 +40,11 @@ def manifests(argv: Sequence[str]) -> int:
     layout = read_checked_layout(args)
     if layout is None:
         raise InvalidInput(f"--layout is missing: a layout file, or a shipped one: {', '.join(list_shipped())}")
+    if args.node_pools is not None:
+        _write_node_pools(args.node_pools, layout, args.capacity)
+        return 0
+    if args.image is None:
+        raise InvalidInput("--image is missing: the container of all pods, REGISTRY/NAME:TAG")
     target = Target(
         name=args.name,
         namespace=args.namespace,
@@ -43,6 +52,7 @@ def manifests(argv: Sequence[str]) -> int:
         ray_version=version("ray"),
         account=args.account,
         secret=args.secret,
+        cloud_sql=args.cloud_sql,
         capacity=args.capacity,
         queue=args.queue,
         monitor=None if args.monitor == "none" else args.monitor,
@@ -53,6 +63,7 @@ def manifests(argv: Sequence[str]) -> int:
     )
     files = {
         "access.yaml": kubernetes.supporting(target, http=args.service),
+        "capacity.yaml": request_slices(kubernetes.ray_cluster(layout, target)["workerGroupSpecs"], target),
         "exposure.yaml": _exposing(args, target),
         "pipeline.yaml": _main(args, parser, layout, target),
     }
@@ -77,15 +88,23 @@ def _add_arguments(parser: Parser) -> None:
         "--kustomize", type=Path, metavar="FOLDER", help="write a Kustomize base and an overlay there instead"
     )
     group.add_argument("--in_flight", type=int, help="requests of a job at a time")
-    group.add_argument("--image", required=True, help="of all containers: this package, with Python and Ray as here")
+    group.add_argument(
+        "--node_pools", type=Path, metavar="FILE", help="only write the layout's node pools, for cluster/terraform"
+    )
+    group.add_argument("--image", help="of all containers: this package, with Python and Ray as here")
     group.add_argument("--namespace", default="default", help="of all objects; it is %(default)s where left out")
-    group.add_argument("--account", help="Google service account that the pods act as, to reach buckets")
+    group.add_argument("--account", help="Google service account that the pods act as, for buckets and Cloud SQL")
     group.add_argument("--secret", help="Secret whose keys are environment variables of the pods, such as PGPASSWORD")
     group.add_argument(
+        "--cloud_sql",
+        metavar="INSTANCE",
+        help="in place of --database: PROJECT:REGION:NAME, with a database jobs, through Google's proxy as --account",
+    )
+    group.add_argument(
         "--capacity",
-        choices=("on-demand", "spot", "flex-start"),
+        choices=CAPACITIES,
         default="on-demand",
-        help="how the slices are had; default %(default)s",
+        help="how TPU machines are provisioned; queued ones wait for Google to have a whole slice; default %(default)s",
     )
     group.add_argument("--queue", help="Kueue's local queue that it waits in, for all its slices at once")
     group.add_argument(
@@ -104,6 +123,7 @@ def _add_arguments(parser: Parser) -> None:
     )
     group.add_argument("--address_name", metavar="ADDRESS", help="reserved global address of the load balancer")
     group.add_argument("--armor", metavar="POLICY", help="Cloud Armor security policy in front of the service")
+    group.add_argument("--ssl_policy", metavar="POLICY", help="SSL policy: which versions of TLS clients may use")
     group.add_argument(
         "--dashboard_traces",
         action="store_true",
@@ -117,7 +137,7 @@ def _add_arguments(parser: Parser) -> None:
 def _exposing(args: argparse.Namespace, target: Target) -> dict[str, kubernetes.Object]:
     """Return what puts a service behind Google's load balancer; nothing unless that is asked for."""
     if args.hostname is None:
-        for name in ("certificate_map", "address_name", "armor"):
+        for name in ("certificate_map", "address_name", "armor", "ssl_policy"):
             if getattr(args, name) is not None:
                 raise InvalidInput(f"{flag_of(name)} is of a load balancer; give the service's --hostname, too")
         return {}
@@ -125,12 +145,20 @@ def _exposing(args: argparse.Namespace, target: Target) -> dict[str, kubernetes.
         raise InvalidInput("--hostname is of a service; give --service, too")
     if args.certificate_map is None:
         raise InvalidInput("--certificate_map is missing: the load balancer shows clients a certificate of --hostname")
-    return build_exposing_objects(target, Exposure(args.hostname, args.certificate_map, args.address_name, args.armor))
+    exposure = Exposure(args.hostname, args.certificate_map, args.address_name, args.armor, args.ssl_policy)
+    return build_exposing_objects(target, exposure)
 
 
 def _main(args: argparse.Namespace, parser: Parser, layout: Layout, target: Target) -> dict[str, kubernetes.Object]:
     chosen = {name: value for name, value in parser.non_defaults(args).items() if name not in _HERE}
     if args.service:
+        if target.requests_slices:
+            raise InvalidInput(
+                "--capacity queued is for batches: a slice that was requested once, and taken away, isn't requested "
+                "again; a service takes flex-start, spot or on-demand"
+            )
+        if args.cloud_sql is not None:
+            chosen["database"] = args.database = _address_cloud_sql(args)
         if not str(args.database).startswith(_POSTGRES):
             database = args.database or "a file of this machine"
             raise InvalidInput(f"--database is {database}; pods reach {_POSTGRES}... alone")
@@ -138,24 +166,46 @@ def _main(args: argparse.Namespace, parser: Parser, layout: Layout, target: Targ
         config, _ = build_service_config(args, chosen)
         comment = f"the service: http://{target.name}-head-svc:8000 in the cluster, once all pools have their slices"
         return {comment: kubernetes.service(layout, target, config)}
+    if args.cloud_sql is not None:
+        raise InvalidInput("--cloud_sql is the database of a service; give --service, too")
     if args.job is not None:
         for name in ("model_id", "output"):
             if getattr(args, name) is None:
                 raise InvalidInput(f"{flag_of(name)} is missing; see wan-tpu manifests --help")
         _check_reached(args, "job", "output", "model_id", "snapshots")
-        arguments = {name: value for name, value in chosen.items() if name not in ("layout", "layout_text")}
-        text = args.layout_text or Path(layout.source).read_text()
-        arguments |= {"manifest": args.job, "output": args.output, "layout_text": text}
+        arguments = {name: value for name, value in chosen.items() if name != "layout_text"}
+        arguments |= {"manifest": args.job, "output": args.output, "layout": kubernetes.LAYOUT_FILE}
         arguments |= {} if args.in_flight is None else {"in_flight": args.in_flight}
         command = ["exec", "python", "-m", "actors.cli", "drive", *as_words(arguments)]
+        text = args.layout_text or Path(layout.source).read_text()
         return {
-            "the batch, and a cluster that goes when it has ended": kubernetes.job(layout, target, shlex.join(command))
+            "the batch's layout": kubernetes.layout_map(target, text),
+            "the batch, and a cluster that goes when it has ended": kubernetes.job(layout, target, shlex.join(command)),
         }
     comment = (
         "the cluster: no slice at first; pools and batches bring what they need (wan-tpu submit, through\n"
         f"kubectl port-forward svc/{target.name}-head-svc 8265)"
     )
     return {comment: kubernetes.cluster(layout, target)}
+
+
+def _address_cloud_sql(args: argparse.Namespace) -> str:
+    if args.database is not None:
+        raise InvalidInput("--database and --cloud_sql name two databases; leave out one of them")
+    if args.account is None:
+        raise InvalidInput("--account is missing: the Google service account that logs in to Cloud SQL")
+    if re.fullmatch(r"[-a-z0-9:.]+:[-a-z0-9]+:[-a-z0-9]+", args.cloud_sql) is None:
+        raise InvalidInput(f"--cloud_sql {args.cloud_sql!r} is no instance; give PROJECT:REGION:NAME")
+    return cloud_sql.build_address(args.account)
+
+
+def _write_node_pools(file: Path, layout: Layout, capacity: str) -> None:
+    text = format_variables(layout, capacity)
+    try:
+        file.write_text(text)
+    except OSError as error:
+        raise OutputError(f"can't write {file} ({error.strerror}); choose another place") from None
+    print(f"wrote {file}; terraform apply -var-file {file.absolute()}")
 
 
 def _check_reached(args: argparse.Namespace, *names: str) -> None:

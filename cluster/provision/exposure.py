@@ -8,7 +8,8 @@ configure-gateway-resources; gateway.networking.k8s.io/v1.
 
 from dataclasses import dataclass
 
-from cluster.provision.kubernetes import HEAD, SERVE_PORT, SERVES, Object, Target
+from cluster.provision.kubernetes import HEAD, SERVE_PORT, SERVES
+from cluster.provision.target import Object, Target
 
 GATEWAY_API, POLICY_API = "gateway.networking.k8s.io/v1", "networking.gke.io/v1"
 # After this time the load balancer ends a request. Event streams last as long as a video, and clients resume them.
@@ -26,12 +27,15 @@ class Exposure:
         certificate_map: The name of the map in Certificate Manager that has a certificate for it.
         address: The name of a reserved global address; by default the load balancer gets any address.
         armor: The name of a Cloud Armor security policy to put in front of it.
+        ssl_policy: The name of an SSL policy, which says which versions of TLS clients may use. Google's default also
+            lets TLS 1.0 in.
     """
 
     hostname: str
     certificate_map: str
     address: str | None = None
     armor: str | None = None
+    ssl_policy: str | None = None
 
 
 def build_exposing_objects(target: Target, exposure: Exposure) -> dict[str, Object]:
@@ -61,6 +65,7 @@ def build_exposing_objects(target: Target, exposure: Exposure) -> dict[str, Obje
             **({"addresses": [{"type": "NamedAddress", "value": exposure.address}]} if exposure.address else {}),
         },
     )
+    gateway_name = gateway["metadata"]["name"]
     gateway["metadata"]["annotations"] = {"networking.gke.io/certmap": exposure.certificate_map}
     health = {
         "checkIntervalSec": 5,
@@ -82,7 +87,7 @@ def build_exposing_objects(target: Target, exposure: Exposure) -> dict[str, Obje
         "logging": {"enabled": True, "sampleRate": 1_000_000},
         **({"securityPolicy": exposure.armor} if exposure.armor else {}),
     }
-    return {
+    objects = {
         "the head's HTTP port, for the load balancer": service,
         "the load balancer; its certificate is Certificate Manager's": gateway,
         "requests to the service": _build_route(target, exposure, "https", [{"backendRefs": [_build_backend(name)]}]),
@@ -94,6 +99,11 @@ def build_exposing_objects(target: Target, exposure: Exposure) -> dict[str, Obje
             POLICY_API, "GCPBackendPolicy", spec={"default": policy, "targetRef": backend}
         ),
     }
+    if exposure.ssl_policy:
+        listeners = {"group": "gateway.networking.k8s.io", "kind": "Gateway", "name": gateway_name}
+        spec = {"default": {"sslPolicy": exposure.ssl_policy}, "targetRef": listeners}
+        objects["which versions of TLS clients may use"] = target.object(POLICY_API, "GCPGatewayPolicy", spec=spec)
+    return objects
 
 
 def _build_route(target: Target, exposure: Exposure, listener: str, rules: list[Object]) -> Object:

@@ -10,16 +10,14 @@ selectors; docs.ray.io, "Ray on Kubernetes", for TPUs, probes and token authenti
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
-from cluster.errors import LayoutError
 from cluster.layout import Layout
+from cluster.provision.cloud_sql import run_proxy
 from cluster.provision.haproxy import FORWARDED_HOPS, TRUSTED_PROXIES
+from cluster.provision.node_pools import NodePool, list_node_pools
+from cluster.provision.queued import consume_request
+from cluster.provision.target import CONTAINER_SECURITY, QUEUED, Object, Target
 from cluster.readable_yaml import dump_yaml
-from cluster.slice_spec import SliceSpec
-
-Object = dict[str, Any]
 
 API = "ray.io/v1"
 CPU_GROUP = "cpu"
@@ -42,6 +40,7 @@ _HEAD_HEALTH, _WORKER_HEALTH = "/api/healthz", "/api/local_raylet_healthz"
 HEAD = {"ray.io/node-type": "head"}
 SERVES = {"ray.io/serve": "true"}
 SERVE_PORT = 8000
+LAYOUT_FILE = "/etc/wan-tpu/layout.yaml"  # Where a job's head has its layout.
 _USER = 1000  # The user of the image (cluster/Dockerfile).
 # The disk of a pod, for logs and objects that Ray spills; and the disk for the weights of a model from the hub.
 _DISK_GIB, _HUB_GIB = 20, 160
@@ -49,60 +48,8 @@ _DISK_GIB, _HUB_GIB = 20, 160
 MONITORS = {"PodMonitoring": "monitoring.googleapis.com/v1", "PodMonitor": "monitoring.coreos.com/v1"}
 # The networks of Google's front ends and their health checks (docs.cloud.google.com/load-balancing/docs/health-checks).
 LOAD_BALANCERS = ("35.191.0.0/16", "130.211.0.0/22")
-_CONTAINER_SECURITY: Object = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 _LEADERS_A_CPU = 10  # Leaders, like other small actors, take 0.1 CPU each.
 _CPUS = 4  # How many CPUs a pod without TPUs has.
-
-
-@dataclass(frozen=True)
-class Target:
-    """Where and how a Ray cluster runs.
-
-    Attributes:
-        name: The name of the objects.
-        namespace: Their namespace.
-        image: The container image.
-        ray_version: The version of Ray in the image.
-        account: The Google service account that the pods act as, to reach buckets.
-        secret: The name of a Secret whose keys are environment variables of all pods (PGPASSWORD).
-        capacity: How TPU machines are provisioned: "on-demand", "spot" or "flex-start".
-        from_hub: Whether hosts download weights from the hub onto their disks.
-        public: Whether clients come through Google's load balancer (`cluster.provision.exposure`).
-        queue: The Kueue local queue in which the cluster waits. Such a cluster has all its slices from the start, since
-            Kueue admits none that scales.
-        monitor: Which of `MONITORS` collects metrics; None for none.
-        traces: Whether Ray's dashboard may trace a host, for which the image needs TensorFlow.
-        idle_s: After how many seconds an unused slice is released.
-    """
-
-    name: str
-    namespace: str
-    image: str
-    ray_version: str
-    account: str | None = None
-    secret: str | None = None
-    capacity: str = "on-demand"
-    from_hub: bool = False
-    public: bool = False
-    queue: str | None = None
-    monitor: str | None = "PodMonitoring"
-    traces: bool = False
-    idle_s: int = 600
-
-    @property
-    def labels(self) -> dict[str, str]:
-        """The labels of all objects and pods.
-
-        A pod's `app.kubernetes.io/name` stays KubeRay's own, because KubeRay's services for a head select by it.
-        """
-        return {"app.kubernetes.io/part-of": "wan-tpu", "app.kubernetes.io/instance": self.name}
-
-    def object(self, api: str, kind: str, *, suffix: str | None = None, **content: Any) -> Object:
-        """Return an object with the target's name, and a suffix if there are several of a kind."""
-        queued = {"kueue.x-k8s.io/queue-name": self.queue} if self.queue and kind.startswith("Ray") else {}
-        name = self.name if suffix is None else f"{self.name}-{suffix}"
-        metadata = {"name": name, "namespace": self.namespace, "labels": self.labels | queued}
-        return {"apiVersion": api, "kind": kind, "metadata": metadata, **content}
 
 
 def ray_cluster(layout: Layout, target: Target) -> Object:
@@ -111,29 +58,23 @@ def ray_cluster(layout: Layout, target: Target) -> Object:
     Raises:
         LayoutError: GKE has no machines for a kind of slice, or the layout is for emulated slices.
     """
-    if layout.devices_per_host is not None:
-        raise LayoutError(f"{layout.source}: its slices are emulated; take out emulate, or give a layout of real ones")
-    kinds: dict[str, tuple[SliceSpec, int]] = {}
-    for pool in layout.pools:
-        kind, most = kinds.get(pool.slice.pod_type, (pool.slice, 0))
-        kinds[kind.pod_type] = kind, most + pool.replicas.maximum
     groups = [
         _cpu_group(layout, target),
-        *(_slice_group(kind, most, target, layout.source) for kind, most in kinds.values()),
+        *(group for pool in list_node_pools(layout) for group in _groups(pool, target)),
     ]
     scaling: Object = {
         "enableInTreeAutoscaling": True,
         "autoscalerOptions": {
             "version": "v2",
             "idleTimeoutSeconds": target.idle_s,
-            "securityContext": _CONTAINER_SECURITY,
+            "securityContext": CONTAINER_SECURITY,
         },
     }
-    if target.queue is not None:
+    if target.is_whole:
         groups = [group | dict.fromkeys(("replicas", "minReplicas"), group["maxReplicas"]) for group in groups]
     return {
         "rayVersion": target.ray_version,
-        **({} if target.queue is not None else scaling),
+        **({} if target.is_whole else scaling),
         "authOptions": {"mode": "token"},
         "headGroupSpec": _head(target),
         "workerGroupSpecs": groups,
@@ -190,15 +131,32 @@ def service(layout: Layout, target: Target, config: str) -> Object:
 
 
 def job(layout: Layout, target: Target, entrypoint: str) -> Object:
-    """Return a RayJob, whose cluster is deleted when the job has ended."""
+    """Return a RayJob, whose cluster is deleted when the job has ended.
+
+    Args:
+        layout: The layout.
+        target: Where it runs.
+        entrypoint: What the head runs; the layout is in the file `LAYOUT_FILE`, from `layout_map`.
+    """
+    spec_of_cluster = ray_cluster(layout, target)
+    head = spec_of_cluster["headGroupSpec"]["template"]["spec"]
+    volume = {"name": "layout", "configMap": {"name": layout_map(target, "")["metadata"]["name"]}}
+    head["volumes"] = [volume]
+    folder, _, _ = LAYOUT_FILE.rpartition("/")
+    head["containers"][0]["volumeMounts"] = [{"name": "layout", "mountPath": folder, "readOnly": True}]
     spec = {
         "entrypoint": entrypoint,
         "submissionMode": "HTTPMode",
         "shutdownAfterJobFinishes": True,
         "ttlSecondsAfterFinished": 300,
-        "rayClusterSpec": ray_cluster(layout, target),
+        "rayClusterSpec": spec_of_cluster,
     }
     return target.object(API, "RayJob", spec=spec)
+
+
+def layout_map(target: Target, text: str) -> Object:
+    """Return the ConfigMap with a job's layout, the text of a file."""
+    return target.object("v1", "ConfigMap", suffix="layout", data={LAYOUT_FILE.rpartition("/")[2]: text})
 
 
 def cluster(layout: Layout, target: Target) -> Object:
@@ -225,7 +183,7 @@ def _head(target: Target) -> Object:
     # Ray places nothing on the head: if something overloaded it, the head would die, and all other nodes with it.
     return {
         "rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"},
-        "template": _template(target, container, {}),
+        "template": _template(target, container, _proxy(target)),
     }
 
 
@@ -239,29 +197,40 @@ def _cpu_group(layout: Layout, target: Target) -> Object:
         "minReplicas": 1,
         "maxReplicas": 1 + math.ceil(actors / (_CPUS * _LEADERS_A_CPU)),
         "rayStartParams": {},
-        "template": _template(target, container, {}),
+        "template": _template(target, container, _proxy(target)),
     }
 
 
-def _slice_group(kind: SliceSpec, most: int, target: Target, source: str) -> Object:
-    """Return the group of a kind of slice, which has none at first, and up to `most` on request."""
-    machine = kind.chip.gke_machines.get(kind.chips_per_host)
-    if machine is None:
-        known = ", ".join(kind.chip.gke_machines.values()) or "none"
-        raise LayoutError(f"{source}: GKE has no machine for a {kind}; for {kind.chip.name} it has {known}")
+def _groups(pool: NodePool, target: Target) -> list[Object]:
+    """Return the worker groups of a kind of slice: one, or one for each slice if each has its own request."""
+    name = pool.kind.pod_type
+    if not target.requests_slices:
+        return [_slice_group(pool, target, name, pool.slices)]
+    return [_slice_group(pool, target, f"{name}-{number}", 1) for number in range(pool.slices)]
+
+
+def _slice_group(pool: NodePool, target: Target, name: str, most: int) -> Object:
+    """Return a group of slices of a kind, which has none at first, and up to `most` on request."""
+    kind = pool.kind
     small = kind.chips_per_host == 1
     container = _container(
         target, {"metrics": 8080}, cpu=16 if small else 64, memory="32Gi" if small else "128Gi", tpu=kind.chips_per_host
     )
     # Select the machine type too, because a slice of 2x4 chips may also be two machines of four.
-    selector = {**kind.gke_selector, "node.kubernetes.io/instance-type": machine}
+    selector = {**kind.gke_selector, "node.kubernetes.io/instance-type": pool.machine}
     tolerations = [{"key": "google.com/tpu", "operator": "Exists", "effect": "NoSchedule"}]
     if target.capacity != "on-demand":
         key = f"cloud.google.com/gke-{target.capacity}"
-        selector[key] = "true"
+        if target.capacity != QUEUED:  # GKE documents no label of its queued nodes, only their taint.
+            selector[key] = "true"
         tolerations.append({"key": key, "operator": "Equal", "value": "true", "effect": "NoSchedule"})
+    template = _template(
+        target, container | _probes(_WORKER_HEALTH), {"nodeSelector": selector, "tolerations": tolerations}
+    )
+    if target.requests_slices:
+        template["metadata"]["annotations"] |= consume_request(target, name)
     return {
-        "groupName": kind.pod_type,
+        "groupName": name,
         "replicas": 0,
         "minReplicas": 0,
         "maxReplicas": most,
@@ -271,10 +240,12 @@ def _slice_group(kind: SliceSpec, most: int, target: Target, source: str) -> Obj
         "rayStartParams": {"num-cpus": str(16 if small else 64)}
         # Ray counts device files, so the number of chips is given here if a chip has several.
         | ({"resources": f'"{{\\"TPU\\": {kind.chips_per_host}}}"'} if kind.chip.device_files > 1 else {}),
-        "template": _template(
-            target, container | _probes(_WORKER_HEALTH), {"nodeSelector": selector, "tolerations": tolerations}
-        ),
+        "template": template,
     }
+
+
+def _proxy(target: Target) -> Object:
+    return {"initContainers": [run_proxy(target.cloud_sql)]} if target.cloud_sql else {}
 
 
 def _template(target: Target, container: Object, more: Object) -> Object:
@@ -313,7 +284,7 @@ def _container(target: Target, ports: Mapping[str, int], *, cpu: int, memory: st
         "ports": [{"name": name, "containerPort": port} for name, port in ports.items()],
         "env": [{"name": name, "value": value} for name, value in environment.items()],
         "resources": {"requests": requests, "limits": limits},
-        "securityContext": _CONTAINER_SECURITY,
+        "securityContext": CONTAINER_SECURITY,
     }
     if target.secret is not None:
         container["envFrom"] = [{"secretRef": {"name": target.secret}}]

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cluster.errors import LayoutError
-from cluster.provision.kubernetes import Object, Target, as_yaml
+from cluster.provision.kubernetes import as_yaml
+from cluster.provision.target import Object, Target
 
 _API = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
 BASE, OVERLAY = "base", "overlays/production"

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from sqlalchemy import make_url
 
 from actors.cli import main
-from tests.cluster.test_kubernetes import check
+from tests.cluster.schemas import check
 from tests.conftest import ROOT
 
 IMAGE = ["--image", "registry/wan-tpu:1"]
@@ -134,8 +135,54 @@ def test_a_job_drives_its_manifest(capsys):
     assert words[:5] == ["exec", "python", "-m", "actors.cli", "drive"]
     options = dict(zip(words[5::2], words[6::2], strict=True))
     assert (options["--manifest"], options["--in_flight"]) == ("gs://b/in.jsonl", "8")
-    assert yaml.safe_load(options["--layout_text"])["pools"]["encoder"]["slice"] == "v6e-1"
-    assert "--layout" not in options
+    assert "--layout_text" not in options and "\n" not in objects["RayJob"]["spec"]["entrypoint"]
+    [(name, text)] = objects["ConfigMap"]["data"].items()
+    assert options["--layout"].endswith(f"/{name}")
+    assert text == (ROOT / "cluster" / "layouts" / "four-pools.yaml").read_text()
+
+
+def test_service_s_database_is_reached_through_cloud_sql_s_proxy(capsys):
+    service = ["--service", "--layout", "four-pools", *OF_THE_HUB, "--snapshots", "gs://b/s", "--results", "gs://b/r"]
+    account = ["--account", "wan-tpu@my-videos.iam.gserviceaccount.com", "--cloud_sql", "my-videos:us-east5:wan"]
+    objects = print_objects(capsys, *service, *account)
+    check(objects["RayService"])
+    config = yaml.safe_load(objects["RayService"]["spec"]["serveConfigV2"])
+    url = make_url(config["applications"][0]["args"]["arguments"]["database"])
+    assert (url.username, url.host, url.port, url.database) == ("wan-tpu@my-videos.iam", "127.0.0.1", 5432, "jobs")
+    head = objects["RayService"]["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
+    assert head["initContainers"][0]["args"][-1] == "my-videos:us-east5:wan"
+
+
+def test_database_s_address_may_be_in_the_secret(capsys):
+    """PostgreSQL's own client takes what an address leaves out from PGHOST, PGUSER and PGPASSWORD."""
+    buckets = ["--snapshots", "gs://b/s", "--results", "gs://b/r", "--secret", "wan-database"]
+    service = ["--service", "--layout", "four-pools", *OF_THE_HUB, *buckets, "--database", "postgresql:///jobs"]
+    objects = print_objects(capsys, *service)
+    config = yaml.safe_load(objects["RayService"]["spec"]["serveConfigV2"])
+    address = config["applications"][0]["args"]["arguments"]["database"]
+    url = make_url(address).set(drivername="postgresql+psycopg")
+    assert url.get_dialect()().create_connect_args(url) == ([], {"dbname": "jobs"})
+    container = objects["RayService"]["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    assert container["envFrom"] == [{"secretRef": {"name": "wan-database"}}]
+
+
+def test_queued_batch_requests_each_slice(capsys):
+    job = ["--job", "gs://b/in.jsonl", "--output", "gs://b/out", *OF_THE_HUB, "--capacity", "queued"]
+    assert main(["manifests", *IMAGE, "--layout", "four-pools", *job]) == 0
+    items = [*yaml.safe_load_all(capsys.readouterr().out)]
+    for item in items:
+        check(item)
+    cluster = next(item for item in items if item["kind"] == "RayJob")["spec"]["rayClusterSpec"]
+    requests = [item for item in items if item["kind"] == "ProvisioningRequest"]
+    assert len(requests) == len(cluster["workerGroupSpecs"]) - 1 > 3
+
+
+def test_node_pools_are_written_without_an_image(tmp_path, capsys):
+    file = tmp_path / "pools.tfvars"
+    assert main(["manifests", "--layout", "four-pools", "--capacity", "spot", "--node_pools", str(file)]) == 0
+    assert str(file) in capsys.readouterr().out
+    text = file.read_text()
+    assert 'capacity = "spot"' in text and 'machine_type = "ct6e-standard-8t", topology = "2x4", hosts = 1' in text
 
 
 @pytest.mark.parametrize(
@@ -158,12 +205,32 @@ def test_a_job_drives_its_manifest(capsys):
             "--armor is of a load balancer; give the service's --hostname",
         ),
         (["--layout", "four-pools", "--service", "--hostname", "a.example"], "--certificate_map is missing"),
+        (
+            ["--layout", "four-pools", "--service", *OF_THE_HUB, "--capacity", "queued"],
+            "--capacity queued is for batches",
+        ),
+        (["--layout", "four-pools", "--service", *OF_THE_HUB, *DATABASE, "--cloud_sql", "a:b:c"], "name two databases"),
+        (["--layout", "four-pools", "--service", *OF_THE_HUB, "--cloud_sql", "a:b:c"], "--account is missing"),
+        (
+            ["--layout", "four-pools", "--service", *OF_THE_HUB, "--cloud_sql", "wan", "--account", "a@b"],
+            "--cloud_sql 'wan' is no instance; give PROJECT:REGION:NAME",
+        ),
+        (["--layout", "four-pools", "--cloud_sql", "a:b:c"], "--cloud_sql is the database of a service"),
+        (
+            ["--layout", "four-pools", "--node_pools", "/no/such/folder/x.tfvars"],
+            "can't write /no/such/folder/x.tfvars",
+        ),
     ],
 )
 def test_what_can_not_be_is_refused(argv, message, capsys):
     assert main(["manifests", *IMAGE, *argv]) == 2
     out, err = capsys.readouterr()
     assert message in err and not out
+
+
+def test_image_is_needed(capsys):
+    assert main(["manifests", "--layout", "four-pools"]) == 2
+    assert "--image is missing" in capsys.readouterr().err
 
 
 def test_it_needs_neither_ray_s_processes_nor_jax():

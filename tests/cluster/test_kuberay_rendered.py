@@ -7,7 +7,8 @@ import pytest
 from cluster.layout import Layout
 from cluster.provision import kubernetes
 from cluster.provision.exposure import Exposure, build_exposing_objects
-from cluster.provision.kubernetes import CPU_GROUP, LOAD_BALANCERS, SERVE_PORT, Target
+from cluster.provision.kubernetes import CPU_GROUP, LOAD_BALANCERS, SERVE_PORT
+from cluster.provision.target import Target
 from tests.cluster.kuberay_rules import PROBES, pods_of, selects, services_of
 from tests.cluster.test_kubernetes import KINDS
 

@@ -1,12 +1,8 @@
 """What Kubernetes is given: against KubeRay's own schemas, and through Ray's own autoscaler, from no TPU to all."""
 
 import dataclasses
-import functools
-import gzip
-import json
 import math
 import threading
-from pathlib import Path
 
 import jsonschema
 import pytest
@@ -23,8 +19,10 @@ from cluster.errors import LayoutError, SliceStartTimeout
 from cluster.gang.placement import reserve, select_off_hosts
 from cluster.layout import Layout, list_shipped
 from cluster.provision import kubernetes
-from cluster.provision.kubernetes import CPU_GROUP, Target
+from cluster.provision.kubernetes import CPU_GROUP
+from cluster.provision.target import CAPACITIES, Target
 from cluster.slice_spec import POD_TYPE
+from tests.cluster.schemas import check
 from tests.waiting import wait_for
 
 TARGET = Target("wan", "videos", "registry/wan-tpu:1", "2.60.0", account="wan@p.iam.gserviceaccount.com", secret="db")
@@ -42,30 +40,7 @@ pools:
 MISSING = [pool.slice for pool in Layout.parse(KINDS, "kinds").pools if pool.name in ("flat", "hosts", "cubes", "new")]
 
 
-def strict(schema):
-    """Return a schema that refuses all fields that it doesn't name, as a strict API server does."""
-    if isinstance(schema, list):
-        return [strict(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {key: strict(value) for key, value in schema.items()}
-    named = isinstance(schema.get("properties"), dict) and schema.get("type") == "object"
-    if named and not schema.get("x-kubernetes-preserve-unknown-fields") and "additionalProperties" not in schema:
-        closed["additionalProperties"] = False
-    return closed
-
-
-@functools.cache
-def validator(kind):
-    file = Path(__file__).with_name("kuberay") / f"{kind.lower()}s.json.gz"
-    return jsonschema.Draft202012Validator(strict(json.loads(gzip.decompress(file.read_bytes()))))
-
-
-def check(manifest):
-    validator(manifest["kind"]).validate(manifest)
-
-
-@pytest.mark.parametrize("capacity", ["on-demand", "spot", "flex-start"])
+@pytest.mark.parametrize("capacity", CAPACITIES)
 @pytest.mark.parametrize("name", REAL)
 def test_kuberay_knows_every_field(name, capacity):
     layout, target = Layout.load(name), Target("w", "n", "image", "2.60.0", capacity=capacity, queue="tpus")

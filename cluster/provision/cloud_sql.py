@@ -1,0 +1,52 @@
+"""PostgreSQL at Cloud SQL, through Google's proxy beside the process: an encrypted connection without a password.
+
+The pods' Google service account is a user of the database, and the proxy logs in with the account's tokens.
+
+Source: github.com/GoogleCloudPlatform/cloud-sql-proxy at 2.25.3 (flags); docs.cloud.google.com/sql/docs/postgres,
+"Connect from GKE" and "IAM authentication".
+"""
+
+from urllib.parse import quote
+
+from cluster.provision.target import CONTAINER_SECURITY, Object
+
+IMAGE = "gcr.io/cloud-sql-connectors/cloud-sql-proxy:2.25.3"
+DATABASE = "jobs"
+_PORT, _HEALTH_PORT = 5432, 9090
+
+
+def run_proxy(instance: str) -> Object:
+    """Return the init container that stays beside a pod's containers, and has started before them."""
+    return {
+        "name": "cloud-sql-proxy",
+        "image": IMAGE,
+        "restartPolicy": "Always",
+        "args": [
+            "--private-ip",
+            "--auto-iam-authn",
+            "--exit-zero-on-sigterm",
+            "--structured-logs",
+            "--health-check",
+            "--http-address=0.0.0.0",
+            f"--http-port={_HEALTH_PORT}",
+            f"--port={_PORT}",
+            instance,
+        ],
+        "startupProbe": {
+            "httpGet": {"path": "/startup", "port": _HEALTH_PORT},
+            "periodSeconds": 1,
+            "failureThreshold": 120,
+        },
+        "resources": {"requests": {"cpu": "100m", "memory": "128Mi", "ephemeral-storage": "100Mi"}},
+        "securityContext": CONTAINER_SECURITY,
+    }
+
+
+def build_address(account: str) -> str:
+    """Return the database's address for processes beside the proxy.
+
+    Args:
+        account: The Google service account that the proxy logs in as. PostgreSQL's name for it has no last part.
+    """
+    user = account.removesuffix(".gserviceaccount.com")
+    return f"postgresql://{quote(user, safe='')}@127.0.0.1:{_PORT}/{DATABASE}?sslmode=disable"

@@ -1,0 +1,59 @@
+"""The machines that a layout needs on GKE, and the variables by which the Terraform module creates their node pools."""
+
+import json
+from dataclasses import dataclass
+
+from cluster.errors import LayoutError
+from cluster.layout import Layout
+from cluster.slice_spec import SliceSpec
+
+
+@dataclass(frozen=True)
+class NodePool:
+    """The machines of one kind of slice.
+
+    Attributes:
+        kind: The kind of slice.
+        machine: GKE's type of its hosts.
+        slices: How many such slices the layout may have at once.
+    """
+
+    kind: SliceSpec
+    machine: str
+    slices: int
+
+
+def list_node_pools(layout: Layout) -> list[NodePool]:
+    """Return what a layout needs, for each kind of slice.
+
+    Raises:
+        LayoutError: GKE has no machines for a kind, or the layout is for emulated slices.
+    """
+    if layout.devices_per_host is not None:
+        raise LayoutError(f"{layout.source}: its slices are emulated; take out emulate, or give a layout of real ones")
+    kinds: dict[str, tuple[SliceSpec, int]] = {}
+    for pool in layout.pools:
+        kind, slices = kinds.get(pool.slice.pod_type, (pool.slice, 0))
+        kinds[kind.pod_type] = kind, slices + pool.replicas.maximum
+    return [NodePool(kind, _find_machine(kind, layout), slices) for kind, slices in kinds.values()]
+
+
+def format_variables(layout: Layout, capacity: str) -> str:
+    """Return Terraform's variables, for the module in `cluster/terraform`, of a layout's node pools."""
+    pools = [
+        f'  "{pool.kind.pod_type}" = {{ machine_type = "{pool.machine}", topology = "{pool.kind.topology}", '
+        f"hosts = {pool.kind.hosts}, slices = {pool.slices} }}\n"
+        for pool in list_node_pools(layout)
+    ]
+    return (
+        "# The node pools of a layout, for cluster/terraform. Written by wan-tpu manifests --node_pools.\n"
+        f"capacity = {json.dumps(capacity)}\ntpu_pools = {{\n{''.join(pools)}}}\n"
+    )
+
+
+def _find_machine(kind: SliceSpec, layout: Layout) -> str:
+    machine = kind.chip.gke_machines.get(kind.chips_per_host)
+    if machine is None:
+        known = ", ".join(kind.chip.gke_machines.values()) or "none"
+        raise LayoutError(f"{layout.source}: GKE has no machine for a {kind}; for {kind.chip.name} it has {known}")
+    return machine
