@@ -1,4 +1,6 @@
-"""A spec for tests that need no weights: what its model makes is small, from a text or a picture."""
+"""Specs for tests that need no weights: what their models make is small, from a text or a picture."""
+
+import dataclasses
 
 from wan_tpu.families.wan.presets import PRESETS
 from wan_tpu.families.wan.spec import WanSpec
@@ -17,3 +19,15 @@ class SmallSpec(WanSpec):
 
 
 SPEC = SmallSpec(PRESETS["wan2.2-t2v-a14b"])
+
+
+class SoundSpec(SmallSpec):
+    """A spec of a model whose videos have sound, and 17n + 5 frames."""
+
+    frame_step = 17
+    frame_offset = 5
+    audio_rate = 24000
+    defaults = dataclasses.replace(DEFAULTS, frames=22, generate_audio=True)
+
+
+SOUND_SPEC = SoundSpec(PRESETS["wan2.2-t2v-a14b"])

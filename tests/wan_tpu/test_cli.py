@@ -21,8 +21,10 @@ from tests.conftest import PHOTO, ROOT, STAGES
 from tests.wan_tpu import adapter_files
 from wan_tpu import DenoiseState, cli
 from wan_tpu.commands import staged
+from wan_tpu.commands.arguments import add_request_arguments, request_from
 from wan_tpu.commands.calibrate import calibrate
 from wan_tpu.commands.generate import generate
+from wan_tpu.commands.parser import Parser
 from wan_tpu.data import load_value
 
 SETTINGS = ["--size", "48x32", "--frames", "5", "--steps", "4", "--guidance_scale", "2", "--dtype", "float32"]
@@ -190,6 +192,7 @@ def test_staged_equals_one_command(video_file, checkpoint, tmp_path, capsys):
         (["--profile", "--profile_output_path", __file__], "is a file; give a folder"),
         (["--frames", "6"], "4n + 1"),
         (["--steps", "-1"], "allowed are 1 to 1000"),
+        (["--generate_audio"], "makes no sound"),
         (["--guidance_scale", "nan"], "finite number"),
         (["--image", "none.png"], "is not a file"),
         (["--model_id", "no/model/here"], "hub id"),
@@ -209,6 +212,13 @@ def test_bad_input_is_one_line_and_exit_code_2(change, message, checkpoint, tmp_
     assert captured.count("\n") == 1
     assert time.perf_counter() - start < 3  # nothing was loaded or compiled
     assert not list(tmp_path.iterdir())
+
+
+def test_sound_is_asked_for_or_left_out_by_an_option():
+    parser = Parser(prog="generate")
+    add_request_arguments(parser)
+    for options, asked in (([], None), (["--generate-audio"], True), (["--no-generate-audio"], False)):
+        assert request_from(parser.parse_args(["--prompt", "a cat", *options])).generate_audio is asked
 
 
 def test_a_prompt_is_only_empty_where_it_is_said(checkpoint, tmp_path, capsys):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.actors.small_spec import SOUND_SPEC
 from tests.conftest import denoised
 from tests.wan_tpu.test_parity import LATENT_TOLERANCE
 from wan_tpu import GenerationRequest, InvalidInput, InvalidRequest, load_pipeline
@@ -38,6 +39,8 @@ from wan_tpu.request import FIELDS, LIMITS, ResolvedRequest, parse_size
         ({"solver": 1}, r"solver is a int; give a string"),
         ({"prompt": None}, r"prompt is a NoneType; give a string"),
         ({"image": 7}, r"image is a int; give a path"),
+        ({"generate_audio": 1}, r"generate_audio is 1; give true or false"),
+        ({"generate_audio": "yes"}, r"generate_audio is 'yes'; give true or false"),
     ],
 )
 def test_bad_fields_are_refused_with_the_remedy(fields, message):
@@ -51,12 +54,45 @@ def test_bad_fields_are_refused_with_the_remedy(fields, message):
     [
         ({"frames": 80}, r"frames is 80; it must be 4n \+ 1, nearest 81"),
         ({"solver": "ddim"}, r"solver 'ddim' is unknown; choose one of unipc, euler"),
+        ({"generate_audio": True}, r"generate_audio is true, and wan2.1-t2v-14b makes no sound; .* use a checkpoint of LTX-2"),
     ],
 )
 def test_what_a_model_does_not_make_is_refused_with_what_it_does(fields, message):
     with pytest.raises(InvalidRequest, match=message) as caught:
         preset_spec("wan2.1-t2v-14b").plan(GenerationRequest(**fields))
     assert caught.value.field in fields
+
+
+@pytest.mark.parametrize(
+    ("frames", "nearest", "latent_frames"), [(1, 5, 1), (6, 5, 1), (13, 5, 1), (14, 22, 5), (22, 22, 5), (121, 124, 30)]
+)
+def test_model_says_how_many_frames_it_makes(frames, nearest, latent_frames):
+    """With MiniMax-H3's grid, 17n + 5, here over a VAE that compresses time by four."""
+    assert SOUND_SPEC.nearest_frames(frames) == nearest
+    assert SOUND_SPEC.latent_frames(nearest) == latent_frames
+    if frames == nearest:
+        assert SOUND_SPEC.plan(GenerationRequest(frames=frames)).request.frames == frames
+        return
+    with pytest.raises(InvalidRequest, match=rf"frames is {frames}; it must be 17n \+ 5, nearest {nearest}"):
+        SOUND_SPEC.plan(GenerationRequest(frames=frames))
+
+
+def test_video_has_sound_if_the_model_makes_it_unless_a_request_says_no():
+    def resolved(spec, **fields):
+        return spec.plan(GenerationRequest(**fields)).request
+
+    assert [resolved(SOUND_SPEC, generate_audio=asked).generate_audio for asked in (None, True, False)] == [
+        True,
+        True,
+        False,
+    ]
+    silent = preset_spec("wan2.1-t2v-14b")
+    # Neither records nor digests of models without sound say anything about it.
+    for fields in ({}, {"generate_audio": False}):
+        assert "generate_audio" not in resolved(silent, **fields).to_json()
+    assert "generate_audio" not in GenerationRequest().to_json()
+    for asked in (True, False):
+        assert resolved(SOUND_SPEC, generate_audio=asked).to_json()["generate_audio"] is asked
 
 
 def test_every_field_is_described_and_every_number_has_limits():

@@ -28,6 +28,7 @@ SAMPLING = ("steps", "guidance_scale", "guidance_scale_2", "loras", "cache", "si
 _READ_AS: dict[Any, dict[str, Any]] = {
     int: {"type": int},
     float: {"type": float},
+    bool: {"action": argparse.BooleanOptionalAction},
     list[float]: {"type": float, "nargs": "+"},
 }
 # Fields whose option on the command line has another name or form.

@@ -28,7 +28,7 @@ class PresetModel(Object):
     """What it is for."""
     source: str
     """Where its numbers are from."""
-    settings: dict[str, float | str | list[float]]
+    settings: dict[str, bool | float | str | list[float]]
     """What it sets, by a request's fields."""
 
 
@@ -47,7 +47,7 @@ class Model(Object):
     """Whether a video may end with an image: `none`, `optional` or `required`."""
     stages: list[str]
     """The stages that a video passes, in order."""
-    defaults: dict[str, float | str]
+    defaults: dict[str, bool | float | str]
     """What fields have that a request omits."""
     sizes: list[str]
     """Sizes that are usual; others are taken too."""
@@ -58,7 +58,11 @@ class Model(Object):
     size_multiple: int
     """Both sides are multiples of this many pixels."""
     frame_step: int
-    """A video has one frame more than a multiple of this."""
+    """A video has `frame_offset` frames more than a multiple of this."""
+    frame_offset: int
+    """Frames of the shortest video."""
+    audio_rate: int | None
+    """Samples per second of its videos' sound; null where they have none."""
     solvers: list[str]
     """What `solver` may be; the first is used unless a request names another."""
     largest: list[dict[str, int | str]] | None
@@ -85,6 +89,7 @@ def describe_model(settings: ServiceSettings, spec: ModelSpec, created: int) -> 
     """Return the API's description of a service's model."""
     defaults = {name: value for name, value in dataclasses.asdict(spec.defaults).items() if name not in spec.unused}
     limits = {name: value for name, value in LIMITS.items() if name not in spec.unused}
+    limits["frames"] = spec.frame_offset, limits["frames"][1]
     height, width = defaults.pop("height"), defaults.pop("width")
     return Model(
         id=settings.model,
@@ -98,6 +103,8 @@ def describe_model(settings: ServiceSettings, spec: ModelSpec, created: int) -> 
         limits={NAMES.get(name, name): Limits(minimum=low, maximum=high) for name, (low, high) in limits.items()},
         size_multiple=spec.size_multiple,
         frame_step=spec.frame_step,
+        frame_offset=spec.frame_offset,
+        audio_rate=spec.audio_rate,
         solvers=list(spec.solvers),
         largest=[{"size": f"{w}x{h}", "num_frames": n} for h, w, n in settings.largest] or None,
         aliases=list(settings.aliases),

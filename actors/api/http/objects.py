@@ -71,6 +71,8 @@ def _declare_setting(name: str) -> tuple[Any, Any]:
     """Return the type and pydantic field of a setting. It is required if every job has it."""
     kind, always = type_of(FIELDS[name]), name in FILLED or FIELDS[name].default is not None
     description = describe_field(name)
+    if kind is bool:
+        return kind, Field(False, description=description)
     return (kind, Field(description=description)) if always else (kind | None, Field(None, description=description))
 
 

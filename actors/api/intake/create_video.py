@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, create_model, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from actors.api.catalogue import Catalogue
@@ -25,6 +25,7 @@ NAMES = {"frames": "num_frames", "steps": "num_inference_steps", "image": IMAGE,
 _OTHERWISE = ("prompt", "image", "last_image", "height", "width", "loras", "video", "strength")
 # All other fields: bodies and answers have them as `GenerationRequest` declares them.
 SETTINGS = tuple(name for name in FIELDS if name not in _OTHERWISE)
+_BOOLEANS = tuple(NAMES.get(name, name) for name in SETTINGS if type_of(FIELDS[name]) is bool)
 _OMITTED = {"seed": " Random if omitted."}
 _SECONDS = re.compile(r"[0-9]{1,4}(\.[0-9]{1,6})?", re.ASCII)
 _EMPTY = Catalogue()
@@ -67,10 +68,10 @@ class _Sent(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _check_value(cls, value: Any) -> Any:
+    def _check_value(cls, value: Any, info: ValidationInfo) -> Any:
         for inner in value if isinstance(value, list) else (value,):
-            if isinstance(inner, bool):  # In Python it would pass as 0 or 1.
-                raise PydanticCustomError("boolean", "no field is true or false; give a number or a text")
+            if isinstance(inner, bool) and info.field_name not in _BOOLEANS:  # In Python it would pass as 0 or 1.
+                raise PydanticCustomError("boolean", "it is neither true nor false; give a number or a text")
             if isinstance(inner, str) and (problem := find_text_problem(inner)) is not None:
                 raise PydanticCustomError("text", "{problem}", {"problem": problem})
         return value

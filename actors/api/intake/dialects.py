@@ -16,14 +16,13 @@ _SAME = {
     "duration": "seconds",  # OpenRouter
     "image_reference": IMAGE,  # vLLM-Omni
     "reference_url": IMAGE,  # SGLang
+    "generate_sound": "generate_audio",  # vLLM-Omni
 }
 # Fields that are accepted as long as they have no effect, that is, with one of these values.
 _NOTHING = {
     "user": None,  # OpenAI, LiteLLM, vLLM-Omni: for the caller's own records. Any value.
     "n": ("1",),
     "num_outputs_per_prompt": ("1",),
-    "generate_audio": ("false", "0"),
-    "generate_sound": ("false", "0"),
     "enable_teacache": ("false", "0"),
     "enable_frame_interpolation": ("false", "0"),
     "enable_upscaling": ("false", "0"),
@@ -32,8 +31,6 @@ _NOTHING = {
 _INSTEAD = {
     "n": "each request makes one video; send it n times, with seeds of your own",
     "num_outputs_per_prompt": "each request makes one video; send it several times, with seeds of your own",
-    "generate_audio": "these models make no sound; leave it out",
-    "generate_sound": "these models make no sound; leave it out",
     "enable_teacache": "name a step cache with `cache`, as GET /v1/models shows it",
     "enable_frame_interpolation": "ask for more frames with num_frames and fps",
     "enable_upscaling": "ask for the size itself with `size`",

@@ -92,13 +92,13 @@ PLAIN = {  # ASKED, by client
     "nulls": lambda: in_json(**ASKED, **dict.fromkeys(("priority", "loras", "sigmas", "input_reference", "fps"))),
     "vLLM-Omni": lambda: fields(
         ("prompt", "a cät"), ("width", "96"), ("height", "64"), ("seconds", "4"), ("num_inference_steps", "2"),
-        ("flow_shift", "3.5"), ("seed", "7"), ("generate_sound", "false"), ("num_outputs_per_prompt", "1"),
+        ("flow_shift", "3.5"), ("seed", "7"), ("num_outputs_per_prompt", "1"),
     ),
     "SGLang": lambda: in_json(
         prompt="a cät", size="96x64", seconds=4, n=1, flow_shift=3.5, extra_body={"num_inference_steps": 2, "seed": 7}
     ),
     "OpenRouter": lambda: in_json(
-        prompt="a cät", size="96x64", duration=4, generate_audio=False, seed=7, num_inference_steps=2, shift=3.5
+        prompt="a cät", size="96x64", duration=4, seed=7, num_inference_steps=2, shift=3.5
     ),
 }  # fmt: skip
 WITH_LISTS = {  # LISTS, by client
@@ -149,6 +149,17 @@ WITH_IMAGE = {  # ASKED and an image, by client
 @pytest.mark.parametrize("client", PLAIN)
 def test_a_request_is_the_same_in_every_client_s_form(client):
     assert understood(*PLAIN[client]()) == understood(*in_json(**ASKED))
+
+
+@pytest.mark.parametrize("sound", [True, False])
+def test_sound_is_asked_for_in_every_client_s_form(sound):
+    sent = [in_json(prompt="x", **{name: sound}) for name in ("generate_audio", "generate_sound")]
+    sent += [in_json(prompt="x", generate_audio=text) for text in (str(sound), str(sound).lower())]
+    sent += [fields(("prompt", "x"), (name, str(sound).lower())) for name in ("generate_audio", "generate_sound")]
+    sent.append(openai_python(prompt="x", size="96x64", seconds="1", generate_audio=sound))
+    sent.append(in_requests(data={"prompt": "x", "generate_audio": sound}, files={"": (None, b"")}))
+    assert [understood(*each)[0].generate_audio for each in sent] == [sound] * 8
+    assert understood(*fields(("prompt", "x"), ("generate_audio", "")))[0].generate_audio is None
 
 
 @pytest.mark.parametrize("client", WITH_LISTS)
@@ -202,6 +213,7 @@ def test_what_openai_s_client_sends_is_the_same_in_json(client, http):
         ([("prompt", "a"), ("width", "96")], "height", "give both"),
         ([("prompt", "a"), ("n", "2")], "n", "send it n times"),
         ([("prompt", "a"), ("flow_shift", "2"), ("shift", "3")], "shift", "send it once"),
+        ([("prompt", "a"), ("generate_audio", "loud")], "generate_audio", "valid boolean"),
         ([("prompt", "a"), ("aspect_ratio", "16:9")], "aspect_ratio", "`size`"),
         ([("prompt", "a"), ("lora", '{"name": "a"}')], "lora", "loras="),
     ],

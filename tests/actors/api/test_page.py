@@ -14,6 +14,8 @@ from actors.api.catalogue import Catalogue
 from actors.jobs.keys import make_key
 from tests.actors.api.browsing import ask, audit, card_of, error_of, open_page, plays, shot, sync_api
 from tests.actors.api.serving import SPEC, create, served, working
+from tests.actors.api.test_sound import SoundEngine
+from tests.actors.small_spec import SOUND_SPEC
 from tests.conftest import PHOTO
 from tests.waiting import wait_for
 from wan_tpu.families import preset_spec
@@ -212,6 +214,7 @@ def test_the_page_is_made_for_the_model(browser, settings, model, parts, image, 
             said = error_of(page, page.locator("[name=input_reference]"))
             sync_api.expect(said).to_have_text("This model starts from an image: add one.")
         assert page.get_by_label("Frames", exact=True).get_attribute("step") == str(preset_spec(model).frame_step)
+        sync_api.expect(page.get_by_label("Sound", exact=True)).to_be_hidden()
         page.get_by_text("Fine-tuning").click()
         for label in ("Guidance", "Guidance, high noise", "Guidance, low noise", "Shift"):
             shown = page.get_by_label(label, exact=True)
@@ -220,6 +223,36 @@ def test_the_page_is_made_for_the_model(browser, settings, model, parts, image, 
         for name in ("guidance_scale_2", "shift"):  # Fields that the model lacks aren't sent.
             field = page.locator(f"input[name={name}]")
             assert bool(field.input_value()) == field.is_visible()
+        page.close()
+
+
+def test_sound_is_asked_for_and_heard_where_the_model_makes_it(browser, settings, tmp_path):
+    engine = SoundEngine(tmp_path)
+    with served(settings, SOUND_SPEC) as address, working(settings, engine):
+        page = open_page(browser, address)
+        sound = page.get_by_label("Sound", exact=True)
+        sync_api.expect(sound).to_be_checked()
+        audit(page, phone=True)
+        page.get_by_label("Frames", exact=True).fill("23")
+        page.get_by_role("button", name="Make video").click()
+        said = error_of(page, page.locator("[name=num_frames]"))
+        sync_api.expect(said).to_have_text("This model makes 22 or 39 frames.")
+        loud = ask(page, "A bell rings", Frames=22)
+        loud.get_by_role("button", name="play:").wait_for()
+        sound.uncheck()
+        quiet = ask(page, "A bell hangs", Frames=5)
+        quiet.get_by_role("button", name="play:").wait_for()
+        assert [request.generate_audio for request in engine.asked] == [True, False]
+        for card, muted, text in ((loud, False, "yes"), (quiet, True, "none")):
+            card.get_by_role("button", name="play:").click()
+            plays(page)
+            assert page.evaluate("document.querySelector('#viewer video').muted") is muted
+            sync_api.expect(page.locator("#viewer dt", has_text="Sound").locator("+ dd")).to_have_text(text)
+            page.keyboard.press("Escape")
+        loud.get_by_role("button", name="Reuse").click()
+        sync_api.expect(sound).to_be_checked()
+        quiet.get_by_role("button", name="Reuse").click()
+        sync_api.expect(sound).not_to_be_checked()
         page.close()
 
 

@@ -1,0 +1,101 @@
+"""Videos with sound over HTTP: what is asked for, what is answered and stored, and what the file holds."""
+
+import dataclasses
+import subprocess
+
+import httpx
+import imageio_ffmpeg
+import numpy as np
+import pytest
+
+from actors.jobs.store import JobStore, open_database
+from tests.actors.api import serving
+from tests.actors.api.serving import create, done, served, working
+from tests.actors.small_spec import SOUND_SPEC
+from wan_tpu.data import Video
+
+RATE = SOUND_SPEC.audio_rate
+
+
+class SoundEngine(serving.Engine):
+    """Makes videos with a tone, unless a request asks for none."""
+
+    model = SOUND_SPEC
+
+    def video(self, request, name="made"):
+        pixels = np.zeros((request.frames, request.height, request.width, 3), np.float32)
+        tone = np.sin(np.arange(RATE) * 2 * np.pi * 440 / RATE)[None].repeat(2, 0).astype(np.float32)
+        sound = (tone / 2, RATE) if request.generate_audio else ()
+        return Video(pixels, request.fps, *sound).save(self._folder / f"{name}.mp4").read_bytes()
+
+
+@pytest.fixture
+def sound_http(settings):
+    with served(settings, SOUND_SPEC) as address, httpx.Client(base_url=address, timeout=30) as http:
+        yield http
+
+
+def streams(content):
+    said = subprocess.run([imageio_ffmpeg.get_ffmpeg_exe(), "-i", "-"], input=content, capture_output=True)
+    return [kind for kind in ("Video: h264", "Audio: aac") if kind in said.stderr.decode()]
+
+
+def stored_request(settings, id):
+    database = open_database(settings.database)
+    try:
+        return JobStore(database).get(id).request
+    finally:
+        database.close()
+
+
+def test_video_has_sound_unless_a_request_asks_for_none(sound_http, settings, tmp_path):
+    asked = [{}, {"generate_audio": True}, {"generate_audio": False}]
+    jobs = [create(sound_http, **fields).json() for fields in asked]
+    assert [job["generate_audio"] for job in jobs] == [True, True, False]
+    with working(settings, SoundEngine(tmp_path)):
+        videos = [done(sound_http, job["id"]) for job in jobs]
+    assert [(video["status"], video["generate_audio"]) for video in videos] == [
+        ("completed", True),
+        ("completed", True),
+        ("completed", False),
+    ]
+    files = [sound_http.get(f"/v1/videos/{job['id']}/content").content for job in jobs]
+    assert [streams(file) for file in files] == [["Video: h264", "Audio: aac"]] * 2 + [["Video: h264"]]
+    assert sound_http.get(f"/v1/videos/{jobs[0]['id']}/content?variant=thumbnail").status_code == 200
+    assert [stored_request(settings, job["id"])["generate_audio"] for job in jobs] == [True, True, False]
+    silent = sound_http.post(f"/v1/videos/{jobs[2]['id']}/remix", json={"prompt": "another"}).json()
+    assert silent["generate_audio"] is False
+
+
+def test_model_without_sound_refuses_it_and_stores_nothing_of_it(http, settings):
+    refused = create(http, generate_audio=True)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "generate_audio")
+    assert "makes no sound; leave it out, or use a checkpoint of LTX-2" in refused.json()["error"]["message"]
+    for fields in ({}, {"generate_audio": False}):
+        job = create(http, **fields).json()
+        assert job["generate_audio"] is False
+        assert "generate_audio" not in stored_request(settings, job["id"])
+
+
+def test_model_says_whether_it_makes_sound_and_how_many_frames(sound_http, http):
+    [model] = sound_http.get("/v1/models").json()["data"]
+    assert (model["audio_rate"], model["defaults"]["generate_audio"]) == (RATE, True)
+    assert (model["frame_step"], model["frame_offset"], model["limits"]["num_frames"]["minimum"]) == (17, 5, 5)
+    [model] = http.get("/v1/models").json()["data"]
+    assert model["audio_rate"] is None and "generate_audio" not in model["defaults"]
+
+
+@pytest.mark.parametrize(("seconds", "frames"), [("0.1", 5), ("1", 22), ("1.5", 22), ("2.4", 39)])
+def test_seconds_become_frames_that_the_model_makes(sound_http, seconds, frames):
+    assert create(sound_http, seconds=seconds).json()["num_frames"] == frames
+
+
+def test_size_that_does_not_fit_is_refused_with_a_length_that_the_model_makes(settings):
+    small = dataclasses.replace(settings, largest=((64, 96, 39),))
+    with served(small, SOUND_SPEC) as address, httpx.Client(base_url=address) as http:
+        assert create(http, num_frames=39).status_code == 200
+        refused = create(http, num_frames=56).json()["error"]
+        assert refused["param"] == "num_frames"
+        assert "the nearest that does is 96x64 with 39 frames" in refused["message"]
+        refused = create(http, num_frames=40).json()["error"]
+        assert refused["message"].endswith("frames is 40; it must be 17n + 5, nearest 39")
