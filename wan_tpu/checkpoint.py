@@ -282,7 +282,7 @@ def weight_file(address: str) -> WeightFile:
     if not is_bucket(address):
         return on_disk(Path(address))
     folder, _, name = address.rpartition("/")
-    file = BucketFolder(folder).files().get(name)
+    file = BucketFolder(folder).find(name)
     if file is None:
         raise CheckpointError(f"{address} is missing; upload the checkpoint again")
     return file

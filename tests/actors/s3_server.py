@@ -54,6 +54,11 @@ class Emulator:
         self._thread.join(5)
 
 
+def count_uploads(storage):
+    """Return how many uploads in parts have begun below a storage's prefix, and not ended."""
+    return len(storage.client.list_multipart_uploads(Bucket=storage.bucket, Prefix=storage.prefix).get("Uploads", ()))
+
+
 class _Silent(WSGIRequestHandler):
     protocol_version = "HTTP/1.1"
 

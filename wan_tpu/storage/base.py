@@ -147,6 +147,14 @@ class BucketStorage(Storage):
         return f"{self.prefix}/{name}" if self.prefix else name
 
     @abstractmethod
+    def stat(self, name: str) -> StoredObject:
+        """Return the size and the version of the object that is there now; raises `Missing`."""
+
+    def size(self, name: str) -> int:
+        """Return the size of the object."""
+        return self.stat(name).size
+
+    @abstractmethod
     def objects(self, prefix: str = "") -> dict[str, StoredObject]:
         """Return all objects whose names start with `prefix`, hidden ones, too."""
 

@@ -17,7 +17,7 @@ from filelock import FileLock
 
 from wan_tpu.errors import CheckpointError, Unavailable
 from wan_tpu.storage.addresses import split_bucket
-from wan_tpu.storage.base import BucketStorage, Refused, StorageError, StoredObject
+from wan_tpu.storage.base import BucketStorage, Missing, Refused, StorageError, StoredObject
 from wan_tpu.storage.opening import open_bucket
 
 # Where files of each service's buckets are kept, since buckets of two may have the same name.
@@ -66,15 +66,22 @@ class BucketFolder:
         with self._explain_errors():
             objects = {name: stored for name, stored in self._objects.items() if name.startswith(prefix)}
         return {
-            name.removeprefix(prefix): WeightFile(
-                f"{self.address}/{name}",
-                stored.size,
-                functools.partial(self._read, name, stored.version),
-                stored.version,
-            )
+            name.removeprefix(prefix): self._make_file(name, stored)
             for name, stored in objects.items()
             if "/" not in name.removeprefix(prefix)
         }
+
+    def find(self, name: str) -> WeightFile | None:
+        """Return one object, to read ranges of it, or None where it isn't there; the folder isn't listed."""
+        with self._explain_errors():
+            try:
+                return self._make_file(name, self._storage.stat(name))
+            except Missing:
+                return None
+
+    def _make_file(self, name: str, stored: StoredObject) -> WeightFile:
+        read = functools.partial(self._read, name, stored.version)
+        return WeightFile(f"{self.address}/{name}", stored.size, read, stored.version)
 
     def _read(self, name: str, version: str, start: int, stop: int) -> bytes:
         with self._explain_errors():

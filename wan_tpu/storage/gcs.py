@@ -71,14 +71,14 @@ class GcsStorage(BucketStorage):
                 raise Missing(f"{where} does not exist; check the address")
             return _OpenObject(self._session, blob.media_link, start, lambda: self._explain_errors("read", where))
 
-    def size(self, name: str) -> int:
-        """Return the size of the object."""
+    def stat(self, name: str) -> StoredObject:
+        """Return the size and the generation of the object."""
         where = self.location(check_name(name))
         with self._explain_errors("look for", where):
             blob = self._bucket.get_blob(self.key(name), retry=_retry())
         if blob is None or blob.size is None:
             raise Missing(f"{where} does not exist; check the address")
-        return int(blob.size)
+        return StoredObject(int(blob.size), str(blob.generation))
 
     def objects(self, prefix: str = "") -> dict[str, StoredObject]:
         """Return all objects below the prefix; their versions are generations."""

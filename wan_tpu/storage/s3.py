@@ -5,7 +5,9 @@ Credentials and region are found as that client finds them; AWS_ENDPOINT_URL sen
 
 import contextlib
 import datetime
+import functools
 import io
+import os
 import random
 import re
 import time
@@ -39,6 +41,7 @@ except ImportError:
 
 PART_BYTES = 32 * 2**20  # Of an upload in parts: S3 takes 10,000, each but the last of at least 5 MiB.
 _PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
+MAX_CLIENTS = 16  # Buckets whose clients are kept.
 # The client makes one attempt: `_repeat` repeats it, for as long as an outage may last.
 _CONFIG = Config(
     connect_timeout=10, read_timeout=60, max_pool_connections=32, retries={"mode": "standard", "total_max_attempts": 1}
@@ -64,10 +67,8 @@ class S3Storage(BucketStorage):
     def __init__(self, bucket: str, prefix: str = "") -> None:
         super().__init__(bucket, prefix)
         with self._explain_errors("open", self.location()):
-            session = boto3.session.Session()
-            if session.get_credentials() is None:
-                raise aws.NoCredentialsError
-            self.client = session.client("s3", config=_CONFIG)
+            settings = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+            self.client = _make_client(bucket, frozenset(settings.items()))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Return the content of the object; of the whole one the client compares its checksum."""
@@ -82,9 +83,10 @@ class S3Storage(BucketStorage):
         version = self.call("read", check_name(name), self._head)["ETag"]
         return _OpenObject(self, name, version, start)
 
-    def size(self, name: str) -> int:
-        """Return the size of the object."""
-        return int(self.call("look for", check_name(name), self._head)["ContentLength"])
+    def stat(self, name: str) -> StoredObject:
+        """Return the size and the ETag of the object."""
+        head = self.call("look for", check_name(name), self._head)
+        return StoredObject(int(head["ContentLength"]), head["ETag"])
 
     def objects(self, prefix: str = "") -> dict[str, StoredObject]:
         """Return all objects below the prefix; their versions are ETags."""
@@ -204,6 +206,22 @@ class S3Storage(BucketStorage):
             )
         kind = Refused if is_refusal(status) and not _passes(error) else StorageError
         return kind(f"can't {action} {where} ({first_line(error)}); run this again")
+
+
+@functools.lru_cache(MAX_CLIENTS)
+def _make_client(bucket: str, settings: frozenset[tuple[str, str]]) -> Any:
+    """Return a client of Amazon's service; raise `NoCredentialsError`.
+
+    Making one takes longer than a read, so that of a bucket is kept: threads may share it.
+
+    Args:
+        bucket: The bucket that it is for, whose region it learns.
+        settings: The environment's variables that it is made from.
+    """
+    session = boto3.session.Session()
+    if session.get_credentials() is None:
+        raise aws.NoCredentialsError
+    return session.client("s3", config=_CONFIG)
 
 
 class _Upload(io.RawIOBase):

@@ -1,0 +1,203 @@
+"""What can go wrong with buckets: outages, refusals, lost answers, broken connections, replaced objects."""
+
+import hashlib
+import os
+import socket
+import sys
+import time
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+import requests
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import padding, rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from google.oauth2 import service_account
+
+from tests.actors import s3_server
+from tests.actors.s3_server import count_uploads
+from wan_tpu.checkpoint import weight_file
+from wan_tpu.errors import InvalidInput
+from wan_tpu.storage import base, s3
+from wan_tpu.storage.base import Missing, Refused, StorageError
+from wan_tpu.storage.folder import BucketFolder
+from wan_tpu.storage.opening import open_storage
+
+
+def test_missing_bucket_is_named_with_the_command_that_makes_it(bucket):
+    missing = open_storage(f"{bucket.scheme}no-such-bucket/run")
+    for act in (missing.probe, missing.list, lambda: missing.write("cat.mp4", b"")):
+        with pytest.raises(Refused, match="there is no bucket 'no-such-bucket'; make it"):
+            act()
+    for look in (missing.read, missing.size):
+        with pytest.raises(Missing, match="does not exist"):
+            look("cat.mp4")
+
+
+def test_passing_errors_are_retried(bucket):
+    storage = bucket.storage
+    bucket.emulator.failures += [(503, "Service Unavailable", "before")]
+    storage.write("cat.mp4", b"video")
+    bucket.emulator.failures += [(429, "Too Many Requests", "before")]
+    assert storage.read("cat.mp4") == b"video"
+    assert not bucket.emulator.failures
+
+
+def test_upload_whose_answer_is_lost_is_repeated(bucket):
+    storage, seen = bucket.storage, bucket.emulator.seen
+    bucket.emulator.failures += [(503, "Service Unavailable", "after")]
+    before = len(seen)
+    storage.write("job.json", b"mine")
+    assert len([line for line in seen[before:] if line.startswith(bucket.uploads)]) == 2
+    assert storage.read("job.json") == b"mine"
+
+
+def test_refused_access_names_the_rights_that_lack(bucket):
+    storage = bucket.storage
+    bucket.emulator.failures += [(403, "Access Denied", "before")]
+    with pytest.raises(Refused, match=rf"can't write {storage.location()}.*not allowed.*{bucket.rights}"):
+        storage.probe()
+
+
+def test_large_objects_go_up_in_a_resumable_upload(gcs, emulator):
+    content = os.urandom(9_000_000)  # the client's limit for one request is 8 MB
+    gcs.write("large.mp4", content)
+    assert any("uploadType=resumable" in line for line in emulator.seen)
+    assert gcs.read("large.mp4") == content
+
+
+def test_silent_service_is_an_outage_and_no_refusal(bucket, monkeypatch):
+    monkeypatch.setenv(bucket.endpoint, "http://127.0.0.1:9")  # the discard port: nothing listens
+    monkeypatch.setattr(base, "OUTAGE_S", 2.0)
+    start = time.monotonic()
+    with pytest.raises(StorageError, match=rf"the service did not answer .*{bucket.endpoint}") as raised:
+        bucket.storage.probe()
+    assert time.monotonic() - start < 15
+    assert not isinstance(raised.value, Refused)
+
+
+def test_missing_google_credentials_are_named(tmp_path, monkeypatch):
+    monkeypatch.delenv("STORAGE_EMULATOR_HOST", raising=False)
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "none.json"))
+    with pytest.raises(Refused, match=r"no usable Google credentials .*gcloud auth application-default login"):
+        open_storage("gs://videos")
+
+
+@pytest.mark.parametrize(
+    ("environment", "kind"), [({}, StorageError), ({"AWS_PROFILE": "nobody"}, Refused)], ids=["none", "no profile"]
+)
+def test_missing_amazon_credentials_are_named(environment, kind, tmp_path, monkeypatch):
+    for name in s3_server.ACCOUNT:
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(StorageError, match=r"no usable AWS configuration .*aws configure") as raised:
+        open_storage("s3://videos")
+    assert type(raised.value) is kind
+
+
+def test_client_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.delitem(sys.modules, "wan_tpu.storage.s3", raising=False)
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(InvalidInput, match=r"s3:// needs Amazon's client: pip install '\.\[s3\]'"):
+        open_storage("s3://videos/run")
+
+
+def test_objects_that_were_replaced_are_not_mixed(bucket, tmp_path):
+    storage = bucket.storage
+    storage.write("a.bin", b"before")
+    version = storage.objects()["a.bin"].version
+    assert storage.read_version("a.bin", version, 1, 3) == b"ef"
+    storage.download("a.bin", version, tmp_path / "a.bin")
+    assert (tmp_path / "a.bin").read_bytes() == b"before"
+    storage.write("a.bin", b"behind")
+    assert storage.objects()["a.bin"].version != version
+    if bucket.scheme == "gs://":  # Whose emulator keeps no generations, so what is asked for is looked at.
+        asked = [line for line in bucket.emulator.seen if "alt=media" in line and "a.bin" in line]
+        assert len(asked) == 2 and all(f"generation={version}" in line for line in asked)
+        return
+    with pytest.raises(Missing, match="was replaced meanwhile"):
+        storage.read_version("a.bin", version, 1, 3)
+    with pytest.raises(Missing, match="was replaced meanwhile"):
+        storage.download("a.bin", version, tmp_path / "b.bin")
+
+
+def test_parts_that_a_killed_writer_has_uploaded_are_removed_in_time(s3_emulator, monkeypatch):
+    monkeypatch.setattr(s3, "PART_BYTES", 5 * 2**20)
+    storage = open_storage("s3://videos/killed")
+    upload = s3._Upload(storage, "video.mp4")
+    upload.write(bytes(6 * 2**20))  # A part is there, and then nothing comes any more.
+    assert count_uploads(storage) == 1
+    storage.clean(100 * 365 * 86400)
+    assert count_uploads(storage) == 1  # Perhaps it is being written: moto says of all uploads that they began in 2010.
+    storage.clean(3600)
+    assert count_uploads(storage) == 0
+
+
+def test_download_goes_on_where_its_connection_broke(bucket):
+    content, storage = os.urandom(3_000_000), bucket.storage
+    storage.write("a.mp4", content)
+    file = storage.open("a.mp4")
+    bucket.emulator.failures += [(503, "Service Unavailable", "before")]
+    first = file.read(1_000_000)
+    answer = file._body._raw_stream if bucket.scheme == "s3://" else file._answer.raw
+    answer._fp.fp.raw._sock.shutdown(socket.SHUT_RDWR)
+    pieces = list(iter(lambda: file.read(1_000_000), b""))
+    file.close()
+    assert first + b"".join(pieces) == content and not bucket.emulator.failures
+
+
+def test_address_that_amazon_signs_is_downloaded_by_anybody(s3_emulator):
+    storage = open_storage("s3://videos/signed")
+    storage.write("a/cat.mp4", b"video")
+    answer = requests.get(storage.url("a/cat.mp4", 90, "video_1.mp4"), timeout=10)
+    assert answer.content == b"video"
+    assert answer.headers["Content-Disposition"] == 'inline; filename="video_1.mp4"'
+    assert answer.headers["Content-Type"] == "video/mp4"
+
+
+def test_address_in_google_s_bucket_is_signed_for_a_while(gcs, tmp_path):
+    assert open_storage(tmp_path).url("cat.mp4", 60, "cat.mp4") is None
+    assert gcs.url("cat.mp4", 60, "cat.mp4") is None  # nobody signs for an emulator
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
+    account = {"client_email": "wan@project.iam.gserviceaccount.com", "token_uri": "https://x/", "private_key": pem}
+    gcs._client._credentials = service_account.Credentials.from_service_account_info(account)
+    url = urlsplit(gcs.url("a/cat.mp4", 90, "video_1.mp4"))
+    asked = parse_qs(url.query)
+    assert url.path.endswith("/a/cat.mp4") and asked["X-Goog-Expires"] == ["90"]
+    assert asked["response-content-disposition"] == ['inline; filename="video_1.mp4"']
+    assert asked["X-Goog-Credential"][0].startswith(account["client_email"])
+    # Google's description of what is signed: https://cloud.google.com/storage/docs/authentication/signatures
+    signature = bytes.fromhex(asked["X-Goog-Signature"][0])
+    query = url.query.partition("&X-Goog-Signature")[0]
+    canonical = "\n".join(["GET", url.path, query, f"host:{url.netloc}", "", "host", "UNSIGNED-PAYLOAD"])
+    scope = "/".join(asked["X-Goog-Credential"][0].split("/")[1:])
+    digest = hashlib.sha256(canonical.encode()).hexdigest()
+    text = "\n".join([asked["X-Goog-Algorithm"][0], asked["X-Goog-Date"][0], scope, digest])
+    key.public_key().verify(signature, text.encode(), padding.PKCS1v15(), hashes.SHA256())
+
+
+def test_file_of_weights_is_read_by_its_name_without_a_list(bucket):
+    bucket.storage.write("model/a.safetensors", b"0123456789")
+    folder = BucketFolder(f"{bucket.address}/model")
+    bucket.emulator.seen.clear()
+    file = weight_file(f"{bucket.address}/model/a.safetensors")
+    assert (file.size, file.read(2, 5)) == (10, b"234")
+    seen = bucket.emulator.seen
+    assert len([line for line in seen if "a.safetensors" in line]) == 2  # Its size and version, and the range.
+    assert not [line for line in seen if "prefix=" in line]
+    assert file.version == folder.find("a.safetensors").version == folder.files()["a.safetensors"].version
+    assert folder.find("b.safetensors") is None
+
+
+def test_client_of_a_bucket_is_kept_until_its_environment_changes(s3_emulator, monkeypatch):
+    client = open_storage("s3://videos/a").client
+    assert open_storage("s3://videos/b").client is client
+    assert open_storage("s3://others/a").client is not client
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    other = open_storage("s3://videos/a").client
+    assert (client.meta.endpoint_url, other.meta.endpoint_url) == (s3_emulator.address, "http://127.0.0.1:9")
