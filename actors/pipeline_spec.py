@@ -18,7 +18,7 @@ class PipelineSettings:
 
     Attributes:
         checkpoint: A diffusers directory, at the same path on every host, or a hub id.
-        snapshots: A folder or gs://bucket/prefix for states of unfinished requests, which every host must reach.
+        snapshots: A folder, or a bucket's address, for states of unfinished requests, which every host must reach.
         dtype: The precision of weights and activations.
         executables: Where compiled programs are stored, or None.
         kernels: The kernels that every host uses, of `wan_tpu.switches`.

@@ -18,7 +18,7 @@ class ServiceSettings:
 
     Attributes:
         database: Path of a SQLite file, or postgresql://... It also holds the service's API keys.
-        storage: Folder or gs:// address of input images and results.
+        storage: Folder, or a bucket's address, of input images and results.
         model: The model's name for clients.
         aliases: Other names that clients may use, such as "sora-2".
         names: Host names that requests must use as long as there are no keys. All jobs then belong to everybody, and

@@ -22,7 +22,7 @@ class Picture:
     """An image file as it was when the manifest was read.
 
     Attributes:
-        location: An absolute path or gs:// address.
+        location: An absolute path, or an address in a bucket.
         sha256: Digest of the file.
     """
 
@@ -56,9 +56,9 @@ def read_picture(location: str) -> Picture | str:
 
 
 def resolve_image(image: object, folder: str) -> str:
-    """Return an image's absolute path or gs:// address. Relative paths start at `folder`. Raises `InvalidInput`."""
+    """Return an image's absolute path, relative ones starting at `folder`, or its address; raises `InvalidInput`."""
     if not isinstance(image, str) or not image:
-        raise InvalidInput(f"has the image {image!r}; give a path or gs:// address")
+        raise InvalidInput(f"has the image {image!r}; give a path, or an address in gs:// or s3://")
     if "://" in image or image.startswith("/"):
         return image
     if not is_bucket(folder):
@@ -82,7 +82,7 @@ def resolve_adapter(adapter: object, folder: str) -> object:
 
 
 def read_bytes(location: str) -> bytes:
-    """Return the content of a file, local or gs://; raises `StorageError`."""
+    """Return the content of a file, here or in a bucket; raises `StorageError`."""
     folder, name = split_location(location)
     if is_bucket(location):
         return open_storage(folder).read(name)

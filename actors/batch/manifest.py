@@ -3,7 +3,7 @@
 A line has the fields of `GenerationRequest`, and
     id      names the request in results and logs; if omitted, it is derived from the line, the same each time
     video   a local path that every host of the encoder has
-    image, last_image  local paths or gs:// addresses; relative ones start at the manifest's folder
+    image, last_image  local paths or addresses in gs:// or s3://; relative ones start at the manifest's folder
     loras   relative paths may be below that folder, too
     output  the mp4's name in the output folder; "<id>.mp4" if omitted
 
@@ -44,7 +44,7 @@ from wan_tpu.plan import RequestPlan
 from wan_tpu.request import IMAGES, GenerationRequest
 from wan_tpu.storage.addresses import absolute, is_bucket, split_location
 
-_READERS = 4  # Images read at a time: enough to hide the latency of gs://, few enough to hold in memory.
+_READERS = 4  # Images read at a time: enough to hide a bucket's latency, few enough to hold in memory.
 _CHUNK = 1000  # Lines whose images are read together.
 _TEXTS = ("prompt", "negative_prompt", "seed")  # Fields that only a plan's own texts and seed depend on.
 _NO_IMAGES: Mapping[str, Picture] = MappingProxyType({})
@@ -141,7 +141,7 @@ def read_manifest(location: str | Path, planner: Planner) -> Manifest:
     """Read, check and plan every line, images included.
 
     Args:
-        location: Path or gs:// address of the manifest.
+        location: Path or address of the manifest.
         planner: The model's `ModelSpec.plan`, which raises `InvalidRequest` if it can't make what a line requests.
 
     Raises:

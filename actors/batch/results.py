@@ -37,7 +37,7 @@ class Result:
         stage_s: Seconds that slices computed, by stage.
         warnings: What the user should know about the video, such as that its prompt was cut.
         request: Digest of everything in the line that decides the video.
-        model: The checkpoint, if the driver knows it: a folder's absolute path, a gs:// address or a hub id.
+        model: The checkpoint, if the driver knows it: a folder's absolute path, an address in a bucket or a hub id.
         precision: The precision of the model's computation, if known.
         sources: Versions of the content of the request's video and adapters, where known.
     """
@@ -112,7 +112,7 @@ class Provenance:
     """What makes a batch's videos, as noted in their records; None where unknown.
 
     Attributes:
-        model: The checkpoint: a folder's absolute path, a gs:// address or a hub id.
+        model: The checkpoint: a folder's absolute path, an address in a bucket or a hub id.
         precision: The precision, such as "bfloat16".
     """
 

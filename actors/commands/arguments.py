@@ -20,7 +20,7 @@ from wan_tpu.errors import CheckpointError, InvalidInput
 from wan_tpu.families import open_spec
 from wan_tpu.request import GenerationRequest
 from wan_tpu.spec import ModelSpec
-from wan_tpu.storage.addresses import absolute
+from wan_tpu.storage.addresses import FORMS, absolute
 from wan_tpu.storage.opening import open_storage
 
 PER_SLICE = 2  # Requests in flight for each slice: one that computes, and one whose inputs arrive meanwhile.
@@ -49,7 +49,7 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser, description: str = "
     add_model(
         group,
         type=absolute_model,
-        help="diffusers directory, the same path on every host, one in gs://, or hub id",
+        help="diffusers directory, the same path on every host, one in gs:// or s3://, or hub id",
     )
     add_precision(group)
     group.add_argument(
@@ -57,7 +57,7 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser, description: str = "
     )
     add_switches(group)
     group.add_argument(
-        "--snapshots", type=absolute, help="folder or gs:// that every host reaches, for unfinished requests"
+        "--snapshots", type=absolute, help="folder, gs:// or s3:// that every host reaches, for unfinished requests"
     )
     group.add_argument("--snapshot_every", type=int, default=5, help="steps between two; default %(default)s")
     group.add_argument(
@@ -87,8 +87,8 @@ def add_batch_arguments(
     """
     group = parser.add_argument_group("batch")
     for name, text in (
-        ("manifest", "one JSON line a request: a path or gs:// (docs/batch.md)"),
-        ("output", "folder or gs://bucket/prefix of videos and results"),
+        ("manifest", "one JSON line a request: a path, gs:// or s3:// (docs/batch.md)"),
+        ("output", "folder, gs://bucket/prefix or s3://bucket/prefix of videos and results"),
     ):
         group.add_argument(f"--{name}", type=absolute, required=required, help=text)
     group.add_argument("--in_flight", type=int, default=in_flight, help=f"requests at a time; default {in_flight_help}")
@@ -231,7 +231,7 @@ def read_settings(
     snapshots = args.snapshots or snapshots
     if snapshots is None:
         if not is_here(args, address):
-            raise InvalidInput("--snapshots is missing; give a folder or gs://bucket/prefix that every host reaches")
+            raise InvalidInput(f"--snapshots is missing; give a folder, {FORMS}, that every host reaches")
         snapshots = absolute(str(args.folder / "snapshots"))
     if args.snapshots is not None and "://" not in snapshots and is_here(args, address):
         open_storage(snapshots).probe()

@@ -16,7 +16,7 @@ def profile(argv: Sequence[str]) -> None:
     parser = Parser(prog="wan-tpu profile", description=profile.__doc__)
     add_cluster_arguments(parser)
     parser.add_argument("pool", help="of the pipeline's; one of its slices is traced, all hosts of it")
-    parser.add_argument("--output", type=absolute, required=True, help="folder that the hosts reach, or gs://")
+    parser.add_argument("--output", type=absolute, required=True, help="folder that the hosts reach, gs:// or s3://")
     parser.add_argument("--seconds", type=float, default=3.0, help="how long; default %(default)s")
     args = parser.parse_args(argv)
     if not 0 < args.seconds <= MAX_S:

@@ -34,7 +34,7 @@ def build_serve_parser(description: str | None = None) -> Parser:
     group.add_argument("--port", type=int, default=8000, help="to listen on; default %(default)s")
     for name, text in (
         ("database", "file of jobs and API keys, or postgresql://...; default: in --folder"),
-        ("results", "folder or gs:// of images and videos; default: in --folder"),
+        ("results", "folder, gs:// or s3:// of images and videos; default: in --folder"),
     ):
         group.add_argument(f"--{name}", type=absolute, help=text)
     group.add_argument("--model_name", help="as clients give it; default: the last part of --model")

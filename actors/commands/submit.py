@@ -83,7 +83,7 @@ def _submit(client: Any, args: argparse.Namespace, explicit: dict[str, Any]) -> 
     # A cluster behind a forwarded port doesn't have this machine's paths.
     here = is_here(args, urlsplit(client.get_address()).netloc)
     if here and "://" not in args.manifest and not Path(args.manifest).is_file():
-        raise InvalidInput(f"--manifest {args.manifest} isn't there; give a file, or gs://bucket/name")
+        raise InvalidInput(f"--manifest {args.manifest} isn't there; give a file, gs://bucket/name or s3://bucket/name")
     python = sys.executable if here else "python"
     command = ["exec", python, "-m", "actors.cli", "drive", *as_words(arguments)]
     metadata = {"manifest": args.manifest, "output": args.output}

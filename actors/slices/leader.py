@@ -181,7 +181,7 @@ class SliceLeader:
         """Trace what the slice computes.
 
         Args:
-            output: A folder, or gs://bucket/prefix.
+            output: A folder, or a bucket's address.
             seconds: How long to trace.
 
         Returns:

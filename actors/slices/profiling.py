@@ -47,7 +47,7 @@ class HostProfile:
                 jax.profiler.stop_trace()
 
     def stop_profile(self, output: str, run: str) -> int:
-        """End the trace and write it to a folder or gs://bucket/prefix; return its bytes."""
+        """End the trace and write it to a folder or a bucket; return its bytes."""
         folder, self._folder = self._folder, None
         if folder is None:
             raise InvalidInput("no profile of this slice is under way")

@@ -80,7 +80,7 @@ class Snapshots:
     """All snapshots of a pipeline. `request` is the name that `name_of` returns."""
 
     def __init__(self, location: str | Storage) -> None:
-        """Use a storage, or open a folder or gs://bucket/prefix."""
+        """Use a storage, or open a folder or a bucket."""
         self._storage = open_storage(location) if isinstance(location, str) else location
 
     def newest(self, request: str) -> int | None:

@@ -3,15 +3,26 @@
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 from tests.conftest import ROOT
+from wan_tpu.storage.addresses import SCHEMES
 
 FILE = ROOT / "cluster" / "Dockerfile"
 
 
 def test_nothing_is_found_wrong():
     subprocess.run([Path(sys.executable).with_name("hadolint"), FILE], check=True)
+
+
+def test_image_has_what_every_command_and_address_on_a_cluster_needs():
+    """Of the extras in pyproject.toml; a command names the one that it lacks, but an image can't be added to."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    [default] = re.findall(r"^ARG EXTRAS=(\S+)$", FILE.read_text(), re.M)
+    assert set(default.split(",")) <= set(extras)
+    services = {scheme.removesuffix("://") for scheme in SCHEMES} & set(extras)  # gs:// needs no extra.
+    assert {"serve", "tpu", "postgresql", *services} <= set(default.split(","))
 
 
 def test_what_is_copied_is_sent_to_the_builder():
