@@ -90,6 +90,11 @@ Operation = Encode | Step | Finish | DecodeSound | Decode | Save
 class StageMachine:
     """How far a request is, and from that, what comes next.
 
+    Denoising ends at the plan's last step and nowhere else, because its last sigma is what the decoder takes: latents
+    are finished only where `step` is the request's `steps`. To end a request earlier, plan it with fewer steps. An
+    executor that stops in between (`LocalExecutor.work` with `stop`, a pool that hands over) has a state to resume
+    from, and its machine still names the next step.
+
     Attributes:
         plan: The request's plan.
         encoded: The encodings whose results are at hand.

@@ -26,6 +26,7 @@ class Span:
         step: The number of a denoising step, from 1.
         nbytes: The bytes of all objects whose contents have come onto the devices; nobody needs the objects any more.
         pool: The slice's pool.
+        chosen: Why the router sent the request to this slice, on the first span of a stage's call.
         chips: "emulated" or "simulated" unless it ran on real chips: every figure and picture says so.
     """
 
@@ -38,6 +39,7 @@ class Span:
     step: int | None = None
     nbytes: int | None = None
     pool: str = ""
+    chosen: str = ""
     chips: Chips = "real"
 
     @property

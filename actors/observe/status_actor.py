@@ -86,9 +86,28 @@ class StatusActor:
         """Report that a replica has ended."""
         self._report("report_gone", name)
 
-    def report_request(self, key: str, stage: str, step: int = 0, steps: int = 0, seconds: float | None = None) -> None:
-        """Report where a request is; `seconds` are those of the step that it has just done."""
-        self._report("report_request", key, stage, step, steps, seconds)
+    def report_request(
+        self,
+        key: str,
+        stage: str,
+        step: int = 0,
+        steps: int = 0,
+        seconds: float | None = None,
+        slice_: str = "",
+        chosen: str = "",
+    ) -> None:
+        """Report where a request is.
+
+        Args:
+            key: The request's id.
+            stage: Its stage.
+            step: How many of its steps are done.
+            steps: How many steps it has.
+            seconds: How long the step that it has just done took.
+            slice_: The leader of the slice that has the stage; "" while none has begun with it.
+            chosen: Why the router chose that slice, where this is its first report.
+        """
+        self._report("report_request", key, stage, step, steps, seconds, slice_, chosen)
 
     def report_requests(self, driver: str, keys: Iterable[str]) -> None:
         """Report all requests that a driver has under way, including those that wait, every `RENEW_S`.
@@ -168,8 +187,8 @@ class _StatusActor:
     def report_gone(self, name: str) -> None:
         self._call_locked(self._board.report_gone, name)
 
-    def report_request(self, key: str, stage: str, step: int, steps: int, seconds: float | None) -> None:
-        self._call_locked(self._board.report_request, key, stage, step, steps, seconds)
+    def report_request(self, key: str, stage: str, step: int, steps: int, *rest: Any) -> None:
+        self._call_locked(self._board.report_request, key, stage, step, steps, *rest)
 
     def report_requests(self, driver: str, keys: list[str]) -> None:
         self._call_locked(self._board.report_requests, driver, keys)

@@ -56,12 +56,23 @@ class ReplicaStatus:
 
 @dataclass
 class RequestStatus:
-    """A request under way: when it came, its stage ("waiting" before the first), and how many of its steps are done."""
+    """A request under way.
+
+    Attributes:
+        came: When it came.
+        stage: Its stage; "waiting" before the first.
+        step: How many of its steps are done.
+        steps: How many steps it has.
+        slice: The leader of the slice that has the stage; "" while none has begun with it.
+        chosen: Why the router chose that slice.
+    """
 
     came: float
     stage: str = "waiting"
     step: int = 0
     steps: int = 0
+    slice: str = ""
+    chosen: str = ""
 
 
 @dataclass
@@ -132,11 +143,14 @@ class StatusBoard:
         if last is not None:
             self._meters.count_gone(last.pool)
 
-    def report_request(self, key: str, stage: str, step: int, steps: int, seconds: float | None) -> None:
-        """Take a report of where a request is; `seconds` are those of the step that it has just done."""
+    def report_request(
+        self, key: str, stage: str, step: int, steps: int, seconds: float | None, slice_: str = "", chosen: str = ""
+    ) -> None:
+        """Take a report of where a request is, as `StatusActor.report_request`."""
         _renew(self._request_s, key, self._clock())
         request = self._requests.setdefault(key, RequestStatus(time.time()))
-        request.stage, request.step, request.steps = stage, step, steps
+        request.chosen = chosen or (request.chosen if slice_ == request.slice else "")
+        request.stage, request.step, request.steps, request.slice = stage, step, steps, slice_
         if seconds is not None:
             self._step_s.setdefault(stage, deque(maxlen=MAX_SAMPLES)).append(seconds)
 

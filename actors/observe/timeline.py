@@ -149,7 +149,8 @@ def _build_event(span: Span, pid: int, tid: int, start: float, letter: str) -> d
         "ts": round((span.start_s - start) * 1e6, 1),
         "dur": round(span.seconds * 1e6, 1),
         "args": {"request": span.request, "stage": span.stage, "what": span.kind}
-        | ({"step": span.step} if span.step is not None else {}),
+        | ({"step": span.step} if span.step is not None else {})
+        | ({"chosen": span.chosen} if span.chosen else {}),
     }
 
 

@@ -222,8 +222,10 @@ class RequestRun:
                     if isinstance(event, Span):
                         self._tell(event)
                         self._note_progress(event.stage, event.step)
-                        if event.step is not None:
-                            status.report_request(self._key, event.stage, event.step, steps, event.seconds)
+                        if event.step is not None or event.chosen:
+                            step_s = None if event.step is None else event.seconds
+                            where = self._key, event.stage, event.step or 0, steps
+                            status.report_request(*where, step_s, event.slice, event.chosen)
                     elif isinstance(event, InputsTaken):
                         on_inputs()
                         status.report_handoff(stage, event.seconds, event.nbytes)

@@ -144,7 +144,9 @@ def format_status(status: PipelineStatus) -> str:
     lines.append("requests")
     for key, request in list(status.requests.items())[:MAX_SHOWN]:
         steps = f"step {request.step}/{request.steps}" if request.step else ""
-        lines.append(f"  {key:<26} {request.stage:<13} {steps:<12} {_format_age(now, request.came)}")
+        chosen = ": ".join(part for part in (request.slice, request.chosen) if part)
+        age = _format_age(now, request.came)
+        lines.append(f"  {key:<26} {request.stage:<13} {steps:<12} {age:<8} {chosen}".rstrip())
     if status.under_way > MAX_SHOWN:
         lines.append(f"  and {status.under_way - MAX_SHOWN} more")
     ended = ", ".join(f"{count} {how}" for how, count in sorted(status.ended.items())) or "none ended"

@@ -1,7 +1,7 @@
 """Messages between a driver, the leader of a slice and its hosts: small picklable values."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from actors.observe.span import Span
@@ -61,6 +61,7 @@ class SliceRequest:
         priority: A request of a higher priority runs between two steps of this one.
         came_s: When it came to its driver, in `time.time()`; of equal priority, the first to come goes first.
         avoid: Leaders, by Serve's names for replicas, whose slices have failed it; others are preferred.
+        choices: Why the router would choose each replica, by Serve's names, filled in while a call is routed.
     """
 
     key: str
@@ -70,6 +71,7 @@ class SliceRequest:
     priority: int = 0
     came_s: float = 0.0
     avoid: frozenset[str] = frozenset()
+    choices: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ Replicas whose slices have failed the call's request before come last.
 
 import asyncio
 import contextlib
+import dataclasses
+import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
@@ -12,7 +14,10 @@ from typing import Any, TypeVar
 
 from ray.serve.request_router import FIFOMixin, MultiplexMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from actors.observe.logs import log_event
 from actors.slices.messages import SliceRequest
+
+log = logging.getLogger(__name__)
 
 ANSWER_S = 0.2  # Replicas that take longer to say how many calls they have are left out, if others have answered.
 ARRIVAL_S = 0.2  # A call that isn't known to have reached its replica by then was cancelled, or is lost.
@@ -20,6 +25,7 @@ MAX_SAMPLED, MAX_ASKED = 24, 8  # Replicas compared, and asked, for one call: th
 
 Replica = TypeVar("Replica")
 Rank = Callable[[Replica], tuple[Any, ...]]
+ReplicaRank = tuple[bool, int, bool]  # As `rank_replica` returns it.
 
 
 def sample(replicas: Sequence[Replica], rank: Rank[Replica]) -> Sequence[Replica]:
@@ -34,7 +40,7 @@ def sample(replicas: Sequence[Replica], rank: Rank[Replica]) -> Sequence[Replica
     return sorted(random.sample(replicas, min(MAX_SAMPLED, len(replicas))), key=rank)[:MAX_ASKED]
 
 
-def rank_replica(name: str, calls: int, *, holds_program: bool, avoid: Set[str]) -> tuple[bool, int, bool]:
+def rank_replica(name: str, calls: int, *, holds_program: bool, avoid: Set[str]) -> ReplicaRank:
     """Return a replica's rank for a call; the lowest is the best.
 
     Args:
@@ -44,6 +50,31 @@ def rank_replica(name: str, calls: int, *, holds_program: bool, avoid: Set[str])
         avoid: Names of replicas whose slices have failed the call's request.
     """
     return name in avoid, calls, not holds_program
+
+
+def explain_choice(ranks: Sequence[ReplicaRank], index: int, *, needs_program: bool = True) -> str:
+    """Return, for people, why a call went to one of the replicas that could be asked.
+
+    Args:
+        ranks: The ranks of all that answered, the best first.
+        index: The place among them of the replica that took the call. Those before it were full.
+        needs_program: Whether the call needs a program, which some replicas hold already.
+    """
+    failed, calls, lacks_program = ranks[index]
+    others = [rank[1] for i, rank in enumerate(ranks) if i != index]
+    if not others:
+        return "the only replica"
+    fewest, most = min(others), max(others)
+    reasons = [f"{calls} calls, others {fewest}" + (f" to {most}" if most > fewest else "")]
+    if needs_program:
+        reasons.append("lacks the program" if lacks_program else "holds the program")
+    if index:
+        reasons.append(f"{index} that came first took no more calls")
+    if failed:
+        reasons.append("has failed this request before, as have all that are left")
+    elif count := sum(rank[0] for rank in ranks):
+        reasons.append(f"passes over {count} that failed this request")
+    return "; ".join(reasons)
 
 
 class LeastLoadedRouter(FIFOMixin, MultiplexMixin, RequestRouter):
@@ -73,7 +104,7 @@ class LeastLoadedRouter(FIFOMixin, MultiplexMixin, RequestRouter):
             avoid = next((arg.avoid for arg in pending_request.args if isinstance(arg, SliceRequest)), avoid)
             pending_request.routing_context.should_backoff = True  # Else Serve asks again at once when all are full.
 
-        def rank(replica: RunningReplica, calls: int) -> tuple[bool, int, bool]:
+        def rank(replica: RunningReplica, calls: int) -> ReplicaRank:
             holds = program in replica.multiplexed_model_ids
             return rank_replica(replica.replica_id.unique_id, calls, holds_program=holds, avoid=avoid)
 
@@ -94,12 +125,27 @@ class LeastLoadedRouter(FIFOMixin, MultiplexMixin, RequestRouter):
             (replica for replica in asked if replica.replica_id in calls),
             key=lambda replica: rank(replica, calls[replica.replica_id]),
         )
+        if pending_request is not None:
+            ranks = [rank(replica, calls[replica.replica_id]) for replica in order]
+            choices = {
+                replica.replica_id.unique_id: explain_choice(ranks, i, needs_program=bool(program))
+                for i, replica in enumerate(order)
+            }
+            # The replica that takes the call passes its reason on, with the first span.
+            pending_request.args = [
+                dataclasses.replace(arg, choices=choices) if isinstance(arg, SliceRequest) else arg
+                for arg in pending_request.args
+            ]
         return [[replica] for replica in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Count a call that Serve has sent to a replica."""
+        """Count a call that Serve has sent to a replica, and log why it went there."""
         super().on_request_routed(pending_request, replica_id, result)
         self._mine[replica_id] += 1
+        for arg in pending_request.args:
+            if isinstance(arg, SliceRequest):
+                name, why = replica_id.unique_id, arg.choices.get(replica_id.unique_id)
+                log_event(log, "goes to", job=arg.key, slice=f"{replica_id.deployment_id.name}/{name}", why=why)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Discount a call that a replica has completed."""

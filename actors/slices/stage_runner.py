@@ -91,6 +91,7 @@ class StageRunner:
         """Encode a prompt: one `TextEmbedding`."""
         with self._serve(request, ENCODER):
             spans, warnings, ref = await self._compute(request, ENCODER, "one prompt", "encode_text", prompt)
+            spans[0] = dataclasses.replace(spans[0], chosen=self._explain_choice(request))
             for span in spans:
                 yield span
             yield StageResult(await self.published.publish(request.scope, ref), warnings=warnings)
@@ -104,7 +105,7 @@ class StageRunner:
                 # A video is read from a shared disk, which may keep the lane waiting.
                 group: Group = "side" if full_request.video is None else "network"
                 nbytes = (await self._slice.call("prepare_encode", visit.host_key, full_request, group=group)).value
-                yield self._span(request.key, ENCODER, "fetch", start, nbytes=nbytes)
+                yield self._first_span(request, ENCODER, start, nbytes)
                 yield InputsTaken(start.elapsed_s, nbytes)
                 spans, warnings, ref = await self._compute(request, ENCODER, shape, "encode_image", visit.host_key)
                 visit.is_empty = True
@@ -152,7 +153,7 @@ class StageRunner:
                 refs[-1] = loaded or refs[-1]
                 nbytes = (await self._slice.side("prepare_denoise", visit.host_key, plan, *refs)).value
                 del refs, loaded  # Else the store would keep them until the last step.
-                yield self._span(key, stage, "fetch", start, nbytes=nbytes)
+                yield self._first_span(request, stage, start, nbytes)
                 yield InputsTaken(fetched_s + start.elapsed_s, nbytes)
                 if isinstance(machine.next_step, Step):
                     async with contextlib.aclosing(self._steps(request, machine, visit.host_key)) as spans:
@@ -213,7 +214,7 @@ class StageRunner:
                 start = Start()
                 nbytes = (await self._slice.side("prepare_decode", visit.host_key, plan.request, ref)).value
                 del ref
-                yield self._span(request.key, DECODER, "fetch", start, nbytes=nbytes)
+                yield self._first_span(request, DECODER, start, nbytes)
                 yield InputsTaken(fetched_s + start.elapsed_s, nbytes)
                 shape = plan.shapes[DECODER]
                 spans, warnings, video = await self._compute(request, DECODER, shape, "decode", visit.host_key)
@@ -304,6 +305,15 @@ class StageRunner:
         finally:
             self.work.remove((stage, key))
             self._on_work()
+
+    def _first_span(self, request: SliceRequest, stage: str, start: Start, nbytes: int) -> Span:
+        """Return the span of bringing a request's inputs to the devices, which also says why it came to this slice."""
+        fetched = self._span(request.key, stage, "fetch", start, nbytes=nbytes)
+        return dataclasses.replace(fetched, chosen=self._explain_choice(request))
+
+    def _explain_choice(self, request: SliceRequest) -> str:
+        """Return why the router chose this slice; "" where it doesn't say."""
+        return request.choices.get(self._where.name.removeprefix(f"{self._where.pool}/"), "")
 
     def _span(
         self, key: str, stage: str, kind: SpanKind, start: Start, *, step: int | None = None, nbytes: int | None = None

@@ -54,6 +54,14 @@ def test_many_replicas_and_requests_are_counted():
     assert describe_requests(seen).endswith(" · 51 more · 1000 waiting")
 
 
+def test_request_is_listed_with_its_slice_and_why_that_was_chosen():
+    chosen = "0 calls, others 2; holds the program"
+    requests = {"cat": RequestStatus(time.time(), "denoise", 3, 8, "all/0", chosen)}
+    shown = format_status(build_status(SPEC, ReportedStatus(requests=requests), [], set()))
+    [line] = [line for line in shown.splitlines() if line.startswith("  cat")]
+    assert line.split() == f"cat denoise step 3/8 0 s all/0: {chosen}".split()
+
+
 def test_replica_whose_clock_is_ahead_was_not_seen_in_the_future():
     replicas = {"all/0": ReplicaStatus("all", "", "idle", "", (), time.time() + 100)}
     assert "idle, 0 s" in format_status(build_status(SPEC, ReportedStatus(replicas=replicas), [], set(replicas)))

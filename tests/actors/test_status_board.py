@@ -99,6 +99,18 @@ def test_board_that_was_restarted_learns_of_requests_from_their_driver(board):
     assert board.read().requests["cat"].step == 3
 
 
+def test_reason_for_a_slice_stays_until_the_request_leaves_it(board):
+    board.report_request("cat", "denoise", 0, 8, None)
+    board.report_request("cat", "denoise", 0, 8, None, "experts/a", "0 calls, others 2")
+    board.report_request("cat", "denoise", 1, 8, 0.5, "experts/a")
+    cat = board.read().requests["cat"]
+    assert (cat.slice, cat.chosen, cat.step) == ("experts/a", "0 calls, others 2", 1)
+    board.report_request("cat", "denoise", 2, 8, 0.5, "experts/b")  # Its first span got lost.
+    assert (cat.slice, cat.chosen) == ("experts/b", "")
+    board.report_request("cat", "decoder", 0, 8, None)
+    assert (cat.slice, cat.chosen) == ("", "")
+
+
 def test_pool_that_never_starts_leaves_its_latest_failures_only(board):
     for number in range(3 * MAX_FAILED):
         board.report_replica(f"experts/{number}", replica("failed"))

@@ -94,6 +94,13 @@ def test_trace_opens_in_viewers():
     assert step["args"] == {"request": "cat-1", "stage": "denoise_high", "what": "compute", "step": 2}
 
 
+def test_trace_says_why_the_slice_was_chosen():
+    chosen = "0 calls, others 2 to 3; holds the program"
+    spans = [span("high/0", "cat-1", "fetch", 0, 1, chosen=chosen), span("high/0", "cat-1", "compute", 1, 2)]
+    events = [event for event in json.loads(build_trace(spans))["traceEvents"] if event["ph"] == "X"]
+    assert [event["args"].get("chosen") for event in events] == [None, chosen]
+
+
 def pixels(png):
     return np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import random
 import time
 from collections import Counter
@@ -16,6 +17,7 @@ from actors.pipeline.driver import PipelineDriver
 from actors.pipeline.pools import deploy, shut_down, wait_until_up
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from actors.reliability import ReliabilitySettings
+from actors.slices.router import explain_choice
 from cluster.connect import connect, leave
 from cluster.emulation import ray_nodes
 from cluster.gang.placement import select_off_hosts
@@ -65,7 +67,7 @@ def running(three_slices, tmp_path_factory):
 
 @contextlib.contextmanager
 def driven(spec):
-    """Give a function that makes videos at once, and returns the slice that has denoised each."""
+    """Give a function that makes videos at once, and returns the spans of them all."""
 
     async def make_all(requests):
         async with asyncio.timeout(120):
@@ -73,19 +75,28 @@ def driven(spec):
             load, _ = await measure.run(pipeline, numbered, in_flight=len(requests))
         return load
 
-    def slices_of(*requests):
-        spans = runner.run(make_all(requests)).spans
-        slices = {span.request: span.slice for span in spans if span.step is not None}
-        return [slices[str(i)] for i in range(len(requests))]
+    def spans_of(*requests):
+        return runner.run(make_all(requests)).spans
 
     with asyncio.Runner() as runner, contextlib.closing(PipelineDriver(spec)) as pipeline:
-        yield slices_of
+        yield spans_of
 
 
 @pytest.fixture(scope="module")
-def slices_of(running):
-    with driven(running[0]) as slices_of:
-        yield slices_of
+def spans_of(running):
+    with driven(running[0]) as spans_of:
+        yield spans_of
+
+
+@pytest.fixture(scope="module")
+def slices_of(spans_of):
+    """A function that makes videos at once, and returns the slice that has denoised each."""
+
+    def find_slices(*requests):
+        slices = {span.request: span.slice for span in spans_of(*requests) if span.step is not None}
+        return [slices[str(i)] for i in range(len(requests))]
+
+    return find_slices
 
 
 def test_an_idle_slice_is_taken_before_a_busy_one_that_holds_the_shape(slices_of):
@@ -100,6 +111,48 @@ def test_of_idle_slices_one_that_holds_the_shape_is_taken(slices_of):
     assert len(set(held)) == SLICES
     time.sleep(KNOWN_S)
     assert [slices_of(shape)[0] for shape in shapes] == held
+
+
+def test_first_span_of_a_call_says_why_its_slice_was_chosen(spans_of, slices_of, caplog):
+    slices_of(REQUEST)
+    time.sleep(KNOWN_S)
+    caplog.set_level(logging.INFO, "actors.slices.router")
+    by_stage = {}
+    for span in sorted(spans_of(REQUEST), key=lambda span: span.start_s):
+        by_stage.setdefault(span.stage, []).append(span)
+    for stage in ("denoise_high", "decoder"):
+        first, *rest = by_stage[stage]
+        assert first.chosen == "0 calls, others 0; holds the program"
+        assert not any(span.chosen for span in rest)
+    logged = [record.fields for record in caplog.records if record.message == "goes to"]
+    chosen = {"job": "0", "slice": by_stage["decoder"][0].slice, "why": "0 calls, others 0; holds the program"}
+    assert chosen in logged
+
+
+@pytest.mark.parametrize(
+    ("calls", "index", "says"),
+    [
+        ([(False, 3, True)], 0, "the only replica"),
+        ([(False, 0, True), (False, 2, False), (False, 5, True)], 0, "0 calls, others 2 to 5; lacks the program"),
+        (
+            [(False, 4, False), (False, 4, True)],
+            1,
+            "4 calls, others 4; lacks the program; 1 that came first took no more calls",
+        ),
+        (
+            [(False, 7, False), (True, 0, False)],
+            0,
+            "7 calls, others 0; holds the program; passes over 1 that failed this request",
+        ),
+        (
+            [(True, 0, False), (True, 1, False)],
+            0,
+            "0 calls, others 1; holds the program; has failed this request before, as have all that are left",
+        ),
+    ],
+)
+def test_reason_names_what_decided(calls, index, says):
+    assert explain_choice(calls, index) == says
 
 
 def test_many_at_once_are_spread_evenly(running):
@@ -133,8 +186,8 @@ def test_a_handle_that_never_learns_of_its_pool_is_made_anew(running, monkeypatc
             update(router, config)
 
     monkeypatch.setattr(AsyncioRouter, "update_deployment_config", lose_first)
-    with driven(running[0]) as slices_of:
-        assert len(slices_of(REQUEST)) == 1
+    with driven(running[0]) as spans_of:
+        assert {span.request for span in spans_of(REQUEST)} == {"0"}
     assert not deaf[0]._request_router_initialized.is_set()
 
 
