@@ -93,18 +93,20 @@ class ModelLimits(abc.ABC):
         """Return the first step that is run: the strength of a request's video leaves out those before."""
         return 0 if request.strength is None else request.steps - int(request.steps * request.strength)
 
-    def check(self, request: ResolvedRequest, *, image: bool, last: bool) -> None:
+    def check(self, request: ResolvedRequest, *, image: bool, last: bool, video: bool | None = None) -> None:
         """Refuse a request that this model can't make.
 
         Args:
             request: The request, every field filled in.
             image: Whether it has a first frame.
             last: Whether it has a last frame.
+            video: Whether it begins as a video, where the request doesn't hold that any more.
 
         Raises:
             InvalidRequest: It names the field, what is allowed and the nearest value that works.
         """
-        self._check_inputs(request, image=image, last=last)
+        video = request.video is not None if video is None else video
+        self._check_inputs(request, image=image, last=last, video=video)
         self._check_settings(request)
         self.check_cache(request)
         self.check_size(request)
@@ -123,20 +125,20 @@ class ModelLimits(abc.ABC):
                     f"{name} is {value}; {self.name} needs a multiple of {multiple}, nearest {nearest}", name
                 )
 
-    def _check_inputs(self, request: ResolvedRequest, *, image: bool, last: bool) -> None:
+    def _check_inputs(self, request: ResolvedRequest, *, image: bool, last: bool, video: bool) -> None:
         """Refuse images and videos that the model doesn't take, and requests without those that it needs."""
         if ("i2v" if image else "t2v") not in self.tasks:
             does = f"this checkpoint ({self.name}) does {' and '.join(self.tasks)} only"
             if not image:
                 raise InvalidRequest(f"image is missing, and {does}; give one", "image")
             raise InvalidRequest(f"image was given, but {does}; leave it out, or use an I2V checkpoint", "image")
-        if request.video is not None and (image or last or not self.takes_video):
+        if video and (image or last or not self.takes_video):
             why = "a video and an image were given; leave one out"
             if not self.takes_video:
                 why = f"video was given, and {self.name} takes none; use a T2V checkpoint of Wan"
             raise InvalidRequest(why, "video")
         if request.strength is not None:
-            if request.video is None:
+            if not video:
                 raise InvalidRequest("strength is given without a video; leave it out, or give one", "strength")
             if self.first_step(request) == request.steps:
                 least = 1 / request.steps

@@ -228,20 +228,12 @@ class GenerationRequest:
         """Fill every open field from a preset's settings, or from `defaults` where the preset leaves it open."""
         filled = {f.name: getattr(defaults, f.name) for f in dataclasses.fields(defaults)}
         filled |= {"negative_prompt": "", "loras": (), **fill_second_scale(preset)}
-        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        own = fill_second_scale({name: value for name, value in own.items() if value is not None})
+        own = {f.name: value for f in dataclasses.fields(self) if (value := getattr(self, f.name)) is not None}
         if defaults.generate_audio is None and self.generate_audio is False:
             del own["generate_audio"]  # Of a model that makes no sound, which is the same as not saying so.
-        if filled.get("sigmas") is not None:
-            filled["steps"] = len(filled["sigmas"])
-        # A preset's noise levels and its switch of experts hold only for its own schedule.
-        if any(own.get(name, filled.get(name)) != filled.get(name) for name in ("steps", "shift", "sigmas")):
-            filled |= {"sigmas": None, "switch_step": None}
         if self.video is not None:
             filled["strength"] = STRENGTH
-        if self.sigmas is not None:
-            filled["steps"] = len(self.sigmas)
-        return ResolvedRequest(**filled | own)
+        return ResolvedRequest(**override(filled, own))
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values. Images are given by their sizes: pixels stay out of records."""
@@ -293,6 +285,24 @@ def fill_second_scale(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings in which the second expert has the first one's guidance, unless it has its own."""
     scale = {"guidance_scale_2": settings["guidance_scale"]} if "guidance_scale" in settings else {}
     return {**scale, **settings}
+
+
+def override(settings: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with some in their place; the schedule's others follow from those.
+
+    Args:
+        settings: Fields of a request, such as a preset's.
+        own: The fields that take their place, as `GenerationRequest` has them.
+    """
+    merged, own = dict(settings), fill_second_scale(own)
+    if merged.get("sigmas") is not None:
+        merged["steps"] = len(merged["sigmas"])
+    # A preset's noise levels and its switch of experts hold only for its own schedule.
+    if any(own.get(name, merged.get(name)) != merged.get(name) for name in ("steps", "shift", "sigmas")):
+        merged |= {"sigmas": None, "switch_step": None}
+    if own.get("sigmas") is not None:
+        merged["steps"] = len(own["sigmas"])
+    return merged | own
 
 
 def parse_size(text: str) -> tuple[int, int]:

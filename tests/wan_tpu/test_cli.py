@@ -19,13 +19,14 @@ from PIL import Image
 
 from tests.conftest import PHOTO, ROOT, STAGES
 from tests.wan_tpu import adapter_files
-from wan_tpu import DenoiseState, cli
+from wan_tpu import DenoiseState, GenerationRequest, InvalidRequest, cli
 from wan_tpu.commands import staged
 from wan_tpu.commands.arguments import add_request_arguments, request_from
 from wan_tpu.commands.calibrate import calibrate
 from wan_tpu.commands.generate import generate
 from wan_tpu.commands.parser import Parser
-from wan_tpu.data import load_value
+from wan_tpu.data import Conditioning, load_value, save_value, write_json
+from wan_tpu.families import open_spec
 
 SETTINGS = ["--size", "48x32", "--frames", "5", "--steps", "4", "--guidance_scale", "2", "--dtype", "float32"]
 SETTINGS += ["--fps", "8", "--seed", "3", "--dp", "1"]
@@ -124,6 +125,28 @@ def test_adapters_and_sigmas_stage_by_stage(checkpoint, tmp_path):
     run = staged.Run.from_json(load_value(DenoiseState, folder / staged.LATENTS)[1], folder)
     assert (run.request.steps, run.request.guidance_scale_2, run.request.seed, run.dtype) == (2, 1, 4, "bfloat16")
     assert run.model_id == str(other)
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "said"),
+    [
+        (["--steps", "2"], "strength", "strength 0.3 of 2 steps is none"),
+        (["--sigmas", "1", "0.5"], "strength", "strength 0.3 of 2 steps is none"),
+        (["--switch_step", "99"], "switch_step", "switch_step is 99 of 8 steps"),
+        (["--cache", "magcache"], "cache", "not of strength"),
+    ],
+)
+def test_stage_2_checks_what_began_as_a_video(options, field, said, checkpoint, tmp_path):
+    source = checkpoint("wan2.2-t2v-a14b")
+    request = GenerationRequest(prompt="a dog", strength=0.3, steps=8).resolve(open_spec(source).defaults)
+    run = staged.Run("id", str(source), "float32", request, ())
+    write_json(tmp_path / staged.CONFIG, run.to_json())
+    latents = np.zeros((1, 16, 1, 4, 4), np.float32)
+    conditioning = Conditioning({"text": np.zeros((1, 4, 4), np.float32)}, video_latents=latents)
+    save_value(conditioning, tmp_path / staged.EMBEDDINGS, {"id": run.id})
+    with pytest.raises(InvalidRequest, match=said) as raised:
+        staged.denoise(["--input_dir", str(tmp_path), "--dp", "1", *options])
+    assert raised.value.field == field
 
 
 def test_staged_equals_one_command(video_file, checkpoint, tmp_path, capsys):

@@ -1,11 +1,14 @@
 """Presets, explicit sigmas and the switch by index: what a request resolves to, and which expert runs which steps."""
 
+import argparse
 import dataclasses
 import itertools
 
 import pytest
 
 from wan_tpu import GenerationRequest
+from wan_tpu.commands import staged
+from wan_tpu.commands.arguments import SAMPLING
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.families import preset_spec, published
 from wan_tpu.request import CheckpointOverrides, Preset, ResolvedRequest
@@ -65,6 +68,13 @@ def test_a_request_overrides_its_preset(fields, steps, switch, sigmas):
     if "guidance_scale" in fields:
         assert request.guidance_scale_2 == 2.0
     assert bool(request.loras) == ("loras" not in fields)
+    if fields.keys() <= set(SAMPLING):  # Stage 2 may be given them as well.
+        run = staged.Run("id", "checkpoint", "bfloat16", plan(preset="lightning").request, ())
+        options = dict.fromkeys(SAMPLING) | {
+            name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()
+        }
+        later = staged._with_overrides(run, argparse.Namespace(resume=False, **options)).request
+        assert later == request
 
 
 SETTINGS = [

@@ -20,7 +20,7 @@ from wan_tpu.data import Conditioning, DenoiseState, load_value, save_value, wri
 from wan_tpu.errors import InvalidInput
 from wan_tpu.media.video import check_output
 from wan_tpu.plan import DECODER, ENCODER
-from wan_tpu.request import IMAGES, ResolvedRequest, fill_second_scale
+from wan_tpu.request import IMAGES, GenerationRequest, ResolvedRequest, override
 
 if TYPE_CHECKING:
     from wan_tpu.pipeline import Pipeline
@@ -130,8 +130,8 @@ def denoise(argv: Sequence[str]) -> None:
     run = _on_pipeline(run, pipe, resumed=args.resume)
     spec = pipe.runtime.model.spec
     has_image = conditioning.image is not None or conditioning.image_latents is not None
-    if conditioning.video_latents is None:
-        spec.check(run.request, image=has_image, last=spec.last_images == "required")
+    has_video = conditioning.video_latents is not None
+    spec.check(run.request, image=has_image, last=spec.last_images == "required", video=has_video)
     plan = spec.plan_resolved(run.request, image=has_image)
     pipe.check_components(*spec.denoise_stages)
     plan = pipe.fetch_adapters(plan)
@@ -243,13 +243,14 @@ def _on_pipeline(run: Run, pipe: "Pipeline", *, resumed: bool) -> Run:
 
 
 def _with_overrides(run: Run, args: argparse.Namespace) -> Run:
-    """Return a run with the sampling options of stage 2 in place of the settings of stage 1."""
+    """Return a run with the sampling options of stage 2 in place of the settings of stage 1, as they override a preset.
+
+    A switch of experts that stage 1 was given doesn't outlive another schedule either.
+    """
     options = {name: value for name in arguments.SAMPLING if (value := getattr(args, name)) is not None}
     if args.resume and options:
         raise InvalidInput("--resume goes on with the settings it began with; leave the sampling options out")
-    overrides = fill_second_scale(options)
-    if "sigmas" in overrides:
-        overrides.setdefault("steps", len(overrides["sigmas"]))
-    elif "steps" in overrides:
-        overrides = {"sigmas": None, "switch_step": None} | overrides
-    return dataclasses.replace(run, request=dataclasses.replace(run.request, **overrides))
+    own = GenerationRequest(**options)
+    settings = {field.name: getattr(run.request, field.name) for field in dataclasses.fields(run.request)}
+    overridden = override(settings, {name: getattr(own, name) for name in options})
+    return dataclasses.replace(run, request=ResolvedRequest(**overridden))

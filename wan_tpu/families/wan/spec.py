@@ -143,7 +143,7 @@ class WanSpec(ModelSpec):
         """Heights and widths are multiples of this, in pixels."""
         return self.spatial_stride * self.patch[1]
 
-    def check(self, request: ResolvedRequest, *, image: bool, last: bool) -> None:
+    def check(self, request: ResolvedRequest, *, image: bool, last: bool, video: bool | None = None) -> None:
         """Check a request as every model does, and that rCM has noise levels for its steps.
 
         Raises:
@@ -155,7 +155,7 @@ class WanSpec(ModelSpec):
                 f"steps is {request.steps}; rcm takes 1 to {most}, nearest {most}; more need sigmas of their own",
                 "steps",
             )
-        super().check(request, image=image, last=last)
+        super().check(request, image=image, last=last, video=video)
 
     def latent_shape(self, request: ResolvedRequest) -> tuple[int, int, int, int, int]:
         """Return [1, C, T, H, W] of the latents of a resolved request."""
