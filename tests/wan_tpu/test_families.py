@@ -45,6 +45,16 @@ def test_it_is_found_by_its_transformer(folder, monkeypatch):
         open_spec(folder)
 
 
+@pytest.mark.parametrize("kind", ["wan2.1-t2v-1.3b", "cogvideox-2b", "hunyuanvideo1.5-480p-t2v"])
+def test_tokenizers_are_read_once_for_all_prompts(kind, checkpoint, monkeypatch):
+    model = open_model(Checkpoint(checkpoint(kind)))
+    first, _ = model.tokenize('a cat, "meow"')
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", None)
+    second, _ = model.tokenize('a dog, "wow"')
+    assert set(first) == set(second) == set(model.tokenizers)
+    assert all((first[name][0] != second[name][0]).any() for name in first)
+
+
 def test_its_videos_are_torchs(folder, tmp_path):
     pipe = load_pipeline(folder, dtype="float32", mesh=(1, 1, 1))
     video = pipe.generate(GenerationRequest(**REQUEST))
