@@ -28,3 +28,16 @@ def causal(frames: int, columns: int, rows: int, channels: int) -> tuple[Callabl
     weight = array(3, 3, 3, channels, channels)
     past = array(max(frames, 2), columns, rows, channels)  # a chunk of one frame keeps the one before it, too
     return run, [strip, past, edge, edge, weight, array(channels), strip]
+
+
+def centred(frames: int, columns: int, rows: int, channels: int) -> tuple[Callable[..., Any], list[Any]]:
+    """Return a residual block's second convolution in a VAE that isn't causal, over a whole video [T, X, Y, C]."""
+
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    def run(x: Any, left: Any, right: Any, weight: Any, bias: Any, residual: Any) -> jax.Array:
+        return causal_conv(x, weight, bias, edges=(left, right), residual=residual, before=(1, 1), centred=True)
+
+    strip, edge = array(frames, columns, rows, channels), array(frames, 1, rows, channels)
+    return run, [strip, edge, edge, array(3, 3, 3, channels, channels), array(channels), strip]

@@ -25,25 +25,42 @@ DTYPES = {"float32": 3e-6, "bfloat16": 2**-6}
 class Call:
     """A call with random arrays, and torch's result."""
 
-    def __init__(self, x, outputs, taps, *, past, before, stride=1, replicate=False, dtype="float32", pieces=""):
+    def __init__(
+        self,
+        x,
+        outputs,
+        taps,
+        *,
+        before,
+        past=0,
+        stride=1,
+        padding="zeros",
+        centred=False,
+        eps=0.0,
+        dtype="float32",
+        pieces="",
+    ):
         rng = np.random.default_rng(0)
         self.draw = lambda *shape: rng.standard_normal(shape).astype(jnp.dtype(dtype))
         frames, _, rows, channels = x
-        self.x, self.stride, self.before, self.replicate = self.draw(*x), stride, before, replicate
+        self.x, self.stride, self.before, self.padding = self.draw(*x), stride, before, padding
+        self.centred, self.eps = centred, eps
+        if eps:  # Some pixels are so small that it shows.
+            self.x[:, ::2] *= 1e-2
         self.weight = self.draw(*taps, channels, outputs) * jnp.dtype(dtype).type((channels * np.prod(taps)) ** -0.5)
         self.bias = self.draw(outputs)
-        count = taps[0] - stride if past else 0
+        count = 2 if centred else taps[0] - stride if past else 0
         out = ((count + frames - taps[0]) // stride + 1, *x[1:3], outputs)
         shapes = {"norm": (channels,), "norm_after": (outputs,), "residual": out}
         self.optional = {name: self.draw(*shape) for name, shape in shapes.items() if name in pieces}
         self.past = self.draw(past, *x[1:]) if past else None
-        self.frames = np.concatenate([self.past[-count:], self.x]) if count else self.x
+        self.frames = np.concatenate([self.past[-count:], self.x]) if past and count else self.x
         edge = (self.frames.shape[0], 1, rows, channels)
         self.edges = (self.draw(*edge), self.draw(*edge)) if taps[1] > 1 else (None, None)
 
     def run(self, function, **more):
         options = {"past": self.past, "before": self.before, "stride": self.stride, "edges": self.edges}
-        options |= {"replicate": self.replicate} | self.optional
+        options |= {"padding": self.padding, "centred": self.centred, "norm_eps": self.eps} | self.optional
         return function(self.x, self.weight, self.bias, **options | more)
 
     def run_torch(self):
@@ -53,23 +70,23 @@ class Call:
         if kx > 1:
             left, right = (torch.from_numpy(np.array(edge, np.float64)) for edge in self.edges)
             x = torch.cat([left] * self.before[0] + [x] + [right] * (kx - 1 - self.before[0]), dim=1)
-        x = normalise(x, wide.get("norm"))
+        if self.centred:
+            x = torch.cat([x[:1], x, x[-1:]])
+        x = normalise(x, wide.get("norm"), self.eps)
         above, below = self.before[1], ky - 1 - self.before[1]
-        if self.replicate:
-            x = torch.cat([x[:, :, :1]] * above + [x] + [x[:, :, -1:]] * below, dim=2)
-        else:
-            x = torch.nn.functional.pad(x, (0, 0, above, below))
+        mode = {"zeros": "constant", "edge": "replicate", "reflect": "reflect"}[self.padding]
+        x = torch.nn.functional.pad(x.transpose(2, 3), (above, below, 0, 0), mode=mode).transpose(2, 3)
         weight = torch.from_numpy(np.array(self.weight, np.float64)).permute(4, 3, 0, 1, 2)
         bias = torch.from_numpy(np.array(self.bias, np.float64))
         y = torch.nn.functional.conv3d(x.permute(3, 0, 1, 2)[None], weight, bias, stride=(self.stride, 1, 1))
         y = y[0].permute(1, 2, 3, 0) + wide.get("residual", 0)
-        return normalise(y, wide.get("norm_after")).numpy()
+        return normalise(y, wide.get("norm_after"), self.eps).numpy()
 
 
-def normalise(x, gamma):
+def normalise(x, gamma, eps):
     if gamma is None:
         return x
-    return torch.nn.functional.silu(torch.nn.functional.normalize(x, dim=-1) * x.shape[-1] ** 0.5 * gamma)
+    return torch.nn.functional.silu(x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * gamma)
 
 
 def assert_close(got, expected, tolerance):
@@ -80,7 +97,13 @@ def assert_close(got, expected, tolerance):
 CALLS = {
     "two frames a product": (((4, 4, 16, 24), 20, (3, 3, 3)), {"past": 4, "pieces": "norm residual"}),
     "one frame": (((1, 6, 32, 128), 136, (3, 3, 3)), {"past": 2, "pieces": "norm norm_after"}),
-    "edges that go on": (((2, 4, 16, 24), 20, (3, 3, 3)), {"past": 2, "pieces": "norm residual", "replicate": True}),
+    "edges that go on": (((2, 4, 16, 24), 20, (3, 3, 3)), {"past": 2, "pieces": "norm residual", "padding": "edge"}),
+    "mirrored edges": (((2, 4, 16, 24), 20, (3, 3, 3)), {"past": 2, "pieces": "norm residual", "padding": "reflect"}),
+    "frames before and after": (
+        ((7, 4, 32, 24), 20, (3, 3, 3)),
+        {"centred": True, "eps": 1e-4, "pieces": "norm norm_after residual", "padding": "reflect"},
+    ),
+    "the only frame": (((1, 4, 16, 24), 20, (3, 3, 3)), {"centred": True, "pieces": "norm"}),
     "the first frame": (((1, 3, 16, 8), 8, (1, 3, 3)), {"past": 0, "pieces": "norm residual"}),
     "in time": (((2, 3, 16, 8), 260, (3, 1, 1)), {"past": 2, "before": (0, 0)}),
     "every second frame": (((4, 3, 16, 8), 8, (3, 1, 1)), {"past": 4, "before": (0, 0), "stride": 2}),
@@ -93,6 +116,7 @@ CALLS = {
 def test_causal_conv_is_torchs(name, dtype, monkeypatch):
     monkeypatch.setattr(shapes, "PIXELS", 32)  # There are several tiles, and several products in each.
     monkeypatch.setattr(shapes, "PIXELS_AT_ONCE", 16)
+    monkeypatch.setattr(shapes, "SLABS", (4, 2, 1))
     sizes, more = CALLS[name]
     call = Call(*sizes, **{"before": (1, 1)} | more, dtype=dtype)
     expected = call.run_torch()
@@ -135,6 +159,22 @@ def test_rows_that_do_not_fill_tiles_are_refused():
     call = Call((1, 2, 15, 8), 8, (1, 3, 3), past=0, before=(1, 1))
     with pytest.raises(ValueError, match="multiple of 16"):
         call.run(FUNCTIONS["kernel"])
+
+
+def test_no_slab_of_frames_reads_what_it_has_not(monkeypatch):
+    monkeypatch.setattr(shapes, "PIXELS", 32)
+    monkeypatch.setattr(shapes, "SLABS", (4, 2, 1))
+    call = Call((6, 4, 16, 8), 8, (3, 3, 3), centred=True, before=(1, 1), padding="reflect", pieces="norm residual")
+    simulated = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait")
+    out = call.run(FUNCTIONS["kernel"], interpret=simulated)
+    assert_close(out, call.run_torch(), DTYPES["float32"])
+    assert not simulator.races.races_found
+
+
+def test_centred_windows_have_no_past_frames():
+    call = Call((2, 2, 16, 8), 8, (3, 3, 3), past=2, before=(1, 1))
+    with pytest.raises(ValueError, match="no past frames"):
+        call.run(FUNCTIONS["kernel"], centred=True)
 
 
 @pytest.mark.long

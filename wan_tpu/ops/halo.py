@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from wan_tpu_kernels.vae.causal_conv import Padding
+
 
 def cut_picture(mesh: Mesh, height: int, width: int) -> "Cut":
     """Return how a picture is cut over the devices of a mesh; height and width are those of a VAE's latents."""
@@ -60,36 +62,54 @@ class Cut:
 
     def inside(self, x: jax.Array) -> tuple[jax.Array | int, jax.Array | int]:
         """Return how many columns and rows of a strip [T, X, Y, C] are the picture's own."""
-        scale = x.shape[2] // self.held_rows
+        scale = x.shape[1] // self.held_columns
         rows = self.height * scale
         if self.held_columns * self.mesh.size == self.width:
             return x.shape[1], rows
         left = jax.lax.axis_index(self.mesh.axis_names) * x.shape[1]
         return jnp.clip(self.width * scale - left, 0, x.shape[1]), rows
 
-    def edges(self, first: jax.Array, last: jax.Array, *, replicate: bool = False) -> tuple[jax.Array, jax.Array]:
+    def hold_rows(self, x: jax.Array) -> jax.Array:
+        """Return a strip [T, X, Y, C] with just as many rows of padding as fill the last tile at its own size.
+
+        An enlarged strip has many times the padding of the smallest: 34 rows of latents are stored as 48; enlarged by
+        eight, these are 384, though the picture's own 272 fill whole tiles.
+        """
+        rows = self.height * (x.shape[1] // self.held_columns)
+        held = -(-rows // self.row_unit) * self.row_unit
+        return x if x.shape[2] == held else jnp.pad(x[:, :, :rows], ((0, 0), (0, 0), (0, held - rows), (0, 0)))
+
+    def edges(self, first: jax.Array, last: jax.Array, *, padding: Padding = "zeros") -> tuple[jax.Array, jax.Array]:
         """Send each strip's first and last columns to its neighbours; return the columns before and after it.
 
         Args:
-            first, last: [T, 1, Y, C].
-            replicate: Whether the picture's own first and last columns are repeated beyond it, instead of zeros.
+            first, last: [T, 1, Y, C]; for "reflect" the first and the last two columns, if the strip has two.
+            padding: What lies beyond the picture. "reflect" needs a picture of at least two columns.
         """
-        before, after = self._from_device(last, 1), self._from_device(first, -1)
-        if not replicate:
+        before, after = self._from_device(last[:, -1:], 1), self._from_device(first[:, :1], -1)
+        if padding == "zeros":
             return before, after
+        start, end = first, last
+        if padding == "reflect":
+            start, end = (first[:, 1:], last[:, :1]) if first.shape[1] > 1 else (after, before)
         index = 0 if self.mesh.size == 1 else jax.lax.axis_index(self.mesh.axis_names)
         at_end = (index + 1) * self.held_columns >= self.width
-        return jnp.where(index == 0, first, before), jnp.where(at_end, last, after)
+        return jnp.where(index == 0, start, before), jnp.where(at_end, end, after)
 
-    def extend(self, x: jax.Array) -> jax.Array:
-        """Return a strip [T, X, Y, C] with its picture's last column and row repeated where padding begins."""
+    def extend(self, x: jax.Array, padding: Padding) -> jax.Array:
+        """Return a strip [T, X, Y, C] with what lies beyond its picture where padding begins."""
+        if padding == "zeros":
+            return x
         columns, rows = self.inside(x)
         assert isinstance(rows, int)
+        back = 2 if padding == "reflect" else 1  # Columns or rows from the padding back to the one that it repeats.
         if rows < x.shape[2]:
-            x = x.at[:, :, rows].set(x[:, :, rows - 1])
+            x = x.at[:, :, rows].set(x[:, :, rows - back])
         if isinstance(columns, int):
             return x
-        last = jax.lax.dynamic_slice_in_dim(x, jnp.maximum(columns - 1, 0), 1, axis=1)
+        last = jax.lax.dynamic_slice_in_dim(x, jnp.maximum(columns - back, 0), 1, axis=1)
+        if back == 2 and self.width % self.held_columns == 1 and x.shape[1] == self.held_columns > 1:
+            last = jnp.where(columns == 1, self._from_device(x[:, -1:], 1), last)
         return jnp.where(jnp.arange(x.shape[1])[:, None, None] == columns, last, x)
 
     def inside_mask(self, x: jax.Array) -> jax.Array:
@@ -98,7 +118,7 @@ class Cut:
 
     def gather(self, x: jax.Array) -> jax.Array:
         """Return the whole picture [T, W, H, ...], without padding, on every device, from strips [T, X, Y, ...]."""
-        scale = x.shape[2] // self.held_rows
+        scale = x.shape[1] // self.held_columns
         if self.mesh.size > 1:
             x = jax.lax.all_gather(x, self.mesh.axis_names, axis=1, tiled=True)
         return x[:, : self.width * scale, : self.height * scale]

@@ -5,6 +5,9 @@ each to compile, and the matrix units wait for the operations between them. Here
 once into VMEM, laid out so that all taps are the inputs of one matrix product, and everything that follows the product
 is applied before it is written (docs/kernels.md has the cycles).
 
+Some VAEs aren't causal: their windows reach as far forwards as backwards. Then all frames of a video are one call, and
+a tile has some of them and the frame on either side.
+
 Shapes: T frames, X columns, Y rows, C channels in, O channels out, P past frames, kt kx ky taps of the kernel. Columns
 come before rows: columns are divided among devices, rows lie in a tile's sublanes, channels in its lanes.
 """
@@ -12,7 +15,7 @@ come before rows: columns are divided among devices, rows lie in a tile's sublan
 import functools
 import itertools
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +28,8 @@ from wan_tpu_kernels.vae.conv_shape import LANES, conv_matrix, conv_shape
 NORM_FLOOR = 1e-24  # The smallest sum of squares: torch's F.normalize divides by at least 1e-12.
 
 Edges = tuple[jax.Array | None, jax.Array | None]
+# What lies beyond a picture, by numpy's names: zeros, the last pixel again, or the pixels before the last, mirrored.
+Padding = Literal["zeros", "edge", "reflect"]
 
 
 def causal_conv(
@@ -39,7 +44,9 @@ def causal_conv(
     residual: jax.Array | None = None,
     before: tuple[int, int] = (0, 0),
     stride: int = 1,
-    replicate: bool = False,
+    padding: Padding = "zeros",
+    centred: bool = False,
+    norm_eps: float = 0.0,
     columns: jax.Array | int | None = None,
     rows: jax.Array | int | None = None,
     interpret: bool = False,
@@ -50,69 +57,106 @@ def causal_conv(
         x: [T, X, Y, C], zero outside of the picture; Y is a multiple of 16.
         weight: [kt, kx, ky, C, O].
         bias: [O].
-        past: [at least P, X, Y, C], the last P = kt - stride of which are used. Without it, kt must be 1.
-        edges: The column before the first and the one after the last, [P + T, 1, Y, C] each; zeros by default.
+        past: [at least P, X, Y, C], the last P = kt - stride of which are used. Without it, kt must be 1, unless the
+            windows are centred.
+        edges: The column before the first and the one after the last, [P + T, 1, Y, C] each (with centred windows
+            [T, 1, Y, C]); zeros by default.
         norm: [C]. x, past and edges are divided by their root mean square over the channels, multiplied by this and
             passed through SiLU.
         norm_after: [O]. The same is done to the result.
         residual: [T', X, Y, O], added to the result, before `norm_after`.
         before: Columns and rows of a window before its pixel; after it are kx - 1 - before and ky - 1 - before.
         stride: Stride of the windows in time.
-        replicate: Whether the first and the last of the Y rows are repeated beyond the edges, instead of zeros.
+        padding: What lies before the first and after the last of the Y rows.
+        centred: Whether a window of three frames has its own frame in the middle. The first and the last frame are
+            repeated beyond the video, and there are no past frames.
+        norm_eps: Added to the mean square of both norms.
         columns, rows: Size of the picture; values beyond it are returned as zero.
         interpret: As for `pallas_call`.
 
     Returns:
         [T', X, Y, O] in the dtype of x.
     """
-    shape = conv_shape(x, weight, past, before, stride, vmem_bytes(interpret=interpret), interpret=interpret)
+    vmem = vmem_bytes(interpret=interpret)
+    shape = conv_shape(x, weight, past, before, stride, vmem, centred=centred, interpret=interpret)
     if norm_after is not None and shape.o_block < shape.o:
         out = causal_conv(
             x, weight, bias, past=past, edges=edges, norm=norm, residual=residual, before=before, stride=stride,
-            replicate=replicate, columns=columns, rows=rows, interpret=interpret,
+            padding=padding, centred=centred, norm_eps=norm_eps, columns=columns, rows=rows, interpret=interpret,
         )  # fmt: skip
-        return normalise(out, norm_after).astype(x.dtype)  # Zeros beyond the picture stay zeros.
+        return normalise(out, norm_after, norm_eps).astype(x.dtype)  # Zeros beyond the picture stay zeros.
     arrays, specs = [], []
 
     def add_input(array: jax.Array, block: tuple[int | None, ...], index: Any) -> None:
         arrays.append(array)
         specs.append(pl.BlockSpec(block, index))
 
-    def add_tile(array: jax.Array, frames: int, edge: int) -> None:
-        """Add as inputs a tile of columns of the last `frames` frames, and the columns before and after it."""
+    def add_tile(array: jax.Array, frames: int, frame: Any) -> None:
+        """Add as inputs a tile of columns of some frames, and the columns before and after it.
+
+        Args:
+            array: [T, X, Y, C].
+            frames: How many frames.
+            frame: frame(slab) is the index of a slab's first frame, divided by `frames`.
+        """
         size, last = shape.block, shape.x - 1
         rest = (shape.y, array.shape[3])
-        frame = array.shape[0] // frames - 1
-        add_input(array, (frames, size, *rest), lambda j, i, o: (frame, shape.step(j, i), 0, 0))
-        for side in range(2 * edge):
-            offset = size if side else -1
-            add_input(
-                array,
-                (frames, 1, *rest),
-                lambda j, i, o, offset=offset: (frame, jnp.clip(shape.step(j, i) * size + offset, 0, last), 0, 0),
-            )
 
-    add_tile(x, shape.frames, shape.halo)
+        def tile(j: Any, i: Any, o: Any) -> tuple[Any, ...]:
+            slab, step = shape.tile(j, i)
+            return frame(slab), step, 0, 0
+
+        add_input(array, (frames, size, *rest), tile)
+        for offset in (-1, size) if shape.halo else ():
+
+            def side(j: Any, i: Any, o: Any, offset: int = offset) -> tuple[Any, ...]:
+                slab, step = shape.tile(j, i)
+                return frame(slab), jnp.clip(step * size + offset, 0, last), 0, 0
+
+            add_input(array, (frames, 1, *rest), side)
+
+    # The frames of a tile: all, or those of a slab and the frame on either side of it.
+    pieces: list[tuple[int, Any]] = [(shape.frames, lambda slab: x.shape[0] // shape.frames - 1)]
+    if centred:
+        count = shape.frames
+        pieces = [
+            (1, lambda slab: jnp.maximum(slab * count - 1, 0)),
+            (count, lambda slab: slab),
+            (1, lambda slab: jnp.minimum((slab + 1) * count, x.shape[0] - 1)),
+        ]
+    for frames, frame in pieces:
+        add_tile(x, frames, frame)
     if past is not None and shape.past:
         assert past.shape[0] % shape.past == 0
-        add_tile(past, shape.past, shape.halo)
+        add_tile(past, shape.past, lambda slab: past.shape[0] // shape.past - 1)
     if shape.halo:
-        nothing = jnp.zeros((shape.past + shape.frames, 1, shape.y, shape.c), x.dtype)
+        nothing = jnp.zeros(((0 if centred else shape.past) + x.shape[0], 1, shape.y, shape.c), x.dtype)
         for edge in edges:
             edge = nothing if edge is None else edge
-            add_input(edge, edge.shape, lambda j, i, o: (0, 0, 0, 0))
+            if centred:
+                for frames, frame in pieces:
+                    index = lambda j, i, o, frame=frame: (frame(shape.tile(j, i)[0]), 0, 0, 0)  # noqa: E731
+                    add_input(edge, (frames, *edge.shape[1:]), index)
+            else:
+                add_input(edge, edge.shape, lambda j, i, o: (0, 0, 0, 0))
     add_input(conv_matrix(weight, shape), (shape.inputs, shape.outputs), lambda j, i, o: (0, o))
     add_input(_row(bias), (1, shape.o_block), lambda j, i, o: (0, o))
     for vector in (norm, norm_after):
         if vector is not None:
             add_input(_row(vector), (1, len(vector)), lambda j, i, o: (0, 0))
     result = (shape.out_frames, shape.block, shape.y, shape.o_block)
+
+    def result_tile(j: Any, i: Any, o: Any) -> tuple[Any, ...]:
+        slab, step = shape.tile(j, i)
+        return slab, step, 0, o
+
     if residual is not None:
-        add_input(residual, result, lambda j, i, o: (0, shape.step(j, i), 0, o))
+        add_input(residual, result, result_tile)
     specs.append(pl.BlockSpec(memory_space=pltpu.SMEM))
     kept = (shape.x if columns is None else columns, shape.y if rows is None else rows)
     arrays.append(jnp.stack([jnp.asarray(count, jnp.int32) for count in kept]))
     seen = (shape.past + shape.frames, shape.block + shape.kx - 1, shape.y, shape.ky * shape.lanes)
+    out_frames = x.shape[0] if centred else shape.out_frames
     return pl.pallas_call(
         functools.partial(
             _kernel,
@@ -120,22 +164,23 @@ def causal_conv(
             norm=norm is not None,
             norm_after=norm_after is not None,
             residual=residual is not None,
-            replicate=replicate,
+            padding=padding,
+            norm_eps=norm_eps,
             precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
         ),
-        out_shape=jax.ShapeDtypeStruct((shape.out_frames, shape.x, shape.y, shape.o), x.dtype),
-        grid=(shape.cores, shape.steps // shape.cores, shape.o // shape.o_block),
+        out_shape=jax.ShapeDtypeStruct((out_frames, shape.x, shape.y, shape.o), x.dtype),
+        grid=(shape.cores, shape.slabs * shape.steps // shape.cores, shape.o // shape.o_block),
         in_specs=specs,
-        out_specs=pl.BlockSpec(result, lambda j, i, o: (0, shape.step(j, i), 0, o)),
+        out_specs=pl.BlockSpec(result, result_tile),
         scratch_shapes=[pltpu.VMEM(seen, x.dtype)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=vmem_bytes(interpret=interpret)
         ),
         cost_estimate=pl.CostEstimate(
-            flops=2 * shape.out_frames * shape.x * shape.y * weight.size,
+            flops=2 * out_frames * shape.x * shape.y * weight.size,
             transcendentals=0 if norm is None else x.size,
             bytes_accessed=x.dtype.itemsize
-            * (x.size + weight.size + shape.out_frames * shape.x * shape.y * shape.o * (1 + (residual is not None))),
+            * (x.size + weight.size + out_frames * shape.x * shape.y * shape.o * (1 + (residual is not None))),
         ),
         name="causal_conv" + ("" if norm is None else "_norm") + ("" if residual is None else "_residual"),
         interpret=interpret,
@@ -154,7 +199,9 @@ def causal_conv_reference(
     residual: jax.Array | None = None,
     before: tuple[int, int] = (0, 0),
     stride: int = 1,
-    replicate: bool = False,
+    padding: Padding = "zeros",
+    centred: bool = False,
+    norm_eps: float = 0.0,
     columns: jax.Array | int | None = None,
     rows: jax.Array | int | None = None,
 ) -> jax.Array:
@@ -164,13 +211,17 @@ def causal_conv_reference(
     its own 3D convolution (32 channels, 4 frames of 320x320: 186 GFLOP/s against 45; torch 160).
     """
     taps, kx, ky, _, outputs = weight.shape
+    if centred:
+        x = _repeat_ends(x)
+        left, right = (None if edge is None else _repeat_ends(edge) for edge in edges)
+        edges = left, right
     frames = x if past is None or taps == stride else jnp.concatenate([past[stride - taps :], x])
     if kx > 1:
         nothing = jnp.zeros_like(frames[:, :1])
         sides = [nothing if edge is None else edge for edge in edges]
         frames = jnp.concatenate([sides[0]] * before[0] + [frames] + [sides[1]] * (kx - 1 - before[0]), axis=1)
     if norm is not None:
-        frames = normalise(frames, norm).astype(x.dtype)
+        frames = normalise(frames, norm, norm_eps).astype(x.dtype)
     out_frames = (frames.shape[0] - taps) // stride + 1
     seen = [frames[tap : tap + (out_frames - 1) * stride + 1 : stride] for tap in range(taps)]
     stacked = jnp.concatenate(seen, axis=-1) if taps > 1 else seen[0]
@@ -179,8 +230,8 @@ def causal_conv_reference(
         y = jnp.einsum("txyc,co->txyo", stacked, kernel[0, 0], preferred_element_type=jnp.float32)
     else:
         pads = ((0, 0), (before[1], ky - 1 - before[1]))
-        if replicate:
-            stacked, pads = jnp.pad(stacked, ((0, 0), *pads, (0, 0)), mode="edge"), ((0, 0), (0, 0))
+        if padding != "zeros":
+            stacked, pads = jnp.pad(stacked, ((0, 0), *pads, (0, 0)), mode=padding), ((0, 0), (0, 0))
         y = jax.lax.conv_general_dilated(
             stacked,
             kernel,
@@ -193,18 +244,24 @@ def causal_conv_reference(
     if residual is not None:
         y = y + residual.astype(jnp.float32)
     if norm_after is not None:
-        y = normalise(y, norm_after)
+        y = normalise(y, norm_after, norm_eps)
     return zero_outside(y, columns, rows).astype(x.dtype)
+
+
+def _repeat_ends(frames: jax.Array) -> jax.Array:
+    return jnp.concatenate([frames[:1], frames, frames[-1:]])
 
 
 def _row(vector: jax.Array) -> jax.Array:
     return vector.reshape(1, -1).astype(jnp.float32)
 
 
-def normalise(x: jax.Array, gamma: jax.Array) -> jax.Array:
+def normalise(x: jax.Array, gamma: jax.Array, eps: float = 0.0) -> jax.Array:
     """Divide x by its root mean square over the last axis, multiply it by gamma [C] and apply SiLU, in float32."""
     x = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.maximum((x * x).sum(-1, keepdims=True), NORM_FLOOR))
+    squares = (x * x).sum(-1, keepdims=True)
+    squares = squares + eps * x.shape[-1] if eps else jnp.maximum(squares, NORM_FLOOR)
+    inverse = jax.lax.rsqrt(squares)
     scaled = x * (inverse * math.sqrt(x.shape[-1])) * gamma.astype(jnp.float32)
     return scaled / (1 + jnp.exp(-scaled))
 
@@ -218,21 +275,29 @@ def zero_outside(x: jax.Array, columns: jax.Array | int | None, rows: jax.Array 
     return x
 
 
-def _kernel(*inputs, shape, norm, norm_after, residual, replicate, precision):  # type: ignore[no-untyped-def]
+def _kernel(*inputs, shape, norm, norm_after, residual, padding, norm_eps, precision):  # type: ignore[no-untyped-def]
     refs = iter(inputs)
-    tiles = [list(itertools.islice(refs, 1 + 2 * shape.halo)) for _ in range(2 if shape.past else 1)]
-    edge_refs = list(itertools.islice(refs, 2 * shape.halo))
+    pieces = 3 if shape.centred else 2 if shape.past else 1
+    tiles = [list(itertools.islice(refs, 1 + 2 * shape.halo)) for _ in range(pieces)]
+    edge_refs = list(itertools.islice(refs, 2 * shape.halo * (pieces if shape.centred else 1)))
     w_ref, b_ref = next(refs), next(refs)
     gamma = next(refs)[0] if norm else None
     gamma_after = next(refs)[0] if norm_after else None
     residual_ref = next(refs) if residual else None
     kept_ref, o_ref, seen_ref = refs
-    step = shape.step(pl.program_id(0), pl.program_id(1))
+    slab, step = shape.tile(pl.program_id(0), pl.program_id(1))
+    # The last slab may have fewer frames; its last is repeated.
+    left = None if shape.all_frames % shape.frames == 0 else shape.all_frames - slab * shape.frames
+    norm_in = None if gamma is None else functools.partial(normalise, gamma=gamma, eps=norm_eps)
 
     def fill() -> None:
         frame = 0
+        if shape.centred:
+            for piece, source in enumerate(tiles):
+                frame = _fill(source, edge_refs[piece::pieces], 0, seen_ref, frame, left, norm_in, step, padding, shape)
+            return
         for source in reversed(tiles):  # The past comes first.
-            frame = _fill(source, edge_refs, seen_ref, frame, gamma, step, replicate, shape)
+            frame = _fill(source, edge_refs, frame, seen_ref, frame, left, norm_in, step, padding, shape)
 
     if shape.o_block == shape.o:
         fill()
@@ -261,18 +326,25 @@ def _kernel(*inputs, shape, norm, norm_after, residual, replicate, precision):  
             if residual_ref is not None:
                 y = y + residual_ref[frame, pl.ds(part, shape.part)].astype(jnp.float32)
             if gamma_after is not None:
-                y = normalise(y, gamma_after)
+                y = normalise(y, gamma_after, norm_eps)
             o_ref[frame, pl.ds(part, shape.part)] = jnp.where(kept, y, 0).astype(o_ref.dtype)
 
-    jax.lax.fori_loop(0, shape.out_frames // shape.group * parts, products, None)
+    groups = shape.out_frames // shape.group
+    if left is not None:
+        groups = jnp.minimum(groups, (left + shape.group - 1) // shape.group)
+    jax.lax.fori_loop(0, groups * parts, products, None)
 
 
-def _fill(source, edge_refs, seen_ref, frame, gamma, step, replicate, shape):  # type: ignore[no-untyped-def]
-    """Put a source's tile and the columns beside it into the scratch, from frame `frame` on, and return the next."""
+def _fill(source, edge_refs, edge_frame, seen_ref, frame, left, norm, step, padding, shape):  # type: ignore[no-untyped-def]
+    """Put a source's tile and the columns beside it into the scratch, from frame `frame` on, and return the next.
+
+    The source's first frame is frame `edge_frame` of the edges. If it has more than `left` frames, the rest repeat the
+    last of these.
+    """
     row = jax.lax.broadcasted_iota(jnp.int32, (shape.y, 1), 0)
 
     def put(frame, column, x):  # type: ignore[no-untyped-def]
-        x = normalise(x, gamma) if gamma is not None else x.astype(jnp.float32)
+        x = norm(x) if norm is not None else x.astype(jnp.float32)
         if shape.lanes != shape.c:
             x = jnp.concatenate([x, jnp.zeros((shape.y, shape.lanes - shape.c), x.dtype)], axis=1)
         for tap in range(shape.ky):
@@ -280,7 +352,10 @@ def _fill(source, edge_refs, seen_ref, frame, gamma, step, replicate, shape):  #
             seen = x
             if shift:
                 beyond = row == (0 if shift < 0 else shape.y - 1)
-                seen = jnp.where(beyond, x if replicate else 0.0, pltpu.roll(x, -shift % shape.y, 0))
+                outside = {"zeros": 0.0, "edge": x}.get(padding)
+                if outside is None:
+                    outside = pltpu.roll(x, shift % shape.y, 0)  # The row on the other side.
+                seen = jnp.where(beyond, outside, pltpu.roll(x, -shift % shape.y, 0))
             seen_ref[frame, column, :, tap * shape.lanes : (tap + 1) * shape.lanes] = seen.astype(seen_ref.dtype)
 
     tile, *sides = source
@@ -289,10 +364,13 @@ def _fill(source, edge_refs, seen_ref, frame, gamma, step, replicate, shape):  #
 
     def put_frame(i, _):  # type: ignore[no-untyped-def]
         at = frame + i
+        if left is not None and count > 1:
+            i = jnp.minimum(i, left - 1)
+        edge = edge_frame + i
         if shape.halo and lead:
-            put(at, 0, jnp.where(step == 0, edge_refs[0][at, 0], sides[0][i, 0]))
+            put(at, 0, jnp.where(step == 0, edge_refs[0][edge, 0], sides[0][i, 0]))
         if shape.halo and lead < shape.kx - 1:
-            put(at, shape.block + lead, jnp.where(step == shape.steps - 1, edge_refs[1][at, 0], sides[1][i, 0]))
+            put(at, shape.block + lead, jnp.where(step == shape.steps - 1, edge_refs[1][edge, 0], sides[1][i, 0]))
         jax.lax.fori_loop(0, shape.block, lambda j, _: put(at, lead + j, tile[i, j]), None)
 
     jax.lax.fori_loop(0, count, put_frame, None)

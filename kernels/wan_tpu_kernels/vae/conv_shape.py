@@ -15,6 +15,7 @@ ROWS = 16  # Sublanes of a bfloat16 tile: Y must be a multiple of it.
 PIXELS = 4096  # The most pixels of a tile: at 720 rows, a third as many again are normalised for its edges.
 # The most pixels of one product: enough rows to share the weights in the matrix unit, and little code to compile.
 PIXELS_AT_ONCE = 512
+SLABS = (8, 4, 2, 1)  # Frames of a tile of centred windows, which sees one more on either side.
 
 
 @dataclass(frozen=True)
@@ -22,15 +23,17 @@ class ConvShape:
     """All sizes of one call.
 
     Attributes:
-        frames, past: T and P.
+        all_frames: T.
+        frames, past: Frames of a slab, which are all frames unless the windows are centred, and P.
         x, y, c, o: X, Y, C and O.
-        kt, kx, ky, before, stride: The kernel's taps and windows, as for `causal_conv`.
+        kt, kx, ky, before, stride, centred: The kernel's taps and windows, as for `causal_conv`.
         group: Frames that one product computes.
         block: Columns of a tile.
         cores: Cores that share the tiles.
         o_block: Outputs whose weights are in VMEM at once: all of them, unless they don't fit.
     """
 
+    all_frames: int
     frames: int
     past: int
     x: int
@@ -42,6 +45,7 @@ class ConvShape:
     ky: int
     before: tuple[int, int]
     stride: int
+    centred: bool
     group: int
     block: int
     cores: int
@@ -59,13 +63,18 @@ class ConvShape:
 
     @property
     def out_frames(self) -> int:
-        """Frames of the result, T'."""
+        """Frames of a slab's result: T', unless the windows are centred."""
         return (self.past + self.frames - self.kt) // self.stride + 1
 
     @property
     def steps(self) -> int:
-        """Tiles of one call."""
+        """Tiles of one slab."""
         return self.x // self.block
+
+    @property
+    def slabs(self) -> int:
+        """Slabs of one call; the last may have fewer frames."""
+        return -(-self.all_frames // self.frames)
 
     @property
     def part(self) -> int:
@@ -84,9 +93,10 @@ class ConvShape:
         """Outputs of one product."""
         return self.o_block if self.group == 1 else self.group * LANES
 
-    def step(self, core: Any, step: Any) -> Any:
-        """Return the index of a tile."""
-        return core * (self.steps // self.cores) + step
+    def tile(self, core: Any, step: Any) -> tuple[Any, Any]:
+        """Return the slab of a core's step, and the index of its tile of columns in it."""
+        index = core * (self.slabs * self.steps // self.cores) + step
+        return (index // self.steps, index % self.steps) if self.slabs > 1 else (0, index)
 
 
 def conv_matrix(weight: jax.Array, shape: ConvShape) -> jax.Array:
@@ -111,6 +121,7 @@ def conv_shape(
     stride: int,
     vmem: int,
     *,
+    centred: bool = False,
     interpret: bool,
 ) -> ConvShape:
     """Return the sizes of a call, with the largest tile that fits in `vmem` bytes.
@@ -122,27 +133,33 @@ def conv_shape(
         ValueError: The arrays don't belong together, or rows don't fill tiles.
     """
     kt, kx, ky, c, o = weight.shape
-    frames, columns, y = x.shape[:3]
-    count = kt - stride if past is not None else 0
-    if x.shape[3] != c or y % ROWS or count + frames < kt:
+    all_frames, columns, y = x.shape[:3]
+    count = kt - stride if past is not None or centred else 0
+    if x.shape[3] != c or y % ROWS or count + all_frames < kt:
         raise ValueError(f"x {x.shape}, weight {weight.shape}, {count} past frames: rows must be a multiple of {ROWS}")
+    if centred and (kt != 3 or stride != 1 or past is not None):
+        raise ValueError(f"{kt} taps, stride {stride}: centred windows have 3 frames, stride 1 and no past frames")
     mxu, cores = (256, 1) if interpret else _chip()
-    out_frames = (count + frames - kt) // stride + 1
-    group = 2 if o <= LANES and mxu >= 2 * LANES and stride == 1 and out_frames % 2 == 0 else 1
     sizes = [n for n in range(1, columns + 1) if columns % n == 0 and (n == 1 or n * y <= PIXELS)]
 
-    def shape(block: int, o_block: int) -> ConvShape:
-        parts = cores if columns // block % cores == 0 else 1
-        return ConvShape(frames, count, columns, y, c, o, kt, kx, ky, before, stride, group, block, parts, o_block)
+    def shape(frames: int, block: int, o_block: int) -> ConvShape:
+        out_frames = (count + frames - kt) // stride + 1
+        group = 2 if o <= LANES and mxu >= 2 * LANES and stride == 1 and out_frames % 2 == 0 else 1
+        tiles = -(-all_frames // frames) * (columns // block)
+        parts = cores if tiles % cores == 0 else 1
+        sizes = (all_frames, frames, count, columns, y, c, o, kt, kx, ky)
+        return ConvShape(*sizes, before, stride, centred, group, block, parts, o_block)
 
+    slabs = [n for n in SLABS if n <= all_frames] if centred else [all_frames]
     large = [block for block in sizes if block * y >= PIXELS_AT_ONCE // 2 or block == sizes[-1]]
     output_parts = [n for n in range(o - mxu, 0, -mxu) if o % n == 0] if o % mxu == 0 else []
     candidates = [
-        *(shape(block, o) for block in reversed(large)),
-        *(shape(block, o_block) for block in reversed(large) for o_block in output_parts),
-        *(shape(block, o) for block in reversed(sizes)),
+        *(shape(frames, block, o) for frames in slabs for block in reversed(large)),
+        *(shape(frames, block, part) for frames in slabs for block in reversed(large) for part in output_parts),
+        *(shape(frames, block, o) for frames in slabs for block in reversed(sizes)),
     ]
-    return next((candidate for candidate in candidates if _vmem_use(candidate, x.dtype.itemsize) <= vmem), shape(1, o))
+    fitting = (candidate for candidate in candidates if _vmem_use(candidate, x.dtype.itemsize) <= vmem)
+    return next(fitting, shape(slabs[-1], 1, o))
 
 
 def _vmem_use(shape: ConvShape, itemsize: int) -> int:

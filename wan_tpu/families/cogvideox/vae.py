@@ -24,10 +24,10 @@ from wan_tpu.families.shared.convolutions import (
     upsample,
     upsampling_taps,
 )
+from wan_tpu.families.shared.group_norms import group_moments
 from wan_tpu.ops.dispatch import ops_for
 from wan_tpu.ops.halo import Cut
 from wan_tpu.runtime.bridge import to_jax
-from wan_tpu_kernels.vae.group_norm import Moments, merge_moments
 
 # How each weight is laid out when it is read; the first pattern that matches its whole name decides.
 CHANGES: tuple[tuple[str, Callable[[np.ndarray], np.ndarray]], ...] = (
@@ -90,23 +90,12 @@ def _normalise(norm: Any, cut: Cut, x: jax.Array, latents: jax.Array | None = No
     """
     ops, (columns, rows) = ops_for(cut.mesh.devices.flat[0].platform), cut.inside(x)
     inner = norm if latents is None else norm.norm_layer
-    mean, variance = _group_moments(cut, ops.channel_moments(x, columns=columns, rows=rows), inner.num_groups)
+    mean, variance = group_moments(cut, ops.channel_moments(x, columns=columns, rows=rows), inner.num_groups)
     scale = jax.lax.rsqrt(variance + inner.eps) * to_jax(inner.weight)
     around = None
     if latents is not None:
         around = jnp.concatenate([pointwise(conv.conv, latents) for conv in (norm.conv_y, norm.conv_b)], axis=-1)
     return ops.norm_silu(x, scale, to_jax(inner.bias) - mean * scale, around, columns=columns, rows=rows)
-
-
-def _group_moments(cut: Cut, moments: Moments, groups: int) -> tuple[jax.Array, jax.Array]:
-    """Return mean and variance of each channel's group over all devices, [C], from this device's channel moments."""
-    if cut.mesh.size > 1:
-        moments = merge_moments(*jax.lax.all_gather(moments, cut.mesh.axis_names))
-    count, *of_channels = moments
-    mean, squares = (moment.reshape(groups, -1).T for moment in of_channels)
-    total, mean, squares = merge_moments(jnp.broadcast_to(count, mean.shape), mean, squares)
-    size = len(of_channels[0]) // groups
-    return mean.repeat(size), (squares / total).repeat(size)
 
 
 # ---- Resampling.

@@ -115,7 +115,7 @@ def _conv(
     residual: jax.Array | None = None,
 ) -> jax.Array:
     """Apply a HunyuanVideo15CausalConv3d of 3x3x3 taps, with RMS norm and SiLU before and after it, plus a residual."""
-    x = cut.extend(x)
+    x = cut.extend(x, "edge")
     return convolve(
         cut,
         x,
@@ -126,7 +126,7 @@ def _conv(
         norm_after=None if norm_after is None else _gamma(norm_after),
         residual=residual,
         before=(1, 1),
-        replicate=True,
+        padding="edge",
     )
 
 

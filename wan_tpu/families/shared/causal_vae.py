@@ -74,6 +74,11 @@ class RepeatedStart(History):
         return past
 
 
+def channels_first(x: jax.Array) -> jax.Array:
+    """Return frames [T, X, Y, C] as planes [C, T, X, Y]."""
+    return x.transpose(3, 0, 1, 2)
+
+
 Run = Callable[[Any, Cut, jax.Array, Any], jax.Array]
 
 
@@ -87,9 +92,10 @@ class CausalChunks:
         run: run(module, cut, x, history) applies the half to one chunk [T, X, Y, C].
         before, after: Applied to the whole input and output, [1, C, T, H, W].
         scale: Pixels of the input (after `before`) per pixel of the latents, in height and width.
-        later_frames: Frames of every chunk after the first.
+        later_frames: Frames of every chunk after the first; 0 if there is only one chunk.
         history: Provides the frames before the first one.
         history_of: Makes the history from the number of chunks, if it keeps something of every chunk.
+        planes: Makes planes [C, T, X, Y] of what `run` returns, the rows and columns of which may be more.
     """
 
     module: torch.nn.Module
@@ -101,6 +107,7 @@ class CausalChunks:
     later_frames: int
     history: type[History] = History
     history_of: Callable[[int], type[History]] | None = None
+    planes: Callable[[jax.Array], jax.Array] = channels_first
 
     def for_chunks(self, count: int) -> "CausalChunks":
         """Return the half for a number of chunks."""
@@ -111,6 +118,8 @@ class CausalChunks:
 
         def local(cut: Cut, params: Params, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
             out, entries = self._apply(cut, params, x, None)
+            if not self.later_frames:
+                return out, ()
             later = jax.ShapeDtypeStruct((self.later_frames, *x.shape[1:]), x.dtype)
             final = jax.eval_shape(lambda later: self._apply(cut, params, later, entries)[1], later)
             return out, tuple(map(self.history.pad_entry, entries, final))
@@ -147,9 +156,9 @@ class CausalChunks:
         def device(params: Params, strip: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
             out, entries = local(cut, params, strip, cache)
             # Channels come first before the gathering: three of them in a TPU's 128 lanes would be 42 times the bytes.
-            frames, _, _, channels = out.shape
-            planes = cut.gather(out.transpose(3, 0, 1, 2).reshape(-1, *out.shape[1:3]))
-            return planes.reshape(channels, frames, *planes.shape[1:]), entries
+            planes = self.planes(out)
+            whole = cut.gather(planes.reshape(-1, *planes.shape[2:]))
+            return whole.reshape(*planes.shape[:2], *whole.shape[1:]), entries
 
         spec = strip_spec(self.mesh)
         run = jax.shard_map(device, mesh=self.mesh, in_specs=(P(), spec, spec), out_specs=(P(), spec), check_vma=False)

@@ -87,7 +87,7 @@ def convolve(
 
     Args:
         cut: How the picture is cut.
-        x: [T, X, Y, C]. With `replicate`, x and past must have been extended by `Cut.extend`.
+        x: [T, X, Y, C]. With a padding that isn't zeros, x and past must have been extended by `Cut.extend`.
         weight: [t, x, y, C, O], laid out as above.
         bias: [O].
         past: Frames before x; missing ones are zeros.
@@ -99,8 +99,10 @@ def convolve(
         past = jnp.pad(past, ((count - past.shape[0], 0), (0, 0), (0, 0), (0, 0)))
     if weight.shape[1] > 1:
         frames = [x] if not count else [past[-count:], x]  # type: ignore[index]
-        first, last = (jnp.concatenate([part[:, side] for part in frames]) for side in (np.s_[:1], np.s_[-1:]))
-        options["edges"] = cut.edges(first, last, replicate=options.get("replicate", False))
+        padding = options.get("padding", "zeros")
+        near = 2 if padding == "reflect" else 1
+        first, last = (jnp.concatenate([part[:, side] for part in frames]) for side in (np.s_[:near], np.s_[-near:]))
+        options["edges"] = cut.edges(first, last, padding=padding)
     columns, rows = cut.inside(x)
     kernel = ops_for(cut.mesh.devices.flat[0].platform).causal_conv
     return kernel(x, weight, bias, past=past, columns=columns, rows=rows, **options)
@@ -126,3 +128,20 @@ def downsample(conv: Any, cut: Cut, x: jax.Array) -> jax.Array:
     squares = x.reshape(frames, columns // 2, 2, rows // 2, 2 * channels).transpose(0, 1, 3, 2, 4)
     squares = squares.reshape(frames, columns // 2, rows // 2, 4 * channels)
     return convolve(cut, squares, to_jax(conv.weight), to_jax(conv.bias))
+
+
+# ---- Squares of a whole video's pixels as channels, before and after the strips.
+
+
+def patchify(x: jax.Array, size: int) -> jax.Array:
+    """Turn squares of pixels into channels: [B, C, T, H, W] becomes [B, C size size, T, H/size, W/size]."""
+    batch, channels, frames, height, width = x.shape
+    squares = x.reshape(batch, channels, frames, height // size, size, width // size, size)
+    return squares.transpose(0, 1, 6, 4, 2, 3, 5).reshape(batch, -1, frames, height // size, width // size)
+
+
+def unpatchify(x: jax.Array, size: int) -> jax.Array:
+    """Undo `patchify`."""
+    batch, channels, frames, height, width = x.shape
+    squares = x.reshape(batch, channels // size**2, size, size, frames, height, width)
+    return squares.transpose(0, 1, 4, 5, 3, 6, 2).reshape(batch, -1, frames, height * size, width * size)

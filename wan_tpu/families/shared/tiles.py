@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from wan_tpu.families.shared.causal_vae import Cache, CausalChunks
 from wan_tpu.ops.halo import Cut
 from wan_tpu.runtime.bridge import Params
+from wan_tpu_kernels.vae.causal_conv import Padding
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,14 @@ class Tile(Cut):
         scale = x.shape[1] // self.width
         return self.columns * scale, self.rows * scale
 
-    def edges(self, first: jax.Array, last: jax.Array, *, replicate: bool = False) -> tuple[jax.Array, jax.Array]:
+    def edges(self, first: jax.Array, last: jax.Array, *, padding: Padding = "zeros") -> tuple[jax.Array, jax.Array]:
         """Return the columns beyond both ends, which no other device has."""
-        return (first, last) if replicate else (jnp.zeros_like(first), jnp.zeros_like(last))
+        assert padding != "reflect"
+        return (first, last) if padding == "edge" else (jnp.zeros_like(first), jnp.zeros_like(last))
 
-    def extend(self, x: jax.Array) -> jax.Array:
+    def extend(self, x: jax.Array, padding: Padding) -> jax.Array:
         """Return x [T, X, Y, C] with the tile's last row and column repeated where padding begins."""
+        assert padding == "edge"
         columns, rows = self.inside(x)
         last = jax.lax.dynamic_slice_in_dim(x, rows - 1, 1, axis=2)
         x = jnp.where(jnp.arange(x.shape[2])[:, None] == rows, last, x)

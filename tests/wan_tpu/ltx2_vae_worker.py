@@ -1,0 +1,98 @@
+"""LTX-2's VAE and latent upsampler on a mesh. Run by test_ltx2_vae.py on several devices.
+
+Arguments: a checkpoint's folder, the npz of inputs, where to write what comes out, (dp, sp, tp), which is made to fit.
+"""
+
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from tests.wan_tpu.meshes import fit_mesh
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.families.ltx2 import upsampler, vae
+from wan_tpu.families.ltx2.config import Ltx2Config
+from wan_tpu.runtime.components import load_component
+from wan_tpu.runtime.mesh import make_mesh
+
+
+def open_config(folder):
+    """Return the configuration of a checkpoint's VAE and upsampler; the rest is empty."""
+    checkpoint = Checkpoint(folder)
+    others = ("transformer", "connectors", "text_encoder", "audio_vae", "vocoder", "scheduler")
+    return Ltx2Config(
+        vae=checkpoint.config("vae"),
+        upsampler=checkpoint.config("latent_upsampler") if (folder / "latent_upsampler").exists() else None,
+        **{name: {} for name in others},
+    )
+
+
+def load(folder, component, mesh, dtype="float32"):
+    return load_component(Checkpoint(folder), component, dtype, mesh)
+
+
+def make_encode(folder, mesh, dtype="float32"):
+    """Return a function that encodes chunks of pixels [1, 3, T, H, W]."""
+    config = open_config(folder)
+    loaded = load(folder, vae.vae_half(config, "decoder"), mesh, dtype)
+    chunks = vae.encoder_chunks(config, loaded.module, mesh)
+    first, later = jax.jit(chunks.run_first), jax.jit(chunks.run_next)
+
+    def encode(pixels):
+        out, cache = first(loaded.params, pixels[0])
+        outputs = [out]
+        for chunk in pixels[1:]:
+            out, cache = later(loaded.params, chunk, cache)
+            outputs.append(out)
+        return np.concatenate([np.asarray(out, np.float32) for out in outputs], axis=2)
+
+    return encode
+
+
+def make_decode(folder, mesh, dtype="float32"):
+    """Return a function that decodes latents [1, C, T, H, W] of a whole video."""
+    config = open_config(folder)
+    loaded = load(folder, vae.vae_half(config, "encoder"), mesh, dtype)
+    run = jax.jit(vae.decoder_chunks(config, loaded.module, mesh).run_first)
+
+    def decode(latents):
+        pixels, cache = run(loaded.params, latents.astype(loaded.params["latents_mean"].dtype))
+        assert cache == ()
+        return np.asarray(pixels, np.float32)
+
+    return decode
+
+
+def make_upsample(folder, mesh, dtype="float32"):
+    """Return a function that doubles the size of latents [1, C, T, H, W]."""
+    config = open_config(folder)
+    loaded, numbers = (
+        load(folder, component, mesh, precision)
+        for component, precision in ((upsampler.upsampler(config), dtype), (vae.statistics(config), "float32"))
+    )
+    mean, deviation = (numbers.params[name] for name in ("latents_mean", "latents_std"))
+
+    def run(params, latents, mean, deviation):
+        return upsampler.upsample(loaded.module, params, mesh, latents, mean, deviation)
+
+    program = jax.jit(run)
+    return lambda latents: np.asarray(program(loaded.params, latents, mean, deviation))
+
+
+def cut(x, frames):
+    """Cut x [1, C, T, H, W] into a first chunk of one frame and others of `frames`."""
+    return np.split(x, range(1, x.shape[2], frames), axis=2)
+
+
+if __name__ == "__main__":
+    folder, file, out = map(Path, sys.argv[1:4])
+    inputs = np.load(file)
+    mesh = make_mesh(fit_mesh(tuple(map(int, sys.argv[4:]))), heads=4)
+    outputs = {
+        "decoded": make_decode(folder, mesh)(inputs["latents"]),
+        "encoded": make_encode(folder, mesh)(cut(inputs["pixels"], vae.FRAME_STRIDE)),
+    }
+    if (folder / "latent_upsampler").exists():
+        outputs["upsampled"] = make_upsample(folder, mesh)(inputs["latents"])
+    np.savez(out, **outputs)
