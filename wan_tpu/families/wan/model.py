@@ -7,7 +7,7 @@ Shapes: B batch (guidance branches), T latent frames, H W latent height and widt
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from PIL import Image
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.model import Model, StepInputs, apply_guidance
 from wan_tpu.families.shared.causal_vae import CausalChunks
+from wan_tpu.families.shared.convolutions import patchify, unpatchify
 from wan_tpu.families.shared.t5 import text_encoder
 from wan_tpu.families.shared.tokenizing import Tokenizer, tokenize
 from wan_tpu.families.wan import components, transformer, vae
@@ -36,7 +37,7 @@ from wan_tpu.media.reading import read_frames
 from wan_tpu.plan import VIDEO
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.bridge import Params, call
-from wan_tpu.runtime.components import Component
+from wan_tpu.runtime.components import Component, Loaded
 
 
 class WanModel(Model):
@@ -123,13 +124,13 @@ class WanModel(Model):
         ids, mask, warnings = tokenize(self.tokenizers["text_encoder"], prompt_clean(prompt), TEXT_TOKENS)
         return {"text_encoder": (ids, mask)}, warnings
 
-    def encode_text(self, component: str, module: torch.nn.Module, params: Params, *tokens: jax.Array) -> jax.Array:
+    def encode_text(self, component: str, loaded: Sequence[Loaded], *tokens: jax.Array) -> jax.Array:
         """Encode ids and mask [B, L] as embeddings [B, L, C], zero where the mask is."""
 
         def method(module: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             return module(ids, mask).last_hidden_state
 
-        return call(module, params, method, *tokens) * tokens[1][:, :, None]
+        return call(loaded[0].module, loaded[0].params, method, *tokens) * tokens[1][:, :, None]
 
     def clip_pixels(self, request: ResolvedRequest) -> np.ndarray:
         """Return the image, or both, as CLIP takes them, float32 [1 or 2, 3, 224, 224] (sizes from the checkpoint).
@@ -208,7 +209,7 @@ class WanModel(Model):
             module,
             mesh,
             vae.encoder,
-            before=lambda pixels: vae.patchify(pixels, size),
+            before=lambda pixels: patchify(pixels, size),
             after=lambda moments: moments,
             scale=self.spec.spatial_stride // size,
             later_frames=self.spec.frame_stride,
@@ -308,7 +309,7 @@ class WanModel(Model):
             mesh,
             vae.decoder,
             before=lambda latents: latents,
-            after=lambda pixels: vae.unpatchify(pixels, size),
+            after=lambda pixels: unpatchify(pixels, size),
             scale=1,
             later_frames=1,
         )

@@ -219,17 +219,3 @@ _DOWN: dict[type, Callable[[Any, Cut, jax.Array, History], jax.Array]] = {
     wan.WanAttentionBlock: _attention_block,
     wan.WanResidualDownBlock: _down_block,
 }
-
-
-def patchify(x: jax.Array, size: int) -> jax.Array:
-    """Turn squares of pixels into channels: [B, C, T, H, W] becomes [B, C size size, T, H/size, W/size]."""
-    batch, channels, frames, height, width = x.shape
-    squares = x.reshape(batch, channels, frames, height // size, size, width // size, size)
-    return squares.transpose(0, 1, 6, 4, 2, 3, 5).reshape(batch, -1, frames, height // size, width // size)
-
-
-def unpatchify(x: jax.Array, size: int) -> jax.Array:
-    """Undo `patchify`."""
-    batch, channels, frames, height, width = x.shape
-    squares = x.reshape(batch, channels // size**2, size, size, frames, height, width)
-    return squares.transpose(0, 1, 4, 5, 3, 6, 2).reshape(batch, -1, frames, height * size, width * size)
