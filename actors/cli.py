@@ -54,11 +54,11 @@ EXTRAS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `wan-tpu COMMAND ...`; return the exit code."""
     gc.set_threshold(20_000)  # As on a slice's hosts (cluster/gang/host_actor.py).
-    return run(_command, argv, expected=(ClusterError,))
+    return run(_run_command, argv, expected=(ClusterError,))
 
 
-def _command(argv: Sequence[str]) -> int | None:
-    parser = _parser(lambda prog, of: Parser(prog=prog, add_help=False))
+def _run_command(argv: Sequence[str]) -> int | None:
+    parser = _build_parser(lambda prog, of: Parser(prog=prog, add_help=False))
     if not argv:
         parser.print_help(sys.stderr)
         return 2
@@ -95,7 +95,7 @@ def completion(argv: Sequence[str]) -> None:
     # In bash, layouts are completed by the names of shipped ones and by files.
     function = f"_wan_tpu_layouts() {{ compgen -W '{' '.join(list_shipped())}' -- $1; compgen -f -- $1; }}"
     layouts = {**shtab.FILE, "bash": "_wan_tpu_layouts", "preamble": {"bash": function}}
-    whole = _parser(lambda prog, of: parser_of(find_command(of)))
+    whole = _build_parser(lambda prog, of: parser_of(find_command(of)))
     for action in all_actions(whole):
         if action.choices is None and action.nargs != 0 and action.type not in (int, float):
             names_layout = action.dest in ("layout", "emulate")
@@ -103,7 +103,7 @@ def completion(argv: Sequence[str]) -> None:
     print(shtab.complete(whole, args.shell))
 
 
-def _parser(parser_class: Any) -> Parser:
+def _build_parser(parser_class: Any) -> Parser:
     """Return the parser of all commands; `parser_class` is called with `prog` and `of` for that of one command."""
     description = "Video generation on TPUs. It runs on CPUs, too; CUDA is not tried."
     parser = Parser(prog="wan-tpu", description=description)

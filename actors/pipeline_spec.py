@@ -73,6 +73,6 @@ class PipelineSpec:
     def __post_init__(self) -> None:
         self.layout.check_stages(self.model.stages)  # Raises `LayoutError`.
 
-    def same_as(self, other: "PipelineSpec") -> bool:
+    def is_same_as(self, other: "PipelineSpec") -> bool:
         """Return whether another pipeline would make the same videos on the same slices."""
         return (self.layout.pools, self.settings) == (other.layout.pools, other.settings)

@@ -33,11 +33,11 @@ def make_token() -> None:
         with contextlib.suppress(FileExistsError):
             os.link(part, path)
         part.unlink()
-        ray_private.token_loader().reset_cache()
+        ray_private.get_token_loader().reset_cache()
     use_token()
 
 
 def _has_token() -> bool:
     """Return whether there is a token. Ray 2.60 would raise if RAY_AUTH_TOKEN_PATH names a file that doesn't exist."""
     path = None if os.environ.get("RAY_AUTH_TOKEN") else os.environ.get(PATH)
-    return (not path or os.path.isfile(path)) and bool(ray_private.token_loader().has_token(ignore_auth_mode=True))
+    return (not path or os.path.isfile(path)) and bool(ray_private.get_token_loader().has_token(ignore_auth_mode=True))

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 ANSWER_S = 3.0
 
 
-def draining_for(nodes: Iterable[str], timeout_s: float = ANSWER_S) -> float | None:
+def find_drain_s(nodes: Iterable[str], timeout_s: float = ANSWER_S) -> float | None:
     """Return how many seconds are left until the first of some nodes has been drained.
 
     This blocks until the control store answers, so an event loop must call it in a thread.
@@ -26,7 +26,7 @@ def draining_for(nodes: Iterable[str], timeout_s: float = ANSWER_S) -> float | N
         doesn't answer.
     """
     try:
-        drained = ray_private.draining_nodes(timeout_s)
+        drained = ray_private.list_draining_nodes(timeout_s)
     # A time-out, a control store that is gone, or a process that is leaving the cluster: any type may come.
     except Exception as error:
         log.debug("it isn't known which nodes are drained: %s: %s", type(error).__name__, error)

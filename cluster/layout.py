@@ -128,7 +128,7 @@ class Layout:
         for pool in layout.pools:
             layout._check_mesh(pool)
             for stage in pool.stages:
-                if (other := layout.pool_of(stage)) is not pool or pool.stages.count(stage) > 1:
+                if (other := layout.find_pool(stage)) is not pool or pool.stages.count(stage) > 1:
                     where = "twice" if other is pool else f"also in pool {other.name}"
                     raise layout._build_error(f"stage {stage} is there {where}; a stage is in exactly one pool", pool)
         return layout
@@ -142,7 +142,7 @@ class Layout:
         """How many slices all pools together may have."""
         return sum(pool.replicas.maximum for pool in self.pools)
 
-    def pool_of(self, stage: str) -> Pool:
+    def find_pool(self, stage: str) -> Pool:
         """Return the pool that hosts a stage."""
         return next(pool for pool in self.pools if stage in pool.stages)
 

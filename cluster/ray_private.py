@@ -17,7 +17,7 @@ def reread_settings() -> None:
     Config.initialize("")
 
 
-def token_loader() -> Any:
+def get_token_loader() -> Any:
     """Return the object that finds and caches the user's token for Ray's C++ library."""
     from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]  # It is compiled.
 
@@ -74,7 +74,7 @@ def knows_deployment(handle: Any) -> bool:
     return bool(handle._router._asyncio_router._request_router_initialized.is_set())
 
 
-def draining_nodes(timeout_s: float) -> dict[str, int]:
+def list_draining_nodes(timeout_s: float) -> dict[str, int]:
     """Return when each node that is being drained will be gone, in ms since 1970; 0 without a deadline.
 
     Ray Train's own watcher of preemptions calls `ray._private.state`, which asks the same client without a time-out.
@@ -86,7 +86,7 @@ def draining_nodes(timeout_s: float) -> dict[str, int]:
     return drained
 
 
-def node_class() -> Any:
+def get_node_class() -> Any:
     """Return Ray's class of a node.
 
     `ray start` takes longer, and starts a node's processes from a process of its own, where `start_processes_by` has no
@@ -97,7 +97,7 @@ def node_class() -> Any:
     return Node
 
 
-def node_parameters(**settings: Any) -> Any:
+def get_node_parameters(**settings: Any) -> Any:
     """Return the parameters that the class of a node takes."""
     from ray._private.parameter import RayParams
 
@@ -128,7 +128,7 @@ def start_processes_by(popen: Any) -> None:
 
 
 @contextlib.contextmanager
-def joined_cluster_kept() -> Iterator[None]:
+def keep_joined_cluster() -> Iterator[None]:
     """Keep this process connected to the cluster that it has joined, if any, while it starts nodes of another one.
 
     After starting a node, Ray uses that node's cluster in some calls (`Node._init_gcs_client`), and ends this process

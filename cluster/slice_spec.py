@@ -95,7 +95,7 @@ class SliceSpec:
         """The Ray resource that only the host with worker id 0 has."""
         return f"TPU-{self.pod_type}-head"
 
-    def host_resources(self, worker_id: int) -> dict[str, float]:
+    def build_host_resources(self, worker_id: int) -> dict[str, float]:
         """Return the Ray resources of a host: {"TPU": chips}, and `head_resource` on the host with worker id 0."""
         return {"TPU": float(self.chips_per_host)} | ({self.head_resource: 1.0} if worker_id == 0 else {})
 
@@ -108,7 +108,7 @@ class SliceSpec:
         """
         return {POD_TYPE: self.pod_type, TOPOLOGY: self.topology}
 
-    def host_labels(self, worker_id: int, slice_name: str) -> dict[str, str]:
+    def build_host_labels(self, worker_id: int, slice_name: str) -> dict[str, str]:
         """Return all labels that Ray gives to one host of a slice."""
         return {
             ACCELERATOR_TYPE: self.chip.ray_accelerator,

@@ -12,7 +12,7 @@ from ray import serve
 from ray.serve.config import HTTPOptions, ProxyLocation
 
 from actors.api.outbound.webhook import read_secret
-from actors.api.processes import HEAD, QUIET, application_names, make_ingress, make_worker
+from actors.api.processes import HEAD, QUIET, list_application_names, make_ingress, make_worker
 from actors.api.settings import ServiceSettings
 from actors.errors import PipelineError, PipelineExists
 from actors.jobs.keys import list_keys
@@ -115,14 +115,14 @@ def deploy_service(
     ours = not list_applications(name)
     if ours:
         deploy(spec, tell=tell)
-    elif (deployed := find_spec(name)) is None or not deployed.same_as(spec):
+    elif (deployed := find_spec(name)) is None or not deployed.is_same_as(spec):
         raise PipelineExists(
             f"another pipeline {name!r} runs on this cluster, with another layout, model or settings; take it down "
             "(wan-tpu serve --down), or choose another --name"
         )
     try:
         tell("starting the service")
-        ingress, worker = application_names(name)
+        ingress, worker = list_application_names(name)
         answers = make_ingress(settings, spec, replicas=ingresses)
         try:
             serve.run_many(
@@ -135,7 +135,7 @@ def deploy_service(
             raise ServiceStartFailed(f"the service can't be started: {error}") from None
         _wait_until_answers(host, port)
     except BaseException:
-        if not before & set(application_names(name)):
+        if not before & set(list_application_names(name)):
             take_down(name, pipeline=ours, drain_s=0)
         raise
 
@@ -199,7 +199,7 @@ def take_down(name: str, *, pipeline: bool = True, drain_s: float = ReliabilityS
     """Stop ingress and worker, and the pipeline if wanted. Jobs wait in the database for the next worker."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve_client()
-    for application in sorted(set(application_names(name)) & set(serve.status().applications)):
+    for application in sorted(set(list_application_names(name)) & set(serve.status().applications)):
         serve.delete(application)
     if pipeline and list_applications(name):
         shut_down(name, drain_s=drain_s)

@@ -42,7 +42,7 @@ class Meters:
         self.webhooks = Counter("wan_webhooks", "Webhooks called.", ("outcome",), registry=registry)
         self.under_way = Gauge("wan_worker_jobs", "Jobs that this worker has under way.", registry=registry)
 
-    def text(self) -> str:
+    def format_text(self) -> str:
         """Return the metrics in Prometheus's text format."""
         return generate_latest(self.registry).decode()
 

@@ -105,7 +105,7 @@ def make_worker(settings: ServiceSettings, spec: PipelineSpec) -> Any:
     return serve.deployment(num_replicas=1, **_make_options(settings, NO_HTTP))(ServiceWorker).bind(settings, spec)
 
 
-def application_names(pipeline: str) -> tuple[str, str]:
+def list_application_names(pipeline: str) -> tuple[str, str]:
     """Return the names of the two applications, ingress and worker."""
     return f"{pipeline}-http", f"{pipeline}-worker"
 

@@ -145,7 +145,7 @@ def settle(
                 record, size = records.get(name), sizes.get(entry.output)
                 if record is None and (size is not None or name in sizes):
                     where = storage.location(name if size is None else entry.output)
-                    yield entry, _result_of_another(entry, where)
+                    yield entry, _build_result_of_another(entry, where)
                 elif record is None or record.status != "done" or record.size_bytes != size:
                     yield entry, None
                 elif (part := _find_changed_part(record, entry, provenance)) is None:
@@ -173,7 +173,7 @@ def _read_record(storage: Storage, name: str) -> Result | None:
         return None
 
 
-def _result_of_another(entry: Entry, where: str) -> Result:
+def _build_result_of_another(entry: Entry, where: str) -> Result:
     """Return the result of a line whose video has the same name as somebody else's file."""
     error = f"{where} exists, and no record says that a batch made it; move it away, or give the line another output"
     return Result(line=entry.line, id=entry.id, status="failed", error=error, request=entry.digest)

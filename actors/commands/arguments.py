@@ -11,7 +11,7 @@ from actors.commands.timeouts import add_reliability, read_reliability
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from actors.reliability import build_environment
 from cluster.connect import connect
-from cluster.emulation.cluster import STATE, EmulatedCluster, default_folder
+from cluster.emulation.cluster import STATE, EmulatedCluster, find_default_folder
 from cluster.errors import ClusterNotFound, LayoutError
 from cluster.layout import Layout, list_shipped
 from wan_tpu.commands.parser import add_model, add_precision, add_switches
@@ -26,7 +26,7 @@ from wan_tpu.storage.opening import open_storage
 PER_SLICE = 2  # Requests in flight for each slice: one that computes, and one whose inputs arrive meanwhile.
 
 
-def absolute_model(model_id: str) -> str:
+def make_model_absolute(model_id: str) -> str:
     """Return a checkpoint's folder as an absolute path, and a hub id unchanged."""
     return absolute(model_id) if os.path.isdir(model_id) or model_id.startswith(("./", "../")) else model_id
 
@@ -36,7 +36,10 @@ def add_cluster_arguments(parser: argparse.ArgumentParser, address: str = 'of th
     group = parser.add_argument_group("cluster")
     group.add_argument("--address", help=f"{address}; default: the emulated cluster of this machine")
     group.add_argument(
-        "--folder", type=Path, default=default_folder(), help="of the emulated cluster's state; default %(default)s"
+        "--folder",
+        type=Path,
+        default=find_default_folder(),
+        help="of the emulated cluster's state; default %(default)s",
     )
     group.add_argument("--name", default=PipelineSettings.name, help="of the pipeline; default %(default)s")
 
@@ -48,7 +51,7 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser, description: str = "
     group.add_argument("--layout_text", metavar="YAML", help="the layout itself, in place of a file")
     add_model(
         group,
-        type=absolute_model,
+        type=make_model_absolute,
         help="diffusers directory, the same path on every host, one in gs:// or s3://, or hub id",
     )
     add_precision(group)
@@ -144,7 +147,7 @@ def _start_advice(args: argparse.Namespace) -> str:
         wanted = getattr(args, "layout", None)
         if wanted is not None and Layout.load(wanted).devices_per_host is not None:
             layout = wanted
-    folder = [] if args.folder == default_folder() else ["--folder", str(args.folder)]
+    folder = [] if args.folder == find_default_folder() else ["--folder", str(args.folder)]
     command = shlex.join(["wan-tpu", "cluster", "up", "--emulate", layout, *folder])
     return f"give the --address of a real one, or start one here: {command}"
 

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Sequence
 
-from actors.commands.arguments import absolute_model, add_batch_arguments
+from actors.commands.arguments import add_batch_arguments, make_model_absolute
 from wan_tpu.commands import arguments
 from wan_tpu.commands.parser import Parser
 
@@ -40,7 +40,7 @@ def batch(argv: Sequence[str]) -> None:
         output,
         in_flight=args.in_flight,
         remake_changed=args.remake_changed,
-        model=absolute_model(args.model_id),
+        model=make_model_absolute(args.model_id),
         precision=precision,
     )
     with opening as opened:

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.emulation.cluster import EmulatedCluster, Settings, default_folder, list_emulated_slices
+from cluster.emulation.cluster import EmulatedCluster, Settings, find_default_folder, list_emulated_slices
 from cluster.layout import Layout, list_shipped
 from wan_tpu.commands.parser import Parser
 
@@ -22,7 +22,10 @@ def cluster(argv: Sequence[str]) -> None:
     stop = actions.add_parser("down", help="stop the emulated cluster, also what a crash has left of it")
     for action in (start, stop):
         action.add_argument(
-            "--folder", type=Path, default=default_folder(), help="of the emulated cluster's state; default %(default)s"
+            "--folder",
+            type=Path,
+            default=find_default_folder(),
+            help="of the emulated cluster's state; default %(default)s",
         )
     args = parser.parse_args(argv)
     {"up": _up, "down": _down}[args.action](args)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from actors.commands.timeouts import add_timeouts, read_timeouts
-from actors.doctor.examination import PARTS, Part, examine, in_order, problems, write_bundle
+from actors.doctor.examination import PARTS, Part, examine, list_problems, sort_parts, write_bundle
 from actors.doctor.finding import Finding, Machine, merge
-from cluster.emulation.cluster import default_folder
+from cluster.emulation.cluster import find_default_folder
 from cluster.gang.devices import list_device_files
 from cluster.slice_spec import SliceSpec
 from wan_tpu.commands.parser import Parser
@@ -29,10 +29,10 @@ def doctor(argv: Sequence[str]) -> int:
     args = _parse(argv)
     if not args.output.absolute().parent.is_dir():
         raise OutputError(f"{args.output.absolute().parent} is no folder; make it, or give another --output")
-    parts = in_order(args.part or list(PARTS))
+    parts = sort_parts(args.part or list(PARTS))
     machine, hosts = _examine_slice(args, parts) if args.slice else _examine_here(args, parts)
     write_bundle(args.output, machine, hosts)
-    wrong = [finding for host in hosts for finding in problems(host)]
+    wrong = [finding for host in hosts for finding in list_problems(host)]
     failed = sum(finding.verdict == "fail" for finding in wrong)
     seconds = sum(part.seconds for part in hosts[0])
     says = f"{failed} to mend, {len(wrong) - failed} to look at" if wrong else "nothing wrong was found"
@@ -57,7 +57,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--address", help='of the cluster\'s GCS, "host:port"; default: the emulated one of this machine'
     )
     group.add_argument(
-        "--state", type=Path, default=default_folder(), help="of the emulated cluster's state; default %(default)s"
+        "--state", type=Path, default=find_default_folder(), help="of the emulated cluster's state; default %(default)s"
     )
     add_timeouts(group)
     return parser.parse_args(argv)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.commands.serve_arguments import choose_database
-from cluster.emulation.cluster import default_folder
+from cluster.emulation.cluster import find_default_folder
 from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import InvalidInput
 
@@ -42,7 +42,7 @@ def keys(argv: Sequence[str]) -> None:
         action.add_argument(
             "--folder",
             type=Path,
-            default=default_folder(),
+            default=find_default_folder(),
             help="of the service's state, as of wan-tpu serve; default %(default)s",
         )
     args = parser.parse_args(argv)

@@ -22,7 +22,7 @@ def layouts(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     stages = None if args.model is None else preset_spec(args.model).stages
     listed = [
-        _describe(layout) for layout in map(Layout.load, list_shipped()) if stages is None or _hosts(layout, stages)
+        _describe(layout) for layout in map(Layout.load, list_shipped()) if stages is None or _can_host(layout, stages)
     ]
     if args.json:
         print(json.dumps(listed))
@@ -37,7 +37,7 @@ def layouts(argv: Sequence[str]) -> None:
     )
 
 
-def _hosts(layout: Layout, stages: Sequence[str]) -> bool:
+def _can_host(layout: Layout, stages: Sequence[str]) -> bool:
     try:
         layout.check_stages(stages)
     except LayoutError:

@@ -8,12 +8,12 @@ from typing import Any
 import ray
 
 from actors.api.deploy import prepare_on_head
-from actors.api.processes import QUIET, application_names, make_ingress, make_worker
+from actors.api.processes import QUIET, list_application_names, make_ingress, make_worker
 from actors.api.settings import ServiceSettings
 from actors.commands.arguments import build_spec, read_settings
 from actors.commands.serve_arguments import build_serve_parser, read_service_settings
 from actors.observe.status_actor import StatusActor
-from actors.pipeline.pools import application_name, build_application
+from actors.pipeline.pools import build_application, name_application
 from actors.pipeline_spec import PipelineSpec
 from cluster.layout import Layout
 from cluster.readable_yaml import dump_yaml
@@ -29,8 +29,8 @@ def build_config(arguments: Mapping[str, Any], name: str, layout: Layout) -> str
         name: The pipeline's name.
         layout: The pipeline's layout.
     """
-    ingress_name, worker_name = application_names(name)
-    builders = [(application_name(name, pool.name), "pool", {"pool": pool.name}) for pool in layout.pools]
+    ingress_name, worker_name = list_application_names(name)
+    builders = [(name_application(name, pool.name), "pool", {"pool": pool.name}) for pool in layout.pools]
     builders += [(worker_name, "worker", {}), (ingress_name, "ingress", {})]
     shared = dict(arguments)  # Written once, and referred to by all others.
     applications = [

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from actors.doctor.finding import Finding, Machine, compare
-from actors.doctor.timing import best
+from actors.doctor.timing import time_best
 from wan_tpu.pricing.bundles import CompileError
 from wan_tpu.pricing.probe import count_probe, probe
 
@@ -41,4 +41,4 @@ def time_probe(steps: int, iterations: int, *, interpret: bool) -> float:
     """Return the seconds of the kernel over a grid of so many steps, with so many iterations in each."""
     call, shapes = probe(steps, iterations, interpret=interpret)
     arrays = [jnp.full(shape.shape, 0.5, shape.dtype) for shape in shapes]
-    return best(functools.partial(jax.jit(call), *arrays))
+    return time_best(functools.partial(jax.jit(call), *arrays))

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from actors.doctor.finding import Finding, Machine, compare
-from actors.doctor.timing import best
+from actors.doctor.timing import time_best
 from actors.planning.described import described
 from cluster.slice_spec import SliceSpec, name_slice
 from wan_tpu.ops.collectives import gather_rows
@@ -39,7 +39,7 @@ def check_collectives(machine: Machine) -> Iterator[Finding]:
     rows = -(-(16 if machine.is_rehearsal else 8192) // count) * count  # Of a device: all-to-all cuts them in `count`.
     # Integers that float32 holds exactly, and few of them alike: whatever is swapped shows.
     whole = (np.arange(count * rows * WIDTH) % 65_521).astype(np.float32).reshape(count, rows, WIDTH)
-    for name, (function, expected) in _kinds(count, platform).items():
+    for name, (function, expected) in _list_kinds(count, platform).items():
         right = functools.partial(expected, whole)
         yield _check(name, right, whole, mesh, _compile(function, mesh))
         if machine.chip is not None and name in machine.chip.sparse_core_collectives:
@@ -47,7 +47,7 @@ def check_collectives(machine: Machine) -> Iterator[Finding]:
     yield from _measure_links(machine, mesh)
 
 
-def _kinds(count: int, platform: str) -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
+def _list_kinds(count: int, platform: str) -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
     """Return by name what each device does with its rows, and what a device must have then.
 
     The first is given [rows, WIDTH] inside `jax.shard_map`; the second all devices' rows, [devices, rows, WIDTH], and
@@ -76,7 +76,7 @@ def _check(
     flat = whole.reshape(-1, WIDTH)
     x = jax.make_array_from_callback(flat.shape, NamedSharding(mesh, P(AXIS)), lambda index: flat[index])
     result = program(x)
-    seconds = best(functools.partial(program, x))
+    seconds = time_best(functools.partial(program, x))
     places = {device: number for number, device in enumerate(mesh.devices.flat)}
     wrong = [
         f"device {shard.device.id}"
@@ -107,7 +107,7 @@ def _measure_links(machine: Machine, mesh: Mesh) -> Iterator[Finding]:
         links = Interconnect(tuple((device, 0, 0, 0) for device in range(count)), 1.0, 1.0)
     else:
         links = interconnect_of(described(SliceSpec(name_slice(chip, machine.devices // chip.devices))), mesh)
-    exchange = _kinds(count, mesh.devices.flat[0].platform)["all-to-all"][0]
+    exchange = _list_kinds(count, mesh.devices.flat[0].platform)["all-to-all"][0]
     yield _measure_busiest(machine, mesh, links, "all-to-all", [list(range(count))], exchange)
     if chip is not None and chip.devices == 2 and count > 2:
         pairs = [(device, device ^ 1) for device in range(count)]  # JAX lists a chip's two devices one after the other.
@@ -129,7 +129,7 @@ def _measure_busiest(
     for megabytes in (1, 2) if machine.is_rehearsal else (32, 128):
         rows = -(-megabytes * 2**20 // (4 * WIDTH * mesh.size)) * mesh.size  # Of a device: they are cut in `mesh.size`.
         make = jax.jit(functools.partial(jnp.zeros, (rows * mesh.size, WIDTH)), out_shardings=sharding)
-        seconds.append(best(functools.partial(program, make())))
+        seconds.append(time_best(functools.partial(program, make())))
         busy = links.busy(kind, groups, 4 * WIDTH * rows)
         link = max(busy, key=lambda link: busy[link])
         predicted.append(busy[link])

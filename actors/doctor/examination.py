@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.doctor.finding import Finding, Machine
-from actors.doctor.host import variables
+from actors.doctor.host import read_variables
 from actors.doctor.jax_start import NoDevices
 from wan_tpu.versions import list_versions
 
@@ -50,14 +50,14 @@ def examine(machine: Machine, parts: Sequence[str], on_finding: Callable[[str, F
         on_finding: Called with each finding, and its part's name, as soon as it is there.
     """
     done = []
-    for name in in_order(parts):
+    for name in sort_parts(parts):
         done.append(examine_part(name, machine, functools.partial(on_finding, name)))
         if name == "jax" and not machine.devices:
             break
     return done
 
 
-def in_order(parts: Sequence[str]) -> list[str]:
+def sort_parts(parts: Sequence[str]) -> list[str]:
     """Return parts in the order of `PARTS`, with JAX's start where one of them needs devices."""
     needs_jax = set(parts) - {"host", "jax", "mp4"}
     return [name for name in PARTS if name in parts or (name == "jax" and needs_jax)]
@@ -95,7 +95,7 @@ def write_bundle(path: Path, machine: Machine, hosts: Sequence[Sequence[Part]]) 
     bundle: dict[str, Any] = {
         "wan_tpu_doctor": 1,
         "versions": list_versions(),
-        "environment": variables(),
+        "environment": read_variables(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "devices": {
             "kind": machine.kind,
@@ -109,6 +109,6 @@ def write_bundle(path: Path, machine: Machine, hosts: Sequence[Sequence[Part]]) 
     path.write_text(json.dumps(bundle, indent=1))
 
 
-def problems(parts: Sequence[Part]) -> Iterator[Finding]:
+def list_problems(parts: Sequence[Part]) -> Iterator[Finding]:
     """Yield what is wrong or slow."""
     return (finding for part in parts for finding in part.findings if finding.verdict in ("fail", "warn"))

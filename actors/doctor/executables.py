@@ -36,9 +36,9 @@ def check_executables(machine: Machine) -> Iterator[Finding]:
 
 def compile_to(folder: Path, kind: str = "") -> None:
     """Compile the program for a kind of slice, described; for this machine's own devices without one. Store it."""
-    mesh = _mesh(described(SliceSpec(kind)).devices() if kind else jax.local_devices())
+    mesh = _make_mesh(described(SliceSpec(kind)).devices() if kind else jax.local_devices())
     x = jax.ShapeDtypeStruct((8, 128), np.float32, sharding=replicated(mesh))
-    _program(folder, mesh, save=True).compile(x)
+    _make_program(folder, mesh, save=True).compile(x)
 
 
 def _compile_elsewhere(folder: Path, kind: str) -> str:
@@ -57,10 +57,10 @@ def load(name: str, folder: Path, failure: str = "") -> Finding:
     """Return whether the program in a folder is used; failure: what kept another process from making it."""
     if failure:
         return Finding(name, f"it could not be made: {failure}", "fail", "a file", "attach this report to an issue")
-    mesh, reasons = _mesh(jax.local_devices()), _Reasons()
+    mesh, reasons = _make_mesh(jax.local_devices()), _Reasons()
     logging.getLogger(_LOG).addHandler(reasons)
     try:
-        program = _program(folder, mesh, save=False)
+        program = _make_program(folder, mesh, save=False)
         result = np.asarray(program(place(np.ones((8, 128), np.float32), mesh)))
     finally:
         logging.getLogger(_LOG).removeHandler(reasons)
@@ -75,11 +75,11 @@ def load(name: str, folder: Path, failure: str = "") -> Finding:
     )
 
 
-def _mesh(devices: list[jax.Device]) -> Mesh:
+def _make_mesh(devices: list[jax.Device]) -> Mesh:
     return Mesh(np.array(devices[:1]).reshape(1, 1, 1), AXES)
 
 
-def _program(folder: Path, mesh: Mesh, *, save: bool) -> Program:
+def _make_program(folder: Path, mesh: Mesh, *, save: bool) -> Program:
     stored = Executables(folder, "doctor", save=save)
     return Program(lambda x: x @ x.T @ x / x.shape[0] + 1, mesh, exact=True, name="doctor", executables=stored)
 

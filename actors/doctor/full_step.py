@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from actors.doctor.finding import Finding, Machine
-from actors.doctor.prediction import DTYPE, SIZE, NoPrediction, explain, model_of_two_experts, predict, request_of
+from actors.doctor.prediction import DTYPE, SIZE, NoPrediction, explain, find_model_of_two_experts, predict, request_of
 from actors.doctor.timing import measure
 from actors.doctor.trace import trace_categories
 from cluster.chips import GIB
@@ -36,7 +36,7 @@ _NOT_FINITE = "videos would be NaN: attach the report to an issue, and see wheth
 def check_step(machine: Machine) -> Iterator[Finding]:
     """Yield how long each takes, and whether that is what a plan predicts; where not, which part of the chip is off."""
     is_full = machine.chip is not None
-    name_of_model = model_of_two_experts()
+    name_of_model = find_model_of_two_experts()
     if is_full:
         model = preset_model(name_of_model)
     else:
@@ -73,7 +73,7 @@ def _time(name: str, runtime: AbstractRuntime, program: Program, arguments: tupl
     try:
         program.compile(*arguments)
         arrays = make_arrays(runtime, name, arguments)
-        is_finite = _all_finite(program(*arrays))
+        is_finite = _are_finite(program(*arrays))
         times = measure(lambda: program(*arrays), CALLS)
         categories = trace_categories(lambda: program(*arrays)) if trace else {}
     except (DoesNotFit, jax.errors.JaxRuntimeError) as error:
@@ -98,7 +98,7 @@ def _time(name: str, runtime: AbstractRuntime, program: Program, arguments: tupl
     )
 
 
-def _all_finite(result: Any) -> bool:
+def _are_finite(result: Any) -> bool:
     floats = [array for array in jax.tree.leaves(result) if jnp.issubdtype(array.dtype, jnp.floating)]
     return bool(jax.jit(lambda arrays: jnp.array([jnp.isfinite(array).all() for array in arrays]).all())(floats))
 

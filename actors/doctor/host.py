@@ -26,7 +26,7 @@ def check_host(machine: Machine) -> Iterator[Finding]:
     yield _write_to_disk(machine)
 
 
-def variables() -> dict[str, str]:
+def read_variables() -> dict[str, str]:
     """Return the environment variables that decide what JAX, libtpu and Ray do; none that is a secret."""
     return {
         name: value
@@ -95,7 +95,7 @@ def _look_at_devices() -> Iterator[Finding]:
 
 
 def _look_at_variables() -> Iterator[Finding]:
-    for name, value in variables().items():
+    for name, value in read_variables().items():
         if name in ("LIBTPU_INIT_ARGS", "XLA_FLAGS", "JAX_PLATFORMS", "TPU_VISIBLE_CHIPS", "TPU_PROCESS_ADDRESSES"):
             yield Finding(name, value)
 

@@ -75,7 +75,7 @@ def predict(
     return predicted
 
 
-def model_of_two_experts() -> str:
+def find_model_of_two_experts() -> str:
     """Return the name of the published model that most of this is about: it makes videos of texts, in two halves."""
     names = (name for name in published() if "t2v" in preset_spec(name).tasks)
     return max(names, key=lambda name: len(preset_spec(name).stages))

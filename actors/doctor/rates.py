@@ -11,7 +11,7 @@ import numpy as np
 
 from actors.doctor.clock import check_clock
 from actors.doctor.finding import Finding, Machine, compare
-from actors.doctor.timing import best
+from actors.doctor.timing import time_best
 from wan_tpu.pricing.probe import type_of_8_bits
 
 MIB = 2**20
@@ -25,25 +25,25 @@ def check_rates(machine: Machine) -> Iterator[Finding]:
     chip, small = machine.chip, machine.is_rehearsal
     peak = None if chip is None else chip.bf16_flops / chip.devices / 1e12
     size = 512 if small else 8192
-    bf16 = _product_rate(size, small, jnp.bfloat16, jnp.float32)
+    bf16 = _measure_products(size, small, jnp.bfloat16, jnp.float32)
     yield compare("matrix products", "TFLOP/s", bf16, peak, _SHARE, _SLOW)
     narrow = jnp.int8 if chip is None else type_of_8_bits(jax.local_devices()[0])
     if narrow is not None:
-        rate = _product_rate(size, small, narrow, jnp.int32 if narrow == jnp.int8 else jnp.float32)
+        rate = _measure_products(size, small, narrow, jnp.int32 if narrow == jnp.int8 else jnp.float32)
         name = f"matrix products, {jnp.dtype(narrow).name}"
         yield compare(name, "TFLOP/s", rate, None if peak is None else 2 * peak, _SHARE_8_BITS, _SLOW)
     published = None if chip is None else chip.hbm_bytes_per_s / chip.devices / 1e9
-    memory = _memory_rate((8 if small else 2048) * MIB)
+    memory = _measure_memory((8 if small else 2048) * MIB)
     yield compare("device memory", "GB/s", memory / 1e9, published, 0.75, _SLOW)
     machine.calibration = dataclasses.replace(machine.calibration, hbm_bytes_per_s=memory)
     host = np.zeros((4 if small else 256) * MIB, np.uint8)
     yield _copy_rate("host to a device", host, jax.local_devices()[:1])
     yield _copy_rate("host to all devices", host, jax.local_devices())
-    yield _dispatch()
+    yield _measure_dispatch()
     yield from check_clock(machine)
 
 
-def _product_rate(size: int, small: bool, dtype: Any, sums: Any) -> float:
+def _measure_products(size: int, small: bool, dtype: Any, sums: Any) -> float:
     """Return TFLOP/s of products of one type, each of which needs the one before."""
     count = 4 if small else 50
 
@@ -55,25 +55,25 @@ def _product_rate(size: int, small: bool, dtype: Any, sums: Any) -> float:
         return jax.lax.fori_loop(0, count, multiply, x)
 
     x = jnp.eye(size, dtype=dtype)
-    return count * 2 * size**3 / best(functools.partial(products, x, x)) / 1e12
+    return count * 2 * size**3 / time_best(functools.partial(products, x, x)) / 1e12
 
 
-def _memory_rate(size: int) -> float:
+def _measure_memory(size: int) -> float:
     """Return bytes a second that are read and written by adding one to an array: what the larger of two takes more."""
     add = jax.jit(lambda x: x + 1)
 
     def seconds(size: int) -> float:
-        return best(functools.partial(add, jnp.zeros(size // 4, jnp.float32)))
+        return time_best(functools.partial(add, jnp.zeros(size // 4, jnp.float32)))
 
     return 2 * (size - size // 4) / max(seconds(size) - seconds(size // 4), 1e-9)
 
 
 def _copy_rate(name: str, array: np.ndarray, devices: list[jax.Device]) -> Finding:
-    seconds = best(lambda: [jax.device_put(array, device) for device in devices])
+    seconds = time_best(lambda: [jax.device_put(array, device) for device in devices])
     return compare(name, "GB/s", array.nbytes * len(devices) / seconds / 1e9, None, 0.0, "")
 
 
-def _dispatch() -> Finding:
+def _measure_dispatch() -> Finding:
     add, x, count = jax.jit(lambda x: x + 1), jnp.zeros(8), 100
 
     def many() -> jax.Array:
@@ -82,5 +82,5 @@ def _dispatch() -> Finding:
             value = add(value)
         return value
 
-    seconds = best(many) / count
+    seconds = time_best(many) / count
     return Finding("a call", f"{seconds * 1e6:.0f} us", figures={"seconds": seconds})

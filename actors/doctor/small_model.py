@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from actors.doctor.finding import Finding, Machine
-from actors.doctor.prediction import model_of_two_experts
+from actors.doctor.prediction import find_model_of_two_experts
 from wan_tpu.media.mp4 import Mp4
 from wan_tpu.pipeline import load_pipeline
 from wan_tpu.request import GenerationRequest
@@ -24,19 +24,21 @@ _ADVICE = "videos would be wrong: attach this report to an issue"
 
 def check_small_model(machine: Machine) -> Iterator[Finding]:
     """Yield how far its pixels are from those of one CPU device, whose results the tests compare with diffusers'."""
-    checkpoint = make_checkpoint(machine.folder / "small", model_of_two_experts())
-    expected = _pixels(checkpoint, "float32", jax.local_devices(backend="cpu")[:1])
+    checkpoint = make_checkpoint(machine.folder / "small", find_model_of_two_experts())
+    expected = _compute_pixels(checkpoint, "float32", jax.local_devices(backend="cpu")[:1])
     if not machine.is_rehearsal:
-        yield _compare("one device, float32", _pixels(checkpoint, "float32", jax.local_devices()[:1]), expected, SAME)
+        yield _compare(
+            "one device, float32", _compute_pixels(checkpoint, "float32", jax.local_devices()[:1]), expected, SAME
+        )
     if machine.devices > 1:
-        yield _compare("all devices, float32", _pixels(checkpoint, "float32", None), expected, SAME)
+        yield _compare("all devices, float32", _compute_pixels(checkpoint, "float32", None), expected, SAME)
     if machine.devices > 1 and not machine.is_rehearsal:
         before = read_switches()
         set_switches(collectives=SYNCHRONOUS)
-        pixels = _pixels(checkpoint, "float32", None)
+        pixels = _compute_pixels(checkpoint, "float32", None)
         set_switches(**before)
         yield _compare("all devices, nothing overlapped", pixels, expected, SAME)
-    yield _compare("all devices, bfloat16", _pixels(checkpoint, "bfloat16", None), expected, ROUNDED)
+    yield _compare("all devices, bfloat16", _compute_pixels(checkpoint, "bfloat16", None), expected, ROUNDED)
 
 
 def check_mp4(machine: Machine) -> Iterator[Finding]:
@@ -56,7 +58,7 @@ def check_mp4(machine: Machine) -> Iterator[Finding]:
     yield Finding("mp4", f"{rate:.0f} frames a second of {width}x{height}", figures={"frames_per_s": rate})
 
 
-def _pixels(checkpoint: object, dtype: str, devices: list[jax.Device] | None) -> np.ndarray:
+def _compute_pixels(checkpoint: object, dtype: str, devices: list[jax.Device] | None) -> np.ndarray:
     mesh = None if devices is None else Mesh(np.array(devices).reshape(1, 1, 1), AXES)
     return load_pipeline(str(checkpoint), dtype, mesh, keep_weights=False).generate(REQUEST).pixels
 

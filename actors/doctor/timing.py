@@ -20,6 +20,6 @@ def measure(call: Callable[[], Any], tries: int = TRIES) -> list[float]:
     return times
 
 
-def best(call: Callable[[], Any]) -> float:
+def time_best(call: Callable[[], Any]) -> float:
     """Return the seconds of the fastest of some calls."""
     return min(measure(call))

@@ -123,11 +123,11 @@ class Database:
         state = getattr(error.orig, "sqlstate", None)
         if state == _READ_ONLY:
             self._engine.dispose()  # By now the address may lead to the new primary.
-            return StoreUnavailable(f"{self} takes no changes now: {_first_line(error)}; try again")
+            return StoreUnavailable(f"{self} takes no changes now: {_take_first_line(error)}; try again")
         if error.connection_invalidated or state == _IDLE_TOO_LONG:
-            return unavailable(f"the connection to {self} was lost: {_first_line(error)}; try again")
+            return unavailable(f"the connection to {self} was lost: {_take_first_line(error)}; try again")
         if isinstance(error, OperationalError):
-            return unavailable(f"{self} can't be used now: {_first_line(error)}; try again")
+            return unavailable(f"{self} can't be used now: {_take_first_line(error)}; try again")
         kind, statement = type(error.orig).__name__, " ".join(str(error.statement).split())
         return StoreFailed(f"{self} refused a statement ({kind}{'' if state is None else f' {state}'}): {statement}")
 
@@ -208,5 +208,5 @@ def _make_sqlite_engine(url: URL) -> Engine:
     return engine
 
 
-def _first_line(error: DBAPIError) -> str:
+def _take_first_line(error: DBAPIError) -> str:
     return str(error.orig).strip().splitlines()[0] if str(error.orig).strip() else type(error.orig).__name__

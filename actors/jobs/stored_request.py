@@ -18,7 +18,7 @@ def to_stored(request: dict[str, Any]) -> dict[str, Any]:
     return {"version": VERSION, **request}
 
 
-def from_stored(stored: dict[str, Any]) -> dict[str, Any]:
+def read_stored(stored: dict[str, Any]) -> dict[str, Any]:
     """Return a stored request in the current form, without its version. A newer form is returned unchanged."""
     request = dict(stored)
     if "version" not in request:

@@ -17,7 +17,7 @@ from sqlalchemy.orm import (
     relationship,
 )
 
-from actors.jobs.stored_request import from_stored, to_stored
+from actors.jobs.stored_request import read_stored, to_stored
 from actors.jobs.values import Progress, Status, make_id
 
 
@@ -46,7 +46,7 @@ class _RequestColumn(TypeDecorator[dict[str, Any]]):
         return None if value is None else to_stored(value)
 
     def process_result_value(self, value: dict[str, Any] | None, dialect: Dialect) -> dict[str, Any] | None:
-        return None if value is None else from_stored(value)
+        return None if value is None else read_stored(value)
 
 
 class Job(Table, kw_only=True):

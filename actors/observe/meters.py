@@ -25,7 +25,7 @@ ZERO_S = 120.0
 P = ParamSpec("P")
 
 
-def harmless(method: Callable[P, None]) -> Callable[P, None]:
+def ignore_errors(method: Callable[P, None]) -> Callable[P, None]:
     """Have a method log what it raises: figures may be lost, but the work that they count goes on."""
 
     @functools.wraps(method)
@@ -58,7 +58,7 @@ class PipelineMeters:
         self._ended = Counter("wan_requests_ended", "Requests that ended.", ("outcome",))
         self._shown_s: dict[Gauge, dict[tuple[str, ...], float]] = {}  # When each set of labels last had a count.
 
-    @harmless
+    @ignore_errors
     def show(self, replicas: Mapping[tuple[str, ...], int], stages: Mapping[str, int]) -> None:
         """Show how many replicas and requests there are; to be repeated, as Ray forgets a gauge once it was read.
 
@@ -69,7 +69,7 @@ class PipelineMeters:
         self._show_counts(self._replicas, replicas)
         self._show_counts(self._requests, {(stage,): count for stage, count in stages.items()})
 
-    @harmless
+    @ignore_errors
     def count_start(self, pool: str, phases: Mapping[str, float]) -> None:
         """Count a replica that is ready, and the seconds that each phase of its start took."""
         self._starts.inc(tags={"pool": pool})
@@ -77,17 +77,17 @@ class PipelineMeters:
             if is_amount(seconds):
                 self._start_s.inc(seconds, {"pool": pool, "phase": phase})
 
-    @harmless
+    @ignore_errors
     def count_drain(self, pool: str) -> None:
         """Count a replica whose slice will be taken away."""
         self._drains.inc(tags={"pool": pool})
 
-    @harmless
+    @ignore_errors
     def count_gone(self, pool: str) -> None:
         """Count a replica that has ended."""
         self._gone.inc(tags={"pool": pool})
 
-    @harmless
+    @ignore_errors
     def count_end(self, outcome: str) -> None:
         """Count a request that has ended."""
         self._ended.inc(tags={"outcome": outcome})
@@ -113,7 +113,7 @@ class BatchMeters:
         self._chip_s = Counter("wan_batch_chip_seconds", "Chips compute for a batch.", ("stage",))
         self._spent = Counter("wan_batch_dollars", "What they cost.", ("stage",))
 
-    @harmless
+    @ignore_errors
     def show_lines(self, statuses: Mapping[str, int], total: int) -> None:
         """Show how many lines have ended, by status, and how many are left."""
         counts = Counts(statuses)
@@ -121,7 +121,7 @@ class BatchMeters:
             self._lines.set(counts[status], {"status": status})
         self._lines.set(total - counts.total(), {"status": "left"})
 
-    @harmless
+    @ignore_errors
     def count_compute(self, stage: str, seconds: float) -> None:
         """Count the time that a slice has computed for the batch, and its price."""
         used = seconds * self._chips.get(stage, 1)
@@ -161,7 +161,7 @@ class ChipMeters:
             except Exception as error:  # A host doesn't end for want of figures.
                 log.warning("no figures of the chips: %s", error)
 
-    @harmless
+    @ignore_errors
     def show(self, figures: Mapping[str, Sequence[str]]) -> None:
         """Show libtpu's values, which are texts in the order of the chips; those that aren't numbers are left out."""
         for name, values in figures.items():

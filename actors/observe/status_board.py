@@ -199,7 +199,7 @@ class StatusBoard:
 
     def _expire(self) -> None:
         now = self._clock()
-        for name in [name for name, heard_s in self._replica_s.items() if now - heard_s > self._expiry_s(name)]:
+        for name in [name for name, heard_s in self._replica_s.items() if now - heard_s > self._find_expiry_s(name)]:
             if self._replicas[name].activity in FAILED:
                 del self._replicas[name], self._replica_s[name]
             else:
@@ -210,7 +210,7 @@ class StatusBoard:
         for driver in _list_older(self._driver_s, now - EXPIRY_S):
             del self._driver_s[driver], self._drivers[driver]
 
-    def _expiry_s(self, name: str) -> float:
+    def _find_expiry_s(self, name: str) -> float:
         return _EXPIRY_S.get(self._replicas[name].activity, EXPIRY_S)
 
     def _forget_request(self, key: str) -> None:

@@ -127,7 +127,7 @@ def _draw_count(axes: Axes, spans: Sequence[Span], slices: list[tuple[str, str]]
 
 def _draw_legend(figure: Figure, spans: Sequence[Span], letters: dict[str, str], colours: dict[str, str]) -> None:
     shown = list(letters)[: len(_COLOURS)]
-    handles = [Patch(facecolor=colours[name], label=f"{letters[name]}  {_short(name)}") for name in shown]
+    handles = [Patch(facecolor=colours[name], label=f"{letters[name]}  {_shorten(name)}") for name in shown]
     if len(letters) > len(shown):
         handles.append(Patch(facecolor="none", label=f"and {len(letters) - len(shown)} more (colours repeat)"))
     kinds = {span.kind for span in spans}
@@ -140,5 +140,5 @@ def _draw_legend(figure: Figure, spans: Sequence[Span], letters: dict[str, str],
     figure.legend(handles=handles, loc="outside lower left", ncols=min(len(handles), 5), frameon=False, fontsize=9)
 
 
-def _short(name: str, most: int = 28) -> str:
+def _shorten(name: str, most: int = 28) -> str:
     return name if len(name) <= most else name[: most - 1] + "…"

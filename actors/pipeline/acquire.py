@@ -42,14 +42,14 @@ def acquire_pipeline(
         yield running
         return
     with _own(name):
-        if wanted is not None and running is not None and running.same_as(wanted):
+        if wanted is not None and running is not None and running.is_same_as(wanted):
             wait_until_up(running, tell)
         else:
             if running is not None:
                 tell(f"taking down what a killed batch has left of {name}")
                 shut_down(name, drain_s=DRAIN_S)
             if wanted is None:
-                raise _no_pipeline(name)
+                raise _build_not_found(name)
             deploy(wanted, tell=tell)
         try:
             yield wanted
@@ -64,10 +64,10 @@ def find_reusable(name: str, wanted: PipelineSpec | None, precision: str | None 
     running = find_spec(name)
     if running is None:
         if wanted is None:
-            raise _no_pipeline(name)
+            raise _build_not_found(name)
         return None
     if not running.lasting and (owner := _find_owner(name)):
-        raise _not_shared(name, owner)
+        raise _build_not_shared(name, owner)
     if running.lasting or wanted is None:
         check_usable(running, wanted, precision)
     return running
@@ -98,14 +98,14 @@ def check_usable(running: PipelineSpec, wanted: PipelineSpec | None, precision: 
         )
 
 
-def _no_pipeline(name: str) -> PipelineNotFound:
+def _build_not_found(name: str) -> PipelineNotFound:
     return PipelineNotFound(
         f"no pipeline {name!r} runs on this cluster; bring one up (wan-tpu pipeline up --layout ... --model ...), "
         "or give this command --layout and --model and it brings up its own"
     )
 
 
-def _not_shared(name: str, owner: str) -> PipelineNotFound:
+def _build_not_shared(name: str, owner: str) -> PipelineNotFound:
     return PipelineNotFound(
         f"pipeline {name!r} belongs to a batch that runs ({owner}) and ends with it; wait for that, or choose "
         "another --name where there are slices for both (wan-tpu pipeline up makes one that batches share)"
@@ -123,7 +123,7 @@ def _own(pipeline: str) -> Iterator[None]:
     try:
         actor = make_surviving(_Owner).options(name=f"{pipeline}-owner", namespace=NAMESPACE).remote(owner)
     except ValueError:  # Another batch was a moment earlier.
-        raise _not_shared(pipeline, _find_owner(pipeline) or "which has just begun") from None
+        raise _build_not_shared(pipeline, _find_owner(pipeline) or "which has just begun") from None
     ray.get(actor.describe.remote())
     try:
         yield

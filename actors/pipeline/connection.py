@@ -30,7 +30,7 @@ class PipelineConnection:
     def open_stream(self, stage: str, program: str | None = None) -> Any:
         """Return a handle to a stage's pool; of equally busy replicas, one that holds the program is preferred."""
         options: dict[str, Any] = {"stream": True} | ({} if program is None else {"multiplexed_model_id": program})
-        return self._handles[self.layout.pool_of(stage).name].options(**options)
+        return self._handles[self.layout.find_pool(stage).name].options(**options)
 
     def close(self) -> None:
         """Release the pools; to be called before `ray.shutdown`, which the handles' threads don't notice."""

@@ -60,7 +60,7 @@ class PipelineDriver:
             settings = self._connection.settings
             model = f"{settings.checkpoint} {settings.dtype}"
             snapshots = await asyncio.to_thread(name_of, id, plan.request, model)
-            with contextlib.closing(self._ref_store.scope()) as scope:
+            with contextlib.closing(self._ref_store.open_scope()) as scope:
                 run = RequestRun(self._connection, id, plan, on_event, priority, scope, snapshots)
                 self._kept[id] = run.snapshots, scope
                 video = await run.run()

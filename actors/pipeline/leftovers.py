@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Mapping
 
 from actors.pipeline_spec import PipelineSettings
-from actors.slices.snapshots import Snapshots, name_of, stem_of
+from actors.slices.snapshots import Snapshots, build_stem, name_of
 from wan_tpu.errors import WanTpuError
 from wan_tpu.plan import RequestPlan
 from wan_tpu.storage.base import StorageError
@@ -29,10 +29,10 @@ def delete_leftovers(settings: PipelineSettings, done: Callable[[], Mapping[str,
     deleted = 0
     try:
         snapshots = Snapshots(settings.snapshots)
-        if not (stems := set(snapshots.stems())):
+        if not (stems := set(snapshots.list_stems())):
             return 0
         for id_, plan in done().items():
-            if stem_of(id_) in stems:
+            if build_stem(id_) in stems:
                 deleted += _delete(snapshots, id_, plan, settings)
     except StorageError as error:
         log.warning("left-over snapshots stay: %s", error)
@@ -45,7 +45,7 @@ def _delete(snapshots: Snapshots, id_: str, plan: Callable[[], RequestPlan], set
     except WanTpuError:  # An image has gone since, so nobody knows whose snapshots these are.
         return False
     deleted = False
-    while (step := snapshots.newest(name)) is not None:
+    while (step := snapshots.find_newest(name)) is not None:
         snapshots.forget(name, step)
         deleted = True
     return deleted

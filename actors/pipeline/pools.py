@@ -66,7 +66,7 @@ def _deploy(spec: PipelineSpec, tell: Tell) -> None:
     try:
         targets = [
             serve.RunTarget(
-                build_application(pool, settings), name=application_name(name, pool.name), route_prefix=None
+                build_application(pool, settings), name=name_application(name, pool.name), route_prefix=None
             )
             for pool in pools
         ]
@@ -85,7 +85,7 @@ def wait_until_up(spec: PipelineSpec, tell: Tell) -> None:
     Serve says when that is so. The status actor adds what each replica does, and which would be refused again.
     """
     status = StatusActor.find(spec.settings.name)
-    applications = {pool.name: application_name(spec.settings.name, pool.name) for pool in spec.layout.pools}
+    applications = {pool.name: name_application(spec.settings.name, pool.name) for pool in spec.layout.pools}
     earlier: Set[str] | None = None  # Replicas that were refused in an earlier start, when the pipeline ran before.
     while True:
         news = None if status is None else status.read_or_none(NEWS_S)
@@ -112,7 +112,7 @@ def wait_until_up(spec: PipelineSpec, tell: Tell) -> None:
         time.sleep(POLL_S)
 
 
-def application_name(pipeline: str, pool: str) -> str:
+def name_application(pipeline: str, pool: str) -> str:
     """Return the name of the Serve application of a pool."""
     return f"{pipeline}-{pool}"
 
@@ -131,7 +131,7 @@ def open_handle(pipeline: str, pool: str, attempts: int = ReliabilitySettings.ha
         PipelineStartFailed: None did.
     """
     _quieten_serve()
-    shared = serve.get_deployment_handle(pool, application_name(pipeline, pool))  # Raises where there is no such pool.
+    shared = serve.get_deployment_handle(pool, name_application(pipeline, pool))  # Raises where there is no such pool.
     for _ in range(attempts):
         handle: Any = DeploymentHandle(shared.deployment_name, shared.app_name)
         if _learns_of_pool(handle):
@@ -165,13 +165,13 @@ def list_applications(pipeline: str) -> list[str]:
     return sorted(
         name
         for name, application in status.applications.items()
-        if any(name == application_name(pipeline, pool) for pool in application.deployments)
+        if any(name == name_application(pipeline, pool) for pool in application.deployments)
     )
 
 
 def list_live_replicas(pipeline: str, layout: Layout) -> set[str]:
     """Return the names, as the status has them, of replicas whose processes live."""
-    pools = {f"SERVE_REPLICA::{application_name(pipeline, pool.name)}#{pool.name}#": pool.name for pool in layout.pools}
+    pools = {f"SERVE_REPLICA::{name_application(pipeline, pool.name)}#{pool.name}#": pool.name for pool in layout.pools}
     names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
     return {
         f"{pool}/{name.removeprefix(start)}"
@@ -228,7 +228,7 @@ def build_application(pool: Pool, settings: PipelineSettings) -> Any:
             downscale_delay_s=settings.scale_down_s,
             look_back_period_s=settings.scale_look_s,
             metrics_interval_s=settings.scale_look_s / 3,
-            policy=AutoscalingPolicy(policy_function="actors.slices.autoscaling:replicas_needed"),
+            policy=AutoscalingPolicy(policy_function="actors.slices.autoscaling:count_replicas_needed"),
         )
     never = AutoscalingConfig(min_replicas=0, initial_replicas=0, max_replicas=1)
     first = serve.deployment(name=f"first-of-{pool.name}", autoscaling_config=never, ray_actor_options={"num_cpus": 0})

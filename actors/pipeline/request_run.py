@@ -99,7 +99,7 @@ class RequestRun:
     async def _go_through(self) -> bytes:
         """Run the operations of the stage machine until there is a video."""
         if self._state is None:  # Else the pool before has handed over a state that nobody has taken yet.
-            self._machine = self._machine.at_step(await self._newest_snapshot())
+            self._machine = self._machine.at_step(await self._find_newest_snapshot())
         while True:
             match self._machine.next:
                 case (DecodeSound() | Decode(), *_):
@@ -109,11 +109,11 @@ class RequestRun:
                 case encodings:
                     await self._encode(encodings)
 
-    async def _newest_snapshot(self) -> int | None:
+    async def _find_newest_snapshot(self) -> int | None:
         until, pause_s = time.monotonic() + self._limits.snapshots_s, FIRST_WAIT_S
         while True:
             try:
-                step = await asyncio.to_thread(self._connection.snapshots.newest, self.snapshots)
+                step = await asyncio.to_thread(self._connection.snapshots.find_newest, self.snapshots)
                 break
             except StorageError as error:
                 if time.monotonic() > until:
@@ -128,7 +128,7 @@ class RequestRun:
     async def _denoise(self, stage: str) -> None:
         """Have one pool run all steps that it can, from the state handed over or else from the snapshot."""
         state, steps = self._state, self._plan.request.steps
-        pool = self._connection.layout.pool_of(stage)
+        pool = self._connection.layout.find_pool(stage)
         texts: list[RefHandle | None] = [self._encoded[EncodeText(prompt)] for prompt in self._plan.prompts]
         inputs = [*[*texts, None][:2], self._encoded.get(EncodeImage())]
 
@@ -164,7 +164,7 @@ class RequestRun:
 
     async def _check_adapters(self) -> None:
         """Have every pool that will use the request's adapters check them, because the driver may not reach them."""
-        pools = {self._connection.layout.pool_of(expert.stage).name: expert.stage for expert in self._plan.experts}
+        pools = {self._connection.layout.find_pool(expert.stage).name: expert.stage for expert in self._plan.experts}
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._limits.adapters_s), asyncio.TaskGroup() as group:

@@ -180,9 +180,9 @@ def _build_pool(pool: Pool, reported: ReportedStatus) -> PoolStatus:
         wanted=(pool.replicas.minimum, pool.replicas.maximum),
         replicas=replicas,
         queue=sum(key not in computed for key in here) + sum(reported.unlisted.get(stage, 0) for stage in pool.stages),
-        step_s=_average(steps),
-        handoff_s=_average([seconds for seconds, _ in handoffs]),
-        handoff_bytes=_average([nbytes for _, nbytes in handoffs]),
+        step_s=_compute_average(steps),
+        handoff_s=_compute_average([seconds for seconds, _ in handoffs]),
+        handoff_bytes=_compute_average([nbytes for _, nbytes in handoffs]),
         differing=_find_differing({name: replica.software for name, replica in replicas.items() if replica.software}),
     )
 
@@ -206,5 +206,5 @@ def _format_facts(pool: PoolStatus) -> str:
     return ", ".join([*facts, "+".join(pool.stages)])
 
 
-def _average(values: Sequence[float]) -> float | None:
+def _compute_average(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None

@@ -29,7 +29,7 @@ class SliceTime:
             self.seconds = took if not self.seconds else 0.8 * self.seconds + 0.2 * took
 
 
-def replicas_needed(context: Any) -> tuple[int, dict[str, Any]]:
+def count_replicas_needed(context: Any) -> tuple[int, dict[str, Any]]:
     """Return how many replicas keep every wait within `PipelineSettings.scale_wait_s`, inside the pool's bounds.
 
     With n requests at a pool whose stage takes s seconds, the last of them waits for n s / replicas.

@@ -48,9 +48,9 @@ class DrainState:
     def check(self) -> None:
         """Raise `StageMoved` when new requests are refused."""
         if self.begun:
-            raise self.refusal()
+            raise self.build_refusal()
 
-    def refusal(self) -> StageMoved:
+    def build_refusal(self) -> StageMoved:
         """Return the error for a request that has not begun here."""
         return StageMoved(f"{self._name} is draining; another replica takes what comes")
 

@@ -137,20 +137,20 @@ class SliceLeader:
 
     async def encode_text(self, request: SliceRequest, prompt: str) -> AsyncIterator[Event]:
         """Encode a prompt, as `StageRunner.encode_text`."""
-        async with contextlib.aclosing(self._stages_of(request).encode_text(request, prompt)) as events:
+        async with contextlib.aclosing(self._get_runner(request).encode_text(request, prompt)) as events:
             async for event in events:
                 yield event
 
     async def encode_image(self, request: SliceRequest, full_request: ResolvedRequest) -> AsyncIterator[Event]:
         """Encode a request's image, as `StageRunner.encode_image`."""
         await self._register_program(request.plan.shapes[ENCODER])
-        async with contextlib.aclosing(self._stages_of(request).encode_image(request, full_request)) as events:
+        async with contextlib.aclosing(self._get_runner(request).encode_image(request, full_request)) as events:
             async for event in events:
                 yield event
 
     async def check_adapters(self, request: SliceRequest) -> AsyncIterator[Event]:
         """Check a request's adapters, as `StageRunner.check_adapters`: a stream like all calls, but without events."""
-        await self._stages_of(request).check_adapters(request)
+        await self._get_runner(request).check_adapters(request)
         no_events: tuple[Event, ...] = ()
         for event in no_events:
             yield event
@@ -160,18 +160,18 @@ class SliceLeader:
     ) -> AsyncIterator[Event]:
         """Run the steps that are left here, as `StageRunner.denoise`."""
         await self._register_program(request.plan.shapes[request.plan.experts_on(self._stages)[0].stage])
-        async with contextlib.aclosing(self._stages_of(request).denoise(request, inputs, state, step)) as events:
+        async with contextlib.aclosing(self._get_runner(request).denoise(request, inputs, state, step)) as events:
             async for event in events:
                 yield event
 
     async def decode(self, request: SliceRequest, state: RefHandle) -> AsyncIterator[Event]:
         """Decode final latents, as `StageRunner.decode`."""
         await self._register_program(request.plan.shapes[DECODER])
-        async with contextlib.aclosing(self._stages_of(request).decode(request, state)) as events:
+        async with contextlib.aclosing(self._get_runner(request).decode(request, state)) as events:
             async for event in events:
                 yield event
 
-    def _stages_of(self, request: SliceRequest) -> StageRunner:
+    def _get_runner(self, request: SliceRequest) -> StageRunner:
         """Return the runner of a request's stages; raise `StageMoved` when new requests are refused."""
         self._drain.check()
         assert self._runner is not None
@@ -220,7 +220,7 @@ class SliceLeader:
         self._status.report_replica(self._name, self._reported)  # A status actor that was restarted knows nothing.
         if self._drain.is_over:
             self._close()
-        elif (left_s := await self._seconds_left()) is not None:
+        elif (left_s := await self._read_seconds_left()) is not None:
             if not self._drain.begun:
                 self._begin_drain(left_s)
             self._drain.begin(left_s)
@@ -234,16 +234,16 @@ class SliceLeader:
         assert self._runner is not None
         self._report("draining", f"its hosts are taken away in {left_s:.0f} s")
         self._drain.begin(left_s)
-        self._runner.scheduler.evict(self._drain.refusal)
+        self._runner.scheduler.evict(self._drain.build_refusal)
         log.warning("%s is being drained, %.0f s left", self._name, left_s)
         self._adoption = asyncio.create_task(self._runner.published.adopt_all())
 
-    async def _seconds_left(self) -> float | None:
+    async def _read_seconds_left(self) -> float | None:
         """Return in how many seconds the hosts go away; None where they stay, or where Ray doesn't say now."""
         if self._drain_answer is None:
             nodes = [host.node_id for host in self._hosts.hosts]
             loop = asyncio.get_running_loop()
-            self._drain_answer = loop.run_in_executor(None, self._around.draining_for, nodes)
+            self._drain_answer = loop.run_in_executor(None, self._around.find_drain_s, nodes)
         await asyncio.wait([self._drain_answer], timeout=DRAIN_ANSWER_S)
         if not self._drain_answer.done():
             return None  # The next check waits for the same answer, so that only one thread waits for Ray.

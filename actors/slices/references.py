@@ -51,7 +51,7 @@ class RefStore:
         self._actor = make_surviving(_RefStoreActor).remote() if actor is None else actor
         self._numbers = itertools.count()
 
-    def scope(self) -> "RequestScope":
+    def open_scope(self) -> "RequestScope":
         """Return a new request's scope."""
         return RequestScope(self._actor, next(self._numbers))
 

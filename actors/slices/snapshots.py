@@ -56,12 +56,12 @@ def name_of(id: str, request: ResolvedRequest, model: str) -> str:
         if image is not None:
             digest.update(f"{image.mode} {image.size}".encode() + image.tobytes())
     paths = [lora.path for lora in request.loras] + ([] if request.video is None else [str(request.video)])
-    if versions := {path: version for path in paths if (version := _version_of(path)) is not None}:
+    if versions := {path: version for path in paths if (version := _read_version(path)) is not None}:
         digest.update(json.dumps(versions, sort_keys=True).encode())
-    return f"{stem_of(id)}.{digest.hexdigest()[:16]}"
+    return f"{build_stem(id)}.{digest.hexdigest()[:16]}"
 
 
-def _version_of(path: str) -> str | None:
+def _read_version(path: str) -> str | None:
     """Return the version of a video's or an adapter's content; None where this process can't tell.
 
     A source that doesn't answer now fails no request: its hosts may reach it, and if they can't, they say so. The name
@@ -83,14 +83,14 @@ class Snapshots:
         """Use a storage, or open a folder or a bucket."""
         self._storage = open_storage(location) if isinstance(location, str) else location
 
-    def newest(self, request: str) -> int | None:
+    def find_newest(self, request: str) -> int | None:
         """Return after which step the newest snapshot of a request was taken, or None."""
-        return max(self._steps(request), default=None)
+        return max(self._list_steps(request), default=None)
 
     def save(self, request: str, step: int, state: DenoiseState) -> None:
         """Keep a state and delete those before it."""
         self._storage.write(_name(request, step), dump_value(state))
-        for older in self._steps(request):
+        for older in self._list_steps(request):
             if older < step:
                 self.forget(request, older)
 
@@ -106,12 +106,12 @@ class Snapshots:
 
     def delete(self, request: str) -> None:
         """Delete all snapshots of a request."""
-        for step in self._steps(request):
+        for step in self._list_steps(request):
             self.forget(request, step)
 
     def delete_all_of(self, id: str) -> None:
         """Delete all snapshots of an id, of whatever request."""
-        for name in self.names(id):
+        for name in self.list_names(id):
             self._storage.delete(name)
 
     def clean(self) -> None:
@@ -121,21 +121,21 @@ class Snapshots:
         except StorageError as error:
             log.warning("incomplete snapshots stay: %s", error)
 
-    def stems(self) -> list[str]:
-        """Return the stems (`stem_of`) of all ids that have snapshots."""
+    def list_stems(self) -> list[str]:
+        """Return the stems (`build_stem`) of all ids that have snapshots."""
         return sorted({match["id"] for name in self._storage.list() if (match := NAME.fullmatch(name))})
 
-    def names(self, id: str) -> list[str]:
+    def list_names(self, id: str) -> list[str]:
         """Return the names in storage of all snapshots of an id."""
-        stem = stem_of(id)
+        stem = build_stem(id)
         listed = self._storage.list(f"{stem}.")
         return [name for name in listed if (match := NAME.fullmatch(name)) and match["id"] == stem]
 
-    def _steps(self, request: str) -> list[int]:
+    def _list_steps(self, request: str) -> list[int]:
         return [int(match["step"]) for name in self._storage.list(f"{request}.") if (match := NAME.fullmatch(name))]
 
 
-def stem_of(id: str) -> str:
+def build_stem(id: str) -> str:
     """Return an id as file names have it: itself, or its beginning and a digest if it is too long."""
     content = id.encode()
     if len(content) <= _MAX_ID_BYTES:

@@ -100,12 +100,12 @@ class StageRunner:
         """Encode the image of a request, which `full_request` brings: one `ImageCondition`."""
         shape = request.plan.shapes[ENCODER]
         with self._serve(request, ENCODER):
-            async with self._visit(request, self.scheduler.other_places) as visit:
+            async with self._enter_visit(request, self.scheduler.other_places) as visit:
                 start = Start()
                 # A video is read from a shared disk, which may keep the lane waiting.
                 group: Group = "side" if full_request.video is None else "network"
                 nbytes = (await self._slice.call("prepare_encode", visit.host_key, full_request, group=group)).value
-                yield self._first_span(request, ENCODER, start, nbytes)
+                yield self._make_first_span(request, ENCODER, start, nbytes)
                 yield InputsTaken(start.elapsed_s, nbytes)
                 spans, warnings, ref = await self._compute(request, ENCODER, shape, "encode_image", visit.host_key)
                 visit.is_empty = True
@@ -147,16 +147,16 @@ class StageRunner:
             if plan.request.loras:
                 await self._slice.call("fetch_adapters", plan, group="network")
             fetched_s = fetch.elapsed_s
-            async with self._visit(request, self.scheduler.places) as visit:
+            async with self._enter_visit(request, self.scheduler.places) as visit:
                 refs = await fetch_again(scope, [*inputs, state], refs, fetch.elapsed_s - fetched_s)
                 start = Start()
                 refs[-1] = loaded or refs[-1]
                 nbytes = (await self._slice.side("prepare_denoise", visit.host_key, plan, *refs)).value
                 del refs, loaded  # Else the store would keep them until the last step.
-                yield self._first_span(request, stage, start, nbytes)
+                yield self._make_first_span(request, stage, start, nbytes)
                 yield InputsTaken(fetched_s + start.elapsed_s, nbytes)
                 if isinstance(machine.next_step, Step):
-                    async with contextlib.aclosing(self._steps(request, machine, visit.host_key)) as spans:
+                    async with contextlib.aclosing(self._run_steps(request, machine, visit.host_key)) as spans:
                         async for span in spans:
                             yield span
                 start = Start()
@@ -166,10 +166,12 @@ class StageRunner:
             if isinstance(machine.at_step(done).next_on(stages), HandOver):
                 # The next pool starts from this; if that is lost before its first snapshot, nothing is done twice.
                 self._snapshotter.keep(request, done, ref)
-            yield self._span(key, plan.experts_on(stages)[-1].stage, "fetch", start)
+            yield self._make_span(key, plan.experts_on(stages)[-1].stage, "fetch", start)
             yield StageResult(handle, done)
 
-    async def _steps(self, request: SliceRequest, machine: StageMachine, host_key: str) -> AsyncGenerator[Span, None]:
+    async def _run_steps(
+        self, request: SliceRequest, machine: StageMachine, host_key: str
+    ) -> AsyncGenerator[Span, None]:
         """Run the steps of this pool; more urgent requests may run between two of them."""
         key, plan, scheduler, stages = request.key, request.plan, self.scheduler, self._where.stages
         expert: Expert | None = None
@@ -187,7 +189,7 @@ class StageRunner:
                     async with scheduler.device.enter(request.priority):
                         start, before_s = Start(), 0.0
                         if operation.expert != expert:
-                            expert, kind = operation.expert, _step_kind(plan, operation.expert)
+                            expert, kind = operation.expert, _find_step_kind(plan, operation.expert)
                             [before_s] = (await self._slice.call("begin", host_key, like=kind)).value
                         compile_s, done = (await self._slice.call("step", host_key, like=kind)).value
                         spans = self._make_spans(key, expert.stage, start, before_s + compile_s, done)
@@ -209,12 +211,12 @@ class StageRunner:
             fetch = Start()
             [ref] = await request.scope.get(state)
             fetched_s = fetch.elapsed_s
-            async with self._visit(request, self.scheduler.other_places) as visit:
+            async with self._enter_visit(request, self.scheduler.other_places) as visit:
                 [ref] = await fetch_again(request.scope, [state], [ref], fetch.elapsed_s - fetched_s)
                 start = Start()
                 nbytes = (await self._slice.side("prepare_decode", visit.host_key, plan.request, ref)).value
                 del ref
-                yield self._first_span(request, DECODER, start, nbytes)
+                yield self._make_first_span(request, DECODER, start, nbytes)
                 yield InputsTaken(fetched_s + start.elapsed_s, nbytes)
                 shape = plan.shapes[DECODER]
                 spans, warnings, video = await self._compute(request, DECODER, shape, "decode", visit.host_key)
@@ -253,7 +255,7 @@ class StageRunner:
             yield
 
     @contextlib.asynccontextmanager
-    async def _visit(self, request: SliceRequest, places: PriorityQueue) -> AsyncIterator["_Visit"]:
+    async def _enter_visit(self, request: SliceRequest, places: PriorityQueue) -> AsyncIterator["_Visit"]:
         """Take a place on the devices; at the end, drop what the hosts hold of the request, however it ends.
 
         The key on the hosts is this visit's alone, because a driver that has lost sight of a request may have sent it
@@ -291,7 +293,7 @@ class StageRunner:
 
     def _make_spans(self, key: str, stage: str, start: Start, compile_s: float, step: int | None = None) -> list[Span]:
         """Return the spans of a call of the slice since `start`: compiling, and computing."""
-        return split_compute(self._span(key, stage, "compute", start, step=step), compile_s)
+        return split_compute(self._make_span(key, stage, "compute", start, step=step), compile_s)
 
     @contextlib.contextmanager
     def _list_work(self, key: str, stage: str) -> Iterator[None]:
@@ -306,16 +308,16 @@ class StageRunner:
             self.work.remove((stage, key))
             self._on_work()
 
-    def _first_span(self, request: SliceRequest, stage: str, start: Start, nbytes: int) -> Span:
+    def _make_first_span(self, request: SliceRequest, stage: str, start: Start, nbytes: int) -> Span:
         """Return the span of bringing a request's inputs to the devices, which also says why it came to this slice."""
-        fetched = self._span(request.key, stage, "fetch", start, nbytes=nbytes)
+        fetched = self._make_span(request.key, stage, "fetch", start, nbytes=nbytes)
         return dataclasses.replace(fetched, chosen=self._explain_choice(request))
 
     def _explain_choice(self, request: SliceRequest) -> str:
         """Return why the router chose this slice; "" where it doesn't say."""
         return request.choices.get(self._where.name.removeprefix(f"{self._where.pool}/"), "")
 
-    def _span(
+    def _make_span(
         self, key: str, stage: str, kind: SpanKind, start: Start, *, step: int | None = None, nbytes: int | None = None
     ) -> Span:
         where, seconds = self._where, start.elapsed_s
@@ -333,6 +335,6 @@ class StageRunner:
         )
 
 
-def _step_kind(plan: RequestPlan, expert: Expert) -> Hashable | None:
+def _find_step_kind(plan: RequestPlan, expert: Expert) -> Hashable | None:
     """Return the key of steps that take equally long; None under a cache, which skips some of them."""
     return None if plan.request.cache else (plan.shapes[expert.stage], expert.stage, expert.guided)

@@ -11,7 +11,7 @@ from ray import serve
 from actors.observe.status_actor import StatusActor
 from actors.pipeline_spec import PipelineSettings
 from actors.slices.references import ObjectStore
-from cluster.draining import draining_for
+from cluster.draining import find_drain_s
 from cluster.gang.slice import Slice, take
 from wan_tpu.storage.base import Storage
 from wan_tpu.storage.opening import open_storage
@@ -38,7 +38,7 @@ class Surroundings:
         status: The pipeline's status actor.
         snapshots: Where states of unfinished requests are stored.
         take: Waits for a slice and starts its hosts, as `cluster.gang.slice.take`.
-        draining_for: Returns in how many seconds hosts go away, as `cluster.draining.draining_for`.
+        find_drain_s: Returns in how many seconds hosts go away, as `cluster.draining.find_drain_s`.
         store: Ray's object store.
         end_process: Ends this process at once.
     """
@@ -47,7 +47,7 @@ class Surroundings:
     status: StatusActor
     snapshots: Storage
     take: Callable[..., Slice] = take
-    draining_for: Callable[[Iterable[str]], float | None] = draining_for
+    find_drain_s: Callable[[Iterable[str]], float | None] = find_drain_s
     store: ObjectStore = field(default_factory=RayObjects)
     end_process: Callable[[], object] = lambda: os._exit(1)
 

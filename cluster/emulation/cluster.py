@@ -44,8 +44,8 @@ class EmulatedSlice:
             name=f"{self.name}-{worker_id}",
             cpus=HOST_CPUS,
             object_store_bytes=settings.host_store_mib * 2**20,
-            resources={**self.spec.host_resources(worker_id), self.name: 1},
-            labels=self.spec.host_labels(worker_id, self.name) | {DEVICES: str(self.devices_per_host)},
+            resources={**self.spec.build_host_resources(worker_id), self.name: 1},
+            labels=self.spec.build_host_labels(worker_id, self.name) | {DEVICES: str(self.devices_per_host)},
         )
 
 
@@ -85,7 +85,7 @@ class Settings:
     host_store_mib: int = 256
 
 
-def default_folder() -> Path:
+def find_default_folder() -> Path:
     """Return the default folder of this user's running clusters, jobs and keys; nobody else can create it first."""
     home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(home) / "wan-tpu"
@@ -128,7 +128,7 @@ class EmulatedCluster:
         Args:
             slices: The slices.
             settings: Everything else.
-            folder: The folder of the state file, by default `default_folder()`.
+            folder: The folder of the state file, by default `find_default_folder()`.
             outlive: Keep running when this process ends. By default the cluster ends with it, even if it is killed.
             imports: A module to import once for all workers, which are then forked (fork_server.py).
             forks: The socket of a fork server that runs already, for several clusters, in place of `imports`.
@@ -138,7 +138,7 @@ class EmulatedCluster:
             ClusterNotFound: The folder belongs to another user.
         """
         slices = tuple(slices)
-        folder = (folder or default_folder()).absolute()
+        folder = (folder or find_default_folder()).absolute()
         _check_folder(folder)
         _refuse_second(folder, slices)
         _check_name()
@@ -171,7 +171,7 @@ class EmulatedCluster:
         Raises:
             ClusterNotFound: There is none, or its state is damaged or another user's.
         """
-        path = (folder or default_folder()).absolute() / STATE
+        path = (folder or find_default_folder()).absolute() / STATE
         try:
             _check_own(path)
             state = json.loads(path.read_text())

@@ -96,7 +96,7 @@ def _start(
     fork_workers(folder)
     # Each node has its own folder, because Ray's file names race when several nodes start at once.
     temp = folder / settings.name
-    node_class = ray_private.node_class()
+    node_class = ray_private.get_node_class()
     for last_try in (False, True):
         temp.mkdir(parents=True)
         params = _build_parameters(
@@ -147,7 +147,7 @@ class _Started(subprocess.Popen):
 
 def _build_parameters(temp: Path, settings: NodeSettings, **more: Any) -> Any:
     """Return the parameters for Ray's class of a node."""
-    return ray_private.node_parameters(
+    return ray_private.get_node_parameters(
         temp_dir=str(temp),
         node_ip_address=LOOPBACK,
         node_name=settings.name,
@@ -179,7 +179,7 @@ def environment() -> Iterator[None]:
         del os.environ[name]
     os.environ.update(ENVIRONMENT)
     try:
-        with ray_private.joined_cluster_kept():
+        with ray_private.keep_joined_cluster():
             yield
     finally:
         for name, value in before.items():

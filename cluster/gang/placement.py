@@ -45,7 +45,7 @@ def reserve(spec: SliceSpec, name: str, timeout_s: float | None, tell: Tell = la
         WrongHost: The hosts' labels don't say which place in the slice each has.
     """
     # A single host needs no other one near it, and its node may have no slice name and no head resource.
-    resources = [spec.host_resources(i) if spec.hosts > 1 else {"TPU": spec.chips} for i in range(spec.hosts)]
+    resources = [spec.build_host_resources(i) if spec.hosts > 1 else {"TPU": spec.chips} for i in range(spec.hosts)]
     strategy = {"ray.io/node-id": "STRICT_SPREAD"} | ({SLICE_NAME: "STRICT_PACK"} if spec.hosts > 1 else {})
     group = placement_group(
         resources,

@@ -84,7 +84,7 @@ def test_requests_in_flight_follow_the_layout(layout, expected):
 
 def request(folder, id_, **fields):
     path = folder / "requests.jsonl"
-    path.write_text(json.dumps({"id": id_} | fields))
+    path.write_text(json.dumps({"id": id_, "prompt": ""} | fields))
     return read_manifest(path, SPEC.plan).entries[0]
 
 
@@ -104,7 +104,7 @@ def test_snapshots_of_requests_that_are_done_are_deleted(tmp_path):
     names = {entry: save(settings, entry) for entry in (done, long, request(tmp_path, "dog"))}
     another = save(settings, request(tmp_path, "clips/cat", seed=2))  # of somebody else, who uses the same id
     assert delete_leftovers(settings, lambda: {entry.id: entry.load for entry in (done, long)}) == 2
-    left = {name: Snapshots(settings.snapshots).newest(name) for name in (*names.values(), another)}
+    left = {name: Snapshots(settings.snapshots).find_newest(name) for name in (*names.values(), another)}
     assert list(left.values()) == [None, None, 3, 3]
 
 

@@ -47,7 +47,7 @@ def test_trace_of_this_machine_has_its_operations():
 def test_sparse_cores_are_used_where_the_doctor_lets_them():
     pytest.importorskip("libtpu", reason="needs libtpu: pip install '.[tpu]'")
     mesh = Mesh(np.array(described(SliceSpec("v7x-4")).devices()), (collectives.AXIS,))
-    gather = collectives._kinds(mesh.size, "tpu")["all-gather"][0]
+    gather = collectives._list_kinds(mesh.size, "tpu")["all-gather"][0]
     shape = (8192 * mesh.size, collectives.WIDTH)
     rows = jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, P(collectives.AXIS)))
     for allowed in (False, True):

@@ -87,7 +87,7 @@ def test_every_file_of_the_folder_is_a_generation():
 def test_its_slices_are_parsed():
     kind = SliceSpec("v99-32")  # By cores, of which a chip has four.
     assert (kind.topology, kind.chips, kind.hosts, kind.devices, kind.wraps) == ("2x4", 8, 2, 16, (False, False))
-    assert (kind.pod_type, kind.host_resources(1)) == ("v99-32", {"TPU": 4.0})
+    assert (kind.pod_type, kind.build_host_resources(1)) == ("v99-32", {"TPU": 4.0})
     assert SliceSpec("v99:4x8").wraps == (False, True)
     assert SliceSpec("tpu99:2x2").chip is CHIPS["v99"]
     with pytest.raises(UnknownSlice, match="there is no v99-40; nearest: v99-32"):

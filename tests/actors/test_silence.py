@@ -14,7 +14,7 @@ from actors.errors import PipelineExists
 from actors.observe.status_actor import ReplicaStatus, StatusActor, StatusSilent
 from actors.pipeline.claim import _Claim, claim_start
 from cluster.connect import connect, leave
-from cluster.draining import draining_for
+from cluster.draining import find_drain_s
 from cluster.emulation import ray_nodes
 from cluster.emulation.cluster import EmulatedCluster, EmulatedSlice
 from cluster.slice_spec import SliceSpec
@@ -102,11 +102,11 @@ def test_drain_is_unknown_while_the_control_store_is_silent(cluster):
     [node] = [node["NodeID"] for node in ray.nodes() if node["Resources"].get("TPU")]
     busy = ray.remote(num_cpus=0, resources={"TPU": 1})(_Claim).remote()  # An idle node would leave at once.
     ray.get(busy.__ray_ready__.remote())
-    assert draining_for([node]) is None
+    assert find_drain_s([node]) is None
     drain(cluster, node, 1000)
-    assert 900 < wait_for(lambda: draining_for([node]), "the drain") < 1000
+    assert 900 < wait_for(lambda: find_drain_s([node]), "the drain") < 1000
     with stopped(cluster, "gcs_server"):
         start = time.monotonic()
-        assert draining_for([node], timeout_s=0.5) is None
+        assert find_drain_s([node], timeout_s=0.5) is None
         assert time.monotonic() - start < 5
-    assert wait_for(lambda: draining_for([node]), "the control store")
+    assert wait_for(lambda: find_drain_s([node]), "the control store")

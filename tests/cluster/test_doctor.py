@@ -52,7 +52,7 @@ def test_folder_that_hosts_do_not_have_is_named(cluster, all_free, tmp_path):
 def test_worker_with_the_wrong_index_is_named(cluster, all_free, tmp_path):
     cluster.kill_host("two", 1)
     wait_for(lambda: ray.available_resources().get("TPU") == CHIPS - TWO_HOSTS.chips_per_host, "Ray has noticed")
-    labels = TWO_HOSTS.host_labels(1, "two") | {DEVICES: "2"}
+    labels = TWO_HOSTS.build_host_labels(1, "two") | {DEVICES: "2"}
     try:
         node = cluster.add_host("two", 1, variables={"TPU_WORKER_ID": "0"})
         done, _ = run_doctor(cluster, tmp_path, "--part", "jax")

@@ -41,7 +41,7 @@ def test_a_layout_is_read():
     assert ends.slice == SliceSpec("v6e-1")
     assert ends.replicas == Replicas(1, 1)
     assert experts.mesh == (2, None, 4)
-    assert layout.pool_of("denoise_low") is experts
+    assert layout.find_pool("denoise_low") is experts
     assert layout.devices(experts) == 8
     assert [str(pool.replicas) for pool in layout.pools] == ["1", "1 to 3"]
     assert layout.devices_per_host is None
@@ -78,7 +78,7 @@ def test_shipped_layouts_are_as_their_comments_say():
     assert [s.name for s in list_emulated_slices(demo)] == ["v6e-4-0", "v6e-4-1", "v6e-4-2", "v5p-16-0"]
     assert [pool.slice.hosts for pool in Layout.load("emulated-one-expert").pools] == [1, 2, 1]
     assert [pool.replicas.minimum for pool in Layout.load("a14b-balanced-v6e").pools] == [1, 3, 5]
-    assert Layout.load("one-expert-v6e").pool_of("denoise").replicas == Replicas(1, 8)
+    assert Layout.load("one-expert-v6e").find_pool("denoise").replicas == Replicas(1, 8)
 
 
 A_COUNT = "write a whole number from 1 to 1000"

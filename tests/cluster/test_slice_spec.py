@@ -86,20 +86,20 @@ def test_ray_spells_it_the_same(name):
     from ray._private.accelerators import tpu
 
     spec = SliceSpec(name)
-    accelerator = spec.host_labels(0, "s")["ray.io/accelerator-type"]
+    accelerator = spec.build_host_labels(0, "s")["ray.io/accelerator-type"]
     assert tpu.infer_tpu_pod_type_from_topology(spec.topology, accelerator) == spec.pod_type
     generation = spec.pod_type.split("-")[0]
     assert tpu.get_total_chips_from_accelerator_type(spec.pod_type) == spec.chips
     if spec.topology != "1x1x1":  # one v7x chip alone: Google offers it, Ray's table has none
         assert tpu.TPUAcceleratorManager.is_valid_tpu_accelerator_topology(generation, spec.topology)
         assert tpu.get_chips_per_host(spec.topology, generation) == spec.chips_per_host
-    assert tpu.TPUAcceleratorManager.validate_resource_request_quantity(spec.host_resources(1)["TPU"])[0]
+    assert tpu.TPUAcceleratorManager.validate_resource_request_quantity(spec.build_host_resources(1)["TPU"])[0]
 
 
 def test_a_slice_of_other_machines_is_named():
     """2x4 chips of v6e are one machine of eight, or two of four."""
     spec = SliceSpec("v6e-8")
-    node = {"Alive": True, "Labels": spec.host_labels(0, "a"), "Resources": {"TPU": 4.0}}
+    node = {"Alive": True, "Labels": spec.build_host_labels(0, "a"), "Resources": {"TPU": 4.0}}
     assert (
         "machines of 4 chips, and a v6e-8 here is of machines with 8 (on GKE ct6e-standard-8t)"
         in explain_other_machines(spec, [node])
@@ -110,10 +110,10 @@ def test_a_slice_of_other_machines_is_named():
 
 def test_hosts_ask_for_what_ray_and_gke_give_them():
     spec = SliceSpec("v6e-16")
-    assert spec.host_resources(0) == {"TPU": 4, "TPU-v6e-16-head": 1}
-    assert spec.host_resources(3) == {"TPU": 4}
+    assert spec.build_host_resources(0) == {"TPU": 4, "TPU-v6e-16-head": 1}
+    assert spec.build_host_resources(3) == {"TPU": 4}
     assert spec.host_selector == {"ray.io/tpu-pod-type": "v6e-16", "ray.io/tpu-topology": "4x4"}
-    assert spec.host_selector.items() <= spec.host_labels(3, "a").items()
+    assert spec.host_selector.items() <= spec.build_host_labels(3, "a").items()
     assert SliceSpec("v5e-8").pod_type == "v5litepod-8"
     assert SliceSpec("v7x-4").pod_type == "v7x-8"  # Ray counts cores
     assert spec.gke_selector["cloud.google.com/gke-tpu-accelerator"] == "tpu-v6e-slice"

@@ -99,7 +99,7 @@ class _Download(StreamingResponse):
         media_type: str,
     ) -> None:
         self._file, self._first, self._size, self._stall_s = file, first, size, stall_s
-        super().__init__(self._chunks(), status, headers, media_type)
+        super().__init__(self._read_chunks(), status, headers, media_type)
 
     async def stream_response(self, send: Send) -> None:
         """Send the file; raises `DownloadCut`."""
@@ -118,7 +118,7 @@ class _Download(StreamingResponse):
         finally:
             self._file.close()
 
-    async def _chunks(self) -> AsyncIterator[bytes]:
+    async def _read_chunks(self) -> AsyncIterator[bytes]:
         chunk, left = self._first, self._size
         while chunk and left:
             yield chunk

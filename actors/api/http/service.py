@@ -263,7 +263,7 @@ class Service:
         self._recorded = time.monotonic()
 
     def _make_check_in(self) -> CheckIn:
-        return CheckIn(name=self._name, kind="ingress", metrics=self.meters.text())
+        return CheckIn(name=self._name, kind="ingress", metrics=self.meters.format_text())
 
 
 @contextlib.contextmanager

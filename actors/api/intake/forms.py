@@ -93,9 +93,9 @@ def read_form(content_type: str, body: bytes, files: Sequence[str]) -> list[tupl
         parser.write(body)
         parser.finalize()
     except FormParserError as error:
-        raise _unreadable_error(str(error)[:120]) from None
+        raise _build_unreadable_error(str(error)[:120]) from None
     if not ended:
-        raise _unreadable_error("it is cut off before its end")
+        raise _build_unreadable_error("it is cut off before its end")
     return fields
 
 
@@ -122,10 +122,10 @@ def nest(fields: Iterable[tuple[str, Value]]) -> dict[str, Any]:
         elif path[0] in LISTS and len(path) == 1 and values:
             _put(body, path, [inner for value in values for inner in (value if isinstance(value, list) else [value])])
         elif len(values) > 1:
-            raise _repeated_error(name)
+            raise _build_repeated_error(name)
         elif values:
             _put(body, path, values[0])
-    return {name: _as_lists(value) for name, value in body.items()}
+    return {name: _collect_lists(value) for name, value in body.items()}
 
 
 def _split_name(name: str) -> list[str]:
@@ -139,9 +139,9 @@ def _put(body: dict[str, Any], path: list[str], value: Any) -> None:
     for step in outer:
         body = body.setdefault(step, {})
         if not isinstance(body, dict):
-            raise _repeated_error(path[0])
+            raise _build_repeated_error(path[0])
     if last in body:
-        raise _repeated_error(path[0])
+        raise _build_repeated_error(path[0])
     body[last] = value
 
 
@@ -164,11 +164,11 @@ def _check_lengths(outer: str, columns: dict[str, list[Any]]) -> None:
         )
 
 
-def _as_lists(value: Any) -> Any:
+def _collect_lists(value: Any) -> Any:
     """Return a value in which objects whose keys are all numbers have become lists."""
     if not isinstance(value, dict) or not value:
         return value
-    inner = {key: _as_lists(item) for key, item in value.items()}
+    inner = {key: _collect_lists(item) for key, item in value.items()}
     if all(key.isascii() and key.isdigit() and len(key) < 5 for key in inner):
         return [inner[key] for key in sorted(inner, key=int)]
     return inner
@@ -178,12 +178,12 @@ def _decode_name(name: bytes | None) -> str:
     try:
         return (name or b"").decode()
     except UnicodeDecodeError:
-        raise _unreadable_error("a field's name isn't UTF-8") from None
+        raise _build_unreadable_error("a field's name isn't UTF-8") from None
 
 
-def _repeated_error(name: str) -> InvalidRequest:
+def _build_repeated_error(name: str) -> InvalidRequest:
     return InvalidRequest(f"the field {name[:80]!r} was sent more than once; send it once", name.partition("[")[0][:80])
 
 
-def _unreadable_error(reason: str) -> InvalidRequest:
+def _build_unreadable_error(reason: str) -> InvalidRequest:
     return InvalidRequest(f"the form can't be read ({reason}); send multipart/form-data")

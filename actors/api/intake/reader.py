@@ -111,7 +111,7 @@ class _Run:
                 return await loop.run_in_executor(self._threads, ask, message)
         except TimeoutError:
             self.child.kill()
-            raise _too_costly_error() from None
+            raise _build_too_costly_error() from None
         finally:
             self._left_s -= loop.time() - start
 
@@ -163,7 +163,7 @@ class _Child:
         if self._process.wait() == REFUSED:
             message, field = json.loads(reason.splitlines()[-1])
             raise InvalidRequest(message, field)
-        raise _too_costly_error()
+        raise _build_too_costly_error()
 
     def kill(self) -> None:
         """Kill the process."""
@@ -175,5 +175,5 @@ class _Child:
             pass
 
 
-def _too_costly_error() -> InvalidRequest:
+def _build_too_costly_error() -> InvalidRequest:
     return InvalidRequest("what was sent needs more memory or time to read than it gets; save the image again, smaller")

@@ -121,20 +121,20 @@ class IncomingRequest:
         except TimeoutError:
             if not self.abandoned:
                 raise
-            raise _no_room_error() from None
+            raise _build_no_room_error() from None
         finally:
             self._scope, self.arrived = None, True
 
     async def receive_part(self, receive: Callable[[], Awaitable[Part]], size_of: Callable[[Part], int]) -> Part:
         """Wait for the next part of the body, and count it; raises `HttpError` 408, 413, 503."""
         if self.abandoned:
-            raise self.bodies.too_slow_error(self)
+            raise self.bodies.build_too_slow_error(self)
         try:
             async with asyncio.timeout_at(self.deadline) as self._scope:
                 part = await receive()
                 await self.bodies.count(self, size_of(part))
         except TimeoutError:
-            raise self.bodies.too_slow_error(self) from None
+            raise self.bodies.build_too_slow_error(self) from None
         finally:
             self._scope = None
         return part
@@ -179,7 +179,7 @@ class Bodies:
         """Raise `HttpError` 413 or 429 for a body that can be rejected before any of it has arrived."""
         length = headers.get("content-length", "")
         if length.isascii() and length.isdigit() and int(length[:20]) > self._limits.body_bytes:
-            raise self._too_long_error()
+            raise self._build_too_long_error()
         if sum(incoming.key == key for incoming in self._incoming) >= self._limits.bodies:
             raise HttpError(
                 429,
@@ -194,7 +194,7 @@ class Bodies:
         incoming.size += size
         incoming.deadline += size / self._limits.body_rate
         if incoming.size > self._limits.body_bytes:
-            raise self._too_long_error()
+            raise self._build_too_long_error()
         self._make_room(incoming)
         await self._pace(incoming.key, size)
 
@@ -211,7 +211,7 @@ class Bodies:
         """Abandon the oldest arriving request of the greediest key until there is room; raises `HttpError` 503."""
         while sum(other.size for other in self._incoming if not other.abandoned) > self._limits.bodies_bytes:
             if (other := self._find_greediest()) is None or other.key == incoming.key:
-                raise _no_room_error()
+                raise _build_no_room_error()
             other.abandon()
 
     def _find_greediest(self) -> IncomingRequest | None:
@@ -223,12 +223,12 @@ class Bodies:
             default=None,
         )
 
-    def _too_long_error(self) -> HttpError:
+    def _build_too_long_error(self) -> HttpError:
         return HttpError(
             413, f"the body has more than {self._limits.body_bytes} bytes; send a smaller image", code="too_large"
         )
 
-    def too_slow_error(self, incoming: IncomingRequest) -> HttpError:
+    def build_too_slow_error(self, incoming: IncomingRequest) -> HttpError:
         """Return the error for a body that hasn't arrived in time."""
         limits = self._limits
         message = (
@@ -239,6 +239,6 @@ class Bodies:
         return HttpError(408, message, code="too_slow", headers={"Connection": "close"})
 
 
-def _no_room_error() -> HttpError:
+def _build_no_room_error() -> HttpError:
     message = "the requests that are being received take all the room that there is for them; try again"
     return HttpError(503, message, code="unavailable", after_s=_AGAIN_S)

@@ -61,7 +61,7 @@ class FetchSettings:
     trust: ssl.SSLContext | None = None
 
 
-def default_trust() -> ssl.SSLContext:
+def load_default_trust() -> ssl.SSLContext:
     """Return the context with the system's certificates, which the whole process shares.
 
     Reading the certificates takes 40 ms, so the first call belongs in a thread.
@@ -163,7 +163,7 @@ async def request(
     common = {"Host": named if port == 443 else f"{named}:{port}", "User-Agent": "wan-tpu", "Connection": "close"}
     if content is not None:
         common["Content-Length"] = str(len(content))
-    trust = settings.trust or await asyncio.to_thread(default_trust)
+    trust = settings.trust or await asyncio.to_thread(load_default_trust)
     network = CheckedNetwork(settings, owner)
     async with contextlib.AsyncExitStack() as stack:
         with _fetch_errors(host):
@@ -247,16 +247,16 @@ async def _copy_content(answer: Answer, settings: FetchSettings, into: IO[bytes]
         raise FetchError(f"the image came in encoding {encoding[:20]!r}, which wasn't asked for")
     announced, size = answer.headers.get("content-length", ""), 0
     if _SIZE.fullmatch(announced) and int(announced) > settings.max_bytes:
-        raise _too_large_error(settings)
+        raise _build_too_large_error(settings)
     async with contextlib.aclosing(answer.chunks()) as chunks:
         async for chunk in chunks:
             size += len(chunk)
             if size > settings.max_bytes:
-                raise _too_large_error(settings)
+                raise _build_too_large_error(settings)
             into.write(chunk)
 
 
-def _too_large_error(settings: FetchSettings) -> FetchError:
+def _build_too_large_error(settings: FetchSettings) -> FetchError:
     return FetchError(f"the image has more than {settings.max_bytes} bytes, the most that is accepted; shrink it first")
 
 

@@ -36,7 +36,7 @@ async def maintain(name: str, context: WorkerContext) -> None:
             log_event(log, "removed", jobs=jobs, files=files)
 
     def report() -> None:
-        check_in(context.database, CheckIn(name=name, kind="worker", metrics=context.meters.text()))
+        check_in(context.database, CheckIn(name=name, kind="worker", metrics=context.meters.format_text()))
 
     def clean_up() -> None:
         if removed := remove_orphans(context.store, context.snapshots):
@@ -67,7 +67,7 @@ def remove_orphans(store: JobStore, snapshots: Snapshots) -> int:
 
     Snapshots of batches, which have other ids, stay.
     """
-    if not (ids := set(filter(is_id, snapshots.stems()))):
+    if not (ids := set(filter(is_id, snapshots.list_stems()))):
         return 0
     orphans = ids - {job.id for job in store.look_at_all(ids) if not job.ended}
     for job in orphans:

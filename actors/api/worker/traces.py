@@ -48,7 +48,7 @@ class Traces:
         request = job.request
         root = self._tracer.start_span(
             "video",
-            start_time=_ns(start_s),
+            start_time=_to_ns(start_s),
             attributes={
                 "job": job.id,
                 "status": job.status,
@@ -63,15 +63,15 @@ class Traces:
         inside = set_span_in_context(root)
         for stage, (first_s, last_s, computed_s) in stages.items():
             span = self._tracer.start_span(
-                stage, context=inside, start_time=_ns(first_s), attributes={"computed_s": computed_s}
+                stage, context=inside, start_time=_to_ns(first_s), attributes={"computed_s": computed_s}
             )
-            span.end(end_time=_ns(last_s))
-        root.end(end_time=_ns(end_s))
+            span.end(end_time=_to_ns(last_s))
+        root.end(end_time=_to_ns(end_s))
 
     def close(self) -> None:
         """Send the remaining spans."""
         self._provider.shutdown()
 
 
-def _ns(seconds: float) -> int:
+def _to_ns(seconds: float) -> int:
     return int(seconds * 1e9)

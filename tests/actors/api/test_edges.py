@@ -41,11 +41,11 @@ def test_odd_methods_and_paths_make_no_series_of_metrics(settings):
     service, methods = Service(settings, SPEC), ["FIRST"]
     try:
         asyncio.run(ask_all())
-        before = service.meters.text().count("\n")
+        before = service.meters.format_text().count("\n")
         methods = [f"ODD{i}" for i in range(40)]
         asyncio.run(ask_all())
-        assert service.meters.text().count("\n") == before
-        assert "ODD" not in service.meters.text() and "FIRST" not in service.meters.text()
+        assert service.meters.format_text().count("\n") == before
+        assert "ODD" not in service.meters.format_text() and "FIRST" not in service.meters.format_text()
     finally:
         service.database.close()
 

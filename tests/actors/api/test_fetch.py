@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from actors.api.outbound import client
-from actors.api.outbound.client import FetchError, FetchSettings, check_url, default_trust, fetch
+from actors.api.outbound.client import FetchError, FetchSettings, check_url, fetch, load_default_trust
 from tests.actors.api.conftest import NAME
 
 HERE, ELSEWHERE = "127.0.0.1", "127.0.0.2"  # Both this machine; only the first is allowed in these tests.
@@ -322,7 +322,7 @@ def test_a_long_host_costs_no_time(settings):
 
 def test_all_requests_of_a_process_share_one_tls_context():
     with ThreadPoolExecutor(8) as threads:
-        contexts = list(threads.map(lambda _: default_trust(), range(8)))
+        contexts = list(threads.map(lambda _: load_default_trust(), range(8)))
     assert len(set(map(id, contexts))) == 1 and contexts[0].verify_mode == ssl.CERT_REQUIRED
 
 

@@ -254,7 +254,7 @@ def test_snapshots_of_jobs_that_nobody_goes_on_with_are_removed(http, database, 
     http.delete(f"/v1/videos/{deleted}")
     snapshots = Snapshots(str(tmp_path))
     assert remove_orphans(JobStore(database), snapshots) == 2
-    assert snapshots.stems() == ["cat", waiting]
+    assert snapshots.list_stems() == ["cat", waiting]
 
 
 def test_a_job_is_a_trace_when_that_is_wanted(http, settings, engine):

@@ -17,7 +17,7 @@ import pytest
 from ray import serve
 
 from actors.api.deploy import deploy_service
-from actors.api.processes import application_names
+from actors.api.processes import list_application_names
 from actors.api.settings import ServiceSettings
 from actors.jobs.keys import make_key
 from actors.jobs.store import open_database
@@ -113,7 +113,7 @@ class Killer(threading.Thread):
     def kill(self, kind):
         online = self._online
         if kind == "application":
-            for name in application_names(online.spec.settings.name):
+            for name in list_application_names(online.spec.settings.name):
                 serve.delete(name)
             deploy_service(online.settings, online.spec, host="127.0.0.1", port=online.port)
         elif kind == "node":

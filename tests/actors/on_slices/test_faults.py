@@ -87,7 +87,8 @@ def test_a_killed_replica(running, undisturbed):
     [leader], host = running.leaders("high"), running.host("high")
     snapshots = Snapshots(running.pipeline.spec.settings.snapshots)
     making, beside = running.start("replica", REQUEST), running.start("beside", REQUEST)
-    wait_for(lambda: snapshots.names("replica"), "a snapshot")  # seen sooner than its steps, which come through Serve
+    # It is seen sooner than the request's steps, which come through Serve.
+    wait_for(lambda: snapshots.list_names("replica"), "a snapshot")
     kill(leader)
     check(making, undisturbed, again=2 * EVERY, all_reported=False)
     check(beside, undisturbed, again=2 * EVERY, all_reported=False)
@@ -148,7 +149,7 @@ def test_a_killed_driver(running, undisturbed, spec, tmp_path):
     command = driver_command(running, spec, tmp_path, "cat", 64, ALL)
     snapshots = Snapshots(spec.settings.snapshots)
     with subprocess.Popen(command, cwd=ROOT) as driver:
-        wait_for(lambda: snapshots.names("cat"), "a snapshot")
+        wait_for(lambda: snapshots.list_names("cat"), "a snapshot")
         driver.kill()
     done = subprocess.run(command, cwd=ROOT, timeout=SECONDS, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -156,16 +157,16 @@ def test_a_killed_driver(running, undisturbed, spec, tmp_path):
     first = [int(word) for word in done.stdout.partition("first steps")[2].split()]
     assert first[-1] > 1  # it went on
     assert (tmp_path / "out" / "cat.mp4").read_bytes() == undisturbed
-    assert not snapshots.names("cat")
+    assert not snapshots.list_names("cat")
 
 
 def test_a_killed_driver_s_slices_are_soon_free(running, spec, tmp_path):
     command = driver_command(running, spec, tmp_path, "long", 256, 5 * ALL)  # long after its driver is seen to be gone
     snapshots = Snapshots(spec.settings.snapshots)
     with subprocess.Popen(command, cwd=ROOT) as driver:
-        wait_for(lambda: snapshots.names("long"), "a snapshot")
+        wait_for(lambda: snapshots.list_names("long"), "a snapshot")
         driver.kill()
     wait_for(lambda: not running.ask("high", "list_host_keys"), "the slice is free")
-    reached = max(int(name.split(".")[-2]) for name in snapshots.names("long"))
+    reached = max(int(name.split(".")[-2]) for name in snapshots.list_names("long"))
     assert reached < 5 * HIGH  # it wasn't free because all was done
     snapshots.delete_all_of("long")

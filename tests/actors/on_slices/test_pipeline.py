@@ -118,7 +118,7 @@ def test_latents_that_are_nan_fail_their_request_on_both_hosts_and_no_other(runn
         nan.video()
     assert raised.value.code == "unhealthy"
     assert beside.video() == undisturbed
-    assert not Snapshots(running.pipeline.spec.settings.snapshots).names("nan")
+    assert not Snapshots(running.pipeline.spec.settings.snapshots).list_names("nan")
 
 
 def test_a_damaged_snapshot_is_deleted_and_not_used(running, undisturbed, settings):
@@ -144,7 +144,7 @@ def test_a_cancelled_request_leaves_the_slice_at_once_and_can_go_on_later(runnin
     assert not running.ask("low", "list_host_keys")
     # The same id for another request doesn't go on from its states; for the same one it does.
     snapshots = Snapshots(settings.snapshots)
-    before = set(snapshots.names("again"))
+    before = set(snapshots.list_names("again"))
     assert before
     other = running.start("again", SHORT)
     other.wait_for("denoise_high", 30)
@@ -152,12 +152,12 @@ def test_a_cancelled_request_leaves_the_slice_at_once_and_can_go_on_later(runnin
     with pytest.raises(asyncio.CancelledError):
         other.video()
     assert other.steps("denoise_high")[0] == 1
-    wait_for(lambda: set(snapshots.names("again")) - before, "its snapshot")
+    wait_for(lambda: set(snapshots.list_names("again")) - before, "its snapshot")
     resumed = running.start("again", SHORT)
     assert resumed.video() == undisturbed
     # Snapshots are begun every twenty steps, and steps go on meanwhile, as many as the machine makes until it is told.
     assert all(step > 20 for step in resumed.steps("denoise_high"))
-    assert not set(snapshots.names("again")) - before  # what the other one has left is its own
+    assert not set(snapshots.list_names("again")) - before  # what the other one has left is its own
 
 
 def test_an_urgent_request_overtakes_between_two_steps_and_changes_no_bit(running, undisturbed):

@@ -20,7 +20,7 @@ from cluster.errors import SliceLost
 from cluster.layout import Pool
 from tests.actors.simulation.bucket import Bucket, BucketOfProcess
 from tests.actors.simulation.ray_objects import Objects, StatusHandle
-from tests.actors.simulation.slices import Slice, draining_for
+from tests.actors.simulation.slices import Slice, find_drain_s
 from tests.actors.simulation.world import CALL_S, Process, World
 
 
@@ -78,7 +78,7 @@ class Replica:
             StatusActor("pipeline", StatusHandle(pool.status, self.process)),
             BucketOfProcess(pool.bucket, self.process),  # type: ignore[arg-type]
             take=self.take,
-            draining_for=draining_for(world, self.process, pool.deadlines),
+            find_drain_s=find_drain_s(world, self.process, pool.deadlines),
             store=Objects(self.process),
             end_process=lambda: self.kill("it ends itself"),
         )

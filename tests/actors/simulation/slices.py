@@ -206,7 +206,7 @@ class Slice:
             raise type(self._lost)(str(self._lost))
 
 
-def draining_for(
+def find_drain_s(
     world: World, process: Process, deadlines: dict[str, float]
 ) -> Callable[[Iterable[str]], float | None]:
     """Return what tells a leader how long its hosts are there: a question to Ray, which may not answer for a while."""

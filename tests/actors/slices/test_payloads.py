@@ -117,7 +117,7 @@ def test_what_is_adopted_outlives_the_leader_that_made_it(store):
                 await scope.adopt(handle)
             return handle
 
-    scope, payload = RefStore().scope(), pack(VALUES["state"])
+    scope, payload = RefStore().open_scope(), pack(VALUES["state"])
     leader = ray.remote(Leader).remote()
     lost, kept, dropped = ray.get([leader.leave.remote(scope, payload, adopted) for adopted in (False, True, True)])
 

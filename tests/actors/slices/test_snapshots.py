@@ -75,7 +75,7 @@ def test_one_that_can_t_be_read_now_is_kept(snapshots, tmp_path):
         snapshots.load(NAME, 5)
     with pytest.raises(StageLost, match="can't be read now"):
         load(snapshots)
-    assert snapshots.newest(NAME) == 5
+    assert snapshots.find_newest(NAME) == 5
     whole.rename(tmp_path / FILE)
     assert snapshots.load(NAME, 5).step == 5
 
@@ -84,7 +84,7 @@ def test_a_damaged_one_is_deleted(snapshots, tmp_path):
     (tmp_path / FILE).write_bytes((tmp_path / FILE).read_bytes()[:100])
     with pytest.raises(StageLost, match="can't be used and was deleted"):
         load(snapshots)
-    assert snapshots.newest(NAME) is None
+    assert snapshots.find_newest(NAME) is None
 
 
 def test_one_that_is_gone_has_been_replaced(snapshots):
@@ -97,22 +97,22 @@ def test_one_that_can_t_be_saved_is_told_and_raises_nothing(snapshots, tmp_path,
     keep(Snapshots(str(tmp_path / FILE)), 6, Scope())  # below a file nothing can be written
     assert "no snapshot of video.0123456789abcdef after step 6" in caplog.text
     keep(snapshots, 6, Scope())
-    assert snapshots.newest(NAME) == 6
+    assert snapshots.find_newest(NAME) == 6
 
 
 def test_snapshot_that_is_written_after_its_request_was_forgotten_is_deleted(snapshots):
     delete_snapshots(snapshots.delete, NAME)
     keep(snapshots, 7, Scope(finished=True))
-    assert snapshots.newest(NAME) is None
+    assert snapshots.find_newest(NAME) is None
 
 
 def test_deleting_a_request_s_snapshots_leaves_those_of_another_with_its_id(snapshots):
     other = "video.ffffffffffffffff"
     snapshots.save(other, 5, STATE)
     snapshots.delete(NAME)
-    assert (snapshots.newest(NAME), snapshots.newest(other)) == (None, 5)
+    assert (snapshots.find_newest(NAME), snapshots.find_newest(other)) == (None, 5)
     snapshots.delete_all_of("video")
-    assert snapshots.newest(other) is None
+    assert snapshots.find_newest(other) is None
 
 
 @pytest.mark.parametrize("id_", ["x" * 200, "é" * 100, "x" * 199 + "y", "short"])
@@ -120,9 +120,9 @@ def test_ids_of_any_length_have_snapshots(tmp_path, id_):
     snapshots = Snapshots(str(tmp_path))
     name = name_of(id_, SPEC.plan(GenerationRequest(prompt="a")).request, "model")
     snapshots.save(name, 5, STATE)
-    assert snapshots.newest(name) == 5
-    assert len(snapshots.names(id_)) == 1
-    assert not snapshots.names("x" * 150)
+    assert snapshots.find_newest(name) == 5
+    assert len(snapshots.list_names(id_)) == 1
+    assert not snapshots.list_names("x" * 150)
 
 
 def name_with(request):

@@ -96,7 +96,7 @@ def test_an_object_lives_in_the_store_until_it_is_dropped(running):
     base = _settled_mib()
 
     async def use():
-        scope = RefStore().scope()
+        scope = RefStore().open_scope()
         first, second = [await scope.put(ray.put(np.full(20 << 20, i, np.uint8))) for i in range(2)]
         [there, none, also] = await scope.get(first, None, second)
         assert none is None and ((await there)[0], (await also)[0]) == (0, 1)

@@ -140,7 +140,7 @@ def test_what_is_cancelled_while_it_is_paused_goes_on_from_there_later(running):
         kept = Snapshots(spec.settings.snapshots)
 
         def kept_as_paused():  # of the last step: its span may come after the first of the urgent one
-            return any(f".{len(making.steps('low')):04d}." in name for name in kept.names("low"))
+            return any(f".{len(making.steps('low')):04d}." in name for name in kept.list_names("low"))
 
         await making.until(kept_as_paused, "a snapshot of it")
         making.tasks["low"].cancel()
