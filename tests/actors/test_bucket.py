@@ -86,7 +86,7 @@ def test_a_second_start_with_the_same_bucket_compiles_nothing(gcs_prefix, emulat
     assert videos[0] == videos[1]
 
 
-def test_what_has_changed_is_fetched_again(uploaded, bucket):
+def test_changed_object_is_fetched_again(uploaded, bucket):
     before = Checkpoint(uploaded)
     assert before.index["_class_name"] == "WanPipeline"
     written = bucket.storage
@@ -120,7 +120,7 @@ def test_two_processes_fetch_a_file_once(uploaded, bucket):
         ("s3://nobody-s/model", "can't use s3://nobody-s/model: there is no bucket 'nobody-s'"),
     ],
 )
-def test_what_is_not_there_is_said(address, message, emulator, s3_emulator, tmp_path, monkeypatch):
+def test_missing_checkpoint_is_named_with_its_remedy(address, message, emulator, s3_emulator, tmp_path, monkeypatch):
     monkeypatch.setenv("WAN_TPU_CACHE", str(tmp_path))
     with pytest.raises(CheckpointError, match=message):
         open_spec(address)

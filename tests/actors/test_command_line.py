@@ -39,7 +39,7 @@ HOSTS = ["hosts", "/proc/x", "--layout", "four-pools", "--image", "i", "--projec
         (["serve", "--largest_size", "1280x720x81"], "(did you mean --largest?)"),
     ],
 )
-def test_what_is_misspelt_is_answered_with_what_was_meant(argv, hint, capsys):
+def test_misspelt_argument_is_answered_with_the_nearest_one(argv, hint, capsys):
     assert main(argv) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and hint in line
@@ -68,7 +68,7 @@ PLAN = ["plan", "--model", "wan2.1-t2v-1.3b", "--slice", "v6e-4"]
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
-def test_what_can_t_be_written_or_had_is_said_before_anything_is_computed(argv, said, capsys, monkeypatch, tmp_path):
+def test_impossible_output_or_slice_is_refused_before_anything_is_computed(argv, said, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(argv) in (1, 2)
     [line] = capsys.readouterr().err.splitlines()

@@ -47,7 +47,7 @@ def test_work_goes_on_when_its_terminal_is_gone(monkeypatch):
         full.close()
 
 
-def test_where_requests_are_fits_on_a_line():
+def test_places_of_requests_fit_on_a_line():
     seen = ReportedStatus(requests={f"cat-{i}": RequestStatus(0.0, "denoise_low", i, 8) for i in range(1, 9)})
     seen.requests["late"] = RequestStatus(0.0)
     assert describe_requests(seen).startswith("cat-1 denoise_low 1/8 · cat-2 denoise_low 2/8 · ")

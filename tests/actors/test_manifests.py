@@ -25,7 +25,7 @@ def print_objects(capsys, *argv):
     return {item["kind"]: item for item in yaml.safe_load_all(capsys.readouterr().out)}
 
 
-def test_a_cluster(capsys):
+def test_layout_becomes_the_objects_of_its_cluster(capsys):
     objects = print_objects(
         capsys, "--layout", "a14b-multihost-v6e-16", *MODEL, "--name", "mine", "--namespace", "videos"
     )

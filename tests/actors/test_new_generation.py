@@ -149,7 +149,7 @@ def test_a_video_s_dollars_are_computed(tmp_path):
         ("cores: 4", "cores: 4\nwheels: 4", r"v99\.yaml: it has the unknown key 'wheels'"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(line, changed, message, file):
+def test_wrong_file_of_a_generation_is_refused_with_the_reason(line, changed, message, file):
     file.write_text(INVENTED.replace(line, changed))
     with pytest.raises(ValueError, match=message):
         load_chip(file)

@@ -31,7 +31,7 @@ def generate(engine, request, spans=None):
     return asyncio.run(asyncio.wait_for(work, 120))
 
 
-def test_it_makes_what_the_pipeline_makes(engine, pipeline, tmp_path):
+def test_one_process_engine_generates_the_pipeline_s_video(engine, pipeline, tmp_path):
     request, spans = GenerationRequest(**FIELDS, image=PHOTO), []
     video = generate(engine, request, spans)
     expected = pipeline(KIND).generate(request).save(tmp_path / "video.mp4").read_bytes()
@@ -49,7 +49,7 @@ def test_it_makes_what_the_pipeline_makes(engine, pipeline, tmp_path):
     assert figures.overlap == 0
 
 
-def test_what_a_stage_raises_reaches_the_caller(engine):
+def test_error_of_a_stage_reaches_the_caller(engine):
     with pytest.raises(InvalidInput, match="/nowhere"):
         generate(engine, GenerationRequest(**FIELDS, image=PHOTO, loras=["/nowhere.safetensors"]))
 
@@ -80,7 +80,7 @@ def test_cancelled_work_ends_before_the_next_begins(engine):
     assert generate(engine, GenerationRequest(**FIELDS, image=PHOTO)).mp4[4:8] == b"ftyp"
 
 
-def test_command(checkpoint, tmp_path, capfd):
+def test_batch_command_writes_videos_records_and_a_timeline(checkpoint, tmp_path, capfd):
     """As typed: videos, records, a timeline, and exit codes."""
     lines = [FIELDS | {"id": "cat", "image": str(PHOTO)}, FIELDS | {"id": "dog"}, FIELDS | {"id": "cat"}]
     manifest = tmp_path / "requests.jsonl"

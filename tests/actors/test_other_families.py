@@ -30,7 +30,7 @@ pools:
 FIELDS = {"num_frames": "9", "num_inference_steps": "3", "seed": "5", "solver": "dpm"}
 
 
-def test_cogvideox_through_openai_s_client(checkpoint, tmp_path, forks):
+def test_openai_s_client_gets_cogvideox_s_video(checkpoint, tmp_path, forks):
     model = shutil.copytree(checkpoint("cogvideox1.5-5b-i2v"), tmp_path / "small-cog")
     files = PipelineSettings(str(model), str(tmp_path / "snapshots"), dtype="float32")
     settings = ServiceSettings(

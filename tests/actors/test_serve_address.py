@@ -57,7 +57,7 @@ def run_other():
 
 
 @pytest.mark.soak
-def test_it_starts_anew_elsewhere_unless_something_runs():
+def test_serve_starts_anew_elsewhere_unless_something_runs():
     port = free_port()
     serve.start(proxy_location=ProxyLocation.Disabled)
     run_other()
@@ -92,7 +92,7 @@ def test_a_service_is_taken_down_where_another_process_has_shut_serve_down():
     take_down("gone")
 
 
-def test_what_is_of_one_machine_is_made_where_the_service_will_look_for_it(tmp_path, monkeypatch):
+def test_files_of_one_machine_are_created_where_the_service_looks_for_them(tmp_path, monkeypatch):
     """Paths that mean another file in every process stand for those of two machines."""
     monkeypatch.chdir(tmp_path)
     here = "/proc/self/cwd/"

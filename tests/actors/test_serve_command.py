@@ -48,7 +48,7 @@ def test_a_public_address_needs_a_key(tmp_path):
         (["--largest", "1280x720"], "WIDTHxHEIGHTxFRAMES"),
     ],
 )
-def test_what_can_t_be_is_said_before_anything_starts(options, said, tmp_path, capsys, checkpoint):
+def test_impossible_option_is_refused_before_anything_starts(options, said, tmp_path, capsys, checkpoint):
     model = str(checkpoint("wan2.2-i2v-a14b"))
     common = ["--layout", LAYOUT, "--model_id", model, "--address", "127.0.0.1:1", "--folder", str(tmp_path)]
     common += ["--snapshots", str(tmp_path)]

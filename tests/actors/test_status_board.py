@@ -117,7 +117,7 @@ def test_pool_that_never_starts_leaves_its_latest_failures_only(board):
     assert list(board.read().replicas) == [f"experts/{i}" for i in range(2 * MAX_FAILED, 3 * MAX_FAILED)]
 
 
-def test_what_readers_are_given_is_bounded(board):
+def test_list_for_readers_is_bounded(board):
     board.report_requests("driver-1", [f"cat-{i}" for i in range(MAX_LISTED + 500)])
     board.report_request("late", "decoder", 0, 0, None)
     seen = board.read()

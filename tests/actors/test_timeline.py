@@ -37,7 +37,7 @@ SPANS = [
 ]
 
 
-def test_figures():
+def test_figures_are_those_computed_by_hand():
     figures = compute_figures(SPANS)
     assert figures.wall_s == pytest.approx(10)
     assert figures.busy == pytest.approx({"encoder/0": 0.2, "high/0": 0.55, "low/0": 0.4})
@@ -46,7 +46,7 @@ def test_figures():
     assert figures.chips == "real"
 
 
-def test_nothing_happened():
+def test_timeline_without_spans_is_empty():
     assert compute_figures([]).wall_s == 0
     assert json.loads(build_trace([]))["traceEvents"] == []
     with pytest.raises(ValueError, match="no spans"):
@@ -62,7 +62,7 @@ def test_figures_say_what_is_not_real():
     assert "simulated" not in compute_figures(SPANS).summarize()
 
 
-def test_order_of_tracks_and_letters():
+def test_tracks_and_letters_follow_the_order_of_work():
     spans = [span(f"high/{i}", "b", "compute", 1, 2) for i in (9, 8)] + [span("encoder/0", "a", "compute", 0, 1)]
     assert [name for _, name in list_tracks(spans)] == ["encoder/0", "high/8", "high/9"]
     many = [span("high/0", f"r{i}", "compute", i, i + 1) for i in range(28)]

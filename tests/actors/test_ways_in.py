@@ -287,7 +287,7 @@ def test_a_service_ends_in_good_order_when_it_is_terminated(cluster, tmp_path):
     cluster.check_nothing_is_held()
 
 
-def test_what_cannot_start_says_why_at_once_and_leaves_nothing(cluster, tmp_path):
+def test_pipeline_that_can_t_start_says_why_at_once_and_leaves_nothing(cluster, tmp_path):
     code, _, err = cluster.run("pipeline", "up", *cluster.pipeline[:2], "--model_id", str(tmp_path))
     assert code == 2
     assert "has no model_index.json" in err

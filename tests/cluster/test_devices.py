@@ -50,7 +50,7 @@ def test_a_killed_process_s_chips_are_waited_for_and_its_lock_removed(chip, hold
     assert not lock.exists()
 
 
-def test_who_has_them_is_said(chip, holder):
+def test_holder_of_the_chips_is_named(chip, holder):
     with pytest.raises(ChipsBusy, match=rf"process {holder.pid} \({sys.executable} -c .*\) has {chip} still, 0.2 s on"):
         free(chip, 0.2)
 
@@ -107,7 +107,7 @@ def test_a_machine_without_chips_is_free(tmp_path):
         ),
     ],
 )
-def test_what_stops_the_tpu_is_told_apart_and_only_busy_chips_are_worth_another_try(message, kind, advice):
+def test_causes_of_a_failed_start_are_told_apart_and_only_busy_chips_are_tried_again(message, kind, advice):
     error = RuntimeError(f"Unable to initialize backend 'tpu': {message} (set JAX_PLATFORMS='')")
     failure = classify_start_failure("host 3", error)
     assert type(failure) is kind

@@ -36,7 +36,7 @@ def run(*argv):
 
 
 @pytest.mark.long
-def test_up_status_down(tmp_path):
+def test_cluster_is_brought_up_shown_and_taken_down(tmp_path):
     layout = tmp_path / "mine.yaml"
     layout.write_text(ONE_POOL)
     folder = tmp_path / "state"
@@ -123,7 +123,7 @@ def test_a_damaged_state_file_is_named(tmp_path):
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make another user's file")
 @pytest.mark.parametrize("of_another", ["state", "folder"])
-def test_what_another_user_has_planted_is_neither_believed_nor_deleted(of_another, tmp_path):
+def test_files_that_another_user_has_planted_are_neither_believed_nor_deleted(of_another, tmp_path):
     theirs, state = tmp_path / "theirs", tmp_path / "cluster.json"
     theirs.mkdir()
     state.write_text(json.dumps({"temp": str(theirs), "address": "127.0.0.1:1", "dashboard": None}))

@@ -12,7 +12,7 @@ from wan_tpu.storage.addresses import SCHEMES
 FILE = ROOT / "cluster" / "Dockerfile"
 
 
-def test_nothing_is_found_wrong():
+def test_dockerfile_passes_hadolint():
     subprocess.run([Path(sys.executable).with_name("hadolint"), FILE], check=True)
 
 
@@ -25,7 +25,7 @@ def test_image_has_what_every_command_and_address_on_a_cluster_needs():
     assert {"serve", "tpu", "postgresql", *services} <= set(default.split(","))
 
 
-def test_what_is_copied_is_sent_to_the_builder():
+def test_copied_files_are_sent_to_the_builder():
     copied = [
         name for line in re.findall(r"^COPY (?!--from)(.*) \S+$", FILE.read_text(), re.M) for name in line.split()
     ]

@@ -125,7 +125,7 @@ A_COUNT = "write a whole number from 1 to 1000"
         (GOOD | {"emulate": {}}, r"mesh dp 2 x tp 4 takes 8 devices, v6e-8 has 1 when it is emulated \(8 when not\)"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_remedy(content, message):
+def test_wrong_layout_is_refused_with_the_remedy(content, message):
     with pytest.raises(LayoutError, match=message) as raised:
         parse(content)
     assert str(raised.value).startswith("some.yaml: ")

@@ -109,7 +109,7 @@ def test_hung_host_is_named_where_another_one_misses_it(cluster, all_free):
     all_free(*running.pids)
 
 
-def test_who_says_that_a_call_takes_longer_is_waited_for_and_no_longer_than_that(cluster, all_free):
+def test_call_that_reports_a_longer_wait_is_waited_for_and_no_longer_than_that(cluster, all_free):
     """A compiler may take a hundred times as long as the program that it compiles."""
     running = Slice(ONE_HOST, SmallHost, name="low/0", timeouts=QUICK)
     assert running.call("compiles", 600, 3, 0, timeout_s=2).value == "done"

@@ -88,7 +88,7 @@ def test_an_exception_on_every_host_leaves_the_slice_alive(two):
     assert two.call("place").value[2] == before[0]
 
 
-def test_it_says_that_it_is_emulated_and_who_holds_it(two):
+def test_slice_says_that_it_is_emulated_and_who_holds_it(two):
     assert two.emulated
     assert "low/0 on emulated v5p-16" in two.describe()
     slices = {s.name: s for s in list_slices()}

@@ -103,7 +103,7 @@ def test_a_model_says_what_there_is(http):
         ({"switch_step": 9}, "switch_step", "0 to 4"),
     ],
 )
-def test_what_there_isnt_is_refused(fields, param, said, http):
+def test_adapter_that_isn_t_offered_is_refused(fields, param, said, http):
     answer = create(http, **fields)
     assert answer.status_code == 400
     error = answer.json()["error"]

@@ -229,7 +229,7 @@ async def dripping(writer):
         (b"", "did not answer|closed the connection"),
     ],
 )
-def test_what_is_no_image_of_the_right_size_is_refused(new_server, settings, response, reason):
+def test_answer_that_is_no_image_of_an_allowed_size_is_refused(new_server, settings, response, reason):
     server = new_server()
     server.answers = {"/cat.png": response}
     with pytest.raises(FetchError, match=reason):

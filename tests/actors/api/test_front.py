@@ -97,7 +97,7 @@ def test_a_body_passes_whole_and_a_long_one_not(http):
     assert http.post("/", content=b"x").json() == {"size": 1}
 
 
-def test_what_the_application_refuses_is_answered_before_its_body_is_there(http):
+def test_refusal_of_the_application_is_answered_before_the_body_is_there(http):
     sent = Sent(http, ["POST /refused HTTP/1.1", "Content-Length: 1900000"], bytes(1000))
     wait_for(lambda: sent.status == 401)
 
@@ -123,7 +123,7 @@ def test_many_that_are_small_or_only_ask_are_no_bodies(http):
         assert http.post("/", content=bytes(100_000)).status_code == 200
 
 
-def test_what_serve_says_in_its_place_is_a_json_503_with_retry_after(http):
+def test_serve_s_own_refusal_is_a_json_503_with_retry_after(http):
     answer = http.get("/unknown")
     assert code(answer) == (503, "unavailable") and answer.headers["retry-after"]
     assert code(http.get("/missing")) == (404, "video_not_found")
@@ -136,7 +136,7 @@ def test_what_serve_says_in_its_place_is_a_json_503_with_retry_after(http):
         ({"WAN_TPU_REQUESTS_OF_A_KEY": 20}, {"Authorization": "Bearer ann"}),
     ],
 )
-def test_who_asks_too_often_is_told_so(bounds, headers):
+def test_client_above_its_rate_is_answered_with_429(bounds, headers):
     with fronted(**bounds) as http:
         answers = [http.get("/missing", headers=headers) for _ in range(40)]
         passed = sum(answer.status_code == 404 for answer in answers)
@@ -146,7 +146,7 @@ def test_who_asks_too_often_is_told_so(bounds, headers):
         assert others.status_code == (404 if headers else 429)
 
 
-def test_so_many_of_a_key_at_once():
+def test_key_has_no_more_than_its_requests_at_once():
     with fronted(WAN_TPU_CONCURRENT_OF_A_KEY=2) as http, contextlib.ExitStack() as stack:
         for _ in range(2):
             stack.enter_context(http.stream("GET", "/stream", headers={"Authorization": "Bearer ann"}))

@@ -140,7 +140,7 @@ def test_bodies_that_never_end_are_counted_by_key_and_given_up(settings, keys):
             sent.close()
 
 
-def test_who_holds_most_memory_gives_it_back_first(settings, keys):
+def test_key_with_most_memory_gives_it_back_first(settings, keys):
     ann, mallory = keys
     with asked(settings, bodies_bytes=1_000_000, image_bytes=600_000) as http:
         held = [half_a_body(http, mallory, 500_000, 400_000) for _ in range(2)]
@@ -218,7 +218,7 @@ def test_a_full_disk_is_said_before_anything_is_accepted(settings):
         assert http.get("/metrics").status_code == 200
 
 
-def test_who_hangs_up_is_no_failure_of_the_service(settings, caplog):
+def test_client_that_hangs_up_is_no_failure_of_the_service(settings, caplog):
     with asked(settings) as http:
         half_a_body(http, {}).close()
         assert wait_for(lambda: 'status="499"' in http.get("/metrics").text)

@@ -245,7 +245,7 @@ def test_too_many_bytes_are_not_even_decoded():
         decoded(bytes(2_000_001))
 
 
-def test_data_urls():
+def test_data_url_is_decoded_whatever_its_form():
     content = saved(picture())
     encoded = base64.b64encode(content).decode()
     assert decode_data_url(f"data:image/png;base64,{encoded}") == content
@@ -268,7 +268,7 @@ def test_data_urls():
         "data:image/png" + ";" * 1_000_000 + ",A",
     ],
 )
-def test_what_is_no_data_url_of_an_image_is_refused(url):
+def test_url_without_an_image_is_refused(url):
     with pytest.raises(InvalidRequest):
         decode_data_url(url)
 

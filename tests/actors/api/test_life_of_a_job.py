@@ -82,7 +82,7 @@ def test_cancelling_what_waits(http):
     assert http.post(f"/v1/videos/{job}/cancel").json()["error"]["code"] == "cancelled"
 
 
-def test_a_deadline(http, worker, engine):
+def test_passed_deadline_stops_a_running_job(http, worker, engine):
     engine.go.clear()
     job = create(http, deadline=time.time() + 1.5).json()["id"]
     assert done(http, job)["error"]["code"] == "deadline_exceeded"
@@ -158,7 +158,7 @@ def test_an_image_that_can_t_be_read_for_a_while_costs_no_job(http, settings, en
         assert done(http, video["id"])["status"] == "completed"
 
 
-def test_figures_and_readiness(http, worker):
+def test_metrics_and_readiness_tell_of_the_worker(http, worker):
     for _ in range(2):
         done(http, create(http).json()["id"])
     wait_for(lambda: "wan_step_seconds_count" in http.get("/metrics").text)

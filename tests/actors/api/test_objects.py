@@ -78,7 +78,7 @@ def test_a_size_is_width_by_height():
 
 
 @pytest.mark.parametrize("size", ["", "720", "0x720", "720X1280", "-1x720", "1x2x3", "٧٢٠x١٢٨٠", "9" * 99])
-def test_what_is_no_size_is_refused(size):
+def test_text_that_is_no_size_is_refused(size):
     with pytest.raises(InvalidRequest, match="WIDTHxHEIGHT"):
         make_request(CreateVideo(prompt="x", size=size), SPEC, seed=0)
 
@@ -97,7 +97,7 @@ def test_seconds_become_whole_latent_frames(seconds, fps, frames):
 
 
 @pytest.mark.parametrize("seconds", ["", "0", "-1", "nan", "inf", "1e3", "9999", "five", "٥"])
-def test_what_is_no_length_is_refused(seconds):
+def test_number_that_is_no_length_is_refused(seconds):
     with pytest.raises(InvalidRequest, match="seconds is"):
         count_frames(seconds, 16, SPEC)
 
@@ -157,7 +157,7 @@ def test_an_error_that_names_an_odd_field_is_still_an_answer():
     assert make_error_body(400, str(refused.value), param=refused.value.field).model_dump_json()
 
 
-def test_what_is_asked_for_reaches_the_pipeline():
+def test_requested_fields_reach_the_pipeline():
     asked = CreateVideo(
         prompt="a cat", negative_prompt="dogs", size="832x480", num_frames=49, fps=12, num_inference_steps=8,
         guidance_scale=4, guidance_scale_2=3, shift=2, seed=11, solver="euler",

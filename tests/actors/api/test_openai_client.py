@@ -147,7 +147,7 @@ def test_a_remix_is_the_same_request_with_another_prompt(client, worker, engine)
         client.videos.remix(second.id, prompt="a cow", extra_body={"seed": 9})
 
 
-def test_what_no_model_does_is_said_with_what_does_something_like_it(client):
+def test_unsupported_endpoint_names_one_that_does_something_like_it(client):
     for ask in (
         lambda: client.videos.edit(video=b"x", prompt="x"),
         lambda: client.videos.extend(video=b"x", prompt="x", seconds="4"),
@@ -215,7 +215,7 @@ def test_one_that_takes_longer_is_polled_for_and_one_that_nobody_waits_for_is_ca
         wait_for(cancelled)
 
 
-def test_heads_slashes_and_statuses(http, worker):
+def test_heads_and_slashes_are_answered_as_clients_expect(http, worker):
     job = create(http).json()["id"]
     done(http, job)
     whole = http.get(f"/v1/videos/{job}/content")

@@ -55,7 +55,7 @@ def test_a_full_queue_says_when_to_come_back(settings):
         assert 1 <= int(refused.headers["retry-after"]) <= 600
 
 
-def test_what_doesn_t_fit_the_slices_is_refused_with_the_nearest_that_does(settings):
+def test_size_beyond_the_slices_is_refused_with_the_nearest_that_fits(settings):
     small = dataclasses.replace(settings, largest=((480, 832, 81),))
     with served(small) as address, httpx.Client(base_url=address) as http:
         for size, frames, nearest in (
@@ -72,7 +72,7 @@ def test_what_doesn_t_fit_the_slices_is_refused_with_the_nearest_that_does(setti
                 assert create(http, size=wide, num_frames=int(rest.split()[0])).status_code == 200
 
 
-def test_ranges_and_etags(http, worker):
+def test_content_is_served_in_ranges_and_by_its_etag(http, worker):
     job = create(http).json()["id"]
     assert done(http, job)["status"] == "completed"
     url = f"/v1/videos/{job}/content"
@@ -93,7 +93,7 @@ def test_ranges_and_etags(http, worker):
     assert http.get(f"{url}?variant=poster").status_code == 400
 
 
-def test_who_downloads_is_sent_to_where_it_is_stored(tmp_path):
+def test_download_is_redirected_to_the_bucket(tmp_path):
     """A storage with URLs of its own is read there, any other through the service."""
 
     class Bucket(LocalStorage):
@@ -198,7 +198,7 @@ def test_without_keys_only_this_machine_s_own_pages_may_ask(http, service):
         ("seconds", "0", "seconds is '0'"),
     ],
 )
-def test_what_is_wrong_with_a_field_is_said_under_its_name(http, field, value, message):
+def test_wrong_field_is_refused_under_its_name(http, field, value, message):
     error = http.post("/v1/videos", json={"prompt": "x", field: value}).json()["error"]
     assert error["param"] == field
     assert error["message"].startswith(message)
@@ -290,7 +290,7 @@ def test_a_page_elsewhere_may_ask_where_it_was_allowed_to(settings):
         ({"content": b'{"\\u0000": 1}', "headers": {"content-type": "application/json"}}, 400),
     ],
 )
-def test_what_can_t_be_used_is_refused_and_nothing_breaks(http, arguments, status):
+def test_unusable_body_is_refused_and_nothing_breaks(http, arguments, status):
     answer = http.post("/v1/videos", **arguments)
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["message"]
@@ -317,7 +317,7 @@ def test_bodies_end_where_they_must(settings, tmp_path):
         assert http.post("/v1/videos", data={"prompt": "x"}, files=big).status_code == 400
 
 
-def test_an_image_in_the_json(http, settings, database):
+def test_image_in_the_json_is_kept_at_the_video_s_size(http, settings, database):
     url = "data:image/png;base64," + base64.b64encode(PHOTO.read_bytes()).decode()
     response = create(http, input_reference={"image_url": url})
     assert response.status_code == 200

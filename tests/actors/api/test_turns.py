@@ -5,7 +5,7 @@ import asyncio
 from actors.api.intake.fair_semaphore import FairSemaphore
 
 
-def test_who_has_taken_much_waits_for_those_who_have_not():
+def test_heavy_key_waits_for_those_that_have_used_little():
     """Ann sends eight requests first. Bob's only one, sent last, just waits for a place."""
     order = []
 
@@ -29,7 +29,7 @@ def test_who_has_taken_much_waits_for_those_who_have_not():
     assert order.index("bob") <= 3 and order.count("ann") == 8 and "cleo" not in order
 
 
-def test_who_is_cancelled_while_a_place_gets_free_takes_none():
+def test_request_cancelled_while_a_place_gets_free_takes_none():
     async def all_():
         turns, order = FairSemaphore(1, 1), []
 

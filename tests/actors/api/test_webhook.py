@@ -88,7 +88,7 @@ def test_an_address_that_can_t_be_right_is_refused_at_once(hooked, url):
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "webhook_url")
 
 
-def test_what_is_not_public_is_never_connected_to(hooked, hook):
+def test_webhook_at_a_private_address_is_never_connected_to(hooked, hook):
     closed = dataclasses.replace(hooked.fetch, allowed=(), subject="webhook")
     with pytest.raises(FetchError, match="not a public address"):
         asyncio.run(webhook.post(f"https://{NAME}:{hook.port}/", (b"{}", {}), closed))

@@ -26,7 +26,7 @@ def test_a_key_matches_and_its_secret_is_stored_nowhere(database):
         assert secret not in str(session.scalars(select(ApiKey)).all())
 
 
-def test_what_is_no_key_doesn_t_match(database):
+def test_text_that_is_no_key_doesn_t_match(database):
     text = make_key(database, "ann")
     keys = in_force(database)
     (key,) = keys.values()
@@ -82,12 +82,12 @@ def test_of_keys_of_one_name_made_at_once_one_is_there(database):
         ("ann", {"days": math.nan}),
     ],
 )
-def test_what_can_t_be_a_key_is_refused(name, limits):
+def test_impossible_key_is_refused(name, limits):
     with pytest.raises(InvalidInput, match=r"allowed|give"):
         make_key(None, name, KeyLimits(**limits))  # It raises before it uses the database.
 
 
-def test_the_command(tmp_path, capsys):
+def test_keys_are_added_limited_listed_and_revoked_by_the_command(tmp_path, capsys):
     options = ["--database", str(tmp_path / "jobs.sqlite")]
     assert main(["keys", "add", "ann", "--per_minute", "30", *options]) == 0
     text = capsys.readouterr().out.strip()

@@ -43,7 +43,7 @@ def finished(database, storage, retention=ALWAYS):
     return work.complete(leased, {"video": "a/1/video.mp4"})
 
 
-def test_what_is_no_result_is_removed_and_the_rest_stays(database, storage):
+def test_files_that_are_no_results_are_removed_and_the_rest_stays(database, storage):
     job = finished(database, storage)
     assert Retention(database, storage).sweep() == (0, 1)
     assert set(storage.list()) == recorded(database) == {"inputs/a.png", "a/1/video.mp4"}
@@ -105,7 +105,7 @@ def test_an_upload_that_may_still_become_one_stays(database, storage):
     assert set(storage.list()) == {"inputs/b.png"}
 
 
-def test_what_a_lost_worker_wrote_is_removed_but_not_the_next_one_s(database, storage):
+def test_files_of_a_lost_worker_are_removed_but_not_the_next_one_s(database, storage):
     JobStore(database).submit(Job(owner="ann", request={}))
     lost = WorkQueue(database, AT_ONCE, ReliabilitySettings(lease_s=0.05))
     late = lost.claim("late")
@@ -133,7 +133,7 @@ def test_a_file_that_can_t_be_removed_holds_up_no_other(database, storage, tmp_p
     assert Retention(database, storage).sweep() == (0, 0)  # It is tried again later.
 
 
-def test_more_than_one_batch(database, storage, monkeypatch):
+def test_sweep_removes_more_jobs_than_one_transaction_takes(database, storage, monkeypatch):
     monkeypatch.setattr(retention, "_BATCH", 10)
     store, work = JobStore(database), WorkQueue(database, AT_ONCE)
     for _ in range(15):

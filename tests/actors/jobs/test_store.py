@@ -40,7 +40,7 @@ def store(database):
     return JobStore(database)
 
 
-def test_what_was_submitted_is_what_is_found(store, address):
+def test_submitted_job_is_found_as_it_was_submitted(store, address):
     request = {
         "prompt": "Katze 🐈 \x00 \ud800",
         "size": "1280x720",
@@ -68,7 +68,7 @@ def test_a_job_of_another_owner_is_not_there(store):
         store.list("bob", after=job.id)
 
 
-def test_what_is_no_id_is_not_found(store):
+def test_text_that_is_no_id_is_not_found(store):
     for name in ("", "video_", "../../etc/passwd", "video_" + "0" * 48, "a\x00b", "\ud800", "x" * 10_000):
         with pytest.raises(JobNotFound):
             store.get(name)
@@ -275,7 +275,7 @@ def test_a_database_can_be_handed_to_another_process(database):
 
 
 @pytest.mark.parametrize("address", ["", "mysql://root:hunter2@host/jobs", "sqlite://", "postgresql:/x://", "://"])
-def test_what_is_no_database_is_refused_without_showing_a_password(address):
+def test_wrong_address_of_a_database_is_refused_without_showing_a_password(address):
     with pytest.raises(StoreError, match=r"SQLite file|path of a file") as refused:
         Database(address)
     assert "hunter2" not in str(refused.value)
@@ -302,7 +302,7 @@ def test_a_database_that_takes_no_changes_for_now_is_away(on_postgres):
     store.submit(ask())
 
 
-def test_who_stands_still_in_a_transaction_holds_up_nobody_for_long(on_postgres):
+def test_process_that_stops_in_a_transaction_holds_up_nobody_for_long(on_postgres):
     """A node lost power while it submitted a job: its connection stays open and silent."""
     code = "import sys, time; from actors.jobs.database import Database; database = Database(sys.argv[1])\n"
     code += (

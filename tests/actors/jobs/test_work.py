@@ -79,7 +79,7 @@ def test_a_job_that_fails_says_why(store, work):
     assert ended.chip_seconds == 5.0
 
 
-def test_what_is_announced_again_is_announced_once(store, work):
+def test_name_announced_again_is_announced_once(store, work):
     """This happens after a commit whose answer was lost, and used to fail a finished job."""
     ask(store)
     leased = work.claim("w")
@@ -115,7 +115,7 @@ def test_only_what_is_more_urgent_is_claimed_when_that_is_asked_for(store, work)
     assert claimed(work) == ["as urgent"]
 
 
-def test_who_comes_later_doesn_t_wait_for_all_who_came_before(store, work):
+def test_later_owner_doesn_t_wait_for_all_jobs_of_earlier_ones(store, work):
     for number in range(6):
         ask(store, "ann", f"a{number}")
     for _ in range(3):
@@ -125,7 +125,7 @@ def test_who_comes_later_doesn_t_wait_for_all_who_came_before(store, work):
     assert claimed(work) == ["a3", "b0", "a4", "b1", "a5"]
 
 
-def test_what_came_back_gives_nobody_else_an_early_round(store, work):
+def test_requeued_job_gives_nobody_else_an_early_round(store, work):
     for number in range(4):
         ask(store, "ann", f"a{number}")
     first = work.claim("w")
@@ -167,7 +167,7 @@ def test_late_renewal_is_in_time_while_nobody_took_the_job(store, database, work
     assert work.requeue_lost() == []
 
 
-def test_what_kills_every_worker_fails_in_the_end(store, database):
+def test_job_that_kills_every_worker_fails_in_the_end(store, database):
     job = ask(store)
     work = WorkQueue(database, reliability=SHORT)
     for worker in ("one", "two", "three"):
@@ -212,7 +212,7 @@ def test_a_running_job_that_was_cancelled_ends_as_cancelled(store, database, way
     assert store.count_jobs().files_pending_deletion == 1
 
 
-def test_deadlines(store, database, work):
+def test_passed_deadline_ends_waiting_jobs_and_stops_running_ones(store, database, work):
     waiting, running, later = (ask(store, deadline=time.time() + 1e6, priority=priority) for priority in (0, 1, 0))
     leased = work.claim("w")
     assert leased.id == running.id
@@ -232,7 +232,7 @@ def test_a_job_that_is_past_its_deadline_is_not_begun(store, work):
     assert work.claim("w") is None
 
 
-def test_who_follows_a_job_that_came_back_passes_nobody(store, work):
+def test_job_behind_a_requeued_one_passes_nobody(store, work):
     """Bob's first job is claimed and given back while Ann's wait. His next ones alternate with hers."""
     ask(store, "bob", "b0")
     back = work.claim("w")

@@ -88,7 +88,7 @@ def test_slow_clients_hold_nobody_up(http, connected):
     assert time.monotonic() - start > 8
 
 
-def test_who_hangs_up_leaves_nothing_behind(online, http, connected):
+def test_client_that_hangs_up_leaves_nothing_behind(online, http, connected):
     [ingress] = online.processes("Ingress")
     long = {"files": {"input_reference": PHOTO.read_bytes()}, "data": JOB | {"num_inference_steps": "1000"}}
     jobs = [http.post("/v1/videos", **long).json()["id"] for _ in range(5)]
@@ -106,7 +106,7 @@ def test_who_hangs_up_leaves_nothing_behind(online, http, connected):
         http.post(f"/v1/videos/{job}/cancel")
 
 
-def test_parts_of_a_video(online, http):
+def test_part_of_a_video_is_served_through_haproxy(online, http):
     video = http.post("/v1/videos", files={"input_reference": PHOTO.read_bytes()}, data=JOB).json()
     ended = done(http, video["id"])
     assert ended["status"] == "completed", ended["error"]

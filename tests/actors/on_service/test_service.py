@@ -47,7 +47,7 @@ def undisturbed(online, video):
         return client.videos.download_content(video.id).content
 
 
-def test_a_video_through_openai_s_client(online, video, undisturbed):
+def test_openai_s_client_gets_lists_and_deletes_a_video(online, video, undisturbed):
     with online.client() as client:
         assert (video.status, video.progress, video.size) == ("completed", 100, "64x64")
         assert set(video.stage_seconds) == {"encoder", "denoise_high", "denoise_low", "decoder"}
@@ -60,7 +60,7 @@ def test_a_video_through_openai_s_client(online, video, undisturbed):
             client.videos.retrieve(video.id)
 
 
-def test_what_can_t_be_made_is_refused_at_once(online):
+def test_impossible_request_is_refused_at_once(online):
     with online.client() as client:
         with pytest.raises(openai.BadRequestError, match="i2v only"):
             client.videos.create(**ASKED)
@@ -76,7 +76,7 @@ def test_another_address_than_the_proxy_s_is_refused_at_once(online, host, other
     assert httpx.get(f"{online.address}/health").status_code == 200
 
 
-def test_events_through_haproxy(online):
+def test_events_pass_haproxy_as_they_happen(online):
     with online.client() as client, httpx.Client(base_url=online.address, timeout=SECONDS) as http:
         video = create(client, STEPS)
         with http.stream("GET", f"/v1/videos/{video.id}/events") as answer:
@@ -84,7 +84,7 @@ def test_events_through_haproxy(online):
         assert names[-1] == "completed" and names.count("progress") >= 2
 
 
-def test_a_killed_worker_then_a_killed_ingress(online, undisturbed):
+def test_job_survives_a_killed_worker_and_a_killed_ingress(online, undisturbed):
     with online.client(max_retries=0) as client:
         video = create(client, STEPS)
         wait_for(lambda: (client.videos.retrieve(video.id).step or 0) > 100)

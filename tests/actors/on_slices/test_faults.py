@@ -47,7 +47,7 @@ def slices_of(making, stage):
     return {span.slice for span in making.spans if span.stage == stage}
 
 
-def test_a_killed_host_then_a_hung_one(running, undisturbed):
+def test_request_survives_a_killed_host_and_then_a_hung_one(running, undisturbed):
     """Two losses under one request are too many for its two attempts, but for the progress made in between."""
     victim = running.host("low", 1)  # to find one takes as long as many steps
     making = running.start("hosts", REQUEST)
@@ -71,7 +71,7 @@ def test_a_killed_host_then_a_hung_one(running, undisturbed):
     assert len(slices_of(making, "denoise_low")) == 3
 
 
-def test_a_killed_node(running, undisturbed):
+def test_request_waits_for_a_node_that_was_killed(running, undisturbed):
     [slice_] = running.slices("low")
     making = running.start("node", REQUEST)
     making.wait_for("denoise_low", 90)  # half-way between two snapshots
@@ -83,7 +83,7 @@ def test_a_killed_node(running, undisturbed):
     assert len(slices_of(making, "denoise_low")) == 2
 
 
-def test_a_killed_replica(running, undisturbed):
+def test_requests_survive_their_killed_replica(running, undisturbed):
     [leader], host = running.leaders("high"), running.host("high")
     snapshots = Snapshots(running.pipeline.spec.settings.snapshots)
     making, beside = running.start("replica", REQUEST), running.start("beside", REQUEST)
@@ -103,7 +103,7 @@ def test_a_killed_decoder_costs_no_step(running, undisturbed):
     check(making, undisturbed)
 
 
-def test_lost_objects(running, undisturbed):
+def test_lost_objects_are_encoded_again(running, undisturbed):
     """What one stage has made for the next dies with the encoder's leader and with the store of references."""
     [leader] = running.leaders("encoder")
     stores = [process for process in running.processes() if "_RefStoreActor" in title(process)]
@@ -144,7 +144,7 @@ def driver_command(running, spec, folder, id, size, steps):
     return command + [str(folder / name) for name in ("spec.pickle", "manifest.jsonl", "out")]
 
 
-def test_a_killed_driver(running, undisturbed, spec, tmp_path):
+def test_batch_run_again_goes_on_where_its_killed_driver_was(running, undisturbed, spec, tmp_path):
     """Run again it makes what is missing, from where it was; meanwhile the slices may still work for the first one."""
     command = driver_command(running, spec, tmp_path, "cat", 64, ALL)
     snapshots = Snapshots(spec.settings.snapshots)

@@ -87,7 +87,7 @@ def test_request_is_as_much_work_with_a_thousand_slices_as_with_ten():
 
 
 @pytest.mark.soak
-def test_seconds_of_a_request():
+def test_request_costs_little_whatever_the_number_of_slices():
     cost(10, 300)  # Fills what is cached.
     for slices, load in ((10, LOAD), (1000, LOAD * 10 / 1000), (100, LOAD), (1000, LOAD)):
         seconds = min(cost(slices, 1000, load)[0] for _ in range(3))
@@ -95,7 +95,7 @@ def test_seconds_of_a_request():
 
 
 @pytest.mark.soak
-def test_day_of_a_thousand_slices():
+def test_thousand_slices_work_a_simulated_day():
     requests = int(os.environ.get("WAN_TPU_SIMULATED_DAY", "20000"))
     seconds, virtual_s = cost(1000, requests)
     print(f"{requests} requests over 1,000 slices: {1000 * seconds:.2f} ms each, {virtual_s / 3600:.2f} virtual hours")

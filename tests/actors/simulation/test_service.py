@@ -47,7 +47,7 @@ def test_every_job_ends_once_with_its_video_or_a_reason_of_its_own(simulate):
 
 
 @pytest.mark.soak
-def test_new_seeds(simulate):
+def test_no_new_seed_fails(simulate):
     start, first = time.perf_counter(), int(time.time())
     seconds = float(os.environ.get("WAN_TPU_SIMULATION_S", "60"))
     result, jobs = first_failure(simulate, range(first, first + 10**9), start + seconds)

@@ -56,7 +56,7 @@ def test_the_same_seed_is_the_same_story():
 
 
 @pytest.mark.soak
-def test_new_seeds():
+def test_no_new_seed_fails():
     """For a quarter of an hour; the figures are in docs/benchmarks.md."""
     start, first = time.perf_counter(), int(time.time())
     seconds = float(os.environ.get("WAN_TPU_SIMULATION_S", "60"))

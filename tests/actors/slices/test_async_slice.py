@@ -7,7 +7,7 @@ import pytest
 from actors.slices.async_slice import to_the_end
 
 
-def test_what_is_to_be_done_is_done_however_often_it_is_cancelled():
+def test_call_runs_to_its_end_however_often_it_is_cancelled():
     """As arrays are dropped: a second cancel would leave them on the devices of a slice for ever."""
 
     async def run():
@@ -31,7 +31,7 @@ def test_what_is_to_be_done_is_done_however_often_it_is_cancelled():
     asyncio.run(run())
 
 
-def test_what_it_returns_or_raises_comes_through():
+def test_result_or_error_of_a_call_comes_through():
     async def fails():
         raise ValueError("no")
 

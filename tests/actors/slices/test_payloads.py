@@ -107,7 +107,7 @@ def test_bfloat16_as_uint16_is_faster_than_by_itself(store):
     assert sum(tagged) < sum(naive)
 
 
-def test_what_is_adopted_outlives_the_leader_that_made_it(store):
+def test_adopted_payload_outlives_the_leader_that_created_it(store):
     class Leader:
         """Leaves payloads as a slice's leader does, whose hosts make them: it is their owner."""
 

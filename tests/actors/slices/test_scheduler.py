@@ -117,7 +117,7 @@ def test_no_more_are_paused_than_may():
     assert within(run(0)).paused == []
 
 
-def test_who_is_cancelled_while_it_is_paused_is_gone_and_the_others_go_on():
+def test_request_cancelled_while_paused_is_gone_and_the_others_go_on():
     async def run():
         them = Slice()
         low = them.come("low", 9)
@@ -136,7 +136,7 @@ def test_who_is_cancelled_while_it_is_paused_is_gone_and_the_others_go_on():
     assert within(run()) == ["low1", "low2", "urgent1", "urgent2", "urgent3", "next1"]
 
 
-def test_who_came_urgently_and_is_cancelled_leaves_the_slice_to_the_other():
+def test_cancelled_urgent_request_leaves_the_slice_to_the_other():
     async def run():
         them = Slice()
         low = them.come("low", 3)

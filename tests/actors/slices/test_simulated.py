@@ -26,7 +26,7 @@ def request(**fields):
     return GenerationRequest(image=PHOTO, height=64, width=64, frames=9, steps=4, **fields)
 
 
-def test_it_has_the_methods_of_the_real_host():
+def test_simulated_host_has_the_methods_of_the_real_one():
     def methods(kind):
         members = inspect.getmembers(kind, inspect.isfunction)
         return {name: list(inspect.signature(m).parameters) for name, m in members if not name.startswith("_")}
@@ -60,7 +60,7 @@ def test_another_request_s_payload_is_noticed(host):
         prepare(host, mine, state=host.snapshot("k").payload)
 
 
-def test_it_takes_the_planned_time(tmp_path):
+def test_simulated_host_takes_the_planned_time(tmp_path):
     plan = Planned(step_s=2.0, speed=10).save(tmp_path / "plan.json")
     host = SimulatedHost(str(plan), STAGES)
     prepare(host, MODEL.plan(request()))

@@ -138,7 +138,7 @@ def test_a_poisoned_request_fails_alone(checkpoint):
     assert np.array_equal(latents("a"), alone)
 
 
-def test_what_one_request_compiles_is_not_told_of_the_next(checkpoint):
+def test_compile_time_of_one_request_is_not_reported_for_the_next(checkpoint):
     host = StageHost(str(checkpoint("wan2.1-t2v-1.3b")), ("denoise",), (1, 1, 1), "float32")
     asked = GenerationRequest(prompt="a cat", height=32, width=32, frames=1, steps=2, guidance_scale=1.0)
     plan = host._spec.plan(asked)

@@ -102,7 +102,7 @@ def numbers(steps):
     return [span.step for span in steps]
 
 
-def test_it_passes_all_that_wait_though_the_slice_is_full(running):
+def test_urgent_request_passes_all_that_wait_though_the_slice_is_full(running):
     _, _, spec = running
 
     async def run():
@@ -128,7 +128,7 @@ def test_it_passes_all_that_wait_though_the_slice_is_full(running):
     assert [s for s in making.steps("low0") if s.end_s <= begun + 0.01], "low0 was not overtaken in the middle"
 
 
-def test_what_is_cancelled_while_it_is_paused_goes_on_from_there_later(running):
+def test_request_cancelled_while_paused_goes_on_from_there_later(running):
     _, _, spec = running
 
     async def run():
