@@ -1,84 +1,24 @@
 """The published LTX-2 models: configurations, to compile them without weights, and sampling settings.
 
 Sources: scripts/convert_ltx2_to_diffusers.py of github.com/huggingface/diffusers at 58eb52c0 (2026-08-23), which made
-Lightricks/LTX-2 and dg845/LTX-2.3-Diffusers on the Hugging Face hub, and google/gemma-3-12b-it for the text encoder.
-Sampling settings: pipelines/ltx2 of diffusers 0.42.1 (guidance, STG blocks, `utils.py` for the sigmas of distilled
-models) and its documentation, api/pipelines/ltx2.
+Lightricks/LTX-2, rootonchair/LTX-2-19b-distilled, diffusers/LTX-2.3-Diffusers and diffusers/LTX-2.3-Distilled-Diffusers
+on the Hugging Face hub, and google/gemma-3-12b-it for the text encoder. Sampling settings are the defaults of
+pipelines/ltx2 in diffusers: of 0.42.1 for LTX-2.3, of 0.37 for LTX-2.0, and of utils.py there for distilled models.
 """
 
 from dataclasses import replace
 from typing import Any
 
+from wan_tpu.families.ltx2 import classes
 from wan_tpu.families.ltx2.config import Ltx2Config
+from wan_tpu.request import Defaults
 
-# The values of LTX-2.0, or 2.3 where only that has a key; keys that a file lacks have the class's defaults below.
+CUSTOM = "a custom LTX-2"
+# The noise levels of distilled models, and those of their second stage, at twice the size.
+DISTILLED_SIGMAS = (1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875)
+SECOND_STAGE_SIGMAS = (0.909375, 0.725, 0.421875)
+
 # fmt: off
-TRANSFORMER: dict[str, Any] = {
-    "in_channels": 128, "out_channels": 128, "patch_size": 1, "patch_size_t": 1, "num_attention_heads": 32,
-    "attention_head_dim": 128, "cross_attention_dim": 4096, "vae_scale_factors": [8, 32, 32], "pos_embed_max_pos": 20,
-    "base_height": 2048, "base_width": 2048, "gated_attn": False, "cross_attn_mod": False, "audio_in_channels": 128,
-    "audio_out_channels": 128, "audio_patch_size": 1, "audio_patch_size_t": 1, "audio_num_attention_heads": 32,
-    "audio_attention_head_dim": 64, "audio_cross_attention_dim": 2048, "audio_scale_factor": 4,
-    "audio_pos_embed_max_pos": 20, "audio_sampling_rate": 16000, "audio_hop_length": 160, "audio_gated_attn": False,
-    "audio_cross_attn_mod": False, "num_layers": 48, "activation_fn": "gelu-approximate",
-    "qk_norm": "rms_norm_across_heads", "norm_elementwise_affine": False, "norm_eps": 1e-6, "caption_channels": 3840,
-    "attention_bias": True, "attention_out_bias": True, "rope_theta": 10000.0, "rope_double_precision": True,
-    "causal_offset": 1, "timestep_scale_multiplier": 1000, "cross_attn_timestep_scale_multiplier": 1000,
-    "rope_type": "interleaved", "use_prompt_embeddings": True, "perturbed_attn": False, "ff_bias": True,
-    "audio_ff_bias": True, "use_prompt_adaln_single": True, "use_keyframes_abs_pos_embedding": False,
-}
-CONNECTORS: dict[str, Any] = {
-    "caption_channels": 3840, "text_proj_in_factor": 49, "video_connector_num_attention_heads": 30,
-    "video_connector_attention_head_dim": 128, "video_connector_num_layers": 2,
-    "video_connector_num_learnable_registers": 128, "video_gated_attn": False,
-    "audio_connector_num_attention_heads": 30, "audio_connector_attention_head_dim": 128,
-    "audio_connector_num_layers": 2, "audio_connector_num_learnable_registers": 128, "audio_gated_attn": False,
-    "connector_rope_base_seq_len": 4096, "rope_theta": 10000.0, "rope_double_precision": True,
-    "causal_temporal_positioning": False, "rope_type": "interleaved", "per_modality_projections": False,
-    "video_hidden_dim": 4096, "audio_hidden_dim": 2048, "proj_bias": False,
-}
-VAE: dict[str, Any] = {
-    "in_channels": 3, "out_channels": 3, "latent_channels": 128, "block_out_channels": [256, 512, 1024, 2048],
-    "down_block_types": ["LTX2VideoDownBlock3D"] * 4, "decoder_block_out_channels": [256, 512, 1024],
-    "layers_per_block": [4, 6, 6, 2, 2], "decoder_layers_per_block": [5, 5, 5, 5],
-    "spatio_temporal_scaling": [True] * 4, "decoder_spatio_temporal_scaling": [True] * 3,
-    "decoder_inject_noise": [False] * 4,
-    "downsample_type": ["spatial", "temporal", "spatiotemporal", "spatiotemporal"],
-    "upsample_type": ["spatiotemporal"] * 3, "upsample_residual": [True] * 3, "upsample_factor": [2, 2, 2],
-    "timestep_conditioning": False, "patch_size": 4, "patch_size_t": 1, "resnet_norm_eps": 1e-6, "scaling_factor": 1.0,
-    "encoder_causal": True, "decoder_causal": True, "encoder_spatial_padding_mode": "zeros",
-    "decoder_spatial_padding_mode": "reflect", "spatial_compression_ratio": None, "temporal_compression_ratio": None,
-}
-AUDIO_VAE: dict[str, Any] = {
-    "base_channels": 128, "output_channels": 2, "ch_mult": [1, 2, 4], "num_res_blocks": 2, "attn_resolutions": None,
-    "in_channels": 2, "resolution": 256, "latent_channels": 8, "norm_type": "pixel", "causality_axis": "height",
-    "dropout": 0.0, "mid_block_add_attention": False, "sample_rate": 16000, "mel_hop_length": 160, "is_causal": True,
-    "mel_bins": 64, "double_z": True,
-}
-VOCODER: dict[str, Any] = {
-    "in_channels": 128, "hidden_channels": 1024, "out_channels": 2, "upsample_kernel_sizes": [16, 15, 8, 4, 4],
-    "upsample_factors": [6, 5, 2, 2, 2], "resnet_kernel_sizes": [3, 7, 11],
-    "resnet_dilations": [[1, 3, 5], [1, 3, 5], [1, 3, 5]], "act_fn": "leaky_relu", "leaky_relu_negative_slope": 0.1,
-    "antialias": False, "antialias_ratio": 2, "antialias_kernel_size": 12, "final_act_fn": "tanh", "final_bias": True,
-    "output_sampling_rate": 24000,
-}
-VOCODER_BWE: dict[str, Any] = {
-    "in_channels": 128, "hidden_channels": 1536, "out_channels": 2, "upsample_kernel_sizes": [11, 4, 4, 4, 4, 4],
-    "upsample_factors": [5, 2, 2, 2, 2, 2], "resnet_kernel_sizes": [3, 7, 11],
-    "resnet_dilations": [[1, 3, 5], [1, 3, 5], [1, 3, 5]], "act_fn": "snakebeta", "leaky_relu_negative_slope": 0.1,
-    "antialias": True, "antialias_ratio": 2, "antialias_kernel_size": 12, "final_act_fn": None, "final_bias": False,
-    "bwe_in_channels": 128, "bwe_hidden_channels": 512, "bwe_out_channels": 2,
-    "bwe_upsample_kernel_sizes": [12, 11, 4, 4, 4], "bwe_upsample_factors": [6, 5, 2, 2, 2],
-    "bwe_resnet_kernel_sizes": [3, 7, 11], "bwe_resnet_dilations": [[1, 3, 5], [1, 3, 5], [1, 3, 5]],
-    "bwe_act_fn": "snakebeta", "bwe_leaky_relu_negative_slope": 0.1, "bwe_antialias": True, "bwe_antialias_ratio": 2,
-    "bwe_antialias_kernel_size": 12, "bwe_final_act_fn": None, "bwe_final_bias": False, "filter_length": 512,
-    "hop_length": 80, "window_length": 512, "num_mel_channels": 64, "input_sampling_rate": 16000,
-    "output_sampling_rate": 48000,
-}
-UPSAMPLER: dict[str, Any] = {
-    "in_channels": 128, "mid_channels": 1024, "num_blocks_per_stage": 4, "dims": 3, "spatial_upsample": True,
-    "temporal_upsample": False, "rational_spatial_scale": 2.0, "use_rational_resampler": True,
-}
 # Of Gemma 3 12B.
 GEMMA: dict[str, Any] = {
     "model_type": "gemma3_text", "vocab_size": 262208, "hidden_size": 3840, "intermediate_size": 15360,
@@ -87,15 +27,15 @@ GEMMA: dict[str, Any] = {
     "query_pre_attn_scalar": 256, "sliding_window": 1024, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
     "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
 }
-SCHEDULER: dict[str, Any] = {
+SCHEDULER = classes.SCHEDULER | {
     "use_dynamic_shifting": True, "base_shift": 0.95, "max_shift": 2.05, "base_image_seq_len": 1024,
-    "max_image_seq_len": 4096, "shift_terminal": 0.1,
+    "shift_terminal": 0.1,
 }
 # fmt: on
 # Distilled models are sampled at the sigmas that they were trained for, unshifted.
 DISTILLED_SCHEDULER = SCHEDULER | {"use_dynamic_shifting": False, "shift_terminal": None}
 
-_TRANSFORMER_20 = TRANSFORMER | {"rope_type": "split"}
+_TRANSFORMER_20 = classes.TRANSFORMER | {"rope_type": "split"}
 _TRANSFORMER_23 = _TRANSFORMER_20 | {
     "gated_attn": True,
     "cross_attn_mod": True,
@@ -104,7 +44,7 @@ _TRANSFORMER_23 = _TRANSFORMER_20 | {
     "use_prompt_embeddings": False,
     "perturbed_attn": True,
 }
-_CONNECTORS_20 = CONNECTORS | {"rope_type": "split"}
+_CONNECTORS_20 = classes.CONNECTORS | {"rope_type": "split"}
 _CONNECTORS_23 = _CONNECTORS_20 | {
     "video_connector_num_attention_heads": 32,
     "video_connector_num_layers": 8,
@@ -116,7 +56,7 @@ _CONNECTORS_23 = _CONNECTORS_20 | {
     "per_modality_projections": True,
     "proj_bias": True,
 }
-_VAE_20 = VAE | {"decoder_causal": False, "spatial_compression_ratio": 32, "temporal_compression_ratio": 8}
+_VAE_20 = classes.VAE | {"decoder_causal": False, "spatial_compression_ratio": 32, "temporal_compression_ratio": 8}
 _VAE_23 = _VAE_20 | {
     "block_out_channels": [256, 512, 1024, 1024],
     "decoder_block_out_channels": [256, 512, 512, 1024],
@@ -129,15 +69,15 @@ _VAE_23 = _VAE_20 | {
     "upsample_factor": [2, 2, 1, 2],
     "decoder_spatial_padding_mode": "zeros",
 }
-_VOCODER_20 = {"_class_name": "LTX2Vocoder"} | VOCODER
-_VOCODER_23 = {"_class_name": "LTX2VocoderWithBWE"} | VOCODER_BWE
+_VOCODER_20 = {"_class_name": "LTX2Vocoder"} | classes.VOCODER
+_VOCODER_23 = {"_class_name": "LTX2VocoderWithBWE"} | classes.VOCODER_BWE
 
 _LTX_20 = Ltx2Config(
     transformer=_TRANSFORMER_20,
     connectors=_CONNECTORS_20,
     text_encoder=GEMMA,
     vae=_VAE_20,
-    audio_vae=AUDIO_VAE,
+    audio_vae=classes.AUDIO_VAE,
     vocoder=_VOCODER_20,
     scheduler=SCHEDULER,
 )
@@ -146,19 +86,54 @@ _LTX_23 = Ltx2Config(
     connectors=_CONNECTORS_23,
     text_encoder=GEMMA,
     vae=_VAE_23,
-    audio_vae=AUDIO_VAE,
+    audio_vae=classes.AUDIO_VAE,
     vocoder=_VOCODER_23,
     scheduler=SCHEDULER,
 )
 # Distilled models come with the model that doubles the size of latents between their two stages.
 PRESETS: dict[str, Ltx2Config] = {
     "ltx-2": _LTX_20,
-    "ltx-2-distilled": replace(_LTX_20, scheduler=DISTILLED_SCHEDULER, upsampler=UPSAMPLER, distilled=True),
+    "ltx-2-distilled": replace(_LTX_20, scheduler=DISTILLED_SCHEDULER, upsampler=classes.UPSAMPLER, distilled=True),
     "ltx-2.3": _LTX_23,
     "ltx-2.3-distilled": replace(
         _LTX_23,
         scheduler=DISTILLED_SCHEDULER,
-        upsampler=UPSAMPLER | {"use_rational_resampler": False},
+        upsampler=classes.UPSAMPLER | {"use_rational_resampler": False},
         distilled=True,
     ),
 }
+
+
+def recognise(config: Ltx2Config) -> str:
+    """Return the name of the published model with a configuration, or `CUSTOM`."""
+    for name, preset in PRESETS.items():
+        same = all(getattr(config, part) == getattr(preset, part) for part in ("transformer", "vae", "vocoder"))
+        if same and config.distilled == preset.distilled:
+            return name
+    return CUSTOM
+
+
+def defaults(config: Ltx2Config) -> Defaults:
+    """Return a model's published sampling settings.
+
+    Distilled models have 8 steps at half the size, and 3 at the whole size if they come with an upsampler.
+    """
+    height, width, steps, scale = 512, 768, 30, 3.0
+    if not config.transformer["cross_attn_mod"]:  # LTX-2.0.
+        steps, scale = 40, 4.0
+    if config.distilled:
+        steps, scale = len(DISTILLED_SIGMAS), 1.0
+        if config.upsampler is not None:
+            height, width = 1088, 1920
+    return Defaults(
+        height=height,
+        width=width,
+        frames=121,
+        fps=24,
+        steps=steps,
+        guidance_scale=scale,
+        guidance_scale_2=scale,
+        shift=1.0,
+        solver="euler",
+        generate_audio=True,
+    )

@@ -1,0 +1,170 @@
+"""What LTX-2's configuration files say: published ones are recognised, and others are refused with a reason."""
+
+import dataclasses
+import inspect
+import json
+
+import diffusers
+import pytest
+from diffusers.pipelines import ltx2
+from diffusers.pipelines.ltx2 import utils
+
+from tests.wan_tpu.published_files import LTX_REPOSITORIES, write
+from wan_tpu import CheckpointError
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.families.ltx2 import classes, presets
+from wan_tpu.families.ltx2.config import MODELS, read_config
+from wan_tpu.families.ltx2.presets import PRESETS
+from wan_tpu.families.ltx2.small import make_checkpoint
+
+DEV, DISTILLED = "diffusers/LTX-2.3-Diffusers", "diffusers/LTX-2.3-Distilled-Diffusers"
+# Name, size, steps and guidance.
+OPENED = {
+    "Lightricks/LTX-2": ("ltx-2", (512, 768), 40, 4),
+    "rootonchair/LTX-2-19b-distilled": ("ltx-2-distilled", (1088, 1920), 8, 1),
+    DEV: ("ltx-2.3", (512, 768), 30, 3),
+    DISTILLED: ("ltx-2.3-distilled", (1088, 1920), 8, 1),
+}
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Reads a repository's files, changed or not; `...` in place of a value: no such key, of a file: no such file."""
+
+    def read_files(repository, changed=None, name="model"):
+        files = dict(LTX_REPOSITORIES[repository])
+        for file, values in (changed or {}).items():
+            content = files.pop(file, {})
+            if values is not ...:
+                files[file] = {key: value for key, value in (content | values).items() if value is not ...}
+        return read_config(Checkpoint(write(tmp_path / name, files)))
+
+    return read_files
+
+
+@pytest.mark.parametrize("repository", OPENED)
+def test_published_files_are_those_of_a_preset(repository, read):
+    config = read(repository)
+    name, size, steps, scale = OPENED[repository]
+    assert presets.recognise(config) == name
+    # Gemma's file leaves out what its class says.
+    same = dataclasses.replace(config, text_encoder=PRESETS[name].text_encoder)
+    assert same == PRESETS[name]
+    assert {key: PRESETS[name].text_encoder[key] for key in config.text_encoder} == config.text_encoder
+    defaults = presets.defaults(config)
+    assert (defaults.height, defaults.width, defaults.frames, defaults.fps) == (*size, 121, 24)
+    assert (defaults.steps, defaults.guidance_scale, defaults.guidance_scale_2) == (steps, scale, scale)
+    assert (defaults.solver, defaults.generate_audio) == ("euler", True)
+
+
+def test_names_that_wan_tpu_json_may_have_are_the_presets():
+    assert tuple(PRESETS) == MODELS
+    assert {name for name, *_ in OPENED.values()} == set(PRESETS)
+    assert set(OPENED) == set(LTX_REPOSITORIES)
+    assert all(presets.recognise(config) == name for name, config in PRESETS.items())
+
+
+@pytest.mark.parametrize("kind", PRESETS)
+def test_small_checkpoint_reads_as_its_kind(kind, tmp_path):
+    """Files that today's classes write have more keys, none of which matters."""
+    config = read_config(Checkpoint(make_checkpoint(tmp_path / "checkpoint", kind)))
+    assert config.distilled == PRESETS[kind].distilled
+    assert (config.upsampler is None) == (PRESETS[kind].upsampler is None)
+    assert config.scheduler == PRESETS[kind].scheduler
+    assert config.vocoder["_class_name"] == PRESETS[kind].vocoder["_class_name"]
+    assert {*config.transformer} == {*PRESETS[kind].transformer}
+    assert presets.recognise(config) == presets.CUSTOM
+
+
+@pytest.mark.parametrize(
+    ("kind", "ours"),
+    [
+        (diffusers.LTX2VideoTransformer3DModel, classes.TRANSFORMER),
+        (ltx2.LTX2TextConnectors, classes.CONNECTORS),
+        (diffusers.AutoencoderKLLTX2Video, classes.VAE),
+        (diffusers.AutoencoderKLLTX2Audio, classes.AUDIO_VAE),
+        (ltx2.LTX2Vocoder, classes.VOCODER),
+        (ltx2.LTX2VocoderWithBWE, classes.VOCODER_BWE),
+        (ltx2.LTX2LatentUpsamplerModel, classes.UPSAMPLER),
+        (diffusers.FlowMatchEulerDiscreteScheduler, classes.SCHEDULER),
+    ],
+)
+def test_keys_that_a_file_lacks_have_the_class_s_defaults(kind, ours):
+    parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]
+    assert json.loads(json.dumps({parameter.name: parameter.default for parameter in parameters})) == ours
+
+
+def test_sampling_settings_are_those_of_diffusers():
+    assert list(presets.DISTILLED_SIGMAS) == utils.DISTILLED_SIGMA_VALUES
+    assert list(presets.SECOND_STAGE_SIGMAS) == utils.STAGE_2_DISTILLED_SIGMA_VALUES
+    parameters = inspect.signature(diffusers.LTX2Pipeline.__call__).parameters
+    defaults = presets.defaults(PRESETS["ltx-2.3"])
+    for name, value in (
+        ("height", defaults.height),
+        ("width", defaults.width),
+        ("frame_rate", defaults.fps),
+        ("num_inference_steps", defaults.steps),
+        ("guidance_scale", defaults.guidance_scale),
+    ):
+        assert parameters[name].default == value
+
+
+@pytest.mark.parametrize(
+    ("repository", "name", "distilled"),
+    [
+        # The scheduler decides, since it is right for one of the two only.
+        (DISTILLED, "ltx-2.3-dev", True),
+        # A distilled model with the other's scheduler is known by its name, the nearest part of it first.
+        (DEV, "distilled/ltx-2.3-dev", False),
+        (DEV, "dev/LTX-2.3-Distilled", True),
+        (DEV, "models--diffusers--LTX-2.3-Distilled-Diffusers/snapshots/8823af45", True),
+        (DEV, "LTX-2.3-device", False),
+    ],
+)
+def test_scheduler_or_name_says_what_is_distilled(repository, name, distilled, read):
+    assert read(repository, name=name).distilled == distilled
+
+
+def test_wan_tpu_json_says_what_is_distilled(read):
+    assert read(DEV, {"wan_tpu.json": {"model": "ltx-2.3-distilled"}}).distilled
+    assert not read(DISTILLED, {"wan_tpu.json": {"model": "ltx-2.3"}}, "other").distilled
+
+
+def test_distilled_model_without_an_upsampler_makes_smaller_videos(read):
+    config = read(DISTILLED, {"latent_upsampler/config.json": ...})
+    assert config.upsampler is None
+    defaults = presets.defaults(config)
+    assert (presets.recognise(config), defaults.height, defaults.width) == ("ltx-2.3-distilled", 512, 768)
+
+
+TRANSFORMER_FILE = "transformer/config.json"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        # LTX-2.5, and what only it has.
+        ({"model_index.json": {"text_encoder": ["transformers", "Gemma4UnifiedForConditionalGeneration"]}},
+         "text_encoder Gemma4UnifiedForConditionalGeneration; supported is Gemma3ForConditionalGeneration, of LTX-2.0"),
+        ({TRANSFORMER_FILE: {"ff_bias": False}}, "transformer ff_bias False; supported is True"),
+        ({TRANSFORMER_FILE: {"use_prompt_adaln_single": False}}, "use_prompt_adaln_single False; supported is True"),
+        ({TRANSFORMER_FILE: {"use_keyframes_abs_pos_embedding": True}}, "use_keyframes_abs_pos_embedding True"),
+        # What neither version is.
+        ({TRANSFORMER_FILE: {"gated_attn": False}}, "gated_attn False, audio_gated_attn True; supported are LTX-2.0"),
+        ({TRANSFORMER_FILE: {"rope_type": ...}}, "transformer rope_type 'interleaved'; supported is 'split'"),
+        ({TRANSFORMER_FILE: {"patch_size": 2}}, "transformer patch_size 2; supported is 1"),
+        ({TRANSFORMER_FILE: {"num_layers": "48"}}, "num_layers '48' in transformer/config.json"),
+        ({"audio_vae/config.json": {"causality_axis": "width"}}, "causality_axis 'width'; supported is 'height'"),
+        ({"audio_vae/config.json": {"mel_bins": 32}}, "audio_in_channels 128; with .* 32 mel_bins it is 64"),
+        ({"vocoder/config.json": {"out_channels": 1}}, "vocoder out_channels 1; .* it is 2"),
+        ({"scheduler/scheduler_config.json": {"shift": 3.0}}, "scheduler shift 3.0; supported is 1.0"),
+        ({"scheduler/scheduler_config.json": {"use_karras_sigmas": True}}, "use_karras_sigmas True"),
+        ({"model_index.json": {"vocoder": [None, None]}}, "has no vocoder; give a complete LTX-2 checkpoint"),
+        ({"text_encoder/config.json": {"text_config": ...}}, "has no text_config, as Gemma 3's has"),
+        ({"wan_tpu.json": {"model": "ltx-3"}}, "model 'ltx-3'; it is one of ltx-2, ltx-2-distilled, "),
+        ({"wan_tpu.json": {"model": "ltx-2"}}, "model 'ltx-2'; the configuration is that of LTX-2.3"),
+    ],
+)  # fmt: skip
+def test_checkpoint_that_would_be_computed_otherwise_is_refused(changed, message, read):
+    with pytest.raises(CheckpointError, match=message):
+        read(DEV, changed)
