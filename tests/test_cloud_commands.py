@@ -1,4 +1,4 @@
-"""Every line of gcloud and kubectl in the docs is one that these programs take, as far as their flags go."""
+"""Every line of gcloud, kubectl and terraform in the docs is one that these programs take, as far as their flags go."""
 
 import re
 import shlex
@@ -76,6 +76,7 @@ def test_gke_is_set_up_by_many_commands():
         ("gcloud container clusters create", "takes 1 to 1 arguments, not 0"),
         ("gcloud container cluster create wan", "has no such command: container cluster create wan"),
         ("kubectl get pod -l a=b $(kubectl get x --no)", "kubectl get has no flag --no"),
+        ("terraform apply -vars a=b", "terraform apply has no flag -vars"),
     ],
 )
 def test_mistake_is_found(line, problem):
