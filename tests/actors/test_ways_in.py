@@ -1,14 +1,10 @@
 """submit, drive, status and pipeline as a person uses them: each a process of its own, on one emulated cluster."""
 
-import contextlib
-import io
 import json
 import os
 import re
 import shutil
 import signal
-import socket
-import socketserver
 import subprocess
 import sys
 import threading
@@ -24,6 +20,7 @@ from cluster.connect import leave
 from cluster.emulation import ray_nodes
 from cluster.emulation.cluster import EmulatedCluster, Settings, list_emulated_slices
 from cluster.layout import Layout
+from tests.actors.command_cluster import REQUEST, Cluster, Forwarding, manifest, reasons
 from tests.actors.on_service.conftest import free_port
 from tests.actors.on_slices.running import title
 from tests.conftest import PHOTO, ROOT
@@ -37,89 +34,9 @@ emulate: {devices_per_host: 1}
 pools:
   all: {stages: [encoder, denoise_high, denoise_low, decoder], slice: v6e-1}
 """
-REQUEST = {"prompt": "A cat looks.", "image": str(PHOTO), "height": 64, "width": 96, "frames": 5, "fps": 8}
+
+
 MINUTES = {f"r{i}": {"steps": 1000} for i in range(30)}  # requests of a batch that no machine ends before it is stopped
-
-
-class Forwarding(socketserver.ThreadingTCPServer):
-    """A port of this machine behind which another address lies, as `kubectl port-forward` makes one."""
-
-    daemon_threads = True
-
-    def __init__(self, to):
-        super().__init__(("127.0.0.1", 0), Forward)
-        self.to = to.rsplit(":", 1)
-
-
-class Forward(socketserver.BaseRequestHandler):
-    def handle(self):
-        with socket.create_connection((self.server.to[0], int(self.server.to[1]))) as there:
-            back = threading.Thread(target=self.pass_on, args=(there, self.request), daemon=True)
-            back.start()
-            self.pass_on(self.request, there)
-            back.join()
-
-    @staticmethod
-    def pass_on(source, target):
-        with contextlib.suppress(OSError):
-            while piece := source.recv(65_536):
-                target.sendall(piece)
-            target.shutdown(socket.SHUT_WR)
-
-
-def reasons(err):
-    """The lines that are no progress, which is told where it takes seconds."""
-    return [line for line in err.splitlines() if not re.match(r" *\d+ s ", line)]
-
-
-class Cluster:
-    """The cluster and the commands on it."""
-
-    def __init__(self, running, layout, checkpoint):
-        self.running, self.layout = running, layout
-        self.pipeline = ["--layout", str(layout), "--model_id", str(checkpoint), "--dtype", "float32"]
-
-    def start(self, *argv):
-        command = [sys.executable, "-m", "actors.cli", argv[0], *argv[1:], "--folder", str(self.running.folder)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-
-    def run(self, *argv):
-        process = self.start(*argv)
-        try:
-            out, err = process.communicate(timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            pytest.fail(f"{argv} takes longer than {SECONDS} s: {process.communicate()}")
-        return process.returncode, out, err
-
-    def status(self):
-        """What `wan-tpu status --json` says; asked in this process, since it is asked often."""
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out):
-            code = main(["status", "--json", "--folder", str(self.running.folder)])
-        leave()  # or this process would end with the cluster
-        assert code == 0
-        return json.loads(out.getvalue())
-
-    def stepping(self, process=None):
-        """Wait until a request that is being computed has done a step; return the status then."""
-        until = time.monotonic() + SECONDS
-        while time.monotonic() < until:
-            assert process is None or process.poll() is None, process.communicate()
-            time.sleep(1)  # or the commands that ask take what they ask for
-            status = self.status()
-            if not (pipeline := status["pipeline"]):
-                continue
-            replicas = [replica for pool in pipeline["pools"] for replica in pool["replicas"].values()]
-            computed = {request for replica in replicas for _, request in replica["work"]}
-            if any(request["step"] for key, request in pipeline["requests"].items() if key in computed):
-                return status
-        pytest.fail(f"no request comes to its first step; the last status was {status}")
-
-    def check_nothing_is_held(self):
-        status = self.status()
-        assert status["pipeline"] is None
-        assert [slice_["holder"] for slice_ in status["slices"]] == [None]
 
 
 @pytest.fixture(scope="module")
@@ -130,11 +47,6 @@ def cluster(tmp_path_factory, checkpoint, forks, emulator):  # its nodes find th
     slices = list_emulated_slices(Layout.load(layout))
     with EmulatedCluster.start(slices, Settings(dashboard=True), folder=folder / "state", forks=forks) as running:
         yield Cluster(running, layout, checkpoint("wan2.2-i2v-a14b"))
-
-
-def manifest(path, **requests):
-    path.write_text("".join(json.dumps(REQUEST | {"id": id_} | options) + "\n" for id_, options in requests.items()))
-    return str(path)
 
 
 def test_a_batch_brings_up_its_own_pipeline_and_the_next_one_finishes_what_a_kill_has_left(cluster, tmp_path):
@@ -240,7 +152,7 @@ def test_a_pipeline_that_stays_serves_jobs_that_come_and_go(cluster, tmp_path):
 def test_a_batch_of_a_bucket_and_a_status_that_is_watched(cluster, gcs_prefix):
     storage = open_storage(gcs_prefix)
     storage.write("cat.png", PHOTO.read_bytes())
-    line = REQUEST | {"id": "cat", "image": f"{gcs_prefix}/cat.png", "steps": 1000}
+    line = REQUEST | {"id": "cat", "image": f"{gcs_prefix}/cat.png", "steps": 400}
     storage.write("in.jsonl", json.dumps(line).encode())
     options = ["--manifest", f"{gcs_prefix}/in.jsonl", "--output", f"{gcs_prefix}/out"]
     code, job, err = cluster.run("submit", "--detach", *cluster.pipeline, *options)
@@ -248,7 +160,7 @@ def test_a_batch_of_a_bucket_and_a_status_that_is_watched(cluster, gcs_prefix):
     watched = cluster.start("status", "--watch")
     seen = ""
     until = time.monotonic() + SECONDS
-    under_way = r"cat +(encoder|(denoise_\w+|decoder) +step \d+/1000)"
+    under_way = r"cat +(encoder|(denoise_\w+|decoder) +step \d+/400)"
     while not (re.search(under_way, seen) and seen.count("cluster at ") > 1):  # it is drawn again and again
         assert time.monotonic() < until, seen
         seen += watched.stdout.readline()

@@ -1,9 +1,7 @@
 """Fetching by URL from real HTTPS servers: permitted content arrives, and nothing else is even connected to."""
 
 import asyncio
-import contextlib
 import dataclasses
-import io
 import ipaddress
 import os
 import ssl
@@ -16,26 +14,7 @@ import pytest
 from actors.api.outbound import client
 from actors.api.outbound.client import FetchError, FetchSettings, check_url, fetch, load_default_trust
 from tests.actors.api.conftest import NAME
-
-HERE, ELSEWHERE = "127.0.0.1", "127.0.0.2"  # Both this machine; only the first is allowed in these tests.
-
-
-def answer(content=b"", status="200 OK", **headers):
-    lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(content)}", "Connection: close"]
-    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
-    return "\r\n".join(lines).encode() + b"\r\n\r\n" + content
-
-
-def resolver(**names):
-    """Returns a resolver of names with "_" for ".", and the list of what it was asked."""
-    asked = []
-
-    async def resolve(host, port):
-        asked.append(host)
-        addresses = names[host.replace(".", "_")]
-        return addresses.pop(0) if addresses and isinstance(addresses[0], list) else addresses
-
-    return resolve, asked
+from tests.actors.api.fetching import ELSEWHERE, HERE, answer, fetched, got, resolver, running
 
 
 @pytest.fixture
@@ -43,28 +22,6 @@ def settings(trust):
     find, _ = resolver(pictures_test=[HERE])
     network = (ipaddress.ip_network(f"{HERE}/32"),)
     return FetchSettings(max_bytes=1000, timeout_s=20, allowed=network, resolver=find, trust=trust)
-
-
-@contextlib.asynccontextmanager
-async def running(server, settings, *, address=HERE, port=0):
-    async with await server.start(address, port):
-        yield dataclasses.replace(settings, ports=settings.ports | {server.port}), f"https://{NAME}:{server.port}"
-
-
-async def fetched(url, settings):
-    into = io.BytesIO()
-    await fetch(url, settings, into)
-    return into.getvalue()
-
-
-def got(server, settings, path="/cat.png", **changes):
-    """Run a server and fetch a path from it."""
-
-    async def do():
-        async with running(server, settings) as (ready, base):
-            return await fetched(base + path, dataclasses.replace(ready, **changes))
-
-    return asyncio.run(do())
 
 
 def test_an_image_arrives(new_server, settings):

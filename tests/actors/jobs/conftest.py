@@ -6,7 +6,8 @@ import pytest
 from sqlalchemy.engine import make_url
 
 from actors.jobs.database import Database
-from actors.jobs.store import open_database
+from actors.jobs.store import JobStore, open_database
+from actors.jobs.work import WorkQueue
 from tests.actors.jobs import postgres
 
 
@@ -57,3 +58,13 @@ def database(address):
     opened = Database(address)
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def store(database):
+    return JobStore(database)
+
+
+@pytest.fixture
+def work(database):
+    return WorkQueue(database)

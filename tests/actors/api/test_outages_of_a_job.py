@@ -1,0 +1,143 @@
+"""Outages cost no job: of the pipeline, the storage, the database, and of a worker's own renewals."""
+
+import contextlib
+import dataclasses
+import time
+from pathlib import Path
+
+from sqlalchemy import text
+
+from actors.api.worker import attempt, job_worker
+from actors.errors import PipelineNotFound
+from actors.jobs.work import WorkQueue
+from tests.actors.api.serving import change_limits, create, done, working
+from tests.conftest import PHOTO
+from tests.waiting import wait_for
+
+
+def test_a_pipeline_that_is_away_costs_no_job(http, settings, engine, monkeypatch):
+    async def ready():
+        asked.append(None)
+        if len(asked) in (2, 3):  # After the first job has failed.
+            raise engine.failure
+        if len(asked) > 3:
+            engine.failure = None  # It is back, and claimed no job before that.
+
+    settings = change_limits(settings, pipeline_pause_s=0.1)
+    monkeypatch.setattr(job_worker, "_AGAIN_S", 0.1)
+    engine.failure, engine.check_ready, asked = PipelineNotFound("there is no pipeline"), ready, []
+    job = create(http).json()["id"]
+    with working(settings, engine):
+        assert done(http, job)["status"] == "completed"
+    assert http.get(f"/v1/videos/{job}").json()["attempts"] == 2
+
+
+def test_an_image_that_can_t_be_read_for_a_while_costs_no_job(http, settings, engine):
+    settings = change_limits(settings, pipeline_pause_s=0.1, input_attempts=1)
+    video = http.post("/v1/videos", data={"prompt": "a cat"}, files={"input_reference": PHOTO.read_bytes()}).json()
+    [image] = Path(settings.storage).rglob("*.png")
+    away = image.rename(f"{settings.storage}-away")
+    image.mkdir()  # It isn't missing, which would be the job's end, but can't be read.
+    with working(settings, engine):
+        wait_for(lambda: http.get(f"/v1/videos/{video['id']}").json()["attempts"] > 1)
+        image.rmdir()
+        away.rename(image)
+        assert done(http, video["id"])["status"] == "completed"
+
+
+@contextlib.contextmanager
+def unwritable(settings):
+    """Make the results' folder read-only until the block ends."""
+    place = Path(settings.storage)
+    aside = place.rename(place.with_name("aside")) if place.exists() else None
+    place.write_text("no folder")
+    yield
+    place.unlink()
+    if aside:
+        aside.rename(place)
+
+
+def test_a_result_that_can_t_be_stored_for_a_while_costs_no_job(http, settings, engine, monkeypatch, caplog):
+    """A finished video isn't made again, and nothing else is begun that couldn't be stored either."""
+    for name in ("_FIRST_PAUSE_S", "_LONGEST_PAUSE_S"):
+        monkeypatch.setattr(attempt, name, 0.1)
+    engine.go.clear()
+    jobs = [create(http).json()["id"]]
+    with working(dataclasses.replace(settings, concurrency=1), engine):
+        wait_for(lambda: http.get(f"/v1/videos/{jobs[0]}").json()["step"])
+        with unwritable(settings):
+            engine.go.set()
+            jobs += [create(http, prompt=str(i)).json()["id"] for i in range(2)]
+            wait_for(lambda: caplog.text.count("not stored yet") > 12)  # More often than a read is tried.
+            statuses = [http.get(f"/v1/videos/{job}").json()["status"] for job in jobs]
+            assert (statuses, len(engine.asked)) == (["in_progress", "queued", "queued"], 1)
+        for job in jobs:
+            assert done(http, job)["status"] == "completed"
+    assert len(engine.asked) == 3
+
+
+def test_nothing_is_begun_while_results_have_no_place(http, settings, engine, caplog):
+    job = create(http).json()["id"]
+    with unwritable(settings), working(settings, engine):
+        wait_for(lambda: caplog.text.count("no claim") > 1)
+        assert not engine.asked
+    with working(settings, engine):
+        assert done(http, job)["status"] == "completed"
+
+
+def test_a_slow_storage_costs_no_lease(http, settings, database, engine):
+    """As many results as there are threads wait for a disk that hangs for longer than a lease lasts."""
+    quick = change_limits(dataclasses.replace(settings, concurrency=40), lease_s=5.0)
+    jobs = [create(http).json()["id"] for _ in range(40)]
+    engine.go.clear()
+    with working(quick, engine) as tools:
+        wait_for(lambda: len(engine.asked) == len(jobs))
+        with tools.storage._one_at_a_time:  # A write takes this lock first.
+            engine.go.set()
+            wait_for(lambda: engine.under_way == 0)
+            time.sleep(6)
+            another = WorkQueue(database, reliability=quick.reliability)
+            assert another.requeue_lost() == []
+        assert [done(http, job)["attempts"] for job in jobs] == [1] * len(jobs)
+
+
+@contextlib.contextmanager
+def refusing(database, change, when):
+    """Make the database reject a change with an unexpected error until the block ends."""
+    trigger = f"CREATE TRIGGER odd BEFORE UPDATE OF {change} ON jobs WHEN {when} BEGIN SELECT RAISE(ABORT, 'odd'); END"
+    with database.write() as session:
+        session.execute(text(trigger))
+    yield
+    with database.write() as session:
+        session.execute(text("DROP TRIGGER odd"))
+
+
+def test_an_end_that_can_t_be_recorded_is_tried_again(http, settings, database, engine, caplog):
+    settings = change_limits(settings, pipeline_pause_s=1.0)
+    with refusing(database, "status", "new.status = 'completed'"), working(settings, engine):
+        job = create(http).json()["id"]
+        wait_for(lambda: http.get(f"/v1/videos/{job}").json()["attempts"] > 1)
+    with working(settings, engine):
+        assert done(http, job)["status"] == "completed"
+    assert http.delete(f"/v1/videos/{job}").status_code == 200
+    assert "IntegrityError" in caplog.text
+
+
+def test_an_end_that_is_always_refused_is_not_tried_without_end(http, settings, database, engine):
+    settings = change_limits(settings, pipeline_pause_s=0.1, job_attempts=2)
+    with refusing(database, "status", "new.status = 'completed'"), working(settings, engine):
+        job = done(http, create(http).json()["id"])
+    assert (job["status"], job["attempts"], job["error"]["code"]) == ("failed", 2, "internal_error")
+
+
+def test_renewal_that_fails_oddly_is_not_the_last(http, settings, database, engine, caplog):
+    engine.go.clear()
+    quick = change_limits(settings, lease_s=4.0)
+    with working(quick, engine):
+        job = create(http).json()["id"]
+        wait_for(lambda: http.get(f"/v1/videos/{job}").json()["step"])
+        with refusing(database, "lease_expires_at", "new.lease_token = old.lease_token"):
+            wait_for(lambda: "lease not renewed" in caplog.text)
+        time.sleep(5)
+        engine.go.set()
+        assert done(http, job)["attempts"] == 1
