@@ -5,6 +5,7 @@ import gzip
 import json
 from pathlib import Path
 
+import cel
 import jsonschema
 
 _KUBERAY = ("RayCluster", "RayJob", "RayService")
@@ -32,5 +33,34 @@ def validator(kind):
 
 
 def check(manifest):
-    """Raise `jsonschema.ValidationError` if an object isn't what its kind's schema allows."""
-    validator(manifest["kind"]).validate(manifest)
+    """Raise `jsonschema.ValidationError` if an object isn't what its kind's schema and the rules in it allow."""
+    schema = validator(manifest["kind"])
+    schema.validate(manifest)
+    for path, rule, value in rules_of(schema.schema, with_defaults(schema.schema, manifest)):
+        if cel.evaluate(rule["rule"], {"self": value}) is not True:
+            raise jsonschema.ValidationError(f"{path}: {rule.get('message', rule['rule'])}")
+
+
+def with_defaults(schema, value):
+    """Return a value with the defaults that an API server fills in before it evaluates rules."""
+    if isinstance(value, list):
+        return [with_defaults(schema.get("items", {}), item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    properties, others = schema.get("properties", {}), schema.get("additionalProperties")
+    filled = {name: part["default"] for name, part in properties.items() if "default" in part} | value
+    others = others if isinstance(others, dict) else {}
+    return {name: with_defaults(properties.get(name, others), item) for name, item in filled.items()}
+
+
+def rules_of(schema, value, path=""):
+    """Yield the rules in CEL that concern a value, each with what it is about; not those that compare with before."""
+    for rule in schema.get("x-kubernetes-validations", ()):
+        if "oldSelf" not in rule["rule"]:
+            yield path, rule, value
+    if isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from rules_of(schema.get("items", {}), item, f"{path}[{number}]")
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from rules_of(schema.get("properties", {}).get(name, {}), item, f"{path}.{name}")

@@ -46,8 +46,12 @@ def test_object_is_of_its_kind(key):
         ("GCPBackendPolicy", "spec default logging sampleRate", 1_000_001),
         ("GCPGatewayPolicy", "spec default sslPolicies", "modern"),
         ("Gateway", "spec listeners 0 port", 70_000),
+        ("Gateway", "spec listeners 1 name", "https"),  # A rule: names are unique.
         ("HealthCheckPolicy", "spec default config type", "FTP"),
+        ("HealthCheckPolicy", "spec default timeoutSec", 6),  # A rule: not above the interval.
+        ("HealthCheckPolicy", "spec default config httpHealthCheck portSpecification", "USE_SERVING_PORT"),
         ("HTTPRoute", "spec rules 0 backendRef", {}),
+        ("HTTPRoute", "spec rules 0 filters", [{"type": "RequestRedirect", "requestRedirect": {"scheme": "https"}}]),
         ("NetworkPolicy", "spec podSelectors", {}),
         ("PodDisruptionBudget", "spec minimum", 1),
         ("PodMonitor", "spec endpoints", []),
