@@ -94,7 +94,7 @@ def asks_ray_on_the_loop(patch):
     async def seconds_left(leader):
         return leader._around.find_drain_s([host.node_id for host in leader._hosts.hosts])
 
-    patch.setattr(SliceLeader, "_seconds_left", seconds_left)
+    patch.setattr(SliceLeader, "_read_seconds_left", seconds_left)
 
 
 def forgets_while_it_writes(patch):
