@@ -59,6 +59,8 @@ def name_line(number: int, values: dict[str, Any]) -> ParsedLine:
             raise InvalidInput(f"has the output {output!r}; give a name that ends in .mp4, which is what is written")
         if (problem := name_problem(record_name(output))) is not None:
             raise InvalidInput(f"has the output {output!r}, whose record {problem}; give a shorter name")
+    if "prompt" not in fields:
+        raise InvalidInput('has no prompt; give one, "" for nothing in particular')
     return ParsedLine(number, id_, output, named, fields)
 
 

@@ -1,6 +1,7 @@
 """Read requests.jsonl, which has one request per line as a JSON object. Bad lines don't stop the others.
 
 A line has the fields of `GenerationRequest`, and
+    prompt  is needed; it may be empty
     id      names the request in results and logs; if omitted, it is derived from the line, the same each time
     video   a local path that every host of the encoder has
     image, last_image  local paths or addresses in gs:// or s3://; relative ones start at the manifest's folder

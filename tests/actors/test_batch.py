@@ -26,7 +26,9 @@ def batch(storage, tmp_path):
 
     def run(*lines, engine=None, tell=None, output=storage, **settings):
         path = tmp_path / "requests.jsonl"
-        path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+        path.write_text(
+            "\n".join(line if isinstance(line, str) else json.dumps({"prompt": ""} | line) for line in lines)
+        )
         manifest = read_manifest(path, SPEC.plan)
         with open_batch(manifest, output, **settings, tell=tell or (lambda _: None)) as opened:
             return opened.run(engine or Engine())
@@ -160,7 +162,7 @@ def test_warnings_are_told_and_noted(batch, storage):
 def test_records_are_read_once_and_no_engine_is_needed_for_nothing(emulator, gcs, tmp_path):
     """Whether there is anything to do is known before anything that makes videos is up."""
     path = tmp_path / "requests.jsonl"
-    path.write_text(json.dumps(CAT))
+    path.write_text(json.dumps({"prompt": ""} | CAT))
     with open_batch(read_manifest(path, SPEC.plan), gcs) as opened:
         assert [entry.id for entry in opened.todo] == ["cat"]
         assert opened.run(Engine()).videos_made == 1
@@ -181,7 +183,7 @@ def test_only_records_that_are_there_are_read(gcs, emulator, tmp_path):
     """A thousand new lines cost one listing, not a thousand questions."""
     gcs.write("cat.json", b"{}")
     lines = tmp_path / "requests.jsonl"
-    lines.write_text("\n".join(json.dumps({"id": name}) for name in ("cat", *map(str, range(50)))))
+    lines.write_text("\n".join(json.dumps({"id": name, "prompt": ""}) for name in ("cat", *map(str, range(50)))))
     emulator.seen.clear()
     entries = read_manifest(lines, SPEC.plan).entries
     settled = [result for _, result in settle(gcs, entries, provenance=Provenance(), remake_changed=False)]
@@ -205,7 +207,7 @@ def test_an_output_that_cannot_be_written_is_said_before_any_work(batch, tmp_pat
 
 def start(tmp_path, output, *, seconds, lines, more=(), through=()):
     path = tmp_path / "requests.jsonl"
-    path.write_text("\n".join(json.dumps(line) for line in lines))
+    path.write_text("\n".join(json.dumps({"prompt": ""} | line) for line in lines))
     command = [sys.executable, "-m", "tests.actors.batch_worker", str(path), str(output), str(seconds), *more]
     command = [*through, *command]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

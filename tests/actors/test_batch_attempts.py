@@ -26,7 +26,7 @@ from wan_tpu.storage.local import LocalStorage
 def run(tmp_path, engine, output, *ids, in_flight=1):
     """Run a manifest of requests with these ids; return the report."""
     path = tmp_path / "requests.jsonl"
-    path.write_text("\n".join(json.dumps({"id": id_, "seed": seed}) for seed, id_ in enumerate(ids)))
+    path.write_text("\n".join(json.dumps({"id": id_, "prompt": "", "seed": seed}) for seed, id_ in enumerate(ids)))
     with open_batch(read_manifest(path, SPEC.plan), output, in_flight=in_flight, tell=lambda _: None) as batch:
         return batch.run(engine)
 
@@ -170,7 +170,7 @@ class TellingEngine(Engine):
 
 def test_figures_that_fail_cost_no_video(tmp_path):
     path, output = tmp_path / "requests.jsonl", LocalStorage(tmp_path / "out")
-    path.write_text(json.dumps({"id": "cat"}))
+    path.write_text(json.dumps({"id": "cat", "prompt": ""}))
 
     def fail(span):
         raise ValueError("counters can only go up")

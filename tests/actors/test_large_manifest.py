@@ -23,7 +23,7 @@ from wan_tpu.storage.local import LocalStorage
 
 def write_manifest(folder, lines):
     path = folder / "requests.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text("".join(json.dumps({"prompt": ""} | line) + "\n" for line in lines))
     return path
 
 

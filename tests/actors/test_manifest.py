@@ -18,7 +18,9 @@ from wan_tpu.storage.opening import open_storage
 
 def manifest(folder, *lines):
     path = folder / "requests.jsonl"
-    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n")
+    path.write_text(
+        "\n".join(line if isinstance(line, str) else json.dumps({"prompt": ""} | line) for line in lines) + "\n"
+    )
     return path
 
 
@@ -85,28 +87,30 @@ def test_an_image_that_is_replaced_meanwhile_is_not_taken_for_the_one_that_was_r
         ('{"negativ_prompt": ""}', "did you mean 'negative_prompt'?"),
         ('{"size": "720*1280"}', "give height and width"),
         ('{"colour": 4}', "known are id, output, prompt"),
-        ('{"steps": 0}', r"steps is 0; allowed are 1 to 1000, nearest 1"),
-        ('{"fps": NaN}', "fps is nan; give a finite number"),
+        ('{"prompt": "", "steps": 0}', r"steps is 0; allowed are 1 to 1000, nearest 1"),
+        ('{"prompt": "", "fps": NaN}', "fps is nan; give a finite number"),
+        ('{"frames": 5}', 'has no prompt; give one, "" for nothing in particular'),
+        ('{"prompt": null}', "prompt is a NoneType; give a string"),
         ('{"prompt": 3}', "prompt is a int; give a string"),
-        ('{"image": "none.png"}', r"image '.*/none.png' is not a file"),
-        ('{"image": "requests.jsonl"}', "is no PNG, JPEG, WebP, AVIF, GIF, BMP or TIFF"),
-        ('{"image": "' + "x" * 5000 + '"}', "can't be read"),
-        ('{"image": "\\u0000"}', "is not a file"),
-        ('{"id": "\\ud800"}', "no valid Unicode"),
-        ('{"image": 3}', "has the image 3; give a path"),
-        ('{"image": "https://x.org/cat.png"}', "is a URL; download it"),
-        ('{"image": "gs://videos/none.png"}', "gs://videos/none.png does not exist"),
-        ('{"id": 3}', "has the id 3; give a string"),
-        ('{"id": "../../etc/passwd"}', "would leave its folder"),
-        ('{"id": "/etc/passwd"}', "is not a relative path"),
-        ('{"id": ".hidden"}', "would be hidden"),
-        ('{"id": ""}', "is empty"),
-        ('{"output": "../cat.mp4"}', "would leave its folder"),
-        ('{"output": "cat.avi"}', "ends in .mp4"),
-        ('{"id": "first"}', "has the id 'first' of line 1"),
-        ('{"output": "first.mp4"}', "has the output 'first.mp4' of line 1"),
-        ('{"output": "first.mp4/second.mp4"}', "is a file and a folder"),
-        ('{"seed": ' + "1" * 5000 + "}", "has a number of 5000 digits"),
+        ('{"prompt": "", "image": "none.png"}', r"image '.*/none.png' is not a file"),
+        ('{"prompt": "", "image": "requests.jsonl"}', "is no PNG, JPEG, WebP, AVIF, GIF, BMP or TIFF"),
+        ('{"prompt": "", "image": "' + "x" * 5000 + '"}', "can't be read"),
+        ('{"prompt": "", "image": "\\u0000"}', "is not a file"),
+        ('{"prompt": "", "id": "\\ud800"}', "no valid Unicode"),
+        ('{"prompt": "", "image": 3}', "has the image 3; give a path"),
+        ('{"prompt": "", "image": "https://x.org/cat.png"}', "is a URL; download it"),
+        ('{"prompt": "", "image": "gs://videos/none.png"}', "gs://videos/none.png does not exist"),
+        ('{"prompt": "", "id": 3}', "has the id 3; give a string"),
+        ('{"prompt": "", "id": "../../etc/passwd"}', "would leave its folder"),
+        ('{"prompt": "", "id": "/etc/passwd"}', "is not a relative path"),
+        ('{"prompt": "", "id": ".hidden"}', "would be hidden"),
+        ('{"prompt": "", "id": ""}', "is empty"),
+        ('{"prompt": "", "output": "../cat.mp4"}', "would leave its folder"),
+        ('{"prompt": "", "output": "cat.avi"}', "ends in .mp4"),
+        ('{"prompt": "", "id": "first"}', "has the id 'first' of line 1"),
+        ('{"prompt": "", "output": "first.mp4"}', "has the output 'first.mp4' of line 1"),
+        ('{"prompt": "", "output": "first.mp4/second.mp4"}', "is a file and a folder"),
+        ('{"prompt": "", "seed": ' + "1" * 5000 + "}", "has a number of 5000 digits"),
         ("[" * 100_000, "nested too deep"),
     ],
 )
@@ -127,7 +131,7 @@ def test_a_bad_line_does_not_take_an_id(tmp_path):
 
 def test_lines_that_are_no_text(tmp_path):
     path = tmp_path / "requests.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"id": "a"}\r\n{"id": "\xff"}\n{"id": "b"}')
+    path.write_bytes(b'\xef\xbb\xbf{"id": "a", "prompt": ""}\r\n{"id": "\xff"}\n{"id": "b", "prompt": ""}')
     read = read_manifest(path, SPEC.plan)
     assert [entry.id for entry in read.entries] == ["a", "b"]
     assert "is no UTF-8" in read.bad[0].reason
@@ -143,9 +147,9 @@ def test_the_model_has_its_say(tmp_path):
 
 def test_from_gs(gcs, gcs_prefix):
     gcs.write("in/cat.png", PHOTO.read_bytes())
-    line = json.dumps({"id": "cat", "image": "../in/cat.png"}) + "\n"
-    line += json.dumps({"id": "dog", "image": f"{gcs_prefix}/in/cat.png"}) + "\n"
-    line += json.dumps({"id": "fox", "image": "../../../../cat.png"})
+    line = json.dumps({"id": "cat", "prompt": "", "image": "../in/cat.png"}) + "\n"
+    line += json.dumps({"id": "dog", "prompt": "", "image": f"{gcs_prefix}/in/cat.png"}) + "\n"
+    line += json.dumps({"id": "fox", "prompt": "", "image": "../../../../cat.png"})
     gcs.write("jobs/requests.jsonl", line.encode())
     read = read_manifest(gcs.location("jobs/requests.jsonl"), SPEC.plan)
     assert [entry.id for entry in read.entries] == ["cat", "dog"]
