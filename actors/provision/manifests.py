@@ -179,7 +179,7 @@ def _main(args: argparse.Namespace, parser: Parser, layout: Layout, target: Targ
         command = ["exec", "python", "-m", "actors.cli", "drive", *as_words(arguments)]
         text = args.layout_text or Path(layout.source).read_text()
         return {
-            "the batch's layout": kubernetes.layout_map(target, text),
+            "the batch's layout": kubernetes.build_layout_map(target, text),
             "the batch, and a cluster that goes when it has ended": kubernetes.job(layout, target, shlex.join(command)),
         }
     comment = (

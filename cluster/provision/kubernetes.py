@@ -60,7 +60,7 @@ def ray_cluster(layout: Layout, target: Target) -> Object:
     """
     groups = [
         _cpu_group(layout, target),
-        *(group for pool in list_node_pools(layout) for group in _groups(pool, target)),
+        *(group for pool in list_node_pools(layout) for group in _build_groups(pool, target)),
     ]
     scaling: Object = {
         "enableInTreeAutoscaling": True,
@@ -136,11 +136,11 @@ def job(layout: Layout, target: Target, entrypoint: str) -> Object:
     Args:
         layout: The layout.
         target: Where it runs.
-        entrypoint: What the head runs; the layout is in the file `LAYOUT_FILE`, from `layout_map`.
+        entrypoint: What the head runs; the layout is in the file `LAYOUT_FILE`, from `build_layout_map`.
     """
     spec_of_cluster = ray_cluster(layout, target)
     head = spec_of_cluster["headGroupSpec"]["template"]["spec"]
-    volume = {"name": "layout", "configMap": {"name": layout_map(target, "")["metadata"]["name"]}}
+    volume = {"name": "layout", "configMap": {"name": build_layout_map(target, "")["metadata"]["name"]}}
     head["volumes"] = [volume]
     folder, _, _ = LAYOUT_FILE.rpartition("/")
     head["containers"][0]["volumeMounts"] = [{"name": "layout", "mountPath": folder, "readOnly": True}]
@@ -154,7 +154,7 @@ def job(layout: Layout, target: Target, entrypoint: str) -> Object:
     return target.object(API, "RayJob", spec=spec)
 
 
-def layout_map(target: Target, text: str) -> Object:
+def build_layout_map(target: Target, text: str) -> Object:
     """Return the ConfigMap with a job's layout, the text of a file."""
     return target.object("v1", "ConfigMap", suffix="layout", data={LAYOUT_FILE.rpartition("/")[2]: text})
 
@@ -183,7 +183,7 @@ def _head(target: Target) -> Object:
     # Ray places nothing on the head: if something overloaded it, the head would die, and all other nodes with it.
     return {
         "rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"},
-        "template": _template(target, container, _proxy(target)),
+        "template": _template(target, container, _build_proxy(target)),
     }
 
 
@@ -197,11 +197,11 @@ def _cpu_group(layout: Layout, target: Target) -> Object:
         "minReplicas": 1,
         "maxReplicas": 1 + math.ceil(actors / (_CPUS * _LEADERS_A_CPU)),
         "rayStartParams": {},
-        "template": _template(target, container, _proxy(target)),
+        "template": _template(target, container, _build_proxy(target)),
     }
 
 
-def _groups(pool: NodePool, target: Target) -> list[Object]:
+def _build_groups(pool: NodePool, target: Target) -> list[Object]:
     """Return the worker groups of a kind of slice: one, or one for each slice if each has its own request."""
     name = pool.kind.pod_type
     if not target.requests_slices:
@@ -244,7 +244,7 @@ def _slice_group(pool: NodePool, target: Target, name: str, most: int) -> Object
     }
 
 
-def _proxy(target: Target) -> Object:
+def _build_proxy(target: Target) -> Object:
     return {"initContainers": [run_proxy(target.cloud_sql)]} if target.cloud_sql else {}
 
 

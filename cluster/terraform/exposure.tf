@@ -1,4 +1,4 @@
-# The address and the certificate of the load balancer, which the Gateway of wan-tpu manifests --hostname refers to.
+# What the Gateway of wan-tpu manifests --hostname refers to: --address_name, --certificate_map and --ssl_policy.
 locals {
   hostnames = var.hostname == null ? [] : [var.hostname]
 }
@@ -7,6 +7,15 @@ resource "google_compute_global_address" "service" {
   count      = length(local.hostnames)
   name       = var.name
   depends_on = [google_project_service.used]
+}
+
+# Google's default also lets TLS 1.0 in.
+resource "google_compute_ssl_policy" "service" {
+  count           = length(local.hostnames)
+  name            = var.name
+  profile         = "MODERN"
+  min_tls_version = "TLS_1_2"
+  depends_on      = [google_project_service.used]
 }
 
 resource "google_certificate_manager_dns_authorization" "service" {

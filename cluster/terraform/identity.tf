@@ -7,7 +7,7 @@ resource "google_service_account" "nodes" {
 
 resource "google_project_iam_member" "nodes" {
   project = var.project
-  role    = "roles/container.defaultNodeServiceAccount"
+  role    = "roles/container.defaultNodeServiceAccount" # Logs and metrics.
   member  = google_service_account.nodes.member
 }
 

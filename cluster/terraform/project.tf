@@ -3,6 +3,7 @@ resource "google_project_service" "used" {
   for_each = toset([
     "artifactregistry.googleapis.com",
     "certificatemanager.googleapis.com",
+    "cloudresourcemanager.googleapis.com",
     "compute.googleapis.com",
     "container.googleapis.com",
     "iam.googleapis.com",

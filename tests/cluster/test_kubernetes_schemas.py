@@ -26,7 +26,7 @@ def build_objects():
         *kubernetes.supporting(dataclasses.replace(TARGET, monitor="PodMonitor"), http=False).values(),
         *build_exposing_objects(TARGET, EXPOSURE).values(),
         *request_slices(groups, queued).values(),
-        kubernetes.layout_map(TARGET, KINDS),
+        kubernetes.build_layout_map(TARGET, KINDS),
     ]
     return {(item["kind"], item["metadata"]["name"]): item for item in objects}
 
@@ -128,7 +128,7 @@ def test_database_s_proxy_is_beside_every_process_that_may_use_the_database():
 def test_job_s_head_has_the_layout_as_a_file():
     job = kubernetes.job(Layout.parse(KINDS, "kinds"), TARGET, "drive")
     check(job)
-    layout = kubernetes.layout_map(TARGET, KINDS)
+    layout = kubernetes.build_layout_map(TARGET, KINDS)
     head = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
     [mount], [volume] = head["containers"][0]["volumeMounts"], head["volumes"]
     assert volume["configMap"]["name"] == layout["metadata"]["name"] and mount["name"] == volume["name"]

@@ -334,3 +334,4 @@ def test_service_s_address_and_certificate_are_made_for_a_hostname_alone(terrafo
     planned = terraform.plan("-var=hostname=videos.example.com")
     assert planned["google_certificate_manager_certificate_map_entry.service[0]"]["hostname"] == "videos.example.com"
     assert planned["google_compute_global_address.service[0]"]["name"] == "wan"
+    assert planned["google_compute_ssl_policy.service[0]"]["min_tls_version"] == "TLS_1_2"
