@@ -1,8 +1,8 @@
 """The connectors of LTX-2: they turn Gemma's hidden states into the text that video and sound attend to.
 
-Projections take all hidden states of a token at once, the embedding and every layer's output. As a sum over layers, they
-are computed while Gemma runs, so that its states (385 MB for 1,024 tokens) are never kept. Two stacks of blocks follow,
-one for each stream, in which learned registers take the place of padding.
+The projections take all hidden states of a token at once: the embedding and each layer's output. As sums over layers,
+they are computed while Gemma runs, so that its states (385 MB for 1,024 tokens) are never kept. Two stacks of blocks
+follow, one for each stream, in which learned registers take the place of padding.
 
 Shapes: B batch, L tokens, C channels of Gemma, O of a projection, N heads, D head width.
 """
@@ -28,7 +28,7 @@ from wan_tpu.runtime.mesh import AXES, Rule
 TEXT_TOKENS = 1024  # Of every prompt, padding included.
 STREAMS = ("video", "audio")
 
-# Shardings of projections [O outputs, I inputs]. They are split over all devices, because no other stage runs meanwhile.
+# Shardings of projections [O outputs, I inputs] (3 G parameters), over all devices as Gemma's are.
 _COLUMNS, _ROWS = (AXES, None), (None, AXES)
 _RULES = (
     Rule(r"((video|audio)_)?text_proj_in\.weight", _COLUMNS),

@@ -27,7 +27,8 @@ from wan_tpu.runtime.mesh import AXES, Rule
 # devices, because no other stage runs meanwhile.
 _COLUMNS, _ROWS = (AXES, None), (None, AXES)
 _RULES = (
-    Rule(r"embed_tokens\.weight", _ROWS),  # [vocabulary, C]
+    # [vocabulary, C]. Of a table that is split by channels, a TPU would copy its whole part before every look-up.
+    Rule(r"embed_tokens\.weight", _COLUMNS),
     Rule(r"layers\..*\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.weight", _COLUMNS),
     Rule(r"layers\..*\.(o_proj|down_proj)\.weight", _ROWS),
     Rule(r".*norm\.weight", ()),
@@ -129,9 +130,10 @@ def encode_prompt(encoder: Loaded, connectors: Loaded, ids: jax.Array, mask: jax
 def count_flops(config: Ltx2Config) -> int:
     """Count the operations of encoding a prompt (a multiply-add is two) on transformers' and diffusers' own modules."""
     ids = torch.ones(1, TEXT_TOKENS, dtype=torch.int32, device="meta")
+    masks = dict.fromkeys(_KINDS)  # Without these, transformers would look into the tokens' values to make masks.
     gemma = count(
         text_encoder(config).build,
-        lambda module: module(inputs_embeds=module.embed_tokens(ids), use_cache=False),
+        lambda module: module(inputs_embeds=module.embed_tokens(ids), attention_mask=masks, use_cache=False),
     )
     width = config.connectors["caption_channels"] * config.connectors["text_proj_in_factor"]
     states = torch.empty(1, TEXT_TOKENS, width, device="meta")
