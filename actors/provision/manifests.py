@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from actors.commands.arguments import read_checked_layout
 from actors.commands.serve import build_service_config
@@ -150,43 +151,57 @@ def _exposing(args: argparse.Namespace, target: Target) -> dict[str, kubernetes.
 
 
 def _main(args: argparse.Namespace, parser: Parser, layout: Layout, target: Target) -> dict[str, kubernetes.Object]:
+    """Return the service, the job or the cluster."""
     chosen = {name: value for name, value in parser.non_defaults(args).items() if name not in _HERE}
     if args.service:
-        if target.requests_slices:
-            raise InvalidInput(
-                "--capacity queued is for batches: a slice that was requested once, and taken away, isn't requested "
-                "again; a service takes flex-start, spot or on-demand"
-            )
-        if args.cloud_sql is not None:
-            chosen["database"] = args.database = _address_cloud_sql(args)
-        if not str(args.database).startswith(_POSTGRES):
-            database = args.database or "a file of this machine"
-            raise InvalidInput(f"--database is {database}; pods reach {_POSTGRES}... alone")
-        _check_reached(args, "model_id", "snapshots", "results")
-        config, _ = build_service_config(args, chosen)
-        comment = f"the service: http://{target.name}-head-svc:8000 in the cluster, once all pools have their slices"
-        return {comment: kubernetes.service(layout, target, config)}
+        return _build_service(args, chosen, layout, target)
     if args.cloud_sql is not None:
         raise InvalidInput("--cloud_sql is the database of a service; give --service, too")
     if args.job is not None:
-        for name in ("model_id", "output"):
-            if getattr(args, name) is None:
-                raise InvalidInput(f"{flag_of(name)} is missing; see wan-tpu manifests --help")
-        _check_reached(args, "job", "output", "model_id", "snapshots")
-        arguments = {name: value for name, value in chosen.items() if name != "layout_text"}
-        arguments |= {"manifest": args.job, "output": args.output, "layout": kubernetes.LAYOUT_FILE}
-        arguments |= {} if args.in_flight is None else {"in_flight": args.in_flight}
-        command = ["exec", "python", "-m", "actors.cli", "drive", *as_words(arguments)]
-        text = args.layout_text or Path(layout.source).read_text()
-        return {
-            "the batch's layout": kubernetes.build_layout_map(target, text),
-            "the batch, and a cluster that goes when it has ended": kubernetes.job(layout, target, shlex.join(command)),
-        }
+        return _build_job(args, chosen, layout, target)
+    slices = "all its slices from the start" if target.is_whole else "no slice at first"
     comment = (
-        "the cluster: no slice at first; pools and batches bring what they need (wan-tpu submit, through\n"
+        f"the cluster: {slices}; pools and batches bring what they need (wan-tpu submit, through\n"
         f"kubectl port-forward svc/{target.name}-head-svc 8265)"
     )
     return {comment: kubernetes.cluster(layout, target)}
+
+
+def _build_service(
+    args: argparse.Namespace, chosen: dict[str, Any], layout: Layout, target: Target
+) -> dict[str, kubernetes.Object]:
+    if target.requests_slices:
+        raise InvalidInput(
+            "--capacity queued is for batches: a slice that was requested once, and taken away, isn't requested "
+            "again; a service takes flex-start, spot or on-demand"
+        )
+    if args.cloud_sql is not None:
+        chosen["database"] = args.database = _address_cloud_sql(args)
+    if not str(args.database).startswith(_POSTGRES):
+        database = args.database or "a file of this machine"
+        raise InvalidInput(f"--database is {database}; pods reach {_POSTGRES}... alone")
+    _check_reached(args, "model_id", "snapshots", "results")
+    config, _ = build_service_config(args, chosen)
+    comment = f"the service: http://{target.name}-head-svc:8000 in the cluster, once all pools have their slices"
+    return {comment: kubernetes.service(layout, target, config)}
+
+
+def _build_job(
+    args: argparse.Namespace, chosen: dict[str, Any], layout: Layout, target: Target
+) -> dict[str, kubernetes.Object]:
+    for name in ("model_id", "output"):
+        if getattr(args, name) is None:
+            raise InvalidInput(f"{flag_of(name)} is missing; see wan-tpu manifests --help")
+    _check_reached(args, "job", "output", "model_id", "snapshots")
+    arguments = {name: value for name, value in chosen.items() if name != "layout_text"}
+    arguments |= {"manifest": args.job, "output": args.output, "layout": kubernetes.LAYOUT_FILE}
+    arguments |= {} if args.in_flight is None else {"in_flight": args.in_flight}
+    command = ["exec", "python", "-m", "actors.cli", "drive", *as_words(arguments)]
+    text = args.layout_text or Path(layout.source).read_text()
+    return {
+        "the batch's layout": kubernetes.build_layout_map(target, text),
+        "the batch, and a cluster that goes when it has ended": kubernetes.job(layout, target, shlex.join(command)),
+    }
 
 
 def _address_cloud_sql(args: argparse.Namespace) -> str:
