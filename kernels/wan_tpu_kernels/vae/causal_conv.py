@@ -329,10 +329,12 @@ def _kernel(*inputs, shape, norm, norm_after, residual, padding, norm_eps, preci
                 y = normalise(y, gamma_after, norm_eps)
             o_ref[frame, pl.ds(part, shape.part)] = jnp.where(kept, y, 0).astype(o_ref.dtype)
 
-    groups = shape.out_frames // shape.group
-    if left is not None:
-        groups = jnp.minimum(groups, (left + shape.group - 1) // shape.group)
-    jax.lax.fori_loop(0, groups * parts, products, None)
+    def wanted_products(index, _):  # type: ignore[no-untyped-def]
+        pl.when(index // parts * shape.group < left)(lambda: products(index, None))
+
+    # The number of iterations is a constant, so that those who count the kernel's bundles see it.
+    each = products if left is None else wanted_products
+    jax.lax.fori_loop(0, shape.out_frames // shape.group * parts, each, None)
 
 
 def _fill(source, edge_refs, edge_frame, seen_ref, frame, left, norm, step, padding, shape):  # type: ignore[no-untyped-def]
