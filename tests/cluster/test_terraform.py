@@ -335,3 +335,16 @@ def test_service_s_address_and_certificate_are_made_for_a_hostname_alone(terrafo
     assert planned["google_certificate_manager_certificate_map_entry.service[0]"]["hostname"] == "videos.example.com"
     assert planned["google_compute_global_address.service[0]"]["name"] == "wan"
     assert planned["google_compute_ssl_policy.service[0]"]["min_tls_version"] == "TLS_1_2"
+
+
+def test_module_makes_what_the_commands_of_the_docs_make():
+    page, text = (ROOT / "docs" / "gke.md").read_text(), "\n".join(FILES.values())
+    services = set(re.findall(r"\w+\.googleapis\.com", re.search(r"gcloud services enable (.*\n.*)\n", page)[1]))
+    roles = set(re.findall(r"--role (roles/[\w.]+)", page))
+    machines = set(re.findall(r"node-pools create cpu .*--machine-type (\S+)", page))
+    databases = set(re.findall(r"--database-version (\S+)|sql databases create (\S+)|(db-custom-\S+)", page))
+    databases = {name for names in databases for name in names if name}
+    addons = set(re.findall(r"--database-flags ([\w.]+)=on", page))
+    assert len(services) == 6 and len(roles) == 4 and len(machines | addons) == 2 and len(databases) == 3
+    missing = [name for name in services | roles | machines | databases | addons if f'"{name}"' not in text]
+    assert not missing
