@@ -7,6 +7,7 @@ from pathlib import Path
 
 from scripts.simulation.simulated import SimulatedHost
 from wan_tpu.errors import DoesNotFit
+from wan_tpu.storage.base import outage_s
 
 
 class SickHost(SimulatedHost):
@@ -16,6 +17,10 @@ class SickHost(SimulatedHost):
 
         self._ways = itertools.cycle(["a step", "memory", "inputs"])  # in which one after the other fails
         self._way = {}
+
+    def software(self):
+        """Return a setting that this process has from its leader, where the status shows it."""
+        return {"outage_s": f"{outage_s():g}"}
 
     def prepare_denoise(self, key, *args):
         self._way[key] = next(self._ways) if self._sick.exists() else None

@@ -13,6 +13,7 @@ import pytest
 from ray import serve
 from ray.serve._private.router import AsyncioRouter
 
+from actors.observe.status_actor import StatusActor
 from actors.pipeline.driver import PipelineDriver
 from actors.pipeline.pools import deploy, shut_down, wait_until_up
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
@@ -53,7 +54,7 @@ def running(three_slices, tmp_path_factory):
         str(folder / "snapshots"),
         chips="simulated",
         host_class=host_class,
-        reliability=ReliabilitySettings(hung_s=4),
+        reliability=ReliabilitySettings(hung_s=4, storage_s=300),
     )
     spec = PipelineSpec(LAYOUT, settings, MODEL, lasting=True)
     connect(three_slices.address)
@@ -97,6 +98,11 @@ def slices_of(spans_of):
         return [slices[str(i)] for i in range(len(requests))]
 
     return find_slices
+
+
+def test_hosts_follow_the_time_out_of_storage(running):
+    replicas = StatusActor.connect(running[0].settings.name).read().replicas.values()
+    assert [replica.software for replica in replicas] == [{"outage_s": "300"}] * SLICES
 
 
 def test_an_idle_slice_is_taken_before_a_busy_one_that_holds_the_shape(slices_of):
