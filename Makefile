@@ -15,21 +15,22 @@ help:
 	@echo "make test-long   the slow ones: real kills, jobs on emulated clusters"
 	@echo "make test-all    both, together"
 	@echo "make test-short  kernels, models against diffusers, wan-tpu plan: what another Python and JAX may change"
-	@echo "make test-tpu    kernels and models on the chips of this machine, then wan-tpu doctor"
+	@echo "make test-tpu    kernels, models and meshes on the chips of this machine, then wan-tpu doctor"
 	@echo "make soak   new seeds of the simulations, random kills of a service, attackers: half an hour"
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  time the small model against diffusers on this CPU"
 	@echo "make clean  remove what the targets above made"
 
 # PyTorch's own CPU wheels first: the default Linux wheel brings gigabytes of CUDA that no TPU host needs. pip passes
-# over an index that can't be reached. It would compile modules on one core, half of its time; some are no Python.
+# over an index that can't be reached. It would compile modules on one core, half of its time; some are no Python, and
+# of some thousands (every model of transformers) few are imported.
 $(VENV)/installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "No Python from 3.11 to 3.13 with its venv module is here. As root, on Debian 12, Debian 13 or \
 	Ubuntu 24.04: apt install python3-venv. Elsewhere: make PYTHON=/path/to/python3.13"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --no-compile --retries 1 --timeout 10 --extra-index-url $(TORCH_CPU) "torch>=2.13,<2.14"
 	$(BIN)/pip install --quiet --no-compile --editable ".[dev]"
-	$(BIN)/python -m compileall -qq -j 0 -x /tests/ $(VENV)/lib || true
+	$(BIN)/python -m compileall -qq -j 0 -x '/(tests|models|moto|rllib)/' $(VENV)/lib || true
 	touch $@
 
 demo: $(VENV)/installed
@@ -64,13 +65,15 @@ soak: export WAN_TPU_EXAMPLES ?= 60
 soak: $(VENV)/installed
 	$(BIN)/python -m pytest -s -m soak tests
 
-# On a TPU VM: kernels, and models against diffusers, on its chips, which one process has at a time. With
-# WAN_TPU_TEST_PLATFORMS=cpu it is rehearsed without a TPU, kernels interpreted.
+# On a TPU VM: kernels, models against diffusers, and meshes of as many of its chips as there are, which one process has
+# at a time. `WAN_TPU_TEST_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 make test-tpu` rehearses it without a TPU, kernels
+# interpreted.
 test-tpu: export WAN_TPU_TEST_PLATFORMS ?= tpu,cpu
 test-tpu: $(VENV)/installed
 	$(BIN)/python -m pytest -n 0 tests/kernels tests/wan_tpu/test_parity.py \
 		tests/wan_tpu/test_cogvideox_parity.py tests/wan_tpu/test_hunyuan15_parity.py tests/wan_tpu/test_sparse_linear.py \
 		-m "not long and not soak and not loads_libtpu"
+	$(BIN)/python -m pytest -n 0 -rs -m meshes tests/wan_tpu
 	$(BIN)/wan-tpu doctor
 
 lint: $(VENV)/installed

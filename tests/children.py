@@ -1,5 +1,6 @@
 """Processes of tests that compute: forks of one that has imported torch, JAX and diffusers, which takes seconds."""
 
+import importlib.util
 import multiprocessing
 import os
 import runpy
@@ -8,7 +9,10 @@ from collections.abc import Mapping
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from tests.conftest import ROOT
+import jax
+import pytest
+
+from tests.conftest import ROOT, with_devices
 from tests.waiting import SECONDS
 
 _FORKS = multiprocessing.get_context("forkserver")
@@ -40,6 +44,24 @@ def run_module(
     process.join(SECONDS)
     process.kill()
     assert process.exitcode == 0, f"{module} ended with {process.exitcode}"
+
+
+def run_on_devices(module: str, *arguments: object, count: int) -> None:
+    """Do as `run_module` does, with that many virtual CPU devices.
+
+    With WAN_TPU_TEST_PLATFORMS (`make test-tpu`) the module runs on all devices of the machine, in this process, since
+    no other one could have them. The test is skipped where there is only one.
+    """
+    if "WAN_TPU_TEST_PLATFORMS" not in os.environ:
+        run_module(module, *arguments, environment=with_devices(count))
+        return
+    if jax.device_count() == 1:
+        pytest.skip(f"needs several devices; this machine has one, {jax.devices()[0]}")
+    with pytest.MonkeyPatch.context() as patch, jax.default_matmul_precision("highest"):  # as CPUs multiply float32
+        patch.setattr("sys.argv", [module, *map(str, arguments)])
+        source = importlib.util.find_spec(module)
+        assert source is not None and source.origin is not None
+        runpy.run_path(source.origin, run_name="__main__")
 
 
 def _run(command: list[str], environment: dict[str, str], output: Path | None) -> None:

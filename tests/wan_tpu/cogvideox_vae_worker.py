@@ -1,4 +1,4 @@
-"""Halves of CogVideoX's VAE on eight devices. Run by test_cogvideox_vae.py in a process with virtual CPU devices.
+"""Halves of CogVideoX's VAE on eight devices. Run by test_cogvideox_vae.py.
 
 Arguments: a checkpoint's folder, the npz of inputs, where to write what comes out.
 """
@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from tests.wan_tpu.meshes import fit_mesh
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.cogvideox import components, vae
 from wan_tpu.families.cogvideox.spec import LATER_FRAMES, CogVideoXSpec
@@ -49,7 +50,7 @@ def cut(x, frames):
 if __name__ == "__main__":
     folder, file, out = map(Path, sys.argv[1:])
     inputs = np.load(file)
-    encode, decode = halves(folder, make_mesh((2, 2, 2), heads=2))
+    encode, decode = halves(folder, make_mesh(fit_mesh((2, 2, 2)), heads=2))
     latents = inputs["latents"]
     chunks = CogVideoXSpec.open(Checkpoint(folder)).decoder_chunks(latents.shape[2])
     np.savez(out, decoded=decode(cut(latents, chunks)), encoded=encode([inputs["pixels"]]))

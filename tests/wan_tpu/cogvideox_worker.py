@@ -1,4 +1,4 @@
-"""Computes CogVideoX's predictions. test_cogvideox_transformer.py runs it in a process with virtual CPU devices.
+"""Computes CogVideoX's predictions. test_cogvideox_transformer.py runs it on eight devices.
 
 Arguments: a checkpoint's folder, the npz of inputs, and where to write the predictions of several meshes.
 """
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.wan_tpu.meshes import fit_meshes
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.cogvideox import components, transformer
 from wan_tpu.families.cogvideox.spec import CogVideoXSpec
@@ -38,7 +39,7 @@ def predict(folder, mesh, latents, text):
 if __name__ == "__main__":
     folder, file, out = map(Path, sys.argv[1:])
     inputs, predictions = np.load(file), {}
-    for shape in ("1x1x1", "2x2x2", "1x4x2"):
-        mesh = make_mesh(tuple(map(int, shape.split("x"))), heads=2)
-        predictions[shape] = predict(folder, mesh, inputs["latents"], inputs["text"])
+    for shape in fit_meshes((1, 1, 1), (2, 2, 2), (1, 4, 2)):
+        mesh = make_mesh(shape, heads=2)
+        predictions["x".join(map(str, shape))] = predict(folder, mesh, inputs["latents"], inputs["text"])
     np.savez(out, **predictions)

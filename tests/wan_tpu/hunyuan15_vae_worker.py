@@ -1,6 +1,6 @@
-"""Halves of HunyuanVideo-1.5's VAE on a mesh. Run by test_hunyuan15_vae.py with virtual CPU devices.
+"""Halves of HunyuanVideo-1.5's VAE on a mesh. Run by test_hunyuan15_vae.py on several devices.
 
-Arguments: a checkpoint's folder, the npz of inputs, where to write what comes out, (dp, sp, tp).
+Arguments: a checkpoint's folder, the npz of inputs, where to write what comes out, (dp, sp, tp), which is made to fit.
 """
 
 import sys
@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from tests.wan_tpu.meshes import fit_mesh
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.hunyuan15 import components
 from wan_tpu.families.hunyuan15.model import HunyuanModel
@@ -47,5 +48,6 @@ def cut(x, frames):
 if __name__ == "__main__":
     folder, file, out = map(Path, sys.argv[1:4])
     inputs = np.load(file)
-    encode, decode = halves(folder, make_mesh(tuple(map(int, sys.argv[4:])), heads=4), inputs["latents"].shape[2])
+    mesh = make_mesh(fit_mesh(tuple(map(int, sys.argv[4:]))), heads=4)
+    encode, decode = halves(folder, mesh, inputs["latents"].shape[2])
     np.savez(out, decoded=decode(cut(inputs["latents"], 1)), encoded=encode(cut(inputs["pixels"], 4)))

@@ -1,6 +1,6 @@
-"""Computes HunyuanVideo-1.5's predictions. test_hunyuan15_transformer.py runs it with virtual CPU devices.
+"""Computes HunyuanVideo-1.5's predictions. test_hunyuan15_transformer.py runs it on eight devices.
 
-Arguments: a checkpoint's folder, the npz of inputs, and where to write the predictions of one device and of eight.
+Arguments: a checkpoint's folder, the npz of inputs, and where to write the predictions of one device and of all.
 """
 
 import sys
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.wan_tpu.meshes import fit_meshes
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.hunyuan15 import components, transformer
 from wan_tpu.families.hunyuan15.context import Encodings
@@ -44,8 +45,8 @@ if __name__ == "__main__":
     folder, file, out = map(Path, sys.argv[1:])
     inputs, predictions = dict(np.load(file)), {}
     latents = inputs.pop("latents")
-    for shape in ("1x1x1", "2x2x2"):
-        mesh = make_mesh(tuple(map(int, shape.split("x"))), heads=4)
+    for shape in fit_meshes((1, 1, 1), (2, 2, 2)):
+        mesh = make_mesh(shape, heads=4)
         for precision in ("float32", "int8"):
-            predictions[f"{precision} {shape}"] = predict(folder, mesh, latents, inputs, precision)
+            predictions[f"{precision} {'x'.join(map(str, shape))}"] = predict(folder, mesh, latents, inputs, precision)
     np.savez(out, **predictions)

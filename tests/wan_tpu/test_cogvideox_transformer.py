@@ -6,8 +6,7 @@ import pytest
 import torch
 from diffusers.pipelines.cogvideo import pipeline_cogvideox
 
-from tests.children import run_module
-from tests.conftest import with_devices
+from tests.children import run_on_devices
 from tests.wan_tpu.cogvideox_worker import TIMESTEP, predict
 from wan_tpu.families.cogvideox.positions import _fit_grid
 from wan_tpu.families.cogvideox.presets import PRESETS
@@ -51,6 +50,7 @@ def test_transformer_predicts_what_diffusers_predicts(kind, size, tmp_path):
     assert np.abs(predicted - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
+@pytest.mark.meshes
 @pytest.mark.long
 def test_eight_devices_predict_what_one_does(tmp_path):
     kind = "cogvideox1.5-5b-i2v"
@@ -60,7 +60,7 @@ def test_eight_devices_predict_what_one_does(tmp_path):
     text = rng.standard_normal((2, 226, 32)).astype(np.float32)
     np.savez(tmp_path / "inputs.npz", latents=latents, text=text)
     files = tmp_path / "inputs.npz", tmp_path / "predictions.npz"
-    run_module("tests.wan_tpu.cogvideox_worker", folder, *files, environment=with_devices(8))
+    run_on_devices("tests.wan_tpu.cogvideox_worker", folder, *files, count=8)
     predictions = np.load(tmp_path / "predictions.npz")
     for mesh in predictions.files:
         assert np.abs(predictions[mesh] - predictions["1x1x1"]).max() <= 1e-4 * np.abs(predictions["1x1x1"]).max(), mesh

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.children import run_module
-from tests.conftest import with_devices
+from tests.children import run_on_devices
 from tests.wan_tpu.cogvideox_vae_worker import cut, halves
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.cogvideox.small import make_checkpoint
@@ -55,13 +54,14 @@ def test_pixels_are_encoded_as_diffusers_does(frames, theirs, ours):
     assert np.abs(output - expected).max() <= 1e-4 * np.abs(expected).max()
 
 
+@pytest.mark.meshes
 @pytest.mark.long
 def test_eight_devices_give_what_diffusers_does(theirs, folder, tmp_path):
     width = 5  # Five of eight devices have a column, three have only padding.
     file, out = tmp_path / "inputs.npz", tmp_path / "outputs.npz"
     latents, pixels = random(1, 16, 4, HEIGHT, width), random(1, 3, 1, 8 * HEIGHT, 8 * width)
     np.savez(file, latents=latents, pixels=pixels)
-    run_module("tests.wan_tpu.cogvideox_vae_worker", folder, file, out, environment=with_devices(8))
+    run_on_devices("tests.wan_tpu.cogvideox_vae_worker", folder, file, out, count=8)
     output = np.load(out)
     with torch.no_grad():
         expected = {

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.children import run_module
-from tests.conftest import with_devices
+from tests.children import run_on_devices
 
 UNCUT = "1x1x1"
 # 13 columns are padded to 14 on two devices.
@@ -15,12 +14,13 @@ CASES = {
 }
 
 
+@pytest.mark.meshes
 @pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_strips_give_the_pixels_and_latents_of_an_uncut_picture(name, checkpoint, tmp_path):
     out, cases = tmp_path / "results.npz", CASES[name]
     arguments = [str(argument) for kind, *rest in cases for argument in (checkpoint(kind), *rest)]
-    run_module("tests.wan_tpu.vae_worker", out, *arguments, environment=with_devices(2))
+    run_on_devices("tests.wan_tpu.vae_worker", out, *arguments, count=2)
     results = np.load(out)
     assert len(results.files) == 2 * sum(len(cuts.split(",")) for _, _, cuts in cases)
     for entry in results.files:

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.children import run_module
-from tests.conftest import with_devices
+from tests.children import run_on_devices
 from tests.wan_tpu import hunyuan15_worker
 from wan_tpu.families.hunyuan15.context import Encodings, embed_time, make_context
 from wan_tpu.families.hunyuan15.presets import PRESETS
@@ -125,15 +124,16 @@ def test_each_branch_is_predicted_as_diffusers_does(folder):
         assert np.abs(predictions[branch] - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
+@pytest.mark.meshes
 @pytest.mark.long
 @pytest.mark.parametrize("folder", KINDS[:1], indirect=True)
 def test_eight_devices_predict_what_one_does(folder, tmp_path):
     latents, encodings = inputs()
     file, out = tmp_path / "inputs.npz", tmp_path / "predictions.npz"
     np.savez(file, latents=latents, **encodings)
-    run_module("tests.wan_tpu.hunyuan15_worker", folder, file, out, environment=with_devices(8))
+    run_on_devices("tests.wan_tpu.hunyuan15_worker", folder, file, out, count=8)
     predictions = np.load(out)
-    assert len(predictions.files) == 4
+    assert len(predictions.files) == 4  # two precisions, one device and several
     for name in predictions.files:
         precision, _ = name.split()
         alone = predictions[f"{precision} 1x1x1"]

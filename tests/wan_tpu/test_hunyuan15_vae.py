@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.children import run_module
-from tests.conftest import with_devices
+from tests.children import run_on_devices
 from tests.wan_tpu.hunyuan15_vae_worker import cut, halves
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families import open_spec
@@ -112,6 +111,7 @@ def test_tiles_that_there_are_not_are_refused(said, message, tiled_folder, tmp_p
         open_spec(copy)
 
 
+@pytest.mark.meshes
 @pytest.mark.long
 @pytest.mark.parametrize(("tiled", "mesh"), [(False, (2, 2, 2)), (True, (1, 2, 2))], ids=["whole", "tiled"])
 def test_several_devices_give_what_diffusers_does(tiled, mesh, theirs, folder, tiled_folder, tmp_path, request):
@@ -122,7 +122,7 @@ def test_several_devices_give_what_diffusers_does(tiled, mesh, theirs, folder, t
     file, out = tmp_path / "inputs.npz", tmp_path / "outputs.npz"
     np.savez(file, latents=latents, pixels=pixels)
     arguments = (tiled_folder if tiled else folder, file, out, *mesh)
-    run_module("tests.wan_tpu.hunyuan15_vae_worker", *arguments, environment=with_devices(math.prod(mesh)))
+    run_on_devices("tests.wan_tpu.hunyuan15_vae_worker", *arguments, count=math.prod(mesh))
     output = np.load(out)
     for name, expected in zip(("decoded", "encoded"), moments_and_pixels(module, latents, pixels), strict=True):
         assert np.abs(output[name] - expected).max() <= 1e-4 * np.abs(expected).max(), name

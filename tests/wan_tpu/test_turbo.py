@@ -16,8 +16,8 @@ import torch
 from diffusers.models.transformers import transformer_wan
 
 from actors.cli import main
-from tests.children import run_module
-from tests.conftest import PHOTO, denoised, with_devices
+from tests.children import run_on_devices
+from tests.conftest import PHOTO, denoised
 from wan_tpu import CheckpointError, GenerationRequest, InvalidRequest, load_pipeline
 from wan_tpu.families import open_spec, preset_spec
 from wan_tpu.families.wan.components import ORIGINALS
@@ -117,14 +117,15 @@ def test_latents_are_those_of_diffusers_with_the_papers_attention(checkpoint, st
     assert steps[-1].latents.std() > 0.05
 
 
+@pytest.mark.meshes
 @pytest.mark.long
 def test_meshes_give_the_latents_of_one_device(checkpoint, tmp_path):
     """400 tokens lie on four devices in blocks of 128, of which the last one has 16 and padding."""
     arguments = (checkpoint(KIND), tmp_path / "latents.npz", PHOTO)
-    run_module("tests.wan_tpu.turbo_worker", *arguments, environment=with_devices(4))
+    run_on_devices("tests.wan_tpu.turbo_worker", *arguments, count=4)
     by_mesh = np.load(tmp_path / "latents.npz")
     expected = by_mesh["1x1x1"]
-    assert len(by_mesh) == 3
+    assert len(by_mesh) > 1
     for latents in by_mesh.values():
         assert np.abs(latents - expected).max() <= TOLERANCE * np.abs(expected).max()
 

@@ -1,4 +1,4 @@
-"""Run by test_halo.py in a process with virtual CPU devices: VAE halves on several meshes, into an npz.
+"""Run by test_halo.py on two devices: VAE halves on several meshes, into an npz.
 
 Arguments: where to write, then three for every case: a checkpoint's folder, a latent width, and how it is cut
 ("1x1x2,...": meshes). Entries are named kind/width/half/cut.
