@@ -19,6 +19,7 @@ from huggingface_hub.utils import _http
 from tests.actors import s3_server
 from wan_tpu.adapters import files as adapters
 from wan_tpu.checkpoint import Checkpoint, on_disk, weight_file
+from wan_tpu.commands import staged
 from wan_tpu.errors import CheckpointError, InvalidInput, InvalidRequest, Unavailable
 from wan_tpu.families.shared.tokenizer import train_tokenizer
 from wan_tpu.families.shared.tokenizing import Tokenizer, tokenize
@@ -207,6 +208,14 @@ def test_configuration_on_a_failing_disk_is_unavailable(tmp_path):
     (tmp_path / "model_index.json").symlink_to(UNREADABLE)
     with pytest.raises(Unavailable, match=r"model_index\.json can't be read now"):
         Checkpoint(tmp_path)
+
+
+def test_settings_of_a_stage_on_a_failing_disk_are_unavailable(tmp_path):
+    with pytest.raises(InvalidInput, match=r"can't be read \(No such file.*run wan-tpu stage1 into"):
+        staged.denoise(["--input_dir", str(tmp_path)])
+    (tmp_path / staged.CONFIG).symlink_to(UNREADABLE)
+    with pytest.raises(Unavailable, match="can't be read now"):
+        staged.denoise(["--input_dir", str(tmp_path)])
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])

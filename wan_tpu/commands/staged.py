@@ -21,6 +21,7 @@ from wan_tpu.errors import InvalidInput
 from wan_tpu.media.video import check_output
 from wan_tpu.plan import DECODER, ENCODER
 from wan_tpu.request import IMAGES, GenerationRequest, ResolvedRequest, override
+from wan_tpu.sources.disk import explain_disk_error, is_permanent
 
 if TYPE_CHECKING:
     from wan_tpu.pipeline import Pipeline
@@ -199,8 +200,11 @@ def _read_stage1(folder: Path) -> tuple[Conditioning, Run]:
     path = folder / CONFIG
     try:
         run = Run.from_json(json.loads(path.read_text()), path)
-    except OSError:
-        raise InvalidInput(f"{path} is missing; run wan-tpu stage1 into {folder} first") from None
+    except OSError as error:
+        if not is_permanent(error):
+            raise explain_disk_error(error, path) from None
+        reason = error.strerror or error
+        raise InvalidInput(f"{path} can't be read ({reason}); run wan-tpu stage1 into {folder} first") from None
     except ValueError as error:
         raise InvalidInput(f"{path} is damaged ({error}); run stage 1 again") from None
     conditioning, notes = load_value(Conditioning, folder / EMBEDDINGS)

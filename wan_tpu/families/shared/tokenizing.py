@@ -42,6 +42,8 @@ class Tokenizer:
                 if self._tokenizer is None:
                     self._tokenizer = self._read()
                 yield self._tokenizer
+        except MemoryError:  # This machine's error.
+            raise
         except Exception as error:
             # The tokenizers package raises bare Exception, for damaged files as well as for a failing disk.
             self._check_disk(error)
