@@ -21,12 +21,14 @@ class Expert:
         start: Its first step, counted from 0 over all experts.
         stop: The first step after it.
         guided: Whether it runs two branches, the prompt's and the negative prompt's.
+        enlarges: Whether the latents become larger, and get noise again, before its first step.
     """
 
     stage: str
     start: int
     stop: int
     guided: bool
+    enlarges: bool = False
 
 
 @dataclass(frozen=True)

@@ -39,14 +39,12 @@ class ModelSpec(ModelLimits):
         heads: Attention heads of a transformer.
         own: How the checkpoint itself says it is to be sampled.
         boundary_ratio: The first of two experts runs the steps with t >= boundary_ratio x 1000; None with one expert.
-        audio_rate: Samples per second of the model's sound; None for models without.
     """
 
     components: dict[str, tuple[str, ...]]
     heads: int
     own: CheckpointOverrides = NOTHING_OWN
     boundary_ratio: float | None
-    audio_rate: int | None = None
 
     @property
     def stages(self) -> tuple[str, ...]:

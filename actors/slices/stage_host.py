@@ -259,8 +259,10 @@ class StageHost(HostProfile):
             raise OutOfOrder(f"request {key} has no step on {', '.join(self._stages)}; leave this pool out")
         inputs: dict[str, stages.ExpertInputs] = {}
         for expert in mine:
-            twin = next((inputs[e.stage] for e in mine if e.stage in inputs and e.guided == expert.guided), None)
-            inputs[expert.stage] = twin or stages.expert_inputs(self._runtime, expert, conditioning)
+            alike = dataclasses.replace(expert, stage="", start=0, stop=0)
+            twins = (e for e in mine if dataclasses.replace(e, stage="", start=0, stop=0) == alike)
+            twin = next((inputs[e.stage] for e in twins if e.stage in inputs), None)
+            inputs[expert.stage] = twin or stages.expert_inputs(self._runtime, plan.request, expert, conditioning)
         self._prepared.put(key, Denoising(plan, inputs, placed))
         return sum(payload.nbytes for payload in (prompt, negative, image, state) if payload is not None)
 

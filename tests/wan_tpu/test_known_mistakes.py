@@ -119,7 +119,7 @@ def test_the_bfloat16_step_solves_nothing_and_combines_in_float32(pipeline):
     conditioning = pipe.encode(plan)
     schedule = pipe.schedule(plan.request)
     loaded = runtime.component("denoise_low")
-    shared = step_conditioning(runtime, loaded, expert_inputs(runtime, plan.experts[0], conditioning))
+    shared = step_conditioning(runtime, loaded, expert_inputs(runtime, plan.request, plan.experts[0], conditioning))
     rng = np.random.default_rng(0)
     shape = runtime.model.spec.latent_shape(plan.request)
     latents, *history = (rng.standard_normal(shape).astype(np.float32) for _ in range(4))

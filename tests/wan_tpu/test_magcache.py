@@ -175,7 +175,7 @@ def test_a_run_goes_on_from_the_latest_step_that_reuses_nothing(pipe):
     decided = np.array(plan.skipped)
     for expert in plan.experts:
         state = pipe.denoise(plan, conditioning, pipe.initial_state(plan), stop=expert.start)
-        inputs = expert_inputs(pipe.runtime, expert, conditioning)
+        inputs = expert_inputs(pipe.runtime, plan.request, expert, conditioning)
         run = ExpertRun(pipe.runtime, plan, expert, inputs, device_state(pipe.runtime, plan, state))
         while run.state.step < expert.stop:
             run.step()

@@ -41,7 +41,7 @@ def test_a_run_resumes_bit_for_bit_from_a_snapshot_on_another_runtime(solver, pi
     high, low = plan.experts
     state = stages.device_state(pipe.runtime, plan, pipe.initial_state(plan))
     for expert in (high, low):
-        inputs = stages.expert_inputs(pipe.runtime, expert, conditioning)
+        inputs = stages.expert_inputs(pipe.runtime, plan.request, expert, conditioning)
         run = stages.ExpertRun(pipe.runtime, plan, expert, inputs, state)
         while run.state.step < expert.stop:
             event = run.step()
@@ -64,7 +64,7 @@ def test_a_snapshot_stays_as_it_was_while_steps_go_on(pipeline):
     expert = plan.experts[0]
     start = pipe.initial_state(plan)
     start_state = DenoiseState(start.latents.copy(), tuple(term.copy() for term in start.history))
-    inputs = stages.expert_inputs(pipe.runtime, expert, conditioning)
+    inputs = stages.expert_inputs(pipe.runtime, plan.request, expert, conditioning)
     run = stages.ExpertRun(pipe.runtime, plan, expert, inputs, stages.device_state(pipe.runtime, plan, start_state))
     start_state.latents[:] = np.nan  # what was put on the devices is a copy
     run.step()

@@ -149,8 +149,8 @@ class ToyModel(Model):
         ids, _, warnings = tokenize(self.tokenizers["text_encoder"], prompt, TOKENS)
         return {"text_encoder": (ids,)}, warnings
 
-    def encode_text(self, component, module, params, ids):
-        return call(module, params, lambda module, ids: module(ids).last_hidden_state, ids)
+    def encode_text(self, component, loaded, ids):
+        return call(loaded[0].module, loaded[0].params, lambda module, ids: module(ids).last_hidden_state, ids)
 
     def prompt_arrays(self, tokens, encoded):
         """Under names of its own, one of them integers."""

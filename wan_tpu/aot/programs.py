@@ -19,6 +19,7 @@ from wan_tpu.runtime.mesh import replicated
 from wan_tpu.runtime.program import Program
 from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.stages import (
+    enlarging_program,
     image_program,
     keys_program,
     residual_shape,
@@ -31,6 +32,10 @@ from wan_tpu.stages import (
 )
 
 STEP, SKIPPED = "denoise step", "denoise step, skipped"
+FIRST_STEP, ENLARGE = (
+    "denoise step, smaller",
+    "enlarge latents",
+)  # Of models whose latents become larger between experts.
 ADAPTERS = "apply adapters"
 RANK = 64  # The rank of LightX2V's adapters, which is assumed of all.
 
@@ -46,6 +51,7 @@ class AbstractRuntime(Runtime):
 
     def component(self, name: str, loras: tuple[Lora, ...] = ()) -> Loaded:
         """Return a component's module and the shapes and shardings of its weights."""
+        name = self.model.same_weights.get(name, name)
         if name not in self._components:
             self._components[name] = abstract_component(self.model.components[name], self.dtype, self.mesh)
         return self._components[name]
@@ -73,10 +79,17 @@ def stage_programs(runtime: Runtime, request: ResolvedRequest, stages: Sequence[
             programs |= _vae(runtime, request, "vae_encoder")
     experts = [expert for expert in runtime.model.spec.experts(request) if expert.stage in stages]
     programs |= _adapters(runtime, request, experts)
-    # Both experts run the same program.
     if experts:
         programs["text keys"] = _keys(runtime, experts)
-        programs |= _denoise(runtime, request, experts)
+    # Experts run the same program where their latents have the same size.
+    larger = [expert for expert in experts if expert.enlarges]
+    for name, group in (
+        ((FIRST_STEP, [e for e in experts if e not in larger]), (STEP, larger)) if larger else ((STEP, experts),)
+    ):
+        if group:
+            programs |= _denoise(runtime, request, group, name)
+    for expert in larger:
+        programs[ENLARGE] = _enlarging(runtime, request, expert)
     if DECODER in stages:
         programs |= _sound(runtime, request) | _vae(runtime, request, "decoder")
     return programs
@@ -85,10 +98,9 @@ def stage_programs(runtime: Runtime, request: ResolvedRequest, stages: Sequence[
 def _text_encoder(
     runtime: Runtime, name: str, shapes: Sequence[tuple[int, ...]], request: ResolvedRequest
 ) -> tuple[Program, tuple[Any, ...], int]:
-    loaded = runtime.component(name)
+    program, params = text_program(runtime, name)
     tokens = [_array(runtime, shape, jnp.int32) for shape in shapes]
-    count = len(runtime.model.spec.prompts(request))
-    return text_program(runtime, name, loaded.module), (loaded.params, *tokens), count
+    return program, (params, *tokens), len(runtime.model.spec.prompts(request))
 
 
 def _image_encoder(runtime: Runtime) -> tuple[Program, tuple[Any, ...], int]:
@@ -133,7 +145,18 @@ def _adapters(runtime: Runtime, request: ResolvedRequest, experts: list[Expert])
     return programs
 
 
-def _denoise(runtime: Runtime, request: ResolvedRequest, experts: list[Expert]) -> StagePrograms:
+def _enlarging(runtime: Runtime, request: ResolvedRequest, expert: Expert) -> tuple[Program, tuple[Any, ...], int]:
+    program, params = enlarging_program(runtime, expert)
+    smaller, larger = (
+        {part: _array(runtime, shape, jnp.float32) for part, shape in shapes.items()}
+        for shapes in (runtime.model.spec.latent_shapes(request, step) for step in (expert.start, expert.stop))
+    )
+    shape = runtime.model.image_latents_shape(smaller[VIDEO].shape)
+    image = None if shape is None else _array(runtime, shape, jnp.float32)
+    return program, (params, smaller, image, larger, {part: _array(runtime, (), jnp.float32) for part in larger}), 1
+
+
+def _denoise(runtime: Runtime, request: ResolvedRequest, experts: list[Expert], name: str) -> StagePrograms:
     model, loaded = runtime.model, runtime.component(experts[0].stage)
     schedules = model.spec.schedules(request)
     shapes = model.spec.latent_shapes(request, experts[-1].stop)
@@ -148,13 +171,15 @@ def _denoise(runtime: Runtime, request: ResolvedRequest, experts: list[Expert]) 
     program, arguments, _ = _keys(runtime, experts)
     keys = model.key_shapes(runtime.mesh, jax.eval_shape(program.function, *arguments))
     image = model.image_latents_shape(shapes[VIDEO])
+    constants = model.constants(request, shapes[VIDEO])
+    keys |= {name: _array(runtime, value.shape, value.dtype) for name, value in constants.items()}
     conditioning = (keys, None if image is None else _array(runtime, image, jnp.float32))
     parts = {part: (array, (array,) * schedules[part].history_terms) for part, array in latents.items()}
     arguments = (loaded.params, parts, numbers, conditioning)
     steps = sum(expert.stop - expert.start for expert in experts)
     skipped = model.spec.skipped(request)
     if skipped is None:
-        return {STEP: (step_program(runtime, loaded.module), arguments, steps)}
+        return {name: (step_program(runtime, loaded.module), arguments, steps)}
     branches = 2 if any(expert.guided for expert in experts) else 1
     residual = residual_shape(runtime, shapes[VIDEO], branches)
     which = jax.ShapeDtypeStruct((branches,), np.bool_, sharding=replicated(runtime.mesh))

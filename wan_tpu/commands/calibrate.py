@@ -83,7 +83,7 @@ def measure_curve(pipe: "Pipeline", plan: "RequestPlan", seeds: int) -> dict[str
         seeded = plan.with_request(dataclasses.replace(request, seed=seed))
         state = stages.device_state(pipe.runtime, seeded, pipe.initial_state(seeded))
         for expert in experts:
-            inputs = stages.expert_inputs(pipe.runtime, expert, conditioning)
+            inputs = stages.expert_inputs(pipe.runtime, request, expert, conditioning)
             run = stages.ExpertRun(pipe.runtime, seeded, expert, inputs, state, keeps_residuals=True)
             before = None
             for i in range(expert.start, expert.stop):

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from wan_tpu.data import write_json
-from wan_tpu.plan import RequestPlan
+from wan_tpu.plan import VIDEO, RequestPlan
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.stage_machine import Decode, DecodeSound, EncodeText, Operation, Step
@@ -144,9 +144,11 @@ class Recorder:
         """Return the multiplications and additions of the operations of a stage."""
         model, request, operations = self.runtime.model, self._plan.request, self._operations.get(stage, [])
         prompts = sum(isinstance(operation, EncodeText) for operation in operations)
-        branches = Counter(2 if step.expert.guided else 1 for step in operations if isinstance(step, Step))
-        latents = model.spec.latent_shape(request)
-        flops = sum(steps * model.flops.step(latents, branches=count) for count, steps in branches.items())
+        experts = Counter(step.expert for step in operations if isinstance(step, Step))
+        flops = sum(
+            steps * model.flops.step(model.spec.latent_shapes(request, expert.stop)[VIDEO], branches=1 + expert.guided)
+            for expert, steps in experts.items()
+        )
         flops += model.flops.encoder(request, prompts=prompts) if prompts else 0
         if any(isinstance(operation, Decode) for operation in operations):
             flops += model.flops.decoder(model.spec.decoded_shape(request))

@@ -4,7 +4,7 @@ Shapes: B batch (guidance branches), T latent frames, H W latent height and widt
 """
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -16,10 +16,10 @@ from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families import family_of, preset_spec, published, spec_of
 from wan_tpu.families.shared.causal_vae import CausalChunks
 from wan_tpu.families.shared.tokenizing import Tokenizer
-from wan_tpu.plan import VIDEO
+from wan_tpu.plan import VIDEO, Expert
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.bridge import Params
-from wan_tpu.runtime.components import Component
+from wan_tpu.runtime.components import Component, Loaded
 from wan_tpu.spec import ModelSpec
 
 
@@ -43,7 +43,7 @@ class StepInputs(NamedTuple):
         latents: The video's, float32 [1, C, T, H, W].
         timestep: float32 scalar, or [2] with the following one if the schedule has it (`Schedule.following`).
         guidance: float32 scalar, or a vector where the schedule has several scales.
-        keys: From `Model.text_keys`.
+        keys: From `Model.text_keys`, and `Model.constants`.
         image_latents: As in `Conditioning`.
         audio: The sound's latents, float32 [1, ...], and their timestep; None for models without sound.
     """
@@ -149,12 +149,23 @@ class Model(abc.ABC):
         Encoders that have nothing to read in this prompt are left out.
         """
 
+    @property
+    def joined(self) -> Mapping[str, tuple[str, ...]]:
+        """By text encoder, the components that run in the same program, behind it."""
+        return {}
+
     @abc.abstractmethod
-    def encode_text(self, component: str, module: torch.nn.Module, params: Params, *tokens: jax.Array) -> jax.Array:
-        """Run one text encoder on its tokens [B, L] (ids and mask) and return embeddings [B, L, C]."""
+    def encode_text(self, component: str, loaded: Sequence[Loaded], *tokens: jax.Array) -> Any:
+        """Run one text encoder on its tokens [B, L] (ids and mask) and return embeddings [B, L, C], or several by name.
+
+        Args:
+            component: The text encoder.
+            loaded: It, and the components that are joined with it.
+            tokens: From `tokenize`.
+        """
 
     def prompt_arrays(
-        self, tokens: Mapping[str, tuple[np.ndarray, ...]], encoded: Mapping[str, np.ndarray]
+        self, tokens: Mapping[str, tuple[np.ndarray, ...]], encoded: Mapping[str, Any]
     ) -> dict[str, np.ndarray]:
         """Return the experts' inputs for a prompt, by name, [1, ...]; both arguments are by component."""
         return {"text": encoded["text_encoder"]}
@@ -180,6 +191,29 @@ class Model(abc.ABC):
         """Return the functions that encode pixels as moments [1, 2C, T, H, W], chunk by chunk."""
 
     # ---- Experts.
+
+    @property
+    def same_weights(self) -> Mapping[str, str]:
+        """Components whose weights are another one's, by name: such as a second stage's transformer."""
+        return {}
+
+    def renoise(self, request: ResolvedRequest, expert: Expert, *, has_image: bool) -> dict[str, np.ndarray]:
+        """Return the noise that is mixed into each part of the latents before an expert that enlarges them, float32."""
+        raise NotImplementedError
+
+    def enlarge(self, loaded: Sequence[Loaded], mesh: Mesh, latents: jax.Array) -> jax.Array:
+        """Return larger latents for the next expert, float32; called only if an expert enlarges them.
+
+        Args:
+            loaded: The components of the expert's stage behind the transformer.
+            mesh: The devices.
+            latents: Float32 [1, C, T, H, W].
+        """
+        raise NotImplementedError
+
+    def constants(self, request: ResolvedRequest, latent_shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+        """Return arrays that every step takes beside the keys of the text, computed on the host; none by default."""
+        return {}
 
     def initial_noise(self, request: ResolvedRequest) -> np.ndarray:
         """Return the noise that diffusers draws for a request's seed, float32 [1, C, T, H, W]."""

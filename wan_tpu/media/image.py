@@ -121,20 +121,26 @@ def has_shape(image: Image.Image, height: int, width: int, slack: int) -> bool:
     return min(off_width, off_height) < slack
 
 
-def fit_image(image: Image.Image, height: int, width: int, *, slack: int) -> Image.Image:
+def fit_image(
+    image: Image.Image,
+    height: int,
+    width: int,
+    *,
+    slack: int,
+    resample: Image.Resampling = Image.Resampling.LANCZOS,
+) -> Image.Image:
     """Return an RGB image in the size of its video, as `diffusers.image_processor.VaeImageProcessor.resize` does.
 
     An image of the video's shape (`has_shape`) is resized, which is diffusers' default. Any other image is cropped on
     both sides to the video's shape, which is diffusers' "crop".
     """
-    lanczos = Image.Resampling.LANCZOS
     if has_shape(image, height, width, slack):
-        return image.resize((width, height), lanczos)
+        return image.resize((width, height), resample)
     wider = width / height > image.width / image.height
     inner_w = width if wider else image.width * height // image.height
     inner_h = image.height * width // image.width if wider else height
     whole = Image.new("RGB", (width, height))
-    whole.paste(image.resize((inner_w, inner_h), lanczos), (width // 2 - inner_w // 2, height // 2 - inner_h // 2))
+    whole.paste(image.resize((inner_w, inner_h), resample), (width // 2 - inner_w // 2, height // 2 - inner_h // 2))
     return whole
 
 

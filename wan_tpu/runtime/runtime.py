@@ -4,7 +4,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -34,6 +34,10 @@ class HasComponents(Protocol):
     @property
     def components(self) -> dict[str, Component]:
         """Every component, by the name of the work that it does."""
+
+    @property
+    def same_weights(self) -> Mapping[str, str]:
+        """Components whose weights are another one's, by name."""
 
     def prepare(self, component: str) -> None:
         """Read the files, such as a tokenizer's, that the host needs for a component beside its weights."""
@@ -211,6 +215,7 @@ class Runtime(Generic[M]):
         return self._abstract[name]
 
     def _base(self, name: str) -> Loaded:
+        name = self.model.same_weights.get(name, name)
         with self._loading:
             if name not in self._components:
                 assert self.model.checkpoint is not None

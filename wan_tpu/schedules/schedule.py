@@ -22,7 +22,7 @@ class Schedule:
         alphas: float64 [S] of clean = alpha x - sigma prediction; None for a flow model, whose alphas are all 1.
         sigmas: float64 [S].
         matrices: float64 [S, K+1, K+2+N]: (next x, *next history) = matrix @ (x, clean, *history, *noise).
-        guidance: float64 [S], the scale of classifier-free guidance.
+        guidance: float64 [S], the scale of classifier-free guidance, or [S, ...] for a family with several.
         draws: For each step, how many arrays of noise are drawn from the request's generator; the last N are used.
         following: float32 [S], the timestep after each step's, for a transformer that takes it as well; else None.
         start: The factor of the noise before the first step.
@@ -62,6 +62,14 @@ class Schedule:
     def with_following(self) -> "Schedule":
         """Return the schedule with the timestep that follows each step's, 0 after the last."""
         return dataclasses.replace(self, following=np.append(self.timesteps[1:], np.float32(0)))
+
+    def followed_by(self, other: "Schedule") -> "Schedule":
+        """Return the steps of both, one after the other; neither may have alphas or following timesteps."""
+        joined = {
+            name: np.concatenate([getattr(self, name), getattr(other, name)])
+            for name in ("timesteps", "sigmas", "matrices", "guidance")
+        }
+        return dataclasses.replace(self, **joined, draws=self.draws + other.draws)
 
     def with_guidance(self, guidance: Sequence[float] | np.ndarray) -> "Schedule":
         """Return the schedule with a scale of guidance for each step."""

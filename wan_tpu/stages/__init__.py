@@ -31,6 +31,7 @@ from wan_tpu.stages.encode import (
     text_program,
     vae_encode,
 )
+from wan_tpu.stages.enlarging import enlarging_program
 from wan_tpu.stages.local import Around, LocalExecutor
 from wan_tpu.stages.sound import decode_sound, sound_decoders, sound_program
 from wan_tpu.stages.step_programs import (

@@ -18,6 +18,7 @@ from wan_tpu.runtime.health import check_finite
 from wan_tpu.runtime.mesh import replicated
 from wan_tpu.runtime.program import fetch, place
 from wan_tpu.runtime.runtime import Runtime
+from wan_tpu.stages.enlarging import enlarge
 from wan_tpu.stages.step_programs import (
     ExpertInputs,
     residual_shape,
@@ -136,7 +137,9 @@ def finish_state(
     return dataclasses.replace(state, latents=model.finish(state.latents, image, request))
 
 
-def expert_inputs(runtime: Runtime[Model], expert: Expert, conditioning: Conditioning) -> ExpertInputs:
+def expert_inputs(
+    runtime: Runtime[Model], request: ResolvedRequest, expert: Expert, conditioning: Conditioning
+) -> ExpertInputs:
     """Put an expert's inputs on the devices; raises `InvalidInput` when some are missing."""
     prompts = [conditioning.prompt]
     if expert.guided:
@@ -151,7 +154,9 @@ def expert_inputs(runtime: Runtime[Model], expert: Expert, conditioning: Conditi
     text = {name: cast(np.concatenate([arrays[name] for arrays in prompts])) for name in conditioning.prompt}
     image = None if conditioning.image is None else cast(conditioning.image)
     latents = None if conditioning.image_latents is None else np.array(conditioning.image_latents)
-    return ExpertInputs(*place((text, image, latents), runtime.mesh))
+    shape = runtime.model.spec.latent_shapes(request, expert.stop)[VIDEO]
+    constants = runtime.model.constants(request, shape)
+    return ExpertInputs(*place((text, image, latents, constants), runtime.mesh))
 
 
 class ExpertRun:
@@ -198,6 +203,9 @@ class ExpertRun:
         skipped = ((False, False),) * request.steps if keeps_residuals else plan.skipped
         self._skipped = None if skipped is None else np.array(skipped)
         self._residual: jax.Array | None = None  # Of the blocks, where it will be reused.
+        self._parts = state.parts  # What the next step takes: the state's, unless they are enlarged first.
+        if expert.enlarges and state.step == expert.start:
+            self._parts = enlarge(runtime, request, expert, state, inputs.image_latents)
 
     def step(self) -> StepEvent:
         """Run the next step. After an error `state` is as it was before.
@@ -212,7 +220,7 @@ class ExpertRun:
         if self._noise is not None:
             numbers[VIDEO]["noise"] = self._noise(i)
         numbers = place(numbers, self._runtime.mesh)
-        inputs = self.state.parts, numbers, self._conditioning
+        inputs = self._parts, numbers, self._conditioning
         # Fetched for every step: a paused request's weights make room for others' adapters, and are merged again.
         params = self._runtime.component(self.expert.stage, self._loras).params
         before, residual, skipped = self.state, self._residual, self._skipped_branches(i)
@@ -228,7 +236,8 @@ class ExpertRun:
         check_finite(
             bool(fetch(finite, "denoise step")), f"{stage}, step {i + 1} of {schedule.steps} (t = {timestep:g})"
         )
-        self.state, self._residual = DenoiseState.of_parts(parts, i + 1), residual
+        self._parts, self._residual = parts, residual
+        self.state = DenoiseState.of_parts(parts, i + 1)
         if self._skipped is None or i + 1 == self.expert.stop:
             self.resumable = self.state
         elif not skipped.any():

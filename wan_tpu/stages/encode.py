@@ -15,7 +15,8 @@ from wan_tpu.media.reading import read_frames
 from wan_tpu.plan import ENCODER
 from wan_tpu.progress import Bar
 from wan_tpu.request import IMAGES, ResolvedRequest
-from wan_tpu.runtime.components import DTYPES
+from wan_tpu.runtime.bridge import Params
+from wan_tpu.runtime.components import DTYPES, Loaded
 from wan_tpu.runtime.health import check_finite
 from wan_tpu.runtime.mesh import replicated
 from wan_tpu.runtime.program import Program, fetch, place
@@ -67,21 +68,27 @@ def encode_prompt(runtime: Runtime[Model], prompt: str, warn: Warn) -> Arrays:
         warn(warning)
     embeddings = {}
     for name, inputs in tokens.items():
-        loaded = runtime.component(name)
-        run = text_program(runtime, name, loaded.module)
-        embeddings[name] = fetch(run(loaded.params, *place(inputs, runtime.mesh)), name)
-        check_finite(embeddings[name], f"encoder, {name.replace('_', ' ')}")
+        program, params = text_program(runtime, name)
+        encoded = program(params, *place(inputs, runtime.mesh))
+        embeddings[name] = jax.tree.map(lambda result, name=name: fetch(result, name), encoded)
+        for array in jax.tree.leaves(embeddings[name]):
+            check_finite(array, f"encoder, {name.replace('_', ' ')}")
     return runtime.model.prompt_arrays(tokens, embeddings)
 
 
-def text_program(runtime: Runtime[Model], name: str, module: torch.nn.Module) -> Program:
-    """Return a jitted text encoder: (params, *tokens [1, L]) -> embeddings [1, L, C]."""
+def text_program(runtime: Runtime[Model], name: str) -> tuple[Program, tuple[Params, ...]]:
+    """Return a jitted text encoder, (params, *tokens [1, L]) -> embeddings [1, L, C], or several, and its params.
 
-    def run(*args):  # type: ignore[no-untyped-def]
-        encoded = runtime.model.encode_text(name, module, *args)
+    They are the weights of the encoder and of the components that are joined with it.
+    """
+    parts = [runtime.component(part) for part in (name, *runtime.model.joined.get(name, ()))]
+
+    def run(params, *tokens):  # type: ignore[no-untyped-def]
+        loaded = [Loaded(part.module, weights) for part, weights in zip(parts, params, strict=True)]
+        encoded = runtime.model.encode_text(name, loaded, *tokens)
         return jax.lax.with_sharding_constraint(encoded, replicated(runtime.mesh))
 
-    return runtime.program(name, run)
+    return runtime.program(name, run), tuple(part.params for part in parts)
 
 
 def image_inputs(runtime: Runtime[Model], request: ResolvedRequest) -> ImageInputs | None:

@@ -208,7 +208,7 @@ class LocalExecutor:
                 state = self._initial_state() if self._state is None else self._state
                 self._state, self._is_placed = device_state(runtime, self.plan, state), True
             assert self._state is not None
-            inputs = expert_inputs(runtime, step.expert, self.conditioning)
+            inputs = expert_inputs(runtime, request, step.expert, self.conditioning)
         self._run = ExpertRun(runtime, self.plan, step.expert, inputs, self._state)
 
     def _initial_state(self) -> DenoiseState:
@@ -230,8 +230,10 @@ class LocalExecutor:
         """Release everything that no later operation needs."""
         following = self.machine.next
         if isinstance(operation, EncodeText) and not any(isinstance(other, EncodeText) for other in following):
-            for name in self._runtime.model.token_shapes:
-                self._runtime.done_with(name)
+            model = self._runtime.model
+            for name in model.token_shapes:
+                for part in (name, *model.joined.get(name, ())):
+                    self._runtime.done_with(part)
         following_expert = following[0].expert if isinstance(following[0], Step) else None
         if isinstance(operation, Step) and following_expert != operation.expert:
             self._leave_expert()
@@ -243,7 +245,12 @@ class LocalExecutor:
         """Keep the state that the expert has reached; release its keys and weights before the next one's are read."""
         if self._run is not None:
             self._state, stage, self._run = self._run.state, self._run.expert.stage, None
-            self._runtime.done_with(stage)
+            following = self.machine.next[0].stage
+            if self._weights_of(following) != self._weights_of(stage):
+                self._runtime.done_with(self._weights_of(stage))
+
+    def _weights_of(self, stage: str) -> str:
+        return self._runtime.model.same_weights.get(stage, stage)
 
     def _close_bar(self) -> None:
         if self._bar is not None:

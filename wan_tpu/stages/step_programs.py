@@ -26,11 +26,13 @@ class ExpertInputs:
         text: Arrays [B, ...] of the prompt and, under guidance, of the negative prompt, by name.
         image: As in `Conditioning`.
         image_latents: As in `Conditioning`.
+        constants: From `Model.constants`.
     """
 
     text: Mapping[str, jax.Array]
     image: jax.Array | None
     image_latents: jax.Array | None
+    constants: Mapping[str, jax.Array]
 
 
 def step_numbers(schedules: Mapping[str, Schedule], i: int) -> dict[str, dict[str, Any]]:
@@ -111,10 +113,11 @@ def residual_shape(runtime: Runtime[Model], latents: tuple[int, ...], branches: 
 def step_conditioning(runtime: Runtime[Model], expert: Loaded, inputs: ExpertInputs) -> tuple[Any, jax.Array | None]:
     """Return (keys, image_latents), the last argument of a `step_program`.
 
-    keys are the expert's cross-attention keys and values of the prompt and, under guidance, the negative prompt.
+    keys are the expert's cross-attention keys and values of the prompt and, under guidance, the negative prompt, with
+    the model's constants.
     """
     keys = keys_program(runtime, expert.module)(expert.params, inputs.text, inputs.image)
-    return keys, inputs.image_latents
+    return {**keys, **inputs.constants}, inputs.image_latents
 
 
 def keys_program(runtime: Runtime[Model], module: torch.nn.Module) -> Program:

@@ -7,7 +7,7 @@ Shapes: B batch (guidance branches), T latent frames, H W latent height and widt
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ from wan_tpu.media.image import fit_image
 from wan_tpu.plan import VIDEO
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.bridge import Params, call
-from wan_tpu.runtime.components import Component
+from wan_tpu.runtime.components import Component, Loaded
 
 
 class CogVideoXModel(Model):
@@ -99,13 +99,13 @@ class CogVideoXModel(Model):
         ids, _, warnings = tokenize(self.tokenizers["text_encoder"], prompt, TEXT_TOKENS)
         return {"text_encoder": (ids,)}, warnings
 
-    def encode_text(self, component: str, module: torch.nn.Module, params: Params, *tokens: jax.Array) -> jax.Array:
+    def encode_text(self, component: str, loaded: Sequence[Loaded], *tokens: jax.Array) -> jax.Array:
         """Encode ids [B, L] as embeddings [B, L, C]; T5 reads the padding just as it reads words."""
 
         def method(module: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
             return module(ids).last_hidden_state
 
-        return call(module, params, method, *tokens)
+        return call(loaded[0].module, loaded[0].params, method, *tokens)
 
     def video_condition(self, request: ResolvedRequest) -> list[np.ndarray]:
         """Return the pixels that the VAE encodes: the image, float32 [1, 3, 1, H, W] in [-1, 1]."""

@@ -6,7 +6,7 @@ Shapes: B batch (guidance branches), T latent frames, H W latent height and widt
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ from wan_tpu.families.shared.tokenizing import Tokenizer
 from wan_tpu.plan import VIDEO
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.bridge import Params, call
-from wan_tpu.runtime.components import Component
+from wan_tpu.runtime.components import Component, Loaded
 from wan_tpu.runtime.mesh import replicated
 
 
@@ -138,10 +138,10 @@ class HunyuanModel(Model):
             warnings = warnings + quoted[2]
         return tokens, warnings
 
-    def encode_text(self, component: str, module: torch.nn.Module, params: Params, *tokens: jax.Array) -> jax.Array:
+    def encode_text(self, component: str, loaded: Sequence[Loaded], *tokens: jax.Array) -> jax.Array:
         """Encode ids and mask [B, L] as embeddings [B, L, C], for the prompt without the instructions' start."""
         encode = {"text_encoder": text.encode_prompt, "glyph_encoder": text.encode_glyphs}[component]
-        return encode(module, params, *tokens)
+        return encode(loaded[0].module, loaded[0].params, *tokens)
 
     def prompt_arrays(
         self, tokens: Mapping[str, tuple[np.ndarray, ...]], encoded: Mapping[str, np.ndarray]

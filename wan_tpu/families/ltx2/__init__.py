@@ -1,1 +1,17 @@
 """LTX-2: video with sound."""
+
+from wan_tpu.families.family import Family
+from wan_tpu.families.ltx2.presets import PRESETS
+from wan_tpu.families.ltx2.spec import Ltx2Spec
+
+FAMILY = Family(
+    name="ltx2",
+    title="LTX-2",
+    example="diffusers/LTX-2.3-Distilled-Diffusers",
+    transformer="LTX2VideoTransformer3DModel",
+    presets=PRESETS,
+    spec=Ltx2Spec,
+    open=Ltx2Spec.open,
+    model="wan_tpu.families.ltx2.model:Ltx2Model",
+    small="wan_tpu.families.ltx2.small:make_checkpoint",
+)

@@ -6,6 +6,7 @@ Shapes: T latent frames, H W latent height and width, L tokens of the video, A t
 """
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,20 +15,20 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from diffusers.pipelines.ltx2.utils import DEFAULT_IMAGE_CRF, apply_image_conditioning_crf
-from diffusers.video_processor import VideoProcessor
 from jax.sharding import Mesh
 from PIL import Image
 
 from wan_tpu.checkpoint import Checkpoint
-from wan_tpu.families.ltx2 import audio, components, connectors, positions, text, transformer, vae
+from wan_tpu.families.ltx2 import audio, components, connectors, positions, text, transformer, upsampler, vae
 from wan_tpu.families.ltx2.config import Ltx2Config
 from wan_tpu.families.ltx2.flops import Ltx2Flops
 from wan_tpu.families.ltx2.guidance import combine, evaluations
-from wan_tpu.families.ltx2.spec import DENOISE, STRIDE, Ltx2Spec
+from wan_tpu.families.ltx2.spec import DENOISE, REFINE, STRIDE, Ltx2Spec
 from wan_tpu.families.model import Flops, Model, StepInputs
 from wan_tpu.families.shared.causal_vae import CausalChunks
 from wan_tpu.families.shared.tokenizing import Tokenizer
-from wan_tpu.plan import AUDIO, VIDEO
+from wan_tpu.media.image import fit_image
+from wan_tpu.plan import AUDIO, VIDEO, Expert
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.components import Component, Loaded
@@ -50,7 +51,7 @@ class Ltx2Model(Model):
     def components(self) -> dict[str, Component]:
         """Every component, by the name of its work; the checkpoint's "vae" serves two."""
         config = self.config
-        return {
+        parts = {
             "text_encoder": text.text_encoder(config),
             "connectors": connectors.connectors(config),
             DENOISE: components.transformer(config),
@@ -59,23 +60,35 @@ class Ltx2Model(Model):
             "audio_decoder": audio.audio_decoder(config),
             "vocoder": audio.vocoder(config),
         }
+        if config.upsampler is not None:
+            parts |= {
+                REFINE: parts[DENOISE],
+                "upsampler": upsampler.upsampler(config),
+                "statistics": vae.statistics(config),
+            }
+        return parts
+
+    @property
+    def same_weights(self) -> Mapping[str, str]:
+        """Both stages run one transformer."""
+        return {REFINE: DENOISE}
 
     @property
     def flops(self) -> Flops:
         """The floating-point operations of each stage."""
-        return Ltx2Flops(self.config)
+        return Ltx2Flops(self.spec)
 
     # ---- Shapes.
 
     @property
     def text_shape(self) -> tuple[int, int]:
         """(L, C) of the video's embeddings of a prompt."""
-        return connectors.TEXT_TOKENS, connectors.width(self.config, "video")
+        return connectors.TEXT_TOKENS, self.spec.text_width("video")
 
     @property
     def prompt_shapes(self) -> dict[str, tuple[tuple[int, ...], bool]]:
         """Embeddings of a prompt for the video and for the sound."""
-        audio_text = connectors.TEXT_TOKENS, connectors.width(self.config, "audio")
+        audio_text = connectors.TEXT_TOKENS, self.spec.text_width("audio")
         return {"text": (self.text_shape, False), "audio_text": (audio_text, False)}
 
     def image_latents_shape(self, latent_shape: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -119,15 +132,17 @@ class Ltx2Model(Model):
         return dict(encoded["text_encoder"])
 
     def video_condition(self, request: ResolvedRequest) -> list[np.ndarray]:
-        """Return the image as the VAE takes it, float32 [1, 3, 1, H, W] in [-1, 1].
+        """Return the image as the VAE takes it, float32 [1, 3, 1, H, W] in [-1, 1], at the size of the first stage.
 
-        It is compressed as frames of films are, which the model was trained with.
+        It is compressed as films are, because the model was trained with frames of films.
         """
         assert isinstance(request.image, Image.Image)
-        frame = apply_image_conditioning_crf(np.array(request.image), DEFAULT_IMAGE_CRF)
-        processor = VideoProcessor(vae_scale_factor=STRIDE)
-        pixels = processor.preprocess(Image.fromarray(frame), height=request.height, width=request.width)
-        return [pixels.numpy()[:, :, None]]
+        film = Image.fromarray(apply_image_conditioning_crf(np.array(request.image), DEFAULT_IMAGE_CRF))
+        *_, height, width = self.spec.latent_shapes(request, 0)[VIDEO]
+        size = height * STRIDE, width * STRIDE
+        frame = fit_image(film, *size, slack=self.spec.shape_slack, resample=Image.Resampling.BILINEAR)
+        pixels = 2.0 * (np.asarray(frame, np.float32) / 255.0) - 1.0
+        return [pixels.transpose(2, 0, 1)[None, :, None]]
 
     def image_latents(self, moments: np.ndarray, request: ResolvedRequest) -> np.ndarray:
         """Return the mean, the first half of the channels, float32 [1, C, 1, H, W]."""
@@ -140,14 +155,41 @@ class Ltx2Model(Model):
     # ---- The transformer.
 
     def initial_noises(self, request: ResolvedRequest, noise: np.ndarray | None) -> dict[str, np.ndarray]:
-        """Return the noise of video and sound, drawn in this order; `noise` takes the place of a draw, as in diffusers."""
+        """Return the noise of video and sound, drawn in this order; `noise` takes the place of a draw."""
         generator = torch.Generator("cpu").manual_seed(request.seed)
-        video = self._draw_noise(request, generator) if noise is None else noise
+        shape = self.spec.latent_shapes(request, 0)[VIDEO]
+        video = torch.randn(shape, generator=generator).numpy() if noise is None else noise
+        return {VIDEO: video, AUDIO: self._draw_sound(request, generator).transpose(1, 2).flatten(2).numpy()}
+
+    def _draw_sound(self, request: ResolvedRequest, generator: torch.Generator) -> torch.Tensor:
+        """Draw noise [1, channels, A, bins] for the sound."""
         _, count, channels = self.spec.audio_shape(request)
-        bins = channels // self.config.audio_vae["latent_channels"]
-        shape = 1, channels // bins, count, bins
-        drawn = torch.randn(shape, generator=generator, dtype=torch.float32)
-        return {VIDEO: video, AUDIO: drawn.transpose(1, 2).flatten(2).numpy()}
+        latents = self.config.audio_vae["latent_channels"]
+        return torch.randn((1, latents, count, channels // latents), generator=generator)
+
+    def renoise(self, request: ResolvedRequest, expert: Expert, *, has_image: bool) -> dict[str, np.ndarray]:
+        """Return the noise of the second stage, drawn after the first one's.
+
+        diffusers draws the sound's as tokens, and the video's as well where there is no image.
+        """
+        generator = torch.Generator("cpu").manual_seed(request.seed)
+        torch.randn(self.spec.latent_shapes(request, 0)[VIDEO], generator=generator)
+        self._draw_sound(request, generator)
+        shapes = self.spec.latent_shapes(request, expert.stop)
+        _, channels, *grid = shapes[VIDEO]
+        if has_image:
+            video = torch.randn(shapes[VIDEO], generator=generator)
+        else:
+            tokens = torch.randn((math.prod(grid), channels), generator=generator)
+            video = tokens.T.reshape(shapes[VIDEO]).contiguous()
+        return {VIDEO: video.numpy(), AUDIO: torch.randn(shapes[AUDIO], generator=generator).numpy()}
+
+    def enlarge(self, loaded: Sequence[Loaded], mesh: Mesh, latents: jax.Array) -> jax.Array:
+        """Double the width and height of the video's latents."""
+        network, statistics = loaded
+        mean, deviation = (statistics.params[f"latents_{name}"] for name in ("mean", "std"))
+        deviation = deviation / self.config.vae["scaling_factor"]
+        return upsampler.upsample(network.module, network.params, mesh, latents, mean, deviation)
 
     def constants(self, request: ResolvedRequest, latent_shape: tuple[int, ...]) -> dict[str, np.ndarray]:
         """Return the rotary tables of the request's tokens, whose positions are seconds and pixels."""
@@ -178,8 +220,10 @@ class Ltx2Model(Model):
         latents, (sound, time) = inputs.latents, inputs.audio
         times = time[None]
         if inputs.image_latents is not None:
-            # The request's image has no noise: the tokens of the first latent frame have timestep 0.
-            latents = latents.at[:, :, :1].set(inputs.image_latents)
+            # The image has no noise: the tokens of the first latent frame have timestep 0. In a second stage, that frame
+            # is what became of the image when the latents were enlarged.
+            if inputs.image_latents.shape[3:] == latents.shape[3:]:
+                latents = latents.at[:, :, :1].set(inputs.image_latents)
             times = jnp.stack([jnp.zeros_like(time), time])
         keys, dtype = inputs.keys, inputs.keys["text"].dtype
         rope = {name.removeprefix(_ROPE): keys[name] for name in keys if name.startswith(_ROPE)}
@@ -201,8 +245,8 @@ class Ltx2Model(Model):
         return {VIDEO: velocity, AUDIO: combine(sounds, sound[0], sigma, inputs.guidance[1])[None]}
 
     def finish(self, latents: np.ndarray, image_latents: np.ndarray | None, request: ResolvedRequest) -> np.ndarray:
-        """Return the latents to decode: the image's are put back in place."""
-        if image_latents is None:
+        """Return the latents to decode: the image's are put back in place, unless they have been enlarged."""
+        if image_latents is None or image_latents.shape[3:] != latents.shape[3:]:
             return latents
         return np.concatenate([image_latents, latents[:, :, 1:]], axis=2)
 

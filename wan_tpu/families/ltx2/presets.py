@@ -124,7 +124,7 @@ def defaults(config: Ltx2Config) -> Defaults:
     if config.distilled:
         steps, scale = len(DISTILLED_SIGMAS), 1.0
         if config.upsampler is not None:
-            height, width = 1088, 1920
+            height, width, steps = 1088, 1920, steps + len(SECOND_STAGE_SIGMAS)
     return Defaults(
         height=height,
         width=width,

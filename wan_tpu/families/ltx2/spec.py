@@ -8,17 +8,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from wan_tpu.checkpoint import Checkpoint
-from wan_tpu.errors import CheckpointError
+from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.families.ltx2 import presets
 from wan_tpu.families.ltx2.config import Ltx2Config, read_config
 from wan_tpu.families.ltx2.guidance import guidance_of
 from wan_tpu.plan import AUDIO, DECODER, ENCODER, VIDEO, Expert
-from wan_tpu.request import NOTHING_OWN, CheckpointOverrides, Defaults, ResolvedRequest
+from wan_tpu.request import NOTHING_OWN, CheckpointOverrides, Defaults, ResolvedRequest, nearest_multiple
 from wan_tpu.schedules import flow
 from wan_tpu.schedules.schedule import Schedule
 from wan_tpu.spec import ModelSpec
 
-DENOISE = "denoise"
+DENOISE, REFINE = "denoise", "refine"
 STRIDE = 32  # Pixels per pixel of the latents, which is a token.
 AUDIO_STRIDE = 4  # Mel frames, and mel bins, of a latent of the sound.
 
@@ -72,8 +72,8 @@ class Ltx2Spec(ModelSpec):
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """A schedule is shifted by the number of its tokens, or not at all."""
-        return (*super().unused, "shift")
+        """A schedule is shifted by the number of its tokens, or not at all; both stages run the same transformer."""
+        return "guidance_scale_2", "switch_step", "shift"
 
     @property
     def audio_rate(self) -> int:  # type: ignore[override]
@@ -86,6 +86,7 @@ class Ltx2Spec(ModelSpec):
         return {
             ENCODER: ("text_encoder", "connectors", "vae_encoder"),
             DENOISE: (DENOISE,),
+            **({} if self.config.upsampler is None else {REFINE: (REFINE, "upsampler", "statistics")}),
             DECODER: (DECODER, "audio_decoder", "vocoder"),
         }
 
@@ -97,21 +98,33 @@ class Ltx2Spec(ModelSpec):
 
     # ---- Shapes.
 
+    def text_width(self, stream: str) -> int:
+        """Return the channels of the text that "video" or "audio" attends to, as the connectors return it."""
+        heads, width = (f"{stream}_connector_{part}" for part in ("num_attention_heads", "attention_head_dim"))
+        return int(self.config.connectors[heads] * self.config.connectors[width])
+
     def latent_shape(self, request: ResolvedRequest) -> tuple[int, int, int, int, int]:
         """Return [1, C, T, H, W] of the video's latents."""
         frames = self.latent_frames(request.frames)
         return 1, self.config.vae["latent_channels"], frames, request.height // STRIDE, request.width // STRIDE
 
-    def audio_shape(self, request: ResolvedRequest) -> tuple[int, int, int]:
-        """Return [1, A, channels] of the sound's latents: as many as last as long as the video, rounded."""
+    def audio_tokens(self, frames: int, fps: float) -> int:
+        """Return A, as many latents as last as long as the video, rounded."""
         audio = self.config.audio_vae
-        rate = audio["sample_rate"] / audio["mel_hop_length"] / float(AUDIO_STRIDE)
+        return round(frames / fps * (audio["sample_rate"] / audio["mel_hop_length"] / AUDIO_STRIDE))
+
+    def audio_shape(self, request: ResolvedRequest) -> tuple[int, int, int]:
+        """Return [1, A, channels] of the sound's latents."""
+        audio = self.config.audio_vae
         channels = audio["latent_channels"] * audio["mel_bins"] // AUDIO_STRIDE
-        return 1, round(request.frames / request.fps * rate), channels
+        return 1, self.audio_tokens(request.frames, request.fps), channels
 
     def latent_shapes(self, request: ResolvedRequest, step: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the video's latents and of the sound's."""
-        return {VIDEO: self.latent_shape(request), AUDIO: self.audio_shape(request)}
+        """Return the shapes of the video's latents and the sound's; the first of two stages has half the size."""
+        *rest, height, width = self.latent_shape(request)
+        if self.has_two_stages(request) and step <= len(presets.DISTILLED_SIGMAS):
+            height, width = height // 2, width // 2
+        return {VIDEO: (*rest, height, width), AUDIO: self.audio_shape(request)}
 
     def tokens(self, latent_shape: tuple[int, ...]) -> int:
         """Return L, the video's tokens."""
@@ -126,15 +139,38 @@ class Ltx2Spec(ModelSpec):
         names = super().shapes(request, image=image)
         return names | {DECODER: f"{DECODER} {request.height}x{request.width}x{request.frames}"}
 
+    def check_size(self, request: ResolvedRequest) -> None:
+        """Raise `InvalidRequest` for a size that the model, or half of which its first stage, can't make."""
+        super().check_size(request)
+        if not self.has_two_stages(request):
+            return
+        for name in ("height", "width"):
+            value, multiple = getattr(request, name), 2 * STRIDE
+            if value % multiple:
+                nearest, steps = nearest_multiple(value, multiple), len(presets.DISTILLED_SIGMAS)
+                raise InvalidRequest(
+                    f"{name} is {value}; two stages need a multiple of {multiple}, nearest {nearest}, or give steps "
+                    f"{steps} for one stage",
+                    name,
+                )
+
     # ---- Steps.
+
+    def has_two_stages(self, request: ResolvedRequest) -> bool:
+        """Return whether a request is made at half the size first; its number of steps says so."""
+        steps = len(presets.DISTILLED_SIGMAS) + len(presets.SECOND_STAGE_SIGMAS)
+        return self.config.upsampler is not None and request.sigmas is None and request.steps == steps
 
     def guided(self, request: ResolvedRequest) -> bool:
         """Return whether there is guidance, of every kind that the model has."""
         return request.guidance_scale > 1
 
     def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:
-        """Return the one expert."""
-        return (Expert(DENOISE, 0, request.steps, self.guided(request)),)
+        """Return the one expert, or the two stages that run the same transformer at two sizes."""
+        guided, first = self.guided(request), len(presets.DISTILLED_SIGMAS)
+        if not self.has_two_stages(request):
+            return (Expert(DENOISE, 0, request.steps, guided),)
+        return Expert(DENOISE, 0, first, guided), Expert(REFINE, first, request.steps, guided, enlarges=True)
 
     def schedule(self, request: ResolvedRequest) -> Schedule:
         """Return the numbers of every step: Euler's method, with guidance of video and sound, [2, E] for E evaluations.
@@ -143,6 +179,9 @@ class Ltx2Spec(ModelSpec):
         """
         if request.sigmas is not None:
             schedule = flow.euler_at(request.sigmas)
+        elif self.has_two_stages(request):
+            second = flow.euler_at(presets.SECOND_STAGE_SIGMAS)
+            schedule = flow.euler_at(presets.DISTILLED_SIGMAS).followed_by(second)
         elif self.config.distilled and request.steps == len(presets.DISTILLED_SIGMAS):
             schedule = flow.euler_at(presets.DISTILLED_SIGMAS)
         else:
@@ -164,7 +203,7 @@ class Ltx2Spec(ModelSpec):
 def _noise_levels(config: Ltx2Config, steps: int, tokens: int) -> tuple[float, ...]:
     """Return the noise level of each step, as diffusers' FlowMatchEulerDiscreteScheduler computes them in float32."""
     scheduler = config.scheduler
-    sigmas = np.linspace(1.0, 1 / steps, steps).astype(np.float32)
+    sigmas: np.ndarray = np.linspace(1.0, 1 / steps, steps).astype(np.float32)
     if scheduler["use_dynamic_shifting"]:
         first, last = scheduler["base_image_seq_len"], scheduler["max_image_seq_len"]
         slope = (scheduler["max_shift"] - scheduler["base_shift"]) / (last - first)

@@ -186,7 +186,8 @@ class _Step:
             for name, value in inputs.blocks.items()
         }
         whole = P()
-        specs = Inputs(P(self._layout.token_axes), *[whole] * 6, self._specs, whole)  # type: ignore[arg-type]
+        specs = jax.tree.map(lambda _: whole, inputs)
+        specs = specs._replace(video=P(self._layout.token_axes), blocks=self._specs)
         out = (P(None, self._layout.token_axes), whole)
         local = jax.shard_map(self._local, mesh=self._mesh, in_specs=(specs,), out_specs=out, check_vma=False)
         video, audio = local(inputs)

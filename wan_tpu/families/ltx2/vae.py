@@ -9,6 +9,7 @@ Shapes: T frames, X columns and Y rows of a device's strip, C channels, O channe
 multiplies frames, rows and columns by.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -33,6 +34,7 @@ from wan_tpu_kernels.vae.causal_conv import Padding, zero_outside
 
 EPSILON = 1e-8  # What every norm adds to the mean square.
 HALVES = ("encoder", "decoder")
+STATISTICS = ("latents_mean", "latents_std")  # What latents of the transformer are scaled and moved by, per channel.
 FRAME_STRIDE = 8  # Pixel frames of a latent frame, except the first.
 
 Strides = tuple[int, int, int]
@@ -60,12 +62,13 @@ def vae_half(config: Ltx2Config, dropped: str) -> Component:
         CheckpointError: The configuration has what no published model has.
     """
     _check(config.vae)
-    return vae_component(functools.partial(_build, config), _changes(config.vae), (dropped,))
+    half = vae_component(functools.partial(_build, config), _changes(config.vae), (dropped,))
+    return dataclasses.replace(half, float32=STATISTICS)
 
 
 def statistics(config: Ltx2Config) -> Component:
-    """Return what is left of the VAE without its halves: `latents_mean` and `latents_std`, [C]."""
-    return vae_component(functools.partial(_build, config), (), HALVES)
+    """Return what is left of the VAE without its halves: `latents_mean` and `latents_std`, float32 [C]."""
+    return dataclasses.replace(vae_component(functools.partial(_build, config), (), HALVES), float32=STATISTICS)
 
 
 def _build(config: Ltx2Config) -> torch.nn.Module:
@@ -189,7 +192,7 @@ def decoder(module: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
 
 def _statistics(module: Any) -> tuple[jax.Array, jax.Array]:
     """Return what latents are multiplied by, and then moved by, for the decoder, float32 [C]."""
-    mean, deviation = (to_jax(value).astype(jnp.float32) for value in (module.latents_mean, module.latents_std))
+    mean, deviation = to_jax(module.latents_mean), to_jax(module.latents_std)
     return mean, deviation / module.config.scaling_factor
 
 

@@ -1,0 +1,199 @@
+"""Whole runs of LTX-2 against diffusers' own pipelines: latents of video and sound, pixels, samples."""
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from diffusers.pipelines.ltx2 import LTX2LatentUpsamplePipeline, LTX2LatentUpsamplerModel
+
+from tests.conftest import PHOTO
+from wan_tpu.data import DenoiseState, dump_value, parse_value
+from wan_tpu.families.ltx2.presets import DISTILLED_SIGMAS, SECOND_STAGE_SIGMAS
+from wan_tpu.families.ltx2.small import make_checkpoint
+from wan_tpu.media.image import load_image
+from wan_tpu.pipeline import load_pipeline
+from wan_tpu.request import GenerationRequest
+
+LATENT_TOLERANCE, PIXEL_TOLERANCE, SOUND_TOLERANCE = 1e-4, 2e-3, 2e-3
+SIZE = {"height": 64, "width": 96, "frames": 9, "seed": 5}
+PROMPTS = {
+    "plain": ("A cat in the rain.", "blurred, distorted, of low quality"),
+    "nothing": ("", ""),
+    "long": ("Дождь, 雨, مطر. " * 700, "blurred"),
+}
+# What diffusers' pipelines are called with for LTX-2.0, whose guidance they no longer have as a default.
+OF_20 = {
+    "stg_scale": 0.0,
+    "modality_scale": 1.0,
+    "guidance_rescale": 0.0,
+    "audio_guidance_scale": 4.0,
+    "audio_stg_scale": 0.0,
+    "audio_modality_scale": 1.0,
+    "audio_guidance_rescale": 0.0,
+    "use_cross_timestep": False,
+}
+OFF = OF_20 | {"guidance_scale": 1.0, "audio_guidance_scale": 1.0, "use_cross_timestep": True}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+
+    def folder(kind):
+        if kind not in made:
+            made[kind] = make_checkpoint(tmp_path_factory.mktemp("ltx2") / kind, kind)
+        return made[kind]
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pipelines(folders):
+    opened = {}
+
+    def pipeline(kind, dtype="float32"):
+        if (kind, dtype) not in opened:
+            opened[kind, dtype] = load_pipeline(folders(kind), dtype, mesh=(1, 1, 1))
+        return opened[kind, dtype]
+
+    return pipeline
+
+
+def watch_steps(pipe):
+    """Return a list to which every step of diffusers' pipeline adds the latents of video and sound, as tokens."""
+    seen = []
+
+    def note(pipe, index, time, values):
+        seen.append((values["latents"].numpy().copy(), values["audio_latents"].numpy().copy()))
+        return {}
+
+    pipe._callback_tensor_inputs = [*pipe._callback_tensor_inputs, "audio_latents"]
+    return seen, {"callback_on_step_end": note, "callback_on_step_end_tensor_inputs": ["latents", "audio_latents"]}
+
+
+def as_tokens(latents):
+    return latents[0].reshape(latents.shape[1], -1).T[None]
+
+
+def assert_close(ours, theirs, tolerance):
+    assert np.abs(ours - theirs).max() <= tolerance * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompts", "has_image"),
+    [
+        ("ltx-2.3", "plain", False),
+        pytest.param("ltx-2.3", "nothing", True, marks=pytest.mark.long),
+        pytest.param("ltx-2.3", "long", False, marks=pytest.mark.long),
+        pytest.param("ltx-2", "plain", True, marks=pytest.mark.long),
+        ("ltx-2.3-distilled", "plain", False),
+    ],
+)
+def test_same_latents_pixels_and_sound_as_diffusers(kind, prompts, has_image, folders, pipelines):
+    prompt, negative = PROMPTS[prompts]
+    pipe, image = pipelines(kind), load_image(PHOTO) if has_image else None
+    steps = {"sigmas": DISTILLED_SIGMAS} if kind.endswith("distilled") else {"steps": 3}
+    request = GenerationRequest(prompt=prompt, negative_prompt=negative, image=image, **SIZE, **steps)
+    states = []
+    video = pipe.generate(request, on_step=lambda event: states.append(event.state))
+
+    theirs = diffusers.LTX2Pipeline.from_pretrained(folders(kind))
+    options = {"num_inference_steps": 3, "guidance_scale": 3.0, "spatio_temporal_guidance_blocks": [1]}
+    if kind == "ltx-2":
+        options |= OF_20 | {"guidance_scale": 4.0}
+    if kind.endswith("distilled"):
+        options = OFF | {"sigmas": list(DISTILLED_SIGMAS)}
+    if has_image:
+        theirs, options = diffusers.LTX2ImageToVideoPipeline(**theirs.components), options | {"image": image}
+    seen, watching = watch_steps(theirs)
+    frames, audio = theirs(
+        prompt=prompt, negative_prompt=negative, height=64, width=96, num_frames=9, frame_rate=24.0,
+        generator=torch.Generator().manual_seed(5), output_type="np", return_dict=False, **options, **watching,
+    )  # fmt: skip
+    assert len(states) == len(seen) == len(pipe.schedule(pipe.plan(request).request).timesteps)
+    for state, (latents, sound) in zip(states, seen, strict=True):
+        ours = as_tokens(np.asarray(state.latents))
+        first = 6 if has_image else 0  # The first frame's tokens are the image's, which our state holds only at last.
+        assert_close(ours[:, first:], latents[:, first:], LATENT_TOLERANCE)
+        assert_close(np.asarray(state.audio), sound, LATENT_TOLERANCE)
+    assert video.pixels.shape == frames[0].shape and video.pixels.std() > 0.02
+    assert np.abs(video.pixels - frames[0]).max() <= PIXEL_TOLERANCE
+    assert video.audio.shape == tuple(audio[0].shape) and video.audio.std() > 1e-3
+    assert video.audio_rate == theirs.vocoder.config.output_sampling_rate
+    assert_close(video.audio, audio[0].numpy(), SOUND_TOLERANCE)
+
+
+@pytest.mark.parametrize("has_image", [pytest.param(False, marks=pytest.mark.long), True])
+def test_second_stage_at_twice_the_size_is_that_of_diffusers(has_image, folders, pipelines):
+    kind = "ltx-2.3-distilled"
+    pipe, image = pipelines(kind), load_image(PHOTO) if has_image else None
+    size = {"height": 64, "width": 128, "frames": 9}
+    states = []
+    video = pipe.generate(
+        GenerationRequest(prompt="A cat", image=image, seed=5, **size), on_step=lambda event: states.append(event.state)
+    )
+
+    theirs = diffusers.LTX2Pipeline.from_pretrained(folders(kind))
+    if has_image:
+        theirs = diffusers.LTX2ImageToVideoPipeline(**theirs.components)
+    doubling = LTX2LatentUpsamplePipeline(
+        vae=theirs.vae, latent_upsampler=LTX2LatentUpsamplerModel.from_pretrained(folders(kind) / "latent_upsampler")
+    )
+    generator = torch.Generator().manual_seed(5)
+    options = OFF | {"prompt": "A cat", "frame_rate": 24.0, "generator": generator, "return_dict": False}
+    options |= {"image": image} if has_image else {}
+    latents, sound = theirs(
+        height=32, width=64, num_frames=9, sigmas=list(DISTILLED_SIGMAS), output_type="latent", **options
+    )
+    [latents] = doubling(latents=latents, output_type="latent", height=32, width=64, num_frames=9, return_dict=False)
+    seen, watching = watch_steps(theirs)
+    frames, audio = theirs(
+        latents=latents, audio_latents=sound, height=64, width=128, num_frames=9, sigmas=list(SECOND_STAGE_SIGMAS),
+        noise_scale=SECOND_STAGE_SIGMAS[0], output_type="np", **options, **watching,
+    )  # fmt: skip
+    assert (len(states), len(seen)) == (11, 3)
+    for state, (expected, sound) in zip(states[8:], seen, strict=True):
+        assert_close(as_tokens(np.asarray(state.latents)), expected, LATENT_TOLERANCE)
+        assert_close(np.asarray(state.audio), sound, LATENT_TOLERANCE)
+    assert np.abs(video.pixels - frames[0]).max() <= PIXEL_TOLERANCE
+    assert_close(video.audio, audio[0].numpy(), SOUND_TOLERANCE)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "stop"), [("ltx-2.3", 1), ("ltx-2.3-distilled", 8), ("ltx-2.3-distilled", 9)])
+def test_a_run_goes_on_from_a_state_bit_for_bit(kind, stop, pipelines):
+    pipe = pipelines(kind)
+    steps = {} if kind.endswith("distilled") else {"steps": 3}
+    plan = pipe.plan(GenerationRequest(prompt="A cat", height=64, width=128, frames=9, **steps))
+    conditioning, start = pipe.encode(plan), pipe.initial_state(plan)
+    whole = pipe.denoise(plan, conditioning, start)
+    content = dump_value(pipe.denoise(plan, conditioning, start, stop=stop))
+    state, _ = parse_value(DenoiseState, content, "a snapshot")
+    assert state.step == stop
+    resumed = pipe.denoise(plan, conditioning, state)
+    assert np.array_equal(whole.latents, resumed.latents) and np.array_equal(whole.audio, resumed.audio)
+
+
+@pytest.mark.long
+def test_bfloat16_stays_within_its_bound(pipelines):
+    """The bound of tests/wan_tpu/test_parity.py, with the sum of all scales that push in place of 2 g - 1."""
+    blocks, states = 3, {}
+    for dtype in ("float32", "bfloat16"):
+        pipe = pipelines("ltx-2.3", dtype)
+        plan = pipe.plan(GenerationRequest(prompt="A cat", steps=4, **SIZE))
+        states[dtype] = pipe.denoise(plan, pipe.encode(plan), pipe.initial_state(plan))
+    for part, scales in (("latents", (3 - 1, 1, 3 - 1)), ("audio", (7 - 1, 1, 3 - 1))):
+        exact, rounded = (getattr(states[dtype], part) for dtype in ("float32", "bfloat16"))
+        bound = (1 + 2 * sum(scales)) * np.sqrt(3 * blocks + 6) * 2**-8
+        error = np.sqrt(((rounded - exact) ** 2).mean() / (exact**2).mean())
+        assert 0 < error <= bound
+
+
+def test_sound_can_be_left_out(pipelines):
+    pipe = pipelines("ltx-2.3")
+    with_sound, without = (
+        pipe.generate(GenerationRequest(prompt="A cat", steps=2, generate_audio=wanted, **SIZE))
+        for wanted in (None, False)
+    )
+    assert with_sound.audio is not None and without.audio is None
+    assert np.array_equal(with_sound.pixels, without.pixels)

@@ -1,0 +1,67 @@
+"""Counts the operations of an LTX-2 model's stages on diffusers' and transformers' own modules."""
+
+import math
+from typing import Any
+
+import torch
+
+from wan_tpu.families.ltx2 import audio, components, connectors, text, vae
+from wan_tpu.families.ltx2.spec import Ltx2Spec
+from wan_tpu.families.shared.flop_count import count
+from wan_tpu.request import ResolvedRequest
+
+
+class Ltx2Flops:
+    """Floating-point operations (a multiply-add is two) of each stage of one model."""
+
+    def __init__(self, spec: Ltx2Spec) -> None:
+        """Count a model."""
+        self._spec, self._config = spec, spec.config
+
+    def encoder(self, request: ResolvedRequest, *, prompts: int) -> int:
+        """Count the encoding of prompts, and of the request's image if it has one."""
+        total = prompts * text.count_flops(self._config)
+        if request.image is not None:
+            total += vae.count_encoding(self._config, (1, 3, 1, request.height, request.width))
+        return total
+
+    def step(self, latent_shape: tuple[int, ...], *, branches: int) -> int:
+        """Count a denoising step over latents [1, C, T, H, W]: one evaluation, or all that guidance takes."""
+        evaluations = 1
+        if branches > 1:
+            evaluations = 4 if self._config.transformer["perturbed_attn"] else 2
+        build = components.transformer(self._config).build
+        return evaluations * count(build, lambda module: self._run(module, latent_shape))
+
+    def decoder(self, latent_shape: tuple[int, ...]) -> int:
+        """Count the decoding of latents [1, C, T, H, W], and of the sound."""
+        count = self._audio_tokens(latent_shape)
+        return vae.count_decoding(self._config, latent_shape) + audio.count_flops(self._config, count)
+
+    def _audio_tokens(self, latent_shape: tuple[int, ...]) -> int:
+        """Return the sound's tokens of a video at the model's own rate of frames."""
+        frames = (latent_shape[2] - 1) * self._spec.frame_stride + 1
+        return self._spec.audio_tokens(frames, self._spec.defaults.fps)
+
+    def _run(self, module: Any, latent_shape: tuple[int, ...]) -> None:
+        config = self._config.transformer
+
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, device="meta")
+
+        grid, sound = latent_shape[2:], self._audio_tokens(latent_shape)
+        time = empty(1)
+        module(
+            hidden_states=empty(1, math.prod(grid), config["in_channels"]),
+            audio_hidden_states=empty(1, sound, config["audio_in_channels"]),
+            encoder_hidden_states=empty(1, connectors.TEXT_TOKENS, self._spec.text_width("video")),
+            audio_encoder_hidden_states=empty(1, connectors.TEXT_TOKENS, self._spec.text_width("audio")),
+            timestep=time,
+            sigma=time,
+            num_frames=grid[0],
+            height=grid[1],
+            width=grid[2],
+            fps=self._spec.defaults.fps,
+            audio_num_frames=sound,
+            use_cross_timestep=config["cross_attn_mod"],
+        )

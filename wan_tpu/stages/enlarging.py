@@ -1,0 +1,61 @@
+"""Between two denoising stages: latents become larger, and get noise again."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from wan_tpu.data import DenoiseState
+from wan_tpu.families.model import Model
+from wan_tpu.plan import VIDEO, Expert
+from wan_tpu.request import ResolvedRequest
+from wan_tpu.runtime.components import Loaded
+from wan_tpu.runtime.mesh import replicated
+from wan_tpu.runtime.program import Program, place
+from wan_tpu.runtime.runtime import Runtime
+
+Parts = dict[str, tuple[jax.Array, tuple[jax.Array, ...]]]
+
+
+def enlarge(
+    runtime: Runtime[Model], request: ResolvedRequest, expert: Expert, state: DenoiseState, image: jax.Array | None
+) -> Parts:
+    """Return the parts that an expert's first step takes, from the state after the expert before.
+
+    Args:
+        runtime: The model on its devices.
+        request: The request.
+        expert: An expert that enlarges.
+        state: The state, on the devices.
+        image: The request's image latents at the smaller size, or None.
+    """
+    program, params = enlarging_program(runtime, expert)
+    sigmas = {part: schedule.sigmas[expert.start] for part, schedule in runtime.model.spec.schedules(request).items()}
+    with runtime.on_host():
+        numbers = {part: np.float32(sigma) for part, sigma in sigmas.items()}
+        placed = place((runtime.model.renoise(request, expert, has_image=image is not None), numbers), runtime.mesh)
+    latents = {part: latents for part, (latents, _) in state.parts.items()}
+    noised: dict[str, jax.Array] = program(params, latents, image, *placed)
+    histories = runtime.model.spec.schedules(request)
+    return {part: (value, (jnp.zeros_like(value),) * histories[part].history_terms) for part, value in noised.items()}
+
+
+def enlarging_program(runtime: Runtime[Model], expert: Expert) -> tuple[Program, tuple[dict[str, jax.Array], ...]]:
+    """Return the jitted (params, latents, image, noises, sigmas) -> latents, all by part, and its params.
+
+    They are the weights of the stage's components behind the transformer.
+    """
+    names = runtime.model.spec.components[expert.stage][1:]
+    components = [runtime.component(name) for name in names]
+
+    def run(params, latents, image, noises, sigmas):  # type: ignore[no-untyped-def]
+        loaded = [Loaded(part.module, weights) for part, weights in zip(components, params, strict=True)]
+        video = latents[VIDEO]
+        if image is not None:
+            video = video.at[:, :, :1].set(image)  # The image stayed as it was.
+        larger = {**latents, VIDEO: runtime.model.enlarge(loaded, runtime.mesh, video)}
+        noised = {part: (1 - sigmas[part]) * x + sigmas[part] * noises[part] for part, x in larger.items()}
+        if image is not None:
+            noised[VIDEO] = noised[VIDEO].at[:, :, :1].set(larger[VIDEO][:, :, :1])
+        return jax.lax.with_sharding_constraint(noised, replicated(runtime.mesh))
+
+    return runtime.program("enlarge latents", run), tuple(part.params for part in components)
