@@ -13,7 +13,7 @@ SECONDS = 9 / 24
 
 
 @pytest.fixture(scope="module", params=PRESETS)
-def made(request, tmp_path_factory):
+def checkpoint(request, tmp_path_factory):
     """Returns a kind, its small checkpoint's folder and diffusers' pipeline."""
     folder = make_checkpoint(tmp_path_factory.mktemp("ltx2") / request.param, request.param)
     pipeline = diffusers.LTX2Pipeline.from_pretrained(folder)
@@ -36,8 +36,8 @@ def generate(kind, pipeline, prompt, **arguments):
     return pipeline(prompt, generator=generator, return_dict=False, **settings | arguments)
 
 
-def test_diffusers_makes_a_video_with_sound(made):
-    kind, _, pipeline = made
+def test_diffusers_makes_a_video_with_sound(checkpoint):
+    kind, _, pipeline = checkpoint
     video, sound = generate(kind, pipeline, "A cat looks")
     sound = sound.numpy()
     rate = pipeline.vocoder.config.output_sampling_rate
@@ -54,8 +54,8 @@ def test_diffusers_makes_a_video_with_sound(made):
     assert (np.abs(sound) >= 1).mean() < 0.01
 
 
-def test_prompt_matters(made):
-    kind, _, pipeline = made
+def test_prompt_matters(checkpoint):
+    kind, _, pipeline = checkpoint
     latents = [
         generate(kind, pipeline, prompt, output_type="latent", **UNGUIDED, **WITHOUT_STG)
         for prompt in ("A cat looks into the camera. " * 5, "Rain falls on a tin roof. " * 5)
@@ -64,8 +64,8 @@ def test_prompt_matters(made):
         assert float((cat - rain).std() / cat.std()) > 0.03
 
 
-def test_every_tensor_has_its_own_values(made):
-    _, _, pipeline = made
+def test_every_tensor_has_its_own_values(checkpoint):
+    _, _, pipeline = checkpoint
     for name, part in pipeline.components.items():
         if isinstance(part, torch.nn.Module):
             constant = [
@@ -74,17 +74,17 @@ def test_every_tensor_has_its_own_values(made):
             assert not constant, (name, constant)
 
 
-def test_sizes_differ_where_published_ones_do(made):
+def test_sizes_differ_where_published_ones_do(checkpoint):
     """Video and audio have other widths, so that a program that mixes them up fails."""
-    _, _, pipeline = made
+    _, _, pipeline = checkpoint
     transformer = pipeline.transformer.config
     widths = [transformer.cross_attention_dim, transformer.audio_cross_attention_dim, transformer.in_channels]
     assert len({*widths, pipeline.text_encoder.config.text_config.hidden_size}) == 4
     assert set(pipeline.text_encoder.config.text_config.layer_types) == {"sliding_attention", "full_attention"}
 
 
-def test_latents_of_a_distilled_model_double(made):
-    kind, folder, pipeline = made
+def test_latents_of_a_distilled_model_double(checkpoint):
+    kind, folder, pipeline = checkpoint
     if not PRESETS[kind].distilled:
         assert not (folder / "latent_upsampler").exists()
         return

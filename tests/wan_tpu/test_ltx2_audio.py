@@ -1,0 +1,184 @@
+"""LTX-2's sound: our decoders against diffusers', for both vocoders, whatever the dtype of a request."""
+
+import dataclasses
+import functools
+
+import diffusers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from diffusers.pipelines.ltx2.vocoder import AntiAliasAct1d, SnakeBeta
+
+from tests.children import run_on_devices
+from wan_tpu import CheckpointError
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.families.ltx2 import audio
+from wan_tpu.families.ltx2.config import read_config
+from wan_tpu.families.ltx2.presets import PRESETS
+from wan_tpu.families.ltx2.small import make_checkpoint
+from wan_tpu.runtime.components import abstract_component, load_component
+from wan_tpu.runtime.mesh import make_mesh
+
+KINDS = ("ltx-2", "ltx-2.3")
+LATENTS = 9
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request, tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("ltx2") / request.param, request.param)
+
+
+@pytest.fixture(scope="module")
+def pipeline(folder):
+    return diffusers.LTX2Pipeline.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def latents():
+    return torch.randn(1, LATENTS, 32, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(scope="module")
+def theirs(pipeline, latents):
+    """Returns diffusers' spectrogram and samples, computed as its pipeline does."""
+    vae = pipeline.audio_vae
+    unpacked = pipeline._unpack_audio_latents(
+        pipeline._denormalize_audio_latents(latents, vae.latents_mean, vae.latents_std), LATENTS, num_mel_bins=4
+    )
+    with torch.no_grad():
+        mel = vae.decode(unpacked, return_dict=False)[0]
+        return mel.numpy(), pipeline.vocoder(mel)[0].numpy()
+
+
+def load(folder, component, dtype="float32"):
+    checkpoint = Checkpoint(folder)
+    mesh = make_mesh((1, 1, 1), heads=4)
+    return load_component(checkpoint, component(read_config(checkpoint)), dtype, mesh)
+
+
+def run(function, loaded, value):
+    return np.asarray(jax.jit(lambda params, x: function(loaded.module, params, x))(loaded.params, jnp.asarray(value)))
+
+
+def relative(ours, reference):
+    return np.sqrt(np.mean(np.square(ours - reference))) / np.std(reference)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sound_is_that_of_diffusers(folder, latents, theirs, dtype):
+    mel = run(audio.decode_mel, load(folder, audio.audio_decoder, dtype), latents.numpy())
+    assert mel.dtype == np.float32
+    assert mel.shape == theirs[0].shape == (1, 2, 4 * LATENTS - 3, 16)
+    assert relative(mel, theirs[0]) < 1e-5
+    samples = run(audio.vocode, load(folder, audio.vocoder, dtype), mel)
+    assert samples.dtype == np.float32
+    assert samples.shape == theirs[1].shape
+    # Sines of sums: a rounding error grows from layer to layer, about tenfold.
+    assert relative(samples, theirs[1]) < 1e-4
+
+
+def test_weights_stay_in_float32(folder):
+    for component in (audio.audio_decoder, audio.vocoder):
+        params = load(folder, component, "bfloat16").params
+        assert {value.dtype.name for value in params.values()} == {"float32"}
+        assert not [name for name in params if name.startswith("encoder.")]
+
+
+def test_every_weight_of_the_sound_matters(folder, latents, theirs):
+    """The comparison above would miss a weight that neither program uses, or that the small checkpoint has no use for."""
+    for component, function, value in (
+        (audio.audio_decoder, audio.decode_mel, latents.numpy()),
+        (audio.vocoder, audio.vocode, theirs[0]),
+    ):
+        loaded = load(folder, component)
+        shape = jax.eval_shape(functools.partial(function, loaded.module), loaded.params, value).shape
+        weights = np.random.default_rng(6).standard_normal(shape, np.float32)
+
+        def total(params, function=function, loaded=loaded, value=value, weights=weights):
+            return jnp.vdot(weights, function(loaded.module, params, jnp.asarray(value)))
+
+        slopes = jax.jit(jax.grad(total))(loaded.params)
+        ignored = {name for name, slope in slopes.items() if not np.any(slope)}
+        assert ignored <= {"mel_stft.stft_fn.inverse_basis"}
+
+
+@pytest.mark.parametrize("channels", [1, 5])
+@pytest.mark.parametrize("length", [3, 16])
+def test_antialiased_activation_is_diffusers(channels, length):
+    """Also for signals shorter than the filters, whose ends are repeated."""
+    torch.manual_seed(0)
+    module = AntiAliasAct1d(SnakeBeta(channels))
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data += 0.3 * torch.randn_like(tensor)
+    x = torch.randn(1, channels, length)
+    params = {name: jnp.asarray(tensor.detach().numpy()) for name, tensor in module.state_dict().items()}
+    ours = audio._activate(audio._Weights(params, ""), jnp.asarray(x[0].T.numpy()), audio._Window(0, length), 0.1)
+    np.testing.assert_allclose(ours.T, module(x)[0].detach(), atol=1e-5)
+
+
+def test_parts_of_a_spectrogram_give_parts_of_the_samples(folder):
+    """Also the first and the last part, and one that is mostly after the end."""
+    loaded = load(folder, audio.vocoder)
+    reach, frames, own = audio._reach(loaded.module), 90, 40
+    mel = np.random.default_rng(5).standard_normal((2, frames, 16), np.float32)
+    padded = np.pad(mel, ((0, 0), (reach, 3 * own - frames + reach), (0, 0)), constant_values=7)
+
+    @jax.jit
+    def vocode_part(params, part, first):
+        return audio._vocode_part(loaded.module, params, part, audio._Window(first, frames))
+
+    whole = run(audio.vocode, loaded, mel[None]).T
+    per_frame = len(whole) // frames
+    parts = [vocode_part(loaded.params, padded[:, i : i + own + 2 * reach], i - reach) for i in range(0, 3 * own, own)]
+    joined = np.concatenate([part[reach * per_frame : (reach + own) * per_frame] for part in parts])
+    assert relative(joined[: len(whole)], whole) < 1e-5
+
+
+def test_devices_share_the_samples(folder, pipeline, tmp_path):
+    mel = torch.randn(1, 2, 201, 16, generator=torch.Generator().manual_seed(4))
+    np.save(tmp_path / "mel.npy", mel.numpy())
+    out = tmp_path / "samples.npz"
+    run_on_devices("tests.wan_tpu.ltx2_audio_worker", folder, tmp_path / "mel.npy", out, count=4)
+    with torch.no_grad():
+        theirs = pipeline.vocoder(mel)[0].numpy()
+    result = np.load(out)
+    assert relative(result["samples"], theirs) < 1e-4
+    # Each device computes a part, and what reaches it: less than the whole.
+    assert result["computed"] < 0.8 * 201
+
+
+def test_published_sound_lasts_as_long_as_its_latents():
+    """126 latents, of 121 frames a second at 24: 501 mel frames of 480 samples at 48 kHz, or 240 at 24 kHz."""
+    for kind, per_frame in (("ltx-2", 240), ("ltx-2.3", 480)):
+        mesh = make_mesh((1, 1, 1), heads=4)
+        loaded = abstract_component(audio.vocoder(PRESETS[kind]), "float32", mesh)
+        mel = jax.ShapeDtypeStruct((1, 2, 501, 64), jnp.float32)
+        samples = jax.eval_shape(functools.partial(audio.vocode, loaded.module), loaded.params, mel)
+        assert samples.shape == (2, 501 * per_frame)
+
+
+def test_operations_are_counted():
+    """Within a hundredth of the sum that diffusers' modules have: 0.31 and 1.13 TFLOP for five seconds."""
+    assert audio.count_flops(PRESETS["ltx-2.3"], 126) == pytest.approx(1.437e12, rel=0.01)
+    assert audio.count_flops(PRESETS["ltx-2"], 126) == pytest.approx(1.004e12, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "message"),
+    [
+        ("ltx-2.3", {"act_fn": "snake"}, "act_fn 'snake' with antialias True; supported are 'snakebeta' with"),
+        ("ltx-2.3", {"bwe_antialias": False}, "bwe_act_fn 'snakebeta' with bwe_antialias False"),
+        ("ltx-2", {"upsample_kernel_sizes": [16, 15, 8, 4, 5]}, "upsampling by 2 with 5 taps; supported are as many"),
+        ("ltx-2.3", {"antialias_ratio": 3}, "antialias_ratio 3; supported is 2"),
+        ("ltx-2.3", {"window_length": 400}, "filter_length 512 and window_length 400; supported are equal ones"),
+        ("ltx-2.3", {"hop_length": 96}, "hop_length 96 and rates 16000 and 48000; each mel frame is a whole number"),
+        ("ltx-2.3", {"hop_length": 160}, "bwe_upsample_factors .*; their product is 480, the samples of a hop"),
+        ("ltx-2", {"final_act_fn": "sine"}, "final_act_fn 'sine'; it is tanh, clamp or null"),
+    ],
+)
+def test_vocoder_that_would_be_computed_otherwise_is_refused(kind, changed, message):
+    config = dataclasses.replace(PRESETS[kind], vocoder=PRESETS[kind].vocoder | changed)
+    with pytest.raises(CheckpointError, match=message):
+        audio.vocoder(config)
