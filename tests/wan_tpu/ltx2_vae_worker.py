@@ -57,7 +57,7 @@ def make_decode(folder, mesh, dtype="float32"):
     run = jax.jit(vae.decoder_chunks(config, loaded.module, mesh).run_first)
 
     def decode(latents):
-        pixels, cache = run(loaded.params, latents.astype(loaded.params["latents_mean"].dtype))
+        pixels, cache = run(loaded.params, latents.astype(loaded.params["decoder.conv_in.conv.weight"].dtype))
         assert cache == ()
         return np.asarray(pixels, np.float32)
 
@@ -68,10 +68,9 @@ def make_upsample(folder, mesh, dtype="float32"):
     """Return a function that doubles the size of latents [1, C, T, H, W]."""
     config = open_config(folder)
     loaded, numbers = (
-        load(folder, component, mesh, precision)
-        for component, precision in ((upsampler.upsampler(config), dtype), (vae.statistics(config), "float32"))
+        load(folder, part, mesh, dtype) for part in (upsampler.upsampler(config), vae.statistics(config))
     )
-    mean, deviation = (numbers.params[name] for name in ("latents_mean", "latents_std"))
+    mean, deviation = (numbers.params[name] for name in vae.STATISTICS)
 
     def run(params, latents, mean, deviation):
         return upsampler.upsample(loaded.module, params, mesh, latents, mean, deviation)
