@@ -69,6 +69,7 @@ def starts_clusters(nodeid: str) -> bool:
     return nodeid.startswith(("tests/cluster/", "tests/actors/")) and not nodeid.startswith(computing)
 
 
+HEAVY = ("tests/kernels/test_bundles.py", "tests/test_packaging.py")  # half a minute of one core each
 PLAN = "tests/wan_tpu/test_plan_command.py"  # two minutes of one core: beside clusters it would starve if it gave way
 
 
@@ -92,11 +93,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run what starts clusters first, which takes longest, then what computes most.
+    """Run what starts clusters first, which takes longest, then what computes most, so that files end together.
 
     And last what loads libtpu into this process: with it, JAX's profiler crashes on a machine without a TPU.
     """
-    heavy = ("tests/wan_tpu/", "tests/quality/", "tests/actors/slices/test_stage_host.py")
+    heavy = ("tests/wan_tpu/", "tests/quality/", "tests/actors/slices/test_stage_host.py", *HEAVY)
     items.sort(
         key=lambda item: (
             not starts_clusters(item.nodeid),

@@ -179,6 +179,7 @@ def test_seed_draws_diffusers_noise(checkpoint, pipeline):
     assert np.abs(got.pixels - expected).max() <= PIXEL_TOLERANCE
 
 
+@pytest.mark.long
 def test_bfloat16_stays_within_its_bound(pipeline):
     """Bound on the root mean square of the latents' error, relative to the latents.
 

@@ -116,10 +116,11 @@ def raises_into_the_work(patch):
     "defect",
     [
         starts_at_the_first_step,
-        blames_the_request,
         asks_ray_on_the_loop,
-        forgets_while_it_writes,
-        raises_into_the_work,
+        *(
+            pytest.param(defect, marks=pytest.mark.long)
+            for defect in (blames_the_request, forgets_while_it_writes, raises_into_the_work)
+        ),
     ],
 )
 def test_a_defect_that_is_put_back_is_found(defect, monkeypatch):

@@ -13,7 +13,6 @@ from actors.pipeline.driver import PipelineDriver
 from actors.pipeline.pools import deploy, shut_down
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from cluster.connect import connect, leave
-from cluster.emulation.cluster import EmulatedCluster, list_emulated_slices
 from cluster.layout import Layout
 from tests.actors.on_slices.running import in_one_process
 from tests.conftest import PHOTO
@@ -35,23 +34,16 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory, forks):
-    slices = list_emulated_slices(Layout.parse(LAYOUT, "the test's layout"))
-    with EmulatedCluster.start(slices, folder=tmp_path_factory.mktemp("cluster"), forks=forks) as cluster:
-        connect(cluster.address)
-        yield cluster
-        leave()
-
-
-@pytest.fixture(scope="module")
-def spec(cluster, checkpoint, tmp_path_factory):
+def spec(three_slices, checkpoint, tmp_path_factory):
     """A pipeline that runs."""
     folder = str(checkpoint(KIND))
     settings = PipelineSettings(folder, str(tmp_path_factory.mktemp("snapshots")), dtype="float32", name=KIND)
     spec = PipelineSpec(Layout.parse(LAYOUT, "the test's layout"), settings, open_spec(folder), lasting=True)
+    connect(three_slices.address)
     deploy(spec)
     yield spec
     shut_down(settings.name)
+    leave()
 
 
 def run(spec, *requests):
