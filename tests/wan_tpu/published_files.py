@@ -337,6 +337,12 @@ def _ltx(version: str, *, distilled: bool) -> dict[str, Config]:
 _NO_CLIP = {"image_encoder": [None, None], "image_processor": [None, None]}
 _ONE_EXPERT = {"boundary_ratio": None, "expand_timesteps": True, "transformer_2": [None, None]}
 _A14B = {"scheduler": UNIPC_22} | TWO_EXPERTS
+LTX_REPOSITORIES: dict[str, dict[str, Config]] = {
+    "Lightricks/LTX-2": _ltx("2.0", distilled=False),
+    "rootonchair/LTX-2-19b-distilled": _ltx("2.0", distilled=True),
+    "diffusers/LTX-2.3-Diffusers": _ltx("2.3", distilled=False),
+    "diffusers/LTX-2.3-Distilled-Diffusers": _ltx("2.3", distilled=True),
+}
 REPOSITORIES: dict[str, dict[str, Config]] = {
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": _wan(WAN | {"ffn_dim": 8960, "num_attention_heads": 12, "num_layers": 30}, 3.0),
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": _wan(WAN, 3.0),
@@ -381,13 +387,7 @@ REPOSITORIES: dict[str, dict[str, Config]] = {
             "480p_i2v_step_distilled": _hunyuan("i2v", 640, 7.0, 1.0, use_meanflow=True),
         }.items()
     },
-}
-
-LTX_REPOSITORIES: dict[str, dict[str, Config]] = {
-    "Lightricks/LTX-2": _ltx("2.0", distilled=False),
-    "rootonchair/LTX-2-19b-distilled": _ltx("2.0", distilled=True),
-    "diffusers/LTX-2.3-Diffusers": _ltx("2.3", distilled=False),
-    "diffusers/LTX-2.3-Distilled-Diffusers": _ltx("2.3", distilled=True),
+    **LTX_REPOSITORIES,
 }
 
 
