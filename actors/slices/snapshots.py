@@ -51,6 +51,8 @@ def name_of(id: str, request: ResolvedRequest, model: str) -> str:
     """
     fields = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
     images = [fields.pop(name) for name in IMAGES]
+    if fields["generate_audio"] is None:  # Models without sound keep the names that snapshots had before there was any.
+        del fields["generate_audio"]
     digest = hashlib.sha256(json.dumps([model, fields], sort_keys=True, default=str).encode())
     for image in images:
         if image is not None:

@@ -13,7 +13,7 @@ from actors.slices.async_slice import AsyncSlice
 from actors.slices.messages import SliceRequest
 from actors.slices.payloads import pack
 from actors.slices.snapshots import Snapshots, Snapshotter, delete_snapshots, name_of
-from tests.actors.small_spec import SPEC
+from tests.actors.small_spec import SOUND_SPEC, SPEC
 from wan_tpu.data import DenoiseState
 from wan_tpu.families import preset_spec
 from wan_tpu.request import GenerationRequest
@@ -127,6 +127,14 @@ def test_ids_of_any_length_have_snapshots(tmp_path, id_):
 
 def name_with(request):
     return name_of("cat", preset_spec("wan2.1-t2v-1.3b").plan(request).request, "model")
+
+
+def test_snapshots_of_models_without_sound_keep_the_names_that_they_had_before_any_made_it():
+    silent = GenerationRequest(prompt="a cat", steps=7)
+    assert name_with(silent) == name_with(dataclasses.replace(silent, generate_audio=False)) == "cat.b915e95a8f0ba8a3"
+    asked = (GenerationRequest(prompt="a cat", generate_audio=sound) for sound in (None, True, False))
+    names = [name_of("cat", SOUND_SPEC.plan(request).request, "model") for request in asked]
+    assert names[0] == names[1] != names[2]
 
 
 def test_name_changes_when_an_adapter_or_a_video_is_replaced(tmp_path):
