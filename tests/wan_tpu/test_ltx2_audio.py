@@ -87,7 +87,7 @@ def test_weights_stay_in_float32(folder):
 
 
 def test_every_weight_of_the_sound_matters(folder, latents, theirs):
-    """The comparison above would miss a weight that neither program uses, or that the small checkpoint has no use for."""
+    """The comparison above would miss one that has no effect in the small checkpoint."""
     for component, function, value in (
         (audio.audio_decoder, audio.decode_mel, latents.numpy()),
         (audio.vocoder, audio.vocode, theirs[0]),
@@ -175,6 +175,8 @@ def test_operations_are_counted():
         ("ltx-2.3", {"window_length": 400}, "filter_length 512 and window_length 400; supported are equal ones"),
         ("ltx-2.3", {"hop_length": 96}, "hop_length 96 and rates 16000 and 48000; each mel frame is a whole number"),
         ("ltx-2.3", {"hop_length": 160}, "bwe_upsample_factors .*; their product is 480, the samples of a hop"),
+        ("ltx-2.3", {"resnet_dilations": [[1], [1, 3], [1, 3]]}, "resnet_dilations .*; supported are equally many"),
+        ("ltx-2.3", {"bwe_resnet_kernel_sizes": [3, 7, 8]}, r"bwe_resnet_kernel_sizes \[3, 7, 8\]; .* odd sizes"),
         ("ltx-2", {"final_act_fn": "sine"}, "final_act_fn 'sine'; it is tanh, clamp or null"),
     ],
 )

@@ -8,7 +8,9 @@ from its mel frames and all that reach it: nothing is exchanged before the end.
 Shapes: A latents of the sound, F mel frames, M mel bins, T rows of a signal, C channels, K taps of a filter.
 """
 
+import functools
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,12 +30,13 @@ from wan_tpu.runtime.bridge import Params, call
 from wan_tpu.runtime.components import Component
 from wan_tpu.runtime.mesh import Rule
 
-_WHOLE = (Rule(r".*", ()),)  # The decoder has 50 M parameters, the vocoder 130 M: every device has them all.
+_WHOLE = (Rule(r".*", ()),)  # The decoder has 32 M parameters, the vocoder 129 M: every device has them all.
 _EXACT = jax.lax.Precision.HIGHEST
 _RATIO = 2  # How many times the rate of a signal an activation has.
 _VOCODERS: dict[str, Any] = {"LTX2Vocoder": LTX2Vocoder, "LTX2VocoderWithBWE": LTX2VocoderWithBWE}
 # The activations, and whether they are antialiased, that published vocoders have.
 _ACTIVATIONS = {"snakebeta": True, "leaky_relu": False}
+_OF_ACTIVATION = ("act.alpha", "act.beta", "upsample.filter", "downsample.filter")
 _FINAL: dict[str | None, Callable[[jax.Array], jax.Array]] = {
     "tanh": jnp.tanh,
     "clamp": lambda x: jnp.clip(x, -1, 1),
@@ -95,7 +98,7 @@ def vocode(module: torch.nn.Module, params: Params, mel: jax.Array) -> jax.Array
     mel, mesh = mel[0].astype(jnp.float32), module.mesh
     frames, reach = mel.shape[1], _reach(module)
     own = -(-frames // mesh.size)
-    if mesh.size == 1 or own + 2 * reach >= frames:
+    if own + 2 * reach >= frames:
         return _vocode_part(module, params, mel, _Window(0, frames)).T
 
     def run(params: Params, mel: jax.Array) -> jax.Array:
@@ -209,22 +212,61 @@ def _generate(vocoder: Any, weights: _Weights, mel: jax.Array, window: _Window) 
         x = _convolve_transposed(weights.part(f"upsamplers.{stage}"), x, window, stride)
         window = window.times(stride)
         blocks = [weights.part(f"resnets.{stage * count + i}") for i in range(count)]
-        runs = zip(blocks, settings["resnet_dilations"], strict=True)
-        x = sum(_run_block(block, x, window, dilations, slope) for block, dilations in runs) / count
+        x = _run_blocks(blocks, x, window, settings["resnet_dilations"], slope)
     # The slope of the last one isn't a setting.
     x = _convolve(weights.part("conv_out"), _activate(weights.part("act_out"), x, window, 0.01), window)
     return _FINAL[settings["final_act_fn"]](x)
 
 
-def _run_block(weights: _Weights, x: jax.Array, window: _Window, dilations: list[int], slope: float) -> jax.Array:
-    """Run a residual block on a signal [T, C]."""
-    for i, dilation in enumerate(dilations):
-        y = _activate(weights.part(f"acts1.{i}"), x, window, slope)
-        y = _activate(
-            weights.part(f"acts2.{i}"), _convolve(weights.part(f"convs1.{i}"), y, window, dilation), window, slope
-        )
-        x = x + _convolve(weights.part(f"convs2.{i}"), y, window)
-    return x
+def _run_blocks(
+    blocks: list[_Weights], x: jax.Array, window: _Window, dilations: list[list[int]], slope: float
+) -> jax.Array:
+    """Return the mean of what residual blocks make of a signal [T, C].
+
+    A loop runs all blocks and their layers, so that they are compiled once: unrolled, the published vocoder would keep
+    a TPU's compiler busy for over ten minutes. Convolutions of fewer taps than the longest have zeros around theirs.
+    """
+    taps = max(block["convs1.0.weight"].shape[2] for block in blocks)
+    farthest = max(max(row) for row in dilations) * (taps // 2)
+    layers = [
+        [_read_layer(block, i, taps) for i in range(len(row))] for block, row in zip(blocks, dilations, strict=True)
+    ]
+    stacked = _stack([_stack(row) for row in layers])
+
+    def convolve(weights: tuple[jax.Array, jax.Array], x: jax.Array, dilation: jax.Array | int) -> jax.Array:
+        matrix, bias = weights
+        around = jnp.pad(window.silence_outside(x), ((farthest, farthest), (0, 0)))
+        starts = [farthest + (tap - taps // 2) * dilation for tap in range(taps)]
+        rows = [jax.lax.dynamic_slice_in_dim(around, start, len(x)) for start in starts]
+        return jnp.dot(jnp.concatenate(rows, axis=1), matrix, precision=_EXACT) + bias
+
+    def run_layer(x: jax.Array, inputs: Any) -> tuple[jax.Array, None]:
+        layer, dilation = inputs
+        y = convolve(layer["convs1"], _activate(_Weights(layer["acts1"], ""), x, window, slope), dilation)
+        return x + convolve(layer["convs2"], _activate(_Weights(layer["acts2"], ""), y, window, slope), 1), None
+
+    def run_block(total: jax.Array, inputs: Any) -> tuple[jax.Array, None]:
+        return total + jax.lax.scan(run_layer, x, inputs)[0], None
+
+    return jax.lax.scan(run_block, jnp.zeros_like(x), (stacked, jnp.array(dilations)))[0] / len(blocks)
+
+
+def _read_layer(block: _Weights, layer: int, taps: int) -> dict[str, Any]:
+    """Return the weights of a residual block's layer; of convolutions as matrices [K C, C], and biases."""
+    read: dict[str, Any] = {}
+    for part in ("convs1", "convs2"):
+        weight = block[f"{part}.{layer}.weight"]  # [O, I, K]
+        missing = taps - weight.shape[2]
+        longer = jnp.pad(weight, ((0, 0), (0, 0), (missing // 2, missing - missing // 2)))
+        read[part] = longer.transpose(2, 1, 0).reshape(-1, len(weight)), block[f"{part}.{layer}.bias"]
+    for part in ("acts1", "acts2"):
+        weights = {name: block.get(f"{part}.{layer}.{name}") for name in _OF_ACTIVATION}
+        read[part] = {name: value for name, value in weights.items() if value is not None}
+    return read
+
+
+def _stack(trees: list[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
 def _activate(weights: _Weights, x: jax.Array, window: _Window, slope: float) -> jax.Array:
@@ -250,7 +292,7 @@ def _raise_rate(x: jax.Array, window: _Window, taps: jax.Array, ratio: int, star
             if rest == 0:
                 terms[phase].append((tap, shift))
     shifted = _shift([x], window, {shift for phase in terms for _, shift in phase})[0]
-    return [ratio * sum(taps[tap] * shifted[shift] for tap, shift in phase) for phase in terms]
+    return [ratio * _add([taps[tap] * shifted[shift] for tap, shift in phase]) for phase in terms]
 
 
 def _lower_rate(phases: list[jax.Array], window: _Window, taps: jax.Array) -> jax.Array:
@@ -258,7 +300,11 @@ def _lower_rate(phases: list[jax.Array], window: _Window, taps: jax.Array) -> ja
     ratio, before = len(phases), len(taps) // 2 + len(taps) % 2 - 1
     places = [divmod(tap - before, ratio) for tap in range(len(taps))]
     shifted = _shift(phases, window, {shift for shift, _ in places})
-    return sum(taps[tap] * shifted[phase][shift] for tap, (shift, phase) in enumerate(places))
+    return _add([taps[tap] * shifted[phase][shift] for tap, (shift, phase) in enumerate(places)])
+
+
+def _add(terms: list[jax.Array]) -> jax.Array:
+    return functools.reduce(operator.add, terms)
 
 
 def _shift(phases: list[jax.Array], window: _Window, shifts: set[int]) -> list[dict[int, jax.Array]]:
@@ -273,16 +319,15 @@ def _shift(phases: list[jax.Array], window: _Window, shifts: set[int]) -> list[d
     return moved
 
 
-def _convolve(weights: _Weights, x: jax.Array, window: _Window, dilation: int = 1) -> jax.Array:
+def _convolve(weights: _Weights, x: jax.Array, window: _Window) -> jax.Array:
     """Convolve a signal [T, C] with zeros around it, keeping its length."""
     weight, bias = weights["weight"], weights.get("bias")
-    around = dilation * (weight.shape[2] - 1)
+    around = weight.shape[2] - 1
     y = jax.lax.conv_general_dilated(
         window.silence_outside(x)[None],
         weight,
         window_strides=(1,),
         padding=[(around // 2, around - around // 2)],
-        rhs_dilation=(dilation,),
         dimension_numbers=("NWC", "OIW", "NWC"),
         precision=_EXACT,
     )[0]
@@ -349,6 +394,12 @@ def _reach_of_one(settings: Any, prefix: str) -> float:
 def _check_vocoder(settings: dict[str, Any]) -> None:
     extended = settings["_class_name"] == "LTX2VocoderWithBWE"
     for prefix in ("", "bwe_") if extended else ("",):
+        dilations, taps = settings[f"{prefix}resnet_dilations"], settings[f"{prefix}resnet_kernel_sizes"]
+        if len({len(row) for row in dilations}) != 1 or not all(size % 2 for size in taps):
+            raise CheckpointError(
+                f"vocoder/config.json has {prefix}resnet_dilations {dilations} and {prefix}resnet_kernel_sizes {taps}; "
+                "supported are equally many dilations in each block, and odd sizes"
+            )
         kind, antialiased = settings[f"{prefix}act_fn"], settings[f"{prefix}antialias"]
         if _ACTIVATIONS.get(kind) != antialiased:
             raise CheckpointError(
