@@ -63,6 +63,8 @@ class DenoiseState:
         step: Steps done, counted over all experts.
         audio: The sound's latents, float32 [1, ...]; None for models without sound.
         audio_history: The solver's terms for them, of the same shape.
+        own_noise: Whether the caller gave the noise that the video's latents began as. Then the request's generator
+            hasn't drawn it, and later steps get other noise from it.
     """
 
     latents: Array
@@ -70,6 +72,7 @@ class DenoiseState:
     step: int = 0
     audio: Array | None = None
     audio_history: tuple[Array, ...] = ()
+    own_noise: bool = False
 
     @property
     def parts(self) -> dict[str, tuple[Array, tuple[Array, ...]]]:
@@ -78,9 +81,11 @@ class DenoiseState:
         return video if self.audio is None else video | {AUDIO: (self.audio, self.audio_history)}
 
     @classmethod
-    def of_parts(cls, parts: Mapping[str, tuple[Array, tuple[Array, ...]]], step: int) -> "DenoiseState":
+    def of_parts(
+        cls, parts: Mapping[str, tuple[Array, tuple[Array, ...]]], step: int, *, own_noise: bool = False
+    ) -> "DenoiseState":
         """Return the state with such parts after `step` steps."""
-        return cls(*parts[VIDEO], step, *parts.get(AUDIO, (None, ())))
+        return cls(*parts[VIDEO], step, *parts.get(AUDIO, (None, ())), own_noise=own_noise)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +174,10 @@ def parse_value(kind: type[Value], content: bytes, source: str) -> tuple[Value, 
 
 
 def flatten(value: Any) -> dict[str, Array]:
-    """Return a stage's value as arrays by field, not copied; a field with several arrays has "history.0" and so on."""
+    """Return a stage's value as arrays by field, not copied; a field with several arrays has "history.0" and so on.
+
+    What is None or False is left out.
+    """
     arrays: dict[str, Array] = {}
     for field in dataclasses.fields(value):
         content = getattr(value, field.name)
@@ -177,7 +185,7 @@ def flatten(value: Any) -> dict[str, Array]:
             content = {str(i): term for i, term in enumerate(content)}
         if isinstance(content, Mapping):
             arrays |= {f"{field.name}.{name}": np.asarray(array) for name, array in content.items()}
-        elif content is not None:
+        elif content is not None and content is not False:
             arrays[field.name] = np.asarray(content)
     return arrays
 
@@ -198,6 +206,7 @@ def rebuild(kind: type[Any], arrays: Mapping[str, Array]) -> Any:
             terms = fields.get(name, {})
             fields[name] = tuple(terms[str(i)] for i in range(len(terms)))
         fields["step"] = int(arrays["step"].item())
+        fields["own_noise"] = "own_noise" in arrays
     return kind(**fields)
 
 

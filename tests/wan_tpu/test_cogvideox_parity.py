@@ -13,6 +13,7 @@ from wan_tpu.aot.precompile import precompile
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.commands import staged
 from wan_tpu.commands.generate import generate
+from wan_tpu.data import DenoiseState, dump_value, parse_value
 from wan_tpu.families.cogvideox.presets import PRESETS
 from wan_tpu.families.model import open_model
 from wan_tpu.media.image import load_image
@@ -69,6 +70,31 @@ def test_a_run_that_goes_on_from_a_state_draws_the_noise_that_comes_next(pipelin
     whole = pipe.denoise(plan, conditioning, start)
     resumed = pipe.denoise(plan, conditioning, pipe.denoise(plan, conditioning, start, stop=2))
     assert np.array_equal(whole.latents, resumed.latents)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stop"), [("cogvideox1.5-5b-i2v", 2), pytest.param("cogvideox-5b", None, marks=pytest.mark.long)]
+)
+def test_noise_of_ones_own_leaves_the_generator_s_to_the_steps(kind, stop, checkpoint, pipeline):
+    pipe, request = pipeline(kind), asked(kind, "dpm")
+    plan = pipe.plan(request)
+    noise = np.random.default_rng(7).standard_normal(pipe.initial_state(plan).latents.shape).astype(np.float32)
+    conditioning, state = pipe.encode(plan), pipe.initial_state(plan, noise)
+    if stop is not None:
+        content = dump_value(pipe.denoise(plan, conditioning, state, stop=stop))
+        state, _ = parse_value(DenoiseState, content, "a snapshot")
+    ours = pipe.denoise(plan, conditioning, state).latents
+
+    theirs = diffusers.DiffusionPipeline.from_pretrained(checkpoint(kind))
+    theirs.scheduler = SCHEDULERS["dpm"].from_config(theirs.scheduler.config)
+    extra = {} if request.image is None else {"image": load_image(PHOTO)}
+    expected = theirs(
+        **extra, prompt=request.prompt, negative_prompt=request.negative_prompt, height=64, width=96, num_frames=9,
+        num_inference_steps=4, guidance_scale=6.0, use_dynamic_cfg=True, generator=torch.Generator().manual_seed(5),
+        output_type="latent", latents=torch.from_numpy(noise).transpose(1, 2),
+    ).frames.transpose(1, 2).numpy()  # fmt: skip
+    expected = expected[:, :, expected.shape[2] - ours.shape[2] :]  # Ours have no frames that fill the first token.
+    assert np.abs(ours - expected).max() <= LATENT_TOLERANCE * np.abs(expected).max()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import safetensors.numpy
 from PIL import Image
 
 from wan_tpu import Conditioning, DenoiseState, InvalidInput, OutputError, UnhealthyResult, Video
-from wan_tpu.data import load_value, save_value
+from wan_tpu.data import dump_value, load_value, parse_value, save_value
 from wan_tpu.media.sheet import fill_rows, frame_label
 from wan_tpu.media.video import ContactSheet, VideoWriter, check_output
 from wan_tpu.runtime.health import ColourRange, check_finite
@@ -46,6 +46,14 @@ def test_state_round_trips_with_its_history(tmp_path):
     assert got.step == 7
     for a, b in zip((got.latents, *got.history), terms, strict=True):
         assert np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("own_noise", [False, True])
+def test_file_of_a_state_says_whether_its_noise_was_the_caller_s(own_noise):
+    content = dump_value(DenoiseState(np.zeros((1, 1), np.float32), own_noise=own_noise))
+    assert (b"own_noise" in content) == own_noise  # Without it, files stay as earlier versions wrote them.
+    state, _ = parse_value(DenoiseState, content, "a snapshot")
+    assert state.own_noise is own_noise
 
 
 def test_damaged_files_are_refused(tmp_path):

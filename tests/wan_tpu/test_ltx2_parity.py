@@ -1,5 +1,7 @@
 """Whole runs of LTX-2 against diffusers' own pipelines: latents of video and sound, pixels, samples."""
 
+import functools
+
 import diffusers
 import numpy as np
 import pytest
@@ -37,26 +39,12 @@ OFF = OF_20 | {"guidance_scale": 1.0, "audio_guidance_scale": 1.0, "use_cross_ti
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    made = {}
-
-    def folder(kind):
-        if kind not in made:
-            made[kind] = make_checkpoint(tmp_path_factory.mktemp("ltx2") / kind, kind)
-        return made[kind]
-
-    return folder
+    return functools.cache(lambda kind: make_checkpoint(tmp_path_factory.mktemp("ltx2") / kind, kind))
 
 
 @pytest.fixture(scope="module")
 def pipelines(folders):
-    opened = {}
-
-    def pipeline(kind, dtype="float32"):
-        if (kind, dtype) not in opened:
-            opened[kind, dtype] = load_pipeline(folders(kind), dtype, mesh=(1, 1, 1))
-        return opened[kind, dtype]
-
-    return pipeline
+    return functools.cache(lambda kind, dtype="float32": load_pipeline(folders(kind), dtype, mesh=(1, 1, 1)))
 
 
 def watch_steps(pipe):
@@ -157,6 +145,42 @@ def test_second_stage_at_twice_the_size_is_that_of_diffusers(has_image, folders,
         assert_close(np.asarray(state.audio), sound, LATENT_TOLERANCE)
     assert np.abs(video.pixels - frames[0]).max() <= PIXEL_TOLERANCE
     assert_close(video.audio, audio[0].numpy(), SOUND_TOLERANCE)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("has_image", [False, True])
+def test_noise_of_ones_own_leaves_the_sound_and_the_second_stage_what_they_were(has_image, folders, pipelines):
+    kind = "ltx-2.3-distilled"
+    pipe, image = pipelines(kind), load_image(PHOTO) if has_image else None
+    plan = pipe.plan(GenerationRequest(prompt="A cat", image=image, height=64, width=128, frames=9, seed=5))
+    conditioning, drawn = pipe.encode(plan), pipe.initial_state(plan)
+    noise = np.random.default_rng(7).standard_normal(drawn.latents.shape).astype(np.float32)
+    first = pipe.denoise(plan, conditioning, pipe.initial_state(plan, noise), stop=8)
+    last = pipe.denoise(plan, conditioning, first)
+
+    theirs = diffusers.LTX2Pipeline.from_pretrained(folders(kind))
+    latents = torch.from_numpy(noise)
+    if has_image:
+        theirs = diffusers.LTX2ImageToVideoPipeline(**theirs.components)
+        latents[:, :, :1] = torch.from_numpy(np.array(conditioning.image_latents))
+    mean, deviation = (getattr(theirs.vae, f"latents_{name}").view(1, -1, 1, 1, 1) for name in ("mean", "std"))
+    doubling = LTX2LatentUpsamplePipeline(
+        vae=theirs.vae, latent_upsampler=LTX2LatentUpsamplerModel.from_pretrained(folders(kind) / "latent_upsampler")
+    )
+    options = OFF | {"prompt": "A cat", "frame_rate": 24.0, "generator": torch.Generator().manual_seed(5)}
+    options |= {"return_dict": False} | ({"image": image} if has_image else {})
+    latents, sound = theirs(
+        latents=latents * deviation + mean, height=32, width=64, num_frames=9, sigmas=list(DISTILLED_SIGMAS),
+        output_type="latent", **options,
+    )  # fmt: skip
+    [latents] = doubling(latents=latents, output_type="latent", height=32, width=64, num_frames=9, return_dict=False)
+    seen, watching = watch_steps(theirs)
+    theirs(
+        latents=latents, audio_latents=sound, height=64, width=128, num_frames=9, sigmas=list(SECOND_STAGE_SIGMAS),
+        noise_scale=SECOND_STAGE_SIGMAS[0], output_type="latent", **options, **watching,
+    )  # fmt: skip
+    assert_close(as_tokens(last.latents), seen[-1][0], LATENT_TOLERANCE)
+    assert_close(last.audio, seen[-1][1], LATENT_TOLERANCE)
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,11 +81,12 @@ def initial_state(
     noises = model.initial_noises(request, None if noise is None else check_noise(noise, shapes[VIDEO]))
     if request.strength is None:
         parts = {part: (np.float32(schedules[part].start) * noises[part], histories[part]) for part in shapes}
-        return DenoiseState.of_parts(parts, 0)
+        return DenoiseState.of_parts(parts, 0, own_noise=noise is not None)
     if video is None:
         raise InvalidInput("the request begins with a video, and its latents are missing; run the encoder again")
     sigma = np.float32(schedules[VIDEO].sigmas[plan.first_step])
-    return DenoiseState((np.float32(1) - sigma) * video + sigma * noises[VIDEO], histories[VIDEO], plan.first_step)
+    latents = (np.float32(1) - sigma) * video + sigma * noises[VIDEO]
+    return DenoiseState(latents, histories[VIDEO], plan.first_step, own_noise=noise is not None)
 
 
 def check_noise(noise: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -118,12 +120,13 @@ def device_state(runtime: Runtime[Model], plan: RequestPlan, state: DenoiseState
             "start from its own initial state"
         )
     # Copied, because on the CPU device_put may alias host memory, and the caller's state must stay as it is.
-    return DenoiseState.of_parts(place(jax.tree.map(np.array, state.parts), runtime.mesh), state.step)
+    placed = place(jax.tree.map(np.array, state.parts), runtime.mesh)
+    return DenoiseState.of_parts(placed, state.step, own_noise=state.own_noise)
 
 
 def to_host(state: DenoiseState) -> DenoiseState:
     """Copy a state from the devices. Steps don't change it, so any thread may do this beside the next step."""
-    return DenoiseState.of_parts(jax.tree.map(np.asarray, state.parts), state.step)
+    return DenoiseState.of_parts(jax.tree.map(np.asarray, state.parts), state.step, own_noise=state.own_noise)
 
 
 def finish_state(
@@ -194,7 +197,8 @@ class ExpertRun:
         self.state = self.resumable = state
         self._runtime = runtime
         self._schedules = runtime.model.spec.schedules(request)
-        self._noise = runtime.model.step_noise(request) if self._schedules[VIDEO].noise_terms else None
+        draws = self._schedules[VIDEO].noise_terms
+        self._noise = runtime.model.step_noise(request, own_noise=state.own_noise) if draws else None
         self._loras = request.loras_for(expert.stage)
         loaded = runtime.component(expert.stage, self._loras)
         self._module = loaded.module
@@ -203,7 +207,9 @@ class ExpertRun:
         skipped = ((False, False),) * request.steps if keeps_residuals else plan.skipped
         self._skipped = None if skipped is None else np.array(skipped)
         self._residual: jax.Array | None = None  # Of the blocks, where it will be reused.
-        self._parts = state.parts  # What the next step takes: the state's, unless they are enlarged first.
+        self._parts: dict[str, Any] = (
+            state.parts
+        )  # What the next step takes: the state's, unless they are enlarged first.
         if expert.enlarges and state.step == expert.start:
             self._parts = enlarge(runtime, request, expert, state, inputs.image_latents)
 
@@ -237,7 +243,7 @@ class ExpertRun:
             bool(fetch(finite, "denoise step")), f"{stage}, step {i + 1} of {schedule.steps} (t = {timestep:g})"
         )
         self._parts, self._residual = parts, residual
-        self.state = DenoiseState.of_parts(parts, i + 1)
+        self.state = DenoiseState.of_parts(parts, i + 1, own_noise=before.own_noise)
         if self._skipped is None or i + 1 == self.expert.stop:
             self.resumable = self.state
         elif not skipped.any():

@@ -11,7 +11,7 @@ import numpy as np
 
 from wan_tpu.data import Arrays, Conditioning, DenoiseState, ImageCondition
 from wan_tpu.families.model import Model
-from wan_tpu.plan import ENCODER, RequestPlan
+from wan_tpu.plan import ENCODER, VIDEO, RequestPlan
 from wan_tpu.progress import Bar, Progress
 from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.stage_machine import (
@@ -80,7 +80,8 @@ class LocalExecutor:
         """
         self.plan, self._runtime, self._progress = plan, runtime, progress
         self._warn, self._around = warn, around
-        self._noise = None if noise is None else check_noise(noise, runtime.model.spec.latent_shape(plan.request))
+        shape = runtime.model.spec.latent_shapes(plan.request, 0)[VIDEO]
+        self._noise = None if noise is None else check_noise(noise, shape)
         self._texts: dict[EncodeText, Arrays] = {}
         self._image = ImageCondition()
         self._image_inputs: ImageInputs | None = None

@@ -118,7 +118,7 @@ class CogVideoXModel(Model):
     def image_latents(self, moments: np.ndarray, request: ResolvedRequest) -> np.ndarray:
         """Draw the image's latents from the VAE encoder's output [1, 2C, 1, H, W], float32 [1, C, 1, H, W]."""
         mean, log_variance = np.split(moments.astype(np.float32), 2, axis=1)
-        sample = self._draw_start(request)[0]
+        sample, _ = self._draw_image(request)
         latents = mean + np.exp(0.5 * np.clip(log_variance, -30, 20)) * sample
         scale = self.config.vae["scaling_factor"]
         return latents / scale if self.config.vae.get("invert_scale_latents") else latents * scale
@@ -129,15 +129,14 @@ class CogVideoXModel(Model):
 
     # ---- The transformer.
 
-    def initial_noise(self, request: ResolvedRequest) -> np.ndarray:
-        """Return the noise that diffusers draws for a seed, frames before channels, float32 [1, C, T, H, W]."""
-        return self._draw_start(request)[1]
-
-    def _step_generator(self, request: ResolvedRequest) -> torch.Generator:
-        return self._draw_start(request)[2]
+    def _first_generator(self, request: ResolvedRequest) -> torch.Generator:
+        return self._draw_image(request)[1]
 
     def _draw_noise(self, request: ResolvedRequest, generator: torch.Generator) -> np.ndarray:
-        return _draw_video(self.spec.latent_shape(request), generator)
+        """Draw noise, frames before channels."""
+        batch, channels, frames, height, width = self.spec.latent_shape(request)
+        noise = torch.randn((batch, frames, channels, height, width), generator=generator)
+        return noise.numpy().transpose(0, 2, 1, 3, 4)
 
     def text_keys(
         self,
@@ -183,20 +182,12 @@ class CogVideoXModel(Model):
         """Return the functions that decode latents to pixels [1, 3, 4T or 4T-3, H, W] around [-1, 1]."""
         return _make_chunks(module, mesh, vae.decoder, scale=1, later_frames=LATER_FRAMES)
 
-    def _draw_start(self, request: ResolvedRequest) -> tuple[np.ndarray, np.ndarray, torch.Generator]:
-        """Return the noise of an image's latents and of the video, and the generator that has drawn both."""
+    def _draw_image(self, request: ResolvedRequest) -> tuple[np.ndarray, torch.Generator]:
+        """Return the noise of an image's latents, which comes before all other, and the generator that has drawn it."""
         generator, shape = torch.Generator("cpu").manual_seed(request.seed), self.spec.latent_shape(request)
-        image = torch.zeros(*shape[:2], 1, *shape[3:])
-        if "i2v" in self.spec.tasks:
-            image = torch.randn(image.shape, generator=generator)
-        return image.numpy(), _draw_video(shape, generator), generator
-
-
-def _draw_video(shape: tuple[int, ...], generator: torch.Generator) -> np.ndarray:
-    """Draw noise [1, C, T, H, W], frames before channels."""
-    batch, channels, frames, height, width = shape
-    noise = torch.randn((batch, frames, channels, height, width), generator=generator)
-    return noise.numpy().transpose(0, 2, 1, 3, 4)
+        if "i2v" not in self.spec.tasks:
+            return np.zeros((*shape[:2], 1, *shape[3:]), np.float32), generator
+        return torch.randn((*shape[:2], 1, *shape[3:]), generator=generator).numpy(), generator
 
 
 def _make_chunks(module: torch.nn.Module, mesh: Mesh, run: Any, *, scale: int, later_frames: int) -> CausalChunks:

@@ -155,11 +155,15 @@ class Ltx2Model(Model):
     # ---- The transformer.
 
     def initial_noises(self, request: ResolvedRequest, noise: np.ndarray | None) -> dict[str, np.ndarray]:
-        """Return the noise of video and sound, drawn in this order; `noise` takes the place of a draw."""
+        """Return the noise of video and sound, drawn in this order.
+
+        The video's is drawn even where `noise` takes its place: diffusers mixes latents that it is given with a noise
+        whose weight is 0.
+        """
         generator = torch.Generator("cpu").manual_seed(request.seed)
-        shape = self.spec.latent_shapes(request, 0)[VIDEO]
-        video = torch.randn(shape, generator=generator).numpy() if noise is None else noise
-        return {VIDEO: video, AUDIO: self._draw_sound(request, generator).transpose(1, 2).flatten(2).numpy()}
+        video = torch.randn(self.spec.latent_shapes(request, 0)[VIDEO], generator=generator).numpy()
+        sound = self._draw_sound(request, generator).transpose(1, 2).flatten(2).numpy()
+        return {VIDEO: video if noise is None else noise, AUDIO: sound}
 
     def _draw_sound(self, request: ResolvedRequest, generator: torch.Generator) -> torch.Tensor:
         """Draw noise [1, channels, A, bins] for the sound."""
@@ -220,8 +224,8 @@ class Ltx2Model(Model):
         latents, (sound, time) = inputs.latents, inputs.audio
         times = time[None]
         if inputs.image_latents is not None:
-            # The image has no noise: the tokens of the first latent frame have timestep 0. In a second stage, that frame
-            # is what became of the image when the latents were enlarged.
+            # The image has no noise: tokens of the first latent frame have timestep 0. In a second stage that frame is
+            # what became of the image when the latents were enlarged.
             if inputs.image_latents.shape[3:] == latents.shape[3:]:
                 latents = latents.at[:, :, :1].set(inputs.image_latents)
             times = jnp.stack([jnp.zeros_like(time), time])
