@@ -3,8 +3,6 @@
 Arguments: a checkpoint's folder, a prompt, and where to write the texts of several meshes.
 """
 
-import dataclasses
-import json
 import sys
 from pathlib import Path
 
@@ -14,27 +12,19 @@ import numpy as np
 from tests.wan_tpu.meshes import fit_meshes
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.ltx2 import connectors, text
-from wan_tpu.families.ltx2.presets import PRESETS
+from wan_tpu.families.ltx2.config import read_config
 from wan_tpu.families.shared.tokenizing import Tokenizer
 from wan_tpu.runtime.components import Loaded, load_component
 from wan_tpu.runtime.mesh import make_mesh
 
 
-def read_config(folder):
-    """Return the configuration of a checkpoint's Gemma and connectors."""
-    gemma, connecting = (
-        json.loads((folder / name / "config.json").read_text()) for name in ("text_encoder", "connectors")
-    )
-    return dataclasses.replace(PRESETS["ltx-2"], text_encoder=gemma["text_config"], connectors=connecting)
-
-
 def open_tokenizer(folder):
-    return Tokenizer(folder / "tokenizer", read_config(folder).text_encoder["vocab_size"])
+    return Tokenizer(folder / "tokenizer", read_config(Checkpoint(folder)).text_encoder["vocab_size"])
 
 
 def open_encoder(folder, mesh, dtype="float32"):
     """Return a function that turns ids and mask into both texts, and the jitted program behind it."""
-    config = read_config(folder)
+    config = read_config(Checkpoint(folder))
     parts = [
         load_component(Checkpoint(folder), component, dtype, mesh)
         for component in (text.text_encoder(config), connectors.connectors(config))

@@ -16,6 +16,7 @@ from tests.wan_tpu import ltx2_text_worker
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.ltx2 import connectors, text
+from wan_tpu.families.ltx2.config import read_config
 from wan_tpu.families.ltx2.presets import PRESETS
 from wan_tpu.families.ltx2.small import make_checkpoint
 from wan_tpu.runtime.components import load_component
@@ -142,7 +143,7 @@ def test_bfloat16_stays_within_its_bound(folder, ours):
 @pytest.mark.parametrize("folder", ["2.0"], indirect=True)
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.", ""])
 def test_weights_are_read_under_their_names_in_other_versions_of_transformers(prefix, folder, tmp_path):
-    config, mesh = ltx2_text_worker.read_config(folder), make_mesh((1, 1, 1), heads=4)
+    config, mesh = read_config(Checkpoint(folder)), make_mesh((1, 1, 1), heads=4)
     published = load_file(folder / "text_encoder" / "model.safetensors")
     marker = next(name for name in published if name.endswith("embed_tokens.weight")).removesuffix(
         "embed_tokens.weight"
@@ -162,6 +163,7 @@ def test_weights_are_read_under_their_names_in_other_versions_of_transformers(pr
     [
         ("connectors", {"audio_connector_num_learnable_registers": None}, "None learnable registers for audio"),
         ("connectors", {"video_connector_num_learnable_registers": 100}, "100 learnable registers for video"),
+        ("connectors", {"text_proj_in_factor": 26}, "has text_proj_in_factor 26; for .* num_hidden_layers 48 it is 49"),
         ("text_encoder", {"attn_logit_softcapping": 50.0}, "sets attn_logit_softcapping"),
     ],
 )

@@ -50,15 +50,10 @@ def connectors(config: Ltx2Config) -> Component:
     """Return the projections and both stacks of blocks.
 
     Raises:
-        CheckpointError: A stack has no registers: padding would have to be masked, in the transformer too.
+        CheckpointError: They don't fit Gemma, or a stack has no registers: padding would have to be masked, in the
+            transformer too.
     """
-    for stream in STREAMS:
-        registers = config.connectors[f"{stream}_connector_num_learnable_registers"]
-        if not registers or TEXT_TOKENS % registers:
-            raise CheckpointError(
-                f"connectors/config.json has {registers} learnable registers for {stream}; supported is a number that "
-                f"divides {TEXT_TOKENS}, such as 128"
-            )
+    _check(config)
     layers = config.connectors["text_proj_in_factor"]
     changes = [(r"((video|audio)_)?text_proj_in\.weight", functools.partial(_order_by_layer, layers))]
     if config.connectors["rope_type"] == "interleaved":
@@ -92,7 +87,7 @@ def project_state(
     valid = mask[..., None] > 0
     rows = jnp.where(valid, normalize(hidden.astype(jnp.float32), valid), 0).astype(hidden.dtype)
     added = {}
-    for name in _projections(connectors.module):
+    for name in _list_projections(connectors.module):
         weight = connectors.params[f"{name}.weight"]
         part = jax.lax.dynamic_slice_in_dim(weight, layer * channels, channels, axis=1)
         added[name] = jnp.einsum("blc,oc->blo", rows, part, preferred_element_type=jnp.float32)
@@ -112,20 +107,44 @@ def connect(connectors: Loaded, projected: Mapping[str, jax.Array], mask: jax.Ar
     outputs = {}
     for stream in STREAMS:
         name = f"{stream}_text_proj_in" if module.config["per_modality_projections"] else "text_proj_in"
-        rows = projected[name] * _scale(module, stream)
+        rows = projected[name] * _find_scale(module, stream)
         if f"{name}.bias" in params:
             rows += params[f"{name}.bias"].astype(jnp.float32)
         stack = f"{stream}_connector"
         front = _replace_padding(
             rows.astype(params[f"{name}.weight"].dtype), params[f"{stack}.learnable_registers"], count
         )
-        outputs[stream] = call(module.get_submodule(stack), part_of(params, stack), _run_stack, front)
+        outputs[stream] = call(module.get_submodule(stack), select_part(params, stack), _run_stack, front)
     return {"text": outputs["video"], "audio_text": outputs["audio"]}
 
 
-def part_of(params: Params, path: str) -> Params:
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotate the pairs (i, i + D/2) of heads [B, L, N, D] by angles [L, N or 1, D/2], in float32."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def select_part(params: Params, path: str) -> Params:
     """Return the weights of a submodule, by their names in it."""
     return {name.removeprefix(f"{path}."): value for name, value in params.items() if name.startswith(f"{path}.")}
+
+
+def _check(config: Ltx2Config) -> None:
+    width, layers = (config.text_encoder.get(key) for key in ("hidden_size", "num_hidden_layers"))
+    fitting = {"caption_channels": width, "text_proj_in_factor": (layers or 0) + 1}
+    for key, value in fitting.items():
+        if config.connectors[key] != value:
+            raise CheckpointError(
+                f"connectors/config.json has {key} {config.connectors[key]}; for a text encoder with hidden_size "
+                f"{width} and num_hidden_layers {layers} it is {value}"
+            )
+    for stream in STREAMS:
+        registers = config.connectors[f"{stream}_connector_num_learnable_registers"]
+        if not registers or TEXT_TOKENS % registers:
+            raise CheckpointError(
+                f"connectors/config.json has {registers} learnable registers for {stream}; supported is a number that "
+                f"divides {TEXT_TOKENS}, such as 128"
+            )
 
 
 def _order_by_layer(layers: int, weight: np.ndarray) -> np.ndarray:
@@ -133,7 +152,7 @@ def _order_by_layer(layers: int, weight: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(weight.reshape(len(weight), -1, layers).swapaxes(1, 2)).reshape(weight.shape)
 
 
-def _projections(module: torch.nn.Module) -> list[str]:
+def _list_projections(module: torch.nn.Module) -> list[str]:
     return [name for name, _ in module.named_children() if name.endswith("text_proj_in")]
 
 
@@ -152,7 +171,7 @@ def _divide_by_range(hidden: jax.Array, valid: jax.Array) -> jax.Array:
     return (hidden - mean) / (highest - lowest + _EPSILON) * _RANGE_FACTOR
 
 
-def _scale(module: torch.nn.Module, stream: str) -> float:
+def _find_scale(module: torch.nn.Module, stream: str) -> float:
     """Return the factor of a stream's projection, which LTX-2.3 has."""
     config = module.config
     if not config["per_modality_projections"]:
@@ -162,7 +181,7 @@ def _scale(module: torch.nn.Module, stream: str) -> float:
 
 def _replace_padding(rows: jax.Array, registers: jax.Array, count: jax.Array) -> jax.Array:
     """Move each prompt's tokens, the last `count` [B] of [B, L, O], to the front, and fill the rest with registers."""
-    front = jax.vmap(lambda one, shift: jnp.roll(one, shift, axis=0))(rows, count)
+    front = jax.vmap(lambda prompt, shift: jnp.roll(prompt, shift, axis=0))(rows, count)
     filling = jnp.tile(registers, (rows.shape[1] // len(registers), 1))
     used = jnp.arange(rows.shape[1]) < count[:, None]
     return jnp.where(used[..., None], front, filling.astype(rows.dtype))
@@ -172,7 +191,7 @@ def _adapt(module: torch.nn.Module, mesh: Mesh) -> None:
     """Replace attention, and the rotary embedding by tables that torch computes on the host, in float64."""
     for stream in STREAMS:
         stack = module.get_submodule(f"{stream}_connector")
-        cos, sin = (_by_head(table, stack) for table in stack.rope(1, TEXT_TOKENS, "cpu"))
+        cos, sin = (_order_by_head(table, stack) for table in stack.rope(1, TEXT_TOKENS, "cpu"))
         stack.rope = torch.nn.Module()
         stack.rope.register_buffer("cos", cos, persistent=False)
         stack.rope.register_buffer("sin", sin, persistent=False)
@@ -180,7 +199,7 @@ def _adapt(module: torch.nn.Module, mesh: Mesh) -> None:
             block.attn1.forward = functools.partial(_attend, block.attn1)
 
 
-def _by_head(table: torch.Tensor, stack: torch.nn.Module) -> torch.Tensor:
+def _order_by_head(table: torch.Tensor, stack: torch.nn.Module) -> torch.Tensor:
     """Return a rotary table as [L, N, D/2]: one entry for each pair of channels."""
     if stack.rope.rope_type == "split":  # It is [1, N, L, D/2].
         return table[0].swapaxes(0, 1).contiguous()
@@ -208,9 +227,3 @@ def _attend(
     if attention.to_gate_logits is not None:
         mixed = mixed * (2 * torch.sigmoid(attention.to_gate_logits(hidden)))[..., None]
     return attention.to_out[0](mixed.flatten(2))
-
-
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate the pairs (i, i + D/2) of heads [B, L, N, D] by angles [L, N or 1, D/2], in float32."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.ltx2 import connectors as streams
 from wan_tpu.families.ltx2.config import Ltx2Config
-from wan_tpu.families.ltx2.connectors import TEXT_TOKENS, part_of, rotate
+from wan_tpu.families.ltx2.connectors import TEXT_TOKENS, rotate, select_part
 from wan_tpu.families.shared import t5
 from wan_tpu.families.shared.flop_count import count
 from wan_tpu.families.shared.tokenizing import Tokenizer, describe_cut
@@ -103,6 +103,7 @@ def encode_prompt(encoder: Loaded, connectors: Loaded, ids: jax.Array, mask: jax
     kinds = np.array([_KINDS.index(kind) for kind in module.config.layer_types], np.int32)
     causal = jnp.arange(TEXT_TOKENS)[:, None] - jnp.arange(TEXT_TOKENS)  # A query's position less a key's.
     visible = (causal >= 0) & (mask[:, None, None] > 0)  # [B, 1, L, L]
+    # Of the keys before a query, a layer of each kind sees those that are closer than this.
     reach = np.array([module.config.sliding_window or TEXT_TOKENS, TEXT_TOKENS], np.int32)
     cos, sin = params["rotary_emb.cos"], params["rotary_emb.sin"]
 
@@ -116,14 +117,14 @@ def encode_prompt(encoder: Loaded, connectors: Loaded, ids: jax.Array, mask: jax
         near = visible & (causal < jnp.asarray(reach)[kind])
         return (call(layer, weights, _run_layer, hidden, (cos[kind], sin[kind]), near), sums), None
 
-    hidden = call(module.embed_tokens, part_of(params, "embed_tokens"), torch.nn.Module.__call__, ids)
-    none = jax.tree.map(
+    hidden = call(module.embed_tokens, select_part(params, "embed_tokens"), torch.nn.Module.__call__, ids)
+    zeros = jax.tree.map(
         lambda x: jnp.zeros(x.shape, x.dtype),
         jax.eval_shape(lambda x: streams.project_state(connectors, x, mask, 0), hidden),
     )
-    stacked = jnp.arange(len(kinds)), jnp.asarray(kinds), part_of(params, "layers.template")
-    (hidden, sums), _ = jax.lax.scan(step, (hidden, none), stacked)
-    hidden = call(module.norm, part_of(params, "norm"), torch.nn.Module.__call__, hidden)
+    stacked = jnp.arange(len(kinds)), jnp.asarray(kinds), select_part(params, "layers.template")
+    (hidden, sums), _ = jax.lax.scan(step, (hidden, zeros), stacked)
+    hidden = call(module.norm, select_part(params, "norm"), torch.nn.Module.__call__, hidden)
     return streams.connect(connectors, add(sums, hidden, len(kinds)), mask)
 
 
