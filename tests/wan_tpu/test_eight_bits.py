@@ -197,13 +197,15 @@ def wide(params, name):
     return np.asarray(params[name], np.float32) * np.asarray(params[f"{name}_scale"])[..., None]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "precision"),
     [
         ("wan2.1-i2v-14b-480p", "int8"),  # keys of an image, too
-        *(pytest.param("cogvideox1.5-5b", each, marks=pytest.mark.long) for each in ("int8", "float8-attention")),
-        pytest.param("hunyuanvideo1.5-480p-t2v", "int8", marks=pytest.mark.long),
-        pytest.param("turbowan2.2-i2v-a14b", "int8", marks=pytest.mark.long),
+        ("cogvideox1.5-5b", "int8"),
+        ("cogvideox1.5-5b", "float8-attention"),
+        ("hunyuanvideo1.5-480p-t2v", "int8"),
+        ("turbowan2.2-i2v-a14b", "int8"),
     ],
 )
 def test_every_family_has_8_bits(kind, precision, pipeline):

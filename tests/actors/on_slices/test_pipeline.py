@@ -176,6 +176,7 @@ def test_an_urgent_request_overtakes_between_two_steps_and_changes_no_bit(runnin
         assert not [s for s in overtaken if s.end_s > spans[0].start_s and s.start_s < spans[-1].end_s]
 
 
+@pytest.mark.long
 def test_more_requests_than_fit_wait(running, spec):
     """A slice takes every call, and lets as many in as have room on its devices."""
 
