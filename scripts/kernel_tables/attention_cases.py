@@ -3,8 +3,6 @@
 Each function returns a function and its arguments. Imported in a compiler's child process: jax and kernels only.
 """
 
-import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +11,7 @@ import jax.numpy as jnp
 
 from wan_tpu_kernels.blocks import BlockSizes, Schedule
 from wan_tpu_kernels.flash_kernel import Tile, flash_tiles
-from wan_tpu_kernels.sparse_attention import sparse_attention
-from wan_tpu_kernels.sparse_kernel import QUERIES
+from wan_tpu_kernels.sparse_kernel import PAIRS, QUERIES, STEP, TOGETHER, SparseTile, sparse_tiles
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 D = 128
@@ -86,9 +83,10 @@ def _head(length: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((1, length, D), jnp.bfloat16)
 
 
-def sparse(tokens: int, blocks: int, *, heads: int = 1) -> Case:
-    """Return sparse_attention of `tokens` to themselves, by lists of that many blocks of keys."""
-    x = jax.ShapeDtypeStruct((1, tokens, heads * D), jnp.bfloat16)
-    lists = jax.ShapeDtypeStruct((1, heads, -(-tokens // QUERIES), blocks), jnp.int32)
-    attend = functools.partial(sparse_attention, heads=heads, scale=math.log(2))
-    return attend, (x, x, x, lists)
+def sparse(tokens: int, blocks: int) -> Case:
+    """Return sparse_tiles of `tokens`, whole grid steps, to themselves, by lists of that many blocks of keys."""
+    x = jax.ShapeDtypeStruct((1, tokens, D), jnp.bfloat16)
+    listed = -(-blocks // TOGETHER) * TOGETHER
+    lists = jax.ShapeDtypeStruct((tokens // STEP, PAIRS, STEP // QUERIES // PAIRS * listed), jnp.int32)
+    tile = SparseTile(width=D, shared=1, kv_len=tokens, count=blocks, multiplier=1.0)
+    return lambda q, k, v, lists: sparse_tiles(q, k, v, lists, tile, 1, (0, 0, 0), False), (x, x, x, lists)
