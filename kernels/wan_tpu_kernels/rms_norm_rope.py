@@ -7,6 +7,7 @@ Shapes: L rows (tokens), N heads, D head width.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +44,6 @@ def rms_norm_rope(
         groups, parts: The layout of the result's columns, see columns.py.
         interpret: As for `pallas_call`.
     """
-    if head is not None and head < LANES:  # Heads that share a register would need shuffles of lanes: XLA does them.
-        return rms_norm_rope_reference(x, weight, tables, eps=eps, head=head, groups=groups, parts=parts)
     rows, channels = x.shape
     block = even_block(rows, ROWS if head is None else ROWS_OF_TABLES, sublanes(x.dtype))
     columns = Columns(channels, groups, parts)
@@ -102,11 +101,22 @@ def _kernel(x_ref, weight_ref, *refs, eps, columns, rotated, head):  # type: ign
             o_ref[here, :] = (wide * inverse * weight_ref[...]).astype(dtype)
             return
         width = head or tables[0].shape[1]
-        for lane in range(0, channels, width):
-            lanes = slice(lane, lane + width)
+        block = math.lcm(width, LANES) if head else width  # Narrow heads share a register.
+        block = block if all(part % block == 0 for part in columns.widths) else width
+        for lane in range(0, channels, block):
+            lanes = slice(lane, lane + block)
             cos, sin = (table[here, lanes if head else slice(None)] for table in tables)
             normed = x_ref[here, lanes].astype(jnp.float32) * inverse * weight_ref[:, lanes]
-            turned = (normed * cos + pltpu.roll(normed, width // 2, 1) * sin).astype(dtype)
+            turned = (normed * cos + _swap_halves(normed, width) * sin).astype(dtype)
             columns.store(results, here, lane, turned)
 
     by_rows(x_ref.shape[0], ROWS_AT_ONCE, sublanes(x_ref.dtype), rows)
+
+
+def _swap_halves(x: jax.Array, width: int) -> jax.Array:
+    """Return [rows, columns] with the halves of every head of `width` columns in each other's place."""
+    columns, half = x.shape[1], width // 2
+    if columns == width:
+        return pltpu.roll(x, half, 1)
+    first = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) % width < half
+    return jnp.where(first, pltpu.roll(x, columns - half, 1), pltpu.roll(x, half, 1))

@@ -3,7 +3,6 @@
 Arguments: a checkpoint's folder, the npz of inputs, and where to write the predictions of one device and of all.
 """
 
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from tests.wan_tpu.meshes import fit_meshes
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.ltx2 import components, positions, transformer
 from wan_tpu.families.ltx2.guidance import evaluations
-from wan_tpu.families.ltx2.presets import PRESETS, TRANSFORMER
+from wan_tpu.families.ltx2.spec import Ltx2Spec
 from wan_tpu.runtime.components import DTYPES, load_component
 from wan_tpu.runtime.mesh import make_mesh
 
@@ -23,8 +22,7 @@ FPS = 24.0
 
 def predict(folder, mesh, inputs, precision="float32"):
     """Return the predictions of video [E, L, C] and sound [E, A, C] for `inputs`, by the names of the arguments."""
-    written = Checkpoint(folder).config("transformer")
-    config = dataclasses.replace(PRESETS["ltx-2.3"], transformer=TRANSFORMER | written)
+    config = Ltx2Spec.open(Checkpoint(folder)).config
     loaded = load_component(Checkpoint(folder), components.transformer(config), precision, mesh)
     video, audio, text, audio_text = (
         inputs[name].astype(DTYPES[precision]) for name in ("video", "audio", "text", "audio_text")

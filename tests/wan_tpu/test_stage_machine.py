@@ -10,6 +10,7 @@ from wan_tpu.plan import RequestPlan
 from wan_tpu.request import GenerationRequest
 from wan_tpu.stage_machine import (
     Decode,
+    DecodeSound,
     EncodeImage,
     EncodeText,
     Finish,
@@ -35,6 +36,9 @@ KINDS = {
     "first and last image": ("wan2.1-flf2v-14b-720p", {}),
     "chunks of several frames": ("cogvideox1.5-5b", {"frames": 17}),
     "image of another family": ("hunyuanvideo1.5-480p-i2v", {}),
+    "sound": ("ltx-2.3", {}),
+    "sound that is left out": ("ltx-2.3", {"generate_audio": False}),
+    "sound in two stages": ("ltx-2.3-distilled", {}),
 }
 
 
@@ -70,7 +74,8 @@ def steps_of(plan, start):
 
 
 def ending(plan):
-    return [Finish(plan.experts[-1].stage), *map(Decode, range(len(plan.decoder_chunks))), Save()]
+    sound = [DecodeSound()] if plan.has_sound else []
+    return [Finish(plan.experts[-1].stage), *sound, *map(Decode, range(len(plan.decoder_chunks))), Save()]
 
 
 def test_request_passes_all_its_operations_once_and_in_order(plan):

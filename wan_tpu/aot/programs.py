@@ -35,7 +35,7 @@ STEP, SKIPPED = "denoise step", "denoise step, skipped"
 FIRST_STEP, ENLARGE = (
     "denoise step, smaller",
     "enlarge latents",
-)  # Of models whose latents become larger between experts.
+)  # Where latents become larger between experts.
 ADAPTERS = "apply adapters"
 RANK = 64  # The rank of LightX2V's adapters, which is assumed of all.
 

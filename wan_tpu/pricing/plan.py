@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from wan_tpu.aot.programs import ADAPTERS, SKIPPED, STEP, AbstractRuntime, stage_programs
+from wan_tpu.aot.programs import ADAPTERS, ENLARGE, FIRST_STEP, SKIPPED, STEP, AbstractRuntime, stage_programs
 from wan_tpu.aot.topology import DescribedSlice
 from wan_tpu.errors import InvalidRequest, MeshError
 from wan_tpu.families.model import preset_model
-from wan_tpu.plan import Expert
+from wan_tpu.plan import VIDEO, Expert
 from wan_tpu.pricing.analyse import analyse
 from wan_tpu.pricing.compiling import Compiled, Job, compile_job, is_known
 from wan_tpu.pricing.cost import Cost, Times
@@ -22,6 +22,7 @@ from wan_tpu.pricing.kernel_prices import CountBundles, KernelPrices, count_alon
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.memory import GIB, MemoryNeed, needed_bytes
 from wan_tpu.runtime.mesh import MeshShape, make_mesh
+from wan_tpu.stages import sound_decoders
 
 Report = Callable[[str], object]
 KEYS = "text keys"
@@ -84,7 +85,8 @@ class Needs(NamedTuple):
 def _find_owner(program: ProgramPlan) -> str:
     """Return what a program shares its weights with."""
     owner = program.name.split(" first")[0].split(" later")[0]
-    return STEP if owner in (KEYS, SKIPPED) or owner.startswith(ADAPTERS) else owner  # which come before the step
+    # These come before the step.
+    return STEP if owner in (KEYS, SKIPPED, FIRST_STEP) or owner.startswith(ADAPTERS) else owner
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,7 @@ class Planner:
             request=self._request,
             tokens=tokens,
             stages=tuple(self._stages(programs)),
-            experts=2 if len(self._model.spec.denoise_stages) > 1 else 1,
+            experts=len({self._model.same_weights.get(stage, stage) for stage in self._model.spec.denoise_stages}),
         )
 
     def mesh(self, mesh: Sequence[int | None]) -> Mesh:
@@ -237,7 +239,7 @@ class Planner:
     def job(self, program: str, mesh: MeshShape) -> Job:
         """Return what is compiled for a program; steps and guidance change the expert's programs only."""
         usual = self._model.spec.defaults
-        sampled = self._request if program in (KEYS, STEP, SKIPPED) else usual
+        sampled = self._request if program in (KEYS, FIRST_STEP, ENLARGE, STEP, SKIPPED) else usual
         settings: dict[str, Any] = {name: getattr(self._request, name) for name in ("height", "width", "frames")}
         settings |= {name: getattr(sampled, name) for name in ("steps", "guidance_scale")}
         if sampled.solver != usual.solver:
@@ -269,22 +271,31 @@ class Planner:
         return Prediction(cost.total, cost.by_category(), cost.unpriced)
 
     def _stages(self, programs: list[ProgramPlan]) -> Iterator[StagePlan]:
-        flops, shape = self._model.flops, self._model.spec.latent_shape(self._request)
-        branches = 2 if self._model.spec.guided(self._request) else 1
+        flops, spec = self._model.flops, self._model.spec
+        branches = 2 if spec.guided(self._request) else 1
         denoise = [
             program
             for program in programs
-            if program.name in (KEYS, STEP, SKIPPED) or program.name.startswith(ADAPTERS)
+            if program.name in (KEYS, FIRST_STEP, ENLARGE, STEP, SKIPPED) or program.name.startswith(ADAPTERS)
         ]
-        decoder = [program for program in programs if program.name.startswith("decoder")]
+        decoders = ("decoder", *sound_decoders(self._model))
+        decoder = [
+            program for program in programs if program.name.removesuffix(" first").removesuffix(" later") in decoders
+        ]
         encoder = [program for program in programs if program not in denoise + decoder]
         host_s = host_seconds(self._model.spec, self._request)
         if encoder:
             operations = flops.encoder(self._request, prompts=branches)
             yield StagePlan("encoder", tuple(encoder), operations, host_s["encoder"])
         if denoise:
-            steps = sum(program.calls for program in denoise if program.name == STEP)
-            operations = flops.step(shape, branches=branches) * steps
+            last = spec.experts(self._request)[-1]
+            steps = {FIRST_STEP: last.start, STEP: last.stop}
+            operations = sum(
+                program.calls
+                * flops.step(spec.latent_shapes(self._request, steps[program.name])[VIDEO], branches=branches)
+                for program in denoise
+                if program.name in steps
+            )
             yield StagePlan("denoise", tuple(denoise), operations, host_s["denoise"])
         if decoder:
             operations = flops.decoder(self._model.spec.decoded_shape(self._request))

@@ -21,16 +21,16 @@ plan = on_one_device.plan(request)
 results = {}
 
 
-def add(name, latents, pixels):
+def add(name, latents, video):
     with tempfile.TemporaryDirectory() as folder:
-        mp4 = Video(pixels, plan.request.fps).save(Path(folder) / "video.mp4").read_bytes()
-    results.update({f"latents_{name}": latents, f"pixels_{name}": pixels, f"mp4_{name}": np.frombuffer(mp4, np.uint8)})
+        mp4 = np.frombuffer(video.save(Path(folder) / "video.mp4").read_bytes(), np.uint8)
+    results.update({f"latents_{name}": latents, f"pixels_{name}": video.pixels, f"mp4_{name}": mp4})
 
 
 if len(jax.devices()) == 1:
     latents = []
     video = on_one_device.generate(request, on_step=lambda event: latents.append(event.latents))
-    add("alone", latents[-1], video.pixels)
+    add("alone", latents[-1], video)
 else:
     # On the meshes of the layout: one device for each stage, and for the low-noise expert all.
     on_all = load_pipeline(checkpoint, "float32")
@@ -39,6 +39,7 @@ else:
     conditioning = on_one_device.encode(plan)
     state = on_one_device.denoise(plan, conditioning, on_one_device.initial_state(plan), stop=high.stop)
     state = on_all.denoise(plan, conditioning, state)
-    add("on_meshes", state.latents, np.concatenate(list(on_one_device.decode(state.latents))))
+    pixels = np.concatenate(list(on_one_device.decode(state.latents)))
+    add("on_meshes", state.latents, Video(pixels, plan.request.fps))
 
 np.savez(output, **results)
