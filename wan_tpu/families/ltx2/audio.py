@@ -223,46 +223,52 @@ def _run_blocks(
 ) -> jax.Array:
     """Return the mean of what residual blocks make of a signal [T, C].
 
-    A loop runs all blocks and their layers, so that they are compiled once: unrolled, the published vocoder would keep
-    a TPU's compiler busy for over ten minutes. Convolutions of fewer taps than the longest have zeros around theirs.
+    Loops run all blocks, their layers, a layer's two halves and a convolution's taps, so that each is compiled once:
+    unrolled, the published vocoder would keep a TPU's compiler busy for over ten minutes. Convolutions of fewer taps
+    than the longest have zeros around theirs.
     """
     taps = max(block["convs1.0.weight"].shape[2] for block in blocks)
     farthest = max(max(row) for row in dilations) * (taps // 2)
-    layers = [
-        [_read_layer(block, i, taps) for i in range(len(row))] for block, row in zip(blocks, dilations, strict=True)
+    halves = [
+        [_stack([_read_half(block, f"{half}.{i}", taps) for half in ("1", "2")]) for i in range(len(row))]
+        for block, row in zip(blocks, dilations, strict=True)
     ]
-    stacked = _stack([_stack(row) for row in layers])
+    stacked = _stack([_stack(row) for row in halves])
 
-    def convolve(weights: tuple[jax.Array, jax.Array], x: jax.Array, dilation: jax.Array | int) -> jax.Array:
-        matrix, bias = weights
+    def run_half(x: jax.Array, inputs: Any) -> tuple[jax.Array, None]:
+        half, dilation = inputs
+        x = _activate(_Weights(half["act"], ""), x, window, slope)
         around = jnp.pad(window.silence_outside(x), ((farthest, farthest), (0, 0)))
-        starts = [farthest + (tap - taps // 2) * dilation for tap in range(taps)]
-        rows = [jax.lax.dynamic_slice_in_dim(around, start, len(x)) for start in starts]
-        return jnp.dot(jnp.concatenate(rows, axis=1), matrix, precision=_EXACT) + bias
+
+        def add_tap(total: jax.Array, inputs: Any) -> tuple[jax.Array, None]:
+            tap, matrix = inputs
+            rows = jax.lax.dynamic_slice_in_dim(around, farthest + (tap - taps // 2) * dilation, len(x))
+            return total + jnp.dot(rows, matrix, precision=_EXACT), None
+
+        start = jnp.broadcast_to(half["bias"], x.shape)
+        return jax.lax.scan(add_tap, start, (jnp.arange(taps), half["matrices"]))[0], None
 
     def run_layer(x: jax.Array, inputs: Any) -> tuple[jax.Array, None]:
-        layer, dilation = inputs
-        y = convolve(layer["convs1"], _activate(_Weights(layer["acts1"], ""), x, window, slope), dilation)
-        return x + convolve(layer["convs2"], _activate(_Weights(layer["acts2"], ""), y, window, slope), 1), None
+        return x + jax.lax.scan(run_half, x, inputs)[0], None
 
     def run_block(total: jax.Array, inputs: Any) -> tuple[jax.Array, None]:
         return total + jax.lax.scan(run_layer, x, inputs)[0], None
 
-    return jax.lax.scan(run_block, jnp.zeros_like(x), (stacked, jnp.array(dilations)))[0] / len(blocks)
+    spread = jnp.array([[(dilation, 1) for dilation in row] for row in dilations])
+    return jax.lax.scan(run_block, jnp.zeros_like(x), (stacked, spread))[0] / len(blocks)
 
 
-def _read_layer(block: _Weights, layer: int, taps: int) -> dict[str, Any]:
-    """Return the weights of a residual block's layer; of convolutions as matrices [K C, C], and biases."""
-    read: dict[str, Any] = {}
-    for part in ("convs1", "convs2"):
-        weight = block[f"{part}.{layer}.weight"]  # [O, I, K]
-        missing = taps - weight.shape[2]
-        longer = jnp.pad(weight, ((0, 0), (0, 0), (missing // 2, missing - missing // 2)))
-        read[part] = longer.transpose(2, 1, 0).reshape(-1, len(weight)), block[f"{part}.{layer}.bias"]
-    for part in ("acts1", "acts2"):
-        weights = {name: block.get(f"{part}.{layer}.{name}") for name in _OF_ACTIVATION}
-        read[part] = {name: value for name, value in weights.items() if value is not None}
-    return read
+def _read_half(block: _Weights, half: str, taps: int) -> dict[str, Any]:
+    """Return the weights of half of a residual block's layer; of its convolution a matrix [C, O] for each tap."""
+    weight = block[f"convs{half}.weight"]  # [O, C, K]
+    missing = taps - weight.shape[2]
+    longer = jnp.pad(weight, ((0, 0), (0, 0), (missing // 2, missing - missing // 2)))
+    activation = {name: block.get(f"acts{half}.{name}") for name in _OF_ACTIVATION}
+    return {
+        "matrices": longer.transpose(2, 1, 0),
+        "bias": block[f"convs{half}.bias"],
+        "act": {name: value for name, value in activation.items() if value is not None},
+    }
 
 
 def _stack(trees: list[Any]) -> Any:
