@@ -2,6 +2,7 @@
 
 import importlib.util
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -153,6 +154,15 @@ def test_weights_that_do_not_fit_are_fetched_in_parts(monkeypatch):
     out = call.run(FUNCTIONS["kernel"], interpret=simulated)
     assert_close(out, call.run_torch(), DTYPES["float32"])
     assert not simulator.races.races_found
+
+
+@pytest.mark.parametrize(("vmem_mib", "expected"), [(128, (4, 256)), (64, (2, 128))], ids=["v6e", "v7x"])
+def test_a_tile_is_smaller_where_no_part_of_the_weights_fits_beside_a_large_one(vmem_mib, expected):
+    # LTX-2.0's encoder on one of eight devices: a frame of 8 x 48 pixels, 226 MB of weights.
+    x, weight = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 8, 48, 2048), (3, 3, 3, 2048, 2048)))
+    past = jax.ShapeDtypeStruct((2, 8, 48, 2048), jnp.bfloat16)
+    shape = shapes.conv_shape(x, weight, past, (1, 1), 1, int(0.85 * vmem_mib * 2**20), interpret=True)
+    assert (shape.block, shape.o_block) == expected
 
 
 def test_rows_that_do_not_fill_tiles_are_refused():

@@ -157,6 +157,8 @@ def conv_shape(
         *(shape(frames, block, o) for frames in slabs for block in reversed(large)),
         *(shape(frames, block, part) for frames in slabs for block in reversed(large) for part in output_parts),
         *(shape(frames, block, o) for frames in slabs for block in reversed(sizes)),
+        *(shape(frames, block, part) for frames in slabs for block in reversed(sizes) for part in output_parts),
+        *(shape(frames, block, LANES) for frames in slabs for block in reversed(sizes) if output_parts),
     ]
     fitting = (candidate for candidate in candidates if _vmem_use(candidate, x.dtype.itemsize) <= vmem)
     return next(fitting, shape(slabs[-1], 1, o))
