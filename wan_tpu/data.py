@@ -85,7 +85,8 @@ class DenoiseState:
         cls, parts: Mapping[str, tuple[Array, tuple[Array, ...]]], step: int, *, own_noise: bool = False
     ) -> "DenoiseState":
         """Return the state with such parts after `step` steps."""
-        return cls(*parts[VIDEO], step, *parts.get(AUDIO, (None, ())), own_noise=own_noise)
+        (latents, history), (audio, audio_history) = parts[VIDEO], parts.get(AUDIO, (None, ()))
+        return cls(latents, history, step, audio, audio_history, own_noise)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,11 +6,15 @@ No JAX, no torch: drivers use it, and they compute nothing.
 import dataclasses
 import functools
 import hashlib
+import os
+import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 from wan_tpu.errors import CheckpointError, InvalidInput
+from wan_tpu.sources.disk import explain_disk_error, is_permanent
 from wan_tpu.storage.addresses import is_bucket
 from wan_tpu.storage.folder import BucketFolder
 
@@ -19,6 +23,7 @@ _ADAPTER_ENDING, _ADAPTER_CONFIG = ".safetensors", "adapter_config.json"
 _REMEMBERED = 1024  # Checksums that a process keeps. Requests usually share their adapters.
 _UNSETTLED_NS = 2 * 10**9  # A file that changed so recently may change again within the resolution of its time stamp.
 
+T = TypeVar("T")
 Stamps = tuple[tuple[str, int, int, int], ...]  # For each file: path, inode, bytes, nanoseconds of the last change.
 
 
@@ -37,8 +42,13 @@ class Source:
     stamps: Stamps = ()
 
     def check(self) -> None:
-        """Raise `InvalidInput` if its content has changed; sources that aren't on this machine aren't checked."""
-        if not self.stamps or _stamps(_files(self.location)) == self.stamps:
+        """Compare its content with what is there now; sources that aren't on this machine aren't checked.
+
+        Raises:
+            InvalidInput: It has changed.
+            Unavailable: The disk fails.
+        """
+        if not self.stamps or _look(self.location) == self.stamps:
             return
         now = identify(self.location)
         if now is None or now.version != self.version:
@@ -52,34 +62,54 @@ def identify(location: str) -> Source | None:
         The source; None where this machine can't say: the file isn't here, or the hub's commit isn't known.
 
     Raises:
-        Unavailable: The bucket doesn't answer now.
+        Unavailable: The bucket doesn't answer now, or the disk fails.
     """
     if is_bucket(location):
         generations = _generations(location)
         return Source(location, f"generation {' '.join(generations)}") if generations else None
-    try:
-        if files := _files(location):
-            stamps = _stamps(files)
-            return Source(location, f"sha256 {_checksum(stamps)}", stamps)
-    except OSError:
-        return None
+    if stamps := _look(location):
+        checksum = _ask(lambda: _checksum(stamps), location)
+        return None if checksum is None else Source(location, f"sha256 {checksum}", stamps)
     commit = _hub_commit(location)
     return None if commit is None else Source(location, f"commit {commit}")
 
 
-def _files(location: str) -> list[Path]:
-    """Return the files of a video or an adapter on this machine; none where it isn't here."""
-    path = Path(location)
-    if path.is_dir():
-        return [*sorted(path.glob(f"*{_ADAPTER_ENDING}")), *path.glob(_ADAPTER_CONFIG)]
-    if not path.is_file():
+def _ask(read: Callable[[], T], location: str) -> T | None:
+    """Return what `read` returns; None where it isn't here, or this process may not read it.
+
+    Raises:
+        Unavailable: The disk fails. To take that for "not here" would let changed content pass for unchanged.
+    """
+    try:
+        return read()
+    except ValueError:  # No file has such a name.
+        return None
+    except OSError as error:
+        if is_permanent(error):
+            return None
+        raise explain_disk_error(error, location) from None
+
+
+def _look(location: str) -> Stamps:
+    """Return the stamps of the files of a video or an adapter on this machine; none where it isn't here."""
+    return _ask(lambda: _stamps(_files(Path(location))), location) or ()
+
+
+def _files(path: Path) -> list[Path]:
+    """Return the files of a video or an adapter. `Path.is_dir` and `Path.glob` may hide that the disk fails."""
+    if stat.S_ISDIR(path.stat().st_mode):
+        names = sorted(os.listdir(path))
+        weights = [path / name for name in names if name.endswith(_ADAPTER_ENDING)]
+        return weights + [path / _ADAPTER_CONFIG] * (_ADAPTER_CONFIG in names)
+    if not stat.S_ISREG(path.stat().st_mode):
         return []
-    return [path, *(path.parent.glob(_ADAPTER_CONFIG) if path.suffix == _ADAPTER_ENDING else ())]
+    has_config = path.suffix == _ADAPTER_ENDING and _ADAPTER_CONFIG in os.listdir(path.parent)
+    return [path] + [path.parent / _ADAPTER_CONFIG] * has_config
 
 
 def _stamps(files: Iterable[Path]) -> Stamps:
     stats = [(str(file), file.stat()) for file in files]
-    return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+    return tuple((name, entry.st_ino, entry.st_size, entry.st_mtime_ns) for name, entry in stats)
 
 
 def _checksum(stamps: Stamps) -> str:
@@ -131,7 +161,5 @@ def _hub_commit(location: str) -> str | None:
     if not owner or not name or location.startswith((".", "/", "~")):
         return None
     folder = repo_folder_name(repo_id=f"{owner}/{name}", repo_type="model")
-    try:
-        return Path(constants.HF_HUB_CACHE, folder, "refs", "main").read_text().strip() or None
-    except (OSError, ValueError):
-        return None
+    commit = _ask(Path(constants.HF_HUB_CACHE, folder, "refs", "main").read_text, location)
+    return None if commit is None else commit.strip() or None

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families import family_of, preset_spec, published, spec_of
 from wan_tpu.families.shared.causal_vae import CausalChunks
+from wan_tpu.families.shared.image_processing import ImageProcessor
 from wan_tpu.families.shared.tokenizing import Tokenizer
 from wan_tpu.plan import VIDEO, Expert
 from wan_tpu.request import ResolvedRequest
@@ -132,15 +133,23 @@ class Model(abc.ABC):
         """The tokenizer of each text encoder, by component."""
         return {}
 
+    @property
+    def image_processor(self) -> ImageProcessor | None:
+        """The image encoder's processor; None if the model has no image encoder."""
+        return None
+
     def prepare(self, component: str) -> None:
-        """Read what the host needs for a component beside its weights: a text encoder's tokenizer.
+        """Read what the host needs for a component beside its weights: a tokenizer, or the image processor.
 
         Raises:
-            CheckpointError: The checkpoint has no working tokenizer.
+            CheckpointError: The checkpoint has no working one.
+            Unavailable: The disk or the machine fails.
         """
         if component in self.tokenizers:
             with self.tokenizers[component].lock():
                 pass
+        if component == "image_encoder" and self.image_processor is not None:
+            self.image_processor.read()
 
     @abc.abstractmethod
     def tokenize(self, prompt: str) -> tuple[dict[str, tuple[np.ndarray, ...]], list[str]]:

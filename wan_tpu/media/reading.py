@@ -51,6 +51,9 @@ def _gif_frames(path: Path, count: int) -> list[Image.Image]:
         with Image.open(path, formats=["GIF"]) as pictures:
             return [frame.convert("RGB") for frame in itertools.islice(ImageSequence.Iterator(pictures), count)]
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        # An error of the operating system has a number, Pillow's own have none.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise _explain(error, path) from None
         raise _unreadable(path, str(error)) from None
 
 
@@ -92,10 +95,15 @@ def _check_readable(path: Path) -> None:
         with path.open("rb") as file:
             file.read(1)
     except OSError as error:
-        reason = error.strerror or error
-        if not is_permanent(error):
-            raise Unavailable(f"video {path} can't be read now ({reason}); check the disk, and try again") from None
-        raise _unreadable(path, str(reason)) from None
+        raise _explain(error, path) from None
+
+
+def _explain(error: OSError, path: Path) -> InvalidRequest | Unavailable:
+    """Return the exception that says whose fault an error of the operating system is."""
+    reason = str(error.strerror or error)
+    if is_permanent(error):
+        return _unreadable(path, reason)
+    return Unavailable(f"video {path} can't be read now ({reason}); check the disk, and try again")
 
 
 def _unreadable(path: str | Path, reason: str) -> InvalidRequest:

@@ -33,6 +33,32 @@ def explain_disk_error(error: OSError, path: str | Path) -> CheckpointError | Un
     return Unavailable(f"{path} can't be read now ({reason}); check the disk that it lies on, and try again")
 
 
+def explain_unusable(
+    error: Exception, path: Path, part: str, *, read_again: bool = True
+) -> CheckpointError | Unavailable:
+    """Return the exception that says whose fault it is that another library can't make something of files.
+
+    Such libraries raise the same types for a damaged file as for a failing disk.
+
+    Args:
+        error: What the library raised.
+        path: The file, or the folder of the files, that it reads.
+        part: What it should make of them, for people.
+        read_again: Whether to read the files again, to see if the disk fails.
+    """
+    try:
+        if isinstance(error, OSError) and error.errno is not None:  # transformers raises others itself.
+            raise error
+        if read_again:
+            for file in path.iterdir() if path.is_dir() else [path]:
+                if not file.is_dir():
+                    file.read_bytes()
+    except OSError as failure:
+        return explain_disk_error(failure, path)
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+    return CheckpointError(f"{path} holds no working {part} ({reason}); fetch it again")
+
+
 def read_file(path: Path) -> bytes:
     """Return a file's content.
 

@@ -207,9 +207,8 @@ class ExpertRun:
         skipped = ((False, False),) * request.steps if keeps_residuals else plan.skipped
         self._skipped = None if skipped is None else np.array(skipped)
         self._residual: jax.Array | None = None  # Of the blocks, where it will be reused.
-        self._parts: dict[str, Any] = (
-            state.parts
-        )  # What the next step takes: the state's, unless they are enlarged first.
+        # What the next step takes: the state's parts, unless they are enlarged first.
+        self._parts: dict[str, Any] = state.parts
         if expert.enlarges and state.step == expert.start:
             self._parts = enlarge(runtime, request, expert, state, inputs.image_latents)
 

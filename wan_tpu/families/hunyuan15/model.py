@@ -27,6 +27,7 @@ from wan_tpu.families.hunyuan15.sizes import OVERLAP, STRIDE
 from wan_tpu.families.hunyuan15.spec import DENOISE, HunyuanSpec
 from wan_tpu.families.model import Flops, Model, StepInputs, apply_guidance
 from wan_tpu.families.shared.causal_vae import CausalChunks
+from wan_tpu.families.shared.image_processing import ImageProcessor
 from wan_tpu.families.shared.tiles import TiledChunks
 from wan_tpu.families.shared.tokenizing import Tokenizer
 from wan_tpu.plan import VIDEO
@@ -157,15 +158,17 @@ class HunyuanModel(Model):
 
     def clip_pixels(self, request: ResolvedRequest) -> np.ndarray:
         """Return the image, cropped to the video's shape, as SigLIP takes it, float32 [1, 3, 384, 384]."""
-        processed = self._siglip_processor.preprocess(
-            self.resize_image(request), do_resize=True, do_convert_rgb=True, return_tensors="np"
-        )
-        return np.asarray(processed["pixel_values"], np.float32)
+        assert self.image_processor is not None
+        return self.image_processor([self.resize_image(request)])
 
     @functools.cached_property
-    def _siglip_processor(self) -> transformers.SiglipImageProcessor:
+    def image_processor(self) -> ImageProcessor | None:
+        """SigLIP's image processor."""
+        if "i2v" not in self.spec.tasks:
+            return None
         assert self.checkpoint is not None
-        return transformers.SiglipImageProcessor.from_pretrained(str(self.checkpoint.path("feature_extractor")))
+        folder = self.checkpoint.path("feature_extractor")
+        return ImageProcessor(transformers.SiglipImageProcessor, folder, self.image_pixels_shape[1:])
 
     def encode_image(self, module: torch.nn.Module, params: Params, pixels: jax.Array) -> jax.Array:
         """Encode pixels [1, 3, 384, 384] as features [1, L, C]."""

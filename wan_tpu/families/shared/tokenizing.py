@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import transformers
 
-from wan_tpu.errors import CheckpointError
-from wan_tpu.sources.disk import explain_disk_error
+from wan_tpu.sources.disk import explain_unusable
 
 _FEWEST_WORDS = 100  # The smallest plausible vocabulary: even a tokenizer of bytes has 256 words.
 
@@ -46,9 +45,8 @@ class Tokenizer:
             raise
         except Exception as error:
             # The tokenizers package raises bare Exception, for damaged files as well as for a failing disk.
-            self._check_disk(error)
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-            raise CheckpointError(f"{self._folder} holds no working tokenizer ({reason}); fetch it again") from error
+            unread = self._tokenizer is None
+            raise explain_unusable(error, self._folder, "tokenizer", read_again=unread) from error
 
     def to_arrays(self, tokens: Any) -> tuple[np.ndarray, np.ndarray]:
         """Return ids and mask of tokens, both int32 [1, L].
@@ -61,23 +59,6 @@ class Tokenizer:
         if highest >= self._vocabulary:
             raise ValueError(f"it has token {highest}, the text encoder knows {self._vocabulary}")
         return ids, mask
-
-    def _check_disk(self, error: Exception) -> None:
-        """Raise what says whose fault it is if an error, or reading the folder's files again, is an error of the disk.
-
-        Raises:
-            CheckpointError: A file is missing, or this process may not read it.
-            Unavailable: The disk or the machine fails.
-        """
-        try:
-            if isinstance(error, OSError) and error.errno is not None:  # transformers raises others itself.
-                raise error
-            if self._tokenizer is None:
-                for file in self._folder.iterdir():
-                    if file.is_file():
-                        file.read_bytes()
-        except OSError as failure:
-            raise explain_disk_error(failure, self._folder) from None
 
     def _read(self) -> Any:
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(self._folder.resolve()))

@@ -24,6 +24,7 @@ from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.model import Model, StepInputs, apply_guidance
 from wan_tpu.families.shared.causal_vae import CausalChunks
 from wan_tpu.families.shared.convolutions import patchify, unpatchify
+from wan_tpu.families.shared.image_processing import ImageProcessor
 from wan_tpu.families.shared.t5 import text_encoder
 from wan_tpu.families.shared.tokenizing import Tokenizer, tokenize
 from wan_tpu.families.wan import components, transformer, vae
@@ -143,12 +144,17 @@ class WanModel(Model):
             for image in (request.image, request.last_image)
             if isinstance(image, Image.Image)
         ]
-        return np.asarray(self._image_processor(images=images, return_tensors="np")["pixel_values"], np.float32)
+        assert self.image_processor is not None
+        return self.image_processor(images)
 
     @functools.cached_property
-    def _image_processor(self) -> transformers.CLIPImageProcessor:
+    def image_processor(self) -> ImageProcessor | None:
+        """CLIP's image processor."""
+        if self.config.image_encoder is None:
+            return None
         assert self.checkpoint is not None
-        return transformers.CLIPImageProcessor.from_pretrained(str(self.checkpoint.path("image_processor")))
+        folder = self.checkpoint.path("image_processor")
+        return ImageProcessor(transformers.CLIPImageProcessor, folder, self.image_pixels_shape[1:])
 
     def encode_image(self, module: torch.nn.Module, params: Params, pixels: jax.Array) -> jax.Array:
         """Encode pixels [n, 3, 224, 224] as features [n, L, C] of CLIP's last layer but one, the last that is kept."""
