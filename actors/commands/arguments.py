@@ -14,6 +14,7 @@ from cluster.connect import connect
 from cluster.emulation.cluster import STATE, EmulatedCluster, find_default_folder
 from cluster.errors import ClusterNotFound, LayoutError
 from cluster.layout import Layout, list_shipped
+from wan_tpu.commands.licences import show_licence
 from wan_tpu.commands.parser import add_model, add_precision, add_switches
 from wan_tpu.commands.sizes import WITH_FRAMES, read_size_with_frames
 from wan_tpu.errors import CheckpointError, InvalidInput
@@ -183,7 +184,9 @@ def read_checked_layout(args: argparse.Namespace) -> Layout | None:
     layout = read_layout(args)
     if layout is not None and args.model_id is not None:
         try:
-            check_layout(layout, open_spec(args.model_id))
+            model = open_spec(args.model_id)
+            show_licence(model)
+            check_layout(layout, model)
         except CheckpointError as error:
             print(f"not checked whether the layout fits the model: {error}", file=sys.stderr)
     return layout
@@ -205,6 +208,7 @@ def check_layout(layout: Layout, model: ModelSpec) -> None:
 def build_spec(layout: Layout, settings: PipelineSettings, *, lasting: bool = True) -> PipelineSpec:
     """Return a pipeline's specification; raise `CheckpointError` or `LayoutError` where the parts don't fit."""
     model = open_spec(settings.checkpoint)
+    show_licence(model)
     check_layout(layout, model)
     return PipelineSpec(layout, settings, model, lasting)
 

@@ -10,11 +10,16 @@ import subprocess
 import pytest
 
 from actors.cli import COMMANDS, SHELLS, find_command, main
+from actors.commands.arguments import build_spec
+from actors.pipeline_spec import PipelineSettings
 from cluster.emulation.cluster import EmulatedCluster, list_emulated_slices
+from cluster.errors import LayoutError
 from cluster.layout import Layout, list_shipped
 from tests.conftest import ROOT
+from wan_tpu.commands.licences import show_licence
 from wan_tpu.commands.parser import all_actions, parser_of
-from wan_tpu.families import published
+from wan_tpu.families import FAMILIES, preset_spec, published
+from wan_tpu.families.ltx2.small import make_checkpoint
 
 SMALL = ROOT / "examples" / "small-wan2.2-i2v"
 
@@ -197,6 +202,9 @@ def test_models_and_layouts_are_listed(capsys):
     [wan] = [model for model in listed if model["model"] == "wan2.2-i2v-a14b"]
     shown = {"makes": "image to video", "size": "1280x720", "frames": 81, "seconds": 5.1, "steps": 40}
     assert wan.items() >= shown.items() and "lightning" in wan["presets"]
+    assert {model["model"] for model in listed if model["licence"]} == set(
+        FAMILIES["LTX2VideoTransformer3DModel"].presets
+    )
     assert main(["layouts", "--json"]) == 0
     listed = {layout["layout"]: layout for layout in json.loads(capsys.readouterr().out)}
     assert list(listed) == list_shipped()
@@ -207,6 +215,21 @@ def test_models_and_layouts_are_listed(capsys):
     ):
         assert main(argv) == 0
         assert re.search(row, capsys.readouterr().out)
+
+
+def test_a_licence_is_said_once_and_where_models_are_listed(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("WAN_TPU_CACHE", str(tmp_path))
+    show_licence(preset_spec("wan2.2-i2v-a14b"))
+    assert capsys.readouterr().err == ""
+    said = "LTX-2 is under the LTX-2 Community License of 2026-01-05 (github.com/Lightricks/LTX-2)"
+    layout = Layout.load("emulated-demo")
+    checkpoint = make_checkpoint(tmp_path / "ltx", "ltx-2.3")
+    for expected in (True, False):
+        with pytest.raises(LayoutError):  # This layout is for two experts.
+            build_spec(layout, PipelineSettings(str(checkpoint), str(tmp_path)))
+        assert (said in capsys.readouterr().err) == expected
+    assert main(["models"]) == 0
+    assert "Licence of LTX-2: LTX-2 Community License" in capsys.readouterr().out
 
 
 def test_bash_completes_commands_options_and_values(capsys, tmp_path):

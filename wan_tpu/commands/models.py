@@ -27,6 +27,9 @@ def models(argv: Sequence[str]) -> None:
         "model: a diffusers directory, here or in gs://, or a hub id, such as"
     )
     print("\n".join(f"  {family.example}" for family in FAMILIES.values()))
+    for family in FAMILIES.values():
+        if family.licence:
+            print(f"\nLicence of {family.title}: {family.licence}.")
 
 
 def _describe(name: str) -> dict[str, Any]:
@@ -41,4 +44,5 @@ def _describe(name: str) -> dict[str, Any]:
         "seconds": round(settings.frames / settings.fps, 1),
         "steps": settings.steps,
         "presets": ", ".join(spec.presets),
+        "licence": published()[name].licence,
     }

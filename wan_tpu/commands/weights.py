@@ -36,6 +36,7 @@ def weights(argv: Sequence[str]) -> None:
 
 def _convert(args: argparse.Namespace) -> None:
     from wan_tpu.checkpoint import Checkpoint
+    from wan_tpu.commands.licences import show_licence
     from wan_tpu.families import family_of
     from wan_tpu.families.model import open_model
     from wan_tpu.progress import Console
@@ -57,6 +58,7 @@ def _convert(args: argparse.Namespace) -> None:
             raise InvalidInput(f"{family.title} has no experts in files of their own; leave --experts out")
         checkpoint = family.part(family.with_experts)(args.source, args.experts, args.kept_blocks)
     model = open_model(checkpoint)
+    show_licence(model.spec)
     check_precision(model, args.dtype)
     kept = convert(checkpoint, model.components, args.dtype, destination, Console())
     for folder in kept:

@@ -19,12 +19,13 @@ class Family:
         example: A hub id of one of its models.
         transformer: The class of its checkpoints' transformer, by which checkpoints are recognised.
         presets: The published models' configurations, by name.
-        spec: Makes a `ModelSpec` of a configuration.
+        spec: The `ModelSpec`'s class, which takes a configuration.
         open: Makes a `ModelSpec` of a checkpoint; raises `CheckpointError` for one that the family doesn't run.
         model: "module:class" of its `wan_tpu.families.model.Model`, which needs JAX and torch.
         small: "module:function" that writes small checkpoints (`wan_tpu.tiny`), which needs diffusers.
         with_experts: "module:class" of a checkpoint with other experts, from files of another format. It takes (source,
             files, the attention density of sparse experts). None if the family has none.
+        licence: The weights' licence in a sentence, if not everybody may use them free of charge.
     """
 
     name: str
@@ -32,11 +33,12 @@ class Family:
     example: str
     transformer: str
     presets: Mapping[str, Any]
-    spec: Callable[[Any], ModelSpec]
+    spec: type[Any]
     open: Callable[[Checkpoint], ModelSpec]
     model: str
     small: str
     with_experts: str | None = None
+    licence: str = ""
 
     def part(self, path: str) -> Any:
         """Import and return the object at "module:name"."""

@@ -14,4 +14,7 @@ FAMILY = Family(
     open=Ltx2Spec.open,
     model="wan_tpu.families.ltx2.model:Ltx2Model",
     small="wan_tpu.families.ltx2.small:make_checkpoint",
+    licence="LTX-2 Community License of 2026-01-05 (github.com/Lightricks/LTX-2): worldwide; paid from 10 million "
+    "dollars of yearly revenue, affiliates counted; hosted services must pass its restrictions on; watermark and "
+    "provenance must stay",
 )
