@@ -19,6 +19,7 @@ from tests.conftest import PHOTO, ROOT
 from wan_tpu import CheckpointError, GenerationRequest, load_pipeline
 from wan_tpu.checkpoint import Checkpoint, on_disk
 from wan_tpu.families import open_spec
+from wan_tpu.families.model import open_model
 from wan_tpu.families.shared.tokenizing import Tokenizer
 from wan_tpu.lora import Lora
 from wan_tpu.runtime.component_files import index_tensors
@@ -361,3 +362,15 @@ def test_tokenizer_may_know_fewer_words_than_the_text_encoder(checkpoint):
     """As diffusers takes it; none at all is what transformers makes of a missing file."""
     with Tokenizer(checkpoint(KIND) / "tokenizer", vocabulary=250_000).lock() as tokenizer:
         assert len(tokenizer("a cat")["input_ids"]) > 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "folder"),
+    [("wan2.1-i2v-14b-480p", "image_processor"), ("hunyuanvideo1.5-480p-i2v", "feature_extractor")],
+)
+def test_image_processor_is_read_when_its_encoder_is_loaded(kind, folder, checkpoint, tmp_path):
+    copy = shutil.copytree(checkpoint(kind), tmp_path / "copy")
+    open_model(Checkpoint(copy)).prepare("image_encoder")
+    (copy / folder / "preprocessor_config.json").unlink()
+    with pytest.raises(CheckpointError, match=rf"{folder}/preprocessor_config\.json is missing"):
+        open_model(Checkpoint(copy)).prepare("image_encoder")

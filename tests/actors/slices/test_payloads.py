@@ -40,6 +40,7 @@ VALUES = {
     "no features": ImageCondition(None, array(1, 20, 3, 60, 104)),
     "state": DenoiseState(array(1, 16, 3, 60, 104), tuple(array(1, 16, 3, 60, 104) for _ in range(3)), 7),
     "last state": DenoiseState(array(1, 16, 3, 60, 104), (), 40),
+    "state of the caller's noise": DenoiseState(array(1, 16, 3, 60, 104), (), 2, own_noise=True),
     "video": mp4(RNG.bytes(300_000)),
 }
 
@@ -58,7 +59,7 @@ def test_values_come_out_of_the_store_as_views_with_the_same_bits(name, store):
     assert type(got) is type(value)
     for stored, first, twin in zip(*map(arrays_of, (value, got, again)), strict=True):
         if not isinstance(stored, np.ndarray):
-            assert stored == first  # the step
+            assert stored == first  # The step, or whose the noise was.
             continue
         assert first.dtype == stored.dtype
         assert np.array_equal(first.view(np.uint8), stored.view(np.uint8))
