@@ -26,7 +26,7 @@ from actors.slices.profiling import HostProfile, open_to_dashboard
 from cluster.gang.protocol import Output, report
 from wan_tpu import stages
 from wan_tpu.aot.key import describe_build
-from wan_tpu.aot.programs import stage_programs
+from wan_tpu.aot.programs import all_programs
 from wan_tpu.data import Conditioning, DenoiseState, ImageCondition
 from wan_tpu.errors import InvalidInput, OutputError
 from wan_tpu.media.mp4 import Mp4
@@ -104,20 +104,17 @@ class StageHost(HostProfile):
             self._runtime.prepare(name)
 
     def warm_up(self, request: GenerationRequest) -> None:
-        """Compile every program that a request like this one needs here.
-
-        Where the model takes an image, the programs are those of a request with one, even if this one has none.
-        """
+        """Compile every program that a request like this one needs here, with an image or without."""
         image, last = "t2v" not in self._spec.tasks, self._spec.last_images == "required"
         plan = self._spec.plan(request, image=request.image is not None or image, last=last)
         programs = [
             item
             for stage in self._stages
             if stage in plan.shapes
-            for item in stage_programs(self._runtime, plan.request, (stage,)).items()
+            for item in all_programs(self._runtime, plan.request, (stage,))
         ]
         with self._sizes.track(plan.request):
-            for i, (name, (program, args, _)) in enumerate(programs, 1):
+            for i, (name, program, args) in enumerate(programs, 1):
                 self._reported = HostProgress(name, i, len(programs))
                 self._report(self._reported)
                 program.compile(*args)

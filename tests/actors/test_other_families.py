@@ -58,3 +58,46 @@ def test_openai_s_client_gets_cogvideox_s_video(checkpoint, tmp_path, forks):
     assert run(generate, [*command, "--dp", "1", "--sp", "1", "--tp", "1", "--output", str(alone)]) == 0
     assert alone.read_bytes() == video
     assert json.loads(alone.with_suffix(".json").read_text())["request"]["solver"] == "dpm"
+
+
+SOUND_LAYOUT = """
+emulate: {devices_per_host: 1}
+pools:
+  text: {stages: [encoder], slice: v6e-1}
+  video: {stages: [denoise, refine, decoder], slice: v6e-1}
+"""
+
+
+def test_openai_s_client_gets_ltx_2_s_video_with_sound(checkpoint, tmp_path, forks):
+    model = shutil.copytree(checkpoint("ltx-2.3-distilled"), tmp_path / "small-ltx")
+    files = PipelineSettings(str(model), str(tmp_path / "snapshots"), dtype="float32")
+    settings = ServiceSettings(
+        database=str(tmp_path / "jobs.sqlite"), storage=str(tmp_path / "results"), model="small-ltx"
+    )
+    layout = Layout.parse(SOUND_LAYOUT, "the service's layout")
+    spec = PipelineSpec(layout, files, open_spec(model), lasting=True)
+    fields = {"num_frames": "9", "seed": "5"}
+    with deployed(settings, spec, tmp_path, forks) as online, online.client(timeout=SECONDS) as client:
+        asked = {"prompt": "A cat purrs.", "size": "128x64"}
+        jobs = [
+            poll(client, client.videos.create(**asked, extra_body=fields | more))
+            for more in ({}, {"generate_audio": "false"})
+        ]
+        for job in jobs:
+            assert (job.status, job.size) == ("completed", "128x64"), job.error
+            assert set(job.stage_seconds) == {"encoder", "denoise", "refine", "decoder"}
+        with_sound, silent = (client.videos.download_content(job.id).content for job in jobs)
+        for change, allowed in (
+            ({"num_frames": "10"}, "9"),
+            ({"num_inference_steps": "20"}, "8, or 11 in two stages"),
+            ({"size": "96x64"}, "multiple of 64"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=allowed):
+                client.videos.create(**asked, extra_body=fields | change)
+    assert b"mp4a" in with_sound and b"mp4a" not in silent
+    command = ["--model_id", str(model), "--prompt", asked["prompt"], "--size", "128x64", "--frames", "9"]
+    command += ["--seed", "5", "--dtype", "float32", "--dp", "1", "--sp", "1", "--tp", "1"]
+    for content, more in ((with_sound, []), (silent, ["--no-generate-audio"])):
+        alone = tmp_path / f"alone{len(more)}.mp4"
+        assert run(generate, [*command, *more, "--output", str(alone)]) == 0
+        assert alone.read_bytes() == content

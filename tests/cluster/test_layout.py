@@ -56,6 +56,7 @@ def test_a_layout_is_read():
             "one-machine",
         ),
         (ONE_EXPERT, "emulated-one-expert one-expert-v6e one-machine-one-expert"),
+        (["encoder", "denoise", "refine", "decoder"], "ltx-2.3-v6e"),
     ],
 )
 def test_shipped_layouts_are_those_of_a_kind_of_model(stages, names):
@@ -79,6 +80,10 @@ def test_shipped_layouts_are_as_their_comments_say():
     assert [pool.slice.hosts for pool in Layout.load("emulated-one-expert").pools] == [1, 2, 1]
     assert [pool.replicas.minimum for pool in Layout.load("a14b-balanced-v6e").pools] == [1, 3, 5]
     assert Layout.load("one-expert-v6e").find_pool("denoise").replicas == Replicas(1, 8)
+    assert [(str(pool.slice), len(pool.stages)) for pool in Layout.load("ltx-2.3-v6e").pools] == [
+        ("v6e-4", 1),
+        ("v6e-8", 3),
+    ]
 
 
 A_COUNT = "write a whole number from 1 to 1000"

@@ -1,4 +1,4 @@
-"""Adapters of Wan 2.1's image modules, CogVideoX and HunyuanVideo."""
+"""Adapters of Wan 2.1's image modules, CogVideoX, HunyuanVideo and LTX-2."""
 
 import re
 
@@ -115,3 +115,56 @@ def test_hunyuan_in_its_own_names(underscores, checkpoint, pipeline, tmp_path):
     tensors |= files.named(more, comfy, prefix, alpha=2, underscores=underscores)
     path = files.save(tensors, tmp_path / "x.safetensors")
     assert_same(merged(pipeline(kind), "denoise", path), files.by_hand(transformer.state_dict(), factors, 0.5))
+
+
+# Of each kind of module, by the names of LTX-2's own files.
+LTX2 = {
+    "proj_in": "patchify_proj",
+    "audio_proj_in": "audio_patchify_proj",
+    "proj_out": "proj_out",
+    "time_embed.linear": "adaln_single.linear",
+    "audio_time_embed.emb.timestep_embedder.linear_1": "audio_adaln_single.emb.timestep_embedder.linear_1",
+    "prompt_adaln.linear": "prompt_adaln_single.linear",
+    "audio_prompt_adaln.linear": "audio_prompt_adaln_single.linear",
+    "av_cross_attn_video_scale_shift.linear": "av_ca_video_scale_shift_adaln_single.linear",
+    "av_cross_attn_audio_scale_shift.linear": "av_ca_audio_scale_shift_adaln_single.linear",
+    "av_cross_attn_video_a2v_gate.linear": "av_ca_a2v_gate_adaln_single.linear",
+    "av_cross_attn_audio_v2a_gate.linear": "av_ca_v2a_gate_adaln_single.linear",
+} | {
+    f"transformer_blocks.{layer}.{name}": f"transformer_blocks.{layer}.{name}"
+    for layer, name in (
+        (0, "attn1.to_q"),
+        (1, "attn1.to_out.0"),
+        (2, "attn2.to_k"),
+        (0, "audio_attn1.to_v"),
+        (1, "audio_attn2.to_q"),
+        (2, "audio_to_video_attn.to_k"),
+        (0, "audio_to_video_attn.to_out.0"),
+        (1, "video_to_audio_attn.to_v"),
+        (1, "attn1.to_gate_logits"),
+        (2, "ff.net.0.proj"),
+        (2, "audio_ff.net.2"),
+    )
+}
+
+
+@pytest.mark.parametrize("original", [False, True])
+def test_ltx2_as_diffusers_loads_it(original, checkpoint, pipeline, tmp_path):
+    """In the names of diffusers and in those of LTX-2's own files, which have no alpha."""
+    kind = "ltx-2.3-distilled"
+    pipe = diffusers.LTX2Pipeline.from_pretrained(checkpoint(kind))
+    factors = files.factors(pipe.transformer, LTX2)
+    names = LTX2 if original else {name: name for name in LTX2}
+    prefix = "diffusion_model." if original else "transformer."
+    path = files.save(files.named(factors, names, prefix, "lora_A", "lora_B"), tmp_path / "ltx2.safetensors")
+    before = {name: value.clone() for name, value in pipe.transformer.state_dict().items()}
+    pipe.load_lora_weights(path)
+    pipe.fuse_lora(components=["transformer"], lora_scale=0.5)
+    pipe.unload_lora_weights()
+    expected = pipe.transformer.state_dict()
+    assert {name for name, value in expected.items() if not torch.equal(value, before[name])} == {
+        f"{name}.weight" for name in LTX2
+    }
+    # Both stages run the same transformer.
+    for stage in ("denoise", "refine"):
+        assert_same(merged(pipeline(kind), stage, f"{path}:0.5"), expected)

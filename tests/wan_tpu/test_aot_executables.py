@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.conftest import ROOT
+from tests.conftest import PHOTO, ROOT
 from wan_tpu import GenerationRequest
 from wan_tpu.aot import key
 from wan_tpu.aot.executables import SUFFIX, Executables
@@ -109,18 +109,43 @@ def test_source_that_makes_programs_is_in_the_key():
     assert key.describe_build()["torchax"] == "0.0.13"
 
 
+# Of a model's small checkpoint: a size, the programs of a video of this size, and those that differ without an image.
+PROGRAMS = {
+    "wan2.1-t2v-1.3b": (
+        (32, 48, 5),
+        ["text_encoder", "text keys", "denoise step", "decoder first", "decoder later"],
+        [],
+    ),
+    "ltx-2.3-distilled": (
+        (64, 128, 9),
+        [
+            *("text_encoder", "vae_encoder first", "text keys", "denoise step, smaller", "denoise step"),
+            *("enlarge latents", "audio_decoder", "vocoder", "decoder first"),
+        ],
+        ["denoise step, smaller", "denoise step", "enlarge latents"],
+    ),
+}
+
+
 @pytest.mark.long
-def test_another_process_generates_without_compiling(tmp_path, checkpoint):
-    folder = checkpoint("wan2.1-t2v-1.3b")
+@pytest.mark.parametrize(
+    ("kind", "image"), [("wan2.1-t2v-1.3b", False), ("ltx-2.3-distilled", False), ("ltx-2.3-distilled", True)]
+)
+def test_another_process_generates_without_compiling(kind, image, tmp_path, checkpoint):
+    folder = checkpoint(kind)
+    (height, width, frames), names, without_image = PROGRAMS[kind]
     model = open_model(Checkpoint(folder))
-    request = GenerationRequest(**REQUEST).resolve(model.spec.defaults)
+    request = GenerationRequest(height=height, width=width, frames=frames).resolve(model.spec.defaults)
     mesh = make_mesh((1, 1, 1), heads=model.spec.heads)
     done = list(precompile(model, request, mesh, "float32", tmp_path / "programs"))
+    assert [program.name for program in done] == [*names, *(f"{name}, no image" for name in without_image)]
     assert all(program.compile_s > 0 for program in done)
     assert all(program.compile_s == 0 for program in precompile(model, request, mesh, "float32", tmp_path / "programs"))
 
-    command = ["--model_id", str(folder), "--prompt", "A cat", "--size", "48x32"]
-    command += ["--frames", "5", "--steps", "2", "--dtype", "float32", "--dp", "1", "--sp", "1", "--tp", "1"]
+    command = ["--model_id", str(folder), "--prompt", "A cat", "--size", f"{width}x{height}"]
+    command += ["--frames", str(frames), "--dtype", "float32", "--dp", "1", "--sp", "1", "--tp", "1"]
+    command += ["--image", str(PHOTO)] if image else []
+    command += ["--steps", "2"] if kind.startswith("wan") else []
     loaded, compiled = tmp_path / "loaded.mp4", tmp_path / "compiled.mp4"
     loading = [*command, "--executables", str(tmp_path / "programs"), "--output", str(loaded)]
     child = subprocess.run(

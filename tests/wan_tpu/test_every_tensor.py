@@ -27,6 +27,8 @@ UNUSED = {
     "cogvideox1.5-5b-i2v": "",
     "hunyuanvideo1.5-480p-i2v": r"text_encoder/(layers\.[23]\..*|norm\.weight)|image_encoder/head\..*",
     "hunyuanvideo1.5-480p-i2v-step-distilled": r"text_encoder/(layers\.[23]\..*|norm\.weight)|image_encoder/head\..*",
+    "ltx-2": r"text_encoder/(vision_tower|multi_modal_projector)\..*|audio_vae/encoder\..*",
+    "ltx-2.3-distilled": r"text_encoder/(vision_tower|multi_modal_projector)\..*|audio_vae/encoder\..*",
 }
 # Read for what comes after CLIP's last layer but one, whose features Wan takes; and for videos, where TI2V 5B is given
 # an image.

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from wan_tpu import GenerationRequest, load_pipeline
 from wan_tpu.families import preset_spec
+from wan_tpu.families.model import preset_model
 from wan_tpu.families.shared import flop_count as flops
 from wan_tpu.families.wan.model import WanModel
 
@@ -67,3 +68,49 @@ def test_quotes_and_an_image_are_work_for_hunyuan_s_encoders(checkpoint):
     )
     assert plain < quoted and plain < pictured
     assert model.flops.encoder(requests[0].resolve(model.spec.defaults), prompts=2) == 2 * plain
+
+
+def test_work_of_ltx2_s_published_model():
+    """Attention and linear layers of a step by hand; Gemma and the connectors by the size of their weights."""
+    model = preset_model("ltx-2.3-distilled")
+    request = GenerationRequest(height=704, width=1280).resolve(model.spec.defaults)
+    shape = model.spec.latent_shape(request)
+    tokens, sound, text, wide, narrow = model.spec.tokens(shape), 126, 1024, 4096, 2048
+    assert (tokens, model.spec.audio_tokens(request.frames, request.fps)) == (14_080, sound)
+    video = tokens * wide * (4 * wide + 2 * wide + 2 * 4 * wide) + 2 * text * wide * wide
+    audio = sound * narrow * (4 * narrow + 2 * narrow + 2 * 4 * narrow) + 2 * text * narrow * narrow
+    between = 4 * tokens * wide * narrow + 4 * sound * narrow * narrow
+    attention = 2 * tokens * wide * (tokens + text) + 2 * sound * narrow * (sound + text) + 4 * tokens * sound * narrow
+    assert model.flops.step(shape, branches=1) == pytest.approx(
+        2 * 48 * (video + audio + between + attention), rel=0.01
+    )
+
+    with torch.device("meta"):
+        encoders = [model.components[name].build() for name in ("text_encoder", "connectors")]
+    weights = sum(
+        layer.weight.numel() for part in encoders for layer in part.modules() if isinstance(layer, torch.nn.Linear)
+    )
+    gemma = 48 * 2 * text * text * 16 * 256
+    connectors = 8 * 2 * text * text * (wide + narrow)
+    counted = model.flops.encoder(request, prompts=2)
+    assert counted == pytest.approx(2 * 2 * (text * weights + gemma + connectors), rel=0.01)
+
+
+@pytest.mark.long
+def test_work_of_ltx2_is_what_a_run_of_diffusers_counts(checkpoint):
+    folder = checkpoint("ltx-2.3-distilled")
+    model = load_pipeline(folder, dtype="float32", mesh=(1, 1, 1)).runtime.model
+    request = GenerationRequest(prompt="A cat", height=64, width=96, frames=9, steps=8).resolve(model.spec.defaults)
+    pipe = diffusers.LTX2Pipeline.from_pretrained(folder)
+    scales = {f"{prefix}{name}_scale": 1.0 for prefix in ("", "audio_") for name in ("guidance", "modality")}
+    scales |= {"stg_scale": 0.0, "audio_stg_scale": 0.0}
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        pipe(
+            request.prompt, height=64, width=96, num_frames=9, frame_rate=24.0, num_inference_steps=8,
+            use_cross_timestep=True, output_type="np", **scales,
+        )  # fmt: skip
+    shape = model.spec.latent_shape(request)
+    parts = model.flops.encoder(request, prompts=1), 8 * model.flops.step(shape, branches=1), model.flops.decoder(shape)
+    # diffusers also has Gemma predict the next word at each of 1024 tokens, which nothing reads.
+    words = pipe.text_encoder.lm_head.weight.numel()
+    assert sum(parts) == counter.get_total_flops() - 2 * 1024 * words

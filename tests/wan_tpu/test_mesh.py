@@ -46,6 +46,8 @@ BILLIONS = {
     "cogvideox-2b": (1.69, 4.76),
     "cogvideox1.5-5b-i2v": (5.57, 4.76),
     "hunyuanvideo1.5-720p-i2v": (8.33, 6.6),  # of Qwen's 7.07 without the last two layers and the table of outputs
+    "ltx-2": (18.88, 11.77),
+    "ltx-2.3-distilled": (18.99, 11.77),
 }
 
 
@@ -63,7 +65,9 @@ def test_every_weight_of_the_published_models_matches_one_rule(kind):
     assert billions == pytest.approx(BILLIONS[kind], rel=0.03)
 
 
-@pytest.mark.parametrize("kind", ["wan2.1-i2v-14b-480p", "cogvideox1.5-5b-i2v", "hunyuanvideo1.5-480p-i2v"])
+@pytest.mark.parametrize(
+    "kind", ["wan2.1-i2v-14b-480p", "cogvideox1.5-5b-i2v", "hunyuanvideo1.5-480p-i2v", "ltx-2.3-distilled"]
+)
 def test_programs_compiled_ahead_are_of_the_weights_that_are_loaded(kind, checkpoint):
     model, shapes = open_model(Checkpoint(checkpoint(kind))), []
     mesh = make_mesh((1, 1, 1), heads=model.spec.heads)

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from wan_tpu.aot import key
 from wan_tpu.aot.executables import Executables
-from wan_tpu.aot.programs import AbstractRuntime, stage_programs
+from wan_tpu.aot.programs import AbstractRuntime, all_programs
 from wan_tpu.families.model import Model
 from wan_tpu.request import ResolvedRequest
 
@@ -27,6 +27,8 @@ def precompile(
 ) -> Iterator[Precompiled]:
     """Compile every program of a resolved request for a mesh, described or real, and store each in a folder.
 
+    Those of a request with an image and of one without, where the model takes both.
+
     Args:
         model: The model.
         request: The request whose programs are compiled.
@@ -41,7 +43,7 @@ def precompile(
     runtime = AbstractRuntime(
         model, mesh, dtype, executables=Executables(folder, key.settings(model.config, dtype), save=True)
     )
-    for name, (program, args, _) in stage_programs(runtime, request, stages).items():
+    for name, program, args in all_programs(runtime, request, stages):
         start, before = time.perf_counter(), program.compile_s
         program.compile(*args)
         yield Precompiled(name, program.compile_s - before, time.perf_counter() - start)

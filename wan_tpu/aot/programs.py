@@ -57,15 +57,16 @@ class AbstractRuntime(Runtime):
         return self._components[name]
 
 
-def stage_programs(runtime: Runtime, request: ResolvedRequest, stages: Sequence[str] | None = None) -> StagePrograms:
+def stage_programs(
+    runtime: Runtime, request: ResolvedRequest, stages: Sequence[str] | None = None, *, image: bool = True
+) -> StagePrograms:
     """Return the programs of a resolved request, in the order in which they first run.
-
-    A model that takes an image is assumed to get one.
 
     Args:
         runtime: A runtime for the mesh; it may hold shapes in place of weights.
         request: The request.
         stages: The stages whose programs are returned; all of the model's if None.
+        image: Whether a model that takes an image gets one.
     """
     stages = runtime.model.spec.stages if stages is None else stages
     programs: StagePrograms = {}
@@ -75,7 +76,8 @@ def stage_programs(runtime: Runtime, request: ResolvedRequest, stages: Sequence[
         components = runtime.model.spec.components[ENCODER]
         if "image_encoder" in components:
             programs["image_encoder"] = _image_encoder(runtime)
-        if "vae_encoder" in components and ("i2v" in runtime.model.spec.tasks or request.video is not None):
+        has_image = image and "i2v" in runtime.model.spec.tasks
+        if "vae_encoder" in components and (has_image or request.video is not None):
             programs |= _vae(runtime, request, "vae_encoder")
     experts = [expert for expert in runtime.model.spec.experts(request) if expert.stage in stages]
     programs |= _adapters(runtime, request, experts)
@@ -87,12 +89,35 @@ def stage_programs(runtime: Runtime, request: ResolvedRequest, stages: Sequence[
         ((FIRST_STEP, [e for e in experts if e not in larger]), (STEP, larger)) if larger else ((STEP, experts),)
     ):
         if group:
-            programs |= _denoise(runtime, request, group, name)
+            programs |= _denoise(runtime, request, group, name, image=image)
     for expert in larger:
-        programs[ENLARGE] = _enlarging(runtime, request, expert)
+        programs[ENLARGE] = _enlarging(runtime, request, expert, image=image)
     if DECODER in stages:
         programs |= _sound(runtime, request) | _vae(runtime, request, "decoder")
     return programs
+
+
+def all_programs(
+    runtime: Runtime, request: ResolvedRequest, stages: Sequence[str] | None = None
+) -> list[tuple[str, Program, tuple[Any, ...]]]:
+    """Return name, program and arguments of all that a request needs, with an image and without.
+
+    Args:
+        runtime, request, stages: As for `stage_programs`. Of a model that makes videos from text and from images, the
+            programs that differ without an image follow those with one.
+    """
+    programs = stage_programs(runtime, request, stages)
+    result = [(name, program, arguments) for name, (program, arguments, _) in programs.items()]
+    if {"t2v", "i2v"} <= set(runtime.model.spec.tasks):
+        for name, (program, arguments, _) in stage_programs(runtime, request, stages, image=False).items():
+            if _shapes(arguments) != _shapes(programs[name][1]):
+                result.append((f"{name}, no image", program, arguments))
+    return result
+
+
+def _shapes(arguments: tuple[Any, ...]) -> tuple[Any, list[tuple[tuple[int, ...], Any]]]:
+    leaves, structure = jax.tree.flatten(arguments)
+    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
 def _text_encoder(
@@ -145,18 +170,27 @@ def _adapters(runtime: Runtime, request: ResolvedRequest, experts: list[Expert])
     return programs
 
 
-def _enlarging(runtime: Runtime, request: ResolvedRequest, expert: Expert) -> tuple[Program, tuple[Any, ...], int]:
+def _enlarging(
+    runtime: Runtime, request: ResolvedRequest, expert: Expert, *, image: bool
+) -> tuple[Program, tuple[Any, ...], int]:
     program, params = enlarging_program(runtime, expert)
     smaller, larger = (
         {part: _array(runtime, shape, jnp.float32) for part, shape in shapes.items()}
         for shapes in (runtime.model.spec.latent_shapes(request, step) for step in (expert.start, expert.stop))
     )
-    shape = runtime.model.image_latents_shape(smaller[VIDEO].shape)
-    image = None if shape is None else _array(runtime, shape, jnp.float32)
-    return program, (params, smaller, image, larger, {part: _array(runtime, (), jnp.float32) for part in larger}), 1
+    first = _image_latents(runtime, request) if image else None
+    return program, (params, smaller, first, larger, {part: _array(runtime, (), jnp.float32) for part in larger}), 1
 
 
-def _denoise(runtime: Runtime, request: ResolvedRequest, experts: list[Expert], name: str) -> StagePrograms:
+def _image_latents(runtime: Runtime, request: ResolvedRequest) -> jax.ShapeDtypeStruct | None:
+    """Return the latents of a request's image, which has the size of the first step's latents; None without any."""
+    shape = runtime.model.image_latents_shape(runtime.model.spec.latent_shapes(request, 0)[VIDEO])
+    return None if shape is None else _array(runtime, shape, jnp.float32)
+
+
+def _denoise(
+    runtime: Runtime, request: ResolvedRequest, experts: list[Expert], name: str, *, image: bool
+) -> StagePrograms:
     model, loaded = runtime.model, runtime.component(experts[0].stage)
     schedules = model.spec.schedules(request)
     shapes = model.spec.latent_shapes(request, experts[-1].stop)
@@ -170,10 +204,9 @@ def _denoise(runtime: Runtime, request: ResolvedRequest, experts: list[Expert], 
             numbers[part]["noise"] = latents[part]
     program, arguments, _ = _keys(runtime, experts)
     keys = model.key_shapes(runtime.mesh, jax.eval_shape(program.function, *arguments))
-    image = model.image_latents_shape(shapes[VIDEO])
     constants = model.constants(request, shapes[VIDEO])
     keys |= {name: _array(runtime, value.shape, value.dtype) for name, value in constants.items()}
-    conditioning = (keys, None if image is None else _array(runtime, image, jnp.float32))
+    conditioning = (keys, _image_latents(runtime, request) if image else None)
     parts = {part: (array, (array,) * schedules[part].history_terms) for part, array in latents.items()}
     arguments = (loaded.params, parts, numbers, conditioning)
     steps = sum(expert.stop - expert.start for expert in experts)

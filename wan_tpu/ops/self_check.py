@@ -122,8 +122,14 @@ def _cases(scale: int) -> Iterator[KernelCase]:
     yield KernelCase("linear, added to a residual", "linear", (x, weight, bias), residual)
     eps, vector = {"eps": 1e-6}, functools.partial(draw, dtype=jnp.float32)
     yield KernelCase("layer norm", "layer_norm", (x, vector(1, 512), vector(1, 512)), eps)
+    shifted = x, vector(1, 512), vector(1, 512)
+    yield KernelCase("RMS norm with a shift", "layer_norm", shifted, eps | {"centred": False})
     tables = vector(rows, WIDTH), vector(rows, WIDTH)
     yield KernelCase("RMS norm and rotation", "rms_norm_rope", (x, vector(512), tables), eps)
+    own_tables = vector(rows, 512), vector(rows, 512)
+    for width in (WIDTH, WIDTH // 2):
+        name, options = f"RMS norm and rotation by head, {width} wide", eps | {"head": width}
+        yield KernelCase(name, "rms_norm_rope", (x, vector(512), own_tables), options)
     yield KernelCase("norm of heads", "head_norm_rope", (x, vector(WIDTH), vector(WIDTH), tables), eps)
     # A value halfway between two 8-bit numbers may be rounded to either.
     yield KernelCase(

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from wan_tpu.families.ltx2 import audio, components, connectors, text, vae
-from wan_tpu.families.ltx2.spec import Ltx2Spec
+from wan_tpu.families.ltx2.spec import STRIDE, Ltx2Spec
 from wan_tpu.families.shared.flop_count import count
+from wan_tpu.plan import VIDEO
 from wan_tpu.request import ResolvedRequest
 
 
@@ -22,7 +23,8 @@ class Ltx2Flops:
         """Count the encoding of prompts, and of the request's image if it has one."""
         total = prompts * text.count_flops(self._config)
         if request.image is not None:
-            total += vae.count_encoding(self._config, (1, 3, 1, request.height, request.width))
+            *_, height, width = self._spec.latent_shapes(request, 0)[VIDEO]
+            total += vae.count_encoding(self._config, (1, 3, 1, height * STRIDE, width * STRIDE))
         return total
 
     def step(self, latent_shape: tuple[int, ...], *, branches: int) -> int:

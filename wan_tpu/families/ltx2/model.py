@@ -96,9 +96,9 @@ class Ltx2Model(Model):
         return (*latent_shape[:2], 1, *latent_shape[3:])
 
     def vae_chunks(self, component: str, request: ResolvedRequest) -> list[tuple[int, int, int, int, int]]:
-        """Return the shapes of a VAE half's chunks: the image, or all latents."""
+        """Return the shapes of a VAE half's chunks: the image at the size of the first stage, or all latents."""
         if component == "vae_encoder":
-            return [(1, 3, 1, request.height, request.width)]
+            return [(1, 3, 1, *self._image_size(request))]
         return [self.spec.latent_shape(request)]
 
     # ---- The encoder stage.
@@ -138,11 +138,15 @@ class Ltx2Model(Model):
         """
         assert isinstance(request.image, Image.Image)
         film = Image.fromarray(apply_image_conditioning_crf(np.array(request.image), DEFAULT_IMAGE_CRF))
-        *_, height, width = self.spec.latent_shapes(request, 0)[VIDEO]
-        size = height * STRIDE, width * STRIDE
-        frame = fit_image(film, *size, slack=self.spec.shape_slack, resample=Image.Resampling.BILINEAR)
+        frame = fit_image(
+            film, *self._image_size(request), slack=self.spec.shape_slack, resample=Image.Resampling.BILINEAR
+        )
         pixels = 2.0 * (np.asarray(frame, np.float32) / 255.0) - 1.0
         return [pixels.transpose(2, 0, 1)[None, :, None]]
+
+    def _image_size(self, request: ResolvedRequest) -> tuple[int, int]:
+        *_, height, width = self.spec.latent_shapes(request, 0)[VIDEO]
+        return height * STRIDE, width * STRIDE
 
     def image_latents(self, moments: np.ndarray, request: ResolvedRequest) -> np.ndarray:
         """Return the mean, the first half of the channels, float32 [1, C, 1, H, W]."""

@@ -154,6 +154,19 @@ class Ltx2Spec(ModelSpec):
                     name,
                 )
 
+    def _check_settings(self, request: ResolvedRequest) -> None:
+        super()._check_settings(request)
+        if not self.config.distilled or request.sigmas is not None:
+            return
+        first, second = len(presets.DISTILLED_SIGMAS), len(presets.SECOND_STAGE_SIGMAS)
+        works = f"{first}, or {first + second} in two stages" if self.config.upsampler is not None else str(first)
+        if request.steps != first and not self.has_two_stages(request):
+            raise InvalidRequest(
+                f"steps is {request.steps}; {self.name} was trained for the noise levels of {works}: give that many, "
+                "or sigmas of your own",
+                "steps",
+            )
+
     # ---- Steps.
 
     def has_two_stages(self, request: ResolvedRequest) -> bool:
@@ -209,7 +222,13 @@ def _noise_levels(config: Ltx2Config, steps: int, tokens: int) -> tuple[float, .
         slope = (scheduler["max_shift"] - scheduler["base_shift"]) / (last - first)
         shift = math.exp(tokens * slope + scheduler["base_shift"] - slope * first)
         sigmas = shift / (shift + (1 / sigmas - 1))
-    if scheduler["shift_terminal"]:
+    if scheduler["shift_terminal"] and steps > 1:
         rest = 1 - sigmas
+        if not rest[-1]:
+            raise InvalidRequest(
+                f"all noise levels of {tokens} tokens are 1, since a schedule is shifted by their number; give fewer "
+                "frames (121 work at 1920x1088), or sigmas of your own",
+                "frames",
+            )
         sigmas = 1 - rest / (rest[-1] / (1 - scheduler["shift_terminal"]))
     return tuple(sigmas.astype(np.float32).tolist())

@@ -1,0 +1,126 @@
+"""LTX-2 by the commands, as a person types them: in one command, stage by stage, in a batch, and refused."""
+
+import json
+import subprocess
+
+import imageio_ffmpeg
+import numpy as np
+import pytest
+
+from actors.commands.batch import batch
+from tests.conftest import PHOTO
+from wan_tpu import DenoiseState, InvalidRequest, cli
+from wan_tpu.commands import staged
+from wan_tpu.commands.generate import generate
+from wan_tpu.data import load_value
+from wan_tpu.families import preset_spec
+from wan_tpu.request import GenerationRequest
+
+KIND = "ltx-2.3-distilled"
+SIZE = ["--size", "128x64", "--frames", "9", "--seed", "3"]
+SETTINGS = [*SIZE, "--dtype", "float32", "--dp", "1", "--sp", "1", "--tp", "1"]
+FFMPEG = imageio_ffmpeg.get_ffmpeg_exe()
+
+
+def hear(path):
+    """Return what a player hears, float32 [2, samples], and the rate that the file states."""
+    command = [FFMPEG, "-v", "error", "-i", path, "-map", "0:a", "-f", "f32le", "-"]
+    sound = np.frombuffer(subprocess.check_output(command), np.float32).reshape(-1, 2).T
+    return sound, subprocess.run([FFMPEG, "-hide_banner", "-i", path], capture_output=True, text=True).stderr
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return ["--model_id", str(checkpoint(KIND))]
+
+
+@pytest.fixture(scope="module")
+def video_file(model, tmp_path_factory):
+    """A video of an image, in two stages."""
+    out = tmp_path_factory.mktemp("generate") / "video.mp4"
+    command = [*model, "--prompt", "A cat purrs", "--image", str(PHOTO), *SETTINGS, "--output", str(out)]
+    assert cli.run(generate, command) == 0
+    return out
+
+
+@pytest.mark.long
+def test_generate_writes_a_video_with_sound(video_file):
+    sound, description = hear(video_file)
+    assert "128x64" in description and "48000 Hz, stereo" in description
+    # 9 frames last 0.375 s: 9 latents of the sound, 33 mel frames of 480 samples; AAC fills its last block up.
+    assert 33 * 480 <= sound.shape[1] < 33 * 480 + 1024
+    assert sound.std(axis=1).min() > 1e-3
+    record = json.loads(video_file.with_suffix(".json").read_text())
+    assert [stage["stage"] for stage in record["stages"]] == ["encoder", "denoise", "refine", "decoder"]
+    assert [step["step"] for step in record["steps"]] == [*range(1, 12)]
+    assert record["request"]["generate_audio"] is True
+    assert all(stage["tflops_per_s"] > 0 for stage in record["stages"])
+
+
+@pytest.mark.long
+def test_stages_with_files_between_them_make_the_same_video(video_file, model, tmp_path):
+    """Also where the first of two denoising stages ends, and the second begins from its file."""
+    where = ["--input_dir", str(tmp_path)]
+    command = [*model, "--prompt", "A cat purrs", "--image", str(PHOTO), *SETTINGS, "--output_dir", str(tmp_path)]
+    assert cli.run(staged.encode, command) == 0
+    assert cli.run(staged.denoise, [*where, "--dp", "1", "--stop_after_high"]) == 0
+    half, _ = load_value(DenoiseState, tmp_path / staged.LATENTS)
+    assert (half.step, half.latents.shape[3:]) == (8, (1, 2))
+    assert cli.run(staged.denoise, [*where, "--dp", "1", "--resume"]) == 0
+    whole, _ = load_value(DenoiseState, tmp_path / staged.LATENTS)
+    assert (whole.step, whole.latents.shape[3:]) == (11, (2, 4))
+    assert cli.run(staged.decode, [*where, "--dp", "1"]) == 0
+    assert (tmp_path / "video.mp4").read_bytes() == video_file.read_bytes()
+
+
+@pytest.mark.long
+def test_batch_makes_videos_with_sound_and_without(video_file, model, tmp_path):
+    fields = {"prompt": "A cat purrs", "image": str(PHOTO), "height": 64, "width": 128, "frames": 9, "seed": 3}
+    lines = [fields | {"id": "sound"}, fields | {"id": "silent", "generate_audio": False}]
+    manifest, output = tmp_path / "requests.jsonl", tmp_path / "out"
+    manifest.write_text("\n".join(map(json.dumps, lines)))
+    mesh = ["--dtype", "float32", "--dp", "1", "--sp", "1", "--tp", "1"]
+    assert cli.run(batch, [*model, *mesh, "--manifest", str(manifest), "--output", str(output)]) == 0
+    assert (output / "sound.mp4").read_bytes() == video_file.read_bytes()
+    silent = subprocess.run([FFMPEG, "-hide_banner", "-i", output / "silent.mp4"], capture_output=True, text=True)
+    assert "Video: h264" in silent.stderr and "Audio:" not in silent.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--size", "96x64"], "two stages need a multiple of 64, nearest 128, or give steps 8 for one stage"),
+        (["--size", "112x64"], "needs a multiple of 32"),
+        (["--frames", "10"], "frames is 10; it must be 8n + 1, nearest 9"),
+        (["--steps", "20"], "the noise levels of 8, or 11 in two stages: give that many, or sigmas of your own"),
+        (["--shift", "3"], "shift is 3"),
+        (["--solver", "unipc"], "choose one of euler"),
+    ],
+)
+def test_request_that_the_model_can_not_make_is_one_line(change, message, model, tmp_path, capsys):
+    command = [*model, "--prompt", "A cat", *SETTINGS, "--output", str(tmp_path / "video.mp4")]
+    capsys.readouterr()
+    assert cli.run(generate, [*command, *change]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+def test_steps_whose_noise_levels_are_all_one_are_refused():
+    """A dev model's schedule is shifted by the number of tokens: diffusers divides by zero, and its video is NaN."""
+    long = GenerationRequest(height=1088, width=1920, frames=257)
+    with pytest.raises(InvalidRequest, match=r"all noise levels of 67320 tokens are 1, .* fewer frames .*, or sigmas"):
+        preset_spec("ltx-2.3").plan(long)
+    assert preset_spec("ltx-2.3-distilled").plan(long).request.steps == 11
+    single = preset_spec("ltx-2.3").plan(GenerationRequest(steps=1)).request
+    assert preset_spec("ltx-2.3").schedule(single).sigmas[0] == 1
+
+
+def test_distilled_model_takes_its_own_numbers_of_steps_or_sigmas():
+    for kind, steps in (("ltx-2.3-distilled", (8, 11)), ("ltx-2-distilled", (8, 11)), ("ltx-2.3", (1, 8, 11, 30))):
+        for count in steps:
+            assert preset_spec(kind).plan(GenerationRequest(steps=count)).request.steps == count
+    own = preset_spec("ltx-2.3-distilled").plan(GenerationRequest(sigmas=(1, 0.9, 0.7, 0.4)))
+    assert own.request.steps == 4 and [expert.stage for expert in own.experts] == ["denoise"]
+    for steps in (1, 7, 9, 12):
+        with pytest.raises(InvalidRequest, match=f"steps is {steps}"):
+            preset_spec("ltx-2.3-distilled").plan(GenerationRequest(steps=steps))
