@@ -65,11 +65,14 @@ class Schedule:
 
     def followed_by(self, other: "Schedule") -> "Schedule":
         """Return the steps of both, one after the other; neither may have alphas or following timesteps."""
-        joined = {
-            name: np.concatenate([getattr(self, name), getattr(other, name)])
-            for name in ("timesteps", "sigmas", "matrices", "guidance")
-        }
-        return dataclasses.replace(self, **joined, draws=self.draws + other.draws)
+        return dataclasses.replace(
+            self,
+            timesteps=np.concatenate([self.timesteps, other.timesteps]),
+            sigmas=np.concatenate([self.sigmas, other.sigmas]),
+            matrices=np.concatenate([self.matrices, other.matrices]),
+            guidance=np.concatenate([self.guidance, other.guidance]),
+            draws=self.draws + other.draws,
+        )
 
     def with_guidance(self, guidance: Sequence[float] | np.ndarray) -> "Schedule":
         """Return the schedule with a scale of guidance for each step."""
