@@ -48,10 +48,12 @@ def _can_host(layout: Layout, stages: Sequence[str]) -> bool:
 def _describe(layout: Layout) -> dict[str, Any]:
     """Return a layout by the columns of the table; an emulated one takes no chips."""
     emulated = layout.devices_per_host is not None
-    experts = sum(len(pool.stages) for pool in layout.pools) - 2  # All but encoder and decoder.
+    stages = [stage for pool in layout.pools for stage in pool.stages if stage not in ("encoder", "decoder")]
+    experts = [stage for stage in stages if stage.startswith("denoise")]
+    others = "".join(f", {stage}" for stage in stages if stage not in experts)  # They run an expert again.
     return {
         "layout": Path(layout.source).stem,
-        "models with": "one expert" if experts == 1 else f"{experts} experts",
+        "models with": ("one expert" if len(experts) == 1 else f"{len(experts)} experts") + others,
         "chips": "-" if emulated else _format_sum(layout.pools, lambda pool: pool.slice.chips),
         "GiB": "-"
         if emulated

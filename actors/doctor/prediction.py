@@ -76,9 +76,9 @@ def predict(
 
 
 def find_model_of_two_experts() -> str:
-    """Return the name of the published model that most of this is about: it makes videos of texts, in two halves."""
-    names = (name for name in published() if "t2v" in preset_spec(name).tasks)
-    return max(names, key=lambda name: len(preset_spec(name).stages))
+    """Return the name of the published model that most of this is about: it makes videos of texts, with two experts."""
+    specs = ((name, preset_spec(name)) for name in published())
+    return next(name for name, spec in specs if "t2v" in spec.tasks and spec.boundary_ratio is not None)
 
 
 def request_of(spec: ModelSpec, size: Mapping[str, Any]) -> ResolvedRequest:

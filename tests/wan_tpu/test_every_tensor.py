@@ -30,10 +30,11 @@ UNUSED = {
     "ltx-2": r"text_encoder/(vision_tower|multi_modal_projector)\..*|audio_vae/encoder\..*",
     "ltx-2.3-distilled": r"text_encoder/(vision_tower|multi_modal_projector)\..*|audio_vae/encoder\..*",
 }
-# Read for what comes after CLIP's last layer but one, whose features Wan takes; and for videos, where TI2V 5B is given
-# an image.
+# Read for what comes after CLIP's last layer but one, whose features Wan takes; for videos, where TI2V 5B is given an
+# image; and to turn a spectrogram into sound, where LTX-2's vocoder only does the opposite.
 IN_NO_RESULT = (
     r"vision_model\.post_layernorm\..*|visual_projection\..*|encoder\.down_blocks\.\d\.downsampler\.time_conv\..*"
+    r"|mel_stft\.stft_fn\.inverse_basis"
 )
 
 
@@ -95,18 +96,23 @@ def test_all_that_is_read_changes_what_is_computed(kind, checkpoint, mesh):
     opened = Checkpoint(checkpoint(kind))
     model = open_model(opened)
     runtime = AbstractRuntime(model, mesh, "float32")
-    side = 128 if "5b" in kind and "wan" in kind else 64
+    side = 128 if ("5b" in kind and "wan" in kind) or "ltx" in kind else 64
     request = GenerationRequest(prompt="a cat", height=side, width=side * 3 // 2, frames=9).resolve(model.spec.defaults)
     used = {}
     for program, arguments, _ in stage_programs(runtime, request).values():
         with jax.set_mesh(mesh):
             traced = jax.make_jaxpr(program.function)(*arguments).jaxpr
         _, needed = partial_eval.dce_jaxpr(traced, [True] * len(traced.outvars))
-        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(arguments)]
-        owner = next(n for n in runtime._components if runtime._components[n].params is arguments[0])
-        used.setdefault(owner, set()).update(
-            path[1].key for path, need in zip(paths, needed, strict=True) if need and path[0].idx == 0
-        )
+        # One component's weights, or a tuple of several's.
+        weights = arguments[0] if isinstance(arguments[0], tuple) else (arguments[0],)
+        leaves = [
+            (owner, name)
+            for params in weights
+            for owner in [next(n for n in runtime._components if runtime._components[n].params is params)]
+            for name in sorted(params)
+        ]
+        for (owner, name), need in zip(leaves, needed, strict=False):
+            used.setdefault(owner, set()).update({name} if need else ())
     for component, names in used.items():
         read = open_component(opened, model.components[component], "float32", mesh).weights
         assert [name for name in read if name not in names and not re.fullmatch(IN_NO_RESULT, name)] == [], component

@@ -36,9 +36,10 @@ def _describe(name: str) -> dict[str, Any]:
     """Return a model's row, by the table's columns."""
     spec = preset_spec(name)
     settings = spec.defaults
+    makes = "two images to video" if spec.last_images == "required" else _MAKES[spec.tasks]
     return {
         "model": name,
-        "makes": "two images to video" if spec.last_images == "required" else _MAKES[spec.tasks],
+        "makes": makes if spec.audio_rate is None else f"{makes} with sound",
         "size": f"{settings.width}x{settings.height}",
         "frames": settings.frames,
         "seconds": round(settings.frames / settings.fps, 1),

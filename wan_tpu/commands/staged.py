@@ -110,7 +110,9 @@ def denoise(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--warmup_steps", type=int, default=0, help="steps run and thrown away first, to time warm ones"
     )
-    parser.add_argument("--stop_after_high", action="store_true", help="stop when the high-noise expert is done")
+    parser.add_argument(
+        "--stop_after_high", action="store_true", help="stop when the first of two experts or stages is done"
+    )
     parser.add_argument("--resume", action="store_true", help="continue from the state in the folder")
     arguments.add_overwrite(parser)
     args = parser.parse_args(argv)
