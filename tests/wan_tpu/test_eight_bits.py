@@ -205,6 +205,7 @@ def wide(params, name):
         ("cogvideox1.5-5b", "int8"),
         ("cogvideox1.5-5b", "float8-attention"),
         ("hunyuanvideo1.5-480p-t2v", "int8"),
+        ("ltx-2.3", "int8"),
         ("turbowan2.2-i2v-a14b", "int8"),
     ],
 )

@@ -90,7 +90,7 @@ def test_batch_makes_videos_with_sound_and_without(video_file, model, tmp_path):
     ("change", "message"),
     [
         (["--size", "96x64"], "two stages need a multiple of 64, nearest 128, or give steps 8 for one stage"),
-        (["--size", "112x64"], "needs a multiple of 32"),
+        (["--size", "112x64", "--steps", "8"], "needs a multiple of 32, nearest 128"),
         (["--frames", "10"], "frames is 10; it must be 8n + 1, nearest 9"),
         (["--steps", "20"], "the noise levels of 8, or 11 in two stages: give that many, or sigmas of your own"),
         (["--shift", "3"], "shift is 3"),

@@ -33,14 +33,18 @@ def size_for(model, picture, **asked):
         ("wan2.1-flf2v-14b-720p", 720 * 1280, 16),
         ("wan2.2-i2v-a14b", 720 * 1280, 16),
         ("wan2.2-ti2v-5b", 704 * 1280, 32),
+        ("ltx-2.3", 512 * 768, 32),
+        ("ltx-2.3-distilled", 1088 * 1920, 64),
     ],
 )
-def test_wan_video_has_the_shape_of_its_image(model, area, multiple, picture):
+def test_video_of_wan_or_ltx_has_the_shape_of_its_image(model, area, multiple, picture):
     size, shape = size_for(model, picture), picture[0] / picture[1]
     # The example of diffusers' WanImageToVideoPipeline.
     height = round(np.sqrt(area * shape)) // multiple * multiple
     width = round(np.sqrt(area / shape)) // multiple * multiple
     assert size == (height, width)
+    if "ltx" in model:
+        return
     # Wan's own image2video.py, which doesn't round before it cuts down to a multiple.
     own = [int(math.sqrt(side) // multiple * multiple) for side in (area * shape, area / shape)]
     assert all(0 <= ours - theirs <= multiple for ours, theirs in zip(size, own, strict=True))
@@ -108,7 +112,8 @@ def test_image_is_fitted_as_diffusers_does(size, slack, mode):
 
 
 @pytest.mark.parametrize(
-    "name", ["wan2.1-flf2v-14b-720p", "wan2.2-ti2v-5b", "cogvideox1.5-5b-i2v", "hunyuanvideo1.5-480p-i2v"]
+    "name",
+    ["wan2.1-flf2v-14b-720p", "wan2.2-ti2v-5b", "cogvideox1.5-5b-i2v", "hunyuanvideo1.5-480p-i2v", "ltx-2.3"],
 )
 def test_circle_stays_a_circle_where_another_shape_is_asked_for(name):
     photo, model = Image.new("RGB", (600, 800)), preset_model(name)
@@ -122,3 +127,13 @@ def test_circle_stays_a_circle_where_another_shape_is_asked_for(name):
     for pixels in (chunks[0][0, 0, 0], chunks[-1][0, 0, -1]):
         rows, columns = np.nonzero(pixels > 0)
         assert abs(np.ptp(rows) - np.ptp(columns)) <= 1 and np.ptp(rows) > 200
+
+
+@pytest.mark.parametrize("asked", [{}, {"height": 1088}, {"width": 960}])
+@pytest.mark.parametrize("picture", PICTURES)
+def test_half_of_a_size_that_follows_an_image_can_be_made_where_there_are_two_stages(picture, asked):
+    spec = preset_spec("ltx-2.3-distilled")
+    request = spec.plan(GenerationRequest(**asked), image=True, picture=picture).request
+    assert [request.height % 64, request.width % 64] == [0, 0] and request.steps == 11
+    assert all(height % 64 == width % 64 == 0 for height, width in spec.usual_sizes)
+    assert {(1088, 1920), (704, 1280), (1280, 704), (512, 768)} <= {*spec.usual_sizes}

@@ -38,7 +38,7 @@ KINDS = {
     "image of another family": ("hunyuanvideo1.5-480p-i2v", {}),
     "sound": ("ltx-2.3", {}),
     "sound that is left out": ("ltx-2.3", {"generate_audio": False}),
-    "sound in two stages": ("ltx-2.3-distilled", {}),
+    "sound in two stages": ("ltx-2.3-distilled", {"steps": 11}),
 }
 
 

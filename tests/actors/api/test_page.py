@@ -196,6 +196,7 @@ def test_an_image_is_dropped_and_cancelled(page, worker, engine):
         ("wan2.1-t2v-1.3b", 3, False, ["Guidance", "Shift"]),
         ("cogvideox1.5-5b-i2v", 3, True, ["Guidance"]),
         ("hunyuanvideo1.5-480p-i2v", 3, True, ["Guidance", "Shift"]),
+        ("ltx-2.3-distilled", 4, False, ["Guidance"]),
     ],
 )
 def test_the_page_is_made_for_the_model(browser, settings, model, parts, image, settings_of_it):
@@ -203,7 +204,11 @@ def test_the_page_is_made_for_the_model(browser, settings, model, parts, image, 
         create(httpx.Client(base_url=address), input_reference={"image_url": DATA_URL} if image else None)
         page = open_page(browser, address)
         field = page.locator(".drop").filter(has_text="First frame")
-        sync_api.expect(field).to_contain_text("choose an image") if image else sync_api.expect(field).to_be_hidden()
+        takes_image = "i2v" in preset_spec(model).tasks
+        if takes_image:
+            sync_api.expect(field).to_contain_text("choose an image")
+        else:
+            sync_api.expect(field).to_be_hidden()
         sync_api.expect(page.locator("article .bar i")).to_have_count(parts)
         assert page.locator("[name=num_inference_steps]").get_attribute("max") == "1000"
         size, follows = page.get_by_role("combobox", name="Size"), preset_spec(model).follows_image
@@ -214,7 +219,8 @@ def test_the_page_is_made_for_the_model(browser, settings, model, parts, image, 
             said = error_of(page, page.locator("[name=input_reference]"))
             sync_api.expect(said).to_have_text("This model starts from an image: add one.")
         assert page.get_by_label("Frames", exact=True).get_attribute("step") == str(preset_spec(model).frame_step)
-        sync_api.expect(page.get_by_label("Sound", exact=True)).to_be_hidden()
+        sound = sync_api.expect(page.get_by_label("Sound", exact=True))
+        sound.to_be_hidden() if preset_spec(model).audio_rate is None else sound.to_be_checked()
         page.get_by_text("Fine-tuning").click()
         for label in ("Guidance", "Guidance, high noise", "Guidance, low noise", "Shift"):
             shown = page.get_by_label(label, exact=True)

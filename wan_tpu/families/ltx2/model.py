@@ -134,13 +134,15 @@ class Ltx2Model(Model):
     def video_condition(self, request: ResolvedRequest) -> list[np.ndarray]:
         """Return the image as the VAE takes it, float32 [1, 3, 1, H, W] in [-1, 1], at the size of the first stage.
 
-        It is compressed as films are, because the model was trained with frames of films.
+        It is first compressed with H.264, because the model was trained on compressed frames.
         """
         assert isinstance(request.image, Image.Image)
-        film = Image.fromarray(apply_image_conditioning_crf(np.array(request.image), DEFAULT_IMAGE_CRF))
-        frame = fit_image(
-            film, *self._image_size(request), slack=self.spec.shape_slack, resample=Image.Resampling.BILINEAR
-        )
+        width, height = request.image.size
+        image = request.image.resize((max(2, width), max(2, height)))  # H.264 has pairs of rows and columns.
+        compressed = Image.fromarray(apply_image_conditioning_crf(np.array(image), DEFAULT_IMAGE_CRF))
+        height, width = self._image_size(request)
+        slack = self.spec.shape_slack * height // request.height
+        frame = fit_image(compressed, height, width, slack=slack, resample=Image.Resampling.BILINEAR)
         pixels = 2.0 * (np.asarray(frame, np.float32) / 255.0) - 1.0
         return [pixels.transpose(2, 0, 1)[None, :, None]]
 

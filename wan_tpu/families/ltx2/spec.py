@@ -19,6 +19,7 @@ from wan_tpu.schedules.schedule import Schedule
 from wan_tpu.spec import ModelSpec
 
 DENOISE, REFINE = "denoise", "refine"
+AUDIO_RATE, LONGEST_S = 25, 60  # Latents of the sound a second; the longest video: three times what it was trained on.
 STRIDE = 32  # Pixels per pixel of the latents, which is a token.
 AUDIO_STRIDE = 4  # Mel frames, and mel bins, of a latent of the sound.
 
@@ -41,7 +42,6 @@ class Ltx2Spec(ModelSpec):
     boundary_ratio = None
     tasks = ("t2v", "i2v")
     solvers = ("euler",)
-    size_multiple = STRIDE
     frame_stride = 8
 
     def __post_init__(self) -> None:
@@ -74,6 +74,19 @@ class Ltx2Spec(ModelSpec):
     def unused(self) -> tuple[str, ...]:
         """A schedule is shifted by the number of its tokens, or not at all; both stages run the same transformer."""
         return "guidance_scale_2", "switch_step", "shift"
+
+    @property
+    def size_multiple(self) -> int:
+        """What two stages need, where there are two by default; a request for one stage may have multiples of 32."""
+        return STRIDE if self.config.upsampler is None else 2 * STRIDE
+
+    @property
+    def usual_sizes(self) -> list[tuple[int, int]]:
+        """The usual ones, of which few are multiples of 64, and LTX-2's own that are no larger than the default."""
+        height, width = self.defaults.height, self.defaults.width
+        examples = [(h, w) for h, w in presets.SIZES if h * w <= height * width]
+        sizes = [*super().usual_sizes, *examples, *((w, h) for h, w in examples)]
+        return list(dict.fromkeys(sizes))
 
     @property
     def audio_rate(self) -> int:  # type: ignore[override]
@@ -135,27 +148,38 @@ class Ltx2Spec(ModelSpec):
         return (latent_frames,)
 
     def shapes(self, request: ResolvedRequest, *, image: bool) -> dict[str, str]:
-        """Name the programs as every model does, the decoder's also by frames."""
-        names = super().shapes(request, image=image)
-        return names | {DECODER: f"{DECODER} {request.height}x{request.width}x{request.frames}"}
+        """Name the programs as every model does, by each stage's own size and the length of the sound."""
+        names, whole = super().shapes(request, image=image), f"{request.height}x{request.width}"
+        sound = f"{self.audio_tokens(request.frames, request.fps)} of sound"
+        for expert in self.experts(request):
+            *_, height, width = self.latent_shapes(request, expert.stop)[VIDEO]
+            own = names[expert.stage].replace(whole, f"{height * STRIDE}x{width * STRIDE}", 1)
+            names[expert.stage] = f"{own} {sound}"
+        return names | {DECODER: f"{DECODER} {whole}x{request.frames} {sound}"}
 
     def check_size(self, request: ResolvedRequest) -> None:
         """Raise `InvalidRequest` for a size that the model, or half of which its first stage, can't make."""
-        super().check_size(request)
-        if not self.has_two_stages(request):
-            return
+        multiple, needs = STRIDE, f"{self.name} needs a multiple of {STRIDE}"
+        remedy = ""
+        if self.has_two_stages(request):
+            multiple, needs = 2 * STRIDE, f"two stages need a multiple of {2 * STRIDE}"
+            remedy = f", or give steps {len(presets.DISTILLED_SIGMAS)} for one stage"
         for name in ("height", "width"):
-            value, multiple = getattr(request, name), 2 * STRIDE
+            value = getattr(request, name)
             if value % multiple:
-                nearest, steps = nearest_multiple(value, multiple), len(presets.DISTILLED_SIGMAS)
-                raise InvalidRequest(
-                    f"{name} is {value}; two stages need a multiple of {multiple}, nearest {nearest}, or give steps "
-                    f"{steps} for one stage",
-                    name,
-                )
+                nearest = nearest_multiple(value, multiple)
+                raise InvalidRequest(f"{name} is {value}; {needs}, nearest {nearest}{remedy}", name)
 
     def _check_settings(self, request: ResolvedRequest) -> None:
         super()._check_settings(request)
+        seconds, least = request.frames / request.fps, 1 / AUDIO_RATE
+        if not least <= seconds <= LONGEST_S:
+            nearest = request.frames / min(max(seconds, least), LONGEST_S)
+            raise InvalidRequest(
+                f"fps is {request.fps:g}, so that {request.frames} frames and their sound last {seconds:.3g} s; "
+                f"{self.name} makes {least:g} to {LONGEST_S} s, for which the nearest fps is {nearest:.3g}",
+                "fps",
+            )
         if not self.config.distilled or request.sigmas is not None:
             return
         first, second = len(presets.DISTILLED_SIGMAS), len(presets.SECOND_STAGE_SIGMAS)
