@@ -7,14 +7,19 @@ import numpy as np
 import pytest
 import torch
 from diffusers.pipelines.ltx2 import LTX2LatentUpsamplePipeline, LTX2LatentUpsamplerModel
+from PIL import Image
+from safetensors.torch import save_file
 
 from tests.conftest import PHOTO
 from wan_tpu.data import DenoiseState, dump_value, parse_value
+from wan_tpu.errors import InvalidInput, InvalidRequest
+from wan_tpu.families import preset_spec
 from wan_tpu.families.ltx2.presets import DISTILLED_SIGMAS, SECOND_STAGE_SIGMAS
 from wan_tpu.families.ltx2.small import make_checkpoint
 from wan_tpu.media.image import load_image
 from wan_tpu.pipeline import load_pipeline
 from wan_tpu.request import GenerationRequest
+from wan_tpu.runtime import runtime as runtimes
 
 LATENT_TOLERANCE, PIXEL_TOLERANCE, SOUND_TOLERANCE = 1e-4, 2e-3, 2e-3
 SIZE = {"height": 64, "width": 96, "frames": 9, "seed": 5}
@@ -221,3 +226,81 @@ def test_sound_can_be_left_out(pipelines):
     )
     assert with_sound.audio is not None and without.audio is None
     assert np.array_equal(with_sound.pixels, without.pixels)
+
+
+def test_second_stage_with_adapters_reads_the_transformer_once(folders, tmp_path, monkeypatch):
+    """On the command line weights aren't kept: adapters are merged in place, and both stages use what was merged."""
+    weights = {
+        f"transformer_blocks.0.attn1.to_q.lora_{name}.weight": torch.randn(shape) * 0.1
+        for name, shape in (("A", (2, 64)), ("B", (64, 2)))
+    }
+    save_file({f"transformer.{name}": value for name, value in weights.items()}, tmp_path / "adapter.safetensors")
+    request = {"prompt": "A cat", "height": 64, "width": 128, "frames": 9, "seed": 5}
+    adapters = {"loras": [str(tmp_path / "adapter.safetensors")]}
+    kept = load_pipeline(folders("ltx-2.3-distilled"), "float32", mesh=(1, 1, 1))
+    expected = kept.generate(GenerationRequest(**request, **adapters))
+    plain = kept.generate(GenerationRequest(**request))
+    assert np.abs(expected.pixels - plain.pixels).max() > 1e-3
+
+    pipe = load_pipeline(folders("ltx-2.3-distilled"), "float32", mesh=(1, 1, 1), keep_weights=False)
+    reads = []
+    load = runtimes.load_component
+
+    def note(checkpoint, component, *arguments):
+        reads.append(component.folder)
+        return load(checkpoint, component, *arguments)
+
+    monkeypatch.setattr(runtimes, "load_component", note)
+    assert np.array_equal(pipe.generate(GenerationRequest(**request, **adapters)).pixels, expected.pixels)
+    assert reads.count("transformer") == 1
+    assert not pipe.runtime._components  # Nothing is left on the devices.
+    assert np.array_equal(pipe.generate(GenerationRequest(**request)).pixels, plain.pixels)
+
+
+def test_an_error_within_a_stage_frees_its_weights(folders):
+    pipe = load_pipeline(folders("ltx-2.3-distilled"), "float32", mesh=(1, 1, 1), keep_weights=False)
+
+    def fail(event):
+        if event.step == 9:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pipe.generate(GenerationRequest(prompt="A cat", height=64, width=128, frames=9), on_step=fail)
+    assert not pipe.runtime._components
+
+
+def test_image_of_another_number_of_stages_is_refused(pipelines):
+    pipe = pipelines("ltx-2.3-distilled")
+    request = {"prompt": "A cat", "image": load_image(PHOTO), "height": 64, "width": 128, "frames": 9}
+    conditioning = pipe.encode(pipe.plan(GenerationRequest(**request)))
+    plan = pipe.plan(GenerationRequest(**request, steps=8))
+    with pytest.raises(InvalidInput, match="run the encoder stage again"):
+        pipe.denoise(plan, conditioning, pipe.initial_state(plan))
+
+
+def test_image_of_one_row_makes_a_video(pipelines):
+    pipe = pipelines("ltx-2.3-distilled")
+    image = Image.new("RGB", (64, 1), (200, 30, 30))
+    plan = pipe.plan(GenerationRequest(prompt="A cat", image=image, height=64, width=64, frames=9))
+    assert np.isfinite(pipe.encode(plan).image_latents).all()
+
+
+@pytest.mark.parametrize(("frames", "fps"), [(9, 225.0), (121, 60.0)])
+def test_rates_of_frames_that_sound_can_follow_are_planned(frames, fps):
+    plan = preset_spec("ltx-2.3").plan(GenerationRequest(prompt="A cat", frames=frames, fps=fps))
+    assert preset_spec("ltx-2.3").audio_shape(plan.request)[1] >= 1
+
+
+@pytest.mark.parametrize(("frames", "fps", "nearest"), [(1, 60.0, "25"), (121, 0.1, "2.02"), (2001, 24.0, "33.4")])
+def test_videos_whose_sound_is_too_long_or_too_short_are_refused(frames, fps, nearest):
+    with pytest.raises(InvalidRequest, match=f"the nearest fps is {nearest}"):
+        preset_spec("ltx-2.3").plan(GenerationRequest(prompt="A cat", frames=frames, fps=fps))
+
+
+def test_stages_of_other_sizes_have_programs_of_other_names():
+    spec = preset_spec("ltx-2.3-distilled")
+    two, one = (spec.plan(GenerationRequest(prompt="A cat", steps=steps)).shapes for steps in (11, 8))
+    assert two["denoise"].startswith("denoise 544x960x121") and two["refine"].startswith("refine 1088x1920x121")
+    assert one["denoise"].startswith("denoise 1088x1920x121")
+    slow = spec.plan(GenerationRequest(prompt="A cat", steps=8, fps=12)).shapes
+    assert slow["denoise"] != one["denoise"] and slow["decoder"] != one["decoder"]

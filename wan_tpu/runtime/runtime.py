@@ -167,6 +167,7 @@ class Runtime(Generic[M]):
             loras: Adapters to apply. Those from `fetch_adapters` are applied as they were fetched, others as their
                 files are now.
         """
+        name = self.model.same_weights.get(name, name)
         if not loras:
             return self._base(name)
         assert self._adapters is not None
@@ -215,7 +216,6 @@ class Runtime(Generic[M]):
         return self._abstract[name]
 
     def _base(self, name: str) -> Loaded:
-        name = self.model.same_weights.get(name, name)
         with self._loading:
             if name not in self._components:
                 assert self.model.checkpoint is not None
@@ -255,6 +255,7 @@ class Runtime(Generic[M]):
 
     def done_with(self, name: str) -> None:
         """Free a component's weights, unless they are kept. Programs stay: they hold no weights."""
+        name = self.model.same_weights.get(name, name)
         if not self._keep_weights:
             self._components.pop(name, None)
             if self._adapters is not None:

@@ -35,6 +35,8 @@ def enlarge(
         placed = place((runtime.model.renoise(request, expert, has_image=image is not None), numbers), runtime.mesh)
     latents = {part: latents for part, (latents, _) in state.parts.items()}
     noised: dict[str, jax.Array] = program(params, latents, image, *placed)
+    for name in runtime.model.spec.components[expert.stage][1:]:
+        runtime.done_with(name)
     histories = runtime.model.spec.schedules(request)
     return {part: (value, (jnp.zeros_like(value),) * histories[part].history_terms) for part, value in noised.items()}
 

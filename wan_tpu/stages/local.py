@@ -237,18 +237,20 @@ class LocalExecutor:
                     self._runtime.done_with(part)
         following_expert = following[0].expert if isinstance(following[0], Step) else None
         if isinstance(operation, Step) and following_expert != operation.expert:
-            self._leave_expert()
+            self._leave_expert(following[0].stage)
             self._close_bar()
         if following[0].stage != operation.stage:
             self._close_bar()
 
-    def _leave_expert(self) -> None:
-        """Keep the state that the expert has reached; release its keys and weights before the next one's are read."""
+    def _leave_expert(self, following: str | None = None) -> None:
+        """Keep the state that the expert has reached; release its keys and weights before the next one's are read.
+
+        Weights that the stage `following` shares are kept.
+        """
         if self._run is not None:
             self._state, stage, self._run = self._run.state, self._run.expert.stage, None
-            following = self.machine.next[0].stage
-            if self._weights_of(following) != self._weights_of(stage):
-                self._runtime.done_with(self._weights_of(stage))
+            if following is None or self._weights_of(following) != self._weights_of(stage):
+                self._runtime.done_with(stage)
 
     def _weights_of(self, stage: str) -> str:
         return self._runtime.model.same_weights.get(stage, stage)
