@@ -133,6 +133,9 @@ def test_gif_is_read_as_diffusers_reads_it(tmp_path):
     shades[0].save(path, save_all=True, append_images=shades[1:], duration=[40, 400, 40, 80, 40], disposal=2)
     expected = [frame.convert("RGB").tobytes() for frame in load_video(str(path))]
     assert [frame.tobytes() for frame in read_frames(path, len(expected))] == expected
+    for count, step, nearest in ((9, 4, 5), (8, 8, 1), (6, 16, 1)):
+        with pytest.raises(InvalidRequest, match=f"ask for {nearest}$"):
+            read_frames(path, count, step=step)
     path.write_bytes(path.read_bytes()[:20])
     with pytest.raises(InvalidRequest, match="give an mp4, or what else ffmpeg reads"):
         read_frames(path, 1)

@@ -39,7 +39,7 @@ def read_frames(path: str | Path, count: int, *, step: int = 1) -> list[Image.Im
     _check_readable(Path(path))
     frames = _gif_frames(Path(path), count) if str(path).endswith(".gif") else _ffmpeg_frames(path, count)
     if len(frames) < count:
-        nearest = count - -(-(count - len(frames)) // step) * step
+        nearest = max(1, count - -(-(count - len(frames)) // step) * step)
         raise InvalidRequest(
             f"video {path} has {len(frames)} frames, and {count} are asked for; ask for {nearest}", "frames"
         )
