@@ -35,7 +35,7 @@ from wan_tpu.media.image import load_image
 from wan_tpu.schedules.magcache import FORM, Curve, parse_magcache
 
 NAMED_SIZES = ("1280x720", "720x1280", "832x480", "480x832")
-SIZE_MULTIPLE = 16  # Pixels: the VAE's 8 times the transformer's patch of 2 (for TI2V 5B the model checks 32).
+SIZE_MULTIPLE = 16  # Pixels: the VAE's 8 times the transformer's patch of 2. Models that need more check it.
 STRENGTH = 0.8  # The default strength of a video, as in diffusers.
 IMAGES = ("image", "last_image")  # Fields of a request that are pictures.
 _SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", re.ASCII)
@@ -167,19 +167,21 @@ class GenerationRequest:
     strength: Number | None = Field(default=None, ge=0.001, le=1)
     """How much of `video` is made anew: so large a part of the steps is run. 0.8 if omitted."""
     height: int | None = Field(default=None, ge=SIZE_MULTIPLE, le=8192, multiple_of=SIZE_MULTIPLE)
-    """Pixels, a multiple of 16; of 32 for Wan 2.2 TI2V 5B."""
+    """Pixels, a multiple of 16; of 32 for Wan 2.2 TI2V 5B and LTX-2, of 64 for LTX-2 in two stages."""
     width: int | None = Field(default=None, ge=SIZE_MULTIPLE, le=8192, multiple_of=SIZE_MULTIPLE)
     """Pixels, likewise."""
     frames: int | None = Field(default=None, ge=1, le=2001)
     """Length in frames: one more than a multiple of 4 for most models, of 8 for some."""
     fps: Number | None = Field(default=None, ge=0.1, le=240)
-    """Frames per second of the file. Motion is computed for the model's own rate."""
+    """Frames per second of the file. LTX-2 computes motion and the length of the sound for this rate, other models
+    compute motion for their own."""
     generate_audio: bool | None = None
     """Whether the video has sound, for models that make it: they do if omitted."""
     steps: int | None = Field(default=None, ge=1, le=MAX_STEPS)
     """Denoising steps, over all experts. The video takes that much longer to make."""
     guidance_scale: Number | None = Field(default=None, ge=0, le=100)
-    """How closely to follow the prompt, from the first step on. At most 1 turns guidance off, which halves the work."""
+    """How closely to follow the prompt, from the first step on. At most 1 turns guidance off, which halves the work
+    and leaves a quarter of it for LTX-2.3."""
     guidance_scale_2: Number | None = Field(default=None, ge=0, le=100)
     """The same for the low-noise expert, of models with two; `guidance_scale` if that alone is given."""
     shift: Number | None = Field(default=None, ge=0.01, le=100)
