@@ -177,7 +177,7 @@ def parse_value(kind: type[Value], content: bytes, source: str) -> tuple[Value, 
 def flatten(value: Any) -> dict[str, Array]:
     """Return a stage's value as arrays by field, not copied; a field with several arrays has "history.0" and so on.
 
-    What is None or False is left out.
+    Fields that are None or False are omitted.
     """
     arrays: dict[str, Array] = {}
     for field in dataclasses.fields(value):

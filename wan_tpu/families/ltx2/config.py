@@ -38,14 +38,16 @@ _VERSIONS: dict[str, dict[str, bool]] = {
         "audio_gated_attn": True,
     },
 }
-# Settings that no published version changes, except 2.5 the last four.
-_SAME_TRANSFORMER = (
+# Settings that all supported versions share; LTX-2.5 changes the last four.
+_FIXED_TRANSFORMER_KEYS = (
     *("patch_size", "patch_size_t", "audio_patch_size", "audio_patch_size_t", "vae_scale_factors", "causal_offset"),
     *("qk_norm", "activation_fn", "norm_elementwise_affine", "attention_bias", "attention_out_bias"),
     *("timestep_scale_multiplier", "cross_attn_timestep_scale_multiplier"),
     *("ff_bias", "audio_ff_bias", "use_prompt_adaln_single", "use_keyframes_abs_pos_embedding"),
 )
-_SAME_AUDIO_VAE = ("output_channels", "norm_type", "causality_axis", "attn_resolutions", "mid_block_add_attention")
+_FIXED_AUDIO_VAE_KEYS = (
+    *("output_channels", "norm_type", "causality_axis", "attn_resolutions", "mid_block_add_attention"),
+)
 _KIND = re.compile(r"(?<![a-z])(distilled|dev)(?![a-z])", re.IGNORECASE)
 
 
@@ -63,8 +65,8 @@ class Ltx2Config:
         scheduler: Of FlowMatchEulerDiscreteScheduler.
         upsampler: Of LTX2LatentUpsamplerModel, for a distilled model's second stage at twice the size; None without
             one.
-        distilled: Whether it is sampled in a few steps without guidance: so says wan_tpu.json, a scheduler that shifts
-            nothing, or the checkpoint's name.
+        distilled: Whether it is sampled in a few steps without guidance, as stated by wan_tpu.json, else by an
+            unshifted scheduler, else by the checkpoint's name.
     """
 
     transformer: dict[str, Any]
@@ -98,9 +100,9 @@ def read_config(checkpoint: Checkpoint) -> Ltx2Config:
     vocoder_class = checkpoint.class_name("vocoder")
     vocoder = complete_config(checkpoint, "vocoder", classes.VOCODERS[vocoder_class])
     version = _find_version(checkpoint, transformer)
-    same = {key: classes.TRANSFORMER[key] for key in _SAME_TRANSFORMER}
+    same = {key: classes.TRANSFORMER[key] for key in _FIXED_TRANSFORMER_KEYS}
     check_supported(checkpoint, "transformer", transformer, same | {"rope_type": "split"}, {})
-    same = {key: classes.AUDIO_VAE[key] for key in _SAME_AUDIO_VAE}
+    same = {key: classes.AUDIO_VAE[key] for key in _FIXED_AUDIO_VAE_KEYS}
     check_supported(checkpoint, "audio_vae", audio_vae, same, {})
     _check_sound(checkpoint, transformer, audio_vae, vocoder)
     scheduler = _read_scheduler(checkpoint)
