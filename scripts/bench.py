@@ -74,7 +74,8 @@ def _cases(pipe: Pipeline, checkpoint: Path) -> dict[str, tuple[Callable[[], np.
     state = pipe.initial_state(plan)
     loaded = runtime.component("denoise_high")
     program = stages.step_program(runtime, loaded.module)
-    step_inputs = stages.step_conditioning(runtime, loaded, stages.expert_inputs(runtime, request, expert, conditioning))
+    inputs_of_expert = stages.expert_inputs(runtime, request, expert, conditioning)
+    step_inputs = stages.step_conditioning(runtime, loaded, inputs_of_expert)
     start = place(state.parts, runtime.mesh)
     numbers = place(stages.step_numbers(model.spec.schedules(request), 0), runtime.mesh)
 

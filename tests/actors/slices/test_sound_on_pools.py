@@ -1,4 +1,4 @@
-"""LTX-2 on three pools: its text encoder, which is most of its weights, has one of its own. With sound, in two stages."""
+"""LTX-2 on three pools: its text encoder has one of its own. With sound, in two stages."""
 
 import asyncio
 
@@ -31,7 +31,8 @@ pytestmark = pytest.mark.long
 def spec(three_slices, checkpoint, tmp_path_factory):
     """A pipeline that runs."""
     folder = str(checkpoint(KIND))
-    settings = PipelineSettings(folder, str(tmp_path_factory.mktemp("snapshots")), dtype="float32", name=KIND)
+    snapshots = str(tmp_path_factory.mktemp("snapshots"))
+    settings = PipelineSettings(folder, snapshots, dtype="float32", name=KIND, warm_up=(REQUEST,))
     spec = PipelineSpec(Layout.parse(LAYOUT, "the test's layout"), settings, open_spec(folder), lasting=True)
     connect(three_slices.address)
     deploy(spec)
@@ -54,5 +55,6 @@ def test_video_with_sound_is_that_of_one_process(spec, tmp_path):
 
     video = asyncio.run(generate())
     assert video.mp4 == expected()["mp4_alone"].tobytes()
+    assert [span for span in spans if span.kind == "compile"] == []  # All programs were, before the first request.
     steps = [(span.stage, span.step) for span in spans if span.step]
     assert steps == [*(("denoise", i) for i in range(1, 9)), *(("refine", i) for i in range(9, 12))]
