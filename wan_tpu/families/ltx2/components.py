@@ -2,7 +2,7 @@
 
 from diffusers import LTX2VideoTransformer3DModel
 
-from wan_tpu.families.ltx2 import transformer as expert
+from wan_tpu.families.ltx2 import sharding
 from wan_tpu.families.ltx2.config import Ltx2Config
 from wan_tpu.runtime.components import Component
 
@@ -27,7 +27,7 @@ def transformer(config: Ltx2Config) -> Component:
         build=lambda: LTX2VideoTransformer3DModel.from_config(config.transformer),
         adapt=lambda module, mesh: None,
         scanned=("transformer_blocks",),
-        rules=expert.RULES,
-        matrices=expert.MATRICES,
+        rules=sharding.RULES,
+        matrices=sharding.MATRICES,
         originals=_ORIGINALS,
     )

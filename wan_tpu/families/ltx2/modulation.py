@@ -1,0 +1,78 @@
+"""What an LTX-2 transformer makes of a step's timesteps: shifts, scales and gates of every layer, and of the text.
+
+Shapes: M timesteps: 1, or 2 where the first latent frame is an image.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from wan_tpu.runtime.bridge import Params, to_jax, to_torch
+
+
+def embed_times(
+    module: Any, times: jax.Array, time: jax.Array, dtype: torch.dtype, *, cross_timestep: bool
+) -> dict[str, jax.Array]:
+    """Return the timesteps' embeddings for every use, float32 [M, rows, channels], by the names of modulations.
+
+    Args:
+        module: The transformer, inside `wan_tpu.runtime.bridge.call`.
+        times: Float32 [M], of the video's tokens.
+        time: Float32 [1], the step's, which the sound and the text have.
+        dtype: The dtype to compute in.
+        cross_timestep: Whether the attention between the streams is modulated by the other's timestep (LTX-2.3).
+    """
+    video_times, sound_time = to_torch(times), to_torch(time)
+
+    def embed(layer: Any, times: torch.Tensor) -> tuple[jax.Array, jax.Array]:
+        modulation, embedding = layer(times, batch_size=len(times), hidden_dtype=dtype)
+        rows = to_jax(modulation).astype(jnp.float32)
+        return rows.reshape(len(rows), layer.num_mod_params, -1), to_jax(embedding).astype(jnp.float32)
+
+    scale = module.config.cross_attn_timestep_scale_multiplier / module.config.timestep_scale_multiplier
+    cross = sound_time if cross_timestep else video_times  # Of the video's tokens: the sound's timestep in LTX-2.3.
+    video, embedding = embed(module.time_embed, video_times)
+    audio, audio_embedding = embed(module.audio_time_embed, sound_time)
+    results = {
+        "video": video,
+        "audio": audio,
+        "cross_video": embed(module.av_cross_attn_video_scale_shift, cross)[0],
+        "cross_audio": embed(module.av_cross_attn_audio_scale_shift, sound_time)[0],
+        "cross_video_gate": embed(module.av_cross_attn_video_a2v_gate, cross * scale)[0],
+        "cross_audio_gate": embed(module.av_cross_attn_audio_v2a_gate, sound_time * scale)[0],
+        "head": to_jax(module.scale_shift_table).astype(jnp.float32) + embedding[:, None],
+        "audio_head": to_jax(module.audio_scale_shift_table).astype(jnp.float32) + audio_embedding[:, None],
+    }
+    if module.prompt_modulation:
+        results["text"] = embed(module.prompt_adaln, sound_time)[0]
+        results["audio_text"] = embed(module.audio_prompt_adaln, sound_time)[0]
+    return results
+
+
+def add_modulations(weights: Params, modulation: dict[str, jax.Array]) -> Params:
+    """Return the layer's weights with the sums of its tables and the step's embeddings, float32 [M, rows, C]."""
+    tables = {
+        "video": ("scale_shift_table", slice(None)),
+        "audio": ("audio_scale_shift_table", slice(None)),
+        "cross_video": ("video_a2v_cross_attn_scale_shift_table", slice(4)),
+        "cross_audio": ("audio_a2v_cross_attn_scale_shift_table", slice(4)),
+        "cross_video_gate": ("video_a2v_cross_attn_scale_shift_table", slice(4, None)),
+        "cross_audio_gate": ("audio_a2v_cross_attn_scale_shift_table", slice(4, None)),
+        "text": ("prompt_scale_shift_table", slice(None)),
+        "audio_text": ("audio_prompt_scale_shift_table", slice(None)),
+    }
+    sums = {
+        name: weights[table][rows].astype(jnp.float32) + modulation[name]
+        for name, (table, rows) in tables.items()
+        if name in modulation
+    }
+    return weights | {f"modulation.{name}": value for name, value in sums.items()}
+
+
+def project_texts(module: Any, texts: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the texts with the streams' channels: LTX-2.0 projects them here, LTX-2.3 did so in the connectors."""
+    if not module.config.use_prompt_embeddings:
+        return texts
+    return module.caption_projection(texts[0]), module.audio_caption_projection(texts[1])

@@ -1,0 +1,254 @@
+"""The video's stream of an LTX-2 transformer, inside the `jax.shard_map` of `transformer.py`.
+
+Shapes: L tokens of the video, t those of one device, S tokens of a text, N heads, D head width, C channels, G head
+groups, M timesteps.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from wan_tpu.families.ltx2.sound_stream import SoundStream
+from wan_tpu.families.shared.layers import SPLIT, linear
+from wan_tpu.ops.attention import attention, query_scale
+from wan_tpu.ops.dispatch import ops_for
+from wan_tpu.ops.exchange import AttentionOutput, Projections, exchanged_attention, head_groups, key_parts
+from wan_tpu.runtime.bridge import Params
+from wan_tpu.runtime.mesh import SHARDS, TokenLayout, axis_size
+
+# Weights used before or right after self-attention, which takes most of a layer: they are gathered during that of the
+# layer before, and those in `BESIDE` during its own.
+AHEAD = tuple(f"attn1.{name}.weight" for name in ("to_q", "to_k", "to_v", "to_out.0"))
+BESIDE = ("ff.net.0.proj.weight", "ff.net.2.weight")
+
+
+class VideoStream:
+    """One step's layers of the video's stream, on one device's tokens."""
+
+    def __init__(
+        self,
+        config: Any,
+        mesh: Mesh,
+        layout: TokenLayout,
+        grid: tuple[int, ...],
+        split: Mapping[str, P],
+        *,
+        rope: Mapping[str, jax.Array],
+        first_tokens: jax.Array,
+        count: int,
+    ) -> None:
+        """Prepare the angles of this device's tokens.
+
+        Args:
+            config: Of the transformer.
+            mesh: The devices.
+            layout: How the tokens lie on them.
+            grid: Latent frames, height and width.
+            split: How the weights of the layers are split, by name.
+            rope: From `positions.make_tables`.
+            first_tokens: How many tokens have the first of two timesteps.
+            count: t.
+        """
+        self._mesh, self._layout, self._split = mesh, layout, split
+        self._tokens, self._heads = grid[0] * grid[1] * grid[2], config.num_attention_heads
+        self._width, self._cross_width = config.attention_head_dim, config.audio_attention_head_dim
+        self._gated, self._modulates_text, self._eps = config.gated_attn, config.cross_attn_mod, config.norm_eps
+        self._platform = mesh.devices.flat[0].platform
+        self._groups = head_groups(mesh, self._heads, layout.head_axes)
+        self._key_parts = key_parts(mesh, self._heads, self._width, layout.head_axes)
+        self._ops = ops_for(self._platform)
+        self.start = jax.lax.axis_index(layout.token_axes) * count
+        self.first_rows = first_tokens - self.start
+        tokens = self.start + jnp.arange(count)
+        self._rope = _add_axes(rope, grid, tokens)
+        self._cross_rope = _select_frames(rope["cross"], grid, tokens)
+
+    def _project(self, weights: Params, name: str, rows: Any, **options: Any) -> jax.Array:
+        return linear(self._ops, weights, name, rows, **options)
+
+    def _normalise(self, x: jax.Array, scale: jax.Array, shift: jax.Array) -> jax.Array:
+        """Return the RMS-normalised rows with scale and shift, [M, C] each."""
+        normed: jax.Array = self._ops.layer_norm(
+            x, 1 + scale, shift, eps=self._eps, first_rows=self.first_rows, centred=False
+        )
+        return normed
+
+    def _gates(self, weights: Params, name: str, rows: jax.Array) -> jax.Array | None:
+        """Return the factors of each row's heads, float32 [t, N], or None in LTX-2.0."""
+        if not self._gated:
+            return None
+        logits = jnp.einsum(
+            "ti,ni->tn", rows, weights[f"{name}.to_gate_logits.weight"], preferred_element_type=jnp.float32
+        )
+        return 2 * jax.nn.sigmoid(logits + weights[f"{name}.to_gate_logits.bias"].astype(jnp.float32))
+
+    def attend_to_itself(self, x: jax.Array, w: Params, perturbed: jax.Array | None) -> tuple[jax.Array, Params]:
+        """Return the tokens after self-attention, and the weights with those that were gathered meanwhile.
+
+        Args:
+            x: This device's tokens, [t, C].
+            w: The layer's weights and modulations.
+            perturbed: Whether values pass unmixed in this layer; None where they do in none.
+        """
+        table = w["modulation.video"]
+        shift, scale, gate = (table[:, i] for i in range(3))
+        rows = self._normalise(x, scale, shift)
+
+        def rotate(name: str, norm: str, rows: Any, factor: float, **options: Any) -> Any:
+            weight = w[f"attn1.{norm}.weight"].astype(jnp.float32) * factor
+            return self._ops.rms_norm_rope(
+                self._project(w, f"attn1.{name}", rows),
+                weight,
+                self._rope,
+                eps=self._eps,
+                head=self._width,
+                groups=self._groups,
+                **options,
+            )
+
+        def value(rows: Any) -> jax.Array:
+            return self._project(w, "attn1.to_v", rows, groups=self._groups)
+
+        def attend(_: None) -> AttentionOutput:
+            return exchanged_attention(
+                rows,
+                Projections(
+                    query=lambda rows: rotate("to_q", "norm_q", rows, query_scale(self._width)),
+                    key=lambda rows: rotate("to_k", "norm_k", rows, 1, parts=self._key_parts),
+                    value=value,
+                ),
+                heads=self._heads,
+                kv_len=self._tokens,
+                token_axes=self._layout.token_axes,
+                head_axes=self._layout.head_axes,
+                platform=self._platform,
+                beside=[{name: w[name]} for name in BESIDE],
+            )
+
+        def pass_values(_: None) -> AttentionOutput:
+            """Return the values in place of attention's result, in the same layout."""
+            values, widths = value(rows), _list_round_columns(self._key_parts, self._width)
+            ends = [sum(widths[: i + 1]) for i in range(len(widths) - 1)]
+            return AttentionOutput(tuple(jnp.split(values, ends, axis=-1)), None, {name: w[name] for name in BESIDE})
+
+        output = attend(None) if perturbed is None else jax.lax.cond(perturbed, pass_values, attend, None)
+        mixed = self._apply_gates(output.tokens, self._gates(w, "attn1", rows))
+        x = self._project(w, "attn1.to_out.0", mixed, residual=x, gate=gate, first_rows=self.first_rows)
+        return x, w | output.beside
+
+    def _apply_gates(self, parts: tuple[jax.Array, ...], gates: jax.Array | None) -> tuple[jax.Array, ...]:
+        """Multiply each head of attention's result, [G, t, columns] in parts, or [t, columns], by its gate."""
+        if gates is None:
+            return parts
+        groups, per_group = self._groups, self._heads // self._groups
+        first, results = 0, []
+        for part in parts:
+            heads = part.shape[-1] // self._width
+            chosen = [group * per_group + first + head for group in range(groups) for head in range(heads)]
+            factors = _spread_over_heads(gates, chosen, self._width, part.dtype)
+            if groups > 1:
+                factors = factors.reshape(len(gates), groups, -1).transpose(1, 0, 2)
+            results.append(part * factors)
+            first += heads
+        return tuple(results)
+
+    def text_keys(self, w: Params, text: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the keys and values of one text for the video, [S, C] each; every device computes some columns."""
+        if self._modulates_text:
+            shift, scale = w["modulation.text"][0]
+            text = (text.astype(jnp.float32) * (1 + scale) + shift).astype(text.dtype)
+
+        def project(name: str) -> jax.Array:
+            weight, bias = w[f"attn2.{name}.weight"], w[f"attn2.{name}.bias"].astype(jnp.float32)
+            part = jnp.einsum("si,oi->so", text, weight, preferred_element_type=jnp.float32).astype(text.dtype)
+            if self._split[f"attn2.{name}.weight"] == SPLIT and axis_size(self._mesh, SHARDS) > 1:
+                part = jax.lax.all_gather(part, SHARDS, axis=1, tiled=True)
+            return (part + bias).astype(text.dtype)
+
+        keys = self._ops.rms_norm_rope(project("to_k"), w["attn2.norm_k.weight"], None, eps=self._eps)
+        return keys, project("to_v")
+
+    def attend_to_text(self, x: jax.Array, w: Params, keys: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """Return the tokens after attention to a text."""
+        table = w["modulation.video"]
+        none = jnp.zeros((1, x.shape[1]), jnp.float32)
+        shift, scale, gate = (table[:, i] for i in range(6, 9)) if self._modulates_text else (none, none, None)
+        rows = self._normalise(x, scale, shift)
+        weight = w["attn2.norm_q.weight"].astype(jnp.float32) * query_scale(self._width)
+        queries = self._ops.rms_norm_rope(self._project(w, "attn2.to_q", rows), weight, None, eps=self._eps)
+        mixed = attention(queries, *keys, heads=self._heads, platform=self._platform)
+        mixed = self._gate_heads(mixed, self._gates(w, "attn2", rows))
+        return self._project(w, "attn2.to_out.0", mixed, residual=x, gate=gate, first_rows=self.first_rows)
+
+    def _gate_heads(self, mixed: jax.Array, gates: jax.Array | None) -> jax.Array:
+        if gates is None:
+            return mixed
+        heads = gates.shape[1]
+        return mixed * _spread_over_heads(gates, range(heads), mixed.shape[1] // heads, mixed.dtype)
+
+    def attend_to_sound(self, x: jax.Array, a: jax.Array, w: Params, sound: SoundStream) -> tuple[jax.Array, jax.Array]:
+        """Return both streams after the video has attended to the sound and the sound to the video."""
+        scales = w["modulation.cross_video"]
+        query_rows = self._normalise(x, scales[:, 0], scales[:, 1])
+        key_rows = self._normalise(x, scales[:, 2], scales[:, 3])
+        width, name = self._cross_width, "audio_to_video_attn"
+
+        def rotate(name: str, norm: str, rows: jax.Array, factor: float) -> jax.Array:
+            weight = w[f"{norm}.weight"].astype(jnp.float32) * factor
+            rotated: jax.Array = self._ops.rms_norm_rope(
+                self._project(w, name, rows), weight, self._cross_rope, eps=self._eps, head=width
+            )
+            return rotated
+
+        queries = rotate(f"{name}.to_q", f"{name}.norm_q", query_rows, query_scale(width))
+        keys, values = sound.keys_for_video(a, w)
+        mixed = attention(queries, keys, values, heads=keys.shape[1] // width, platform=self._platform)
+        mixed = self._gate_heads(mixed, self._gates(w, name, query_rows))
+        gate = w["modulation.cross_video_gate"][:, 0]
+        result = self._project(w, f"{name}.to_out.0", mixed, residual=x, gate=gate, first_rows=self.first_rows)
+        name = "video_to_audio_attn"
+        keys = rotate(f"{name}.to_k", f"{name}.norm_k", key_rows, 1)
+        return result, sound.attend_to_video(a, w, keys, self._project(w, f"{name}.to_v", key_rows))
+
+    def feed_forward(self, x: jax.Array, w: Params) -> jax.Array:
+        """Return the tokens after the feed-forward layer."""
+        table = w["modulation.video"]
+        shift, scale, gate = (table[:, i] for i in range(3, 6))
+        inner = self._project(w, "ff.net.0.proj", self._normalise(x, scale, shift), activation="gelu_tanh")
+        return self._project(w, "ff.net.2", inner, residual=x, gate=gate, first_rows=self.first_rows)
+
+
+def _spread_over_heads(gates: jax.Array, heads: Sequence[int], width: int, dtype: Any) -> jax.Array:
+    """Return the gates [t, N] of some heads over each one's columns, [t, heads * width].
+
+    It is a product with ones, which takes no time in the matrix unit; a broadcast over lanes takes a fifth of a layer.
+    """
+    ones = np.repeat(np.eye(gates.shape[1], dtype=np.float32)[:, list(heads)], width, axis=1)
+    exact = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    return jnp.dot(gates.astype(dtype), jnp.asarray(ones, dtype), precision=exact, preferred_element_type=dtype)
+
+
+def _list_round_columns(parts: tuple[int, ...], width: int) -> list[int]:
+    """Return the columns of each round of `exchanged_attention`."""
+    few, *rest = (part // width for part in parts)
+    rounds = [few, *(n for n in (rest[0] - few, few) if n)] if rest else [few]
+    return [n * width for n in rounds]
+
+
+def _select_frames(table: jax.Array, grid: tuple[int, ...], tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the cosines and sines [t, channels] of tokens, from a table of their frames [2, T, channels]."""
+    frames = jnp.minimum(tokens // (grid[1] * grid[2]), grid[0] - 1)
+    return table[0][frames], table[1][frames]
+
+
+def _add_axes(rope: Mapping[str, jax.Array], grid: tuple[int, ...], tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the cosines and sines [t, C] of tokens: each channel has one axis's, and zero in the other tables."""
+    places = tokens // (grid[1] * grid[2]), tokens // grid[2] % grid[1], tokens % grid[2]
+    frame, height, width = (jnp.minimum(n, size - 1) for n, size in zip(places, grid, strict=True))
+    cos, sin = (rope["frames"][i][frame] + rope["height"][i][height] + rope["width"][i][width] for i in range(2))
+    return cos, sin
