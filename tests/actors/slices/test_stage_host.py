@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import socket
 import time
 
@@ -166,6 +167,35 @@ def test_a_size_that_has_no_room_fails_alone_and_the_nearest_that_has_is_named(c
             with host._sizes.track(too_large):
                 raise DoesNotFit("needs 64.0 GiB a device of 31.2")
         assert "64.0 GiB" in str(raised.value)
+
+
+@pytest.mark.parametrize("has_image", [False, True])
+def test_warm_up_leaves_nothing_to_compile_with_an_image_or_without(has_image, checkpoint):
+    """Of a model that makes videos from text and from images."""
+    host = StageHost(str(checkpoint("wan2.2-ti2v-5b")), ("denoise",), (1, 1, 1), "float32")
+    asked = GenerationRequest(prompt="a cat", height=32, width=64, frames=5, steps=1, guidance_scale=1.0)
+    host.warm_up(asked)
+    plan = host._spec.plan(asked, image=has_image)
+    text = embedding(np.zeros((1, *host._runtime.model.text_shape), np.float32))
+    shape = host._spec.latent_shape(plan.request)
+    image = pack(ImageCondition(None, np.zeros((*shape[:2], 1, *shape[3:]), np.float32))) if has_image else None
+    host.prepare_denoise("a", plan, text, None, image)
+    assert (host.begin("a"), host.step("a")) == ((0,), (0, 1))
+
+
+def test_state_without_the_sound_that_a_request_needs_is_not_decoded(checkpoint):
+    """Without weights: inputs need none."""
+    host = StageHost(str(checkpoint("ltx-2.3-distilled")), ("decoder",), (1, 1, 1), "float32")
+    request = host._spec.plan(GenerationRequest(prompt="a cat", height=64, width=128, frames=9)).request
+    shapes = host._spec.latent_shapes(request, request.steps)
+    latents, sound = (np.zeros(shapes[part], np.float32) for part in ("video", "audio"))
+    silent, short = DenoiseState(latents, (), 11), DenoiseState(latents, (), 11, sound[:, 1:])
+    for state, actual in ((silent, r"latents \([^)]*\);"), (short, rf"sound {re.escape(str(sound[:, 1:].shape))};")):
+        with pytest.raises(OutOfOrder, match=rf"{actual} this request needs .* sound {re.escape(str(sound.shape))}"):
+            host.prepare_decode("a", request, pack(state))
+    host.prepare_decode("a", request, pack(DenoiseState(latents, (), 11, sound)))
+    host.prepare_decode("b", dataclasses.replace(request, generate_audio=False), pack(silent))
+    assert host.list_keys() == ["a", "b"]
 
 
 def test_experts_are_given_the_prompts_they_use(checkpoint):
