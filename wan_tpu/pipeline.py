@@ -14,7 +14,7 @@ from wan_tpu.aot import key
 from wan_tpu.aot.executables import Executables
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.data import Conditioning, DenoiseState, Video
-from wan_tpu.errors import InvalidRequest
+from wan_tpu.errors import InvalidInput, InvalidRequest
 from wan_tpu.families.model import Model, open_model
 from wan_tpu.plan import RequestPlan
 from wan_tpu.progress import Progress, Silent
@@ -184,6 +184,16 @@ class Pipeline:
     def decode(self, latents: np.ndarray) -> Iterator[np.ndarray]:
         """Decoder stage: yield float32 [T, H, W, 3] in [0, 1], chunk by chunk, and check the whole at the end."""
         return stages.decode(self.runtime, latents, self._progress)
+
+    def decode_sound(self, state: DenoiseState) -> tuple[np.ndarray, int]:
+        """Decoder stage: return the sound of a finished state, float32 [channels, samples] in [-1, 1], and its rate.
+
+        Raises:
+            InvalidInput: The model makes no sound.
+        """
+        if state.audio is None:
+            raise InvalidInput(f"the state has no sound: {self.runtime.model.spec.name} makes videos without")
+        return stages.decode_sound(self.runtime, np.asarray(state.audio))
 
     def schedule(self, request: ResolvedRequest) -> Schedule:
         """Return the numbers of a resolved request's steps."""

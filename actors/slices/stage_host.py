@@ -31,7 +31,7 @@ from wan_tpu.data import Conditioning, DenoiseState, ImageCondition
 from wan_tpu.errors import InvalidInput, OutputError
 from wan_tpu.media.mp4 import Mp4
 from wan_tpu.pipeline import open_runtime
-from wan_tpu.plan import ENCODER, RequestPlan
+from wan_tpu.plan import AUDIO, ENCODER, RequestPlan
 from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.runtime.processes import share_first
 from wan_tpu.stage_machine import StageMachine, Step
@@ -266,13 +266,18 @@ class StageHost(HostProfile):
     def prepare_decode(self, key: str, request: ResolvedRequest, state: Payload) -> int:
         """Put final latents, from the last expert's `collect`, on the devices; return their bytes."""
         final = unpack_as(DenoiseState, state)
-        shape = self._spec.decoded_shape(request)
-        if final is None or final.step != request.steps or final.latents.shape != shape:
-            actual = "nothing" if final is None else f"step {final.step}, latents {final.latents.shape}"
-            raise OutOfOrder(
-                f"the decoder was given {actual}; this request needs step {request.steps}, latents {shape}"
-            )
-        audio = final.audio if self._spec.has_sound(request) else None
+        needed: dict[str, Any] = {"step": request.steps, "latents": self._spec.decoded_shape(request)}
+        actual: dict[str, Any] = {}
+        if final is not None:
+            actual = {"step": final.step, "latents": final.latents.shape}
+        audio = None
+        if self._spec.has_sound(request):
+            needed["sound"] = self._spec.latent_shapes(request, request.steps)[AUDIO]
+            if final is not None and final.audio is not None:
+                audio = final.audio
+                actual["sound"] = audio.shape
+        if final is None or actual != needed:
+            raise OutOfOrder(f"the decoder was given {_describe(actual)}; this request needs {_describe(needed)}")
         self._prepared.put(key, Decoding(request, stages.decoder_inputs(self._runtime, final.latents), audio))
         return state.nbytes
 
@@ -318,3 +323,8 @@ class StageHost(HostProfile):
     def _check_stage(self, stage: str) -> None:
         if stage not in self._stages:
             raise OutOfOrder(f"{stage} is not hosted here ({', '.join(self._stages)}); ask a pool that hosts it")
+
+
+def _describe(parts: dict[str, Any]) -> str:
+    """Return a state's step and the shapes of its parts as text."""
+    return ", ".join(f"{name} {value}" for name, value in parts.items()) or "nothing"

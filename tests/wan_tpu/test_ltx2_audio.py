@@ -12,8 +12,9 @@ import torch
 from diffusers.pipelines.ltx2.vocoder import AntiAliasAct1d, SnakeBeta
 
 from tests.children import run_on_devices
-from wan_tpu import CheckpointError
+from wan_tpu import CheckpointError, InvalidInput, load_pipeline
 from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.data import DenoiseState
 from wan_tpu.families.ltx2 import audio
 from wan_tpu.families.ltx2.config import read_config
 from wan_tpu.families.ltx2.presets import PRESETS
@@ -77,6 +78,16 @@ def test_sound_is_that_of_diffusers(folder, latents, theirs, dtype):
     assert samples.shape == theirs[1].shape
     # Sines of sums: a rounding error grows from layer to layer, about tenfold.
     assert relative(samples, theirs[1]) < 1e-4
+
+
+def test_pipeline_decodes_the_sound_of_a_state(folder, latents, theirs):
+    pipe = load_pipeline(folder, "float32", mesh=(1, 1, 1))
+    video = np.zeros((1, 8, 2, 2, 3), np.float32)
+    samples, rate = pipe.decode_sound(DenoiseState(video, (), 2, latents.numpy()))
+    assert rate == read_config(Checkpoint(folder)).vocoder["output_sampling_rate"]
+    assert relative(samples, theirs[1]) < 1e-4
+    with pytest.raises(InvalidInput, match="the state has no sound"):
+        pipe.decode_sound(DenoiseState(video, (), 2))
 
 
 def test_weights_stay_in_float32(folder):
