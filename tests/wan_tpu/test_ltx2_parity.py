@@ -299,8 +299,9 @@ def test_videos_whose_sound_is_too_long_or_too_short_are_refused(frames, fps, ne
 
 def test_stages_of_other_sizes_have_programs_of_other_names():
     spec = preset_spec("ltx-2.3-distilled")
-    two, one = (spec.plan(GenerationRequest(prompt="A cat", steps=steps)).shapes for steps in (11, 8))
-    assert two["denoise"].startswith("denoise 544x960x121") and two["refine"].startswith("refine 1088x1920x121")
-    assert one["denoise"].startswith("denoise 1088x1920x121")
+    two_stages, single = (spec.plan(GenerationRequest(prompt="A cat", steps=steps)).shapes for steps in (11, 8))
+    assert two_stages["denoise"].startswith("denoise 544x960x121")
+    assert two_stages["refine"].startswith("refine 1088x1920x121")
+    assert single["denoise"].startswith("denoise 1088x1920x121")
     slow = spec.plan(GenerationRequest(prompt="A cat", steps=8, fps=12)).shapes
-    assert slow["denoise"] != one["denoise"] and slow["decoder"] != one["decoder"]
+    assert slow["denoise"] != single["denoise"] and slow["decoder"] != single["decoder"]
