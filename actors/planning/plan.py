@@ -163,6 +163,8 @@ def _measure_stages(args: argparse.Namespace, layout: Layout | None) -> tuple[St
     Returns:
         What a video takes of them, and whether a slice has memory for some of them together.
     """
+    from wan_tpu.pricing.plan import add_memory
+
     spec, request = preset_spec(args.model), _read_request(args)
     needs: dict[str, dict[str, Needs]] = {}
     wanted: list[tuple[SliceSpec, Sequence[int | None], Sequence[str]]]
@@ -179,7 +181,7 @@ def _measure_stages(args: argparse.Namespace, layout: Layout | None) -> tuple[St
             raise InvalidInput(f"{', '.join(missing)} can't be compiled for a {kind}: wan-tpu plan --slice {kind}")
 
     def fits(kind: SliceSpec, stages: Sequence[str]) -> bool:
-        return memory.fits([needs[kind.name][stage].memory for stage in stages], kind.chip.device_bytes)
+        return memory.fits(add_memory(needs[kind.name][stage] for stage in stages), kind.chip.device_bytes)
 
     return {
         kind: {stage: need.seconds for stage, need in stage_needs.items()} for kind, stage_needs in needs.items()

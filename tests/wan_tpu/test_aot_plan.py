@@ -7,15 +7,26 @@ import json
 import pytest
 
 from wan_tpu import GenerationRequest
+from wan_tpu.aot.programs import ENLARGE, FIRST_STEP, STEP, AbstractRuntime, stage_programs
 from wan_tpu.aot.topology import DescribedSlice, Hardware
 from wan_tpu.families import preset_spec
+from wan_tpu.families.model import preset_model
 from wan_tpu.plan import Expert
 from wan_tpu.pricing.compiling import Compiled, Job, compile_job
 from wan_tpu.pricing.cost import CATEGORIES, Times
-from wan_tpu.pricing.plan import KEYS, STEP, Plan, Planner, Prediction, ProgramPlan, StagePlan, share_of_peak
+from wan_tpu.pricing.plan import (
+    KEYS,
+    Plan,
+    Planner,
+    Prediction,
+    ProgramPlan,
+    StagePlan,
+    add_memory,
+    share_of_peak,
+)
 from wan_tpu.pricing.plan_text import compare, describe, draw, to_json
-from wan_tpu.runtime.memory import GIB
-from wan_tpu.runtime.mesh import MeshShape
+from wan_tpu.runtime.memory import GIB, needed_bytes
+from wan_tpu.runtime.mesh import MeshShape, make_mesh
 
 MODEL = "wan2.1-t2v-1.3b"
 SETTINGS = {"height": 480, "width": 832, "frames": 81, "steps": 50, "guidance_scale": 5.0}
@@ -147,9 +158,44 @@ def test_a_stage_takes_its_experts_share_and_what_is_refused_is_left_out(plan):
     assert list(needs) == ["high", "low"]  # the decoder can't be compiled
     seconds = 50 * 2.0 + 2 * 1.0 + 1.0  # of the host
     assert [needed.seconds for needed in needs.values()] == pytest.approx([seconds * 20 / 50, seconds * 30 / 50])
-    assert {needed.memory for needed in needs.values()} == {
-        (2 * GIB + GIB // 2, 3 * GIB)
-    }  # Code stays on the device, as weights do.
+    for needed in needs.values():
+        # Code stays on the device, as weights do.
+        assert needed_bytes(add_memory([needed])) == 2 * GIB + GIB // 2 + 3 * GIB
+    # Together they have two experts' weights, and run the same programs.
+    assert needed_bytes(add_memory(needs.values())) == 2 * 2 * GIB + GIB // 2 + 3 * GIB
+
+
+def test_two_stages_share_a_transformer_and_each_takes_its_own_programs_seconds(plan):
+    """Of LTX-2: the second stage's steps have four times the tokens of the first one's."""
+
+    def program(name, calls, seconds, weights):
+        paths = [dataclasses.replace(prediction(0.0), total=Times(seconds, seconds))] * 2
+        return ProgramPlan(name, calls, Compiled(5.0, 9.0, weights * GIB, GIB, code_bytes=GIB // 4), *paths)
+
+    programs = (
+        *(program(KEYS, 2, 0.0, 4), program(FIRST_STEP, 8, 1.0, 4)),
+        *(program(STEP, 3, 4.0, 4), program(ENLARGE, 1, 0.5, 1)),
+    )
+    stage = StagePlan("denoise", programs, int(1e17))
+    two_stages = dataclasses.replace(plan, stages=(stage,), same_weights={"refine": "denoise"})
+    experts = [Expert("denoise", 0, 8, False), Expert("refine", 8, 11, False, enlarges=True)]
+    needs = two_stages.needs(experts)
+    assert [needed.seconds for needed in needs.values()] == pytest.approx([8 * 1.0, 3 * 4.0 + 0.5])
+    assert needed_bytes(add_memory([needs["denoise"]])) == (4 + 2 * 0.25 + 1) * GIB
+    assert needed_bytes(add_memory([needs["refine"]])) == (4 + 1 + 3 * 0.25 + 1) * GIB
+    assert needed_bytes(add_memory(needs.values())) == (4 + 1 + 4 * 0.25 + 1) * GIB
+    # Of a pool that has one of the stages, the plan has this one's programs alone.
+    for expert, own in zip(experts, (programs[:2], (programs[0], *programs[2:])), strict=True):
+        pool = dataclasses.replace(two_stages, stages=(dataclasses.replace(stage, programs=own),))
+        assert pool.needs([expert]) == {expert.stage: needs[expert.stage]}
+
+
+def test_a_pool_of_the_first_of_two_stages_runs_the_smaller_step():
+    model = preset_model("ltx-2.3-distilled")
+    request = GenerationRequest(height=64, width=128, frames=9).resolve(model.spec.defaults)
+    runtime = AbstractRuntime(model, make_mesh((1, 1, 1), heads=model.spec.heads), "bfloat16")
+    pools = [set(stage_programs(runtime, request, [stage])) for stage in ("denoise", "refine")]
+    assert pools == [{KEYS, FIRST_STEP}, {KEYS, ENLARGE, STEP}]
 
 
 def test_a_cached_step_is_compiled_for_the_schedule_of_its_curve(tmp_path):

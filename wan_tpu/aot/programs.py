@@ -79,22 +79,26 @@ def stage_programs(
         has_image = image and "i2v" in runtime.model.spec.tasks
         if "vae_encoder" in components and (has_image or request.video is not None):
             programs |= _vae(runtime, request, "vae_encoder")
-    experts = [expert for expert in runtime.model.spec.experts(request) if expert.stage in stages]
+    all_experts = runtime.model.spec.experts(request)
+    experts = [expert for expert in all_experts if expert.stage in stages]
     programs |= _adapters(runtime, request, experts)
     if experts:
         programs["text keys"] = _keys(runtime, experts)
     # Experts run the same program where their latents have the same size.
     larger = [expert for expert in experts if expert.enlarges]
-    for name, group in (
-        ((FIRST_STEP, [e for e in experts if e not in larger]), (STEP, larger)) if larger else ((STEP, experts),)
-    ):
-        if group:
+    for name in (FIRST_STEP, STEP):
+        if group := [expert for expert in experts if _name_step(expert, all_experts) == name]:
             programs |= _denoise(runtime, request, group, name, image=image)
     for expert in larger:
         programs[ENLARGE] = _enlarging(runtime, request, expert, image=image)
     if DECODER in stages:
         programs |= _sound(runtime, request) | _vae(runtime, request, "decoder")
     return programs
+
+
+def _name_step(expert: Expert, experts: Sequence[Expert]) -> str:
+    """Return the name of an expert's step among the programs of a request with these experts."""
+    return FIRST_STEP if any(other.enlarges for other in experts) and not expert.enlarges else STEP
 
 
 def all_programs(

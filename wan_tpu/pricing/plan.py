@@ -1,8 +1,8 @@
 """Plan a model on a slice: what fits, what each stage is predicted to take, and on which mesh."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,10 +76,25 @@ class StagePlan:
 
 
 class Needs(NamedTuple):
-    """What a video takes of a slice in one stage: seconds, and memory of a device."""
+    """What a video takes of a slice in one stage.
+
+    Attributes:
+        seconds: Seconds of the slice.
+        resident_bytes: What stays on a device: weights and programs, by name. Stages on one slice share those that have
+            the same name.
+        working_bytes: What a device needs besides while the stage runs.
+    """
 
     seconds: float
-    memory: MemoryNeed
+    resident_bytes: dict[str, int]
+    working_bytes: int
+
+
+def add_memory(needs: Iterable[Needs]) -> list[MemoryNeed]:
+    """Return what stages need on one slice; weights and programs that they share are counted once."""
+    needs = list(needs)
+    shared = {name: count for need in needs for name, count in need.resident_bytes.items()}
+    return [MemoryNeed(sum(shared.values())), *(MemoryNeed(0, need.working_bytes) for need in needs)]
 
 
 def _find_owner(program: ProgramPlan) -> str:
@@ -89,9 +104,31 @@ def _find_owner(program: ProgramPlan) -> str:
     return STEP if owner in (KEYS, SKIPPED, FIRST_STEP) or owner.startswith(ADAPTERS) else owner
 
 
+def _runs(expert: Expert, program: ProgramPlan, has_sizes: bool) -> bool:
+    """Return whether an expert runs a program; `has_sizes` says whether the experts' latents differ in size."""
+    if program.name in (FIRST_STEP, ENLARGE):
+        return expert.enlarges == (program.name == ENLARGE)
+    return expert.enlarges or not has_sizes or program.name not in (STEP, SKIPPED)
+
+
+def _count_steps(experts: Iterable[Expert]) -> int:
+    return sum(expert.stop - expert.start for expert in experts)
+
+
 @dataclass(frozen=True)
 class Plan:
-    """A model's stages on one slice and mesh."""
+    """A model's stages on one slice and mesh.
+
+    Attributes:
+        model: The published model.
+        slice: The slice.
+        mesh: The mesh over its devices.
+        request: What is generated.
+        tokens: Tokens of the video's latents.
+        stages: The stages.
+        experts: How many of the denoising stages have weights of their own.
+        same_weights: The stages that have another one's, by name.
+    """
 
     model: str
     slice: DescribedSlice
@@ -100,28 +137,54 @@ class Plan:
     tokens: int
     stages: tuple[StagePlan, ...]
     experts: int
+    same_weights: Mapping[str, str] = field(default_factory=dict)
 
     def needs(self, experts: Sequence[Expert]) -> dict[str, Needs]:
-        """Return what each stage of the model takes, its experts one by one, those left out that can't be compiled."""
+        """Return what each stage of the model takes, its experts one by one, those left out that can't be compiled.
+
+        Args:
+            experts: The experts of the request that the plan's stages run.
+        """
         needs: dict[str, Needs] = {}
         for stage in self.stages:
-            seconds = stage.seconds
-            if seconds is None:
+            if stage.seconds is None:
                 continue
-            weights = {_find_owner(program): program.compiled.weights_bytes for program in stage.programs}
-            if STEP in weights:
-                weights[STEP] *= self.copies
-            other = max(program.compiled.other_bytes for program in stage.programs)
-            code = sum(program.compiled.code_bytes for program in stage.programs)  # It stays, as weights do.
-            needed = Needs(seconds.estimate + stage.host_s, MemoryNeed(sum(weights.values()) + code, other))
             if stage.name != "denoise":
-                needs[stage.name] = needed
+                needs[stage.name] = self._add_programs([(program, 1.0) for program in stage.programs], stage.host_s)
                 continue
-            steps = sum(expert.stop - expert.start for expert in experts)
+            has_sizes = any(program.name == FIRST_STEP for program in stage.programs)
             for expert in experts:
-                share = (expert.stop - expert.start) / steps
-                needs[expert.stage] = needed._replace(seconds=needed.seconds * share)
+                # Each program's calls are shared by number of steps among the experts that run it.
+                shares = [
+                    (program, _count_steps([expert]) / _count_steps(e for e in experts if _runs(e, program, has_sizes)))
+                    for program in stage.programs
+                    if _runs(expert, program, has_sizes)
+                ]
+                host_s = stage.host_s * _count_steps([expert]) / _count_steps(experts)
+                weights = self.same_weights.get(expert.stage, expert.stage)
+                needs[expert.stage] = self._add_programs(shares, host_s, weights)
         return needs
+
+    def _add_programs(
+        self, shares: Sequence[tuple[ProgramPlan, float]], host_s: float, expert_weights: str = STEP
+    ) -> Needs:
+        """Return what programs take together.
+
+        Args:
+            shares: The programs, each with the share of its calls that counts.
+            host_s: Seconds in which the devices wait for the host.
+            expert_weights: The name of the weights that the steps use.
+        """
+        seconds, resident = host_s, dict[str, int]()
+        for program, share in shares:
+            assert program.optimistic is not None
+            seconds += program.optimistic.total.estimate * program.calls * share
+            owner, copies = _find_owner(program), 1
+            if owner == STEP:
+                owner, copies = expert_weights, self.copies
+            resident[f"weights of {owner}"] = program.compiled.weights_bytes * copies
+            resident[program.name] = program.compiled.code_bytes  # It stays, as weights do.
+        return Needs(seconds, resident, max(program.compiled.other_bytes for program, _ in shares))
 
     @property
     def programs(self) -> list[ProgramPlan]:
@@ -214,6 +277,7 @@ class Planner:
             request=self._request,
             tokens=tokens,
             stages=tuple(self._stages(programs)),
+            same_weights=self._model.same_weights,
             experts=len({self._model.same_weights.get(stage, stage) for stage in self._model.spec.denoise_stages}),
         )
 
