@@ -3,6 +3,7 @@
 import argparse
 import ast
 import dataclasses
+import inspect
 import re
 from collections.abc import Iterator
 
@@ -128,8 +129,9 @@ def test_every_setting_is_documented():
     """The class describes those that it adds, the table of docs/pipeline.md, or cluster.md for a slice's, all."""
     tables = "".join((ROOT / "docs" / page).read_text() for page in ("pipeline.md", "cluster.md"))
     own = [field.name for field in dataclasses.fields(ReliabilitySettings) if field.name not in vars(Timeouts())]
+    described = inspect.getdoc(ReliabilitySettings) or ""  # Python 3.13 removes the indentation of docstrings itself.
     for name in own:
-        assert f"        {name}: " in ReliabilitySettings.__doc__, name
+        assert f"    {name}: " in described, name
     for field in dataclasses.fields(ReliabilitySettings):
         name, default = field.name.removesuffix("_s").removesuffix("_attempts"), field.default
         unit = "" if field.name.endswith("_attempts") else " s"
