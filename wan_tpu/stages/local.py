@@ -237,7 +237,7 @@ class LocalExecutor:
                     self._runtime.done_with(part)
         following_expert = following[0].expert if isinstance(following[0], Step) else None
         if isinstance(operation, Step) and following_expert != operation.expert:
-            self._leave_expert(following[0].stage)
+            self._leave_expert(None if following_expert is None else following_expert.stage)
             self._close_bar()
         if following[0].stage != operation.stage:
             self._close_bar()
