@@ -36,3 +36,4 @@ for component in model.components.values():
             assert np.array_equal(shards[str(shard.index)], np.asarray(shard.data)), name
         own += sum(shard.nbytes for shard in shards.values()) if name in stored else 0
 print(sum(read), own)
+jax.distributed.shutdown()  # Waits for the other process, which would take this one's end for its death.
