@@ -68,6 +68,7 @@ pools:
 """
 
 
+@pytest.mark.soak  # Its parts have tests of their own; a second service is too much for two cores beside others.
 def test_openai_s_client_gets_ltx_2_s_video_with_sound(checkpoint, tmp_path, forks):
     model = shutil.copytree(checkpoint("ltx-2.3-distilled"), tmp_path / "small-ltx")
     files = PipelineSettings(str(model), str(tmp_path / "snapshots"), dtype="float32")
