@@ -100,8 +100,8 @@ def _advance(
     """Return latents and history after a step of the solver."""
     clean = numbers.get("alpha", 1) * latents - numbers["sigma"] * velocity
     terms = (latents, clean, *history, *([numbers["noise"]] if "noise" in numbers else []))
-    following, *kept = (sum(row[k] * term for k, term in enumerate(terms)) for row in numbers["matrix"])
-    return following, tuple(kept)
+    combined: list[Any] = [sum(row[k] * term for k, term in enumerate(terms)) for row in numbers["matrix"]]
+    return combined[0], tuple(combined[1:])
 
 
 def residual_shape(runtime: Runtime[Model], latents: tuple[int, ...], branches: int) -> jax.ShapeDtypeStruct:
