@@ -14,6 +14,7 @@ from tests.wan_tpu.meshes import fit_meshes
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.cogvideox import components, transformer
 from wan_tpu.families.cogvideox.spec import CogVideoXSpec
+from wan_tpu.families.shared.tokens import unpatchify
 from wan_tpu.runtime.components import load_component
 from wan_tpu.runtime.mesh import make_mesh
 
@@ -32,7 +33,7 @@ def predict(folder, mesh, latents, text):
 
     shape = (1, spec.latent_channels, *latents.shape[2:])
     return np.concatenate(
-        [transformer.unpatchify(branch, shape, spec.patch) for branch in run(loaded.params, latents, text)]
+        [unpatchify(branch, shape, spec.patch) for branch in run(loaded.params, latents, text)]
     )
 
 

@@ -208,7 +208,9 @@ def _denoise(
             numbers[part]["noise"] = latents[part]
     program, arguments, _ = _keys(runtime, experts)
     keys = model.key_shapes(runtime.mesh, jax.eval_shape(program.function, *arguments))
-    constants = model.constants(request, shapes[VIDEO])
+    integers = {name: shape for name, (shape, is_integer) in model.prompt_shapes.items() if is_integer}
+    text = {name: np.zeros((1, *shape), np.int32) for name, shape in integers.items()}
+    constants = model.constants(request, shapes[VIDEO], text)
     keys |= {name: _array(runtime, value.shape, value.dtype) for name, value in constants.items()}
     conditioning = (keys, _image_latents(runtime, request) if image else None)
     parts = {part: (array, (array,) * schedules[part].history_terms) for part, array in latents.items()}

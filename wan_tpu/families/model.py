@@ -220,8 +220,16 @@ class Model(abc.ABC):
         """
         raise NotImplementedError
 
-    def constants(self, request: ResolvedRequest, latent_shape: tuple[int, ...]) -> dict[str, np.ndarray]:
-        """Return arrays that every step takes beside the keys of the text, computed on the host; none by default."""
+    def constants(
+        self, request: ResolvedRequest, latent_shape: tuple[int, ...], text: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """Return arrays that every step takes beside the keys of the text, computed on the host; none by default.
+
+        Args:
+            request: The request.
+            latent_shape: Of the video.
+            text: From `prompt_arrays`, of the prompt.
+        """
         return {}
 
     def initial_noise(self, request: ResolvedRequest) -> np.ndarray:

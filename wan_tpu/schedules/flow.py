@@ -142,3 +142,32 @@ def _correct(
     phi_3 = phi_2 / -h - 1 / 2
     weights = np.linalg.solve([[1.0, 1.0], [r, 1.0]], [phi_2 / b, 2 * phi_3 / b])
     return result - (1 - here) * b * (weights[0] * (m2 - m1) / r + weights[1] * (x0 - m1))
+
+
+@functools.lru_cache(maxsize=64)
+def euler_rising(steps: int, shift: float) -> Schedule:
+    """Return the schedule of Euler's method for a transformer whose time rises from 0, of noise, to 1.
+
+    The grid is diffusers' MiniMaxH3Scheduler's, linspace(1, 0, steps + 1) shifted once, in float32.
+    """
+    return _euler_rising(_shift(_torch_linspace(steps + 1), shift)[:-1])
+
+
+@functools.lru_cache(maxsize=64)
+def euler_rising_at(noise: tuple[float, ...]) -> Schedule:
+    """Return the same schedule for its steps' noise levels, shift included; the last step ends at 0."""
+    return _euler_rising(np.array(noise, np.float64).astype(np.float32))
+
+
+def _euler_rising(sigmas: np.ndarray) -> Schedule:
+    """Return a schedule whose velocity leads from noise to the video: clean = x + (1 - t) v with t = 1 - sigma."""
+    one = np.float32(1)
+    timesteps, ratio = one - sigmas, np.append(sigmas[1:], np.float32(0)) / sigmas
+    matrices = np.stack([ratio, one - ratio], axis=-1)[:, None, :].astype(np.float64)
+    return make_schedule(timesteps, -(one - timesteps).astype(np.float64), matrices)
+
+
+def _torch_linspace(points: int) -> np.ndarray:
+    """Return torch.linspace(1, 0, points): multiples of a float32 step from either end, rounded once."""
+    step, index = float(np.float32(-1) / np.float32(points - 1)), np.arange(points)
+    return np.where(index < points // 2, 1 + step * index, -step * (points - 1 - index)).astype(np.float32)

@@ -164,7 +164,7 @@ def expert_inputs(
             "its settings"
         )
     shape = runtime.model.spec.latent_shapes(request, expert.stop)[VIDEO]
-    constants = runtime.model.constants(request, shape)
+    constants = runtime.model.constants(request, shape, conditioning.prompt)
     return ExpertInputs(*place((text, image, latents, constants), runtime.mesh))
 
 

@@ -27,6 +27,7 @@ from wan_tpu.families.model import Model, StepInputs, apply_guidance
 from wan_tpu.families.shared.causal_vae import CausalChunks, RepeatedStart
 from wan_tpu.families.shared.t5 import text_encoder
 from wan_tpu.families.shared.tokenizing import Tokenizer, tokenize
+from wan_tpu.families.shared.tokens import unpatchify
 from wan_tpu.media.image import fit_image
 from wan_tpu.plan import VIDEO
 from wan_tpu.request import ResolvedRequest
@@ -166,7 +167,7 @@ class CogVideoXModel(Model):
             x = jnp.concatenate([x, jnp.pad(image, ((0, 0), (0, 0), (0, behind), (0, 0), (0, 0)))], axis=1)
         tokens = transformer.predict(module, params, mesh, x.astype(text.dtype), inputs.timestep[None], text)
         guided = apply_guidance(tokens, inputs.guidance)
-        return {VIDEO: transformer.unpatchify(guided, inputs.latents.shape, self.spec.patch)}
+        return {VIDEO: unpatchify(guided, inputs.latents.shape, self.spec.patch)}
 
     def finish(self, latents: np.ndarray, image_latents: np.ndarray | None, request: ResolvedRequest) -> np.ndarray:
         """Return the latents to decode, without the frames that fill the first token."""

@@ -98,13 +98,6 @@ def predict(
     return call(module, params, method, latents, timestep, text)
 
 
-def unpatchify(tokens: jax.Array, latent_shape: tuple[int, ...], patch: tuple[int, int, int]) -> jax.Array:
-    """Join the video's tokens [L - 226, patch values] to latents [1, C, T, H, W]."""
-    grid = [n // p for n, p in zip(latent_shape[2:], patch, strict=True)]
-    array = tokens.reshape(1, *grid, latent_shape[1], *patch)
-    return array.transpose(0, 4, 1, 5, 2, 6, 3, 7).reshape(latent_shape)
-
-
 class Inputs(NamedTuple):
     """The inputs of one step's blocks; `_Step._specs` has their shardings.
 

@@ -201,7 +201,9 @@ class Ltx2Model(Model):
         deviation = deviation / self.config.vae["scaling_factor"]
         return upsampler.upsample(network.module, network.params, mesh, latents, mean, deviation)
 
-    def constants(self, request: ResolvedRequest, latent_shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+    def constants(
+        self, request: ResolvedRequest, latent_shape: tuple[int, ...], text: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
         """Return the rotary tables of the request's tokens, whose positions are seconds and pixels."""
         _, count, _ = self.spec.audio_shape(request)
         frames, height, width = latent_shape[2:]

@@ -72,7 +72,7 @@ def linear(ops: Ops, weights: Params, name: str, x: Any, **options: Any) -> jax.
     weight, scales = weights[f"{name}.weight"], weights.get(f"{name}.weight_scale")
     if scales is not None and not isinstance(x, Rounded):
         x = ops.round_rows(x, weight.dtype)
-    return ops.linear(x, weight, weights[f"{name}.bias"], scales=scales, **options)
+    return ops.linear(x, weight, weights.get(f"{name}.bias"), scales=scales, **options)
 
 
 def rounded_type(weights: Params, name: str) -> Any:

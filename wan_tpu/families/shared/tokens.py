@@ -18,6 +18,13 @@ def patchify(latents: jax.Array, patch: Sequence[int]) -> jax.Array:
     return array.transpose(0, 2, 4, 6, 1, 3, 5, 7).reshape(frames * height * width, -1)
 
 
+def unpatchify(tokens: jax.Array, latent_shape: tuple[int, ...], patch: Sequence[int]) -> jax.Array:
+    """Join tokens [L, values of a patch], in the order of `patchify`, to latents [1, C, T, H, W]."""
+    grid = [n // p for n, p in zip(latent_shape[2:], patch, strict=True)]
+    array = tokens.reshape(1, *grid, latent_shape[1], *patch)
+    return array.transpose(0, 4, 1, 5, 2, 6, 3, 7).reshape(latent_shape)
+
+
 def pad_rows(rows: jax.Array, length: int) -> jax.Array:
     """Append rows of zeros to [..., L, values] and return [..., length, values]."""
     return jnp.pad(rows, (*[(0, 0)] * (rows.ndim - 2), (0, length - rows.shape[-2]), (0, 0)))
