@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from wan_tpu_kernels.low_precision import LANES, Rounded, round_rows_reference, to_8_bits
-from wan_tpu_kernels.modulation import modulation_row
+from wan_tpu_kernels.modulation import modulation_row, segment_ends
 from wan_tpu_kernels.tiles import by_rows, even_block, pass_over, sublanes, vmem_bytes
 
 ROWS = 512  # Rows of a tile: 5 MB at 5120 channels, long enough a transfer to hide its start.
@@ -35,9 +35,9 @@ def layer_norm(
 
     Args:
         x: [L, C].
-        scale, shift: [1 or 2, C]. Of two, the first is for rows before `first_rows`.
+        scale, shift: [M, C], one row for each segment of the rows of x.
         eps: Added to the variance.
-        first_rows: Number of rows that take the first of two scales and shifts.
+        first_rows: Ends (exclusive) of the first M - 1 segments of rows, [M - 1], or a number for two segments.
         rounded: An 8-bit type, to return `Rounded` rows of it.
         centred: False leaves the mean in: x / sqrt(mean square + eps) * scale + shift.
         interpret: As for `pallas_call`.
@@ -63,7 +63,7 @@ def layer_norm(
         cost_estimate=pass_over(x),
         name=("layer_norm" if centred else "rms_norm_shift") + ("" if rounded is None else "_rounded"),
         interpret=interpret,
-    )(x, scale.astype(jnp.float32), shift.astype(jnp.float32), jnp.asarray(first_rows, jnp.int32).reshape(1))
+    )(x, scale.astype(jnp.float32), shift.astype(jnp.float32), segment_ends(scale, first_rows))
     return results[0] if rounded is None else Rounded(*results)
 
 
@@ -78,9 +78,9 @@ def layer_norm_reference(
     centred: bool = True,
 ) -> jax.Array | Rounded:
     """Compute the same as `layer_norm`, in plain jnp."""
-    rows = x.shape[0]
+    rows, ends = x.shape[0], segment_ends(scale, first_rows)
     normed = _normalise(x.astype(jnp.float32), eps, centred)
-    scaled = normed * modulation_row(scale, 0, rows, first_rows) + modulation_row(shift, 0, rows, first_rows)
+    scaled = normed * modulation_row(scale, 0, rows, ends) + modulation_row(shift, 0, rows, ends)
     return scaled.astype(x.dtype) if rounded is None else round_rows_reference(scaled, rounded)
 
 
@@ -89,14 +89,14 @@ def _normalise(x: jax.Array, eps: float, centred: bool) -> jax.Array:
     return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + eps)
 
 
-def _kernel(x_ref, scale_ref, shift_ref, first_rows_ref, o_ref, *scales, eps, centred):  # type: ignore[no-untyped-def]
+def _kernel(x_ref, scale_ref, shift_ref, ends_ref, o_ref, *scales, eps, centred):  # type: ignore[no-untyped-def]
     first = pl.program_id(0) * x_ref.shape[0]
 
     def rows(start: jax.Array, count: int) -> None:
         here = pl.ds(start, count)
         normed = _normalise(x_ref[here, :].astype(jnp.float32), eps, centred)
-        scale = modulation_row(scale_ref[...], first + start, count, first_rows_ref[0])
-        shift = modulation_row(shift_ref[...], first + start, count, first_rows_ref[0])
+        scale = modulation_row(scale_ref[...], first + start, count, ends_ref)
+        shift = modulation_row(shift_ref[...], first + start, count, ends_ref)
         scaled = normed * scale + shift
         if scales:
             values, size = to_8_bits(scaled, o_ref.dtype)

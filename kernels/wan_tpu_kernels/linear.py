@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from wan_tpu_kernels.low_precision import LANES, Rounded
-from wan_tpu_kernels.modulation import modulation_row
+from wan_tpu_kernels.modulation import modulation_row, segment_ends
 from wan_tpu_kernels.tiles import even_block, vmem_bytes
 
 # Largest rows, outputs and inputs of a tile. At 1184 x 1280 x 5120 a tile takes 30 thousand cycles of v6e's MXU for
@@ -27,16 +27,18 @@ MXU_COLUMNS = 256  # Columns of v6e's and v7x's MXU (v5p has 128): 1152 outputs 
 # With 8 bits a tile has half as many bytes and takes half as many cycles of the MXU. Twice as many outputs hide the end
 # of a loop equally well, and all inputs at once keep the sums in the MXU.
 OUTPUTS_8, INPUTS_8, COLUMNS_8 = 2560, 16384, 512
+# Functions of one product. "swiglu" is a function of two: half of the weight's rows give values, half their gates.
 ACTIVATIONS: dict[str | None, Callable[[jax.Array], jax.Array]] = {
     None: lambda y: y,
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
+SWIGLU = "swiglu"
 
 
 def linear(
     x: jax.Array | tuple[jax.Array, ...] | Rounded,
     weight: jax.Array,
-    bias: jax.Array,
+    bias: jax.Array | None,
     *,
     scales: jax.Array | None = None,
     activation: str | None = None,
@@ -44,37 +46,44 @@ def linear(
     gate: jax.Array | None = None,
     first_rows: jax.Array | int = 0,
     groups: int = 1,
+    dtype: Any = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Compute y = activation(x weight^T + bias), or with a residual, residual + gate * y.
 
+    "swiglu" takes a weight [2 O, I] (and bias, scales [2 O]) whose first half gives values and whose second half gives
+    their gates, as in diffusers' FeedForward: y = values * silu(gates).
+
     Everything after the products is computed in float32, except that an activation with an 8-bit weight is computed in
-    the dtype of the bias.
+    the dtype of the result.
 
     Args:
         x: [L, I], or laid out as in columns.py: an array for each part of every group's columns. `Rounded` with
             `scales`.
         weight: [O, I].
-        bias: [O].
+        bias: [O], or None.
         scales: [O] float32, the factors of the rows of an 8-bit weight.
-        activation: None or "gelu_tanh".
+        activation: None, "gelu_tanh" or "swiglu".
         residual: [L, O].
-        gate: [1 or 2, O], only with a residual; ones by default. Of two, the first is for rows before `first_rows`.
-        first_rows: Number of rows that take the first of two gates.
+        gate: [M, O], only with a residual; ones by default. It has one row for each segment of the rows of x.
+        first_rows: Ends (exclusive) of the first M - 1 segments of rows, [M - 1], or a number for two segments.
         groups: With more than one, the result is [groups, L, O/groups].
+        dtype: The result's with `scales`; by default that of the bias or the residual, or bfloat16.
         interpret: As for `pallas_call`.
 
     Returns:
-        [L, O] in the dtype of x, or with `scales` in the dtype of the bias.
+        [L, O] in the dtype of x, or with `scales` in `dtype`.
     """
-    inputs, outputs = weight.shape[1], weight.shape[0]
+    halves = 2 if activation == SWIGLU else 1
+    inputs, outputs = weight.shape[1], weight.shape[0] // halves
     assert isinstance(x, Rounded) == (scales is not None)
     rounded = x if isinstance(x, Rounded) else None
     parts = (x.values,) if isinstance(x, Rounded) else x if isinstance(x, tuple) else (x,)
     joined, (rows, _), in_dtype = parts[0].ndim == 3, parts[0].shape[-2:], parts[0].dtype
-    dtype = in_dtype if rounded is None else bias.dtype
+    dtype = _result_dtype(in_dtype, scales, dtype, bias, residual)
+    vmem = vmem_bytes(interpret=interpret)
     block_rows, block_outputs, block_inputs = _choose_tile(
-        rows, outputs // groups, inputs, in_dtype.itemsize, vmem_bytes(interpret=interpret), joined=joined
+        rows, outputs // groups, inputs, in_dtype.itemsize, vmem, joined=joined, halves=halves
     )
     steps = inputs // block_inputs
     per_group = pl.cdiv(outputs // groups, block_outputs)
@@ -83,16 +92,19 @@ def linear(
     def out_index(i: int, j: int, k: int) -> tuple[int, ...]:
         return (i, j) if groups == 1 else (j // per_group, i, j % per_group)
 
-    columns = pl.BlockSpec((1, block_outputs), lambda i, j, k: (0, j))
+    columns = pl.BlockSpec((halves, block_outputs), lambda i, j, k: (0, j))
     if joined:
         x_specs = [pl.BlockSpec((len(part), block_rows, part.shape[2]), lambda i, j, k: (0, i, 0)) for part in parts]
     else:
         x_specs = [pl.BlockSpec((block_rows, block_inputs), lambda i, j, k: (i, k))]
-    specs = [*x_specs, pl.BlockSpec((block_outputs, block_inputs), lambda i, j, k: (j, k)), columns]
-    arrays = [*parts, weight, bias[None].astype(jnp.float32)]
+    specs = [*x_specs, pl.BlockSpec((halves, block_outputs, block_inputs), lambda i, j, k: (0, j, k))]
+    arrays = [*parts, weight.reshape(halves, outputs, inputs)]
+    if bias is not None:
+        specs.append(columns)
+        arrays.append(bias.reshape(halves, outputs).astype(jnp.float32))
     if rounded is not None and scales is not None:
         specs += [pl.BlockSpec((block_rows, LANES), lambda i, j, k: (i, 0)), columns]
-        arrays += [rounded.scales, scales[None].astype(jnp.float32)]
+        arrays += [rounded.scales, scales.reshape(halves, outputs).astype(jnp.float32)]
     if residual is not None:
         assert groups == 1
         gate = jnp.ones((1, outputs)) if gate is None else gate
@@ -101,12 +113,12 @@ def linear(
             pl.BlockSpec((gate.shape[0], block_outputs), lambda i, j, k: (0, j)),
             pl.BlockSpec(memory_space=pltpu.SMEM),
         ]
-        arrays += [residual, gate.astype(jnp.float32), jnp.asarray(first_rows, jnp.int32).reshape(1)]
+        arrays += [residual, gate.astype(jnp.float32), segment_ends(gate, first_rows)]
     scratch = []
     if joined:
-        scratch.append(pltpu.VMEM((block_rows, inputs), dtype))
+        scratch.append(pltpu.VMEM((block_rows, inputs), in_dtype))
     if steps > 1:
-        scratch.append(pltpu.VMEM((block_rows, block_outputs), _sum_type(in_dtype)))
+        scratch.append(pltpu.VMEM((halves, block_rows, block_outputs), _sum_type(in_dtype)))
     suffixes = ["8_bits"] if rounded is not None else []
     suffixes += [activation] if activation is not None else []
     suffixes += ["residual"] if residual is not None else []
@@ -118,6 +130,7 @@ def linear(
             steps=steps,
             parts=len(parts) if joined else 0,
             activation=activation,
+            biased=bias is not None,
             rounded=rounded is not None,
             fused_residual=residual is not None,
             precision=jax.lax.Precision.HIGHEST if in_dtype == jnp.float32 else None,
@@ -129,12 +142,12 @@ def linear(
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=vmem_bytes(interpret=interpret),
+            vmem_limit_bytes=vmem,
         ),
         cost_estimate=pl.CostEstimate(
-            flops=2 * rows * outputs * inputs,
+            flops=2 * rows * halves * outputs * inputs,
             transcendentals=0 if activation is None else rows * outputs,
-            bytes_accessed=in_dtype.itemsize * (rows + outputs) * inputs + dtype.itemsize * rows * outputs,
+            bytes_accessed=in_dtype.itemsize * (rows + halves * outputs) * inputs + dtype.itemsize * rows * outputs,
         ),
         name="_".join(["linear", *suffixes]),
         interpret=interpret,
@@ -144,7 +157,7 @@ def linear(
 def linear_reference(
     x: jax.Array | tuple[jax.Array, ...] | Rounded,
     weight: jax.Array,
-    bias: jax.Array,
+    bias: jax.Array | None,
     *,
     scales: jax.Array | None = None,
     activation: str | None = None,
@@ -152,31 +165,35 @@ def linear_reference(
     gate: jax.Array | None = None,
     first_rows: jax.Array | int = 0,
     groups: int = 1,
+    dtype: Any = None,
 ) -> jax.Array:
     """Compute the same as `linear`, in plain jnp."""
     if isinstance(x, Rounded):
         assert scales is not None
         values, wide = x.values.astype(jnp.float32), weight.astype(jnp.float32)  # float32 holds their products exactly
         product = jax.lax.dot_general(values, wide, (((1,), (1,)), ((), ()))) * x.scales[:, :1] * scales
-        dtype = bias.dtype
-        y = product + bias.astype(jnp.float32)
-        y = y if activation is None else ACTIVATIONS[activation](y.astype(dtype)).astype(jnp.float32)
-        rows = len(product)
+        dtype = active = _result_dtype(x.values.dtype, scales, dtype, bias, residual)
     else:
         x = jnp.concatenate(x, axis=-1) if isinstance(x, tuple) else x
         x = x if x.ndim == 2 else x.transpose(1, 0, 2).reshape(x.shape[1], -1)
-        rows, dtype = len(x), x.dtype
         product = jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        y = ACTIVATIONS[activation](product + bias.astype(jnp.float32))
+        dtype, active = x.dtype, jnp.float32
+    y = product if bias is None else product + bias.astype(jnp.float32)
+    if activation == SWIGLU:
+        values, gates = jnp.split(y, 2, axis=1)
+        y = values * _silu(gates.astype(active)).astype(jnp.float32)
+    elif activation is not None:
+        y = ACTIVATIONS[activation](y.astype(active)).astype(jnp.float32)
     if residual is not None:
-        y = y if gate is None else modulation_row(gate, 0, rows, first_rows) * y
+        y = y if gate is None else modulation_row(gate, 0, len(y), segment_ends(gate, first_rows)) * y
         y = residual.astype(jnp.float32) + y
     y = y.astype(dtype)
     return y if groups == 1 else y.reshape(y.shape[0], groups, -1).transpose(1, 0, 2)
 
 
-def _kernel(*refs, steps, parts, activation, rounded, fused_residual, precision):  # type: ignore[no-untyped-def]
-    x_refs, (w_ref, b_ref, *others) = refs[: parts or 1], refs[parts or 1 :]
+def _kernel(*refs, steps, parts, activation, biased, rounded, fused_residual, precision):  # type: ignore[no-untyped-def]
+    x_refs, (w_ref, *others) = refs[: parts or 1], refs[parts or 1 :]
+    bias_refs, others = (others[:1], others[1:]) if biased else ([], others)
     scale_refs, others = (others[:2], others[2:]) if rounded else ([], others)
     residual_refs, others = (others[:3], others[3:]) if fused_residual else ([], others)
     o_ref, *scratch = others
@@ -198,34 +215,55 @@ def _kernel(*refs, steps, parts, activation, rounded, fused_residual, precision)
     step = pl.program_id(2)
     first_row = pl.program_id(0) * o_ref.shape[-2]
 
-    def columns(index: jax.Array) -> None:
-        here = pl.ds(pl.multiple_of(index * chunk, chunk), chunk)
+    def multiply(half: int, here: Any) -> jax.Array:
         total = jax.lax.dot_general(
             x_ref[...],
-            w_ref[here, :],
+            w_ref[half, here, :],
             (((1,), (1,)), ((), ())),
             precision=precision,
             preferred_element_type=_sum_type(w_ref.dtype),
         )
         if steps > 1:
             (sum_ref,) = scratch
-            total = jnp.where(step == 0, total, sum_ref[:, here] + total)
-            sum_ref[:, here] = total
+            total = jnp.where(step == 0, total, sum_ref[half, :, here] + total)
+            sum_ref[half, :, here] = total
         if rounded:
             row_scales, column_scales = scale_refs
-            total = total.astype(jnp.float32) * (row_scales[:, :1] * column_scales[:, here])
-        y = total + b_ref[:, here]
-        if activation is not None:
-            y = ACTIVATIONS[activation](y.astype(o_ref.dtype) if rounded else y)
+            total = total.astype(jnp.float32) * (row_scales[:, :1] * column_scales[half : half + 1, here])
+        return total + bias_refs[0][half : half + 1, here] if biased else total
+
+    def columns(index: jax.Array) -> None:
+        here = pl.ds(pl.multiple_of(index * chunk, chunk), chunk)
+        active = o_ref.dtype if rounded else jnp.float32
+        if activation == SWIGLU:
+            gates = _silu(multiply(1, here).astype(active))  # The second product hides this one's activation.
+            y = multiply(0, here) * gates
+        else:
+            y = multiply(0, here)
+            y = y if activation is None else ACTIVATIONS[activation](y.astype(active))
         if fused_residual:
-            residual_ref, gate_ref, first_rows_ref = residual_refs
-            gate = modulation_row(gate_ref[:, here], first_row, y.shape[0], first_rows_ref[0])
+            residual_ref, gate_ref, ends_ref = residual_refs
+            gate = modulation_row(gate_ref[:, here], first_row, y.shape[0], ends_ref)
             y = residual_ref[:, here].astype(jnp.float32) + gate * y
         o_ref[:, here] = y.astype(o_ref.dtype)
 
-    outputs = w_ref.shape[0]
+    outputs = w_ref.shape[1]
     chunk = next((n for n in ([COLUMNS_8] if rounded else []) + [MXU_COLUMNS] if outputs % n == 0), outputs)
     jax.lax.fori_loop(0, outputs // chunk, lambda index, _: columns(index), None)
+
+
+def _silu(x: jax.Array) -> jax.Array:
+    """Compute x / (1 + exp(-x)) with one transcendental instruction."""
+    half = 0.5 * x
+    return half + half * jnp.tanh(half)
+
+
+def _result_dtype(inputs: Any, scales: jax.Array | None, dtype: Any, *others: jax.Array | None) -> Any:
+    """Return the dtype of a result: of inputs in 8 bits it is `dtype`, or that of the first of the other arrays."""
+    if scales is None:
+        return inputs
+    dtypes = [dtype, *(array.dtype for array in others if array is not None), jnp.bfloat16]
+    return jnp.dtype(next(chosen for chosen in dtypes if chosen is not None))
 
 
 def _sum_type(dtype: Any) -> Any:
@@ -233,7 +271,7 @@ def _sum_type(dtype: Any) -> Any:
 
 
 def _choose_tile(
-    rows: int, outputs: int, inputs: int, itemsize: int, vmem: int, *, joined: bool
+    rows: int, outputs: int, inputs: int, itemsize: int, vmem: int, *, joined: bool, halves: int
 ) -> tuple[int, int, int]:
     """Return the rows, outputs and inputs of a tile: the largest that fit in `vmem` bytes, double-buffered.
 
@@ -242,6 +280,7 @@ def _choose_tile(
         itemsize: Bytes of an input value.
         vmem: Bytes of VMEM that the kernel may use.
         joined: Whether groups of columns are put side by side in VMEM, all inputs at once.
+        halves: Products for each output: two with "swiglu".
     """
     most_outputs, most_inputs, columns = (
         (OUTPUTS_8, INPUTS_8, COLUMNS_8) if itemsize == 1 else (OUTPUTS, INPUTS, MXU_COLUMNS)
@@ -251,9 +290,11 @@ def _choose_tile(
         parts = 1  # Parts that aren't whole lanes can't be addressed, so the inputs are taken in one.
     block_inputs = inputs // parts
     for shrink in (1, 2, 4, 8):
-        for block_outputs in (even_block(outputs, max(columns, most_outputs // n), columns) for n in (1, 2, 3, 6)):
+        for block_outputs in (
+            even_block(outputs, max(columns, most_outputs // halves // n), columns) for n in (1, 2, 3, 6)
+        ):
             block_rows = even_block(rows, ROWS // shrink, 32 // itemsize)
-            streamed = 2 * itemsize * (block_rows + block_outputs) * block_inputs
+            streamed = 2 * itemsize * (block_rows + halves * block_outputs) * block_inputs
             produced = block_rows * block_outputs * (4 * max(itemsize, 2) + 2 * 4)
             # The compiler copies the rows, and joining them is another copy.
             rows_again = (1 + joined) * itemsize * block_rows * block_inputs

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from diffusers.models.activations import SwiGLU
 from jax.experimental.pallas import tpu as pltpu
 
 from tests.kernels.cases import INTERPRET, as_program
@@ -61,18 +62,33 @@ SIZES = {"whole": (112, 256, 512), "ragged, in parts": (100, 768, 640), "tiny": 
 def test_linear_is_torchs(size, activation, dtype):
     rows, inputs, outputs = SIZES[size]
     x, weight = normal(0, rows, inputs, dtype=dtype), normal(1, outputs, inputs, dtype=dtype)
-    bias, residual, gate = normal(2, outputs), normal(3, rows, outputs, dtype=dtype), normal(4, 2, outputs)
+    bias, residual, gate = normal(2, outputs), normal(3, rows, outputs, dtype=dtype), normal(4, 3, outputs)
     wide = [torch.from_numpy(np.array(a, np.float64)) for a in (x, weight, bias)]
     y = torch.nn.functional.linear(*wide)
     if activation:
         y = torch.nn.functional.gelu(y, approximate="tanh")
     for function in LINEARS:
         assert_close(function(x, weight, bias, activation=activation), y, DTYPES[dtype])
-    gates = np.where(np.arange(rows)[:, None] < 5, np.asarray(gate[0], np.float64), np.asarray(gate[1], np.float64))
-    more = {"activation": activation, "residual": residual, "gate": gate, "first_rows": 5}
+    ends = np.asarray([2, rows // 2], np.int32)
+    gates = np.asarray(gate, np.float64)[np.searchsorted(ends, np.arange(rows), side="right")]
+    more = {"activation": activation, "residual": residual, "gate": gate, "first_rows": ends}
     expected = np.asarray(residual, np.float64) + gates * y.numpy()
     for function in LINEARS:
         assert_close(function(x, weight, bias, **more), expected, DTYPES[dtype])
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"), [("ragged, in parts", "float32"), ("tiny", "float32"), ("flat", "bfloat16")]
+)
+def test_swiglu_is_diffusers(size, dtype):
+    """The first half of the weight's rows gives values, the second half the gates; there is no bias."""
+    rows, inputs, outputs = SIZES[size]
+    x, weight = normal(0, rows, inputs, dtype=dtype), normal(1, 2 * outputs, inputs, dtype=dtype)
+    swiglu = SwiGLU(inputs, outputs, bias=False).double()
+    swiglu.proj.weight.data = torch.from_numpy(np.array(weight, np.float64))
+    expected = swiglu(torch.from_numpy(np.array(x, np.float64))).detach().numpy()
+    for function in LINEARS:
+        assert_close(function(x, weight, None, activation="swiglu"), expected, DTYPES[dtype])
 
 
 def test_linear_reads_and_writes_columns_in_groups():
@@ -86,18 +102,20 @@ def test_linear_reads_and_writes_columns_in_groups():
         for laid_out in (grouped, parts):
             assert_close(function(laid_out, weight, bias, residual=expected), 2 * expected, 2e-6)
         assert_close(function((x,), weight, bias), expected, 2e-6)
+        assert_close(function(x, weight, None) + bias, expected, 2e-6)
 
 
 @pytest.mark.parametrize(("rows", "dtype"), [(64, "float32"), (50, "float32"), (5, "float32"), (50, "bfloat16")])
 def test_layer_norm_is_torchs(rows, dtype):
-    x, scale, shift = normal(0, rows, 256), normal(1, 2, 256), normal(2, 2, 256)
+    x, scale, shift = normal(0, rows, 256), normal(1, 4, 256), normal(2, 4, 256)
     x = (x * 3 + 1).astype(jnp.dtype(dtype))
     normed = torch.nn.functional.layer_norm(torch.from_numpy(np.array(x, np.float64)), (256,), eps=1e-6).numpy()
-    for first_rows in (0, 3, rows):
-        late = (np.arange(rows) >= first_rows).astype(int)
-        expected = normed * np.asarray(scale, np.float64)[late] + np.asarray(shift, np.float64)[late]
+    for ends in ([3], [0], [rows], [-2, 2, 2 + rows], [1, 1, 4]):  # Segments may be empty, or on other devices.
+        modulation, first_rows = (scale[: len(ends) + 1], shift[: len(ends) + 1]), np.asarray(ends, np.int32)
+        segment = np.searchsorted(first_rows, np.arange(rows), side="right")
+        expected = normed * modulation[0].astype(np.float64)[segment] + modulation[1].astype(np.float64)[segment]
         for function in LAYER_NORMS:
-            assert_close(function(x, scale, shift, eps=1e-6, first_rows=first_rows), expected, DTYPES[dtype])
+            assert_close(function(x, *modulation, eps=1e-6, first_rows=first_rows), expected, DTYPES[dtype])
 
 
 def test_layer_norm_with_the_mean_left_in_is_torchs_rms_norm():

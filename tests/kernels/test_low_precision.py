@@ -130,6 +130,22 @@ def test_linear_multiplies_the_rounded_values(size, activation, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_swiglu_multiplies_the_rounded_values(dtype):
+    rows, inputs, outputs = SIZES["ragged, in parts"]
+    (x, sizes), (weight, scales) = (
+        round_with_numpy(normal(n, m, inputs), dtype) for n, m in ((0, rows), (1, 2 * outputs))
+    )
+    rounded = Rounded(x.astype(dtype), np.broadcast_to(sizes, (rows, 128)))
+    both = (x.astype(np.float64) @ weight.astype(np.float64).T) * sizes * scales.T
+    values, gates = np.split(both, 2, axis=1)
+    options = {"scales": scales[:, 0], "activation": "swiglu"}
+    for function in LINEARS:
+        result = function(rounded, weight.astype(dtype), None, **options)
+        assert result.dtype == jnp.bfloat16
+        assert_close(result, values * gates / (1 + np.exp(-gates)), TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("width", "shared"), [(128, 1), (64, 2), (40, 1)])
 def test_queries_are_rounded_by_row_and_head(width, shared, dtype):
     heads, rows, first = 6, 150, 0 if width == 40 else 1

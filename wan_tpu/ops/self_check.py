@@ -120,8 +120,12 @@ def _cases(scale: int) -> Iterator[KernelCase]:
     yield KernelCase("linear", "linear", (x, weight, bias), {"activation": "gelu_tanh"})
     residual = {"residual": draw(rows, 640), "gate": draw(1, 640, dtype=jnp.float32)}
     yield KernelCase("linear, added to a residual", "linear", (x, weight, bias), residual)
+    both = draw(1280, 512) * jnp.bfloat16(0.05)
+    yield KernelCase("linear, SwiGLU without a bias", "linear", (x, both, None), {"activation": "swiglu"})
     eps, vector = {"eps": 1e-6}, functools.partial(draw, dtype=jnp.float32)
     yield KernelCase("layer norm", "layer_norm", (x, vector(1, 512), vector(1, 512)), eps)
+    segments = eps | {"first_rows": jnp.asarray([30, rows // 2], jnp.int32)}
+    yield KernelCase("layer norm of three segments", "layer_norm", (x, vector(3, 512), vector(3, 512)), segments)
     shifted = x, vector(1, 512), vector(1, 512)
     yield KernelCase("RMS norm with a shift", "layer_norm", shifted, eps | {"centred": False})
     tables = vector(rows, WIDTH), vector(rows, WIDTH)
