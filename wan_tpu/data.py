@@ -33,7 +33,7 @@ class Conditioning:
         prompt: Arrays [1, ...] of the model's text encoders by name; most models have "text" [1, L, C].
         negative: The same for the negative prompt; None without guidance.
         image: CLIP features [1, L=257, C] (Wan 2.1 I2V).
-        image_latents: Mask and latents [1, 4+C, T, H, W], or latents [1, C, 1, H, W] (TI2V 5B).
+        image_latents: Mask and latents [1, 4+C, T, H, W], or latents of one frame or two, [1, C, 1 or 2, H, W].
         video_latents: Float32 [1, C, T, H, W] of the video that the request begins with.
     """
 
@@ -46,11 +46,15 @@ class Conditioning:
 
 @dataclasses.dataclass(frozen=True)
 class ImageCondition:
-    """The part of a `Conditioning` that comes from images, or from a video."""
+    """The part of a `Conditioning` that comes from images, or from a video.
+
+    It has the prompt's arrays where the model's text encoder reads the images with the prompt.
+    """
 
     image: Array | None = None
     image_latents: Array | None = None
     video_latents: Array | None = None
+    prompt: Arrays | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +128,17 @@ class Video:
                 writer.set_audio(self.audio, self.audio_rate)
             writer.write(self.frames)
         return Path(path)
+
+
+def join_conditioning(image: ImageCondition, *texts: Arrays) -> Conditioning:
+    """Return the encoder stage's whole result.
+
+    Args:
+        image: The part that comes from images.
+        texts: The arrays of the prompt and, under guidance, of the negative prompt; none where `image` has them.
+    """
+    first, *others = texts if image.prompt is None else (image.prompt,)
+    return Conditioning(first, others[0] if others else None, image.image, image.image_latents, image.video_latents)
 
 
 def save_value(value: Conditioning | DenoiseState, path: Path, notes: dict[str, Any] | None = None) -> None:

@@ -37,7 +37,8 @@ class RequestPlan:
 
     Attributes:
         request: The request with every field filled in.
-        prompts: Texts to encode: the prompt and, under guidance, the negative prompt.
+        prompts: Texts to encode: the prompt and, under guidance, the negative prompt; none where the text encoder reads
+            a request's images with its prompt.
         has_image: Whether an image or a video is encoded, too. The plan may hold the request without its pixels.
         experts: Which stage runs which steps, in order; experts without a step are left out.
         skipped: For each step, which branches reuse what an earlier step computed; None without a cache.

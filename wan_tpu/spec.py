@@ -38,6 +38,7 @@ class ModelSpec(ModelLimits):
             the stages.
         heads: Attention heads of a transformer.
         own: How the checkpoint itself says it is to be sampled.
+        reads_images: Whether the text encoder reads a request's images with its prompt, so that they are encoded together.
         boundary_ratio: The first of two experts runs the steps with t >= boundary_ratio x 1000; None with one expert.
     """
 
@@ -45,6 +46,7 @@ class ModelSpec(ModelLimits):
     heads: int
     own: CheckpointOverrides = NOTHING_OWN
     boundary_ratio: float | None
+    reads_images: bool = False
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -179,7 +181,7 @@ class ModelSpec(ModelLimits):
         skipped = self.skipped(request)
         return RequestPlan(
             request,
-            prompts=self.prompts(request),
+            prompts=() if image and self.reads_images else self.prompts(request),
             has_image=image or request.video is not None,
             experts=self.experts(request),
             skipped=None if skipped is None else tuple((bool(prompt), bool(other)) for prompt, other in skipped),

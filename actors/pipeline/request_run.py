@@ -130,7 +130,7 @@ class RequestRun:
         state, steps = self._state, self._plan.request.steps
         pool = self._connection.layout.find_pool(stage)
         texts: list[RefHandle | None] = [self._encoded[EncodeText(prompt)] for prompt in self._plan.prompts]
-        inputs = [*[*texts, None][:2], self._encoded.get(EncodeImage())]
+        inputs = [*[*texts, None, None][:2], self._encoded.get(EncodeImage())]
 
         def drop_payloads() -> None:
             self._scope.drop(state)

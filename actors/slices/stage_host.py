@@ -27,7 +27,7 @@ from cluster.gang.protocol import Output, report
 from wan_tpu import stages
 from wan_tpu.aot.key import describe_build
 from wan_tpu.aot.programs import all_programs
-from wan_tpu.data import Conditioning, DenoiseState, ImageCondition
+from wan_tpu.data import DenoiseState, ImageCondition, join_conditioning
 from wan_tpu.errors import InvalidInput, OutputError
 from wan_tpu.media.mp4 import Mp4
 from wan_tpu.pipeline import open_runtime
@@ -136,10 +136,10 @@ class StageHost(HostProfile):
     def encode_image(self, key: str) -> Output:
         """Encode the image of `prepare_encode`: ((compile_s, warnings), `ImageCondition`)."""
         before, work = self._runtime.compile_s, self._prepared.take(key, Encoding)
-        bar = self._progress.bar(ENCODER, len(work.inputs.chunks) + (work.inputs.clip is not None))
+        bar = self._progress.bar(ENCODER, work.inputs.parts)
         with self._sizes.track(work.request):
             condition = stages.encode_image(self._runtime, work.request, work.inputs, bar)
-        warnings = list(crop_warnings(self._runtime.model, work.request))
+        warnings = [*work.inputs.warnings, *crop_warnings(self._runtime.model, work.request)]
         return self._output((self._runtime.compile_s - before, warnings), lambda: condition)
 
     def begin(self, key: str) -> tuple[float]:
@@ -219,7 +219,7 @@ class StageHost(HostProfile):
         self,
         key: str,
         plan: RequestPlan,
-        prompt: Payload,
+        prompt: Payload | None,
         negative: Payload | None = None,
         image: Payload | None = None,
         state: Payload | None = None,
@@ -231,7 +231,7 @@ class StageHost(HostProfile):
         Args:
             key: The request's key.
             plan: The request's plan.
-            prompt: The prompt's `TextEmbedding`.
+            prompt: The prompt's `TextEmbedding`; None where the image's condition has it.
             negative: The negative prompt's, or None.
             image: The image's `ImageCondition`, or None.
             state: The `DenoiseState` to continue from; None for the one before the first step.
@@ -242,11 +242,10 @@ class StageHost(HostProfile):
         plan = plan.with_request(dataclasses.replace(plan.request, loras=self._fetched.take(plan)))
         text, other = unpack_as(TextEmbedding, prompt), unpack_as(TextEmbedding, negative)
         condition = unpack_as(ImageCondition, image) or ImageCondition()
-        if text is None:
+        texts = [encoded.values for encoded in (text, other) if encoded is not None]
+        if not texts and condition.prompt is None:
             raise OutOfOrder(f"request {key} comes without its prompt's embeddings; encode_text makes them")
-        conditioning = Conditioning(
-            text.values, None if other is None else other.values, condition.image, condition.image_latents
-        )
+        conditioning = join_conditioning(condition, *texts)
         start = unpack_as(DenoiseState, state) or stages.initial_state(
             self._runtime.model, plan, video=condition.video_latents
         )

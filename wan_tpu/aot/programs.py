@@ -71,19 +71,20 @@ def stage_programs(
     stages = runtime.model.spec.stages if stages is None else stages
     programs: StagePrograms = {}
     if "encoder" in stages:
-        for name, shapes in runtime.model.token_shapes.items():
-            programs[name] = _text_encoder(runtime, name, shapes, request)
+        has_image = image and "i2v" in runtime.model.spec.tasks
+        reads_images = has_image and runtime.model.spec.reads_images
+        for name in runtime.model.token_shapes:
+            programs[name] = _text_encoder(runtime, name, request, images=reads_images)
         components = runtime.model.spec.components[ENCODER]
         if "image_encoder" in components:
             programs["image_encoder"] = _image_encoder(runtime)
-        has_image = image and "i2v" in runtime.model.spec.tasks
         if "vae_encoder" in components and (has_image or request.video is not None):
             programs |= _vae(runtime, request, "vae_encoder")
     all_experts = runtime.model.spec.experts(request)
     experts = [expert for expert in all_experts if expert.stage in stages]
     programs |= _adapters(runtime, request, experts)
     if experts:
-        programs["text keys"] = _keys(runtime, experts)
+        programs["text keys"] = _keys(runtime, request, experts, image=image)
     # Experts run the same program where their latents have the same size.
     larger = [expert for expert in experts if expert.enlarges]
     for name in (FIRST_STEP, STEP):
@@ -125,10 +126,13 @@ def _shapes(arguments: tuple[Any, ...]) -> tuple[Any, list[tuple[tuple[int, ...]
 
 
 def _text_encoder(
-    runtime: Runtime, name: str, shapes: Sequence[tuple[int, ...]], request: ResolvedRequest
+    runtime: Runtime, name: str, request: ResolvedRequest, *, images: bool
 ) -> tuple[Program, tuple[Any, ...], int]:
-    program, params = text_program(runtime, name)
-    tokens = [_array(runtime, shape, jnp.int32) for shape in shapes]
+    program, params = text_program(runtime, name, images=images)
+    if images:
+        tokens = [_array(runtime, x.shape, x.dtype) for x in runtime.model.image_token_shapes(request)[name]]
+        return program, (params, *tokens), 1
+    tokens = [_array(runtime, shape, jnp.int32) for shape in runtime.model.token_shapes[name]]
     return program, (params, *tokens), len(runtime.model.spec.prompts(request))
 
 
@@ -138,17 +142,26 @@ def _image_encoder(runtime: Runtime) -> tuple[Program, tuple[Any, ...], int]:
     return image_program(runtime, loaded.module), (loaded.params, pixels), 1
 
 
-def _keys(runtime: Runtime, experts: list[Expert]) -> tuple[Program, tuple[Any, ...], int]:
+def _keys(
+    runtime: Runtime, request: ResolvedRequest, experts: list[Expert], *, image: bool
+) -> tuple[Program, tuple[Any, ...], int]:
     model, loaded, dtype = runtime.model, runtime.component(experts[0].stage), DTYPES[runtime.dtype]
     branches = 2 if any(expert.guided for expert in experts) else 1
     text = {
         name: _array(runtime, (branches, *shape), jnp.int32 if integers else dtype)
-        for name, (shape, integers) in model.prompt_shapes.items()
+        for name, (shape, integers) in _prompt_shapes(model, request, image=image).items()
     }
-    image = None
+    features = None
     if "image_encoder" in model.spec.components[ENCODER]:
-        image = _array(runtime, model.image_features_shape, dtype)
-    return keys_program(runtime, loaded.module), (loaded.params, text, image), len(experts)
+        features = _array(runtime, model.image_features_shape, dtype)
+    return keys_program(runtime, loaded.module), (loaded.params, text, features), len(experts)
+
+
+def _prompt_shapes(model: Model, request: ResolvedRequest, *, image: bool) -> dict[str, tuple[tuple[int, ...], bool]]:
+    """Return the shapes of a prompt's arrays, as `Model.prompt_shapes`."""
+    if image and "i2v" in model.spec.tasks and model.spec.reads_images:
+        return model.image_prompt_shapes(request)
+    return model.prompt_shapes
 
 
 def _adapters(runtime: Runtime, request: ResolvedRequest, experts: list[Expert]) -> StagePrograms:
@@ -206,9 +219,10 @@ def _denoise(
     for part, schedule in schedules.items():
         if schedule.noise_terms:
             numbers[part]["noise"] = latents[part]
-    program, arguments, _ = _keys(runtime, experts)
+    program, arguments, _ = _keys(runtime, request, experts, image=image)
     keys = model.key_shapes(runtime.mesh, jax.eval_shape(program.function, *arguments))
-    integers = {name: shape for name, (shape, is_integer) in model.prompt_shapes.items() if is_integer}
+    prompt = _prompt_shapes(model, request, image=image)
+    integers = {name: shape for name, (shape, is_integer) in prompt.items() if is_integer}
     text = {name: np.zeros((1, *shape), np.int32) for name, shape in integers.items()}
     constants = model.constants(request, shapes[VIDEO], text)
     keys |= {name: _array(runtime, value.shape, value.dtype) for name, value in constants.items()}

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families import family_of, preset_spec, published, spec_of
-from wan_tpu.families.shared.causal_vae import CausalChunks
+from wan_tpu.families.shared.causal_vae import Chunks
 from wan_tpu.families.shared.image_processing import ImageProcessor
 from wan_tpu.families.shared.tokenizing import Tokenizer
 from wan_tpu.plan import VIDEO, Expert
@@ -108,6 +108,14 @@ class Model(abc.ABC):
         """Shapes of the arrays of `prompt_arrays`, without the first axis, and whether they are integers, by name."""
         return {"text": (self.text_shape, False)}
 
+    def image_prompt_shapes(self, request: ResolvedRequest) -> dict[str, tuple[tuple[int, ...], bool]]:
+        """Return the same of a prompt that is read with a request's images."""
+        return self.prompt_shapes
+
+    def image_token_shapes(self, request: ResolvedRequest) -> dict[str, tuple[jax.ShapeDtypeStruct, ...]]:
+        """Return shapes and dtypes of the inputs of text encoders that read a request's images; none by default."""
+        return {}
+
     @property
     def image_pixels_shape(self) -> tuple[int, int, int, int]:
         """(images, 3, height, width) of the image encoder's input; read only if the model has one."""
@@ -121,6 +129,11 @@ class Model(abc.ABC):
     @abc.abstractmethod
     def image_latents_shape(self, latent_shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the shape of a request's image condition from that of its latents; None if the model takes none."""
+
+    def image_latents_shapes(self, latent_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes that a request's image condition may have, the usual one first."""
+        usual = self.image_latents_shape(latent_shape)
+        return () if usual is None else (usual,)
 
     @abc.abstractmethod
     def vae_chunks(self, component: str, request: ResolvedRequest) -> list[tuple[int, int, int, int, int]]:
@@ -158,10 +171,16 @@ class Model(abc.ABC):
         Encoders that have nothing to read in this prompt are left out.
         """
 
-    @property
-    def joined(self) -> Mapping[str, tuple[str, ...]]:
-        """By text encoder, the components that run in the same program, behind it."""
-        return {}
+    def tokenize_with_images(self, request: ResolvedRequest) -> tuple[dict[str, tuple[np.ndarray, ...]], list[str]]:
+        """Return what `tokenize` does for a prompt and the images that the text encoder reads with it.
+
+        Called only if the spec says that it does (`ModelSpec.reads_images`).
+        """
+        raise NotImplementedError
+
+    def joined_with(self, component: str, *, images: bool = False) -> tuple[str, ...]:
+        """Return the components that run in a text encoder's program, behind it; more if it reads images."""
+        return ()
 
     @abc.abstractmethod
     def encode_text(self, component: str, loaded: Sequence[Loaded], *tokens: jax.Array) -> Any:
@@ -196,7 +215,7 @@ class Model(abc.ABC):
         """Turn the VAE encoder's output [1, 2C, T, H, W] into the image condition of `Conditioning`, float32."""
 
     @abc.abstractmethod
-    def vae_encoder(self, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
+    def vae_encoder(self, module: torch.nn.Module, mesh: Mesh) -> Chunks:
         """Return the functions that encode pixels as moments [1, 2C, T, H, W], chunk by chunk."""
 
     # ---- Experts.
@@ -343,7 +362,7 @@ class Model(abc.ABC):
         """Return the final latents as the VAE takes them, float32 [1, C, T, H, W]."""
 
     @abc.abstractmethod
-    def vae_decoder(self, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
+    def vae_decoder(self, module: torch.nn.Module, mesh: Mesh) -> Chunks:
         """Return the functions that decode latents to pixels [1, 3, T, H, W] around [-1, 1], chunk by chunk."""
 
     def decode_sound(self, component: str, module: torch.nn.Module, params: Params, value: jax.Array) -> jax.Array:

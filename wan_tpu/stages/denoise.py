@@ -157,11 +157,11 @@ def expert_inputs(
     text = {name: cast(np.concatenate([arrays[name] for arrays in prompts])) for name in conditioning.prompt}
     image = None if conditioning.image is None else cast(conditioning.image)
     latents = None if conditioning.image_latents is None else np.array(conditioning.image_latents)
-    expected = runtime.model.image_latents_shape(runtime.model.spec.latent_shapes(request, 0)[VIDEO])
-    if latents is not None and latents.shape != expected:
+    expected = runtime.model.image_latents_shapes(runtime.model.spec.latent_shapes(request, 0)[VIDEO])
+    if latents is not None and latents.shape not in expected:
         raise InvalidInput(
-            f"the image's latents are {latents.shape}; this request needs {expected}: run the encoder stage again with "
-            "its settings"
+            f"the image's latents are {latents.shape}; this request needs {' or '.join(map(str, expected))}: run the "
+            "encoder stage again with its settings"
         )
     shape = runtime.model.spec.latent_shapes(request, expert.stop)[VIDEO]
     constants = runtime.model.constants(request, shape, conditioning.prompt)

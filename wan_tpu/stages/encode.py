@@ -1,7 +1,9 @@
 """The encoder stage: prompts one at a time, and the image."""
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,10 +35,19 @@ class ImageInputs:
     Attributes:
         chunks: For the VAE, [1, 3, 1 or 4, H, W] in [-1, 1], H W in pixels.
         clip: [1, 3, 224, 224], where the model takes CLIP features.
+        read: The text encoder's inputs by component, where it reads the image with the prompt; also on the host.
+        warnings: What was said of the prompt that is read with the image.
     """
 
     chunks: tuple[jax.Array, ...]
     clip: jax.Array | None
+    read: Mapping[str, tuple[jax.Array, ...]] | None = None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> int:
+        """How many parts `encode_image` encodes."""
+        return len(self.chunks) + (self.clip is not None) + len(self.read or ())
 
 
 def crop_warnings(model: Model, request: ResolvedRequest) -> Iterator[str]:
@@ -66,29 +77,37 @@ def encode_prompt(runtime: Runtime[Model], prompt: str, warn: Warn) -> Arrays:
         tokens, warnings = runtime.model.tokenize(prompt)
     for warning in warnings:
         warn(warning)
-    embeddings = {}
-    for name, inputs in tokens.items():
-        program, params = text_program(runtime, name)
-        encoded = program(params, *place(inputs, runtime.mesh))
-        embeddings[name] = jax.tree.map(lambda result, name=name: fetch(result, name), encoded)
-        for array in jax.tree.leaves(embeddings[name]):
-            check_finite(array, f"encoder, {name.replace('_', ' ')}")
+    embeddings = {name: _embed(runtime, name, place(inputs, runtime.mesh)) for name, inputs in tokens.items()}
     return runtime.model.prompt_arrays(tokens, embeddings)
 
 
-def text_program(runtime: Runtime[Model], name: str) -> tuple[Program, tuple[Params, ...]]:
+def _embed(runtime: Runtime[Model], name: str, inputs: Sequence[jax.Array], *, images: bool = False) -> Any:
+    """Return a text encoder's embeddings, on the host."""
+    program, params = text_program(runtime, name, images=images)
+    embeddings = jax.tree.map(lambda result: fetch(result, name), program(params, *inputs))
+    for array in jax.tree.leaves(embeddings):
+        check_finite(array, f"encoder, {name.replace('_', ' ')}")
+    return embeddings
+
+
+def text_program(runtime: Runtime[Model], name: str, *, images: bool = False) -> tuple[Program, tuple[Params, ...]]:
     """Return a jitted text encoder, (params, *tokens [1, L]) -> embeddings [1, L, C], or several, and its params.
 
     They are the weights of the encoder and of the components that are joined with it.
+
+    Args:
+        runtime: The model on its devices.
+        name: The text encoder.
+        images: Whether it reads images with the prompt.
     """
-    parts = [runtime.component(part) for part in (name, *runtime.model.joined.get(name, ()))]
+    parts = [runtime.component(part) for part in (name, *runtime.model.joined_with(name, images=images))]
 
     def run(params, *tokens):  # type: ignore[no-untyped-def]
         loaded = [Loaded(part.module, weights) for part, weights in zip(parts, params, strict=True)]
         encoded = runtime.model.encode_text(name, loaded, *tokens)
         return jax.lax.with_sharding_constraint(encoded, replicated(runtime.mesh))
 
-    return runtime.program(name, run), tuple(part.params for part in parts)
+    return runtime.program(f"{name}, images" if images else name, run), tuple(part.params for part in parts)
 
 
 def image_inputs(runtime: Runtime[Model], request: ResolvedRequest) -> ImageInputs | None:
@@ -105,11 +124,19 @@ def image_inputs(runtime: Runtime[Model], request: ResolvedRequest) -> ImageInpu
     clip = None
     if "image_encoder" in model.spec.components[ENCODER]:
         clip = place(model.clip_pixels(request).astype(dtype), runtime.mesh)
-    return ImageInputs(tuple(placed[id(chunk)] for chunk in chunks), clip)
+    inputs = ImageInputs(tuple(placed[id(chunk)] for chunk in chunks), clip)
+    if not model.spec.reads_images:
+        return inputs
+    for name in model.tokenizers:
+        runtime.prepare(name)
+    with runtime.on_host():
+        read, warnings = model.tokenize_with_images(request)
+    return dataclasses.replace(inputs, read=place(read, runtime.mesh), warnings=tuple(warnings))
 
 
 def encode_image(runtime: Runtime[Model], request: ResolvedRequest, inputs: ImageInputs, bar: Bar) -> ImageCondition:
-    """Return the experts' inputs from an image or a video; `bar` steps for CLIP and for each chunk of the VAE."""
+    """Return the experts' inputs from an image or a video; `bar` steps for each of the `ImageInputs.parts`."""
+    prompt = None if inputs.read is None else _read_images(runtime, inputs.read, bar)
     features = None
     if inputs.clip is not None:
         features = _clip_features(runtime, inputs.clip)
@@ -122,7 +149,18 @@ def encode_image(runtime: Runtime[Model], request: ResolvedRequest, inputs: Imag
         latents = runtime.model.image_latents(np.concatenate(moments, axis=2), request)
     if request.video is not None:
         return ImageCondition(video_latents=latents)
-    return ImageCondition(features, latents)
+    return ImageCondition(features, latents, prompt=prompt)
+
+
+def _read_images(runtime: Runtime[Model], read: Mapping[str, tuple[jax.Array, ...]], bar: Bar) -> Arrays:
+    """Return the prompt's arrays from text encoders that read the images with it."""
+    embeddings = {}
+    for name, inputs in read.items():
+        embeddings[name] = _embed(runtime, name, inputs, images=True)
+        for part in (name, *runtime.model.joined_with(name, images=True)):
+            runtime.done_with(part)
+        bar.step()
+    return runtime.model.prompt_arrays(jax.tree.map(np.asarray, read), embeddings)
 
 
 def _clip_features(runtime: Runtime[Model], pixels: jax.Array) -> np.ndarray:

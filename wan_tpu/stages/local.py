@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from wan_tpu.data import Arrays, Conditioning, DenoiseState, ImageCondition
+from wan_tpu.data import Arrays, Conditioning, DenoiseState, ImageCondition, join_conditioning
 from wan_tpu.families.model import Model
 from wan_tpu.plan import ENCODER, VIDEO, RequestPlan
 from wan_tpu.progress import Bar, Progress
@@ -100,9 +100,8 @@ class LocalExecutor:
     def conditioning(self) -> Conditioning:
         """The encoder's result for the request; every encoding must be done."""
         if self._conditioning is None:
-            first, *others = (self._texts[EncodeText(prompt)] for prompt in self.plan.prompts)
-            image = dataclasses.asdict(self._image)
-            self._conditioning = Conditioning(first, others[0] if others else None, **image)
+            texts = [self._texts[EncodeText(prompt)] for prompt in self.plan.prompts]
+            self._conditioning = join_conditioning(self._image, *texts)
         return self._conditioning
 
     @property
@@ -179,9 +178,10 @@ class LocalExecutor:
         if self._bar is None:
             with self._runtime.on_host():
                 self._image_inputs = inputs = image_inputs(self._runtime, self.plan.request)
-            for warning in crop_warnings(self._runtime.model, self.plan.request):
+            said = () if inputs is None else inputs.warnings
+            for warning in (*said, *crop_warnings(self._runtime.model, self.plan.request)):
                 self._warn(warning)
-            units = 0 if inputs is None else len(inputs.chunks) + (inputs.clip is not None)
+            units = 0 if inputs is None else inputs.parts
             texts = len(self.machine.inputs) - (inputs is not None)
             self._bar = self._progress.bar(ENCODER, texts + units)
         return self._bar
@@ -233,7 +233,7 @@ class LocalExecutor:
         if isinstance(operation, EncodeText) and not any(isinstance(other, EncodeText) for other in following):
             model = self._runtime.model
             for name in model.token_shapes:
-                for part in (name, *model.joined.get(name, ())):
+                for part in (name, *model.joined_with(name)):
                     self._runtime.done_with(part)
         following_expert = following[0].expert if isinstance(following[0], Step) else None
         if isinstance(operation, Step) and following_expert != operation.expert:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from wan_tpu.families.model import Model
-from wan_tpu.families.shared.causal_vae import Cache, CausalChunks
+from wan_tpu.families.shared.causal_vae import Cache, Chunks
 from wan_tpu.runtime.mesh import replicated
 from wan_tpu.runtime.program import Program
 from wan_tpu.runtime.runtime import Runtime
@@ -16,7 +16,7 @@ from wan_tpu.runtime.runtime import Runtime
 
 def vae_programs(
     runtime: Runtime[Model], component: str, module: torch.nn.Module, count: int
-) -> tuple[CausalChunks, Program, Program]:
+) -> tuple[Chunks, Program, Program]:
     """Return one half of a VAE, and its programs for the first chunk and for later ones.
 
     Both programs return (output, extremes, cache): the half's output for a chunk; the smallest and largest value of
@@ -31,7 +31,9 @@ def vae_programs(
     """
     make = runtime.model.vae_decoder if component == "decoder" else runtime.model.vae_encoder
     chunks = make(module, runtime.mesh).for_chunks(count)
-    kind = component if chunks.history_of is None else f"{component} of {count}"  # Each count has programs of its own.
+    kind = (
+        component if not chunks.depends_on_count else f"{component} of {count}"
+    )  # Each count has programs of its own.
     whole, decodes = replicated(runtime.mesh), component == "decoder"
     out = (chunks.out_format, whole) if decodes else chunks.out_format
     results = (out, whole, chunks.cache_format)

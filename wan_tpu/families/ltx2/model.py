@@ -115,10 +115,9 @@ class Ltx2Model(Model):
         ids, mask, warnings = text.tokenize_prompt(self.tokenizers["text_encoder"], prompt)
         return {"text_encoder": (ids, mask)}, warnings
 
-    @property
-    def joined(self) -> Mapping[str, tuple[str, ...]]:
-        """The connectors take all of Gemma's hidden states, which so never leave the devices."""
-        return {"text_encoder": ("connectors",)}
+    def joined_with(self, component: str, *, images: bool = False) -> tuple[str, ...]:
+        """Return the connectors: they take all of Gemma's hidden states, which so never leave the devices."""
+        return ("connectors",)
 
     def encode_text(self, component: str, loaded: Sequence[Loaded], *tokens: jax.Array) -> dict[str, jax.Array]:
         """Encode ids and mask [B, 1024] as embeddings for the video and for the sound, [B, 1024, C]."""
