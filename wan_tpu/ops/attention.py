@@ -30,18 +30,20 @@ def attention(
     """Compute full attention, sum_j 2^(q.k_j) v_j / sum_j 2^(q.k_j), on one device.
 
     Args:
-        q: [Lq, N*D], times `query_scale`.
-        k, v: [Lk, N*D].
+        q: [Lq, N*D], times `query_scale`; or [B, Lq, N*D], a batch that is computed separately.
+        k, v: [Lk, N*D], or [B, Lk, N*D].
         heads: N.
         platform: "tpu", "gpu" or "cpu".
         kv_len: Keys from here on are ignored.
 
     Returns:
-        [Lq, N*D], in the dtype of q.
+        An array of the shape of q, in its dtype.
     """
     scale = math.log(2)
     if uses_kernel("attention", platform):
         return flash_attention(q, k, v, heads=heads, kv_len=kv_len, scale=scale)
+    if q.ndim == 3:
+        return jax.lax.map(lambda x: attention(*x, heads=heads, platform=platform, kv_len=kv_len), (q, k, v))
     # A number of keys that only the program knows is an array: one program then serves any number.
     count = kv_len if isinstance(kv_len, jax.Array) else None
     if count is None:

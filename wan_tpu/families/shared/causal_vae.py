@@ -12,6 +12,7 @@ Each program is one `jax.shard_map` over all devices, which divide the picture's
 Shapes: T frames, X columns and Y rows of a device's strip, W H width and height of the whole picture, C channels.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -79,12 +80,53 @@ def channels_first(x: jax.Array) -> jax.Array:
     return x.transpose(3, 0, 1, 2)
 
 
+class Chunks(abc.ABC):
+    """One half (encoder or decoder) of a VAE as two pure functions: of the first chunk of frames, and of later ones.
+
+    A program is compiled for each shape of a chunk; what it leaves for the next chunk stays on the devices.
+    """
+
+    mesh: Mesh
+
+    @property
+    def depends_on_count(self) -> bool:
+        """Whether the functions depend on the number of chunks."""
+        return False
+
+    def for_chunks(self, count: int) -> "Chunks":
+        """Return the half for a number of chunks."""
+        return self
+
+    @abc.abstractmethod
+    def run_first(self, params: Params, x: jax.Array) -> tuple[jax.Array, Cache]:
+        """Run the first chunk, x [1, C, T, H, W]; return its output and the cache for the next."""
+
+    @abc.abstractmethod
+    def run_next(self, params: Params, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Run any later chunk, x [1, C, T, H, W], from the cache of the one before."""
+
+    def cache_shapes(self, params: Any, x: jax.ShapeDtypeStruct) -> Any:
+        """Return the shapes and shardings of the cache that `run_first` leaves, from the shapes of its arguments."""
+        shapes = jax.eval_shape(self.run_first, params, x)[1]
+        return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.cache_format), shapes)
+
+    @property
+    @abc.abstractmethod
+    def out_format(self) -> Format:
+        """The output's layout, whole on every device."""
+
+    @property
+    @abc.abstractmethod
+    def cache_format(self) -> Format:
+        """The layout of each entry of the cache."""
+
+
 Run = Callable[[Any, Cut, jax.Array, Any], jax.Array]
 
 
 @dataclass(frozen=True)
-class CausalChunks:
-    """One half (encoder or decoder) of a causal VAE as two pure functions.
+class CausalChunks(Chunks):
+    """One half (encoder or decoder) of a causal VAE.
 
     Attributes:
         module: The half.
@@ -109,6 +151,11 @@ class CausalChunks:
     history_of: Callable[[int], type[History]] | None = None
     planes: Callable[[jax.Array], jax.Array] = channels_first
 
+    @property
+    def depends_on_count(self) -> bool:
+        """Whether the history keeps something of every chunk."""
+        return self.history_of is not None
+
     def for_chunks(self, count: int) -> "CausalChunks":
         """Return the half for a number of chunks."""
         return self if self.history_of is None else dataclasses.replace(self, history=self.history_of(count))
@@ -129,11 +176,6 @@ class CausalChunks:
     def run_next(self, params: Params, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """Run any later chunk, x [1, C, T, H, W], from the cache of the one before."""
         return self._on_strips(self._apply, params, x, cache)
-
-    def cache_shapes(self, params: Any, x: jax.ShapeDtypeStruct) -> Any:
-        """Return the shapes and shardings of the cache that `run_first` leaves, from the shapes of its arguments."""
-        shapes = jax.eval_shape(self.run_first, params, x)[1]
-        return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.cache_format), shapes)
 
     @property
     def out_format(self) -> Format:

@@ -159,9 +159,9 @@ class _Grid:
                 rows.append([])
             own = tiles[number][:, :, : (self.width - x) * scale, : (self.height - y) * scale].astype(jnp.float32)
             if y > 0:
-                own = _blend(rows[-2][len(rows[-1])], own, overlap, axis=3)
+                own = blend(rows[-2][len(rows[-1])], own, overlap, axis=3)
             if x > 0:
-                own = _blend(rows[-1][-1], own, overlap, axis=2)
+                own = blend(rows[-1][-1], own, overlap, axis=2)
             rows[-1].append(own)
         strips = [jnp.concatenate([own[:, :, :kept, :kept] for own in row], axis=2) for row in rows]
         return jnp.concatenate(strips, axis=3).astype(tiles.dtype)
@@ -170,7 +170,7 @@ class _Grid:
         return range(0, length, self.tile - self.overlap)
 
 
-def _blend(before: jax.Array, tile: jax.Array, overlap: int, axis: int) -> jax.Array:
+def blend(before: jax.Array, tile: jax.Array, overlap: int, axis: int) -> jax.Array:
     """Return a tile whose start fades in from the end of the tile before it."""
     overlap = min(before.shape[axis], tile.shape[axis], overlap)
     share = jnp.arange(overlap, dtype=jnp.float32) / overlap
