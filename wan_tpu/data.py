@@ -43,6 +43,11 @@ class Conditioning:
     image_latents: Array | None = None
     video_latents: Array | None = None
 
+    @property
+    def has_last_image(self) -> bool:
+        """Whether the text encoder has read a last frame, too: its array "anchors" has one number for each image."""
+        return "anchors" in self.prompt and self.prompt["anchors"].shape[1] > 1
+
 
 @dataclasses.dataclass(frozen=True)
 class ImageCondition:

@@ -40,6 +40,7 @@ class RequestPlan:
         prompts: Texts to encode: the prompt and, under guidance, the negative prompt; none where the text encoder reads
             a request's images with its prompt.
         has_image: Whether an image or a video is encoded, too. The plan may hold the request without its pixels.
+        images: How many images are encoded.
         experts: Which stage runs which steps, in order; experts without a step are left out.
         skipped: For each step, which branches reuse what an earlier step computed; None without a cache.
         decoder_chunks: How many latent frames the decoder takes at a time, chunk by chunk.
@@ -50,6 +51,7 @@ class RequestPlan:
     request: ResolvedRequest
     prompts: tuple[str, ...]
     has_image: bool
+    images: int
     experts: tuple[Expert, ...]
     skipped: tuple[tuple[bool, bool], ...] | None
     decoder_chunks: tuple[int, ...]

@@ -38,7 +38,7 @@ class ModelSpec(ModelLimits):
             the stages.
         heads: Attention heads of a transformer.
         own: How the checkpoint itself says it is to be sampled.
-        reads_images: Whether the text encoder reads a request's images with its prompt, so that they are encoded together.
+        reads_images: Whether the text encoder reads a request's images with its prompt.
         boundary_ratio: The first of two experts runs the steps with t >= boundary_ratio x 1000; None with one expert.
     """
 
@@ -172,10 +172,16 @@ class ModelSpec(ModelLimits):
             preset = dict(self.presets[request.preset].settings)
         resolved = request.resolve(self.defaults_for(request, picture), preset)
         self.check(resolved, image=image, last=last)
-        return self.plan_resolved(resolved, image=image)
+        return self.plan_resolved(resolved, image=image, last=last)
 
-    def plan_resolved(self, request: ResolvedRequest, *, image: bool) -> RequestPlan:
-        """Return the plan of a request with every field filled in, once `check` has let it through."""
+    def plan_resolved(self, request: ResolvedRequest, *, image: bool, last: bool = False) -> RequestPlan:
+        """Return the plan of a request with every field filled in, once `check` has let it through.
+
+        Args:
+            request: The request; its pixels aren't needed.
+            image: Whether it has a first frame.
+            last: Whether it has a last frame, too.
+        """
         steps = self.schedule(request).steps
         assert steps == request.steps, f"a schedule of {steps} steps for {request.steps}"
         skipped = self.skipped(request)
@@ -183,6 +189,7 @@ class ModelSpec(ModelLimits):
             request,
             prompts=() if image and self.reads_images else self.prompts(request),
             has_image=image or request.video is not None,
+            images=image + last,
             experts=self.experts(request),
             skipped=None if skipped is None else tuple((bool(prompt), bool(other)) for prompt, other in skipped),
             decoder_chunks=self.decoder_chunks(self.decoded_shape(request)[2]),

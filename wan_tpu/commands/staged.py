@@ -134,8 +134,9 @@ def denoise(argv: Sequence[str]) -> None:
     spec = pipe.runtime.model.spec
     has_image = conditioning.image is not None or conditioning.image_latents is not None
     has_video = conditioning.video_latents is not None
-    spec.check(run.request, image=has_image, last=spec.last_images == "required", video=has_video)
-    plan = spec.plan_resolved(run.request, image=has_image)
+    has_last = spec.last_images == "required" or conditioning.has_last_image
+    spec.check(run.request, image=has_image, last=has_last, video=has_video)
+    plan = spec.plan_resolved(run.request, image=has_image, last=has_last)
     pipe.check_components(*spec.denoise_stages)
     plan = pipe.fetch_adapters(plan)
     state = resumed or pipe.initial_state(plan, conditioning=conditioning)

@@ -255,8 +255,14 @@ class Model(abc.ABC):
         """Return the noise that diffusers draws for a request's seed, float32 [1, C, T, H, W]."""
         return self._draw_noise(request, self._first_generator(request))
 
-    def initial_noises(self, request: ResolvedRequest, noise: np.ndarray | None) -> dict[str, np.ndarray]:
-        """Return the noise that each part of the latents begins as, float32; `noise` takes the place of the video's."""
+    def initial_noises(self, request: ResolvedRequest, noise: np.ndarray | None, images: int) -> dict[str, np.ndarray]:
+        """Return the noise that each part of the latents begins as, float32.
+
+        Args:
+            request: The request; its pixels aren't needed.
+            noise: Takes the place of the video's.
+            images: How many images the request has.
+        """
         return {VIDEO: self.initial_noise(request) if noise is None else noise}
 
     def step_noise(self, request: ResolvedRequest, *, own_noise: bool = False) -> Callable[[int], np.ndarray]:

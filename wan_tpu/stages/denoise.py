@@ -78,7 +78,8 @@ def initial_state(
         part: tuple(np.zeros(shape, np.float32) for _ in range(schedules[part].history_terms))
         for part, shape in shapes.items()
     }
-    noises = model.initial_noises(request, None if noise is None else check_noise(noise, shapes[VIDEO]))
+    own = None if noise is None else check_noise(noise, shapes[VIDEO])
+    noises = model.initial_noises(request, own, plan.images)
     if request.strength is None:
         parts = {part: (np.float32(schedules[part].start) * noises[part], histories[part]) for part in shapes}
         return DenoiseState.of_parts(parts, 0, own_noise=noise is not None)
