@@ -29,9 +29,10 @@ def layer_norm(
     first_rows: jax.Array | int = 0,
     rounded: Any = None,
     centred: bool = True,
+    dtype: Any = None,
     interpret: bool = False,
 ) -> jax.Array | Rounded:
-    """Compute (x - mean) / sqrt(variance + eps) * scale + shift, in float32; the result has the dtype of x.
+    """Compute (x - mean) / sqrt(variance + eps) * scale + shift, in float32; the result has the dtype of x by default.
 
     Args:
         x: [L, C].
@@ -40,13 +41,15 @@ def layer_norm(
         first_rows: Ends (exclusive) of the first M - 1 segments of rows, [M - 1], or a number for two segments.
         rounded: An 8-bit type, to return `Rounded` rows of it.
         centred: False leaves the mean in: x / sqrt(mean square + eps) * scale + shift.
+        dtype: The result's.
         interpret: As for `pallas_call`.
     """
     rows, channels = x.shape
-    block = even_block(rows, ROWS, sublanes(rounded or x.dtype))
+    dtype = rounded or dtype or x.dtype
+    block = even_block(rows, ROWS, sublanes(dtype))
     tile = pl.BlockSpec((block, channels), lambda i: (i, 0))
     whole = pl.BlockSpec(scale.shape, lambda i: (0, 0))
-    out = [jax.ShapeDtypeStruct(x.shape, rounded or x.dtype)]
+    out = [jax.ShapeDtypeStruct(x.shape, dtype)]
     out_specs = [tile]
     if rounded is not None:
         out.append(jax.ShapeDtypeStruct((rows, LANES), jnp.float32))
@@ -76,12 +79,13 @@ def layer_norm_reference(
     first_rows: jax.Array | int = 0,
     rounded: Any = None,
     centred: bool = True,
+    dtype: Any = None,
 ) -> jax.Array | Rounded:
     """Compute the same as `layer_norm`, in plain jnp."""
     rows, ends = x.shape[0], segment_ends(scale, first_rows)
     normed = _normalise(x.astype(jnp.float32), eps, centred)
     scaled = normed * modulation_row(scale, 0, rows, ends) + modulation_row(shift, 0, rows, ends)
-    return scaled.astype(x.dtype) if rounded is None else round_rows_reference(scaled, rounded)
+    return scaled.astype(dtype or x.dtype) if rounded is None else round_rows_reference(scaled, rounded)
 
 
 def _normalise(x: jax.Array, eps: float, centred: bool) -> jax.Array:

@@ -68,11 +68,11 @@ def linear(
         gate: [M, O], only with a residual; ones by default. It has one row for each segment of the rows of x.
         first_rows: Ends (exclusive) of the first M - 1 segments of rows, [M - 1], or a number for two segments.
         groups: With more than one, the result is [groups, L, O/groups].
-        dtype: The result's with `scales`; by default that of the bias or the residual, or bfloat16.
+        dtype: The result's; by default that of x, or with `scales` that of the bias or the residual, or bfloat16.
         interpret: As for `pallas_call`.
 
     Returns:
-        [L, O] in the dtype of x, or with `scales` in `dtype`.
+        [L, O] in `dtype`.
     """
     halves = 2 if activation == SWIGLU else 1
     inputs, outputs = weight.shape[1], weight.shape[0] // halves
@@ -83,7 +83,7 @@ def linear(
     dtype = _result_dtype(in_dtype, scales, dtype, bias, residual)
     vmem = vmem_bytes(interpret=interpret)
     block_rows, block_outputs, block_inputs = _choose_tile(
-        rows, outputs // groups, inputs, in_dtype.itemsize, vmem, joined=joined, halves=halves
+        rows, outputs // groups, inputs, in_dtype.itemsize, dtype.itemsize, vmem, joined=joined, halves=halves
     )
     steps = inputs // block_inputs
     per_group = pl.cdiv(outputs // groups, block_outputs)
@@ -177,7 +177,7 @@ def linear_reference(
         x = jnp.concatenate(x, axis=-1) if isinstance(x, tuple) else x
         x = x if x.ndim == 2 else x.transpose(1, 0, 2).reshape(x.shape[1], -1)
         product = jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        dtype, active = x.dtype, jnp.float32
+        dtype, active = _result_dtype(x.dtype, None, dtype), jnp.float32
     y = product if bias is None else product + bias.astype(jnp.float32)
     if activation == SWIGLU:
         values, gates = jnp.split(y, 2, axis=1)
@@ -259,11 +259,9 @@ def _silu(x: jax.Array) -> jax.Array:
 
 
 def _result_dtype(inputs: Any, scales: jax.Array | None, dtype: Any, *others: jax.Array | None) -> Any:
-    """Return the dtype of a result: of inputs in 8 bits it is `dtype`, or that of the first of the other arrays."""
-    if scales is None:
-        return inputs
-    dtypes = [dtype, *(array.dtype for array in others if array is not None), jnp.bfloat16]
-    return jnp.dtype(next(chosen for chosen in dtypes if chosen is not None))
+    """Return the dtype of a result: `dtype`, or that of inputs that aren't in 8 bits, or of another array."""
+    dtypes = [inputs] if scales is None else [array.dtype for array in others if array is not None]
+    return jnp.dtype(next(chosen for chosen in (dtype, *dtypes, jnp.bfloat16) if chosen is not None))
 
 
 def _sum_type(dtype: Any) -> Any:
@@ -271,13 +269,14 @@ def _sum_type(dtype: Any) -> Any:
 
 
 def _choose_tile(
-    rows: int, outputs: int, inputs: int, itemsize: int, vmem: int, *, joined: bool, halves: int
+    rows: int, outputs: int, inputs: int, itemsize: int, out_itemsize: int, vmem: int, *, joined: bool, halves: int
 ) -> tuple[int, int, int]:
     """Return the rows, outputs and inputs of a tile: the largest that fit in `vmem` bytes, double-buffered.
 
     Args:
         rows, outputs, inputs: Sizes of the whole product.
         itemsize: Bytes of an input value.
+        out_itemsize: Bytes of an output value, and of one of the residual.
         vmem: Bytes of VMEM that the kernel may use.
         joined: Whether groups of columns are put side by side in VMEM, all inputs at once.
         halves: Products for each output: two with "swiglu".
@@ -295,7 +294,7 @@ def _choose_tile(
         ):
             block_rows = even_block(rows, ROWS // shrink, 32 // itemsize)
             streamed = 2 * itemsize * (block_rows + halves * block_outputs) * block_inputs
-            produced = block_rows * block_outputs * (4 * max(itemsize, 2) + 2 * 4)
+            produced = block_rows * block_outputs * (4 * max(out_itemsize, 2) + 2 * 4)
             # The compiler copies the rows, and joining them is another copy.
             rows_again = (1 + joined) * itemsize * block_rows * block_inputs
             if streamed + produced + rows_again <= vmem:

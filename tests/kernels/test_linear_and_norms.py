@@ -91,6 +91,21 @@ def test_swiglu_is_diffusers(size, dtype):
         assert_close(function(x, weight, None, activation="swiglu"), expected, DTYPES[dtype])
 
 
+def test_sums_may_stay_in_float32_beside_products_of_bfloat16():
+    x, weight = normal(0, 50, 256, dtype="bfloat16"), normal(1, 640, 256, dtype="bfloat16")
+    bias, residual, gate = normal(2, 640), normal(3, 50, 640), normal(4, 1, 640)
+    product = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T + bias
+    for function in LINEARS:
+        result = function(x, weight, bias, residual=residual, gate=gate, dtype=jnp.float32)
+        assert result.dtype == jnp.float32
+        assert_close(result, residual + gate * product, 2e-6)
+    normed = torch.nn.functional.layer_norm(torch.from_numpy(residual.astype(np.float64)), (640,), eps=1e-6).numpy()
+    for function in LAYER_NORMS:
+        result = function(residual, np.ones((1, 640)), np.zeros((1, 640)), eps=1e-6, dtype=jnp.bfloat16)
+        assert result.dtype == jnp.bfloat16
+        assert_close(result, normed, 2**-8)
+
+
 def test_linear_reads_and_writes_columns_in_groups():
     x, weight, bias = normal(0, 50, 512), normal(1, 768, 512), normal(2, 768)
     expected = LINEARS[0](x, weight, bias)
