@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from wan_tpu_kernels.low_precision import LANES, Rounded, round_rows_reference, to_8_bits
-from wan_tpu_kernels.modulation import modulation_row, segment_ends
+from wan_tpu_kernels.modulation import modulation_row, number_patterns, read_modulation, row_patterns
 from wan_tpu_kernels.tiles import by_rows, even_block, pass_over, sublanes, vmem_bytes
 
 ROWS = 512  # Rows of a tile: 5 MB at 5120 channels, long enough a transfer to hide its start.
@@ -47,8 +47,10 @@ def layer_norm(
     rows, channels = x.shape
     dtype = rounded or dtype or x.dtype
     block = even_block(rows, ROWS, sublanes(dtype))
+    steps = pl.cdiv(rows, block)
     tile = pl.BlockSpec((block, channels), lambda i: (i, 0))
-    whole = pl.BlockSpec(scale.shape, lambda i: (0, 0))
+    patterns = [row_patterns(vector, first_rows) for vector in (scale, shift)]
+    whole = pl.BlockSpec(patterns[0].shape, lambda i: (0, 0))
     out = [jax.ShapeDtypeStruct(x.shape, dtype)]
     out_specs = [tile]
     if rounded is not None:
@@ -57,7 +59,7 @@ def layer_norm(
     results = pl.pallas_call(
         functools.partial(_kernel, eps=eps, centred=centred),
         out_shape=out,
-        grid=(pl.cdiv(rows, block),),
+        grid=(steps,),
         in_specs=[tile, whole, whole, pl.BlockSpec(memory_space=pltpu.SMEM)],
         out_specs=out_specs,
         compiler_params=pltpu.CompilerParams(
@@ -66,7 +68,7 @@ def layer_norm(
         cost_estimate=pass_over(x),
         name=("layer_norm" if centred else "rms_norm_shift") + ("" if rounded is None else "_rounded"),
         interpret=interpret,
-    )(x, scale.astype(jnp.float32), shift.astype(jnp.float32), segment_ends(scale, first_rows))
+    )(x, *patterns, number_patterns(scale, first_rows, steps * block))
     return results[0] if rounded is None else Rounded(*results)
 
 
@@ -82,9 +84,9 @@ def layer_norm_reference(
     dtype: Any = None,
 ) -> jax.Array | Rounded:
     """Compute the same as `layer_norm`, in plain jnp."""
-    rows, ends = x.shape[0], segment_ends(scale, first_rows)
+    rows = x.shape[0]
     normed = _normalise(x.astype(jnp.float32), eps, centred)
-    scaled = normed * modulation_row(scale, 0, rows, ends) + modulation_row(shift, 0, rows, ends)
+    scaled = normed * modulation_row(scale, 0, rows, first_rows) + modulation_row(shift, 0, rows, first_rows)
     return scaled.astype(dtype or x.dtype) if rounded is None else round_rows_reference(scaled, rounded)
 
 
@@ -93,14 +95,14 @@ def _normalise(x: jax.Array, eps: float, centred: bool) -> jax.Array:
     return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + eps)
 
 
-def _kernel(x_ref, scale_ref, shift_ref, ends_ref, o_ref, *scales, eps, centred):  # type: ignore[no-untyped-def]
+def _kernel(x_ref, scale_ref, shift_ref, numbers_ref, o_ref, *scales, eps, centred):  # type: ignore[no-untyped-def]
     first = pl.program_id(0) * x_ref.shape[0]
 
     def rows(start: jax.Array, count: int) -> None:
         here = pl.ds(start, count)
         normed = _normalise(x_ref[here, :].astype(jnp.float32), eps, centred)
-        scale = modulation_row(scale_ref[...], first + start, count, ends_ref)
-        shift = modulation_row(shift_ref[...], first + start, count, ends_ref)
+        scale = read_modulation(scale_ref, numbers_ref, first + start, count)
+        shift = read_modulation(shift_ref, numbers_ref, first + start, count)
         scaled = normed * scale + shift
         if scales:
             values, size = to_8_bits(scaled, o_ref.dtype)

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from wan_tpu_kernels.low_precision import LANES, Rounded
-from wan_tpu_kernels.modulation import modulation_row, segment_ends
+from wan_tpu_kernels.modulation import modulation_row, number_patterns, read_modulation, row_patterns
 from wan_tpu_kernels.tiles import even_block, vmem_bytes
 
 # Largest rows, outputs and inputs of a tile. At 1184 x 1280 x 5120 a tile takes 30 thousand cycles of v6e's MXU for
@@ -108,12 +108,13 @@ def linear(
     if residual is not None:
         assert groups == 1
         gate = jnp.ones((1, outputs)) if gate is None else gate
+        patterns = row_patterns(gate, first_rows)
         specs += [
             pl.BlockSpec((block_rows, block_outputs), lambda i, j, k: (i, j)),
-            pl.BlockSpec((gate.shape[0], block_outputs), lambda i, j, k: (0, j)),
+            pl.BlockSpec((len(patterns), block_outputs), lambda i, j, k: (0, j)),
             pl.BlockSpec(memory_space=pltpu.SMEM),
         ]
-        arrays += [residual, gate.astype(jnp.float32), segment_ends(gate, first_rows)]
+        arrays += [residual, patterns, number_patterns(gate, first_rows, grid[0] * block_rows)]
     scratch = []
     if joined:
         scratch.append(pltpu.VMEM((block_rows, inputs), in_dtype))
@@ -185,7 +186,7 @@ def linear_reference(
     elif activation is not None:
         y = ACTIVATIONS[activation](y.astype(active)).astype(jnp.float32)
     if residual is not None:
-        y = y if gate is None else modulation_row(gate, 0, len(y), segment_ends(gate, first_rows)) * y
+        y = y if gate is None else modulation_row(gate, 0, len(y), first_rows) * y
         y = residual.astype(jnp.float32) + y
     y = y.astype(dtype)
     return y if groups == 1 else y.reshape(y.shape[0], groups, -1).transpose(1, 0, 2)
@@ -242,8 +243,8 @@ def _kernel(*refs, steps, parts, activation, biased, rounded, fused_residual, pr
             y = multiply(0, here)
             y = y if activation is None else ACTIVATIONS[activation](y.astype(active))
         if fused_residual:
-            residual_ref, gate_ref, ends_ref = residual_refs
-            gate = modulation_row(gate_ref[:, here], first_row, y.shape[0], ends_ref)
+            residual_ref, patterns_ref, numbers_ref = residual_refs
+            gate = read_modulation(patterns_ref, numbers_ref, first_row, y.shape[0], here)
             y = residual_ref[:, here].astype(jnp.float32) + gate * y
         o_ref[:, here] = y.astype(o_ref.dtype)
 

@@ -1,43 +1,95 @@
 """Per-channel vectors that differ between segments of a sequence's rows.
 
 Wan 2.2 TI2V 5B gives the tokens of the first image the timestep 0 and all others the current timestep; MiniMax-H3 has
-modulations of their own for video, keyframes, sound and text. That takes a few vectors, not one for every token.
+modulations of its own for video, keyframes, sound and text. That takes a few vectors, not one for every token.
+
+Choosing between vectors row by row would take the vector unit one select per segment and register. Nearly all registers
+have rows of one segment only, so a kernel loads what the eight rows of a register need from a few patterns instead: one
+for each segment and one for each end of a segment.
+
+Shapes: L rows (tokens), C channels, M modulations.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+PATTERN = 8  # Rows of a pattern: those of a float32 register.
 
 
-def segment_ends(values: jax.Array, first_rows: jax.Array | int) -> jax.Array:
-    """Return `first_rows` as an int32 array [S], of which a modulation by `values` [1 or S + 1, C] uses the ends.
-
-    Args:
-        values: [M, C].
-        first_rows: The ends (exclusive) of the first M - 1 segments of rows, in order: [M - 1], or a number for two
-            segments. Without a choice between values, it isn't used.
-    """
-    ends = jnp.asarray(first_rows, jnp.int32).reshape(-1)
-    assert len(values) in (1, len(ends) + 1), f"{len(values)} modulations for {len(ends) + 1} segments"
-    return ends
-
-
-def modulation_row(values: jax.Array, start: jax.Array | int, rows: int, ends: Any) -> jax.Array:
+def modulation_row(values: jax.Array, start: jax.Array | int, rows: int, first_rows: jax.Array | int) -> jax.Array:
     """Return the modulation of `rows` rows from `start` on: [1, C], or [rows, C] when `values` has several rows.
 
     Args:
         values: [M, C], one row for each segment.
         start: Index of the first row.
         rows: Number of rows.
-        ends: What `segment_ends` returns, or a reference to it in a kernel.
+        first_rows: The ends (exclusive) of the first M - 1 segments of rows, in order: [M - 1], or a number for two
+            segments. Of a single modulation there is no end to look at.
     """
     values = values.astype(jnp.float32)
-    last = len(values) - 1
-    chosen = values[last:]
-    if last == 0:
-        return chosen
+    ends, last = _segment_ends(values, first_rows), len(values) - 1
     index = start + jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
+    chosen = values[last:]
     for segment in range(last - 1, -1, -1):
         chosen = jnp.where(index < ends[segment], values[segment : segment + 1], chosen)
     return chosen
+
+
+def row_patterns(values: jax.Array, first_rows: jax.Array | int) -> jax.Array:
+    """Return the patterns of eight rows that occur: [1, C] for a single modulation, otherwise [8 (2M - 1), C].
+
+    Args:
+        values: [M, C].
+        first_rows: As for `modulation_row`.
+    """
+    if len(values) == 1:
+        return values.astype(jnp.float32)
+    starts = _segment_ends(values, first_rows) // PATTERN * PATTERN
+    mixed = [modulation_row(values, starts[end], PATTERN, first_rows) for end in range(len(values) - 1)]
+    return jnp.concatenate([jnp.repeat(values.astype(jnp.float32), PATTERN, axis=0), *mixed])
+
+
+def number_patterns(values: jax.Array, first_rows: jax.Array | int, rows: int) -> jax.Array:
+    """Return where in `row_patterns` the pattern of each eight rows begins, int32 [ceil(rows / 8)].
+
+    Args:
+        values: [M, C].
+        first_rows: As for `modulation_row`.
+        rows: Number of rows.
+    """
+    if len(values) == 1:
+        return jnp.zeros(1, jnp.int32)
+    ends = _segment_ends(values, first_rows)[:, None]
+    first = jnp.arange(0, rows, PATTERN, dtype=jnp.int32)
+    segment, last = ((ends <= row).sum(axis=0, dtype=jnp.int32) for row in (first, first + PATTERN - 1))
+    return PATTERN * jnp.where(segment == last, segment, len(values) + segment)
+
+
+def read_modulation(
+    patterns_ref: Any, numbers_ref: Any, start: Any, rows: int, columns: Any = slice(None)
+) -> jax.Array:
+    """Return in a kernel what `modulation_row` returns for some columns.
+
+    Args:
+        patterns_ref: What `row_patterns` returns.
+        numbers_ref: What `number_patterns` returns, in SMEM.
+        start: Index of the first row, a multiple of eight.
+        rows: Number of rows.
+        columns: An index of columns.
+    """
+    if patterns_ref.shape[0] == 1:
+        return patterns_ref[:, columns]
+    eights = [
+        patterns_ref[pl.ds(pl.multiple_of(numbers_ref[start // PATTERN + index], PATTERN), PATTERN), columns]
+        for index in range(pl.cdiv(rows, PATTERN))
+    ]
+    return jnp.concatenate(eights)[:rows]
+
+
+def _segment_ends(values: jax.Array, first_rows: jax.Array | int) -> jax.Array:
+    ends = jnp.asarray(first_rows, jnp.int32).reshape(-1)
+    assert len(values) in (1, len(ends) + 1), f"{len(values)} modulations for {len(ends) + 1} segments"
+    return ends
