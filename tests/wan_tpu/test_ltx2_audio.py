@@ -19,6 +19,7 @@ from wan_tpu.families.ltx2 import audio
 from wan_tpu.families.ltx2.config import read_config
 from wan_tpu.families.ltx2.presets import PRESETS
 from wan_tpu.families.ltx2.small import make_checkpoint
+from wan_tpu.families.shared.vocoder import Weights, Window, activate_antialiased
 from wan_tpu.runtime.components import abstract_component, load_component
 from wan_tpu.runtime.mesh import make_mesh
 
@@ -124,8 +125,10 @@ def test_antialiased_activation_is_diffusers(channels, length):
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data += 0.3 * torch.randn_like(tensor)
     x = torch.randn(1, channels, length)
-    params = {name: jnp.asarray(tensor.detach().numpy()) for name, tensor in module.state_dict().items()}
-    ours = audio._activate(audio._Weights(params, ""), jnp.asarray(x[0].T.numpy()), audio._Window(0, length), 0.1)
+    snake = audio._read_snake(
+        Weights({name: jnp.asarray(value.numpy()) for name, value in module.state_dict().items()})
+    )
+    ours = activate_antialiased(snake, jnp.asarray(x[0].T.numpy()), Window(0, length))
     np.testing.assert_allclose(ours.T, module(x)[0].detach(), atol=1e-5)
 
 
@@ -134,15 +137,16 @@ def test_parts_of_a_spectrogram_give_parts_of_the_samples(folder):
     loaded = load(folder, audio.vocoder)
     reach, frames, own = audio._reach(loaded.module), 90, 40
     mel = np.random.default_rng(5).standard_normal((2, frames, 16), np.float32)
-    padded = np.pad(mel, ((0, 0), (reach, 3 * own - frames + reach), (0, 0)), constant_values=7)
+    rows = mel.transpose(1, 0, 2).reshape(frames, -1)
+    padded = np.pad(rows, ((reach, 3 * own - frames + reach), (0, 0)), constant_values=7)
 
     @jax.jit
     def vocode_part(params, part, first):
-        return audio._vocode_part(loaded.module, params, part, audio._Window(first, frames))
+        return audio._vocode_part(loaded.module, params, part, Window(first, frames))
 
     whole = run(audio.vocode, loaded, mel[None]).T
     per_frame = len(whole) // frames
-    parts = [vocode_part(loaded.params, padded[:, i : i + own + 2 * reach], i - reach) for i in range(0, 3 * own, own)]
+    parts = [vocode_part(loaded.params, padded[i : i + own + 2 * reach], i - reach) for i in range(0, 3 * own, own)]
     joined = np.concatenate([part[reach * per_frame : (reach + own) * per_frame] for part in parts])
     assert relative(joined[: len(whole)], whole) < 1e-5
 
