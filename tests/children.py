@@ -4,7 +4,9 @@ import importlib.util
 import multiprocessing
 import os
 import runpy
+import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -20,7 +22,11 @@ _FORKS.set_forkserver_preload(["actors.imported"])
 
 
 def start_module(
-    module: str, *arguments: object, environment: Mapping[str, str] = os.environ, output: Path | None = None
+    module: str,
+    *arguments: object,
+    environment: Mapping[str, str] = os.environ,
+    output: Path | None = None,
+    errors: Path | None = None,
 ) -> ForkServerProcess:
     """Start `python -m module arguments`.
 
@@ -29,9 +35,10 @@ def start_module(
         arguments: of its command line
         environment: in place of this process's; what JAX reads when it is imported must be as it is here
         output: the file that gets what it prints
+        errors: the file that gets its errors, where they don't go to `output` as well
     """
     command = [module, *map(str, arguments)]
-    process = _FORKS.Process(target=_run, args=(command, dict(environment), output), daemon=True)
+    process = _FORKS.Process(target=_run, args=(command, dict(environment), output, errors), daemon=True)
     process.start()
     return process
 
@@ -44,6 +51,19 @@ def run_module(
     process.join(SECONDS)
     process.kill()
     assert process.exitcode == 0, f"{module} ended with {process.exitcode}"
+
+
+def run_command(*arguments: object, environment: Mapping[str, str] = os.environ) -> subprocess.CompletedProcess[str]:
+    """Run `wan-tpu arguments`, without the seconds that its imports take; return its exit code and what it printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        output, errors = Path(folder, "output"), Path(folder, "errors")
+        process = start_module("actors.cli", *arguments, environment=environment, output=output, errors=errors)
+        process.join(SECONDS)
+        process.kill()
+        process.join()
+        assert process.exitcode is not None
+        texts = output.read_text(), errors.read_text()
+    return subprocess.CompletedProcess(["wan-tpu", *map(str, arguments)], process.exitcode, *texts)
 
 
 def run_on_devices(module: str, *arguments: object, count: int) -> None:
@@ -64,13 +84,16 @@ def run_on_devices(module: str, *arguments: object, count: int) -> None:
         runpy.run_path(source.origin, run_name="__main__")
 
 
-def _run(command: list[str], environment: dict[str, str], output: Path | None) -> None:
+def _run(command: list[str], environment: dict[str, str], output: Path | None, errors: Path | None) -> None:
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(ROOT)
     if output is not None:
         with output.open("wb") as file:
             os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+    if errors is not None:
+        with errors.open("wb") as file:
             os.dup2(file.fileno(), 2)
     sys.argv = command
     runpy.run_module(command[0], run_name="__main__", alter_sys=True)

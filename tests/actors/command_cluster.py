@@ -15,6 +15,7 @@ import pytest
 
 from actors.cli import main
 from cluster.connect import leave
+from tests.children import run_command
 from tests.conftest import PHOTO, ROOT
 from tests.waiting import SECONDS
 
@@ -64,13 +65,8 @@ class Cluster:
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
 
     def run(self, *argv):
-        process = self.start(*argv)
-        try:
-            out, err = process.communicate(timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            pytest.fail(f"{argv} takes longer than {SECONDS} s: {process.communicate()}")
-        return process.returncode, out, err
+        done = run_command(*argv, "--folder", self.running.folder)
+        return done.returncode, done.stdout, done.stderr
 
     def status(self):
         """What `wan-tpu status --json` says; asked in this process, since it is asked often."""

@@ -16,7 +16,8 @@ from wan_tpu.cli import run
 from wan_tpu.commands.generate import generate
 from wan_tpu.families import open_spec
 
-pytestmark = pytest.mark.long
+# Its parts have tests of their own; a second service, and a third, are too much for two cores beside others.
+pytestmark = pytest.mark.soak
 
 LAYOUT = Layout.parse(
     """
@@ -68,7 +69,6 @@ pools:
 """
 
 
-@pytest.mark.soak  # Its parts have tests of their own; a second service is too much for two cores beside others.
 def test_openai_s_client_gets_ltx_2_s_video_with_sound(checkpoint, tmp_path, forks):
     model = shutil.copytree(checkpoint("ltx-2.3-distilled"), tmp_path / "small-ltx")
     files = PipelineSettings(str(model), str(tmp_path / "snapshots"), dtype="float32")

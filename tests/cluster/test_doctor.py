@@ -1,23 +1,19 @@
 """`wan-tpu doctor --slice` on an emulated slice of two hosts."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import ray
 
 from cluster.slice_spec import DEVICES, WORKER_ID
+from tests.children import run_command
 from tests.cluster.conftest import CHIPS, TWO_HOSTS
-from tests.conftest import ROOT
 from tests.waiting import wait_for
 
 
 def run_doctor(cluster, folder, *more):
-    command = [sys.executable, "-m", "actors.cli", "doctor", "--slice", TWO_HOSTS.name, "--address", cluster.address]
-    command += ["--output", str(folder / "doctor.json"), *more]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=300)
+    where = ["--slice", TWO_HOSTS.name, "--address", cluster.address, "--output", folder / "doctor.json"]
+    done = run_command("doctor", *where, *more)
     report = folder / "doctor.json"
     return done, json.loads(report.read_text()) if report.exists() else None
 

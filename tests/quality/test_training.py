@@ -18,8 +18,6 @@ from scripts.demo_model.training import Descent, Run, learning_rate
 from scripts.demo_model.vae import WholeClips
 from wan_tpu import load_pipeline
 
-pytestmark = pytest.mark.long
-
 SHORT = sizes.Schedule(steps=4, batch=1, warm_up=2, sheet_every=0)
 
 
@@ -33,6 +31,7 @@ def run(tmp_path_factory):
     return run
 
 
+@pytest.mark.soak
 def test_a_stopped_run_gives_the_bits_of_one_that_wasn_t(tmp_path):
     states = []
     for name, stops in (("whole", [4]), ("stopped", [2, 4])):
@@ -47,6 +46,7 @@ def test_a_stopped_run_gives_the_bits_of_one_that_wasn_t(tmp_path):
             assert torch.equal(value, states[1][part][key]), key
 
 
+@pytest.mark.long
 def test_learning_rate_rises_and_falls():
     schedule = sizes.Schedule(steps=1000, batch=1, warm_up=100)
     rates = [learning_rate(schedule, step) for step in range(1000)]
@@ -55,6 +55,7 @@ def test_learning_rate_rises_and_falls():
     assert rates[-1] == pytest.approx(0.02, rel=0.01)
 
 
+@pytest.mark.soak
 @torch.no_grad()
 def test_a_clip_at_once_is_what_diffusers_makes_in_chunks():
     model = vae.new_vae()["vae"]
@@ -71,6 +72,7 @@ def test_a_clip_at_once_is_what_diffusers_makes_in_chunks():
     assert (rebuilt[:, :, 1:] - rebuilt[:, :, :-1]).abs().max() > 0.01
 
 
+@pytest.mark.long
 def test_every_parameter_is_moved_by_one_optimiser():
     modules = torch.nn.ModuleDict({"linear": torch.nn.Linear(6, 4), "conv": torch.nn.Conv3d(2, 3, (3, 1, 1))})
     modules["embedding"] = torch.nn.Embedding(5, 6)
@@ -83,6 +85,7 @@ def test_every_parameter_is_moved_by_one_optimiser():
         assert (value.detach() - before[name]).abs().max() > 1e-4, name
 
 
+@pytest.mark.soak
 @torch.no_grad()
 def test_few_tokens_of_text_stand_for_512(run):
     model = experts.new_model(run)
@@ -98,6 +101,7 @@ def test_few_tokens_of_text_stand_for_512(run):
     assert (exact - without).abs().max() > 0.01
 
 
+@pytest.mark.long
 def test_noise_levels_stay_on_their_side_of_the_boundary():
     rng = np.random.default_rng(0)
     high, low = (torch.cat([experts.noise_levels(rng, 32, high=side) for _ in range(20)]) for side in (True, False))
@@ -107,6 +111,7 @@ def test_noise_levels_stay_on_their_side_of_the_boundary():
     assert low.min() < 0.05
 
 
+@pytest.mark.soak
 def test_the_export_is_a_checkpoint_with_its_own_statistics(run, tmp_path):
     assert export(run, tmp_path / "checkpoint") < LARGEST_MB
     config = json.loads((tmp_path / "checkpoint" / "vae" / "config.json").read_text())

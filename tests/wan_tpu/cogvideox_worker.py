@@ -32,15 +32,13 @@ def predict(folder, mesh, latents, text):
         return transformer.predict(loaded.module, params, mesh, latents, jnp.float32([TIMESTEP]), tokens)
 
     shape = (1, spec.latent_channels, *latents.shape[2:])
-    return np.concatenate(
-        [unpatchify(branch, shape, spec.patch) for branch in run(loaded.params, latents, text)]
-    )
+    return np.concatenate([unpatchify(branch, shape, spec.patch) for branch in run(loaded.params, latents, text)])
 
 
 if __name__ == "__main__":
     folder, file, out = map(Path, sys.argv[1:])
     inputs, predictions = np.load(file), {}
-    for shape in fit_meshes((1, 1, 1), (2, 2, 2), (1, 4, 2)):
+    for shape in fit_meshes((1, 1, 1), (2, 2, 2)):
         mesh = make_mesh(shape, heads=2)
         predictions["x".join(map(str, shape))] = predict(folder, mesh, inputs["latents"], inputs["text"])
     np.savez(out, **predictions)

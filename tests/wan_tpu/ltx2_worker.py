@@ -49,9 +49,8 @@ def predict(folder, mesh, inputs, precision="float32"):
 if __name__ == "__main__":
     folder, file, out = map(Path, sys.argv[1:])
     inputs, predictions = dict(np.load(file)), {}
-    for shape in fit_meshes((1, 1, 1), (1, 2, 4), (2, 2, 2)):
+    for shape in fit_meshes((1, 1, 1), (2, 2, 2)):
         mesh = make_mesh(shape, heads=4)
-        for precision in ("float32", "int8") if shape != (1, 2, 4) else ("float32",):
-            for name, part in zip(("video", "audio"), predict(folder, mesh, inputs, precision), strict=True):
-                predictions[f"{precision} {'x'.join(map(str, shape))} {name}"] = part
+        for name, part in zip(("video", "audio"), predict(folder, mesh, inputs), strict=True):
+            predictions[f"{'x'.join(map(str, shape))} {name}"] = part
     np.savez(out, **predictions)

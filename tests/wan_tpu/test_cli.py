@@ -346,7 +346,9 @@ def test_constant_video_fails_the_run(checkpoint, tmp_path, capsys):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("sent", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.soak), (signal.SIGTERM, 143)]
+)
 def test_ctrl_c_and_sigterm_leave_nothing_half_written(sent, code, checkpoint, tmp_path):
     command = [
         sys.executable,

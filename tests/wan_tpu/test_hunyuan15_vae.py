@@ -68,7 +68,7 @@ def test_frames_that_come_later_change_nothing(theirs, ours):
 
 
 TILE, TILED_HEIGHT, TILED_WIDTH = 64, 5, 9  # pixels; of the latents, in two rows of three tiles of 4 x 4 and less
-IN_TILES = [(TILED_HEIGHT, TILED_WIDTH), pytest.param(3, 4, marks=pytest.mark.long)]  # the second is one tile
+IN_TILES = [(TILED_HEIGHT, TILED_WIDTH), pytest.param(3, 4, marks=pytest.mark.soak)]  # the second is one tile
 
 
 @pytest.fixture(scope="module")

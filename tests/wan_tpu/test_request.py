@@ -197,6 +197,7 @@ def test_pixels_of_unknown_range_are_refused(mode):
         load_image(Image.new("RGB", (0, 0)))
 
 
+@pytest.mark.long
 def test_two_threads_may_share_a_new_pipeline(checkpoint):
     pipe = load_pipeline(checkpoint("wan2.1-t2v-1.3b"), dtype="float32", mesh=(1, 1, 1))
     requests = [

@@ -317,7 +317,10 @@ def test_a_key_is_asked_for_once_and_can_be_forgotten(browser, settings, databas
         page.reload()
         page.locator("article").filter(has_text="with a key").wait_for()
         assert page.evaluate("[localStorage.length, sessionStorage.getItem('key')]") == [0, key]
+        viewer = page.get_by_role("dialog", name="with a key")
+        viewer.wait_for()  # The address is the video's, which opens when the page has heard of it.
         page.keyboard.press("Escape")
+        sync_api.expect(viewer).to_be_hidden()
         page.get_by_role("button", name="Forget the key").click()
         dialog.wait_for()
         assert page.evaluate("sessionStorage.length") == 0

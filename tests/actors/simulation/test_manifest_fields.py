@@ -92,7 +92,9 @@ def opened(checkpoint, pipeline, tmp_path_factory):
     return model
 
 
-@pytest.mark.parametrize("kind", LINES)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "wan2.1-t2v-1.3b" else pytest.mark.long) for kind in LINES]
+)
 def test_lines_become_the_videos_of_one_process(kind, opened, files, tmp_path, monkeypatch):
     folder, pipe = opened(kind)
     model = pipe.runtime.model.spec

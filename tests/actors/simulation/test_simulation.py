@@ -118,7 +118,7 @@ def raises_into_the_work(patch):
         starts_at_the_first_step,
         asks_ray_on_the_loop,
         *(
-            pytest.param(defect, marks=pytest.mark.long)
+            pytest.param(defect, marks=pytest.mark.soak)
             for defect in (blames_the_request, forgets_while_it_writes, raises_into_the_work)
         ),
     ],

@@ -219,6 +219,7 @@ def test_a_request_that_a_slice_has_failed_goes_to_another(running, slices_of):
     slices_of(*[REQUEST] * SLICES)  # it was one request: the slice is there, and well
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["sick", "hung"])
 def test_a_slice_that_fails_everybody_or_hangs_is_replaced_and_costs_no_request(running, slices_of, how):
     """One that fails does it in milliseconds: it always has the fewest calls, and would be given every request.
