@@ -219,7 +219,9 @@ class _Call:
 
     def run(self, q: jax.Array, k: jax.Array, v: jax.Array, softmax: Softmax) -> jax.Array:
         """Return the right result, repeated with "online" where another way fails."""
-        plan = functools.partial(plan_blocks, q.shape[1], self.kv_len, dtype=self.qk or q.dtype, shared=self.shared)
+        # Of a batch, sequences are short; copies of Q, K and V to pad them would take a good part of the time.
+        kind, pad = self.qk or q.dtype, q.shape[0] == 1
+        plan = functools.partial(plan_blocks, q.shape[1], self.kv_len, dtype=kind, shared=self.shared, pad=pad)
         blocks = self.block_sizes or plan().blocks
         fallback_blocks = self.block_sizes or plan(fallback=True).blocks
         bounded = self._bound_holds(q, k, v) if softmax == "bounded" else None

@@ -43,6 +43,13 @@ def test_text_keys_fit_into_one_chunk():
     assert plan.blocks.online.chunk == plan.blocks.block_kv == 384
 
 
+def test_short_sequences_of_a_batch_need_no_padding():
+    plan = plan_blocks(1808, 1797, chip="v6e", shared=2, pad=False)
+    assert (plan.blocks.block_q, plan.q_steps, plan.blocks.block_kv, plan.kv_steps) == (1808, 1, 1024, 2)
+    for q_len, kv_len in ((75_776, 75_600), (18_944, 257)):
+        assert plan_blocks(q_len, kv_len, chip="v6e", pad=False) == plan_blocks(q_len, kv_len, chip="v6e")
+
+
 @pytest.mark.parametrize(("chip", "dtype"), TABLE)
 def test_fallback_has_smaller_blocks_that_cover_all_rows_and_keys(chip, dtype):
     plan = plan_blocks(75_776, 75_600, dtype=dtype, chip=chip, fallback=True)

@@ -146,6 +146,16 @@ def test_number_of_keys_may_be_known_only_at_run_time(softmax, count):
     assert_exact(Case(q, k[:count], v[:count]), np.asarray(got, np.float32))
 
 
+def test_one_block_may_have_all_queries_of_a_batch_though_they_fill_no_whole_lanes():
+    blocks = BlockSizes(208, 256, Schedule(128), Schedule(128))
+    rng = np.random.default_rng(2)
+    q, k, v = (rng.standard_normal((2, n, 128)).astype(jnp.bfloat16) for n in (208, 304, 304))
+    got = np.asarray(program(heads=2, kv_len=300, block_sizes=blocks)(q, k, v), np.float32)
+    for index, of_one in enumerate(zip(q, k, v, strict=True)):
+        expected = flash_attention_reference(*of_one, heads=2, kv_len=300)
+        np.testing.assert_allclose(got[index], np.asarray(expected, np.float32), atol=2**-7)
+
+
 @pytest.mark.parametrize(("heads", "width"), [(2, 128), (3, 64)])
 def test_layouts_agree(heads, width):
     rng = np.random.default_rng(1)
