@@ -1,0 +1,219 @@
+"""MiniMax-H3's video VAE, its tiles spread over devices, against diffusers' module."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKLMiniMaxH3
+from diffusers.modular_pipelines.minimax_h3.encoders import encode_vae_condition
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.children import run_on_devices
+from tests.wan_tpu.minimax_h3_vae_worker import OVERLAP, TILE, make_decode, make_encode, open_config
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.errors import CheckpointError
+from wan_tpu.families.minimax_h3 import encoder, vae
+from wan_tpu.families.minimax_h3.tiling import lay_line
+from wan_tpu.ops.halo import Cut
+from wan_tpu.runtime.components import load_component
+from wan_tpu.runtime.mesh import make_mesh
+
+CHANNELS = 24
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    torch.manual_seed(0)
+    draw = np.random.default_rng(1)
+    module = (
+        AutoencoderKLMiniMaxH3(
+            block_out_channels=(4, 4, 8, 8, 8, 8),
+            layers_per_block=1,
+            norm_num_groups=2,
+            decoder_num_layers=2,
+            decoder_num_attention_heads=2,
+            decoder_attention_head_dim=16,
+            decoder_num_register_tokens=3,
+            latents_mean=draw.standard_normal(CHANNELS).tolist(),
+            latents_std=draw.uniform(0.5, 1.5, CHANNELS).tolist(),
+        )
+        .eval()
+        .requires_grad_(False)
+    )
+    # A new module's registers and scales of layers are zeros, which would hide mistakes.
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if parameter.ndim == 1 or "register" in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.3 + (1 if "norm" in name else 0))
+    side, shared = TILE * vae.STRIDE, OVERLAP * vae.STRIDE
+    module.enable_tiling(side, side, shared, shared)
+    return module
+
+
+@pytest.fixture(scope="module")
+def folder(theirs, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("minimax_h3")
+    theirs.save_pretrained(folder / "vae")
+    (folder / "model_index.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh((1, 1, 1), heads=2)
+
+
+@pytest.fixture(scope="module")
+def decode(folder, mesh):
+    return make_decode(folder, mesh)
+
+
+@pytest.fixture(scope="module")
+def encode(folder, mesh):
+    return make_encode(folder, mesh)
+
+
+def random_latents(clips, height, width):
+    shape = 1, CHANNELS, 5 * clips + 2, height, width
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+def random_pixels(frames, height, width):
+    return np.random.default_rng(0).integers(0, 256, (1, 3, frames, height, width)).astype(np.float32)
+
+
+def per_channel(values):
+    return torch.tensor(values).view(1, -1, 1, 1, 1)
+
+
+def decode_theirs(module, latents):
+    """What diffusers' pipeline decodes, around [-1, 1]."""
+    config = module.config
+    with torch.no_grad():
+        scaled = torch.tensor(latents) * per_channel(config.latents_std) + per_channel(config.latents_mean)
+        video = module.decode(scaled).sample.float()
+        unit = (video * per_channel(vae.PIXEL_DEVIATION) + per_channel(vae.PIXEL_MEAN)).clamp(0, 1)
+    return 2 * unit.numpy() - 1
+
+
+def encode_theirs(module, pixels):
+    """The moments that diffusers' module encodes, frame by frame."""
+    normalised = (torch.tensor(pixels) / 255 - per_channel(vae.PIXEL_MEAN)) / per_channel(vae.PIXEL_DEVIATION)
+    with torch.no_grad():
+        return np.concatenate(
+            [module.encode(frame).latent_dist.parameters.numpy() for frame in normalised.split(1, dim=2)], axis=2
+        )
+
+
+def assert_close(ours, expected, tolerance=1e-5):
+    assert ours.shape == expected.shape
+    assert np.abs(ours - expected).max() <= tolerance * np.abs(expected).max()
+
+
+# Latents of a clip in one tile, smaller than a full one; and of three clips in tiles that overlap by 1 and 2, or by 2.
+@pytest.mark.parametrize(("clips", "height", "width"), [(1, 2, 3), (3, 9, 6)])
+def test_latents_are_decoded_as_diffusers_does(clips, height, width, theirs, decode):
+    latents = random_latents(clips, height, width)
+    expected = decode_theirs(theirs, latents)
+    assert expected.shape == (1, 3, 17 * clips + 5, 16 * height, 16 * width)
+    assert_close(decode(latents), expected)
+
+
+@pytest.mark.parametrize(("frames", "height", "width"), [(1, 3, 2), (2, 4, 9)])
+def test_keyframes_are_encoded_as_diffusers_does(frames, height, width, theirs, encode):
+    pixels = random_pixels(frames, 16 * height, 16 * width)
+    assert_close(encode(pixels), encode_theirs(theirs, pixels))
+
+
+def test_rows_that_do_not_fill_a_register_change_nothing(theirs, folder, mesh, monkeypatch):
+    """As on a TPU, where the rows of each level are padded to a multiple of 16."""
+    monkeypatch.setattr(encoder, "cut_picture", lambda mesh, height, width: Cut(mesh, height, width, row_unit=16))
+    pixels = random_pixels(1, 16 * 3, 16 * 2)
+    assert_close(make_encode(folder, mesh)(pixels), encode_theirs(theirs, pixels))
+
+
+def test_latents_of_keyframes_are_drawn_as_diffusers_does(theirs, folder):
+    pixels = random_pixels(2, 32, 32)
+    expected = [
+        encode_vae_condition(theirs, torch.tensor(frame), vae.PIXEL_MEAN, vae.PIXEL_DEVIATION).numpy()
+        for frame in np.split(pixels.astype(np.uint8), 2, axis=2)
+    ]
+    drawn = vae.image_latents(open_config(folder), encode_theirs(theirs, pixels))
+    np.testing.assert_allclose(drawn, np.concatenate(expected, axis=2), rtol=1e-6, atol=1e-6)
+
+
+def test_pixels_in_bfloat16_are_near_those_in_float32(theirs, folder, mesh):
+    latents = random_latents(2, 2, 3)
+    expected = decode_theirs(theirs, latents)
+    difference = make_decode(folder, mesh, "bfloat16")(latents) - expected
+    assert 1e-4 * expected.std() < np.sqrt(np.square(difference).mean()) <= 0.006 * expected.std()
+
+
+def test_keyframes_are_encoded_in_float32_whatever_the_precision(theirs, folder, mesh):
+    pixels = random_pixels(1, 32, 48)
+    assert_close(make_encode(folder, mesh, "bfloat16")(pixels), encode_theirs(theirs, pixels))
+
+
+@pytest.mark.parametrize("dropped", ["encoder", "decoder"])
+def test_weights_are_in_float32_where_diffusers_keeps_them(dropped, folder, mesh):
+    module = AutoencoderKLMiniMaxH3.from_pretrained(folder / "vae", torch_dtype=torch.bfloat16)
+    theirs = {name: str(parameter.dtype).removeprefix("torch.") for name, parameter in module.named_parameters()}
+    params = load_component(Checkpoint(folder), vae.vae_half(open_config(folder), dropped), "bfloat16", mesh).params
+    ours = {name.replace(".template.", ".0."): str(value.dtype) for name, value in params.items()}
+    assert ours == {name: theirs[name] for name in ours}
+
+
+@pytest.mark.meshes
+@pytest.mark.parametrize("mesh", [(2, 2, 2), pytest.param((1, 2, 1), marks=pytest.mark.long)])
+def test_several_devices_give_what_diffusers_does(mesh, theirs, folder, tmp_path):
+    """Nine tiles: two on each of four of eight devices and one on another; five and four on two devices."""
+    latents, pixels = random_latents(2, 8, 10), random_pixels(1, 16 * 8, 16 * 10)
+    file, out = tmp_path / "inputs.npz", tmp_path / "outputs.npz"
+    np.savez(file, latents=latents, pixels=pixels)
+    run_on_devices("tests.wan_tpu.minimax_h3_vae_worker", folder, file, out, *mesh, count=math.prod(mesh))
+    ours = np.load(out)
+    assert_close(ours["decoded"], decode_theirs(theirs, latents))
+    assert_close(ours["encoded"], encode_theirs(theirs, pixels))
+
+
+def test_tiles_lie_where_diffusers_puts_them(theirs):
+    for length in range(1, 200):
+        line = lay_line(length, vae.TILE, vae.OVERLAP).enlarge(vae.STRIDE)
+        expected = theirs._split_tiles(16 * length, 256, 64)
+        assert (list(line.starts), [line.size] * len(line.starts), list(line.overlaps)) == expected
+
+
+def test_chunks_take_all_latent_frames_and_only_the_last_is_short():
+    assert [vae.chunk_lengths(5 * clips + 2) for clips in (1, 2, 3, 4)] == [(7,), (8, 4), (8, 5, 4), (8, 5, 5, 4)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"clip_length": 21}, "clip_length = 21; supported is 17"),
+        ({"token_drop": 0}, "token_drop = 0"),
+        ({"spatial_padding_mode": "zeros"}, "spatial_padding_mode = zeros; supported is reflect"),
+        ({"spatial_downsample_factors": (2, 2, 2, 1, 1, 1)}, "8 pixels and 4 frames; supported are 16 and 4"),
+    ],
+)
+def test_a_vae_that_no_model_has_is_refused(change, message, folder):
+    config = open_config(folder)
+    with pytest.raises(CheckpointError, match=message):
+        vae.vae_half(dataclasses.replace(config, vae={**config.vae, **change}), "encoder")
+
+
+def test_operations_are_those_of_all_tiles_and_clips(folder):
+    """The frames before a keyframe, which diffusers multiplies though they are zeros, aren't counted."""
+    config = open_config(folder)
+    with torch.device("meta"), torch.no_grad():
+        module = AutoencoderKLMiniMaxH3.from_config(config.vae).eval()
+        with FlopCounterMode(display=False) as counter:
+            module.decode(torch.empty(1, CHANNELS, 12, 20, 33))
+        decoding = counter.get_total_flops()
+        with FlopCounterMode(display=False) as counter:
+            module.encode(torch.empty(1, 3, 1, 320, 528))
+        encoding = counter.get_total_flops()
+    assert vae.count_decoding(config, (1, CHANNELS, 12, 20, 33)) == decoding
+    assert encoding / 3 < vae.count_encoding(config, 320, 528) < encoding / 2.5

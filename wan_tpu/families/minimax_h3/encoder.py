@@ -1,0 +1,106 @@
+"""The encoder of MiniMax-H3's VAE for single frames: tiles of pixels to moments, float32, as in diffusers.
+
+Its convolutions see the frames before as zeros, so that of their three taps in time only the last one counts for a
+single frame; the others aren't even read. Edges are mirrored, and norms take their statistics over a tile.
+
+Shapes: N tiles, X columns and Y rows of a tile, h w a tile's height and width in the latents, C channels of those.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from wan_tpu.families.shared.convolutions import Changes, convolve, downsampling_taps, pointwise, taps_first
+from wan_tpu.families.shared.group_norms import group_moments
+from wan_tpu.ops.dispatch import ops_for
+from wan_tpu.ops.halo import Cut, cut_picture
+from wan_tpu.runtime.bridge import Params, call, to_jax, to_torch
+
+_ENLARGED = 16  # Pixels per pixel of the latents.
+
+
+def _last_tap(weight: np.ndarray) -> np.ndarray:
+    return taps_first(weight[:, :, -1:])
+
+
+def _downsampling(weight: np.ndarray) -> np.ndarray:
+    return downsampling_taps(weight[:, :, -1])
+
+
+# How each weight is laid out when it is read; the first pattern that matches its whole name decides.
+CHANGES: Changes = (
+    (r"encoder\..*downsamplers\.0\.conv\.weight", _downsampling),
+    (r".*conv[^.]*\.weight", _last_tap),
+)
+
+
+def encode_tiles(module: Any, params: Params, mesh: Mesh, tiles: jax.Array) -> jax.Array:
+    """Return the moments [N, 2C, 1, h, w] of normalised pixels [N, 3, 1, 16h, 16w], tile after tile.
+
+    Args:
+        module: The VAE without its decoder.
+        params: Its weights.
+        mesh: The devices; each calls this with its own tiles.
+        tiles: The tiles.
+    """
+    # A tile is a whole picture on one device.
+    alone = Mesh(mesh.devices.reshape(-1)[:1], ("tile",))
+    height, width = (size // _ENLARGED for size in tiles.shape[3:])
+    cut = cut_picture(alone, height, width)
+
+    def run(tile: jax.Array) -> jax.Array:
+        picture = cut.pad(tile.transpose(1, 3, 2, 0))
+        method = lambda module: to_torch(_encode(module, cut, picture))  # noqa: E731
+        moments: jax.Array = call(module, params, method)
+        return moments[:, :width, :height].transpose(3, 0, 2, 1)
+
+    with jax.default_matmul_precision("highest"):  # Whatever the precision of the model.
+        return jax.lax.map(run, tiles)
+
+
+def _encode(module: Any, cut: Cut, x: jax.Array) -> jax.Array:
+    """Return the moments [1, X/16, Y/16, 2C] of a tile's pixels [1, X, Y, 3]."""
+    half = module.encoder
+    x = _conv(half.conv_in, cut, x)
+    for block in half.down_blocks:
+        for resnet in block.resnets:
+            x = _residual_block(resnet, cut, x)
+        for downsampler in block.downsamplers or ():
+            x = _downsample(downsampler, cut, x)
+    x = _conv(half.conv_out, cut, _normalise(half.norm_out, cut, x))
+    return pointwise(module.quant_conv, x)
+
+
+def _residual_block(block: Any, cut: Cut, x: jax.Array) -> jax.Array:
+    hidden = _conv(block.conv1, cut, _normalise(block.norm1, cut, x))
+    shortcut = x if block.conv_shortcut is None else pointwise(block.conv_shortcut, x)
+    return _conv(block.conv2, cut, _normalise(block.norm2, cut, hidden), residual=shortcut)
+
+
+def _conv(conv: Any, cut: Cut, x: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
+    """Apply a convolution of 3x3 taps with mirrored edges, plus a residual."""
+    x = cut.extend(x, "reflect")
+    weight, bias = to_jax(conv.weight), to_jax(conv.bias)
+    return convolve(cut, x, weight, bias, residual=residual, before=(1, 1), padding="reflect")
+
+
+def _downsample(block: Any, cut: Cut, x: jax.Array) -> jax.Array:
+    """Apply a convolution to every second column and row; `downsampling_taps` has folded its weight.
+
+    Squares of four pixels are channels here. Beyond the last one comes that one again: of its pixels only those count
+    that mirror the picture's.
+    """
+    frames, columns, rows, channels = x.shape
+    squares = x.reshape(frames, columns // 2, 2, rows // 2, 2 * channels).transpose(0, 1, 3, 2, 4)
+    squares = cut.extend(squares.reshape(frames, columns // 2, rows // 2, 4 * channels), "edge")
+    return convolve(cut, squares, to_jax(block.conv.weight), to_jax(block.conv.bias), padding="edge")
+
+
+def _normalise(norm: Any, cut: Cut, x: jax.Array) -> jax.Array:
+    """Apply a GroupNorm to x [1, X, Y, C], and then SiLU."""
+    ops, (columns, rows) = ops_for(cut.mesh.devices.flat[0].platform), cut.inside(x)
+    mean, variance = group_moments(cut, ops.channel_moments(x, columns=columns, rows=rows), norm.num_groups)
+    scale = jax.lax.rsqrt(variance + norm.eps) * to_jax(norm.weight)
+    return ops.norm_silu(x, scale, to_jax(norm.bias) - mean * scale, columns=columns, rows=rows)

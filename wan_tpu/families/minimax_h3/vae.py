@@ -1,0 +1,297 @@
+"""MiniMax-H3's video VAE on a mesh: the arithmetic of diffusers' AutoencoderKLMiniMaxH3.
+
+The decoder, a transformer, sees clips of seven latent frames, two of which it shares with the clip before. It makes 28
+frames of a clip and keeps 22, the last five of which fade into the next clip's first. Each clip's picture is cut into
+tiles, and the tiles are divided among the devices, each of which has all weights.
+
+A clip needs two latent frames of the next one. So that the shape of a chunk says whether it is the last, a first chunk
+has eight latent frames (seven if it is the only one), later ones have five and the last has four (`chunk_lengths`).
+
+Shapes: N tiles of all devices, T frames, H W height and width, C channels.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from diffusers import AutoencoderKLMiniMaxH3
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from wan_tpu.errors import CheckpointError
+from wan_tpu.families.minimax_h3 import encoder
+from wan_tpu.families.minimax_h3.components import pair_channels
+from wan_tpu.families.minimax_h3.config import MiniMaxH3Config
+from wan_tpu.families.minimax_h3.tiling import Tiling, lay_line
+from wan_tpu.families.minimax_h3.vit import decode_tiles
+from wan_tpu.families.shared.causal_vae import Cache, Chunks
+from wan_tpu.families.shared.convolutions import Changes, lay_out
+from wan_tpu.families.shared.flop_count import count
+from wan_tpu.families.shared.tiles import blend
+from wan_tpu.runtime.bridge import Params
+from wan_tpu.runtime.components import Component
+from wan_tpu.runtime.mesh import Rule, replicated
+
+# What diffusers normalises pixels by: mean and deviation of ImageNet's red, green and blue.
+PIXEL_MEAN, PIXEL_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+STRIDE = 16  # Pixels per pixel of the latents.
+CLIP = 7  # Latent frames of a clip.
+STEP = 5  # Latent frames from a clip to the next.
+FADED = 5  # Frames that fade into the next clip's.
+TILE, OVERLAP = 16, 4  # A tile's side, and the least that neighbours share, in pixels of the latents.
+SEED = 42  # Of the noise that a keyframe's latents are drawn with, whatever the request's seed.
+
+_DROPPED = 3  # Frames that a group of five latent frames begins with and that are no part of the video.
+_GROUP = 20  # Frames that five latent frames become.
+# The only values of these keys that are supported: those of the published model.
+_FIXED: dict[str, Any] = {
+    "in_channels": 3,
+    "out_channels": 3,
+    "spatial_padding_mode": "reflect",
+    "clip_length": 17,
+    "token_drop": 3,
+}
+
+
+# ---- Components.
+
+
+def vae_half(config: MiniMaxH3Config, dropped: str) -> Component:
+    """Return the VAE without the half named in `dropped`, replicated on every device.
+
+    Raises:
+        CheckpointError: The configuration has what the published model hasn't.
+    """
+    _check(config.vae)
+    # The decoder's table of frequencies isn't used: `vit` makes its own angles.
+    unused = {"encoder": ("encoder", "quant_conv", "decoder.rope"), "decoder": ("decoder", "post_quant_conv")}[dropped]
+    changes = encoder.CHANGES if dropped == "decoder" else _decoder_changes(config.vae)
+
+    def adapt(module: torch.nn.Module, mesh: Mesh) -> None:
+        for part in unused:
+            parent, _, name = part.rpartition(".")
+            delattr(module.get_submodule(parent), name)
+        lay_out(module, changes)
+
+    return Component(
+        "vae",
+        functools.partial(_build, config),
+        adapt,
+        scanned=() if dropped == "decoder" else ("decoder.transformer_blocks",),
+        rules=(Rule(r".*", ()),),
+        float32=tuple(AutoencoderKLMiniMaxH3._keep_in_fp32_modules),
+        changes=changes,
+    )
+
+
+def _build(config: MiniMaxH3Config) -> Any:
+    return AutoencoderKLMiniMaxH3.from_config(config.vae)
+
+
+def _check(vae: Mapping[str, Any]) -> None:
+    for key, value in _FIXED.items():
+        if vae[key] != value:
+            raise CheckpointError(f"vae/config.json has {key} = {vae[key]}; supported is {value}, as published")
+    strides = [math.prod(vae[f"{kind}_downsample_factors"]) for kind in ("spatial", "temporal")]
+    if strides != [STRIDE, 4]:
+        raise CheckpointError(
+            f"vae/config.json has downsample factors of {strides[0]} pixels and {strides[1]} frames; supported are "
+            f"{STRIDE} and 4, as published"
+        )
+
+
+def _decoder_changes(vae: Mapping[str, Any]) -> Changes:
+    """Return how weights of the decoder are laid out: channels of queries and keys in our kernels' pairs."""
+    heads, width = vae["decoder_num_attention_heads"], vae["decoder_attention_head_dim"]
+    angles = int(width * vae["decoder_rope_dim_ratio"]) // 2
+    pair = functools.partial(pair_channels, heads=heads, angles=angles)
+    return ((r"decoder\.transformer_blocks\.\*\.attn\.to_[qk]\.(weight|bias)", pair),)
+
+
+# ---- The two halves as chunks.
+
+
+def chunk_lengths(latent_frames: int) -> tuple[int, ...]:
+    """Return how many of a video's 5 n + 2 latent frames each chunk of the decoder takes: one chunk a clip."""
+    clips = (latent_frames - CLIP) // STEP + 1
+    if clips == 1:
+        return (CLIP,)
+    return (CLIP + 1, *(STEP,) * (clips - 2), STEP - 1)
+
+
+@dataclass(frozen=True)
+class TiledChunks(Chunks):
+    """One half of the VAE, on tiles that are divided among the devices.
+
+    Attributes:
+        module: The half.
+        mesh: The devices.
+        tile: A tile's side, in pixels of the latents.
+        overlap: The least that neighbours share.
+    """
+
+    module: Any
+    mesh: Mesh
+    tile: int = TILE
+    overlap: int = OVERLAP
+
+    @property
+    def out_format(self) -> Format:
+        """The output's layout: row after row."""
+        return Format(Layout((0, 1, 2, 3, 4)), replicated(self.mesh))
+
+    @property
+    def cache_format(self) -> Format:
+        """The layout of each entry of the cache, which every device has all of."""
+        return self.out_format
+
+    @property
+    def platform(self) -> str:
+        """The devices' platform."""
+        return str(self.mesh.devices.flat[0].platform)
+
+    def lay_tiles(self, height: int, width: int) -> Tiling:
+        """Return the tiles of latents of a size."""
+        return Tiling(*(lay_line(length, self.tile, self.overlap) for length in (height, width)))
+
+    def map_tiles(self, run: Callable[[Params, jax.Array], jax.Array], params: Params, tiles: jax.Array) -> jax.Array:
+        """Return run(params, a device's tiles [n, ...]) of all devices, [N, ...], whole on each."""
+        axes = self.mesh.axis_names
+
+        def run_on_device(params: Params, tiles: jax.Array) -> jax.Array:
+            out = run(params, tiles)
+            return jax.lax.all_gather(out, axes, axis=0, tiled=True) if self.mesh.size > 1 else out
+
+        local = jax.shard_map(run_on_device, mesh=self.mesh, in_specs=(P(), P(axes)), out_specs=P(), check_vma=False)
+        return local(params, tiles)
+
+    def cut(self, picture: jax.Array, tiling: Tiling) -> jax.Array:
+        """Cut a picture into tiles, and add tiles of zeros so that each device has equally many."""
+        return tiling.cut(picture, -(-tiling.count // self.mesh.size) * self.mesh.size)
+
+
+class ClipDecoder(TiledChunks):
+    """The decoder: latents [1, C, T, H, W] of `chunk_lengths` to pixels around [-1, 1], clip by clip.
+
+    The latents are normalised, as the transformer has them. The last chunk becomes 22 frames, all others 17.
+    """
+
+    def run_first(self, params: Params, x: jax.Array) -> tuple[jax.Array, Cache]:
+        """Decode the first clip; the cache has latents of the next one, and the frames that fade into it."""
+        return self._decode(params, x, None)
+
+    def run_next(self, params: Params, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Decode the next clip."""
+        latents, faded = cache
+        return self._decode(params, jnp.concatenate([latents, x], axis=2), faded[0].astype(jnp.float32))
+
+    def _decode(self, params: Params, latents: jax.Array, faded: jax.Array | None) -> tuple[jax.Array, Cache]:
+        pixels = self._decode_clip(params, latents[:, :, :CLIP])
+        if faded is not None:
+            pixels = blend(faded, pixels, FADED, axis=1)
+        dtype = latents.dtype
+        if latents.shape[2] == CLIP:
+            return _to_unit_range(pixels).astype(dtype)[None], ()
+        whole, rest = pixels[:, :-FADED], pixels[:, -FADED:]
+        return _to_unit_range(whole).astype(dtype)[None], (latents[:, :, STEP:], rest.astype(dtype)[None])
+
+    def _decode_clip(self, params: Params, latents: jax.Array) -> jax.Array:
+        """Return the frames [3, T, H, W] of a clip that are part of the video, as the module has them, float32."""
+        vae, dtype = self.module.config, latents.dtype
+        mean, deviation = (_column(vae[f"latents_{kind}"]) for kind in ("mean", "std"))
+        latents = (latents[0].astype(jnp.float32) * deviation + mean).astype(dtype)
+        weight, bias = params["post_quant_conv.weight"], params["post_quant_conv.bias"].astype(jnp.float32)
+        latents = jnp.einsum("cthw,oc->othw", latents, weight[:, :, 0, 0, 0], preferred_element_type=jnp.float32)
+        latents = (latents + bias[:, None, None, None]).astype(dtype)
+        tiling = self.lay_tiles(*latents.shape[2:])
+
+        def run(params: Params, tiles: jax.Array) -> jax.Array:
+            pixels = decode_tiles(vae, params, tiles, self.platform)
+            return jnp.concatenate([pixels[:, :, _DROPPED:_GROUP], pixels[:, :, _GROUP + _DROPPED :]], axis=2)
+
+        return tiling.enlarge(STRIDE).join(self.map_tiles(run, params, self.cut(latents, tiling)))
+
+
+class KeyframeEncoder(TiledChunks):
+    """The encoder: one keyframe a chunk, [1, 3, 1, H, W] from 0 to 255, to moments, float32 [1, 2C, 1, H, W].
+
+    bfloat16 holds such pixels exactly.
+    """
+
+    def run_first(self, params: Params, x: jax.Array) -> tuple[jax.Array, Cache]:
+        """Encode a keyframe."""
+        pixels = (x[0].astype(jnp.float32) / 255 - _column(PIXEL_MEAN)) / _column(PIXEL_DEVIATION)
+        tiling = self.lay_tiles(*(size // STRIDE for size in pixels.shape[2:]))
+
+        def run(params: Params, tiles: jax.Array) -> jax.Array:
+            return encoder.encode_tiles(self.module, params, self.mesh, tiles)
+
+        moments = self.map_tiles(run, params, self.cut(pixels, tiling.enlarge(STRIDE)))
+        return tiling.join(moments)[None], ()
+
+    def run_next(self, params: Params, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Encode another keyframe, which has nothing to do with the first one."""
+        return self.run_first(params, x)
+
+
+def _to_unit_range(pixels: jax.Array) -> jax.Array:
+    """Turn normalised pixels [3, T, H, W] into the range from -1 to 1, clipped."""
+    return jnp.clip(pixels * _column(PIXEL_DEVIATION) + _column(PIXEL_MEAN), 0, 1) * 2 - 1
+
+
+def _column(values: Any) -> jax.Array:
+    """Return one value for each channel of [C, T, H, W], float32."""
+    return jnp.asarray(values, jnp.float32)[:, None, None, None]
+
+
+# ---- On the host.
+
+
+def image_latents(config: MiniMaxH3Config, moments: np.ndarray) -> np.ndarray:
+    """Draw normalised latents of keyframes from the encoder's output [1, 2C, T, H, W], float32 [1, C, T, H, W].
+
+    Each keyframe has noise of its own generator with the same seed. As in diffusers, the latents are rounded to
+    float16 before they are normalised.
+    """
+    mean, deviation = (np.array(config.vae[f"latents_{kind}"], np.float32) for kind in ("mean", "std"))
+    drawn = []
+    for frame in np.split(moments.astype(np.float32), moments.shape[2], axis=2):
+        latents = DiagonalGaussianDistribution(torch.from_numpy(frame)).sample(torch.Generator().manual_seed(SEED))
+        rounded = latents.numpy().astype(np.float16).astype(np.float32)
+        drawn.append((rounded - mean[:, None, None, None]) / deviation[:, None, None, None])
+    return np.concatenate(drawn, axis=2)
+
+
+# ---- Operations.
+
+
+def count_decoding(config: MiniMaxH3Config, shape: tuple[int, ...]) -> int:
+    """Count the operations of decoding latents [1, C, T, H, W]: those of a tile, for all tiles of all clips."""
+    _, channels, frames, height, width = shape
+    tiling = Tiling(lay_line(height, TILE, OVERLAP), lay_line(width, TILE, OVERLAP))
+    latents = torch.empty(1, channels, CLIP, tiling.rows.size, tiling.columns.size, device="meta")
+    operations = count(functools.partial(_build, config), lambda module: module.decode(latents))
+    return operations * tiling.count * len(chunk_lengths(frames))
+
+
+def count_encoding(config: MiniMaxH3Config, height: int, width: int) -> int:
+    """Count the operations of encoding a keyframe of a size."""
+    tiling = Tiling(*(lay_line(length // STRIDE, TILE, OVERLAP) for length in (height, width))).enlarge(STRIDE)
+    pixels = torch.empty(1, 3, 1, tiling.rows.size, tiling.columns.size, device="meta")
+
+    def run(module: Any) -> None:
+        # The frames before the only one are zeros, so two of three taps are left out.
+        for part in module.encoder.modules():
+            if isinstance(part, torch.nn.Conv3d) and part.kernel_size[0] > 1:
+                part.weight, part.temporal_padding = torch.nn.Parameter(part.weight[:, :, -1:]), 0
+        module.encode(pixels)
+
+    return count(functools.partial(_build, config), run) * tiling.count
