@@ -84,6 +84,7 @@ def test_serve_starts_anew_elsewhere_unless_something_runs():
     serve.delete("other")
 
 
+@pytest.mark.soak
 def test_a_service_is_taken_down_where_another_process_has_shut_serve_down():
     start_http("127.0.0.1", free_port())
     client = serve.context._get_global_client()

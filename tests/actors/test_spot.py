@@ -1,6 +1,6 @@
 """Slices on spot machines that come and go, told by a signal: no video is lost or another, and no step is done twice.
 
-For `WAN_TPU_SPOT_S` seconds, 30 unless it is set; what ten minutes made is in docs/benchmarks.md.
+For `WAN_TPU_SPOT_S` seconds, 16 unless it is set; what ten minutes made is in docs/benchmarks.md.
 """
 
 import os
@@ -27,12 +27,12 @@ from wan_tpu.families import open_spec
 
 pytestmark = pytest.mark.long
 
-SECONDS = float(os.environ.get("WAN_TPU_SPOT_S", "30"))
+SECONDS = float(os.environ.get("WAN_TPU_SPOT_S", "16"))
 AT_ONCE = 3  # requests
-STEPS = 1000 if SECONDS > 60 else 250  # of a request
-EVERY_S = (10, 25)  # between two notices
-AWAY_S = (1, 15 if SECONDS > 60 else 8)  # until there is a slice in place of one that is gone
-NONE_S = 20.0 if SECONDS > 60 else 8.0  # for which, half-way, there is no slice at all, and until all pools say so
+STEPS = 1000 if SECONDS > 60 else 150  # of a request
+EVERY_S = (10, 25) if SECONDS > 60 else (5, 12)  # between two notices
+AWAY_S = (1, 15 if SECONDS > 60 else 4)  # until there is a slice in place of one that is gone
+NONE_S = 20.0 if SECONDS > 60 else 4.0  # for which, half-way, there is no slice at all, and until all pools say so
 LATE_S = 300.0  # that may pass until all have ended
 LAYOUT = """
 emulate: {devices_per_host: 1}

@@ -256,6 +256,7 @@ def test_a_layout_that_does_not_fit_the_model_is_refused_before_there_is_a_job(c
     assert "emulated-demo, emulated-small, four-pools, one-machine" in err
 
 
+@pytest.mark.soak
 def test_the_demo_stops_everything_when_it_is_interrupted():
     demo = subprocess.Popen([sys.executable, "scripts/demo.py"], stderr=subprocess.PIPE, text=True, cwd=ROOT)
     seen = ""

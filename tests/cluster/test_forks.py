@@ -14,6 +14,8 @@ from cluster.emulation.cluster import EmulatedCluster
 from tests.conftest import ROOT
 from tests.waiting import SECONDS
 
+pytestmark = pytest.mark.long  # Users have no forks; the tests' own clusters have.
+
 WORKERS = textwrap.dedent(
     """
     import json, os, random, sys

@@ -54,7 +54,11 @@ def test_loadgen_asks_for_every_prompt_once_from_the_same_latents(asked, noise, 
 
 @pytest.mark.long  # LoadGen spins meanwhile
 @pytest.mark.parametrize(
-    ("scenario", "said"), [("Offline", "Samples per second"), ("SingleStream", "90.0th percentile latency")]
+    ("scenario", "said"),
+    [
+        ("Offline", "Samples per second"),
+        pytest.param("SingleStream", "90.0th percentile latency", marks=pytest.mark.soak),
+    ],
 )
 def test_it_is_timed(scenario, said, asked, capsys):
     assert run(mlperf.main, [*asked, "--trial", "2", "--scenario", scenario]) == 0

@@ -10,7 +10,7 @@ from scripts.demo_model.scenes import draw_scene, opposite, render
 from scripts.demo_model.score import SUB_SCORES, psnr, score
 from scripts.demo_model.tracking import smooth
 
-COUNT = 8
+COUNT = 5
 FEW = 3  # enough where all must be right
 
 

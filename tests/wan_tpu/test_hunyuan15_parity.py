@@ -22,7 +22,7 @@ PROMPTS = {
     ("kind", "prompts"),
     [
         (KINDS[0], "quoted"),
-        *(pytest.param(KINDS[0], prompts, marks=pytest.mark.long) for prompts in ("plain", "nothing")),
+        *(pytest.param(KINDS[0], prompts, marks=pytest.mark.soak) for prompts in ("plain", "nothing")),
         pytest.param(KINDS[1], "quoted", marks=pytest.mark.long),
         pytest.param(KINDS[2], "plain", marks=pytest.mark.long),
     ],
@@ -78,7 +78,7 @@ def test_a_run_goes_on_from_a_state_bit_for_bit(kind, pipeline):
     assert np.array_equal(whole.latents, resumed.latents)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_bfloat16_stays_within_its_bound(pipeline):
     """The bound of tests/wan_tpu/test_parity.py, of a flow with two layers."""
     guidance, blocks, latents = 6.0, 2, {}

@@ -113,7 +113,11 @@ def test_tiles_that_there_are_not_are_refused(said, message, tiled_folder, tmp_p
 
 @pytest.mark.meshes
 @pytest.mark.long
-@pytest.mark.parametrize(("tiled", "mesh"), [(False, (2, 2, 2)), (True, (1, 2, 2))], ids=["whole", "tiled"])
+@pytest.mark.parametrize(
+    ("tiled", "mesh"),
+    [pytest.param(False, (2, 2, 2), marks=pytest.mark.soak), (True, (1, 2, 2))],
+    ids=["whole", "tiled"],
+)
 def test_several_devices_give_what_diffusers_does(tiled, mesh, theirs, folder, tiled_folder, tmp_path, request):
     module = request.getfixturevalue("tiling") if tiled else theirs
     # Whole: a column on five of eight devices, nothing but padding on three. Tiled: three tiles on four devices.

@@ -22,11 +22,11 @@ LATENT_TOLERANCE = 1e-4  # relative to the largest latent; float32 rounding give
 # Euler's table is held for every shift and number of steps in test_schedules.py.
 CASES = [
     ("wan2.1-t2v-1.3b", "t2v", "unipc"),
-    ("wan2.1-i2v-14b-720p", "i2v", "unipc"),
+    pytest.param("wan2.1-i2v-14b-720p", "i2v", "unipc", marks=pytest.mark.long),
     ("wan2.2-t2v-a14b", "t2v", "unipc"),
     ("wan2.2-i2v-a14b", "i2v", "unipc"),
     pytest.param("wan2.2-i2v-a14b", "i2v", "euler", marks=pytest.mark.long),
-    ("wan2.1-flf2v-14b-720p", "flf2v", "unipc"),
+    pytest.param("wan2.1-flf2v-14b-720p", "flf2v", "unipc", marks=pytest.mark.long),
     ("wan2.2-i2v-a14b", "flf2v", "unipc"),
     ("wan2.2-ti2v-5b", "t2v", "unipc"),
     ("wan2.2-ti2v-5b", "i2v", "unipc"),

@@ -1,7 +1,7 @@
 """A model with one expert on two pools, the ends' and its own: the video of one process.
 
-Of the models with one expert this has the most beside it: three encoders. CogVideoX on pools, in a service:
-tests/actors/test_other_families.py; two experts: tests/actors/on_slices.
+Of the models with one expert this has the most beside it: three encoders. LTX-2 on pools: test_sound_on_pools.py;
+CogVideoX, in a service: tests/actors/test_other_families.py; two experts: tests/actors/on_slices.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ KIND = "hunyuanvideo1.5-480p-i2v"
 REQUEST = GenerationRequest(prompt='A cat holds "hello"', image=PHOTO, height=64, width=64, frames=9, steps=6)
 CROPPED = "image is 451x300 and the video 64x64: what is beyond the video's shape is cut off"
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.soak
 
 
 @pytest.fixture(scope="module")
