@@ -24,6 +24,7 @@ from wan_tpu.storage.addresses import is_bucket
 from wan_tpu.storage.folder import BucketFolder, WeightFile
 
 INDEX = "model_index.json"
+MODULAR_INDEX = "modular_model_index.json"  # Of diffusers' modular pipelines, in place of the other.
 OWN = "wan_tpu.json"
 # The files other than weights, in a checkpoint's folder and the folders in it.
 OTHERS = ("*.json", "*.txt", "*.model", "*.jinja", "*.md", "*LICENSE*")
@@ -33,7 +34,7 @@ class Checkpoint:
     """A diffusers directory, on disk, in a bucket or on the Hugging Face hub; only JSON and safetensors are read."""
 
     def __init__(self, source: str | Path) -> None:
-        """Open `source`: a folder with a model_index.json, here or in a bucket, or a hub id.
+        """Open `source`: a folder with a model_index.json or modular_model_index.json, or a bucket's, or a hub id.
 
         Weights are fetched when they are read.
 
@@ -55,16 +56,23 @@ class Checkpoint:
         self._hub_id = None if exists or self._bucket else _hub_id(self.source)
         self._local = self._bucket is None and self._hub_id is None
         self.folder = local if self._local else self._fetch(["*.json", "tokenizer/*"])
-        self.index = self._json(INDEX)
+        is_modular = not (self.folder / INDEX).is_file() and (self.folder / MODULAR_INDEX).is_file()
+        self.index_name = MODULAR_INDEX if is_modular else INDEX
+        self.index = self._json(self.index_name)
 
     def has(self, component: str) -> bool:
-        """Return whether the index names this component (diffusers writes [null, null] for an absent one)."""
+        """Return whether the index names this component (diffusers writes [null, null] for an absent one).
+
+        Entries of modular pipelines have a third part, which says where the component lies: in the folder of its name.
+        """
         entry = self.index.get(component) or [None, None]
-        kinds = {type(part) for part in entry} if isinstance(entry, list) and len(entry) == 2 else set()
-        if kinds not in ({str}, {type(None)}):
+        is_entry = isinstance(entry, list) and len(entry) == (3 if self.index_name == MODULAR_INDEX else 2)
+        kinds = {type(part) for part in entry[:2]} if is_entry or entry == [None, None] else set()
+        place = entry[2] if len(entry) == 3 and isinstance(entry[2], dict) else {}
+        if kinds not in ({str}, {type(None)}) or place.get("subfolder", component) != component:
             raise CheckpointError(
-                f"{self.source}/model_index.json has {component}: {json.dumps(entry)[:200]}; give the names of a "
-                "library and a class in it, or null twice"
+                f"{self.source}/{self.index_name} has {component}: {json.dumps(entry)[:200]}; give the names of a "
+                "library and a class in it, or null twice, and put the component in the folder of its name"
             )
         return kinds == {str}
 

@@ -1,0 +1,101 @@
+"""Diffusers' modular pipeline of MiniMax-H3, on a checkpoint's folder, with the latents of every step."""
+
+import itertools
+from pathlib import Path
+
+import diffusers
+import numpy as np
+import torch
+import transformers
+from diffusers.modular_pipelines import MiniMaxH3Blocks, MiniMaxH3ModularPipeline
+
+
+class Processor:
+    """The parts of Qwen3VLProcessor that the pipeline uses; transformers can't make one without torchvision."""
+
+    def __init__(self, folder: Path, config: transformers.Qwen3VLConfig) -> None:
+        self.image_processor = transformers.Qwen2VLImageProcessorPil.from_pretrained(folder)
+        self._image = config.image_token_id
+
+    def create_mm_token_type_ids(self, ids: list[list[int]]) -> list[list[int]]:
+        """Return 1 for tokens of images, and 0 for all others."""
+        return [[int(number == self._image) for number in row] for row in ids]
+
+
+class SmallPipeline(MiniMaxH3ModularPipeline):
+    """The pipeline, which reads the last layer but one of a small text encoder in place of the fiftieth."""
+
+    @property
+    def text_encoder_layer(self) -> int:
+        """The layer of the text encoder whose output the transformer takes."""
+        return self.text_encoder.config.text_config.num_hidden_layers - 1
+
+
+class Reference:
+    """The pipeline of one checkpoint.
+
+    Attributes:
+        pipeline: Diffusers' pipeline.
+        steps: After a call, the latents of video and sound after each step, as rows of its sequence.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.pipeline, self.steps = SmallPipeline(MiniMaxH3Blocks()), {"video": [], "sound": []}
+        encoder = transformers.Qwen3VLForConditionalGeneration.from_pretrained(folder / "text_encoder")
+        parts = {
+            "transformer": diffusers.MiniMaxH3Transformer3DModel.from_pretrained(folder / "transformer"),
+            "text_encoder": encoder,
+            "vae": diffusers.AutoencoderKLMiniMaxH3.from_pretrained(folder / "vae"),
+            "audio_vae": diffusers.AutoencoderKLMiniMaxH3Audio.from_pretrained(folder / "audio_vae"),
+            "scheduler": diffusers.MiniMaxH3Scheduler.from_pretrained(folder / "scheduler"),
+            "audio_scheduler": diffusers.MiniMaxH3Scheduler.from_pretrained(folder / "audio_scheduler"),
+            "tokenizer": transformers.AutoTokenizer.from_pretrained(folder / "tokenizer"),
+            "processor": Processor(folder / "processor", encoder.config),
+        }
+        for part in parts.values():
+            if isinstance(part, torch.nn.Module):
+                part.eval().requires_grad_(False)
+        self.pipeline.update_components(**parts)
+        for name, scheduler in (("video", parts["scheduler"]), ("sound", parts["audio_scheduler"])):
+            self._record(name, scheduler)
+
+    def _record(self, name: str, scheduler: diffusers.MiniMaxH3Scheduler) -> None:
+        step = scheduler.step
+
+        def recorded(*args, **kwargs):
+            result = step(*args, **kwargs)
+            self.steps[name].append(result[0].numpy().copy())
+            return result
+
+        scheduler.step = recorded
+
+    def __call__(self, *, steps: int, seed: int = 0, **inputs):
+        """Return pixels [T, H, W, 3], sound [2, samples], and the latents of each step by "video" and "sound".
+
+        Args:
+            steps: Evaluations of the transformer.
+            seed: Of the request's generator.
+            **inputs: As the pipeline takes them.
+        """
+        for rows in self.steps.values():
+            rows.clear()
+        state = self.pipeline(
+            num_inference_steps=steps + 1,
+            generator=torch.Generator().manual_seed(seed),
+            output_type="np",
+            **inputs,
+        )
+        pixels, sound = state.get("videos"), state.get("audio")
+        return np.asarray(pixels)[0], sound[0].numpy(), {name: list(rows) for name, rows in self.steps.items()}
+
+
+def relative(actual, expected):
+    """Return the largest difference relative to the largest value."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    return np.abs(actual - expected).max() / np.abs(expected).max()
+
+
+def pairs(ours, theirs):
+    """Return both side by side, which must be equally long."""
+    return itertools.zip_longest(ours, theirs)

@@ -1,0 +1,164 @@
+"""Makes small checkpoints with the structure of MiniMax-H3, from the libraries' own classes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from tokenizers.pre_tokenizers import ByteLevel
+
+from wan_tpu.families.minimax_h3 import classes
+from wan_tpu.families.minimax_h3.presets import PRESETS
+from wan_tpu.families.shared.values import set_own_values
+
+_TEXT_WIDTH, _LATENTS, _AUDIO_LATENTS = 48, 8, 16
+_TRANSFORMER: dict[str, Any] = {
+    "num_attention_heads": 8,
+    "attention_head_dim": 32,
+    "hidden_size": 64,
+    "num_layers": 3,
+    "ffn_dim": 96,
+    "in_channels": _LATENTS,
+    "audio_in_channels": _AUDIO_LATENTS,
+    "text_dim": _TEXT_WIDTH,
+    "freq_dim": 32,
+    "time_embed_hidden_dim": 48,
+    "time_embed_dim": 40,
+    "rope_freq_dim": 4,
+}
+_QWEN: dict[str, Any] = {
+    "hidden_size": _TEXT_WIDTH,
+    "intermediate_size": 64,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rope_parameters": {
+        "rope_theta": 10000.0,
+        "rope_type": "default",
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+    },
+}
+_VISION: dict[str, Any] = {
+    "depth": 4,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": _TEXT_WIDTH,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0, 1, 2],
+}
+_VAE: dict[str, Any] = {
+    "latent_channels": _LATENTS,
+    "block_out_channels": [8, 8, 8, 16, 16, 16],
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "decoder_num_layers": 2,
+    "decoder_num_attention_heads": 2,
+    "decoder_attention_head_dim": 32,
+}
+_AUDIO_VAE: dict[str, Any] = {
+    "encoder_dim": 4,
+    "latent_dim": 64,
+    "latent_channels": _AUDIO_LATENTS,
+    "num_attention_heads": 4,
+    "decoder_dim": 128,
+    "resblock_kernel_sizes": [3, 7],
+    "resblock_dilation_sizes": [[1, 3], [1, 3]],
+}
+_VISION_TOKENS = {
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+}
+# Pixels of the smallest and of the largest picture that the text encoder reads.
+_PICTURE = {"shortest_edge": 32 * 32, "longest_edge": 16777216}
+
+
+def make_checkpoint(
+    folder: Path,
+    kind: str = "minimax-h3",
+    *,
+    transformer: dict[str, Any] | None = None,
+    text_encoder: dict[str, Any] | None = None,
+    vae: dict[str, Any] | None = None,
+    audio_vae: dict[str, Any] | None = None,
+    seed: int = 0,
+) -> Path:
+    """Write a small checkpoint with the structure of the published model, as diffusers' modular pipelines have it.
+
+    Args:
+        folder: Where to write it.
+        kind: The published model, one of `PRESETS`.
+        transformer, text_encoder, vae, audio_vae: Override the small configuration.
+        seed: The seed of all weights.
+    """
+    published, tokenizer = PRESETS[kind], _make_tokenizer()
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw_statistics(channels: int) -> dict[str, list[float]]:
+        mean = torch.randn(channels, generator=generator) / 4
+        return {"latents_mean": mean.tolist(), "latents_std": (1 + mean.abs()).tolist()}
+
+    small_vae = classes.VAE | _VAE | draw_statistics(_LATENTS) | (vae or {})
+    small_audio = classes.AUDIO_VAE | _AUDIO_VAE | draw_statistics(_AUDIO_LATENTS) | (audio_vae or {})
+    parts: dict[str, Any] = {
+        "transformer": diffusers.MiniMaxH3Transformer3DModel.from_config(
+            published.transformer | _TRANSFORMER | (transformer or {})
+        ),
+        "text_encoder": _make_qwen(published.text_encoder | _QWEN | (text_encoder or {}), tokenizer),
+        "vae": diffusers.AutoencoderKLMiniMaxH3.from_config(small_vae),
+        "audio_vae": diffusers.AutoencoderKLMiniMaxH3Audio.from_config(small_audio),
+        "scheduler": diffusers.MiniMaxH3Scheduler(**published.scheduler),
+        "audio_scheduler": diffusers.MiniMaxH3Scheduler(**published.audio_scheduler),
+        "tokenizer": tokenizer,
+        "processor": transformers.Qwen2VLImageProcessorPil(
+            patch_size=16, image_mean=[0.5] * 3, image_std=[0.5] * 3, size=_PICTURE
+        ),
+    }
+    index: dict[str, Any] = {
+        "_blocks_class_name": "MiniMaxH3Blocks",
+        "_class_name": "MiniMaxH3ModularPipeline",
+        "_diffusers_version": diffusers.__version__,
+    }
+    for name, part in parts.items():
+        if isinstance(part, torch.nn.Module):
+            set_own_values(part, seed)
+        part.save_pretrained(folder / name)
+        library = type(part).__module__.partition(".")[0]
+        hint = [library, "Qwen3VLProcessor" if name == "processor" else type(part).__name__]
+        source = {"pretrained_model_name_or_path": None, "revision": None, "subfolder": name, "variant": None}
+        index[name] = [*hint, {"type_hint": hint, **source}]
+    (folder / "modular_model_index.json").write_text(json.dumps(index, indent=2) + "\n")
+    return folder
+
+
+def _make_qwen(
+    text: dict[str, Any], tokenizer: transformers.PreTrainedTokenizerBase
+) -> transformers.Qwen3VLForConditionalGeneration:
+    config = transformers.Qwen3VLConfig(
+        text_config=text | {"vocab_size": len(tokenizer)},
+        vision_config=PRESETS["minimax-h3"].vision | _VISION | {"out_hidden_size": text["hidden_size"]},
+        **{key: tokenizer.convert_tokens_to_ids(token) for key, token in _VISION_TOKENS.items()},
+    )
+    return transformers.Qwen3VLForConditionalGeneration(config)
+
+
+def _make_tokenizer() -> transformers.PreTrainedTokenizerBase:
+    """Return a Qwen tokenizer of bytes, without merges."""
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *_VISION_TOKENS.values()]
+    vocabulary = {character: number for number, character in enumerate(sorted(ByteLevel.alphabet()))}
+    return transformers.Qwen2Tokenizer(
+        vocab=vocabulary,
+        merges=[],
+        additional_special_tokens=special[1:],
+        pad_token=special[0],
+        eos_token=special[2],
+        unk_token=special[0],
+        padding_side="right",
+    )
