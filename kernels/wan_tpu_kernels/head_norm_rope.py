@@ -19,7 +19,8 @@ from wan_tpu_kernels.columns import Columns, Cut
 from wan_tpu_kernels.tiles import by_rows, even_block, pass_over, sublanes, vmem_bytes
 
 ROWS = 512  # Rows of a tile, as in layer_norm.py.
-# Rows, and registers' widths of columns, of one iteration of the inner loop: the best tried at 3,072 channels.
+# Rows, and registers' widths of columns, of one iteration of the inner loop: the best tried at 3,072 channels. With 16
+# rows, as a prime number of sixteens would need, a row takes twice as long: tiles have whole iterations.
 ROWS_AT_ONCE, COLUMNS_AT_ONCE = 128, 4
 
 Tables = tuple[jax.Array, jax.Array]
@@ -51,7 +52,7 @@ def head_norm_rope(
         interpret: As for `pallas_call`.
     """
     (rows, channels), head = x.shape, len(weight)
-    block, columns = even_block(rows, ROWS, sublanes(x.dtype)), Columns(channels, groups, parts)
+    block, columns = even_block(rows, ROWS, ROWS_AT_ONCE), Columns(channels, groups, parts)
     whole_registers = LANES % head == 0 and all(width % LANES == 0 for width in columns.widths)
     shared = LANES // head if whole_registers else 1
     vectors = [weight] if bias is None else [weight, bias]

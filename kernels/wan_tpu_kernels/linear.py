@@ -16,17 +16,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from wan_tpu_kernels.linear_tiles import COLUMNS_8, MXU_COLUMNS, Layer, choose_tile
 from wan_tpu_kernels.low_precision import LANES, Rounded
 from wan_tpu_kernels.modulation import modulation_row, number_patterns, read_modulation, row_patterns
-from wan_tpu_kernels.tiles import even_block, vmem_bytes
+from wan_tpu_kernels.tiles import vmem_bytes
 
-# Largest rows, outputs and inputs of a tile. At 1184 x 1280 x 5120 a tile takes 30 thousand cycles of v6e's MXU for
-# 13 MB of weights, half of what HBM delivers in that time.
-ROWS, OUTPUTS, INPUTS = 1184, 1536, 5120
-MXU_COLUMNS = 256  # Columns of v6e's and v7x's MXU (v5p has 128): 1152 outputs take as long as 1280.
-# With 8 bits a tile has half as many bytes and takes half as many cycles of the MXU. Twice as many outputs hide the end
-# of a loop equally well, and all inputs at once keep the sums in the MXU.
-OUTPUTS_8, INPUTS_8, COLUMNS_8 = 2560, 16384, 512
 # Functions of one product. "swiglu" is a function of two: half of the weight's rows give values, half their gates.
 ACTIVATIONS: dict[str | None, Callable[[jax.Array], jax.Array]] = {
     None: lambda y: y,
@@ -81,23 +75,31 @@ def linear(
     parts = (x.values,) if isinstance(x, Rounded) else x if isinstance(x, tuple) else (x,)
     joined, (rows, _), in_dtype = parts[0].ndim == 3, parts[0].shape[-2:], parts[0].dtype
     dtype = _result_dtype(in_dtype, scales, dtype, bias, residual)
-    vmem = vmem_bytes(interpret=interpret)
-    block_rows, block_outputs, block_inputs = _choose_tile(
-        rows, outputs // groups, inputs, in_dtype.itemsize, dtype.itemsize, vmem, joined=joined, halves=halves
+    layer = Layer(
+        rows, outputs, inputs, groups, in_dtype.itemsize, dtype.itemsize, joined, halves, residual is not None
     )
-    steps = inputs // block_inputs
-    per_group = pl.cdiv(outputs // groups, block_outputs)
-    grid = (pl.cdiv(rows, block_rows), per_group * groups, steps)
+    block_rows, block_outputs, block_inputs = choose_tile(layer, interpret=interpret)
+    steps, group = inputs // block_inputs, outputs // groups
+    per_group = pl.cdiv(group, block_outputs)
+    several = groups > 1 and block_outputs > group
+    grid = (pl.cdiv(rows, block_rows), outputs // block_outputs if several else per_group * groups, steps)
+    if groups == 1:
+        out_spec = pl.BlockSpec((block_rows, block_outputs), lambda i, j, k: (i, j))
+    elif several:
+        out_spec = pl.BlockSpec((block_outputs // group, block_rows, group), lambda i, j, k: (j, i, 0))
+    else:
+        out_spec = pl.BlockSpec((None, block_rows, block_outputs), lambda i, j, k: (j // per_group, i, j % per_group))
 
-    def out_index(i: int, j: int, k: int) -> tuple[int, ...]:
-        return (i, j) if groups == 1 else (j // per_group, i, j % per_group)
+    def inputs_at(j: int, k: int) -> Any:
+        """Return the part of the inputs of a step: there and back again, so that the rows at a turn stay in VMEM."""
+        return jnp.where(j % 2 == 0, k, steps - 1 - k) if steps > 1 else 0
 
     columns = pl.BlockSpec((halves, block_outputs), lambda i, j, k: (0, j))
     if joined:
         x_specs = [pl.BlockSpec((len(part), block_rows, part.shape[2]), lambda i, j, k: (0, i, 0)) for part in parts]
     else:
-        x_specs = [pl.BlockSpec((block_rows, block_inputs), lambda i, j, k: (i, k))]
-    specs = [*x_specs, pl.BlockSpec((halves, block_outputs, block_inputs), lambda i, j, k: (0, j, k))]
+        x_specs = [pl.BlockSpec((block_rows, block_inputs), lambda i, j, k: (i, inputs_at(j, k)))]
+    specs = [*x_specs, pl.BlockSpec((halves, block_outputs, block_inputs), lambda i, j, k: (0, j, inputs_at(j, k)))]
     arrays = [*parts, weight.reshape(halves, outputs, inputs)]
     if bias is not None:
         specs.append(columns)
@@ -123,7 +125,6 @@ def linear(
     suffixes = ["8_bits"] if rounded is not None else []
     suffixes += [activation] if activation is not None else []
     suffixes += ["residual"] if residual is not None else []
-    out_block = (block_rows, block_outputs) if groups == 1 else (None, block_rows, block_outputs)
     out_shape = (rows, outputs) if groups == 1 else (groups, rows, outputs // groups)
     return pl.pallas_call(
         functools.partial(
@@ -139,11 +140,11 @@ def linear(
         out_shape=jax.ShapeDtypeStruct(out_shape, dtype),
         grid=grid,
         in_specs=specs,
-        out_specs=pl.BlockSpec(out_block, out_index),
+        out_specs=out_spec,
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=vmem,
+            vmem_limit_bytes=vmem_bytes(interpret=interpret),
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * rows * halves * outputs * inputs,
@@ -246,7 +247,16 @@ def _kernel(*refs, steps, parts, activation, biased, rounded, fused_residual, pr
             residual_ref, patterns_ref, numbers_ref = residual_refs
             gate = read_modulation(patterns_ref, numbers_ref, first_row, y.shape[0], here)
             y = residual_ref[:, here].astype(jnp.float32) + gate * y
-        o_ref[:, here] = y.astype(o_ref.dtype)
+        store(index * chunk, y.astype(o_ref.dtype))
+
+    def store(start: jax.Array, y: jax.Array) -> None:
+        if o_ref.ndim == 2:
+            o_ref[:, pl.ds(pl.multiple_of(start, chunk), chunk)] = y
+            return
+        width = o_ref.shape[2]  # Columns of a group: they may end amid those of an iteration.
+        for lane in range(0, chunk, LANES):
+            group, column = (start + lane) // width, (start + lane) % width
+            o_ref[group, :, pl.ds(pl.multiple_of(column, LANES), LANES)] = y[:, lane : lane + LANES]
 
     outputs = w_ref.shape[1]
     chunk = next((n for n in ([COLUMNS_8] if rounded else []) + [MXU_COLUMNS] if outputs % n == 0), outputs)
@@ -267,37 +277,3 @@ def _result_dtype(inputs: Any, scales: jax.Array | None, dtype: Any, *others: ja
 
 def _sum_type(dtype: Any) -> Any:
     return jnp.int32 if dtype == jnp.int8 else jnp.float32
-
-
-def _choose_tile(
-    rows: int, outputs: int, inputs: int, itemsize: int, out_itemsize: int, vmem: int, *, joined: bool, halves: int
-) -> tuple[int, int, int]:
-    """Return the rows, outputs and inputs of a tile: the largest that fit in `vmem` bytes, double-buffered.
-
-    Args:
-        rows, outputs, inputs: Sizes of the whole product.
-        itemsize: Bytes of an input value.
-        out_itemsize: Bytes of an output value, and of one of the residual.
-        vmem: Bytes of VMEM that the kernel may use.
-        joined: Whether groups of columns are put side by side in VMEM, all inputs at once.
-        halves: Products for each output: two with "swiglu".
-    """
-    most_outputs, most_inputs, columns = (
-        (OUTPUTS_8, INPUTS_8, COLUMNS_8) if itemsize == 1 else (OUTPUTS, INPUTS, MXU_COLUMNS)
-    )
-    parts = next((n for n in range(1, inputs // 128 + 1) if inputs % n == 0 and inputs // n <= most_inputs), 1)
-    if joined or inputs // parts % 128:
-        parts = 1  # Parts that aren't whole lanes can't be addressed, so the inputs are taken in one.
-    block_inputs = inputs // parts
-    for shrink in (1, 2, 4, 8):
-        for block_outputs in (
-            even_block(outputs, max(columns, most_outputs // halves // n), columns) for n in (1, 2, 3, 6)
-        ):
-            block_rows = even_block(rows, ROWS // shrink, 32 // itemsize)
-            streamed = 2 * itemsize * (block_rows + halves * block_outputs) * block_inputs
-            produced = block_rows * block_outputs * (4 * max(out_itemsize, 2) + 2 * 4)
-            # The compiler copies the rows, and joining them is another copy.
-            rows_again = (1 + joined) * itemsize * block_rows * block_inputs
-            if streamed + produced + rows_again <= vmem:
-                return block_rows, block_outputs, block_inputs
-    raise ValueError(f"no tile of {rows} x {outputs} x {inputs} fits into {vmem} bytes of VMEM")

@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 from tests.kernels.cases import INTERPRET, as_program
 from wan_tpu_kernels import head_norm_rope as head_norms
 from wan_tpu_kernels import layer_norm as layer_norms
-from wan_tpu_kernels import linear as linears
+from wan_tpu_kernels import linear_tiles
 from wan_tpu_kernels import rms_norm_rope as rms_norms
 from wan_tpu_kernels.head_norm_rope import head_norm_rope, head_norm_rope_reference
 from wan_tpu_kernels.layer_norm import layer_norm, layer_norm_reference
@@ -31,9 +31,9 @@ def small_tiles(monkeypatch):
     """Make several tiles, ragged last ones and split inputs at small sizes; a TPU uses its own tiles."""
     if not INTERPRET:
         return
-    monkeypatch.setattr(linears, "ROWS", 48)
-    monkeypatch.setattr(linears, "OUTPUTS", 512)
-    monkeypatch.setattr(linears, "INPUTS", 256)
+    monkeypatch.setattr(linear_tiles, "ROWS", 48)
+    monkeypatch.setattr(linear_tiles, "OUTPUTS", 512)
+    monkeypatch.setattr(linear_tiles, "INPUTS", 256)
     monkeypatch.setattr(layer_norms, "ROWS", 32)
     monkeypatch.setattr(layer_norms, "ROWS_AT_ONCE", 16)
     for norms in (rms_norms, head_norms):
@@ -116,6 +116,9 @@ def test_linear_reads_and_writes_columns_in_groups():
         assert_close(function(x, weight, bias, groups=3).transpose(1, 0, 2).reshape(50, 768), expected, 2e-6)
         for laid_out in (grouped, parts):
             assert_close(function(laid_out, weight, bias, residual=expected), 2 * expected, 2e-6)
+        for groups in (2, 6):  # A tile has a group of 384 columns, and three of 128.
+            columns = function(x, weight, bias, groups=groups).transpose(1, 0, 2).reshape(50, 768)
+            assert_close(columns, expected, 2e-6)
         assert_close(function((x,), weight, bias), expected, 2e-6)
         assert_close(function(x, weight, None) + bias, expected, 2e-6)
 

@@ -7,8 +7,7 @@ import pytest
 
 from tests.kernels.cases import INTERPRET, as_program
 from wan_tpu_kernels import layer_norm as layer_norms
-from wan_tpu_kernels import linear as linears
-from wan_tpu_kernels import low_precision
+from wan_tpu_kernels import linear_tiles, low_precision
 from wan_tpu_kernels.flash_attention import flash_attention, flash_attention_reference, flash_attention_unchecked
 from wan_tpu_kernels.layer_norm import layer_norm, layer_norm_reference
 from wan_tpu_kernels.linear import ACTIVATIONS, linear, linear_reference
@@ -37,9 +36,9 @@ def small_tiles(monkeypatch):
     """Make several tiles and ragged last ones at small sizes; a TPU uses its own tiles."""
     if not INTERPRET:
         return
-    monkeypatch.setattr(linears, "ROWS", 64)
-    monkeypatch.setattr(linears, "OUTPUTS_8", 512)
-    monkeypatch.setattr(linears, "INPUTS_8", 256)
+    monkeypatch.setattr(linear_tiles, "ROWS", 64)
+    monkeypatch.setattr(linear_tiles, "OUTPUTS_8", 512)
+    monkeypatch.setattr(linear_tiles, "INPUTS_8", 256)
     for module in (layer_norms, low_precision):
         monkeypatch.setattr(module, "ROWS", 64)
         monkeypatch.setattr(module, "ROWS_AT_ONCE", 32)
