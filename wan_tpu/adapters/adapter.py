@@ -94,7 +94,7 @@ class Targets:
 
     def __init__(self, component: Component, loaded: Loaded) -> None:
         self._weights: dict[str, _Weight] = {}
-        self._absent = component.absent
+        self._absent, self._original_rows = component.absent, component.original_rows
         self._slots: dict[tuple[str, str], list[_Slot]] = {}
         depths = {
             path: module.depth for path, module in loaded.module.named_modules() if isinstance(module, ScannedBlocks)
@@ -155,9 +155,15 @@ class Targets:
         def refuse_shape(change: ModuleChange, part: str, wanted: object) -> None:
             wrong.append(f"{change.names[part]} {list(change.tensors[part].shape)} for {wanted}")
 
+        def order_rows(change: ModuleChange, module: str, part: str) -> torch.Tensor:
+            """Return a tensor of the file with its rows in the order of diffusers' module."""
+            rows, name = change.tensors[part], change.names[part]
+            reorder = next((f for pattern, f in self._original_rows if re.fullmatch(pattern, module)), None)
+            return rows if reorder is None else reorder(rows, name)
+
         for module, change in changes.items():
             if "down" in change.tensors and (slots := find_slots(change, module, "down")):
-                down, up = change.tensors["down"].flatten(1), change.tensors["up"].flatten(1)
+                down, up = change.tensors["down"].flatten(1), order_rows(change, module, "up").flatten(1)
                 rows, rank = [slot.shape[0] for slot in slots], len(down)
                 inputs = {int(np.prod(slot.shape[1:])) for slot in slots}
                 if up.shape != (sum(rows), rank) or inputs != {down.shape[1]}:
@@ -171,7 +177,7 @@ class Targets:
             for part, gain in (("diff", 1.0), ("diff_b", 1.0), ("diff_m", 1.0), ("up_bias", change.gain)):
                 if part not in change.tensors or not (slots := find_slots(change, module, part)):
                     continue
-                value = change.tensors[part]
+                value = order_rows(change, module, part)
                 whole = (sum(slot.shape[0] for slot in slots), *slots[0].shape[1:])
                 if tuple(value.shape) != whole:
                     refuse_shape(change, part, list(whole))

@@ -51,6 +51,9 @@ class Component:
         originals: (pattern, replacement) that turn a parameter's name into its name in the model's first publication;
             files of adapters use either. Parameters that get the same name were one matrix there: queries, keys,
             values.
+        original_rows: (pattern, function) of modules whose rows lie in another order in that publication. The pattern
+            matches a module's original name, with dots or underscores; the function takes a matrix [O, ...] of a file
+            and its name there, and returns it with the rows as they are here.
         aliases: (pattern, replacement) that turn an original name into the name that other programs, and so trainers,
             use.
         absent: Patterns of modules that this model's siblings have and this one has no use for: changes of them have no
@@ -68,6 +71,7 @@ class Component:
     renames: tuple[tuple[str, str], ...] = ()
     changes: tuple[tuple[str, Callable[[np.ndarray], np.ndarray]], ...] = ()
     originals: tuple[tuple[str, str], ...] = ()
+    original_rows: tuple[tuple[str, Callable[[torch.Tensor, str], torch.Tensor]], ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
     absent: tuple[str, ...] = ()
     matrices: str = ""

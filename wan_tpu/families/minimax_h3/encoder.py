@@ -1,9 +1,9 @@
-"""The encoder of MiniMax-H3's VAE for single frames: tiles of pixels to moments, float32, as in diffusers.
+"""The encoder of MiniMax-H3's VAE for single frames: a tile's pixels to moments, float32, as in diffusers.
 
 Its convolutions see the frames before as zeros, so that of their three taps in time only the last one counts for a
 single frame; the others aren't even read. Edges are mirrored, and norms take their statistics over a tile.
 
-Shapes: N tiles, X columns and Y rows of a tile, h w a tile's height and width in the latents, C channels of those.
+Shapes: X columns and Y rows of a tile, h w a tile's height and width in the latents, C channels of those.
 """
 
 from typing import Any
@@ -36,28 +36,23 @@ CHANGES: Changes = (
 )
 
 
-def encode_tiles(module: Any, params: Params, mesh: Mesh, tiles: jax.Array) -> jax.Array:
-    """Return the moments [N, 2C, 1, h, w] of normalised pixels [N, 3, 1, 16h, 16w], tile after tile.
+def encode_tile(module: Any, params: Params, mesh: Mesh, pixels: jax.Array) -> jax.Array:
+    """Return the moments [2C, 1, h, w] of a tile's normalised pixels [3, 1, 16h, 16w].
 
     Args:
         module: The VAE without its decoder.
         params: Its weights.
         mesh: The devices; each calls this with its own tiles.
-        tiles: The tiles.
+        pixels: The tile.
     """
     # A tile is a whole picture on one device.
     alone = Mesh(mesh.devices.reshape(-1)[:1], ("tile",))
-    height, width = (size // _ENLARGED for size in tiles.shape[3:])
+    height, width = (size // _ENLARGED for size in pixels.shape[2:])
     cut = cut_picture(alone, height, width)
-
-    def run(tile: jax.Array) -> jax.Array:
-        picture = cut.pad(tile.transpose(1, 3, 2, 0))
-        method = lambda module: to_torch(_encode(module, cut, picture))  # noqa: E731
-        moments: jax.Array = call(module, params, method)
-        return moments[:, :width, :height].transpose(3, 0, 2, 1)
-
+    picture = cut.pad(pixels.transpose(1, 3, 2, 0))
     with jax.default_matmul_precision("highest"):  # Whatever the precision of the model.
-        return jax.lax.map(run, tiles)
+        moments: jax.Array = call(module, params, lambda module: to_torch(_encode(module, cut, picture)))
+    return moments[:, :width, :height].transpose(3, 0, 2, 1)
 
 
 def _encode(module: Any, cut: Cut, x: jax.Array) -> jax.Array:

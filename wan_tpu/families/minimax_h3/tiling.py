@@ -75,14 +75,14 @@ class Tiling:
         """Return the same tiles of a picture that is enlarged."""
         return Tiling(self.rows.enlarge(scale), self.columns.enlarge(scale))
 
-    def cut(self, picture: jax.Array, count: int) -> jax.Array:
-        """Cut a picture [..., H, W] into `count` tiles [N, ..., h, w]; those beyond its own are zeros."""
+    def cut(self, picture: jax.Array) -> jax.Array:
+        """Cut a picture [..., H, W] into its tiles [N, ..., h, w]."""
         height, width = self.rows.size, self.columns.size
         tiles = [picture[..., y : y + height, x : x + width] for y in self.rows.starts for x in self.columns.starts]
-        return jnp.stack([*tiles, *[jnp.zeros_like(tiles[0])] * (count - len(tiles))])
+        return jnp.stack(tiles)
 
     def join(self, tiles: jax.Array) -> jax.Array:
-        """Join tiles [at least N, ..., h, w] to a picture [..., H, W], float32.
+        """Join tiles [N, ..., h, w] to a picture [..., H, W], float32.
 
         Each fades in over what it shares with the one above it, and the result over what the one before it has there.
         Where four meet, the one across takes no part.

@@ -2,12 +2,9 @@
 
 The decoder, a transformer, sees clips of seven latent frames, two of which it shares with the clip before. It makes 28
 frames of a clip and keeps 22, the last five of which fade into the next clip's first. Each clip's picture is cut into
-tiles, and the tiles are divided among the devices, each of which has all weights.
+tiles, and the tiles of some clips (`clips.chunk_lengths`) are divided among the devices, each of which has all weights.
 
-A clip needs two latent frames of the next one. So that the shape of a chunk says whether it is the last, a first chunk
-has eight latent frames (seven if it is the only one), later ones have five and the last has four (`chunk_lengths`).
-
-Shapes: N tiles of all devices, T frames, H W height and width, C channels.
+Shapes: N tiles, T frames, H W height and width, C channels.
 """
 
 import functools
@@ -28,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.minimax_h3 import encoder
+from wan_tpu.families.minimax_h3.clips import CLIP_LATENTS, DECODED_LATENTS
 from wan_tpu.families.minimax_h3.components import pair_channels
 from wan_tpu.families.minimax_h3.config import MiniMaxH3Config
 from wan_tpu.families.minimax_h3.tiling import Tiling, lay_line
@@ -43,10 +41,9 @@ from wan_tpu.runtime.mesh import Rule, replicated
 # What diffusers normalises pixels by: mean and deviation of ImageNet's red, green and blue.
 PIXEL_MEAN, PIXEL_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 STRIDE = 16  # Pixels per pixel of the latents.
-CLIP = 7  # Latent frames of a clip.
-STEP = 5  # Latent frames from a clip to the next.
 FADED = 5  # Frames that fade into the next clip's.
 TILE, OVERLAP = 16, 4  # A tile's side, and the least that neighbours share, in pixels of the latents.
+TILES = 8  # The most tiles that a device decodes at once.
 SEED = 42  # Of the noise that a keyframe's latents are drawn with, whatever the request's seed.
 
 _DROPPED = 3  # Frames that a group of five latent frames begins with and that are no part of the video.
@@ -119,14 +116,6 @@ def _decoder_changes(vae: Mapping[str, Any]) -> Changes:
 # ---- The two halves as chunks.
 
 
-def chunk_lengths(latent_frames: int) -> tuple[int, ...]:
-    """Return how many of a video's 5 n + 2 latent frames each chunk of the decoder takes: one chunk a clip."""
-    clips = (latent_frames - CLIP) // STEP + 1
-    if clips == 1:
-        return (CLIP,)
-    return (CLIP + 1, *(STEP,) * (clips - 2), STEP - 1)
-
-
 @dataclass(frozen=True)
 class TiledChunks(Chunks):
     """One half of the VAE, on tiles that are divided among the devices.
@@ -162,49 +151,72 @@ class TiledChunks(Chunks):
         """Return the tiles of latents of a size."""
         return Tiling(*(lay_line(length, self.tile, self.overlap) for length in (height, width)))
 
-    def map_tiles(self, run: Callable[[Params, jax.Array], jax.Array], params: Params, tiles: jax.Array) -> jax.Array:
-        """Return run(params, a device's tiles [n, ...]) of all devices, [N, ...], whole on each."""
-        axes = self.mesh.axis_names
+    def map_tiles(
+        self, run: Callable[[Params, jax.Array], jax.Array], params: Params, tiles: jax.Array, *, most: int
+    ) -> jax.Array:
+        """Return run(params, tiles) of all tiles, [N, ...], whole on each device.
+
+        Args:
+            run: Takes tiles of one device, [n, ...].
+            params: The weights.
+            tiles: All tiles, [N, ...]. Some of zeros are added, so that each device has equally many.
+            most: The most tiles that `run` takes at a time, which bounds the memory.
+        """
+        axes, each = self.mesh.axis_names, -(-len(tiles) // self.mesh.size)
+        groups = -(-each // most)
+        missing = self.mesh.size * groups * -(-each // groups) - len(tiles)
+        padded = jnp.pad(tiles, ((0, missing), *[(0, 0)] * (tiles.ndim - 1)))
 
         def run_on_device(params: Params, tiles: jax.Array) -> jax.Array:
-            out = run(params, tiles)
+            grouped = tiles.reshape(groups, -1, *tiles.shape[1:])
+            out = jax.lax.map(functools.partial(run, params), grouped)
+            out = out.reshape(-1, *out.shape[2:])
             return jax.lax.all_gather(out, axes, axis=0, tiled=True) if self.mesh.size > 1 else out
 
         local = jax.shard_map(run_on_device, mesh=self.mesh, in_specs=(P(), P(axes)), out_specs=P(), check_vma=False)
-        return local(params, tiles)
-
-    def cut(self, picture: jax.Array, tiling: Tiling) -> jax.Array:
-        """Cut a picture into tiles, and add tiles of zeros so that each device has equally many."""
-        return tiling.cut(picture, -(-tiling.count // self.mesh.size) * self.mesh.size)
+        whole: jax.Array = local(params, padded)
+        return whole[: len(tiles)]
 
 
 class ClipDecoder(TiledChunks):
-    """The decoder: latents [1, C, T, H, W] of `chunk_lengths` to pixels around [-1, 1], clip by clip.
+    """The decoder: latents [1, C, T, H, W] of `chunk_lengths` to pixels around [-1, 1].
 
-    The latents are normalised, as the transformer has them. The last chunk becomes 22 frames, all others 17.
+    The latents are normalised, as the transformer has them. A clip becomes 17 frames, and the video's last one 22.
     """
 
     def run_first(self, params: Params, x: jax.Array) -> tuple[jax.Array, Cache]:
-        """Decode the first clip; the cache has latents of the next one, and the frames that fade into it."""
+        """Decode the first clips; the cache has latents of the next one, and the frames that fade into it."""
         return self._decode(params, x, None)
 
     def run_next(self, params: Params, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Decode the next clip."""
+        """Decode the next clips."""
         latents, faded = cache
         return self._decode(params, jnp.concatenate([latents, x], axis=2), faded[0].astype(jnp.float32))
 
     def _decode(self, params: Params, latents: jax.Array, faded: jax.Array | None) -> tuple[jax.Array, Cache]:
-        pixels = self._decode_clip(params, latents[:, :, :CLIP])
-        if faded is not None:
-            pixels = blend(faded, pixels, FADED, axis=1)
-        dtype = latents.dtype
-        if latents.shape[2] == CLIP:
-            return _to_unit_range(pixels).astype(dtype)[None], ()
-        whole, rest = pixels[:, :-FADED], pixels[:, -FADED:]
-        return _to_unit_range(whole).astype(dtype)[None], (latents[:, :, STEP:], rest.astype(dtype)[None])
+        """Decode clips.
 
-    def _decode_clip(self, params: Params, latents: jax.Array) -> jax.Array:
-        """Return the frames [3, T, H, W] of a clip that are part of the video, as the module has them, float32."""
+        Args:
+            params: The weights.
+            latents: Those of all clips, and another frame's if there are more clips.
+            faded: The frames [3, T, H, W] that fade into the first clip's, float32.
+        """
+        clips, rest = divmod(latents.shape[2], CLIP_LATENTS)
+        frames = []
+        for pixels in self._decode_clips(params, latents, clips):
+            whole = pixels if faded is None else blend(faded, pixels, FADED, axis=1)
+            frames.append(whole[:, :-FADED])
+            faded = whole[:, -FADED:]
+        assert faded is not None
+        cache: Cache = ()
+        if rest == DECODED_LATENTS - CLIP_LATENTS:
+            frames.append(faded)
+        else:
+            cache = (latents[:, :, clips * CLIP_LATENTS :], faded.astype(latents.dtype)[None])
+        return _to_unit_range(jnp.concatenate(frames, axis=1)).astype(latents.dtype)[None], cache
+
+    def _decode_clips(self, params: Params, latents: jax.Array, clips: int) -> list[jax.Array]:
+        """Return the frames [3, T, H, W] of each clip that are part of the video, normalised, float32."""
         vae, dtype = self.module.config, latents.dtype
         mean, deviation = (_column(vae[f"latents_{kind}"]) for kind in ("mean", "std"))
         latents = (latents[0].astype(jnp.float32) * deviation + mean).astype(dtype)
@@ -212,12 +224,15 @@ class ClipDecoder(TiledChunks):
         latents = jnp.einsum("cthw,oc->othw", latents, weight[:, :, 0, 0, 0], preferred_element_type=jnp.float32)
         latents = (latents + bias[:, None, None, None]).astype(dtype)
         tiling = self.lay_tiles(*latents.shape[2:])
+        starts = range(0, clips * CLIP_LATENTS, CLIP_LATENTS)
+        tiles = jnp.concatenate([tiling.cut(latents[:, start : start + DECODED_LATENTS]) for start in starts])
 
         def run(params: Params, tiles: jax.Array) -> jax.Array:
             pixels = decode_tiles(vae, params, tiles, self.platform)
             return jnp.concatenate([pixels[:, :, _DROPPED:_GROUP], pixels[:, :, _GROUP + _DROPPED :]], axis=2)
 
-        return tiling.enlarge(STRIDE).join(self.map_tiles(run, params, self.cut(latents, tiling)))
+        decoded = self.map_tiles(run, params, tiles, most=TILES)
+        return [tiling.enlarge(STRIDE).join(of_clip) for of_clip in jnp.split(decoded, clips)]
 
 
 class KeyframeEncoder(TiledChunks):
@@ -232,9 +247,9 @@ class KeyframeEncoder(TiledChunks):
         tiling = self.lay_tiles(*(size // STRIDE for size in pixels.shape[2:]))
 
         def run(params: Params, tiles: jax.Array) -> jax.Array:
-            return encoder.encode_tiles(self.module, params, self.mesh, tiles)
+            return encoder.encode_tile(self.module, params, self.mesh, tiles[0])[None]
 
-        moments = self.map_tiles(run, params, self.cut(pixels, tiling.enlarge(STRIDE)))
+        moments = self.map_tiles(run, params, tiling.enlarge(STRIDE).cut(pixels), most=1)
         return tiling.join(moments)[None], ()
 
     def run_next(self, params: Params, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
@@ -277,9 +292,9 @@ def count_decoding(config: MiniMaxH3Config, shape: tuple[int, ...]) -> int:
     """Count the operations of decoding latents [1, C, T, H, W]: those of a tile, for all tiles of all clips."""
     _, channels, frames, height, width = shape
     tiling = Tiling(lay_line(height, TILE, OVERLAP), lay_line(width, TILE, OVERLAP))
-    latents = torch.empty(1, channels, CLIP, tiling.rows.size, tiling.columns.size, device="meta")
+    latents = torch.empty(1, channels, DECODED_LATENTS, tiling.rows.size, tiling.columns.size, device="meta")
     operations = count(functools.partial(_build, config), lambda module: module.decode(latents))
-    return operations * tiling.count * len(chunk_lengths(frames))
+    return operations * tiling.count * (frames // CLIP_LATENTS)
 
 
 def count_encoding(config: MiniMaxH3Config, height: int, width: int) -> int:

@@ -1,0 +1,43 @@
+"""MiniMax-H3 as a whole, against diffusers' modular pipeline: latents of both parts after each step, pixels, sound."""
+
+import numpy as np
+import pytest
+
+from tests.wan_tpu.minimax_h3_reference import Reference, relative
+from wan_tpu import GenerationRequest, load_pipeline
+from wan_tpu.families.minimax_h3.small import make_checkpoint
+from wan_tpu.families.shared.tokens import patchify
+
+SIZE = {"height": 64, "width": 96}
+STEPS, SEED = 3, 7
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("h3") / "model")
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    return Reference(folder)
+
+
+@pytest.fixture(scope="module")
+def pipe(folder):
+    return load_pipeline(folder, dtype="float32")
+
+
+@pytest.mark.parametrize("prompt", ["A cat plays the piano.", "猫 " * 40], ids=["short", "long"])
+def test_same_latents_pixels_and_sound_as_diffusers(prompt, pipe, reference):
+    pixels, sound, latents = reference(steps=STEPS, seed=SEED, prompt=prompt, num_frames=124, **SIZE)
+    states = []
+    request = GenerationRequest(prompt=prompt, steps=STEPS, seed=SEED, **SIZE)
+    video = pipe.generate(request, on_step=lambda event: states.append(event.state))
+    assert len(states) == STEPS
+    for state, rows, audio in zip(states, latents["video"], latents["sound"], strict=True):
+        assert relative(patchify(np.asarray(state.latents), (1, 2, 2)), rows) < 1e-4
+        assert relative(np.asarray(state.audio)[0], audio) < 1e-4
+    assert video.pixels.std() > 0.02 and video.audio.std() > 1e-3
+    assert np.abs(video.pixels - pixels).max() < 2e-3
+    assert relative(video.audio, sound) < 2e-3
+    assert video.audio_rate == 32000

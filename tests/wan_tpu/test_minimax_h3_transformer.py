@@ -1,0 +1,141 @@
+"""MiniMax-H3's transformer, against diffusers' module and the layout of its pipeline's sequence."""
+
+import diffusers
+import jax
+import numpy as np
+import pytest
+import torch
+from diffusers.modular_pipelines.minimax_h3 import before_denoise as reference
+
+from tests.children import run_on_devices
+from tests.wan_tpu.minimax_h3_worker import Predictor
+from wan_tpu.families.minimax_h3.small import make_checkpoint
+from wan_tpu.runtime.mesh import make_mesh
+
+GRID, SOUND, TEXT = (7, 4, 6), 10, 12  # Latent frames, height and width; both channels' latents; rows of text.
+TIMES = 0.25, 0.5, 0.999  # Of the video and the text, the sound, keyframes.
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("h3") / "model")
+
+
+@pytest.fixture(scope="module")
+def theirs(folder):
+    module = diffusers.MiniMaxH3Transformer3DModel.from_pretrained(folder / "transformer")
+    return module.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def ours(folder):
+    return Predictor(folder, make_mesh((1, 1, 1), heads=8))
+
+
+def draw_inputs(config, *, words, anchors=(), vision=0):
+    """Draw a sequence with a text of `words` real rows and `vision` rows of images, which come after two words."""
+    rng = np.random.default_rng(0)
+
+    def drawn(*shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
+    images = np.arange(2, 2 + vision)
+    others = np.setdiff1d(np.arange(vision + words), images)
+    inputs = {
+        "video": drawn(1, config.in_channels, *GRID),
+        "sound": drawn(SOUND, config.audio_in_channels),
+        "text": drawn(vision + TEXT, config.text_dim),
+        "positions": np.pad(np.concatenate([images, others]), (0, TEXT - words)).astype(np.int32),
+        "count": np.int32(vision + words),
+        "vision": np.int32(vision),
+        "anchors": np.array(anchors, str),
+        "times": np.float32(TIMES[: 3 if anchors else 2]),
+    }
+    if anchors:
+        inputs["keyframes"] = drawn(1, config.in_channels, len(anchors), *GRID[1:])
+    return inputs
+
+
+@torch.no_grad()
+def predict_theirs(theirs, inputs):
+    """Return what diffusers computes for the same rows, in its own order."""
+    patch, count = theirs.config.patch_size, int(inputs["count"])
+    order = inputs["positions"][:count]
+    text = torch.from_numpy(inputs["text"][:count])[torch.from_numpy(np.argsort(order))]
+    tags = torch.ones(count, dtype=torch.long)
+    tags[torch.from_numpy(order[: int(inputs["vision"])]).long()] = 0
+    layout = reference.MiniMaxH3PrepareLayoutStep.build_packed_sequence(
+        tags, *GRID, SOUND // 2, patch, 2, 2, 0, tuple(map(str, inputs["anchors"]))
+    )
+    places, tags, video_indices, audio_indices, text_indices, keyframes, _ = layout
+    times, indices = reference.MiniMaxH3SetTimestepsStep.build_row_timesteps(
+        video_indices, audio_indices, keyframes, 0, count, TIMES[0], TIMES[1], TIMES[2], 1.0
+    )
+    parts = [inputs[name] for name in ("keyframes", "video") if name in inputs]
+    rows = torch.cat([reference.patchify_video_latents(torch.from_numpy(part), patch) for part in parts])
+    video, sound = theirs(
+        hidden_states=rows[None],
+        audio_hidden_states=torch.from_numpy(inputs["sound"])[None],
+        encoder_hidden_states=text[None],
+        timestep=times,
+        timestep_indices=indices,
+        token_tags=tags,
+        position_ids=places,
+        video_indices=video_indices,
+        audio_indices=audio_indices,
+        text_indices=text_indices,
+        return_dict=False,
+    )
+    return video[0, keyframes:].numpy(), sound[0].numpy()
+
+
+def relative(actual, expected):
+    return np.abs(actual - expected).max() / np.abs(expected).max()
+
+
+def test_texts_of_every_length_run_through_one_program(theirs, ours):
+    for words in (1, 5, TEXT):
+        inputs = draw_inputs(theirs.config, words=words)
+        for actual, expected in zip(ours.predict(inputs), predict_theirs(theirs, inputs), strict=True):
+            assert relative(actual, expected) < 1e-5
+    assert ours.compiled == 1
+
+
+@pytest.mark.parametrize("anchors", [("first",), ("first", "last"), ("last",)])
+def test_keyframes_and_their_part_of_the_text_have_their_own_modulations(theirs, ours, anchors):
+    inputs = draw_inputs(theirs.config, words=6, anchors=anchors, vision=4)
+    for actual, expected in zip(ours.predict(inputs), predict_theirs(theirs, inputs), strict=True):
+        assert relative(actual, expected) < 1e-5
+
+
+def test_padding_has_no_effect(theirs, ours):
+    inputs = draw_inputs(theirs.config, words=5)
+    expected = ours.predict(inputs)
+    inputs["text"][5:] = 1e3
+    for actual, same in zip(ours.predict(inputs), expected, strict=True):
+        np.testing.assert_array_equal(actual, same)
+
+
+def test_bfloat16_is_close(theirs, folder):
+    inputs = draw_inputs(theirs.config, words=5)
+    parts = Predictor(folder, make_mesh((1, 1, 1), heads=8), "bfloat16").predict(inputs)
+    for actual, expected in zip(parts, predict_theirs(theirs, inputs), strict=True):
+        assert 1e-5 < relative(actual, expected) < 3e-2
+
+
+@pytest.mark.meshes
+def test_eight_devices_give_what_one_gives(theirs, folder, tmp_path):
+    inputs = draw_inputs(theirs.config, words=5, anchors=("first",), vision=4)
+    np.savez(tmp_path / "inputs.npz", **inputs)
+    run_on_devices(
+        "tests.wan_tpu.minimax_h3_worker", folder, tmp_path / "inputs.npz", tmp_path / "predictions.npz", count=8
+    )
+    predictions = dict(np.load(tmp_path / "predictions.npz"))
+    for name, expected in zip(("video", "sound"), predict_theirs(theirs, inputs), strict=True):
+        alike = [value for key, value in predictions.items() if key.startswith("float32") and key.endswith(name)]
+        assert len(alike) > 1 or jax.device_count() > 1
+        for actual in alike:
+            assert relative(actual, expected) < 1e-4
+        for key, actual in predictions.items():
+            if key.startswith("int8") and key.endswith(name):
+                assert relative(actual, expected) < 0.15

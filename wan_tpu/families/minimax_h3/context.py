@@ -1,0 +1,53 @@
+"""What MiniMax-H3's transformer makes of a request's text, once: its embedding, refined by two layers of their own.
+
+Padding takes no part in it, and the number of real rows is an array: one program serves texts of every length.
+
+Shapes: R rows of text, C channels, N heads, D head width.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from wan_tpu.runtime.bridge import Params, call, to_jax, to_torch
+
+
+def refine_text(module: torch.nn.Module, params: Params, mesh: Mesh, text: jax.Array, real: jax.Array) -> jax.Array:
+    """Return the text's rows as the transformer's sequence has them, [R, C].
+
+    Args:
+        module: The transformer.
+        params: Its weights.
+        mesh: The devices.
+        text: The text encoder's output, [R, text channels].
+        real: bool [R], which rows are no padding.
+    """
+
+    def method(module: Any, text: torch.Tensor) -> torch.Tensor:
+        hidden = module.context_embedder(text)
+        for block in module.token_refiner.refiner_blocks:
+            hidden = hidden + to_torch(_attend(block.attn, block.norm1(hidden), real))
+            hidden = hidden + block.ff(block.norm2(hidden))
+        return module.token_refiner.final_norm(hidden)
+
+    needed = {name: value for name, value in params.items() if name.startswith(("context_embedder.", "token_refiner."))}
+    others = {name: value for name, value in params.items() if name not in needed}
+    refined: jax.Array = call(module, needed | others, method, text)
+    return jax.lax.with_sharding_constraint(refined, jax.sharding.NamedSharding(mesh, P()))
+
+
+def _attend(attention: Any, rows: torch.Tensor, real: jax.Array) -> jax.Array:
+    """Return attention's output of all rows, [R, C]; padding is seen by none."""
+    query, key, value = (
+        projection(rows).unflatten(-1, (attention.heads, -1))
+        for projection in (attention.to_q, attention.to_k, attention.to_v)
+    )
+    query, key = attention.norm_q(query), attention.norm_k(key)
+    mask = jnp.broadcast_to(real, (1, 1, len(real), len(real)))
+    query, key, value = (to_jax(x)[None] for x in (query, key, value))
+    mixed = jax.nn.dot_product_attention(query, key, value, mask=mask)
+    return to_jax(attention.to_out[0](to_torch(mixed[0].reshape(len(real), -1))))

@@ -1,0 +1,61 @@
+"""Counts the operations of a MiniMax-H3 model's stages on diffusers' and transformers' own modules."""
+
+from typing import Any
+
+import torch
+
+from wan_tpu.families.minimax_h3 import audio, components, text, vae
+from wan_tpu.families.minimax_h3.spec import CLIP_FRAMES, CLIP_LATENTS, MiniMaxH3Spec
+from wan_tpu.families.shared.flop_count import count
+from wan_tpu.request import ResolvedRequest
+
+
+class MiniMaxH3Flops:
+    """Floating-point operations (a multiply-add is two) of each stage of one model."""
+
+    def __init__(self, spec: MiniMaxH3Spec) -> None:
+        """Count a model."""
+        self._spec, self._config = spec, spec.config
+
+    def encoder(self, request: ResolvedRequest, *, prompts: int) -> int:
+        """Count the encoding of prompts."""
+        return prompts * text.count_flops(self._config)
+
+    def step(self, latent_shape: tuple[int, ...], *, branches: int) -> int:
+        """Count a denoising step over latents [1, C, T, H, W], with a text of the longest length.
+
+        The text's own layers, which run once a request, are counted in every step; they are a thousandth of it.
+        """
+        build = components.transformer(self._config).build
+        return count(build, lambda module: self._run(module, latent_shape))
+
+    def decoder(self, latent_shape: tuple[int, ...]) -> int:
+        """Count the decoding of latents [1, C, T, H, W], and of the sound."""
+        return vae.count_decoding(self._config, latent_shape) + audio.count_flops(
+            self._config, self._audio_tokens(latent_shape)
+        )
+
+    def _audio_tokens(self, latent_shape: tuple[int, ...]) -> int:
+        """Return the sound's latents of a video."""
+        clips = (latent_shape[2] - 2) // CLIP_LATENTS
+        return self._spec.audio_tokens(clips * CLIP_FRAMES + CLIP_LATENTS)
+
+    def _run(self, module: Any, latent_shape: tuple[int, ...]) -> None:
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, device="meta")
+
+        video, sound, config = self._spec.tokens(latent_shape), self._audio_tokens(latent_shape), module.config
+        rows = video + sound + text.TEXT_TOKENS
+        indices = torch.arange(rows, device="meta")
+        module(
+            hidden_states=empty(1, video, module.proj_in.in_features),
+            audio_hidden_states=empty(1, sound, config.audio_in_channels),
+            encoder_hidden_states=empty(1, text.TEXT_TOKENS, config.text_dim),
+            timestep=empty(2),
+            timestep_indices=indices,
+            token_tags=indices,
+            position_ids=empty(rows, 3),
+            video_indices=indices[:video],
+            audio_indices=indices[video : video + sound],
+            text_indices=indices[video + sound :],
+        )

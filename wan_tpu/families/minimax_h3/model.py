@@ -1,0 +1,252 @@
+"""The MiniMax-H3 family: video with sound from text, or from text and the first frame, or the first and the last.
+
+The reference for every formula is diffusers 0.42, modular_pipelines/minimax_h3.
+
+Shapes: T latent frames, H W latent height and width, R rows of the text, A latents of each channel of the sound, C
+channels.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.sharding import Mesh
+from PIL import Image
+
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.families.minimax_h3 import audio, components, context, positions, text, transformer, vae
+from wan_tpu.families.minimax_h3.config import MiniMaxH3Config
+from wan_tpu.families.minimax_h3.flops import MiniMaxH3Flops
+from wan_tpu.families.minimax_h3.spec import DENOISE, MiniMaxH3Spec
+from wan_tpu.families.minimax_h3.text import TEXT_TOKENS
+from wan_tpu.families.model import Flops, Model, StepInputs
+from wan_tpu.families.shared.causal_vae import Chunks
+from wan_tpu.families.shared.tokenizing import Tokenizer
+from wan_tpu.families.shared.tokens import patchify, unpatchify
+from wan_tpu.media.image import fit_image
+from wan_tpu.plan import AUDIO, VIDEO
+from wan_tpu.request import IMAGES, ResolvedRequest
+from wan_tpu.runtime.bridge import Params
+from wan_tpu.runtime.components import Component, Loaded
+from wan_tpu.runtime.mesh import replicated
+
+KEYFRAME_TIME = 0.999  # Keyframes have this little noise, in every step until a video has less.
+ANCHORS = ("first", "last")  # Ends of the video; a prompt's array "anchors" has each keyframe's index here.
+
+
+class MiniMaxH3Model(Model):
+    """One MiniMax-H3 model."""
+
+    spec: MiniMaxH3Spec
+    config: MiniMaxH3Config
+
+    def __init__(self, spec: MiniMaxH3Spec, checkpoint: Checkpoint | None = None) -> None:
+        """Make the model of a spec; the checkpoint has the tokenizer."""
+        self.spec = spec
+        self.config = spec.config
+        self.checkpoint = checkpoint
+
+    @functools.cached_property
+    def components(self) -> dict[str, Component]:
+        """Every component, by the name of its work."""
+        return {
+            "text_encoder": text.text_encoder(self.config),
+            DENOISE: components.transformer(self.config),
+            "vae_encoder": vae.vae_half(self.config, "decoder"),
+            "decoder": vae.vae_half(self.config, "encoder"),
+            "audio_decoder": audio.audio_decoder(self.config),
+        }
+
+    @property
+    def flops(self) -> Flops:
+        """The floating-point operations of each stage."""
+        return MiniMaxH3Flops(self.spec)
+
+    # ---- Shapes.
+
+    @property
+    def text_shape(self) -> tuple[int, int]:
+        """(R, C) of a prompt's embeddings."""
+        return TEXT_TOKENS, int(self.config.text_encoder["hidden_size"])
+
+    @property
+    def token_shapes(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Ids, and the number of real ones, which come first."""
+        return {"text_encoder": ((1, TEXT_TOKENS), (1, 1))}
+
+    @property
+    def prompt_shapes(self) -> dict[str, tuple[tuple[int, ...], bool]]:
+        """Embeddings of a prompt, the index of each of its rows, and the number of real ones."""
+        rows, _ = self.text_shape
+        return {"text": (self.text_shape, False), "positions": ((rows,), True), "count": ((1,), True)}
+
+    def image_latents_shape(self, latent_shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the shape of one keyframe's latents."""
+        return (*latent_shape[:2], 1, *latent_shape[3:])
+
+    def image_latents_shapes(self, latent_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of one and of two keyframes' latents."""
+        return tuple((*latent_shape[:2], count, *latent_shape[3:]) for count in (1, 2))
+
+    def vae_chunks(self, component: str, request: ResolvedRequest) -> list[tuple[int, int, int, int, int]]:
+        """Return the shapes of a VAE half's chunks: each keyframe, or the latents of each clip."""
+        if component == "vae_encoder":
+            return [(1, 3, 1, request.height, request.width)]
+        batch, channels, frames, height, width = self.spec.latent_shape(request)
+        return [(batch, channels, count, height, width) for count in self.spec.decoder_chunks(frames)]
+
+    # ---- The encoder stage.
+
+    @functools.cached_property
+    def tokenizers(self) -> Mapping[str, Tokenizer]:
+        """Qwen's tokenizer."""
+        assert self.checkpoint is not None
+        words = self.config.text_encoder["vocab_size"]
+        return {"text_encoder": Tokenizer(self.checkpoint.path("tokenizer"), words)}
+
+    def tokenize(self, prompt: str) -> tuple[dict[str, tuple[np.ndarray, ...]], list[str]]:
+        """Return the ids of a prompt, int32 [1, R], and their number, and a warning if it was cut."""
+        ids, count, warnings = text.tokenize_prompt(self.tokenizers["text_encoder"], prompt)
+        return {"text_encoder": (ids, np.array([[count]], np.int32))}, warnings
+
+    def encode_text(self, component: str, loaded: Sequence[Loaded], *tokens: jax.Array) -> jax.Array:
+        """Encode ids [1, R] as embeddings [1, R, C]."""
+        [encoder], (ids, _) = loaded, tokens
+        return text.encode_prompt(encoder, ids)
+
+    def prompt_arrays(
+        self, tokens: Mapping[str, tuple[np.ndarray, ...]], encoded: Mapping[str, Any]
+    ) -> dict[str, np.ndarray]:
+        """Return a prompt's embeddings, the index of each of its rows and the number of real ones."""
+        ids, count = tokens["text_encoder"]
+        positions = np.arange(ids.shape[1], dtype=np.int32)[None]
+        return {"text": encoded["text_encoder"], "positions": positions, "count": count}
+
+    def _fit_keyframes(self, request: ResolvedRequest) -> list[Image.Image]:
+        """Return the request's images in the size of the video, in order."""
+        images = [getattr(request, name) for name in IMAGES]
+        slack = self.spec.shape_slack
+        return [
+            fit_image(image, request.height, request.width, slack=slack)
+            for image in images
+            if isinstance(image, Image.Image)
+        ]
+
+    def video_condition(self, request: ResolvedRequest) -> list[np.ndarray]:
+        """Return the keyframes as the VAE takes them, each float32 [1, 3, 1, H, W], from 0 to 255."""
+        frames = (np.asarray(frame, np.float32) for frame in self._fit_keyframes(request))
+        return [frame.transpose(2, 0, 1)[None, :, None] for frame in frames]
+
+    def image_latents(self, moments: np.ndarray, request: ResolvedRequest) -> np.ndarray:
+        """Return the keyframes' latents with the first noise of the request, float32 [1, C, 1 or 2, H, W]."""
+        latents = vae.image_latents(self.config, moments)
+        generator = torch.Generator("cpu").manual_seed(request.seed)
+        time = np.float32(KEYFRAME_TIME)
+        noise = self._draw_keyframes(request, latents.shape[2], generator)
+        return time * latents + (np.float32(1) - time) * noise
+
+    def _draw_keyframes(self, request: ResolvedRequest, count: int, generator: torch.Generator) -> np.ndarray:
+        """Draw the noise of keyframes, one after the other."""
+        shape = self.image_latents_shape(self.spec.latent_shape(request))
+        assert shape is not None
+        drawn = [torch.randn(shape, generator=generator).numpy() for _ in range(count)]
+        return np.concatenate(drawn, axis=2) if drawn else np.zeros(0, np.float32)
+
+    def vae_encoder(self, module: torch.nn.Module, mesh: Mesh) -> Chunks:
+        """Return the function that encodes a keyframe."""
+        return vae.KeyframeEncoder(module, mesh)
+
+    # ---- The transformer.
+
+    def initial_noises(self, request: ResolvedRequest, noise: np.ndarray | None, images: int) -> dict[str, np.ndarray]:
+        """Return the noise of video and sound, drawn in this order after the keyframes'.
+
+        Of the video none is drawn where `noise` takes its place.
+        """
+        generator = torch.Generator("cpu").manual_seed(request.seed)
+        self._draw_keyframes(request, images, generator)
+        shapes = self.spec.latent_shapes(request, 0)
+        video = torch.randn(shapes[VIDEO], generator=generator).numpy() if noise is None else noise
+        return {VIDEO: video, AUDIO: torch.randn(shapes[AUDIO][1:], generator=generator).numpy()[None]}
+
+    def constants(
+        self, request: ResolvedRequest, latent_shape: tuple[int, ...], text: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """Return where every row of the sequence lies, which the length of the text moves, and how many are real."""
+        _, _, frames, height, width = latent_shape
+        _, *patch = self.config.transformer["patch_size"]
+        [rows], [[count]] = text["positions"], text["count"]
+        sound = self.spec.audio_tokens(request.frames)
+        anchors = [ANCHORS[index] for index in text["anchors"][0]] if "anchors" in text else []
+        placed = positions.place_rows(
+            (frames, height, width),
+            (patch[0], patch[1]),
+            sound,
+            rows,
+            int(count),
+            len(rows) - TEXT_TOKENS,
+            anchors,
+        )
+        return {"places": placed}
+
+    def text_keys(
+        self,
+        module: torch.nn.Module,
+        params: Params,
+        mesh: Mesh,
+        text: Mapping[str, jax.Array],
+        image: jax.Array | None,
+    ) -> dict[str, jax.Array]:
+        """Return the text's rows as the sequence has them, [R, C], and the number of real ones."""
+        [rows], [[count]] = text["text"], text["count"]
+        return {"text": context.refine_text(module, params, mesh, rows, jnp.arange(len(rows)) < count), "count": count}
+
+    def key_shapes(self, mesh: Mesh, keys: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the shapes and shardings of the arrays of `text_keys`, to compile a step without them."""
+        whole = replicated(mesh)
+        return {name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=whole) for name, value in keys.items()}
+
+    def velocity(self, module: torch.nn.Module, params: Params, mesh: Mesh, inputs: StepInputs) -> dict[str, jax.Array]:
+        """Return the velocities, float32, of the video [1, C, T, H, W] and of the sound [1, 2 A, C]."""
+        assert inputs.audio is not None
+        latents, (sound, sound_time), keys = inputs.latents, inputs.audio, inputs.keys
+        patch = self.config.transformer["patch_size"]
+        video = patchify(latents, patch)
+        keyframes = None if inputs.image_latents is None else patchify(inputs.image_latents, patch)
+        rows = transformer.Rows(
+            video=video,
+            keyframes=keyframes,
+            sound=sound[0],
+            text=keys["text"],
+            positions=keys["places"],
+            words=keys["count"],
+        )
+        images, text_rows = 0 if keyframes is None else len(keyframes), len(keys["text"])
+        layout = positions.Layout(len(video), text_rows - TEXT_TOKENS, images, sound.shape[1], TEXT_TOKENS)
+        times = [inputs.timestep, sound_time]
+        if keyframes is not None:
+            times.append(jnp.maximum(inputs.timestep, KEYFRAME_TIME))
+        velocity, of_sound = transformer.predict(module, params, mesh, rows, layout, jnp.stack(times))
+        return {VIDEO: unpatchify(velocity, latents.shape, patch), AUDIO: of_sound[None]}
+
+    def finish(self, latents: np.ndarray, image_latents: np.ndarray | None, request: ResolvedRequest) -> np.ndarray:
+        """Return the latents as they are."""
+        return latents
+
+    # ---- The decoder stage.
+
+    def vae_latents(self, latents: np.ndarray) -> np.ndarray:
+        """Return the latents as they are: the decoder undoes the normalisation."""
+        return latents
+
+    def vae_decoder(self, module: torch.nn.Module, mesh: Mesh) -> Chunks:
+        """Return the functions that decode latents, clip by clip."""
+        return vae.ClipDecoder(module, mesh)
+
+    def decode_sound(self, component: str, module: torch.nn.Module, params: Params, value: jax.Array) -> jax.Array:
+        """Decode latents [1, 2 A, C] as samples [2, samples]."""
+        return audio.decode(module, params, value)

@@ -1,0 +1,196 @@
+"""A MiniMax-H3 model as its configuration describes it: stages, limits, defaults, shapes, its steps' numbers."""
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.errors import CheckpointError, InvalidRequest
+from wan_tpu.families.minimax_h3 import presets
+from wan_tpu.families.minimax_h3.config import MiniMaxH3Config, read_config
+from wan_tpu.plan import AUDIO, DECODER, ENCODER, VIDEO, Expert
+from wan_tpu.request import NOTHING_OWN, CheckpointOverrides, Defaults, ResolvedRequest, nearest_multiple
+from wan_tpu.schedules import flow
+from wan_tpu.schedules.schedule import Schedule
+from wan_tpu.spec import ModelSpec
+
+DENOISE = "denoise"
+FPS = 24  # The only rate of frames that the model was trained on.
+SHORTEST, LONGEST = 124, 345  # Frames: of what the VAE can decode, the first from 5 s on, and the last up to 15 s.
+AUDIO_RATE, CHANNELS = 40, 2  # Latents of the sound a second, for each of its channels.
+WIDEST = 4  # The width of the widest video over its height.
+STRIDE = 16  # Pixels per pixel of the latents, four of which are a token.
+CLIP_FRAMES, CLIP_LATENTS = 17, 5  # Frames that the VAE encodes at once, and the latent frames that they become.
+DECODED_LATENTS = 7  # Latent frames that it decodes at once, two of them those of the next clip.
+
+
+@dataclass(frozen=True)
+class MiniMaxH3Spec(ModelSpec):
+    """One MiniMax-H3 model.
+
+    Attributes:
+        config: The model's configuration.
+        own: The checkpoint's own sampling settings.
+
+    Raises:
+        CheckpointError: The configuration contradicts itself.
+    """
+
+    config: MiniMaxH3Config
+    own: CheckpointOverrides = NOTHING_OWN
+
+    boundary_ratio = None
+    tasks = ("t2v",)
+    solvers = ("euler",)
+    frame_stride = CLIP_FRAMES
+    frame_offset = SHORTEST
+    size_multiple = 2 * STRIDE
+
+    def __post_init__(self) -> None:
+        transformer, vae, audio = self.config.transformer, self.config.vae, self.config.audio_vae
+        pairs = {
+            "in_channels": (transformer["in_channels"], vae["latent_channels"]),
+            "audio_in_channels": (transformer["audio_in_channels"], audio["latent_channels"]),
+            "text_dim": (transformer["text_dim"], self.config.text_encoder["hidden_size"]),
+        }
+        for key, (value, fitting) in pairs.items():
+            if value != fitting:
+                raise CheckpointError(
+                    f"the transformer has {key} {value}, and the part that it belongs to has {fitting}; give a "
+                    "checkpoint whose parts belong together"
+                )
+
+    @classmethod
+    def open(cls, checkpoint: Checkpoint) -> "MiniMaxH3Spec":
+        """Read a checkpoint's configuration; raises `CheckpointError`."""
+        return cls(read_config(checkpoint), checkpoint.sampling("model"))
+
+    @functools.cached_property
+    def name(self) -> str:  # type: ignore[override]
+        """Name of the published model, or `presets.CUSTOM`."""
+        return presets.recognise(self.config)
+
+    @property
+    def defaults(self) -> Defaults:  # type: ignore[override]
+        """The checkpoint's own sampling settings, else the published ones."""
+        return dataclasses.replace(presets.defaults(self.config), **dict(self.own.defaults))  # type: ignore[arg-type]
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Guidance is part of the weights, and the rate of frames of what they were trained on."""
+        return "guidance_scale", "guidance_scale_2", "switch_step", "fps"
+
+    @property
+    def audio_rate(self) -> int:  # type: ignore[override]
+        """Samples per second of the model's sound."""
+        return int(self.config.audio_vae["sampling_rate"])
+
+    @property
+    def components(self) -> dict[str, tuple[str, ...]]:  # type: ignore[override]
+        """The components of each stage."""
+        return {
+            ENCODER: ("text_encoder",),
+            DENOISE: (DENOISE,),
+            DECODER: (DECODER, "audio_decoder"),
+        }
+
+    @property
+    def heads(self) -> int:  # type: ignore[override]
+        """Attention heads of the transformer."""
+        return int(self.config.transformer["num_attention_heads"])
+
+    # ---- Shapes.
+
+    def nearest_frames(self, frames: float) -> int:
+        """Return the length, in frames, from 5 to 15 seconds, that is nearest to `frames`."""
+        return super().nearest_frames(min(frames, LONGEST))
+
+    def latent_frames(self, frames: int) -> int:
+        """Return how many latent frames the frames of a video become, 5 n + 2 for 17 n + 5."""
+        return (frames - CLIP_LATENTS) // CLIP_FRAMES * CLIP_LATENTS + 2
+
+    def latent_shape(self, request: ResolvedRequest) -> tuple[int, int, int, int, int]:
+        """Return [1, C, T, H, W] of the video's latents."""
+        frames = self.latent_frames(request.frames)
+        return 1, self.config.vae["latent_channels"], frames, request.height // STRIDE, request.width // STRIDE
+
+    def audio_tokens(self, frames: int) -> int:
+        """Return 2 A: for both channels, as many latents as last as long as the video, rounded."""
+        return CHANNELS * round(frames / FPS * AUDIO_RATE)
+
+    def latent_shapes(self, request: ResolvedRequest, step: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the video's latents and of the sound's, [1, 2 A, channels], one channel first."""
+        sound = 1, self.audio_tokens(request.frames), int(self.config.audio_vae["latent_channels"])
+        return {VIDEO: self.latent_shape(request), AUDIO: sound}
+
+    def size_like(self, picture: tuple[int, int]) -> tuple[int, int]:
+        """Return the (height, width) of an image's shape, whose short side or area is that of the default size."""
+        short, area = sorted((self.defaults.height, self.defaults.width))[0], self.defaults.height * self.defaults.width
+        shape = min(max(picture[1] / picture[0], 1 / WIDEST), WIDEST)
+        height, width = (short, short * shape) if shape >= 1 else (short / shape, short)
+        factor = min(1.0, (area / (height * width)) ** 0.5)
+        return nearest_multiple(height * factor, self.size_multiple), nearest_multiple(
+            width * factor, self.size_multiple
+        )
+
+    def decoder_chunks(self, latent_frames: int) -> tuple[int, ...]:
+        """Return how many latent frames the decoder takes at a time."""
+        return chunk_lengths(latent_frames)
+
+    def tokens(self, latent_shape: tuple[int, ...]) -> int:
+        """Return L, the video's tokens."""
+        _, _, frames, height, width = latent_shape
+        _, patch_height, patch_width = self.config.transformer["patch_size"]
+        return frames * (height // patch_height) * (width // patch_width)
+
+    def shapes(self, request: ResolvedRequest, *, image: bool) -> dict[str, str]:
+        """Name the programs as every model does; the decoder's differ by the length of the sound, too."""
+        names = super().shapes(request, image=image)
+        return names | {DECODER: f"{names[DECODER]}x{request.frames}"}
+
+    # ---- Steps.
+
+    def guided(self, request: ResolvedRequest) -> bool:
+        """Return False: guidance is part of the weights."""
+        return False
+
+    def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:
+        """Return the one expert."""
+        return (Expert(DENOISE, 0, request.steps, guided=False),)
+
+    def schedule(self, request: ResolvedRequest) -> Schedule:
+        """Return the numbers of every step of the video."""
+        return self.schedules(request)[VIDEO]
+
+    def schedules(self, request: ResolvedRequest) -> dict[str, Schedule]:
+        """Return the schedules of video and sound, which differ by their shifts."""
+        sound = float(self.config.audio_scheduler["shift"])
+        if request.sigmas is None:
+            return {
+                VIDEO: flow.euler_rising(request.steps, request.shift),
+                AUDIO: flow.euler_rising(request.steps, sound),
+            }
+        # Of noise levels that are given for the video, the sound has those before the shift with its own.
+        levels = np.array(request.sigmas)
+        unshifted = levels / (request.shift - (request.shift - 1) * levels)
+        shifted = sound * unshifted / (1 + (sound - 1) * unshifted)
+        return {VIDEO: flow.euler_rising_at(request.sigmas), AUDIO: flow.euler_rising_at(tuple(shifted.tolist()))}
+
+    def _check_settings(self, request: ResolvedRequest) -> None:
+        super()._check_settings(request)
+        if not request.prompt.strip():
+            raise InvalidRequest(f"prompt is empty; {self.name} needs one: say what happens in the video", "prompt")
+
+
+def chunk_lengths(latent_frames: int) -> tuple[int, ...]:
+    """Return how many of a video's 5 n + 2 latent frames each chunk of the decoder takes: one chunk a clip.
+
+    A clip needs two latent frames of the next one. So that the shape of a chunk says whether it is the last, a first
+    chunk has eight (seven if it is the only one), later ones have five and the last has four.
+    """
+    clips = (latent_frames - DECODED_LATENTS) // CLIP_LATENTS + 1
+    if clips == 1:
+        return (DECODED_LATENTS,)
+    return (DECODED_LATENTS + 1, *(CLIP_LATENTS,) * (clips - 2), CLIP_LATENTS - 1)

@@ -1,0 +1,201 @@
+"""Encodes a prompt for MiniMax-H3 with Qwen3-VL's language model, alone or together with keyframes (vision.py).
+
+The prompt is read as it is, without a template. Padding is on the right, where no row before it sees it.
+
+Shapes: R rows of text, V of them of images, C channels, D head width, n of tokens of images.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers
+from jax.sharding import Mesh
+
+from wan_tpu.families.minimax_h3.config import MiniMaxH3Config
+from wan_tpu.families.shared import t5
+from wan_tpu.families.shared.flop_count import count
+from wan_tpu.families.shared.tokenizing import Tokenizer, describe_cut
+from wan_tpu.runtime.bridge import Params, call, to_jax, to_torch
+from wan_tpu.runtime.components import Component, Loaded
+from wan_tpu.runtime.mesh import AXES, Rule
+
+TEXT_TOKENS = 1024  # Rows for a prompt, and for the labels of its keyframes.
+# Shardings of Qwen (25 G parameters in 50 layers, 52 GB): projections [O outputs, I inputs] are split by outputs or
+# inputs over all devices, because no other stage runs meanwhile.
+_COLUMNS, _ROWS = (AXES, None), (None, AXES)
+_RULES = (
+    # [vocabulary, C]. Of a table that is split by channels, a TPU would copy its whole part before every look-up.
+    Rule(r"embed_tokens\.weight", _COLUMNS),
+    Rule(r"layers\..*\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.weight", _COLUMNS),
+    Rule(r"layers\..*\.(q_proj|k_proj|v_proj)\.bias", (AXES,)),
+    Rule(r"layers\..*\.(o_proj|down_proj)\.weight", _ROWS),
+    Rule(r".*(norm\.weight|o_proj\.bias)", ()),
+)
+# Qwen3VLForConditionalGeneration has these parts, too.
+_UNUSED = (r"(^|\.)visual\.", r"(^|\.)lm_head\.")
+_PREFIX = r"^((model|language_model)\.)+"
+
+
+class Picture(NamedTuple):
+    """What the vision tower made of the keyframes, for the rows of the presentation that stand for them.
+
+    Attributes:
+        rows: int32 [n], the index of each of its tokens in the presentation.
+        tokens: [n, C], which take the place of the embeddings of these rows.
+        deepstack: [layers, n, C], which are added to these rows behind each of the first layers.
+    """
+
+    rows: jax.Array
+    tokens: jax.Array
+    deepstack: jax.Array
+
+
+def tokenize_prompt(shared: Tokenizer, prompt: str) -> tuple[np.ndarray, int, list[str]]:
+    """Return a prompt's ids, int32 [1, R], how many of them are real, and a warning if the prompt was cut.
+
+    Raises:
+        CheckpointError: The tokenizer doesn't work.
+    """
+    with shared.lock() as tokenizer:
+        ids = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
+        warnings = []
+        if len(ids) > TEXT_TOKENS:
+            end = tokenizer.decode(ids[TEXT_TOKENS - 8 : TEXT_TOKENS])
+            warnings.append(describe_cut("the prompt", len(ids), TEXT_TOKENS, end))
+        kept = ids[:TEXT_TOKENS]
+    return np.array([kept + [0] * (TEXT_TOKENS - len(kept))], np.int32), len(kept), warnings
+
+
+def text_encoder(config: MiniMaxH3Config) -> Component:
+    """Return Qwen3-VL's language model without the layers and the norm behind the one whose output is taken."""
+
+    def build() -> torch.nn.Module:
+        module = t5.from_transformers(transformers.Qwen3VLTextModel, config.text_encoder)
+        module._keys_to_ignore_on_load_unexpected = _UNUSED
+        return module
+
+    def adapt(module: torch.nn.Module, mesh: Mesh) -> None:
+        module.layers = module.get_submodule("layers")[: config.text_layer]
+        module.norm = torch.nn.Identity()
+        for layer in module.layers:
+            layer.self_attn.forward = functools.partial(_attend, layer.self_attn)
+
+    return Component(
+        folder="text_encoder",
+        build=build,
+        adapt=adapt,
+        scanned=("layers",),
+        rules=_RULES,
+        renames=((_PREFIX, ""),),
+    )
+
+
+def encode_prompt(
+    encoder: Loaded,
+    ids: jax.Array,
+    places: jax.Array | None = None,
+    picture: Picture | None = None,
+) -> jax.Array:
+    """Return the output of the encoder's last layer, [1, R, C].
+
+    Args:
+        encoder: From `text_encoder`.
+        ids: int32 [1, R].
+        places: int32 [3, R]: time, height and width of each row, which differ where there are images; by default all
+            are the row's index.
+        picture: The keyframes, where there are any.
+    """
+    module, params = encoder.module, encoder.params
+    rows = ids.shape[1]
+    if places is None:
+        places = jnp.broadcast_to(jnp.arange(rows), (3, rows))
+    hidden = call(module.embed_tokens, _select(params, "embed_tokens"), torch.nn.Module.__call__, ids)[0]
+    layers = encoder.module.layers
+    template, stacked = layers.template, _select(params, "layers.template")
+    rotation = _turn(module.config, places)
+    if picture is None:
+        additions = None
+    else:
+        hidden = hidden.at[picture.rows].set(picture.tokens.astype(hidden.dtype))
+        additions = picture.deepstack.astype(hidden.dtype)
+
+    def step(hidden: jax.Array, inputs: tuple[jax.Array, Params]) -> tuple[jax.Array, None]:
+        index, weights = inputs
+        hidden = call(template, weights, _run_layer, hidden, rotation)
+        if additions is not None and picture is not None:
+            added = additions[jnp.minimum(index, len(additions) - 1)]
+            hidden = hidden.at[picture.rows].add(jnp.where(index < len(additions), added, 0))
+        return hidden, None
+
+    hidden, _ = jax.lax.scan(step, hidden, (jnp.arange(layers.depth), stacked))
+    result: jax.Array = hidden[None]
+    return result
+
+
+def _select(params: Params, part: str) -> Params:
+    """Return the weights of one part, by their names in it."""
+    return {name.removeprefix(f"{part}."): value for name, value in params.items() if name.startswith(f"{part}.")}
+
+
+def _turn(config: transformers.Qwen3VLTextConfig, places: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return cosines and sines of each row's angles, float32 [R, D/2] each.
+
+    Every third angle is of height, and every third of width, as far as these have angles; all others are of time.
+    """
+    rope, half = config.rope_parameters, config.head_dim // 2
+    speeds = 1.0 / rope["rope_theta"] ** (jnp.arange(0, 2 * half, 2, dtype=jnp.float32) / (2 * half))
+    axes: np.ndarray = np.zeros(half, np.int32)
+    for axis, size in enumerate(rope["mrope_section"][1:], start=1):
+        axes[axis : 3 * size : 3] = axis
+    angles = places.astype(jnp.float32)[axes].T * speeds
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def _run_layer(layer: torch.nn.Module, hidden: torch.Tensor, rotation: Sequence[torch.Tensor]) -> torch.Tensor:
+    return layer(hidden, position_embeddings=rotation, attention_mask=None)
+
+
+def _attend(
+    attention: torch.nn.Module, hidden_states: torch.Tensor, position_embeddings: Sequence[torch.Tensor], **_: None
+) -> tuple[torch.Tensor, None]:
+    """Compute a causal attention's output, [R, C], with logits in float32."""
+    heads = (-1, attention.head_dim)
+    query, key, value = (
+        projection(hidden_states).unflatten(1, heads)
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    cos, sin = (table[:, None] for table in to_jax(tuple(position_embeddings)))
+
+    def rotate(x: torch.Tensor) -> jax.Array:
+        # As in transformers, the tables have the activations' dtype.
+        values = to_jax(x)
+        first, second = jnp.split(values, 2, axis=-1)
+        by, across = cos.astype(values.dtype), sin.astype(values.dtype)
+        return jnp.concatenate([first * by - second * across, second * by + first * across], axis=-1)
+
+    mixed = jax.nn.dot_product_attention(
+        rotate(attention.q_norm(query))[None],
+        rotate(attention.k_norm(key))[None],
+        to_jax(value)[None],
+        is_causal=True,
+        scale=attention.scaling,
+    )
+    return attention.o_proj(to_torch(mixed[0]).flatten(1)), None
+
+
+def count_flops(config: MiniMaxH3Config) -> int:
+    """Count the operations of encoding a prompt (a multiply-add is two) on transformers' own module."""
+    ids = torch.ones(1, TEXT_TOKENS, dtype=torch.int32, device="meta")
+
+    def build() -> torch.nn.Module:
+        return t5.from_transformers(
+            transformers.Qwen3VLTextModel, config.text_encoder | {"num_hidden_layers": config.text_layer}
+        )
+
+    mask = torch.zeros(1, 1, TEXT_TOKENS, TEXT_TOKENS, device="meta")
+    return count(build, lambda module: module(ids, attention_mask=mask, use_cache=False))

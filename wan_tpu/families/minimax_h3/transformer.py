@@ -1,0 +1,284 @@
+"""A MiniMax-H3 transformer as a program for slices: diffusers' parameters and arithmetic, split over the mesh.
+
+There is one sequence, whose rows (positions.py) are spread over the devices: video, text and sound share all weights,
+which are gathered layer by layer while earlier ones are in use. They differ in their modulations, of which a row has
+one for its timestep and kind. The linear layers of the modulations, two fifths of the model, aren't gathered: each
+device multiplies by its part.
+
+Shapes: L rows, t those of one device, M modulations, E timesteps, N heads, D head width, C channels.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from wan_tpu.families.minimax_h3.positions import Layout
+from wan_tpu.families.minimax_h3.sharding import RULES
+from wan_tpu.families.shared.layers import linear, rounded_type, scan_layers
+from wan_tpu.families.shared.tokens import pad_rows
+from wan_tpu.ops.attention import query_scale
+from wan_tpu.ops.dispatch import Ops, ops_for
+from wan_tpu.ops.exchange import Projections, exchanged_attention, head_groups, key_parts
+from wan_tpu.runtime.bridge import Params, call, to_jax, to_torch
+from wan_tpu.runtime.mesh import AXES, TokenLayout, token_layout, weight_spec
+
+# Weights used before or right after attention, which takes most of a layer: they are gathered during that of the layer
+# before, and those in `_BESIDE` during its own.
+_AHEAD = tuple(f"attn.{name}.weight" for name in ("to_q", "to_k", "to_v", "to_out.0"))
+_BESIDE = ("ff.net.0.proj.weight", "ff.net.2.weight")
+_VIDEO, _TEXT, _SOUND = range(3)  # Kinds of rows, as the modulations' outputs have them.
+_MODULATION = "adaln_proj.linear"
+
+
+class Rows(NamedTuple):
+    """The rows of a sequence before their projections, and where they lie.
+
+    Attributes:
+        video: Float32 [video, channels], tokens of the video.
+        keyframes: Float32 [keyframes, channels], or None.
+        sound: Float32 [sound, channels].
+        text: From `context.refine_text`, rows of images first.
+        positions: From `positions.place_rows`, float32 [L, 3].
+        words: int32 scalar, the number of real rows of `text`.
+    """
+
+    video: jax.Array
+    keyframes: jax.Array | None
+    sound: jax.Array
+    text: jax.Array
+    positions: jax.Array
+    words: jax.Array
+
+
+def predict(
+    module: torch.nn.Module, params: Params, mesh: Mesh, rows: Rows, layout: Layout, times: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the velocities of the video's tokens and of the sound's latents, float32, each as `rows` has them.
+
+    Args:
+        module: The transformer.
+        params: Its weights.
+        mesh: The devices.
+        rows: The sequence.
+        layout: How many rows of each kind there are.
+        times: Float32 [2 or 3]: the timestep of the video and the text, the sound's, and the keyframes'.
+    """
+
+    def method(module: Any, video: torch.Tensor) -> jax.Array:
+        tokens = token_layout(mesh, 1, layout.rows, module.config.num_attention_heads)
+        embedding = jax.nn.silu(to_jax(module.time_embedder(module.time_proj(to_torch(times)))))
+        dtype = rows.text.dtype
+        head = module.norm_out.linear(to_torch(embedding.astype(dtype)))
+        text = rows.text
+        others = [
+            text[: layout.vision],
+            *([] if rows.keyframes is None else [to_jax(module.proj_in(to_torch(rows.keyframes)))]),
+            to_jax(module.audio_proj_in(to_torch(rows.sound))),
+            text[layout.vision :],
+        ]
+        step = _Step(module.config, mesh, tokens, layout)
+        return step.run(
+            Inputs(
+                video=pad_rows(to_jax(video), tokens.padded),
+                others=jnp.concatenate([part.astype(dtype) for part in others]),
+                positions=pad_rows(rows.positions, tokens.padded),
+                words=rows.words,
+                embedding=embedding,
+                head=to_jax(head).reshape(len(embedding), 2, -1).astype(jnp.float32),
+                blocks=to_jax(dict(module.transformer_blocks.template.named_parameters())),
+                outer=_collect_outer(module),
+            )
+        )
+
+    velocities: jax.Array = call(module, params, method, rows.video)
+    channels, first = rows.video.shape[1], layout.fixed - layout.sound
+    return velocities[: layout.video, :channels], velocities[first : first + layout.sound, channels:]
+
+
+class Inputs(NamedTuple):
+    """The inputs of one step's blocks; `_Step.run` has their shardings.
+
+    Attributes:
+        video: Float32 [L, channels], tokens of the video; other rows are zero.
+        others: [L - video, C], all other rows.
+        positions: Float32 [L, 3].
+        words: int32 scalar, the number of real rows of the text.
+        embedding: Float32 [E, channels], of the timesteps, after its activation.
+        head: Shift and scale of each timestep before the output, float32 [E, 2, C].
+        blocks: The stacked weights of the layers.
+        outer: The weights around the layers.
+    """
+
+    video: jax.Array
+    others: jax.Array
+    positions: jax.Array
+    words: jax.Array
+    embedding: jax.Array
+    head: jax.Array
+    blocks: Params
+    outer: Params
+
+
+class _Step:
+    """One step's blocks inside a `jax.shard_map`."""
+
+    def __init__(self, config: Any, mesh: Mesh, tokens: TokenLayout, layout: Layout) -> None:
+        self._config, self._mesh, self._tokens, self._layout = config, mesh, tokens, layout
+        self._heads, self._width = config.num_attention_heads, config.attention_head_dim
+        self._platform = mesh.devices.flat[0].platform
+        self._groups = head_groups(mesh, self._heads, tokens.head_axes)
+        self._key_parts = key_parts(mesh, self._heads, self._width, tokens.head_axes)
+        self._ops: Ops = ops_for(self._platform)
+        # Timestep and kind of each segment of rows, and where the segments end.
+        segments = [
+            (0, _VIDEO, layout.video + layout.vision),
+            (2, _VIDEO, layout.keyframes),
+            (1, _SOUND, layout.sound),
+            (0, _TEXT, layout.text),
+        ]
+        segments = [segment for segment in segments if segment[2]]
+        self._modulations = [(time, kind) for time, kind, _ in segments]
+        self._ends = [sum(count for *_, count in segments[: i + 1]) for i in range(len(segments) - 1)]
+
+    def run(self, inputs: Inputs) -> jax.Array:
+        """Return the outputs of both heads side by side, float32 [L, channels of video and sound]."""
+        self._split = {
+            name: weight_spec(self._mesh, RULES, f"transformer_blocks.*.{name}", value.shape[1:], stacked=True)
+            for name, value in inputs.blocks.items()
+        }
+        spread, whole = P(self._tokens.token_axes), P()
+        specs = jax.tree.map(lambda _: whole, inputs)
+        specs = specs._replace(video=spread, positions=spread, blocks=self._split)
+        local = jax.shard_map(
+            self._run_on_device, mesh=self._mesh, in_specs=(specs,), out_specs=spread, check_vma=False
+        )
+        return local(inputs)
+
+    def _run_on_device(self, inputs: Inputs) -> jax.Array:
+        ops, outer, count = self._ops, inputs.outer, len(inputs.video)
+        start = jax.lax.axis_index(self._tokens.token_axes) * count
+        dtype, ends = inputs.others.dtype, jnp.array(self._ends, jnp.int32) - start
+        video = ops.linear(inputs.video, outer["proj_in.weight"], outer["proj_in.bias"]).astype(dtype)
+        other = start + jnp.arange(count) - self._layout.video
+        x = jnp.where(other[:, None] < 0, video, inputs.others[jnp.clip(other, 0, len(inputs.others) - 1)])
+        modulations = self._modulate(inputs)
+        tables = _turn(self._config, inputs.positions)
+
+        def layer(x: jax.Array, weights: Params, index: jax.Array) -> jax.Array:
+            modulation = jax.lax.dynamic_index_in_dim(modulations, index, keepdims=False)
+            return self._block(x, weights, modulation, tables, ends, inputs.words)
+
+        layers = {name: value for name, value in inputs.blocks.items() if not name.startswith(_MODULATION)}
+        depth = len(modulations)
+        x = scan_layers(layer, x, layers, self._split, depth=depth, ahead=_AHEAD, platform=self._platform)
+        times = [time for time, _ in self._modulations]
+        shift, scale = (inputs.head[jnp.array(times), i] for i in range(2))
+        scale = (1 + scale) * outer["norm_out.norm.weight"].astype(jnp.float32)
+        normed = ops.layer_norm(x, scale, shift, eps=self._config.final_norm_eps, centred=False, first_rows=ends)
+        return ops.linear(normed.astype(jnp.float32), outer["heads.weight"], outer["heads.bias"])
+
+    def _modulate(self, inputs: Inputs) -> jax.Array:
+        """Return every layer's shifts, scales and gates of attention and feed-forward, float32 [layers, M, 6, C].
+
+        They are computed at once, before the layers, by a product with split matrices whose results are gathered, not
+        the matrices.
+        """
+        weight, bias = inputs.blocks[f"{_MODULATION}.weight"], inputs.blocks[f"{_MODULATION}.bias"]
+        product = jnp.einsum(
+            "loe,te->lto", weight, inputs.embedding.astype(weight.dtype), preferred_element_type=jnp.float32
+        )
+        if self._split[f"{_MODULATION}.weight"] == P(None, AXES, None) and self._mesh.size > 1:
+            product = jax.lax.all_gather(product, AXES, axis=2, tiled=True)
+        rows = (product + bias.astype(jnp.float32)[:, None]).reshape(*product.shape[:2], 3, 6, -1)
+        return jnp.stack([rows[:, time, kind] for time, kind in self._modulations], axis=1)
+
+    def _block(
+        self,
+        x: jax.Array,
+        w: Params,
+        modulation: jax.Array,
+        tables: tuple[jax.Array, jax.Array],
+        ends: jax.Array,
+        count: jax.Array,
+    ) -> jax.Array:
+        """Run one layer, as in diffusers' MiniMaxH3TransformerBlock.
+
+        Args:
+            x: [t, C].
+            w: The layer's weights.
+            modulation: [M, 6, C].
+            tables: Cosines and sines, [t, D] each.
+            ends: int32 [M - 1], where each segment but the last one ends.
+            count: The number of real rows of the text.
+        """
+        ops, config = self._ops, self._config
+        shift, scale, gate, ff_shift, ff_scale, ff_gate = (modulation[:, i] for i in range(6))
+
+        def project(name: str, rows: Any, **options: Any) -> jax.Array:
+            return linear(ops, w, name, rows, dtype=x.dtype, **options)
+
+        def normalise(name: str, shift: jax.Array, scale: jax.Array, target: str) -> Any:
+            """Normalise the inputs of the linear layer `target`."""
+            weight = w[f"{name}.weight"].astype(jnp.float32) * (1 + scale)
+            return ops.layer_norm(
+                x,
+                weight,
+                shift,
+                eps=config.norm_eps,
+                centred=False,
+                first_rows=ends,
+                rounded=rounded_type(w, target),
+            )
+
+        def rotate(name: str, norm: str, rows: Any, factor: float, **options: Any) -> Any:
+            weight = w[f"attn.{norm}.weight"].astype(jnp.float32) * factor
+            projected = project(f"attn.{name}", rows)
+            return ops.head_norm_rope(
+                projected, weight, None, tables, eps=config.qk_norm_eps, groups=self._groups, **options
+            )
+
+        output = exchanged_attention(
+            normalise("norm1", shift, scale, "attn.to_q"),
+            Projections(
+                query=lambda rows: rotate("to_q", "norm_q", rows, query_scale(self._width)),
+                key=lambda rows: rotate("to_k", "norm_k", rows, 1, parts=self._key_parts),
+                value=lambda rows: project("attn.to_v", rows, groups=self._groups),
+            ),
+            heads=self._heads,
+            kv_len=self._layout.fixed + count - self._layout.vision,
+            token_axes=self._tokens.token_axes,
+            head_axes=self._tokens.head_axes,
+            platform=self._platform,
+            beside=[{name: w[name]} for name in _BESIDE],
+        )
+        w = w | output.beside
+        x = project("attn.to_out.0", output.tokens, residual=x, gate=gate, first_rows=ends)
+        rows = normalise("norm2", ff_shift, ff_scale, "ff.net.0.proj")
+        inner = project("ff.net.0.proj", rows, activation="swiglu")
+        return project("ff.net.2", inner, residual=x, gate=ff_gate, first_rows=ends)
+
+
+def _turn(config: Any, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return cosines and sines of every row's angles, [t, D] each, for pairs (i, i + D/2); the last ones stay."""
+    exponents = jnp.arange(0, 2 * config.rope_freq_dim, 2, dtype=jnp.float32) / (2 * config.rope_freq_dim)
+    speeds = 1.0 / config.rope_theta**exponents
+    angles = (positions[:, :, None] * speeds).reshape(len(positions), -1)
+    angles = jnp.pad(angles, ((0, 0), (0, config.attention_head_dim // 2 - angles.shape[1])))
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([cos, cos], axis=1), jnp.concatenate([-sin, sin], axis=1)
+
+
+def _collect_outer(module: Any) -> Params:
+    """Return the weights around the blocks, both heads as one matrix."""
+    heads = module.proj_out, module.audio_proj_out
+    return {
+        "proj_in.weight": to_jax(module.proj_in.weight),
+        "proj_in.bias": to_jax(module.proj_in.bias),
+        "norm_out.norm.weight": to_jax(module.norm_out.norm.weight),
+        "heads.weight": jnp.concatenate([to_jax(head.weight) for head in heads]),
+        "heads.bias": jnp.concatenate([to_jax(head.bias) for head in heads]),
+    }
