@@ -86,9 +86,11 @@ def profiler_port() -> Iterator[int]:
 
 
 @pytest.fixture(scope="package")
-def running(spec: PipelineSpec, profiler_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def running(
+    spec: PipelineSpec, profiler_port: int, forks: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
     with EmulatedCluster.start(
-        list_emulated_slices(spec.layout), folder=tmp_path_factory.mktemp("cluster"), imports="actors.imported"
+        list_emulated_slices(spec.layout), folder=tmp_path_factory.mktemp("cluster"), forks=forks
     ) as cluster:
         connect(cluster.address)
         try:

@@ -5,8 +5,6 @@ import json
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -18,7 +16,8 @@ from actors.pipeline.driver import PipelineDriver
 from actors.slices.snapshots import Snapshots
 from tests.actors.on_slices.conftest import REQUEST, SHORT
 from tests.actors.on_slices.running import kill, title
-from tests.conftest import PHOTO, ROOT
+from tests.children import start_module
+from tests.conftest import PHOTO
 from tests.waiting import SECONDS, wait_for
 
 pytestmark = pytest.mark.long
@@ -76,7 +75,7 @@ def test_request_waits_for_a_node_that_was_killed(running, undisturbed):
     making = running.start("node", REQUEST)
     making.wait_for("denoise_low", 90)  # half-way between two snapshots
     running.cluster.kill_host(slice_.name, 0)
-    time.sleep(9)  # longer than a leader looks for a slice: one has given up, and the request waits all the same
+    time.sleep(7)  # longer than a leader looks for a slice: one has given up, and the request waits all the same
     assert not making.future.done()
     running.cluster.add_host(slice_.name, 0)
     check(making, undisturbed, again=2 * EVERY)
@@ -135,37 +134,39 @@ def test_a_pool_grows_under_load_and_shrinks_after(running, spec):
         making[-1].video()
 
 
-def driver_command(running, spec, folder, id, size, steps):
-    """Return the command of a batch in a process of its own."""
+def start_driver(running, spec, folder, id, size, steps):
+    """Start a batch in a process of its own; `folder / "log"` gets what it prints."""
     (folder / "spec.pickle").write_bytes(pickle.dumps(spec))
     line = {"id": id, "prompt": REQUEST.prompt, "height": size, "width": size, "frames": 9, "steps": steps, "shift": 5}
     (folder / "manifest.jsonl").write_text(json.dumps(line | {"image": str(PHOTO)}))
-    command = [sys.executable, "-m", "tests.actors.on_slices.batch_driver", running.cluster.address]
-    return command + [str(folder / name) for name in ("spec.pickle", "manifest.jsonl", "out")]
+    files = [folder / name for name in ("spec.pickle", "manifest.jsonl", "out")]
+    worker = "tests.actors.on_slices.batch_driver"
+    return start_module(worker, running.cluster.address, *files, output=folder / "log")
 
 
 def test_batch_run_again_goes_on_where_its_killed_driver_was(running, undisturbed, spec, tmp_path):
     """Run again it makes what is missing, from where it was; meanwhile the slices may still work for the first one."""
-    command = driver_command(running, spec, tmp_path, "cat", 64, ALL)
     snapshots = Snapshots(spec.settings.snapshots)
-    with subprocess.Popen(command, cwd=ROOT) as driver:
-        wait_for(lambda: snapshots.list_names("cat"), "a snapshot")
-        driver.kill()
-    done = subprocess.run(command, cwd=ROOT, timeout=SECONDS, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "1 made" in done.stdout
-    first = [int(word) for word in done.stdout.partition("first steps")[2].split()]
+    driver = start_driver(running, spec, tmp_path, "cat", 64, ALL)
+    wait_for(lambda: snapshots.list_names("cat"), "a snapshot")
+    driver.kill()
+    driver.join()
+    again = start_driver(running, spec, tmp_path, "cat", 64, ALL)
+    again.join(SECONDS)
+    log = (tmp_path / "log").read_text()
+    assert again.exitcode == 0, log
+    assert "1 made" in log
+    first = [int(word) for word in log.partition("first steps")[2].splitlines()[0].split()]
     assert first[-1] > 1  # it went on
     assert (tmp_path / "out" / "cat.mp4").read_bytes() == undisturbed
     assert not snapshots.list_names("cat")
 
 
 def test_a_killed_driver_s_slices_are_soon_free(running, spec, tmp_path):
-    command = driver_command(running, spec, tmp_path, "long", 256, 5 * ALL)  # long after its driver is seen to be gone
     snapshots = Snapshots(spec.settings.snapshots)
-    with subprocess.Popen(command, cwd=ROOT) as driver:
-        wait_for(lambda: snapshots.list_names("long"), "a snapshot")
-        driver.kill()
+    driver = start_driver(running, spec, tmp_path, "long", 256, 5 * ALL)  # long after its driver is seen to be gone
+    wait_for(lambda: snapshots.list_names("long"), "a snapshot")
+    driver.kill()
     wait_for(lambda: not running.ask("high", "list_host_keys"), "the slice is free")
     reached = max(int(name.split(".")[-2]) for name in snapshots.list_names("long"))
     assert reached < 5 * HIGH  # it wasn't free because all was done

@@ -193,8 +193,8 @@ def test_more_requests_than_fit_wait(running, spec):
     others = [running.start(f"more-{i}", long, other) for i in range(20)]
     for making in others:
         making.wait_for("encoder")
-    waiting = [making for making in others if not any(span.stage == "denoise_high" for span in making.spans)]
-    assert len(waiting) >= len(others) - MAX_PLACES
+    # Of one slice: the pool may have grown meanwhile, and the first ones may be with the next expert by now.
+    assert 1 <= len(running.ask("high", "list_host_keys")) <= MAX_PLACES
     for making in (first, *others):
         making.cancel()
         with pytest.raises(asyncio.CancelledError):

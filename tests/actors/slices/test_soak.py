@@ -72,7 +72,7 @@ def test_requests_leave_nothing_behind(running):
 def test_a_stage_s_inputs_are_freed_while_it_runs_and_made_again_when_it_is_lost(running):
     """A host is killed after the inputs of its request have left the store."""
     cluster, spec = running
-    request = dataclasses.replace(soak.request(7, PHOTO), steps=400)  # half of them low: 4 s
+    request = dataclasses.replace(soak.request(7, PHOTO), steps=200)  # half of them low: 2 s
     name, spans, killed = slice_of("low"), [], []
 
     def on_event(span):
@@ -118,7 +118,7 @@ def test_an_object_lives_in_the_store_until_it_is_dropped(running):
 def test_a_lost_host_and_its_payloads_cost_one_attempt(running, caplog):
     """The ends' node is lost while the first expert computes: the second needs what was encoded there."""
     cluster, spec = running
-    request = dataclasses.replace(soak.request(8, PHOTO), steps=1000)  # half of them high: 10 s
+    request = dataclasses.replace(soak.request(8, PHOTO), steps=300)  # half of them high: 3 s
     name, spans = slice_of("ends"), []
 
     async def make():
