@@ -9,11 +9,12 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from wan_tpu.families.minimax_h3.config import MiniMaxH3Config
 
 from tests.wan_tpu.meshes import fit_mesh
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.minimax_h3 import vae
+from wan_tpu.families.minimax_h3.clips import chunk_lengths
+from wan_tpu.families.minimax_h3.config import MiniMaxH3Config
 from wan_tpu.runtime.components import DTYPES, load_component
 from wan_tpu.runtime.mesh import make_mesh
 
@@ -34,7 +35,7 @@ def make_decode(folder, mesh, dtype="float32"):
 
     def decode(latents):
         cache, outputs = None, []
-        lengths = vae.chunk_lengths(latents.shape[2])
+        lengths = chunk_lengths(latents.shape[2])
         for chunk in np.split(latents.astype(DTYPES[dtype]), np.cumsum(lengths)[:-1], axis=2):
             out, cache = first(loaded.params, chunk) if cache is None else later(loaded.params, chunk, cache)
             outputs.append(out)
@@ -47,13 +48,13 @@ def make_decode(folder, mesh, dtype="float32"):
 def make_encode(folder, mesh, dtype="float32"):
     """Return a function that encodes keyframes [1, 3, T, H, W], 0 to 255, one after the other."""
     loaded = load_component(Checkpoint(folder), vae.vae_half(open_config(folder), "decoder"), dtype, mesh)
-    chunks = vae.KeyframeEncoder(loaded.module, mesh, TILE, OVERLAP)
-    first, later = jax.jit(chunks.run_first), jax.jit(chunks.run_next)
+    run = jax.jit(vae.KeyframeEncoder(loaded.module, mesh, TILE, OVERLAP).run_first)
 
     def encode(pixels):
-        cache, outputs = None, []
+        outputs = []
         for frame in np.split(pixels.astype(DTYPES[dtype]), pixels.shape[2], axis=2):
-            out, cache = first(loaded.params, frame) if cache is None else later(loaded.params, frame, cache)
+            out, cache = run(loaded.params, frame)
+            assert cache == ()
             outputs.append(np.asarray(out))
         return np.concatenate(outputs, axis=2)
 

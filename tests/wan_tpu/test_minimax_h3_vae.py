@@ -15,6 +15,7 @@ from tests.wan_tpu.minimax_h3_vae_worker import OVERLAP, TILE, make_decode, make
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.minimax_h3 import encoder, vae
+from wan_tpu.families.minimax_h3.clips import chunk_lengths
 from wan_tpu.families.minimax_h3.tiling import lay_line
 from wan_tpu.ops.halo import Cut
 from wan_tpu.runtime.components import load_component
@@ -112,8 +113,9 @@ def assert_close(ours, expected, tolerance=1e-5):
     assert np.abs(ours - expected).max() <= tolerance * np.abs(expected).max()
 
 
-# Latents of a clip in one tile, smaller than a full one; and of three clips in tiles that overlap by 1 and 2, or by 2.
-@pytest.mark.parametrize(("clips", "height", "width"), [(1, 2, 3), (3, 9, 6)])
+# Latents of a clip in one tile, smaller than a full one; and of five clips, two a chunk, each of six tiles, which
+# overlap by 1 and 2, or by 2. Of their twelve tiles, six are decoded at a time.
+@pytest.mark.parametrize(("clips", "height", "width"), [(1, 2, 3), (5, 9, 6)])
 def test_latents_are_decoded_as_diffusers_does(clips, height, width, theirs, decode):
     latents = random_latents(clips, height, width)
     expected = decode_theirs(theirs, latents)
@@ -185,8 +187,9 @@ def test_tiles_lie_where_diffusers_puts_them(theirs):
         assert (list(line.starts), [line.size] * len(line.starts), list(line.overlaps)) == expected
 
 
-def test_chunks_take_all_latent_frames_and_only_the_last_is_short():
-    assert [vae.chunk_lengths(5 * clips + 2) for clips in (1, 2, 3, 4)] == [(7,), (8, 4), (8, 5, 4), (8, 5, 5, 4)]
+def test_the_last_chunk_of_the_decoder_has_a_length_of_its_own():
+    lengths = [chunk_lengths(5 * clips + 2) for clips in range(1, 7)]
+    assert lengths == [(7,), (12,), (13, 4), (13, 9), (13, 10, 4), (13, 10, 9)]
 
 
 @pytest.mark.parametrize(

@@ -261,16 +261,18 @@ def _sound(runtime: Runtime, request: ResolvedRequest) -> StagePrograms:
 
 
 def _vae(runtime: Runtime, request: ResolvedRequest, name: str) -> StagePrograms:
-    """Return the programs of a VAE half: of the first chunk, and of all later ones."""
+    """Return the programs of a VAE half: of the first chunk, of later ones, and of the last if it has its own shape."""
     loaded, dtype = runtime.component(name), DTYPES[runtime.dtype]
     x, *others = (_array(runtime, shape, dtype) for shape in runtime.model.vae_chunks(name, request))
     half, first, later = vae_programs(runtime, name, loaded.module, 1 + len(others))
     programs: StagePrograms = {f"{name} first": (first, (loaded.params, x), 1)}
-    if others:
-        programs[f"{name} later"] = (
+    for shape in dict.fromkeys(other.shape for other in others):
+        chunks = [other for other in others if other.shape == shape]
+        kind = "later" if shape == others[0].shape else "later, last"
+        programs[f"{name} {kind}"] = (
             later,
-            (loaded.params, others[0], half.cache_shapes(loaded.params, x)),
-            len(others),
+            (loaded.params, chunks[0], half.cache_shapes(loaded.params, x)),
+            len(chunks),
         )
     return programs
 

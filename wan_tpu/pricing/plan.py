@@ -343,9 +343,7 @@ class Planner:
             if program.name in (KEYS, FIRST_STEP, ENLARGE, STEP, SKIPPED) or program.name.startswith(ADAPTERS)
         ]
         decoders = ("decoder", *sound_decoders(self._model))
-        decoder = [
-            program for program in programs if program.name.removesuffix(" first").removesuffix(" later") in decoders
-        ]
+        decoder = [program for program in programs if _find_owner(program) in decoders]
         encoder = [program for program in programs if program not in denoise + decoder]
         host_s = host_seconds(self._model.spec, self._request)
         if encoder:

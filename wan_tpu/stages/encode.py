@@ -12,6 +12,7 @@ from PIL import Image
 
 from wan_tpu.data import Arrays, ImageCondition
 from wan_tpu.families.model import Model
+from wan_tpu.families.shared.causal_vae import Cache
 from wan_tpu.media.image import has_shape
 from wan_tpu.media.reading import read_frames
 from wan_tpu.plan import ENCODER
@@ -184,9 +185,9 @@ def vae_encode(runtime: Runtime[Model], chunks: Sequence[jax.Array]) -> Iterator
     """Yield the VAE's moments [1, 2C, 1, H, W] of chunks of pixels (`ImageInputs.chunks`)."""
     loaded = runtime.component("vae_encoder")
     _, first, later = vae_programs(runtime, "vae_encoder", loaded.module, len(chunks))
-    cache = None
+    cache: Cache = ()
     for i, pixels in enumerate(chunks):
-        if cache is None:
+        if not cache:  # Of keyframes nothing is kept: each is a first chunk.
             moments, extremes, cache = first(loaded.params, pixels)
         else:
             moments, extremes, cache = later(loaded.params, pixels, cache)
