@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from wan_tpu.families.minimax_h3 import audio, components, text, vae
-from wan_tpu.families.minimax_h3.spec import CLIP_FRAMES, CLIP_LATENTS, MiniMaxH3Spec
+from wan_tpu.families.minimax_h3.clips import CLIP_FRAMES, CLIP_LATENTS
+from wan_tpu.families.minimax_h3.spec import MiniMaxH3Spec
 from wan_tpu.families.shared.flop_count import count
 from wan_tpu.request import ResolvedRequest
 

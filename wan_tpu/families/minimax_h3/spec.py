@@ -9,6 +9,7 @@ import numpy as np
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.families.minimax_h3 import presets
+from wan_tpu.families.minimax_h3.clips import CLIP_FRAMES, CLIP_LATENTS, chunk_lengths
 from wan_tpu.families.minimax_h3.config import MiniMaxH3Config, read_config
 from wan_tpu.plan import AUDIO, DECODER, ENCODER, VIDEO, Expert
 from wan_tpu.request import NOTHING_OWN, CheckpointOverrides, Defaults, ResolvedRequest, nearest_multiple
@@ -22,8 +23,6 @@ SHORTEST, LONGEST = 124, 345  # Frames: of what the VAE can decode, the first fr
 AUDIO_RATE, CHANNELS = 40, 2  # Latents of the sound a second, for each of its channels.
 WIDEST = 4  # The width of the widest video over its height.
 STRIDE = 16  # Pixels per pixel of the latents, four of which are a token.
-CLIP_FRAMES, CLIP_LATENTS = 17, 5  # Frames that the VAE encodes at once, and the latent frames that they become.
-DECODED_LATENTS = 7  # Latent frames that it decodes at once, two of them those of the next clip.
 
 
 @dataclass(frozen=True)
@@ -182,15 +181,3 @@ class MiniMaxH3Spec(ModelSpec):
         super()._check_settings(request)
         if not request.prompt.strip():
             raise InvalidRequest(f"prompt is empty; {self.name} needs one: say what happens in the video", "prompt")
-
-
-def chunk_lengths(latent_frames: int) -> tuple[int, ...]:
-    """Return how many of a video's 5 n + 2 latent frames each chunk of the decoder takes: one chunk a clip.
-
-    A clip needs two latent frames of the next one. So that the shape of a chunk says whether it is the last, a first
-    chunk has eight (seven if it is the only one), later ones have five and the last has four.
-    """
-    clips = (latent_frames - DECODED_LATENTS) // CLIP_LATENTS + 1
-    if clips == 1:
-        return (DECODED_LATENTS,)
-    return (DECODED_LATENTS + 1, *(CLIP_LATENTS,) * (clips - 2), CLIP_LATENTS - 1)
