@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from wan_tpu.checkpoint import Checkpoint
-from wan_tpu.errors import CheckpointError, InvalidRequest
+from wan_tpu.errors import CheckpointError
 from wan_tpu.families.minimax_h3 import presets
 from wan_tpu.families.minimax_h3.clips import CLIP_FRAMES, CLIP_LATENTS, chunk_lengths
 from wan_tpu.families.minimax_h3.config import MiniMaxH3Config, read_config
@@ -176,8 +176,3 @@ class MiniMaxH3Spec(ModelSpec):
         unshifted = levels / (request.shift - (request.shift - 1) * levels)
         shifted = sound * unshifted / (1 + (sound - 1) * unshifted)
         return {VIDEO: flow.euler_rising_at(request.sigmas), AUDIO: flow.euler_rising_at(tuple(shifted.tolist()))}
-
-    def _check_settings(self, request: ResolvedRequest) -> None:
-        super()._check_settings(request)
-        if not request.prompt.strip():
-            raise InvalidRequest(f"prompt is empty; {self.name} needs one: say what happens in the video", "prompt")

@@ -16,6 +16,7 @@ import torch
 import transformers
 from jax.sharding import Mesh
 
+from wan_tpu.errors import InvalidRequest
 from wan_tpu.families.minimax_h3.config import MiniMaxH3Config
 from wan_tpu.families.shared import t5
 from wan_tpu.families.shared.flop_count import count
@@ -60,9 +61,12 @@ def tokenize_prompt(shared: Tokenizer, prompt: str) -> tuple[np.ndarray, int, li
 
     Raises:
         CheckpointError: The tokenizer doesn't work.
+        InvalidRequest: The prompt is empty: there would be no row to attend to.
     """
     with shared.lock() as tokenizer:
         ids = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
+        if not ids:
+            raise InvalidRequest("prompt is empty, and MiniMax-H3 needs one: say what happens in the video", "prompt")
         warnings = []
         if len(ids) > TEXT_TOKENS:
             end = tokenizer.decode(ids[TEXT_TOKENS - 8 : TEXT_TOKENS])
