@@ -34,6 +34,8 @@ class ReliabilitySettings(Timeouts):
         check_in_s: Time between two check-ins of a service's process.
         absent_s: A process that hasn't checked in for this long counts as gone.
         pipeline_pause_s: How long a worker claims no job after one has met a pipeline that can't be used.
+        answer_s: How long a request that waits for its video is held. After that, its client has to poll.
+        fetch_s: How long an image of another server, or the answer of a webhook, may take: names, connections and all.
         shutdown_s: How long a replaced ingress may go on answering, and a worker may take to give its jobs back.
         stage_attempts: Attempts at a stage without any progress of its request, when slices or payloads are lost.
         move_attempts: Slices in a row, each about to be taken away, that may send a request on without any progress.
@@ -57,6 +59,8 @@ class ReliabilitySettings(Timeouts):
     check_in_s: float = 5
     absent_s: float = 60
     pipeline_pause_s: float = 5
+    answer_s: float = 120
+    fetch_s: float = 20
     shutdown_s: float = 30
     stage_attempts: int = 5
     move_attempts: int = 600

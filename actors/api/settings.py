@@ -30,7 +30,6 @@ class ServiceSettings:
         chips: Number of chips of the slice that runs a stage, for chip-seconds.
         dollars: Price per hour of one of those chips, by stage, where known.
         url_s: How long a signed URL of a result in a bucket is valid; None to send results through an ingress.
-        sync_s: How long a request may wait for its video. After that, its client has to poll.
         webhook_secret_file: File with the key that signs webhooks, "whsec_" and base64. Without it there are no
             webhooks.
         origins: Origins of web pages that may use the API from a browser (CORS).
@@ -52,7 +51,6 @@ class ServiceSettings:
     chips: dict[str, int] = dataclasses.field(default_factory=dict)
     dollars: dict[str, float] = dataclasses.field(default_factory=dict)
     url_s: float | None = None
-    sync_s: float = 120.0
     webhook_secret_file: str | None = None
     origins: tuple[str, ...] = ()
     limits: Limits = dataclasses.field(default_factory=Limits)

@@ -87,6 +87,7 @@ def read_service_settings(args: argparse.Namespace, layout: Layout, settings: Pi
     """Return the settings of a service in front of a pipeline; raises `InvalidInput`."""
     from actors.api.catalogue import Catalogue
     from actors.api.limits import Limits
+    from actors.api.outbound.client import FetchSettings
     from actors.api.settings import LOCAL_NAMES, ServiceSettings
 
     folder = (args.folder / _FOLDER).absolute()
@@ -108,6 +109,7 @@ def read_service_settings(args: argparse.Namespace, layout: Layout, settings: Pi
         limits=Limits.parse(args.limit),
         webhook_secret_file=None if secret == NONE else secret,
         origins=tuple(args.origin),
+        fetch=FetchSettings(timeout_s=settings.reliability.fetch_s),
         reliability=settings.reliability,
     )
     return dataclasses.replace(service, jobs=dataclasses.replace(service.jobs, ended_s=args.keep_days * 86400))

@@ -85,7 +85,7 @@ async def _wait_for_end(request: Request, service: Service, caller: Caller, acce
     If the client disconnects, a job that this request has created is cancelled, unless others may wait for it: it has
     an idempotency key, the request was repeated, or others follow the job.
     """
-    job, ends = accepted.seen[0].id, service.settings.sync_s
+    job, ends = accepted.seen[0].id, service.settings.reliability.answer_s
     gone = asyncio.create_task(_wait_for_disconnect(request))
     ending = asyncio.create_task(_follow_to_end(service, accepted.seen, caller))
     try:

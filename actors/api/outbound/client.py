@@ -20,6 +20,7 @@ import httpcore
 
 from actors.api.outbound.addresses import Network, explain_refusal, is_address
 from actors.api.outbound.resolver import get_resolver
+from actors.reliability import ReliabilitySettings
 from wan_tpu.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class FetchSettings:
 
     subject: str = "image"
     max_bytes: int = 20_000_000
-    timeout_s: float = 20.0
+    timeout_s: float = ReliabilitySettings.fetch_s
     ports: frozenset[int] = frozenset({443})
     allowed: tuple[Network, ...] = ()
     resolver: Callable[[str, int], Awaitable[list[str]]] | None = None

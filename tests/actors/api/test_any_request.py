@@ -63,7 +63,8 @@ def test_whatever_is_asked_is_answered(database, settings, engine, tmp_path, rec
     if program is None:
         pytest.skip("schemathesis is not installed (pip install schemathesis)")
     limits = dataclasses.replace(settings.limits, image_bytes=200_000)
-    few = dataclasses.replace(settings, database=database, queue_limit=50, sync_s=3.0, limits=limits)
+    impatient = dataclasses.replace(settings.reliability, answer_s=3.0)
+    few = dataclasses.replace(settings, database=database, queue_limit=50, limits=limits, reliability=impatient)
     with served(few) as address, working(few, engine), httpx.Client(base_url=address, timeout=30) as http:
         command = [program, "run", f"{address}/openapi.json", "--checks", CHECKS, "--max-examples", EXAMPLES]
         command += ["--phases", PHASES, "--continue-on-failure", "--no-color", "--seed", SEED]

@@ -198,7 +198,7 @@ def test_every_reason_of_a_failure_has_a_status_of_its_own(http, database):
 
 def test_one_that_takes_longer_is_polled_for_and_one_that_nobody_waits_for_is_cancelled(settings, engine):
     engine.go.clear()
-    short = dataclasses.replace(settings, sync_s=0.5)
+    short = dataclasses.replace(settings, reliability=dataclasses.replace(settings.reliability, answer_s=0.5))
     with served(short) as address, working(short, engine), httpx.Client(base_url=address) as http:
         late = http.post("/v1/videos/sync", json={"prompt": "x"})
         assert late.status_code == 202
