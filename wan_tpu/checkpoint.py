@@ -15,8 +15,8 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from wan_tpu.errors import CheckpointError, InvalidRequest
-from wan_tpu.lora import parse_adapter
 from wan_tpu.request import CheckpointOverrides, Defaults, GenerationRequest, Preset, fill_second_scale
+from wan_tpu.requested_adapter import parse_adapter
 from wan_tpu.schedules.magcache import Curve, read_curve
 from wan_tpu.sources.disk import explain_disk_error, is_permanent, read_file
 from wan_tpu.sources.hub import explain_hub_errors, explain_missing_index

@@ -30,8 +30,8 @@ from pydantic_core import ArgsKwargs
 
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.fields import explain_refusal, limits_of
-from wan_tpu.lora import Lora, parse_adapters
 from wan_tpu.media.image import load_image
+from wan_tpu.requested_adapter import RequestedAdapter, parse_adapters
 from wan_tpu.schedules.magcache import FORM, Curve, parse_magcache
 
 NAMED_SIZES = ("1280x720", "720x1280", "832x480", "480x832")
@@ -132,7 +132,7 @@ Number = int | float  # An integer stays an integer, so that digests and records
 Text = Annotated[str, AfterValidator(_check_text)]
 # Decoded when the request is created, so that a damaged file fails before any model is loaded.
 Picture = Annotated[str | Path | Image.Image, PlainValidator(load_image)]
-Adapters = Annotated[Sequence[Lora | str | Mapping[str, Any]], PlainValidator(parse_adapters)]
+Adapters = Annotated[Sequence[RequestedAdapter | str | Mapping[str, Any]], PlainValidator(parse_adapters)]
 
 
 @dataclass(
@@ -147,7 +147,7 @@ class GenerationRequest:
     backticks is another field, which each of these writes in its own way.
 
     In Python an image is a path or a `PIL.Image`; it becomes RGB here and is resized to the video's size later. An
-    adapter is a `Lora`, its text or its fields (`wan_tpu.lora.parse_adapter`).
+    adapter is a `RequestedAdapter`, its text or its fields (`wan_tpu.requested_adapter.parse_adapter`).
 
     Raises:
         InvalidRequest: It names the field, what is allowed and the nearest value that works.
@@ -272,13 +272,13 @@ class ResolvedRequest(GenerationRequest):
         shift: float
         solver: str
         sigmas: tuple[float, ...] | None
-    loras: Annotated[tuple[Lora, ...], PlainValidator(parse_adapters)] = ()
+    loras: Annotated[tuple[RequestedAdapter, ...], PlainValidator(parse_adapters)] = ()
 
     def __post_init__(self) -> None:
         if missing := [name for name in FILLED if getattr(self, name) is None]:
             raise TypeError(f"a resolved request leaves {', '.join(missing)} open")
 
-    def loras_for(self, stage: str) -> tuple[Lora, ...]:
+    def loras_for(self, stage: str) -> tuple[RequestedAdapter, ...]:
         """Return the adapters that change the expert of a stage."""
         return tuple(lora for lora in self.loras if lora.is_for(stage))
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from wan_tpu.errors import InvalidInput, InvalidRequest
-from wan_tpu.lora import Lora, parse_adapter
 from wan_tpu.request import Preset
+from wan_tpu.requested_adapter import RequestedAdapter, parse_adapter
 from wan_tpu.spec import ModelSpec
 
 _MAX_NAME = 80  # Characters of a name.
@@ -16,7 +16,7 @@ _MAX_NAME = 80  # Characters of a name.
 class Catalogue:
     """Adapters by name. A name may have several files that are applied together, such as one for each expert."""
 
-    adapters: Mapping[str, tuple[Lora, ...]] = dataclasses.field(default_factory=dict)
+    adapters: Mapping[str, tuple[RequestedAdapter, ...]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def parse(cls, arguments: Iterable[str]) -> "Catalogue":
@@ -26,7 +26,7 @@ class Catalogue:
             arguments: NAME=PATH[:SCALE][@high|low|both], or the NAME of a preset, whose adapters `complete_for` looks
                 up.
         """
-        adapters: dict[str, tuple[Lora, ...]] = {}
+        adapters: dict[str, tuple[RequestedAdapter, ...]] = {}
         for text in arguments:
             name, equals, path = text.partition("=")
             if not name or len(name) > _MAX_NAME or not name.isprintable():
@@ -54,11 +54,11 @@ class Catalogue:
         return Catalogue(adapters)
 
     @property
-    def files(self) -> tuple[Lora, ...]:
+    def files(self) -> tuple[RequestedAdapter, ...]:
         """The files of all adapters."""
         return tuple(lora for loras in self.adapters.values() for lora in loras)
 
-    def resolve(self, requested: Sequence[Mapping[str, Any]]) -> tuple[Lora, ...]:
+    def resolve(self, requested: Sequence[Mapping[str, Any]]) -> tuple[RequestedAdapter, ...]:
         """Return the files of the requested adapters, each of which is {"name", "scale"}.
 
         Raises:
@@ -87,5 +87,5 @@ class Catalogue:
         return [{"name": name, "scale": 1.0}] if _get_adapters(offered[name]) else []
 
 
-def _get_adapters(preset: Preset | None) -> tuple[Lora, ...]:
+def _get_adapters(preset: Preset | None) -> tuple[RequestedAdapter, ...]:
     return () if preset is None else dict(preset.settings).get("loras", ())

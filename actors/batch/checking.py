@@ -1,9 +1,9 @@
 """Plan a manifest's requests and check their adapters before anything is computed."""
 
 from wan_tpu.adapters.checking import check_visible
-from wan_tpu.lora import Lora
 from wan_tpu.plan import RequestPlan
 from wan_tpu.request import GenerationRequest
+from wan_tpu.requested_adapter import RequestedAdapter
 from wan_tpu.spec import ModelSpec
 
 
@@ -15,7 +15,7 @@ class CheckingPlanner:
 
     def __init__(self, spec: ModelSpec, checkpoint: str) -> None:
         self._spec, self._checkpoint = spec, checkpoint
-        self._checked: set[Lora] = set()
+        self._checked: set[RequestedAdapter] = set()
 
     def __call__(
         self, request: GenerationRequest, *, image: bool, last: bool, picture: tuple[int, int] | None

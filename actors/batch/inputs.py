@@ -10,8 +10,8 @@ from pathlib import Path
 from PIL import Image
 
 from wan_tpu.errors import InvalidInput, WanTpuError
-from wan_tpu.lora import parse_adapter
 from wan_tpu.media.image import decode_image, load_image
+from wan_tpu.requested_adapter import parse_adapter
 from wan_tpu.storage.addresses import is_bucket, split_bucket, split_location
 from wan_tpu.storage.base import StorageError
 from wan_tpu.storage.opening import open_storage

@@ -9,10 +9,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from wan_tpu.errors import Unavailable
-from wan_tpu.lora import Lora
 from wan_tpu.plan import RequestPlan
 from wan_tpu.request import ResolvedRequest
-from wan_tpu.runtime.runtime import FetchedLora
+from wan_tpu.requested_adapter import RequestedAdapter
+from wan_tpu.runtime.runtime import FetchedAdapter
 
 MAX_WAITING = 64  # Requests whose adapters are held; no more than these wait for a place at one slice.
 
@@ -26,11 +26,11 @@ class FetchedAdapters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: OrderedDict[ResolvedRequest, tuple[int, tuple[Lora, ...]]] = (
+        self._waiting: OrderedDict[ResolvedRequest, tuple[int, tuple[RequestedAdapter, ...]]] = (
             OrderedDict()
         )  # With how many requests wait for them.
 
-    def put(self, plan: RequestPlan, loras: tuple[Lora, ...]) -> None:
+    def put(self, plan: RequestPlan, loras: tuple[RequestedAdapter, ...]) -> None:
         """Hold a request's adapters, as `Runtime.fetch_adapters` returns them, until it takes them."""
         key = plan.without_image().request
         with self._lock:
@@ -40,7 +40,7 @@ class FetchedAdapters:
             while len(self._waiting) > MAX_WAITING:
                 self._waiting.popitem(last=False)
 
-    def take(self, plan: RequestPlan) -> tuple[Lora, ...]:
+    def take(self, plan: RequestPlan) -> tuple[RequestedAdapter, ...]:
         """Return and release a request's adapters; raise `Unavailable` where they are no longer held."""
         if not plan.request.loras:
             return ()
@@ -54,7 +54,7 @@ class FetchedAdapters:
         return loras
 
 
-def check_same_everywhere(loras: tuple[Lora, ...]) -> None:
+def check_same_everywhere(loras: tuple[RequestedAdapter, ...]) -> None:
     """Compare the content that the hosts of a slice have fetched for a request.
 
     This is a collective: every process calls it, in the same order as its programs.
@@ -64,7 +64,7 @@ def check_same_everywhere(loras: tuple[Lora, ...]) -> None:
     """
     if jax.process_count() == 1:
         return
-    fetched = [lora for lora in loras if isinstance(lora, FetchedLora)]
+    fetched = [lora for lora in loras if isinstance(lora, FetchedAdapter)]
     mine = np.frombuffer(hashlib.sha256(" ".join(lora.checksum for lora in fetched).encode()).digest(), np.uint8)
     if not (multihost_utils.process_allgather(mine) == mine).all():
         paths = ", ".join(lora.path for lora in fetched)

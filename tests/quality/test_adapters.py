@@ -13,7 +13,7 @@ from tests.quality.clips import STEPS
 from wan_tpu import GenerationRequest
 from wan_tpu import load_pipeline as load_ours
 from wan_tpu.families import open_spec
-from wan_tpu.lora import Lora
+from wan_tpu.requested_adapter import RequestedAdapter
 
 SCENES = [draw_zigzag(gate.SEED, i, held_out=True, width=64) for i in range(4)]
 
@@ -38,7 +38,7 @@ def test_an_adapter_is_read_as_it_was_trained(tmp_path):
     for layer in layers.values():
         layer.up.data.normal_(std=0.05)
     assert save_adapter(layers, tmp_path / "x.safetensors") < 1
-    params = ours.component("denoise_high", (Lora(str(tmp_path / "x.safetensors")),)).params
+    params = ours.component("denoise_high", (RequestedAdapter(str(tmp_path / "x.safetensors")),)).params
     for name in ("attn1.to_v", "attn2.to_out.0", "ffn.net.2"):
         merged = np.asarray(params[f"blocks.template.{name}.weight"])
         for i in range(len(merged)):

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from wan_tpu import GenerationRequest
-from wan_tpu.lora import parse_adapter
+from wan_tpu.requested_adapter import parse_adapter
 from wan_tpu.runtime.bridge import ScannedBlocks
 
 RELATIVE = 1e-5  # to the largest value: float32 rounding of a merged weight, and what six steps make of it

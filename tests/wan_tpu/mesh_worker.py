@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec as P
 from tests.wan_tpu import adapter_files
 from tests.wan_tpu.meshes import fit_mesh, fit_meshes
 from wan_tpu import GenerationRequest, MeshError, load_pipeline
-from wan_tpu.lora import parse_adapters
 from wan_tpu.ops import attention as attentions
 from wan_tpu.ops.attention import attention, query_scale
 from wan_tpu.ops.exchange import Projections, exchanged_attention, head_groups, key_parts
+from wan_tpu.requested_adapter import parse_adapters
 from wan_tpu.runtime.mesh import SHARDS, make_mesh
 from wan_tpu.stages import encode_prompt
 from wan_tpu.switches import set_switches

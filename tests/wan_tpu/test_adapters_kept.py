@@ -24,8 +24,8 @@ from wan_tpu.adapters.adapter import Targets
 from wan_tpu.adapters.files import find, read
 from wan_tpu.adapters.merging import KEPT, Adapters
 from wan_tpu.errors import InvalidRequest, Unavailable
-from wan_tpu.lora import Lora, parse_adapter
 from wan_tpu.pipeline import Pipeline
+from wan_tpu.requested_adapter import RequestedAdapter, parse_adapter
 from wan_tpu.runtime.memory import DeviceRoom
 
 
@@ -37,13 +37,13 @@ def test_host_memory_is_bounded_and_files_that_change_are_read_again(pipeline, t
     paths = [files.save(files.named(factors, names, ""), tmp_path / f"{i}.safetensors") for i in range(3)]
     size = Targets(component, base).adapter(paths[0], read(find(paths[0]), paths[0])).nbytes
     adapters = Adapters(host_bytes=2 * size)
-    first = [adapters.read(component, base, Lora(path)) for path in paths[:2]]
-    assert adapters.read(component, base, Lora(paths[0], 0.5)) is first[0]  # the scale is no part of it
-    adapters.read(component, base, Lora(paths[2]))  # the second was used longest ago
-    assert adapters.read(component, base, Lora(paths[0])) is first[0]
-    assert adapters.read(component, base, Lora(paths[1])) is not first[1]
+    first = [adapters.read(component, base, RequestedAdapter(path)) for path in paths[:2]]
+    assert adapters.read(component, base, RequestedAdapter(paths[0], 0.5)) is first[0]  # the scale is no part of it
+    adapters.read(component, base, RequestedAdapter(paths[2]))  # the second was used longest ago
+    assert adapters.read(component, base, RequestedAdapter(paths[0])) is first[0]
+    assert adapters.read(component, base, RequestedAdapter(paths[1])) is not first[1]
     files.save(files.named(files.factors(transformer, names, seed=5), names, ""), tmp_path / "1.safetensors")
-    again = adapters.read(component, base, Lora(paths[1]))
+    again = adapters.read(component, base, RequestedAdapter(paths[1]))
     name = "blocks.template.attn1.to_q.weight"
     assert not np.array_equal(again.factors[name].up, first[1].factors[name].up)
 
@@ -167,7 +167,7 @@ def test_adapters_are_checked_before_anything_is_computed(checkpoint, pipeline, 
     read_lines = read_manifest(manifest, CheckingPlanner(pipe.runtime.model.spec, str(model)))
     assert [bad.line for bad in read_lines.bad] == [1, 4]
     assert "another model" in read_lines.bad[0].reason
-    settings = SimpleNamespace(catalogue=Catalogue({"far": (Lora(path),)}))
+    settings = SimpleNamespace(catalogue=Catalogue({"far": (RequestedAdapter(path),)}))
     spec = SimpleNamespace(settings=SimpleNamespace(checkpoint=str(model)))
     monkeypatch.setattr(serve_config, "_read_args", lambda args: (settings, spec))
     with pytest.raises(InvalidRequest, match="another model"):

@@ -21,7 +21,7 @@ from wan_tpu.checkpoint import Checkpoint, on_disk
 from wan_tpu.families import open_spec
 from wan_tpu.families.model import open_model
 from wan_tpu.families.shared.tokenizing import Tokenizer
-from wan_tpu.lora import Lora
+from wan_tpu.requested_adapter import RequestedAdapter
 from wan_tpu.runtime.component_files import index_tensors
 from wan_tpu.runtime.tensor_files import locate_tensors
 from wan_tpu.tiny import make_checkpoint
@@ -251,7 +251,7 @@ def test_a_model_of_ones_own_has_its_own_presets(copy):
     spec = open_spec(copy)
     request = spec.plan(GenerationRequest(preset="fast"), image="i2v" in spec.tasks).request
     assert (request.steps, request.sigmas) == (2, (1.0, 0.5))
-    assert request.loras == (Lora(f"{copy.resolve()}/a.safetensors", 0.5, "high"),)
+    assert request.loras == (RequestedAdapter(f"{copy.resolve()}/a.safetensors", 0.5, "high"),)
     for wrong, message in (
         ({"about": "x"}, "presets fast needs about, source and settings"),
         (said | {"settings": {"prompt": "a"}}, "prompt is no setting"),

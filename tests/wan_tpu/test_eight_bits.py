@@ -20,7 +20,7 @@ from wan_tpu.commands.parser import PRECISIONS
 from wan_tpu.errors import CheckpointError, InvalidInput
 from wan_tpu.families.model import open_model
 from wan_tpu.families.wan.transformer import MATRICES
-from wan_tpu.lora import parse_adapter
+from wan_tpu.requested_adapter import parse_adapter
 from wan_tpu.runtime import components, converted
 from wan_tpu.runtime.components import load_component, round_to_8_bits
 from wan_tpu.runtime.mesh import make_mesh

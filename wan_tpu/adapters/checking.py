@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from wan_tpu.errors import Unavailable
 from wan_tpu.identity import identify
-from wan_tpu.lora import Lora
+from wan_tpu.requested_adapter import RequestedAdapter
 from wan_tpu.storage.addresses import is_bucket
 
 if TYPE_CHECKING:
     from wan_tpu.adapters.adapter import Targets
 
 
-def check(checkpoint: str, loras: Iterable[Lora]) -> None:
+def check(checkpoint: str, loras: Iterable[RequestedAdapter]) -> None:
     """Read adapters' files, or raise `InvalidRequest` naming the tensors that don't fit the model's experts."""
     for lora in loras:
         # Nothing is computed, so this machine's accelerators are left to other processes.
@@ -29,7 +29,7 @@ def check(checkpoint: str, loras: Iterable[Lora]) -> None:
                 break  # The other expert has the same shapes.
 
 
-def check_visible(checkpoint: str, loras: Iterable[Lora]) -> None:
+def check_visible(checkpoint: str, loras: Iterable[RequestedAdapter]) -> None:
     """Check the adapters whose files this machine can see now; the slices check the others, which they may have."""
     for lora in loras:
         with contextlib.suppress(Unavailable):

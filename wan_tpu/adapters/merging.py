@@ -18,12 +18,12 @@ from jax.sharding import PartitionSpec as P
 
 from wan_tpu.adapters.adapter import Adapter, Factors, Targets
 from wan_tpu.adapters.files import find, read
-from wan_tpu.lora import Lora
+from wan_tpu.requested_adapter import RequestedAdapter
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.components import DTYPES, SCALE, Component, Loaded
 from wan_tpu.runtime.memory import DeviceRoom, MemoryNeed, fits
 from wan_tpu.runtime.program import Program
-from wan_tpu.runtime.runtime import FetchedLora, Runtime
+from wan_tpu.runtime.runtime import FetchedAdapter, Runtime
 from wan_tpu_kernels.low_precision import to_8_bits
 
 HOST_BYTES = 8 * 2**30  # Adapters kept in host memory, besides running requests': 14 pairs of rank 64 of A14B.
@@ -43,12 +43,12 @@ class Adapters:
         self._room = DeviceRoom()
         self._lock = threading.Lock()
 
-    def fetch(self, component: Component, base: Loaded, lora: Lora) -> FetchedLora:
+    def fetch(self, component: Component, base: Loaded, lora: RequestedAdapter) -> FetchedAdapter:
         """Return an adapter with what its file holds now; arguments and errors are those of `read`."""
         adapter = self.read(component, base, lora)
-        return FetchedLora(lora.path, lora.scale, lora.expert, checksum=adapter.checksum, adapter=adapter)
+        return FetchedAdapter(lora.path, lora.scale, lora.expert, checksum=adapter.checksum, adapter=adapter)
 
-    def read(self, component: Component, base: Loaded, lora: Lora) -> Adapter:
+    def read(self, component: Component, base: Loaded, lora: RequestedAdapter) -> Adapter:
         """Return what a file changes, read if it isn't in memory; on any thread.
 
         Args:
@@ -76,7 +76,7 @@ class Adapters:
                 self._read.popitem(last=False)
         return adapter
 
-    def get(self, name: str, loras: tuple[FetchedLora, ...]) -> Loaded | None:
+    def get(self, name: str, loras: tuple[FetchedAdapter, ...]) -> Loaded | None:
         """Return a component with adapters applied, if it is kept."""
         key = name, _identify(loras)
         with self._lock:
@@ -85,7 +85,7 @@ class Adapters:
             return self._merged.get(key)
 
     def merge(
-        self, runtime: Runtime[Any], name: str, base: Loaded, loras: tuple[FetchedLora, ...], *, keep: bool
+        self, runtime: Runtime[Any], name: str, base: Loaded, loras: tuple[FetchedAdapter, ...], *, keep: bool
     ) -> Loaded:
         """Apply adapters to a component, and keep the result while there is room. No file is read.
 
@@ -129,7 +129,7 @@ class Adapters:
         return fits([MemoryNeed(needed)], self._room.bytes_left(memory))
 
 
-def _identify(loras: Sequence[FetchedLora]) -> Content:
+def _identify(loras: Sequence[FetchedAdapter]) -> Content:
     """Return what decides the weights that adapters give: not what they are called, nor where they lie."""
     return tuple((lora.checksum, lora.scale) for lora in loras)
 

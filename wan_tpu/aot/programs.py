@@ -11,9 +11,9 @@ from jax.sharding import Mesh
 from wan_tpu.adapters.merging import abstract_merge
 from wan_tpu.aot.executables import Executables
 from wan_tpu.families.model import Model
-from wan_tpu.lora import Lora
 from wan_tpu.plan import AUDIO, DECODER, ENCODER, VIDEO, Expert
 from wan_tpu.request import ResolvedRequest
+from wan_tpu.requested_adapter import RequestedAdapter
 from wan_tpu.runtime.components import DTYPES, SCALE, Loaded, abstract_component
 from wan_tpu.runtime.mesh import replicated
 from wan_tpu.runtime.program import Program
@@ -49,7 +49,7 @@ class AbstractRuntime(Runtime):
     def __init__(self, model: Model, mesh: Mesh, dtype: str, *, executables: Executables | None = None) -> None:
         super().__init__(model, mesh, dtype, keep_weights=True, executables=executables)
 
-    def component(self, name: str, loras: tuple[Lora, ...] = ()) -> Loaded:
+    def component(self, name: str, loras: tuple[RequestedAdapter, ...] = ()) -> Loaded:
         """Return a component's module and the shapes and shardings of its weights."""
         name = self.model.same_weights.get(name, name)
         if name not in self._components:

@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import InvalidInput
-from wan_tpu.lora import Lora
 from wan_tpu.progress import BYTES, Progress, Silent
+from wan_tpu.requested_adapter import RequestedAdapter
 from wan_tpu.runtime.components import (
     DTYPES,
     MATRICES,
@@ -44,7 +44,7 @@ class HasComponents(Protocol):
 
 
 @dataclass(frozen=True)
-class FetchedLora(Lora):
+class FetchedAdapter(RequestedAdapter):
     """An adapter of a request with the content of its file when it was fetched. The file isn't read again.
 
     Attributes:
@@ -59,7 +59,7 @@ class FetchedLora(Lora):
 class AdapterStore(Protocol):
     """Where weights with adapters applied come from: `wan_tpu.adapters.merging.Adapters`."""
 
-    def fetch(self, component: Component, base: Loaded, lora: Lora) -> FetchedLora:
+    def fetch(self, component: Component, base: Loaded, lora: RequestedAdapter) -> FetchedAdapter:
         """Read an adapter's file into host memory.
 
         Args:
@@ -72,11 +72,11 @@ class AdapterStore(Protocol):
             Unavailable: The file can't be read now.
         """
 
-    def get(self, name: str, loras: tuple[FetchedLora, ...]) -> Loaded | None:
+    def get(self, name: str, loras: tuple[FetchedAdapter, ...]) -> Loaded | None:
         """Return a component with adapters applied, if there is one."""
 
     def merge(
-        self, runtime: "Runtime[Any]", name: str, base: Loaded, loras: tuple[FetchedLora, ...], *, keep: bool
+        self, runtime: "Runtime[Any]", name: str, base: Loaded, loras: tuple[FetchedAdapter, ...], *, keep: bool
     ) -> Loaded:
         """Apply adapters to a component; with `keep`, its base stays as it is."""
 
@@ -159,7 +159,7 @@ class Runtime(Generic[M]):
         self.programs: dict[str, Program] = {}
         self.on_compile: Callable[[str | None], object] = lambda name: None
 
-    def component(self, name: str, loras: tuple[Lora, ...] = ()) -> Loaded:
+    def component(self, name: str, loras: tuple[RequestedAdapter, ...] = ()) -> Loaded:
         """Return a component, read from the checkpoint if it isn't on the devices.
 
         Args:
@@ -182,7 +182,7 @@ class Runtime(Generic[M]):
             merged = self._adapters.merge(self, name, base, fetched, keep=self._keep_weights)
         return merged
 
-    def fetch_adapters(self, loras: tuple[Lora, ...], names: Sequence[str]) -> tuple[Lora, ...]:
+    def fetch_adapters(self, loras: tuple[RequestedAdapter, ...], names: Sequence[str]) -> tuple[RequestedAdapter, ...]:
         """Return adapters with the present content of their files; those for no named component are unchanged.
 
         Any thread may call it. It may wait for a disk or the network; `component` doesn't wait for adapters that this
@@ -201,8 +201,8 @@ class Runtime(Generic[M]):
             lora if stage is None else self._fetch(stage, lora) for lora, stage in zip(loras, stages, strict=True)
         )
 
-    def _fetch(self, name: str, lora: Lora) -> FetchedLora:
-        if isinstance(lora, FetchedLora):
+    def _fetch(self, name: str, lora: RequestedAdapter) -> FetchedAdapter:
+        if isinstance(lora, FetchedAdapter):
             return lora
         assert self._adapters is not None
         return self._adapters.fetch(self.model.components[name], self._weights_or_shapes(name), lora)

@@ -15,8 +15,8 @@ from actors.api.catalogue import Catalogue
 from actors.api.intake.references import IMAGE, LAST
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.fields import describe, type_of
-from wan_tpu.lora import MOST, SCALES
 from wan_tpu.request import FIELDS, MAX_STEPS, SIZE_MULTIPLE, GenerationRequest, nearest_multiple, parse_size
+from wan_tpu.requested_adapter import MOST, SCALES
 from wan_tpu.spec import ModelSpec
 
 # Fields of a request that have another name in the API: that of OpenAI or of other servers.

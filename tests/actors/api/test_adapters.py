@@ -11,12 +11,14 @@ from tests.actors.api.serving import create, done, served
 from tests.actors.small_spec import SmallSpec
 from wan_tpu.errors import InvalidInput
 from wan_tpu.families import preset_spec
-from wan_tpu.lora import Lora
 from wan_tpu.request import CheckpointOverrides, Preset
+from wan_tpu.requested_adapter import RequestedAdapter
 from wan_tpu.schedules.magcache import Curve, MagCache
 
 A14B = preset_spec("wan2.2-i2v-a14b")
-FAST = Preset("in two steps", "https://here", (("sigmas", (1.0, 0.5)), ("solver", "euler"), ("loras", (Lora("x"),))))
+FAST = Preset(
+    "in two steps", "https://here", (("sigmas", (1.0, 0.5)), ("solver", "euler"), ("loras", (RequestedAdapter("x"),)))
+)
 PLAIN = Preset("without adapters", "https://here", (("guidance_scale", 1.0), ("guidance_scale_2", 1.0)))
 
 
@@ -50,9 +52,9 @@ def test_a_job_has_the_adapters_files_and_its_client_their_names(http, engine):
     assert job["loras"] == [{"name": "style", "scale": 0.5}, {"name": "fast", "scale": 1.0}]
     assert done(http, job["id"])["status"] == "completed"
     assert engine.asked[-1].loras == (
-        Lora("/adapters/style.safetensors", 0.25),
-        Lora("/a/high.safetensors", 1.0, "high"),
-        Lora("/a/low.safetensors", 1.0, "low"),
+        RequestedAdapter("/adapters/style.safetensors", 0.25),
+        RequestedAdapter("/a/high.safetensors", 1.0, "high"),
+        RequestedAdapter("/a/low.safetensors", 1.0, "low"),
     )
     assert "/adapters" not in http.get("/v1/videos").text
 
@@ -67,7 +69,7 @@ def test_a_preset_sets_what_is_left_open_and_brings_its_adapters(http, engine):
     other = create(http, preset="fast", num_inference_steps=5, loras=[{"name": "style"}], switch_step=1).json()
     assert (other["num_inference_steps"], other["sigmas"], other["switch_step"]) == (5, None, 1)
     assert done(http, other["id"])["status"] == "completed"
-    assert engine.asked[-1].loras == (Lora("/adapters/style.safetensors", 0.5),)
+    assert engine.asked[-1].loras == (RequestedAdapter("/adapters/style.safetensors", 0.5),)
     plain = create(http, preset="plain").json()
     assert (plain["guidance_scale"], plain["loras"]) == (1.0, [])
     remixed = http.post(f"/v1/videos/{job['id']}/remix", json={"prompt": "a dog"}).json()
@@ -143,7 +145,7 @@ def test_an_adapter_that_is_taken_from_the_catalogue_fails_its_jobs_by_name(offe
 
 def test_a_catalogue_is_read_from_what_an_operator_gives():
     catalogue = Catalogue.parse(["a=x.safetensors@low", "lightning"]).complete_for(A14B)
-    assert catalogue.adapters["a"] == (Lora("x.safetensors", expert="low"),)
+    assert catalogue.adapters["a"] == (RequestedAdapter("x.safetensors", expert="low"),)
     assert [lora.expert for lora in catalogue.adapters["lightning"]] == ["high", "low"]
     assert list(catalogue.list_presets(A14B)) == ["original", "lightning"]
     assert list(Catalogue().list_presets(A14B)) == ["original"]  # It has no adapters.

@@ -19,8 +19,8 @@ from tests.actors.small_spec import SOUND_SPEC
 from tests.conftest import PHOTO
 from tests.waiting import wait_for
 from wan_tpu.families import preset_spec
-from wan_tpu.lora import Lora
 from wan_tpu.request import CheckpointOverrides, Preset
+from wan_tpu.requested_adapter import RequestedAdapter
 from wan_tpu.storage.local import LocalStorage
 
 DATA_URL = "data:image/png;base64," + base64.b64encode(PHOTO.read_bytes()).decode()
@@ -153,7 +153,7 @@ def test_mistakes_are_said_at_their_field_until_it_changes(page):
 @pytest.mark.long
 def test_a_preset_and_an_adapter_are_chosen(browser, settings, engine):
     """The page doesn't send fields that a preset sets, and Reuse restores the preset."""
-    preset = Preset("in two steps", "https://here", (("sigmas", (1.0, 0.5)), ("loras", (Lora("x"),))))
+    preset = Preset("in two steps", "https://here", (("sigmas", (1.0, 0.5)), ("loras", (RequestedAdapter("x"),))))
     spec = engine.model = dataclasses.replace(SPEC, own=CheckpointOverrides(presets=(("fast", preset),)))
     offering = dataclasses.replace(settings, catalogue=Catalogue.parse(["fast=/a/fast", "style=/a/style"]))
     with served(offering, spec) as address, working(offering, engine):

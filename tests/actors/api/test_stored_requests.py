@@ -21,10 +21,13 @@ from tests.actors.api import serving
 from tests.actors.api.serving import create, done
 from tests.waiting import wait_for
 from wan_tpu.families import preset_spec
-from wan_tpu.lora import Lora
+from wan_tpu.requested_adapter import RequestedAdapter
 from wan_tpu.storage.opening import open_storage
 
-LIGHTNING = (Lora("/adapters/high.safetensors", 1.0, "high"), Lora("/adapters/low.safetensors", 1.0, "low"))
+LIGHTNING = (
+    RequestedAdapter("/adapters/high.safetensors", 1.0, "high"),
+    RequestedAdapter("/adapters/low.safetensors", 1.0, "low"),
+)
 FRAME = Image.new("RGB", (96, 64), "red")
 # What commit f6b12db stored, letter for letter: of a text, of an image with a preset, of two images.
 OF_A_TEXT = (

@@ -16,8 +16,8 @@ negative prompt's branch. Each has the settings that it was published with.
 from typing import Any
 
 from wan_tpu.families.wan import presets
-from wan_tpu.lora import Lora
 from wan_tpu.request import Preset
+from wan_tpu.requested_adapter import RequestedAdapter
 from wan_tpu.schedules import flow
 from wan_tpu.schedules.magcache import Curve, MagCache
 
@@ -26,7 +26,7 @@ _SHIFT = 5.0
 SIGMAS = tuple(_SHIFT * s / (1 + (_SHIFT - 1) * s) for s in (1.0, 0.75, 0.5, 0.25))  # 1, 0.9375, 0.8333, 0.625
 
 
-def _lightning(repository: str, loras: tuple[Lora, ...], **more: int) -> dict[str, Preset]:
+def _lightning(repository: str, loras: tuple[RequestedAdapter, ...], **more: int) -> dict[str, Preset]:
     settings = {
         "sigmas": SIGMAS,
         "shift": _SHIFT,
@@ -44,12 +44,14 @@ def _lightning_of_two(task: str, date: str) -> dict[str, Preset]:
     repository = "lightx2v/Wan2.2-Distill-Loras"
     files = {side: f"wan2.2_{task}_A14b_{side}_noise_lora_rank64_lightx2v_4step_{date}" for side in ("high", "low")}
     high, low = (f"{repository}/{file}.safetensors" for file in files.values())
-    return _lightning(repository, (Lora(high, expert="high"), Lora(low, expert="low")), switch_step=2)
+    return _lightning(
+        repository, (RequestedAdapter(high, expert="high"), RequestedAdapter(low, expert="low")), switch_step=2
+    )
 
 
 def _lightning_of_one(file: str) -> dict[str, Preset]:
     repository = "lightx2v/Wan2.1-Distill-Loras"
-    return _lightning(repository, (Lora(f"{repository}/{file}_lora_rank64_lightx2v_4step.safetensors"),))
+    return _lightning(repository, (RequestedAdapter(f"{repository}/{file}_lora_rank64_lightx2v_4step.safetensors"),))
 
 
 TURBO = Preset(

@@ -17,7 +17,7 @@ _TEXT = re.compile(r"(?P<path>.+?)(?::(?P<scale>[-+]?[0-9.]+(?:e[-+]?[0-9]+)?))?
 
 
 @dataclasses.dataclass(frozen=True)
-class Lora:
+class RequestedAdapter:
     """One adapter of a request.
 
     Attributes:
@@ -64,9 +64,9 @@ class Lora:
         return self.expert == "both" or stage.endswith(f"_{self.expert}")
 
 
-def parse_adapter(adapter: object) -> Lora:
+def parse_adapter(adapter: object) -> RequestedAdapter:
     """Read an adapter from its text, PATH[:SCALE][@high|low|both], or its fields; raises `InvalidRequest`."""
-    if isinstance(adapter, Lora):
+    if isinstance(adapter, RequestedAdapter):
         return adapter
     if isinstance(adapter, str):
         match = _TEXT.fullmatch(adapter)
@@ -74,22 +74,22 @@ def parse_adapter(adapter: object) -> Lora:
             raise InvalidRequest(f"{adapter!r} is no adapter; give {_FORM}", "loras")
         fields: dict[str, Any] = {name: value for name, value in match.groupdict().items() if value is not None}
         try:
-            return Lora(**fields | ({"scale": float(fields["scale"])} if "scale" in fields else {}))
+            return RequestedAdapter(**fields | ({"scale": float(fields["scale"])} if "scale" in fields else {}))
         except ValueError:
             raise InvalidRequest(f"{adapter!r} has no number for its scale; give {_FORM}", "loras") from None
     if isinstance(adapter, Mapping):
-        known = {field.name for field in dataclasses.fields(Lora)}
+        known = {field.name for field in dataclasses.fields(RequestedAdapter)}
         if unknown := sorted(map(str, set(adapter) - known)):
             raise InvalidRequest(
                 f"an adapter has {', '.join(unknown)}; it has only {', '.join(sorted(known))}", "loras"
             )
         if "path" not in adapter:
             raise InvalidRequest("an adapter has no path; give a file, a folder or a hub id", "loras")
-        return Lora(**adapter)
+        return RequestedAdapter(**adapter)
     raise InvalidRequest(f"an adapter is a {type(adapter).__name__}; give {_FORM}", "loras")
 
 
-def parse_adapters(adapters: object) -> tuple[Lora, ...]:
+def parse_adapters(adapters: object) -> tuple[RequestedAdapter, ...]:
     """Read a request's adapters; raises `InvalidRequest` for anything but a list of them."""
     if not isinstance(adapters, list | tuple):
         raise InvalidRequest(f"loras is a {type(adapters).__name__}; give a list of {_FORM}", "loras")
