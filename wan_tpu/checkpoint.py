@@ -56,8 +56,8 @@ class Checkpoint:
         self._hub_id = None if exists or self._bucket else _hub_id(self.source)
         self._local = self._bucket is None and self._hub_id is None
         self.folder = local if self._local else self._fetch(["*.json", "tokenizer/*"])
-        is_modular = not (self.folder / INDEX).is_file() and (self.folder / MODULAR_INDEX).is_file()
-        self.index_name = MODULAR_INDEX if is_modular else INDEX
+        # Repositories for modular pipelines may have both, with the same content.
+        self.index_name = next((name for name in (INDEX, MODULAR_INDEX) if (self.folder / name).is_file()), INDEX)
         self.index = self._json(self.index_name)
 
     def has(self, component: str) -> bool:
@@ -66,13 +66,18 @@ class Checkpoint:
         Entries of modular pipelines have a third part, which says where the component lies: in the folder of its name.
         """
         entry = self.index.get(component) or [None, None]
-        is_entry = isinstance(entry, list) and len(entry) == (3 if self.index_name == MODULAR_INDEX else 2)
-        kinds = {type(part) for part in entry[:2]} if is_entry or entry == [None, None] else set()
-        place = entry[2] if len(entry) == 3 and isinstance(entry[2], dict) else {}
-        if kinds not in ({str}, {type(None)}) or place.get("subfolder", component) != component:
+        parts = entry if isinstance(entry, list) and len(entry) in (2, 3) else []
+        kinds = {type(part) for part in parts[:2]}
+        if kinds not in ({str}, {type(None)}):
             raise CheckpointError(
                 f"{self.source}/{self.index_name} has {component}: {json.dumps(entry)[:200]}; give the names of a "
-                "library and a class in it, or null twice, and put the component in the folder of its name"
+                "library and a class in it, or null twice"
+            )
+        place = parts[2] if len(parts) == 3 and isinstance(parts[2], dict) else {}
+        if (folder := place.get("subfolder", component)) != component:
+            raise CheckpointError(
+                f"{self.source}/{self.index_name} has {component} in the folder {json.dumps(folder)}; put it into "
+                f"{component}/ and name that"
             )
         return kinds == {str}
 
@@ -231,8 +236,8 @@ class Checkpoint:
         files = {file for file in files if file.is_file() and ".safetensors." not in file.name}
         contents = {str(file.relative_to(self.folder)): read_file(file) for file in sorted(files)}
         if "_name_or_path" not in self.index:
-            index = {"_name_or_path": self.source} | json.loads(contents[INDEX])
-            contents[INDEX] = json.dumps(index, indent=2).encode()
+            index = {"_name_or_path": self.source} | json.loads(contents[self.index_name])
+            contents[self.index_name] = json.dumps(index, indent=2).encode()
         return contents
 
     def _json(self, name: str) -> dict[str, Any]:
@@ -244,7 +249,7 @@ class Checkpoint:
             if name == INDEX:
                 raise explain_missing_index(self.source, is_hub=self._hub_id is not None) from None
             raise CheckpointError(
-                f"{self.source} has no {name}, which its {INDEX} says it has; fetch the checkpoint again"
+                f"{self.source} has no {name}, which its {self.index_name} says it has; fetch the checkpoint again"
             ) from None
         except ValueError as error:
             raise CheckpointError(f"{self.folder / name} is no JSON ({error}); fetch it again") from None

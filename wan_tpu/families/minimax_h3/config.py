@@ -1,15 +1,16 @@
 """The configuration of a MiniMax-H3 model, read from a checkpoint or as published."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.minimax_h3 import classes
-from wan_tpu.families.shared.settings import complete_config
+from wan_tpu.families.shared.settings import check_supported, complete_config
 
-MODELS = ("minimax-h3",)  # The published models, as wan_tpu.json may name them.
 TEXT_LAYER = 50  # The layer of Qwen3-VL whose output the published model was trained with.
+LATENTS_PER_S = 40  # Of the sound: diffusers computes with this number, whatever the VAE's strides.
 _CLASSES = {
     "transformer": "MiniMaxH3Transformer3DModel",
     "text_encoder": "Qwen3VLForConditionalGeneration",
@@ -18,6 +19,11 @@ _CLASSES = {
     "scheduler": "MiniMaxH3Scheduler",
     "audio_scheduler": "MiniMaxH3Scheduler",
 }
+# Settings of the VAE that the sizes of videos and the cutting into clips rest on.
+_FIXED_VAE_KEYS = ("in_channels", "out_channels", "spatial_padding_mode", "clip_length", "token_drop")
+_FIXED_TEXT_KEYS = ("hidden_act", "attention_bias")
+_FIXED_VISION_KEYS = ("hidden_act", "in_channels", "patch_size", "spatial_merge_size", "temporal_patch_size")
+_ROPE = {"rope_type": "default", "mrope_interleaved": True}
 
 
 @dataclass(frozen=True)
@@ -59,22 +65,100 @@ def read_config(checkpoint: Checkpoint) -> MiniMaxH3Config:
             raise CheckpointError(
                 f"{checkpoint.source} has {component} {checkpoint.class_name(component)}; supported is {name}"
             )
-    text, vision = (_read_encoder(checkpoint, key) for key in ("text_config", "vision_config"))
-    layers = text["num_hidden_layers"]
-    audio_vae = complete_config(checkpoint, "audio_vae", classes.AUDIO_VAE)
-    channels = audio_vae["latent_channels"]
-    for name, neutral in (("latents_mean", 0.0), ("latents_std", 1.0)):
-        audio_vae[name] = audio_vae[name] or [neutral] * channels
+    text = _read_text(checkpoint)
+    text_layer = min(TEXT_LAYER, text["num_hidden_layers"] - 1)
     return MiniMaxH3Config(
-        transformer=complete_config(checkpoint, "transformer", classes.TRANSFORMER),
-        text_encoder=classes.TEXT | text,
-        vision=classes.VISION | vision,
-        vae=complete_config(checkpoint, "vae", classes.VAE),
-        audio_vae=audio_vae,
+        transformer=_read_transformer(checkpoint),
+        text_encoder=text,
+        vision=_read_vision(checkpoint, text["hidden_size"], text_layer),
+        vae=_read_vae(checkpoint),
+        audio_vae=_read_audio_vae(checkpoint),
         scheduler=_read_scheduler(checkpoint, "scheduler"),
         audio_scheduler=_read_scheduler(checkpoint, "audio_scheduler"),
-        text_layer=min(TEXT_LAYER, layers - 1),
+        text_layer=text_layer,
     )
+
+
+def _read_transformer(checkpoint: Checkpoint) -> dict[str, Any]:
+    config = complete_config(checkpoint, "transformer", classes.TRANSFORMER)
+    check_supported(checkpoint, "transformer", config, {"patch_size": classes.TRANSFORMER["patch_size"]}, {})
+    rotated = 6 * config["rope_freq_dim"]  # Of each head: pairs for time, height and width.
+    if rotated > config["attention_head_dim"]:
+        raise CheckpointError(
+            f"{checkpoint.source} has transformer rope_freq_dim {config['rope_freq_dim']}; with attention_head_dim "
+            f"{config['attention_head_dim']} it is at most {config['attention_head_dim'] // 6}"
+        )
+    return config
+
+
+def _read_vae(checkpoint: Checkpoint) -> dict[str, Any]:
+    config = complete_config(checkpoint, "vae", classes.VAE)
+    check_supported(checkpoint, "vae", config, {key: classes.VAE[key] for key in _FIXED_VAE_KEYS}, {})
+    for key in ("spatial_downsample_factors", "temporal_downsample_factors"):
+        factor, wanted = math.prod(config[key]), math.prod(classes.VAE[key])
+        if factor != wanted:
+            raise CheckpointError(
+                f"{checkpoint.source} has vae {key} {config[key]}, {factor} in all; supported is {wanted}"
+            )
+    _check_statistics(checkpoint, "vae", config)
+    return config
+
+
+def _read_audio_vae(checkpoint: Checkpoint) -> dict[str, Any]:
+    config = complete_config(checkpoint, "audio_vae", classes.AUDIO_VAE)
+    for key, neutral in (("latents_mean", 0.0), ("latents_std", 1.0)):
+        config[key] = config[key] or [neutral] * config["latent_channels"]
+    for key in ("encoder_rates", "decoder_rates"):
+        if (stride := math.prod(config[key])) * LATENTS_PER_S != config["sampling_rate"]:
+            raise CheckpointError(
+                f"{checkpoint.source} has audio_vae {key} {config[key]}, {stride} samples a latent; with sampling_rate "
+                f"{config['sampling_rate']} it is {config['sampling_rate'] / LATENTS_PER_S:g}"
+            )
+    _check_statistics(checkpoint, "audio_vae", config)
+    return config
+
+
+def _check_statistics(checkpoint: Checkpoint, component: str, config: dict[str, Any]) -> None:
+    for key in ("latents_mean", "latents_std"):
+        if len(config[key]) != config["latent_channels"]:
+            raise CheckpointError(
+                f"{checkpoint.source} has {component} {key} of {len(config[key])} numbers; with latent_channels "
+                f"{config['latent_channels']} give as many"
+            )
+
+
+def _read_text(checkpoint: Checkpoint) -> dict[str, Any]:
+    config = _read_encoder(checkpoint, "text_config")
+    text = {key: config.get(key, default) for key, default in classes.TEXT.items()}
+    check_supported(checkpoint, "text_encoder", text, {key: classes.TEXT[key] for key in _FIXED_TEXT_KEYS}, {})
+    # Files that transformers 4 wrote have its older names.
+    rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta"), **config.get("rope_scaling", {})}
+    check_supported(checkpoint, "text_encoder", rope, {"rope_type": "default", "mrope_interleaved": False}, _ROPE)
+    section, half = rope.get("mrope_section") or [], text["head_dim"] // 2
+    if sum(section) != half or len(section) != 3 or rope.get("rope_theta") is None:
+        raise CheckpointError(
+            f"{checkpoint.source} has text_encoder rope_theta {rope.get('rope_theta')} and mrope_section {section}; "
+            f"with head_dim {text['head_dim']} the section is three numbers whose sum is {half}"
+        )
+    return text | {"rope_parameters": {"rope_theta": float(rope["rope_theta"]), "mrope_section": section, **_ROPE}}
+
+
+def _read_vision(checkpoint: Checkpoint, width: int, text_layer: int) -> dict[str, Any]:
+    config = _read_encoder(checkpoint, "vision_config")
+    vision = {key: config.get(key, default) for key, default in classes.VISION.items()}
+    check_supported(checkpoint, "text_encoder", vision, {key: classes.VISION[key] for key in _FIXED_VISION_KEYS}, {})
+    if vision["out_hidden_size"] != width:
+        raise CheckpointError(
+            f"{checkpoint.source} has text_encoder out_hidden_size {vision['out_hidden_size']} in its vision_config; "
+            f"it is {width}, the hidden_size of its text_config"
+        )
+    indexes = vision["deepstack_visual_indexes"]
+    if len(indexes) > text_layer or max(indexes, default=0) >= vision["depth"]:
+        raise CheckpointError(
+            f"{checkpoint.source} has text_encoder deepstack_visual_indexes {indexes}; supported are at most "
+            f"{text_layer}, of the {vision['depth']} layers of its vision tower"
+        )
+    return vision
 
 
 def _read_encoder(checkpoint: Checkpoint, part: str) -> dict[str, Any]:
