@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as Words
 from tokenizers import models, pre_tokenizers
 
 from wan_tpu import GenerationRequest
-from wan_tpu.families.model import preset_model
+from wan_tpu.families.model import published_model
 from wan_tpu.families.shared.tokenizing import Tokenizer, tokenize
 from wan_tpu.media.image import load_image
 from wan_tpu.media.mp4 import Mp4
@@ -43,7 +43,7 @@ def main() -> None:
         kept = Tokenizer(Path(folder), VOCABULARY)
         print(f"tokenizer, read: {best(1, lambda: tokenize(kept, PROMPT, 512)):.3f} s")
         print(f"tokenizer, kept: {best(args.runs, lambda: tokenize(kept, PROMPT, 512)):.4f} s a prompt")
-    model = preset_model(MODEL)
+    model = published_model(MODEL)
     for height, width in ((720, 1280), (480, 832)):
         asked = GenerationRequest(prompt=PROMPT, image=load_image(PHOTO), height=height, width=width, frames=81)
         request = asked.resolve(model.spec.defaults)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from actors.batch.manifest import read_manifest
 from actors.batch.results import Provenance, Result, Results, settle
-from wan_tpu.families import preset_spec
+from wan_tpu.families import published_spec
 from wan_tpu.storage.local import LocalStorage
 
 MODEL = "wan2.2-t2v-a14b"
@@ -40,7 +40,7 @@ def measure(lines: int, folder: Path) -> dict[str, float]:
     path, output, figures = folder / "requests.jsonl", LocalStorage(folder / "out"), {"lines": float(lines)}
     write_manifest(path, lines)
     figures["manifest_mb"] = path.stat().st_size / 1e6
-    planner = preset_spec(MODEL).plan
+    planner = published_spec(MODEL).plan
     start, busy = time.perf_counter(), time.process_time()
     manifest = read_manifest(path, planner)
     figures |= {"read_s": time.perf_counter() - start, "read_cpu_s": time.process_time() - busy}

@@ -51,7 +51,7 @@ def main() -> None:
 MAKE = """
 import sys
 from pathlib import Path
-from wan_tpu.families.wan.presets import TRANSFORMER_14B
+from wan_tpu.families.wan.published import TRANSFORMER_14B
 from wan_tpu.families.wan.small import make_checkpoint
 widths = {name: TRANSFORMER_14B[name] for name in ("num_attention_heads", "attention_head_dim", "ffn_dim")}
 make_checkpoint(Path(sys.argv[1]), "wan2.1-t2v-14b", transformer=widths | {"num_layers": int(sys.argv[2])})

@@ -40,12 +40,12 @@ def main() -> int:
     import jax
 
     from wan_tpu.aot.precompile import precompile
-    from wan_tpu.families.model import open_model, preset_model
+    from wan_tpu.families.model import open_model, published_model
     from wan_tpu.runtime.mesh import make_mesh
 
     try:
         name = args.model_id
-        model = preset_model(name) if name in published() else open_model(Checkpoint(name))
+        model = published_model(name) if name in published() else open_model(Checkpoint(name))
         height, width = (None, None) if args.size is None else read_size("--size", args.size)
         partial = GenerationRequest(height=height, width=width, frames=args.frames, guidance_scale=args.guidance_scale)
         request = partial.resolve(model.spec.defaults)

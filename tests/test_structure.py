@@ -151,7 +151,7 @@ def test_nothing_outside_its_folder_names_a_family():
     """Neither its modules, nor its classes, nor its models: all is found by what families register."""
     files = {file: file.read_text() for package in PACKAGES for file in FOLDERS[package].rglob("*.py")}
     for family in FAMILIES.values():
-        named = re.compile("|".join(map(re.escape, (family.transformer, family.example, *family.presets))))
+        named = re.compile("|".join(map(re.escape, (family.transformer, family.example, *family.published))))
         for file, text in files.items():
             if (ROOT / "wan_tpu" / "families" / family.name) in file.parents:
                 continue

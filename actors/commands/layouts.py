@@ -9,7 +9,7 @@ from cluster.errors import LayoutError
 from cluster.layout import Layout, Pool, list_shipped
 from wan_tpu.commands.parser import Parser
 from wan_tpu.commands.tables import as_table
-from wan_tpu.families import preset_spec, published
+from wan_tpu.families import published, published_spec
 
 
 def layouts(argv: Sequence[str]) -> None:
@@ -20,7 +20,7 @@ def layouts(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--json", action="store_true", help="for programs: a list of JSON objects")
     args = parser.parse_args(argv)
-    stages = None if args.model is None else preset_spec(args.model).stages
+    stages = None if args.model is None else published_spec(args.model).stages
     listed = [
         _describe(layout) for layout in map(Layout.load, list_shipped()) if stages is None or _can_host(layout, stages)
     ]

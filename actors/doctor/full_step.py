@@ -20,7 +20,7 @@ from cluster.slice_spec import name_slice
 from wan_tpu.aot.programs import STEP, AbstractRuntime, stage_programs
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import DoesNotFit
-from wan_tpu.families.model import open_model, preset_model
+from wan_tpu.families.model import open_model, published_model
 from wan_tpu.plan import DECODER
 from wan_tpu.runtime.mesh import make_mesh
 from wan_tpu.runtime.program import Program
@@ -38,7 +38,7 @@ def check_step(machine: Machine) -> Iterator[Finding]:
     is_full = machine.chip is not None
     name_of_model = find_model_of_two_experts()
     if is_full:
-        model = preset_model(name_of_model)
+        model = published_model(name_of_model)
     else:
         model = open_model(Checkpoint(make_checkpoint(machine.folder / "step", name_of_model)))
     request = request_of(model.spec, SIZE if is_full else SMALL_SIZE)

@@ -16,7 +16,7 @@ from actors.doctor.finding import Finding, Machine
 from actors.planning.calibration import FIGURES, Calibration
 from actors.planning.described import described
 from cluster.slice_spec import SliceSpec
-from wan_tpu.families import preset_spec, published
+from wan_tpu.families import published, published_spec
 from wan_tpu.plan import DECODER
 from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.spec import ModelSpec
@@ -77,7 +77,7 @@ def predict(
 
 def find_model_of_two_experts() -> str:
     """Return the name of the published model that most of this is about: it makes videos of texts, with two experts."""
-    specs = ((name, preset_spec(name)) for name in published())
+    specs = ((name, published_spec(name)) for name in published())
     return next(name for name, spec in specs if "t2v" in spec.tasks and spec.boundary_ratio is not None)
 
 
@@ -123,7 +123,7 @@ def _predict(
     """Make the plans: the child's side of `predict`."""
     from wan_tpu.pricing.plan import Planner
 
-    spec = preset_spec(model)
+    spec = published_spec(model)
     request, stages = request_of(spec, size), [spec.denoise_stages[0], DECODER]
     every = Calibration(**calibration)
     variants = {PUBLISHED: every.only(""), **{name: every.only(name) for name in every.figures}, MEASURED: every}

@@ -20,7 +20,7 @@ from cluster.slice_spec import SliceSpec
 from wan_tpu.commands.parser import Parser, add_mesh, add_precision
 from wan_tpu.commands.sizes import read_size
 from wan_tpu.errors import InvalidInput, OutputError
-from wan_tpu.families import preset_spec, published
+from wan_tpu.families import published, published_spec
 from wan_tpu.media.video import check_folder, check_output
 from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.runtime import memory
@@ -110,7 +110,7 @@ def _read_request(args: argparse.Namespace) -> ResolvedRequest:
         preset=args.preset,
         cache=args.cache,
     )
-    spec = preset_spec(args.model)
+    spec = published_spec(args.model)
     return spec.plan(request, image="t2v" not in spec.tasks, last=spec.last_images == "required").request
 
 
@@ -119,7 +119,7 @@ def _read_request(args: argparse.Namespace) -> ResolvedRequest:
 
 def _print_costs(args: argparse.Namespace) -> None:
     """Print what a layout makes and costs, or the layouts that meet a demand."""
-    spec, request = preset_spec(args.model), _read_request(args)
+    spec, request = published_spec(args.model), _read_request(args)
     terms = Terms(Prices.load(args.prices), args.capacity, args.region, args.busy, args.cold_start_s, args.starts_a_day)
     layout = None if args.layout is None else Layout.load(args.layout)
     if layout is not None:
@@ -165,7 +165,7 @@ def _measure_stages(args: argparse.Namespace, layout: Layout | None) -> tuple[St
     """
     from wan_tpu.pricing.plan import add_memory
 
-    spec, request = preset_spec(args.model), _read_request(args)
+    spec, request = published_spec(args.model), _read_request(args)
     needs: dict[str, dict[str, Needs]] = {}
     wanted: list[tuple[SliceSpec, Sequence[int | None], Sequence[str]]]
     if layout is None:

@@ -10,7 +10,7 @@ import numpy as np
 import safetensors.torch
 
 from wan_tpu import GenerationRequest, load_pipeline
-from wan_tpu.families.wan.presets import VAE_21
+from wan_tpu.families.wan.published import VAE_21
 from wan_tpu.pipeline import Pipeline
 
 from . import intervals, sizes

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from wan_tpu.families.wan.presets import TRANSFORMER_14B_I2V_22, UMT5_XXL, VAE_21
+from wan_tpu.families.wan.published import TRANSFORMER_14B_I2V_22, UMT5_XXL, VAE_21
 
 Z = 16  # latent channels, as Wan's
 TEXT_TOKENS = 512  # a constant of the pipelines

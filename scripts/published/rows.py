@@ -62,7 +62,7 @@ def wan_step(attention: Attention) -> Callable[[Pricing], Times]:
     def predict(pricing: Pricing) -> Times:
         from diffusers import WanTransformer3DModel
 
-        from wan_tpu.families.wan.presets import TRANSFORMER_14B
+        from wan_tpu.families.wan.published import TRANSFORMER_14B
 
         mesh = pricing.mesh(dp=2, tp=4)
         inputs = {
@@ -86,7 +86,7 @@ def cogvideox_step(height: int, width: int, frames: int, attention: Attention) -
     def predict(pricing: Pricing) -> Times:
         from diffusers import CogVideoXTransformer3DModel
 
-        from wan_tpu.families.cogvideox.presets import TRANSFORMER_15
+        from wan_tpu.families.cogvideox.published import TRANSFORMER_15
 
         mesh = pricing.mesh(dp=2, tp=4)
         latent_frames = (frames - 1) // 4 + 1
@@ -115,9 +115,9 @@ def hunyuan_step(attention: Attention) -> Callable[[Pricing], Times]:
     def predict(pricing: Pricing) -> Times:
         from diffusers import HunyuanVideo15Transformer3DModel
 
-        from wan_tpu.families.hunyuan15.presets import GLYPH_TOKENS, PRESETS, TEXT_TOKENS
+        from wan_tpu.families.hunyuan15.published import GLYPH_TOKENS, PUBLISHED, TEXT_TOKENS
 
-        config = PRESETS["hunyuanvideo1.5-720p-t2v"].transformer
+        config = PUBLISHED["hunyuanvideo1.5-720p-t2v"].transformer
         mesh = pricing.mesh(dp=1, tp=8)
         texts = TEXT_TOKENS + GLYPH_TOKENS
         inputs = {

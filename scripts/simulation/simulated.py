@@ -21,7 +21,7 @@ from actors.slices.payloads import BFLOAT16, Payload, TextEmbedding, Value, mp4,
 from cluster.gang.protocol import Output, report
 from wan_tpu.data import DenoiseState, ImageCondition
 from wan_tpu.errors import InvalidInput, InvalidRequest
-from wan_tpu.families.wan.presets import PRESETS
+from wan_tpu.families.wan.published import PUBLISHED
 from wan_tpu.families.wan.spec import WanSpec
 from wan_tpu.plan import DECODER, ENCODER, RequestPlan
 from wan_tpu.request import GenerationRequest, ResolvedRequest
@@ -38,7 +38,7 @@ class SimulatedSpec(WanSpec):
         return "i2v", "t2v"
 
 
-MODEL = SimulatedSpec(PRESETS["wan2.2-i2v-a14b"])
+MODEL = SimulatedSpec(PUBLISHED["wan2.2-i2v-a14b"])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from wan_tpu.families.wan.presets import PRESETS
+from wan_tpu.families.wan.published import PUBLISHED
 from wan_tpu.families.wan.spec import WanSpec
 from wan_tpu.request import Defaults
 
@@ -18,7 +18,7 @@ class SmallSpec(WanSpec):
     defaults = DEFAULTS
 
 
-SPEC = SmallSpec(PRESETS["wan2.2-t2v-a14b"])
+SPEC = SmallSpec(PUBLISHED["wan2.2-t2v-a14b"])
 
 
 class SoundSpec(SmallSpec):
@@ -30,4 +30,4 @@ class SoundSpec(SmallSpec):
     defaults = dataclasses.replace(DEFAULTS, frames=22, generate_audio=True)
 
 
-SOUND_SPEC = SoundSpec(PRESETS["wan2.2-t2v-a14b"])
+SOUND_SPEC = SoundSpec(PUBLISHED["wan2.2-t2v-a14b"])

@@ -18,7 +18,7 @@ from cluster.layout import Layout, list_shipped
 from tests.conftest import ROOT
 from wan_tpu.commands.licences import show_licence
 from wan_tpu.commands.parser import all_actions, parser_of
-from wan_tpu.families import FAMILIES, preset_spec, published
+from wan_tpu.families import FAMILIES, published, published_spec
 from wan_tpu.families.ltx2.small import make_checkpoint
 
 SMALL = ROOT / "examples" / "small-wan2.2-i2v"
@@ -202,9 +202,8 @@ def test_models_and_layouts_are_listed(capsys):
     [wan] = [model for model in listed if model["model"] == "wan2.2-i2v-a14b"]
     shown = {"makes": "image to video", "size": "1280x720", "frames": 81, "seconds": 5.1, "steps": 40}
     assert wan.items() >= shown.items() and "lightning" in wan["presets"]
-    assert {model["model"] for model in listed if model["licence"]} == set(
-        FAMILIES["LTX2VideoTransformer3DModel"].presets
-    )
+    licensed = [name for family in FAMILIES.values() if family.licence for name in family.published]
+    assert [model["model"] for model in listed if model["licence"]] == licensed
     assert main(["layouts", "--json"]) == 0
     listed = {layout["layout"]: layout for layout in json.loads(capsys.readouterr().out)}
     assert list(listed) == list_shipped()
@@ -221,7 +220,7 @@ def test_models_and_layouts_are_listed(capsys):
 
 def test_a_licence_is_said_once_and_where_models_are_listed(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("WAN_TPU_CACHE", str(tmp_path))
-    show_licence(preset_spec("wan2.2-i2v-a14b"))
+    show_licence(published_spec("wan2.2-i2v-a14b"))
     assert capsys.readouterr().err == ""
     said = "LTX-2 is under the LTX-2 Community License of 2026-01-05 (github.com/Lightricks/LTX-2)"
     layout = Layout.load("emulated-demo")

@@ -16,7 +16,7 @@ from tests.actors.engines import Engine
 from tests.actors.small_spec import SPEC
 from tests.conftest import PHOTO
 from wan_tpu import GenerationRequest, InvalidInput
-from wan_tpu.families import FAMILIES, preset_spec
+from wan_tpu.families import FAMILIES, published_spec
 from wan_tpu.identity import identify
 from wan_tpu.storage.local import LocalStorage
 
@@ -69,10 +69,10 @@ def test_a_setting_that_the_model_refuses_is_refused_on_every_line(tmp_path):
     assert "steps is True" in manifest.bad[-1].reason  # It equals 1 in Python.
 
 
-@pytest.mark.parametrize("name", [name for family in FAMILIES.values() for name in family.presets])
+@pytest.mark.parametrize("name", [name for family in FAMILIES.values() for name in family.published])
 def test_no_plan_depends_on_texts_or_seed(name):
     """What `read_manifest` relies on: a plan of other texts differs in its texts alone."""
-    spec = preset_spec(name)
+    spec = published_spec(name)
     images = {"image": "i2v" in spec.tasks, "last": spec.last_images == "required", "picture": (480, 832)}
     size = {"height": spec.defaults.height, "width": spec.defaults.width}
     plans = [
@@ -233,7 +233,7 @@ def test_what_one_side_does_not_know_is_no_change(tmp_path, monkeypatch):
 
 def test_a_video_that_was_replaced_is_a_change(tmp_path):
     """Its checksum counts, not its name; and one that is replaced while others are made isn't taken."""
-    planner = preset_spec("wan2.1-t2v-1.3b").plan
+    planner = published_spec("wan2.1-t2v-1.3b").plan
     film = tmp_path / "film.mp4"
     film.write_bytes(b"first")
     path = write_manifest(tmp_path, [{"id": "cat", "video": "film.mp4", "height": 480, "width": 832}])

@@ -11,7 +11,7 @@ from actors.batch.manifest import read_manifest
 from tests.actors.small_spec import SPEC
 from tests.conftest import PHOTO
 from wan_tpu import GenerationRequest, InvalidInput
-from wan_tpu.families import preset_spec
+from wan_tpu.families import published_spec
 from wan_tpu.storage.base import StorageError
 from wan_tpu.storage.opening import open_storage
 
@@ -138,7 +138,7 @@ def test_lines_that_are_no_text(tmp_path):
 
 
 def test_the_model_has_its_say(tmp_path):
-    planner = preset_spec("wan2.2-i2v-a14b").plan
+    planner = published_spec("wan2.2-i2v-a14b").plan
     lines = [{"id": "no-image"}, {"id": "cat", "image": str(PHOTO), "height": 32, "width": 48, "frames": 5}]
     read = read_manifest(manifest(tmp_path, *lines), planner)
     assert [entry.id for entry in read.entries] == ["cat"]

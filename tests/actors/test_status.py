@@ -9,10 +9,10 @@ from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from cluster.inventory import HostFound, SliceFound
 from cluster.layout import Layout
 from cluster.slice_spec import SliceSpec
-from wan_tpu.families import preset_spec
+from wan_tpu.families import published_spec
 
 LAYOUT = Layout.parse("pools: {all: {stages: [encoder, denoise, decoder], slice: v6e-8, replicas: 2}}", "mine")
-SPEC = PipelineSpec(LAYOUT, PipelineSettings("model", "snapshots"), preset_spec("wan2.1-t2v-1.3b"), lasting=True)
+SPEC = PipelineSpec(LAYOUT, PipelineSettings("model", "snapshots"), published_spec("wan2.1-t2v-1.3b"), lasting=True)
 
 
 def status_with(*software):

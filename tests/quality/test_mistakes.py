@@ -8,7 +8,7 @@ import torch
 
 from scripts.demo_model import sizes
 from scripts.demo_model.mistakes import MISTAKES
-from wan_tpu.families.wan.presets import VAE_21
+from wan_tpu.families.wan.published import VAE_21
 
 MASK = slice(sizes.Z, sizes.Z + 4)
 

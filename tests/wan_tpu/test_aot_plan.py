@@ -9,8 +9,8 @@ import pytest
 from wan_tpu import GenerationRequest
 from wan_tpu.aot.programs import ENLARGE, FIRST_STEP, STEP, AbstractRuntime, stage_programs
 from wan_tpu.aot.topology import DescribedSlice, Hardware
-from wan_tpu.families import preset_spec
-from wan_tpu.families.model import preset_model
+from wan_tpu.families import published_spec
+from wan_tpu.families.model import published_model
 from wan_tpu.plan import Expert
 from wan_tpu.pricing.compiling import Compiled, Job, compile_job
 from wan_tpu.pricing.cost import CATEGORIES, Times
@@ -49,7 +49,7 @@ def prediction(attention: float) -> Prediction:
 
 @pytest.fixture
 def plan() -> Plan:
-    request = GenerationRequest(height=480, width=832, frames=81, steps=50).resolve(preset_spec(MODEL).defaults)
+    request = GenerationRequest(height=480, width=832, frames=81, steps=50).resolve(published_spec(MODEL).defaults)
     compiled = Compiled(30.0, 55.0, 2 * GIB, GIB // 2, code_bytes=GIB // 2)
     step = ProgramPlan(STEP, 50, compiled, prediction(1.0), prediction(1.5))
     refused = Compiled(60.0, 60.0, GIB, 40 * GIB, 10 * GIB, refused="needs 41.0 GiB a device of 31.2")
@@ -139,7 +139,7 @@ def test_what_a_crash_left_half_written_is_compiled_again(tmp_path):
 def test_other_steps_and_guidance_compile_the_experts_programs_again_and_no_others(tmp_path):
     def digest(program: str, **fields: float) -> str:
         asked = GenerationRequest(height=480, width=832, frames=81, **fields)
-        request = asked.resolve(preset_spec(MODEL).defaults)
+        request = asked.resolve(published_spec(MODEL).defaults)
         planner = Planner(MODEL, request, SLICE, dtype="bfloat16", cache=tmp_path, report=print)
         return planner.job(program, MeshShape(2, 1, 2)).digest
 
@@ -191,7 +191,7 @@ def test_two_stages_share_a_transformer_and_each_takes_its_own_programs_seconds(
 
 
 def test_a_pool_of_the_first_of_two_stages_runs_the_smaller_step():
-    model = preset_model("ltx-2.3-distilled")
+    model = published_model("ltx-2.3-distilled")
     request = GenerationRequest(height=64, width=128, frames=9).resolve(model.spec.defaults)
     runtime = AbstractRuntime(model, make_mesh((1, 1, 1), heads=model.spec.heads), "bfloat16")
     pools = [set(stage_programs(runtime, request, [stage])) for stage in ("denoise", "refine")]
@@ -199,7 +199,7 @@ def test_a_pool_of_the_first_of_two_stages_runs_the_smaller_step():
 
 
 def test_a_cached_step_is_compiled_for_the_schedule_of_its_curve(tmp_path):
-    spec = preset_spec("wan2.2-i2v-a14b")
+    spec = published_spec("wan2.2-i2v-a14b")
     request = spec.plan(GenerationRequest(preset="original", cache="magcache"), image=True).request
     planner = Planner(spec.name, request, SLICE, dtype="bfloat16", cache=tmp_path, report=print)
     settings = planner.job(STEP, MeshShape(2, 1, 2)).settings

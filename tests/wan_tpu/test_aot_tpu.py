@@ -23,7 +23,7 @@ from wan_tpu.aot import key
 from wan_tpu.aot.executables import SUFFIX, Executables
 from wan_tpu.aot.programs import AbstractRuntime, stage_programs
 from wan_tpu.errors import DoesNotFit, InvalidInput
-from wan_tpu.families.model import preset_model
+from wan_tpu.families.model import published_model
 from wan_tpu.pricing.analyse import analyse
 from wan_tpu.pricing.compiling import describe_refusal
 from wan_tpu.pricing.ici import interconnect_of
@@ -204,7 +204,7 @@ def test_what_does_not_fit_is_refused_and_by_how_much():
 )
 def test_a_step_in_8_bits_is_kernels_on_half_the_weights(kind, precision):
     """Of the 1.3B model, with so many tokens that attention takes its keys in several chunks."""
-    model = preset_model("wan2.1-t2v-1.3b")
+    model = published_model("wan2.1-t2v-1.3b")
     mesh = make_mesh(None, heads=model.spec.heads, devices=described(SliceSpec(kind)).devices())
     request = GenerationRequest(height=256, width=256, frames=17).resolve(model.spec.defaults)
     program, arguments, _ = stage_programs(AbstractRuntime(model, mesh, precision), request)["denoise step"]
@@ -228,7 +228,7 @@ def test_a_step_in_8_bits_is_kernels_on_half_the_weights(kind, precision):
     ],
 )
 def test_a_chip_refuses_8_bits_that_it_does_not_multiply(kind, precision, able):
-    model = preset_model("wan2.1-t2v-1.3b")
+    model = published_model("wan2.1-t2v-1.3b")
     mesh = make_mesh(None, heads=model.spec.heads, devices=described(SliceSpec(kind)).devices())
     with pytest.raises(InvalidInput, match=f"^TPU.* doesn't compute in {precision}; choose one of {able}$"):
         AbstractRuntime(model, mesh, precision).component("denoise")

@@ -14,7 +14,7 @@ from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.commands import staged
 from wan_tpu.commands.generate import generate
 from wan_tpu.data import DenoiseState, dump_value, parse_value
-from wan_tpu.families.cogvideox.presets import PRESETS
+from wan_tpu.families.cogvideox.published import PUBLISHED
 from wan_tpu.families.model import open_model
 from wan_tpu.media.image import load_image
 from wan_tpu.request import GenerationRequest
@@ -26,7 +26,7 @@ SCHEDULERS = {"ddim": diffusers.CogVideoXDDIMScheduler, "dpm": diffusers.CogVide
 NAMED = [("cogvideox1.5-5b-i2v", "dpm"), ("cogvideox-2b", "ddim")]
 OTHERS = [("cogvideox1.5-5b", "ddim"), ("cogvideox-2b", "dpm"), ("cogvideox-5b", "ddim")]
 TABLE = ("cogvideox-5b-i2v", "dpm")  # Of positions, trained, beside those that turn queries and keys.
-assert {kind for kind, _ in [*NAMED, *OTHERS, TABLE]} == set(PRESETS)
+assert {kind for kind, _ in [*NAMED, *OTHERS, TABLE]} == set(PUBLISHED)
 
 
 def asked(kind, solver):

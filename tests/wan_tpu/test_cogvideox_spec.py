@@ -8,7 +8,7 @@ import torch
 from tests.conftest import PHOTO
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError, InvalidRequest
-from wan_tpu.families.cogvideox.presets import PRESETS
+from wan_tpu.families.cogvideox.published import PUBLISHED
 from wan_tpu.families.cogvideox.small import make_checkpoint
 from wan_tpu.families.cogvideox.spec import CogVideoXSpec
 from wan_tpu.media.image import load_image
@@ -17,7 +17,7 @@ from wan_tpu.request import GenerationRequest
 SIZE = {"height": 64, "width": 96, "frames": 9, "steps": 3}
 
 
-@pytest.fixture(scope="module", params=PRESETS)
+@pytest.fixture(scope="module", params=PUBLISHED)
 def kind(request):
     return request.param
 
@@ -62,7 +62,7 @@ def test_latents_timesteps_and_guidance_are_those_of_diffusers(solver, spec, the
 
 
 def test_a_checkpoint_is_read_as_the_model_that_it_was_made_of(kind, spec):
-    published = CogVideoXSpec(PRESETS[kind])
+    published = CogVideoXSpec(PUBLISHED[kind])
     assert (published.name, published.tasks) == (kind, ("i2v",) if kind.endswith("i2v") else ("t2v",))
     assert spec.config.noise == published.config.noise
     assert (spec.solvers, spec.stages) == (("ddim", "dpm"), ("encoder", "denoise", "decoder"))
@@ -74,7 +74,7 @@ def test_a_checkpoint_is_read_as_the_model_that_it_was_made_of(kind, spec):
     [("cogvideox1.5-5b", 44_880, 1), ("cogvideox-5b", 17_550, 0), ("cogvideox1.5-5b-i2v", 44_880, 1)],
 )
 def test_full_size(kind, tokens, padding):
-    spec = CogVideoXSpec(PRESETS[kind])
+    spec = CogVideoXSpec(PUBLISHED[kind])
     request = spec.plan(GenerationRequest(), image=kind.endswith("i2v")).request
     assert spec.tokens(spec.latent_shape(request)) == 226 + tokens
     assert spec.padding(request) == padding
@@ -94,7 +94,7 @@ def test_full_size(kind, tokens, padding):
 )
 def test_what_a_model_does_not_make_is_refused_with_what_it_does(kind, asked, message):
     with pytest.raises(InvalidRequest, match=message):
-        CogVideoXSpec(PRESETS[kind]).plan(GenerationRequest(**asked), image=kind.endswith("i2v"))
+        CogVideoXSpec(PUBLISHED[kind]).plan(GenerationRequest(**asked), image=kind.endswith("i2v"))
 
 
 def test_a_scheduler_that_predicts_noise_is_refused(tmp_path):

@@ -9,7 +9,7 @@ from diffusers.pipelines.cogvideo import pipeline_cogvideox
 from tests.children import run_on_devices
 from tests.wan_tpu.cogvideox_worker import TIMESTEP, predict
 from wan_tpu.families.cogvideox.positions import _fit_grid
-from wan_tpu.families.cogvideox.presets import PRESETS
+from wan_tpu.families.cogvideox.published import PUBLISHED
 from wan_tpu.families.cogvideox.small import make_checkpoint
 from wan_tpu.runtime.mesh import make_mesh
 
@@ -34,11 +34,11 @@ def theirs(folder, latents, text):
     return output.sample.transpose(1, 2).numpy()
 
 
-@pytest.mark.parametrize("kind", PRESETS)
+@pytest.mark.parametrize("kind", PUBLISHED)
 @pytest.mark.parametrize("size", [(HEIGHT, WIDTH), (4, 12)], ids=["as trained", "wider"])
 def test_transformer_predicts_what_diffusers_predicts(kind, size, tmp_path):
     folder = make_checkpoint(tmp_path / "checkpoint", kind)
-    config = PRESETS[kind].transformer
+    config = PUBLISHED[kind].transformer
     if config["use_learned_positional_embeddings"] and size != (HEIGHT, WIDTH):
         pytest.skip("it makes one size alone")
     frames = FRAMES if config["patch_size_t"] else 3
@@ -56,7 +56,7 @@ def test_eight_devices_predict_what_one_does(tmp_path):
     kind = "cogvideox1.5-5b-i2v"
     folder = make_checkpoint(tmp_path / "checkpoint", kind)
     rng = np.random.default_rng(0)
-    latents = rng.standard_normal((1, PRESETS[kind].transformer["in_channels"], 4, HEIGHT, WIDTH)).astype(np.float32)
+    latents = rng.standard_normal((1, PUBLISHED[kind].transformer["in_channels"], 4, HEIGHT, WIDTH)).astype(np.float32)
     text = rng.standard_normal((2, 226, 32)).astype(np.float32)
     np.savez(tmp_path / "inputs.npz", latents=latents, text=text)
     files = tmp_path / "inputs.npz", tmp_path / "predictions.npz"

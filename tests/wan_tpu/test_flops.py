@@ -8,15 +8,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from wan_tpu import GenerationRequest, load_pipeline
-from wan_tpu.families import preset_spec
-from wan_tpu.families.model import preset_model
+from wan_tpu.families import published_spec
+from wan_tpu.families.model import published_model
 from wan_tpu.families.shared import flop_count as flops
 from wan_tpu.families.wan.model import WanModel
 
 
 def test_a_step_of_the_14b_model():
     """Projections, attention and feed-forward of 40 blocks, by hand; embeddings and the output add under 1 %."""
-    model = WanModel(preset_spec("wan2.2-i2v-a14b"))
+    model = WanModel(published_spec("wan2.2-i2v-a14b"))
     request = GenerationRequest(image=Image.new("RGB", (8, 8))).resolve(model.spec.defaults)
     shape = model.spec.latent_shape(request)
     tokens, width, hidden, text = model.spec.tokens(shape), 5120, 13824, 512
@@ -73,7 +73,7 @@ def test_quotes_and_an_image_are_work_for_hunyuan_s_encoders(checkpoint):
 @pytest.mark.soak
 def test_work_of_ltx2_s_published_model():
     """Attention and linear layers of a step by hand; Gemma and the connectors by the size of their weights."""
-    model = preset_model("ltx-2.3-distilled")
+    model = published_model("ltx-2.3-distilled")
     request = GenerationRequest(height=704, width=1280).resolve(model.spec.defaults)
     shape = model.spec.latent_shape(request)
     tokens, sound, text, wide, narrow = model.spec.tokens(shape), 126, 1024, 4096, 2048

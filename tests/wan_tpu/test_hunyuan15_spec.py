@@ -11,14 +11,14 @@ from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15I
 from tests.conftest import PHOTO
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError, InvalidRequest
-from wan_tpu.families.hunyuan15.presets import PRESETS
+from wan_tpu.families.hunyuan15.published import PUBLISHED
 from wan_tpu.families.hunyuan15.sizes import default_size
 from wan_tpu.families.hunyuan15.small import make_checkpoint
 from wan_tpu.families.hunyuan15.spec import HunyuanSpec
 from wan_tpu.media.image import load_image
 from wan_tpu.request import GenerationRequest
 
-KINDS = list(PRESETS)
+KINDS = list(PUBLISHED)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -70,13 +70,13 @@ def test_a_size_of_the_image_s_shape_is_that_of_diffusers(image, target):
 
 
 def test_another_length_is_another_program_of_the_decoder():
-    spec = HunyuanSpec(PRESETS["hunyuanvideo1.5-480p-t2v"])
+    spec = HunyuanSpec(PUBLISHED["hunyuanvideo1.5-480p-t2v"])
     names = {spec.plan(GenerationRequest(frames=frames)).shapes["decoder"] for frames in (61, 121)}
     assert names == {"decoder 480x848x61", "decoder 480x848x121"}
 
 
 def test_a_size_that_is_asked_for_is_kept():
-    spec, image = HunyuanSpec(PRESETS["hunyuanvideo1.5-480p-i2v"]), load_image(PHOTO)
+    spec, image = HunyuanSpec(PUBLISHED["hunyuanvideo1.5-480p-i2v"]), load_image(PHOTO)
     asked = spec.plan(GenerationRequest(image=image, height=480, width=848)).request
     assert (asked.height, asked.width) == (480, 848)
 
@@ -91,7 +91,7 @@ def test_a_size_that_is_asked_for_is_kept():
     ],
 )
 def test_of_one_side_the_other_has_the_image_s_shape(picture, asked, size):
-    spec = HunyuanSpec(PRESETS["hunyuanvideo1.5-480p-i2v"])
+    spec = HunyuanSpec(PUBLISHED["hunyuanvideo1.5-480p-i2v"])
     planned = spec.plan(GenerationRequest(**asked), image=True, picture=picture).request
     assert (planned.height, planned.width) == size
 
@@ -100,13 +100,13 @@ def test_of_one_side_the_other_has_the_image_s_shape(picture, asked, size):
 def test_branches_of_a_scale_are_those_of_diffusers_guider(scale, branches):
     guider = diffusers.ClassifierFreeGuidance(guidance_scale=scale)
     guider.set_state(step=0, num_inference_steps=50, timestep=torch.tensor(1000))
-    spec = HunyuanSpec(PRESETS["hunyuanvideo1.5-480p-t2v"])
+    spec = HunyuanSpec(PUBLISHED["hunyuanvideo1.5-480p-t2v"])
     expert, *_ = spec.plan(GenerationRequest(guidance_scale=scale)).experts
     assert guider.num_conditions == branches == (2 if expert.guided else 1)
 
 
 def test_a_checkpoint_is_read_as_the_model_that_it_was_made_of(kind, folder):
-    published, spec = HunyuanSpec(PRESETS[kind]), HunyuanSpec.open(Checkpoint(folder))
+    published, spec = HunyuanSpec(PUBLISHED[kind]), HunyuanSpec.open(Checkpoint(folder))
     assert (published.name, published.tasks) == (kind, ("t2v",) if "t2v" in kind else ("i2v",))
     assert (spec.name, spec.tasks) == ("a custom HunyuanVideo-1.5", published.tasks)
     for name in ("shift", "guidance_scale", "steps", "frames", "solver"):
@@ -118,7 +118,7 @@ def test_a_checkpoint_is_read_as_the_model_that_it_was_made_of(kind, folder):
     ("kind", "tokens"), [("hunyuanvideo1.5-720p-t2v", 111_600), ("hunyuanvideo1.5-480p-i2v", 49_290)]
 )
 def test_full_size(kind, tokens):
-    spec = HunyuanSpec(PRESETS[kind])
+    spec = HunyuanSpec(PUBLISHED[kind])
     request = spec.plan(GenerationRequest(), image=kind.endswith("i2v")).request
     beside = 1985 if kind.endswith("i2v") else 1256
     assert spec.tokens(spec.latent_shape(request)) == tokens + beside
@@ -134,7 +134,7 @@ def test_full_size(kind, tokens):
 )
 def test_what_a_model_does_not_make_is_refused_with_what_it_does(asked, message):
     with pytest.raises(InvalidRequest, match=message):
-        HunyuanSpec(PRESETS["hunyuanvideo1.5-480p-t2v"]).plan(GenerationRequest(**asked))
+        HunyuanSpec(PUBLISHED["hunyuanvideo1.5-480p-t2v"]).plan(GenerationRequest(**asked))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from tests.children import run_on_devices
 from tests.wan_tpu import hunyuan15_worker
 from wan_tpu.families.hunyuan15.context import Encodings, embed_time, make_context
-from wan_tpu.families.hunyuan15.presets import PRESETS
+from wan_tpu.families.hunyuan15.published import PUBLISHED
 from wan_tpu.families.hunyuan15.small import _TRANSFORMER, make_checkpoint
 from wan_tpu.runtime.bridge import call, to_torch
 from wan_tpu.runtime.mesh import make_mesh
@@ -28,7 +28,7 @@ def drawn(*shape):
 @pytest.fixture(scope="module", params=[False, True], ids=["", "meanflow"])
 def theirs(request):
     torch.manual_seed(0)
-    settings = PRESETS["hunyuanvideo1.5-480p-i2v"].transformer | _TRANSFORMER | {"use_meanflow": request.param}
+    settings = PUBLISHED["hunyuanvideo1.5-480p-i2v"].transformer | _TRANSFORMER | {"use_meanflow": request.param}
     return diffusers.HunyuanVideo15Transformer3DModel.from_config(settings).eval().requires_grad_(False)
 
 

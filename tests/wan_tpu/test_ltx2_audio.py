@@ -17,7 +17,7 @@ from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.data import DenoiseState
 from wan_tpu.families.ltx2 import audio
 from wan_tpu.families.ltx2.config import read_config
-from wan_tpu.families.ltx2.presets import PRESETS
+from wan_tpu.families.ltx2.published import PUBLISHED
 from wan_tpu.families.ltx2.small import make_checkpoint
 from wan_tpu.families.shared.vocoder import Weights, Window, activate_antialiased
 from wan_tpu.runtime.components import abstract_component, load_component
@@ -187,7 +187,7 @@ def test_published_sound_lasts_as_long_as_its_latents():
     """126 latents, of 121 frames a second at 24: 501 mel frames of 480 samples at 48 kHz, or 240 at 24 kHz."""
     for kind, per_frame in (("ltx-2", 240), ("ltx-2.3", 480)):
         mesh = make_mesh((1, 1, 1), heads=4)
-        loaded = abstract_component(audio.vocoder(PRESETS[kind]), "float32", mesh)
+        loaded = abstract_component(audio.vocoder(PUBLISHED[kind]), "float32", mesh)
         mel = jax.ShapeDtypeStruct((1, 2, 501, 64), jnp.float32)
         samples = jax.eval_shape(functools.partial(audio.vocode, loaded.module), loaded.params, mel)
         assert samples.shape == (2, 501 * per_frame)
@@ -195,8 +195,8 @@ def test_published_sound_lasts_as_long_as_its_latents():
 
 def test_operations_are_counted():
     """Within a hundredth of the sum that diffusers' modules have: 0.31 and 1.13 TFLOP for five seconds."""
-    assert audio.count_flops(PRESETS["ltx-2.3"], 126) == pytest.approx(1.437e12, rel=0.01)
-    assert audio.count_flops(PRESETS["ltx-2"], 126) == pytest.approx(1.004e12, rel=0.01)
+    assert audio.count_flops(PUBLISHED["ltx-2.3"], 126) == pytest.approx(1.437e12, rel=0.01)
+    assert audio.count_flops(PUBLISHED["ltx-2"], 126) == pytest.approx(1.004e12, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +215,6 @@ def test_operations_are_counted():
     ],
 )
 def test_vocoder_that_would_be_computed_otherwise_is_refused(kind, changed, message):
-    config = dataclasses.replace(PRESETS[kind], vocoder=PRESETS[kind].vocoder | changed)
+    config = dataclasses.replace(PUBLISHED[kind], vocoder=PUBLISHED[kind].vocoder | changed)
     with pytest.raises(CheckpointError, match=message):
         audio.vocoder(config)

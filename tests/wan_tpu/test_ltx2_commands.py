@@ -13,7 +13,7 @@ from wan_tpu import DenoiseState, InvalidRequest, cli
 from wan_tpu.commands import staged
 from wan_tpu.commands.generate import generate
 from wan_tpu.data import load_value
-from wan_tpu.families import preset_spec
+from wan_tpu.families import published_spec
 from wan_tpu.request import GenerationRequest
 
 KIND = "ltx-2.3-distilled"
@@ -109,18 +109,18 @@ def test_steps_whose_noise_levels_are_all_one_are_refused():
     """A dev model's schedule is shifted by the number of tokens: diffusers divides by zero, and its video is NaN."""
     long = GenerationRequest(height=1088, width=1920, frames=257)
     with pytest.raises(InvalidRequest, match=r"all noise levels of 67320 tokens are 1, .* fewer frames .*, or sigmas"):
-        preset_spec("ltx-2.3").plan(long)
-    assert preset_spec("ltx-2.3-distilled").plan(long).request.steps == 11
-    single = preset_spec("ltx-2.3").plan(GenerationRequest(steps=1)).request
-    assert preset_spec("ltx-2.3").schedule(single).sigmas[0] == 1
+        published_spec("ltx-2.3").plan(long)
+    assert published_spec("ltx-2.3-distilled").plan(long).request.steps == 11
+    single = published_spec("ltx-2.3").plan(GenerationRequest(steps=1)).request
+    assert published_spec("ltx-2.3").schedule(single).sigmas[0] == 1
 
 
 def test_distilled_model_takes_its_own_numbers_of_steps_or_sigmas():
     for kind, steps in (("ltx-2.3-distilled", (8, 11)), ("ltx-2-distilled", (8, 11)), ("ltx-2.3", (1, 8, 11, 30))):
         for count in steps:
-            assert preset_spec(kind).plan(GenerationRequest(steps=count)).request.steps == count
-    own = preset_spec("ltx-2.3-distilled").plan(GenerationRequest(sigmas=(1, 0.9, 0.7, 0.4)))
+            assert published_spec(kind).plan(GenerationRequest(steps=count)).request.steps == count
+    own = published_spec("ltx-2.3-distilled").plan(GenerationRequest(sigmas=(1, 0.9, 0.7, 0.4)))
     assert own.request.steps == 4 and [expert.stage for expert in own.experts] == ["denoise"]
     for steps in (1, 7, 9, 12):
         with pytest.raises(InvalidRequest, match=f"steps is {steps}"):
-            preset_spec("ltx-2.3-distilled").plan(GenerationRequest(steps=steps))
+            published_spec("ltx-2.3-distilled").plan(GenerationRequest(steps=steps))

@@ -12,9 +12,9 @@ from diffusers.pipelines.ltx2 import utils
 from tests.wan_tpu.published_files import LTX_REPOSITORIES, write
 from wan_tpu import CheckpointError
 from wan_tpu.checkpoint import Checkpoint
-from wan_tpu.families.ltx2 import classes, presets
+from wan_tpu.families.ltx2 import classes, published
 from wan_tpu.families.ltx2.config import MODELS, read_config
-from wan_tpu.families.ltx2.presets import PRESETS
+from wan_tpu.families.ltx2.published import PUBLISHED
 from wan_tpu.families.ltx2.small import make_checkpoint
 
 DEV, DISTILLED = "diffusers/LTX-2.3-Diffusers", "diffusers/LTX-2.3-Distilled-Diffusers"
@@ -46,34 +46,34 @@ def read(tmp_path):
 def test_published_files_are_those_of_a_preset(repository, read):
     config = read(repository)
     name, size, steps, scale = OPENED[repository]
-    assert presets.recognise(config) == name
+    assert published.recognise(config) == name
     # Gemma's file leaves out what its class says.
-    same = dataclasses.replace(config, text_encoder=PRESETS[name].text_encoder)
-    assert same == PRESETS[name]
-    assert {key: PRESETS[name].text_encoder[key] for key in config.text_encoder} == config.text_encoder
-    defaults = presets.defaults(config)
+    same = dataclasses.replace(config, text_encoder=PUBLISHED[name].text_encoder)
+    assert same == PUBLISHED[name]
+    assert {key: PUBLISHED[name].text_encoder[key] for key in config.text_encoder} == config.text_encoder
+    defaults = published.defaults(config)
     assert (defaults.height, defaults.width, defaults.frames, defaults.fps) == (*size, 121, 24)
     assert (defaults.steps, defaults.guidance_scale, defaults.guidance_scale_2) == (steps, scale, scale)
     assert (defaults.solver, defaults.generate_audio) == ("euler", True)
 
 
 def test_names_that_wan_tpu_json_may_have_are_the_presets():
-    assert tuple(PRESETS) == MODELS
-    assert {name for name, *_ in OPENED.values()} == set(PRESETS)
+    assert tuple(PUBLISHED) == MODELS
+    assert {name for name, *_ in OPENED.values()} == set(PUBLISHED)
     assert set(OPENED) == set(LTX_REPOSITORIES)
-    assert all(presets.recognise(config) == name for name, config in PRESETS.items())
+    assert all(published.recognise(config) == name for name, config in PUBLISHED.items())
 
 
-@pytest.mark.parametrize("kind", PRESETS)
+@pytest.mark.parametrize("kind", PUBLISHED)
 def test_small_checkpoint_reads_as_its_kind(kind, tmp_path):
     """Files that today's classes write have more keys, none of which matters."""
     config = read_config(Checkpoint(make_checkpoint(tmp_path / "checkpoint", kind)))
-    assert config.distilled == PRESETS[kind].distilled
-    assert (config.upsampler is None) == (PRESETS[kind].upsampler is None)
-    assert config.scheduler == PRESETS[kind].scheduler
-    assert config.vocoder["_class_name"] == PRESETS[kind].vocoder["_class_name"]
-    assert {*config.transformer} == {*PRESETS[kind].transformer}
-    assert presets.recognise(config) == presets.CUSTOM
+    assert config.distilled == PUBLISHED[kind].distilled
+    assert (config.upsampler is None) == (PUBLISHED[kind].upsampler is None)
+    assert config.scheduler == PUBLISHED[kind].scheduler
+    assert config.vocoder["_class_name"] == PUBLISHED[kind].vocoder["_class_name"]
+    assert {*config.transformer} == {*PUBLISHED[kind].transformer}
+    assert published.recognise(config) == published.CUSTOM
 
 
 @pytest.mark.parametrize(
@@ -95,10 +95,10 @@ def test_keys_that_a_file_lacks_have_the_class_s_defaults(kind, ours):
 
 
 def test_sampling_settings_are_those_of_diffusers():
-    assert list(presets.DISTILLED_SIGMAS) == utils.DISTILLED_SIGMA_VALUES
-    assert list(presets.SECOND_STAGE_SIGMAS) == utils.STAGE_2_DISTILLED_SIGMA_VALUES
+    assert list(published.DISTILLED_SIGMAS) == utils.DISTILLED_SIGMA_VALUES
+    assert list(published.SECOND_STAGE_SIGMAS) == utils.STAGE_2_DISTILLED_SIGMA_VALUES
     parameters = inspect.signature(diffusers.LTX2Pipeline.__call__).parameters
-    defaults = presets.defaults(PRESETS["ltx-2.3"])
+    defaults = published.defaults(PUBLISHED["ltx-2.3"])
     for name, value in (
         ("height", defaults.height),
         ("width", defaults.width),
@@ -133,8 +133,8 @@ def test_wan_tpu_json_says_what_is_distilled(read):
 def test_distilled_model_without_an_upsampler_makes_smaller_videos(read):
     config = read(DISTILLED, {"latent_upsampler/config.json": ...})
     assert config.upsampler is None
-    defaults = presets.defaults(config)
-    assert presets.recognise(config) == "ltx-2.3-distilled"
+    defaults = published.defaults(config)
+    assert published.recognise(config) == "ltx-2.3-distilled"
     assert (defaults.height, defaults.width, defaults.steps) == (512, 768, 8)
 
 

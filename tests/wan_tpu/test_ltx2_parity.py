@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from tests.conftest import PHOTO
 from wan_tpu.data import DenoiseState, dump_value, parse_value
 from wan_tpu.errors import InvalidInput, InvalidRequest
-from wan_tpu.families import preset_spec
-from wan_tpu.families.ltx2.presets import DISTILLED_SIGMAS, SECOND_STAGE_SIGMAS
+from wan_tpu.families import published_spec
+from wan_tpu.families.ltx2.published import DISTILLED_SIGMAS, SECOND_STAGE_SIGMAS
 from wan_tpu.families.ltx2.small import make_checkpoint
 from wan_tpu.media.image import load_image
 from wan_tpu.pipeline import load_pipeline
@@ -288,18 +288,18 @@ def test_image_of_one_row_makes_a_video(pipelines):
 
 @pytest.mark.parametrize(("frames", "fps"), [(9, 225.0), (121, 60.0)])
 def test_rates_of_frames_that_sound_can_follow_are_planned(frames, fps):
-    plan = preset_spec("ltx-2.3").plan(GenerationRequest(prompt="A cat", frames=frames, fps=fps))
-    assert preset_spec("ltx-2.3").audio_shape(plan.request)[1] >= 1
+    plan = published_spec("ltx-2.3").plan(GenerationRequest(prompt="A cat", frames=frames, fps=fps))
+    assert published_spec("ltx-2.3").audio_shape(plan.request)[1] >= 1
 
 
 @pytest.mark.parametrize(("frames", "fps", "nearest"), [(1, 60.0, "25"), (121, 0.1, "2.02"), (2001, 24.0, "33.4")])
 def test_videos_whose_sound_is_too_long_or_too_short_are_refused(frames, fps, nearest):
     with pytest.raises(InvalidRequest, match=f"the nearest fps is {nearest}"):
-        preset_spec("ltx-2.3").plan(GenerationRequest(prompt="A cat", frames=frames, fps=fps))
+        published_spec("ltx-2.3").plan(GenerationRequest(prompt="A cat", frames=frames, fps=fps))
 
 
 def test_stages_of_other_sizes_have_programs_of_other_names():
-    spec = preset_spec("ltx-2.3-distilled")
+    spec = published_spec("ltx-2.3-distilled")
     two_stages, single = (spec.plan(GenerationRequest(prompt="A cat", steps=steps)).shapes for steps in (11, 8))
     assert two_stages["denoise"].startswith("denoise 544x960x121")
     assert two_stages["refine"].startswith("refine 1088x1920x121")

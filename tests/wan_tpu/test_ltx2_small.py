@@ -6,13 +6,13 @@ import pytest
 import torch
 from diffusers.pipelines.ltx2 import LTX2LatentUpsamplePipeline, LTX2LatentUpsamplerModel
 
-from wan_tpu.families.ltx2.presets import PRESETS
+from wan_tpu.families.ltx2.published import PUBLISHED
 from wan_tpu.families.ltx2.small import make_checkpoint
 
 SECONDS = 9 / 24
 
 
-@pytest.fixture(scope="module", params=PRESETS)
+@pytest.fixture(scope="module", params=PUBLISHED)
 def checkpoint(request, tmp_path_factory):
     """Returns a kind, its small checkpoint's folder and diffusers' pipeline."""
     folder = make_checkpoint(tmp_path_factory.mktemp("ltx2") / request.param, request.param)
@@ -27,7 +27,7 @@ WITHOUT_STG = {"stg_scale": 0.0, "audio_stg_scale": 0.0}
 
 def generate(kind, pipeline, prompt, **arguments):
     settings = WITHOUT_STG | {"use_cross_timestep": "2.3" in kind}
-    if PRESETS[kind].distilled:
+    if PUBLISHED[kind].distilled:
         settings |= UNGUIDED
     elif "2.3" in kind:
         settings |= {"stg_scale": 1.0, "audio_stg_scale": 1.0, "spatio_temporal_guidance_blocks": [1]}
@@ -85,7 +85,7 @@ def test_sizes_differ_where_published_ones_do(checkpoint):
 
 def test_latents_of_a_distilled_model_double(checkpoint):
     kind, folder, pipeline = checkpoint
-    if not PRESETS[kind].distilled:
+    if not PUBLISHED[kind].distilled:
         assert not (folder / "latent_upsampler").exists()
         return
     upsampler = LTX2LatentUpsamplerModel.from_pretrained(folder, subfolder="latent_upsampler")

@@ -17,7 +17,7 @@ from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.ltx2 import connectors, text
 from wan_tpu.families.ltx2.config import read_config
-from wan_tpu.families.ltx2.presets import PRESETS
+from wan_tpu.families.ltx2.published import PUBLISHED
 from wan_tpu.families.ltx2.small import make_checkpoint
 from wan_tpu.runtime.components import load_component
 from wan_tpu.runtime.mesh import make_mesh
@@ -168,7 +168,7 @@ def test_weights_are_read_under_their_names_in_other_versions_of_transformers(pr
     ],
 )
 def test_configurations_of_other_models_are_refused(part, change, message):
-    config = PRESETS["ltx-2"]
+    config = PUBLISHED["ltx-2"]
     config = dataclasses.replace(config, **{part: getattr(config, part) | change})
     with pytest.raises(CheckpointError, match=message):
         (connectors.connectors if part == "connectors" else text.text_encoder)(config)
@@ -179,7 +179,7 @@ def test_configurations_of_other_models_are_refused(part, change, message):
 )
 def test_operations_are_those_of_the_matrices(kind, projected, streams):
     """Gemma 3 12B has 10.77 G parameters in the matrices of its layers."""
-    config, tokens = PRESETS[kind], text.TEXT_TOKENS
+    config, tokens = PUBLISHED[kind], text.TEXT_TOKENS
     layer = 3840 * (2 * 4096 + 2 * 2048 + 3 * 15360) + 2 * tokens * 4096
     expected = 48 * layer + 49 * 3840 * projected
     for stream, width in zip(("video", "audio"), streams, strict=True):

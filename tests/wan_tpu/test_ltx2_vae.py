@@ -13,7 +13,7 @@ from tests.children import run_on_devices
 from tests.wan_tpu.ltx2_vae_worker import cut, make_decode, make_encode, make_upsample
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.ltx2 import upsampler, vae
-from wan_tpu.families.ltx2.presets import PRESETS
+from wan_tpu.families.ltx2.published import PUBLISHED
 from wan_tpu.families.ltx2.small import make_checkpoint
 from wan_tpu.families.shared import causal_vae
 from wan_tpu.ops.halo import Cut
@@ -145,7 +145,7 @@ def test_several_devices_give_what_diffusers_does(width, mesh, theirs, their_ups
     assert_close(ours["upsampled"], double(their_upsampler, theirs, latents))
 
 
-CONFIG = PRESETS["ltx-2.3-distilled"]
+CONFIG = PUBLISHED["ltx-2.3-distilled"]
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_an_upsampler_that_does_something_else_is_refused(settings, message):
 def test_operations_of_the_published_models():
     """Of 121 frames of 1920x1088. The decoder of 2.3 has more layers than that of 2.0 where there are most pixels."""
     for kind, decoding, encoding in (("ltx-2", 319.9e12, 12.37e12), ("ltx-2.3", 624.4e12, 9.01e12)):
-        config = PRESETS[kind]
+        config = PUBLISHED[kind]
         assert vae.count_decoding(config, (1, 128, 16, 34, 60)) == pytest.approx(decoding, rel=0.001)
         assert vae.count_encoding(config, (1, 3, 1, 1088, 1920)) == pytest.approx(encoding, rel=0.001)
     assert upsampler.count_upsampling(CONFIG, (1, 128, 16, 17, 30)) == pytest.approx(19.4e12, rel=0.01)

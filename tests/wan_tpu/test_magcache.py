@@ -14,7 +14,7 @@ from tests.wan_tpu.test_parity import LATENT_TOLERANCE
 from wan_tpu import GenerationRequest, cli, load_pipeline
 from wan_tpu.commands.calibrate import calibrate
 from wan_tpu.errors import CheckpointError, InvalidRequest
-from wan_tpu.families import open_spec, preset_spec
+from wan_tpu.families import open_spec, published_spec
 from wan_tpu.schedules.magcache import Curve, MagCache, choose_skipped, parse_magcache
 from wan_tpu.stages import ExpertRun, device_state, expert_inputs
 
@@ -62,7 +62,7 @@ def hooked_decisions(ratios, cache):
 
 @pytest.mark.parametrize("name", ["wan2.2-t2v-a14b", "wan2.2-i2v-a14b", "wan2.1-t2v-14b", "wan2.1-i2v-14b-480p"])
 def test_decisions_are_those_of_diffusers_hook(name):
-    [curve] = preset_spec(name).curves
+    [curve] = published_spec(name).curves
     ratios = np.array(curve.ratios, np.float32)
     first = curve.first_low or 0
     for threshold, most, retention in ((0.04, 2, 0.2), (0.06, 2, 0.2), (0.12, 2, 0.1), (0.3, 5, 0.0), (0.01, 1, 0.5)):
@@ -87,7 +87,7 @@ def test_another_number_of_steps_has_diffusers_interpolation():
 def test_published_curves_skip_as_many_steps_as_is_said_of_them():
     """maxdiffusion measured 1.82 x for T2V and 1.75 x for I2V; 18 and 17 of 40 steps are what the curves allow."""
     for name, expected in (("wan2.2-t2v-a14b", 18), ("wan2.2-i2v-a14b", 17)):
-        spec = preset_spec(name)
+        spec = published_spec(name)
         request = spec.plan(GenerationRequest(cache="magcache", preset="original"), image="i2v" in spec.tasks).request
         skipped = spec.skipped(request)
         assert skipped.all(1).sum() == expected and np.array_equal(skipped[:, 0], skipped[:, 1])

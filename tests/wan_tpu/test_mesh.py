@@ -11,7 +11,7 @@ from tests.conftest import PHOTO
 from wan_tpu import MeshError
 from wan_tpu.aot.programs import AbstractRuntime
 from wan_tpu.checkpoint import Checkpoint
-from wan_tpu.families.model import open_model, preset_model
+from wan_tpu.families.model import open_model, published_model
 from wan_tpu.runtime.components import abstract_component
 from wan_tpu.runtime.mesh import Rule, fill_shape, make_mesh, token_layout, weight_spec
 from wan_tpu.runtime.runtime import Runtime
@@ -55,7 +55,7 @@ BILLIONS = {
 @pytest.mark.parametrize("kind", BILLIONS)
 def test_every_weight_of_the_published_models_matches_one_rule(kind):
     """abstract_component refuses a weight that matches none or several."""
-    model = preset_model(kind)
+    model = published_model(kind)
     assert model.spec.name == kind
     mesh = make_mesh((1, 1, 1), heads=model.spec.heads)
     sizes = {}

@@ -10,10 +10,10 @@ from wan_tpu import GenerationRequest
 from wan_tpu.commands import staged
 from wan_tpu.commands.arguments import SAMPLING
 from wan_tpu.errors import InvalidRequest
-from wan_tpu.families import preset_spec, published
+from wan_tpu.families import published, published_spec
 from wan_tpu.request import CheckpointOverrides, Preset, ResolvedRequest
 
-A14B = preset_spec("wan2.2-i2v-a14b")
+A14B = published_spec("wan2.2-i2v-a14b")
 
 
 def plan(spec=A14B, **fields):
@@ -35,14 +35,14 @@ def test_lightning_is_four_unguided_steps_two_on_each_expert():
 
 
 def test_every_preset_resolves_for_its_model():
-    pairs = [(name, preset) for name in published() for preset in preset_spec(name).presets]
+    pairs = [(name, preset) for name in published() for preset in published_spec(name).presets]
     assert len(pairs) >= 5
     for name, preset in pairs:
-        spec = preset_spec(name)
+        spec = published_spec(name)
         image, last = "t2v" not in spec.tasks, spec.last_images == "required"
         resolved = spec.plan(GenerationRequest(preset=preset), image=image, last=last).request
         assert bool(resolved.sigmas) == (preset != "original")
-        assert preset_spec(name).presets[preset].source.startswith("https://")
+        assert published_spec(name).presets[preset].source.startswith("https://")
         assert bool(resolved.loras) == (preset == "lightning")
 
 
@@ -152,4 +152,4 @@ def test_models_without_such_settings_say_so():
         ("cogvideox1.5-5b", {"preset": "lightning"}),
     ):
         with pytest.raises(InvalidRequest, match="has none"):
-            plan(preset_spec(name), **fields)
+            plan(published_spec(name), **fields)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from wan_tpu.errors import DoesNotFit
-from wan_tpu.families.model import preset_model
+from wan_tpu.families.model import published_model
 from wan_tpu.runtime import program as program_module
 from wan_tpu.runtime import runtime as runtime_module
 from wan_tpu.runtime.mesh import make_mesh
@@ -65,7 +65,7 @@ def test_executables_that_are_not_used_any_more_are_dropped(mesh, monkeypatch):
 def test_programs_that_are_not_used_any_more_are_dropped(mesh, monkeypatch):
     """Their seconds stay counted: a request's are the difference before and after."""
     monkeypatch.setattr(runtime_module, "MAX_PROGRAMS", 2)
-    runtime = runtime_module.Runtime(preset_model("wan2.1-t2v-1.3b"), mesh, "float32", keep_weights=True)
+    runtime = runtime_module.Runtime(published_model("wan2.1-t2v-1.3b"), mesh, "float32", keep_weights=True)
     compiled, seconds = [], [0.0]
     runtime.on_compile = compiled.append
     for name in ("first", "second", "first", "third", "first", "second"):  # "first" is used all along, so it stays

@@ -8,9 +8,9 @@ import torch
 
 from scripts.published import maxdiffusion_steps
 from scripts.published.torchax_steps import COGVIDEOX, HUNYUAN, WAN
-from wan_tpu.families.cogvideox.presets import TRANSFORMER_15
-from wan_tpu.families.hunyuan15.presets import PRESETS
-from wan_tpu.families.wan.presets import TRANSFORMER_14B
+from wan_tpu.families.cogvideox.published import TRANSFORMER_15
+from wan_tpu.families.hunyuan15.published import PUBLISHED
+from wan_tpu.families.wan.published import TRANSFORMER_14B
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from wan_tpu.families.wan.presets import TRANSFORMER_14B
         (diffusers.CogVideoXTransformer3DModel, TRANSFORMER_15, COGVIDEOX, {"patch_embed.proj", "ff.net.0.proj"}),
         (
             diffusers.HunyuanVideo15Transformer3DModel,
-            PRESETS["hunyuanvideo1.5-720p-t2v"].transformer,
+            PUBLISHED["hunyuanvideo1.5-720p-t2v"].transformer,
             HUNYUAN,
             {"attn.to_out", "to_add_out", "ff.net.2", "ff_context.net.2"},
         ),

@@ -12,14 +12,14 @@ from tests.wan_tpu.published_files import EULER, REPOSITORIES, WAN_I2V, write
 from wan_tpu import CheckpointError, GenerationRequest, InvalidRequest
 from wan_tpu.aot.key import settings
 from wan_tpu.checkpoint import Checkpoint
-from wan_tpu.families import open_spec, preset_spec, published
-from wan_tpu.families.cogvideox import presets as cogvideox
+from wan_tpu.families import open_spec, published, published_spec
+from wan_tpu.families.cogvideox import published as cogvideox
 from wan_tpu.families.cogvideox.config import SCHEDULER
-from wan_tpu.families.hunyuan15 import presets as hunyuan15
+from wan_tpu.families.hunyuan15 import published as hunyuan15
 from wan_tpu.families.hunyuan15.config import GUIDER
 from wan_tpu.families.model import open_model
 from wan_tpu.families.shared.settings import ENCODERS, FLOW_MATCH_EULER, UNIPC
-from wan_tpu.families.wan import presets as wan
+from wan_tpu.families.wan import published as wan
 from wan_tpu.families.wan import sampling
 
 HUNYUAN_I2V = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v"
@@ -99,7 +99,7 @@ def test_a_published_checkpoint_opens_as_what_it_is(repository, opened):
     assert (request.guidance_scale, request.guidance_scale_2) == scales
     assert tuple(expert.start for expert in plan.experts) == starts
     # What `wan-tpu plan`, layouts and the README's figures are made from is the same.
-    ours = preset_spec(name)
+    ours = published_spec(name)
     assert default_plan(ours) == plan
     assert (ours.tasks, ours.solvers, ours.components) == (spec.tasks, spec.solvers, spec.components)
     assert (ours.config.transformer, ours.config.vae) == (spec.config.transformer, spec.config.vae)
@@ -109,7 +109,7 @@ def test_every_published_model_is_among_them():
     named = {name for name, *_ in OPENED.values()}
     assert named | {"turbowan2.2-i2v-a14b"} == {name for name in published() if not name.startswith("toy")}
     assert set(OPENED) == set(REPOSITORIES)
-    assert all(preset_spec(name).name == name for name in published())
+    assert all(published_spec(name).name == name for name in published())
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_settings_that_no_class_has_are_not_handed_to_it(opened):
 @pytest.mark.parametrize("name", sampling.ORIGINAL_SHIFTS)
 def test_wans_own_settings_are_a_preset(name):
     """Its shift is that of wan/configs; published checkpoints have another. MagCache's curves were measured with it."""
-    spec, shifts = preset_spec(name), {"wan2.2-t2v-a14b": 12, "wan2.1-flf2v-14b-720p": 16, "wan2.1-i2v-14b-480p": 3}
+    spec, shifts = published_spec(name), {"wan2.2-t2v-a14b": 12, "wan2.1-flf2v-14b-720p": 16, "wan2.1-i2v-14b-480p": 3}
     plan = default_plan(spec, preset="original")
     assert (plan.request.shift, plan.request.solver) == (shifts.get(name, 5), "unipc")
     assert plan.request.steps == spec.defaults.steps

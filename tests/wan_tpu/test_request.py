@@ -15,7 +15,7 @@ from tests.conftest import denoised
 from tests.wan_tpu.test_parity import LATENT_TOLERANCE
 from wan_tpu import GenerationRequest, InvalidInput, InvalidRequest, load_pipeline
 from wan_tpu.commands.sizes import read_size, read_size_with_frames
-from wan_tpu.families import preset_spec
+from wan_tpu.families import published_spec
 from wan_tpu.fields import describe, type_of
 from wan_tpu.media.image import load_image
 from wan_tpu.request import FIELDS, LIMITS, ResolvedRequest, parse_size
@@ -59,7 +59,7 @@ def test_bad_fields_are_refused_with_the_remedy(fields, message):
 )
 def test_what_a_model_does_not_make_is_refused_with_what_it_does(fields, message):
     with pytest.raises(InvalidRequest, match=message) as caught:
-        preset_spec("wan2.1-t2v-14b").plan(GenerationRequest(**fields))
+        published_spec("wan2.1-t2v-14b").plan(GenerationRequest(**fields))
     assert caught.value.field in fields
 
 
@@ -86,7 +86,7 @@ def test_video_has_sound_if_the_model_makes_it_unless_a_request_says_no():
         True,
         False,
     ]
-    silent = preset_spec("wan2.1-t2v-14b")
+    silent = published_spec("wan2.1-t2v-14b")
     # Neither records nor digests of models without sound say anything about it.
     for fields in ({}, {"generate_audio": False}):
         assert "generate_audio" not in resolved(silent, **fields).to_json()

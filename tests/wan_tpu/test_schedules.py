@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from wan_tpu.errors import InvalidRequest
-from wan_tpu.families import preset_spec
+from wan_tpu.families import published_spec
 from wan_tpu.schedules import flow
 from wan_tpu.schedules.diffusion import NoiseSchedule, ddim, dpm
 
@@ -158,6 +158,6 @@ def test_explicit_sigmas_equal_diffusers(name, sigmas):
 
 
 def test_lightnings_sigmas_are_the_shifted_even_ones():
-    sigmas = dict(preset_spec("wan2.2-i2v-a14b").presets["lightning"].settings)["sigmas"]
+    sigmas = dict(published_spec("wan2.2-i2v-a14b").presets["lightning"].settings)["sigmas"]
     np.testing.assert_allclose(sigmas, [1, 0.9375, 0.8333, 0.625], atol=1e-4)
     np.testing.assert_allclose(flow.euler_at(sigmas).matrices, flow.euler_even(4, 5.0).matrices, rtol=1e-6)

@@ -8,8 +8,8 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL import Image, ImageDraw
 
 from wan_tpu import GenerationRequest, InvalidRequest
-from wan_tpu.families import preset_spec
-from wan_tpu.families.model import preset_model
+from wan_tpu.families import published_spec
+from wan_tpu.families.model import published_model
 from wan_tpu.media.image import fit_image, has_shape
 from wan_tpu.media.video import VideoWriter
 from wan_tpu.stages.encode import crop_warnings
@@ -18,7 +18,7 @@ PICTURES = [(720, 1280), (1280, 720), (4032, 3024), (3024, 4032), (300, 451), (1
 
 
 def size_for(model, picture, **asked):
-    spec = preset_spec(model)
+    spec = published_spec(model)
     last = spec.last_images == "required"
     planned = spec.plan(GenerationRequest(**asked), image=True, last=last, picture=picture).request
     return planned.height, planned.width
@@ -78,21 +78,21 @@ def test_video_that_begins_with_another_has_its_shape(tmp_path):
         writer.write(np.zeros((5, 128, 72, 3), np.uint8))
     for asked, size in (({}, (1280, 720)), ({"height": 640}, (640, 352)), ({"height": 480, "width": 832}, (480, 832))):
         request = GenerationRequest(video=tmp_path / "phone.mp4", **asked)
-        model = preset_model("wan2.1-t2v-14b")
+        model = published_model("wan2.1-t2v-14b")
         planned = model.spec.plan(request).request
         assert (planned.height, planned.width) == size
         cut = "the input video is 72x128 and the video 832x480: what is beyond the video's shape is cut off"
         assert list(crop_warnings(model, planned)) == ([cut] if size == (480, 832) else [])
     (tmp_path / "phone.mp4").write_text("no video")
     with pytest.raises(InvalidRequest, match=r"phone.mp4 can't be read"):
-        preset_spec("wan2.1-t2v-14b").plan(GenerationRequest(video=tmp_path / "phone.mp4"))
+        published_spec("wan2.1-t2v-14b").plan(GenerationRequest(video=tmp_path / "phone.mp4"))
 
 
 @pytest.mark.parametrize("picture", PICTURES)
 @pytest.mark.parametrize("model", ["wan2.2-i2v-a14b", "wan2.2-ti2v-5b", "wan2.1-i2v-14b-480p"])
 def test_image_that_a_video_follows_is_resized_as_diffusers_does(model, picture):
     height, width = size_for(model, picture)
-    assert has_shape(Image.new("L", picture[::-1]), height, width, preset_spec(model).shape_slack)
+    assert has_shape(Image.new("L", picture[::-1]), height, width, published_spec(model).shape_slack)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_image_is_fitted_as_diffusers_does(size, slack, mode):
     ["wan2.1-flf2v-14b-720p", "wan2.2-ti2v-5b", "cogvideox1.5-5b-i2v", "hunyuanvideo1.5-480p-i2v", "ltx-2.3"],
 )
 def test_circle_stays_a_circle_where_another_shape_is_asked_for(name):
-    photo, model = Image.new("RGB", (600, 800)), preset_model(name)
+    photo, model = Image.new("RGB", (600, 800)), published_model(name)
     ImageDraw.Draw(photo).ellipse((200, 300, 400, 500), fill="white")
     images = {"image": photo} | ({"last_image": photo} if model.spec.last_images == "required" else {})
     request = model.spec.plan(GenerationRequest(**images, height=448, width=832, frames=9)).request
@@ -132,7 +132,7 @@ def test_circle_stays_a_circle_where_another_shape_is_asked_for(name):
 @pytest.mark.parametrize("asked", [{}, {"height": 1088}, {"width": 960}])
 @pytest.mark.parametrize("picture", PICTURES)
 def test_half_of_a_size_that_follows_an_image_can_be_made_where_there_are_two_stages(picture, asked):
-    spec = preset_spec("ltx-2.3-distilled")
+    spec = published_spec("ltx-2.3-distilled")
     request = spec.plan(GenerationRequest(**asked), image=True, picture=picture).request
     assert [request.height % 64, request.width % 64] == [0, 0] and request.steps == 11
     assert all(height % 64 == width % 64 == 0 for height, width in spec.usual_sizes)

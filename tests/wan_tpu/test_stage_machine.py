@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from wan_tpu.families import preset_spec
+from wan_tpu.families import published_spec
 from wan_tpu.plan import RequestPlan
 from wan_tpu.request import GenerationRequest
 from wan_tpu.stage_machine import (
@@ -44,7 +44,7 @@ KINDS = {
 
 def plan_of(kind: str) -> RequestPlan:
     name, fields = KINDS[kind]
-    spec = preset_spec(name)
+    spec = published_spec(name)
     size = {"height": spec.defaults.height, "width": spec.defaults.width}
     fields = {"prompt": "a cat", "frames": 9, "steps": 7, **size, **fields}
     image = "i2v" in spec.tasks

@@ -6,7 +6,7 @@ import pytest
 from tests.conftest import PHOTO
 from wan_tpu import GenerationRequest, load_pipeline, stages
 from wan_tpu.data import Conditioning, DenoiseState
-from wan_tpu.families.wan.presets import TEXT_TOKENS
+from wan_tpu.families.wan.published import TEXT_TOKENS
 from wan_tpu.media.image import to_uint8
 from wan_tpu.progress import Silent
 

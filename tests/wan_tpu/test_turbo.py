@@ -19,7 +19,7 @@ from actors.cli import main
 from tests.children import run_on_devices
 from tests.conftest import PHOTO, denoised
 from wan_tpu import CheckpointError, GenerationRequest, InvalidRequest, load_pipeline
-from wan_tpu.families import open_spec, preset_spec
+from wan_tpu.families import open_spec, published_spec
 from wan_tpu.families.wan.components import ORIGINALS
 from wan_tpu.families.wan.distilled import WithExperts
 from wan_tpu.tiny import make_checkpoint
@@ -233,7 +233,7 @@ def test_more_steps_need_noise_levels_of_their_own(checkpoint):
 
 
 def test_a_model_keeps_its_name_however_many_blocks_it_keeps():
-    spec = preset_spec(KIND)
+    spec = published_spec(KIND)
     more = dataclasses.replace(spec.config, transformer=spec.config.transformer | {"kept_blocks": 0.15})
     assert dataclasses.replace(spec, config=more).name == KIND == spec.name
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from wan_tpu.commands.parser import Parser
 from wan_tpu.commands.tables import as_table
-from wan_tpu.families import FAMILIES, preset_spec, published
+from wan_tpu.families import FAMILIES, published, published_spec
 
 _MAKES = {("t2v",): "text to video", ("i2v",): "image to video", ("t2v", "i2v"): "text or image to video"}
 
@@ -34,7 +34,7 @@ def models(argv: Sequence[str]) -> None:
 
 def _describe(name: str) -> dict[str, Any]:
     """Return a model's row, by the table's columns."""
-    spec = preset_spec(name)
+    spec = published_spec(name)
     settings = spec.defaults
     makes = "two images to video" if spec.last_images == "required" else _MAKES[spec.tasks]
     return {

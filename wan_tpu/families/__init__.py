@@ -52,10 +52,10 @@ def spec_of(checkpoint: Checkpoint) -> ModelSpec:
 
 def published() -> dict[str, Family]:
     """Return the family of each published model whose configuration is in this package, by the model's name."""
-    return {name: family for family in FAMILIES.values() for name in family.presets}
+    return {name: family for family in FAMILIES.values() for name in family.published}
 
 
-def preset_spec(name: str) -> ModelSpec:
+def published_spec(name: str) -> ModelSpec:
     """Return the spec of a published model."""
     family = published()[name]
-    return family.spec(family.presets[name])
+    return family.spec(family.published[name])

@@ -18,7 +18,7 @@ class Family:
         title: The name shown to people.
         example: A hub id of one of its models.
         transformer: The class of its checkpoints' transformer, by which checkpoints are recognised.
-        presets: The published models' configurations, by name.
+        published: The published models' configurations, by name.
         spec: The `ModelSpec`'s class, which takes a configuration.
         open: Makes a `ModelSpec` of a checkpoint; raises `CheckpointError` for one that the family doesn't run.
         model: "module:class" of its `wan_tpu.families.model.Model`, which needs JAX and torch.
@@ -32,7 +32,7 @@ class Family:
     title: str
     example: str
     transformer: str
-    presets: Mapping[str, Any]
+    published: Mapping[str, Any]
     spec: type[Any]
     open: Callable[[Checkpoint], ModelSpec]
     model: str

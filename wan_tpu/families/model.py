@@ -13,7 +13,7 @@ import torch
 from jax.sharding import Mesh
 
 from wan_tpu.checkpoint import Checkpoint
-from wan_tpu.families import family_of, preset_spec, published, spec_of
+from wan_tpu.families import family_of, published, published_spec, spec_of
 from wan_tpu.families.shared.causal_vae import Chunks
 from wan_tpu.families.shared.image_processing import ImageProcessor
 from wan_tpu.families.shared.tokenizing import Tokenizer
@@ -390,7 +390,7 @@ def open_model(checkpoint: Checkpoint) -> Model:
     return family.part(family.model)(spec_of(checkpoint), checkpoint)
 
 
-def preset_model(name: str) -> Model:
+def published_model(name: str) -> Model:
     """Return a published model without its checkpoint; its programs can be compiled."""
     family = published()[name]
-    return family.part(family.model)(preset_spec(name), None)
+    return family.part(family.model)(published_spec(name), None)

@@ -127,10 +127,10 @@ def _compile(job: Job, result: Path) -> None:
     import jax
 
     from wan_tpu.aot.programs import AbstractRuntime, stage_programs  # torch and diffusers take seconds
-    from wan_tpu.families.model import preset_model
+    from wan_tpu.families.model import published_model
     from wan_tpu.runtime.mesh import make_mesh
 
-    model = preset_model(job.model)
+    model = published_model(job.model)
     mesh = make_mesh(job.mesh, heads=model.spec.heads, devices=job.slice.devices())
     request = GenerationRequest(**job.settings).resolve(model.spec.defaults)
     program, args, _ = stage_programs(AbstractRuntime(model, mesh, job.dtype), request)[job.program]

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from wan_tpu.aot.programs import ADAPTERS, ENLARGE, FIRST_STEP, SKIPPED, STEP, AbstractRuntime, stage_programs
 from wan_tpu.aot.topology import DescribedSlice
 from wan_tpu.errors import InvalidRequest, MeshError
-from wan_tpu.families.model import preset_model
+from wan_tpu.families.model import published_model
 from wan_tpu.plan import VIDEO, Expert
 from wan_tpu.pricing.analyse import analyse
 from wan_tpu.pricing.compiling import Compiled, Job, compile_job, is_known
@@ -249,7 +249,7 @@ class Planner:
             InvalidRequest: The model can't generate that size.
         """
         self._name = model
-        self._model = preset_model(model)
+        self._model = published_model(model)
         self._model.spec.check_size(request)
         self._request = request
         self._slice = described

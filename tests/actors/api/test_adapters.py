@@ -10,12 +10,12 @@ from tests.actors.api import serving
 from tests.actors.api.serving import create, done, served
 from tests.actors.small_spec import SmallSpec
 from wan_tpu.errors import InvalidInput
-from wan_tpu.families import preset_spec
+from wan_tpu.families import published_spec
 from wan_tpu.request import CheckpointOverrides, Preset
 from wan_tpu.requested_adapter import RequestedAdapter
 from wan_tpu.schedules.magcache import Curve, MagCache
 
-A14B = preset_spec("wan2.2-i2v-a14b")
+A14B = published_spec("wan2.2-i2v-a14b")
 FAST = Preset(
     "in two steps", "https://here", (("sigmas", (1.0, 0.5)), ("solver", "euler"), ("loras", (RequestedAdapter("x"),)))
 )
@@ -114,7 +114,7 @@ def test_adapter_that_isn_t_offered_is_refused(fields, param, said, http):
 
 def test_a_cache_is_an_option_and_says_which_steps_it_skips(settings, engine):
     curve = Curve(((1, 1), (0.99, 0.99), (0.99, 0.99), (0.99, 0.99)), None, 5.0, None, MagCache(0.1, 1, 0.0))
-    checkpoint = preset_spec("wan2.1-t2v-1.3b").config
+    checkpoint = published_spec("wan2.1-t2v-1.3b").config
     spec = engine.model = dataclasses.replace(SmallSpec(checkpoint), own=CheckpointOverrides(curves=(curve,)))
     with serving.working(settings, engine), served(settings, spec) as address, httpx.Client(base_url=address) as http:
         assert http.get("/v1/models").json()["data"][0]["cache"] == "magcache:0.1,1,0"
@@ -157,4 +157,4 @@ def test_a_catalogue_is_read_from_what_an_operator_gives():
         with pytest.raises(InvalidInput, match=said):
             Catalogue.parse(arguments).complete_for(A14B)
     with pytest.raises(InvalidInput, match="leave @high out"):
-        Catalogue.parse(["a=x@high"]).complete_for(preset_spec("wan2.1-t2v-14b"))
+        Catalogue.parse(["a=x@high"]).complete_for(published_spec("wan2.1-t2v-14b"))

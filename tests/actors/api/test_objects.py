@@ -16,9 +16,9 @@ from actors.jobs.tables import Job
 from actors.jobs.values import Progress
 from actors.jobs.work import WorkQueue
 from wan_tpu.errors import InvalidRequest
-from wan_tpu.families import preset_spec
+from wan_tpu.families import published_spec
 
-SPEC = preset_spec("wan2.2-i2v-a14b")
+SPEC = published_spec("wan2.2-i2v-a14b")
 
 
 def submit(database, **asked):

@@ -18,7 +18,7 @@ from tests.actors.api.test_sound import SoundEngine
 from tests.actors.small_spec import SOUND_SPEC
 from tests.conftest import PHOTO
 from tests.waiting import wait_for
-from wan_tpu.families import preset_spec
+from wan_tpu.families import published_spec
 from wan_tpu.request import CheckpointOverrides, Preset
 from wan_tpu.requested_adapter import RequestedAdapter
 from wan_tpu.storage.local import LocalStorage
@@ -200,27 +200,27 @@ def test_an_image_is_dropped_and_cancelled(page, worker, engine):
     ],
 )
 def test_the_page_is_made_for_the_model(browser, settings, model, parts, image, settings_of_it):
-    with served(settings, preset_spec(model)) as address:
+    with served(settings, published_spec(model)) as address:
         create(httpx.Client(base_url=address), input_reference={"image_url": DATA_URL} if image else None)
         page = open_page(browser, address)
         field = page.locator(".drop").filter(has_text="First frame")
-        takes_image = "i2v" in preset_spec(model).tasks
+        takes_image = "i2v" in published_spec(model).tasks
         if takes_image:
             sync_api.expect(field).to_contain_text("choose an image")
         else:
             sync_api.expect(field).to_be_hidden()
         sync_api.expect(page.locator("article .bar i")).to_have_count(parts)
         assert page.locator("[name=num_inference_steps]").get_attribute("max") == "1000"
-        size, follows = page.get_by_role("combobox", name="Size"), preset_spec(model).follows_image
+        size, follows = page.get_by_role("combobox", name="Size"), published_spec(model).follows_image
         assert (size.input_value() == "" and "As the image" in size.inner_text()) == follows
         if image:
             page.get_by_label("Prompt", exact=True).fill("Without one")
             page.get_by_role("button", name="Make video").click()
             said = error_of(page, page.locator("[name=input_reference]"))
             sync_api.expect(said).to_have_text("This model starts from an image: add one.")
-        assert page.get_by_label("Frames", exact=True).get_attribute("step") == str(preset_spec(model).frame_step)
+        assert page.get_by_label("Frames", exact=True).get_attribute("step") == str(published_spec(model).frame_step)
         sound = sync_api.expect(page.get_by_label("Sound", exact=True))
-        sound.to_be_hidden() if preset_spec(model).audio_rate is None else sound.to_be_checked()
+        sound.to_be_hidden() if published_spec(model).audio_rate is None else sound.to_be_checked()
         page.get_by_text("Fine-tuning").click()
         for label in ("Guidance", "Guidance, high noise", "Guidance, low noise", "Shift"):
             shown = page.get_by_label(label, exact=True)

@@ -20,7 +20,7 @@ from tests.actors.api import serving
 from tests.actors.api.serving import create, done, served
 from tests.conftest import PHOTO
 from tests.waiting import wait_for
-from wan_tpu.families import preset_spec
+from wan_tpu.families import published_spec
 from wan_tpu.storage.local import LocalStorage
 
 
@@ -205,7 +205,7 @@ def test_wrong_field_is_refused_under_its_name(http, field, value, message):
 
 
 def test_a_model_that_needs_an_image_says_so(settings):
-    with served(settings, preset_spec("wan2.2-i2v-a14b")) as address, httpx.Client(base_url=address) as http:
+    with served(settings, published_spec("wan2.2-i2v-a14b")) as address, httpx.Client(base_url=address) as http:
         answer = create(http)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input_reference")
         assert answer.json()["error"]["message"].startswith("input_reference: image is missing")
@@ -219,7 +219,7 @@ def test_a_model_that_needs_an_image_says_so(settings):
     ],
 )
 def test_a_video_has_the_shape_of_its_image_where_no_size_is_said(settings, name, default, sizes):
-    with served(settings, preset_spec(name)) as address, httpx.Client(base_url=address) as http:
+    with served(settings, published_spec(name)) as address, httpx.Client(base_url=address) as http:
         [model] = http.get("/v1/models").json()["data"]
         assert (model["follows_image"], model["defaults"]["size"]) == (True, default)
         for (width, height), expected in zip([(300, 300), (90, 160), (4000, 400)], sizes, strict=True):
@@ -231,7 +231,7 @@ def test_a_video_has_the_shape_of_its_image_where_no_size_is_said(settings, name
 
 def test_largest_size_holds_for_one_that_follows_an_image(settings):
     small = dataclasses.replace(settings, largest=((480, 832, 121),))
-    with served(small, preset_spec("hunyuanvideo1.5-480p-i2v")) as address, httpx.Client(base_url=address) as http:
+    with served(small, published_spec("hunyuanvideo1.5-480p-i2v")) as address, httpx.Client(base_url=address) as http:
         image = {"image_url": as_data_url(Image.new("RGB", (300, 300)))}
         refused = create(http, input_reference=image).json()["error"]["message"]
         assert "640x640 with 121 frames is larger" in refused and "624x624 with 121 frames" in refused
@@ -239,7 +239,7 @@ def test_largest_size_holds_for_one_that_follows_an_image(settings):
 
 def test_a_model_says_what_it_makes_and_within_which_limits(settings):
     small = dataclasses.replace(settings, largest=((480, 832, 81),))
-    with served(small, preset_spec("wan2.2-ti2v-5b")) as address, httpx.Client(base_url=address) as http:
+    with served(small, published_spec("wan2.2-ti2v-5b")) as address, httpx.Client(base_url=address) as http:
         [model] = http.get("/v1/models").json()["data"]
         assert http.get(f"/v1/models/{serving.MODEL}").json() == model
         assert http.get("/v1/models/another").status_code == 404

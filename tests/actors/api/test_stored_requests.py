@@ -20,7 +20,7 @@ from actors.jobs.values import Room
 from tests.actors.api import serving
 from tests.actors.api.serving import create, done
 from tests.waiting import wait_for
-from wan_tpu.families import preset_spec
+from wan_tpu.families import published_spec
 from wan_tpu.requested_adapter import RequestedAdapter
 from wan_tpu.storage.opening import open_storage
 
@@ -83,7 +83,7 @@ def submit(settings, database):
 def test_jobs_of_earlier_versions_are_shown_and_planned_as_they_were_stored(stored, submit, settings, engine):
     """This holds even if a model's published settings have changed since."""
     wanted = json.loads(stored)
-    spec = engine.model = preset_spec(wanted["model"])
+    spec = engine.model = published_spec(wanted["model"])
     engine.failure = RequestFailed("it is planned, and not made here", "invalid")
     settings = dataclasses.replace(settings, model=spec.name, catalogue=Catalogue({"lightning": LIGHTNING}))
     job = submit(stored)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from scripts.simulation.simulated import SimulatedSpec
-from wan_tpu.families.wan.presets import PRESETS
+from wan_tpu.families.wan.published import PUBLISHED
 from wan_tpu.plan import RequestPlan
 from wan_tpu.request import GenerationRequest
 
 if TYPE_CHECKING:
     from tests.actors.simulation.scenario import Driver
 
-MODEL = SimulatedSpec(PRESETS["wan2.2-i2v-a14b"])
+MODEL = SimulatedSpec(PUBLISHED["wan2.2-i2v-a14b"])
 _PICTURE = Image.new("RGB", (8, 8))
 
 

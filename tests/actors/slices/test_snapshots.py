@@ -15,7 +15,7 @@ from actors.slices.payloads import pack
 from actors.slices.snapshots import Snapshots, Snapshotter, delete_snapshots, name_of
 from tests.actors.small_spec import SOUND_SPEC, SPEC
 from wan_tpu.data import DenoiseState
-from wan_tpu.families import preset_spec
+from wan_tpu.families import published_spec
 from wan_tpu.request import GenerationRequest
 from wan_tpu.storage import base
 from wan_tpu.storage.base import StorageError
@@ -126,7 +126,7 @@ def test_ids_of_any_length_have_snapshots(tmp_path, id_):
 
 
 def name_with(request):
-    return name_of("cat", preset_spec("wan2.1-t2v-1.3b").plan(request).request, "model")
+    return name_of("cat", published_spec("wan2.1-t2v-1.3b").plan(request).request, "model")
 
 
 def test_snapshots_of_models_without_sound_keep_the_names_that_they_had_before_any_made_it():

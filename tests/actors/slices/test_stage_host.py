@@ -21,7 +21,7 @@ from tests.wan_tpu import adapter_files
 from wan_tpu import GenerationRequest, InvalidInput, InvalidRequest, UnhealthyResult
 from wan_tpu.data import DenoiseState, ImageCondition
 from wan_tpu.errors import DoesNotFit, Unavailable
-from wan_tpu.families import preset_spec
+from wan_tpu.families import published_spec
 
 KIND = "wan2.2-i2v-a14b"
 
@@ -282,7 +282,7 @@ def test_a_request_runs_with_what_was_fetched_for_it(checkpoint, tmp_path):
 
 def test_adapters_of_requests_that_never_come_are_let_go_of():
     fetched = FetchedAdapters()
-    spec = preset_spec("wan2.1-t2v-1.3b")
+    spec = published_spec("wan2.1-t2v-1.3b")
     plans = [spec.plan(GenerationRequest(prompt=str(i), loras=["owner/style"])) for i in range(MAX_WAITING + 1)]
     for plan in plans:
         fetched.put(plan, plan.request.loras)

@@ -1,6 +1,6 @@
 """CogVideoX and CogVideoX 1.5."""
 
-from wan_tpu.families.cogvideox.presets import PRESETS
+from wan_tpu.families.cogvideox.published import PUBLISHED
 from wan_tpu.families.cogvideox.spec import CogVideoXSpec
 from wan_tpu.families.family import Family
 
@@ -9,7 +9,7 @@ FAMILY = Family(
     title="CogVideoX and CogVideoX 1.5",
     example="THUDM/CogVideoX1.5-5B",
     transformer="CogVideoXTransformer3DModel",
-    presets=PRESETS,
+    published=PUBLISHED,
     spec=CogVideoXSpec,
     open=CogVideoXSpec.open,
     model="wan_tpu.families.cogvideox.model:CogVideoXModel",

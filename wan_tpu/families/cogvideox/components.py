@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from wan_tpu.families.cogvideox import transformer as expert
 from wan_tpu.families.cogvideox import vae
-from wan_tpu.families.cogvideox.presets import CogVideoXConfig
+from wan_tpu.families.cogvideox.published import CogVideoXConfig
 from wan_tpu.families.shared.convolutions import vae_component
 from wan_tpu.families.shared.tokens import half_split
 from wan_tpu.runtime.components import Component

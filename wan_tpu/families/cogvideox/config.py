@@ -4,7 +4,7 @@ from typing import Any
 
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError
-from wan_tpu.families.cogvideox.presets import TRANSFORMER_2B, VAE_2B, CogVideoXConfig
+from wan_tpu.families.cogvideox.published import TRANSFORMER_2B, VAE_2B, CogVideoXConfig
 from wan_tpu.families.shared.settings import ENCODERS, check_supported, complete_config
 from wan_tpu.schedules.diffusion import SPACINGS, NoiseSchedule
 

@@ -4,7 +4,7 @@ import torch
 from diffusers import AutoencoderKLCogVideoX
 
 from wan_tpu.families.cogvideox import components
-from wan_tpu.families.cogvideox.presets import TEXT_TOKENS, CogVideoXConfig
+from wan_tpu.families.cogvideox.published import TEXT_TOKENS, CogVideoXConfig
 from wan_tpu.families.shared.flop_count import count
 from wan_tpu.families.shared.t5 import text_encoder
 from wan_tpu.request import ResolvedRequest

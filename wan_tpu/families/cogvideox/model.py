@@ -21,7 +21,7 @@ from PIL import Image
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.cogvideox import components, transformer, vae
 from wan_tpu.families.cogvideox.flops import CogVideoXFlops
-from wan_tpu.families.cogvideox.presets import TEXT_TOKENS, CogVideoXConfig
+from wan_tpu.families.cogvideox.published import TEXT_TOKENS, CogVideoXConfig
 from wan_tpu.families.cogvideox.spec import DENOISE, LATER_FRAMES, CogVideoXSpec
 from wan_tpu.families.model import Model, StepInputs, apply_guidance
 from wan_tpu.families.shared.causal_vae import CausalChunks, RepeatedStart

@@ -7,7 +7,7 @@ import diffusers
 import torch
 import transformers
 
-from wan_tpu.families.cogvideox.presets import PRESETS, TEXT_TOKENS
+from wan_tpu.families.cogvideox.published import PUBLISHED, TEXT_TOKENS
 from wan_tpu.families.shared.tokenizer import train_tokenizer
 from wan_tpu.families.shared.values import leave_out_later_keys, set_own_values
 
@@ -50,24 +50,24 @@ def make_checkpoint(
 
     Args:
         folder: Where to write it.
-        kind: The published model, one of `PRESETS`.
+        kind: The published model, one of `PUBLISHED`.
         transformer, vae: Override the small configuration.
         seed: The seed of all weights.
     """
-    preset = PRESETS[kind]
+    published = PUBLISHED[kind]
     torch.manual_seed(seed)
-    settings = preset.transformer | _TRANSFORMER
+    settings = published.transformer | _TRANSFORMER
     if settings["ofs_embed_dim"] is not None:
         settings["ofs_embed_dim"] = settings["time_embed_dim"]  # They are added.
     settings |= transformer or {}
     tokenizer = train_tokenizer()
     text = _TEXT_ENCODER | {"vocab_size": len(tokenizer), "d_model": settings["text_embed_dim"]}
-    image_to_video = settings["in_channels"] > preset.vae["latent_channels"]
+    image_to_video = settings["in_channels"] > published.vae["latent_channels"]
     pipeline = diffusers.CogVideoXImageToVideoPipeline if image_to_video else diffusers.CogVideoXPipeline
     tokenizer.model_max_length = TEXT_TOKENS
-    text_encoder = transformers.T5EncoderModel(transformers.T5Config(**(preset.text_encoder | text)))
+    text_encoder = transformers.T5EncoderModel(transformers.T5Config(**(published.text_encoder | text)))
     blocks = {f"{side}_block_types": [f"CogVideoX{name}Block3D"] * 4 for side, name in (("down", "Down"), ("up", "Up"))}
-    autoencoder = diffusers.AutoencoderKLCogVideoX.from_config(preset.vae | _VAE | blocks | (vae or {}))
+    autoencoder = diffusers.AutoencoderKLCogVideoX.from_config(published.vae | _VAE | blocks | (vae or {}))
     expert = diffusers.CogVideoXTransformer3DModel.from_config(settings)
     pipeline(
         tokenizer=tokenizer,
@@ -75,13 +75,13 @@ def make_checkpoint(
         vae=set_own_values(autoencoder, seed),
         transformer=set_own_values(expert, seed),
         scheduler=diffusers.CogVideoXDDIMScheduler(
-            beta_start=preset.noise.beta_start,
-            beta_end=preset.noise.beta_end,
+            beta_start=published.noise.beta_start,
+            beta_end=published.noise.beta_end,
             beta_schedule="scaled_linear",
             prediction_type="v_prediction",
-            snr_shift_scale=preset.noise.snr_shift,
-            rescale_betas_zero_snr=preset.noise.zero_snr,
-            timestep_spacing=preset.noise.spacing,
+            snr_shift_scale=published.noise.snr_shift,
+            rescale_betas_zero_snr=published.noise.zero_snr,
+            timestep_spacing=published.noise.spacing,
         ),
     ).save_pretrained(folder)
     for file, later in _LATER.items():

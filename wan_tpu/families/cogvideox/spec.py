@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError, InvalidRequest
-from wan_tpu.families.cogvideox import presets
+from wan_tpu.families.cogvideox import published
 from wan_tpu.families.cogvideox.config import read_config
-from wan_tpu.families.cogvideox.presets import TEXT_TOKENS, CogVideoXConfig
+from wan_tpu.families.cogvideox.published import TEXT_TOKENS, CogVideoXConfig
 from wan_tpu.plan import DECODER, ENCODER, Expert
 from wan_tpu.request import NOTHING_OWN, CheckpointOverrides, Defaults, ResolvedRequest, nearest_multiple
 from wan_tpu.schedules import diffusion
@@ -58,8 +58,8 @@ class CogVideoXSpec(ModelSpec):
 
     @functools.cached_property
     def name(self) -> str:  # type: ignore[override]
-        """Name of the published model, or `presets.CUSTOM`."""
-        return presets.recognise(self.config)
+        """Name of the published model, or `published.CUSTOM`."""
+        return published.recognise(self.config)
 
     @property
     def tasks(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -69,7 +69,7 @@ class CogVideoXSpec(ModelSpec):
     @property
     def defaults(self) -> Defaults:  # type: ignore[override]
         """The checkpoint's own sampling settings, else the published ones."""
-        return dataclasses.replace(presets.defaults(self.config), **dict(self.own.defaults))  # type: ignore[arg-type]
+        return dataclasses.replace(published.defaults(self.config), **dict(self.own.defaults))  # type: ignore[arg-type]
 
     @property
     def solvers(self) -> tuple[str, ...]:  # type: ignore[override]

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from wan_tpu.families.cogvideox.positions import rope_angles, sine_embeddings
-from wan_tpu.families.cogvideox.presets import TEXT_TOKENS
+from wan_tpu.families.cogvideox.published import TEXT_TOKENS
 from wan_tpu.families.shared.layers import SPLIT, linear, map_branches, rounded_type, scan_layers
 from wan_tpu.families.shared.tokens import combine_axes, pad_rows, patchify
 from wan_tpu.ops.attention import query_scale

@@ -1,7 +1,7 @@
 """HunyuanVideo-1.5."""
 
 from wan_tpu.families.family import Family
-from wan_tpu.families.hunyuan15.presets import PRESETS
+from wan_tpu.families.hunyuan15.published import PUBLISHED
 from wan_tpu.families.hunyuan15.spec import HunyuanSpec
 
 FAMILY = Family(
@@ -9,7 +9,7 @@ FAMILY = Family(
     title="HunyuanVideo-1.5",
     example="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
     transformer="HunyuanVideo15Transformer3DModel",
-    presets=PRESETS,
+    published=PUBLISHED,
     spec=HunyuanSpec,
     open=HunyuanSpec.open,
     model="wan_tpu.families.hunyuan15.model:HunyuanModel",

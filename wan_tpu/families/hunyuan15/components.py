@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from wan_tpu.families.hunyuan15 import transformer as expert
 from wan_tpu.families.hunyuan15 import vae
-from wan_tpu.families.hunyuan15.presets import HunyuanConfig
+from wan_tpu.families.hunyuan15.published import HunyuanConfig
 from wan_tpu.families.shared import t5
 from wan_tpu.families.shared.convolutions import vae_component
 from wan_tpu.families.shared.tokens import half_split

@@ -4,7 +4,7 @@ from typing import Any
 
 from wan_tpu.checkpoint import OWN, Checkpoint
 from wan_tpu.errors import CheckpointError
-from wan_tpu.families.hunyuan15.presets import TRANSFORMER, VAE, HunyuanConfig
+from wan_tpu.families.hunyuan15.published import TRANSFORMER, VAE, HunyuanConfig
 from wan_tpu.families.hunyuan15.sizes import OVERLAP, STRIDE
 from wan_tpu.families.shared.settings import ENCODERS, FLOW_MATCH_EULER, check_supported, complete_config
 

@@ -9,7 +9,7 @@ from diffusers import AutoencoderKLHunyuanVideo15
 from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts
 
 from wan_tpu.families.hunyuan15 import components
-from wan_tpu.families.hunyuan15.presets import GLYPH_TOKENS, TEMPLATE_TOKENS, TEXT_TOKENS, HunyuanConfig
+from wan_tpu.families.hunyuan15.published import GLYPH_TOKENS, TEMPLATE_TOKENS, TEXT_TOKENS, HunyuanConfig
 from wan_tpu.families.hunyuan15.sizes import STRIDE
 from wan_tpu.families.shared import t5
 from wan_tpu.families.shared.flop_count import count

@@ -22,7 +22,7 @@ from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.hunyuan15 import components, text, transformer, vae
 from wan_tpu.families.hunyuan15.context import Encodings
 from wan_tpu.families.hunyuan15.flops import HunyuanFlops
-from wan_tpu.families.hunyuan15.presets import GLYPH_TOKENS, TEMPLATE_TOKENS, TEXT_TOKENS, HunyuanConfig
+from wan_tpu.families.hunyuan15.published import GLYPH_TOKENS, TEMPLATE_TOKENS, TEXT_TOKENS, HunyuanConfig
 from wan_tpu.families.hunyuan15.sizes import OVERLAP, STRIDE
 from wan_tpu.families.hunyuan15.spec import DENOISE, HunyuanSpec
 from wan_tpu.families.model import Flops, Model, StepInputs, apply_guidance

@@ -8,7 +8,7 @@ import torch
 import transformers
 from tokenizers.pre_tokenizers import ByteLevel
 
-from wan_tpu.families.hunyuan15.presets import PRESETS
+from wan_tpu.families.hunyuan15.published import PUBLISHED
 from wan_tpu.families.shared.values import leave_out_later_keys, set_own_values
 
 _TEXT_WIDTH, _GLYPH_WIDTH, _IMAGE_WIDTH = 32, 24, 16
@@ -60,31 +60,31 @@ def make_checkpoint(
 
     Args:
         folder: Where to write it.
-        kind: The published model, one of `PRESETS`.
+        kind: The published model, one of `PUBLISHED`.
         transformer, vae: Override the small configuration.
         seed: The seed of all weights.
     """
-    preset = PRESETS[kind]
+    published = PUBLISHED[kind]
     torch.manual_seed(seed)
     tokenizer, glyph_tokenizer = _make_tokenizer(), transformers.ByT5Tokenizer()
-    qwen = preset.text_encoder | _QWEN | {"vocab_size": len(tokenizer), "bos_token_id": 0, "eos_token_id": 0}
-    byt5 = preset.glyph_encoder | _BYT5 | {"vocab_size": len(glyph_tokenizer)}
+    qwen = published.text_encoder | _QWEN | {"vocab_size": len(tokenizer), "bos_token_id": 0, "eos_token_id": 0}
+    byt5 = published.glyph_encoder | _BYT5 | {"vocab_size": len(glyph_tokenizer)}
     parts: dict[str, Any] = {
         "tokenizer": tokenizer,
         "text_encoder": transformers.Qwen2_5_VLTextModel(transformers.Qwen2_5_VLTextConfig(**qwen)),
         "tokenizer_2": glyph_tokenizer,
         "text_encoder_2": transformers.T5EncoderModel(transformers.T5Config(**byt5)),
-        "vae": diffusers.AutoencoderKLHunyuanVideo15.from_config(preset.vae | _VAE | (vae or {})),
+        "vae": diffusers.AutoencoderKLHunyuanVideo15.from_config(published.vae | _VAE | (vae or {})),
         "transformer": diffusers.HunyuanVideo15Transformer3DModel.from_config(
-            preset.transformer | _TRANSFORMER | (transformer or {})
+            published.transformer | _TRANSFORMER | (transformer or {})
         ),
-        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=preset.shift),
-        "guider": diffusers.ClassifierFreeGuidance(guidance_scale=preset.guidance),
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=published.shift),
+        "guider": diffusers.ClassifierFreeGuidance(guidance_scale=published.guidance),
     }
     pipeline = diffusers.HunyuanVideo15Pipeline
-    if preset.image_encoder is not None:
+    if published.image_encoder is not None:
         pipeline = diffusers.HunyuanVideo15ImageToVideoPipeline
-        siglip = preset.image_encoder | _SIGLIP
+        siglip = published.image_encoder | _SIGLIP
         size = {"height": siglip["image_size"], "width": siglip["image_size"]}
         parts |= {
             "image_encoder": transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**siglip)),

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError
-from wan_tpu.families.hunyuan15 import presets
+from wan_tpu.families.hunyuan15 import published
 from wan_tpu.families.hunyuan15.config import read_config
-from wan_tpu.families.hunyuan15.presets import HunyuanConfig
+from wan_tpu.families.hunyuan15.published import HunyuanConfig
 from wan_tpu.families.hunyuan15.sizes import STRIDE, default_size
 from wan_tpu.plan import DECODER, ENCODER, Expert
 from wan_tpu.request import NOTHING_OWN, CheckpointOverrides, Defaults, ResolvedRequest
@@ -61,8 +61,8 @@ class HunyuanSpec(ModelSpec):
 
     @functools.cached_property
     def name(self) -> str:  # type: ignore[override]
-        """Name of the published model, or `presets.CUSTOM`."""
-        return presets.recognise(self.config)
+        """Name of the published model, or `published.CUSTOM`."""
+        return published.recognise(self.config)
 
     @property
     def tasks(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -72,7 +72,7 @@ class HunyuanSpec(ModelSpec):
     @property
     def defaults(self) -> Defaults:  # type: ignore[override]
         """The checkpoint's own sampling settings, else the published ones; shift and guidance are the checkpoint's."""
-        return dataclasses.replace(presets.defaults(self.config), **dict(self.own.defaults))  # type: ignore[arg-type]
+        return dataclasses.replace(published.defaults(self.config), **dict(self.own.defaults))  # type: ignore[arg-type]
 
     def size_like(self, picture: tuple[int, int]) -> tuple[int, int]:
         """Return the size for an image, of those that the model knows."""
@@ -105,7 +105,7 @@ class HunyuanSpec(ModelSpec):
         """The largest number of tokens beside the video's: of image, quoted text and prompt."""
         image = self.config.image_encoder
         image_tokens = 0 if image is None else (image["image_size"] // image["patch_size"]) ** 2
-        return presets.TEXT_TOKENS + presets.GLYPH_TOKENS + int(image_tokens)
+        return published.TEXT_TOKENS + published.GLYPH_TOKENS + int(image_tokens)
 
     def latent_shape(self, request: ResolvedRequest) -> tuple[int, int, int, int, int]:
         """Return [1, C, T, H, W] of the latents of a resolved request."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from diffusers.pipelines.hunyuan_video1_5 import pipeline_hunyuan_video1_5 as reference
 
-from wan_tpu.families.hunyuan15.presets import GLYPH_TOKENS, TEMPLATE_TOKENS, TEXT_TOKENS
+from wan_tpu.families.hunyuan15.published import GLYPH_TOKENS, TEMPLATE_TOKENS, TEXT_TOKENS
 from wan_tpu.families.shared.tokenizing import Tokenizer, describe_cut, tokenize
 from wan_tpu.runtime.bridge import Params, call
 

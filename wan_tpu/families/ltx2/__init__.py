@@ -1,7 +1,7 @@
 """LTX-2: video with sound."""
 
 from wan_tpu.families.family import Family
-from wan_tpu.families.ltx2.presets import PRESETS
+from wan_tpu.families.ltx2.published import PUBLISHED
 from wan_tpu.families.ltx2.spec import Ltx2Spec
 
 FAMILY = Family(
@@ -9,7 +9,7 @@ FAMILY = Family(
     title="LTX-2",
     example="diffusers/LTX-2.3-Distilled-Diffusers",
     transformer="LTX2VideoTransformer3DModel",
-    presets=PRESETS,
+    published=PUBLISHED,
     spec=Ltx2Spec,
     open=Ltx2Spec.open,
     model="wan_tpu.families.ltx2.model:Ltx2Model",

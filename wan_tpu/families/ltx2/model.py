@@ -159,9 +159,7 @@ class Ltx2Model(Model):
 
     # ---- The transformer.
 
-    def initial_noises(
-        self, request: ResolvedRequest, noise: np.ndarray | None, images: int
-    ) -> dict[str, np.ndarray]:
+    def initial_noises(self, request: ResolvedRequest, noise: np.ndarray | None, images: int) -> dict[str, np.ndarray]:
         """Return the noise of video and sound, drawn in this order.
 
         The video's is drawn even where `noise` takes its place: diffusers mixes latents that it is given with a noise

@@ -8,7 +8,7 @@ import torch
 import transformers
 from diffusers.pipelines.ltx2 import LTX2LatentUpsamplerModel, LTX2TextConnectors, LTX2Vocoder, LTX2VocoderWithBWE
 
-from wan_tpu.families.ltx2.presets import PRESETS
+from wan_tpu.families.ltx2.published import PUBLISHED
 from wan_tpu.families.shared.values import set_own_values
 
 _TEXT_WIDTH, _WIDTH, _AUDIO_WIDTH, _LATENTS, _MEL_BINS = 48, 64, 32, 16, 16
@@ -110,38 +110,38 @@ def make_checkpoint(
 
     Args:
         folder: Where to write it.
-        kind: The published model, one of `PRESETS`.
+        kind: The published model, one of `PUBLISHED`.
         transformer, connectors, text_encoder, vae, audio_vae, vocoder: Override the small configuration.
         upsampler: Whether a distilled model also has the model that doubles the size of its latents.
         seed: The seed of all weights.
     """
-    preset = PRESETS[kind]
-    bandwidth_extension = preset.vocoder["_class_name"] == "LTX2VocoderWithBWE"
+    published = PUBLISHED[kind]
+    bandwidth_extension = published.vocoder["_class_name"] == "LTX2VocoderWithBWE"
     torch.manual_seed(seed)
     tokenizer = _make_tokenizer()
-    gemma = preset.text_encoder | _GEMMA | {"vocab_size": len(tokenizer)} | (text_encoder or {})
+    gemma = published.text_encoder | _GEMMA | {"vocab_size": len(tokenizer)} | (text_encoder or {})
     small_connectors = _CONNECTORS | {"text_proj_in_factor": gemma["num_hidden_layers"] + 1}
-    small_connectors |= _CONNECTORS_23 if preset.connectors["per_modality_projections"] else _CONNECTORS_20
+    small_connectors |= _CONNECTORS_23 if published.connectors["per_modality_projections"] else _CONNECTORS_20
     small_vae: dict[str, Any] = {
         "latent_channels": _LATENTS,
-        "layers_per_block": [1] * len(preset.vae["layers_per_block"]),
-        "decoder_layers_per_block": [1] * len(preset.vae["decoder_layers_per_block"]),
+        "layers_per_block": [1] * len(published.vae["layers_per_block"]),
+        "decoder_layers_per_block": [1] * len(published.vae["decoder_layers_per_block"]),
     }
     for key in ("block_out_channels", "decoder_block_out_channels"):
-        small_vae[key] = [channels // 32 for channels in preset.vae[key]]
+        small_vae[key] = [channels // 32 for channels in published.vae[key]]
     small_vocoder = _VOCODER | (_VOCODER_23 if bandwidth_extension else _VOCODER_20)
     vocoder_class = LTX2VocoderWithBWE if bandwidth_extension else LTX2Vocoder
     parts: dict[str, Any] = {
-        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(**preset.scheduler),
-        "vae": diffusers.AutoencoderKLLTX2Video.from_config(preset.vae | small_vae | (vae or {})),
-        "audio_vae": diffusers.AutoencoderKLLTX2Audio.from_config(preset.audio_vae | _AUDIO_VAE | (audio_vae or {})),
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(**published.scheduler),
+        "vae": diffusers.AutoencoderKLLTX2Video.from_config(published.vae | small_vae | (vae or {})),
+        "audio_vae": diffusers.AutoencoderKLLTX2Audio.from_config(published.audio_vae | _AUDIO_VAE | (audio_vae or {})),
         "text_encoder": _make_gemma(gemma, tokenizer),
         "tokenizer": tokenizer,
-        "connectors": LTX2TextConnectors.from_config(preset.connectors | small_connectors | (connectors or {})),
+        "connectors": LTX2TextConnectors.from_config(published.connectors | small_connectors | (connectors or {})),
         "transformer": diffusers.LTX2VideoTransformer3DModel.from_config(
-            preset.transformer | _TRANSFORMER | (transformer or {})
+            published.transformer | _TRANSFORMER | (transformer or {})
         ),
-        "vocoder": vocoder_class.from_config(preset.vocoder | small_vocoder | (vocoder or {})),
+        "vocoder": vocoder_class.from_config(published.vocoder | small_vocoder | (vocoder or {})),
     }
     for part in parts.values():
         if isinstance(part, torch.nn.Module):
@@ -151,8 +151,8 @@ def make_checkpoint(
     if bandwidth_extension:
         _keep_in_range(parts["vocoder"])
     diffusers.LTX2Pipeline(**parts).save_pretrained(folder)
-    if preset.distilled and upsampler:
-        doubled = LTX2LatentUpsamplerModel.from_config((preset.upsampler or {}) | _UPSAMPLER)
+    if published.distilled and upsampler:
+        doubled = LTX2LatentUpsamplerModel.from_config((published.upsampler or {}) | _UPSAMPLER)
         set_own_values(doubled, seed).save_pretrained(folder / "latent_upsampler")
     return folder
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError, InvalidRequest
-from wan_tpu.families.ltx2 import presets
+from wan_tpu.families.ltx2 import published
 from wan_tpu.families.ltx2.config import Ltx2Config, read_config
 from wan_tpu.families.ltx2.guidance import guidance_of
 from wan_tpu.plan import AUDIO, DECODER, ENCODER, VIDEO, Expert
@@ -62,13 +62,13 @@ class Ltx2Spec(ModelSpec):
 
     @functools.cached_property
     def name(self) -> str:  # type: ignore[override]
-        """Name of the published model, or `presets.CUSTOM`."""
-        return presets.recognise(self.config)
+        """Name of the published model, or `published.CUSTOM`."""
+        return published.recognise(self.config)
 
     @property
     def defaults(self) -> Defaults:  # type: ignore[override]
         """The checkpoint's own sampling settings, else the published ones."""
-        return dataclasses.replace(presets.defaults(self.config), **dict(self.own.defaults))  # type: ignore[arg-type]
+        return dataclasses.replace(published.defaults(self.config), **dict(self.own.defaults))  # type: ignore[arg-type]
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -84,7 +84,7 @@ class Ltx2Spec(ModelSpec):
     def usual_sizes(self) -> list[tuple[int, int]]:
         """The usual ones, of which few are multiples of 64, and LTX-2's own that are no larger than the default."""
         height, width = self.defaults.height, self.defaults.width
-        examples = [(h, w) for h, w in presets.SIZES if h * w <= height * width]
+        examples = [(h, w) for h, w in published.SIZES if h * w <= height * width]
         sizes = [*super().usual_sizes, *examples, *((w, h) for h, w in examples)]
         return list(dict.fromkeys(sizes))
 
@@ -135,7 +135,7 @@ class Ltx2Spec(ModelSpec):
     def latent_shapes(self, request: ResolvedRequest, step: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the video's latents and the sound's; the first of two stages has half the size."""
         *rest, height, width = self.latent_shape(request)
-        if self.has_two_stages(request) and step <= len(presets.DISTILLED_SIGMAS):
+        if self.has_two_stages(request) and step <= len(published.DISTILLED_SIGMAS):
             height, width = height // 2, width // 2
         return {VIDEO: (*rest, height, width), AUDIO: self.audio_shape(request)}
 
@@ -163,7 +163,7 @@ class Ltx2Spec(ModelSpec):
         remedy = ""
         if self.has_two_stages(request):
             multiple, needs = 2 * STRIDE, f"two stages need a multiple of {2 * STRIDE}"
-            remedy = f", or give steps {len(presets.DISTILLED_SIGMAS)} for one stage"
+            remedy = f", or give steps {len(published.DISTILLED_SIGMAS)} for one stage"
         for name in ("height", "width"):
             value = getattr(request, name)
             if value % multiple:
@@ -182,7 +182,7 @@ class Ltx2Spec(ModelSpec):
             )
         if not self.config.distilled or request.sigmas is not None:
             return
-        first, second = len(presets.DISTILLED_SIGMAS), len(presets.SECOND_STAGE_SIGMAS)
+        first, second = len(published.DISTILLED_SIGMAS), len(published.SECOND_STAGE_SIGMAS)
         works = f"{first}, or {first + second} in two stages" if self.config.upsampler is not None else str(first)
         if request.steps != first and not self.has_two_stages(request):
             raise InvalidRequest(
@@ -195,7 +195,7 @@ class Ltx2Spec(ModelSpec):
 
     def has_two_stages(self, request: ResolvedRequest) -> bool:
         """Return whether a request is made at half the size first; its number of steps says so."""
-        steps = len(presets.DISTILLED_SIGMAS) + len(presets.SECOND_STAGE_SIGMAS)
+        steps = len(published.DISTILLED_SIGMAS) + len(published.SECOND_STAGE_SIGMAS)
         return self.config.upsampler is not None and request.sigmas is None and request.steps == steps
 
     def guided(self, request: ResolvedRequest) -> bool:
@@ -204,7 +204,7 @@ class Ltx2Spec(ModelSpec):
 
     def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:
         """Return the one expert, or the two stages that run the same transformer at two sizes."""
-        guided, first = self.guided(request), len(presets.DISTILLED_SIGMAS)
+        guided, first = self.guided(request), len(published.DISTILLED_SIGMAS)
         if not self.has_two_stages(request):
             return (Expert(DENOISE, 0, request.steps, guided),)
         return Expert(DENOISE, 0, first, guided), Expert(REFINE, first, request.steps, guided, enlarges=True)
@@ -217,10 +217,10 @@ class Ltx2Spec(ModelSpec):
         if request.sigmas is not None:
             schedule = flow.euler_at(request.sigmas)
         elif self.has_two_stages(request):
-            second = flow.euler_at(presets.SECOND_STAGE_SIGMAS)
-            schedule = flow.euler_at(presets.DISTILLED_SIGMAS).followed_by(second)
-        elif self.config.distilled and request.steps == len(presets.DISTILLED_SIGMAS):
-            schedule = flow.euler_at(presets.DISTILLED_SIGMAS)
+            second = flow.euler_at(published.SECOND_STAGE_SIGMAS)
+            schedule = flow.euler_at(published.DISTILLED_SIGMAS).followed_by(second)
+        elif self.config.distilled and request.steps == len(published.DISTILLED_SIGMAS):
+            schedule = flow.euler_at(published.DISTILLED_SIGMAS)
         else:
             schedule = flow.euler_at(_noise_levels(self.config, request.steps, self.tokens(self.latent_shape(request))))
         rows = np.zeros((2, 1))

@@ -1,7 +1,7 @@
 """Wan 2.1 and 2.2."""
 
 from wan_tpu.families.family import Family
-from wan_tpu.families.wan.presets import PRESETS
+from wan_tpu.families.wan.published import PUBLISHED
 from wan_tpu.families.wan.spec import WanSpec
 
 FAMILY = Family(
@@ -9,7 +9,7 @@ FAMILY = Family(
     title="Wan 2.1 and 2.2",
     example="Wan-AI/Wan2.2-I2V-A14B-Diffusers",
     transformer="WanTransformer3DModel",
-    presets=PRESETS,
+    published=PUBLISHED,
     spec=WanSpec,
     open=WanSpec.open,
     model="wan_tpu.families.wan.model:WanModel",

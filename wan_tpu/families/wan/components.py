@@ -14,7 +14,7 @@ from wan_tpu.families.shared.t5 import from_transformers
 from wan_tpu.families.shared.tokens import half_split
 from wan_tpu.families.wan import transformer as expert
 from wan_tpu.families.wan import vae
-from wan_tpu.families.wan.presets import WanConfig
+from wan_tpu.families.wan.published import WanConfig
 from wan_tpu.runtime.components import Component
 from wan_tpu.runtime.mesh import Rule
 

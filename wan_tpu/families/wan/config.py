@@ -7,7 +7,7 @@ from typing import Any
 from wan_tpu.checkpoint import OWN, Checkpoint
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.shared.settings import ENCODERS, FLOW_MATCH_EULER, UNIPC, check_supported, complete_config
-from wan_tpu.families.wan.presets import PRESETS, TRANSFORMER_14B, VAE_21, WanConfig
+from wan_tpu.families.wan.published import PUBLISHED, TRANSFORMER_14B, VAE_21, WanConfig
 
 # Settings of published VAEs that diffusers' class never had, and warns of.
 _IGNORED_SETTINGS = ("clip_output",)
@@ -64,8 +64,8 @@ def read_config(checkpoint: Checkpoint) -> WanConfig:
 def read_own_model(checkpoint: Checkpoint) -> str | None:
     """Return the published model that wan_tpu.json names, for models whose files are the same."""
     name = checkpoint.read_own("model").get("model")
-    if name is not None and name not in list(PRESETS):
-        raise CheckpointError(f"{checkpoint.folder / OWN} has model {name!r}; it is one of {', '.join(PRESETS)}")
+    if name is not None and name not in list(PUBLISHED):
+        raise CheckpointError(f"{checkpoint.folder / OWN} has model {name!r}; it is one of {', '.join(PUBLISHED)}")
     return name
 
 
@@ -96,7 +96,7 @@ def _check_attention(checkpoint: Checkpoint, transformer: dict[str, Any]) -> Non
 def _read_resolution(checkpoint: Checkpoint) -> str:
     """Return "480p" or "720p" if wan_tpu.json or the checkpoint's path says so, the nearest part of it first."""
     model = read_own_model(checkpoint)
-    names: Iterable[str] = checkpoint.names if model is None else [PRESETS[model].resolution]
+    names: Iterable[str] = checkpoint.names if model is None else [PUBLISHED[model].resolution]
     for name in names:
         heights = {match.lower() for match in _RESOLUTION.findall(name)}
         if len(heights) == 1:

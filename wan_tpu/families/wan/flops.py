@@ -9,7 +9,7 @@ from diffusers import AutoencoderKLWan
 from wan_tpu.families.shared.flop_count import count
 from wan_tpu.families.shared.t5 import text_encoder
 from wan_tpu.families.wan import components
-from wan_tpu.families.wan.presets import TEXT_TOKENS, WanConfig
+from wan_tpu.families.wan.published import TEXT_TOKENS, WanConfig
 from wan_tpu.request import ResolvedRequest
 
 

@@ -29,7 +29,7 @@ from wan_tpu.families.shared.t5 import text_encoder
 from wan_tpu.families.shared.tokenizing import Tokenizer, tokenize
 from wan_tpu.families.wan import components, transformer, vae
 from wan_tpu.families.wan.flops import WanFlops
-from wan_tpu.families.wan.presets import TEXT_TOKENS, WanConfig
+from wan_tpu.families.wan.published import TEXT_TOKENS, WanConfig
 from wan_tpu.families.wan.spec import WanSpec
 from wan_tpu.families.wan.tokens import unpatchify as unpatchify_tokens
 from wan_tpu.families.wan.transformer import TextKeys

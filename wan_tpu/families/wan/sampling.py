@@ -15,7 +15,7 @@ negative prompt's branch. Each has the settings that it was published with.
 
 from typing import Any
 
-from wan_tpu.families.wan import presets
+from wan_tpu.families.wan import published
 from wan_tpu.request import Preset
 from wan_tpu.requested_adapter import RequestedAdapter
 from wan_tpu.schedules import flow
@@ -81,8 +81,8 @@ def original_preset(name: str) -> dict[str, Preset]:
     """Return the preset with the settings of Wan's own program, by its name; nothing for a custom model."""
     if name not in ORIGINAL_SHIFTS:
         return {}
-    published = dict(zip(presets.FIELDS, presets.SAMPLING[name], strict=True))
-    settings: dict[str, Any] = {key: published[key] for key in ("steps", "guidance_scale", "guidance_scale_2")}
+    defaults = dict(zip(published.FIELDS, published.SAMPLING[name], strict=True))
+    settings: dict[str, Any] = {key: defaults[key] for key in ("steps", "guidance_scale", "guidance_scale_2")}
     settings |= {"shift": ORIGINAL_SHIFTS[name], "solver": "unipc"}
     repository = f"https://github.com/Wan-Video/{name.partition('-')[0].title()}"
     return {"original": Preset("the settings of Wan's own program", repository, tuple(settings.items()))}

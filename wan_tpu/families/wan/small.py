@@ -11,7 +11,7 @@ import transformers
 from wan_tpu.families.shared.tokenizer import train_tokenizer
 from wan_tpu.families.shared.values import leave_out_later_keys, set_own_values
 from wan_tpu.families.wan.components import SPARSE, build_expert
-from wan_tpu.families.wan.presets import PRESETS, VAE_21, VAE_22, WanConfig
+from wan_tpu.families.wan.published import PUBLISHED, VAE_21, VAE_22, WanConfig
 
 _HEADS, _HEAD_WIDTH = 2, 24
 _TEXT_WIDTH = 32
@@ -65,24 +65,24 @@ def make_checkpoint(
 
     Args:
         folder: Where to write it.
-        kind: The published model, one of `PRESETS`.
+        kind: The published model, one of `PUBLISHED`.
         transformer, vae, shift: Override the small configuration.
         seed: The seed of all weights.
     """
-    preset = PRESETS[kind]
+    published = PUBLISHED[kind]
     torch.manual_seed(seed)
-    experts = ["transformer", "transformer_2"] if preset.two_experts else ["transformer"]
-    clip = preset.image_encoder is not None
-    settings = preset.transformer | _TRANSFORMER
+    experts = ["transformer", "transformer_2"] if published.two_experts else ["transformer"]
+    clip = published.image_encoder is not None
+    settings = published.transformer | _TRANSFORMER
     if clip:
         settings |= {"image_dim": _IMAGE_WIDTH, "added_kv_proj_dim": _HEADS * _HEAD_WIDTH}
-        if preset.transformer["pos_embed_seq_len"] is not None:
+        if published.transformer["pos_embed_seq_len"] is not None:
             patches = (_IMAGE_ENCODER["image_size"] // _IMAGE_ENCODER["patch_size"]) ** 2
             settings |= {"pos_embed_seq_len": 2 * (patches + 1)}
     if "kept_blocks" in settings:
         settings |= {"kept_blocks": 0.3}  # There are few blocks.
     settings |= transformer or {}
-    residual = preset.vae is VAE_22
+    residual = published.vae is VAE_22
     for number, name in enumerate(experts):
         _save_expert(folder / name, settings, seed + number)
     small_vae = (VAE_22 | {"base_dim": 8, "decoder_base_dim": 8, "num_res_blocks": 1}) if residual else VAE_21 | _VAE
@@ -93,14 +93,14 @@ def make_checkpoint(
     tokenizer = train_tokenizer()
     tokenizer.save_pretrained(folder / "tokenizer")
     text = _TEXT_ENCODER | {"vocab_size": len(tokenizer), "d_model": settings["text_dim"]}
-    config = transformers.UMT5Config(**(preset.text_encoder | text))
+    config = transformers.UMT5Config(**(published.text_encoder | text))
     set_own_values(transformers.UMT5EncoderModel(config), seed).save_pretrained(folder / "text_encoder")
     if clip:
         _save_image_encoder(folder, seed)
     diffusers.UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=preset.shift if shift is None else shift
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=published.shift if shift is None else shift
     ).save_pretrained(folder / "scheduler")
-    _write_index(folder, preset, clip=clip)
+    _write_index(folder, published, clip=clip)
     for file, later in _LATER.items():
         leave_out_later_keys(folder / file, later)
     return folder
@@ -127,19 +127,19 @@ def _save_image_encoder(folder: Path, seed: int) -> None:
     )
 
 
-def _write_index(folder: Path, preset: WanConfig, *, clip: bool) -> None:
+def _write_index(folder: Path, published: WanConfig, *, clip: bool) -> None:
     """Write model_index.json as diffusers' save_pretrained does."""
-    image_to_video = preset.transformer["in_channels"] == 36
+    image_to_video = published.transformer["in_channels"] == 36
     index: dict[str, Any] = {
         "_class_name": "WanImageToVideoPipeline" if image_to_video else "WanPipeline",
         "_diffusers_version": diffusers.__version__,
-        "boundary_ratio": preset.boundary_ratio,
-        "expand_timesteps": preset.expand_timesteps,
+        "boundary_ratio": published.boundary_ratio,
+        "expand_timesteps": published.expand_timesteps,
         "scheduler": ["diffusers", "UniPCMultistepScheduler"],
         "text_encoder": ["transformers", "UMT5EncoderModel"],
         "tokenizer": ["transformers", "PreTrainedTokenizerFast"],
         "transformer": ["diffusers", "WanTransformer3DModel"],
-        "transformer_2": ["diffusers", "WanTransformer3DModel"] if preset.two_experts else [None, None],
+        "transformer_2": ["diffusers", "WanTransformer3DModel"] if published.two_experts else [None, None],
         "vae": ["diffusers", "AutoencoderKLWan"],
     }
     if image_to_video:

@@ -10,9 +10,9 @@ import numpy as np
 
 from wan_tpu.checkpoint import OWN, Checkpoint
 from wan_tpu.errors import CheckpointError, InvalidRequest
-from wan_tpu.families.wan import presets, sampling
+from wan_tpu.families.wan import published, sampling
 from wan_tpu.families.wan.config import read_config, read_own_model
-from wan_tpu.families.wan.presets import WanConfig
+from wan_tpu.families.wan.published import WanConfig
 from wan_tpu.plan import DECODER, ENCODER, Expert
 from wan_tpu.request import NOTHING_OWN, CheckpointOverrides, Defaults, Preset, ResolvedRequest
 from wan_tpu.schedules import flow
@@ -64,8 +64,8 @@ class WanSpec(ModelSpec):
 
     @functools.cached_property
     def name(self) -> str:  # type: ignore[override]
-        """Name of the published model, or `presets.CUSTOM`."""
-        return presets.recognise(self.config)
+        """Name of the published model, or `published.CUSTOM`."""
+        return published.recognise(self.config)
 
     @property
     def tasks(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -77,8 +77,8 @@ class WanSpec(ModelSpec):
     @property
     def defaults(self) -> Defaults:  # type: ignore[override]
         """The checkpoint's own sampling settings, else the published ones; shift and solver are its scheduler's."""
-        published = presets.defaults(self.name, self.tasks[0], self.config)
-        return dataclasses.replace(published, **dict(self.own.defaults))  # type: ignore[arg-type]
+        sampled = published.defaults(self.name, self.tasks[0], self.config)
+        return dataclasses.replace(sampled, **dict(self.own.defaults))  # type: ignore[arg-type]
 
     @property
     def solvers(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -188,16 +188,16 @@ class WanSpec(ModelSpec):
     @property
     def presets(self) -> Mapping[str, Preset]:
         """The settings of Wan's own program, four steps by distilled adapters, and the checkpoint's own presets."""
-        published = sampling.original_preset(self.name) | sampling.DISTILLED.get(self.name, {})
+        presets = sampling.original_preset(self.name) | sampling.DISTILLED.get(self.name, {})
         if self.config.attention_density is not None:  # All models with sparse attention are distilled.
-            published = {"turbo": sampling.TURBO}
-        return {**published, **super().presets}
+            presets = {"turbo": sampling.TURBO}
+        return {**presets, **super().presets}
 
     @property
     def curves(self) -> tuple[Curve, ...]:
         """MagCache's curves: the checkpoint's own before the published one."""
-        published = sampling.CURVES.get(self.name)
-        return self.own.curves if published is None else (*self.own.curves, published)
+        curve = sampling.CURVES.get(self.name)
+        return self.own.curves if curve is None else (*self.own.curves, curve)
 
     def _unguided_schedule(self, request: ResolvedRequest) -> Schedule:
         by_steps, by_sigmas = SOLVERS[request.solver]

@@ -94,7 +94,7 @@ _LTX_23 = Ltx2Config(
     scheduler=SCHEDULER,
 )
 # Distilled models come with the model that doubles the size of latents between their two stages.
-PRESETS: dict[str, Ltx2Config] = {
+PUBLISHED: dict[str, Ltx2Config] = {
     "ltx-2": _LTX_20,
     "ltx-2-distilled": replace(_LTX_20, scheduler=DISTILLED_SCHEDULER, upsampler=classes.UPSAMPLER, distilled=True),
     "ltx-2.3": _LTX_23,
@@ -109,9 +109,9 @@ PRESETS: dict[str, Ltx2Config] = {
 
 def recognise(config: Ltx2Config) -> str:
     """Return the name of the published model with a configuration, or `CUSTOM`."""
-    for name, preset in PRESETS.items():
-        same = all(getattr(config, part) == getattr(preset, part) for part in ("transformer", "vae", "vocoder"))
-        if same and config.distilled == preset.distilled:
+    for name, published in PUBLISHED.items():
+        same = all(getattr(config, part) == getattr(published, part) for part in ("transformer", "vae", "vocoder"))
+        if same and config.distilled == published.distilled:
             return name
     return CUSTOM
 

@@ -77,29 +77,31 @@ SIGLIP: dict[str, Any] = {
 # fmt: on
 
 
-def _preset(task: str, target: int, shift: float, guidance: float = 6.0, *, meanflow: bool = False) -> HunyuanConfig:
+def _configuration(
+    task: str, target: int, shift: float, guidance: float = 6.0, *, meanflow: bool = False
+) -> HunyuanConfig:
     """Return a configuration; videos have the area of a square with a side of `target` pixels."""
     transformer = TRANSFORMER | {"target_size": target, "task_type": task, "use_meanflow": meanflow}
     return HunyuanConfig(transformer, VAE, QWEN, BYT5, SIGLIP if task == "i2v" else None, shift, guidance)
 
 
-PRESETS: dict[str, HunyuanConfig] = {
-    "hunyuanvideo1.5-480p-t2v": _preset("t2v", 640, 5.0),
-    "hunyuanvideo1.5-480p-i2v": _preset("i2v", 640, 5.0),
-    "hunyuanvideo1.5-720p-t2v": _preset("t2v", 960, 9.0),
-    "hunyuanvideo1.5-720p-i2v": _preset("i2v", 960, 7.0),
-    "hunyuanvideo1.5-480p-t2v-distilled": _preset("t2v", 640, 5.0, 1.0),
-    "hunyuanvideo1.5-480p-i2v-distilled": _preset("i2v", 640, 5.0, 1.0),
-    "hunyuanvideo1.5-720p-i2v-distilled": _preset("i2v", 960, 7.0, 1.0),
-    "hunyuanvideo1.5-480p-i2v-step-distilled": _preset("i2v", 640, 7.0, 1.0, meanflow=True),
+PUBLISHED: dict[str, HunyuanConfig] = {
+    "hunyuanvideo1.5-480p-t2v": _configuration("t2v", 640, 5.0),
+    "hunyuanvideo1.5-480p-i2v": _configuration("i2v", 640, 5.0),
+    "hunyuanvideo1.5-720p-t2v": _configuration("t2v", 960, 9.0),
+    "hunyuanvideo1.5-720p-i2v": _configuration("i2v", 960, 7.0),
+    "hunyuanvideo1.5-480p-t2v-distilled": _configuration("t2v", 640, 5.0, 1.0),
+    "hunyuanvideo1.5-480p-i2v-distilled": _configuration("i2v", 640, 5.0, 1.0),
+    "hunyuanvideo1.5-720p-i2v-distilled": _configuration("i2v", 960, 7.0, 1.0),
+    "hunyuanvideo1.5-480p-i2v-step-distilled": _configuration("i2v", 640, 7.0, 1.0, meanflow=True),
 }
 
 
 def recognise(config: HunyuanConfig) -> str:
     """Return the name of the published model with a configuration, or `CUSTOM`."""
-    for name, preset in PRESETS.items():
-        same = all(config.transformer[key] == value for key, value in preset.transformer.items())
-        if same and (config.shift, config.guidance) == (preset.shift, preset.guidance):
+    for name, published in PUBLISHED.items():
+        same = all(config.transformer[key] == value for key, value in published.transformer.items())
+        if same and (config.shift, config.guidance) == (published.shift, published.guidance):
             return name
     return CUSTOM
 

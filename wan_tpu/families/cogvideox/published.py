@@ -75,24 +75,24 @@ T5_XXL: dict[str, Any] = {
 # fmt: on
 
 
-def _preset(transformer: dict[str, Any], vae: dict[str, Any], snr_shift: float) -> CogVideoXConfig:
+def _configuration(transformer: dict[str, Any], vae: dict[str, Any], snr_shift: float) -> CogVideoXConfig:
     noise = NoiseSchedule(snr_shift=snr_shift, zero_snr=True, spacing="trailing")
     return CogVideoXConfig(transformer, vae, T5_XXL, "T5EncoderModel", noise, "ddim")
 
 
-PRESETS: dict[str, CogVideoXConfig] = {
-    "cogvideox-2b": _preset(TRANSFORMER_2B, VAE_2B, 3.0),
-    "cogvideox-5b": _preset(TRANSFORMER_5B, VAE_5B, 1.0),
-    "cogvideox-5b-i2v": _preset(TRANSFORMER_5B_I2V, VAE_5B, 1.0),
-    "cogvideox1.5-5b": _preset(TRANSFORMER_15, VAE_5B, 1.0),
-    "cogvideox1.5-5b-i2v": _preset(TRANSFORMER_15_I2V, VAE_15_I2V, 1.0),
+PUBLISHED: dict[str, CogVideoXConfig] = {
+    "cogvideox-2b": _configuration(TRANSFORMER_2B, VAE_2B, 3.0),
+    "cogvideox-5b": _configuration(TRANSFORMER_5B, VAE_5B, 1.0),
+    "cogvideox-5b-i2v": _configuration(TRANSFORMER_5B_I2V, VAE_5B, 1.0),
+    "cogvideox1.5-5b": _configuration(TRANSFORMER_15, VAE_5B, 1.0),
+    "cogvideox1.5-5b-i2v": _configuration(TRANSFORMER_15_I2V, VAE_15_I2V, 1.0),
 }
 
 
 def recognise(config: CogVideoXConfig) -> str:
     """Return the name of the published model with a configuration, or `CUSTOM`."""
-    for name, preset in PRESETS.items():
-        if all(config.transformer[key] == value for key, value in preset.transformer.items()):
+    for name, published in PUBLISHED.items():
+        if all(config.transformer[key] == value for key, value in published.transformer.items()):
             return name
     return CUSTOM
 

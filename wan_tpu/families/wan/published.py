@@ -109,7 +109,7 @@ CLIP_VIT_H: dict[str, Any] = {
 # fmt: on
 
 
-def _preset(
+def _configuration(
     transformer: dict[str, Any],
     shift: float,
     *,
@@ -133,16 +133,16 @@ def _preset(
     )
 
 
-PRESETS: dict[str, WanConfig] = {
-    "wan2.1-t2v-1.3b": _preset(TRANSFORMER_1_3B, 3.0),
-    "wan2.1-t2v-14b": _preset(TRANSFORMER_14B, 3.0),
-    "wan2.1-i2v-14b-480p": _preset(TRANSFORMER_14B_I2V_21, 3.0, clip=True, resolution="480p"),
-    "wan2.1-i2v-14b-720p": _preset(TRANSFORMER_14B_I2V_21, 3.0, clip=True, resolution="720p"),
-    "wan2.1-flf2v-14b-720p": _preset(TRANSFORMER_14B_FLF2V, 16.0, clip=True),
-    "wan2.2-t2v-a14b": _preset(TRANSFORMER_14B, 3.0, boundary_ratio=0.875),
-    "wan2.2-i2v-a14b": _preset(TRANSFORMER_14B_I2V_22, 3.0, boundary_ratio=0.9),
-    "wan2.2-ti2v-5b": _preset(TRANSFORMER_5B, 5.0, vae=VAE_22, expand_timesteps=True),
-    "turbowan2.2-i2v-a14b": _preset(TRANSFORMER_14B_TURBO, 3.0, boundary_ratio=0.9),
+PUBLISHED: dict[str, WanConfig] = {
+    "wan2.1-t2v-1.3b": _configuration(TRANSFORMER_1_3B, 3.0),
+    "wan2.1-t2v-14b": _configuration(TRANSFORMER_14B, 3.0),
+    "wan2.1-i2v-14b-480p": _configuration(TRANSFORMER_14B_I2V_21, 3.0, clip=True, resolution="480p"),
+    "wan2.1-i2v-14b-720p": _configuration(TRANSFORMER_14B_I2V_21, 3.0, clip=True, resolution="720p"),
+    "wan2.1-flf2v-14b-720p": _configuration(TRANSFORMER_14B_FLF2V, 16.0, clip=True),
+    "wan2.2-t2v-a14b": _configuration(TRANSFORMER_14B, 3.0, boundary_ratio=0.875),
+    "wan2.2-i2v-a14b": _configuration(TRANSFORMER_14B_I2V_22, 3.0, boundary_ratio=0.9),
+    "wan2.2-ti2v-5b": _configuration(TRANSFORMER_5B, 5.0, vae=VAE_22, expand_timesteps=True),
+    "turbowan2.2-i2v-a14b": _configuration(TRANSFORMER_14B_TURBO, 3.0, boundary_ratio=0.9),
 }
 
 FIELDS = ("height", "width", "frames", "fps", "steps", "guidance_scale", "guidance_scale_2")
@@ -164,23 +164,25 @@ def recognise(config: WanConfig) -> str:
 
     A Wan 2.1 I2V whose name has neither 480p nor 720p is taken for 480p.
     """
-    for name, preset in PRESETS.items():
-        fixed = {key: value for key, value in preset.transformer.items() if key != "kept_blocks"}
+    for name, published in PUBLISHED.items():
+        fixed = {key: value for key, value in published.transformer.items() if key != "kept_blocks"}
         same_transformer = all(config.transformer.get(key) == value for key, value in fixed.items())
-        same_attention = config.transformer.get("attention") == preset.transformer.get("attention")
-        same_rest = all(getattr(config, key) == getattr(preset, key) for key in ("boundary_ratio", "expand_timesteps"))
-        same_vae = config.vae["z_dim"] == preset.vae["z_dim"]
-        same_resolution = preset.resolution in ("", config.resolution or preset.resolution)
+        same_attention = config.transformer.get("attention") == published.transformer.get("attention")
+        same_rest = all(
+            getattr(config, key) == getattr(published, key) for key in ("boundary_ratio", "expand_timesteps")
+        )
+        same_vae = config.vae["z_dim"] == published.vae["z_dim"]
+        same_resolution = published.resolution in ("", config.resolution or published.resolution)
         if same_transformer and same_attention and same_rest and same_vae and same_resolution:
             return name
     return CUSTOM
 
 
-def defaults(preset: str, task: str, config: WanConfig) -> Defaults:
+def defaults(name: str, task: str, config: WanConfig) -> Defaults:
     """Return a model's published sampling settings; a custom model has those of its nearest relative."""
     relative = "wan2.2-i2v-a14b" if task == "i2v" else "wan2.1-t2v-14b"
     if config.attention_density is not None:
         relative = "turbowan2.2-i2v-a14b"
-    published = dict(zip(FIELDS, SAMPLING.get(preset, SAMPLING[relative]), strict=True))
+    published = dict(zip(FIELDS, SAMPLING.get(name, SAMPLING[relative]), strict=True))
     solver = config.solver if config.attention_density is None else "rcm"
     return Defaults(**published, shift=config.shift, solver=solver)  # type: ignore[arg-type]
