@@ -1,10 +1,13 @@
-"""Adapters of Wan 2.1's image modules, CogVideoX, HunyuanVideo and LTX-2."""
+"""Adapters of Wan 2.1's image modules, CogVideoX, HunyuanVideo, LTX-2 and MiniMax-H3."""
 
+import functools
 import re
+import types
 
 import diffusers
 import pytest
 import torch
+from diffusers.loaders import lora_conversion_utils
 
 from tests.wan_tpu import adapter_files as files
 from tests.wan_tpu.adapter_weights import KIND, assert_same, merged
@@ -168,3 +171,70 @@ def test_ltx2_as_diffusers_loads_it(original, checkpoint, pipeline, tmp_path):
     # Both stages run the same transformer.
     for stage in ("denoise", "refine"):
         assert_same(merged(pipeline(kind), stage, f"{path}:0.5"), expected)
+
+
+def h3_modules(transformer):
+    """Return modules of each kind by the names of MiniMax-H3's own files, with the shapes of their weights."""
+    width, inner, hidden = (transformer.config[key] for key in ("hidden_size", "num_attention_heads", "ffn_dim"))
+    inner *= transformer.config.attention_head_dim
+    of_blocks = {
+        "attn.qkv_proj": (3 * inner, width),
+        "attn.out_proj": (width, inner),
+        "mlp.fc1": (2 * hidden, width),
+        "mlp.fc2": (width, hidden),
+    }
+    own = {
+        "video_patch_proj": "proj_in",
+        "audio_patch_proj": "audio_proj_in",
+        "condition_proj": "context_embedder",
+        "time_embedder.proj_in": "time_embedder.linear_1",
+        "time_embedder.proj_out": "time_embedder.linear_2",
+        "final_layer.adaln_proj.linear": "norm_out.linear",
+        "final_layer.video_out": "proj_out",
+        "final_layer.audio_out": "audio_proj_out",
+        "blocks.2.adaln_proj.linear": "transformer_blocks.2.adaln_proj.linear",
+    }
+    blocks = ("blocks.0", "blocks.1", "token_refiner.blocks.1")
+    return {f"{block}.{name}": shape for block in blocks for name, shape in of_blocks.items()} | {
+        name: tuple(transformer.get_submodule(module).weight.shape) for name, module in own.items()
+    }
+
+
+def convert_h3(tensors, head_width):
+    """Convert a file of MiniMax-H3's names as diffusers does, which only knows the published width of heads."""
+    function = lora_conversion_utils._convert_non_diffusers_minimax_h3_lora_to_diffusers
+    constants = tuple(head_width if value == 128 else value for value in function.__code__.co_consts)
+    code = function.__code__.replace(co_consts=constants)
+    return types.FunctionType(code, function.__globals__)(dict(tensors))
+
+
+@pytest.mark.parametrize(
+    ("prefix", "ends", "alpha"),
+    [
+        ("", ("lora_A", "lora_B"), None),  # MiniMax' own program, ComfyUI
+        ("diffusion_model.", ("lora_A", "lora_B"), 2),  # ai-toolkit
+        ("lora_unet_", ("lora_down", "lora_up"), 2),  # musubi-tuner
+        ("", ("lora_A.default", "lora_B.default"), None),  # DiffSynth, whose queries, keys, values lie head by head
+    ],
+)
+def test_minimax_h3_as_diffusers_converts_it(prefix, ends, alpha, checkpoint, pipeline, tmp_path):
+    kind = "minimax-h3"
+    transformer = diffusers.MiniMaxH3Transformer3DModel.from_pretrained(checkpoint(kind), subfolder="transformer")
+    modules = h3_modules(transformer)
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    pairs = {name: (draw(3, inputs) / inputs**0.5, draw(outputs, 3) / 5) for name, (outputs, inputs) in modules.items()}
+    names = {name: name for name in modules}
+    tensors = files.named(pairs, names, prefix, *ends, alpha=alpha, underscores=prefix == "lora_unet_")
+    path = files.save(tensors, tmp_path / "h3.safetensors")
+    converted = convert_h3(tensors, transformer.config.attention_head_dim)
+    factors = {
+        name.removeprefix("transformer.").removesuffix(".lora_A.weight"): (down, converted[name.replace("_A.", "_B.")])
+        for name, down in converted.items()
+        if name.endswith("lora_A.weight")
+    }
+    assert len(factors) == len(modules) + 2 * 3
+    state = transformer.state_dict()
+    assert_same(merged(pipeline(kind), "denoise", path), files.by_hand(state, factors, 1.0))
+    if ends == ("lora_A", "lora_B") and not prefix:  # In diffusers' own names the rows are as they are.
+        own = files.save(converted, tmp_path / "own.safetensors")
+        assert_same(merged(pipeline(kind), "denoise", own), files.by_hand(state, factors, 1.0))
