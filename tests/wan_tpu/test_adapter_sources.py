@@ -79,9 +79,11 @@ def hub(monkeypatch, tmp_path):
         def do_GET(self):
             _, _, revision, file = self.path.lstrip("/").replace("owner/style/", "owner+style/").split("/", 3)
             number = serving.newest if revision == "main" else COMMITS.index(revision)
-            content = contents[number][file]
-            self.send_response(200)
+            content = contents[number].get(file, b"")
+            self.send_response(200 if content else 404)
             self.send_header("X-Repo-Commit", COMMITS[number])
+            if not content:
+                self.send_header("X-Error-Code", "EntryNotFound")
             self.send_header("ETag", f'"{number}-{file}"')
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
@@ -95,7 +97,7 @@ def hub(monkeypatch, tmp_path):
             pass
 
     serving = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
-    serving.newest = 0
+    serving.newest, serving.contents = 0, contents
     thread = threading.Thread(target=serving.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     address = f"http://127.0.0.1:{serving.server_port}"
@@ -119,3 +121,31 @@ def test_weights_and_alpha_of_the_hub_are_of_one_commit(hub):
     assert read(first, path)["x"].gain == 4 / 2
     assert gain_of(path) == 8 / 2
     assert find(path).version != first.version
+
+
+def test_file_of_the_hub_without_an_alpha_beside_it_has_none(hub):
+    """FastVideo's adapters have the name of peft's, and say in their header how to apply them."""
+    for files in hub.contents:
+        files.pop("adapter_config.json")
+    assert gain_of("owner/style/adapter_model.safetensors") == 1
+
+
+# ---- the header
+
+
+@pytest.mark.parametrize(
+    ("tensors", "metadata", "gain"),
+    [
+        (PAIR, {"alpha": "8"}, 8 / 2),
+        (PAIR, {"rank": "2"}, 1),
+        # What says more than the header's one number is right.
+        (PAIR | {"x.alpha": torch.tensor(6.0)}, {"alpha": "8"}, 6 / 2),
+        (PAIR, {"alpha": "8", "lora_adapter_metadata": json.dumps({"transformer.lora_alpha": 4})}, 4 / 2),
+    ],
+)
+def test_alpha_in_the_header_is_that_of_models_whose_adapters_have_it_there(tensors, metadata, gain, tmp_path):
+    path = str(tmp_path / "turbo.safetensors")
+    (tmp_path / "turbo.safetensors").write_bytes(save(tensors, metadata))
+    assert read(find(path), path, header_alpha=True)["x"].gain == gain
+    if set(metadata) == {"alpha"} and "x.alpha" not in tensors:
+        assert gain_of(path) == 1

@@ -43,7 +43,7 @@ def test_every_preset_resolves_for_its_model():
         resolved = spec.plan(GenerationRequest(preset=preset), image=image, last=last).request
         assert bool(resolved.sigmas) == (preset != "original")
         assert published_spec(name).presets[preset].source.startswith("https://")
-        assert bool(resolved.loras) == (preset == "lightning")
+        assert bool(resolved.loras) == (preset not in ("original", "turbo"))
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,7 @@ class Targets:
     def __init__(self, component: Component, loaded: Loaded) -> None:
         self._weights: dict[str, _Weight] = {}
         self._absent, self._original_rows = component.absent, component.original_rows
+        self.header_alpha = component.header_alpha
         self._slots: dict[tuple[str, str], list[_Slot]] = {}
         depths = {
             path: module.depth for path, module in loaded.module.named_modules() if isinstance(module, ScannedBlocks)
@@ -132,7 +133,7 @@ class Targets:
 
     def read(self, path: str) -> Adapter:
         """Read a file, or raise `InvalidRequest` naming the tensors that don't belong to this model."""
-        return self.adapter(path, read(find(path), path))
+        return self.adapter(path, read(find(path), path, header_alpha=self.header_alpha))
 
     def adapter(self, path: str, changes: Mapping[str, ModuleChange]) -> Adapter:
         """Lay out a file's changes, as `files.read` returns them.

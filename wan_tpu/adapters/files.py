@@ -3,7 +3,7 @@
 Formats: peft's and diffusers' `lora_A`, `lora_B`; kohya's and musubi-tuner's `lora_down`, `lora_up` with `alpha`, and
 their names in which underscores stand for dots; whole differences `diff` (weight), `diff_b` (bias), `diff_m`
 (modulation) as LightX2V and Kijai publish them, LyCORIS' `w_norm` and `b_norm`. Alpha may also stand in the header
-(`lora_adapter_metadata`, diffusers) or beside the file (adapter_config.json, peft).
+(`lora_adapter_metadata`, diffusers; `alpha`, LightX2V) or beside the file (adapter_config.json, peft).
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import huggingface_hub
 import torch
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from wan_tpu.checkpoint import on_disk
@@ -109,8 +109,13 @@ def find(path: str) -> AdapterFile:
         return _fetch_from_hub(path)
 
 
-def read(file: AdapterFile, path: str) -> dict[str, ModuleChange]:
+def read(file: AdapterFile, path: str, *, header_alpha: bool = False) -> dict[str, ModuleChange]:
     """Read what a file changes, by module as the file names it, without its prefix.
+
+    Args:
+        file: From `find`.
+        path: What the request calls it, for messages.
+        header_alpha: Whether "alpha" in the header is that of all modules, where nothing else says any.
 
     Raises:
         InvalidRequest: Tensors aren't understood, are quantised, belong to no pair, have shapes that no factor has, or
@@ -162,6 +167,8 @@ def read(file: AdapterFile, path: str) -> dict[str, ModuleChange]:
     if not changes:
         raise InvalidRequest(f"adapter {path} holds no tensors; fetch it again", "loras")
     with _attribute_errors(path):
+        if header_alpha and not config and not any("alpha" in change.tensors for change in changes.values()):
+            config = {"lora_alpha": read_metadata(file.weights).get("alpha")}
         for module, change in changes.items():
             if "down" in change.tensors:
                 change.gain = _compute_gain(module, change, config)
@@ -261,7 +268,8 @@ def _fetch_from_hub(path: str) -> AdapterFile:
         if PurePosixPath(file).name == PEFT_FILE:
             commit = weights.parents[len(PurePosixPath(file).parents) - 1].name  # .../snapshots/COMMIT/FILE
             beside = str(PurePosixPath(file).with_name(PEFT_CONFIG))
-            config = on_disk(Path(huggingface_hub.hf_hub_download(repository, beside, revision=commit)))
+            with contextlib.suppress(RemoteEntryNotFoundError):  # Others use the file's name, too.
+                config = on_disk(Path(huggingface_hub.hf_hub_download(repository, beside, revision=commit)))
     return AdapterFile(on_disk(weights), config)
 
 

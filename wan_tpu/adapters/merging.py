@@ -69,7 +69,8 @@ class Adapters:
             if key in self._read:
                 self._read.move_to_end(key)
                 return self._read[key]
-        adapter = self._targets[component.folder].adapter(lora.path, read(file, lora.path))
+        changes = read(file, lora.path, header_alpha=component.header_alpha)
+        adapter = self._targets[component.folder].adapter(lora.path, changes)
         with self._lock:
             self._read[key] = adapter
             while len(self._read) > 1 and sum(item.nbytes for item in self._read.values()) > self._host_bytes:

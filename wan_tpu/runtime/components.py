@@ -58,6 +58,8 @@ class Component:
             use.
         absent: Patterns of modules that this model's siblings have and this one has no use for: changes of them have no
             effect and are no error.
+        header_alpha: Whether "alpha" in an adapter's header is that of all its modules, as diffusers reads it for some
+            models only.
         matrices: Pattern of the weights [O, I] that may be in 8 bits, with a scale for each output; "" for none.
         logits: Whether its attention's logits may be in 8 bits, as the module's attribute `LOGITS` says.
     """
@@ -74,6 +76,7 @@ class Component:
     original_rows: tuple[tuple[str, Callable[[torch.Tensor, str], torch.Tensor]], ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
     absent: tuple[str, ...] = ()
+    header_alpha: bool = False
     matrices: str = ""
     logits: bool = False
 

@@ -57,6 +57,7 @@ def transformer(config: MiniMaxH3Config) -> Component:
         ),
         matrices=sharding.MATRICES,
         originals=_ORIGINALS,
+        header_alpha=True,
         original_rows=(
             (r"(token_refiner[._])?blocks[._]\d+[._]mlp[._]fc1", _swap_halves),
             (r"(token_refiner[._])?blocks[._]\d+[._]attn[._]qkv_proj", functools.partial(_group_rows, heads)),

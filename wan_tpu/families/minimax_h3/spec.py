@@ -2,17 +2,18 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError
-from wan_tpu.families.minimax_h3 import presets
+from wan_tpu.families.minimax_h3 import presets, sampling
 from wan_tpu.families.minimax_h3.clips import CLIP_FRAMES, CLIP_LATENTS, chunk_lengths
 from wan_tpu.families.minimax_h3.config import MiniMaxH3Config, read_config
 from wan_tpu.plan import AUDIO, DECODER, ENCODER, VIDEO, Expert
-from wan_tpu.request import NOTHING_OWN, CheckpointOverrides, Defaults, ResolvedRequest, nearest_multiple
+from wan_tpu.request import NOTHING_OWN, CheckpointOverrides, Defaults, Preset, ResolvedRequest, nearest_multiple
 from wan_tpu.schedules import flow
 from wan_tpu.schedules.schedule import Schedule
 from wan_tpu.spec import ModelSpec
@@ -64,7 +65,7 @@ class MiniMaxH3Spec(ModelSpec):
     @classmethod
     def open(cls, checkpoint: Checkpoint) -> "MiniMaxH3Spec":
         """Read a checkpoint's configuration; raises `CheckpointError`."""
-        return cls(read_config(checkpoint), checkpoint.sampling("model"))
+        return cls(read_config(checkpoint), checkpoint.sampling())
 
     @functools.cached_property
     def name(self) -> str:  # type: ignore[override]
@@ -75,6 +76,11 @@ class MiniMaxH3Spec(ModelSpec):
     def defaults(self) -> Defaults:  # type: ignore[override]
         """The checkpoint's own sampling settings, else the published ones."""
         return dataclasses.replace(presets.defaults(self.config), **dict(self.own.defaults))  # type: ignore[arg-type]
+
+    @property
+    def presets(self) -> Mapping[str, Preset]:
+        """Few steps by distilled adapters, and the checkpoint's own presets."""
+        return {**sampling.DISTILLED.get(self.name, {}), **super().presets}
 
     @property
     def unused(self) -> tuple[str, ...]:
