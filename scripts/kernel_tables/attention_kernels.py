@@ -75,9 +75,9 @@ def ours(
     return _count(chip, "ours", blocks.block_q, blocks.block_kv, options, variant)
 
 
-def sparse(chip: str, kept: int) -> Row:
+def sparse(chip: str, kept: int, tokens: int = 75_776) -> Row:
     """Count block-sparse attention with so many blocks of keys in a list: a grid step is 512 queries."""
-    options = {"tokens": 75_776, "blocks": kept}
+    options = {"tokens": tokens, "blocks": kept}
     return _count(chip, "sparse", STEP, kept * KEYS, options, f"{kept} blocks")
 
 

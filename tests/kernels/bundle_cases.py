@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from wan_tpu_kernels.layer_norm import layer_norm
 from wan_tpu_kernels.linear import linear
@@ -29,3 +30,31 @@ def linear_8_bits(inputs, outputs, activation=None, residual=False):
         return linear(x, weight, bias, scales=scales, activation=activation, **more)
 
     return run, shapes
+
+
+def linear_layer(rows, inputs, outputs, activation=None, segments=0):
+    """Return a linear layer without a bias, with a residual if its gate has segments, and the shapes of its arguments.
+
+    Outputs are rows of the weight, so SwiGLU's result has half as many.
+    """
+    array = jax.ShapeDtypeStruct
+    shapes = [array((rows, inputs), jnp.bfloat16), array((outputs, inputs), jnp.bfloat16)]
+    if segments:
+        shapes += [array((rows, outputs), jnp.bfloat16), array((segments, outputs), jnp.float32)]
+        shapes.append(array((segments - 1,), jnp.int32))
+
+    def run(x, weight, *added):
+        more = dict(zip(("residual", "gate", "first_rows"), added, strict=False))
+        return linear(x, weight, None, activation=activation, **more)
+
+    return run, shapes
+
+
+def copy_one_block(megabytes):
+    """Return a kernel whose only block is the whole array, of which it copies a few rows, and the array's shape."""
+    x = jax.ShapeDtypeStruct((megabytes * 2048, 128), jnp.float32)
+
+    def kernel(x_ref, o_ref):
+        o_ref[:8] = x_ref[:8]
+
+    return pl.pallas_call(kernel, out_shape=x), (x,)

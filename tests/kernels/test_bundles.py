@@ -1,6 +1,7 @@
 """The TPU compiler's bundle counts of each kernel meet the targets. These tests need libtpu, but no TPU."""
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,35 +21,40 @@ from wan_tpu.pricing.bundles import (
     read_slot_use,
 )
 from wan_tpu.pricing.kernel_prices import KernelPrices, StepBundles, step_bundles
-from wan_tpu_kernels.blocks import BlockSizes, Schedule
+from wan_tpu_kernels.blocks import TABLE, BlockSizes, Schedule
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu, which holds the TPU compiler, is not installed"
 )
 
 NORMS = str(Path(__file__).with_name("bundle_cases.py"))
-# Bundles per million scores on v6e of the default way, with the libtpu of every supported pair. In bfloat16 no schedule
-# can beat 1,455, the MXU's issue slots.
+# Bundles per million scores on v6e of the default way, with the libtpu of every supported pair: of the tiles that a
+# video has, and of tiles that compile in a tenth of the time, for which the start of a tile counts more. In bfloat16 no
+# schedule of large tiles can beat 1,455, the MXU's issue slots.
 TARGETS = {
-    (None, 128): 1510,
-    ("int8", 128): 1350,
-    (None, 64): 1460,  # Heads share a register.
+    (None, 128): (1510, 1690),
+    ("int8", 128): (1350, 1600),
+    (None, 64): (1460, 1560),  # Heads share a register.
 }
 SMALL = BlockSizes(2048, 1024, Schedule(512), Schedule(512))
 
 
 @needs_libtpu
-@pytest.mark.parametrize(
-    ("qk", "width"),
-    [
-        pytest.param(qk, width, marks=pytest.mark.long if (qk, width) == (None, 128) else pytest.mark.soak)  # a minute
-        for qk, width in TARGETS
-    ],
-)
+@pytest.mark.soak  # A minute each.
+@pytest.mark.parametrize(("qk", "width"), TARGETS)
 def test_v6e_meets_its_targets(qk, width):
     row = ours("v6e", "optimistic", qk, width=width)
     assert row.per_million is not None, row.note
-    assert 1000 < row.per_million <= TARGETS[qk, width]
+    assert 1000 < row.per_million <= TARGETS[qk, width][0]
+
+
+@needs_libtpu
+@pytest.mark.long
+@pytest.mark.parametrize(("qk", "width"), TARGETS)
+def test_v6e_meets_its_targets_in_small_tiles(qk, width):
+    row = ours("v6e", "optimistic", qk, replace(TABLE["v6e", qk or "bfloat16"], block_q=1024), width=width)
+    assert row.per_million is not None, row.note
+    assert 1400 < row.per_million <= TARGETS[qk, width][1]
 
 
 @needs_libtpu
@@ -59,12 +65,18 @@ def test_a_number_of_keys_that_only_the_program_knows_costs_nothing():
 
 
 @needs_libtpu
-@pytest.mark.long
-def test_sparse_attention_meets_its_target():
-    """Lists keep 15 % of a video's blocks; the MXU's issue slots would allow 1,972 bundles per million kept scores."""
-    row = sparse("v6e", 177)
+@pytest.mark.parametrize(
+    ("tokens", "blocks", "target"),
+    [
+        pytest.param(75_776, 177, 2250, marks=pytest.mark.soak),  # 15 % of a video's blocks.
+        pytest.param(8192, 32, 2820, marks=pytest.mark.long),
+    ],
+)
+def test_sparse_attention_meets_its_target(tokens, blocks, target):
+    """The MXU's issue slots would allow 1,972 bundles per million kept scores of a video."""
+    row = sparse("v6e", blocks, tokens)
     assert row.per_million is not None, row.note
-    assert 1900 < row.per_million <= 2250
+    assert 1900 < row.per_million <= target
 
 
 V6E = CHIPS["v6e"]
@@ -76,7 +88,7 @@ INT8_MACS = 2 * V6E.bf16_flops / 2 / V6E.clock_hz  # Multiply-adds per cycle of 
 @pytest.mark.parametrize(
     ("inputs", "outputs", "more"),
     [
-        (5120, 5120, {"residual": True}),
+        pytest.param(5120, 5120, {"residual": True}, marks=pytest.mark.soak),
         (5120, 13824, {"activation": "gelu_tanh"}),
         (13824, 5120, {"residual": True}),
     ],
@@ -84,11 +96,28 @@ INT8_MACS = 2 * V6E.bf16_flops / 2 / V6E.clock_hz  # Multiply-adds per cycle of 
 def test_linear_layers_in_int8_reach_their_share_of_the_peak(inputs, outputs, more):
     """The layers are those of a 14B; the start and end of each tile are counted as well."""
     options = {"inputs": inputs, "outputs": outputs, **more}
-    kernel = count_bundles(f"{NORMS}:linear_8_bits", options)[0]
-    [tile] = {trips[0] - 2 for trips in kernel.loops if trips}  # Steps of the grid.
-    cycles = step_bundles(kernel.loops, tile)
-    share = 4736 * inputs * outputs / INT8_MACS / tile / (cycles.products + cycles.rest)
-    assert 0.85 <= share <= 1
+    cycles = count_cycles("linear_8_bits", options)
+    assert 0.85 <= 4736 * inputs * outputs / INT8_MACS / cycles <= 1
+
+
+@needs_libtpu
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "more"),
+    [(14336, 5376, {"segments": 4}), pytest.param(5376, 28672, {"activation": "swiglu"}, marks=pytest.mark.soak)],
+)
+def test_linear_layers_of_minimax_h3_reach_their_share_of_the_peak(inputs, outputs, more):
+    options = {"rows": 4768, "inputs": inputs, "outputs": outputs, **more}
+    cycles = count_cycles("linear_layer", options)
+    assert 0.95 <= 4768 * inputs * outputs / (INT8_MACS / 2) / cycles <= 1
+
+
+def count_cycles(case, options):
+    """Return the cycles of all steps of a kernel's grid on v6e."""
+    kernel = next(kernel for kernel in count_bundles(f"{NORMS}:{case}", options) if kernel.name.startswith("linear"))
+    [steps] = {trips[0] - 2 for trips in kernel.loops if trips}
+    cycles = step_bundles(kernel.loops, steps)
+    return steps * (cycles.products + cycles.rest)
 
 
 @needs_libtpu
@@ -103,9 +132,8 @@ def test_a_norm_takes_fewer_cycles_than_its_bytes():
 @needs_libtpu
 @pytest.mark.long
 def test_kernel_that_does_not_fit_names_vmem():
-    options = {"block_q": 512, "block_kv": 512, "schedule": {"chunk": 512}, "softmax": "online"}
     with pytest.raises(CompileError, match="vmem"):
-        count_bundles(f"{CASES}:ours", options | {"vmem_limit": 2**20})
+        count_bundles(f"{NORMS}:copy_one_block", {"megabytes": 256})
 
 
 def test_count_that_times_out_reports_a_busy_machine():
