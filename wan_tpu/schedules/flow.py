@@ -161,10 +161,9 @@ def euler_rising_at(noise: tuple[float, ...]) -> Schedule:
 
 def _euler_rising(sigmas: np.ndarray) -> Schedule:
     """Return a schedule whose velocity leads from noise to the video: clean = x + (1 - t) v with t = 1 - sigma."""
-    one = np.float32(1)
-    timesteps, ratio = one - sigmas, np.append(sigmas[1:], np.float32(0)) / sigmas
-    matrices = np.stack([ratio, one - ratio], axis=-1)[:, None, :].astype(np.float64)
-    return make_schedule(timesteps, -(one - timesteps).astype(np.float64), matrices)
+    timesteps, ratio = 1 - sigmas, np.append(sigmas[1:], np.float32(0)) / sigmas
+    matrices = np.stack([ratio, 1 - ratio], axis=-1)[:, None, :].astype(np.float64)
+    return make_schedule(timesteps, -(1 - timesteps).astype(np.float64), matrices)
 
 
 def _torch_linspace(points: int) -> np.ndarray:
