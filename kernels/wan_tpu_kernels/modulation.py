@@ -29,13 +29,8 @@ def modulation_row(values: jax.Array, start: jax.Array | int, rows: int, first_r
         first_rows: The ends (exclusive) of the first M - 1 segments of rows, in order: [M - 1], or a number for two
             segments. Of a single modulation there is no end to look at.
     """
-    values = values.astype(jnp.float32)
-    ends, last = _segment_ends(values, first_rows), len(values) - 1
     index = start + jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
-    chosen = values[last:]
-    for segment in range(last - 1, -1, -1):
-        chosen = jnp.where(index < ends[segment], values[segment : segment + 1], chosen)
-    return chosen
+    return _choose(values, _count_ends(_segment_ends(values, first_rows), index))
 
 
 def row_patterns(values: jax.Array, first_rows: jax.Array | int) -> jax.Array:
@@ -47,9 +42,11 @@ def row_patterns(values: jax.Array, first_rows: jax.Array | int) -> jax.Array:
     """
     if len(values) == 1:
         return values.astype(jnp.float32)
-    starts = _segment_ends(values, first_rows) // PATTERN * PATTERN
-    mixed = [modulation_row(values, starts[end], PATTERN, first_rows) for end in range(len(values) - 1)]
-    return jnp.concatenate([jnp.repeat(values.astype(jnp.float32), PATTERN, axis=0), *mixed])
+    ends, count = _segment_ends(values, first_rows), len(values)
+    row = jax.lax.broadcasted_iota(jnp.int32, (PATTERN * (2 * count - 1), 1), 0)
+    pattern, within = row // PATTERN, row % PATTERN
+    start = sum(jnp.where(pattern == count + n, ends[n] // PATTERN * PATTERN, 0) for n in range(count - 1))
+    return _choose(values, jnp.where(pattern < count, pattern, _count_ends(ends, start + within)))
 
 
 def number_patterns(values: jax.Array, first_rows: jax.Array | int, rows: int) -> jax.Array:
@@ -62,9 +59,9 @@ def number_patterns(values: jax.Array, first_rows: jax.Array | int, rows: int) -
     """
     if len(values) == 1:
         return jnp.zeros(1, jnp.int32)
-    ends = _segment_ends(values, first_rows)[:, None]
+    ends = _segment_ends(values, first_rows)
     first = jnp.arange(0, rows, PATTERN, dtype=jnp.int32)
-    segment, last = ((ends <= row).sum(axis=0, dtype=jnp.int32) for row in (first, first + PATTERN - 1))
+    segment, last = _count_ends(ends, first), _count_ends(ends, first + PATTERN - 1)
     return PATTERN * jnp.where(segment == last, segment, len(values) + segment)
 
 
@@ -89,7 +86,22 @@ def read_modulation(
     return jnp.concatenate(eights)[:rows]
 
 
+def _choose(values: jax.Array, segment: jax.Array) -> jax.Array:
+    """Return the modulations [L, C] of rows by their segments [L, 1]; [1, C] if there is only one modulation."""
+    values = values.astype(jnp.float32)
+    chosen = values[:1]
+    for number in range(1, len(values)):
+        chosen = jnp.where(segment == number, values[number : number + 1], chosen)
+    return chosen
+
+
+def _count_ends(ends: jax.Array, rows: jax.Array) -> jax.Array:
+    """Return the number of segments that end before each row. XLA makes one loop of it, which a sum would not be."""
+    return sum(((ends[end] <= rows).astype(jnp.int32) for end in range(len(ends))), jnp.zeros_like(rows))
+
+
 def _segment_ends(values: jax.Array, first_rows: jax.Array | int) -> jax.Array:
+    """Return the ends of all segments but the last, int32 [M - 1]."""
     ends = jnp.asarray(first_rows, jnp.int32).reshape(-1)
     assert len(values) in (1, len(ends) + 1), f"{len(values)} modulations for {len(ends) + 1} segments"
-    return ends
+    return ends[: len(values) - 1]
