@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import transformers
 
-from tests.wan_tpu.published_files import EULER, REPOSITORIES, WAN_I2V, write
+from tests.wan_tpu import minimax_h3_files, published_files
+from tests.wan_tpu.published_files import EULER, WAN_I2V, write
 from wan_tpu import CheckpointError, GenerationRequest, InvalidRequest
 from wan_tpu.aot.key import settings
 from wan_tpu.checkpoint import Checkpoint
@@ -22,6 +23,7 @@ from wan_tpu.families.shared.settings import ENCODERS, FLOW_MATCH_EULER, UNIPC
 from wan_tpu.families.wan import published as wan
 from wan_tpu.families.wan import sampling
 
+REPOSITORIES = published_files.REPOSITORIES | {minimax_h3_files.REPOSITORY: minimax_h3_files.FILES}
 HUNYUAN_I2V = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v"
 I2V_A14B = "Wan-AI/Wan2.2-I2V-A14B-Diffusers"
 # Name, task, size, frames, steps, shift, guidance of both experts, first steps of the experts.
@@ -66,6 +68,7 @@ OPENED = {
     "rootonchair/LTX-2-19b-distilled": ("ltx-2-distilled", (1088, 1920, 121), 11, 1, (1, 1), (0, 8)),
     "diffusers/LTX-2.3-Diffusers": ("ltx-2.3", (512, 768, 121), 30, 1, (3, 3), (0,)),
     "diffusers/LTX-2.3-Distilled-Diffusers": ("ltx-2.3-distilled", (1088, 1920, 121), 11, 1, (1, 1), (0, 8)),
+    minimax_h3_files.REPOSITORY: ("minimax-h3", (768, 1344, 124), 49, 12, (1, 1), (0,)),
 }
 
 

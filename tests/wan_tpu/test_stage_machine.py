@@ -39,6 +39,7 @@ KINDS = {
     "sound": ("ltx-2.3", {}),
     "sound that is left out": ("ltx-2.3", {"generate_audio": False}),
     "sound in two stages": ("ltx-2.3-distilled", {"steps": 11}),
+    "sound and chunks of several frames": ("minimax-h3", {"frames": 175}),
 }
 
 
