@@ -46,8 +46,8 @@ LINES = {
     "wan2.2-i2v-a14b": [
         {"prompt": "a cat", "image": "PHOTO", "guidance_scale": 3, "guidance_scale_2": 1, "switch_step": 1, **SIZE},
         {"prompt": "a cat", "image": "PHOTO", "cache": "magcache", "preset": "quick", **SIZE | {"steps": 12}},
+        {"prompt": "a cat", "image": "PHOTO", "last_image": "PHOTO", **SIZE},
     ],
-    "wan2.1-flf2v-14b-720p": [{"prompt": "a cat", "image": "PHOTO", "last_image": "PHOTO", **SIZE}],
 }
 RATIOS = [[0.97, 0.97]] * 3 + [[0.97, 1.5]] + [[0.97, 0.97]] * 8  # Some steps are left out, others aren't.
 
