@@ -31,7 +31,6 @@ _AND_ATTENTION = "-attention"  # Ending of a precision in which attention's logi
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": _BFLOAT16}
 DTYPES |= dict.fromkeys(("int8", "float8", "int8-attention", "float8-attention"), _BFLOAT16)
 MATRICES = {"int8": _INT8, "float8": _FLOAT8, "int8-attention": _INT8, "float8-attention": _FLOAT8}
-LOGITS = "logits"  # Name of a module's attribute with the dtype of its 8-bit logits.
 SCALE = "_scale"  # Ending of the name of an 8-bit weight's scales: float32, one for each of its rows.
 
 
@@ -61,7 +60,8 @@ class Component:
         header_alpha: Whether "alpha" in an adapter's header is that of all its modules, as diffusers reads it for some
             models only.
         matrices: Pattern of the weights [O, I] that may be in 8 bits, with a scale for each output; "" for none.
-        logits: Whether its attention's logits may be in 8 bits, as the module's attribute `LOGITS` says.
+        logits: Whether its attention's logits may be in 8 bits. A loaded module's attribute `logits_dtype` says which
+            they are; None where they aren't.
     """
 
     folder: str
@@ -310,8 +310,8 @@ def _weights(
     """
     _check_chip(component, precision, mesh)
     depths = _scan(module, component.scanned)
-    if component.logits and precision.endswith(_AND_ATTENTION):
-        setattr(module, LOGITS, MATRICES[precision].name)
+    has_8_bit_logits = component.logits and precision.endswith(_AND_ATTENTION)
+    module.logits_dtype = MATRICES[precision].name if has_8_bit_logits else None
     for name, tensor in list(module.named_parameters()):
         if component.is_rounded(_plain_name(name, depths)[0], precision):
             owner, _, leaf = name.rpartition(".")

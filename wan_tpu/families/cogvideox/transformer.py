@@ -27,7 +27,6 @@ from wan_tpu.ops.attention import query_scale
 from wan_tpu.ops.dispatch import Ops, ops_for
 from wan_tpu.ops.exchange import Projections, exchanged_attention, head_groups, key_parts
 from wan_tpu.runtime.bridge import Params, call, to_jax
-from wan_tpu.runtime.components import LOGITS
 from wan_tpu.runtime.mesh import SHARDS, Rule, TokenLayout, token_layout, weight_spec
 
 MATRICES = r"transformer_blocks\..*\.(attn1\.(to_q|to_k|to_v|to_out\.0)|ff\.net\.(0\.proj|2))\.weight"
@@ -126,7 +125,7 @@ class _Step:
     """One step's blocks inside a `jax.shard_map`."""
 
     def __init__(self, module: Any, mesh: Mesh, layout: TokenLayout, tokens: int) -> None:
-        config, self._logits = module.config, getattr(module, LOGITS, None)
+        config, self._logits = module.config, module.logits_dtype
         self._mesh, self._layout, self._tokens = mesh, layout, tokens
         self._heads, self._eps = config.num_attention_heads, config.norm_eps
         self._platform = mesh.devices.flat[0].platform

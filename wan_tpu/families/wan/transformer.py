@@ -28,7 +28,6 @@ from wan_tpu.ops.dispatch import Ops, ops_for
 from wan_tpu.ops.exchange import Projections, exchanged_attention, head_groups, key_parts
 from wan_tpu.ops.sparse_linear import QUERY_BLOCK, SparseLinear
 from wan_tpu.runtime.bridge import Params, call, to_jax
-from wan_tpu.runtime.components import LOGITS
 from wan_tpu.runtime.mesh import SHARDS, Rule, TokenLayout, token_layout, weight_spec
 
 # Large matrices [O, I] have their outputs split over the devices of one branch, and are gathered layer by layer.
@@ -198,7 +197,7 @@ class _Step:
     ) -> None:
         """Prepare a step over `tokens` tokens; `density` is the attention density, None for attention to all keys."""
         platform, config = mesh.devices.flat[0].platform, module.config
-        self._logits = getattr(module, LOGITS, None)
+        self._logits = module.logits_dtype
         self._mesh, self._layout, self._tokens, self._first = mesh, layout, tokens, first_tokens
         self._heads, self._eps, self._platform = config.num_attention_heads, config.eps, platform
         self._groups = head_groups(mesh, self._heads, layout.head_axes)
