@@ -1,7 +1,7 @@
 """What the configuration files of MiniMaxAI/MiniMax-H3 on the Hugging Face hub say, as in `published_files`.
 
 Written down from a public copy, github.com/wmd-1/MiniMax-H3 at b83a5766; `text_encoder/config.json` is that of
-Qwen/Qwen3-VL-32B-Instruct. Each file has the length and the SHA-256 sum that public programs know it by (`SUMS`).
+Qwen/Qwen3-VL-32B-Instruct. Each file has the SHA-256 sum that public programs know it by (`SUMS`).
 """
 
 import json
@@ -113,6 +113,11 @@ _QWEN: Config = {
     },
     "vision_end_token_id": 151653, "vision_start_token_id": 151652,
 }
+_PROCESSOR: Config = {
+    "size": {"longest_edge": 16777216, "shortest_edge": 65536}, "patch_size": 16, "temporal_patch_size": 2,
+    "merge_size": 2, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5], "processor_class": "Qwen3VLProcessor",
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+}
 # fmt: on
 FILES: dict[str, Config] = {
     # The repository has both, with the same content.
@@ -120,6 +125,7 @@ FILES: dict[str, Config] = {
     "modular_model_index.json": INDEX,
     "transformer/config.json": _diffusers("MiniMaxH3Transformer3DModel", _TRANSFORMER),
     "text_encoder/config.json": _QWEN,
+    "processor/preprocessor_config.json": _PROCESSOR,
     "vae/config.json": _diffusers("AutoencoderKLMiniMaxH3", _VAE),
     "audio_vae/config.json": _diffusers("AutoencoderKLMiniMaxH3Audio", _AUDIO_VAE),
     "scheduler/scheduler_config.json": _diffusers("MiniMaxH3Scheduler", {"shift": 12.0}),
@@ -131,6 +137,7 @@ SUMS = {
     "modular_model_index.json": ("a2b6a210e482", ""),
     "transformer/config.json": ("74c11bff5243", ""),
     "text_encoder/config.json": ("d2dd0c60d01b", "\n"),
+    "processor/preprocessor_config.json": ("27225450ac9c", ""),
     "vae/config.json": ("78f67deec3d6", ""),
     "audio_vae/config.json": ("9a3c645ff892", ""),
     "scheduler/scheduler_config.json": ("8fa6c3aa70dc", ""),
@@ -140,4 +147,4 @@ SUMS = {
 
 def publish(name: str) -> str:
     """Return the text of a published file."""
-    return json.dumps(FILES[name], indent=2) + SUMS[name][1]
+    return json.dumps(FILES[name], indent=4 if name.startswith("processor/") else 2) + SUMS[name][1]

@@ -16,7 +16,7 @@ from tests.children import run_on_devices
 from tests.wan_tpu.minimax_h3_audio_worker import load
 from wan_tpu import CheckpointError
 from wan_tpu.families.minimax_h3 import audio
-from wan_tpu.families.minimax_h3.presets import PRESETS
+from wan_tpu.families.minimax_h3.published import PUBLISHED
 from wan_tpu.families.shared.values import set_own_values
 from wan_tpu.runtime.components import abstract_component
 from wan_tpu.runtime.mesh import make_mesh
@@ -25,7 +25,7 @@ from wan_tpu.runtime.mesh import make_mesh
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
 
 CHANNELS, LATENTS = 4, 5
-PUBLISHED = PRESETS["minimax-h3"]
+MODEL = PUBLISHED["minimax-h3"]
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def test_published_sound_has_800_samples_a_latent():
     """207 latents of each channel for 124 frames: 5.175 s at 32 kHz."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch's weight norm warns where it is built otherwise.
-        loaded = abstract_component(audio.audio_decoder(PUBLISHED), "bfloat16", make_mesh((1, 1, 1), heads=2))
+        loaded = abstract_component(audio.audio_decoder(MODEL), "bfloat16", make_mesh((1, 1, 1), heads=2))
     latents = jax.ShapeDtypeStruct((1, 2 * 207, 32), jnp.float32)
     samples = jax.eval_shape(functools.partial(audio.decode, loaded.module), loaded.params, latents)
     assert samples.shape == (2, 207 * 800)
@@ -149,7 +149,7 @@ def test_operations_are_counted():
         rows, width = rows * rate, width // 2
         flops += rows * 6 * (3 + 7 + 11) * width**2
     # The rest are the filters around activations.
-    assert audio.count_flops(PUBLISHED, 2 * 207) == pytest.approx(2 * 2 * flops, rel=0.05)
+    assert audio.count_flops(MODEL, 2 * 207) == pytest.approx(2 * 2 * flops, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +162,6 @@ def test_operations_are_counted():
     ],
 )
 def test_decoder_that_would_be_computed_otherwise_is_refused(changed, message):
-    config = dataclasses.replace(PUBLISHED, audio_vae=PUBLISHED.audio_vae | changed)
+    config = dataclasses.replace(MODEL, audio_vae=MODEL.audio_vae | changed)
     with pytest.raises(CheckpointError, match=message):
         audio.audio_decoder(config)

@@ -16,7 +16,7 @@ from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.minimax_h3 import encoder, vae
 from wan_tpu.families.minimax_h3.clips import chunk_lengths
-from wan_tpu.families.minimax_h3.presets import PRESETS
+from wan_tpu.families.minimax_h3.published import PUBLISHED
 from wan_tpu.families.minimax_h3.tiling import lay_line
 from wan_tpu.ops.halo import Cut
 from wan_tpu.runtime.components import load_component
@@ -225,7 +225,7 @@ def test_operations_are_those_of_all_tiles_and_clips(folder):
 
 def test_operations_of_the_published_model():
     """Of 124 frames of 1344x768: seven clips in 28 tiles each, of 1,797 tokens; and of a keyframe."""
-    config = PRESETS["minimax-h3"]
+    config = PUBLISHED["minimax-h3"]
     linear, attention = 2 * 2048 * (4 * 2048 + 3 * 8192), 4 * 2048 * 1797
     by_hand = 7 * 28 * 1797 * 36 * (linear + attention)
     assert vae.count_decoding(config, (1, CHANNELS, 37, 48, 84)) == pytest.approx(by_hand, rel=0.005)

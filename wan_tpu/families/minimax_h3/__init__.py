@@ -1,7 +1,7 @@
 """MiniMax-H3: video with sound."""
 
 from wan_tpu.families.family import Family
-from wan_tpu.families.minimax_h3.presets import PRESETS
+from wan_tpu.families.minimax_h3.published import PUBLISHED
 from wan_tpu.families.minimax_h3.spec import MiniMaxH3Spec
 
 FAMILY = Family(
@@ -9,7 +9,7 @@ FAMILY = Family(
     title="MiniMax-H3",
     example="MiniMaxAI/MiniMax-H3",
     transformer="MiniMaxH3Transformer3DModel",
-    published=PRESETS,
+    published=PUBLISHED,
     spec=MiniMaxH3Spec,
     open=MiniMaxH3Spec.open,
     model="wan_tpu.families.minimax_h3.model:MiniMaxH3Model",

@@ -6,7 +6,7 @@ FastH3 from text alone at the model's own shifts, with a highest noise level bel
 fastvideo_inference.json are thousandths); of its adapters this is the one with dense attention.
 """
 
-from wan_tpu.families.minimax_h3.presets import PRESETS
+from wan_tpu.families.minimax_h3.published import PUBLISHED
 from wan_tpu.request import Preset
 from wan_tpu.requested_adapter import RequestedAdapter
 
@@ -25,7 +25,7 @@ def _distil(about: str, adapter: str, levels: tuple[float, ...], shift: float) -
 
 _TURBO = "lightx2v/Minimax-h3-Turbo/minimax_h3_fl2v_turbo"
 _FASTH3 = "FastVideo/FastVideo-FastH3-4-step-Preview-v1-LoRA/dense-datafree/adapter_model"
-_SHIFT = PRESETS["minimax-h3"].scheduler["shift"]
+_SHIFT = PUBLISHED["minimax-h3"].scheduler["shift"]
 DISTILLED = {
     "minimax-h3": {
         "turbo-4": _distil("four steps", f"{_TURBO}_4step_v1.2_768p_bf16", (1.0, 0.75, 0.5, 0.25), 6.0),

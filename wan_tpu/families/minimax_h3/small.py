@@ -10,7 +10,7 @@ import transformers
 from tokenizers.pre_tokenizers import ByteLevel
 
 from wan_tpu.families.minimax_h3 import classes
-from wan_tpu.families.minimax_h3.presets import PRESETS
+from wan_tpu.families.minimax_h3.published import PUBLISHED
 from wan_tpu.families.shared.values import set_own_values
 
 _TEXT_WIDTH, _LATENTS, _AUDIO_LATENTS = 48, 8, 16
@@ -93,11 +93,11 @@ def make_checkpoint(
 
     Args:
         folder: Where to write it.
-        kind: The published model, one of `PRESETS`.
+        kind: The published model, one of `PUBLISHED`.
         transformer, text_encoder, vae, audio_vae: Override the small configuration.
         seed: The seed of all weights.
     """
-    published, tokenizer = PRESETS[kind], _make_tokenizer()
+    published, tokenizer = PUBLISHED[kind], _make_tokenizer()
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
 
@@ -143,7 +143,7 @@ def _make_qwen(
 ) -> transformers.Qwen3VLForConditionalGeneration:
     config = transformers.Qwen3VLConfig(
         text_config=text | {"vocab_size": len(tokenizer)},
-        vision_config=PRESETS["minimax-h3"].vision | _VISION | {"out_hidden_size": text["hidden_size"]},
+        vision_config=PUBLISHED["minimax-h3"].vision | _VISION | {"out_hidden_size": text["hidden_size"]},
         **{key: tokenizer.convert_tokens_to_ids(token) for key, token in _VISION_TOKENS.items()},
     )
     return transformers.Qwen3VLForConditionalGeneration(config)

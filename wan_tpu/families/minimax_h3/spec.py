@@ -9,7 +9,7 @@ import numpy as np
 
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError
-from wan_tpu.families.minimax_h3 import presets, sampling
+from wan_tpu.families.minimax_h3 import published, sampling
 from wan_tpu.families.minimax_h3.clips import CLIP_FRAMES, CLIP_LATENTS, chunk_lengths
 from wan_tpu.families.minimax_h3.config import MiniMaxH3Config, read_config
 from wan_tpu.plan import AUDIO, DECODER, ENCODER, VIDEO, Expert
@@ -69,13 +69,13 @@ class MiniMaxH3Spec(ModelSpec):
 
     @functools.cached_property
     def name(self) -> str:  # type: ignore[override]
-        """Name of the published model, or `presets.CUSTOM`."""
-        return presets.recognise(self.config)
+        """Name of the published model, or `published.CUSTOM`."""
+        return published.recognise(self.config)
 
     @property
     def defaults(self) -> Defaults:  # type: ignore[override]
         """The checkpoint's own sampling settings, else the published ones."""
-        return dataclasses.replace(presets.defaults(self.config), **dict(self.own.defaults))  # type: ignore[arg-type]
+        return dataclasses.replace(published.defaults(self.config), **dict(self.own.defaults))  # type: ignore[arg-type]
 
     @property
     def presets(self) -> Mapping[str, Preset]:

@@ -60,7 +60,7 @@ AUDIO_VAE: dict[str, Any] = classes.AUDIO_VAE | {
     ],
 }
 # fmt: on
-PRESETS: dict[str, MiniMaxH3Config] = {
+PUBLISHED: dict[str, MiniMaxH3Config] = {
     "minimax-h3": MiniMaxH3Config(
         transformer=classes.TRANSFORMER,
         text_encoder=TEXT,
@@ -75,7 +75,7 @@ PRESETS: dict[str, MiniMaxH3Config] = {
 
 def recognise(config: MiniMaxH3Config) -> str:
     """Return the name of the published model with a configuration, or `CUSTOM`."""
-    for name, published in PRESETS.items():
+    for name, published in PUBLISHED.items():
         if config.transformer == published.transformer:
             return name
     return CUSTOM

@@ -1,0 +1,243 @@
+"""What MiniMax-H3's configuration files say: published ones are recognised, others are refused with a reason."""
+
+import copy
+import hashlib
+import inspect
+import json
+
+import diffusers
+import pytest
+import torch
+import transformers
+from diffusers.modular_pipelines.minimax_h3 import MiniMaxH3ModularPipeline
+from diffusers.modular_pipelines.minimax_h3.modular_pipeline import resolve_canvas_size
+
+from tests.wan_tpu import minimax_h3_files
+from tests.wan_tpu.minimax_h3_files import FILES, INDEX, REPOSITORY, SUMS
+from tests.wan_tpu.published_files import write
+from wan_tpu import CheckpointError, GenerationRequest
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.families import open_spec, published_spec
+from wan_tpu.families.minimax_h3 import FAMILY, classes, published
+from wan_tpu.families.minimax_h3.config import TEXT_LAYER, read_config
+from wan_tpu.families.minimax_h3.published import PUBLISHED
+from wan_tpu.families.minimax_h3.small import make_checkpoint
+from wan_tpu.families.shared import t5
+from wan_tpu.plan import AUDIO, VIDEO
+
+MODEL = PUBLISHED["minimax-h3"]
+SPEC = published_spec("minimax-h3")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Writes the published files, changed or not; `...` in place of a value: no such key, of a file: no such file."""
+
+    def write_files(changed=None):
+        files = dict(FILES)
+        for file, values in (changed or {}).items():
+            content = files.pop(file)
+            if values is not ...:
+                files[file] = {key: value for key, value in (content | values).items() if value is not ...}
+        return write(tmp_path / "model", files)
+
+    return write_files
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("small") / "model")
+
+
+def test_files_are_written_down_as_published():
+    assert set(SUMS) == set(FILES)
+    for name, (digest, _) in SUMS.items():
+        assert hashlib.sha256(minimax_h3_files.publish(name).encode()).hexdigest().startswith(digest), name
+
+
+# ---- The index of a modular pipeline.
+
+
+@pytest.mark.parametrize("missing", ["model_index.json", "modular_model_index.json"])
+def test_published_files_are_those_of_the_preset_with_either_index(missing, folder):
+    """Its repository has both, of which diffusers writes the second one."""
+    source = folder({missing: ...})
+    checkpoint = Checkpoint(source)
+    assert read_config(checkpoint) == MODEL
+    assert published.recognise(MODEL) == open_spec(source).name == "minimax-h3"
+    assert {name for name in INDEX if not name.startswith("_") and checkpoint.has(name)} == {
+        *("text_encoder", "tokenizer", "processor", "transformer", "transformer_ref"),
+        *("vae", "audio_vae", "scheduler", "audio_scheduler"),
+    }
+    assert not checkpoint.has("image_encoder")
+
+
+def test_index_with_the_origin_goes_into_copies(folder):
+    checkpoint = Checkpoint(folder({"model_index.json": ...}))
+    others = checkpoint.others()
+    assert json.loads(others["modular_model_index.json"])["_name_or_path"] == checkpoint.source
+    assert "transformer/config.json" in others
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ([None, None, {"subfolder": "vae"}], "has no vae; give a complete MiniMax-H3 checkpoint"),
+        (["diffusers", "AutoencoderKLMiniMaxH3", {"subfolder": "FL2VA/vae"}], 'vae in the folder "FL2VA/vae"; put'),
+        (["diffusers", None, {}], "has vae: .*give the names of a library and a class"),
+        (["diffusers", "AutoencoderKLMiniMaxH3", {}, {}], "has vae: .*give the names of a library and a class"),
+        (["diffusers", "AutoencoderKLWan", {}], "vae AutoencoderKLWan; supported is AutoencoderKLMiniMaxH3"),
+    ],
+)
+def test_index_that_names_another_vae_is_refused(entry, message, folder):
+    source = folder({"model_index.json": ..., "modular_model_index.json": {"vae": entry}})
+    with pytest.raises(CheckpointError, match=message):
+        read_config(Checkpoint(source))
+
+
+def test_small_checkpoint_is_one_that_diffusers_opens(small):
+    pipeline = diffusers.ModularPipeline.from_pretrained(str(small), workflow="t2va")
+    assert isinstance(pipeline, MiniMaxH3ModularPipeline)
+    pipeline.load_components(names=["tokenizer", "transformer", "vae", "audio_vae", "scheduler", "audio_scheduler"])
+    config = read_config(Checkpoint(small))
+    assert pipeline.transformer.config.hidden_size == config.transformer["hidden_size"]
+    assert len(pipeline.tokenizer("A cat.")["input_ids"]) == 6
+    assert [pipeline.scheduler.config.shift, pipeline.audio_scheduler.config.shift] == [12, 3]
+
+
+def test_small_checkpoint_reads_as_the_published_one_does(small):
+    config = read_config(Checkpoint(small))
+    for name in ("transformer", "text_encoder", "vision", "vae", "audio_vae", "scheduler", "audio_scheduler"):
+        assert {*getattr(config, name)} == {*getattr(MODEL, name)}, name
+    assert published.recognise(config) == published.CUSTOM
+    assert (config.text_layer, MODEL.text_layer) == (config.text_encoder["num_hidden_layers"] - 1, TEXT_LAYER)
+
+
+# ---- What is left out, and what must not differ.
+
+
+@pytest.mark.parametrize(
+    ("kind", "ours"),
+    [
+        (diffusers.MiniMaxH3Transformer3DModel, classes.TRANSFORMER),
+        (diffusers.AutoencoderKLMiniMaxH3, classes.VAE),
+        (diffusers.AutoencoderKLMiniMaxH3Audio, classes.AUDIO_VAE),
+        (diffusers.MiniMaxH3Scheduler, classes.SCHEDULER),
+    ],
+)
+def test_keys_that_a_file_lacks_have_the_class_s_defaults(kind, ours):
+    parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]
+    assert json.loads(json.dumps({parameter.name: parameter.default for parameter in parameters})) == ours
+
+
+@pytest.mark.parametrize(
+    ("kind", "ours", "published"),
+    [
+        (transformers.Qwen3VLTextModel, classes.TEXT, MODEL.text_encoder),
+        (transformers.Qwen3VLVisionModel, classes.VISION, MODEL.vision),
+    ],
+)
+def test_keys_that_qwen_s_file_lacks_have_the_class_s_defaults(kind, ours, published):
+    config = json.loads(kind.config_class().to_json_string(use_diff=False))
+    assert {key: config[key] for key in ours} == ours
+    # The class reads them as it reads the file itself, whose names are those of an older version.
+    part = "text_config" if kind is transformers.Qwen3VLTextModel else "vision_config"
+    file = kind.config_class(**copy.deepcopy(FILES["text_encoder/config.json"][part]))
+    with torch.device("meta"):
+        small = t5.from_transformers(kind, published | {"num_hidden_layers": 1, "depth": 1})
+    for key in published:
+        if key not in ("num_hidden_layers", "depth"):
+            assert getattr(small.config, key) == getattr(file, key), key
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"transformer/config.json": {"patch_size": [1, 1, 1]}}, r"patch_size \[1, 1, 1\]; supported is \[1, 2, 2\]"),
+        ({"transformer/config.json": {"num_layers": "50"}}, "num_layers '50' in transformer/config.json"),
+        ({"transformer/config.json": {"rope_freq_dim": 24}}, "rope_freq_dim 24; with .* 128 it is at most 21"),
+        ({"vae/config.json": {"clip_length": 33}}, "vae clip_length 33; supported is 17"),
+        ({"vae/config.json": {"spatial_padding_mode": "zeros"}}, "padding_mode 'zeros'; supported is 'reflect'"),
+        ({"vae/config.json": {"spatial_downsample_factors": [2, 2, 2, 1, 1, 1]}}, "8 in all; supported is 16"),
+        ({"vae/config.json": {"latents_mean": [0.5]}}, "vae latents_mean of 1 numbers; with latent_channels 24"),
+        ({"vae/config.json": {"latent_channels": 8, "latents_mean": [0.0] * 8, "latents_std": [1.0] * 8}},
+         "the transformer has in_channels 24, and the part that it belongs to has 8"),
+        ({"audio_vae/config.json": {"sampling_rate": 44100}}, "800 samples a latent; .* 44100 it is 1102.5"),
+        ({"audio_vae/config.json": {"latents_std": [1.0]}}, "audio_vae latents_std of 1 numbers; with .* 32"),
+        ({"text_encoder/config.json": {"text_config": ...}}, "has no text_config, as Qwen3-VL's has"),
+        ({"text_encoder/config.json": {"vision_config": {"out_hidden_size": 4096}}}, "size 4096 .* it is 5120"),
+        ({"text_encoder/config.json": {"vision_config": {"out_hidden_size": 5120, "patch_size": 14}}}, "patch_size 14"),
+    ],
+)  # fmt: skip
+def test_checkpoint_that_would_be_computed_otherwise_is_refused(changed, message, folder):
+    with pytest.raises(CheckpointError, match=message):
+        open_spec(folder(changed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"rope_scaling": {"mrope_section": [24, 20, 20], "rope_type": "default"}},
+            "mrope_interleaved False; supported is True",
+        ),
+        ({"rope_scaling": {"mrope_section": [24, 20], "mrope_interleaved": True}}, "three numbers whose sum is 64"),
+        ({"rope_theta": None}, "rope_theta None"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn'; supported is 'default'"),
+        ({"attention_bias": True}, "attention_bias True; supported is False"),
+        ({"hidden_size": 2048}, "out_hidden_size 5120 in its vision_config; it is 2048"),
+    ],
+)
+def test_text_encoder_that_would_be_computed_otherwise_is_refused(changed, message, folder):
+    text = FILES["text_encoder/config.json"]["text_config"] | changed
+    with pytest.raises(CheckpointError, match=message):
+        open_spec(folder({"text_encoder/config.json": {"text_config": text}}))
+
+
+# ---- Sampling.
+
+
+def test_defaults_are_those_of_diffusers():
+    plan = SPEC.plan(GenerationRequest(prompt="a cat"))
+    request, pipeline = plan.request, MiniMaxH3ModularPipeline
+    assert (request.steps, request.frames, request.fps) == (49, 124, 24)  # diffusers' 50 points and 124 frames
+    assert (request.height, request.width) == resolve_canvas_size(16, 9, 32, 768, 768 * 1344)
+    assert plan.has_sound and not any(expert.guided for expert in plan.experts)
+    assert request.frames / 24 >= pipeline.min_duration.fget(None)
+
+
+@pytest.mark.parametrize("picture", [(9, 16), (16, 9), (1, 1), (3, 4), (4, 3), (21, 9), (9, 21), (431, 600)])
+def test_sizes_of_other_shapes_are_those_of_diffusers(picture):
+    height, width = picture
+    assert SPEC.size_like(picture) == resolve_canvas_size(width, height, 32, 768, 768 * 1344)
+
+
+@pytest.mark.parametrize(
+    ("preset", "video", "sound"),
+    [
+        ("turbo-4", [1, 18 / 19, 6 / 7, 2 / 3], [1, 0.9, 0.75, 0.5]),
+        # FastVideo's own levels, by its program.
+        ("fasth3", [11988 / 11989, 8988 / 9239, 12 / 13, 0.8], [2997 / 2998, 2247 / 2498, 0.75, 0.5]),
+    ],
+)
+def test_distilled_presets_have_the_noise_levels_that_they_were_trained_with(preset, video, sound):
+    request = SPEC.plan(GenerationRequest(prompt="a cat", preset=preset)).request
+    schedules = SPEC.schedules(request)
+    assert 1 - schedules[VIDEO].timesteps == pytest.approx(video, abs=1e-6)
+    assert 1 - schedules[AUDIO].timesteps == pytest.approx(sound, abs=1e-6)
+    assert [lora.path.count("/") for lora in request.loras] == [2 + (preset == "fasth3")]
+
+
+def test_turbo_of_eight_steps_is_the_shifted_grid():
+    plans = [
+        SPEC.plan(GenerationRequest(prompt="a cat", **fields)).request
+        for fields in ({"preset": "turbo-8"}, {"steps": 8, "shift": 6.0})
+    ]
+    preset, grid = (SPEC.schedules(request) for request in plans)
+    for part in (VIDEO, AUDIO):
+        assert preset[part].timesteps == pytest.approx(grid[part].timesteps, abs=1e-6)
+
+
+def test_example_is_the_published_repository():
+    assert FAMILY.example == REPOSITORY
+    assert all(part in FAMILY.licence for part in ("EU", "UK", "South Korea", "USA", "20 million", "MiniMax H3"))
