@@ -113,7 +113,9 @@ def test_adopted_payload_outlives_the_leader_that_created_it(store):
         """Leaves payloads as a slice's leader does, whose hosts make them: it is their owner."""
 
         async def leave(self, scope, payload, adopted):
-            handle = await scope.put(ray.remote(lambda: payload).remote())
+            reference = ray.remote(lambda: payload).remote()
+            await reference  # An adoption waits for the value, but not for a worker that has yet to start.
+            handle = await scope.put(reference)
             if adopted:
                 await scope.adopt(handle)
             return handle
