@@ -1,7 +1,7 @@
 """The configuration of a MiniMax-H3 model, read from a checkpoint or as published."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from wan_tpu.checkpoint import Checkpoint
@@ -24,6 +24,11 @@ _FIXED_VAE_KEYS = ("in_channels", "out_channels", "spatial_padding_mode", "clip_
 _FIXED_TEXT_KEYS = ("hidden_act", "attention_bias")
 _FIXED_VISION_KEYS = ("hidden_act", "in_channels", "patch_size", "spatial_merge_size", "temporal_patch_size")
 _ROPE = {"rope_type": "default", "mrope_interleaved": True}
+# Of the image processor: files that have its settings, in the order in which transformers looks for them; settings that
+# the vision tower needs; and its limits, with their names in older files.
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+_PROCESSOR = {"patch_size": 16, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+_OLDER_LIMITS = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class MiniMaxH3Config:
         scheduler: Of the video's MiniMaxH3Scheduler.
         audio_scheduler: Of the sound's.
         text_layer: The layer of the language model whose output is the text's embedding, without the final norm.
+        picture: The pixels of the smallest and the largest image that the vision tower sees, by the names of Qwen3-VL's
+            image processor.
     """
 
     transformer: dict[str, Any]
@@ -49,6 +56,7 @@ class MiniMaxH3Config:
     scheduler: dict[str, Any]
     audio_scheduler: dict[str, Any]
     text_layer: int = TEXT_LAYER
+    picture: dict[str, int] = field(default_factory=lambda: dict(classes.PICTURE))
 
 
 def read_config(checkpoint: Checkpoint) -> MiniMaxH3Config:
@@ -76,6 +84,7 @@ def read_config(checkpoint: Checkpoint) -> MiniMaxH3Config:
         scheduler=_read_scheduler(checkpoint, "scheduler"),
         audio_scheduler=_read_scheduler(checkpoint, "audio_scheduler"),
         text_layer=text_layer,
+        picture=_read_picture(checkpoint),
     )
 
 
@@ -168,6 +177,23 @@ def _read_encoder(checkpoint: Checkpoint, part: str) -> dict[str, Any]:
             f"{checkpoint.source}/text_encoder/config.json has no {part}, as Qwen3-VL's has; fetch it again"
         )
     return config
+
+
+def _read_picture(checkpoint: Checkpoint) -> dict[str, int]:
+    """Return the limits of the image processor; the published ones where the checkpoint has none."""
+    files = [file for file in _PROCESSOR_FILES if (checkpoint.path("processor") / file).is_file()]
+    if not files:
+        return dict(classes.PICTURE)
+    config = checkpoint.config("processor", files[0])
+    config = config.get("image_processor", config)
+    check_supported(checkpoint, "processor", config, classes.PROCESSOR, _PROCESSOR)
+    size = config.get("size") or {}
+    picture = {key: config.get(old, size.get(key)) for key, old in _OLDER_LIMITS.items()}
+    if not all(isinstance(limit, int) and limit > 0 for limit in picture.values()):
+        raise CheckpointError(
+            f"{checkpoint.source} has processor size {size}; give something like {classes.PICTURE}, in pixels"
+        )
+    return picture
 
 
 def _read_scheduler(checkpoint: Checkpoint, component: str) -> dict[str, Any]:

@@ -1,13 +1,13 @@
-"""Encodes a prompt for MiniMax-H3 with Qwen3-VL's language model, alone or together with keyframes (vision.py).
+"""Encodes a prompt for MiniMax-H3 with Qwen3-VL's language model, alone or together with keyframes (vision/).
 
 The prompt is read as it is, without a template. Padding is on the right, where no row before it sees it.
 
-Shapes: R rows of text, V of them of images, C channels, D head width, n of tokens of images.
+Shapes: R rows of text, C channels, D head width, k keyframes of n tokens each.
 """
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,12 +46,12 @@ class Picture(NamedTuple):
     """What the vision tower made of the keyframes, for the rows of the presentation that stand for them.
 
     Attributes:
-        rows: int32 [n], the index of each of its tokens in the presentation.
-        tokens: [n, C], which take the place of the embeddings of these rows.
-        deepstack: [layers, n, C], which are added to these rows behind each of the first layers.
+        starts: int32 [k], the index of the first of each keyframe's rows.
+        tokens: [k, n, C], which take the place of the embeddings of these rows.
+        deepstack: [layers, k, n, C], which are added to these rows behind each of the first layers.
     """
 
-    rows: jax.Array
+    starts: jax.Array
     tokens: jax.Array
     deepstack: jax.Array
 
@@ -64,15 +64,25 @@ def tokenize_prompt(shared: Tokenizer, prompt: str) -> tuple[np.ndarray, int, li
         InvalidRequest: The prompt is empty: there would be no row to attend to.
     """
     with shared.lock() as tokenizer:
-        ids = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
-        if not ids:
-            raise InvalidRequest("prompt is empty, and MiniMax-H3 needs one: say what happens in the video", "prompt")
-        warnings = []
-        if len(ids) > TEXT_TOKENS:
-            end = tokenizer.decode(ids[TEXT_TOKENS - 8 : TEXT_TOKENS])
-            warnings.append(describe_cut("the prompt", len(ids), TEXT_TOKENS, end))
-        kept = ids[:TEXT_TOKENS]
-    return np.array([kept + [0] * (TEXT_TOKENS - len(kept))], np.int32), len(kept), warnings
+        words, warnings = read_words(tokenizer, prompt, TEXT_TOKENS)
+        padded = [pad_rows(words, TEXT_TOKENS)]
+        ids, _ = shared.to_arrays({"input_ids": padded, "attention_mask": padded})
+    if not words:
+        raise InvalidRequest("prompt is empty, and MiniMax-H3 needs one: say what happens in the video", "prompt")
+    return ids, len(words), warnings
+
+
+def read_words(tokenizer: Any, prompt: str, room: int) -> tuple[list[int], list[str]]:
+    """Return a prompt's ids, at most `room` of them, and a warning if it was cut."""
+    ids: list[int] = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
+    if len(ids) <= room:
+        return ids, []
+    return ids[:room], [describe_cut("the prompt", len(ids), room, tokenizer.decode(ids[room - 8 : room]))]
+
+
+def pad_rows(ids: Sequence[int], rows: int) -> list[int]:
+    """Return ids with padding behind them."""
+    return [*ids, *[0] * (rows - len(ids))]
 
 
 def text_encoder(config: MiniMaxH3Config) -> Component:
@@ -122,23 +132,30 @@ def encode_prompt(
     layers = encoder.module.layers
     template, stacked = layers.template, _select(params, "layers.template")
     rotation = _turn(module.config, places)
-    if picture is None:
-        additions = None
-    else:
-        hidden = hidden.at[picture.rows].set(picture.tokens.astype(hidden.dtype))
-        additions = picture.deepstack.astype(hidden.dtype)
+    additions = None
+    if picture is not None:
+        hidden = _put(hidden, picture.starts, picture.tokens)
+        zeros = jnp.zeros_like(hidden)
+        additions = jnp.stack([_put(zeros, picture.starts, values) for values in picture.deepstack])
 
     def step(hidden: jax.Array, inputs: tuple[jax.Array, Params]) -> tuple[jax.Array, None]:
         index, weights = inputs
         hidden = call(template, weights, _run_layer, hidden, rotation)
-        if additions is not None and picture is not None:
+        if additions is not None:
             added = additions[jnp.minimum(index, len(additions) - 1)]
-            hidden = hidden.at[picture.rows].add(jnp.where(index < len(additions), added, 0))
+            hidden = hidden + jnp.where(index < len(additions), added, 0)
         return hidden, None
 
     hidden, _ = jax.lax.scan(step, hidden, (jnp.arange(layers.depth), stacked))
     result: jax.Array = hidden[None]
     return result
+
+
+def _put(hidden: jax.Array, starts: jax.Array, values: jax.Array) -> jax.Array:
+    """Put values [k, n, C] in the place of the rows [R, C] that begin at `starts`."""
+    for start, rows in zip(starts, values.astype(hidden.dtype), strict=True):
+        hidden = jax.lax.dynamic_update_slice_in_dim(hidden, rows, start, axis=0)
+    return hidden
 
 
 def _select(params: Params, part: str) -> Params:
@@ -192,14 +209,20 @@ def _attend(
     return attention.o_proj(to_torch(mixed[0]).flatten(1)), None
 
 
-def count_flops(config: MiniMaxH3Config) -> int:
-    """Count the operations of encoding a prompt (a multiply-add is two) on transformers' own module."""
-    ids = torch.ones(1, TEXT_TOKENS, dtype=torch.int32, device="meta")
+def count_flops(config: MiniMaxH3Config, rows: int = 0) -> int:
+    """Count the operations of encoding a prompt (a multiply-add is two) on transformers' own module.
+
+    Args:
+        config: The model's configuration.
+        rows: How many rows there are for keyframes.
+    """
+    rows += TEXT_TOKENS
+    ids = torch.ones(1, rows, dtype=torch.int32, device="meta")
 
     def build() -> torch.nn.Module:
         return t5.from_transformers(
             transformers.Qwen3VLTextModel, config.text_encoder | {"num_hidden_layers": config.text_layer}
         )
 
-    mask = torch.zeros(1, 1, TEXT_TOKENS, TEXT_TOKENS, device="meta")
+    mask = torch.zeros(1, 1, rows, rows, device="meta")
     return count(build, lambda module: module(ids, attention_mask=mask, use_cache=False))

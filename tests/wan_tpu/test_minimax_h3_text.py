@@ -1,0 +1,210 @@
+"""MiniMax-H3's prompts, alone and with keyframes, against diffusers' steps on transformers' Qwen3-VL."""
+
+import itertools
+import json
+import shutil
+
+import numpy as np
+import pytest
+import transformers
+from diffusers.modular_pipelines import PipelineState
+from diffusers.modular_pipelines.minimax_h3 import encoders
+from safetensors.torch import load_file, save_file
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+from tests.children import run_on_devices
+from tests.wan_tpu.minimax_h3_reference import Reference, relative
+from tests.wan_tpu.minimax_h3_text_worker import Encoder, draw_keyframes
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.errors import CheckpointError, InvalidRequest
+from wan_tpu.families.minimax_h3 import text
+from wan_tpu.families.minimax_h3.config import read_config
+from wan_tpu.families.minimax_h3.published import PUBLISHED
+from wan_tpu.families.minimax_h3.small import make_checkpoint
+from wan_tpu.families.minimax_h3.vision import pictures, presentation, tower
+from wan_tpu.families.shared.tokenizing import Tokenizer
+from wan_tpu.runtime.components import load_component
+from wan_tpu.runtime.mesh import make_mesh
+
+TOLERANCE = 1e-5  # Of float32, relative to the largest value.
+MODEL = PUBLISHED["minimax-h3"]
+PROMPTS = {
+    "a letter": "a",
+    "words": "A cat plays the piano, and birds sing.",
+    "other scripts": "一只猫弹钢琴, на заднем плане «море» 🌊 قطة",
+    "names of special tokens": "a <|image_pad|> of <|vision_start|> something",
+    "many words": "the sea and the wind " * 30,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("h3") / "model")
+
+
+@pytest.fixture(scope="module")
+def theirs(folder):
+    """Return a function that encodes a prompt as diffusers does: embeddings [R, C], and 1 for rows of text."""
+    pipeline = Reference(folder).pipeline
+
+    def encode(prompt, keyframes=()):
+        state = PipelineState()
+        state.set("prompt", prompt)
+        state.set("keyframes", keyframes)
+        step = encoders.MiniMaxH3FL2VATextEncoderStep if keyframes else encoders.MiniMaxH3TextEncoderStep
+        _, state = step()(pipeline, state)
+        return state.get("prompt_embeds").numpy()[0], state.get("text_token_tags").numpy()
+
+    return encode
+
+
+@pytest.fixture(scope="module")
+def ours(folder):
+    return Encoder(folder, make_mesh((1, 1, 1), heads=4))
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_a_prompt_becomes_what_diffusers_makes_of_it(name, theirs, ours):
+    ids, count, warnings = text.tokenize_prompt(ours.tokenizer, PROMPTS[name])
+    assert ids.shape == (1, text.TEXT_TOKENS) and ids.dtype == np.int32 and not warnings
+    expected, _ = theirs(PROMPTS[name])
+    assert relative(ours.encode(ids)[:count], expected) < TOLERANCE
+    assert ours.without_keyframes._cache_size() == 1  # A single program serves prompts of every length.
+
+
+def test_a_prompt_of_ten_thousand_characters_is_cut_with_a_warning(theirs, ours):
+    prompt = "the sea and the wind " * 500
+    ids, count, [warning] = text.tokenize_prompt(ours.tokenizer, prompt)
+    assert count == text.TEXT_TOKENS  # The small tokenizer has one for each letter.
+    assert "is 10500 tokens long, the model reads 1024" in warning and "cut after" in warning
+    assert relative(ours.encode(ids), theirs(prompt[: text.TEXT_TOKENS])[0]) < TOLERANCE
+    inputs, [warning] = presentation.present(ours.config, ours.tokenizer, prompt, draw_keyframes(1), (0,))
+    assert "the model reads 1011" in warning  # Its keyframe's label takes 13.
+    assert inputs.count == inputs.ids.size
+
+
+def test_an_empty_prompt_without_keyframes_is_refused(ours):
+    with pytest.raises(InvalidRequest, match="prompt is empty"):
+        text.tokenize_prompt(ours.tokenizer, "")
+
+
+def test_padding_changes_nothing(ours):
+    ids, count, _ = text.tokenize_prompt(ours.tokenizer, PROMPTS["words"])
+    other = np.where(np.arange(ids.size) < count, ids, 7).astype(np.int32)
+    assert np.array_equal(ours.encode(other)[:count], ours.encode(ids)[:count])
+
+
+@pytest.mark.parametrize(
+    ("count", "anchors", "prompt"), [(1, (1,), "words"), (2, (0, 1), "other scripts"), (2, (0, 1), "nothing")]
+)
+def test_keyframes_are_read_before_the_prompt_as_diffusers_does(count, anchors, prompt, theirs, ours):
+    prompt, keyframes = PROMPTS.get(prompt, ""), draw_keyframes(count)
+    inputs, warnings = presentation.present(ours.config, ours.tokenizer, prompt, keyframes, anchors)
+    assert not warnings and inputs.anchors.tolist() == [list(anchors)]
+    shapes = presentation.shapes(ours.config, 64, 96, count)
+    assert [(x.shape, x.dtype) for x in inputs] == [(x.shape, x.dtype) for x in shapes]
+    expected, tags = theirs(prompt, keyframes)
+    order, rows = inputs.order[0], int(inputs.count[0, 0])
+    vision = count * pictures.vision_rows(ours.config, 64, 96)
+    assert sorted(order) == list(range(vision + text.TEXT_TOKENS))
+    assert tags[order[:rows]].tolist() == [0] * vision + [1] * (rows - vision)
+    assert relative(ours.encode(inputs)[:rows], expected[order[:rows]]) < TOLERANCE
+    assert ours.with_keyframes._cache_size() <= 2  # A program for each number of keyframes.
+
+
+@pytest.mark.parametrize(("height", "width", "same"), [(768, 1344, True), (256, 256, True), (64, 96, False)])
+def test_keyframes_become_the_patches_of_transformers(height, width, same):
+    [picture] = draw_keyframes(1, height, width)
+    processor = transformers.Qwen2VLImageProcessorPil(
+        patch_size=16, image_mean=[0.5] * 3, image_std=[0.5] * 3, size=MODEL.picture
+    )
+    expected = processor(images=[picture], return_tensors="np")
+    grid = pictures.token_grid(MODEL, height, width)
+    assert (grid == (height / 32, width / 32)) == same
+    assert expected["image_grid_thw"].tolist() == [[1, 2 * grid[0], 2 * grid[1]]]
+    patches = pictures.cut_patches(MODEL, picture)
+    assert patches.shape[:2] == grid
+    actual = np.asarray(tower.normalise(patches[None]))[0]
+    assert np.abs(actual - expected["pixel_values"]).max() < 1e-6
+
+
+def test_keyframes_have_as_many_rows_as_transformers_gives_them():
+    limits = MODEL.picture["shortest_edge"], MODEL.picture["longest_edge"]
+    for height, width in (*itertools.product(range(32, 1345, 32), repeat=2), (4096, 4128), (40, 6000)):
+        rows, columns = smart_resize(height, width, 32, *limits)
+        assert pictures.vision_rows(MODEL, height, width) == rows * columns // 1024 + 2
+        assert height * width < 65536 or height > 1344 or width > 1344 or (rows, columns) == (height, width)
+    assert pictures.vision_rows(MODEL, 768, 1344) == 1010
+
+
+def test_several_devices_encode_as_one(folder, tmp_path, ours):
+    run_on_devices("tests.wan_tpu.minimax_h3_text_worker", folder, PROMPTS["words"], tmp_path / "out.npy", count=8)
+    inputs, _ = presentation.present(ours.config, ours.tokenizer, PROMPTS["words"], draw_keyframes(2), (0, 1))
+    assert relative(np.load(tmp_path / "out.npy"), ours.encode(inputs)) < TOLERANCE
+
+
+def test_bfloat16_stays_within_its_bound(folder, ours):
+    """Each of the eight layers rounds its sum of what it adds about three times, and some more happens before them."""
+    inputs, _ = presentation.present(ours.config, ours.tokenizer, PROMPTS["words"], draw_keyframes(1), (0,))
+    rows = int(inputs.count[0, 0])
+    exact = ours.encode(inputs)[:rows]
+    rounded = Encoder(folder, make_mesh((1, 1, 1), heads=4), "bfloat16").encode(inputs)[:rows]
+    assert rounded.dtype.name == "bfloat16"
+    error = np.sqrt(((rounded.astype(np.float32) - exact) ** 2).mean() / (exact**2).mean())
+    assert 0 < error < np.sqrt(3 * 8 + 6) * 2**-8
+
+
+@pytest.mark.parametrize("prefix", ["visual.", "model.visual."])
+def test_the_vision_tower_is_read_under_its_names_in_all_versions_of_transformers(prefix, folder, tmp_path, ours):
+    published = load_file(folder / "text_encoder" / "model.safetensors")
+    names = {name: name.replace("model.visual.", prefix) for name in published}
+    (tmp_path / "text_encoder").mkdir()
+    shutil.copy(folder / "modular_model_index.json", tmp_path)
+    save_file({names[name]: x for name, x in published.items()}, tmp_path / "text_encoder" / "model.safetensors")
+    loaded = load_component(Checkpoint(tmp_path), tower.vision(ours.config), "float32", make_mesh((1, 1, 1), heads=4))
+    stacked = loaded.params["blocks.template.mlp.linear_fc1.weight"]
+    assert np.array_equal(stacked[3], published["model.visual.blocks.3.mlp.linear_fc1.weight"])
+
+
+def test_a_tokenizer_without_images_is_refused(folder, tmp_path, ours):
+    shutil.copytree(folder / "tokenizer", tmp_path / "tokenizer")
+    for file in (tmp_path / "tokenizer").iterdir():
+        file.write_text(file.read_text().replace("<|image_pad|>", "<|picture|>"))
+    tokenizer = Tokenizer(tmp_path / "tokenizer", ours.config.text_encoder["vocab_size"])
+    with pytest.raises(CheckpointError, match=r"it has no <\|image_pad\|>"):
+        presentation.present(ours.config, tokenizer, "a cat", draw_keyframes(1), (0,))
+
+
+@pytest.mark.parametrize(
+    ("file", "config", "expected"),
+    [
+        ("preprocessor_config.json", {"min_pixels": 1, "max_pixels": 9}, (1, 9)),
+        ("processor_config.json", {"image_processor": {"size": {"shortest_edge": 2, "longest_edge": 8}}}, (2, 8)),
+        (None, {}, tuple(MODEL.picture.values())),
+        ("preprocessor_config.json", {"size": {"height": 5}}, "has processor size {'height': 5}; give something like"),
+        ("preprocessor_config.json", {"patch_size": 14}, "has processor patch_size 14; supported is 16"),
+    ],
+)
+def test_the_limits_of_images_are_those_of_the_checkpoint(file, config, expected, folder, tmp_path):
+    for path in folder.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "processor").unlink()
+    (tmp_path / "processor").mkdir()
+    if file is not None:
+        settings = {"patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+        whole = {key: settings | value for key, value in config.items() if isinstance(value, dict) and key != "size"}
+        (tmp_path / "processor" / file).write_text(json.dumps(whole or settings | config))
+    if isinstance(expected, str):
+        with pytest.raises(CheckpointError, match=expected):
+            read_config(Checkpoint(tmp_path))
+    else:
+        assert tuple(read_config(Checkpoint(tmp_path)).picture.values()) == expected
+
+
+def test_operations_are_those_of_the_matrices():
+    rows, patches = 1010 + text.TEXT_TOKENS, 4032
+    layer = 5120 * (2 * 64 * 128 + 2 * 8 * 128 + 3 * 25600) + 2 * rows * 64 * 128
+    block = 4 * 1152**2 + 2 * 1152 * 4304 + 2 * patches * 1152
+    merger = 4608 * (4608 + 5120)
+    expected = 50 * rows * layer + patches * (27 * block + 1536 * 1152) + patches // 4 * 4 * merger
+    assert presentation.count_flops(MODEL, 768, 1344, 1) == 2 * expected

@@ -1,0 +1,56 @@
+"""Keyframes as Qwen3-VL's vision tower takes them: their size and their patches. Neither torch nor JAX is needed.
+
+The numbers are those of transformers' Qwen2VLImageProcessorPil with the settings of Qwen3-VL.
+
+Shapes: h w rows and columns of tokens, each of which is made of two by two patches.
+"""
+
+import math
+
+import numpy as np
+from PIL import Image
+
+from wan_tpu.families.minimax_h3.config import MiniMaxH3Config
+
+CHANNELS, PATCH, MERGE = 3, 16, 2  # A patch has 16 x 16 pixels, a token 2 x 2 patches.
+SIDE = PATCH * MERGE  # Pixels of a token's side.
+MARKS = 2  # Rows of the text around those of a keyframe: where it begins and where it ends.
+
+
+def fit_size(config: MiniMaxH3Config, height: int, width: int) -> tuple[int, int]:
+    """Return the (height, width) in pixels at which the tower sees a keyframe of this size.
+
+    It is the size itself, in whole tokens, unless it has fewer pixels than the tower sees, or more.
+    """
+    fewest, most = config.picture["shortest_edge"], config.picture["longest_edge"]
+    sides = height, width
+    whole = [round(side / SIDE) * SIDE for side in sides]
+    scale = 1.0
+    if math.prod(whole) > most:
+        scale = math.sqrt(height * width / most)
+        whole = [max(SIDE, math.floor(side / scale / SIDE) * SIDE) for side in sides]
+    elif math.prod(whole) < fewest:
+        scale = math.sqrt(fewest / (height * width))
+        whole = [math.ceil(side * scale / SIDE) * SIDE for side in sides]
+    return whole[0], whole[1]
+
+
+def token_grid(config: MiniMaxH3Config, height: int, width: int) -> tuple[int, int]:
+    """Return (h, w) of a keyframe of a size in pixels."""
+    rows, columns = fit_size(config, height, width)
+    return rows // SIDE, columns // SIDE
+
+
+def vision_rows(config: MiniMaxH3Config, height: int, width: int) -> int:
+    """Return how many rows of the text a keyframe of this size takes, its marks included."""
+    return math.prod(token_grid(config, height, width)) + MARKS
+
+
+def cut_patches(config: MiniMaxH3Config, picture: Image.Image) -> np.ndarray:
+    """Return the patches of an RGB image, uint8 [h, w, 4 C * 16 * 16], in the size at which the tower sees it."""
+    height, width = fit_size(config, picture.height, picture.width)
+    if picture.size != (width, height):
+        picture = picture.resize((width, height), Image.Resampling.BICUBIC)
+    grid = height // SIDE, width // SIDE
+    pixels = np.asarray(picture, np.uint8).reshape(grid[0], MERGE, PATCH, grid[1], MERGE, PATCH, CHANNELS)
+    return pixels.transpose(0, 3, 1, 4, 6, 2, 5).reshape(*grid, -1)
