@@ -29,7 +29,7 @@ from wan_tpu.runtime.mesh import make_mesh
 from wan_tpu.storage.opening import open_storage
 
 KINDS = ["wan2.2-i2v-a14b", "wan2.2-ti2v-5b", "wan2.1-i2v-14b-480p", "cogvideox1.5-5b-i2v", "hunyuanvideo1.5-480p-i2v"]
-KINDS += ["ltx-2.3-distilled"]
+KINDS += ["ltx-2.3-distilled", "minimax-h3"]
 # By kind, of names, shapes and the order of numbers. Whoever changes one of these gives `LAYOUT` another number:
 # what was converted before would be read wrongly.
 ORDERS = {
@@ -40,6 +40,7 @@ ORDERS = {
         "cogvideox1.5-5b-i2v": "9b6c444ded4255f0",
         "hunyuanvideo1.5-480p-i2v": "90b1a50ae0129c6c",
         "ltx-2.3-distilled": "efcf7ddbdbe0d26e",
+        "minimax-h3": "654b44fe45b81e08",
     }
 }
 

@@ -45,7 +45,9 @@ def test_it_is_found_by_its_transformer(folder, monkeypatch):
         open_spec(folder)
 
 
-@pytest.mark.parametrize("kind", ["wan2.1-t2v-1.3b", "cogvideox-2b", "hunyuanvideo1.5-480p-t2v", "ltx-2.3"])
+@pytest.mark.parametrize(
+    "kind", ["wan2.1-t2v-1.3b", "cogvideox-2b", "hunyuanvideo1.5-480p-t2v", "ltx-2.3", "minimax-h3"]
+)
 def test_tokenizers_are_read_once_for_all_prompts(kind, checkpoint, monkeypatch):
     model = open_model(Checkpoint(checkpoint(kind)))
     first, _ = model.tokenize('a cat, "meow"')

@@ -49,6 +49,7 @@ BILLIONS = {
     "hunyuanvideo1.5-720p-i2v": (8.33, 6.6),  # of Qwen's 7.07 without the last two layers and the table of outputs
     "ltx-2": (18.88, 11.77),
     "ltx-2.3-distilled": (18.99, 11.77),
+    "minimax-h3": (33.1, 25.2),
 }
 
 
@@ -67,7 +68,8 @@ def test_every_weight_of_the_published_models_matches_one_rule(kind):
 
 
 @pytest.mark.parametrize(
-    "kind", ["wan2.1-i2v-14b-480p", "cogvideox1.5-5b-i2v", "hunyuanvideo1.5-480p-i2v", "ltx-2.3-distilled"]
+    "kind",
+    ["wan2.1-i2v-14b-480p", "cogvideox1.5-5b-i2v", "hunyuanvideo1.5-480p-i2v", "ltx-2.3-distilled", "minimax-h3"],
 )
 def test_programs_compiled_ahead_are_of_the_weights_that_are_loaded(kind, checkpoint):
     model, shapes = open_model(Checkpoint(checkpoint(kind))), []
