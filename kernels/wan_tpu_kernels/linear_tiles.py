@@ -21,6 +21,7 @@ from wan_tpu_kernels.tiles import even_block, vmem_bytes
 ROWS, OUTPUTS, INPUTS = 1216, 2048, 8960
 OUTPUTS_8, INPUTS_8 = 2560, 16384  # Those of 8-bit weights, with which a step has half as many bundles.
 MXU_COLUMNS = 256  # Columns and rows of v6e's and v7x's MXU (v5p has 128): 1152 outputs take as long as 1280.
+UNROLLED = 1024  # Outputs that aren't whole iterations are one; the code of more takes minutes to compile.
 COLUMNS_8 = 512  # Columns of one iteration with 8-bit weights, if a tile has a multiple of them.
 MACS_A_BYTE = 280  # What v6e's matrix units multiply while HBM delivers a byte: 459e12 / 1.64e12.
 HBM_SHARE = 0.9  # Of the published bandwidth.
@@ -93,6 +94,7 @@ def _list_tiles(layer: Layer) -> Iterator[Tile]:
     if width % LANES == 0:  # Others can't be addressed in one tile.
         several = (number for number in range(2, layer.groups + 1) if layer.groups % number == 0)
         outputs |= {number * width for number in several if number * width <= most_outputs}
+    outputs = {block for block in outputs if block % MXU_COLUMNS == 0 or block <= UNROLLED} or outputs
     inputs = {
         layer.inputs // parts
         for parts in range(1, layer.inputs // LANES + 1)
