@@ -55,8 +55,11 @@ def test_a_layout_is_read():
             "a14b-balanced-v6e a14b-four-steps-v6e a14b-multihost-v6e-16 emulated-demo emulated-small four-pools "
             "one-machine",
         ),
-        (ONE_EXPERT, "emulated-one-expert minimax-h3-one-slice-v6e minimax-h3-v6e one-expert-v6e one-machine-one-expert"),
-        (["encoder", "denoise", "refine", "decoder"], "ltx-2.3-v6e"),
+        (
+            ONE_EXPERT,
+            "emulated-one-expert minimax-h3-one-slice-v6e minimax-h3-v6e minimax-h3-v7x one-expert-v6e one-machine-one-expert",
+        ),
+        (["encoder", "denoise", "refine", "decoder"], "ltx-2.3-v6e ltx-2.3-v7x"),
     ],
 )
 def test_shipped_layouts_are_those_of_a_kind_of_model(stages, names):
