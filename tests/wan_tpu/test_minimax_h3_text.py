@@ -39,7 +39,14 @@ PROMPTS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("h3") / "model")
+    """Return a small checkpoint whose vision tower attends sharply, so that it matters where a patch lies."""
+    folder = make_checkpoint(tmp_path_factory.mktemp("h3") / "model")
+    file = folder / "text_encoder" / "model.safetensors"
+    weights = load_file(file)
+    sharp = {name: 12 * value for name, value in weights.items() if "attn.qkv." in name}
+    assert len(sharp) == 8
+    save_file(weights | sharp, file, metadata={"format": "pt"})
+    return folder
 
 
 @pytest.fixture(scope="module")
