@@ -168,7 +168,7 @@ def convolve(convolution: Convolution, x: jax.Array, window: Window) -> jax.Arra
 def convolve_transposed(convolution: Convolution, x: jax.Array, window: Window, stride: int) -> jax.Array:
     """Return a signal [T, I] at `stride` times its rate, as torch's ConvTranspose1d computes it.
 
-    Of a row's `stride` rows each tap of an ordinary convolution computes all at once.
+    Each of the `stride` rows that a row becomes is computed by an ordinary convolution, of every `stride`th tap.
     """
     weight, bias, gain = convolution
     inputs, outputs, taps = weight.shape
@@ -178,10 +178,14 @@ def convolve_transposed(convolution: Convolution, x: jax.Array, window: Window, 
     after, before = (stride - 1 + crop) // stride, (taps - 1 - crop) // stride
     missing = stride * (before + 1 + after) - taps
     start = stride * after - crop
-    matrices = jnp.pad(weight, ((0, 0), (0, 0), (start, missing - start)))
-    matrices = matrices.reshape(inputs, outputs, -1, stride)[:, :, ::-1].transpose(2, 0, 3, 1)
-    phases = _add_taps(x, matrices.reshape(len(matrices), inputs, -1), window, 1, before)
-    y = phases.reshape(len(x) * stride, outputs)
+    matrices = jnp.pad(weight.transpose(2, 0, 1), ((start, missing - start), (0, 0), (0, 0)))
+    matrices = matrices.reshape(-1, stride, inputs, outputs)[::-1].swapaxes(0, 1)
+
+    def run_phase(_: None, matrices: jax.Array) -> tuple[None, jax.Array]:
+        return None, _add_taps(x, matrices, window, 0, 1, before)
+
+    phases = jax.lax.scan(run_phase, None, matrices)[1]
+    y = phases.swapaxes(0, 1).reshape(-1, outputs)
     return y if bias is None else y + bias
 
 
@@ -243,8 +247,8 @@ def _lengthen(convolution: Convolution, taps: int) -> Convolution:
 
 
 def _by_tap(convolution: Convolution) -> Convolution:
-    """Return a convolution with a matrix [I, O] for each tap as its weight."""
-    return convolution._replace(weight=convolution.weight.transpose(2, 1, 0))
+    """Return a convolution with a matrix [O, I] for each tap as its weight, which is how a TPU stores it anyway."""
+    return convolution._replace(weight=convolution.weight.transpose(2, 0, 1))
 
 
 def _normalise(weight: jax.Array, gain: jax.Array, axes: tuple[int, int]) -> jax.Array:
@@ -262,9 +266,9 @@ def _convolve_dilated(
 ) -> jax.Array:
     """Convolve a signal [T, I] with a convolution that has a matrix for each tap; as `_add_taps`."""
     matrices, bias, gain = convolution
-    y = _add_taps(x, matrices, window, dilation, before, farthest)
+    y = _add_taps(x, matrices, window, 1, dilation, before, farthest)
     if gain is not None:
-        y = y * _normalise(matrices, gain, (0, 1))
+        y = y * _normalise(matrices, gain, (0, 2))
     return y if bias is None else y + bias
 
 
@@ -272,13 +276,17 @@ def _add_taps(
     x: jax.Array,
     matrices: jax.Array,
     window: Window,
+    axis: int,
     dilation: jax.Array | int,
     before: int,
     farthest: int | None = None,
 ) -> jax.Array:
-    """Return the sum over taps k of x[t + (k - before) dilation] times a matrix [K, I, O], with zeros around x [T, I].
+    """Return the sum over taps k of x[t + (k - before) dilation] times a matrix, with zeros around x [T, I].
 
     Args:
+        x, matrices, window: The signal, a matrix for each tap, and the signal's window.
+        axis: The axis of a matrix that the signal's channels are multiplied with.
+        dilation, before: As above.
         farthest: The farthest that a tap is, in rows; needed if the dilation isn't known to the compiler.
     """
     if farthest is None:
@@ -288,9 +296,9 @@ def _add_taps(
     def add_tap(total: jax.Array, inputs: Any) -> tuple[jax.Array, None]:
         tap, matrix = inputs
         rows = jax.lax.dynamic_slice_in_dim(around, farthest + (tap - before) * dilation, len(x))
-        return total + jnp.dot(rows, matrix, precision=EXACT), None
+        return total + jax.lax.dot_general(rows, matrix, (((1,), (axis,)), ((), ())), precision=EXACT), None
 
-    start = jnp.zeros((len(x), matrices.shape[2]), x.dtype)
+    start = jnp.zeros((len(x), matrices.shape[2 - axis]), x.dtype)
     return jax.lax.scan(add_tap, start, (jnp.arange(len(matrices)), matrices))[0]
 
 
