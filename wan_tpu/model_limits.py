@@ -173,10 +173,12 @@ class ModelLimits(abc.ABC):
         nearest = self.nearest_frames(request.frames)
         if request.frames != nearest:
             form = f"{self.frame_step}n + {self.frame_offset}"
+            form += f", up to {nearest}" if request.frames > nearest + self.frame_step else ""
             raise InvalidRequest(f"frames is {request.frames}; it must be {form}, nearest {nearest}", "frames")
         if request.generate_audio and self.audio_rate is None:
             raise InvalidRequest(
-                f"generate_audio is true, and {self.name} makes no sound; leave it out, or use a checkpoint of LTX-2",
+                f"generate_audio is true, and {self.name} makes no sound; leave it out, or use a checkpoint of LTX-2 "
+                "or MiniMax-H3",
                 "generate_audio",
             )
         for lora in request.loras:
@@ -188,9 +190,10 @@ class ModelLimits(abc.ABC):
             value, usual = getattr(request, name), getattr(self.defaults, name, None)
             filled = name == "guidance_scale_2" and value == request.guidance_scale
             if value != usual and not filled:
-                instead = "; guidance_scale is for all of its steps" if name == "guidance_scale_2" else ""
                 shown = f"{value:g}" if isinstance(value, int | float) else str(value)[:60]
-                raise InvalidRequest(f"{name} is {shown}; {self.name} has none: leave it out{instead}", name)
+                has = f"has {usual:g} alone" if name == "fps" else "has none"
+                instead = "; guidance_scale is for all of its steps" if name == "guidance_scale_2" else ""
+                raise InvalidRequest(f"{name} is {shown}; {self.name} {has}: leave it out{instead}", name)
         if request.sigmas is not None and len(request.sigmas) != request.steps:
             raise InvalidRequest(
                 f"sigmas are given for {len(request.sigmas)} steps, and steps is {request.steps}; leave steps out",

@@ -3,19 +3,20 @@
 import contextlib
 import sys
 
-from wan_tpu.families import FAMILIES
+from wan_tpu.families import family_of_spec
 from wan_tpu.spec import ModelSpec
 from wan_tpu.storage.folder import cache_folder
 
 
 def show_licence(model: ModelSpec) -> None:
     """Print the licence of a model's family on stderr, once on this machine: a file in the cache says that it was."""
-    for family in FAMILIES.values():
-        if family.licence and isinstance(model, family.spec):
-            shown = cache_folder() / "licences" / family.name
-            if shown.exists():
-                return
-            print(f"licence: {family.title} is under the {family.licence}", file=sys.stderr)
-            with contextlib.suppress(OSError):  # Then the next command says it again.
-                shown.parent.mkdir(parents=True, exist_ok=True)
-                shown.touch()
+    family = family_of_spec(model)
+    if family is None or not family.licence:
+        return
+    shown = cache_folder() / "licences" / family.name
+    if shown.exists():
+        return
+    print(f"licence: {family.title} is under the {family.licence}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # Then the next command says it again.
+        shown.parent.mkdir(parents=True, exist_ok=True)
+        shown.touch()

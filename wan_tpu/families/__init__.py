@@ -50,6 +50,11 @@ def spec_of(checkpoint: Checkpoint) -> ModelSpec:
         ) from error
 
 
+def family_of_spec(model: ModelSpec) -> Family | None:
+    """Return the family of a spec; None for a spec of none."""
+    return next((family for family in FAMILIES.values() if isinstance(model, family.spec)), None)
+
+
 def published() -> dict[str, Family]:
     """Return the family of each published model whose configuration is in this package, by the model's name."""
     return {name: family for family in FAMILIES.values() for name in family.published}

@@ -26,6 +26,7 @@ class Family:
         with_experts: "module:class" of a checkpoint with other experts, from files of another format. It takes (source,
             files, the attention density of sparse experts). None if the family has none.
         licence: The weights' licence in a sentence, if not everybody may use them free of charge.
+        display_name: The name that this licence asks user interfaces to show, if it asks for one.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Family:
     small: str
     with_experts: str | None = None
     licence: str = ""
+    display_name: str = ""
 
     def part(self, path: str) -> Any:
         """Import and return the object at "module:name"."""

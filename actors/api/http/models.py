@@ -6,6 +6,7 @@ from typing import Literal
 from actors.api.http.objects import Object
 from actors.api.intake.create_video import NAMES
 from actors.api.settings import ServiceSettings
+from wan_tpu.families import family_of_spec
 from wan_tpu.request import LIMITS, Preset
 from wan_tpu.spec import ModelSpec
 
@@ -41,6 +42,8 @@ class Model(Object):
     created: int
     """Unix seconds, when this process began to offer it."""
     owned_by: Literal["wan-tpu"] = "wan-tpu"
+    display_name: str | None
+    """The name that the licence of its weights asks user interfaces to show; null where it asks for none."""
     tasks: list[str]
     """`t2v`: videos of a text; `i2v`: of an image and a text."""
     last_frames: str
@@ -87,13 +90,20 @@ class ModelList(Object):
 
 def describe_model(settings: ServiceSettings, spec: ModelSpec, created: int) -> Model:
     """Return the API's description of a service's model."""
-    defaults = {name: value for name, value in dataclasses.asdict(spec.defaults).items() if name not in spec.unused}
-    limits = {name: value for name, value in LIMITS.items() if name not in spec.unused}
-    limits["frames"] = spec.frame_offset, limits["frames"][1]
+    # Videos have a rate of frames also where a request can't choose it.
+    unused = {*spec.unused} - {"fps"}
+    defaults = {name: value for name, value in dataclasses.asdict(spec.defaults).items() if name not in unused}
+    limits = {name: value for name, value in LIMITS.items() if name not in unused}
+    if "fps" in spec.unused:
+        limits["fps"] = spec.defaults.fps, spec.defaults.fps
+    longest = limits["frames"][1]
+    limits["frames"] = spec.frame_offset, min(longest, spec.nearest_frames(longest))
     height, width = defaults.pop("height"), defaults.pop("width")
+    family = family_of_spec(spec)
     return Model(
         id=settings.model,
         created=created,
+        display_name=None if family is None else family.display_name or None,
         tasks=list(spec.tasks),
         last_frames=spec.last_images,
         stages=list(spec.stages),

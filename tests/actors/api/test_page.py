@@ -13,7 +13,7 @@ from PIL import Image
 from actors.api.catalogue import Catalogue
 from actors.jobs.keys import make_key
 from tests.actors.api.browsing import ask, audit, card_of, error_of, open_page, plays, shot, sync_api
-from tests.actors.api.serving import SPEC, create, served, working
+from tests.actors.api.serving import MODEL, SPEC, create, served, working
 from tests.actors.api.test_sound import SoundEngine
 from tests.actors.small_spec import SOUND_SPEC
 from tests.conftest import PHOTO
@@ -194,9 +194,9 @@ def test_an_image_is_dropped_and_cancelled(page, worker, engine):
     [
         ("wan2.2-i2v-a14b", 4, True, ["Guidance, high noise", "Guidance, low noise", "Shift"]),
         ("wan2.1-t2v-1.3b", 3, False, ["Guidance", "Shift"]),
-        ("cogvideox1.5-5b-i2v", 3, True, ["Guidance"]),
         ("hunyuanvideo1.5-480p-i2v", 3, True, ["Guidance", "Shift"]),
         ("ltx-2.3-distilled", 4, False, ["Guidance"]),
+        ("minimax-h3", 3, False, ["Shift"]),
     ],
 )
 def test_the_page_is_made_for_the_model(browser, settings, model, parts, image, settings_of_it):
@@ -221,7 +221,13 @@ def test_the_page_is_made_for_the_model(browser, settings, model, parts, image, 
         assert page.get_by_label("Frames", exact=True).get_attribute("step") == str(published_spec(model).frame_step)
         sound = sync_api.expect(page.get_by_label("Sound", exact=True))
         sound.to_be_hidden() if published_spec(model).audio_rate is None else sound.to_be_checked()
+        # MiniMax-H3's licence asks for its name.
+        sync_api.expect(page.locator("#model")).to_have_text(f"MiniMax H3 · {MODEL}" if "h3" in model else MODEL)
+        assert re.fullmatch(r"\d+(\.\d)? s at \d+ fps", page.locator("#length").inner_text())
         page.get_by_text("Fine-tuning").click()
+        for label in ("Frames a second", "Negative prompt"):
+            shown = page.get_by_label(label, exact=True)
+            sync_api.expect(shown).to_be_visible(visible="h3" not in model)
         for label in ("Guidance", "Guidance, high noise", "Guidance, low noise", "Shift"):
             shown = page.get_by_label(label, exact=True)
             sync_api.expect(shown).to_be_visible() if label in settings_of_it else sync_api.expect(shown).to_be_hidden()

@@ -8,12 +8,18 @@ import imageio_ffmpeg
 import numpy as np
 import pytest
 
+from actors.api.http.models import describe_model
+from actors.api.intake.create_video import count_frames
+from actors.api.settings import ServiceSettings
 from actors.jobs.store import JobStore, open_database
 from tests.actors.api import serving
 from tests.actors.api.serving import create, done, served, working
 from tests.actors.small_spec import SOUND_SPEC
+from wan_tpu import GenerationRequest, InvalidRequest
 from wan_tpu.data import Video
+from wan_tpu.families import published_spec
 
+H3 = published_spec("minimax-h3")
 RATE = SOUND_SPEC.audio_rate
 
 
@@ -83,6 +89,33 @@ def test_model_says_whether_it_makes_sound_and_how_many_frames(sound_http, http)
     assert (model["frame_step"], model["frame_offset"], model["limits"]["num_frames"]["minimum"]) == (17, 5, 5)
     [model] = http.get("/v1/models").json()["data"]
     assert model["audio_rate"] is None and "generate_audio" not in model["defaults"]
+
+
+def test_what_a_model_fixes_has_one_value_and_its_licence_may_ask_for_a_name():
+    described = describe_model(ServiceSettings(database="", storage="", model="h3"), H3, 0)
+    assert described.display_name == "MiniMax H3"
+    assert (described.defaults["fps"], described.defaults["generate_audio"]) == (24, True)
+    limits = {name: (limit.minimum, limit.maximum) for name, limit in described.limits.items()}
+    assert (limits["fps"], limits["num_frames"]) == ((24, 24), (124, 345))
+    assert "guidance_scale" not in limits
+    for seconds, frames in (("1", 124), ("5", 124), ("10", 243), ("15", 345), ("60", 345)):
+        assert count_frames(seconds, 24, H3) == frames
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"frames": 400}, r"frames is 400; it must be 17n \+ 124, up to 345, nearest 345"),
+        ({"frames": 120}, r"frames is 120; it must be 17n \+ 124, nearest 124"),
+        ({"fps": 30}, "fps is 30; minimax-h3 has 24 alone: leave it out"),
+        ({"guidance_scale": 5}, "guidance_scale is 5; minimax-h3 has none: leave it out"),
+        ({"height": 720}, "height is 720; minimax-h3 needs a multiple of 32, nearest 704"),
+    ],
+)
+def test_request_that_such_a_model_can_not_make_is_refused_with_what_it_has(fields, message):
+    with pytest.raises(InvalidRequest, match=message):
+        H3.plan(GenerationRequest(prompt="a cat", **fields))
+    assert H3.plan(GenerationRequest(prompt="a cat", fps=24, negative_prompt="dogs")).prompts == ("a cat",)
 
 
 @pytest.mark.parametrize(("seconds", "frames"), [("0.1", 5), ("1", 22), ("1.5", 22), ("2.4", 39)])

@@ -18,4 +18,5 @@ FAMILY = Family(
     "the UK, South Korea or the USA, where a separate licence is needed; above 20 million dollars of yearly revenue "
     'authorisation comes first; commercial user interfaces show the name "MiniMax H3"; hosted services need safeguards '
     "and a way to report abuse; outputs may not train other models",
+    display_name="MiniMax H3",
 )
