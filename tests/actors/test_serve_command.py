@@ -139,7 +139,7 @@ def test_a_layout_hosts_the_stages_of_the_model(checkpoint, capsys, tmp_path):
     assert main(["serve", *options]) == 2
     said = capsys.readouterr().err
     assert "pool high: the model has no stage denoise_high; it has encoder, denoise, decoder" in said
-    assert "emulated-one-expert, one-expert-v6e, one-machine-one-expert" in said
+    assert "emulated-one-expert, " in said and "one-machine-one-expert" in said
 
 
 def test_a_config_names_places_that_every_machine_reaches(tmp_path, capsys):
