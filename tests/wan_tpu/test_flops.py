@@ -7,9 +7,11 @@ from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.wan_tpu.minimax_h3_reference import Reference
 from wan_tpu import GenerationRequest, load_pipeline
+from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families import published_spec
-from wan_tpu.families.model import published_model
+from wan_tpu.families.model import open_model, published_model
 from wan_tpu.families.shared import flop_count as flops
 from wan_tpu.families.wan.model import WanModel
 
@@ -115,3 +117,18 @@ def test_work_of_ltx2_is_what_a_run_of_diffusers_counts(checkpoint):
     # diffusers also has Gemma predict the next word at each of 1024 tokens, which nothing reads.
     words = pipe.text_encoder.lm_head.weight.numel()
     assert sum(parts) == counter.get_total_flops() - 2 * 1024 * words
+
+
+@pytest.mark.long
+def test_work_of_minimax_h3_is_what_a_run_of_diffusers_counts(checkpoint):
+    """With a prompt of as many tokens as there are rows for the text; in the first step both parts' times are one."""
+    folder = checkpoint("minimax-h3")
+    model, reference = open_model(Checkpoint(folder)), Reference(folder)
+    request = GenerationRequest(prompt="a" * 1024, height=64, width=96, steps=1).resolve(model.spec.defaults)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        reference(steps=1, prompt=request.prompt, num_frames=request.frames, height=64, width=96)
+    shape = model.spec.latent_shape(request)
+    # diffusers also runs Qwen's fifth layer, whose output nothing reads.
+    encoder = model.flops.encoder(request, prompts=1) * 5 // 4
+    step = counter.get_total_flops() - encoder - model.flops.decoder(shape)
+    assert model.flops.step(shape, branches=1) == pytest.approx(step, rel=1e-4)
