@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tests.wan_tpu.minimax_h3_reference import Reference, relative
 from wan_tpu import GenerationRequest, load_pipeline
@@ -27,11 +28,25 @@ def pipe(folder):
     return load_pipeline(folder, dtype="float32")
 
 
-@pytest.mark.parametrize("prompt", ["A cat plays the piano.", "猫 " * 40], ids=["short", "long"])
-def test_same_latents_pixels_and_sound_as_diffusers(prompt, pipe, reference):
-    pixels, sound, latents = reference(steps=STEPS, seed=SEED, prompt=prompt, num_frames=124, **SIZE)
+def draw_picture(seed):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (64, 96, 3), np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "images"),
+    [
+        ("A cat plays the piano.", {}),
+        pytest.param("猫 " * 40, {}, marks=pytest.mark.long),
+        pytest.param("A cat plays the piano.", {"image": 0}, marks=pytest.mark.long),
+        ("A cat plays the piano.", {"image": 0, "last_image": 1}),
+    ],
+    ids=["text", "long text", "first frame", "first and last frame"],
+)
+def test_same_latents_pixels_and_sound_as_diffusers(prompt, images, pipe, reference):
+    images = {name: draw_picture(seed) for name, seed in images.items()}
+    pixels, sound, latents = reference(steps=STEPS, seed=SEED, prompt=prompt, num_frames=124, **SIZE, **images)
     states = []
-    request = GenerationRequest(prompt=prompt, steps=STEPS, seed=SEED, **SIZE)
+    request = GenerationRequest(prompt=prompt, steps=STEPS, seed=SEED, **SIZE, **images)
     video = pipe.generate(request, on_step=lambda event: states.append(event.state))
     assert len(states) == STEPS
     for state, rows, audio in zip(states, latents["video"], latents["sound"], strict=True):

@@ -7,8 +7,9 @@ import torch
 from wan_tpu.families.minimax_h3 import audio, components, text, vae
 from wan_tpu.families.minimax_h3.clips import CLIP_FRAMES, CLIP_LATENTS
 from wan_tpu.families.minimax_h3.spec import MiniMaxH3Spec
+from wan_tpu.families.minimax_h3.vision import presentation
 from wan_tpu.families.shared.flop_count import count
-from wan_tpu.request import ResolvedRequest
+from wan_tpu.request import IMAGES, ResolvedRequest
 
 
 class MiniMaxH3Flops:
@@ -19,8 +20,13 @@ class MiniMaxH3Flops:
         self._spec, self._config = spec, spec.config
 
     def encoder(self, request: ResolvedRequest, *, prompts: int) -> int:
-        """Count the encoding of prompts."""
-        return prompts * text.count_flops(self._config)
+        """Count the encoding of prompts, or of the prompt with the request's images."""
+        images = sum(getattr(request, name) is not None for name in IMAGES)
+        if not images:
+            return prompts * text.count_flops(self._config)
+        size = request.height, request.width
+        keyframes = images * vae.count_encoding(self._config, *size)
+        return keyframes + presentation.count_flops(self._config, *size, images)
 
     def step(self, latent_shape: tuple[int, ...], *, branches: int) -> int:
         """Count a denoising step over latents [1, C, T, H, W], with a text of the longest length.

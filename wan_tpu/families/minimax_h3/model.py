@@ -23,6 +23,8 @@ from wan_tpu.families.minimax_h3.config import MiniMaxH3Config
 from wan_tpu.families.minimax_h3.flops import MiniMaxH3Flops
 from wan_tpu.families.minimax_h3.spec import DENOISE, MiniMaxH3Spec
 from wan_tpu.families.minimax_h3.text import TEXT_TOKENS
+from wan_tpu.families.minimax_h3.vision import presentation, tower
+from wan_tpu.families.minimax_h3.vision.presentation import Presentation
 from wan_tpu.families.model import Flops, Model, StepInputs
 from wan_tpu.families.shared.causal_vae import Chunks
 from wan_tpu.families.shared.tokenizing import Tokenizer
@@ -55,6 +57,7 @@ class MiniMaxH3Model(Model):
         """Every component, by the name of its work."""
         return {
             "text_encoder": text.text_encoder(self.config),
+            "vision": tower.vision(self.config),
             DENOISE: components.transformer(self.config),
             "vae_encoder": vae.vae_half(self.config, "decoder"),
             "decoder": vae.vae_half(self.config, "encoder"),
@@ -83,6 +86,16 @@ class MiniMaxH3Model(Model):
         """Embeddings of a prompt, the index of each of its rows, and the number of real ones."""
         rows, _ = self.text_shape
         return {"text": (self.text_shape, False), "positions": ((rows,), True), "count": ((1,), True)}
+
+    def image_prompt_shapes(self, request: ResolvedRequest) -> dict[str, tuple[tuple[int, ...], bool]]:
+        """Return the shapes of a prompt's arrays with one keyframe, and which end of the video that is."""
+        _, rows = presentation.shapes(self.config, request.height, request.width, 1).ids.shape
+        shapes = {"text": ((rows, self.text_shape[1]), False), "positions": ((rows,), True), "anchors": ((1,), True)}
+        return self.prompt_shapes | shapes
+
+    def image_token_shapes(self, request: ResolvedRequest) -> dict[str, tuple[jax.ShapeDtypeStruct, ...]]:
+        """Return the shapes of the text encoder's inputs with one keyframe."""
+        return {"text_encoder": presentation.shapes(self.config, request.height, request.width, 1)}
 
     def image_latents_shape(self, latent_shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the shape of one keyframe's latents."""
@@ -113,16 +126,36 @@ class MiniMaxH3Model(Model):
         ids, count, warnings = text.tokenize_prompt(self.tokenizers["text_encoder"], prompt)
         return {"text_encoder": (ids, np.array([[count]], np.int32))}, warnings
 
+    def tokenize_with_images(self, request: ResolvedRequest) -> tuple[dict[str, tuple[np.ndarray, ...]], list[str]]:
+        """Return a prompt with its keyframes, each behind a label, and a warning if the prompt was cut."""
+        anchors = [ANCHORS.index(end) for end, name in zip(ANCHORS, IMAGES, strict=True) if getattr(request, name)]
+        shared, keyframes = self.tokenizers["text_encoder"], self._fit_keyframes(request)
+        presented, warnings = presentation.present(self.config, shared, request.prompt, keyframes, anchors)
+        return {"text_encoder": presented}, warnings
+
+    def joined_with(self, component: str, *, images: bool = False) -> tuple[str, ...]:
+        """Return the vision tower, if there are keyframes to read."""
+        return ("vision",) if images else ()
+
     def encode_text(self, component: str, loaded: Sequence[Loaded], *tokens: jax.Array) -> jax.Array:
-        """Encode ids [1, R] as embeddings [1, R, C]."""
+        """Encode ids [1, R], with keyframes where there are any, as embeddings [1, R, C]."""
+        if len(loaded) > 1:
+            return presentation.encode(loaded, Presentation(*tokens))
         [encoder], (ids, _) = loaded, tokens
         return text.encode_prompt(encoder, ids)
 
     def prompt_arrays(
         self, tokens: Mapping[str, tuple[np.ndarray, ...]], encoded: Mapping[str, Any]
     ) -> dict[str, np.ndarray]:
-        """Return a prompt's embeddings, the index of each of its rows and the number of real ones."""
-        ids, count = tokens["text_encoder"]
+        """Return a prompt's embeddings, the index of each of its rows and the number of real ones.
+
+        With keyframes, their rows come first, and "anchors" says which end of the video each is.
+        """
+        read = tokens["text_encoder"]
+        if isinstance(read, Presentation):
+            ends = {"count": read.count, "anchors": read.anchors}
+            return {"text": encoded["text_encoder"], "positions": read.order, **ends}
+        ids, count = read
         positions = np.arange(ids.shape[1], dtype=np.int32)[None]
         return {"text": encoded["text_encoder"], "positions": positions, "count": count}
 

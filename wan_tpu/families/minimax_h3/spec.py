@@ -42,7 +42,9 @@ class MiniMaxH3Spec(ModelSpec):
     own: CheckpointOverrides = NOTHING_OWN
 
     boundary_ratio = None
-    tasks = ("t2v",)
+    tasks = ("t2v", "i2v")
+    last_images = "optional"
+    reads_images = True
     solvers = ("euler",)
     frame_stride = CLIP_FRAMES
     frame_offset = SHORTEST
@@ -96,7 +98,7 @@ class MiniMaxH3Spec(ModelSpec):
     def components(self) -> dict[str, tuple[str, ...]]:  # type: ignore[override]
         """The components of each stage."""
         return {
-            ENCODER: ("text_encoder",),
+            ENCODER: ("text_encoder", "vision", "vae_encoder"),
             DENOISE: (DENOISE,),
             DECODER: (DECODER, "audio_decoder"),
         }
