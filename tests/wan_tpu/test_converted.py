@@ -40,7 +40,7 @@ ORDERS = {
         "cogvideox1.5-5b-i2v": "9b6c444ded4255f0",
         "hunyuanvideo1.5-480p-i2v": "90b1a50ae0129c6c",
         "ltx-2.3-distilled": "efcf7ddbdbe0d26e",
-        "minimax-h3": "654b44fe45b81e08",
+        "minimax-h3": "ad49e79503daca75",
     }
 }
 

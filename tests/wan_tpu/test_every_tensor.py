@@ -30,7 +30,7 @@ UNUSED = {
     "ltx-2": r"text_encoder/(vision_tower|multi_modal_projector)\..*|audio_vae/encoder\..*",
     "ltx-2.3-distilled": r"text_encoder/(vision_tower|multi_modal_projector)\..*|audio_vae/encoder\..*",
     # The output of Qwen's last layer but one is the text's embedding.
-    "minimax-h3": r"text_encoder/(model\.language_model\.(layers\.4\..*|norm\.weight)|model\.visual\..*|lm_head\..*)"
+    "minimax-h3": r"text_encoder/(model\.language_model\.(layers\.4\..*|norm\.weight)|lm_head\..*)"
     r"|audio_vae/(encoder|pre_block|mean_proj|logs_proj)\..*",
 }
 EACH_FAMILY = (
