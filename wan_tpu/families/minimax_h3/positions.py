@@ -71,7 +71,7 @@ def place_rows(
     rows, columns = (_spread(size, part, area) for size, part in zip((height, width), patch, strict=True))
     space = np.stack(np.meshgrid(rows, columns, indexing="ij"), axis=-1).reshape(-1, 2)
     spans = _RATE * np.resize(np.array(_FRAMES, np.float64), frames)
-    times = count + np.concatenate([np.zeros(1), spans[:-1].cumsum()])
+    times = count + np.concatenate([np.zeros(1), np.cumsum(spans[:-1], dtype=np.float64)])
     words = np.zeros((len(text), 3))
     words[:, 0] = text
     video = np.concatenate([np.repeat(times, len(space))[:, None], np.tile(space, (frames, 1))], axis=1)
