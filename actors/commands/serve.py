@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.commands.arguments import build_spec, find_gcs_address, join_cluster, read_settings
+from actors.commands.mounted_layout import MountedLayout
 from actors.commands.serve_arguments import NONE, build_serve_parser, read_service_settings
 from actors.observe.console import LiveConsole
 from wan_tpu.adapters.checking import check
@@ -77,12 +78,15 @@ def _down(args: argparse.Namespace) -> None:
     print("stopped")
 
 
-def build_service_config(args: argparse.Namespace, explicit: dict[str, Any]) -> tuple[str, str]:
+def build_service_config(
+    args: argparse.Namespace, explicit: dict[str, Any], mounted: MountedLayout | None = None
+) -> tuple[str, str]:
     """Return Serve's config of a service on another cluster, and the name of its model.
 
     Args:
         args: All arguments.
         explicit: Those that aren't their defaults, by name. The config has all that don't only concern this machine.
+        mounted: The file with the layout on the cluster's machines; without it, the layout is in the config.
 
     Raises:
         InvalidInput: An argument is missing, or has a value that isn't allowed.
@@ -97,12 +101,10 @@ def build_service_config(args: argparse.Namespace, explicit: dict[str, Any]) -> 
     service = read_service_settings(args, layout, settings)
     arguments = {name: value for name, value in explicit.items() if name not in _LOCAL_OPTIONS}
     arguments.setdefault("webhook_secret", NONE)  # A file created on each machine would hold different secrets.
-    arguments |= {
-        "layout_text": args.layout_text or Path(layout.source).read_text(),
-        "host": args.host or ANYWHERE,
-        "port": args.port,
-    }
-    return build_config(arguments, settings.name, layout), service.model
+    arguments |= {"host": args.host or ANYWHERE, "port": args.port}
+    if mounted is None:
+        arguments["layout_text"] = args.layout_text or Path(layout.source).read_text()
+    return build_config(arguments, settings.name, layout, mounted), service.model
 
 
 def _write_config(args: argparse.Namespace, parser: Parser) -> None:

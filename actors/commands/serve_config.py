@@ -11,6 +11,7 @@ from actors.api.deploy import prepare_on_head
 from actors.api.processes import QUIET, list_application_names, make_ingress, make_worker
 from actors.api.settings import ServiceSettings
 from actors.commands.arguments import build_spec, read_settings
+from actors.commands.mounted_layout import MountedLayout, wait_for_layout
 from actors.commands.serve_arguments import build_serve_parser, read_service_settings
 from actors.observe.status_actor import StatusActor
 from actors.pipeline.pools import build_application, name_application
@@ -21,24 +22,27 @@ from wan_tpu.adapters.checking import check_visible
 from wan_tpu.commands.parser import as_words
 
 
-def build_config(arguments: Mapping[str, Any], name: str, layout: Layout) -> str:
+def build_config(arguments: Mapping[str, Any], name: str, layout: Layout, mounted: MountedLayout | None = None) -> str:
     """Return a config whose applications are all built on the cluster from the same arguments.
 
     Args:
         arguments: Arguments of the command line, by name, without those that only concern this machine.
         name: The pipeline's name.
         layout: The pipeline's layout.
+        mounted: The file that has this layout on the cluster's machines; without it, the arguments have the layout.
     """
     ingress_name, worker_name = list_application_names(name)
     builders = [(name_application(name, pool.name), "pool", {"pool": pool.name}) for pool in layout.pools]
     builders += [(worker_name, "worker", {}), (ingress_name, "ingress", {})]
     shared = dict(arguments)  # Written once, and referred to by all others.
+    # The hash is in every application's arguments, so that Serve builds all of them anew for another layout.
+    file = {} if mounted is None else {"layout": mounted.path, "layout_sha256": mounted.sha256}
     applications = [
         {
             "name": application,
             "route_prefix": "/" if application == ingress_name else None,
             "import_path": f"{__name__}:{builder}",
-            "args": {"arguments": shared, **args},
+            "args": {"arguments": shared, **file, **args},
         }
         for application, builder, args in builders
     ]
@@ -88,4 +92,7 @@ def read_service(arguments: Mapping[str, Any], address: str) -> tuple[ServiceSet
 
 
 def _read_args(args: dict[str, Any]) -> tuple[ServiceSettings, PipelineSpec]:
-    return read_service(args["arguments"], ray.get_runtime_context().gcs_address)
+    arguments = args["arguments"]
+    if "layout" in args:
+        arguments = arguments | {"layout_text": wait_for_layout(args["layout"], args["layout_sha256"])}
+    return read_service(arguments, ray.get_runtime_context().gcs_address)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.commands.arguments import read_checked_layout
+from actors.commands.mounted_layout import MountedLayout
 from actors.commands.serve import build_service_config
 from actors.commands.serve_arguments import build_serve_parser
 from cluster.layout import Layout, list_shipped
@@ -181,9 +182,14 @@ def _build_service(
         database = args.database or "a file of this machine"
         raise InvalidInput(f"--database is {database}; pods reach {_POSTGRES}... alone")
     _check_reached(args, "model_id", "snapshots", "results")
-    config, _ = build_service_config(args, chosen)
+    text = _read_text(args, layout)
+    config, _ = build_service_config(args, chosen, MountedLayout(kubernetes.LAYOUT_FILE, text))
     comment = f"the service: http://{target.name}-head-svc:8000 in the cluster, once all pools have their slices"
-    return {comment: kubernetes.service(layout, target, config)}
+    return {
+        "the service's layout, whose hash is in the service's configuration: to change it, run wan-tpu manifests\n"
+        "again and apply both": kubernetes.build_layout_map(target, text),
+        comment: kubernetes.service(layout, target, config),
+    }
 
 
 def _build_job(
@@ -197,11 +203,15 @@ def _build_job(
     arguments |= {"manifest": args.job, "output": args.output, "layout": kubernetes.LAYOUT_FILE}
     arguments |= {} if args.in_flight is None else {"in_flight": args.in_flight}
     command = ["exec", "python", "-m", "actors.cli", "drive", *as_words(arguments)]
-    text = args.layout_text or Path(layout.source).read_text()
     return {
-        "the batch's layout": kubernetes.build_layout_map(target, text),
+        "the batch's layout": kubernetes.build_layout_map(target, _read_text(args, layout)),
         "the batch, and a cluster that goes when it has ended": kubernetes.job(layout, target, shlex.join(command)),
     }
+
+
+def _read_text(args: argparse.Namespace, layout: Layout) -> str:
+    """Return the text of the layout."""
+    return args.layout_text or Path(layout.source).read_text()
 
 
 def _address_cloud_sql(args: argparse.Namespace) -> str:

@@ -40,7 +40,7 @@ _HEAD_HEALTH, _WORKER_HEALTH = "/api/healthz", "/api/local_raylet_healthz"
 HEAD = {"ray.io/node-type": "head"}
 SERVES = {"ray.io/serve": "true"}
 SERVE_PORT = 8000
-LAYOUT_FILE = "/etc/wan-tpu/layout.yaml"  # Where a job's head has its layout.
+LAYOUT_FILE = "/etc/wan-tpu/layout.yaml"  # Where pods have the layout of their job or service.
 _USER = 1000  # The user of the image (cluster/Dockerfile).
 # The disk of a pod, for logs and objects that Ray spills; and the disk for the weights of a model from the hub.
 _DISK_GIB, _HUB_GIB = 20, 160
@@ -125,8 +125,14 @@ def _network_policy(target: Target, *, http: bool) -> dict[str, Object]:
 
 
 def service(layout: Layout, target: Target, config: str) -> Object:
-    """Return a RayService with Serve's configuration, a YAML text."""
-    spec = {"serveConfigV2": config, "rayClusterConfig": ray_cluster(layout, target)}
+    """Return a RayService.
+
+    Args:
+        layout: The layout.
+        target: Where it runs.
+        config: Serve's configuration, a YAML text; the layout is in the file `LAYOUT_FILE`, from `build_layout_map`.
+    """
+    spec = {"serveConfigV2": config, "rayClusterConfig": _mount_layout(ray_cluster(layout, target), target)}
     return target.object(API, "RayService", spec=spec)
 
 
@@ -138,25 +144,31 @@ def job(layout: Layout, target: Target, entrypoint: str) -> Object:
         target: Where it runs.
         entrypoint: What the head runs; the layout is in the file `LAYOUT_FILE`, from `build_layout_map`.
     """
-    spec_of_cluster = ray_cluster(layout, target)
-    head = spec_of_cluster["headGroupSpec"]["template"]["spec"]
-    volume = {"name": "layout", "configMap": {"name": build_layout_map(target, "")["metadata"]["name"]}}
-    head["volumes"] = [volume]
-    folder, _, _ = LAYOUT_FILE.rpartition("/")
-    head["containers"][0]["volumeMounts"] = [{"name": "layout", "mountPath": folder, "readOnly": True}]
     spec = {
         "entrypoint": entrypoint,
         "submissionMode": "HTTPMode",
         "shutdownAfterJobFinishes": True,
         "ttlSecondsAfterFinished": 300,
-        "rayClusterSpec": spec_of_cluster,
+        "rayClusterSpec": _mount_layout(ray_cluster(layout, target), target),
     }
     return target.object(API, "RayJob", spec=spec)
 
 
 def build_layout_map(target: Target, text: str) -> Object:
-    """Return the ConfigMap with a job's layout, the text of a file."""
+    """Return the ConfigMap with the layout of a job or a service, the text of a file."""
     return target.object("v1", "ConfigMap", suffix="layout", data={LAYOUT_FILE.rpartition("/")[2]: text})
+
+
+def _mount_layout(cluster: Object, target: Target) -> Object:
+    """Return a cluster whose pods all have the layout as a file: Serve may build an application on any of them."""
+    folder, _, _ = LAYOUT_FILE.rpartition("/")
+    name = build_layout_map(target, "")["metadata"]["name"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        pod["volumes"] = [{"name": "layout", "configMap": {"name": name}}]
+        # A subPath would be simpler to read, but Kubernetes doesn't update files that are mounted by one.
+        pod["containers"][0]["volumeMounts"] = [{"name": "layout", "mountPath": folder, "readOnly": True}]
+    return cluster
 
 
 def cluster(layout: Layout, target: Target) -> Object:

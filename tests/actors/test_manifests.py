@@ -1,5 +1,6 @@
 """`wan-tpu manifests`: what a person gets for a layout, and what is refused before anything is printed."""
 
+import hashlib
 import shlex
 import subprocess
 import sys
@@ -67,8 +68,12 @@ def test_a_service_has_the_arguments_of_serve(capsys):
     assert arguments["database"] == "postgresql://wan@db/jobs" and arguments["largest"] == ["1280x720x81"]
     assert not {"image", "secret", "service"} & set(arguments)
     assert all(application["args"]["arguments"] == arguments for application in config["applications"])
-    text = objects["RayService"]["spec"]["serveConfigV2"]
-    assert "\\n" not in text and text.count("pools:") == 1  # A layout that people can read, once.
+    [(name, text)] = objects["ConfigMap"]["data"].items()
+    layout = (config["applications"][0]["args"]["layout"], hashlib.sha256(text.encode()).hexdigest())
+    assert layout[0].endswith(f"/{name}") and "pools:" in text
+    for application in config["applications"]:  # Another layout makes Serve build every application anew.
+        assert (application["args"]["layout"], application["args"]["layout_sha256"]) == layout
+    assert not {"layout", "layout_text"} & set(arguments)
     assert {8000, 8265} == {
         port["port"] for rule in objects["NetworkPolicy"]["spec"]["ingress"] for port in rule.get("ports", ())
     } - {8080}

@@ -82,6 +82,9 @@ NOT_FOR_OPERATORS = {
         actors/api/processes.py:_PARTING_S actors/api/worker/previews.py:_TIMEOUT_S actors/slices/leader.py:END_DELAY_S
         actors/slices/stage_host.py:COMPILE_S cluster/gang/host_actor.py:CHIPS_S wan_tpu/storage/gcs.py:_TIMEOUT_S
     """,
+    "what another system takes by its own settings": """
+        actors/commands/mounted_layout.py:_WAIT_S
+    """,
     "no time-out at all: units": """
         cluster/costs/capacity.py:DAY_S cluster/costs/capacity.py:HOUR_S
     """,

@@ -12,6 +12,7 @@ from ray.serve.config import ProxyLocation
 from actors.api.deploy import ServiceStartFailed, prepare_on_head, start_http, take_down
 from actors.api.settings import ServiceSettings
 from actors.commands import serve_config
+from actors.commands.mounted_layout import MountedLayout
 from actors.jobs.keys import make_key
 from actors.jobs.store import open_database
 from cluster.connect import connect, leave
@@ -123,12 +124,16 @@ def test_a_config_s_applications_are_built_wherever_serve_does_it(tmp_path, chec
     arguments |= {"database": str(tmp_path / "jobs.sqlite"), "results": str(tmp_path / "results")}
     arguments |= {"snapshots": str(tmp_path / "snapshots"), "host": "127.0.0.1", "port": free_port()}
 
-    def build(builder, arguments):
-        return type(getattr(serve_config, builder)({"arguments": arguments})).__name__
+    def build(builder, arguments, **others):
+        return type(getattr(serve_config, builder)({"arguments": arguments, **others})).__name__
 
     task = ray.remote(build)
     for builder in ("worker", "ingress"):
         assert ray.get(task.remote(builder, arguments)) == "Application"
+    mounted = MountedLayout(arguments["layout"], LAYOUT_TEXT)
+    without = {name: value for name, value in arguments.items() if name != "layout"}
+    file = {"layout": mounted.path, "layout_sha256": mounted.sha256}
+    assert ray.get(task.remote("worker", without, **file)) == "Application"
     assert {"jobs.sqlite", "results"} <= {path.name for path in tmp_path.iterdir()}
     with pytest.raises(ray.exceptions.RayTaskError, match="has no API keys"):
         ray.get(task.remote("ingress", arguments | {"host": "0.0.0.0"}))

@@ -1,5 +1,6 @@
 """`wan-tpu serve` before it joins a cluster: who may be let in, and the config for `serve deploy`."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,12 @@ from ray.serve.schema import ServeDeploySchema
 from actors.api.deploy import prepare
 from actors.api.settings import ServiceSettings
 from actors.cli import main
+from actors.commands.mounted_layout import MountedLayout, wait_for_layout
 from actors.commands.serve_config import read_service
 from actors.jobs.keys import make_key, revoke_key
 from actors.jobs.store import open_database
 from actors.reliability import ReliabilitySettings
-from wan_tpu.errors import InvalidInput
+from wan_tpu.errors import InvalidInput, Unavailable
 
 LAYOUT = "emulated-demo"
 
@@ -131,6 +133,21 @@ def test_a_config_says_what_the_command_line_says(tmp_path, capsys, checkpoint):
         )
         assert spec.settings.reliability == settings.reliability == limits
         assert app["args"].get("pool") in (None, *(pool.name for pool in spec.layout.pools))
+
+
+def test_service_waits_for_the_layout_that_its_configuration_means(tmp_path):
+    """Kubernetes brings a changed ConfigMap to a pod a minute after the configuration that goes with it."""
+    file = tmp_path / "layout.yaml"
+    new = MountedLayout(str(file), "pools: []")
+    with pytest.raises(Unavailable, match="can't be read"):
+        wait_for_layout(new.path, new.sha256, wait_s=0)
+    file.write_text("pools: old")
+    with pytest.raises(Unavailable, match=f"has another content .* says .{new.sha256[:12]}"):
+        wait_for_layout(new.path, new.sha256, wait_s=0)
+    timer = threading.Timer(0.2, file.write_text, [new.text])
+    timer.start()
+    assert wait_for_layout(new.path, new.sha256) == new.text
+    timer.join()
 
 
 def test_a_layout_hosts_the_stages_of_the_model(checkpoint, capsys, tmp_path):

@@ -125,12 +125,18 @@ def test_database_s_proxy_is_beside_every_process_that_may_use_the_database():
         assert proxy["securityContext"]["allowPrivilegeEscalation"] is False
 
 
-def test_job_s_head_has_the_layout_as_a_file():
-    job = kubernetes.job(Layout.parse(KINDS, "kinds"), TARGET, "drive")
-    check(job)
+@pytest.mark.parametrize(
+    ("build", "cluster"), [(kubernetes.job, "rayClusterSpec"), (kubernetes.service, "rayClusterConfig")]
+)
+def test_all_pods_have_the_layout_as_a_file_that_follows_its_config_map(build, cluster):
+    whole = build(Layout.parse(KINDS, "kinds"), TARGET, "drive")
+    check(whole)
     layout = kubernetes.build_layout_map(TARGET, KINDS)
-    head = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
-    [mount], [volume] = head["containers"][0]["volumeMounts"], head["volumes"]
-    assert volume["configMap"]["name"] == layout["metadata"]["name"] and mount["name"] == volume["name"]
-    assert [f"{mount['mountPath']}/{name}" for name in layout["data"]] == [kubernetes.LAYOUT_FILE]
+    spec = whole["spec"][cluster]
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        [mount], [volume] = pod["containers"][0]["volumeMounts"], pod["volumes"]
+        assert volume["configMap"]["name"] == layout["metadata"]["name"] and mount["name"] == volume["name"]
+        assert [f"{mount['mountPath']}/{name}" for name in layout["data"]] == [kubernetes.LAYOUT_FILE]
+        assert "subPath" not in mount  # Kubernetes never updates a file that is mounted by one.
     assert layout["data"]["layout.yaml"] == KINDS
