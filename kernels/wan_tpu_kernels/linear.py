@@ -35,6 +35,7 @@ def linear(
     bias: jax.Array | None,
     *,
     scales: jax.Array | None = None,
+    layer: jax.Array | None = None,
     activation: str | None = None,
     residual: jax.Array | None = None,
     gate: jax.Array | None = None,
@@ -54,9 +55,11 @@ def linear(
     Args:
         x: [L, I], or laid out as in columns.py: an array for each part of every group's columns. `Rounded` with
             `scales`.
-        weight: [O, I].
+        weight: [O, I], or with `layer` the weights of several layers, [D, O, I].
         bias: [O], or None.
         scales: [O] float32, the factors of the rows of an 8-bit weight.
+        layer: int32 [], which of the weights is read. A slice of them would be a copy, because XLA doesn't fuse it with
+            a kernel.
         activation: None, "gelu_tanh" or "swiglu".
         residual: [L, O].
         gate: [M, O], only with a residual; ones by default. It has one row for each segment of the rows of x.
@@ -69,51 +72,59 @@ def linear(
         [L, O] in `dtype`.
     """
     halves = 2 if activation == SWIGLU else 1
-    inputs, outputs = weight.shape[1], weight.shape[0] // halves
+    inputs, outputs = weight.shape[-1], weight.shape[-2] // halves
     assert isinstance(x, Rounded) == (scales is not None)
     rounded = x if isinstance(x, Rounded) else None
     parts = (x.values,) if isinstance(x, Rounded) else x if isinstance(x, tuple) else (x,)
     joined, (rows, _), in_dtype = parts[0].ndim == 3, parts[0].shape[-2:], parts[0].dtype
     dtype = _result_dtype(in_dtype, scales, dtype, bias, residual)
-    layer = Layer(
+    sizes = Layer(
         rows, outputs, inputs, groups, in_dtype.itemsize, dtype.itemsize, joined, halves, residual is not None
     )
-    block_rows, block_outputs, block_inputs = choose_tile(layer, interpret=interpret)
+    block_rows, block_outputs, block_inputs = choose_tile(sizes, interpret=interpret)
     steps, group = inputs // block_inputs, outputs // groups
     per_group = pl.cdiv(group, block_outputs)
     several = groups > 1 and block_outputs > group
     grid = (pl.cdiv(rows, block_rows), outputs // block_outputs if several else per_group * groups, steps)
     if groups == 1:
-        out_spec = pl.BlockSpec((block_rows, block_outputs), lambda i, j, k: (i, j))
+        out_spec = pl.BlockSpec((block_rows, block_outputs), lambda i, j, k, *_: (i, j))
     elif several:
-        out_spec = pl.BlockSpec((block_outputs // group, block_rows, group), lambda i, j, k: (j, i, 0))
+        out_spec = pl.BlockSpec((block_outputs // group, block_rows, group), lambda i, j, k, *_: (j, i, 0))
     else:
-        out_spec = pl.BlockSpec((None, block_rows, block_outputs), lambda i, j, k: (j // per_group, i, j % per_group))
+        out_spec = pl.BlockSpec(
+            (None, block_rows, block_outputs), lambda i, j, k, *_: (j // per_group, i, j % per_group)
+        )
 
     def inputs_at(j: int, k: int) -> Any:
         """Return the part of the inputs of a step: there and back again, so that the rows at a turn stay in VMEM."""
         return jnp.where(j % 2 == 0, k, steps - 1 - k) if steps > 1 else 0
 
-    columns = pl.BlockSpec((halves, block_outputs), lambda i, j, k: (0, j))
+    columns = pl.BlockSpec((halves, block_outputs), lambda i, j, k, *_: (0, j))
     if joined:
-        x_specs = [pl.BlockSpec((len(part), block_rows, part.shape[2]), lambda i, j, k: (0, i, 0)) for part in parts]
+        x_specs = [
+            pl.BlockSpec((len(part), block_rows, part.shape[2]), lambda i, j, k, *_: (0, i, 0)) for part in parts
+        ]
     else:
-        x_specs = [pl.BlockSpec((block_rows, block_inputs), lambda i, j, k: (i, inputs_at(j, k)))]
-    specs = [*x_specs, pl.BlockSpec((halves, block_outputs, block_inputs), lambda i, j, k: (0, j, inputs_at(j, k)))]
-    arrays = [*parts, weight.reshape(halves, outputs, inputs)]
+        x_specs = [pl.BlockSpec((block_rows, block_inputs), lambda i, j, k, *_: (i, inputs_at(j, k)))]
+    weight_spec = pl.BlockSpec(
+        (None, halves, block_outputs, block_inputs),
+        lambda i, j, k, *layers: (layers[0][0] if layers else 0, 0, j, inputs_at(j, k)),
+    )
+    specs = [*x_specs, weight_spec]
+    arrays = [*parts, weight.reshape(-1, halves, outputs, inputs)]
     if bias is not None:
         specs.append(columns)
         arrays.append(bias.reshape(halves, outputs).astype(jnp.float32))
     if rounded is not None and scales is not None:
-        specs += [pl.BlockSpec((block_rows, LANES), lambda i, j, k: (i, 0)), columns]
+        specs += [pl.BlockSpec((block_rows, LANES), lambda i, j, k, *_: (i, 0)), columns]
         arrays += [rounded.scales, scales.reshape(halves, outputs).astype(jnp.float32)]
     if residual is not None:
         assert groups == 1
         gate = jnp.ones((1, outputs)) if gate is None else gate
         patterns = row_patterns(gate, first_rows)
         specs += [
-            pl.BlockSpec((block_rows, block_outputs), lambda i, j, k: (i, j)),
-            pl.BlockSpec((len(patterns), block_outputs), lambda i, j, k: (0, j)),
+            pl.BlockSpec((block_rows, block_outputs), lambda i, j, k, *_: (i, j)),
+            pl.BlockSpec((len(patterns), block_outputs), lambda i, j, k, *_: (0, j)),
             pl.BlockSpec(memory_space=pltpu.SMEM),
         ]
         arrays += [residual, patterns, number_patterns(gate, first_rows, grid[0] * block_rows)]
@@ -126,9 +137,11 @@ def linear(
     suffixes += [activation] if activation is not None else []
     suffixes += ["residual"] if residual is not None else []
     out_shape = (rows, outputs) if groups == 1 else (groups, rows, outputs // groups)
+    layers = [] if layer is None else [jnp.asarray(layer, jnp.int32).reshape(1)]
     return pl.pallas_call(
         functools.partial(
             _kernel,
+            layers=len(layers),
             steps=steps,
             parts=len(parts) if joined else 0,
             activation=activation,
@@ -138,10 +151,9 @@ def linear(
             precision=jax.lax.Precision.HIGHEST if in_dtype == jnp.float32 else None,
         ),
         out_shape=jax.ShapeDtypeStruct(out_shape, dtype),
-        grid=grid,
-        in_specs=specs,
-        out_specs=out_spec,
-        scratch_shapes=scratch,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(layers), grid=grid, in_specs=specs, out_specs=out_spec, scratch_shapes=scratch
+        ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=vmem_bytes(interpret=interpret),
@@ -153,7 +165,7 @@ def linear(
         ),
         name="_".join(["linear", *suffixes]),
         interpret=interpret,
-    )(*arrays)
+    )(*layers, *arrays)
 
 
 def linear_reference(
@@ -162,6 +174,7 @@ def linear_reference(
     bias: jax.Array | None,
     *,
     scales: jax.Array | None = None,
+    layer: jax.Array | None = None,
     activation: str | None = None,
     residual: jax.Array | None = None,
     gate: jax.Array | None = None,
@@ -170,6 +183,7 @@ def linear_reference(
     dtype: Any = None,
 ) -> jax.Array:
     """Compute the same as `linear`, in plain jnp."""
+    weight = weight if layer is None else weight[layer]
     if isinstance(x, Rounded):
         assert scales is not None
         values, wide = x.values.astype(jnp.float32), weight.astype(jnp.float32)  # float32 holds their products exactly
@@ -193,7 +207,8 @@ def linear_reference(
     return y if groups == 1 else y.reshape(y.shape[0], groups, -1).transpose(1, 0, 2)
 
 
-def _kernel(*refs, steps, parts, activation, biased, rounded, fused_residual, precision):  # type: ignore[no-untyped-def]
+def _kernel(*refs, layers, steps, parts, activation, biased, rounded, fused_residual, precision):  # type: ignore[no-untyped-def]
+    refs = refs[layers:]  # Which layer is read concerns only the pipeline that brings the tiles.
     x_refs, (w_ref, *others) = refs[: parts or 1], refs[parts or 1 :]
     bias_refs, others = (others[:1], others[1:]) if biased else ([], others)
     scale_refs, others = (others[:2], others[2:]) if rounded else ([], others)

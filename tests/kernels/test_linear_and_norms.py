@@ -15,6 +15,7 @@ from wan_tpu_kernels import rms_norm_rope as rms_norms
 from wan_tpu_kernels.head_norm_rope import head_norm_rope, head_norm_rope_reference
 from wan_tpu_kernels.layer_norm import layer_norm, layer_norm_reference
 from wan_tpu_kernels.linear import linear, linear_reference
+from wan_tpu_kernels.low_precision import round_rows_reference
 from wan_tpu_kernels.rms_norm_rope import rms_norm_rope, rms_norm_rope_reference
 
 LINEARS = as_program(linear_reference), as_program(linear, interpret=INTERPRET)
@@ -104,6 +105,22 @@ def test_sums_may_stay_in_float32_beside_products_of_bfloat16():
         result = function(residual, np.ones((1, 640)), np.zeros((1, 640)), eps=1e-6, dtype=jnp.bfloat16)
         assert result.dtype == jnp.bfloat16
         assert_close(result, normed, 2**-8)
+
+
+@pytest.mark.parametrize("options", [{"activation": "swiglu"}, {"residual": True}, {"eight": True}], ids=str)
+def test_linear_reads_one_layer_of_a_stack_in_place(options):
+    x, stack, bias = normal(0, 100, 768), normal(1, 3, 640, 768), normal(2, 640)
+    more = {"activation": options.get("activation")}
+    if "residual" in options:
+        more["residual"] = normal(3, 100, 640)
+    if "eight" in options:
+        x = round_rows_reference(x, jnp.int8)
+        stack = np.random.default_rng(1).integers(-127, 128, stack.shape, np.int8)
+        more["scales"] = np.full(640, 1e-2, np.float32)
+    for function in LINEARS:
+        for layer in (0, 2):
+            got = function(x, stack, bias, layer=jnp.int32(layer), **more)
+            assert np.array_equal(got, function(x, stack[layer], bias, **more))
 
 
 def test_linear_reads_and_writes_columns_in_groups(monkeypatch):

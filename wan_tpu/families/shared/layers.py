@@ -1,5 +1,7 @@
 """Layers of a transformer inside a `jax.shard_map`; each layer's weights are gathered while earlier ones are in use."""
 
+import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -18,6 +20,27 @@ T = TypeVar("T")  # One array, or several.
 SPLIT = P(None, SHARDS, None)
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class StackedWeight:
+    """One layer's matrix in the array of all layers', from which `linear` reads it in place.
+
+    It has no leaves, so that barriers, loops and conditionals that pass a layer's weights on leave the array alone.
+
+    Attributes:
+        stack: [depth, O, I].
+        layer: int32 [].
+    """
+
+    stack: jax.Array
+    layer: jax.Array
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the matrix."""
+        return self.stack.dtype
+
+
 def scan_layers(
     layer: Callable[[T, Params, jax.Array], T],
     hidden: T,
@@ -34,7 +57,8 @@ def scan_layers(
         layer: Takes (hidden, weights of the layer, its index) and returns hidden.
         hidden: The input of the first layer.
         stacked: This device's part of the weights, [depth, ...].
-        specs: How the weights are split, by name.
+        specs: How the weights are split, by name. Those with `SPLIT` are used by `linear` alone: where nothing has to
+            be gathered, the layer gets them as `StackedWeight`.
         depth: Number of layers.
         ahead: Names of weights that are gathered a layer early, because they are used before or right after the part
             that takes longest.
@@ -48,12 +72,16 @@ def scan_layers(
             for name, value in weights.items()
         }
 
-    later = [name for name in stacked if name not in ahead]
+    alone = math.prod(jax.lax.axis_size(axis) for axis in SHARDS) == 1
+    in_place = [name for name in stacked if alone and specs[name] == SPLIT]
+    ahead = [name for name in ahead if name not in in_place]
+    later = [name for name in stacked if name not in (*ahead, *in_place)]
 
     def step(carry: tuple[T, Params], index: jax.Array) -> tuple[tuple[T, Params], None]:
         hidden, early = carry
-        weights = early | gather(later, index)
+        weights: dict[str, Any] = early | gather(later, index)
         early = gather(ahead, (index + 1) % depth)
+        weights |= {name: StackedWeight(stacked[name], index) for name in in_place}
         return (layer(hidden, weights, index), early), None
 
     return jax.lax.scan(step, (hidden, gather(ahead, 0)), jnp.arange(depth))[0][0]
@@ -72,7 +100,10 @@ def linear(ops: Ops, weights: Params, name: str, x: Any, **options: Any) -> jax.
     weight, scales = weights[f"{name}.weight"], weights.get(f"{name}.weight_scale")
     if scales is not None and not isinstance(x, Rounded):
         x = ops.round_rows(x, weight.dtype)
-    return ops.linear(x, weight, weights.get(f"{name}.bias"), scales=scales, **options)
+    bias = weights.get(f"{name}.bias")
+    if isinstance(weight, StackedWeight):
+        return ops.linear(x, weight.stack, bias, scales=scales, layer=weight.layer, **options)
+    return ops.linear(x, weight, bias, scales=scales, **options)
 
 
 def rounded_type(weights: Params, name: str) -> Any:
