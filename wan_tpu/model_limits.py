@@ -152,6 +152,8 @@ class ModelLimits(abc.ABC):
                 "for first and last frames",
                 "last_image",
             )
+        if last and not image:  # Without a first frame the last one would be left out, and nobody would be told.
+            raise InvalidRequest("last_image was given without image; give the first frame as well", "last_image")
         if not last and self.last_images == "required":
             raise InvalidRequest(
                 f"last_image is missing; {self.name} leads from a first frame to a last one", "last_image"

@@ -194,8 +194,15 @@ class ModelSpec(ModelLimits):
             skipped=None if skipped is None else tuple((bool(prompt), bool(other)) for prompt, other in skipped),
             decoder_chunks=self.decoder_chunks(self.decoded_shape(request)[2]),
             has_sound=self.has_sound(request),
-            shapes=self.shapes(request, image=image),
+            shapes=self._name_programs(request, image=image, last=last),
         )
+
+    def _name_programs(self, request: ResolvedRequest, *, image: bool, last: bool) -> dict[str, str]:
+        """Return `shapes`; a text encoder that reads two images makes more rows for the experts than of one."""
+        names = self.shapes(request, image=image)
+        if not (self.reads_images and image and last):
+            return names
+        return {name: shape if name == DECODER else f"{shape} with 2 images" for name, shape in names.items()}
 
     def defaults_for(self, request: GenerationRequest, picture: tuple[int, int] | None) -> Defaults:
         """Return the settings that fill a request's open fields.

@@ -208,12 +208,16 @@ class StageHost(HostProfile):
         self._fetched.put(plan, self._runtime.fetch_adapters(plan.request.loras, self._stages_of(plan)))
 
     def prepare_encode(self, key: str, request: ResolvedRequest) -> int:
-        """Put the encoder's inputs for a request's image on the devices; return their bytes."""
+        """Put the encoder's inputs for a request's image, and the prompt read with it, on the devices.
+
+        Returns:
+            The bytes of all inputs.
+        """
         inputs = stages.image_inputs(self._runtime, request)
         if inputs is None:
             raise OutOfOrder(f"request {key} has no image and no video; its prompts are all there is to encode")
         self._prepared.put(key, Encoding(request, inputs))
-        return sum(pixels.nbytes for pixels in inputs.chunks)
+        return sum(array.nbytes for array in jax.tree.leaves((inputs.chunks, inputs.clip, inputs.read)))
 
     def prepare_denoise(
         self,

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import httpx
 import openai
 import pytest
 
@@ -62,10 +63,10 @@ def test_openai_s_client_gets_cogvideox_s_video(checkpoint, tmp_path, forks):
 
 
 SOUND_LAYOUT = """
-emulate: {devices_per_host: 1}
+emulate: {{devices_per_host: 1}}
 pools:
-  text: {stages: [encoder], slice: v6e-1}
-  video: {stages: [denoise, refine, decoder], slice: v6e-1}
+  text: {{stages: [encoder], slice: v6e-1}}
+  video: {{stages: [{others}], slice: v6e-1}}
 """
 
 
@@ -75,7 +76,7 @@ def test_openai_s_client_gets_ltx_2_s_video_with_sound(checkpoint, tmp_path, for
     settings = ServiceSettings(
         database=str(tmp_path / "jobs.sqlite"), storage=str(tmp_path / "results"), model="small-ltx"
     )
-    layout = Layout.parse(SOUND_LAYOUT, "the service's layout")
+    layout = Layout.parse(SOUND_LAYOUT.format(others="denoise, refine, decoder"), "the service's layout")
     spec = PipelineSpec(layout, files, open_spec(model), lasting=True)
     fields = {"num_frames": "9", "seed": "5"}
     with deployed(settings, spec, tmp_path, forks) as online, online.client(timeout=SECONDS) as client:
@@ -102,3 +103,33 @@ def test_openai_s_client_gets_ltx_2_s_video_with_sound(checkpoint, tmp_path, for
         alone = tmp_path / f"alone{len(more)}.mp4"
         assert run(generate, [*command, *more, "--output", str(alone)]) == 0
         assert alone.read_bytes() == content
+
+
+def test_minimax_h3_s_video_has_sound_and_both_frames_and_its_name_is_told(checkpoint, tmp_path, forks):
+    model = shutil.copytree(checkpoint("minimax-h3"), tmp_path / "small-h3")
+    files = PipelineSettings(str(model), str(tmp_path / "snapshots"), dtype="float32")
+    settings = ServiceSettings(
+        database=str(tmp_path / "jobs.sqlite"), storage=str(tmp_path / "results"), model="small-h3"
+    )
+    layout = Layout.parse(SOUND_LAYOUT.format(others="denoise, decoder"), "the service's layout")
+    spec = PipelineSpec(layout, files, open_spec(model), lasting=True)
+    fields = {"prompt": "A cat purrs.", "size": "64x32", "seconds": "5", "num_inference_steps": "3", "seed": "5"}
+    pictures = {name: ("cat.png", PHOTO.read_bytes()) for name in ("input_reference", "last_frame")}
+    with deployed(settings, spec, tmp_path, forks) as online, online.client(timeout=SECONDS) as client:
+        ids = [
+            httpx.post(f"{online.address}/v1/videos", data=fields, files=images, timeout=SECONDS).json()["id"]
+            for images in (pictures, {"input_reference": pictures["input_reference"]})
+        ]
+        jobs = [poll(client, client.videos.retrieve(id)) for id in ids]
+        videos = [client.videos.download_content(job.id).content for job in jobs]
+        assert client.models.retrieve("small-h3").display_name == "MiniMax H3"
+    for job in jobs:
+        assert (job.status, job.size, job.seconds) == ("completed", "64x32", "5"), job.error
+        assert (job.num_frames, job.fps, job.generate_audio) == (124, 24, True)
+        assert set(job.stage_seconds) == {"encoder", "denoise", "decoder"}
+    command = ["--model_id", str(model), "--prompt", fields["prompt"], "--size", "64x32", "--steps", "3"]
+    command += ["--seed", "5", "--dtype", "float32", "--dp", "1", "--sp", "1", "--tp", "1", "--image", str(PHOTO)]
+    for content, more in zip(videos, (["--last_image", str(PHOTO)], []), strict=True):
+        alone = tmp_path / f"alone{len(more)}.mp4"
+        assert run(generate, [*command, *more, "--output", str(alone)]) == 0
+        assert alone.read_bytes() == content and b"mp4a" in content

@@ -74,7 +74,8 @@ class Drafts:
             owner=owner,
             model=self._settings.model,
             request={name: value for name, value in plan.resolved.to_json().items() if name not in PICTURES}
-            | {"model": self._settings.model, "seconds": fields.seconds, "loras": plan.loras}
+            | {"model": self._settings.model, "seconds": _confirm_seconds(fields.seconds, plan.resolved, spec)}
+            | {"loras": plan.loras}
             | {"skipped": plan.skipped_steps}
             | sizes,
             input_image=make_image_name() if _SIZES[IMAGE] in sizes else None,
@@ -120,6 +121,16 @@ class Drafts:
             check_url(url, self._settings.webhooks)
         except FetchError as error:
             raise InvalidRequest(str(error), "webhook_url") from None
+
+
+def _confirm_seconds(seconds: str | None, request: ResolvedRequest, spec: ModelSpec) -> str | None:
+    """Return the length that a client asked for, as answers repeat it; None where the video's isn't nearly that.
+
+    A model's shortest video may be seconds longer.
+    """
+    if seconds is None or abs(float(seconds) * request.fps - request.frames) > spec.frame_step:
+        return None
+    return seconds
 
 
 def make_image_name() -> str:

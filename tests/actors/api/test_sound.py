@@ -7,6 +7,7 @@ import httpx
 import imageio_ffmpeg
 import numpy as np
 import pytest
+from PIL import Image
 
 from actors.api.http.models import describe_model
 from actors.api.intake.create_video import count_frames
@@ -14,6 +15,7 @@ from actors.api.settings import ServiceSettings
 from actors.jobs.store import JobStore, open_database
 from tests.actors.api import serving
 from tests.actors.api.serving import create, done, served, working
+from tests.actors.api.test_service import as_data_url
 from tests.actors.small_spec import SOUND_SPEC
 from wan_tpu import GenerationRequest, InvalidRequest
 from wan_tpu.data import Video
@@ -110,12 +112,27 @@ def test_what_a_model_fixes_has_one_value_and_its_licence_may_ask_for_a_name():
         ({"fps": 30}, "fps is 30; minimax-h3 has 24 alone: leave it out"),
         ({"guidance_scale": 5}, "guidance_scale is 5; minimax-h3 has none: leave it out"),
         ({"height": 720}, "height is 720; minimax-h3 needs a multiple of 32, nearest 704"),
+        ({"last_image": Image.new("RGB", (96, 64))}, "last_image was given without image; give the first frame"),
     ],
 )
 def test_request_that_such_a_model_can_not_make_is_refused_with_what_it_has(fields, message):
     with pytest.raises(InvalidRequest, match=message):
         H3.plan(GenerationRequest(prompt="a cat", **fields))
     assert H3.plan(GenerationRequest(prompt="a cat", fps=24, negative_prompt="dogs")).prompts == ("a cat",)
+
+
+def test_answer_names_the_size_and_length_of_the_video_that_is_made(settings):
+    first, last = ({"image_url": as_data_url(Image.new("RGB", (96, 64), colour))} for colour in ("red", "blue"))
+    with served(settings, H3) as address, httpx.Client(base_url=address, timeout=30) as http:
+        video = create(http, input_reference=first, last_frame=last, seconds="10").json()
+        assert (video["size"], video["input_size"], video["last_frame_size"]) == ("1152x768", "96x64", "96x64")
+        assert (video["num_frames"], video["fps"], video["seconds"]) == (243, 24, "10")
+        assert stored_request(settings, video["id"])["frames"] == 243
+        for asked, seconds in (({}, "5.17"), ({"seconds": "1"}, "5.17"), ({"seconds": "5"}, "5")):
+            video = create(http, **asked).json()
+            assert (video["num_frames"], video["seconds"], video["size"]) == (124, seconds, "1344x768")
+        refused = create(http, last_frame=last).json()["error"]
+        assert refused["param"] == "last_frame" and "give the first frame as well" in refused["message"]
 
 
 @pytest.mark.parametrize(("seconds", "frames"), [("0.1", 5), ("1", 22), ("1.5", 22), ("2.4", 39)])

@@ -1,6 +1,6 @@
 """What a pipeline on slices is compared with: the same request in one process, with the CPU devices of its hosts.
 
-usage: reference_video.py CHECKPOINT REQUEST.pickle OUTPUT.npz
+usage: reference_video.py CHECKPOINT REQUESTS.pickle OUTPUT.npz
 """
 
 import pickle
@@ -15,7 +15,7 @@ from wan_tpu import load_pipeline
 from wan_tpu.data import Video
 
 checkpoint, asked, output = sys.argv[1:]
-request = pickle.loads(Path(asked).read_bytes())
+request, *others = pickle.loads(Path(asked).read_bytes())
 on_one_device = load_pipeline(checkpoint, "float32", (1, 1, 1))
 plan = on_one_device.plan(request)
 results = {}
@@ -29,8 +29,9 @@ def add(name, latents, video):
 
 if len(jax.devices()) == 1:
     latents = []
-    video = on_one_device.generate(request, on_step=lambda event: latents.append(event.latents))
-    add("alone", latents[-1], video)
+    for i, each in enumerate([request, *others]):
+        video = on_one_device.generate(each, on_step=lambda event: latents.append(event.latents))
+        add(f"alone_{i}" if i else "alone", latents[-1], video)
 else:
     # On the meshes of the layout: one device for each stage, and for the low-noise expert all.
     on_all = load_pipeline(checkpoint, "float32")

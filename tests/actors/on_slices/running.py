@@ -190,10 +190,13 @@ def kill(process: psutil.Process) -> None:
 
 
 def in_one_process(
-    checkpoint: Path, request: GenerationRequest, devices: int, folder: Path
+    checkpoint: Path, request: GenerationRequest, devices: int, folder: Path, *others: GenerationRequest
 ) -> Callable[[], dict[str, np.ndarray]]:
-    """Start the request in one process with so many CPU devices; return what waits for its results."""
-    (folder / "request.pickle").write_bytes(pickle.dumps(request))
+    """Start the request in one process with so many CPU devices; return what waits for its results.
+
+    With one device it makes the others, too.
+    """
+    (folder / "request.pickle").write_bytes(pickle.dumps((request, *others)))
     environment = os.environ | {
         "NPROC": str(max(os.cpu_count() or 1, 2)),  # as cluster/gang/host_actor.py sets it: sums are cut by it
         "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",

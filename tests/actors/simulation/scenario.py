@@ -113,10 +113,11 @@ class Run:
 
     def _submission(self, number: int) -> Submission:
         chance = self.world.random
-        prompt, kind = f"video {number}", chance.random()
-        if self.faults and kind < 0.03:
-            prompt = f"{'bad' if kind < 0.015 else 'nan'} {number}"
-        plan = plan_of(chance.randint(2, 6), chance.choice(("text", "text", "image", "video", "plain")), prompt, number)
+        prompt, is_bad = f"video {number}", chance.random()
+        if self.faults and is_bad < 0.03:
+            prompt = f"{'bad' if is_bad < 0.015 else 'nan'} {number}"
+        kind = chance.choice(("text", "text", "image", "read image", "video", "plain"))
+        plan = plan_of(chance.randint(2, 6), kind, prompt, number)
         priority = chance.choice((0, 0, 0, 0, 1))
         submission = Submission(f"request-{number}", plan, priority, chance.uniform(0, 40))
         if chance.random() < 0.08:

@@ -37,7 +37,8 @@ class Host:
 
     def encode_image(self, held: str) -> Output:
         request = self.held.pop(held)
-        return Output((0.0, []), pack(ImageCondition(None, array(digest("image", request.seed)))))
+        read = {"text": array(digest("read", request.prompt))} if reads_image(request) else None
+        return Output((0.0, []), pack(ImageCondition(None, array(digest("image", request.seed)), prompt=read)))
 
     def check_adapters(self, plan: RequestPlan) -> None:
         pass
@@ -51,6 +52,7 @@ class Host:
     ) -> int:
         if plan.request.prompt.startswith("bad"):
             raise InvalidRequest("the request asks for what nobody can make")
+        assert prompt or any(name.startswith("prompt.") for name in image.arrays), "a prompt that nobody has encoded"
         inputs = b"".join(
             payload.arrays[name].tobytes()
             for payload in (prompt, negative, image)
@@ -105,12 +107,19 @@ class Host:
         return sorted(self.held)
 
 
+def reads_image(request: ResolvedRequest) -> bool:
+    """Return whether the text encoder reads a request's image with its prompt, by what tells it apart from others."""
+    return request.image is not None and request.guidance_scale <= 1
+
+
 def video_of(plan: RequestPlan) -> bytes:
     """Return the video that a request must become, wherever and however often its parts are computed."""
     request = plan.request
     inputs = b"".join(digest("text", prompt) for prompt in plan.prompts)
     if request.image is not None or request.video is not None:
         inputs += digest("image", request.seed)
+    if reads_image(request):
+        inputs += digest("read", request.prompt)
     latents = digest("noise", request.seed)
     for step in range(plan.first_step, request.steps):
         latents = digest(latents, inputs, step)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from tests.actors.simulation.scenario import Driver
 
 MODEL = SimulatedSpec(PUBLISHED["wan2.2-i2v-a14b"])
+PICTURES = "image", "read image"  # Kinds of requests that begin with a picture.
+UNGUIDED = "plain", "read image"
 _PICTURE = Image.new("RGB", (8, 8))
 
 
@@ -39,9 +41,11 @@ class Submission:
 
 @functools.cache
 def _plan(steps: int, kind: str) -> RequestPlan:
-    options: dict[str, Any] = {"guidance_scale": 1.0, "guidance_scale_2": 1.0} if kind == "plain" else {}
+    options: dict[str, Any] = {"guidance_scale": 1.0, "guidance_scale_2": 1.0} if kind in UNGUIDED else {}
     request = GenerationRequest(prompt="p", height=64, width=64, frames=5, steps=steps, shift=5.0, **options)
-    plan = MODEL.plan(request, image=kind == "image")
+    plan = MODEL.plan(request, image=kind in PICTURES)
+    if kind == "read image":
+        plan = dataclasses.replace(plan, prompts=())
     if kind == "video":  # the first steps are left out
         first = steps // 3
         experts = [
@@ -53,8 +57,11 @@ def _plan(steps: int, kind: str) -> RequestPlan:
 
 
 def plan_of(steps: int, kind: str, prompt: str, seed: int) -> RequestPlan:
-    """Return the plan of a request: of a text, with an image, with a video of which it is a change, or unguided."""
+    """Return the plan of a request: of a text, with an image, with a video of which it is a change, or unguided.
+
+    Of a "read image" the text encoder makes the prompt's embeddings, so that there are none of the prompt alone.
+    """
     plan = _plan(steps, kind)
-    image: Any = _PICTURE if kind == "image" else None
+    image: Any = _PICTURE if kind in PICTURES else None
     request = dataclasses.replace(plan.request, prompt=prompt, seed=seed, image=image)
-    return dataclasses.replace(plan, request=request, prompts=(prompt, *plan.prompts[1:]))
+    return dataclasses.replace(plan, request=request, prompts=(prompt, *plan.prompts[1:]) if plan.prompts else ())

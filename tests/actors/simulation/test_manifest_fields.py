@@ -11,12 +11,14 @@ import shutil
 import diffusers
 import numpy as np
 import pytest
+from PIL import Image
 
 from actors.batch.manifest import read_manifest
 from actors.batch.one_process import OneProcessEngine
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from actors.slices.stage_host import StageHost
 from cluster.layout import Layout
+from tests.actors.api.test_sound import streams
 from tests.actors.simulation.scenario import Run
 from tests.actors.simulation.virtual_time import virtual_time
 from tests.actors.simulation.world import World
@@ -28,6 +30,7 @@ from wan_tpu.families import open_spec
 from wan_tpu.request import GenerationRequest
 
 SIZE = {"height": 32, "width": 48, "frames": 5, "steps": 4}
+SOUND_SIZE = {"height": 32, "width": 64, "steps": 4}
 ONE_EXPERT = "pools:\n  ends: {stages: [encoder, decoder], slice: v6e-1}\n  all: {stages: [denoise], slice: v6e-1}\n"
 TWO_EXPERTS = """
 pools:
@@ -35,6 +38,13 @@ pools:
   high: {stages: [denoise_high], slice: v6e-1}
   low: {stages: [denoise_low], slice: v6e-1}
 """
+TEXT_ENCODER_APART = """
+pools:
+  text: {stages: [encoder], slice: v6e-1}
+  transformer: {stages: [denoise], slice: v6e-1}
+  decoder: {stages: [decoder], slice: v6e-1}
+"""
+LAYOUTS = {"wan2.2-i2v-a14b": TWO_EXPERTS, "minimax-h3": TEXT_ENCODER_APART}
 LINES = {
     "wan2.1-t2v-1.3b": [
         {"prompt": "a cat", "video": "VIDEO", "strength": 0.5, **SIZE},
@@ -47,6 +57,13 @@ LINES = {
         {"prompt": "a cat", "image": "PHOTO", "guidance_scale": 3, "guidance_scale_2": 1, "switch_step": 1, **SIZE},
         {"prompt": "a cat", "image": "PHOTO", "cache": "magcache", "preset": "quick", **SIZE | {"steps": 12}},
         {"prompt": "a cat", "image": "PHOTO", "last_image": "PHOTO", **SIZE},
+    ],
+    # One prompt, which the text encoder reads with each line's own images.
+    "minimax-h3": [
+        {"prompt": "a cat", **SOUND_SIZE},
+        {"prompt": "a cat", "image": "PHOTO", **SOUND_SIZE},
+        {"prompt": "a cat", "image": "OTHER", **SOUND_SIZE},
+        {"prompt": "a cat", "image": "PHOTO", "last_image": "OTHER", **SOUND_SIZE},
     ],
 }
 RATIOS = [[0.97, 0.97]] * 3 + [[0.97, 1.5]] + [[0.97, 0.97]] * 8  # Some steps are left out, others aren't.
@@ -61,7 +78,9 @@ def files(checkpoint, tmp_path_factory):
     transformer = kind.from_pretrained(checkpoint("wan2.1-t2v-1.3b"), subfolder="transformer")
     names = adapter_files.blocks(transformer, adapter_files.WAN)
     tensors = adapter_files.named(adapter_files.factors(transformer, names), names, "diffusion_model.")
+    Image.open(PHOTO).rotate(180).save(folder / "other.png")
     return {
+        "OTHER": str(folder / "other.png"),
         "VIDEO": str(Video(pixels, 8.0).save(folder / "video.mp4")),
         "LORA": adapter_files.save(tensors, folder / "lora.safetensors"),
         "PHOTO": str(PHOTO),
@@ -111,7 +130,12 @@ def test_lines_become_the_videos_of_one_process(kind, opened, files, tmp_path, m
         for entry in manifest.entries
     }
     alone.close()
-    layout = Layout.parse(ONE_EXPERT if len(model.denoise_stages) == 1 else TWO_EXPERTS, "here")
+    assert len(set(wanted.values())) == len(wanted)
+    has_sound = model.audio_rate is not None
+    assert all(("Audio: aac" in streams(mp4)) == has_sound for mp4 in wanted.values())
+    images = {tuple(entry.images): entry.plan.shapes[model.denoise_stages[0]] for entry in manifest.entries}
+    assert not model.reads_images or len(set(images.values())) == 3  # With each number of images another program.
+    layout = Layout.parse(LAYOUTS.get(kind, ONE_EXPERT), "here")
     settings = PipelineSettings(str(folder), "snapshots", dtype="float32", snapshot_every=2)
     monkeypatch.setattr("actors.slices.stage_host.open_runtime", lambda *args, **named: pipe.runtime)
 
@@ -121,11 +145,22 @@ def test_lines_become_the_videos_of_one_process(kind, opened, files, tmp_path, m
         for pool in run.pools.values():
             pool.make_host = lambda stages: StageHost(settings.checkpoint, stages, (1, 1, 1), "float32", report=repr)
         engine = run.drivers[0].engine
-        making = [engine.generate(entry.load(), id=entry.id) for entry in manifest.entries]
+
+        def lose_hosts_once(span):
+            if span.step is not None and span.request == manifest.entries[-1].id:
+                steps.append(span.step)
+                if steps == [1, 2, 3]:
+                    pool = run.pools[span.pool]
+                    pool.lost(pool.replicas[0], "its hosts were killed")
+
+        making = [engine.generate(entry.load(), id=entry.id, on_event=lose_hosts_once) for entry in manifest.entries]
         return {
             entry.id: video.mp4 for entry, video in zip(manifest.entries, await asyncio.gather(*making), strict=True)
         }
 
+    steps = []
     with virtual_time() as loop:
         videos = loop.run_until_complete(live(World(loop, 0)))
     assert videos == wanted
+    # From a snapshot, which has neither prompt nor images: they were encoded again.
+    assert steps[:4] == [1, 2, 3, 3]

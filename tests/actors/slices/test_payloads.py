@@ -37,6 +37,15 @@ def array(*shape, dtype=np.float32):
 VALUES = {
     "text": TextEmbedding({"text": array(1, 512, 256, dtype=ml_dtypes.bfloat16), "length": array(1)}),
     "image": ImageCondition(array(1, 257, 320, dtype=ml_dtypes.bfloat16), array(1, 20, 3, 60, 104)),
+    "images read with the prompt": ImageCondition(
+        None,
+        array(1, 24, 2, 48, 84),
+        prompt={
+            "text": array(1, 600, 256, dtype=ml_dtypes.bfloat16),
+            "count": np.array([[530]], np.int32),
+            "anchors": np.array([[0, 1]], np.int32),
+        },
+    ),
     "no features": ImageCondition(None, array(1, 20, 3, 60, 104)),
     "state": DenoiseState(array(1, 16, 3, 60, 104), tuple(array(1, 16, 3, 60, 104) for _ in range(3)), 7),
     "last state": DenoiseState(array(1, 16, 3, 60, 104), (), 40),

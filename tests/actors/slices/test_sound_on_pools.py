@@ -1,39 +1,60 @@
-"""LTX-2 on three pools: its text encoder has one of its own. With sound, in two stages."""
+"""Models with sound on three pools, the text encoder on one of its own: LTX-2 in two stages, MiniMax-H3 with images."""
 
-import asyncio
+import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 
+from actors.batch.manifest import read_manifest
+from actors.batch.run import open_batch
 from actors.pipeline.driver import PipelineDriver
 from actors.pipeline.pools import deploy, shut_down
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from cluster.connect import connect, leave
 from cluster.layout import Layout
+from tests.actors.api.test_sound import streams
 from tests.actors.on_slices.running import in_one_process
-from tests.waiting import SECONDS
+from tests.conftest import PHOTO
 from wan_tpu import GenerationRequest
 from wan_tpu.families import open_spec
+from wan_tpu.storage.opening import open_storage
 
 LAYOUT = """
-emulate: {devices_per_host: 1}
+emulate: {{devices_per_host: 1}}
 pools:
-  text: {stages: [encoder], slice: v6e-1}
-  transformer: {stages: [denoise, refine], slice: v6e-1}
-  decoder: {stages: [decoder], slice: v6e-1}
+  text: {{stages: [encoder], slice: v6e-1}}
+  transformer: {{stages: [{denoise}], slice: v6e-1}}
+  decoder: {{stages: [decoder], slice: v6e-1}}
 """
-KIND = "ltx-2.3-distilled"
-REQUEST = GenerationRequest(prompt="A cat purrs", height=64, width=64, frames=9)
+LTX = GenerationRequest(prompt="A cat purrs", height=64, width=64, frames=9)
+H3 = GenerationRequest(prompt="A cat purrs", height=32, width=64, frames=124, steps=3)
+REQUESTS = {
+    "ltx-2.3-distilled": (LTX,),
+    # Its text encoder reads the prompt, which all have, with the images of each.
+    "minimax-h3": (
+        dataclasses.replace(H3, image=PHOTO, last_image=PHOTO),
+        dataclasses.replace(H3, image=PHOTO),
+        H3,
+    ),
+}
+STEPS = {
+    "ltx-2.3-distilled": [*(("denoise", i) for i in range(1, 9)), *(("refine", i) for i in range(9, 12))],
+    "minimax-h3": [("denoise", i) for i in range(1, 4)],
+}
+NOT_WARMED_UP = {("minimax-h3", "0")}  # With two images a first request compiles.
 
 pytestmark = pytest.mark.long
 
 
-@pytest.fixture(scope="module")
-def spec(three_slices, checkpoint, tmp_path_factory):
+@pytest.fixture(scope="module", params=REQUESTS)
+def spec(request, three_slices, checkpoint, tmp_path_factory):
     """A pipeline that runs."""
-    folder = str(checkpoint(KIND))
-    snapshots = str(tmp_path_factory.mktemp("snapshots"))
-    settings = PipelineSettings(folder, snapshots, dtype="float32", name=KIND, warm_up=(REQUEST,))
-    spec = PipelineSpec(Layout.parse(LAYOUT, "the test's layout"), settings, open_spec(folder), lasting=True)
+    folder, requests = str(checkpoint(request.param)), REQUESTS[request.param]
+    snapshots, model = str(tmp_path_factory.mktemp("snapshots")), open_spec(folder)
+    settings = PipelineSettings(folder, snapshots, dtype="float32", name=request.param, warm_up=requests[-1:])
+    layout = Layout.parse(LAYOUT.format(denoise=", ".join(model.denoise_stages)), "the test's layout")
+    spec = PipelineSpec(layout, settings, model, lasting=True)
     connect(three_slices.address)
     deploy(spec)
     yield spec
@@ -41,20 +62,34 @@ def spec(three_slices, checkpoint, tmp_path_factory):
     leave()
 
 
-def test_video_with_sound_is_that_of_one_process(spec, tmp_path):
-    expected = in_one_process(spec.settings.checkpoint, REQUEST, 1, tmp_path)
-    spans = []
+def write_manifest(path, requests):
+    lines = []
+    for i, request in enumerate(requests):
+        images = {name: str(PHOTO) for name in ("image", "last_image") if getattr(request, name) is not None}
+        fields = {name: value for name, value in request.to_json().items() if value is not None}
+        lines.append({**fields, **images, "id": str(i)})
+    path.write_text("\n".join(map(json.dumps, lines)))
 
-    async def generate():
-        driver = PipelineDriver(spec)
-        try:
-            plan = spec.model.plan(REQUEST)
-            return await asyncio.wait_for(driver.generate(plan, id="request", on_event=spans.append), SECONDS)
-        finally:
-            driver.close()
 
-    video = asyncio.run(generate())
-    assert video.mp4 == expected()["mp4_alone"].tobytes()
-    assert [span for span in spans if span.kind == "compile"] == []  # All programs were, before the first request.
-    steps = [(span.stage, span.step) for span in spans if span.step]
-    assert steps == [*(("denoise", i) for i in range(1, 9)), *(("refine", i) for i in range(9, 12))]
+def test_batch_of_videos_with_sound_is_that_of_one_process(spec, tmp_path):
+    kind, spans = spec.settings.name, []
+    requests = REQUESTS[kind]
+    expected = in_one_process(spec.settings.checkpoint, requests[0], 1, tmp_path, *requests[1:])
+    write_manifest(tmp_path / "requests.jsonl", requests)
+    manifest = read_manifest(tmp_path / "requests.jsonl", spec.model.plan)
+    driver = PipelineDriver(spec)
+    try:
+        with open_batch(manifest, open_storage(tmp_path / "videos")) as batch:
+            report = batch.run(driver, on_event=spans.append)
+    finally:
+        driver.close()
+    assert report.videos_made == len(requests), list(report.results)
+    videos = {name: Path(tmp_path, "videos", f"{name}.mp4").read_bytes() for name in map(str, range(len(requests)))}
+    for name, video in videos.items():
+        assert streams(video) == ["Video: h264", "Audio: aac"]
+        assert [(span.stage, span.step) for span in spans if span.step and span.request == name] == STEPS[kind]
+    compiling = {span.request for span in spans if span.kind == "compile"}
+    assert {(kind, name) for name in compiling} <= NOT_WARMED_UP  # All others were, before the first request.
+    alone = expected()
+    assert videos == {str(i): alone[f"mp4_alone_{i}" if i else "mp4_alone"].tobytes() for i in range(len(requests))}
+    assert len(set(videos.values())) == len(videos)
