@@ -199,13 +199,15 @@ class _Run:
         walk, hardware = self.walk, self.walk.hardware
         category = traffic.categorize(instruction, walk.module)
         moved = traffic.count_hbm_bytes(instruction, self.computation, walk.module)
-        moving_s, moved_in_all = moved / hardware.hbm_bytes_per_s, moved * self.executions
         if category == "kernel":
             call = read_kernel_call(instruction, self.computation)
+            moved -= call.unread_bytes
             # A kernel's copies run beside its instructions: the longer of the two.
-            alone = max(walk.seconds_of_kernel(call), moving_s)
+            alone = max(walk.seconds_of_kernel(call), moved / hardware.hbm_bytes_per_s)
             kernel_category = _categorize_kernel(call.name)
+            moved_in_all = moved * self.executions
             return self._add(instruction, kernel_category, Times(alone, alone), hbm_bytes=moved_in_all, kernel=call)
+        moving_s, moved_in_all = moved / hardware.hbm_bytes_per_s, moved * self.executions
         flops = traffic.count_flops(instruction, self.computation, walk.module)
         if instruction.estimated_cycles == UNKNOWN:
             estimate = max(moving_s, flops / hardware.peak_flops)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend.lowering import JaxIrContext, upstream_dialects
 from jax.extend.mlir import ir
 from jaxlib.mosaic.python import tpu
@@ -46,6 +47,8 @@ class KernelCall:
         repeats: The iterations in each grid step of the innermost loop of constant length, or 1 without one. Loops
             under conditions, such as those over a last block, don't count.
         loops: How many loops run at every grid step.
+        stacks: The numbers of the operands of which all grid steps read one slice along the first dimension, that of an
+            index which is an operand too.
         config: The compiler's configuration of the kernel, including its body.
     """
 
@@ -58,7 +61,14 @@ class KernelCall:
     busy: float
     repeats: int
     loops: int
+    stacks: tuple[int, ...]
     config: str
+
+    @property
+    def unread_bytes(self) -> float:
+        """The bytes of the operands that lie in slices which aren't read."""
+        arrays = [self.operands[number] for number in self.stacks]
+        return sum(math.prod(dims) * jnp.dtype(dtype).itemsize * (1 - 1 / dims[0]) for dtype, dims in arrays)
 
     @property
     def steps(self) -> int:
@@ -126,6 +136,7 @@ class _Mosaic:
     busy: float
     repeats: int
     loops: int
+    stacks: tuple[int, ...]
 
 
 def _read_mosaic(bytecode: bytes) -> _Mosaic:
@@ -148,7 +159,30 @@ def _read_mosaic(bytecode: bytes) -> _Mosaic:
             min(1.0, macs.mean / macs.most) if macs.most else 1.0,
             _count_repeats(module),
             _count_loops(module),
+            _find_stacks(module, text),
         )
+
+
+def _find_stacks(module: Any, text: str) -> tuple[int, ...]:
+    """Return the numbers of the operands whose first index is an element of an operand, the same at every grid step."""
+    functions = [inner.operation for region in module.regions for block in region for inner in block]
+    returned = {}
+    for function in functions:
+        *_, last = (inner.operation for block in function.regions[0] for inner in block)
+        returned[ir.StringAttr(function.attributes["sym_name"]).value] = list(last.operands)
+    before = re.search(r"scalar_prefetch = (\d+)", text)
+    windows = re.findall(r"transform_indices = @(\w+)", text)
+    first = int(before[1]) if before else 0
+    return tuple(first + i for i, name in enumerate(windows) if returned[name] and _is_chosen(returned[name][0]))
+
+
+def _is_chosen(index: Any) -> bool:
+    """Return whether an index is loaded from a place that depends on no grid step."""
+    operation = getattr(index.owner, "operation", None)
+    if operation is None or not _is(operation, "memref.load"):
+        return False
+    places = [getattr(place.owner, "operation", None) for place in list(operation.operands)[1:]]
+    return all(place is not None and _is(place, "arith.constant") for place in places)
 
 
 class _Macs(NamedTuple):
