@@ -44,6 +44,18 @@ class Predictor:
 
     def predict(self, inputs):
         """Return the velocities of the video's tokens and of the sound's latents, for `inputs` by their names."""
+        return [np.asarray(part) for part in self._run(*self._arguments(inputs))]
+
+    def trace(self, inputs):
+        """Return the program as a jaxpr."""
+        return jax.make_jaxpr(self._run)(*self._arguments(inputs)).jaxpr
+
+    @property
+    def kinds(self):
+        """The dtype of every weight by its name."""
+        return {name: value.dtype.name for name, value in self._params.items()}
+
+    def _arguments(self, inputs):
         video = patchify(inputs["video"], self._patch)
         _, _, frames, height, width = inputs["video"].shape
         keyframes = patchify(inputs["keyframes"], self._patch) if "keyframes" in inputs else None
@@ -61,8 +73,7 @@ class Predictor:
             words=np.int32(count),
         )
         layout = (len(video), vision, 0 if keyframes is None else len(keyframes), len(sound), len(text) - vision)
-        results = self._run(self._params, rows, inputs["times"], [np.zeros(number) for number in layout])
-        return [np.asarray(part) for part in results]
+        return self._params, rows, inputs["times"], [np.zeros(number) for number in layout]
 
 
 if __name__ == "__main__":

@@ -10,10 +10,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.wan_tpu.minimax_h3_reference import Reference
 from wan_tpu import GenerationRequest, load_pipeline
 from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.commands.record import Recorder
 from wan_tpu.families import published_spec
 from wan_tpu.families.model import open_model, published_model
 from wan_tpu.families.shared import flop_count as flops
 from wan_tpu.families.wan.model import WanModel
+from wan_tpu.stage_machine import EncodeImage
 
 
 def test_a_step_of_the_14b_model():
@@ -132,3 +134,14 @@ def test_work_of_minimax_h3_is_what_a_run_of_diffusers_counts(checkpoint):
     encoder = model.flops.encoder(request, prompts=1) * 5 // 4
     step = counter.get_total_flops() - encoder - model.flops.decoder(shape)
     assert model.flops.step(shape, branches=1) == pytest.approx(step, rel=1e-4)
+
+
+def test_record_counts_an_encoder_that_reads_images_with_the_prompt(checkpoint):
+    pipe = load_pipeline(checkpoint("minimax-h3"), dtype="float32", mesh=(1, 1, 1))
+    image = Image.new("RGB", (96, 64))
+    plan = pipe.plan(GenerationRequest(prompt="A cat", image=image, height=64, width=96))
+    recorder = Recorder(pipe.runtime, plan)
+    with recorder.operation(EncodeImage()):
+        pass
+    [stage] = recorder.stages.values()
+    assert stage.flops == pipe.runtime.model.flops.encoder(plan.request, prompts=0) > 0

@@ -1,5 +1,7 @@
 """MiniMax-H3's transformer, against diffusers' module and the layout of its pipeline's sequence."""
 
+import re
+
 import diffusers
 import jax
 import numpy as np
@@ -121,6 +123,38 @@ def test_bfloat16_is_close(theirs, folder):
     parts = Predictor(folder, make_mesh((1, 1, 1), heads=8), "bfloat16").predict(inputs)
     for actual, expected in zip(parts, predict_theirs(theirs, inputs), strict=True):
         assert 1e-5 < relative(actual, expected) < 3e-2
+
+
+def list_products(jaxpr):
+    """Yield every matrix product of a program and of its parts."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield equation
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda value: hasattr(value, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from list_products(inner)
+
+
+def test_parts_that_stay_in_float32_are_multiplied_in_float32(theirs, folder):
+    """A TPU would round the timestep's embedding, the inputs and the heads, whose weights diffusers never rounds."""
+    inputs = draw_inputs(theirs.config, words=5, anchors=("first",), vision=4)
+    traced = Predictor(folder, make_mesh((1, 1, 1), heads=8), "bfloat16").trace(inputs)
+    products = list(list_products(traced))
+    wide = [product for product in products if {value.aval.dtype.name for value in product.invars} == {"float32"}]
+    assert len(wide) == 6 < len(products)  # Two of the timestep, one each of video, keyframes, sound and both heads.
+    assert {product.params["precision"] for product in wide} == {(jax.lax.Precision.HIGHEST,) * 2}
+
+
+def test_weights_are_in_float32_where_diffusers_keeps_them(folder):
+    theirs = diffusers.MiniMaxH3Transformer3DModel.from_pretrained(folder / "transformer", torch_dtype=torch.bfloat16)
+    expected = {
+        re.sub(r"^transformer_blocks\.\d+", "transformer_blocks.template", name): str(value.dtype).removeprefix(
+            "torch."
+        )
+        for name, value in (*theirs.named_parameters(), *theirs.named_buffers())
+    }
+    assert Predictor(folder, make_mesh((1, 1, 1), heads=8), "bfloat16").kinds == expected
 
 
 @pytest.mark.meshes

@@ -18,7 +18,7 @@ from wan_tpu.data import write_json
 from wan_tpu.plan import VIDEO, RequestPlan
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.runtime import Runtime
-from wan_tpu.stage_machine import Decode, DecodeSound, EncodeText, Operation, Step
+from wan_tpu.stage_machine import Decode, DecodeSound, EncodeImage, EncodeText, Operation, Step
 from wan_tpu.stages import StepEvent
 from wan_tpu.switches import read_switches
 from wan_tpu.versions import list_versions
@@ -149,7 +149,9 @@ class Recorder:
             steps * model.flops.step(model.spec.latent_shapes(request, expert.stop)[VIDEO], branches=1 + expert.guided)
             for expert, steps in experts.items()
         )
-        flops += model.flops.encoder(request, prompts=prompts) if prompts else 0
+        # A text encoder that reads the prompt with the images has no operation for the prompt alone.
+        if any(isinstance(operation, EncodeText | EncodeImage) for operation in operations):
+            flops += model.flops.encoder(request, prompts=prompts)
         if any(isinstance(operation, Decode) for operation in operations):
             flops += model.flops.decoder(model.spec.decoded_shape(request))
         return flops

@@ -8,10 +8,12 @@ device multiplies by its part.
 Shapes: L rows, t those of one device, M modulations, E timesteps, N heads, D head width, C channels.
 """
 
+import contextlib
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -70,16 +72,13 @@ def predict(
 
     def method(module: Any, video: torch.Tensor) -> jax.Array:
         tokens = token_layout(mesh, 1, layout.rows, module.config.num_attention_heads)
-        embedding = jax.nn.silu(to_jax(module.time_embedder(module.time_proj(to_torch(times)))))
-        dtype = rows.text.dtype
+        dtype, text = rows.text.dtype, rows.text
+        with _in_float32():
+            embedding = jax.nn.silu(to_jax(module.time_embedder(module.time_proj(to_torch(times)))))
+            keyframes = [] if rows.keyframes is None else [to_jax(module.proj_in(to_torch(rows.keyframes)))]
+            sound = to_jax(module.audio_proj_in(to_torch(rows.sound)))
         head = module.norm_out.linear(to_torch(embedding.astype(dtype)))
-        text = rows.text
-        others = [
-            text[: layout.vision],
-            *([] if rows.keyframes is None else [to_jax(module.proj_in(to_torch(rows.keyframes)))]),
-            to_jax(module.audio_proj_in(to_torch(rows.sound))),
-            text[layout.vision :],
-        ]
+        others = [text[: layout.vision], *keyframes, sound, text[layout.vision :]]
         step = _Step(module.config, mesh, tokens, layout)
         return step.run(
             Inputs(
@@ -162,7 +161,8 @@ class _Step:
         ops, outer, count = self._ops, inputs.outer, len(inputs.video)
         start = jax.lax.axis_index(self._tokens.token_axes) * count
         dtype, ends = inputs.others.dtype, jnp.array(self._ends, jnp.int32) - start
-        video = ops.linear(inputs.video, outer["proj_in.weight"], outer["proj_in.bias"]).astype(dtype)
+        with _in_float32():
+            video = ops.linear(inputs.video, outer["proj_in.weight"], outer["proj_in.bias"]).astype(dtype)
         other = start + jnp.arange(count) - self._layout.video
         x = jnp.where(other[:, None] < 0, video, inputs.others[jnp.clip(other, 0, len(inputs.others) - 1)])
         modulations = self._modulate(inputs)
@@ -179,7 +179,8 @@ class _Step:
         shift, scale = (inputs.head[jnp.array(times), i] for i in range(2))
         scale = (1 + scale) * outer["norm_out.norm.weight"].astype(jnp.float32)
         normed = ops.layer_norm(x, scale, shift, eps=self._config.final_norm_eps, centred=False, first_rows=ends)
-        return ops.linear(normed.astype(jnp.float32), outer["heads.weight"], outer["heads.bias"])
+        with _in_float32():
+            return ops.linear(normed.astype(jnp.float32), outer["heads.weight"], outer["heads.bias"])
 
     def _modulate(self, inputs: Inputs) -> jax.Array:
         """Return every layer's shifts, scales and gates of attention and feed-forward, float32 [layers, M, 6, C].
@@ -262,10 +263,19 @@ class _Step:
         return project("ff.net.2", inner, residual=x, gate=ff_gate, first_rows=ends)
 
 
+def _in_float32() -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which products of float32 values are exact, whatever the precision of the model.
+
+    Else a TPU or a GPU rounds them, and keeping those weights in float32 would be in vain.
+    """
+    return jax.default_matmul_precision("highest")
+
+
 def _turn(config: Any, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return cosines and sines of every row's angles, [t, D] each, for pairs (i, i + D/2); the last ones stay."""
-    exponents = jnp.arange(0, 2 * config.rope_freq_dim, 2, dtype=jnp.float32) / (2 * config.rope_freq_dim)
-    speeds = 1.0 / config.rope_theta**exponents
+    # The host computes them: positions in the thousands enlarge the few roundings by which a TPU's powers are off.
+    exponents = np.arange(0, 2 * config.rope_freq_dim, 2, dtype=np.float32) / np.float32(2 * config.rope_freq_dim)
+    speeds = np.float32(1) / np.float32(config.rope_theta) ** exponents
     angles = (positions[:, :, None] * speeds).reshape(len(positions), -1)
     angles = jnp.pad(angles, ((0, 0), (0, config.attention_head_dim // 2 - angles.shape[1])))
     cos, sin = jnp.cos(angles), jnp.sin(angles)
