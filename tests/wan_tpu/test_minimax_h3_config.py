@@ -36,7 +36,7 @@ def folder(tmp_path):
     def write_files(changed=None):
         files = dict(FILES)
         for file, values in (changed or {}).items():
-            content = files.pop(file)
+            content = files.pop(file, {})
             if values is not ...:
                 files[file] = {key: value for key, value in (content | values).items() if value is not ...}
         return write(tmp_path / "model", files)
@@ -236,6 +236,19 @@ def test_turbo_of_eight_steps_is_the_shifted_grid():
     preset, grid = (SPEC.schedules(request) for request in plans)
     for part in (VIDEO, AUDIO):
         assert preset[part].timesteps == pytest.approx(grid[part].timesteps, abs=1e-6)
+
+
+@pytest.mark.parametrize("own", [{"fps": 30}, {"guidance_scale": 4}])
+def test_own_defaults_that_have_no_effect_are_refused(own, folder):
+    source = folder({"wan_tpu.json": {"defaults": own}})
+    with pytest.raises(CheckpointError, match=f"in defaults, {next(iter(own))} is .*leave it out"):
+        open_spec(source)
+
+
+def test_own_defaults_that_have_an_effect_are_those_of_requests(folder):
+    source = folder({"wan_tpu.json": {"defaults": {"fps": 24, "shift": 6, "generate_audio": False}}})
+    plan = open_spec(source).plan(GenerationRequest(prompt="a cat"))
+    assert (plan.request.shift, plan.has_sound) == (6, False)
 
 
 def test_example_is_the_published_repository():

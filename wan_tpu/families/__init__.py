@@ -1,12 +1,14 @@
 """Model families, one folder each, recognised by the transformer class of a checkpoint. This file needs no JAX."""
 
+import dataclasses
 import importlib
 import pkgutil
 from pathlib import Path
 
-from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.checkpoint import OWN, Checkpoint
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.family import Family
+from wan_tpu.request import NOTHING_OWN
 from wan_tpu.spec import ModelSpec
 
 _FOLDERS = [
@@ -43,11 +45,28 @@ def spec_of(checkpoint: Checkpoint) -> ModelSpec:
     """Return the spec of an opened checkpoint; raises `CheckpointError`."""
     family = family_of(checkpoint)
     try:
-        return family.open(checkpoint)
+        spec = family.open(checkpoint)
+        _check_own_defaults(spec, checkpoint)
+        return spec
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{checkpoint.source} has a damaged configuration ({type(error).__name__}: {error}); fetch it again"
         ) from error
+
+
+def _check_own_defaults(spec: ModelSpec, checkpoint: Checkpoint) -> None:
+    """Refuse own defaults that mean nothing to the model, as requests for them are: they would have no effect."""
+    own = dict(spec.own.defaults)
+    if not set(own) & set(spec.unused):
+        return
+    usual: ModelSpec = dataclasses.replace(spec, own=NOTHING_OWN)  # type: ignore[type-var]
+    for name in spec.unused:
+        filled = name == "guidance_scale_2" and own.get(name) == own.get("guidance_scale")
+        if name in own and not filled and own[name] != getattr(usual.defaults, name):
+            raise CheckpointError(
+                f"{checkpoint.folder / OWN}: in defaults, {name} is {own[name]:g}, which {spec.name} has no use for; "
+                "leave it out"
+            )
 
 
 def family_of_spec(model: ModelSpec) -> Family | None:
