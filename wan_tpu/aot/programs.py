@@ -58,7 +58,7 @@ class AbstractRuntime(Runtime):
 
 
 def stage_programs(
-    runtime: Runtime, request: ResolvedRequest, stages: Sequence[str] | None = None, *, image: bool = True
+    runtime: Runtime, request: ResolvedRequest, stages: Sequence[str] | None = None, *, images: int = 1
 ) -> StagePrograms:
     """Return the programs of a resolved request, in the order in which they first run.
 
@@ -66,15 +66,15 @@ def stage_programs(
         runtime: A runtime for the mesh; it may hold shapes in place of weights.
         request: The request.
         stages: The stages whose programs are returned; all of the model's if None.
-        image: Whether a model that takes an image gets one.
+        images: How many images a model that takes images gets.
     """
     stages = runtime.model.spec.stages if stages is None else stages
     programs: StagePrograms = {}
     if "encoder" in stages:
-        has_image = image and "i2v" in runtime.model.spec.tasks
-        reads_images = has_image and runtime.model.spec.reads_images
+        has_image = images > 0 and "i2v" in runtime.model.spec.tasks
+        images_read = images if has_image and runtime.model.spec.reads_images else 0
         for name in runtime.model.token_shapes:
-            programs[name] = _text_encoder(runtime, name, request, images=reads_images)
+            programs[name] = _text_encoder(runtime, name, request, images_read)
         components = runtime.model.spec.components[ENCODER]
         if "image_encoder" in components:
             programs["image_encoder"] = _image_encoder(runtime)
@@ -84,14 +84,14 @@ def stage_programs(
     experts = [expert for expert in all_experts if expert.stage in stages]
     programs |= _adapters(runtime, request, experts)
     if experts:
-        programs["text keys"] = _keys(runtime, request, experts, image=image)
+        programs["text keys"] = _keys(runtime, request, experts, images)
     # Experts run the same program where their latents have the same size.
     larger = [expert for expert in experts if expert.enlarges]
     for name in (FIRST_STEP, STEP):
         if group := [expert for expert in experts if _name_step(expert, all_experts) == name]:
-            programs |= _denoise(runtime, request, group, name, image=image)
+            programs |= _denoise(runtime, request, group, name, images)
     for expert in larger:
-        programs[ENLARGE] = _enlarging(runtime, request, expert, image=image)
+        programs[ENLARGE] = _enlarging(runtime, request, expert, images)
     if DECODER in stages:
         programs |= _sound(runtime, request) | _vae(runtime, request, "decoder")
     return programs
@@ -105,18 +105,21 @@ def _name_step(expert: Expert, experts: Sequence[Expert]) -> str:
 def all_programs(
     runtime: Runtime, request: ResolvedRequest, stages: Sequence[str] | None = None
 ) -> list[tuple[str, Program, tuple[Any, ...]]]:
-    """Return name, program and arguments of all that a request needs, with an image and without.
+    """Return name, program and arguments of all that a request needs, with an image, without, and with two.
 
     Args:
-        runtime, request, stages: As for `stage_programs`. Of a model that makes videos from text and from images, the
-            programs that differ without an image follow those with one.
+        runtime, request, stages: As for `stage_programs`. Those that differ without an image, of a model that makes
+            videos from text and from images, and with two, of one whose text encoder reads them, follow.
     """
-    programs = stage_programs(runtime, request, stages)
+    spec, programs = runtime.model.spec, stage_programs(runtime, request, stages)
     result = [(name, program, arguments) for name, (program, arguments, _) in programs.items()]
-    if {"t2v", "i2v"} <= set(runtime.model.spec.tasks):
-        for name, (program, arguments, _) in stage_programs(runtime, request, stages, image=False).items():
+    others = {0: "no image"} if {"t2v", "i2v"} <= set(spec.tasks) else {}
+    if spec.reads_images and spec.last_images != "none":
+        others[2] = "two images"
+    for images, said in others.items():
+        for name, (program, arguments, _) in stage_programs(runtime, request, stages, images=images).items():
             if _shapes(arguments) != _shapes(programs[name][1]):
-                result.append((f"{name}, no image", program, arguments))
+                result.append((f"{name}, {said}", program, arguments))
     return result
 
 
@@ -126,11 +129,12 @@ def _shapes(arguments: tuple[Any, ...]) -> tuple[Any, list[tuple[tuple[int, ...]
 
 
 def _text_encoder(
-    runtime: Runtime, name: str, request: ResolvedRequest, *, images: bool
+    runtime: Runtime, name: str, request: ResolvedRequest, images_read: int
 ) -> tuple[Program, tuple[Any, ...], int]:
-    program, params = text_program(runtime, name, images=images)
-    if images:
-        tokens = [_array(runtime, x.shape, x.dtype) for x in runtime.model.image_token_shapes(request)[name]]
+    program, params = text_program(runtime, name, images=images_read > 0)
+    if images_read:
+        shapes = runtime.model.image_token_shapes(request, images_read)[name]
+        tokens = [_array(runtime, x.shape, x.dtype) for x in shapes]
         return program, (params, *tokens), 1
     tokens = [_array(runtime, shape, jnp.int32) for shape in runtime.model.token_shapes[name]]
     return program, (params, *tokens), len(runtime.model.spec.prompts(request))
@@ -143,13 +147,13 @@ def _image_encoder(runtime: Runtime) -> tuple[Program, tuple[Any, ...], int]:
 
 
 def _keys(
-    runtime: Runtime, request: ResolvedRequest, experts: list[Expert], *, image: bool
+    runtime: Runtime, request: ResolvedRequest, experts: list[Expert], images: int
 ) -> tuple[Program, tuple[Any, ...], int]:
     model, loaded, dtype = runtime.model, runtime.component(experts[0].stage), DTYPES[runtime.dtype]
     branches = 2 if any(expert.guided for expert in experts) else 1
     text = {
         name: _array(runtime, (branches, *shape), jnp.int32 if integers else dtype)
-        for name, (shape, integers) in _prompt_shapes(model, request, image=image).items()
+        for name, (shape, integers) in _prompt_shapes(model, request, images).items()
     }
     features = None
     if "image_encoder" in model.spec.components[ENCODER]:
@@ -157,10 +161,10 @@ def _keys(
     return keys_program(runtime, loaded.module), (loaded.params, text, features), len(experts)
 
 
-def _prompt_shapes(model: Model, request: ResolvedRequest, *, image: bool) -> dict[str, tuple[tuple[int, ...], bool]]:
+def _prompt_shapes(model: Model, request: ResolvedRequest, images: int) -> dict[str, tuple[tuple[int, ...], bool]]:
     """Return the shapes of a prompt's arrays, as `Model.prompt_shapes`."""
-    if image and "i2v" in model.spec.tasks and model.spec.reads_images:
-        return model.image_prompt_shapes(request)
+    if images and "i2v" in model.spec.tasks and model.spec.reads_images:
+        return model.image_prompt_shapes(request, images)
     return model.prompt_shapes
 
 
@@ -188,25 +192,27 @@ def _adapters(runtime: Runtime, request: ResolvedRequest, experts: list[Expert])
 
 
 def _enlarging(
-    runtime: Runtime, request: ResolvedRequest, expert: Expert, *, image: bool
+    runtime: Runtime, request: ResolvedRequest, expert: Expert, images: int
 ) -> tuple[Program, tuple[Any, ...], int]:
     program, params = enlarging_program(runtime, expert)
     smaller, larger = (
         {part: _array(runtime, shape, jnp.float32) for part, shape in shapes.items()}
         for shapes in (runtime.model.spec.latent_shapes(request, step) for step in (expert.start, expert.stop))
     )
-    first = _image_latents(runtime, request) if image else None
+    first = _image_latents(runtime, request, images)
     return program, (params, smaller, first, larger, {part: _array(runtime, (), jnp.float32) for part in larger}), 1
 
 
-def _image_latents(runtime: Runtime, request: ResolvedRequest) -> jax.ShapeDtypeStruct | None:
-    """Return the latents of a request's image, which has the size of the first step's latents; None without any."""
-    shape = runtime.model.image_latents_shape(runtime.model.spec.latent_shapes(request, 0)[VIDEO])
-    return None if shape is None else _array(runtime, shape, jnp.float32)
+def _image_latents(runtime: Runtime, request: ResolvedRequest, images: int) -> jax.ShapeDtypeStruct | None:
+    """Return the latents of a request's images, which have the size of the first step's latents; None without any."""
+    shapes = runtime.model.image_latents_shapes(runtime.model.spec.latent_shapes(request, 0)[VIDEO])
+    if not images or not shapes:
+        return None
+    return _array(runtime, shapes[min(images, len(shapes)) - 1], jnp.float32)
 
 
 def _denoise(
-    runtime: Runtime, request: ResolvedRequest, experts: list[Expert], name: str, *, image: bool
+    runtime: Runtime, request: ResolvedRequest, experts: list[Expert], name: str, images: int
 ) -> StagePrograms:
     model, loaded = runtime.model, runtime.component(experts[0].stage)
     schedules = model.spec.schedules(request)
@@ -219,14 +225,14 @@ def _denoise(
     for part, schedule in schedules.items():
         if schedule.noise_terms:
             numbers[part]["noise"] = latents[part]
-    program, arguments, _ = _keys(runtime, request, experts, image=image)
+    program, arguments, _ = _keys(runtime, request, experts, images)
     keys = model.key_shapes(runtime.mesh, jax.eval_shape(program.function, *arguments))
-    prompt = _prompt_shapes(model, request, image=image)
+    prompt = _prompt_shapes(model, request, images)
     integers = {name: shape for name, (shape, is_integer) in prompt.items() if is_integer}
     text = {name: np.zeros((1, *shape), np.int32) for name, shape in integers.items()}
     constants = model.constants(request, shapes[VIDEO], text)
     keys |= {name: _array(runtime, value.shape, value.dtype) for name, value in constants.items()}
-    conditioning = (keys, _image_latents(runtime, request) if image else None)
+    conditioning = (keys, _image_latents(runtime, request, images))
     parts = {part: (array, (array,) * schedules[part].history_terms) for part, array in latents.items()}
     arguments = (loaded.params, parts, numbers, conditioning)
     steps = sum(expert.stop - expert.start for expert in experts)

@@ -108,11 +108,13 @@ class Model(abc.ABC):
         """Shapes of the arrays of `prompt_arrays`, without the first axis, and whether they are integers, by name."""
         return {"text": (self.text_shape, False)}
 
-    def image_prompt_shapes(self, request: ResolvedRequest) -> dict[str, tuple[tuple[int, ...], bool]]:
-        """Return the same of a prompt that is read with a request's images."""
+    def image_prompt_shapes(self, request: ResolvedRequest, images: int = 1) -> dict[str, tuple[tuple[int, ...], bool]]:
+        """Return the same of a prompt that is read with a request's images, one or two."""
         return self.prompt_shapes
 
-    def image_token_shapes(self, request: ResolvedRequest) -> dict[str, tuple[jax.ShapeDtypeStruct, ...]]:
+    def image_token_shapes(
+        self, request: ResolvedRequest, images: int = 1
+    ) -> dict[str, tuple[jax.ShapeDtypeStruct, ...]]:
         """Return shapes and dtypes of the inputs of text encoders that read a request's images; none by default."""
         return {}
 

@@ -87,15 +87,17 @@ class MiniMaxH3Model(Model):
         rows, _ = self.text_shape
         return {"text": (self.text_shape, False), "positions": ((rows,), True), "count": ((1,), True)}
 
-    def image_prompt_shapes(self, request: ResolvedRequest) -> dict[str, tuple[tuple[int, ...], bool]]:
-        """Return the shapes of a prompt's arrays with one keyframe, and which end of the video that is."""
-        _, rows = presentation.shapes(self.config, request.height, request.width, 1).ids.shape
-        shapes = {"text": ((rows, self.text_shape[1]), False), "positions": ((rows,), True), "anchors": ((1,), True)}
-        return self.prompt_shapes | shapes
+    def image_prompt_shapes(self, request: ResolvedRequest, images: int = 1) -> dict[str, tuple[tuple[int, ...], bool]]:
+        """Return the shapes of a prompt's arrays with keyframes, and which end of the video each of them is."""
+        _, rows = presentation.shapes(self.config, request.height, request.width, images).ids.shape
+        embeddings, indices = (rows, self.text_shape[1]), {"positions": ((rows,), True), "anchors": ((images,), True)}
+        return self.prompt_shapes | {"text": (embeddings, False), **indices}
 
-    def image_token_shapes(self, request: ResolvedRequest) -> dict[str, tuple[jax.ShapeDtypeStruct, ...]]:
-        """Return the shapes of the text encoder's inputs with one keyframe."""
-        return {"text_encoder": presentation.shapes(self.config, request.height, request.width, 1)}
+    def image_token_shapes(
+        self, request: ResolvedRequest, images: int = 1
+    ) -> dict[str, tuple[jax.ShapeDtypeStruct, ...]]:
+        """Return the shapes of the text encoder's inputs with keyframes."""
+        return {"text_encoder": presentation.shapes(self.config, request.height, request.width, images)}
 
     def image_latents_shape(self, latent_shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the shape of one keyframe's latents."""
