@@ -169,7 +169,9 @@ def _turn(config: transformers.Qwen3VLTextConfig, places: jax.Array) -> tuple[ja
     Every third angle is of height, and every third of width, as far as these have angles; all others are of time.
     """
     rope, half = config.rope_parameters, config.head_dim // 2
-    speeds = 1.0 / rope["rope_theta"] ** (jnp.arange(0, 2 * half, 2, dtype=jnp.float32) / (2 * half))
+    # The host computes them, since a TPU's powers are off by some roundings, which a row's index enlarges.
+    exponents = np.arange(0, 2 * half, 2, dtype=np.float32) / np.float32(2 * half)
+    speeds = np.float32(1) / np.float32(rope["rope_theta"]) ** exponents
     axes: np.ndarray = np.zeros(half, np.int32)
     for axis, size in enumerate(rope["mrope_section"][1:], start=1):
         axes[axis : 3 * size : 3] = axis
