@@ -44,9 +44,16 @@ class Conditioning:
     video_latents: Array | None = None
 
     @property
+    def has_image(self) -> bool:
+        """Whether the request has a first frame."""
+        if "anchors" in self.prompt:
+            return bool((self.prompt["anchors"] == 0).any())
+        return self.image is not None or self.image_latents is not None
+
+    @property
     def has_last_image(self) -> bool:
-        """Whether the text encoder has read a last frame, too: its array "anchors" has one number for each image."""
-        return "anchors" in self.prompt and self.prompt["anchors"].shape[1] > 1
+        """Whether the text encoder has read a last frame: its array "anchors" says for each image which end it is."""
+        return "anchors" in self.prompt and bool((self.prompt["anchors"] == 1).any())
 
 
 @dataclasses.dataclass(frozen=True)

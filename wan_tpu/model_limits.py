@@ -20,7 +20,7 @@ class ModelLimits(abc.ABC):
         frame_stride: Video frames per latent frame.
         frame_offset: The shortest video's frames; longer ones have a multiple of `frame_step` more.
         audio_rate: Samples per second of the model's sound; None where it makes none.
-        last_images: Whether a request may, or must, have a last frame as well.
+        last_images: Whether a request may, or must, have a last frame besides the first one, or may have it alone, too.
         takes_video: Whether a request may start from a video's frames.
     """
 
@@ -31,7 +31,7 @@ class ModelLimits(abc.ABC):
     frame_stride: int = 4
     frame_offset: int = 1
     audio_rate: int | None = None
-    last_images: Literal["none", "optional", "required"] = "none"
+    last_images: Literal["none", "optional", "required", "alone"] = "none"
     takes_video: bool = False
 
     @property
@@ -59,6 +59,15 @@ class ModelLimits(abc.ABC):
     def follows_image(self) -> bool:
         """Whether a video has the shape of its image unless a request says another."""
         return "i2v" in self.tasks
+
+    @property
+    def image_counts(self) -> tuple[int, ...]:
+        """How many images a request may have, the usual number of those with any first."""
+        if "i2v" not in self.tasks:
+            return (0,)
+        if self.last_images == "required":
+            return (2,)
+        return (1, *((0,) if "t2v" in self.tasks else ()), *(() if self.last_images == "none" else (2,)))
 
     @property
     def shape_slack(self) -> int:
@@ -127,11 +136,7 @@ class ModelLimits(abc.ABC):
 
     def _check_inputs(self, request: ResolvedRequest, *, image: bool, last: bool, video: bool) -> None:
         """Refuse images and videos that the model doesn't take, and requests without those that it needs."""
-        if ("i2v" if image else "t2v") not in self.tasks:
-            does = f"this checkpoint ({self.name}) does {' and '.join(self.tasks)} only"
-            if not image:
-                raise InvalidRequest(f"image is missing, and {does}; give one", "image")
-            raise InvalidRequest(f"image was given, but {does}; leave it out, or use an I2V checkpoint", "image")
+        self._check_images(request, image=image, last=last)
         if video and (image or last or not self.takes_video):
             why = "a video and an image were given; leave one out"
             if not self.takes_video:
@@ -146,19 +151,32 @@ class ModelLimits(abc.ABC):
                     f"strength {request.strength:g} of {request.steps} steps is none; give at least {least:.3g}",
                     "strength",
                 )
+
+    def _check_images(self, request: ResolvedRequest, *, image: bool, last: bool) -> None:
+        """Refuse first and last frames that the model doesn't take, and requests without those that it needs."""
+        does = f"this checkpoint ({self.name}) does {' and '.join(self.tasks)} only"
+        if image and "i2v" not in self.tasks:
+            raise InvalidRequest(f"image was given, but {does}; leave it out, or use an I2V checkpoint", "image")
+        if not image and not last and "t2v" not in self.tasks:
+            raise InvalidRequest(f"image is missing, and {does}; give one", "image")
         if last and self.last_images == "none":
+            takes = "a first frame alone" if "i2v" in self.tasks else "no image"
             raise InvalidRequest(
-                f"last_image was given, but {self.name} takes a first frame alone; leave it out, or use a checkpoint "
-                "for first and last frames",
+                f"last_image was given, but {self.name} takes {takes}; leave it out, or use a checkpoint for first and "
+                "last frames",
                 "last_image",
             )
-        if last and not image:  # Without a first frame the last one would be left out, and nobody would be told.
-            raise InvalidRequest("last_image was given without image; give the first frame as well", "last_image")
+        if last and not image and self.last_images != "alone":
+            raise InvalidRequest(
+                f"last_image was given without image, and {self.name} leads from a first frame to a last one; give "
+                "image, too, or use MiniMax-H3, which takes a last frame alone",
+                "last_image",
+            )
         if not last and self.last_images == "required":
             raise InvalidRequest(
                 f"last_image is missing; {self.name} leads from a first frame to a last one", "last_image"
             )
-        if last and request.frames == 1:
+        if image and last and request.frames == 1:
             least = self.nearest_frames(1 + self.frame_step)
             raise InvalidRequest(
                 f"frames is 1, and there are a first and a last frame; give at least {least}", "frames"

@@ -67,11 +67,13 @@ class Preset:
         about: What it is, for people.
         source: Where its numbers are from.
         settings: Fields of a request, by name.
+        text_only: Whether it is only for requests without images.
     """
 
     about: str
     source: str
     settings: tuple[tuple[str, Any], ...]
+    text_only: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +163,7 @@ class GenerationRequest:
     image: Picture | None = None
     """The first frame, for models that begin with an image."""
     last_image: Picture | None = None
-    """The last frame, for models that lead from one image to another."""
+    """The last frame, for models that lead from one image to another; MiniMax-H3 takes it without `image`, too."""
     video: Annotated[str | Path, PlainValidator(_check_video)] | None = None
     """A file whose frames the video begins as, for text-to-video models of Wan: it is restyled, not continued."""
     strength: Number | None = Field(default=None, ge=0.001, le=1)

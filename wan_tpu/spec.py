@@ -17,6 +17,7 @@ from wan_tpu.errors import InvalidRequest
 from wan_tpu.model_limits import ModelLimits
 from wan_tpu.plan import DECODER, ENCODER, VIDEO, Expert, RequestPlan
 from wan_tpu.request import (
+    IMAGES,
     NOTHING_OWN,
     CheckpointOverrides,
     Defaults,
@@ -112,17 +113,19 @@ class ModelSpec(ModelLimits):
         """Return the texts whose embeddings a request needs: the prompt and, under guidance, the negative prompt."""
         return (request.prompt, request.negative_prompt) if self.guided(request) else (request.prompt,)
 
-    def shapes(self, request: ResolvedRequest, *, image: bool) -> dict[str, str]:
+    def shapes(self, request: ResolvedRequest, *, images: int) -> dict[str, str]:
         """Name, by stage, the set of programs that a resolved request needs.
 
         Args:
             request: The request; its pixels aren't needed.
-            image: Whether it has a first frame.
+            images: How many images it has.
         """
         size = f"{request.height}x{request.width}"
-        task = "i2v" if image else "t2v"
-        pictures = image or request.video is not None
-        names = {ENCODER: f"{ENCODER} {size}" if pictures else f"{ENCODER} text"}
+        # The text encoder makes more rows of two images than of one.
+        several = f" of {images} images" if self.reads_images and images > 1 else ""
+        task = f"i2v{several}" if images else "t2v"
+        pictures = images or request.video is not None
+        names = {ENCODER: f"{ENCODER} {size}{several}" if pictures else f"{ENCODER} text"}
         for expert in self.experts(request):
             branches = 2 if expert.guided else 1
             names[expert.stage] = f"{expert.stage} {size}x{request.frames} {task} {branches} {request.solver}"
@@ -145,15 +148,16 @@ class ModelSpec(ModelLimits):
             request: The request.
             image: Whether there is a first frame, where the request doesn't hold it (yet).
             last: Whether there is a last frame, likewise.
-            picture: The first frame's (height, width), if known.
+            picture: The (height, width) of the first frame, or of the last one without a first, if known.
 
         Raises:
             InvalidRequest: The model can't make it.
         """
         image = request.image is not None if image is None else image
         last = request.last_image is not None if last is None else last
-        if isinstance(request.image, Image.Image):
-            picture = request.image.height, request.image.width
+        images = [getattr(request, name) for name in IMAGES]
+        if leading := next((held for held in images if isinstance(held, Image.Image)), None):
+            picture = leading.height, leading.width
         elif request.video is not None and self.takes_video and None in (request.height, request.width):
             from wan_tpu.media.reading import read_frames  # Few requests need ffmpeg.
 
@@ -180,29 +184,42 @@ class ModelSpec(ModelLimits):
         Args:
             request: The request; its pixels aren't needed.
             image: Whether it has a first frame.
-            last: Whether it has a last frame, too.
+            last: Whether it has a last frame.
         """
-        steps = self.schedule(request).steps
+        steps, images = self.schedule(request).steps, image + last
         assert steps == request.steps, f"a schedule of {steps} steps for {request.steps}"
         skipped = self.skipped(request)
         return RequestPlan(
             request,
-            prompts=() if image and self.reads_images else self.prompts(request),
-            has_image=image or request.video is not None,
-            images=image + last,
+            prompts=() if images and self.reads_images else self.prompts(request),
+            has_image=images > 0 or request.video is not None,
+            images=images,
             experts=self.experts(request),
             skipped=None if skipped is None else tuple((bool(prompt), bool(other)) for prompt, other in skipped),
             decoder_chunks=self.decoder_chunks(self.decoded_shape(request)[2]),
             has_sound=self.has_sound(request),
-            shapes=self._name_programs(request, image=image, last=last),
+            shapes=self.shapes(request, images=images),
         )
 
-    def _name_programs(self, request: ResolvedRequest, *, image: bool, last: bool) -> dict[str, str]:
-        """Return `shapes`; a text encoder that reads two images makes more rows for the experts than of one."""
-        names = self.shapes(request, image=image)
-        if not (self.reads_images and image and last):
-            return names
-        return {name: shape if name == DECODER else f"{shape} with 2 images" for name, shape in names.items()}
+    def check(self, request: ResolvedRequest, *, image: bool, last: bool, video: bool | None = None) -> None:
+        """Refuse a request as `ModelLimits` does, and one whose preset isn't for its images.
+
+        Raises:
+            InvalidRequest: The model can't make the video.
+        """
+        super().check(request, image=image, last=last, video=video)
+        if request.preset is None or not (image or last):
+            return
+        preset = self.presets.get(request.preset)
+        if preset is not None and preset.text_only:
+            others = [name for name, other in self.presets.items() if not other.text_only]
+            instead = f"give preset {' or '.join(others)}" if others else "leave the preset out"
+            field = "image" if image else "last_image"
+            raise InvalidRequest(
+                f"{field} was given, and preset {request.preset} is for videos from text alone; leave {field} out, or "
+                f"{instead}",
+                field,
+            )
 
     def defaults_for(self, request: GenerationRequest, picture: tuple[int, int] | None) -> Defaults:
         """Return the settings that fill a request's open fields.

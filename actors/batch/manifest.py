@@ -310,9 +310,9 @@ def _list_folders(name: str) -> Iterator[str]:
 
 
 def _plan(planner: Planner, request: GenerationRequest, images: Mapping[str, Picture]) -> RequestPlan:
-    first = images.get("image")
-    size = None if first is None else (first.height, first.width)
-    return planner(request, image=first is not None, last="last_image" in images, picture=size)
+    leading = next((images[name] for name in IMAGES if name in images), None)
+    size = None if leading is None else (leading.height, leading.width)
+    return planner(request, image="image" in images, last="last_image" in images, picture=size)
 
 
 def _read_lines(location: str) -> Iterator[bytes]:

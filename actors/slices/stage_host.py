@@ -104,7 +104,7 @@ class StageHost(HostProfile):
             self._runtime.prepare(name)
 
     def warm_up(self, request: GenerationRequest) -> None:
-        """Compile every program that a request like this one needs here, with an image, without, or with two."""
+        """Compile every program that a request like this one needs here, with any number of images."""
         image, last = "t2v" not in self._spec.tasks, self._spec.last_images == "required"
         plan = self._spec.plan(request, image=request.image is not None or image, last=last)
         programs = [

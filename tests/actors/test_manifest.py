@@ -44,6 +44,17 @@ def test_good_lines(tmp_path):
     assert cat.plan.shapes != dog.plan.shapes
 
 
+def test_line_with_a_last_frame_alone_has_its_shape(tmp_path):
+    Image.new("RGB", (30, 20)).save(tmp_path / "wide.png")
+    read = read_manifest(
+        manifest(tmp_path, {"last_image": "wide.png"}, {"image": "wide.png", "preset": "fasth3"}),
+        published_spec("minimax-h3").plan,
+    )
+    [entry], [bad] = read.entries, read.bad
+    assert (entry.plan.images, entry.plan.request.height, entry.plan.request.width) == (1, 768, 1152)
+    assert entry.load().request.last_image.size == (30, 20) and "preset fasth3 is for videos from text" in bad.reason
+
+
 def test_derived_ids_are_stable_and_differ(tmp_path):
     lines = [{"prompt": "A cat", "seed": 1}, {"prompt": "A cat", "seed": 2}, {"prompt": "猫"}]
     ids = [entry.id for entry in read_manifest(manifest(tmp_path, *lines), SPEC.plan).entries]

@@ -6,24 +6,29 @@ import inspect
 import json
 
 import diffusers
+import numpy as np
 import pytest
 import torch
 import transformers
 from diffusers.modular_pipelines.minimax_h3 import MiniMaxH3ModularPipeline
 from diffusers.modular_pipelines.minimax_h3.modular_pipeline import resolve_canvas_size
+from PIL import Image
 
 from tests.wan_tpu import minimax_h3_files
 from tests.wan_tpu.minimax_h3_files import FILES, INDEX, REPOSITORY, SUMS
 from tests.wan_tpu.published_files import write
-from wan_tpu import CheckpointError, GenerationRequest
+from wan_tpu import CheckpointError, Conditioning, GenerationRequest, InvalidRequest
+from wan_tpu.aot.programs import AbstractRuntime, all_programs, stage_programs
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families import open_spec, published_spec
 from wan_tpu.families.minimax_h3 import FAMILY, classes, published
 from wan_tpu.families.minimax_h3.config import TEXT_LAYER, read_config
 from wan_tpu.families.minimax_h3.published import PUBLISHED
 from wan_tpu.families.minimax_h3.small import make_checkpoint
+from wan_tpu.families.model import open_model
 from wan_tpu.families.shared import t5
 from wan_tpu.plan import AUDIO, VIDEO
+from wan_tpu.runtime.mesh import make_mesh
 
 MODEL = PUBLISHED["minimax-h3"]
 SPEC = published_spec("minimax-h3")
@@ -249,6 +254,55 @@ def test_own_defaults_that_have_an_effect_are_those_of_requests(folder):
     source = folder({"wan_tpu.json": {"defaults": {"fps": 24, "shift": 6, "generate_audio": False}}})
     plan = open_spec(source).plan(GenerationRequest(prompt="a cat"))
     assert (plan.request.shift, plan.has_sound) == (6, False)
+
+
+# ---- Keyframes.
+
+WIDE, TALL = Image.new("RGB", (30, 20)), Image.new("RGB", (20, 30))
+KEYFRAMES = [{"image": WIDE}, {"last_image": WIDE}, {"image": WIDE, "last_image": TALL}]
+
+
+@pytest.mark.parametrize("images", KEYFRAMES, ids=lambda images: " and ".join(images))
+def test_video_has_the_shape_of_its_first_keyframe(images):
+    plan = SPEC.plan(GenerationRequest(prompt="a cat", **images))
+    assert (plan.images, plan.has_image, plan.prompts) == (len(images), True, ())
+    expected = resolve_canvas_size(*WIDE.size, 32, 768, 768 * 1344)
+    assert (plan.request.height, plan.request.width) == expected
+
+
+def test_only_another_number_of_keyframes_takes_other_programs():
+    first, last, both = (SPEC.plan(GenerationRequest(height=64, width=96, **images)).shapes for images in KEYFRAMES)
+    assert first == last
+    assert {stage for stage in both if both[stage] != first[stage]} == {"encoder", "denoise"}
+
+
+def test_programs_compiled_ahead_are_those_of_every_number_of_keyframes(small):
+    model = open_model(Checkpoint(small))
+    runtime = AbstractRuntime(model, make_mesh((1, 1, 1), heads=model.spec.heads), "float32")
+    request = GenerationRequest(height=64, width=96).resolve(model.spec.defaults)
+    names = [name for name, *_ in all_programs(runtime, request)]
+    usual = ["text_encoder", "vae_encoder first", "text keys", "denoise step"]
+    decoders = ["audio_decoder", "decoder first", "decoder later"]
+    differ = ["text_encoder", "text keys", "denoise step"]
+    others = [f"{name}, {kind}" for kind in ("no image", "two images") for name in differ]
+    assert [name for name in names if name != "decoder later, last"] == [*usual, *decoders, *others]
+    encoder = stage_programs(runtime, request, ["encoder"], images=2)
+    assert encoder["vae_encoder first"][2] == 2  # Once for each keyframe.
+
+
+@pytest.mark.parametrize(("anchors", "expected"), [([0], (True, False)), ([1], (False, True)), ([0, 1], (True, True))])
+def test_files_between_stages_say_which_keyframes_there_are(anchors, expected):
+    latents = np.zeros((1, 8, len(anchors), 4, 6), np.float32)
+    conditioning = Conditioning({"anchors": np.array([anchors], np.int32)}, image_latents=latents)
+    assert (conditioning.has_image, conditioning.has_last_image) == expected
+
+
+@pytest.mark.parametrize("images", KEYFRAMES, ids=lambda images: " and ".join(images))
+def test_preset_distilled_from_text_alone_takes_no_keyframes(images):
+    asked = GenerationRequest(prompt="a cat", preset="fasth3", **images)
+    with pytest.raises(InvalidRequest, match=r"image was given, and preset fasth3 .* give preset turbo-4 or turbo-8"):
+        SPEC.plan(asked)
+    assert SPEC.plan(GenerationRequest(prompt="a cat", preset="turbo-4", **images)).images == len(images)
 
 
 def test_example_is_the_published_repository():

@@ -6,6 +6,7 @@ from PIL import Image
 
 from tests.wan_tpu.minimax_h3_reference import Reference, relative
 from wan_tpu import GenerationRequest, load_pipeline
+from wan_tpu.aot.programs import all_programs
 from wan_tpu.families.minimax_h3.small import make_checkpoint
 from wan_tpu.families.shared.tokens import patchify
 
@@ -32,15 +33,32 @@ def draw_picture(seed):
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (64, 96, 3), np.uint8))
 
 
+@pytest.mark.long
+def test_requests_with_and_without_keyframes_compile_nothing_after_a_warm_up(pipe):
+    """It comes first, because later tests would compile what it expects to be compiled."""
+    fields = {"prompt": "A dog.", "steps": 1, **SIZE}
+    usual = pipe.plan(GenerationRequest(**fields)).request
+    for _, program, arguments in all_programs(pipe.runtime, usual, ("encoder", "denoise")):
+        program.compile(*arguments)
+    compiled = pipe.runtime.compile_s
+    for names in ((), ("image",), ("last_image",), ("image", "last_image")):
+        plan = pipe.plan(GenerationRequest(**fields, **{name: draw_picture(2) for name in names}))
+        conditioning = pipe.encode(plan)
+        assert (conditioning.has_image, conditioning.has_last_image) == ("image" in names, "last_image" in names)
+        pipe.denoise(plan, conditioning, pipe.initial_state(plan))
+        assert pipe.runtime.compile_s == compiled, names
+
+
 @pytest.mark.parametrize(
     ("prompt", "images"),
     [
         ("A cat plays the piano.", {}),
         pytest.param("猫 " * 40, {}, marks=pytest.mark.long),
         pytest.param("A cat plays the piano.", {"image": 0}, marks=pytest.mark.long),
+        pytest.param("A cat plays the piano.", {"last_image": 1}, marks=pytest.mark.long),
         ("A cat plays the piano.", {"image": 0, "last_image": 1}),
     ],
-    ids=["text", "long text", "first frame", "first and last frame"],
+    ids=["text", "long text", "first frame", "last frame", "first and last frame"],
 )
 def test_same_latents_pixels_and_sound_as_diffusers(prompt, images, pipe, reference):
     images = {name: draw_picture(seed) for name, seed in images.items()}

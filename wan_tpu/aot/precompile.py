@@ -27,7 +27,7 @@ def precompile(
 ) -> Iterator[Precompiled]:
     """Compile every program of a resolved request for a mesh, described or real, and store each in a folder.
 
-    Those of a request with an image, of one without and of one with two, where the model takes them.
+    Those of requests with every number of images that the model takes.
 
     Args:
         model: The model.

@@ -58,7 +58,7 @@ class AbstractRuntime(Runtime):
 
 
 def stage_programs(
-    runtime: Runtime, request: ResolvedRequest, stages: Sequence[str] | None = None, *, images: int = 1
+    runtime: Runtime, request: ResolvedRequest, stages: Sequence[str] | None = None, *, images: int | None = None
 ) -> StagePrograms:
     """Return the programs of a resolved request, in the order in which they first run.
 
@@ -66,20 +66,19 @@ def stage_programs(
         runtime: A runtime for the mesh; it may hold shapes in place of weights.
         request: The request.
         stages: The stages whose programs are returned; all of the model's if None.
-        images: How many images a model that takes images gets.
+        images: How many images the request has, one of `ModelSpec.image_counts`; the usual number if None.
     """
     stages = runtime.model.spec.stages if stages is None else stages
+    images = runtime.model.spec.image_counts[0] if images is None else images
     programs: StagePrograms = {}
     if "encoder" in stages:
-        has_image = images > 0 and "i2v" in runtime.model.spec.tasks
-        images_read = images if has_image and runtime.model.spec.reads_images else 0
         for name in runtime.model.token_shapes:
-            programs[name] = _text_encoder(runtime, name, request, images_read)
+            programs[name] = _text_encoder(runtime, name, request, images)
         components = runtime.model.spec.components[ENCODER]
         if "image_encoder" in components:
             programs["image_encoder"] = _image_encoder(runtime)
-        if "vae_encoder" in components and (has_image or request.video is not None):
-            programs |= _vae(runtime, request, "vae_encoder")
+        if "vae_encoder" in components and (images or request.video is not None):
+            programs |= _vae(runtime, "vae_encoder", runtime.model.image_chunks(request, images))
     all_experts = runtime.model.spec.experts(request)
     experts = [expert for expert in all_experts if expert.stage in stages]
     programs |= _adapters(runtime, request, experts)
@@ -93,7 +92,8 @@ def stage_programs(
     for expert in larger:
         programs[ENLARGE] = _enlarging(runtime, request, expert, images)
     if DECODER in stages:
-        programs |= _sound(runtime, request) | _vae(runtime, request, "decoder")
+        chunks = runtime.model.vae_chunks("decoder", request)
+        programs |= _sound(runtime, request) | _vae(runtime, "decoder", chunks)
     return programs
 
 
@@ -105,21 +105,25 @@ def _name_step(expert: Expert, experts: Sequence[Expert]) -> str:
 def all_programs(
     runtime: Runtime, request: ResolvedRequest, stages: Sequence[str] | None = None
 ) -> list[tuple[str, Program, tuple[Any, ...]]]:
-    """Return name, program and arguments of all that a request needs, with an image, without, and with two.
+    """Return name, program and arguments of all that a request needs, with every number of images.
+
+    A program depends on how many images there are, not on which end of the video they are.
 
     Args:
-        runtime, request, stages: As for `stage_programs`. Those that differ without an image, of a model that makes
-            videos from text and from images, and with two, of one whose text encoder reads them, follow.
+        runtime, request, stages: As for `stage_programs`. The programs that differ with another number of images than
+            the usual one follow those of that.
     """
-    spec, programs = runtime.model.spec, stage_programs(runtime, request, stages)
+    usual, *others = runtime.model.spec.image_counts
+    programs = stage_programs(runtime, request, stages, images=usual)
     result = [(name, program, arguments) for name, (program, arguments, _) in programs.items()]
-    others = {0: "no image"} if {"t2v", "i2v"} <= set(spec.tasks) else {}
-    if spec.reads_images and spec.last_images != "none":
-        others[2] = "two images"
-    for images, said in others.items():
+    depends = len(runtime.model.image_latents_shapes(runtime.model.spec.latent_shapes(request, 0)[VIDEO])) > 1
+    for images in others:
+        if images and not depends:  # A model whose latents of one image and of two are alike has no other programs.
+            continue
+        kind = "two images" if images else "no image"
         for name, (program, arguments, _) in stage_programs(runtime, request, stages, images=images).items():
             if _shapes(arguments) != _shapes(programs[name][1]):
-                result.append((f"{name}, {said}", program, arguments))
+                result.append((f"{name}, {kind}", program, arguments))
     return result
 
 
@@ -129,12 +133,12 @@ def _shapes(arguments: tuple[Any, ...]) -> tuple[Any, list[tuple[tuple[int, ...]
 
 
 def _text_encoder(
-    runtime: Runtime, name: str, request: ResolvedRequest, images_read: int
+    runtime: Runtime, name: str, request: ResolvedRequest, images: int
 ) -> tuple[Program, tuple[Any, ...], int]:
-    program, params = text_program(runtime, name, images=images_read > 0)
-    if images_read:
-        shapes = runtime.model.image_token_shapes(request, images_read)[name]
-        tokens = [_array(runtime, x.shape, x.dtype) for x in shapes]
+    reads_images = images > 0 and runtime.model.spec.reads_images
+    program, params = text_program(runtime, name, images=reads_images)
+    if reads_images:
+        tokens = [_array(runtime, x.shape, x.dtype) for x in runtime.model.image_token_shapes(request, images)[name]]
         return program, (params, *tokens), 1
     tokens = [_array(runtime, shape, jnp.int32) for shape in runtime.model.token_shapes[name]]
     return program, (params, *tokens), len(runtime.model.spec.prompts(request))
@@ -163,7 +167,7 @@ def _keys(
 
 def _prompt_shapes(model: Model, request: ResolvedRequest, images: int) -> dict[str, tuple[tuple[int, ...], bool]]:
     """Return the shapes of a prompt's arrays, as `Model.prompt_shapes`."""
-    if images and "i2v" in model.spec.tasks and model.spec.reads_images:
+    if images and model.spec.reads_images:
         return model.image_prompt_shapes(request, images)
     return model.prompt_shapes
 
@@ -206,9 +210,7 @@ def _enlarging(
 def _image_latents(runtime: Runtime, request: ResolvedRequest, images: int) -> jax.ShapeDtypeStruct | None:
     """Return the latents of a request's images, which have the size of the first step's latents; None without any."""
     shapes = runtime.model.image_latents_shapes(runtime.model.spec.latent_shapes(request, 0)[VIDEO])
-    if not images or not shapes:
-        return None
-    return _array(runtime, shapes[min(images, len(shapes)) - 1], jnp.float32)
+    return _array(runtime, shapes[min(images, len(shapes)) - 1], jnp.float32) if images and shapes else None
 
 
 def _denoise(
@@ -266,20 +268,19 @@ def _sound(runtime: Runtime, request: ResolvedRequest) -> StagePrograms:
     return programs
 
 
-def _vae(runtime: Runtime, request: ResolvedRequest, name: str) -> StagePrograms:
+def _vae(runtime: Runtime, name: str, shapes: Sequence[tuple[int, ...]]) -> StagePrograms:
     """Return the programs of a VAE half: of the first chunk, of later ones, and of the last if it has its own shape."""
     loaded, dtype = runtime.component(name), DTYPES[runtime.dtype]
-    x, *others = (_array(runtime, shape, dtype) for shape in runtime.model.vae_chunks(name, request))
+    x, *others = (_array(runtime, shape, dtype) for shape in shapes)
     half, first, later = vae_programs(runtime, name, loaded.module, 1 + len(others))
+    cache = half.cache_shapes(loaded.params, x) if others else ()
+    if not cache and name == "vae_encoder":  # Of keyframes nothing is kept: each is a first chunk.
+        return {f"{name} first": (first, (loaded.params, x), 1 + len(others))}
     programs: StagePrograms = {f"{name} first": (first, (loaded.params, x), 1)}
     for shape in dict.fromkeys(other.shape for other in others):
         chunks = [other for other in others if other.shape == shape]
         kind = "later" if shape == others[0].shape else "later, last"
-        programs[f"{name} {kind}"] = (
-            later,
-            (loaded.params, chunks[0], half.cache_shapes(loaded.params, x)),
-            len(chunks),
-        )
+        programs[f"{name} {kind}"] = (later, (loaded.params, chunks[0], cache), len(chunks))
     return programs
 
 

@@ -132,11 +132,10 @@ def denoise(argv: Sequence[str]) -> None:
     pipe = arguments.pipeline_from(args, run.model_id, run.dtype)
     run = _on_pipeline(run, pipe, resumed=args.resume)
     spec = pipe.runtime.model.spec
-    has_image = conditioning.image is not None or conditioning.image_latents is not None
     has_video = conditioning.video_latents is not None
     has_last = spec.last_images == "required" or conditioning.has_last_image
-    spec.check(run.request, image=has_image, last=has_last, video=has_video)
-    plan = spec.plan_resolved(run.request, image=has_image, last=has_last)
+    spec.check(run.request, image=conditioning.has_image, last=has_last, video=has_video)
+    plan = spec.plan_resolved(run.request, image=conditioning.has_image, last=has_last)
     pipe.check_components(*spec.denoise_stages)
     plan = pipe.fetch_adapters(plan)
     state = resumed or pipe.initial_state(plan, conditioning=conditioning)

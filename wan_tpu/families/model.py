@@ -108,14 +108,12 @@ class Model(abc.ABC):
         """Shapes of the arrays of `prompt_arrays`, without the first axis, and whether they are integers, by name."""
         return {"text": (self.text_shape, False)}
 
-    def image_prompt_shapes(self, request: ResolvedRequest, images: int = 1) -> dict[str, tuple[tuple[int, ...], bool]]:
-        """Return the same of a prompt that is read with a request's images, one or two."""
+    def image_prompt_shapes(self, request: ResolvedRequest, images: int) -> dict[str, tuple[tuple[int, ...], bool]]:
+        """Return the same of a prompt that is read with a number of images."""
         return self.prompt_shapes
 
-    def image_token_shapes(
-        self, request: ResolvedRequest, images: int = 1
-    ) -> dict[str, tuple[jax.ShapeDtypeStruct, ...]]:
-        """Return shapes and dtypes of the inputs of text encoders that read a request's images; none by default."""
+    def image_token_shapes(self, request: ResolvedRequest, images: int) -> dict[str, tuple[jax.ShapeDtypeStruct, ...]]:
+        """Return shapes and dtypes of the inputs of text encoders that read images; none by default."""
         return {}
 
     @property
@@ -133,13 +131,17 @@ class Model(abc.ABC):
         """Return the shape of a request's image condition from that of its latents; None if the model takes none."""
 
     def image_latents_shapes(self, latent_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes that a request's image condition may have, the usual one first."""
+        """Return the shapes of a request's image condition by the number of images, one if it doesn't depend on it."""
         usual = self.image_latents_shape(latent_shape)
         return () if usual is None else (usual,)
 
     @abc.abstractmethod
     def vae_chunks(self, component: str, request: ResolvedRequest) -> list[tuple[int, int, int, int, int]]:
         """Return the shapes [1, C, T, H, W] of the chunks that "vae_encoder" or "decoder" takes, in order."""
+
+    def image_chunks(self, request: ResolvedRequest, images: int) -> list[tuple[int, int, int, int, int]]:
+        """Return the shapes of the chunks that "vae_encoder" takes of a number of images, usually the same for all."""
+        return self.vae_chunks("vae_encoder", request)
 
     # ---- The encoder stage.
 

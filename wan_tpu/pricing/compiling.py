@@ -35,6 +35,7 @@ class Job:
         mesh: The sizes of the mesh's axes.
         settings: The fields of the request that shapes and programs depend on.
         dtype: The precision.
+        images: How many images the request has; the usual number if None.
     """
 
     model: str
@@ -43,6 +44,7 @@ class Job:
     mesh: tuple[int, int, int]
     settings: dict[str, Any]
     dtype: str
+    images: int | None = None
 
     @property
     def digest(self) -> str:
@@ -133,7 +135,8 @@ def _compile(job: Job, result: Path) -> None:
     model = published_model(job.model)
     mesh = make_mesh(job.mesh, heads=model.spec.heads, devices=job.slice.devices())
     request = GenerationRequest(**job.settings).resolve(model.spec.defaults)
-    program, args, _ = stage_programs(AbstractRuntime(model, mesh, job.dtype), request)[job.program]
+    programs = stage_programs(AbstractRuntime(model, mesh, job.dtype), request, images=job.images)
+    program, args, _ = programs[job.program]
     weights = sum(_count_shard_bytes(leaf) for leaf in jax.tree.leaves(args[0]))
     start, start_cpu = time.perf_counter(), time.process_time()
 

@@ -21,12 +21,16 @@ _MP4_S = 9e-8  # for each pixel of a frame: from the last one to the finished fi
 _ENCODE_S = 1.6e-9
 
 
-def host_seconds(spec: ModelSpec, request: ResolvedRequest) -> dict[str, float]:
+def host_seconds(spec: ModelSpec, request: ResolvedRequest, images: int | None = None) -> dict[str, float]:
     """Return the host's seconds for a resolved request by stage: "encoder", "denoise" for all experts, "decoder".
 
-    A model that takes an image is given one.
+    Args:
+        spec: The model.
+        request: The request.
+        images: How many images it has; the usual number if None.
     """
-    pictures = request.frames if request.video is not None else int("i2v" in spec.tasks)
+    images = spec.image_counts[0] if images is None else images
+    pictures = request.frames if request.video is not None else images
     numbers = math.prod(spec.latent_shape(request))
     handed = numbers * (1 + spec.schedule(request).history_terms)
     pixels = request.height * request.width

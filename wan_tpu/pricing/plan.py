@@ -128,6 +128,7 @@ class Plan:
         stages: The stages.
         experts: How many of the denoising stages have weights of their own.
         same_weights: The stages that have another one's, by name.
+        images: How many images the request has; the usual number if None.
     """
 
     model: str
@@ -138,6 +139,7 @@ class Plan:
     stages: tuple[StagePlan, ...]
     experts: int
     same_weights: Mapping[str, str] = field(default_factory=dict)
+    images: int | None = None
 
     def needs(self, experts: Sequence[Expert]) -> dict[str, Needs]:
         """Return what each stage of the model takes, its experts one by one, those left out that can't be compiled.
@@ -233,6 +235,7 @@ class Planner:
         cache: Path,
         report: Report,
         count: CountBundles = count_alone,
+        images: int | None = None,
     ) -> None:
         """Prepare to plan for one request on one slice.
 
@@ -244,13 +247,18 @@ class Planner:
             cache: The folder that keeps compiled programs and counted kernels.
             report: Called with a line for each program that is compiled or priced.
             count: Counts a kernel's bundles.
+            images: How many images the request has; the usual number if None.
 
         Raises:
-            InvalidRequest: The model can't generate that size.
+            InvalidRequest: The model can't generate that size, or takes another number of images.
         """
         self._name = model
         self._model = published_model(model)
         self._model.spec.check_size(request)
+        counts = self._model.spec.image_counts
+        if images not in (None, *counts):
+            raise InvalidRequest(f"images is {images}; {model} takes {' or '.join(map(str, sorted(counts)))}", "images")
+        self._images = images
         self._request = request
         self._slice = described
         self._dtype = dtype
@@ -266,7 +274,8 @@ class Planner:
         placed = self.mesh(mesh)
         tokens = self._model.spec.tokens(self._model.spec.latent_shape(self._request))
         runtime = AbstractRuntime(self._model, placed, self._dtype)
-        calls = {name: calls for name, (_, _, calls) in stage_programs(runtime, self._request, stages).items()}
+        programs_of = stage_programs(runtime, self._request, stages, images=self._images)
+        calls = {name: calls for name, (_, _, calls) in programs_of.items()}
         if only is not None and only not in calls:
             raise InvalidRequest(f"no program is called {only!r}; this model's are {', '.join(map(repr, calls))}")
         programs = [self._program(name, n, placed) for name, n in calls.items() if only in (None, name)]
@@ -279,6 +288,7 @@ class Planner:
             stages=tuple(self._stages(programs)),
             same_weights=self._model.same_weights,
             experts=len({self._model.same_weights.get(stage, stage) for stage in self._model.spec.denoise_stages}),
+            images=self._images,
         )
 
     def mesh(self, mesh: Sequence[int | None]) -> Mesh:
@@ -314,7 +324,7 @@ class Planner:
             settings |= {name: value for name, value in schedule.items() if value is not None}
         if program.startswith(ADAPTERS):
             settings["loras"] = [str(lora) for lora in self._request.loras]
-        return Job(self._name, program, self._slice, mesh, settings, self._dtype)
+        return Job(self._name, program, self._slice, mesh, settings, self._dtype, self._images)
 
     def _program(self, name: str, calls: int, mesh: Mesh) -> ProgramPlan:
         shape = MeshShape(**mesh.shape)
@@ -345,7 +355,7 @@ class Planner:
         decoders = ("decoder", *sound_decoders(self._model))
         decoder = [program for program in programs if _find_owner(program) in decoders]
         encoder = [program for program in programs if program not in denoise + decoder]
-        host_s = host_seconds(self._model.spec, self._request)
+        host_s = host_seconds(self._model.spec, self._request, self._images)
         if encoder:
             operations = flops.encoder(self._request, prompts=branches)
             yield StagePlan("encoder", tuple(encoder), operations, host_s["encoder"])

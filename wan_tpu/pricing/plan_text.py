@@ -18,7 +18,7 @@ def describe(plan: Plan) -> str:
     request, memory = plan.request, plan.slice.hardware.hbm_bytes / GIB
     size = f"{request.width}x{request.height}, {request.frames} frames ({plan.tokens} tokens), {request.steps} steps"
     lines = [
-        f"{plan.model}, {size}",
+        f"{plan.model}, {size}" + ("" if plan.images is None else f", images: {plan.images}"),
         f"{plan.slice.name}, mesh {_format_mesh(plan)}, {memory:g} GiB a device can be used",
         "",
     ]
@@ -66,6 +66,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
     return {
         "model": plan.model,
         "request": plan.request.to_json(),
+        "images": plan.images,
         "tokens": plan.tokens,
         "slice": dataclasses.asdict(plan.slice),
         "mesh": plan.mesh._asdict(),

@@ -113,7 +113,7 @@ def text_program(runtime: Runtime[Model], name: str, *, images: bool = False) ->
 
 def image_inputs(runtime: Runtime[Model], request: ResolvedRequest) -> ImageInputs | None:
     """Put the encoder's inputs from a request's image, or video, on the devices; None when there is none."""
-    if request.image is None and request.video is None:
+    if all(getattr(request, name) is None for name in (*IMAGES, "video")):
         return None
     model, dtype = runtime.model, DTYPES[runtime.dtype]
     placed: dict[int, jax.Array] = {}

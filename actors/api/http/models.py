@@ -47,7 +47,7 @@ class Model(Object):
     tasks: list[str]
     """`t2v`: videos of a text; `i2v`: of an image and a text."""
     last_frames: str
-    """Whether a video may end with an image: `none`, `optional` or `required`."""
+    """Whether a video may end with an image: `none`; `optional` or `required` beside a first frame; `alone`, too."""
     stages: list[str]
     """The stages that a video passes, in order."""
     defaults: dict[str, bool | float | str]

@@ -130,13 +130,15 @@ class _Described(_Sent):
     size: str | None = Field(
         default=None,
         description=f"WIDTHxHEIGHT in pixels, multiples of {SIZE_MULTIPLE}; a few models need multiples of more, and "
-        "GET /v1/models says so. Without it the video has the model's own size, or the shape of its image where "
+        "GET /v1/models says so. Without it the video has the model's own size, or the shape of its first image where "
         "`follows_image` says so.",
         examples=["1280x720"],
     )
     input_reference: ImageReference | None = Field(default=None, description="The first frame.")
     last_frame: ImageReference | None = Field(
-        default=None, description='The last frame, for models whose `last_frames` isn\'t "none".'
+        default=None,
+        description='The last frame, for models whose `last_frames` isn\'t "none". `input_reference` may be omitted '
+        'where that is "alone".',
     )
 
 

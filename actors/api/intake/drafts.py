@@ -54,7 +54,7 @@ class Drafts:
         """Return the job and the input images that a body describes; raises `InvalidRequest`, `HttpError`."""
         fields, spec, owner = body.fields, self._spec, caller.owner
         plan = await self._work.run(owner, self._plan, body, caller)
-        follows = body.has(IMAGE) and plan.request.height is None and spec.follows_image
+        follows = self._follows_image(plan.request, body)
         pngs: list[bytes] = []
         sizes: dict[str, str] = {}
         for name in IMAGES:
@@ -62,7 +62,7 @@ class Drafts:
                 if source is None:
                     continue
                 reading, source_name = source
-                if follows and name == IMAGE:  # Only now is the video's size known.
+                if follows and not pngs:  # Only now is the video's size known, from the first of its images.
                     plan = await self._work.run(owner, self._resolve, plan.request, body, reading.sizes[source_name])
                 height, width = plan.resolved.height, plan.resolved.width
                 png = await reading.make_picture(
@@ -101,11 +101,14 @@ class Drafts:
         """Plan a request, with the (height, width) of its image once that is known; raises `InvalidRequest`."""
         image, last, spec = body.has(IMAGE), body.has(LAST), self._spec
         resolved = spec.plan(request, image=image, last=last, picture=picture).request
-        follows = image and request.height is None and spec.follows_image
-        if picture is not None or not follows:
+        if picture is not None or not self._follows_image(request, body):
             check_size(resolved, self._settings.largest, spec)
         loras = choose_adapters(body.fields, spec, self._settings.catalogue)  # By name, since their files may move.
         return _Planned(request=request, resolved=resolved, loras=loras, skipped_steps=spec.skipped_steps(resolved))
+
+    def _follows_image(self, request: GenerationRequest, body: ParsedBody) -> bool:
+        """Return whether a video gets its size from its first frame, or from its last one if that is alone."""
+        return any(body.has(name) for name in IMAGES) and request.height is None and self._spec.follows_image
 
     def _check_model(self, model: str | None) -> None:
         if model is not None and model not in (self._settings.model, *self._settings.aliases):

@@ -27,9 +27,13 @@ class LastFrames(SmallSpec):
     last_images = "optional"
 
 
+class LastFramesAlone(SmallSpec):
+    last_images = "alone"
+
+
 @pytest.fixture
-def http(settings, engine):
-    spec = engine.model = LastFrames(serving.SPEC.config)
+def http(settings, engine, request):
+    spec = engine.model = getattr(request, "param", LastFrames)(serving.SPEC.config)
     with serving.working(settings, engine), served(settings, spec) as address:
         with httpx.Client(base_url=address, timeout=30) as client:
             yield client
@@ -57,7 +61,19 @@ def test_both_frames_reach_the_pipeline_in_the_videos_size(form, http, engine, s
     assert http.get("/v1/models").json()["data"][0]["last_frames"] == "optional"
 
 
+@pytest.mark.parametrize("http", [LastFramesAlone], indirect=True)
+def test_last_frame_alone_gives_the_video_its_shape(http, engine):
+    job = create(http, last_frame={"image_url": as_data_url(FIRST.rotate(90, expand=True))}).json()
+    assert (job["size"], job["input_size"], job["last_frame_size"]) == ("64x96", None, "64x96")
+    assert done(http, job["id"])["status"] == "completed"
+    assert engine.asked[-1].image is None
+    assert np.array_equal(np.asarray(engine.asked[-1].last_image), np.asarray(FIRST.rotate(90, expand=True)))
+    assert http.get("/v1/models").json()["data"][0]["last_frames"] == "alone"
+
+
 def test_what_cant_be_is_refused(http, settings):
+    error = create(http, last_frame={"image_url": as_data_url(LAST)}).json()["error"]
+    assert error["param"] == "last_frame" and "without image" in error["message"]
     both = {"input_reference": {"image_url": as_data_url(FIRST)}, "last_frame": {"image_url": "https://x.test/b.png"}}
     error = create(http, **both).json()["error"]
     assert error["param"] == "last_frame" and "files alone, or URLs" in error["message"]

@@ -112,7 +112,10 @@ def test_what_a_model_fixes_has_one_value_and_its_licence_may_ask_for_a_name():
         ({"fps": 30}, "fps is 30; minimax-h3 has 24 alone: leave it out"),
         ({"guidance_scale": 5}, "guidance_scale is 5; minimax-h3 has none: leave it out"),
         ({"height": 720}, "height is 720; minimax-h3 needs a multiple of 32, nearest 704"),
-        ({"last_image": Image.new("RGB", (96, 64))}, "last_image was given without image; give the first frame"),
+        (
+            {"last_image": Image.new("RGB", (96, 64)), "preset": "fasth3"},
+            "last_image was given, and preset fasth3 is for",
+        ),
     ],
 )
 def test_request_that_such_a_model_can_not_make_is_refused_with_what_it_has(fields, message):
@@ -131,8 +134,8 @@ def test_answer_names_the_size_and_length_of_the_video_that_is_made(settings):
         for asked, seconds in (({}, "5.17"), ({"seconds": "1"}, "5.17"), ({"seconds": "5"}, "5")):
             video = create(http, **asked).json()
             assert (video["num_frames"], video["seconds"], video["size"]) == (124, seconds, "1344x768")
-        refused = create(http, last_frame=last).json()["error"]
-        assert refused["param"] == "last_frame" and "give the first frame as well" in refused["message"]
+        video = create(http, last_frame=last).json()
+        assert (video["size"], video["input_size"], video["last_frame_size"]) == ("1152x768", None, "96x64")
 
 
 @pytest.mark.parametrize(("seconds", "frames"), [("0.1", 5), ("1", 22), ("1.5", 22), ("2.4", 39)])

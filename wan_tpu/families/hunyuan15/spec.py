@@ -120,10 +120,10 @@ class HunyuanSpec(ModelSpec):
         """Return the one expert."""
         return (Expert(DENOISE, 0, request.steps, self.guided(request)),)
 
-    def shapes(self, request: ResolvedRequest, *, image: bool) -> dict[str, str]:
+    def shapes(self, request: ResolvedRequest, *, images: int) -> dict[str, str]:
         """Name the programs as every model does, the decoder's also by frames: it keeps the keys of all frames."""
         size = f"{request.height}x{request.width}x{request.frames}"
-        return super().shapes(request, image=image) | {DECODER: f"{DECODER} {size}"}
+        return super().shapes(request, images=images) | {DECODER: f"{DECODER} {size}"}
 
     def schedule(self, request: ResolvedRequest) -> Schedule:
         """Return the numbers of every step: Euler's method on even steps of the flow, shifted once."""

@@ -147,9 +147,9 @@ class Ltx2Spec(ModelSpec):
         """Return one chunk with all frames: the decoder looks ahead."""
         return (latent_frames,)
 
-    def shapes(self, request: ResolvedRequest, *, image: bool) -> dict[str, str]:
+    def shapes(self, request: ResolvedRequest, *, images: int) -> dict[str, str]:
         """Name the programs as every model does, by each stage's own size and the length of the sound."""
-        names, whole = super().shapes(request, image=image), f"{request.height}x{request.width}"
+        names, whole = super().shapes(request, images=images), f"{request.height}x{request.width}"
         sound = f"{self.audio_tokens(request.frames, request.fps)} of sound"
         for expert in self.experts(request):
             *_, height, width = self.latent_shapes(request, expert.stop)[VIDEO]

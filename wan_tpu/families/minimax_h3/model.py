@@ -1,4 +1,4 @@
-"""The MiniMax-H3 family: video with sound from text, or from text and the first frame, or the first and the last.
+"""The MiniMax-H3 family: video with sound from text, or from text and the first frame, the last one, or both.
 
 The reference for every formula is diffusers 0.42, modular_pipelines/minimax_h3.
 
@@ -87,15 +87,13 @@ class MiniMaxH3Model(Model):
         rows, _ = self.text_shape
         return {"text": (self.text_shape, False), "positions": ((rows,), True), "count": ((1,), True)}
 
-    def image_prompt_shapes(self, request: ResolvedRequest, images: int = 1) -> dict[str, tuple[tuple[int, ...], bool]]:
+    def image_prompt_shapes(self, request: ResolvedRequest, images: int) -> dict[str, tuple[tuple[int, ...], bool]]:
         """Return the shapes of a prompt's arrays with keyframes, and which end of the video each of them is."""
         _, rows = presentation.shapes(self.config, request.height, request.width, images).ids.shape
-        embeddings, indices = (rows, self.text_shape[1]), {"positions": ((rows,), True), "anchors": ((images,), True)}
-        return self.prompt_shapes | {"text": (embeddings, False), **indices}
+        text = {"text": ((rows, self.text_shape[1]), False), "positions": ((rows,), True)}
+        return self.prompt_shapes | text | {"anchors": ((images,), True)}
 
-    def image_token_shapes(
-        self, request: ResolvedRequest, images: int = 1
-    ) -> dict[str, tuple[jax.ShapeDtypeStruct, ...]]:
+    def image_token_shapes(self, request: ResolvedRequest, images: int) -> dict[str, tuple[jax.ShapeDtypeStruct, ...]]:
         """Return the shapes of the text encoder's inputs with keyframes."""
         return {"text_encoder": presentation.shapes(self.config, request.height, request.width, images)}
 
@@ -108,11 +106,15 @@ class MiniMaxH3Model(Model):
         return tuple((*latent_shape[:2], count, *latent_shape[3:]) for count in (1, 2))
 
     def vae_chunks(self, component: str, request: ResolvedRequest) -> list[tuple[int, int, int, int, int]]:
-        """Return the shapes of a VAE half's chunks: each keyframe, or the latents of each clip."""
+        """Return the shapes of a VAE half's chunks: a keyframe, or the latents of each clip."""
         if component == "vae_encoder":
-            return [(1, 3, 1, request.height, request.width)]
+            return self.image_chunks(request, 1)
         batch, channels, frames, height, width = self.spec.latent_shape(request)
         return [(batch, channels, count, height, width) for count in self.spec.decoder_chunks(frames)]
+
+    def image_chunks(self, request: ResolvedRequest, images: int) -> list[tuple[int, int, int, int, int]]:
+        """Return the shapes of keyframes, each of which is a chunk."""
+        return [(1, 3, 1, request.height, request.width)] * images
 
     # ---- The encoder stage.
 

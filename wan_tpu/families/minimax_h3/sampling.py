@@ -2,8 +2,9 @@
 
 LightX2V trained its Turbo at 1344x768 with Euler's method, at shift 6 for the video and 3, the model's own, for the
 sound: github.com/ModelTC/Minimax-H3-Turbo, and github.com/ModelTC/LightX2V, configs/minimax_h3/dmd. FastVideo trained
-FastH3 from text alone at the model's own shifts, with a highest noise level below one (`dmd_denoising_steps` of its
-fastvideo_inference.json are thousandths); of its adapters this is the one with dense attention.
+FastH3 from text alone, without keyframes, at the model's own shifts, with a highest noise level below one
+(`dmd_denoising_steps` of its fastvideo_inference.json are thousandths); of its adapters this is the one with dense
+attention.
 """
 
 from wan_tpu.families.minimax_h3.published import PUBLISHED
@@ -11,7 +12,7 @@ from wan_tpu.request import Preset
 from wan_tpu.requested_adapter import RequestedAdapter
 
 
-def _distil(about: str, adapter: str, levels: tuple[float, ...], shift: float) -> Preset:
+def _distil(about: str, adapter: str, levels: tuple[float, ...], shift: float, *, text_only: bool = False) -> Preset:
     """Return a preset with noise levels, as they are before the shift."""
     settings = {
         "sigmas": tuple(shift * level / (1 + (shift - 1) * level) for level in levels),
@@ -20,7 +21,7 @@ def _distil(about: str, adapter: str, levels: tuple[float, ...], shift: float) -
     }
     source = "https://huggingface.co/" + "/".join(adapter.split("/")[:2])
     text = f"{about}, by an adapter that was distilled for them; not what the model itself makes"
-    return Preset(text, source, tuple(settings.items()))
+    return Preset(text, source, tuple(settings.items()), text_only)
 
 
 _TURBO = "lightx2v/Minimax-h3-Turbo/minimax_h3_fl2v_turbo"
@@ -32,6 +33,6 @@ DISTILLED = {
         "turbo-8": _distil(
             "eight steps", f"{_TURBO}_8step_v1.0_768p_bf16", tuple(level / 8 for level in range(8, 0, -1)), 6.0
         ),
-        "fasth3": _distil("four steps from text", _FASTH3, (0.999, 0.749, 0.5, 0.25), _SHIFT),
+        "fasth3": _distil("four steps from text", _FASTH3, (0.999, 0.749, 0.5, 0.25), _SHIFT, text_only=True),
     },
 }

@@ -43,7 +43,7 @@ class MiniMaxH3Spec(ModelSpec):
 
     boundary_ratio = None
     tasks = ("t2v", "i2v")
-    last_images = "optional"
+    last_images = "alone"
     reads_images = True
     solvers = ("euler",)
     frame_stride = CLIP_FRAMES
@@ -152,9 +152,9 @@ class MiniMaxH3Spec(ModelSpec):
         _, patch_height, patch_width = self.config.transformer["patch_size"]
         return frames * (height // patch_height) * (width // patch_width)
 
-    def shapes(self, request: ResolvedRequest, *, image: bool) -> dict[str, str]:
+    def shapes(self, request: ResolvedRequest, *, images: int) -> dict[str, str]:
         """Name the programs as every model does; the decoder's differ by the length of the sound, too."""
-        names = super().shapes(request, image=image)
+        names = super().shapes(request, images=images)
         return names | {DECODER: f"{names[DECODER]}x{request.frames}"}
 
     # ---- Steps.
