@@ -291,12 +291,12 @@ async def all_ended(url: str, jobs: dict[str, list[str]], seconds: float) -> dic
 
 
 async def main(args: argparse.Namespace) -> None:
-    """Measure without and with the attack."""
+    """Measure the service first without the attack, then with it."""
     database = open_database(args.database)
     names = [f"{args.name} {i}" for i in range(CLIENTS + 11)]
     keys = [make_key(database, name) for name in names]
     try:
-        await asyncio.sleep(2)  # until the service knows them
+        await asyncio.sleep(2)  # By then the service knows the keys.
         before = await go_on(args.url, keys[: CLIENTS + 1], args.quiet_s)
         async with attacked(args.url, keys[CLIENTS + 1 :], args.one_key):
             during = await go_on(args.url, keys[: CLIENTS + 1], args.seconds)

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Time what the host does for one video while the devices wait: tokenizing, the image, noise, copies, the mp4's end.
 
-Of Wan 2.2 I2V A14B's defaults, 81 frames, at 1280x720 and 832x480, without a checkpoint: the tokenizer has as many
-words as UMT5's. The best of the runs of each; what `wan_tpu/pricing/host.py` predicts is made of these figures.
+The video has the defaults of Wan 2.2 I2V A14B, 81 frames, at 1280x720 and at 832x480. No checkpoint is needed: a
+tokenizer with as many words as UMT5's is generated. The figures are those of each part's best run, and
+`wan_tpu/pricing/host.py` bases its predictions on them.
 """
 
 import argparse
@@ -70,7 +71,7 @@ def best(runs: int, call: Callable[[], object]) -> float:
 
 
 def write_tokenizer(folder: str) -> None:
-    """Write a unigram tokenizer of so many words."""
+    """Write a unigram tokenizer with as many words as UMT5's."""
     words = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((f"▁word{i}", -10.0) for i in range(VOCABULARY - 3))]
     tokenizer = Words(models.Unigram(words, unk_id=2))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()

@@ -1,6 +1,6 @@
-"""What a large manifest costs: seconds and memory to read it, to look at its records, and to write results.jsonl.
+"""Measure a large manifest: seconds and memory to read it, to look at its records, and to write results.jsonl.
 
-usage: bench_manifest.py [LINES ...]; without numbers 10,000, 100,000 and 1,000,000, each in a process of its own
+Usage: bench_manifest.py [LINES ...]. By default 10,000, 100,000 and 1,000,000 lines, each in a process of its own.
 """
 
 import argparse
@@ -24,7 +24,7 @@ SIZES = ((720, 1280), (1280, 720), (480, 832), (832, 480))
 
 
 def write_manifest(path: Path, lines: int) -> None:
-    """Write lines as batches have them: a text of 25 words, a seed, one of four sizes, every second with an id."""
+    """Write lines like those of real batches: 25 words, a seed, one of four sizes, and in every second one an id."""
     chosen = random.Random(0)
     with path.open("w") as file:
         for number in range(lines):
@@ -63,7 +63,7 @@ def _highest_gib() -> float:
 
 
 def main() -> None:
-    """Measure, one process after another."""
+    """Measure each number of lines in a process of its own, one after another."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("lines", nargs="*", type=int, default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--alone", action="store_true", help="in this process")

@@ -47,7 +47,7 @@ IMAGE = Path(__file__).parent.parent / "examples" / "cat.png"
 
 
 def main() -> None:
-    """Run one of the three and print its figures."""
+    """Run one of the three measurements and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layout", help="file or shipped name (a14b-balanced-v6e; with --real emulated-demo)")
     parser.add_argument("--speed", type=float, default=10, help="planned durations are divided by it")

@@ -47,7 +47,7 @@ async def main(args: argparse.Namespace, url: str, memory_mib: Callable[[], floa
 async def send(
     http: aiohttp.ClientSession, args: argparse.Namespace, seconds: float, jobs: list[str]
 ) -> tuple[dict[str, list[float]], list[str]]:
-    """Send at the rate for so long; return the seconds that answers took by kind, and what went wrong."""
+    """Send requests at the rate for some seconds; return how long answers took by kind, and what went wrong."""
     took: dict[str, list[float]] = {"submit": [], "poll": []}
     wrong: list[str] = []
 
@@ -137,7 +137,7 @@ async def pages(http: aiohttp.ClientSession, memory_mib: Callable[[], float] | N
 
 @contextlib.contextmanager
 def simulated(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], float]]]:
-    """Give the address of a service whose steps take `--step_s`, and what says how much memory its ingresses hold."""
+    """Yield the address of a service whose steps take `--step_s`, and a function that measures ingresses' memory."""
     from simulation.soak import soak_spec
 
     from actors.api.deploy import deploy_service, take_down

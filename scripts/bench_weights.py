@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Time how fast processes read layers of Wan 14B from files in memory: as published, float32, and converted.
 
-Processes are those of one slice of eight devices, emulated: each reads the shards of its own. Prints bytes read and
-GB a second of each, and how much more than its shards its memory held; the best of the runs.
+The processes are those of one emulated slice of eight devices, and each reads the shards of its own devices. The script
+prints the bytes that each read, its GB a second, and how much more than its shards its memory held, for the best run.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def kib(name: str) -> int:
 
 
 def touch(nbytes: int) -> None:
-    """Use so much memory once: a virtual machine is given what nobody has used yet page by page, at 0.5 GB/s."""
+    """Use this much memory once: a virtual machine gets memory that was never used page by page, at 0.5 GB/s."""
     rooms = [np.empty(2**20, np.uint8) for _ in range(nbytes // 2**20)]
     for room in rooms:
         room.fill(1)
@@ -118,7 +118,7 @@ def measure(checkpoint: str, rank: int, processes: int, coordinator: str) -> Non
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
     before = kib("VmRSS")
     params = load_component(Checkpoint(checkpoint), model.components["denoise"], "bfloat16", mesh, show).params
-    seconds = time.perf_counter() - starts[0]  # once the headers are read and the module is built
+    seconds = time.perf_counter() - starts[0]  # The clock starts once headers are read and the module is built.
     held = 1024 * (kib("VmHWM") - before)
     own = sum(
         sum({str(shard.index): shard.data.nbytes for shard in array.addressable_shards}.values())

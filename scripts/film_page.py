@@ -6,7 +6,7 @@
     wan-tpu serve --layout emulated-demo --model examples/small-wan2.2-i2v --dtype float32
     python scripts/film_page.py --output docs/demo.webp
 
-Needs Chromium. Time is cut: a picture each time that the page has changed, then the video at its own pace.
+This needs Chromium. The film has one picture for each change of the page, then shows the video at its own pace.
 """
 
 import argparse

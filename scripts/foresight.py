@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-r"""Predict programs of others whose measured times are published, and print both: how far our predictions go.
+r"""Predict the times of other people's programs, whose measured times are published, and print both to compare them.
 
     python scripts/foresight.py --pedia gpu-tpu-pedia --maxdiffusion maxdiffusion --packages folder --plot foresight.png
 
-Needs libtpu, no TPU. Rows that were measured with others' own code compile it from a checkout, and are left out
-without: github.com/yangwhale/gpu-tpu-pedia (its attention kernel), github.com/AI-Hypercomputer/maxdiffusion (its
-transformer and its kernels). The latter wants packages that this environment lacks:
+This needs libtpu, but no TPU. Rows that were measured with other people's code compile it from a checkout, and are left
+out without one: github.com/yangwhale/gpu-tpu-pedia (its attention kernel) and github.com/AI-Hypercomputer/maxdiffusion
+(its transformer and its kernels). The latter needs packages that this environment lacks:
 
     pip install --no-deps --target folder absl-py aqtp chex einops etils flax humanize ml_collections nest_asyncio \\
         optax orbax-checkpoint simplejson tensorboardX tensorstore toolz treescope
@@ -31,7 +31,7 @@ from wan_tpu.pricing.cost import Times
 from wan_tpu.runtime.program import ON_TENSOR_CORE
 from wan_tpu.versions import installed_version
 
-WITHIN = 0.1  # The band that the plot draws around what was measured.
+WITHIN = 0.1  # The plot draws a band of this width around the measured times.
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     calibration = None if args.calibration is None else load_calibration(args.calibration)
-    # Of programs that aren't ours, too: JAX 0.10 can't read one that uses SparseCores.
+    # These flags apply to other people's programs, too, because JAX 0.10 can't read a program that uses SparseCores.
     os.environ["LIBTPU_INIT_ARGS"] = " ".join(f"--{name}={value}" for name, value in ON_TENSOR_CORE.items())
     print("| what | slice | measured | floor | estimate | error of the floor | of the estimate |")
     print("|---|---|---|---|---|---|---|")
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def draw(pairs: Sequence[tuple[Row, Times]], path: Path) -> None:
-    """Draw each prediction over what was measured, from floor to estimate, in the colour of its chip."""
+    """Draw each prediction, from floor to estimate, over the measured time, in the colour of its chip."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Train the small Wan 2.2 I2V that the demo and the tests use, and write it as a diffusers directory.
 
-Stages, each goes on where it was stopped: vae, latents (encodes the clips), experts, export, examples (requests that it
-hasn't seen). On two cores two hours.
+The stages are vae, latents (encode the clips), experts, export and examples (requests that the model hasn't seen). Each
+continues where it was stopped. All together take two hours on two cores.
 """
 
 import argparse

@@ -52,7 +52,7 @@ class MeshError(InvalidInput):
 
 
 class OutputError(WanTpuError):
-    """A result can't be written to its place, or with the ffmpeg of this machine."""
+    """A result can't be written to its destination, or this machine's ffmpeg can't encode it."""
 
     exit_code = 2
 

@@ -110,5 +110,5 @@ def write_bundle(path: Path, machine: Machine, hosts: Sequence[Sequence[Part]]) 
 
 
 def list_problems(parts: Sequence[Part]) -> Iterator[Finding]:
-    """Yield what is wrong or slow."""
+    """Yield the findings that say what is wrong or slow."""
     return (finding for part in parts for finding in part.findings if finding.verdict in ("fail", "warn"))

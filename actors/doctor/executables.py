@@ -1,4 +1,4 @@
-"""Whether programs that were compiled ahead of time are used: made here, and made on a machine without chips."""
+"""Check that programs compiled ahead of time are used, whether compiled here or on a machine without chips."""
 
 import logging
 import os

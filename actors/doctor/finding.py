@@ -34,7 +34,7 @@ class Finding:
 
 @dataclasses.dataclass
 class Machine:
-    """What is checked.
+    """The machine that is checked.
 
     Attributes:
         folder: A folder to write to, on the disk that weights go to.
@@ -54,7 +54,7 @@ class Machine:
 
     @property
     def chip(self) -> Chip | None:
-        """The generation of its TPU; None where it has none that is known."""
+        """The generation of its TPU; None if it has no TPU, or an unknown one."""
         return next((chip for chip in CHIPS.values() if chip.jax_kind == self.kind), None)
 
 

@@ -1,4 +1,4 @@
-"""Every kernel against its plain twin, on this machine's first device."""
+"""Compare every kernel with its plain twin on this machine's first device."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -1,1 +1,1 @@
-"""What slices cost, and what layouts of them make of it."""
+"""The cost of slices, and of the videos that layouts of them make."""

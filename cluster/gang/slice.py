@@ -24,7 +24,7 @@ from cluster.slice_spec import SliceSpec
 
 OnProgress = Callable[[Any], None]
 
-BUSY_PAUSE_S = 10.0  # Until a slice is tried again if another process had the chips of one of its hosts.
+BUSY_PAUSE_S = 10.0  # Pause before another try when another process holds a host's chips.
 
 
 def take(

@@ -97,7 +97,7 @@ def train_four_steps(folder: Path, *, scenes: int = 960, steps: int = 900) -> No
             here, there = ways[at, chosen], ways[at + 1, chosen]
             chord = (here - there) / (levels[at] - levels[at + 1])
             sigma = torch.full((_BATCH,), levels[at])
-            predicted = velocity(pipeline, expert, here, conditions[chosen], sigma, texts[chosen])
+            predicted = velocity(expert, here, conditions[chosen], sigma, texts[chosen])
             return (predicted - chord).square().mean()
 
         fit(layers, loss_of, steps=steps, rate=2e-3, name=f"four-steps, {side}")
@@ -131,7 +131,7 @@ def _way(pipeline: Any, conditions: torch.Tensor, texts: torch.Tensor, *, seed: 
 
 
 def velocity(
-    pipeline: Any, expert: Any, x: torch.Tensor, condition: torch.Tensor, sigma: torch.Tensor, text: torch.Tensor
+    expert: Any, x: torch.Tensor, condition: torch.Tensor, sigma: torch.Tensor, text: torch.Tensor
 ) -> torch.Tensor:
     """Return an expert's velocity, float32 [B, Z, T, H, W]."""
     with attention_over_few_tokens(x.device):

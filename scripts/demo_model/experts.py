@@ -30,9 +30,12 @@ EXPERTS = ("transformer", "transformer_2")  # high noise, low noise
 
 @dataclass(frozen=True)
 class Latents:
-    """Encoded clips of one width, normalised: clips [2, N, Z, T, H, W] (as asked, the opposite), conditions [N, ...].
+    """Encoded clips of one width, normalised.
 
-    scenes  the N scenes as drawn
+    Attributes:
+        clips: [2, N, Z, T, H, W]: those that the captions ask for, and their opposites.
+        conditions: [N, ...].
+        scenes: The N scenes as drawn.
     """
 
     clips: torch.Tensor

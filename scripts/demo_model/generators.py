@@ -1,4 +1,4 @@
-"""Functions for the gate that make videos in each of the ways that this project has."""
+"""Functions for the gate that make videos in every way that this project offers."""
 
 import asyncio
 import contextlib

@@ -16,7 +16,7 @@ HEIGHT = 64
 WIDTHS = (64, 96)
 
 SHAPES = ("ball", "box", "triangle", "star")
-# Saturated, so that none is near a floor or a sky.
+# The colours are saturated, so that none is close to a floor's or a sky's.
 COLOURS = {
     "red": (215, 35, 40),
     "orange": (250, 135, 10),

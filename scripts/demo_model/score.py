@@ -91,7 +91,7 @@ def score(frames: np.ndarray, scene: Scene) -> Score:
 def _moves(scene: Scene, times: np.ndarray) -> np.ndarray:
     """Return how far x, y and radius are from those of the first frame; float64 [T, 3].
 
-    The radius counts twice: what grows changes it by few pixels.
+    The radius counts twice, because a thing that grows changes it by only a few pixels.
     """
     states = path(scene, times)[:, :3]
     return (states - states[0]) * (1, 1, 2)

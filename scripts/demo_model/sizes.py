@@ -1,4 +1,4 @@
-"""How large the small model is, how it is trained and sampled. Every number that training and gate share is here."""
+"""The small model's sizes, and how it is trained and sampled: every number that training and gate share."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +10,8 @@ TEXT_TOKENS = 512  # a constant of the pipelines
 BOUNDARY, SHIFT = 0.9, 5.0  # Wan 2.2 I2V A14B's
 STEPS, GUIDANCE = 20, 3.0
 
-# Pixels come in patches of two, as in Wan 2.2's own VAE, and one level less halves them: full resolution costs most of
-# the time and holds least of what is learned.
+# Pixels come in patches of two, as in Wan 2.2's own VAE, so that one level fewer halves them: layers at full resolution
+# would take most of the time and learn the least.
 VAE: dict[str, Any] = VAE_21 | {
     "patch_size": 2,
     "in_channels": 12,
@@ -46,11 +46,14 @@ TEXT_ENCODER: dict[str, Any] = UMT5_XXL | {
 class Schedule:
     """One stage's training.
 
-    steps      in all
-    batch      clips a step
-    muon_rate, adam_rate  the learning rates' peaks; they rise over `warm_up` steps and fall as a cosine to a fiftieth
-    ema        decay of the averaged weights that are kept in the end
-    save_every, sheet_every  steps; no sheets when 0
+    Attributes:
+        steps: All steps.
+        batch: Clips in a step.
+        muon_rate, adam_rate: Peaks of the learning rates, which rise over `warm_up` steps and fall as a cosine to a
+            fiftieth.
+        ema: Decay of the averaged weights, which are kept in the end.
+        save_every: Steps between two states that are saved.
+        sheet_every: Steps between two contact sheets; 0 for none.
     """
 
     steps: int

@@ -39,7 +39,7 @@ class Descent:
 
     def __init__(self, modules: torch.nn.ModuleDict):
         self._modules = modules
-        # What the embedding looks up are vectors, not a matrix: an AdamW matter, as Muon's author has it.
+        # An embedding is a list of vectors and not a matrix, so AdamW trains it, as Muon's author advises.
         vectors = {id(m.weight) for m in modules.modules() if isinstance(m, torch.nn.Embedding)}
         kernels = [p for p in modules.parameters() if p.dim() > 1 and p.dim() != 3 and id(p) not in vectors]
         chosen = {id(p) for p in kernels}

@@ -27,7 +27,7 @@ def new_vae() -> torch.nn.ModuleDict:
     layouts = {5: torch.channels_last_3d, 4: torch.channels_last}
     for module in vae.modules():
         if isinstance(module, torch.nn.Conv2d | torch.nn.Conv3d):
-            # As large as what they are given, where torch's own make every layer's part fainter.
+            # Outputs are as large as inputs. With torch's own values every layer would make its share fainter.
             torch.nn.init.normal_(module.weight, std=module.weight[0].numel() ** -0.5)
             torch.nn.init.zeros_(module.bias)
             module.weight.data = module.weight.data.contiguous(memory_format=layouts[module.weight.dim()])
@@ -37,7 +37,7 @@ def new_vae() -> torch.nn.ModuleDict:
         for convolution in residual:
             convolution.weight.mul_(0.1)
         vae.quant_conv.weight[sizes.Z :].mul_(0.1)
-    # Little noise at first: with a deviation of one, nothing that the encoder says gets through.
+    # There is little noise at first: with a deviation of one, none of the encoder's signal would get through.
     torch.nn.init.constant_(vae.quant_conv.bias[sizes.Z :], sizes.FIRST_LOGVAR)
     return torch.nn.ModuleDict({"vae": vae})
 
@@ -55,7 +55,7 @@ def train_vae(run: Run, schedule: sizes.Schedule = sizes.VAE_SCHEDULE) -> bool:
             posterior = whole.encode(pixels)
             rebuilt = whole.decode(posterior.sample())
         error = rebuilt.float() - pixels
-        # A value's mean: diffusers' kl() is written for pictures, without the axis of time.
+        # This is the mean over all values. diffusers' kl() is written for pictures, which have no time axis.
         kl = 0.5 * (posterior.mean.square() + posterior.var - 1 - posterior.logvar).mean()
         square = error.square().mean()
         return {"loss": error.abs().mean() + square + sizes.KL_WEIGHT * kl, "square": square, "kl": kl}

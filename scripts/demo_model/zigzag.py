@@ -54,11 +54,12 @@ def render_zigzag(scene: Scene) -> np.ndarray:
 
 
 def zigzag_score(clip: np.ndarray, scene: Scene) -> dict[str, float]:
-    """Return what of it a clip float32 [T, H, W, 3] in [0, 1] shows.
+    """Score how far a clip, float32 [T, H, W, 3] in [0, 1], shows the zigzag.
 
-    purple     whether in the last quarter of the frames a patch of that colour has at least half of the actor's area
-    path       mean distance of that patch from where it should be, pixels, in the second half; inf where there is none
-    zigzags    whether that is at most 4
+    Returns:
+        "purple": Whether a purple patch has at least half of the actor's area in the last quarter of the frames.
+        "path": The patch's mean distance from its right place in the second half, in pixels; inf without a patch.
+        "zigzags": Whether that distance is at most 4.
     """
     times = clip_times(len(clip))
     where = zigzag_path(scene, times)

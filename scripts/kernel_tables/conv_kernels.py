@@ -53,7 +53,7 @@ class ConvRow:
 
 
 def conv_table(described: DescribedSlice, folder: Path) -> Iterator[ConvRow]:
-    """Yield a row a level on one device of a slice; `folder` keeps what was counted."""
+    """Yield one row per level, on one device of a slice; counted kernels are kept in `folder`."""
     hardware = described.hardware
     mesh = Mesh(np.array(described.devices()[:1]), ("device",))
     whole = NamedSharding(mesh, P())

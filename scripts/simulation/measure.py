@@ -83,7 +83,10 @@ class PoolFigures:
 def pool_figures(layout: Layout, load: Load, planned_s: Mapping[str, float] | None) -> list[PoolFigures]:
     """Return the figures of all pools.
 
-    planned_s  seconds of slice that a video takes, by stage; as measured when left out
+    Args:
+        layout: The pools.
+        load: The measured run.
+        planned_s: The slice's seconds for a video, by stage; None for the measured ones.
     """
     start, end = load.full
     figures = []
@@ -112,7 +115,7 @@ def pool_figures(layout: Layout, load: Load, planned_s: Mapping[str, float] | No
 
 
 def between_requests(load: Load, pool: str) -> list[float]:
-    """Return the seconds for which slices of a pool stood between two requests while it was full of work."""
+    """Return how many seconds slices of a pool stood idle between two requests while the pool was full of work."""
     start, end = load.full
     idle_s = []
     for name in {s.slice for s in load.spans if s.pool == pool}:

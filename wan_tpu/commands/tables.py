@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 
 def as_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return lines with a column each; numbers, and what stands above them, are right-aligned."""
+    """Return the header and the rows as aligned lines. Numbers and their headings are right-aligned."""
     body = [list(row) for row in rows]
     columns = list(zip(header, *body, strict=True))
     widths = [max(map(len, column)) for column in columns]

@@ -23,13 +23,13 @@ class MemoryNeed(NamedTuple):
 
 
 def needed_bytes(parts: Iterable[MemoryNeed]) -> int:
-    """Return how much memory parts need that are loaded together."""
+    """Return how much memory parts need when they are loaded together."""
     parts = list(parts)
     return sum(part.resident_bytes for part in parts) + max((part.working_bytes for part in parts), default=0)
 
 
 def fits(parts: Iterable[MemoryNeed], device_bytes: float) -> bool:
-    """Return whether a device with so much memory can hold the parts together, and run each."""
+    """Return whether a device with this much memory can hold all parts at once, and run each of them."""
     return needed_bytes(parts) <= device_bytes
 
 
@@ -38,7 +38,7 @@ class DeviceRoom:
 
     Arrays are in use; what programs need beside them while they run is reserved, which on a TPU is counted apart: of
     31.246 GiB of a v6e 2.648 were in use, 27.251 reserved, and 1.347 free (EnzymeAD/Enzyme-JAX, pull request 2422).
-    The highest use isn't what is compared with the limit: it never falls, also where weights have been let go of.
+    The highest use isn't compared with the limit, because it never falls, even after weights have been released.
     """
 
     def __init__(self) -> None:

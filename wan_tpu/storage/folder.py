@@ -72,7 +72,7 @@ class BucketFolder:
         }
 
     def find(self, name: str) -> WeightFile | None:
-        """Return one object, to read ranges of it, or None where it isn't there; the folder isn't listed."""
+        """Return one object, to read ranges of it, or None if it doesn't exist. The folder isn't listed."""
         with self._explain_errors():
             try:
                 return self._make_file(name, self._storage.stat(name))

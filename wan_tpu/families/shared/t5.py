@@ -34,7 +34,7 @@ def text_encoder(kind: str, config: dict[str, Any]) -> Component:
     """Return UMT5, or T5, whose blocks differ and aren't scanned.
 
     Raises:
-        CheckpointError: The class is another.
+        CheckpointError: The class is neither of these.
     """
     if kind not in ("UMT5EncoderModel", "T5EncoderModel"):
         raise CheckpointError(f"text encoder {kind} is not supported; UMT5EncoderModel and T5EncoderModel are")

@@ -10,11 +10,11 @@ _ENDS = 3  # Rows on each side that the first and the last convolution reach: th
 
 
 class SizeKeys(NamedTuple):
-    """The keys of a configuration that have the sizes of a vocoder's layers.
+    """The keys of a configuration that hold the sizes of a vocoder's layers.
 
     Attributes:
         block_taps: Taps of each residual block of a stage.
-        dilations: Of each block, of each of its layers.
+        dilations: Dilations of each block's layers.
         factors: How many times each stage raises the rate.
         taps: Taps of the transposed convolution that does it.
     """
