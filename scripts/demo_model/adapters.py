@@ -61,9 +61,7 @@ def train_zigzag(folder: Path, *, scenes: int = 480, steps: int = 500) -> None:
             sigma = noise_levels(rng, _BATCH, high=side == "high")
             noise = torch.randn_like(x)
             at = sigma[:, None, None, None, None]
-            predicted = velocity(
-                pipeline, expert, (1 - at) * x + at * noise, condition, sigma, text_of(pipeline, words)
-            )
+            predicted = velocity(expert, (1 - at) * x + at * noise, condition, sigma, text_of(pipeline, words))
             return (predicted - (noise - x)).square().mean()
 
         fit(layers, loss_of, steps=steps, rate=3e-3, name=f"zigzag, {side}")
@@ -116,7 +114,6 @@ def _way(pipeline: Any, conditions: torch.Tensor, texts: torch.Tensor, *, seed: 
         for here, there in itertools.pairwise(parts):
             expert = getattr(pipeline, EXPERTS[int(here < sizes.BOUNDARY)])
             both = velocity(
-                pipeline,
                 expert,
                 torch.cat([x, x]),
                 torch.cat([conditions, conditions]),
