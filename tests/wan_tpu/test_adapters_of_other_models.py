@@ -238,3 +238,23 @@ def test_minimax_h3_as_diffusers_converts_it(prefix, ends, alpha, checkpoint, pi
     if ends == ("lora_A", "lora_B") and not prefix:  # In diffusers' own names the rows are as they are.
         own = files.save(converted, tmp_path / "own.safetensors")
         assert_same(merged(pipeline(kind), "denoise", own), files.by_hand(state, factors, 1.0))
+
+
+@pytest.mark.long
+def test_minimax_h3_as_fastvideo_writes_it(checkpoint, pipeline, tmp_path):
+    """Pairs without alpha, and whole differences of norms, of biases, and of a matrix that has a pair as well."""
+    kind = "minimax-h3"
+    transformer = diffusers.MiniMaxH3Transformer3DModel.from_pretrained(checkpoint(kind), subfolder="transformer")
+    expected, tensors = dict(transformer.state_dict()), {}
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    for name in ("transformer_blocks.0.attn.norm_q.weight", "proj_in.weight", "proj_in.bias"):
+        change = draw(expected[name].shape)
+        expected[name] = expected[name] + change
+        tensors[name.replace(".weight", ".diff").replace(".bias", ".diff_b")] = change
+    for name in ("transformer_blocks.1.attn.to_q", "proj_in"):
+        outputs, inputs = expected[f"{name}.weight"].shape
+        down, up = draw(3, inputs), draw(outputs, 3)
+        expected[f"{name}.weight"] = expected[f"{name}.weight"] + up @ down
+        tensors |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
+    path = files.save(tensors, tmp_path / "fasth3.safetensors")
+    assert_same(merged(pipeline(kind), "denoise", path), expected)
