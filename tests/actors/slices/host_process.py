@@ -4,12 +4,14 @@ Arguments: rank, hosts, port, checkpoint, image, folder for results. Writes <ran
 """
 
 import dataclasses
+import itertools
 import os
 import pickle
 import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -18,6 +20,7 @@ import pytest
 import safetensors
 from diffusers import WanTransformer3DModel
 from jax.experimental import multihost_utils
+from jax.sharding import PartitionSpec as P
 
 from actors.slices.payloads import pack, unpack
 from actors.slices.prepared import OutOfOrder
@@ -31,13 +34,26 @@ from wan_tpu.families.shared.tokens import half_split
 from wan_tpu.pipeline import Pipeline
 from wan_tpu.progress import Silent
 from wan_tpu.runtime.components import load_component
-from wan_tpu.runtime.mesh import make_mesh
+from wan_tpu.runtime.mesh import AXES, make_mesh
 
 rank, hosts, port = map(int, sys.argv[1:4])
 checkpoint, image, folder = sys.argv[4:]
+MESH = (2, 1, 2)
 if hosts > 1:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", hosts, rank)
+    # Gloo waits 30 s for the other host at the first collective of each group of devices. Both are here at this moment,
+    # but on a busy machine they compile the real programs at times that lie further apart.
+    groups = [axes for count in (1, 2, 3) for axes in itertools.combinations(AXES, count)]
+    for axes in groups:
+        add = jax.shard_map(
+            partial(jax.lax.psum, axis_name=axes),
+            mesh=make_mesh(MESH, heads=2),
+            in_specs=P(),
+            out_specs=P(),
+            check_vma=False,
+        )
+        jax.block_until_ready(jax.jit(add)(np.ones(1, np.float32)))
 assert len(jax.devices()) == 4
 
 ALL = ("encoder", "denoise_high", "denoise_low", "decoder")
@@ -74,7 +90,7 @@ def host_step(key):
 
 
 reports = []
-host = StageHost(checkpoint, ALL, (2, 1, 2), "float32", report=reports.append)
+host = StageHost(checkpoint, ALL, MESH, "float32", report=reports.append)
 runtime, pipe = host._runtime, Pipeline(host._runtime, Silent())
 if hosts > 1:
     with pytest.raises(MeshError, match="leaves 1 of 2 hosts without a device"):
