@@ -28,6 +28,7 @@ from wan_tpu import load_pipeline
 from wan_tpu.data import Video
 from wan_tpu.families import open_spec, published_spec
 from wan_tpu.request import GenerationRequest
+from wan_tpu.tiny import make_checkpoint
 
 SIZE = {"height": 32, "width": 48, "frames": 5, "steps": 4}
 READ = {"prompt": "a cat " * 100, "height": 32, "width": 64, "steps": 4}  # More than the model reads.
@@ -38,6 +39,8 @@ pools:
   high: {stages: [denoise_high], slice: v6e-1}
   low: {stages: [denoise_low], slice: v6e-1}
 """
+RATES = {"encoder_rates": [2, 4, 5, 5], "decoder_rates": [5, 5, 2, 2, 2], "decoder_kernel_sizes": [9, 9, 4, 4, 4]}
+FEW_SAMPLES = {"sampling_rate": 8000, "decoder_dim": 32, **RATES}
 TEXT_ENCODER_APART = """
 pools:
   text: {stages: [encoder], slice: v6e-1}
@@ -108,9 +111,15 @@ def test_programs_are_named_by_how_many_images_a_text_encoder_reads():
 
 @pytest.fixture(scope="module")
 def opened(checkpoint, pipeline, tmp_path_factory):
-    """Returns the folder of a model and its pipeline in one process; that of two experts has sampling of its own."""
+    """Returns the folder of a model and its pipeline in one process.
+
+    That of two experts has sampling of its own, and that with sound a fourth of the samples.
+    """
 
     def model(kind):
+        if kind == "minimax-h3":
+            folder = make_checkpoint(tmp_path_factory.mktemp("sound") / "model", kind, audio_vae=FEW_SAMPLES)
+            return folder, load_pipeline(folder, "float32", (1, 1, 1))
         if kind != "wan2.2-i2v-a14b":
             return checkpoint(kind), pipeline(kind)
         folder = shutil.copytree(checkpoint(kind), tmp_path_factory.mktemp("own") / "model")
