@@ -114,6 +114,7 @@ def test_lost_objects_are_encoded_again(running, undisturbed):
     assert sum(span.stage == "encoder" and span.kind == "compute" for span in making.spans) > 3  # prompts and image
 
 
+@pytest.mark.soak
 def test_a_pool_grows_under_load_and_shrinks_after(running, spec):
     """Also for a driver that follows one of the same process: an error makes the service's worker take a new one."""
 
