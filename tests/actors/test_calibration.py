@@ -13,7 +13,8 @@ from actors.planning.calibration import FIGURES, Calibration, load_calibration
 from actors.planning.described import described
 from cluster.chips import CHIPS
 from cluster.slice_spec import SliceSpec
-from tests.wan_tpu.test_aot_cost import CYCLES, kernel_config
+from tests.wan_tpu.test_aot_cost import CYCLES
+from tests.wan_tpu.test_aot_kernel_cost import kernel_config
 from wan_tpu.errors import InvalidInput
 from wan_tpu.pricing.analyse import analyse
 from wan_tpu.pricing.cost import Times

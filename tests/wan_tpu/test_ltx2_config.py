@@ -9,7 +9,8 @@ import pytest
 from diffusers.pipelines import ltx2
 from diffusers.pipelines.ltx2 import utils
 
-from tests.wan_tpu.published_files import LTX_REPOSITORIES, write
+from tests.wan_tpu.ltx2_files import LTX_REPOSITORIES
+from tests.wan_tpu.published_files import write
 from wan_tpu import CheckpointError
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.ltx2 import classes, published

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import transformers
 
-from tests.wan_tpu import minimax_h3_files, published_files
+from tests.wan_tpu import ltx2_files, minimax_h3_files, published_files
 from tests.wan_tpu.published_files import EULER, WAN_I2V, write
 from wan_tpu import CheckpointError, GenerationRequest, InvalidRequest
 from wan_tpu.aot.key import settings
@@ -23,7 +23,8 @@ from wan_tpu.families.shared.settings import ENCODERS, FLOW_MATCH_EULER, UNIPC
 from wan_tpu.families.wan import published as wan
 from wan_tpu.families.wan import sampling
 
-REPOSITORIES = published_files.REPOSITORIES | {minimax_h3_files.REPOSITORY: minimax_h3_files.FILES}
+REPOSITORIES = published_files.REPOSITORIES | ltx2_files.LTX_REPOSITORIES
+REPOSITORIES |= {minimax_h3_files.REPOSITORY: minimax_h3_files.FILES}
 HUNYUAN_I2V = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v"
 I2V_A14B = "Wan-AI/Wan2.2-I2V-A14B-Diffusers"
 # Name, task, size, frames, steps, shift, guidance of both experts, first steps of the experts.

@@ -1,0 +1,151 @@
+"""Commands refuse bad input with one line, and leave nothing behind when a run fails."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+
+from tests.conftest import PHOTO
+from tests.wan_tpu.test_cli import REQUEST, SETTINGS
+from wan_tpu import cli
+from wan_tpu.commands import staged
+from wan_tpu.commands.calibrate import calibrate
+from wan_tpu.commands.generate import generate
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--size", "48x30"], "nearest 32"),
+        (["--size", "big"], "WIDTHxHEIGHT"),
+        (["--size", ""], "WIDTHxHEIGHT"),
+        (["--size", "²x32"], "WIDTHxHEIGHT"),
+        (["--steps", "1.5"], "see wan-tpu generate --help"),
+        (["--num_frames", "5"], "there is no --num_frames (did you mean --frames?)"),
+        (["--solver", "unipcc"], "(did you mean unipc?)"),
+        (["--shift", "1e-30"], "nearest 0.01"),
+        (["--prompt", "caf\udce9"], "no valid Unicode"),
+        (["--image", "https://example.org/cat.png"], "download it"),
+        (["--image", "x" * 5000], "can't be read"),
+        (["--output", ""], "is a folder"),
+        (["--output", "/tmp"], "is a folder"),
+        (["--output", "x" * 300], "choose a folder"),
+        (["--profile", "--profile_output_path", __file__], "is a file; give a folder"),
+        (["--frames", "6"], "4n + 1"),
+        (["--steps", "-1"], "allowed are 1 to 1000"),
+        (["--generate_audio"], "makes no sound"),
+        (["--guidance_scale", "nan"], "finite number"),
+        (["--image", "none.png"], "is not a file"),
+        (["--model_id", "no/model/here"], "hub id"),
+        (["--model_id", "no-owner/no-such-model"], "check the id and the access token"),
+        (["--dp", "3"], "there are 1"),
+        (["--output", "/proc/nothing/video.mp4"], "choose a folder that can be written to"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(change, message, checkpoint, tmp_path, capsys):
+    model = ["--model_id", str(checkpoint("wan2.2-i2v-a14b")), "--output", str(tmp_path / "video.mp4")]
+    capsys.readouterr()
+    start = time.perf_counter()
+    assert cli.run(generate, [*model, *REQUEST, *change]) == 2
+    captured = capsys.readouterr().err
+    assert message in captured
+    assert captured.startswith("error: ")
+    assert captured.count("\n") == 1
+    assert time.perf_counter() - start < 3  # nothing was loaded or compiled
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_prompt_is_only_empty_where_it_is_said(checkpoint, tmp_path, capsys):
+    argv = ["--model-id", str(checkpoint("wan2.2-i2v-a14b")), *REQUEST[2:], "--frames", "6"]
+    output = ["--output", str(tmp_path / "video.mp4")]
+    for command in (generate, staged.encode, calibrate):
+        assert cli.run(command, [*argv, *(output if command is generate else [])]) == 2
+        assert capsys.readouterr().err.startswith("error: --prompt is missing")
+    assert cli.run(generate, [*argv, *output, "--prompt", ""]) == 2
+    assert "4n + 1" in capsys.readouterr().err  # the prompt is fine
+
+
+def damage(folder, file, change):
+    content = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(change(content)))
+
+
+def test_an_image_is_never_written_over(checkpoint, tmp_path, capsys):
+    image = Path(shutil.copy(PHOTO, tmp_path / "cat.sheet.png"))
+    request = ["--model_id", str(checkpoint("wan2.2-i2v-a14b")), *REQUEST, "--image", str(image), "--overwrite"]
+    assert cli.run(generate, [*request, "--output", str(tmp_path / "cat.mp4")]) == 2
+    assert "which is an input; choose another path" in capsys.readouterr().err
+    assert image.read_bytes() == PHOTO.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("model_index.json", lambda c: [], "no JSON object"),
+        ("model_index.json", lambda c: c | {"transformer": ["a"]}, "model_index.json has transformer"),
+        ("model_index.json", lambda c: c | {"boundary_ratio": 7}, "lies between 0 and 1"),
+        ("vae/config.json", lambda c: {}, "fetch both again from one place"),
+        ("vae/config.json", lambda c: c | {"latents_mean": [0]}, "1 latents_mean for z_dim 16"),
+        ("vae/config.json", lambda c: c | {"dim_mult": "ab"}, "has dim_mult 'ab' in vae/config.json"),
+        ("transformer/config.json", lambda c: c | {"patch_size": 2}, "has patch_size 2 in transformer/config.json"),
+        ("text_encoder/config.json", lambda c: c | {"d_model": "wide"}, "describes no such model"),
+        ("scheduler/scheduler_config.json", lambda c: c | {"flow_shift": [5]}, "damaged configuration"),
+        ("scheduler/scheduler_config.json", lambda c: c | {"use_karras_sigmas": True}, "use_karras_sigmas True"),
+        ("tokenizer/tokenizer.json", lambda c: {}, "no working tokenizer"),
+    ],
+)
+def test_damaged_configurations_are_one_line_and_exit_code_2(file, change, message, checkpoint, tmp_path, capsys):
+    folder = shutil.copytree(checkpoint("wan2.2-i2v-a14b"), tmp_path / "checkpoint")
+    damage(folder, file, change)
+    out = tmp_path / "out" / "video.mp4"
+    assert cli.run(generate, ["--model_id", str(folder), *REQUEST, "--output", str(out)]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert message in last
+
+
+def test_a_later_component_is_refused_before_any_compute(checkpoint, tmp_path, capsys):
+    folder = shutil.copytree(checkpoint("wan2.2-i2v-a14b"), tmp_path / "checkpoint")
+    file = next((folder / "transformer_2").glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-100])
+    assert cli.run(generate, ["--model_id", str(folder), *REQUEST, "--output", str(tmp_path / "video.mp4")]) == 2
+    shown = capsys.readouterr().err
+    assert "transformer_2" in shown
+    assert "encoder:" not in shown  # no stage began
+
+
+# What an unhealthy text encoder does is shown on slices, in tests/actors/on_slices/test_pipeline.py.
+@pytest.mark.parametrize(
+    ("component", "where"),
+    [
+        ("transformer", "denoise_high, step 1 of"),
+        pytest.param("vae", "encoder, VAE chunk 1 of 2", marks=pytest.mark.long),
+    ],
+)
+def test_nan_weights_fail_the_run_with_the_stage_named(component, where, checkpoint, tmp_path, capsys):
+    folder = shutil.copytree(checkpoint("wan2.2-i2v-a14b"), tmp_path / "checkpoint")
+    file = next((folder / component).glob("*.safetensors"))
+    tensors = safetensors.torch.load_file(file)
+    name = next(n for n in tensors if n.startswith(("encoder.conv_in.bias", "blocks.0.ffn")))
+    tensors[name][:] = float("nan")
+    safetensors.torch.save_file(tensors, file)
+    out = tmp_path / "out" / "video.mp4"
+    assert cli.run(generate, ["--model_id", str(folder), *REQUEST, "--output", str(out)]) == 1
+    assert f"error: {where}" in capsys.readouterr().err.splitlines()[-1]
+    assert not list(out.parent.iterdir())
+
+
+@pytest.mark.long
+def test_constant_video_fails_the_run(checkpoint, tmp_path, capsys):
+    folder = shutil.copytree(checkpoint("wan2.1-t2v-1.3b"), tmp_path / "checkpoint")
+    file = next((folder / "vae").glob("*.safetensors"))
+    tensors = safetensors.torch.load_file(file)
+    tensors["decoder.conv_out.weight"][:] = 0
+    safetensors.torch.save_file(tensors, file)
+    out = tmp_path / "out" / "video.mp4"
+    assert cli.run(generate, ["--model", str(folder), "--prompt", "", *SETTINGS, "--output", str(out)]) == 1
+    assert "same colour" in capsys.readouterr().err
+    assert not list(out.parent.iterdir())
