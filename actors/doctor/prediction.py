@@ -121,7 +121,7 @@ def _predict(
     size: Mapping[str, Any],
 ) -> dict[str, dict[str, tuple[float, float]]]:
     """Make the plans: the child's side of `predict`."""
-    from wan_tpu.pricing.plan import Planner
+    from wan_tpu.pricing.planner import Planner
 
     spec = published_spec(model)
     request, stages = request_of(spec, size), [spec.denoise_stages[0], DECODER]

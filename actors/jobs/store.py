@@ -5,49 +5,24 @@ import itertools
 import secrets
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from sqlalchemy import Select, Text, bindparam, case, cast, func, select
-from sqlalchemy.orm import Session, aliased, with_expression
+from sqlalchemy import Select, Text, cast, func, select
+from sqlalchemy.orm import Session
 
-from actors.jobs.admission import QUEUED, check_room, choose_round
+from actors.jobs.admission import check_room, choose_round
 from actors.jobs.database import Database
 from actors.jobs.ending import STOPPED, delete_for_owner, end
 from actors.jobs.errors import IdempotencyConflict, JobError, JobNotFound, JobUnfinished
 from actors.jobs.migrations.migrate import migrate
+from actors.jobs.queries import BY_ID, BY_ID_WITH_POSITION, PRIVATE, WITH_POSITION, find_earlier, select_repeated
 from actors.jobs.tables import Delivery, File, Job
 from actors.jobs.values import CANCELLED, Counts, JobSettings, Room, Status, is_id
 
 MAX_PAGE = 100
 PAGE_CHARACTERS = 1_000_000  # All requests on a page together, as stored in the database. Answers have fewer bytes.
 _RETRY_WINDOW_S = 120.0  # Jobs older than this aren't matched with requests that clients repeat by themselves.
-_RETRY_CANDIDATES = 200  # Only so many of an owner's latest jobs are matched with a repeated request.
-_PRIVATE = "\x1f"  # Clients' idempotency keys are printable, so none of them begins like this.
 _ATTACH_MARGIN_S = 60.0  # A file that is due for removal within this time can't become an input any more.
-
-
-def _count_before() -> Any:
-    """Return an expression that counts the waiting jobs ahead of a job; null if the job doesn't wait.
-
-    It reads three ranges of the index of waiting jobs, so that jobs behind aren't visited.
-    """
-    other = aliased(Job)
-    same = other.priority == Job.priority
-    ranges = (
-        [other.priority > Job.priority],
-        [same, other.round < Job.round],
-        [same, other.round == Job.round, other.sequence < Job.sequence],
-    )
-    waiting = other.status == QUEUED
-    counts = [select(func.count()).select_from(other).where(waiting, *range_).correlate(Job) for range_ in ranges]
-    first, second, third = (count.scalar_subquery() for count in counts)
-    return case((Job.status == QUEUED, first + second + third))
-
-
-# Built once, since every poll runs them, and building them takes longer than answering them.
-_BY_ID = select(Job).where(Job.id == bindparam("wanted"))
-_WITH_POSITION = with_expression(Job.position, _count_before())
-_LOOK = _BY_ID.options(_WITH_POSITION)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +42,7 @@ def open_database(address: str | Path) -> Database:
 
 def make_private_key() -> str:
     """Return an idempotency key that no client can send. Its holder is the only request that waits for the job."""
-    return _PRIVATE + secrets.token_hex(16)
+    return PRIVATE + secrets.token_hex(16)
 
 
 class JobStore:
@@ -93,7 +68,7 @@ class JobStore:
         """
         with self._database.write() as session:
             self._database.serialize(session)
-            earlier = _find_earlier(session, job.owner, job.idempotency_key)
+            earlier = find_earlier(session, job.owner, job.idempotency_key)
             if earlier is not None:
                 _check_body(earlier, job.body_digest)
                 return earlier, False
@@ -110,7 +85,7 @@ class JobStore:
     def check_room(self, owner: str, idempotency_key: str | None, room: Room) -> None:
         """Raise `QueueFull` if there is no room for a job. There always is for one that was accepted before."""
         with self._database.read() as session:
-            if _find_earlier(session, owner, idempotency_key) is None:
+            if find_earlier(session, owner, idempotency_key) is None:
                 check_room(session, owner, room)
 
     def find_committed(self, job: str) -> Job | None:
@@ -121,7 +96,7 @@ class JobStore:
         """
         with self._database.write() as session:
             self._database.serialize(session)
-            return session.scalars(_BY_ID, {"wanted": job}).one_or_none()
+            return session.scalars(BY_ID, {"wanted": job}).one_or_none()
 
     def find_repeat(
         self, owner: str, idempotency_key: str | None, body_digest: str, *, retried: bool = False
@@ -141,10 +116,10 @@ class JobStore:
         """
         repeated = None
         with self._database.read() as session:
-            earlier = _find_earlier(session, owner, idempotency_key)
+            earlier = find_earlier(session, owner, idempotency_key)
             if idempotency_key is None and retried:
                 since = self._database.now(session) - _RETRY_WINDOW_S
-                repeated = session.scalars(_select_repeated(owner, body_digest, since)).first()
+                repeated = session.scalars(select_repeated(owner, body_digest, since)).first()
         if repeated is not None:
             return self._share(repeated)
         if earlier is not None:
@@ -159,11 +134,11 @@ class JobStore:
     def look(self, job: str, owner: str | None = None) -> Job:
         """Return a job with its position in the queue; raises `JobNotFound`."""
         with self._database.read() as session:
-            return self._find(session, job, owner, _LOOK)
+            return self._find(session, job, owner, BY_ID_WITH_POSITION)
 
     def look_at_all(self, jobs: Iterable[str]) -> Sequence[Job]:
         """Return those of the given ids that exist as jobs, with their positions."""
-        wanted = select(Job).options(_WITH_POSITION).where(Job.id.in_(list(jobs)), Job.deleted_at.is_(None))
+        wanted = select(Job).options(WITH_POSITION).where(Job.id.in_(list(jobs)), Job.deleted_at.is_(None))
         with self._database.read() as session:
             return session.scalars(wanted).all()
 
@@ -205,7 +180,7 @@ class JobStore:
             count = _count_fitting([characters for _, characters in rows[:limit]])
             wanted = [sequence for sequence, _ in rows[:count]]
             jobs = session.scalars(
-                select(Job).options(_WITH_POSITION).where(Job.sequence.in_(wanted)).order_by(by_age)
+                select(Job).options(WITH_POSITION).where(Job.sequence.in_(wanted)).order_by(by_age)
             ).all()
         if wanted and not jobs:  # All of them were deleted in between, so the page now begins with later ones.
             return self.list(owner, after=after, limit=limit, order=order, status=status)
@@ -221,7 +196,7 @@ class JobStore:
             JobNotFound: There is no such job.
         """
         with self._database.write() as session:
-            return self._cancel(session, self._find(session, job, owner, _BY_ID.with_for_update()))
+            return self._cancel(session, self._find(session, job, owner, BY_ID.with_for_update()))
 
     def cancel_private(self, job: str, key: str) -> bool:
         """Cancel a job that was accepted with a private key, unless a repeated request waits for it by now.
@@ -230,7 +205,7 @@ class JobStore:
             Whether it was cancelled.
         """
         with self._database.write() as session:
-            row = session.scalars(_BY_ID.with_for_update(), {"wanted": job}).one_or_none()
+            row = session.scalars(BY_ID.with_for_update(), {"wanted": job}).one_or_none()
             if row is None or row.idempotency_key != key:
                 return False
             self._cancel(session, row)
@@ -244,7 +219,7 @@ class JobStore:
             JobUnfinished: The job is in progress.
         """
         with self._database.write() as session:
-            row = self._find(session, job, owner, _BY_ID.with_for_update())
+            row = self._find(session, job, owner, BY_ID.with_for_update())
             if row.status == "in_progress":
                 raise JobUnfinished(f"{row.id} is in progress; cancel it first, or wait for its end")
             delete_for_owner(session, row, self._database.now(session), self._settings)
@@ -293,14 +268,14 @@ class JobStore:
         if job.idempotency_key is None:
             return job
         with self._database.write() as session:
-            row = session.scalars(_BY_ID.with_for_update(), {"wanted": job.id}).one_or_none()
+            row = session.scalars(BY_ID.with_for_update(), {"wanted": job.id}).one_or_none()
             if row is None or row.deleted_at is not None or row.stop_code is not None or row.status == "failed":
                 return None
             row.idempotency_key = None
             return row
 
     def _find(
-        self, session: Session, job: str, owner: str | None, query: Select[Job] = _BY_ID, *, deleted: bool = False
+        self, session: Session, job: str, owner: str | None, query: Select[Job] = BY_ID, *, deleted: bool = False
     ) -> Job:
         row = None
         if is_id(job):  # The database isn't asked for anything else, since PostgreSQL rejects some texts.
@@ -317,31 +292,6 @@ class JobStore:
         if file is None or file.job is not None or file.delete_at is None or file.delete_at <= margin:
             raise JobError(f"the input image {image} isn't kept for this request any more; send it again")
         file.job, file.delete_at = job.id, None
-
-
-def _find_earlier(session: Session, owner: str, idempotency_key: str | None) -> Job | None:
-    """Return the job that was accepted with an idempotency key."""
-    if idempotency_key is None:
-        return None
-    same = (Job.owner == owner) & (Job.idempotency_key == idempotency_key)
-    return session.scalars(select(Job).where(same)).one_or_none()
-
-
-def _select_repeated(owner: str, body_digest: str, since: float) -> Select[Job]:
-    """Return a query for the latest job that an earlier try of a request without a key may have created.
-
-    A job with a client's own idempotency key belongs to another request. Of the candidates only the columns that
-    decide are read.
-    """
-    columns = (Job.sequence, Job.body_digest, Job.idempotency_key, Job.created_at)
-    latest = (
-        select(*columns).where(Job.owner == owner).order_by(Job.sequence.desc()).limit(_RETRY_CANDIDATES).subquery()
-    )
-    key = latest.c.idempotency_key
-    same = (latest.c.body_digest == body_digest) & (latest.c.created_at > since)
-    sequences = select(latest.c.sequence).where(same, key.is_(None) | key.startswith(_PRIVATE))
-    alive = Job.deleted_at.is_(None) & Job.stop_code.is_(None) & (Job.status != "failed")
-    return select(Job).where(Job.sequence.in_(sequences), alive).order_by(Job.sequence.desc()).limit(1)
 
 
 def _count_fitting(characters: Sequence[int]) -> int:

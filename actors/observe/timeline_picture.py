@@ -44,7 +44,7 @@ def draw(spans: Sequence[Span], title: str = "When each slice computes") -> byte
     figures = compute_figures(spans)
     _draw_tracks(upper, spans, letters, colours, wall)
     _name_tracks(upper, slices, figures.busy, wall)
-    _draw_count(lower, spans, slices, wall)
+    _draw_count(lower, spans, slices)
     figure.suptitle(
         f"{title}  ·  {figures.summarize().splitlines()[0]}", x=0.01, ha="left", fontsize=12, fontweight="bold"
     )
@@ -108,7 +108,7 @@ def _name_tracks(axes: Axes, slices: list[tuple[str, str]], busy: dict[str, floa
         )  # fmt: skip
 
 
-def _draw_count(axes: Axes, spans: Sequence[Span], slices: list[tuple[str, str]], wall: float) -> None:
+def _draw_count(axes: Axes, spans: Sequence[Span], slices: list[tuple[str, str]]) -> None:
     """Draw how many slices compute at a time: overlap is what rises above one."""
     times, counts = [0.0], []
     for seconds, count in count_computing(spans):

@@ -26,7 +26,8 @@ from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.runtime import memory
 
 if TYPE_CHECKING:
-    from wan_tpu.pricing.plan import Needs, Planner
+    from wan_tpu.pricing.plan import Needs
+    from wan_tpu.pricing.planner import Planner
 
 PLOTS = (".png", ".svg", ".pdf")
 SHOWN = 8  # The most layouts that are listed.
@@ -87,7 +88,7 @@ def _print_programs(args: argparse.Namespace) -> int:
 
 
 def _make_planner(args: argparse.Namespace, kind: SliceSpec) -> "Planner":
-    from wan_tpu.pricing.plan import Planner
+    from wan_tpu.pricing.planner import Planner
 
     return Planner(
         args.model,

@@ -17,7 +17,6 @@ from wan_tpu.pricing.cost import CATEGORIES, Times
 from wan_tpu.pricing.plan import (
     KEYS,
     Plan,
-    Planner,
     Prediction,
     ProgramPlan,
     StagePlan,
@@ -25,6 +24,7 @@ from wan_tpu.pricing.plan import (
     share_of_peak,
 )
 from wan_tpu.pricing.plan_text import compare, describe, draw, to_json
+from wan_tpu.pricing.planner import Planner
 from wan_tpu.runtime.memory import GIB, needed_bytes
 from wan_tpu.runtime.mesh import MeshShape, make_mesh
 

@@ -103,7 +103,7 @@ def find(path: str) -> AdapterFile:
             return _find_in_bucket(path)
         local = Path(path)
         if local.is_dir():
-            return _find_on_disk(_pick_only({file.name: file for file in sorted(local.glob(f"*{_ENDING}"))}, path))
+            return _find_on_disk(_pick_only({file.name: file for file in sorted(local.glob(f"*{_ENDING}"))}))
         if local.is_file():
             return _find_on_disk(local)
         return _fetch_from_hub(path)
@@ -208,7 +208,8 @@ def refuse(path: str, problem: str, names: list[str]) -> None:
         raise InvalidRequest(f"adapter {path} {problem.format(listed)}", "loras")
 
 
-def _pick_only(files: Mapping[str, T], path: str) -> T:
+def _pick_only(files: Mapping[str, T]) -> T:
+    """Return the only file; raises `CheckpointError` if there are none or several."""
     if len(files) == 1:
         return next(iter(files.values()))
     if files:
@@ -222,7 +223,7 @@ def _find_in_bucket(path: str) -> AdapterFile:
         folder, name = path, ""
     objects = BucketFolder(folder).files()
     wanted = {other: file for other, file in objects.items() if other.endswith(_ENDING) and name in ("", other)}
-    return AdapterFile(_pick_only(wanted, path), objects.get(PEFT_CONFIG))
+    return AdapterFile(_pick_only(wanted), objects.get(PEFT_CONFIG))
 
 
 def _find_on_disk(path: Path) -> AdapterFile:

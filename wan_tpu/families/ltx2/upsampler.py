@@ -20,7 +20,6 @@ from wan_tpu.errors import CheckpointError
 from wan_tpu.families.ltx2.config import Ltx2Config
 from wan_tpu.families.ltx2.vae import spread, spreading_changes
 from wan_tpu.families.shared.convolutions import convolve, lay_out, taps_first
-from wan_tpu.families.shared.flop_count import count
 from wan_tpu.families.shared.group_norms import group_moments
 from wan_tpu.ops.dispatch import ops_for
 from wan_tpu.ops.halo import Cut, cut_picture, strip_spec
@@ -93,12 +92,6 @@ def upsample(
     doubled = run(params, cut.pad(pixels.astype(params["initial_conv.weight"].dtype)))
     normalised = (doubled.astype(jnp.float32) - mean) / deviation
     return normalised.transpose(3, 0, 2, 1)[None]
-
-
-def count_upsampling(config: Ltx2Config, shape: tuple[int, ...]) -> int:
-    """Count the operations of doubling latents [1, C, T, H, W]."""
-    latents = torch.empty(shape, device="meta")
-    return count(lambda: LTX2LatentUpsamplerModel.from_config(config.upsampler or {}), lambda module: module(latents))
 
 
 def _run(module: Any, cut: Cut, x: jax.Array) -> jax.Array:

@@ -31,8 +31,8 @@ from wan_tpu.families.wan import components, transformer, vae
 from wan_tpu.families.wan.flops import WanFlops
 from wan_tpu.families.wan.published import TEXT_TOKENS, WanConfig
 from wan_tpu.families.wan.spec import WanSpec
+from wan_tpu.families.wan.text_keys import TextKeys, key_sharding, text_keys
 from wan_tpu.families.wan.tokens import unpatchify as unpatchify_tokens
-from wan_tpu.families.wan.transformer import TextKeys
 from wan_tpu.media.image import fit_image, has_shape
 from wan_tpu.media.reading import read_frames
 from wan_tpu.plan import VIDEO
@@ -240,15 +240,13 @@ class WanModel(Model):
             text: "text" [B, L, C]: embeddings of the prompt only, or of the prompt and the negative prompt.
             image: [1 or 2, L, C], CLIP features.
         """
-        return transformer.text_keys(module, params, mesh, text["text"], image)
+        return text_keys(module, params, mesh, text["text"], image)
 
     def key_shapes(self, mesh: Mesh, keys: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shapes and shardings of the arrays of `text_keys`, to compile a step without them."""
         branches = keys["key"].shape[1]
         return {
-            name: jax.ShapeDtypeStruct(
-                value.shape, value.dtype, sharding=transformer.key_sharding(mesh, name, branches)
-            )
+            name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=key_sharding(mesh, name, branches))
             for name, value in keys.items()
         }
 

@@ -3,7 +3,8 @@
 The parts of diffusers' WanTransformer3DModel that are slow on TPU are replaced here, with its parameter names kept:
 queries and keys pair channels (i, i + D/2) for RoPE, and their weights are permuted once when they are loaded; norms,
 gates, activations and residuals are fused into the operations that read or write them; the patch embedding is a matmul;
-keys and values of the text are computed once per request. Time, text and image embeddings are the module's own.
+keys and values of the text are computed once per request (`text_keys`). Time, text and image embeddings are the
+module's own.
 
 Each device holds some tokens of all heads; each layer's weights are gathered while earlier ones are in use, and
 self-attention exchanges tokens for heads (`wan_tpu.ops.attention`). All of it is one `jax.shard_map`.
@@ -22,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from wan_tpu.families.shared.layers import linear, map_branches, rounded_type, scan_layers
 from wan_tpu.families.shared.tokens import pad_rows, patchify
+from wan_tpu.families.wan.text_keys import TextKeys, key_sharding
 from wan_tpu.families.wan.tokens import rope_tables
 from wan_tpu.ops.attention import attention, query_scale
 from wan_tpu.ops.dispatch import Ops, ops_for
@@ -35,62 +37,6 @@ from wan_tpu.runtime.mesh import SHARDS, Rule, TokenLayout, token_layout, weight
 MATRICES = r"blocks\..*\.(attn[12]\.(to_q|to_k|to_v|to_out\.0|add_k_proj|add_v_proj)|ffn\.net\.(0\.proj|2))\.weight"
 RULES = (Rule(MATRICES, (SHARDS, None)), Rule(rf"(?!{MATRICES}$).*", ()))
 LINEAR = "attn1.proj_l"  # A block's trained matrix of sparse-linear attention, by its authors' name.
-# "key" and "value" [depth, B, 512, C]; also "image_key" and "image_value", with 257 tokens.
-TextKeys = dict[str, jax.Array]
-
-
-# ---- Once per request.
-
-
-def text_keys(
-    module: torch.nn.Module, params: Params, mesh: Mesh, text: jax.Array, image: jax.Array | None
-) -> TextKeys:
-    """Return every layer's cross-attention keys and values.
-
-    Args:
-        module: The expert.
-        params: Its weights.
-        mesh: The devices.
-        text: [B, 512, I], embeddings of the prompts.
-        image: [1, 257, I], CLIP features, the same for every branch.
-    """
-
-    def method(module: Any, text: torch.Tensor, image: torch.Tensor | None) -> TextKeys:
-        embedder, ops, eps = module.condition_embedder, ops_for("cpu"), module.config.eps
-        text = to_jax(embedder.text_embedder(text))
-        image = None if image is None else to_jax(embedder.image_embedder(image))
-
-        def project(context: jax.Array, weights: Params, key: str, value: str, norm: str) -> list[jax.Array]:
-            flat = context.reshape(-1, context.shape[-1])
-            keys = linear(ops, weights, key, flat)
-            keys = ops.rms_norm_rope(keys, weights[f"{norm}.weight"], None, eps=eps)
-            values = linear(ops, weights, value, flat)
-            return [x.reshape(*context.shape[:2], -1) for x in (keys, values)]
-
-        def layer(_: None, weights: Params) -> tuple[None, TextKeys]:
-            of_text = project(text, weights, "to_k", "to_v", "norm_k")
-            arrays = dict(zip(("key", "value"), of_text, strict=True))
-            if image is not None:
-                of_image = project(image, weights, "add_k_proj", "add_v_proj", "norm_added_k")
-                arrays |= dict(zip(("image_key", "image_value"), of_image, strict=True))
-            return None, arrays
-
-        return jax.lax.scan(layer, None, to_jax(dict(module.blocks.template.attn2.named_parameters())))[1]
-
-    keys = call(module, params, method, text, image)
-    return {
-        name: jax.lax.with_sharding_constraint(value, key_sharding(mesh, name, text.shape[0]))
-        for name, value in keys.items()
-    }
-
-
-def key_sharding(mesh: Mesh, name: str, branches: int) -> NamedSharding:
-    """Return the sharding of keys or values [depth, B, L, C]: they are whole wherever their branch is computed."""
-    axis = None if name.startswith("image") else token_layout(mesh, branches, 1).branch_axis
-    return NamedSharding(mesh, P(None, axis))
-
-
-# ---- Once per step.
 
 
 class Reuse(NamedTuple):

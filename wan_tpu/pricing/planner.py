@@ -1,0 +1,177 @@
+"""Plan a model on a slice: compile and price its programs on a mesh."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from wan_tpu.aot.programs import ADAPTERS, ENLARGE, FIRST_STEP, SKIPPED, STEP, AbstractRuntime, stage_programs
+from wan_tpu.aot.topology import DescribedSlice
+from wan_tpu.errors import InvalidRequest, MeshError
+from wan_tpu.families.model import published_model
+from wan_tpu.plan import VIDEO
+from wan_tpu.pricing.analyse import analyse
+from wan_tpu.pricing.compiling import Job, compile_job, is_known
+from wan_tpu.pricing.cost import Cost
+from wan_tpu.pricing.host import host_seconds
+from wan_tpu.pricing.ici import interconnect_of
+from wan_tpu.pricing.kernel_prices import CountBundles, KernelPrices, count_alone
+from wan_tpu.pricing.plan import KEYS, Plan, Prediction, ProgramPlan, StagePlan, find_owner
+from wan_tpu.request import ResolvedRequest
+from wan_tpu.runtime.mesh import MeshShape, make_mesh
+from wan_tpu.stages import sound_decoders
+
+Report = Callable[[str], object]
+
+
+class Planner:
+    """Compiles and prices the programs of one published model and request on one slice."""
+
+    def __init__(
+        self,
+        model: str,
+        request: ResolvedRequest,
+        described: DescribedSlice,
+        *,
+        dtype: str,
+        cache: Path,
+        report: Report,
+        count: CountBundles = count_alone,
+        images: int | None = None,
+    ) -> None:
+        """Prepare to plan for one request on one slice.
+
+        Args:
+            model: The published model.
+            request: What is generated.
+            described: The slice.
+            dtype: The precision.
+            cache: The folder that keeps compiled programs and counted kernels.
+            report: Called with a line for each program that is compiled or priced.
+            count: Counts a kernel's bundles.
+            images: How many images the request has; the usual number if None.
+
+        Raises:
+            InvalidRequest: The model can't generate that size, or takes another number of images.
+        """
+        self._name = model
+        self._model = published_model(model)
+        self._model.spec.check_size(request)
+        counts = self._model.spec.image_counts
+        if images not in (None, *counts):
+            raise InvalidRequest(f"images is {images}; {model} takes {' or '.join(map(str, sorted(counts)))}", "images")
+        self._images = images
+        self._request = request
+        self._slice = described
+        self._dtype = dtype
+        self._cache = cache
+        self._report = report
+        self._prices = KernelPrices(cache, described.hardware, described.cores, count)
+
+    def plan(self, mesh: Sequence[int | None], only: str | None = None, stages: Sequence[str] | None = None) -> Plan:
+        """Return the plan on a mesh, axes that are None as by default; `only` keeps one program, `stages` some stages'.
+
+        Raises `MeshError` when the mesh doesn't fit slice or model, `InvalidRequest` when no program is called `only`.
+        """
+        placed = self.mesh(mesh)
+        tokens = self._model.spec.tokens(self._model.spec.latent_shape(self._request))
+        runtime = AbstractRuntime(self._model, placed, self._dtype)
+        programs_of = stage_programs(runtime, self._request, stages, images=self._images)
+        calls = {name: calls for name, (_, _, calls) in programs_of.items()}
+        if only is not None and only not in calls:
+            raise InvalidRequest(f"no program is called {only!r}; this model's are {', '.join(map(repr, calls))}")
+        programs = [self._program(name, n, placed) for name, n in calls.items() if only in (None, name)]
+        return Plan(
+            model=self._name,
+            slice=self._slice,
+            mesh=MeshShape(**placed.shape),
+            request=self._request,
+            tokens=tokens,
+            stages=tuple(self._stages(programs)),
+            same_weights=self._model.same_weights,
+            experts=len({self._model.same_weights.get(stage, stage) for stage in self._model.spec.denoise_stages}),
+            images=self._images,
+        )
+
+    def mesh(self, mesh: Sequence[int | None]) -> Mesh:
+        """Return a mesh over all devices of the slice, axes that are None as by default; raises `MeshError`."""
+        devices = self._slice.devices()
+        placed = make_mesh(mesh, heads=self._model.spec.heads, devices=devices)
+        if placed.size < len(devices):
+            raise MeshError(
+                f"mesh {tuple(placed.shape.values())} uses {placed.size} of the {len(devices)} devices of "
+                f"{self._slice.name}; give axes whose product is {len(devices)}, or a smaller slice"
+            )
+        return placed
+
+    def meshes(self) -> Iterator[MeshShape]:
+        """Yield every mesh over all devices of the slice that model and request divide over."""
+        devices = self._slice.devices()
+        for dp in (1, 2) if self._model.spec.guided(self._request) else (1,):
+            for tp in (n for n in range(1, len(devices) + 1) if len(devices) % (dp * n) == 0):
+                if self._model.spec.heads % tp == 0:
+                    yield MeshShape(dp, len(devices) // (dp * tp), tp)
+
+    def job(self, program: str, mesh: MeshShape) -> Job:
+        """Return what is compiled for a program; steps and guidance change the expert's programs only."""
+        usual = self._model.spec.defaults
+        sampled = self._request if program in (KEYS, FIRST_STEP, ENLARGE, STEP, SKIPPED) else usual
+        settings: dict[str, Any] = {name: getattr(self._request, name) for name in ("height", "width", "frames")}
+        settings |= {name: getattr(sampled, name) for name in ("steps", "guidance_scale")}
+        if sampled.solver != usual.solver:
+            settings["solver"] = sampled.solver
+        if program in (STEP, SKIPPED) and self._request.cache is not None:
+            settings["cache"] = self._request.cache
+            schedule = {name: getattr(self._request, name) for name in ("shift", "solver", "sigmas", "switch_step")}
+            settings |= {name: value for name, value in schedule.items() if value is not None}
+        if program.startswith(ADAPTERS):
+            settings["loras"] = [str(lora) for lora in self._request.loras]
+        return Job(self._name, program, self._slice, mesh, settings, self._dtype, self._images)
+
+    def _program(self, name: str, calls: int, mesh: Mesh) -> ProgramPlan:
+        shape = MeshShape(**mesh.shape)
+        job = self.job(name, shape)
+        doing = "compiled before:" if is_known(job, self._cache) else "compiling"
+        self._report(f"{self._slice.name}, mesh {tuple(shape)}: {doing} {name}")
+        compiled, hlo = compile_job(job, self._cache)
+        if compiled.refused:
+            return ProgramPlan(name, calls, compiled, None, None)
+        self._report(f"{self._slice.name}, mesh {tuple(shape)}: pricing {name}")
+        optimistic, online = (self._price(hlo, mesh, path) for path in ("optimistic", "online"))
+        return ProgramPlan(name, calls, compiled, optimistic, online)
+
+    def _price(self, hlo: str, mesh: Mesh, path: str) -> Prediction:
+        cost: Cost = analyse(
+            hlo, self._slice.hardware, interconnect_of(self._slice, mesh), kernel_cycles=self._prices, prefer=(path,)
+        )
+        return Prediction(cost.total, cost.by_category(), cost.unpriced)
+
+    def _stages(self, programs: list[ProgramPlan]) -> Iterator[StagePlan]:
+        flops, spec = self._model.flops, self._model.spec
+        branches = 2 if spec.guided(self._request) else 1
+        denoise = [
+            program
+            for program in programs
+            if program.name in (KEYS, FIRST_STEP, ENLARGE, STEP, SKIPPED) or program.name.startswith(ADAPTERS)
+        ]
+        decoders = ("decoder", *sound_decoders(self._model))
+        decoder = [program for program in programs if find_owner(program) in decoders]
+        encoder = [program for program in programs if program not in denoise + decoder]
+        host_s = host_seconds(self._model.spec, self._request, self._images)
+        if encoder:
+            operations = flops.encoder(self._request, prompts=branches)
+            yield StagePlan("encoder", tuple(encoder), operations, host_s["encoder"])
+        if denoise:
+            last = spec.experts(self._request)[-1]
+            steps = {FIRST_STEP: last.start, STEP: last.stop}
+            operations = sum(
+                program.calls
+                * flops.step(spec.latent_shapes(self._request, steps[program.name])[VIDEO], branches=branches)
+                for program in denoise
+                if program.name in steps
+            )
+            yield StagePlan("denoise", tuple(denoise), operations, host_s["denoise"])
+        if decoder:
+            operations = flops.decoder(self._model.spec.decoded_shape(self._request))
+            yield StagePlan("decoder", tuple(decoder), operations, host_s["decoder"])
