@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import transformers
 from diffusers.modular_pipelines import PipelineState
-from diffusers.modular_pipelines.minimax_h3 import encoders
+from diffusers.modular_pipelines.minimax_h3 import before_encoder, encoders
 from safetensors.torch import load_file, save_file
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
@@ -117,6 +117,20 @@ def test_keyframes_are_read_before_the_prompt_as_diffusers_does(count, anchors, 
     assert tags[order[:rows]].tolist() == [0] * vision + [1] * (rows - vision)
     assert relative(ours.encode(inputs)[:rows], expected[order[:rows]]) < TOLERANCE
     assert ours.with_keyframes._cache_size() <= 2  # A program for each number of keyframes.
+
+
+@pytest.mark.parametrize("last", [(108, 192), (141, 97), (96, 160)])
+def test_keyframes_are_put_onto_the_video_as_diffusers_does(last):
+    """A photo of 16:9, the video's shape but for rounding; and another of that size, an upright one, a fitting one."""
+    [first], [follower] = draw_keyframes(1, 108, 192), draw_keyframes(1, *last)
+    state = PipelineState()
+    for name, value in {"image": first, "last_image": follower, "height": 96, "width": 160}.items():
+        state.set(name, value)
+    step = before_encoder.MiniMaxH3ResizeStep()
+    _, state = step(step.init_pipeline(), state)
+    ours = pictures.fit_keyframes([first, follower], 96, 160, slack=32)
+    for actual, expected in zip(ours, state.get("keyframes"), strict=True):
+        assert np.array_equal(actual, expected)
 
 
 @pytest.mark.parametrize(("height", "width", "same"), [(768, 1344, True), (256, 256, True), (64, 96, False)])

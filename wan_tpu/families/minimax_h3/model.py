@@ -24,12 +24,12 @@ from wan_tpu.families.minimax_h3.flops import MiniMaxH3Flops
 from wan_tpu.families.minimax_h3.spec import DENOISE, MiniMaxH3Spec
 from wan_tpu.families.minimax_h3.text import TEXT_TOKENS
 from wan_tpu.families.minimax_h3.vision import presentation, tower
+from wan_tpu.families.minimax_h3.vision.pictures import fit_keyframes
 from wan_tpu.families.minimax_h3.vision.presentation import Presentation
 from wan_tpu.families.model import Flops, Model, StepInputs
 from wan_tpu.families.shared.causal_vae import Chunks
 from wan_tpu.families.shared.tokenizing import Tokenizer
 from wan_tpu.families.shared.tokens import patchify, unpatchify
-from wan_tpu.media.image import fit_image
 from wan_tpu.plan import AUDIO, VIDEO
 from wan_tpu.request import IMAGES, ResolvedRequest
 from wan_tpu.runtime.bridge import Params
@@ -165,13 +165,8 @@ class MiniMaxH3Model(Model):
 
     def _fit_keyframes(self, request: ResolvedRequest) -> list[Image.Image]:
         """Return the request's images in the size of the video, in order."""
-        images = [getattr(request, name) for name in IMAGES]
-        slack = self.spec.shape_slack
-        return [
-            fit_image(image, request.height, request.width, slack=slack)
-            for image in images
-            if isinstance(image, Image.Image)
-        ]
+        images = [image for name in IMAGES if isinstance(image := getattr(request, name), Image.Image)]
+        return fit_keyframes(images, request.height, request.width, self.spec.shape_slack)
 
     def video_condition(self, request: ResolvedRequest) -> list[np.ndarray]:
         """Return the keyframes as the VAE takes them, each float32 [1, 3, 1, H, W], from 0 to 255."""

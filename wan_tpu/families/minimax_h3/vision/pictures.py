@@ -6,15 +6,38 @@ Shapes: h w rows and columns of tokens, each of which is made of two by two patc
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image
 
 from wan_tpu.families.minimax_h3.config import MiniMaxH3Config
+from wan_tpu.media.image import fit_image
 
 CHANNELS, PATCH, MERGE = 3, 16, 2  # A patch has 16 x 16 pixels, a token 2 x 2 patches.
 SIDE = PATCH * MERGE  # Pixels of a token's side.
 MARKS = 2  # Rows of the text around those of a keyframe: where it begins and where it ends.
+
+
+def fit_keyframes(images: Sequence[Image.Image], height: int, width: int, slack: int) -> list[Image.Image]:
+    """Return keyframes in the size of the video.
+
+    The first one, which gives the video its shape unless the request does, is fitted as any model's image is. The other
+    one covers the video and is cut where it is larger, as in diffusers.
+    """
+    first, others = images[:1], images[1:]
+    fitted = [fit_image(image, height, width, slack=slack) for image in first]
+    return fitted + [cover(image, height, width) for image in others]
+
+
+def cover(image: Image.Image, height: int, width: int) -> Image.Image:
+    """Return the middle of an image, resized without a change of its shape until it covers a video."""
+    if image.size == (width, height):
+        return image
+    scale = max(width / image.width, height / image.height)
+    whole = max(width, round(image.width * scale)), max(height, round(image.height * scale))
+    left, top = (whole[0] - width) // 2, (whole[1] - height) // 2
+    return image.resize(whole, Image.Resampling.LANCZOS).crop((left, top, left + width, top + height))
 
 
 def fit_size(config: MiniMaxH3Config, height: int, width: int) -> tuple[int, int]:
