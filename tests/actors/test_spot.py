@@ -25,7 +25,7 @@ from tests.conftest import PHOTO
 from wan_tpu import GenerationRequest
 from wan_tpu.families import open_spec
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.soak
 
 SECONDS = float(os.environ.get("WAN_TPU_SPOT_S", "16"))
 AT_ONCE = 3  # requests

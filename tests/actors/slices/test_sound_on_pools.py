@@ -43,7 +43,7 @@ STEPS = {
     "minimax-h3": [("denoise", i) for i in range(1, 4)],
 }
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.soak
 
 
 @pytest.fixture(scope="module", params=REQUESTS)
