@@ -12,6 +12,24 @@ OnEvent = Callable[[Span], object]
 
 
 @dataclass(frozen=True)
+class Fragment:
+    """A part of a video's fragmented mp4, sent while later frames are decoded. All parts, in order, are one file.
+
+    Attributes:
+        run: Counts the decodings of a video. After a loss the decoder starts again, with the next run's fragment 0.
+        index: Counts the fragments of a run. The first one begins with the file's header.
+        content: Its bytes.
+    """
+
+    run: int
+    index: int
+    content: bytes
+
+
+OnFragment = Callable[[Fragment], object]
+
+
+@dataclass(frozen=True)
 class GeneratedVideo:
     """A finished video: its mp4, and warnings for the user, such as that a prompt was cut."""
 

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actors.api.http.content import DownloadCut
 from actors.api.http.error_answers import HttpError, answer
+from actors.api.http.lingering import end_answer
 from actors.api.http.service import Service
 from actors.observe.logs import log_event
 
@@ -39,7 +40,7 @@ class Middleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        start, status, read = time.perf_counter(), 0, False
+        start, status, read, closes = time.perf_counter(), 0, False, False
         headers = Headers(scope=scope)
         method, state = scope["method"], scope.setdefault("state", {})
         state["request_id"] = _choose_request_id(headers)
@@ -52,12 +53,12 @@ class Middleware:
             return message
 
         async def send_observed(message: Message) -> None:
-            nonlocal status
+            nonlocal status, closes
             if message["type"] == "http.response.start":
                 status = message["status"]
                 more = _GUARDS | {"x-request-id": state["request_id"]} | state.get("headers", {})
                 if not read and _is_long(headers, _MAX_UNREAD if status < 400 else 0):
-                    more["connection"] = "close"  # Otherwise the whole unwanted body would still arrive.
+                    more["connection"], closes = "close", True  # Otherwise the whole unwanted body would still arrive.
                 original = message.get("headers", [])
                 added = [(name.lower().encode(), value.encode("latin-1")) for name, value in more.items()]
                 names = {name for name, _ in added}
@@ -65,7 +66,10 @@ class Middleware:
                 self._count(scope, method, status, time.perf_counter() - start)
             elif method == "HEAD":
                 message = {"type": "http.response.body", "body": b"", "more_body": message.get("more_body", False)}
-            await send(message)
+            if closes and message["type"] == "http.response.body" and not message.get("more_body", False):
+                await end_answer(message, receive, send)
+            else:
+                await send(message)
 
         try:
             if len(headers.getlist("authorization")) > 1:  # Proxies may count it for different keys.

@@ -18,6 +18,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actors.api.http.error_answers import HttpError, answer
+from actors.api.http.lingering import end_answer
 from actors.api.intake.receiving import Bodies, IncomingRequest
 from actors.api.limits import Limits
 from cluster.provision.haproxy import BOUNDS, KEY, SERVES_HEADERS
@@ -67,9 +68,12 @@ class ProxyLimits:
             if exchange.begun:  # Part of an answer has been sent.
                 return
             refusal = answer(error)
-            if with_body:
-                refusal.headers["connection"] = "close"  # Otherwise the whole unwanted body would still arrive.
-            await refusal(scope, receive, send)
+            if not with_body:
+                await refusal(scope, receive, send)
+                return
+            refusal.headers["connection"] = "close"  # Otherwise the whole unwanted body would still arrive.
+            await send({"type": "http.response.start", "status": refusal.status_code, "headers": refusal.raw_headers})
+            await end_answer({"type": "http.response.body", "body": refusal.body}, receive, send)
 
 
 def _is_serve_header(name: bytes) -> bool:

@@ -1,6 +1,7 @@
 """What all routes have in common: counting, protection, and rejection before a route is called."""
 
 import asyncio
+import socket
 
 import httpx
 import pytest
@@ -17,7 +18,7 @@ from tests.actors.api.serving import create, served
 from tests.actors.api.test_hostile import Sent
 from tests.actors.jobs.test_store import ask
 from tests.actors.small_spec import SPEC
-from tests.waiting import wait_for
+from tests.waiting import SECONDS, wait_for
 
 
 def bearer(key):
@@ -140,3 +141,20 @@ def test_body_that_nobody_wants_ends_the_connection(http):
     chunked.close()
     other = create(http).json()["id"]
     assert "connection" not in http.post(f"/v1/videos/{other}/cancel", json={}).headers
+
+
+@pytest.mark.parametrize("length", ["Content-Length", "Transfer-Encoding"])
+def test_client_that_sends_all_of_its_body_before_it_reads_gets_the_answer(http, length):
+    """A connection that is closed with unread bytes is reset, and its client loses the answer."""
+    parts = [bytes(1_000_000)] * 30
+    if length == "Transfer-Encoding":
+        value, parts = "chunked", [*(b"f4240\r\n" + part + b"\r\n" for part in parts), b"0\r\n\r\n"]
+    else:
+        value = f"{sum(map(len, parts))}"
+    with socket.create_connection((http.base_url.host, http.base_url.port), timeout=SECONDS) as connection:
+        connection.sendall(f"POST /v1/videos HTTP/1.1\r\nHost: localhost\r\n{length}: {value}\r\n".encode())
+        connection.sendall(b"Content-Type: application/json\r\n\r\n")
+        for part in parts:
+            connection.sendall(part)
+        answered = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert answered.startswith(b"HTTP/1.1 413 ") and b'"code":"too_large"' in answered.replace(b" ", b"")
