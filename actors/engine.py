@@ -46,10 +46,26 @@ class Engine(Protocol):
 
     model: ModelSpec
 
-    async def generate(self, plan: RequestPlan, *, id: str, on_event: OnEvent, priority: int = 0) -> GeneratedVideo:
-        """Return the video of a plan; `on_event` is called with spans as they end, from any thread.
+    async def generate(
+        self,
+        plan: RequestPlan,
+        *,
+        id: str,
+        on_event: OnEvent,
+        priority: int = 0,
+        on_fragment: OnFragment | None = None,
+    ) -> GeneratedVideo:
+        """Return the video of a plan.
 
         Whatever the engine keeps in order to resume the request stays until `forget`.
+
+        Args:
+            plan: The request's plan.
+            id: The request's name.
+            on_event: Called with spans as they end, from any thread.
+            priority: The higher goes first.
+            on_fragment: Called with each fragment of the video while it is decoded, in order and from any thread. None
+                where nobody watches.
         """
 
     async def forget(self, id: str) -> None:

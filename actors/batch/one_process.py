@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from actors.engine import GeneratedVideo, OnEvent
+from actors.engine import GeneratedVideo, OnEvent, OnFragment
 from actors.observe.span import Span, Start
 from actors.pipeline_spec import Chips
 from wan_tpu.media.mp4 import Mp4
@@ -27,7 +27,15 @@ class OneProcessEngine:
         platform = pipeline.runtime.mesh.devices.flat[0].platform
         self._chips: Chips = "emulated" if platform == "cpu" else "real"
 
-    async def generate(self, plan: RequestPlan, *, id: str, on_event: OnEvent, priority: int = 0) -> GeneratedVideo:
+    async def generate(
+        self,
+        plan: RequestPlan,
+        *,
+        id: str,
+        on_event: OnEvent,
+        priority: int = 0,
+        on_fragment: OnFragment | None = None,
+    ) -> GeneratedVideo:
         """Make one video. Requests run in the order in which they come, whatever their priority.
 
         When this is cancelled, the work stops after the current step, before this returns. It raises what
@@ -38,6 +46,7 @@ class OneProcessEngine:
             id: The request's id.
             on_event: Called from the engine's thread with a `Span` after each piece of work.
             priority: Ignored.
+            on_fragment: Called from the engine's thread with each fragment while the video is decoded.
         """
         span = functools.partial(Span, slice="this process", request=id, chips=self._chips)
         run = _Run(self._pipeline, id, span, on_event)

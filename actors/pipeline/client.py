@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from actors.engine import GeneratedVideo, OnEvent
+from actors.engine import GeneratedVideo, OnEvent, OnFragment
 from actors.errors import PipelineError, RequestFailed
 from actors.observe.status_actor import StatusActor
 from actors.pipeline.driver import PipelineDriver
@@ -30,7 +30,15 @@ class PipelineClient:
         self._checking: asyncio.Future[None] | None = None
         self._users: Counter[PipelineDriver] = Counter()  # The last user of a replaced driver closes it.
 
-    async def generate(self, plan: RequestPlan, *, id: str, on_event: OnEvent, priority: int = 0) -> GeneratedVideo:
+    async def generate(
+        self,
+        plan: RequestPlan,
+        *,
+        id: str,
+        on_event: OnEvent,
+        priority: int = 0,
+        on_fragment: OnFragment | None = None,
+    ) -> GeneratedVideo:
         """Make one video, as `PipelineDriver.generate`; also raises `PipelineError` where there is no pipeline."""
         async with self._lock:
             if self._current is None:
@@ -39,7 +47,7 @@ class PipelineClient:
         self._users[driver] += 1
         self._last[id] = driver
         try:
-            return await driver.generate(plan, id=id, on_event=on_event, priority=priority)
+            return await driver.generate(plan, id=id, on_event=on_event, priority=priority, on_fragment=on_fragment)
         except Exception as error:
             works = isinstance(error, RequestFailed) and error.code != "lost"
             if driver is self._current and not works:  # Other requests continue with the old driver.

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import secrets
 
-from actors.engine import GeneratedVideo, OnEvent
+from actors.engine import GeneratedVideo, OnEvent, OnFragment
 from actors.errors import RequestFailed
 from actors.observe.status_actor import RENEW_S, Outcome
 from actors.pipeline.connection import PipelineConnection
@@ -34,7 +34,13 @@ class PipelineDriver:
         self._kept: dict[str, tuple[str, RequestScope]] = {}  # By id, of requests that may have snapshots.
 
     async def generate(
-        self, plan: RequestPlan, *, id: str, on_event: OnEvent = lambda span: None, priority: int = 0
+        self,
+        plan: RequestPlan,
+        *,
+        id: str,
+        on_event: OnEvent = lambda span: None,
+        priority: int = 0,
+        on_fragment: OnFragment | None = None,
     ) -> GeneratedVideo:
         """Make one video.
 
@@ -43,6 +49,7 @@ class PipelineDriver:
             id: The request's name in spans, logs and snapshots; an unfinished request continues from its snapshots.
             on_event: Called with a `Span` whenever a slice has done something for the request.
             priority: The higher goes first; at the experts' slices it runs between two steps of a lower one.
+            on_fragment: Called with each fragment of the video while it is decoded, in order; None to have none made.
 
         Raises:
             RequestFailed: The video can't be made.

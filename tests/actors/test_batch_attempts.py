@@ -144,7 +144,7 @@ def test_whatever_an_engine_raises_is_a_failed_line(tmp_path, error):
 class StubbornEngine(Engine):
     """Makes another error of its cancellation."""
 
-    async def generate(self, plan, *, id, on_event, priority=0):
+    async def generate(self, plan, *, id, on_event, priority=0, on_fragment=None):
         self.began.append(id)
         os.kill(os.getpid(), signal.SIGINT)
         try:
@@ -163,7 +163,7 @@ def test_an_interrupted_batch_ends_whatever_its_engine_makes_of_that(tmp_path):
 class TellingEngine(Engine):
     """Tells a span of every request."""
 
-    async def generate(self, plan, *, id, on_event, priority=0):
+    async def generate(self, plan, *, id, on_event, priority=0, on_fragment=None):
         on_event(Span(slice="s", request=id, stage="encoder", kind="compute", start_s=0.0, seconds=2.0))
         return await super().generate(plan, id=id, on_event=on_event)
 

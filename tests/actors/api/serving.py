@@ -93,7 +93,7 @@ class Engine:
     async def forget(self, id):
         self.forgotten.append(id)
 
-    async def generate(self, plan, *, id, on_event, priority):
+    async def generate(self, plan, *, id, on_event, priority, on_fragment=None):
         request = plan.request
         self.asked.append(request)
         self.priorities.append(priority)
