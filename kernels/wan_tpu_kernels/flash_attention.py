@@ -27,23 +27,30 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from wan_tpu_kernels.blocks import LANES, BlockSizes, plan_blocks
-from wan_tpu_kernels.flash_kernel import Tile, flash_tiles
+from wan_tpu_kernels.flash_kernel import Tile
+from wan_tpu_kernels.flash_operands import (
+    LowPrecision,
+    Softmax,
+    batch_to_heads,
+    check_operands,
+    count_keys,
+    heads_to_batch,
+    pad_rows,
+)
+from wan_tpu_kernels.flash_tiles import flash_tiles
 from wan_tpu_kernels.low_precision import MAGIC, round_keys, round_queries
 
-Softmax = Literal["auto", "bounded", "optimistic", "online"]
-LowPrecision = Literal["int8", "float8_e4m3fn"]
 T = TypeVar("T")
 
 BOUND = 64.0  # The largest B of "bounded", in powers of two; see the module's docstring.
 LARGEST_VALUE = 2.0**31  # The largest max|v| of "bounded".
-LARGEST_WIDTH = 256  # The widest head with 8-bit logits: 127 * 127 * 256 < 2^22, see `low_precision.MAGIC`.
 # Squares are summed from bfloat16, each off by up to 2^-9; float32 roundings are negligible beside that.
 ROUNDING_SLACK = 1.02
 
@@ -92,19 +99,19 @@ def flash_attention(
     Raises:
         ValueError: Shapes or names don't fit.
     """
-    _check(q, k, v, heads, kv_len, softmax, qk)
+    check_operands(q, k, v, heads, kv_len, softmax, qk)
     count, shape = heads or 1, q.shape
     q, k, v = (x[None] if x.ndim == 2 else x for x in (q, k, v))
     width = shape[-1] // count
     shared = LANES // width if LANES % width == 0 and shape[-1] % LANES == 0 else 1
     split = count > 1 and width * shared % LANES != 0  # A tile's columns must fill whole lanes.
     if split:
-        q, k, v = (_heads_to_batch(x, count) for x in (q, k, v))
+        q, k, v = (heads_to_batch(x, count) for x in (q, k, v))
     scale = width**-0.5 if scale is None else scale
-    keys = _count_keys(kv_len, k.shape[1])
+    keys = count_keys(kv_len, k.shape[1])
     call = _Call(1 if split else count, width, shared, scale, *keys, qk, block_sizes, interpret)
     out = call.run(q, k, v, softmax)
-    return (_batch_to_heads(out, count) if split else out).reshape(shape)
+    return (batch_to_heads(out, count) if split else out).reshape(shape)
 
 
 def flash_attention_unchecked(
@@ -143,7 +150,7 @@ def flash_attention_unchecked(
         )
         out = flash_attention(q, k, v, heads=heads, scale=scale, kv_len=kv_len, qk=qk, interpret=interpret)
         return out, jnp.asarray(True)
-    call = _Call(heads, width, shared, scale, *_count_keys(kv_len, len(k)), qk, None, interpret)
+    call = _Call(heads, width, shared, scale, *count_keys(kv_len, len(k)), qk, None, interpret)
     first_q, first_k, first_v = (first // shared for first in first_heads)
     out, check = call.run_once(q[None], k[None], v[None], softmax, (first_q, first_k, first_v))
     return out[0], jnp.asarray(True) if check is None else jnp.all(jnp.isfinite(check))
@@ -159,14 +166,14 @@ def flash_attention_reference(
     kv_len: int | None = None,
 ) -> jax.Array:
     """Compute the same as `flash_attention` in plain jnp, float32, with the whole score matrix in memory."""
-    _check(q, k, v, heads, kv_len, "auto", None)
+    check_operands(q, k, v, heads, kv_len, "auto", None)
     count, shape = heads or 1, q.shape
-    q3, k3, v3 = (_heads_to_batch((x[None] if x.ndim == 2 else x).astype(jnp.float32), count) for x in (q, k, v))
+    q3, k3, v3 = (heads_to_batch((x[None] if x.ndim == 2 else x).astype(jnp.float32), count) for x in (q, k, v))
     k3, v3 = k3[:, :kv_len], v3[:, :kv_len]
     scale = (shape[-1] // count) ** -0.5 if scale is None else scale
     logits = jnp.einsum("nqd,nkd->nqk", q3, k3, precision="highest") * scale
     out = jnp.einsum("nqk,nkd->nqd", jax.nn.softmax(logits), v3, precision="highest")
-    return _batch_to_heads(out, count).reshape(shape).astype(v.dtype)
+    return batch_to_heads(out, count).reshape(shape).astype(v.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,8 +263,8 @@ class _Call:
     ) -> list[jax.Array]:
         counted = self.count is not None
         tile = Tile(blocks, softmax, self.kv_len, self.multiplier, self.width, self.shared, counted)
-        k, v = (_pad_rows(x, blocks.block_kv) for x in (k, v))
-        terms = [_pad_rows(term, blocks.block_q) for term in terms]
+        k, v = (pad_rows(x, blocks.block_kv) for x in (k, v))
+        terms = [pad_rows(term, blocks.block_q) for term in terms]
         if rows_of is not None:
             rows_of = jnp.pad(rows_of, ((0, 0), (0, 0), (0, max(0, blocks.block_q - rows_of.shape[2]))))
         return flash_tiles(terms, k, v, rows_of, tile, self.heads, self.interpret, first, self.count)
@@ -288,13 +295,6 @@ class _Call:
         return terms, k, scales, (0, 0, first[2])
 
 
-def _count_keys(kv_len: int | jax.Array | None, length: int) -> tuple[int, jax.Array | None]:
-    """Return the largest possible number of keys, and their number [1] if only the program knows it."""
-    if isinstance(kv_len, jax.Array):
-        return length, kv_len.reshape(1).astype(jnp.int32)
-    return kv_len or length, None
-
-
 def repeat_if(wrong: jax.Array, result: T, repeat: Callable[[], T]) -> T:
     """Return `result`, or if the boolean scalar `wrong` is true, what `repeat` returns instead."""
     return lax.while_loop(lambda state: state[0], lambda _: (jnp.asarray(False), repeat()), (wrong, result))[1]
@@ -309,56 +309,3 @@ def _largest_norm(x: jax.Array, heads: int) -> jax.Array:
     ones = jnp.repeat(jnp.eye(heads, dtype=jnp.bfloat16), x.shape[2] // heads, axis=0)  # [N * D, N]
     sums = jnp.einsum("blc,cn->bln", square, ones, preferred_element_type=jnp.float32)
     return jnp.sqrt(jnp.max(sums, axis=1))
-
-
-def _pad_rows(x: jax.Array, rows: int) -> jax.Array:
-    """Append zero rows to x [B, L, C] until there is one whole block; the last block of longer arrays may overhang."""
-    return jnp.pad(x, ((0, 0), (0, max(0, rows - x.shape[1])), (0, 0)))
-
-
-def _heads_to_batch(x: jax.Array, heads: int) -> jax.Array:
-    """Rearrange [B, L, N * D] to [B * N, L, D]."""
-    batch, length, width = x.shape
-    x = x.reshape(batch, length, heads, width // heads)
-    return x.transpose(0, 2, 1, 3).reshape(batch * heads, length, -1)
-
-
-def _batch_to_heads(x: jax.Array, heads: int) -> jax.Array:
-    """Rearrange [B * N, L, D] to [B, L, N * D]."""
-    count, length, d = x.shape
-    x = x.reshape(count // heads, heads, length, d)
-    return x.transpose(0, 2, 1, 3).reshape(count // heads, length, heads * d)
-
-
-def _check(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    heads: int | None,
-    kv_len: int | jax.Array | None,
-    softmax: str,
-    qk: str | None,
-) -> None:
-    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
-    dims = (3,) if heads is None else (2, 3)
-    if q.ndim not in dims or k.shape != v.shape or k.shape[:-2] != q.shape[:-2] or k.shape[-1] != q.shape[-1]:
-        layout = "[N, L, D]" if heads is None else "[L, N * D] or [B, L, N * D]"
-        raise ValueError(f"q, k, v must be {layout}, k and v of one shape, got {shapes}")
-    if heads is not None and (heads < 1 or q.shape[-1] % heads):
-        raise ValueError(f"heads must divide the last axis, got {heads} heads and {shapes}")
-    if isinstance(kv_len, jax.Array):
-        if kv_len.size != 1 or not jnp.issubdtype(kv_len.dtype, jnp.integer):
-            raise ValueError(f"kv_len must be one whole number, got {kv_len.dtype} {kv_len.shape}")
-        if qk is not None:
-            raise ValueError(f"with qk={qk!r} kv_len must be a number that is known when the program is compiled")
-    elif kv_len is not None and not 1 <= kv_len <= k.shape[-2]:
-        raise ValueError(f"kv_len must be from 1 to {k.shape[-2]}, the keys given, got {kv_len}")
-    if len({x.dtype for x in (q, k, v)}) > 1 or q.dtype not in (jnp.bfloat16, jnp.float32):
-        raise ValueError(f"q, k, v must all be bfloat16 or float32, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if qk is not None and q.shape[-1] // (heads or 1) > LARGEST_WIDTH:
-        raise ValueError(f"with qk={qk!r} heads must be at most {LARGEST_WIDTH} wide, got {shapes}, {heads or 1} heads")
-    if qk is not None and softmax == "bounded":
-        raise ValueError(f"with qk={qk!r} softmax must be 'auto', 'optimistic' or 'online', got {softmax!r}")
-    for name, value, allowed in (("softmax", softmax, get_args(Softmax)), ("qk", qk, (None, *get_args(LowPrecision)))):
-        if value not in allowed:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from wan_tpu_kernels.blocks import BlockSizes, Schedule
-from wan_tpu_kernels.flash_kernel import Tile, flash_tiles
+from wan_tpu_kernels.flash_kernel import Tile
+from wan_tpu_kernels.flash_tiles import flash_tiles
 from wan_tpu_kernels.sparse_kernel import PAIRS, QUERIES, STEP, TOGETHER, SparseTile, sparse_tiles
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]

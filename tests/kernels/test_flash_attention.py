@@ -24,7 +24,8 @@ from tests.kernels.cases import (
 )
 from wan_tpu_kernels.blocks import BlockSizes, Schedule
 from wan_tpu_kernels.flash_attention import flash_attention, flash_attention_reference
-from wan_tpu_kernels.flash_kernel import Tile, flash_tiles
+from wan_tpu_kernels.flash_kernel import Tile
+from wan_tpu_kernels.flash_tiles import flash_tiles
 
 WAYS = ("auto", "bounded", "optimistic", "online")
 

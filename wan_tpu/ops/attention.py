@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from wan_tpu.switches import uses_kernel
-from wan_tpu_kernels.flash_attention import LowPrecision, flash_attention, flash_attention_unchecked
+from wan_tpu_kernels.flash_attention import flash_attention, flash_attention_unchecked
+from wan_tpu_kernels.flash_operands import LowPrecision
 from wan_tpu_kernels.low_precision import round_keys_reference, round_queries_reference
 
 # Query rows whose scores are formed at once on CPU: with 2,000 keys, 256 rows of float32 scores are 2 MB, which stay in

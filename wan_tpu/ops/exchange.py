@@ -28,7 +28,8 @@ from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.mesh import AXES, axis_size
 from wan_tpu.switches import is_synchronous, uses_kernel
 from wan_tpu_kernels.blocks import LANES
-from wan_tpu_kernels.flash_attention import LowPrecision, repeat_if
+from wan_tpu_kernels.flash_attention import repeat_if
+from wan_tpu_kernels.flash_operands import LowPrecision
 
 TILE_ROWS = 16  # Rows of bfloat16 in a tile of a TPU's registers.
 
