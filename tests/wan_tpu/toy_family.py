@@ -247,7 +247,6 @@ FAMILY = Family(
     transformer="Colours",
     published={"toy-large": ToyConfig(TEXT | {"vocab_size": 400})},
     spec=ToySpec,
-    open=ToySpec.open,
     model=f"{__name__}:ToyModel",
     small=f"{__name__}:make_checkpoint",
 )

@@ -45,7 +45,7 @@ def spec_of(checkpoint: Checkpoint) -> ModelSpec:
     """Return the spec of an opened checkpoint; raises `CheckpointError`."""
     family = family_of(checkpoint)
     try:
-        spec = family.open(checkpoint)
+        spec = family.spec.open(checkpoint)
         _check_own_defaults(spec, checkpoint)
         return spec
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:

@@ -1,12 +1,9 @@
 """What a model family registers, as `FAMILY` of its folder. Every process reads it: it needs neither JAX nor torch."""
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-from wan_tpu.checkpoint import Checkpoint
-from wan_tpu.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -19,8 +16,7 @@ class Family:
         example: A hub id of one of its models.
         transformer: The class of its checkpoints' transformer, by which checkpoints are recognised.
         published: The published models' configurations, by name.
-        spec: The `ModelSpec`'s class, which takes a configuration.
-        open: Makes a `ModelSpec` of a checkpoint; raises `CheckpointError` for one that the family doesn't run.
+        spec: The `ModelSpec`'s class, which takes a configuration, or with `open` a checkpoint.
         model: "module:class" of its `wan_tpu.families.model.Model`, which needs JAX and torch.
         small: "module:function" that writes small checkpoints (`wan_tpu.tiny`), which needs diffusers.
         with_experts: "module:class" of a checkpoint with other experts, from files of another format. It takes (source,
@@ -35,7 +31,6 @@ class Family:
     transformer: str
     published: Mapping[str, Any]
     spec: type[Any]
-    open: Callable[[Checkpoint], ModelSpec]
     model: str
     small: str
     with_experts: str | None = None

@@ -11,7 +11,6 @@ FAMILY = Family(
     transformer="CogVideoXTransformer3DModel",
     published=PUBLISHED,
     spec=CogVideoXSpec,
-    open=CogVideoXSpec.open,
     model="wan_tpu.families.cogvideox.model:CogVideoXModel",
     small="wan_tpu.families.cogvideox.small:make_checkpoint",
 )

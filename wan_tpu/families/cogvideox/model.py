@@ -22,9 +22,10 @@ from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.cogvideox import components, transformer, vae
 from wan_tpu.families.cogvideox.flops import CogVideoXFlops
 from wan_tpu.families.cogvideox.published import TEXT_TOKENS, CogVideoXConfig
-from wan_tpu.families.cogvideox.spec import DENOISE, LATER_FRAMES, CogVideoXSpec
+from wan_tpu.families.cogvideox.spec import LATER_FRAMES, CogVideoXSpec
 from wan_tpu.families.model import Model, StepInputs, apply_guidance
 from wan_tpu.families.shared.causal_vae import CausalChunks, RepeatedStart
+from wan_tpu.families.shared.family_spec import DENOISE
 from wan_tpu.families.shared.t5 import text_encoder
 from wan_tpu.families.shared.tokenizing import Tokenizer, tokenize
 from wan_tpu.families.shared.tokens import unpatchify

@@ -1,45 +1,33 @@
 """A CogVideoX model as its configuration describes it: stages, limits, defaults, shapes, and its steps' numbers."""
 
-import dataclasses
-import functools
 import math
-from dataclasses import dataclass
+from typing import ClassVar
 
-from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.families.cogvideox import published
 from wan_tpu.families.cogvideox.config import read_config
 from wan_tpu.families.cogvideox.published import TEXT_TOKENS, CogVideoXConfig
-from wan_tpu.plan import DECODER, ENCODER, Expert
-from wan_tpu.request import NOTHING_OWN, CheckpointOverrides, Defaults, ResolvedRequest, nearest_multiple
+from wan_tpu.families.shared.family_spec import DENOISE, FamilySpec
+from wan_tpu.plan import DECODER, ENCODER
+from wan_tpu.request import ResolvedRequest, nearest_multiple
 from wan_tpu.schedules import diffusion
 from wan_tpu.schedules.schedule import Schedule
-from wan_tpu.spec import ModelSpec
 
-DENOISE = "denoise"
 LATER_FRAMES = 2  # Latent frames of each of the decoder's chunks but the first.
 _STRIDE = 8  # Pixels per pixel of the latents, in height and width.
 _SOLVERS = {"ddim": diffusion.ddim, "dpm": diffusion.dpm}
 
 
-@dataclass(frozen=True)
-class CogVideoXSpec(ModelSpec):
-    """One CogVideoX model.
-
-    Attributes:
-        config: The model's configuration.
-        own: The checkpoint's own sampling settings.
-
-    Raises:
-        CheckpointError: The configuration contradicts itself.
-    """
+class CogVideoXSpec(FamilySpec):
+    """One CogVideoX model."""
 
     config: CogVideoXConfig
-    own: CheckpointOverrides = NOTHING_OWN
+    published: ClassVar = published
+    read_config: ClassVar = staticmethod(read_config)
+    spatial_stride = _STRIDE
 
     # The VAE decodes pairs of latent frames, and a single one only at the start: 8n + 1 pixel frames.
     frame_step = 8
-    boundary_ratio = None
 
     def __post_init__(self) -> None:
         strides = 2 ** (len(self.config.vae["block_out_channels"]) - 1)
@@ -51,25 +39,10 @@ class CogVideoXSpec(ModelSpec):
                 f"{self.latent_channels} it takes as many, or twice as many with an image"
             )
 
-    @classmethod
-    def open(cls, checkpoint: Checkpoint) -> "CogVideoXSpec":
-        """Read a checkpoint's configuration; raises `CheckpointError`."""
-        return cls(read_config(checkpoint), checkpoint.sampling())
-
-    @functools.cached_property
-    def name(self) -> str:  # type: ignore[override]
-        """Name of the published model, or `published.CUSTOM`."""
-        return published.recognise(self.config)
-
     @property
     def tasks(self) -> tuple[str, ...]:  # type: ignore[override]
         """Text to video, or image to video."""
         return ("i2v",) if self.config.transformer["in_channels"] > self.latent_channels else ("t2v",)
-
-    @property
-    def defaults(self) -> Defaults:  # type: ignore[override]
-        """The checkpoint's own sampling settings, else the published ones."""
-        return dataclasses.replace(published.defaults(self.config), **dict(self.own.defaults))  # type: ignore[arg-type]
 
     @property
     def solvers(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -86,16 +59,6 @@ class CogVideoXSpec(ModelSpec):
         """The components of each stage."""
         encoder = ("text_encoder", "vae_encoder") if "i2v" in self.tasks else ("text_encoder",)
         return {ENCODER: encoder, DENOISE: (DENOISE,), DECODER: (DECODER,)}
-
-    @property
-    def heads(self) -> int:  # type: ignore[override]
-        """Attention heads of the transformer."""
-        return int(self.config.transformer["num_attention_heads"])
-
-    @property
-    def latent_channels(self) -> int:
-        """C of the latents."""
-        return int(self.config.vae["latent_channels"])
 
     @property
     def patch(self) -> tuple[int, int, int]:
@@ -151,7 +114,13 @@ class CogVideoXSpec(ModelSpec):
     def latent_shape(self, request: ResolvedRequest) -> tuple[int, int, int, int, int]:
         """Return [1, C, T, H, W] of the latents that are denoised, `padding` included."""
         frames = self._decoded_frames(request) + self.padding(request)
-        return 1, self.latent_channels, frames, request.height // _STRIDE, request.width // _STRIDE
+        return (
+            1,
+            self.latent_channels,
+            frames,
+            request.height // _STRIDE,
+            request.width // _STRIDE,
+        )
 
     def decoded_shape(self, request: ResolvedRequest) -> tuple[int, int, int, int, int]:
         """Return [1, C, T, H, W] of the latents that are decoded."""
@@ -166,10 +135,6 @@ class CogVideoXSpec(ModelSpec):
     def tokens(self, latent_shape: tuple[int, ...]) -> int:
         """Return L, the transformer's sequence length of text and video, for latents of a shape."""
         return TEXT_TOKENS + math.prod(n // p for n, p in zip(latent_shape[2:], self.patch, strict=True))
-
-    def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:
-        """Return the one expert."""
-        return (Expert(DENOISE, 0, request.steps, self.guided(request)),)
 
     def schedule(self, request: ResolvedRequest) -> Schedule:
         """Return the numbers of every step. With DPM, guidance depends on the timestep, as in the published demo.

@@ -11,7 +11,6 @@ FAMILY = Family(
     transformer="HunyuanVideo15Transformer3DModel",
     published=PUBLISHED,
     spec=HunyuanSpec,
-    open=HunyuanSpec.open,
     model="wan_tpu.families.hunyuan15.model:HunyuanModel",
     small="wan_tpu.families.hunyuan15.small:make_checkpoint",
 )

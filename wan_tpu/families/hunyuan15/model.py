@@ -24,9 +24,10 @@ from wan_tpu.families.hunyuan15.context import Encodings
 from wan_tpu.families.hunyuan15.flops import HunyuanFlops
 from wan_tpu.families.hunyuan15.published import GLYPH_TOKENS, TEMPLATE_TOKENS, TEXT_TOKENS, HunyuanConfig
 from wan_tpu.families.hunyuan15.sizes import OVERLAP, STRIDE
-from wan_tpu.families.hunyuan15.spec import DENOISE, HunyuanSpec
+from wan_tpu.families.hunyuan15.spec import HunyuanSpec
 from wan_tpu.families.model import Flops, Model, StepInputs, apply_guidance
 from wan_tpu.families.shared.causal_vae import CausalChunks
+from wan_tpu.families.shared.family_spec import DENOISE
 from wan_tpu.families.shared.image_processing import ImageProcessor
 from wan_tpu.families.shared.tiles import TiledChunks
 from wan_tpu.families.shared.tokenizing import Tokenizer

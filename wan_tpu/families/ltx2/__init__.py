@@ -11,7 +11,6 @@ FAMILY = Family(
     transformer="LTX2VideoTransformer3DModel",
     published=PUBLISHED,
     spec=Ltx2Spec,
-    open=Ltx2Spec.open,
     model="wan_tpu.families.ltx2.model:Ltx2Model",
     small="wan_tpu.families.ltx2.small:make_checkpoint",
     licence="LTX-2 Community License of 2026-01-05 (github.com/Lightricks/LTX-2): worldwide; paid from 10 million "

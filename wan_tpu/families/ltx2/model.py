@@ -23,9 +23,10 @@ from wan_tpu.families.ltx2 import audio, components, connectors, positions, text
 from wan_tpu.families.ltx2.config import Ltx2Config
 from wan_tpu.families.ltx2.flops import Ltx2Flops
 from wan_tpu.families.ltx2.guidance import combine, evaluations
-from wan_tpu.families.ltx2.spec import DENOISE, REFINE, STRIDE, Ltx2Spec
+from wan_tpu.families.ltx2.spec import REFINE, STRIDE, Ltx2Spec
 from wan_tpu.families.model import Flops, Model, StepInputs
 from wan_tpu.families.shared.causal_vae import CausalChunks
+from wan_tpu.families.shared.family_spec import DENOISE
 from wan_tpu.families.shared.tokenizing import Tokenizer
 from wan_tpu.media.image import fit_image
 from wan_tpu.plan import AUDIO, VIDEO, Expert

@@ -1,45 +1,35 @@
 """An LTX-2 model as its configuration describes it: stages, limits, defaults, shapes, its steps' numbers."""
 
-import dataclasses
-import functools
 import math
-from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.families.ltx2 import published
 from wan_tpu.families.ltx2.config import Ltx2Config, read_config
 from wan_tpu.families.ltx2.guidance import guidance_of
+from wan_tpu.families.shared.family_spec import DENOISE, FamilySpec
 from wan_tpu.plan import AUDIO, DECODER, ENCODER, VIDEO, Expert
-from wan_tpu.request import NOTHING_OWN, CheckpointOverrides, Defaults, ResolvedRequest, nearest_multiple
+from wan_tpu.request import ResolvedRequest, nearest_multiple
 from wan_tpu.schedules import flow
 from wan_tpu.schedules.schedule import Schedule
-from wan_tpu.spec import ModelSpec
 
-DENOISE, REFINE = "denoise", "refine"
+REFINE = "refine"
 AUDIO_RATE, LONGEST_S = 25, 60  # Latents of the sound a second; the longest video: three times what it was trained on.
 STRIDE = 32  # Pixels per pixel of the latents, which is a token.
 AUDIO_STRIDE = 4  # Mel frames, and mel bins, of a latent of the sound.
 
 
-@dataclass(frozen=True)
-class Ltx2Spec(ModelSpec):
-    """One LTX-2 model.
-
-    Attributes:
-        config: The model's configuration.
-        own: The checkpoint's own sampling settings.
-
-    Raises:
-        CheckpointError: The configuration contradicts itself.
-    """
+class Ltx2Spec(FamilySpec):
+    """One LTX-2 model."""
 
     config: Ltx2Config
-    own: CheckpointOverrides = NOTHING_OWN
+    published: ClassVar = published
+    read_config: ClassVar = staticmethod(read_config)
+    spatial_stride = STRIDE
+    own_keys = ("model",)
 
-    boundary_ratio = None
     tasks = ("t2v", "i2v")
     solvers = ("euler",)
     frame_stride = 8
@@ -54,21 +44,6 @@ class Ltx2Spec(ModelSpec):
                 f"the transformer takes {transformer['in_channels']} channels, and the VAE makes "
                 f"{vae['latent_channels']}; give a checkpoint whose parts belong together"
             )
-
-    @classmethod
-    def open(cls, checkpoint: Checkpoint) -> "Ltx2Spec":
-        """Read a checkpoint's configuration; raises `CheckpointError`."""
-        return cls(read_config(checkpoint), checkpoint.sampling("model"))
-
-    @functools.cached_property
-    def name(self) -> str:  # type: ignore[override]
-        """Name of the published model, or `published.CUSTOM`."""
-        return published.recognise(self.config)
-
-    @property
-    def defaults(self) -> Defaults:  # type: ignore[override]
-        """The checkpoint's own sampling settings, else the published ones."""
-        return dataclasses.replace(published.defaults(self.config), **dict(self.own.defaults))  # type: ignore[arg-type]
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -115,11 +90,6 @@ class Ltx2Spec(ModelSpec):
         """Return the channels of the text that "video" or "audio" attends to, as the connectors return it."""
         heads, width = (f"{stream}_connector_{part}" for part in ("num_attention_heads", "attention_head_dim"))
         return int(self.config.connectors[heads] * self.config.connectors[width])
-
-    def latent_shape(self, request: ResolvedRequest) -> tuple[int, int, int, int, int]:
-        """Return [1, C, T, H, W] of the video's latents."""
-        frames = self.latent_frames(request.frames)
-        return 1, self.config.vae["latent_channels"], frames, request.height // STRIDE, request.width // STRIDE
 
     def audio_tokens(self, frames: int, fps: float) -> int:
         """Return A, as many latents as last as long as the video, rounded."""
@@ -206,7 +176,7 @@ class Ltx2Spec(ModelSpec):
         """Return the one expert, or the two stages that run the same transformer at two sizes."""
         guided, first = self.guided(request), len(published.DISTILLED_SIGMAS)
         if not self.has_two_stages(request):
-            return (Expert(DENOISE, 0, request.steps, guided),)
+            return super().experts(request)
         return Expert(DENOISE, 0, first, guided), Expert(REFINE, first, request.steps, guided, enlarges=True)
 
     def schedule(self, request: ResolvedRequest) -> Schedule:

@@ -11,7 +11,6 @@ FAMILY = Family(
     transformer="MiniMaxH3Transformer3DModel",
     published=PUBLISHED,
     spec=MiniMaxH3Spec,
-    open=MiniMaxH3Spec.open,
     model="wan_tpu.families.minimax_h3.model:MiniMaxH3Model",
     small="wan_tpu.families.minimax_h3.small:make_checkpoint",
     licence="MiniMax-H3 Community License of 2026-08-02 (huggingface.co/MiniMaxAI/MiniMax-H3): not for use in the EU, "

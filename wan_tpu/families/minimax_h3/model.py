@@ -21,13 +21,14 @@ from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.minimax_h3 import audio, components, context, positions, text, transformer, vae
 from wan_tpu.families.minimax_h3.config import MiniMaxH3Config
 from wan_tpu.families.minimax_h3.flops import MiniMaxH3Flops
-from wan_tpu.families.minimax_h3.spec import DENOISE, MiniMaxH3Spec
+from wan_tpu.families.minimax_h3.spec import MiniMaxH3Spec
 from wan_tpu.families.minimax_h3.text import TEXT_TOKENS
 from wan_tpu.families.minimax_h3.vision import presentation, tower
 from wan_tpu.families.minimax_h3.vision.pictures import fit_keyframes
 from wan_tpu.families.minimax_h3.vision.presentation import Presentation
 from wan_tpu.families.model import Flops, Model, StepInputs
 from wan_tpu.families.shared.causal_vae import Chunks
+from wan_tpu.families.shared.family_spec import DENOISE
 from wan_tpu.families.shared.tokenizing import Tokenizer
 from wan_tpu.families.shared.tokens import patchify, unpatchify
 from wan_tpu.plan import AUDIO, VIDEO

@@ -1,24 +1,20 @@
 """A MiniMax-H3 model as its configuration describes it: stages, limits, defaults, shapes, its steps' numbers."""
 
-import dataclasses
-import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.minimax_h3 import published, sampling
 from wan_tpu.families.minimax_h3.clips import CLIP_FRAMES, CLIP_LATENTS, chunk_lengths
 from wan_tpu.families.minimax_h3.config import MiniMaxH3Config, read_config
-from wan_tpu.plan import AUDIO, DECODER, ENCODER, VIDEO, Expert
-from wan_tpu.request import NOTHING_OWN, CheckpointOverrides, Defaults, Preset, ResolvedRequest, nearest_multiple
+from wan_tpu.families.shared.family_spec import DENOISE, FamilySpec
+from wan_tpu.plan import AUDIO, DECODER, ENCODER, VIDEO
+from wan_tpu.request import Preset, ResolvedRequest, nearest_multiple
 from wan_tpu.schedules import flow
 from wan_tpu.schedules.schedule import Schedule
-from wan_tpu.spec import ModelSpec
 
-DENOISE = "denoise"
 FPS = 24  # The only rate of frames that the model was trained on.
 SHORTEST, LONGEST = 124, 345  # Frames: of what the VAE can decode, the first from 5 s on, and the last up to 15 s.
 AUDIO_RATE, CHANNELS = 40, 2  # Latents of the sound a second, for each of its channels.
@@ -26,22 +22,14 @@ WIDEST = 4  # The width of the widest video over its height.
 STRIDE = 16  # Pixels per pixel of the latents, four of which are a token.
 
 
-@dataclass(frozen=True)
-class MiniMaxH3Spec(ModelSpec):
-    """One MiniMax-H3 model.
-
-    Attributes:
-        config: The model's configuration.
-        own: The checkpoint's own sampling settings.
-
-    Raises:
-        CheckpointError: The configuration contradicts itself.
-    """
+class MiniMaxH3Spec(FamilySpec):
+    """One MiniMax-H3 model."""
 
     config: MiniMaxH3Config
-    own: CheckpointOverrides = NOTHING_OWN
+    published: ClassVar = published
+    read_config: ClassVar = staticmethod(read_config)
+    spatial_stride = STRIDE
 
-    boundary_ratio = None
     tasks = ("t2v", "i2v")
     last_images = "alone"
     reads_images = True
@@ -63,21 +51,6 @@ class MiniMaxH3Spec(ModelSpec):
                     f"the transformer has {key} {value}, and the part that it belongs to has {fitting}; give a "
                     "checkpoint whose parts belong together"
                 )
-
-    @classmethod
-    def open(cls, checkpoint: Checkpoint) -> "MiniMaxH3Spec":
-        """Read a checkpoint's configuration; raises `CheckpointError`."""
-        return cls(read_config(checkpoint), checkpoint.sampling())
-
-    @functools.cached_property
-    def name(self) -> str:  # type: ignore[override]
-        """Name of the published model, or `published.CUSTOM`."""
-        return published.recognise(self.config)
-
-    @property
-    def defaults(self) -> Defaults:  # type: ignore[override]
-        """The checkpoint's own sampling settings, else the published ones."""
-        return dataclasses.replace(published.defaults(self.config), **dict(self.own.defaults))  # type: ignore[arg-type]
 
     @property
     def presets(self) -> Mapping[str, Preset]:
@@ -103,11 +76,6 @@ class MiniMaxH3Spec(ModelSpec):
             DECODER: (DECODER, "audio_decoder"),
         }
 
-    @property
-    def heads(self) -> int:  # type: ignore[override]
-        """Attention heads of the transformer."""
-        return int(self.config.transformer["num_attention_heads"])
-
     # ---- Shapes.
 
     def nearest_frames(self, frames: float) -> int:
@@ -117,11 +85,6 @@ class MiniMaxH3Spec(ModelSpec):
     def latent_frames(self, frames: int) -> int:
         """Return how many latent frames the frames of a video become, 5 n + 2 for 17 n + 5."""
         return (frames - CLIP_LATENTS) // CLIP_FRAMES * CLIP_LATENTS + 2
-
-    def latent_shape(self, request: ResolvedRequest) -> tuple[int, int, int, int, int]:
-        """Return [1, C, T, H, W] of the video's latents."""
-        frames = self.latent_frames(request.frames)
-        return 1, self.config.vae["latent_channels"], frames, request.height // STRIDE, request.width // STRIDE
 
     def audio_tokens(self, frames: int) -> int:
         """Return 2 A: for both channels, as many latents as last as long as the video, rounded."""
@@ -162,10 +125,6 @@ class MiniMaxH3Spec(ModelSpec):
     def guided(self, request: ResolvedRequest) -> bool:
         """Return False: guidance is part of the weights."""
         return False
-
-    def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:
-        """Return the one expert."""
-        return (Expert(DENOISE, 0, request.steps, guided=False),)
 
     def schedule(self, request: ResolvedRequest) -> Schedule:
         """Return the numbers of every step of the video."""

@@ -11,7 +11,6 @@ FAMILY = Family(
     transformer="WanTransformer3DModel",
     published=PUBLISHED,
     spec=WanSpec,
-    open=WanSpec.open,
     model="wan_tpu.families.wan.model:WanModel",
     small="wan_tpu.families.wan.small:make_checkpoint",
     with_experts="wan_tpu.families.wan.distilled:WithExperts",

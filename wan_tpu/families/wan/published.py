@@ -178,11 +178,12 @@ def recognise(config: WanConfig) -> str:
     return CUSTOM
 
 
-def defaults(name: str, task: str, config: WanConfig) -> Defaults:
+def defaults(config: WanConfig) -> Defaults:
     """Return a model's published sampling settings; a custom model has those of its nearest relative."""
-    relative = "wan2.2-i2v-a14b" if task == "i2v" else "wan2.1-t2v-14b"
+    takes_image = config.transformer["in_channels"] > config.vae["z_dim"]
+    relative = "wan2.2-i2v-a14b" if takes_image else "wan2.1-t2v-14b"
     if config.attention_density is not None:
         relative = "turbowan2.2-i2v-a14b"
-    published = dict(zip(FIELDS, SAMPLING.get(name, SAMPLING[relative]), strict=True))
+    published = dict(zip(FIELDS, SAMPLING.get(recognise(config), SAMPLING[relative]), strict=True))
     solver = config.solver if config.attention_density is None else "rcm"
     return Defaults(**published, shift=config.shift, solver=solver)  # type: ignore[arg-type]

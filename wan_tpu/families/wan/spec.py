@@ -1,24 +1,21 @@
 """A Wan model as its configuration describes it: stages, limits, defaults, shapes, and each expert's steps."""
 
-import dataclasses
-import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 
 from wan_tpu.checkpoint import OWN, Checkpoint
 from wan_tpu.errors import CheckpointError, InvalidRequest
+from wan_tpu.families.shared.family_spec import FamilySpec
 from wan_tpu.families.wan import published, sampling
 from wan_tpu.families.wan.config import read_config, read_own_model
 from wan_tpu.families.wan.published import WanConfig
 from wan_tpu.plan import DECODER, ENCODER, Expert
-from wan_tpu.request import NOTHING_OWN, CheckpointOverrides, Defaults, Preset, ResolvedRequest
+from wan_tpu.request import Preset, ResolvedRequest
 from wan_tpu.schedules import flow
 from wan_tpu.schedules.magcache import Curve
 from wan_tpu.schedules.schedule import TRAIN_TIMESTEPS, Schedule
-from wan_tpu.spec import ModelSpec
 
 SOLVERS: dict[str, tuple[Callable[..., Schedule], Callable[..., Schedule]]] = {
     "unipc": (flow.unipc, flow.unipc_at),
@@ -27,20 +24,13 @@ SOLVERS: dict[str, tuple[Callable[..., Schedule], Callable[..., Schedule]]] = {
 }
 
 
-@dataclass(frozen=True)
-class WanSpec(ModelSpec):
-    """One Wan model.
-
-    Attributes:
-        config: The model's configuration.
-        own: The checkpoint's own sampling settings.
-
-    Raises:
-        CheckpointError: The configuration contradicts itself.
-    """
+class WanSpec(FamilySpec):
+    """One Wan model."""
 
     config: WanConfig
-    own: CheckpointOverrides = NOTHING_OWN
+    published: ClassVar = published
+    read_config: ClassVar = staticmethod(read_config)
+    own_keys = ("model",)
 
     def __post_init__(self) -> None:
         for key in ("latents_mean", "latents_std"):
@@ -53,19 +43,14 @@ class WanSpec(ModelSpec):
             raise CheckpointError(f"the VAE compresses time by {stride}, supported is {self.frame_stride}")
 
     @classmethod
-    def open(cls, checkpoint: Checkpoint) -> "WanSpec":
+    def open(cls, checkpoint: Checkpoint) -> Self:
         """Read a checkpoint's configuration; raises `CheckpointError`."""
-        spec, model = cls(read_config(checkpoint), checkpoint.sampling("model")), read_own_model(checkpoint)
+        spec, model = super().open(checkpoint), read_own_model(checkpoint)
         if model not in (None, spec.name):
             raise CheckpointError(
                 f"{checkpoint.folder / OWN} has model {model}, and the configuration is that of {spec.name}"
             )
         return spec
-
-    @functools.cached_property
-    def name(self) -> str:  # type: ignore[override]
-        """Name of the published model, or `published.CUSTOM`."""
-        return published.recognise(self.config)
 
     @property
     def tasks(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -73,12 +58,6 @@ class WanSpec(ModelSpec):
         if self.config.transformer["in_channels"] > self.latent_channels:
             return ("i2v",)
         return ("t2v", "i2v") if self.config.expand_timesteps else ("t2v",)
-
-    @property
-    def defaults(self) -> Defaults:  # type: ignore[override]
-        """The checkpoint's own sampling settings, else the published ones; shift and solver are its scheduler's."""
-        sampled = published.defaults(self.name, self.tasks[0], self.config)
-        return dataclasses.replace(sampled, **dict(self.own.defaults))  # type: ignore[arg-type]
 
     @property
     def solvers(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -113,17 +92,12 @@ class WanSpec(ModelSpec):
         return self.config.transformer["image_dim"] is not None and self.config.image_encoder is not None
 
     @property
-    def heads(self) -> int:  # type: ignore[override]
-        """Attention heads of a transformer."""
-        return int(self.config.transformer["num_attention_heads"])
-
-    @property
     def latent_channels(self) -> int:
         """C of the latents."""
         return int(self.config.vae["z_dim"])
 
     @property
-    def spatial_stride(self) -> int:
+    def spatial_stride(self) -> int:  # type: ignore[override]
         """Pixels per pixel of the latents, in height and width."""
         return int(self.config.vae["scale_factor_spatial"])
 
@@ -156,12 +130,6 @@ class WanSpec(ModelSpec):
                 "steps",
             )
         super().check(request, image=image, last=last, video=video)
-
-    def latent_shape(self, request: ResolvedRequest) -> tuple[int, int, int, int, int]:
-        """Return [1, C, T, H, W] of the latents of a resolved request."""
-        frames = self.latent_frames(request.frames)
-        stride = self.spatial_stride
-        return 1, self.latent_channels, frames, request.height // stride, request.width // stride
 
     def tokens(self, latent_shape: tuple[int, ...]) -> int:
         """Return L, the transformer's sequence length, for latents of a shape."""

@@ -1,0 +1,86 @@
+"""What the specs of the families in this package have in common. No JAX, no torch."""
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, Self
+
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.plan import Expert
+from wan_tpu.request import NOTHING_OWN, CheckpointOverrides, Defaults, ResolvedRequest
+from wan_tpu.spec import ModelSpec
+
+DENOISE = "denoise"  # The stage of a model's only expert, and the name of its component.
+
+
+class Publication(Protocol):
+    """A family's module `published`."""
+
+    def recognise(self, config: Any) -> str:
+        """Return the name of the published model with a configuration, or one that says it is another."""
+
+    def defaults(self, config: Any) -> Defaults:
+        """Return the published sampling settings of a model."""
+
+
+@dataclass(frozen=True)
+class FamilySpec(ModelSpec):
+    """A spec that a checkpoint's configuration determines, of a model with one expert unless a family says otherwise.
+
+    Attributes:
+        config: Everything that determines the model's programs, a dataclass of the family.
+        own: The checkpoint's own sampling settings.
+        published: The family's module of that name.
+        read_config: Reads a checkpoint's configuration; raises `CheckpointError` for one that the family doesn't run.
+        own_keys: What the family reads in a checkpoint's `wan_tpu.json` beside the sampling settings.
+        spatial_stride: Pixels per pixel of the latents, in height and width.
+
+    Raises:
+        CheckpointError: The configuration contradicts itself.
+    """
+
+    config: Any
+    own: CheckpointOverrides = NOTHING_OWN
+    published: ClassVar[Publication]
+    read_config: ClassVar["staticmethod[[Checkpoint], Any]"]
+    own_keys: ClassVar[tuple[str, ...]] = ()
+    spatial_stride: ClassVar[int]
+    boundary_ratio = None
+
+    def __post_init__(self) -> None:
+        """Check that the parts of the configuration fit together."""
+
+    @classmethod
+    def open(cls, checkpoint: Checkpoint) -> Self:
+        """Read a checkpoint's configuration; raises `CheckpointError`."""
+        return cls(cls.read_config(checkpoint), checkpoint.sampling(*cls.own_keys))
+
+    @functools.cached_property
+    def name(self) -> str:  # type: ignore[override]
+        """Name of the published model, or the family's name for any other."""
+        return self.published.recognise(self.config)
+
+    @property
+    def defaults(self) -> Defaults:  # type: ignore[override]
+        """The checkpoint's own sampling settings, else the published ones."""
+        own: dict[str, Any] = dict(self.own.defaults)
+        return dataclasses.replace(self.published.defaults(self.config), **own)
+
+    @property
+    def heads(self) -> int:  # type: ignore[override]
+        """Attention heads of a transformer."""
+        return int(self.config.transformer["num_attention_heads"])
+
+    @property
+    def latent_channels(self) -> int:
+        """C of the video's latents."""
+        return int(self.config.vae["latent_channels"])
+
+    def latent_shape(self, request: ResolvedRequest) -> tuple[int, int, int, int, int]:
+        """Return [1, C, T, H, W] of the video's latents."""
+        frames, stride = self.latent_frames(request.frames), self.spatial_stride
+        return 1, self.latent_channels, frames, request.height // stride, request.width // stride
+
+    def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:
+        """Return the one expert."""
+        return (Expert(DENOISE, 0, request.steps, self.guided(request)),)
