@@ -22,6 +22,7 @@ class Expert:
         stop: The first step after it.
         guided: Whether it runs two branches, the prompt's and the negative prompt's.
         enlarges: Whether the latents become larger, and get noise again, before its first step.
+        chunk: Which part of the video it denoises, where parts are denoised one after the other: from 0 to the last.
     """
 
     stage: str
@@ -29,6 +30,7 @@ class Expert:
     stop: int
     guided: bool
     enlarges: bool = False
+    chunk: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,21 @@ class RequestPlan:
         """The first step that is run: a video's strength may leave out the ones before."""
         return self.experts[0].start
 
+    @property
+    def steps(self) -> int:
+        """How many steps there are over all chunks of the video; `request.steps` are those of one chunk."""
+        return self.experts[-1].stop
+
+    @property
+    def chunk_stops(self) -> tuple[int, ...]:
+        """For each chunk of the video, the first step after it; most models denoise a video as one chunk."""
+        return tuple({expert.chunk: expert.stop for expert in self.experts}.values())
+
+    def decodable(self, step: int) -> int:
+        """Return how many of the decoder's chunks can be decoded after `step` steps: those of denoised chunks."""
+        stops = self.chunk_stops
+        return len(self.decoder_chunks) * sum(stop <= step for stop in stops) // len(stops)
+
     def expert_at(self, step: int) -> Expert:
         """Return the expert that runs the step after `step` steps are done.
 
@@ -72,7 +89,7 @@ class RequestPlan:
         for expert in self.experts:
             if expert.start <= step < expert.stop:
                 return expert
-        raise ValueError(f"no expert runs a step after {step}: {self.first_step} to {self.request.steps} are run")
+        raise ValueError(f"no expert runs a step after {step}: {self.first_step} to {self.steps} are run")
 
     def experts_on(self, stages: Collection[str]) -> tuple[Expert, ...]:
         """Return the experts of some stages, such as those that a pool hosts."""

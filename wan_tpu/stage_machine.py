@@ -90,8 +90,11 @@ Operation = Encode | Step | Finish | DecodeSound | Decode | Save
 class StageMachine:
     """How far a request is, and from that, what comes next.
 
+    A video that is denoised in chunks has steps counted over all of them. Each chunk but the last can be decoded as
+    soon as its last step is done, while the next one is denoised; the last one when the latents are finished.
+
     Denoising ends at the plan's last step and nowhere else, because its last sigma is what the decoder takes: latents
-    are finished only where `step` is the request's `steps`. To end a request earlier, plan it with fewer steps. An
+    are finished only where `step` is the plan's `steps`. To end a request earlier, plan it with fewer steps. An
     executor that stops in between (`LocalExecutor.work` with `stop`, a pool that hands over) has a state to resume
     from, and its machine still names the next step.
 
@@ -102,7 +105,7 @@ class StageMachine:
             plan's first step.
         is_finished: Whether the latents at hand are what the decoder takes.
         has_decoded_sound: Whether the sound is decoded.
-        decoded: How many chunks are decoded.
+        decoded: How many of the decoder's chunks are decoded.
         is_saved: Whether the video is where it was asked for.
     """
 
@@ -115,7 +118,7 @@ class StageMachine:
     is_saved: bool = False
 
     def __post_init__(self) -> None:
-        first, steps = self.plan.first_step, self.plan.request.steps
+        first, steps = self.plan.first_step, self.plan.steps
         if self.step is not None and not first <= self.step <= steps:
             raise ValueError(f"the state is after step {self.step}; this request runs steps {first} to {steps}")
         if self.is_finished and self.step != steps:
@@ -139,16 +142,27 @@ class StageMachine:
             return ()
         if self.is_finished and self.plan.has_sound and not self.has_decoded_sound:
             return (DecodeSound(),)
+        decode = (Decode(self.decoded),) if self.decoded < self.decodable else ()
         if self.is_finished:
-            return (Decode(self.decoded),) if self.decoded < len(self.plan.decoder_chunks) else (Save(),)
+            return decode or (Save(),)
         missing = tuple(encoding for encoding in self.inputs if encoding not in self.encoded)
-        return missing or (self.next_step,)
+        return (*decode, *(missing or (self.next_step,)))
+
+    @property
+    def decodable(self) -> int:
+        """How many of the decoder's chunks have latents that no later operation changes.
+
+        Sound is decoded before any frame, and only once it is finished.
+        """
+        if self.is_finished:
+            return len(self.plan.decoder_chunks)
+        return 0 if self.plan.has_sound else self.plan.decodable(min(self.steps_done, self.plan.steps - 1))
 
     @property
     def next_step(self) -> Step | Finish:
         """The denoising operation that comes next, whether or not its inputs are at hand."""
         done = self.steps_done
-        if done == self.plan.request.steps:
+        if done == self.plan.steps:
             return Finish(self.plan.experts[-1].stage)
         return Step(self.plan.expert_at(done), done)
 
@@ -183,7 +197,7 @@ class StageMachine:
             case EncodeText() | EncodeImage():
                 return dataclasses.replace(self, encoded=self.encoded | {operation})
             case Step():
-                return self.at_step(operation.index + 1)
+                return dataclasses.replace(self, step=operation.index + 1)
             case Finish():
                 return dataclasses.replace(self, step=self.steps_done, is_finished=True)
             case DecodeSound():
@@ -193,11 +207,21 @@ class StageMachine:
             case Save():
                 return dataclasses.replace(self, is_saved=True)
 
-    def at_step(self, step: int | None, *, is_finished: bool = False) -> "StageMachine":
-        """Return the machine with a state after that step at hand, or with none: a snapshot, a file, a lost host."""
+    def at_step(self, step: int | None, *, is_finished: bool = False, decoded: int = 0) -> "StageMachine":
+        """Return the machine with a state after that step at hand, or with none: a snapshot, a file, a lost host.
+
+        Args:
+            step: The step, or None.
+            is_finished: Whether the latents are what the decoder takes.
+            decoded: How many of the decoder's chunks are decoded all the same, maybe more than this state could give.
+        """
         return dataclasses.replace(
-            self, step=step, is_finished=is_finished, has_decoded_sound=False, decoded=0, is_saved=False
+            self, step=step, is_finished=is_finished, has_decoded_sound=False, decoded=decoded, is_saved=False
         )
+
+    def without_decoded(self) -> "StageMachine":
+        """Return the machine with nothing decoded: the decoder is lost, and with it the video's file."""
+        return dataclasses.replace(self, has_decoded_sound=False, decoded=0, is_saved=False)
 
     def with_inputs(self) -> "StageMachine":
         """Return the machine with every encoding at hand."""

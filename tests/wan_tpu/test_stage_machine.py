@@ -1,12 +1,13 @@
 """The stage machine alone: every kind of model, every point to resume at, every loss."""
 
+import dataclasses
 import itertools
 from collections import Counter
 
 import pytest
 
 from wan_tpu.families import published_spec
-from wan_tpu.plan import RequestPlan
+from wan_tpu.plan import Expert, RequestPlan
 from wan_tpu.request import GenerationRequest
 from wan_tpu.stage_machine import (
     Decode,
@@ -40,7 +41,9 @@ KINDS = {
     "sound that is left out": ("ltx-2.3", {"generate_audio": False}),
     "sound in two stages": ("ltx-2.3-distilled", {"steps": 11}),
     "sound and chunks of several frames": ("minimax-h3", {"frames": 175}),
+    "denoised in chunks": ("wan2.1-t2v-1.3b", {}),
 }
+CHUNKS = "denoised in chunks"
 
 
 def plan_of(kind: str) -> RequestPlan:
@@ -49,7 +52,15 @@ def plan_of(kind: str) -> RequestPlan:
     size = {"height": spec.defaults.height, "width": spec.defaults.width}
     fields = {"prompt": "a cat", "frames": 9, "steps": 7, **size, **fields}
     image = "i2v" in spec.tasks
-    return spec.plan(GenerationRequest(**fields), image=image, last=spec.last_images == "required")
+    plan = spec.plan(GenerationRequest(**fields), image=image, last=spec.last_images == "required")
+    return in_chunks(plan) if kind == CHUNKS else plan
+
+
+def in_chunks(plan):
+    """Return the plan with three chunks of three latent frames: five, three and three steps at two sizes."""
+    stretches = [(0, 3), (3, 5), (5, 6), (6, 8), (8, 9), (9, 11)]
+    experts = [Expert("denoise", start, stop, True, i % 2 == 1, i // 2) for i, (start, stop) in enumerate(stretches)]
+    return dataclasses.replace(plan, experts=tuple(experts), decoder_chunks=(1,) * 9)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -74,17 +85,38 @@ def steps_of(plan, start):
     ]  # fmt: skip
 
 
-def ending(plan):
+def is_chunked(plan):
+    return plan.experts[-1].chunk > 0
+
+
+def decodable(plan, steps):
+    """Return how many frames can be decoded while steps are left: three for each chunk that is denoised."""
+    return 3 * ((steps >= 5) + (steps >= 8)) if is_chunked(plan) else 0
+
+
+def rest(plan, start, missing=(), decoded=0):
+    """Return all operations after `start` steps, where each frame is decoded as soon as it can be."""
+
+    def decode(until):
+        nonlocal decoded
+        frames = [*map(Decode, range(decoded, until))]
+        decoded = max(decoded, until)
+        return frames
+
+    run = [*decode(decodable(plan, start)), *missing]
+    for step in steps_of(plan, start):
+        run += [step, *decode(decodable(plan, step.index + 1))]
     sound = [DecodeSound()] if plan.has_sound else []
-    return [Finish(plan.experts[-1].stage), *sound, *map(Decode, range(len(plan.decoder_chunks))), Save()]
+    return [*run, Finish(plan.experts[-1].stage), *sound, *decode(len(plan.decoder_chunks)), Save()]
 
 
 def test_request_passes_all_its_operations_once_and_in_order(plan):
     texts = [EncodeText(prompt) for prompt in dict.fromkeys(plan.prompts)]
     images = [EncodeImage()] if plan.has_image else []
-    expected = [*texts, *images, *steps_of(plan, plan.first_step), *ending(plan)]
+    expected = rest(plan, plan.first_step, [*texts, *images])
     assert operations(StageMachine(plan)) == expected
-    assert [step.index for step in expected if isinstance(step, Step)] == [*range(plan.first_step, plan.request.steps)]
+    assert [step.index for step in expected if isinstance(step, Step)] == [*range(plan.first_step, plan.steps)]
+    assert [done.chunk for done in expected if isinstance(done, Decode)] == [*range(len(plan.decoder_chunks))]
 
 
 def test_encodings_can_be_done_in_any_order(plan):
@@ -96,13 +128,14 @@ def test_encodings_can_be_done_in_any_order(plan):
 
 
 def test_every_step_can_be_resumed_at(plan):
-    for step in range(plan.first_step, plan.request.steps + 1):
+    for step in range(plan.first_step, plan.steps + 1):
         machine = StageMachine(plan).with_inputs().at_step(step)
-        assert operations(machine) == steps_of(plan, step) + ending(plan)
-        inputs = len(machine.inputs)
-        assert operations(StageMachine(plan).at_step(step))[inputs:] == steps_of(plan, step) + ending(plan)
-    finished = StageMachine(plan).at_step(plan.request.steps, is_finished=True)
-    assert operations(finished) == ending(plan)[1:]  # Finished latents need no encoding.
+        assert operations(machine) == rest(plan, step)
+        assert operations(StageMachine(plan).at_step(step)) == rest(plan, step, machine.inputs)
+    finished = StageMachine(plan).at_step(plan.steps, is_finished=True)
+    sound = [DecodeSound()] if plan.has_sound else []
+    # Finished latents need no encoding.
+    assert operations(finished) == [*sound, *map(Decode, range(len(plan.decoder_chunks))), Save()]
 
 
 def test_every_loss_repeats_only_what_was_lost(plan):
@@ -111,21 +144,41 @@ def test_every_loss_repeats_only_what_was_lost(plan):
         saved = range(plan.first_step, machine.steps_done + 1)
         for snapshot in (None, *saved):
             # A host is gone, and with it the state; another goes on from a snapshot, or from the beginning.
-            lost = machine.at_step(snapshot)
             start = plan.first_step if snapshot is None else snapshot
-            missing = [encoding for encoding in lost.inputs if encoding not in lost.encoded]
-            assert operations(lost) == [*missing, *steps_of(plan, start), *ending(plan)]
-        forgotten = operations(machine.without_inputs())
-        again = Counter(done) & Counter(forgotten)
+            for decoded in {0, machine.decoded} if is_chunked(plan) else {0}:
+                lost = machine.at_step(snapshot, decoded=decoded)
+                missing = [encoding for encoding in lost.inputs if encoding not in lost.encoded]
+                assert operations(lost) == rest(plan, start, missing, decoded)
+        again = Counter(done) & Counter(operations(machine.without_inputs()))
         assert all(isinstance(operation, EncodeText | EncodeImage) for operation in again)
         if machine.is_finished:
             assert not again
+        again = Counter(done) & Counter(operations(machine.without_decoded()))
+        assert all(isinstance(operation, DecodeSound | Decode | Save) for operation in again)
         done.append(machine.next[0])
         machine = machine.after(machine.next[0])
 
 
+def test_chunks_can_be_decoded_at_any_time_after_they_are_denoised():
+    plan = plan_of(CHUNKS)
+    start = StageMachine(plan).with_inputs()
+    reached, new, run = [start], [start], Counter()
+    while new:
+        machine = new.pop()
+        for operation in machine.next:
+            run[operation] += 1
+            following = machine.after(operation)
+            if following not in reached:
+                reached.append(following)
+                new.append(following)
+    assert [machine.is_saved for machine in reached if not machine.next] == [True]
+    # Before the last step, from none to all of the frames of the chunks before are decoded.
+    assert {machine.decoded for machine in reached if machine.step == 10} == {*range(7)}
+    assert run[steps_of(plan, 10)[0]] == 7 and run[Decode(8)] == 1
+
+
 def test_pools_run_their_own_steps_and_hand_the_state_over(plan):
-    stages = [expert.stage for expert in plan.experts]
+    stages = list(dict.fromkeys(expert.stage for expert in plan.experts))
     for split in range(len(stages) + 1):
         pools = [pool for pool in (stages[:split], stages[split:]) if pool]
         machine, run = StageMachine(plan).with_inputs(), []
@@ -171,7 +224,7 @@ def test_operation_out_of_order_is_refused(plan):
 
 
 def test_state_of_another_request_is_refused(plan):
-    steps = plan.request.steps
+    steps = plan.steps
     for step in (plan.first_step - 1, steps + 1):
         with pytest.raises(ValueError, match=f"this request runs steps {plan.first_step} to {steps}"):
             StageMachine(plan).at_step(step)
