@@ -1,6 +1,7 @@
 """An mp4 that one host of a slice encodes while all of its hosts decode."""
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -19,10 +20,11 @@ class Mp4:
         content: The whole file, after `finish`.
     """
 
-    def __init__(self, fps: float) -> None:
+    def __init__(self, fps: float, on_fragment: Callable[[bytes], object] | None = None) -> None:
+        """Begin an mp4; `on_fragment` is called with fragments of it, as `VideoWriter` does."""
         self.failure: OutputError | OSError | None = None
         self.content = b""
-        self._fps = fps
+        self._fps, self._on_fragment = fps, on_fragment
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._audio: tuple[np.ndarray, int] | None = None
         self._writer: VideoWriter | None = None
@@ -42,7 +44,8 @@ class Mp4:
             if self._writer is None:
                 # An encoder goes back in an mp4 to complete it, so it needs a file.
                 self._folder = tempfile.TemporaryDirectory()
-                self._writer = VideoWriter(Path(self._folder.name) / "video.mp4", fps=self._fps, planes=True)
+                path = Path(self._folder.name) / "video.mp4"
+                self._writer = VideoWriter(path, fps=self._fps, planes=True, on_fragment=self._on_fragment)
                 if self._audio is not None:
                     self._writer.set_audio(*self._audio)
             self._writer.write(planes)

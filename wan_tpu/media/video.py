@@ -7,7 +7,7 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -17,25 +17,11 @@ import numpy as np
 from PIL import Image
 
 from wan_tpu.errors import OutputError
+from wan_tpu.media.encoding import AAC, COLOURS, H264
+from wan_tpu.media.fragments import FragmentPipe
 from wan_tpu.media.sheet import contact_sheet, fill_rows, frame_label
 
 CONTACT_SHEET_FRAMES = 12
-# Pixels become BT.709 with a limited range at every size, and the file says so. Players guess by the number of lines
-# where a file says nothing, and most of them guess BT.709 from 720 lines on, BT.601 below.
-_COLOURS = (
-    "scale=out_color_matrix=bt709:out_range=tv,format=yuv420p,"
-    "setparams=range=tv:colorspace=bt709:color_primaries=bt709:color_trc=bt709"
-)
-# As close to the frames as x264's default preset with its "visually lossless" crf of 18: 48 dB for a clean clip (50
-# there) and 44 dB for a noisy one (as there), in files of about the same size, for a quarter of the processor time. It
-# looks two frames ahead, not forty, its threads share each frame, and motion is searched in whole blocks of 16 pixels,
-# so the file is finished 0.1 s after its last frame, on two cores.
-_H264 = (
-    "-c:v libx264 -preset veryfast -crf 17 -x264-params "
-    "subme=1:bframes=1:rc-lookahead=2:sync-lookahead=0:sliced-threads=1:threads=8:partitions=i8x8,i4x4"
-)
-# Half as much again as ffmpeg's default of 128 kbit/s, and still little beside the frames.
-_AAC = "-c:a aac -b:a 192k"
 _PIPE_BYTES = 2**20  # Bytes that may wait for ffmpeg. A frame of 720p would fill the usual 64 KiB forty times.
 
 
@@ -97,7 +83,15 @@ class VideoWriter:
     A context manager: the file appears at `path` when the block ends normally; an exception leaves nothing behind.
     """
 
-    def __init__(self, path: str | Path, *, fps: float, overwrite: bool = False, planes: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        fps: float,
+        overwrite: bool = False,
+        planes: bool = False,
+        on_fragment: Callable[[bytes], object] | None = None,
+    ) -> None:
         """Check that the file can be written.
 
         Args:
@@ -105,6 +99,8 @@ class VideoWriter:
             fps: Frames per second.
             overwrite: Whether a file there may be replaced.
             planes: Frames are [3, H, W], green, blue and red, in place of [H, W, 3], red, green and blue.
+            on_fragment: Called with the fragments of a second mp4 of the same frames and sound, as `FragmentPipe`. The
+                file at `path` is the same with and without.
 
         Raises:
             OutputError: As `check_output`; or there is no ffmpeg, or the path isn't that of an mp4.
@@ -119,6 +115,8 @@ class VideoWriter:
         # Absolute: to ffmpeg, a colon in a relative path means a protocol.
         self._partial = self.path.absolute().with_name(f".{self.path.name}.partial.mp4")
         self._audio: tuple[np.ndarray, int] | None = None
+        self._on_fragment = on_fragment
+        self._fragments: FragmentPipe | None = None
         self._ffmpeg: subprocess.Popen[bytes] | None = None
 
     def set_audio(self, audio: np.ndarray, rate: int) -> None:
@@ -153,7 +151,7 @@ class VideoWriter:
     def _start(self, height: int, width: int) -> "subprocess.Popen[bytes]":
         pixels = "gbrp" if self._planes else "rgb24"
         video = f"-f rawvideo -pix_fmt {pixels} -s {width}x{height} -r {self._fps:g} -i -".split()
-        target = ["-vf", _COLOURS, *_H264.split()]
+        target = ["-vf", COLOURS, *H264.split()]
         if self._audio is None:
             return self._run(video, target)
         audio, rate = self._audio
@@ -166,20 +164,29 @@ class VideoWriter:
                 reason = f"{error.strerror} in {tempfile.gettempdir()}"
                 raise OutputError(f"can't write the sound of {self.path} ({reason}); make room there") from None
             sound = f"-f f32le -ar {rate} -ac {len(audio)} -i pipe:{samples.fileno()}".split()
-            return self._run([*video, *sound], [*target, *_AAC.split()], descriptors=[samples.fileno()])
+            return self._run([*video, *sound], [*target, *AAC.split()], descriptors=[samples.fileno()])
 
     def _run(self, sources: list[str], target: list[str], descriptors: Sequence[int] = ()) -> "subprocess.Popen[bytes]":
         # Not imageio's writer: it starts ffmpeg through a Python fork, which is unsafe beside JAX's threads, and
         # loses track of it when Ctrl-C comes meanwhile. A session of its own keeps Ctrl-C away from it.
         command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-loglevel", "error", *sources, *target]
-        return subprocess.Popen(
-            [*command, "-movflags", "+faststart", str(self._partial)],
-            stdin=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=descriptors,
-            pipesize=_PIPE_BYTES,
-            start_new_session=True,
-        )
+        output = ["-movflags", "+faststart", str(self._partial)]
+        if self._on_fragment is not None:
+            self._fragments = FragmentPipe(self._on_fragment)
+            output = self._fragments.build_target(self._partial, self._fps, audio=self._audio is not None)
+            descriptors = [*descriptors, self._fragments.descriptor]
+        try:
+            return subprocess.Popen(
+                [*command, *output],
+                stdin=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=descriptors,
+                pipesize=_PIPE_BYTES,
+                start_new_session=True,
+            )
+        finally:
+            if self._fragments is not None:
+                self._fragments.start()
 
     def __enter__(self) -> "VideoWriter":
         return self
@@ -199,6 +206,8 @@ class VideoWriter:
             if self._ffmpeg is not None:
                 self._ffmpeg.kill()
                 self._ffmpeg.wait()
+            if self._fragments is not None:
+                self._fragments.join()
             self._partial.unlink(missing_ok=True)
 
     def _failure(self, ffmpeg: "subprocess.Popen[bytes]", message: bytes | None = None) -> OutputError:

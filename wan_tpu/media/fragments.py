@@ -1,0 +1,90 @@
+"""A video's fragmented mp4, cut into fragments while ffmpeg writes it.
+
+A player can begin with the first fragments, long before the last frame is there. Fragments need no keyframes of their
+own, so the frames are encoded as they are without them.
+"""
+
+import os
+import struct
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+# Chromium begins to play after two fragments, but has waited 11 s with one for every frame.
+FRAGMENT_FRAMES = 16
+# The header comes with the first fragment, when the encoder's delay is known; else the first frame would be late by
+# it. The index at the end is left out, because only a file that is complete would have it.
+_MOVFLAGS = "+delay_moov+default_base_moof+skip_trailer"
+_READ_BYTES = 2**16
+_BOX_HEADER = struct.Struct(">I4s")  # A box begins with its length and its kind.
+
+
+class FragmentPipe:
+    """A pipe through which ffmpeg writes a fragmented mp4 beside the usual file.
+
+    A thread reads it, so that ffmpeg never waits for whoever uses the fragments.
+    """
+
+    def __init__(self, on_fragment: Callable[[bytes], object]) -> None:
+        """Open the pipe.
+
+        Args:
+            on_fragment: Called from the thread with each fragment, in order. It must neither raise nor wait.
+        """
+        self._on_fragment = on_fragment
+        self._read_end, self.descriptor = os.pipe()
+        self._thread = threading.Thread(target=self._read, name="fragments", daemon=True)
+
+    def build_target(self, path: Path, fps: float, *, audio: bool) -> list[str]:
+        """Return ffmpeg's options for both outputs: frames and sound are encoded once.
+
+        Args:
+            path: Where the usual file is written.
+            fps: Frames per second.
+            audio: Whether there is a second input with sound.
+        """
+        name = "".join(f"\\{character}" if character in "\\'|" else character for character in str(path))
+        # Half a frame less, so that no rounding moves the cut behind the next frame.
+        microseconds = int((FRAGMENT_FRAMES - 0.5) / fps * 1e6)
+        fragmented = f"[f=mp4:movflags={_MOVFLAGS}:frag_duration={microseconds}]pipe:{self.descriptor}"
+        streams = ["-map", "0:v", *(["-map", "1:a"] if audio else [])]
+        return [*streams, "-flags", "+global_header", "-f", "tee", f"[f=mp4:movflags=+faststart]{name}|{fragmented}"]
+
+    def start(self) -> None:
+        """Begin to read. By now ffmpeg has the other end, or couldn't be started."""
+        os.close(self.descriptor)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait until the last fragment has been passed on, after the end of ffmpeg."""
+        self._thread.join()
+
+    def _read(self) -> None:
+        splitter = FragmentSplitter()
+        with os.fdopen(self._read_end, "rb", buffering=0) as stream:
+            while data := stream.read(_READ_BYTES):
+                for fragment in splitter.add(data):
+                    self._on_fragment(fragment)
+
+
+class FragmentSplitter:
+    """Cuts the bytes of a fragmented mp4 where a fragment ends; the first one includes the header."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+        self._box = 0  # Where the first box begins that isn't complete.
+
+    def add(self, data: bytes) -> list[bytes]:
+        """Return the fragments that the next bytes complete."""
+        self._bytes += data
+        complete: list[bytes] = []
+        while len(self._bytes) >= self._box + _BOX_HEADER.size:
+            size, kind = _BOX_HEADER.unpack_from(self._bytes, self._box)
+            if len(self._bytes) < self._box + size:
+                break
+            self._box += size
+            if kind == b"mdat":
+                complete.append(bytes(self._bytes[: self._box]))
+                del self._bytes[: self._box]
+                self._box = 0
+        return complete
