@@ -130,7 +130,7 @@ PROGRAMS = {
     ("kind", "image"),
     [
         ("wan2.1-t2v-1.3b", False),
-        ("ltx-2.3-distilled", True),
+        pytest.param("ltx-2.3-distilled", True, marks=pytest.mark.soak),
         pytest.param("ltx-2.3-distilled", False, marks=pytest.mark.soak),
     ],
 )

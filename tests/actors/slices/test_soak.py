@@ -54,6 +54,7 @@ def kill_host_process(cluster, name):
     return victim.pid
 
 
+@pytest.mark.soak
 def test_requests_leave_nothing_behind(running):
     cluster, spec = running
     temp = cluster.temp
