@@ -1,7 +1,6 @@
 """A family in one file: a transformer of one matrix, a decoder that repeats pixels. Two experts, no guidance, Euler."""
 
 import dataclasses
-import functools
 import json
 import math
 from pathlib import Path
@@ -20,7 +19,7 @@ from wan_tpu.families.shared.causal_vae import CausalChunks
 from wan_tpu.families.shared.flop_count import count
 from wan_tpu.families.shared.t5 import text_encoder
 from wan_tpu.families.shared.tokenizer import train_tokenizer
-from wan_tpu.families.shared.tokenizing import Tokenizer, tokenize
+from wan_tpu.families.shared.tokenizing import tokenize
 from wan_tpu.plan import VIDEO, Expert
 from wan_tpu.request import Defaults
 from wan_tpu.runtime.bridge import call, to_jax
@@ -116,9 +115,6 @@ class ToyModel(Model):
     flops = ToyFlops()
     text_shape = (TOKENS, WIDTH)
 
-    def __init__(self, spec, checkpoint=None):
-        self.spec, self.config, self.checkpoint = spec, spec.config, checkpoint
-
     @property
     def components(self):
         def plain(folder, build):
@@ -131,19 +127,8 @@ class ToyModel(Model):
             "decoder": plain("vae", Repeating),
         }
 
-    def image_latents_shape(self, latent_shape):
-        return None
-
-    def vae_chunks(self, component, request):
-        _, channels, frames, *size = self.spec.latent_shape(request)
-        return [(1, channels, 1, *size)] * frames
-
     token_shapes: ClassVar = {"text_encoder": ((1, TOKENS),)}
     prompt_shapes: ClassVar = {"moved": ((WIDTH,), False), "length": ((), True)}
-
-    @functools.cached_property
-    def tokenizers(self):
-        return {"text_encoder": Tokenizer(self.checkpoint.path("tokenizer"), self.config.text_encoder["vocab_size"])}
 
     def tokenize(self, prompt):
         ids, _, warnings = tokenize(self.tokenizers["text_encoder"], prompt, TOKENS)
@@ -157,24 +142,9 @@ class ToyModel(Model):
         count = np.array([(tokens["text_encoder"][0] != 0).sum()], np.int32)
         return {"moved": encoded["text_encoder"].mean(1), "length": count}
 
-    def video_condition(self, request):
-        raise NotImplementedError
-
-    def image_latents(self, moments, request):
-        raise NotImplementedError
-
-    def vae_encoder(self, module, mesh):
-        raise NotImplementedError
-
     def text_keys(self, module, params, mesh, text, image):
         assert text["length"].dtype == jnp.int32
         return {"moved": jax.lax.with_sharding_constraint(text["moved"], replicated(mesh))}
-
-    def key_shapes(self, mesh, keys):
-        return {
-            name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=replicated(mesh))
-            for name, value in keys.items()
-        }
 
     def velocity(self, module, params, mesh, inputs):
         def method(module, pixels, moved):
@@ -184,12 +154,6 @@ class ToyModel(Model):
         pixels = inputs.latents.transpose(0, 2, 3, 4, 1).astype(moved.dtype)
         velocity = call(module, params, method, pixels, moved[0]) * (inputs.timestep / 1000).astype(pixels.dtype)
         return {VIDEO: velocity.transpose(0, 4, 1, 2, 3).astype(jnp.float32)}
-
-    def finish(self, latents, image_latents, request):
-        return latents
-
-    def vae_latents(self, latents):
-        return latents
 
     def vae_decoder(self, module, mesh):
         def run(module, cut, x, history):

@@ -92,7 +92,7 @@ def stage_programs(
     for expert in larger:
         programs[ENLARGE] = _enlarging(runtime, request, expert, images)
     if DECODER in stages:
-        chunks = runtime.model.vae_chunks("decoder", request)
+        chunks = runtime.model.latent_chunks(request)
         programs |= _sound(runtime, request) | _vae(runtime, "decoder", chunks)
     return programs
 

@@ -4,8 +4,9 @@ Shapes: B batch (guidance branches), T latent frames, H W latent height and widt
 """
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,27 +15,17 @@ from jax.sharding import Mesh
 
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families import family_of, published, published_spec, spec_of
+from wan_tpu.families.noise import SeededNoise
 from wan_tpu.families.shared.causal_vae import Chunks
+from wan_tpu.families.shared.flop_count import Flops
 from wan_tpu.families.shared.image_processing import ImageProcessor
 from wan_tpu.families.shared.tokenizing import Tokenizer
-from wan_tpu.plan import VIDEO, Expert
+from wan_tpu.plan import Expert
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.components import Component, Loaded
+from wan_tpu.runtime.mesh import replicated
 from wan_tpu.spec import ModelSpec
-
-
-class Flops(Protocol):
-    """Floating-point operations (a multiply-add is two) of each stage of one model, on all devices together."""
-
-    def encoder(self, request: ResolvedRequest, *, prompts: int) -> int:
-        """Return the operations of encoding a number of prompts, and the request's image if it has one."""
-
-    def step(self, latent_shape: tuple[int, ...], *, branches: int) -> int:
-        """Return the operations of a denoising step over latents [1, C, T, H, W], with `branches` guidance branches."""
-
-    def decoder(self, latent_shape: tuple[int, ...]) -> int:
-        """Return the operations of decoding latents [1, C, T, H, W]."""
 
 
 class StepInputs(NamedTuple):
@@ -65,7 +56,7 @@ def apply_guidance(branches: jax.Array, guidance: jax.Array) -> jax.Array:
     return unconditional + guidance * (conditional - unconditional)
 
 
-class Model(abc.ABC):
+class Model(SeededNoise, abc.ABC):
     """One model of a family.
 
     Functions that take `module` and `params` are traced by `jax.jit`; all others run on the host. The inputs of a step
@@ -80,6 +71,12 @@ class Model(abc.ABC):
     spec: ModelSpec
     config: Any
     checkpoint: Checkpoint | None
+
+    def __init__(self, spec: Any, checkpoint: Checkpoint | None = None) -> None:
+        """Make the model of a spec and its `config`."""
+        self.spec = spec
+        self.config = spec.config
+        self.checkpoint = checkpoint
 
     @property
     @abc.abstractmethod
@@ -126,29 +123,35 @@ class Model(abc.ABC):
         """(images, L, C) of the image encoder's output; read only if the model has one."""
         raise NotImplementedError
 
-    @abc.abstractmethod
     def image_latents_shape(self, latent_shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the shape of a request's image condition from that of its latents; None if the model takes none."""
+        return None
 
     def image_latents_shapes(self, latent_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of a request's image condition by the number of images, one if it doesn't depend on it."""
         usual = self.image_latents_shape(latent_shape)
         return () if usual is None else (usual,)
 
-    @abc.abstractmethod
-    def vae_chunks(self, component: str, request: ResolvedRequest) -> list[tuple[int, int, int, int, int]]:
-        """Return the shapes [1, C, T, H, W] of the chunks that "vae_encoder" or "decoder" takes, in order."""
-
     def image_chunks(self, request: ResolvedRequest, images: int) -> list[tuple[int, int, int, int, int]]:
-        """Return the shapes of the chunks that "vae_encoder" takes of a number of images, usually the same for all."""
-        return self.vae_chunks("vae_encoder", request)
+        """Return the shapes [1, 3, T, H, W] of the chunks of pixels that "vae_encoder" takes; by default the image."""
+        return [(1, 3, 1, request.height, request.width)]
+
+    def latent_chunks(self, request: ResolvedRequest) -> list[tuple[int, int, int, int, int]]:
+        """Return the shapes [1, C, T, H, W] of the chunks of latents that "decoder" takes, in order."""
+        batch, channels, frames, height, width = self.spec.decoded_shape(request)
+        return [(batch, channels, count, height, width) for count in self.spec.decoder_chunks(frames)]
 
     # ---- The encoder stage.
 
-    @property
+    @functools.cached_property
     def tokenizers(self) -> Mapping[str, Tokenizer]:
-        """The tokenizer of each text encoder, by component."""
-        return {}
+        """The tokenizer of each text encoder, by component; by default that of the only one."""
+        return {"text_encoder": self.open_tokenizer("tokenizer", self.config.text_encoder)}
+
+    def open_tokenizer(self, folder: str, encoder: Mapping[str, Any]) -> Tokenizer:
+        """Return the tokenizer in a folder of the checkpoint, for a text encoder of a configuration."""
+        assert self.checkpoint is not None
+        return Tokenizer(self.checkpoint.path(folder), encoder["vocab_size"])
 
     @property
     def image_processor(self) -> ImageProcessor | None:
@@ -210,17 +213,17 @@ class Model(abc.ABC):
         """Encode pixels [1, 3, height, width] as features [1, L, C]; called only if the model has an image encoder."""
         raise NotImplementedError
 
-    @abc.abstractmethod
     def video_condition(self, request: ResolvedRequest) -> list[np.ndarray]:
         """Return the chunks of pixels that the VAE encodes for a request's image, float32 in [-1, 1]."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def image_latents(self, moments: np.ndarray, request: ResolvedRequest) -> np.ndarray:
         """Turn the VAE encoder's output [1, 2C, T, H, W] into the image condition of `Conditioning`, float32."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def vae_encoder(self, module: torch.nn.Module, mesh: Mesh) -> Chunks:
         """Return the functions that encode pixels as moments [1, 2C, T, H, W], chunk by chunk."""
+        raise NotImplementedError
 
     # ---- Experts.
 
@@ -255,60 +258,6 @@ class Model(abc.ABC):
         """
         return {}
 
-    def initial_noise(self, request: ResolvedRequest) -> np.ndarray:
-        """Return the noise that diffusers draws for a request's seed, float32 [1, C, T, H, W]."""
-        return self._draw_noise(request, self._first_generator(request))
-
-    def initial_noises(self, request: ResolvedRequest, noise: np.ndarray | None, images: int) -> dict[str, np.ndarray]:
-        """Return the noise that each part of the latents begins as, float32.
-
-        Args:
-            request: The request; its pixels aren't needed.
-            noise: Takes the place of the video's.
-            images: How many images the request has.
-        """
-        return {VIDEO: self.initial_noise(request) if noise is None else noise}
-
-    def step_noise(self, request: ResolvedRequest, *, own_noise: bool = False) -> Callable[[int], np.ndarray]:
-        """Return a function that draws a step's fresh noise, float32 [1, C, T, H, W], as diffusers does.
-
-        It is used if the schedule has fresh noise, for steps in order, since all come from one generator. For a step
-        before the last one, the noise is drawn again from the start.
-
-        Args:
-            request: The request.
-            own_noise: Whether the caller gave the initial noise, so that the generator hasn't drawn it.
-        """
-        draws = self.spec.schedule(request).draws
-        drawn, generator = 0, self._step_generator(request, own_noise)
-
-        def noise(step: int) -> np.ndarray:
-            nonlocal drawn, generator
-            needed = sum(draws[: step + 1])
-            if needed <= drawn:
-                drawn, generator = 0, self._step_generator(request, own_noise)
-            for _ in range(needed - drawn):
-                latest = self._draw_noise(request, generator)
-            drawn = needed
-            return latest
-
-        return noise
-
-    def _step_generator(self, request: ResolvedRequest, own_noise: bool) -> torch.Generator:
-        """Return the request's generator in its state before the first step."""
-        generator = self._first_generator(request)
-        if not own_noise:
-            self._draw_noise(request, generator)
-        return generator
-
-    def _first_generator(self, request: ResolvedRequest) -> torch.Generator:
-        """Return the request's generator in its state before the video's noise is drawn."""
-        return torch.Generator("cpu").manual_seed(request.seed)
-
-    def _draw_noise(self, request: ResolvedRequest, generator: torch.Generator) -> np.ndarray:
-        """Draw noise, float32 [1, C, T, H, W]."""
-        return torch.randn(self.spec.latent_shape(request), generator=generator, dtype=torch.float32).numpy()
-
     @abc.abstractmethod
     def text_keys(
         self,
@@ -329,9 +278,10 @@ class Model(abc.ABC):
             image: [1, L, C], features of the image.
         """
 
-    @abc.abstractmethod
     def key_shapes(self, mesh: Mesh, keys: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the shapes and shardings of the arrays of `text_keys`, to compile a step without them."""
+        """Return the arrays of `text_keys` with their shardings, to compile a step without them; whole by default."""
+        whole = replicated(mesh)
+        return {name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=whole) for name, value in keys.items()}
 
     @abc.abstractmethod
     def velocity(self, module: torch.nn.Module, params: Params, mesh: Mesh, inputs: StepInputs) -> dict[str, jax.Array]:
@@ -361,15 +311,15 @@ class Model(abc.ABC):
         """
         raise NotImplementedError
 
-    @abc.abstractmethod
     def finish(self, latents: np.ndarray, image_latents: np.ndarray | None, request: ResolvedRequest) -> np.ndarray:
-        """Return the latents to decode, after the last step."""
+        """Return the latents to decode, after the last step; those that it left by default."""
+        return latents
 
     # ---- The decoder stage.
 
-    @abc.abstractmethod
     def vae_latents(self, latents: np.ndarray) -> np.ndarray:
-        """Return the final latents as the VAE takes them, float32 [1, C, T, H, W]."""
+        """Return the final latents as the VAE takes them, float32 [1, C, T, H, W]; unchanged by default."""
+        return latents
 
     @abc.abstractmethod
     def vae_decoder(self, module: torch.nn.Module, mesh: Mesh) -> Chunks:

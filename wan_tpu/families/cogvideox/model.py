@@ -18,7 +18,6 @@ from diffusers.video_processor import VideoProcessor
 from jax.sharding import Mesh
 from PIL import Image
 
-from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.cogvideox import components, transformer, vae
 from wan_tpu.families.cogvideox.flops import CogVideoXFlops
 from wan_tpu.families.cogvideox.published import TEXT_TOKENS, CogVideoXConfig
@@ -27,7 +26,7 @@ from wan_tpu.families.model import Model, StepInputs, apply_guidance
 from wan_tpu.families.shared.causal_vae import CausalChunks, RepeatedStart
 from wan_tpu.families.shared.family_spec import DENOISE
 from wan_tpu.families.shared.t5 import text_encoder
-from wan_tpu.families.shared.tokenizing import Tokenizer, tokenize
+from wan_tpu.families.shared.tokenizing import tokenize
 from wan_tpu.families.shared.tokens import unpatchify
 from wan_tpu.media.image import fit_image
 from wan_tpu.plan import VIDEO
@@ -41,12 +40,6 @@ class CogVideoXModel(Model):
 
     spec: CogVideoXSpec
     config: CogVideoXConfig
-
-    def __init__(self, spec: CogVideoXSpec, checkpoint: Checkpoint | None = None) -> None:
-        """Make the model of a spec; the checkpoint has the tokenizer."""
-        self.spec = spec
-        self.config = spec.config
-        self.checkpoint = checkpoint
 
     @functools.cached_property
     def components(self) -> dict[str, Component]:
@@ -81,20 +74,7 @@ class CogVideoXModel(Model):
         """Return the shape of an image's latents; the frames behind it are zeros."""
         return (*latent_shape[:2], 1, *latent_shape[3:]) if "i2v" in self.spec.tasks else None
 
-    def vae_chunks(self, component: str, request: ResolvedRequest) -> list[tuple[int, int, int, int, int]]:
-        """Return the shapes of a VAE half's chunks: the image, or pairs of latent frames."""
-        if component == "vae_encoder":
-            return [(1, 3, 1, request.height, request.width)]
-        _, channels, frames, height, width = self.spec.decoded_shape(request)
-        return [(1, channels, count, height, width) for count in self.spec.decoder_chunks(frames)]
-
     # ---- The encoder stage.
-
-    @functools.cached_property
-    def tokenizers(self) -> Mapping[str, Tokenizer]:
-        """T5's tokenizer."""
-        assert self.checkpoint is not None
-        return {"text_encoder": Tokenizer(self.checkpoint.path("tokenizer"), self.config.text_encoder["vocab_size"])}
 
     def tokenize(self, prompt: str) -> tuple[dict[str, tuple[np.ndarray, ...]], list[str]]:
         """Return token ids, int32 [1, 226], and a warning if the prompt was cut."""

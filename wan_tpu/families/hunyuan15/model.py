@@ -18,16 +18,16 @@ from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15I
 from jax.sharding import Mesh
 from PIL import Image
 
-from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.hunyuan15 import components, text, transformer, vae
 from wan_tpu.families.hunyuan15.context import Encodings
 from wan_tpu.families.hunyuan15.flops import HunyuanFlops
 from wan_tpu.families.hunyuan15.published import GLYPH_TOKENS, TEMPLATE_TOKENS, TEXT_TOKENS, HunyuanConfig
 from wan_tpu.families.hunyuan15.sizes import OVERLAP, STRIDE
 from wan_tpu.families.hunyuan15.spec import HunyuanSpec
-from wan_tpu.families.model import Flops, Model, StepInputs, apply_guidance
+from wan_tpu.families.model import Model, StepInputs, apply_guidance
 from wan_tpu.families.shared.causal_vae import CausalChunks
 from wan_tpu.families.shared.family_spec import DENOISE
+from wan_tpu.families.shared.flop_count import Flops
 from wan_tpu.families.shared.image_processing import ImageProcessor
 from wan_tpu.families.shared.tiles import TiledChunks
 from wan_tpu.families.shared.tokenizing import Tokenizer
@@ -35,7 +35,6 @@ from wan_tpu.plan import VIDEO
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.bridge import Params, call
 from wan_tpu.runtime.components import Component, Loaded
-from wan_tpu.runtime.mesh import replicated
 
 
 class HunyuanModel(Model):
@@ -43,13 +42,6 @@ class HunyuanModel(Model):
 
     spec: HunyuanSpec
     config: HunyuanConfig
-
-    def __init__(self, spec: HunyuanSpec, checkpoint: Checkpoint | None = None) -> None:
-        """Make the model of a spec; the checkpoint has the tokenizers and the image processor."""
-        self.spec = spec
-        self.config = spec.config
-        self.checkpoint = checkpoint
-        self._processor = HunyuanVideo15ImageProcessor(vae_scale_factor=STRIDE, do_resize=False)
 
     @functools.cached_property
     def components(self) -> dict[str, Component]:
@@ -111,23 +103,14 @@ class HunyuanModel(Model):
         """Return the shape of an image's latents; the frames behind it are zeros."""
         return (*latent_shape[:2], 1, *latent_shape[3:]) if "i2v" in self.spec.tasks else None
 
-    def vae_chunks(self, component: str, request: ResolvedRequest) -> list[tuple[int, int, int, int, int]]:
-        """Return the shapes of a VAE half's chunks: the image, or latents frame by frame."""
-        if component == "vae_encoder":
-            return [(1, 3, 1, request.height, request.width)]
-        _, channels, frames, height, width = self.spec.latent_shape(request)
-        return [(1, channels, 1, height, width)] * frames
-
     # ---- The encoder stage.
 
     @functools.cached_property
     def tokenizers(self) -> Mapping[str, Tokenizer]:
         """Qwen's and ByT5's tokenizers."""
-        assert self.checkpoint is not None
-        qwen, byt5 = (self.checkpoint.path(folder) for folder in ("tokenizer", "tokenizer_2"))
         return {
-            "text_encoder": Tokenizer(qwen, self.config.text_encoder["vocab_size"]),
-            "glyph_encoder": Tokenizer(byt5, self.config.glyph_encoder["vocab_size"]),
+            "text_encoder": self.open_tokenizer("tokenizer", self.config.text_encoder),
+            "glyph_encoder": self.open_tokenizer("tokenizer_2", self.config.glyph_encoder),
         }
 
     def tokenize(self, prompt: str) -> tuple[dict[str, tuple[np.ndarray, ...]], list[str]]:
@@ -179,6 +162,10 @@ class HunyuanModel(Model):
 
         return call(module, params, method, pixels)
 
+    @functools.cached_property
+    def _processor(self) -> HunyuanVideo15ImageProcessor:
+        return HunyuanVideo15ImageProcessor(vae_scale_factor=STRIDE, do_resize=False)
+
     def resize_image(self, request: ResolvedRequest) -> Image.Image:
         """Return the request's image at the video's size, cropped equally on both sides."""
         assert isinstance(request.image, Image.Image)
@@ -211,11 +198,6 @@ class HunyuanModel(Model):
         """Return the prompt's arrays unchanged; all that the transformer computes from them depends on the step."""
         return {**text} if image is None else {**text, "image": image}
 
-    def key_shapes(self, mesh: Mesh, keys: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the shapes and shardings of the arrays of `text_keys`, to compile a step without them."""
-        whole = replicated(mesh)
-        return {name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=whole) for name, value in keys.items()}
-
     def velocity(self, module: torch.nn.Module, params: Params, mesh: Mesh, inputs: StepInputs) -> dict[str, jax.Array]:
         """Return the guided velocity, float32 [1, C, T, H, W]."""
         latents, keys = inputs.latents, inputs.keys
@@ -227,10 +209,6 @@ class HunyuanModel(Model):
         encodings = Encodings(**{name: keys.get(name) for name in Encodings._fields})  # type: ignore[arg-type]
         tokens = transformer.predict(module, params, mesh, x, times[:1], times[-1:], encodings)
         return {VIDEO: apply_guidance(tokens, inputs.guidance).T.reshape(latents.shape)}
-
-    def finish(self, latents: np.ndarray, image_latents: np.ndarray | None, request: ResolvedRequest) -> np.ndarray:
-        """Return the latents as they are."""
-        return latents
 
     # ---- The decoder stage.
 

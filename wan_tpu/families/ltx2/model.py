@@ -18,22 +18,20 @@ from diffusers.pipelines.ltx2.utils import DEFAULT_IMAGE_CRF, apply_image_condit
 from jax.sharding import Mesh
 from PIL import Image
 
-from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.ltx2 import audio, components, connectors, positions, text, transformer, upsampler, vae
 from wan_tpu.families.ltx2.config import Ltx2Config
 from wan_tpu.families.ltx2.flops import Ltx2Flops
 from wan_tpu.families.ltx2.guidance import combine, evaluations
 from wan_tpu.families.ltx2.spec import REFINE, STRIDE, Ltx2Spec
-from wan_tpu.families.model import Flops, Model, StepInputs
+from wan_tpu.families.model import Model, StepInputs
 from wan_tpu.families.shared.causal_vae import CausalChunks
 from wan_tpu.families.shared.family_spec import DENOISE
-from wan_tpu.families.shared.tokenizing import Tokenizer
+from wan_tpu.families.shared.flop_count import Flops
 from wan_tpu.media.image import fit_image
 from wan_tpu.plan import AUDIO, VIDEO, Expert
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.components import Component, Loaded
-from wan_tpu.runtime.mesh import replicated
 
 
 class Ltx2Model(Model):
@@ -41,12 +39,6 @@ class Ltx2Model(Model):
 
     spec: Ltx2Spec
     config: Ltx2Config
-
-    def __init__(self, spec: Ltx2Spec, checkpoint: Checkpoint | None = None) -> None:
-        """Make the model of a spec; the checkpoint has the tokenizer."""
-        self.spec = spec
-        self.config = spec.config
-        self.checkpoint = checkpoint
 
     @functools.cached_property
     def components(self) -> dict[str, Component]:
@@ -96,20 +88,11 @@ class Ltx2Model(Model):
         """Return the shape of an image's latents, those of the first frame."""
         return (*latent_shape[:2], 1, *latent_shape[3:])
 
-    def vae_chunks(self, component: str, request: ResolvedRequest) -> list[tuple[int, int, int, int, int]]:
-        """Return the shapes of a VAE half's chunks: the image at the size of the first stage, or all latents."""
-        if component == "vae_encoder":
-            return [(1, 3, 1, *self._image_size(request))]
-        return [self.spec.latent_shape(request)]
+    def image_chunks(self, request: ResolvedRequest, images: int) -> list[tuple[int, int, int, int, int]]:
+        """Return the shape of the image at the size of the first stage."""
+        return [(1, 3, 1, *self._image_size(request))]
 
     # ---- The encoder stage.
-
-    @functools.cached_property
-    def tokenizers(self) -> Mapping[str, Tokenizer]:
-        """Gemma's tokenizer."""
-        assert self.checkpoint is not None
-        words = self.config.text_encoder["vocab_size"]
-        return {"text_encoder": Tokenizer(self.checkpoint.path("tokenizer"), words)}
 
     def tokenize(self, prompt: str) -> tuple[dict[str, tuple[np.ndarray, ...]], list[str]]:
         """Return ids and mask of a prompt, int32 [1, 1024], and a warning if it was cut."""
@@ -221,11 +204,6 @@ class Ltx2Model(Model):
         """Return the prompt's arrays unchanged; all that the transformer computes from them depends on the step."""
         return dict(text)
 
-    def key_shapes(self, mesh: Mesh, keys: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the shapes and shardings of the arrays of `text_keys`, to compile a step without them."""
-        whole = replicated(mesh)
-        return {name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=whole) for name, value in keys.items()}
-
     def velocity(self, module: torch.nn.Module, params: Params, mesh: Mesh, inputs: StepInputs) -> dict[str, jax.Array]:
         """Return the guided velocities, float32, of the video [1, C, T, H, W] and of the sound [1, A, C]."""
         assert inputs.audio is not None
@@ -263,10 +241,6 @@ class Ltx2Model(Model):
         return np.concatenate([image_latents, latents[:, :, 1:]], axis=2)
 
     # ---- The decoder stage.
-
-    def vae_latents(self, latents: np.ndarray) -> np.ndarray:
-        """Return the latents as they are: the decoder undoes the normalisation with statistics of its weights."""
-        return latents
 
     def vae_decoder(self, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
         """Return the function that decodes all latents at once."""

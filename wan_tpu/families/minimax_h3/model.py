@@ -17,7 +17,6 @@ import torch
 from jax.sharding import Mesh
 from PIL import Image
 
-from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.minimax_h3 import audio, components, context, positions, text, transformer, vae
 from wan_tpu.families.minimax_h3.config import MiniMaxH3Config
 from wan_tpu.families.minimax_h3.flops import MiniMaxH3Flops
@@ -26,16 +25,15 @@ from wan_tpu.families.minimax_h3.text import TEXT_TOKENS
 from wan_tpu.families.minimax_h3.vision import presentation, tower
 from wan_tpu.families.minimax_h3.vision.pictures import fit_keyframes
 from wan_tpu.families.minimax_h3.vision.presentation import Presentation
-from wan_tpu.families.model import Flops, Model, StepInputs
+from wan_tpu.families.model import Model, StepInputs
 from wan_tpu.families.shared.causal_vae import Chunks
 from wan_tpu.families.shared.family_spec import DENOISE
-from wan_tpu.families.shared.tokenizing import Tokenizer
+from wan_tpu.families.shared.flop_count import Flops
 from wan_tpu.families.shared.tokens import patchify, unpatchify
 from wan_tpu.plan import AUDIO, VIDEO
 from wan_tpu.request import IMAGES, ResolvedRequest
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.components import Component, Loaded
-from wan_tpu.runtime.mesh import replicated
 
 KEYFRAME_TIME = 0.999  # Keyframes have this little noise, in every step until a video has less.
 ANCHORS = ("first", "last")  # Ends of the video; a prompt's array "anchors" has each keyframe's index here.
@@ -46,12 +44,6 @@ class MiniMaxH3Model(Model):
 
     spec: MiniMaxH3Spec
     config: MiniMaxH3Config
-
-    def __init__(self, spec: MiniMaxH3Spec, checkpoint: Checkpoint | None = None) -> None:
-        """Make the model of a spec; the checkpoint has the tokenizer."""
-        self.spec = spec
-        self.config = spec.config
-        self.checkpoint = checkpoint
 
     @functools.cached_property
     def components(self) -> dict[str, Component]:
@@ -106,25 +98,11 @@ class MiniMaxH3Model(Model):
         """Return the shapes of one and of two keyframes' latents."""
         return tuple((*latent_shape[:2], count, *latent_shape[3:]) for count in (1, 2))
 
-    def vae_chunks(self, component: str, request: ResolvedRequest) -> list[tuple[int, int, int, int, int]]:
-        """Return the shapes of a VAE half's chunks: a keyframe, or the latents of each clip."""
-        if component == "vae_encoder":
-            return self.image_chunks(request, 1)
-        batch, channels, frames, height, width = self.spec.latent_shape(request)
-        return [(batch, channels, count, height, width) for count in self.spec.decoder_chunks(frames)]
-
     def image_chunks(self, request: ResolvedRequest, images: int) -> list[tuple[int, int, int, int, int]]:
         """Return the shapes of keyframes, each of which is a chunk."""
         return [(1, 3, 1, request.height, request.width)] * images
 
     # ---- The encoder stage.
-
-    @functools.cached_property
-    def tokenizers(self) -> Mapping[str, Tokenizer]:
-        """Qwen's tokenizer."""
-        assert self.checkpoint is not None
-        words = self.config.text_encoder["vocab_size"]
-        return {"text_encoder": Tokenizer(self.checkpoint.path("tokenizer"), words)}
 
     def tokenize(self, prompt: str) -> tuple[dict[str, tuple[np.ndarray, ...]], list[str]]:
         """Return the ids of a prompt, int32 [1, R], and their number, and a warning if it was cut."""
@@ -238,11 +216,6 @@ class MiniMaxH3Model(Model):
         [rows], [[count]] = text["text"], text["count"]
         return {"text": context.refine_text(module, params, mesh, rows, jnp.arange(len(rows)) < count), "count": count}
 
-    def key_shapes(self, mesh: Mesh, keys: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the shapes and shardings of the arrays of `text_keys`, to compile a step without them."""
-        whole = replicated(mesh)
-        return {name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=whole) for name, value in keys.items()}
-
     def velocity(self, module: torch.nn.Module, params: Params, mesh: Mesh, inputs: StepInputs) -> dict[str, jax.Array]:
         """Return the velocities, float32, of the video [1, C, T, H, W] and of the sound [1, 2 A, C]."""
         assert inputs.audio is not None
@@ -266,15 +239,7 @@ class MiniMaxH3Model(Model):
         velocity, of_sound = transformer.predict(module, params, mesh, rows, layout, jnp.stack(times))
         return {VIDEO: unpatchify(velocity, latents.shape, patch), AUDIO: of_sound[None]}
 
-    def finish(self, latents: np.ndarray, image_latents: np.ndarray | None, request: ResolvedRequest) -> np.ndarray:
-        """Return the latents as they are."""
-        return latents
-
     # ---- The decoder stage.
-
-    def vae_latents(self, latents: np.ndarray) -> np.ndarray:
-        """Return the latents as they are: the decoder undoes the normalisation."""
-        return latents
 
     def vae_decoder(self, module: torch.nn.Module, mesh: Mesh) -> Chunks:
         """Return the functions that decode latents, clip by clip."""

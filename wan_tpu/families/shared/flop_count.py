@@ -1,10 +1,25 @@
 """Count the floating-point operations of torch code, exactly and without running it."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+
+from wan_tpu.request import ResolvedRequest
+
+
+class Flops(Protocol):
+    """Floating-point operations (a multiply-add is two) of each stage of one model, on all devices together."""
+
+    def encoder(self, request: ResolvedRequest, *, prompts: int) -> int:
+        """Return the operations of encoding a number of prompts, and the request's image if it has one."""
+
+    def step(self, latent_shape: tuple[int, ...], *, branches: int) -> int:
+        """Return the operations of a denoising step over latents [1, C, T, H, W], with `branches` guidance branches."""
+
+    def decoder(self, latent_shape: tuple[int, ...]) -> int:
+        """Return the operations of decoding latents [1, C, T, H, W]."""
 
 
 def count(build: Callable[[], torch.nn.Module], run: Callable[[Any], object]) -> int:

@@ -20,13 +20,12 @@ from diffusers.video_processor import VideoProcessor
 from jax.sharding import Mesh
 from PIL import Image
 
-from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.model import Model, StepInputs, apply_guidance
 from wan_tpu.families.shared.causal_vae import CausalChunks
 from wan_tpu.families.shared.convolutions import patchify, unpatchify
 from wan_tpu.families.shared.image_processing import ImageProcessor
 from wan_tpu.families.shared.t5 import text_encoder
-from wan_tpu.families.shared.tokenizing import Tokenizer, tokenize
+from wan_tpu.families.shared.tokenizing import tokenize
 from wan_tpu.families.wan import components, transformer, vae
 from wan_tpu.families.wan.flops import WanFlops
 from wan_tpu.families.wan.published import TEXT_TOKENS, WanConfig
@@ -46,13 +45,6 @@ class WanModel(Model):
 
     spec: WanSpec
     config: WanConfig
-
-    def __init__(self, spec: WanSpec, checkpoint: Checkpoint | None = None) -> None:
-        """Make the model of a spec; the checkpoint has the tokenizer and the image processor."""
-        self.spec = spec
-        self.config = spec.config
-        self.checkpoint = checkpoint
-        self._video_processor = VideoProcessor(vae_scale_factor=spec.spatial_stride)
 
     # ---- Components.
 
@@ -100,25 +92,14 @@ class WanModel(Model):
         extra = self.config.transformer["in_channels"] - latent_shape[1]
         return (1, extra, *latent_shape[2:]) if extra else None
 
-    def vae_chunks(self, component: str, request: ResolvedRequest) -> list[tuple[int, int, int, int, int]]:
-        """Return the shapes of a VAE half's chunks: one frame, then four pixel frames or one latent frame each."""
-        _, channels, frames, height, width = self.spec.latent_shape(request)
-        if component == "decoder":
-            return [(1, channels, 1, height, width)] * frames
-        later = (
-            []
-            if request.strength is None and self.config.expand_timesteps
-            else [(1, 3, self.spec.frame_stride, request.height, request.width)]
-        )
-        return [(1, 3, 1, request.height, request.width), *later * (frames - 1)]
+    def image_chunks(self, request: ResolvedRequest, images: int) -> list[tuple[int, int, int, int, int]]:
+        """Return the shapes of the VAE encoder's chunks: one frame, then four each; TI2V 5B encodes only the image."""
+        size = request.height, request.width
+        alone = request.strength is None and self.config.expand_timesteps
+        later = 0 if alone else self.spec.latent_frames(request.frames) - 1
+        return [(1, 3, 1, *size), *[(1, 3, self.spec.frame_stride, *size)] * later]
 
     # ---- The encoder stage.
-
-    @functools.cached_property
-    def tokenizers(self) -> Mapping[str, Tokenizer]:
-        """UMT5's tokenizer."""
-        assert self.checkpoint is not None
-        return {"text_encoder": Tokenizer(self.checkpoint.path("tokenizer"), self.config.text_encoder["vocab_size"])}
 
     def tokenize(self, prompt: str) -> tuple[dict[str, tuple[np.ndarray, ...]], list[str]]:
         """Return token ids and mask, both int32 [1, 512], and a warning if the prompt was cut."""
@@ -174,11 +155,12 @@ class WanModel(Model):
         They are the image, then grey (zero) frames up to the request's length, the last of which may be an image again;
         TI2V 5B takes only the image. For a video they are its frames.
         """
+        processor = VideoProcessor(vae_scale_factor=self.spec.spatial_stride)
 
         def prepare_frame(image: object) -> np.ndarray:
             assert isinstance(image, Image.Image)
             image = fit_image(image, request.height, request.width, slack=self.spec.shape_slack)
-            pixels = self._video_processor.preprocess(image, height=request.height, width=request.width)
+            pixels = processor.preprocess(image, height=request.height, width=request.width)
             return pixels[:, :, None].numpy().astype(np.float32)
 
         if request.video is not None:

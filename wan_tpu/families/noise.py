@@ -1,0 +1,74 @@
+"""The random numbers of a request, drawn as diffusers draws them for its seed."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from wan_tpu.plan import VIDEO
+from wan_tpu.request import ResolvedRequest
+from wan_tpu.spec import ModelSpec
+
+
+class SeededNoise:
+    """What each part of the latents begins as, and the fresh noise of later steps; all on the host.
+
+    Attributes:
+        spec: The model's.
+    """
+
+    spec: ModelSpec
+
+    def initial_noise(self, request: ResolvedRequest) -> np.ndarray:
+        """Return the noise that diffusers draws for a request's seed, float32 [1, C, T, H, W]."""
+        return self._draw_noise(request, self._first_generator(request))
+
+    def initial_noises(self, request: ResolvedRequest, noise: np.ndarray | None, images: int) -> dict[str, np.ndarray]:
+        """Return the noise that each part of the latents begins as, float32.
+
+        Args:
+            request: The request; its pixels aren't needed.
+            noise: Takes the place of the video's.
+            images: How many images the request has.
+        """
+        return {VIDEO: self.initial_noise(request) if noise is None else noise}
+
+    def step_noise(self, request: ResolvedRequest, *, own_noise: bool = False) -> Callable[[int], np.ndarray]:
+        """Return a function that draws a step's fresh noise, float32 [1, C, T, H, W], as diffusers does.
+
+        It is used if the schedule has fresh noise, for steps in order, since all come from one generator. For a step
+        before the last one, the noise is drawn again from the start.
+
+        Args:
+            request: The request.
+            own_noise: Whether the caller gave the initial noise, so that the generator hasn't drawn it.
+        """
+        draws = self.spec.schedule(request).draws
+        drawn, generator = 0, self._step_generator(request, own_noise)
+
+        def noise(step: int) -> np.ndarray:
+            nonlocal drawn, generator
+            needed = sum(draws[: step + 1])
+            if needed <= drawn:
+                drawn, generator = 0, self._step_generator(request, own_noise)
+            for _ in range(needed - drawn):
+                latest = self._draw_noise(request, generator)
+            drawn = needed
+            return latest
+
+        return noise
+
+    def _step_generator(self, request: ResolvedRequest, own_noise: bool) -> torch.Generator:
+        """Return the request's generator in its state before the first step."""
+        generator = self._first_generator(request)
+        if not own_noise:
+            self._draw_noise(request, generator)
+        return generator
+
+    def _first_generator(self, request: ResolvedRequest) -> torch.Generator:
+        """Return the request's generator in its state before the video's noise is drawn."""
+        return torch.Generator("cpu").manual_seed(request.seed)
+
+    def _draw_noise(self, request: ResolvedRequest, generator: torch.Generator) -> np.ndarray:
+        """Draw noise, float32 [1, C, T, H, W]."""
+        return torch.randn(self.spec.latent_shape(request), generator=generator, dtype=torch.float32).numpy()
