@@ -66,6 +66,10 @@ def test_one_device_needs_no_link():
         ("replica_groups=mesh['a'=2,'b'=2] {'b'}, x", [[0, 1], [2, 3]]),
         ("replica_groups=mesh['a'=2,'b'=2] {'a'}, x", [[0, 2], [1, 3]]),
         ("replica_groups=mesh['a'=2,'b'=2], device_ids=(3,2,1,0) {'b'}, x", [[3, 2], [1, 0]]),
+        ("replica_groups=mesh['a'=1,'b'=4] {'b':(1)2}, x", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['a'=1,'b'=4] {'b':(2)2}, x", [[0, 1], [2, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=4] {'a','b':(1)2}, x", [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        ("replica_groups=mesh['a'=8] {'a':(1)2,'a':(4)2}, x", [[0, 1, 4, 5], [2, 3, 6, 7]]),
     ],
 )
 def test_all_notations_of_groups_are_read(text, groups):

@@ -5,6 +5,8 @@ dimension by dimension over the shorter way, groups of one collective run at onc
 Latency is not modelled: it is microseconds, the collectives that matter here take hundreds.
 """
 
+import itertools
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -174,16 +176,27 @@ def parse_groups(kind: str, attributes: str) -> list[list[int]]:
 
 
 def _parse_mesh_groups(axes: str, order: str, chosen: str) -> list[list[int]]:
+    """Return the groups along chosen axes of a mesh, or along parts of axes: 'a':(2)4 is the middle of 2 x 4 x rest."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
-    names, members = list(sizes), re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", chosen)
-    if any(part for _, part, _ in members):
-        raise ValueError(f"replica groups over a part of a mesh axis are not read: {chosen}")
-    count = int(np.prod(list(sizes.values())))
+    members = []
+    for name, before, part in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", chosen):
+        start = int(before or 1)
+        members.append((name, start, start * int(part or sizes[name])))
+    split = []  # The mesh's axes and parts of axes, as (name, start, stop): the products of sizes before and through it.
+    for name, size in sizes.items():
+        bounds = sorted({1, size, *(bound for other, *part in members if other == name for bound in part)})
+        split += [(name, start, stop) for start, stop in itertools.pairwise(bounds)] or [(name, 1, 1)]
+    shape = [stop // start for _, start, stop in split]
     match = re.search(r"device_ids=\(([\d,]+)\)", order)
-    devices = np.array(_parse_numbers(match[1]) if match else range(count)).reshape(list(sizes.values()))
-    inner = [names.index(name) for name, _, _ in members]
-    outer = [axis for axis in range(len(names)) if axis not in inner]
-    width = int(np.prod([devices.shape[axis] for axis in inner]))
+    devices = np.array(_parse_numbers(match[1]) if match else range(math.prod(shape))).reshape(shape)
+    inner = [
+        axis
+        for name, start, stop in members
+        for axis, (other, first, last) in enumerate(split)
+        if other == name and start <= first and last <= stop
+    ]
+    outer = [axis for axis in range(len(split)) if axis not in inner]
+    width = math.prod(shape[axis] for axis in inner)
     return devices.transpose(outer + inner).reshape(-1, width).tolist()
 
 
