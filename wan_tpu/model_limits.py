@@ -89,6 +89,16 @@ class ModelLimits(abc.ABC):
         """Return the (height, width) of a video that follows an image of such a (height, width)."""
         return size_at_area(self.defaults.height * self.defaults.width, picture, self.size_multiple)
 
+    def size_to_extend(self, picture: tuple[int, int]) -> tuple[int, int]:
+        """Return the (height, width) of a clip that continues a video of such a (height, width).
+
+        It is the video's own, so that its frames needn't be encoded again, or the nearest that the model makes. A video
+        with larger frames than the model's own is shrunk to that many pixels.
+        """
+        height, width = (nearest_multiple(side, self.size_multiple) for side in picture)
+        is_larger = height * width > self.defaults.height * self.defaults.width
+        return self.size_like(picture) if is_larger else (height, width)
+
     def nearest_frames(self, frames: float) -> int:
         """Return the video length, in frames, that this model makes and that is nearest to `frames`."""
         steps = max(0, round((frames - self.frame_offset) / self.frame_step))
@@ -133,6 +143,24 @@ class ModelLimits(abc.ABC):
                 raise InvalidRequest(
                     f"{name} is {value}; {self.name} needs a multiple of {multiple}, nearest {nearest}", name
                 )
+
+    def check_extension(self, request: ResolvedRequest | None = None) -> None:
+        """Refuse to continue a video where the model can't, or with a request that doesn't make a new frame.
+
+        Raises:
+            InvalidRequest: It says what to do instead.
+        """
+        if "i2v" not in self.tasks:
+            raise InvalidRequest(
+                f"a video is continued from its last frame, and {self.name} takes no image; use an I2V checkpoint",
+                "video",
+            )
+        if request is not None and request.frames < 2:
+            least = self.nearest_frames(1 + self.frame_step)
+            raise InvalidRequest(
+                f"frames is {request.frames}, and the first one is the last of the video; give at least {least}",
+                "frames",
+            )
 
     def _check_inputs(self, request: ResolvedRequest, *, image: bool, last: bool, video: bool) -> None:
         """Refuse images and videos that the model doesn't take, and requests without those that it needs."""

@@ -31,6 +31,7 @@ from pydantic_core import ArgsKwargs
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.fields import explain_refusal, limits_of
 from wan_tpu.media.image import load_image
+from wan_tpu.media.video_content import VideoContent
 from wan_tpu.requested_adapter import RequestedAdapter, parse_adapters
 from wan_tpu.schedules.magcache import FORM, Curve, parse_magcache
 
@@ -124,7 +125,9 @@ def _check_sigmas(sigmas: object) -> tuple[float, ...]:
     return tuple(map(float, values))
 
 
-def _check_video(video: object) -> str:
+def _check_video(video: object) -> str | VideoContent:
+    if isinstance(video, VideoContent):
+        return video
     if not isinstance(video, str | Path) or not Path(video).is_file():
         raise InvalidRequest(f"video {str(video)[:200]!r} is not a file; give the path of one", "video")
     return str(Path(video).absolute())
@@ -164,7 +167,7 @@ class GenerationRequest:
     """The first frame, for models that begin with an image."""
     last_image: Picture | None = None
     """The last frame, for models that lead from one image to another; MiniMax-H3 takes it without `image`, too."""
-    video: Annotated[str | Path, PlainValidator(_check_video)] | None = None
+    video: Annotated[str | Path | VideoContent, PlainValidator(_check_video)] | None = None
     """A file whose frames the video begins as, for text-to-video models of Wan: it is restyled, not continued."""
     strength: Number | None = Field(default=None, ge=0.001, le=1)
     """How much of `video` is made anew: so large a part of the steps is run. 0.8 if omitted."""
@@ -242,12 +245,16 @@ class GenerationRequest:
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values. Images are given by their sizes: pixels stay out of records."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        if isinstance(self.video, VideoContent):
+            fields["video"] = str(self.video)
         for name in IMAGES:
             if isinstance(image := fields[name], Image.Image):
                 fields[name] = f"{image.info.get('source', 'image')}, {image.width}x{image.height}"
         # Records and digests of models without sound are those of the time when no model had it.
         if self.generate_audio is None:
             del fields["generate_audio"]
+        if not fields.get("hidden_frames"):
+            fields.pop("hidden_frames", None)
         if self.loras is not None:
             fields["loras"] = [dataclasses.asdict(lora) for lora in parse_adapters(self.loras)]
         return fields
@@ -256,6 +263,9 @@ class GenerationRequest:
 @dataclass(frozen=True, kw_only=True)
 class ResolvedRequest(GenerationRequest):
     """A request with no field left open, as stages take it.
+
+    Attributes:
+        hidden_frames: How many frames at the beginning aren't written, since another video ends with them.
 
     Raises:
         TypeError: A field that `resolve` fills is missing.
@@ -275,6 +285,7 @@ class ResolvedRequest(GenerationRequest):
         solver: str
         sigmas: tuple[float, ...] | None
     loras: Annotated[tuple[RequestedAdapter, ...], PlainValidator(parse_adapters)] = ()
+    hidden_frames: int = 0
 
     def __post_init__(self) -> None:
         if missing := [name for name in FILLED if getattr(self, name) is None]:

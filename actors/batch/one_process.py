@@ -3,19 +3,22 @@
 import asyncio
 import dataclasses
 import functools
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from actors.engine import GeneratedVideo, OnEvent, OnFragment
+from actors.engine import Fragment, GeneratedVideo, OnEvent, OnFragment
 from actors.observe.span import Span, Start
 from actors.pipeline_spec import Chips
 from wan_tpu.media.mp4 import Mp4
 from wan_tpu.pipeline import Pipeline
 from wan_tpu.plan import DECODER, ENCODER, RequestPlan
 from wan_tpu.stage_machine import Decode, DecodeSound, EncodeImage, EncodeText, Finish, Step
+
+log = logging.getLogger(__name__)
 
 
 class OneProcessEngine:
@@ -46,10 +49,10 @@ class OneProcessEngine:
             id: The request's id.
             on_event: Called from the engine's thread with a `Span` after each piece of work.
             priority: Ignored.
-            on_fragment: Called from the engine's thread with each fragment while the video is decoded.
+            on_fragment: Called from a thread with each fragment while the video is decoded.
         """
         span = functools.partial(Span, slice="this process", request=id, chips=self._chips)
-        run = _Run(self._pipeline, id, span, on_event)
+        run = _Run(self._pipeline, id, span, on_event, on_fragment)
         work = self._thread.submit(run.make, plan)
         ended = asyncio.wrap_future(work)
         try:
@@ -96,6 +99,8 @@ class _Run:
     id: str
     span: Callable[..., Span]
     on_event: OnEvent
+    on_fragment: OnFragment | None = None
+    fragments_sent: int = 0
     stop: threading.Event = dataclasses.field(default_factory=threading.Event)
     since: _Moment = dataclasses.field(default_factory=lambda: _Moment(Start(), 0.0, 0.0))
 
@@ -113,7 +118,8 @@ class _Run:
             if isinstance(operation, Step):
                 self._tell(operation.stage, operation.index + 1)
                 self._check()
-        with Mp4(plan.request.fps) as mp4:
+        on_fragment = None if self.on_fragment is None else self._send_fragment
+        with Mp4(plan.request.fps, on_fragment, hidden_frames=plan.request.hidden_frames) as mp4:
             for operation, result in run.work(DecodeSound, Decode):
                 self._check()
                 if isinstance(operation, DecodeSound):
@@ -125,6 +131,15 @@ class _Run:
             raise mp4.failure
         self._tell(DECODER)
         return GeneratedVideo(mp4.content, tuple(warnings))
+
+    def _send_fragment(self, content: bytes) -> None:
+        """Pass a fragment on; errors of the caller's function don't stop the request."""
+        assert self.on_fragment is not None
+        index, self.fragments_sent = self.fragments_sent, self.fragments_sent + 1
+        try:
+            self.on_fragment(Fragment(0, index, content))
+        except Exception:
+            log.exception("%s: the reader of its fragments has failed", self.id)
 
     def _check(self) -> None:
         if self.stop.is_set():

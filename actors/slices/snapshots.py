@@ -51,13 +51,14 @@ def name_of(id: str, request: ResolvedRequest, model: str) -> str:
     """
     fields = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
     images = [fields.pop(name) for name in IMAGES]
+    del fields["hidden_frames"]  # It changes the file, not the states.
     if fields["generate_audio"] is None:  # Models without sound keep the names that snapshots had before there was any.
         del fields["generate_audio"]
     digest = hashlib.sha256(json.dumps([model, fields], sort_keys=True, default=str).encode())
     for image in images:
         if image is not None:
             digest.update(f"{image.mode} {image.size}".encode() + image.tobytes())
-    paths = [lora.path for lora in request.loras] + ([] if request.video is None else [str(request.video)])
+    paths = [lora.path for lora in request.loras] + ([request.video] if isinstance(request.video, str) else [])
     if versions := {path: version for path in paths if (version := _read_version(path)) is not None}:
         digest.update(json.dumps(versions, sort_keys=True).encode())
     return f"{build_stem(id)}.{digest.hexdigest()[:16]}"

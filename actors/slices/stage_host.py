@@ -180,7 +180,8 @@ class StageHost(HostProfile):
             OutputError: On every host, when the first one can't write the mp4.
         """
         before, work = self._runtime.compile_s, self._prepared.take(key, Decoding)
-        with self._sizes.track(work.request), Mp4(work.request.fps) as video:
+        fps, hidden_frames = work.request.fps, work.request.hidden_frames
+        with self._sizes.track(work.request), Mp4(fps, hidden_frames=hidden_frames) as video:
             if work.audio is not None:
                 video.set_audio(*stages.decode_sound(self._runtime, work.audio))
             for _, planes in stages.decode_chunks(self._runtime, work.frames, self._progress):

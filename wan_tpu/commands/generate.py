@@ -1,10 +1,23 @@
 """`wan-tpu generate`: a whole video in one process."""
 
+import argparse
+import dataclasses
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from wan_tpu.commands import arguments
 from wan_tpu.commands.parser import Parser
+from wan_tpu.errors import InvalidInput
+from wan_tpu.media.joining import join_videos, read_last_frame
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from wan_tpu.plan import RequestPlan
+    from wan_tpu.request import GenerationRequest
+    from wan_tpu.spec import ModelSpec
 
 
 def generate(argv: Sequence[str]) -> None:
@@ -13,25 +26,61 @@ def generate(argv: Sequence[str]) -> None:
     arguments.add_model_arguments(parser)
     arguments.add_request_arguments(parser)
     arguments.add_profile_arguments(parser)
+    parser.add_argument(
+        "--extend",
+        type=Path,
+        metavar="VIDEO",
+        help="a video to continue, by an I2V checkpoint: the mp4 shows it, then what follows its last frame",
+    )
     parser.add_argument("--output", type=Path, default=Path("video.mp4"), help="the mp4; default %(default)s")
     arguments.add_overwrite(parser)
     args = parser.parse_args(argv)
 
+    last_frame = None if args.extend is None else _read_end(args)
     request = arguments.request_from(args)
     outputs = arguments.check_outputs(
-        args.output, overwrite=args.overwrite, inputs=(args.image, args.last_image, args.video, args.model_id)
+        args.output,
+        overwrite=args.overwrite,
+        inputs=(args.image, args.last_image, args.video, args.extend, args.model_id),
     )
     profiler = arguments.profiler_from(args)
 
     from wan_tpu.commands.recorded import Recorder, decode_to_files, denoise_recorded, encode_recorded, report
 
     pipe = arguments.pipeline_from(args)
-    plan = pipe.plan(request)
+    plan = pipe.plan(request) if last_frame is None else _plan_extension(pipe.runtime.model.spec, request, last_frame)
     pipe.check_components()
     recorder = Recorder(pipe.runtime, plan)
     run = pipe.run(pipe.fetch_adapters(plan), warn=recorder.warn, around=recorder.operation)
     encode_recorded(run)
     denoise_recorded(run, recorder, profiler)
-    decode_to_files(run, recorder, plan.request, outputs, overwrite=args.overwrite)
+    if args.extend is None:
+        decode_to_files(run, recorder, plan.request, outputs, overwrite=args.overwrite)
+    else:
+        with tempfile.TemporaryDirectory(dir=outputs[0].absolute().parent, prefix=f".{outputs[0].name}.") as folder:
+            segment = Path(folder, "segment.mp4")
+            decode_to_files(run, recorder, plan.request, (segment, *outputs[1:]), overwrite=args.overwrite)
+            join_videos(args.extend, segment, outputs[0])
     recorder.save(outputs[2], plan.request)
     report(outputs, recorder)
+
+
+def _read_end(args: argparse.Namespace) -> "Image.Image":
+    """Return the last frame of the video to extend; raises `InvalidInput` where arguments name another beginning."""
+    for name in ("image", "video"):
+        if getattr(args, name) is not None:
+            raise InvalidInput(f"--extend begins with the last frame of {args.extend}; leave --{name} out")
+    frame = read_last_frame(args.extend)
+    frame.info["source"] = f"the last frame of {args.extend}"
+    return frame
+
+
+def _plan_extension(spec: "ModelSpec", request: "GenerationRequest", frame: "Image.Image") -> "RequestPlan":
+    """Plan a video that begins with a frame, in its size by default; the frame isn't written again."""
+    spec.check_extension()
+    if request.height is None and request.width is None:
+        height, width = spec.size_to_extend((frame.height, frame.width))
+        request = dataclasses.replace(request, height=height, width=width)
+    plan = spec.plan(dataclasses.replace(request, image=frame))
+    spec.check_extension(plan.request)
+    return plan.with_request(dataclasses.replace(plan.request, hidden_frames=1))

@@ -39,18 +39,20 @@ def decode_to_files(
     run: LocalExecutor, recorder: Recorder, request: ResolvedRequest, outputs: tuple[Path, Path, Path], overwrite: bool
 ) -> None:
     """Decode the latents, and write the mp4 and the contact sheet as the frames come."""
-    sheet = ContactSheet(request.frames, request.fps)
+    sheet, hidden = ContactSheet(request.frames, request.fps), request.hidden_frames
     with recorder.stage("decoder") as record:
         with VideoWriter(outputs[0], fps=request.fps, overwrite=overwrite) as writer:
             last_frames = time.perf_counter()
             for operation, result in run.work(DecodeSound, Decode):
                 last_frames = time.perf_counter()
                 if isinstance(operation, DecodeSound):
-                    writer.set_audio(*result)
+                    audio, rate = result
+                    writer.set_audio(audio[:, round(hidden * rate / request.fps) :], rate)
                     continue
                 frames = to_uint8(recorder.runtime.model.pixels(np.asarray(result[0])))
-                writer.write(frames)
                 sheet.add(frames)
+                writer.write(frames[hidden:])
+                hidden = max(0, hidden - len(frames))
         sheet.save(outputs[1], overwrite=overwrite)
         record.host_s += time.perf_counter() - last_frames  # The devices have been idle since then.
 

@@ -20,11 +20,16 @@ class Mp4:
         content: The whole file, after `finish`.
     """
 
-    def __init__(self, fps: float, on_fragment: Callable[[bytes], object] | None = None) -> None:
-        """Begin an mp4; `on_fragment` is called with fragments of it, as `VideoWriter` does."""
+    def __init__(
+        self, fps: float, on_fragment: Callable[[bytes], object] | None = None, *, hidden_frames: int = 0
+    ) -> None:
+        """Begin an mp4; `on_fragment` is called with fragments of it, as `VideoWriter` does.
+
+        The first `hidden_frames` aren't written, nor the sound that belongs to them.
+        """
         self.failure: OutputError | OSError | None = None
         self.content = b""
-        self._fps, self._on_fragment = fps, on_fragment
+        self._fps, self._on_fragment, self._hidden_frames = fps, on_fragment, hidden_frames
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._audio: tuple[np.ndarray, int] | None = None
         self._writer: VideoWriter | None = None
@@ -34,11 +39,13 @@ class Mp4:
 
     def set_audio(self, audio: np.ndarray, rate: int) -> None:
         """Set the sound of the whole video before its first frame, as `VideoWriter.set_audio`."""
-        self._audio = audio, rate
+        self._audio = audio[:, round(self._hidden_frames * rate / self._fps) :], rate
 
     def add(self, planes: np.ndarray) -> None:
         """Append frames, uint8 [T, 3, H, W]: green, blue, red (`wan_tpu.stages.vae.to_planes`)."""
-        if self.failure is not None:
+        hidden, self._hidden_frames = self._hidden_frames, max(0, self._hidden_frames - len(planes))
+        planes = planes[hidden:]
+        if self.failure is not None or not len(planes):
             return
         try:
             if self._writer is None:

@@ -10,6 +10,7 @@ from PIL import Image, ImageSequence
 
 from wan_tpu.errors import InvalidRequest, Unavailable
 from wan_tpu.media.video import check_ffmpeg
+from wan_tpu.media.video_content import VideoContent
 from wan_tpu.sources.disk import is_permanent
 
 # Few frames are read, however long the video is: only a disk or a machine that hangs takes so long.
@@ -18,7 +19,7 @@ _TIMEOUT_S = 600.0
 _OUTSIDE_SIGNALS = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, -signal.SIGXCPU}
 
 
-def read_frames(path: str | Path, count: int, *, step: int = 1) -> list[Image.Image]:
+def read_frames(video: str | Path | VideoContent, count: int, *, step: int = 1) -> list[Image.Image]:
     """Return a video's first frames, RGB, as `diffusers.utils.load_video` does.
 
     Pixels in another format are converted to 8-bit RGB by the colour space that the file declares, rotation is applied
@@ -26,7 +27,7 @@ def read_frames(path: str | Path, count: int, *, step: int = 1) -> list[Image.Im
     is shown.
 
     Args:
-        path: The file.
+        video: The path of the file, or its content.
         count: How many frames.
         step: By how many frames the lengths differ that may be asked for instead, if it has fewer.
 
@@ -36,12 +37,15 @@ def read_frames(path: str | Path, count: int, *, step: int = 1) -> list[Image.Im
         OutputError: There is no ffmpeg.
     """
     check_ffmpeg()
-    _check_readable(Path(path))
-    frames = _gif_frames(Path(path), count) if str(path).endswith(".gif") else _ffmpeg_frames(path, count)
+    if isinstance(video, VideoContent):
+        frames = _ffmpeg_frames(video, count)
+    else:
+        _check_readable(Path(video))
+        frames = _gif_frames(Path(video), count) if str(video).endswith(".gif") else _ffmpeg_frames(video, count)
     if len(frames) < count:
         nearest = max(1, count - -(-(count - len(frames)) // step) * step)
         raise InvalidRequest(
-            f"video {path} has {len(frames)} frames, and {count} are asked for; ask for {nearest}", "frames"
+            f"video {video} has {len(frames)} frames, and {count} are asked for; ask for {nearest}", "frames"
         )
     return frames
 
@@ -57,11 +61,14 @@ def _gif_frames(path: Path, count: int) -> list[Image.Image]:
         raise _unreadable(path, str(error)) from None
 
 
-def _ffmpeg_frames(path: str | Path, count: int) -> list[Image.Image]:
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-loglevel", "error", "-nostdin", "-i", str(path)]
+def _ffmpeg_frames(path: str | Path | VideoContent, count: int) -> list[Image.Image]:
+    content = path.content if isinstance(path, VideoContent) else None
+    place = str(path) if content is None else "-"
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-loglevel", "error", "-i", place]
     command += ["-frames:v", str(count), "-f", "image2pipe", "-pix_fmt", "rgb24", "-vcodec", "ppm", "-"]
     try:
-        process = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
+        # Without an input of its own, ffmpeg would read keys from the terminal.
+        process = subprocess.run(command, input=content or b"", capture_output=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         raise Unavailable(
             f"video {path} can't be read within {_TIMEOUT_S:.0f} s; check the disk that it lies on, and try again"
@@ -106,7 +113,7 @@ def _explain(error: OSError, path: Path) -> InvalidRequest | Unavailable:
     return Unavailable(f"video {path} can't be read now ({reason}); check the disk, and try again")
 
 
-def _unreadable(path: str | Path, reason: str) -> InvalidRequest:
+def _unreadable(path: str | Path | VideoContent, reason: str) -> InvalidRequest:
     return InvalidRequest(
         f"video {path} can't be read ({reason[:200]}); give an mp4, or what else ffmpeg reads", "video"
     )

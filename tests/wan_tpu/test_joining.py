@@ -1,0 +1,123 @@
+"""Videos that go on: the last frame, files joined with and without encoding again, and `generate --extend`."""
+
+import json
+import subprocess
+
+import imageio.v3 as iio
+import imageio_ffmpeg
+import numpy as np
+import pytest
+
+from tests.wan_tpu.test_cli import REQUEST
+from wan_tpu import InvalidRequest, cli
+from wan_tpu.commands.generate import generate
+from wan_tpu.media.joining import join_contents, join_videos, read_clip, read_last_frame
+from wan_tpu.media.video import VideoWriter
+
+RATE = 24000
+NOISE = np.random.default_rng(1).integers(0, 255, (32, 48, 3)).astype(np.uint8)
+
+
+def write(path, frames, *, first=0, pitch=None, fps=8):
+    """Write frames that move to the right, with a tone if there is a pitch."""
+    with VideoWriter(path, fps=fps) as writer:
+        if pitch is not None:
+            times = np.arange(RATE * frames // fps) / RATE
+            writer.set_audio(np.stack([np.sin(2 * np.pi * pitch * times)] * 2).astype(np.float32) / 2, RATE)
+        writer.write(np.roll(NOISE, first + i, axis=1) for i in range(frames))
+    return path
+
+
+def packets(path):
+    """Return size and digest of every packet of the frames."""
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", path, "-map", "0:v", "-c", "copy"]
+    text = subprocess.run([*command, "-f", "framehash", "-"], capture_output=True, check=True, text=True).stdout
+    return [line.split(",")[4:] for line in text.splitlines() if line[0] != "#"]
+
+
+def sound(path):
+    """Return the samples of a file's sound, float32 [n, 2]."""
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", path, "-map", "0:a", "-f", "f32le", "-"]
+    return np.frombuffer(subprocess.run(command, capture_output=True, check=True).stdout, "<f4").reshape(-1, 2)
+
+
+def frames(path):
+    return iio.imread(path, plugin="FFMPEG")
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, None), (440, 880), (440, None), (None, 880)])
+def test_packets_of_both_files_are_unchanged_and_sound_stays_in_step(before, after, tmp_path):
+    source, segment = write(tmp_path / "a.mp4", 9, pitch=before), write(tmp_path / "b.mp4", 8, first=9, pitch=after)
+    output = tmp_path / "it's: both.mp4"
+    join_videos(source, segment, output)
+    assert packets(output) == packets(source) + packets(segment)
+    assert np.array_equal(frames(output), np.concatenate([frames(source), frames(segment)]))
+    clip = read_clip(output)
+    assert (clip.frames, clip.rate, clip.is_even) == (17, 8, True)
+    assert clip.sound == (None if before is after is None else (str(RATE), "stereo"))
+    if clip.sound is None:
+        return
+    samples, cut = sound(output)[:, 0], RATE * 9 // 8
+    assert len(samples) == pytest.approx(RATE * 17 / 8, abs=1024)
+    for part, pitch in ((samples[: cut - 480], before), (samples[cut + 480 : 2 * cut - 3000], after)):
+        loudest = np.argmax(np.abs(np.fft.rfft(part))) * RATE / len(part)
+        assert loudest == pytest.approx(pitch, abs=2) if pitch is not None else np.abs(part).max() < 0.01
+
+
+def test_a_joined_file_is_continued_again_without_encoding(tmp_path):
+    parts = [write(tmp_path / f"{i}.mp4", 4, first=4 * i, pitch=440).read_bytes() for i in range(3)]
+    whole = tmp_path / "whole.mp4"
+    whole.write_bytes(join_contents(join_contents(parts[0], parts[1]), parts[2]))
+    assert packets(whole) == [packet for i in range(3) for packet in packets(tmp_path / f"{i}.mp4")]
+    assert read_clip(whole).is_even
+
+
+def test_files_with_other_settings_are_encoded_again_in_the_segments_size(tmp_path):
+    other, segment = tmp_path / "other.mkv", write(tmp_path / "b.mp4", 8, pitch=880)
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-f", "lavfi", "-i", "testsrc=s=96x80:r=30:d=2"]
+    subprocess.run([*command, "-f", "lavfi", "-i", "sine=d=2", "-c:v", "mpeg4", other], check=True)
+    join_videos(other, segment, tmp_path / "both.mp4")
+    clip = read_clip(tmp_path / "both.mp4")
+    assert (clip.size, clip.rate, clip.frames, clip.sound) == ((48, 32), 8, 16 + 8, (str(RATE), "stereo"))
+    ends = frames(tmp_path / "both.mp4")[-8:].astype(int) - frames(segment)
+    assert np.abs(ends).mean() < 6  # The frames are noise, encoded twice.
+    again = write(tmp_path / "c.mp4", 4)
+    join_videos(tmp_path / "both.mp4", again, tmp_path / "all.mp4")
+    assert packets(tmp_path / "all.mp4") == packets(tmp_path / "both.mp4") + packets(again)
+
+
+def test_the_last_frame_is_the_one_that_is_shown_last(tmp_path):
+    source = write(tmp_path / "a.mp4", 9, pitch=440)
+    assert np.array_equal(np.asarray(read_last_frame(source)), frames(source)[-1])
+
+
+@pytest.mark.parametrize("content", [b"", b"no video", b"\0" * 5000])
+def test_what_is_no_video_is_refused(content, tmp_path):
+    path = tmp_path / "a.mp4"
+    path.write_bytes(content)
+    for read in (read_last_frame, read_clip):
+        with pytest.raises(InvalidRequest, match="can't be read"):
+            read(path)
+    with pytest.raises(InvalidRequest, match="can't be read"):
+        join_videos(path, path, tmp_path / "b.mp4")
+    assert not (tmp_path / "b.mp4").exists()
+
+
+def test_generate_extends_a_file(checkpoint, tmp_path, capsys):
+    source, out = write(tmp_path / "a.mp4", 9), tmp_path / "whole.mp4"
+    model = ["--model_id", str(checkpoint("wan2.2-i2v-a14b")), "--output", str(out)]
+    bare = [word for i, word in enumerate(REQUEST) if "--image" not in REQUEST[max(0, i - 1) : i + 1]]
+    bare = [word for i, word in enumerate(bare) if "--size" not in bare[max(0, i - 1) : i + 1]]
+    assert cli.run(generate, [*model, *REQUEST, "--extend", str(source)]) == 2
+    assert "leave --image out" in capsys.readouterr().err
+    assert cli.run(generate, [*model, *bare, "--extend", str(source)]) == 0
+    assert packets(out)[:9] == packets(source)
+    assert len(packets(out)) == 9 + 5 - 1  # The segment's first frame is the source's last one.
+    record = json.loads(out.with_suffix(".json").read_text())["request"]
+    assert record["image"] == f"the last frame of {source}, 48x32" and record["hidden_frames"] == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.mp4", "whole.json", "whole.mp4", "whole.sheet.png"]
+    assert cli.run(generate, [*model, *bare, "--extend", str(source), "--frames", "1", "--overwrite"]) == 2
+    assert "give at least 5" in capsys.readouterr().err
+    text_only = ["--model_id", str(checkpoint("wan2.2-t2v-a14b")), "--output", str(tmp_path / "b.mp4")]
+    assert cli.run(generate, [*text_only, *bare, "--extend", str(source)]) == 2
+    assert "use an I2V checkpoint" in capsys.readouterr().err

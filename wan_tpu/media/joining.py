@@ -1,0 +1,191 @@
+"""Videos that go on: a video's last frame, and a video joined with the clip that continues it."""
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import imageio_ffmpeg
+from PIL import Image
+
+from wan_tpu.errors import InvalidRequest, OutputError, Unavailable
+from wan_tpu.media.encoding import AAC, COLOURS, H264
+from wan_tpu.media.video import check_ffmpeg
+
+# Joining copies packets, and encodes little beside the sound: only a disk or a machine that hangs takes so long.
+_TIMEOUT_S = 600.0
+_FACT = re.compile(r"#(\w+) (\d+)[:,]\s*(.+)")
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A video file, as its packets describe it.
+
+    Attributes:
+        path: The file.
+        settings: What must be equal in two files for their packets to form one stream: codec, size and the like.
+        rate: Frames per second; the average of a file whose rate varies.
+        is_even: Whether its frames follow each other at that rate exactly, from the file's start on.
+        frames: How many frames it has.
+        sound: Rate and channel layout of its sound, if it has any.
+    """
+
+    path: Path
+    settings: tuple[tuple[str, str], ...]
+    rate: Fraction
+    is_even: bool
+    frames: int
+    sound: tuple[str, str] | None
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(width, height) in pixels."""
+        width, height = dict(self.settings)["dimensions"].split("x")
+        return int(width), int(height)
+
+
+def read_clip(path: Path) -> Clip:
+    """Return the description of a video file; raises `InvalidRequest`, `OutputError`, `Unavailable`."""
+    text = _run(["-i", _place(path), "-map", "0:V:0", "-map", "0:a:0?", "-c", "copy", "-f", "framehash", "-"], path)
+    facts: dict[str, dict[str, str]] = {"0": {}, "1": {}}
+    times: list[int] = []
+    for line in text.decode().splitlines():
+        if (fact := _FACT.match(line)) is not None:
+            facts[fact[2]][fact[1]] = fact[3]
+        elif line.startswith("0,"):
+            _, _, shown, lasts, *_ = line.split(",")
+            times.append(int(shown))
+    times.sort()
+    # Of a single frame, only how long it lasts says anything.
+    span, steps = (times[-1] - times[0], len(times) - 1) if len(times) > 1 else (int(lasts) if times else 0, 1)
+    if span <= 0:
+        raise InvalidRequest(f"video {path} has no frames that last; save it again as an mp4", "video")
+    video, sound = facts["0"], facts["1"]
+    is_even = span % steps == 0 and times == list(range(0, span + 1, span // steps))
+    rate = Fraction(steps, span) / Fraction(video["tb"])
+    heard = (sound["sample_rate"], sound["channel_layout_name"]) if "channel_layout_name" in sound else None
+    return Clip(path, tuple(sorted(video.items())), rate, is_even, len(times), heard)
+
+
+def join_videos(source: Path, segment: Path, output: Path) -> None:
+    """Write a video that shows one file and then another, in the size and at the rate of the second.
+
+    Packets are copied where both files were encoded with the same settings; else all frames are encoded again. Sound
+    is encoded again in any case, since its packets begin and end between frames. The sound of a file is cut or padded
+    to its frames, and a file without any is silent where the other has some.
+
+    Args:
+        source: The file that comes first.
+        segment: The file that continues it.
+        output: The mp4, which appears once it is complete. A file there is replaced.
+
+    Raises:
+        InvalidRequest: A file can't be read as a video.
+        OutputError: The result can't be written.
+        Unavailable: The machine fails.
+    """
+    check_ffmpeg()
+    first, second = read_clip(source), read_clip(segment)
+    alike = first.is_even and second.is_even and (first.settings, first.rate) == (second.settings, second.rate)
+    # The source's frames at the segment's rate: the sound must last exactly as long.
+    lasts = round(first.frames / first.rate * second.rate) / second.rate
+    filters, maps = ([], _COPIED) if alike else (_encode_frames(second), _ENCODED)
+    sound = second.sound or first.sound
+    if sound is not None:
+        filters += _join_sound((first, second), sound, lasts)
+        maps = [*maps, "-map", "[sound]", *AAC.split()]
+    with tempfile.TemporaryDirectory(dir=output.absolute().parent, prefix=f".{output.name}.") as folder:
+        script, partial = Path(folder, "parts"), Path(folder, "joined.mp4")
+        script.write_text(f"ffconcat version 1.0\n{_part(first)}{_part(second)}")
+        command = ["-i", _place(source), "-i", _place(segment)]
+        command += ["-f", "concat", "-safe", "0", "-auto_convert", "0", "-i", _place(script)] if alike else []
+        command += ["-filter_complex", ";".join(filters)] if filters else []
+        _run([*command, *maps, "-movflags", "+faststart", str(partial)], output)
+        os.replace(partial, output)
+
+
+def join_contents(source: bytes, segment: bytes) -> bytes:
+    """Return `join_videos` of two mp4 files in memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        first, second, output = (Path(folder, name) for name in ("source.mp4", "segment.mp4", "joined.mp4"))
+        first.write_bytes(source)
+        second.write_bytes(segment)
+        join_videos(first, second, output)
+        return output.read_bytes()
+
+
+def read_last_frame(path: Path) -> Image.Image:
+    """Return a video's last frame, RGB and upright; raises `InvalidRequest`, `OutputError`, `Unavailable`."""
+    check_ffmpeg()
+    with tempfile.TemporaryDirectory() as folder:
+        picture = Path(folder, "last.ppm")
+        # The last seconds are enough of nearly all videos; the frames of some end long before their sound.
+        for start in (["-sseof", "-3"], []):
+            target = ["-map", "0:V:0", "-fps_mode", "passthrough", "-pix_fmt", "rgb24", "-update", "1", str(picture)]
+            _run([*start, "-i", _place(path), *target], path)
+            if picture.exists():
+                with Image.open(picture) as image:
+                    image.load()
+                    return image
+    raise InvalidRequest(f"video {path} has no frames; give an mp4, or what else ffmpeg reads", "video")
+
+
+# Sound begins before the first frame, with what its encoder needs; without -copyts, frames would begin later by that.
+_COPIED = ["-map", "2:v", "-c:v", "copy", "-copyts"]
+_ENCODED = ["-map", "[frames]", *H264.split()]
+
+
+def _encode_frames(segment: Clip) -> list[str]:
+    """Return filters that bring both files' frames to the segment's size and rate, one after the other."""
+    width, height = segment.size
+    fit = f"scale={width}:{height}:force_original_aspect_ratio=increase:flags=lanczos,crop={width}:{height},setsar=0"
+    fit += f",fps={segment.rate},{COLOURS}"
+    return [f"[0:V:0]{fit}[v0]", f"[1:V:0]{fit}[v1]", "[v0][v1]concat=n=2[frames]"]
+
+
+def _join_sound(clips: Sequence[Clip], sound: tuple[str, str], source_s: Fraction) -> list[str]:
+    """Return filters that join the sound of two files, the first of which lasts `source_s`."""
+    rate, layout = sound
+    filters = []
+    for index, (clip, lasts) in enumerate(zip(clips, (source_s, clips[1].frames / clips[1].rate), strict=True)):
+        silence = f"anullsrc=r={rate}:cl={layout}:d={float(lasts):.9f}"
+        heard = f"[{index}:a:0]aresample={rate},aformat=channel_layouts={layout}"
+        cut = f"apad=whole_dur={float(lasts):.9f}" + (f",atrim=end={float(lasts):.9f}" if index == 0 else "")
+        filters.append(f"{silence if clip.sound is None else f'{heard},{cut}'}[a{index}]")
+    return [*filters, "[a0][a1]concat=n=2:v=0:a=1[sound]"]
+
+
+def _part(clip: Clip) -> str:
+    """Return a file's lines in a list of files to join, with how long its frames last: its sound may end later."""
+    name = str(clip.path.absolute()).replace("'", "'\\''")
+    return f"file '{name}'\nduration {float(clip.frames / clip.rate):.9f}\n"
+
+
+def _place(path: Path) -> str:
+    """Return a path as ffmpeg takes it: to it, a colon in a relative one means a protocol."""
+    return str(path.absolute())
+
+
+def _run(arguments: Sequence[str], path: Path) -> bytes:
+    """Run ffmpeg and return its output; `path` is the file that its errors are about."""
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-nostdin", "-v", "error", *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False, start_new_session=True)
+    except subprocess.TimeoutExpired:
+        raise Unavailable(f"ffmpeg doesn't finish {path} within {_TIMEOUT_S:g} s; check this machine") from None
+    except OSError as error:
+        raise Unavailable(f"ffmpeg can't be started ({error.strerror}); make room on this machine") from None
+    if done.returncode < 0:
+        raise Unavailable(f"ffmpeg was ended by signal {-done.returncode} at {path}; check this machine's memory")
+    if done.returncode:
+        said = (done.stderr.decode(errors="replace").strip().splitlines() or ["it has no frames"])[-1]
+        if arguments[-1] == "-" or arguments[-1].endswith(".ppm"):
+            raise InvalidRequest(
+                f"video {path} can't be read ({said[:200]}); give an mp4, or what else ffmpeg reads", "video"
+            )
+        raise OutputError(f"{path} can't be joined ({said[:200]}); check the disk")
+    return done.stdout
