@@ -124,7 +124,7 @@ class ModelSpec(ModelLimits):
         # The text encoder makes more rows of two images than of one.
         several = f" of {images} images" if self.reads_images and images > 1 else ""
         task = f"i2v{several}" if images else "t2v"
-        pictures = images or request.video is not None
+        pictures = images or request.strength is not None
         names = {ENCODER: f"{ENCODER} {size}{several}" if pictures else f"{ENCODER} text"}
         for expert in self.experts(request):
             branches = 2 if expert.guided else 1
@@ -140,6 +140,7 @@ class ModelSpec(ModelLimits):
         *,
         image: bool | None = None,
         last: bool | None = None,
+        video: bool | None = None,
         picture: tuple[int, int] | None = None,
     ) -> RequestPlan:
         """Return what a request takes of this model, every field that it leaves open filled in.
@@ -148,7 +149,9 @@ class ModelSpec(ModelLimits):
             request: The request.
             image: Whether there is a first frame, where the request doesn't hold it (yet).
             last: Whether there is a last frame, likewise.
-            picture: The (height, width) of the first frame, or of the last one without a first, if known.
+            video: Whether it begins as a video, likewise; then the request says its strength.
+            picture: The (height, width) of the first frame, or of the last one without a first, or of the video, if
+                known.
 
         Raises:
             InvalidRequest: The model can't make it.
@@ -175,7 +178,7 @@ class ModelSpec(ModelLimits):
                 )
             preset = dict(self.presets[request.preset].settings)
         resolved = request.resolve(self.defaults_for(request, picture), preset)
-        self.check(resolved, image=image, last=last)
+        self.check(resolved, image=image, last=last, video=video)
         return self.plan_resolved(resolved, image=image, last=last)
 
     def plan_resolved(self, request: ResolvedRequest, *, image: bool, last: bool = False) -> RequestPlan:
@@ -192,7 +195,7 @@ class ModelSpec(ModelLimits):
         return RequestPlan(
             request,
             prompts=() if images and self.reads_images else self.prompts(request),
-            has_image=images > 0 or request.video is not None,
+            has_image=images > 0 or request.strength is not None,
             images=images,
             experts=self.experts(request),
             skipped=None if skipped is None else tuple((bool(prompt), bool(other)) for prompt, other in skipped),
@@ -231,7 +234,7 @@ class ModelSpec(ModelLimits):
             request: The request.
             picture: (height, width) of its image or video, if known.
         """
-        follows = self.follows_image or request.video is not None
+        follows = self.follows_image or request.strength is not None or request.video is not None
         if picture is None or not follows or None not in (request.height, request.width):
             return self.defaults
         height, width = self.size_like(picture)
