@@ -182,7 +182,8 @@ def _parse_mesh_groups(axes: str, order: str, chosen: str) -> list[list[int]]:
     for name, before, part in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", chosen):
         start = int(before or 1)
         members.append((name, start, start * int(part or sizes[name])))
-    split = []  # The mesh's axes and parts of axes, as (name, start, stop): the products of sizes before and through it.
+    # The mesh's axes and their parts, as (name, start, stop): the products of sizes before a part and through it.
+    split: list[tuple[str, int, int]] = []
     for name, size in sizes.items():
         bounds = sorted({1, size, *(bound for other, *part in members if other == name for bound in part)})
         split += [(name, start, stop) for start, stop in itertools.pairwise(bounds)] or [(name, 1, 1)]
