@@ -81,6 +81,9 @@ class DenoiseState:
         audio_history: The solver's terms for them, of the same shape.
         own_noise: Whether the caller gave the noise that the video's latents began as. Then the request's generator
             hasn't drawn it, and later steps get other noise from it.
+        chunks: Where a video is denoised in chunks, the latents of those before this one, each float32 [1, C, T, H, W];
+            none once all are finished, since `latents` are then those of the whole video.
+        generator: The state of the request's generator, uint8, where each chunk draws from it; None elsewhere.
     """
 
     latents: Array
@@ -89,6 +92,8 @@ class DenoiseState:
     audio: Array | None = None
     audio_history: tuple[Array, ...] = ()
     own_noise: bool = False
+    chunks: tuple[Array, ...] = ()
+    generator: Array | None = None
 
     @property
     def parts(self) -> dict[str, tuple[Array, tuple[Array, ...]]]:
@@ -103,6 +108,11 @@ class DenoiseState:
         """Return the state with such parts after `step` steps."""
         (latents, history), (audio, audio_history) = parts[VIDEO], parts.get(AUDIO, (None, ()))
         return cls(latents, history, step, audio, audio_history, own_noise)
+
+    def with_parts(self, parts: Mapping[str, tuple[Array, tuple[Array, ...]]], step: int) -> "DenoiseState":
+        """Return the state with such parts after `step` steps; whatever else it has stays."""
+        other = self.of_parts(parts, step, own_noise=self.own_noise)
+        return dataclasses.replace(other, chunks=self.chunks, generator=self.generator)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +240,7 @@ def rebuild(kind: type[Any], arrays: Mapping[str, Array]) -> Any:
     if kind is Conditioning and not isinstance(fields["prompt"], dict):
         raise TypeError("its prompt is a single array, as an older version wrote it")
     if kind is DenoiseState:
-        for name in ("history", "audio_history"):
+        for name in ("history", "audio_history", "chunks"):
             terms = fields.get(name, {})
             fields[name] = tuple(terms[str(i)] for i in range(len(terms)))
         fields["step"] = int(arrays["step"].item())

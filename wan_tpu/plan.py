@@ -75,6 +75,10 @@ class RequestPlan:
         """For each chunk of the video, the first step after it; most models denoise a video as one chunk."""
         return tuple({expert.chunk: expert.stop for expert in self.experts}.values())
 
+    def chunk_at(self, step: int) -> int:
+        """Return which chunk the latents after `step` steps are of: at its end still the one that is denoised."""
+        return next(expert.chunk for expert in self.experts if step <= expert.stop)
+
     def decodable(self, step: int) -> int:
         """Return how many of the decoder's chunks can be decoded after `step` steps: those of denoised chunks."""
         stops = self.chunk_stops

@@ -41,6 +41,7 @@ class ModelSpec(ModelLimits):
         own: How the checkpoint itself says it is to be sampled.
         reads_images: Whether the text encoder reads a request's images with its prompt.
         boundary_ratio: The first of two experts runs the steps with t >= boundary_ratio x 1000; None with one expert.
+        chunk_frames: Latent frames of a chunk, where videos are denoised and decoded chunk after chunk; None elsewhere.
     """
 
     components: dict[str, tuple[str, ...]]
@@ -48,6 +49,7 @@ class ModelSpec(ModelLimits):
     own: CheckpointOverrides = NOTHING_OWN
     boundary_ratio: float | None
     reads_images: bool = False
+    chunk_frames: int | None = None
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -189,15 +191,15 @@ class ModelSpec(ModelLimits):
             image: Whether it has a first frame.
             last: Whether it has a last frame.
         """
-        steps, images = self.schedule(request).steps, image + last
-        assert steps == request.steps, f"a schedule of {steps} steps for {request.steps}"
+        steps, images, experts = self.schedule(request).steps, image + last, self.experts(request)
+        assert steps == experts[-1].stop, f"a schedule of {steps} steps for {experts[-1].stop}"
         skipped = self.skipped(request)
         return RequestPlan(
             request,
             prompts=() if images and self.reads_images else self.prompts(request),
             has_image=images > 0 or request.strength is not None,
             images=images,
-            experts=self.experts(request),
+            experts=experts,
             skipped=None if skipped is None else tuple((bool(prompt), bool(other)) for prompt, other in skipped),
             decoder_chunks=self.decoder_chunks(self.decoded_shape(request)[2]),
             has_sound=self.has_sound(request),

@@ -33,14 +33,16 @@ def decoder_inputs(runtime: Runtime[Model], latents: np.ndarray) -> list[jax.Arr
 
 
 def decode_chunks(
-    runtime: Runtime[Model], frames: Sequence[jax.Array], progress: Progress
+    runtime: Runtime[Model], frames: Sequence[jax.Array], progress: Progress, colours: ColourRange | None = None
 ) -> Iterator[tuple[jax.Array, jax.Array]]:
-    """Decode chunks of latent frames.
+    """Decode chunks of latent frames; of a video that was denoised in chunks, all of some of those.
 
     Args:
         runtime: The model on its devices.
         frames: The chunks, from `decoder_inputs`.
         progress: Shows a bar.
+        colours: Of the frames before. If they are given, these frames aren't the whole video: `finish_video` is called
+            after the last ones.
 
     Yields:
         Pixels and planes of a chunk, as `vae_programs` describes them, whole on every device.
@@ -49,7 +51,7 @@ def decode_chunks(
         UnhealthyResult: For NaN and Inf, and after the last chunk for a video of a single colour: on every process,
             whether or not it uses the pixels.
     """
-    colours = ColourRange()
+    is_whole, colours = colours is None, ColourRange() if colours is None else colours
     bar = progress.bar("decoder", len(frames))
     try:
         for i, (chunk, extremes) in enumerate(_run_ahead(_run_chunks(runtime, frames))):
@@ -60,6 +62,12 @@ def decode_chunks(
             yield chunk
     finally:
         bar.close()
+    if is_whole:
+        finish_video(runtime, colours)
+
+
+def finish_video(runtime: Runtime[Model], colours: ColourRange) -> None:
+    """Release the decoder after a video; raises `UnhealthyResult` for one of a single colour, on every process."""
     colours.check()
     runtime.done_with("decoder")
 
@@ -69,9 +77,9 @@ def _run_chunks(
 ) -> Iterator[tuple[tuple[jax.Array, jax.Array], jax.Array]]:
     loaded = runtime.component("decoder")
     _, first, later = vae_programs(runtime, "decoder", loaded.module, len(frames))
-    cache = None
-    for frame in frames:
-        if cache is None:
+    cache, per_chunk = None, runtime.model.spec.chunk_frames
+    for i, frame in enumerate(frames):
+        if cache is None or (per_chunk is not None and i % per_chunk == 0):
             pixels, extremes, cache = first(loaded.params, frame)
         else:
             pixels, extremes, cache = later(loaded.params, frame, cache)

@@ -19,6 +19,7 @@ from wan_tpu.runtime.health import check_finite
 from wan_tpu.runtime.mesh import replicated
 from wan_tpu.runtime.program import fetch, place
 from wan_tpu.runtime.runtime import Runtime
+from wan_tpu.stages.chunks import enter_expert, first_chunk, join_chunks, place_history
 from wan_tpu.stages.enlarging import enlarge
 from wan_tpu.stages.step_programs import (
     ExpertInputs,
@@ -69,9 +70,13 @@ def initial_state(
         video: Latents of the request's video, which are mixed with noise as far as the first step expects.
 
     Raises:
-        InvalidRequest: The noise has another shape.
+        InvalidRequest: The noise has another shape, or the model draws noise for each chunk.
         InvalidInput: The request begins with a video, and its latents are missing.
     """
+    if model.spec.chunk_frames is not None:
+        if noise is not None:
+            raise InvalidRequest(f"noise was given, and {model.spec.name} draws it for each chunk; leave it out")
+        return first_chunk(model, plan)
     request, schedules = plan.request, model.spec.schedules(plan.request)
     shapes = model.spec.latent_shapes(request, 0)
     histories = {
@@ -115,19 +120,20 @@ def device_state(runtime: Runtime[Model], plan: RequestPlan, state: DenoiseState
     shapes, schedules = spec.latent_shapes(request, state.step), spec.schedules(request)
     expected = {part: (shape, schedules[part].history_terms) for part, shape in shapes.items()}
     actual = {part: (tuple(latents.shape), len(history)) for part, (latents, history) in state.parts.items()}
-    if actual != expected:
+    if actual != expected or len(state.chunks) != plan.chunk_at(state.step):
+        chunks = f", and {plan.chunk_at(state.step)} chunks before" if spec.chunk_frames is not None else ""
         raise InvalidInput(
-            f"the state after step {state.step} has latents and history terms {actual}; this request needs {expected}: "
-            "start from its own initial state"
+            f"the state after step {state.step} has latents and history terms {actual}; this request needs "
+            f"{expected}{chunks}: start from its own initial state"
         )
     # Copied, because on the CPU device_put may alias host memory, and the caller's state must stay as it is.
     placed = place(jax.tree.map(np.array, state.parts), runtime.mesh)
-    return DenoiseState.of_parts(placed, state.step, own_noise=state.own_noise)
+    return state.with_parts(placed, state.step)
 
 
 def to_host(state: DenoiseState) -> DenoiseState:
     """Copy a state from the devices. Steps don't change it, so any thread may do this beside the next step."""
-    return DenoiseState.of_parts(jax.tree.map(np.asarray, state.parts), state.step, own_noise=state.own_noise)
+    return state.with_parts(jax.tree.map(np.asarray, state.parts), state.step)
 
 
 def finish_state(
@@ -135,8 +141,9 @@ def finish_state(
 ) -> DenoiseState:
     """Return a state on the host; after the last step, with the model's last change of its latents before decoding."""
     state = to_host(state)
-    if state.step < request.steps:
+    if state.step < model.spec.experts(request)[-1].stop:
         return state
+    state = join_chunks(state)
     image = None if image_latents is None else np.asarray(image_latents)
     return dataclasses.replace(state, latents=model.finish(state.latents, image, request))
 
@@ -214,10 +221,10 @@ class ExpertRun:
         skipped = ((False, False),) * request.steps if keeps_residuals else plan.skipped
         self._skipped = None if skipped is None else np.array(skipped)
         self._residual: jax.Array | None = None  # Of the blocks, where it will be reused.
-        # What the next step takes: the state's parts, unless they are enlarged first.
-        self._parts: dict[str, Any] = state.parts
-        if expert.enlarges and state.step == expert.start:
-            self._parts = enlarge(runtime, request, expert, state, inputs.image_latents)
+        self._next = self._enter(plan, inputs)
+        if runtime.model.spec.chunk_frames is not None:
+            keys, image_latents = self._conditioning
+            self._conditioning = {**keys, **place_history(runtime, plan, self._next, inputs)}, image_latents
 
     def step(self) -> StepEvent:
         """Run the next step. After an error `state` is as it was before.
@@ -232,7 +239,7 @@ class ExpertRun:
         if self._noise is not None:
             numbers[VIDEO]["noise"] = self._noise(i)
         numbers = place(numbers, self._runtime.mesh)
-        inputs = self._parts, numbers, self._conditioning
+        inputs = self._next.parts, numbers, self._conditioning
         # Fetched for every step: a paused request's weights make room for others' adapters, and are merged again.
         params = self._runtime.component(self.expert.stage, self._loras).params
         before, residual, skipped = self.state, self._residual, self._skipped_branches(i)
@@ -248,14 +255,25 @@ class ExpertRun:
         check_finite(
             bool(fetch(finite, "denoise step")), f"{stage}, step {i + 1} of {schedule.steps} (t = {timestep:g})"
         )
-        self._parts, self._residual = parts, residual
-        self.state = DenoiseState.of_parts(parts, i + 1, own_noise=before.own_noise)
+        self._residual = residual
+        self.state = self._next = self._next.with_parts(parts, i + 1)
         if self._skipped is None or i + 1 == self.expert.stop:
             self.resumable = self.state
         elif not skipped.any():
             self.resumable = before
         seconds = time.perf_counter() - start
         return StepEvent(stage, i + 1, schedule.steps, timestep, seconds, bool(skipped.all()), self.state)
+
+    def _enter(self, plan: RequestPlan, inputs: ExpertInputs) -> DenoiseState:
+        """Return what the next step takes: the state, unless the expert changes that before its first step."""
+        state, expert = self.state, self.expert
+        is_new_chunk = expert.chunk != plan.chunk_at(state.step)
+        if state.step > expert.start or not (expert.enlarges or is_new_chunk):
+            return state
+        if self._runtime.model.spec.chunk_frames is not None:
+            return enter_expert(self._runtime, plan, expert, state)
+        parts: dict[str, Any] = enlarge(self._runtime, plan.request, expert, state, inputs.image_latents)
+        return state.with_parts(parts, state.step)
 
     def residual_ratios(self, before: jax.Array | None) -> tuple[np.ndarray, jax.Array]:
         """Return how much larger the residual is than an earlier one, float32 [B], and the residual itself.

@@ -13,6 +13,7 @@ from wan_tpu.data import Arrays, Conditioning, DenoiseState, ImageCondition, joi
 from wan_tpu.families.model import Model
 from wan_tpu.plan import ENCODER, VIDEO, RequestPlan
 from wan_tpu.progress import Bar, Progress
+from wan_tpu.runtime.health import ColourRange
 from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.stage_machine import (
     Decode,
@@ -25,7 +26,8 @@ from wan_tpu.stage_machine import (
     StageMachine,
     Step,
 )
-from wan_tpu.stages.decode import decode_chunks, decoder_inputs
+from wan_tpu.stages.chunks import chunk_of
+from wan_tpu.stages.decode import decode_chunks, decoder_inputs, finish_video
 from wan_tpu.stages.denoise import (
     ExpertRun,
     StepEvent,
@@ -89,12 +91,13 @@ class LocalExecutor:
         self._is_placed = False  # Whether the state is on the devices, in this mesh's form.
         self._run: ExpertRun | None = None
         self._chunks: Iterator[tuple[jax.Array, jax.Array]] | None = None
+        self._colours = ColourRange()
         self._bar: Bar | None = None
         self.machine = StageMachine(plan)
         if conditioning is not None:
             self.machine = self.machine.with_inputs()
         if state is not None:
-            self.machine = self.machine.at_step(state.step, is_finished=state.step == plan.request.steps)
+            self.machine = self.machine.at_step(state.step, is_finished=state.step == plan.steps)
 
     @property
     def conditioning(self) -> Conditioning:
@@ -115,7 +118,7 @@ class LocalExecutor:
         """Run operations, and yield each with its result.
 
         Args:
-            kinds: End before the first operation of another kind. By default all kinds but `Save` are run.
+            kinds: End when only operations of other kinds can come next. By default all kinds but `Save` are run.
             stop: End once so many steps are done.
 
         Yields:
@@ -138,9 +141,8 @@ class LocalExecutor:
             self._close_bar()
 
     def _next(self, kinds: tuple[type[Operation], ...], stop: int | None) -> Operation | None:
-        operation = self.machine.next[0]
-        if isinstance(operation, Save) or (kinds and not isinstance(operation, kinds)):
-            return None
+        following = (other for other in self.machine.next if not isinstance(other, Save))
+        operation = next((other for other in following if not kinds or isinstance(other, kinds)), None)
         if stop is not None and isinstance(operation, Step | Finish) and self.machine.steps_done >= stop:
             return None
         return operation
@@ -189,12 +191,13 @@ class LocalExecutor:
     def _step(self, step: Step, stop: int | None) -> StepEvent:
         if self._run is None:
             self._begin(step)
-            assert self._run is not None
-            last = step.expert.stop if stop is None else min(stop, step.expert.stop)
-            self._bar = self._progress.bar(step.stage, last - step.index)
+        assert self._run is not None
+        if self._bar is None:
+            here = step.stage, step.expert.chunk
+            last = max(expert.stop for expert in self.plan.experts if (expert.stage, expert.chunk) == here)
+            self._bar = self._progress.bar(step.stage, (last if stop is None else min(stop, last)) - step.index)
         event = self._run.step()
-        if self._bar is not None:
-            self._bar.step()
+        self._bar.step()
         return event
 
     def _begin(self, step: Step) -> None:
@@ -217,14 +220,20 @@ class LocalExecutor:
         return initial_state(self._runtime.model, self.plan, self._noise, video)
 
     def _decode(self, operation: Decode) -> tuple[jax.Array, jax.Array]:
-        if self._chunks is None:
+        count = len(self.plan.decoder_chunks)
+        per_chunk = count // len(self.plan.chunk_stops)
+        if operation.chunk % per_chunk == 0:
             assert self._state is not None
             with self._runtime.on_host():
-                frames = decoder_inputs(self._runtime, np.asarray(self._state.latents))
-            self._chunks = decode_chunks(self._runtime, frames, self._progress)
+                latents = chunk_of(self.plan, self._state, operation.chunk // per_chunk)
+                frames = decoder_inputs(self._runtime, latents)
+            self._chunks = decode_chunks(self._runtime, frames, self._progress, self._colours)
+        assert self._chunks is not None
         chunk = next(self._chunks)
-        if operation.chunk + 1 == len(self.plan.decoder_chunks):
-            next(self._chunks, None)  # The iterator ends with a check of the whole video.
+        if (operation.chunk + 1) % per_chunk == 0:
+            next(self._chunks, None)  # The iterator ends its bar.
+        if operation.chunk + 1 == count:
+            finish_video(self._runtime, self._colours)
         return chunk
 
     def _release_after(self, operation: Operation) -> None:
@@ -235,11 +244,15 @@ class LocalExecutor:
             for name in model.token_shapes:
                 for part in (name, *model.joined_with(name)):
                     self._runtime.done_with(part)
-        following_expert = following[0].expert if isinstance(following[0], Step) else None
-        if isinstance(operation, Step) and following_expert != operation.expert:
+        if not isinstance(operation, Step):
+            if following[0].stage != operation.stage:
+                self._close_bar()
+            return
+        step, expert = self.machine.next_step, operation.expert
+        following_expert = step.expert if isinstance(step, Step) else None
+        if following_expert != expert:
             self._leave_expert(None if following_expert is None else following_expert.stage)
-            self._close_bar()
-        if following[0].stage != operation.stage:
+        if following_expert is None or (following_expert.stage, following_expert.chunk) != (expert.stage, expert.chunk):
             self._close_bar()
 
     def _leave_expert(self, following: str | None = None) -> None:

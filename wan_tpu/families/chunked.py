@@ -1,0 +1,55 @@
+"""The functions of a model that denoises a video chunk after chunk (`ModelSpec.chunk_frames`)."""
+
+import abc
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from wan_tpu.plan import Expert
+from wan_tpu.request import ResolvedRequest
+
+
+class ChunkedModel(abc.ABC):
+    """What such a family's `wan_tpu.families.model.Model` has besides.
+
+    Its latents have no part but the video, and `finish` leaves them as they are: chunks are decoded, and are the next
+    chunk's input, as their last step leaves them.
+    """
+
+    @abc.abstractmethod
+    def chunk_noise(
+        self, request: ResolvedRequest, expert: Expert, generator: np.ndarray | None, images: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Draw the noise that a chunk begins as, or that is mixed into latents before an expert that enlarges them.
+
+        Args:
+            request: The request; its pixels aren't needed.
+            expert: The expert whose first step takes it.
+            generator: The state of the request's generator (`torch.Generator.get_state`), uint8; None if nothing has
+                been drawn since the encoder.
+            images: How many images the request has.
+
+        Returns:
+            The noise, float32 of the shape of the expert's latents, and the generator's state after it.
+        """
+
+    @abc.abstractmethod
+    def renoising(self, request: ResolvedRequest, expert: Expert) -> tuple[float, float]:
+        """Return the factors of the enlarged latents and of the noise before an expert that enlarges them."""
+
+    @abc.abstractmethod
+    def enlarge_chunk(self, latents: jax.Array) -> jax.Array:
+        """Return the latents [1, C, T, H, W] at the size of the next expert's; traced by `jax.jit`."""
+
+    @abc.abstractmethod
+    def chunk_history(
+        self, request: ResolvedRequest, chunks: Sequence[np.ndarray], image_latents: np.ndarray | None
+    ) -> dict[str, np.ndarray]:
+        """Return what all steps of a chunk take of the chunks before it, by name; `velocity` gets it with the keys.
+
+        Args:
+            request: The request.
+            chunks: The latents of the chunks before, each float32 [1, C, T, H, W].
+            image_latents: As in `Conditioning`.
+        """

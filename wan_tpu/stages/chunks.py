@@ -1,0 +1,88 @@
+"""Between two experts of a video that is denoised chunk after chunk: a chunk begins, or its latents become larger."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from wan_tpu.data import DenoiseState
+from wan_tpu.families.chunked import ChunkedModel
+from wan_tpu.families.model import Model
+from wan_tpu.plan import Expert, RequestPlan
+from wan_tpu.runtime.mesh import replicated
+from wan_tpu.runtime.program import Program, place
+from wan_tpu.runtime.runtime import Runtime
+from wan_tpu.stages.step_programs import ExpertInputs
+
+
+def first_chunk(model: Model, plan: RequestPlan) -> DenoiseState:
+    """Return the state before the first step of a request that is denoised in chunks."""
+    assert isinstance(model, ChunkedModel)
+    schedule, expert = model.spec.schedule(plan.request), plan.experts[0]
+    noise, generator = model.chunk_noise(plan.request, expert, None, plan.images)
+    history = tuple(np.zeros_like(noise) for _ in range(schedule.history_terms))
+    return DenoiseState(np.float32(schedule.start) * noise, history, expert.start, generator=generator)
+
+
+def enter_expert(runtime: Runtime[Model], plan: RequestPlan, expert: Expert, state: DenoiseState) -> DenoiseState:
+    """Return what the first step of an expert takes, from the state that the expert before it has left.
+
+    Args:
+        runtime: The model on its devices.
+        plan: The request's plan.
+        expert: The expert; it begins another chunk, or enlarges the latents.
+        state: The state, on the devices.
+    """
+    model, schedule = runtime.model, runtime.model.spec.schedule(plan.request)
+    assert isinstance(model, ChunkedModel)
+    chunks = state.chunks
+    with runtime.on_host():
+        noise, generator = model.chunk_noise(plan.request, expert, state.generator, plan.images)
+        if expert.chunk != plan.chunk_at(state.step):
+            chunks = (*chunks, np.asarray(state.latents))
+            latents = place(np.float32(schedule.start) * noise, runtime.mesh)
+        else:
+            factors = tuple(map(np.float32, model.renoising(plan.request, expert)))
+            placed = place((noise, factors), runtime.mesh)
+            latents = growing_program(runtime)(state.latents, *placed)
+        zeros = place(np.zeros_like(noise), runtime.mesh)
+    return dataclasses.replace(
+        state, latents=latents, history=(zeros,) * schedule.history_terms, chunks=chunks, generator=generator
+    )
+
+
+def growing_program(runtime: Runtime[Model]) -> Program:
+    """Return the jitted (latents, noise, factors of both) -> larger latents with noise."""
+
+    def run(latents, noise, factors):  # type: ignore[no-untyped-def]
+        model = runtime.model
+        assert isinstance(model, ChunkedModel)
+        grown = factors[0] * model.enlarge_chunk(latents) + factors[1] * noise
+        return jax.lax.with_sharding_constraint(grown, replicated(runtime.mesh))
+
+    return runtime.program("enlarge a chunk's latents", run)
+
+
+def place_history(
+    runtime: Runtime[Model], plan: RequestPlan, state: DenoiseState, inputs: ExpertInputs
+) -> dict[str, jax.Array]:
+    """Put on the devices what the steps of a state's chunk take of the chunks before it, by name."""
+    model = runtime.model
+    assert isinstance(model, ChunkedModel)
+    with runtime.on_host():
+        image = None if inputs.image_latents is None else np.asarray(inputs.image_latents)
+        placed: dict[str, jax.Array] = place(model.chunk_history(plan.request, state.chunks, image), runtime.mesh)
+    return placed
+
+
+def join_chunks(state: DenoiseState) -> DenoiseState:
+    """Return a state with the latents of all chunks in place of the last one's, on the host."""
+    return dataclasses.replace(state, latents=np.concatenate([*state.chunks, state.latents], axis=2), chunks=())
+
+
+def chunk_of(plan: RequestPlan, state: DenoiseState, index: int) -> np.ndarray:
+    """Return the latents [1, C, T, H, W] of a chunk that is denoised, on the host, from any state after it."""
+    is_finished = state.step == plan.steps and not state.chunks  # Then the latents are those of all chunks.
+    latest = np.split(np.asarray(state.latents), len(plan.chunk_stops) if is_finished else 1, axis=2)
+    chunk: np.ndarray = [*state.chunks, *latest][index]
+    return chunk
