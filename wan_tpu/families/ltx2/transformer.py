@@ -24,10 +24,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from wan_tpu.families.ltx2.guidance import Evaluation
-from wan_tpu.families.ltx2.modulation import add_modulations, embed_times, project_texts
 from wan_tpu.families.ltx2.sharding import RULES, TEXT
-from wan_tpu.families.ltx2.sound_stream import SoundStream
-from wan_tpu.families.ltx2.video_stream import AHEAD, VideoStream
+from wan_tpu.families.ltx2.streams.modulation import add_modulations, embed_times, project_texts
+from wan_tpu.families.ltx2.streams.sound import SoundStream
+from wan_tpu.families.ltx2.streams.video import AHEAD, VideoStream
 from wan_tpu.families.shared.layers import scan_layers
 from wan_tpu.families.shared.tokens import pad_rows
 from wan_tpu.ops.dispatch import ops_for

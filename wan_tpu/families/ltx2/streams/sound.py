@@ -1,4 +1,4 @@
-"""The sound's stream of an LTX-2 transformer, inside the `jax.shard_map` of `transformer.py`.
+"""The sound's stream of an LTX-2 transformer, inside the `jax.shard_map` of `../transformer.py`.
 
 Every device has all tokens of the sound, and its own heads and hidden units of the weights ('tp'). There are so few
 tokens that plain XLA is as good as kernels.

@@ -1,4 +1,4 @@
-"""The video's stream of an LTX-2 transformer, inside the `jax.shard_map` of `transformer.py`.
+"""The video's stream of an LTX-2 transformer, inside the `jax.shard_map` of `../transformer.py`.
 
 Shapes: L tokens of the video, t those of one device, S tokens of a text, N heads, D head width, C channels, G head
 groups, M timesteps.
@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from wan_tpu.families.ltx2.sound_stream import SoundStream
+from wan_tpu.families.ltx2.streams.sound import SoundStream
 from wan_tpu.families.shared.layers import SPLIT, linear
 from wan_tpu.ops.attention import attention, query_scale
 from wan_tpu.ops.dispatch import ops_for
