@@ -68,7 +68,7 @@ class PipelineDriver:
             model = f"{settings.checkpoint} {settings.dtype}"
             snapshots = await asyncio.to_thread(name_of, id, plan.request, model)
             with contextlib.closing(self._ref_store.open_scope()) as scope:
-                run = RequestRun(self._connection, id, plan, on_event, priority, scope, snapshots)
+                run = RequestRun(self._connection, id, plan, on_event, priority, scope, snapshots, on_fragment)
                 self._kept[id] = run.snapshots, scope
                 video = await run.run()
             outcome = "done"

@@ -8,13 +8,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from actors.engine import GeneratedVideo, OnEvent
+from actors.engine import Fragment, GeneratedVideo, OnEvent, OnFragment
 from actors.errors import InputLost, RequestFailed, StageFailed, StageLost, StageMoved, StageWaited
 from actors.observe.logs import log_event
 from actors.observe.span import Span
 from actors.pipeline.connection import PipelineConnection
 from actors.pipeline.losses import explain_losses
-from actors.slices.messages import InputsTaken, SliceRequest, StageResult
+from actors.slices.messages import EncodedFragment, InputsTaken, SliceRequest, StageResult
 from actors.slices.payloads import EncodedVideo, unpack
 from actors.slices.references import RefHandle, RequestScope
 from wan_tpu.plan import DECODER, ENCODER, RequestPlan
@@ -48,6 +48,7 @@ class RequestRun:
         priority: int,
         scope: RequestScope,
         snapshots: str,
+        on_fragment: OnFragment | None = None,
     ) -> None:
         """Take a request through a pipeline.
 
@@ -59,10 +60,14 @@ class RequestRun:
             priority: The higher goes first.
             scope: Where the request's payloads wait between two stages.
             snapshots: The name of its snapshots, from `name_of`.
+            on_fragment: Called with fragments of the video; None to have none made.
         """
         self._connection, self._key, self._plan, self._scope = connection, key, plan, scope
         self.snapshots = snapshots
-        self._sent = SliceRequest(key, plan.without_image(), scope, self.snapshots, priority, time.time())
+        self._sent = SliceRequest(
+            key, plan.without_image(), scope, snapshots, priority, time.time(), fragments=on_fragment is not None
+        )
+        self._on_fragment, self._run = on_fragment, -1  # The run whose fragments came last.
         self._on_event, self._limits = on_event, connection.settings.reliability
         self._refused = False
         self._attempts = self._moves = 0  # Since the last progress.
@@ -229,6 +234,8 @@ class RequestRun:
                     elif isinstance(event, InputsTaken):
                         on_inputs()
                         status.report_handoff(stage, event.seconds, event.nbytes)
+                    elif isinstance(event, EncodedFragment):
+                        self._send_fragment(event)
                     else:
                         result = event
         except asyncio.CancelledError:
@@ -246,6 +253,16 @@ class RequestRun:
             self._on_event(span)
         except Exception:
             log.exception("%s: what watches it has failed", self._key)
+
+    def _send_fragment(self, fragment: EncodedFragment) -> None:
+        """Pass a fragment on; errors of the caller's function don't stop the request."""
+        if fragment.index == 0:  # A decoder that has failed before its first fragment doesn't count.
+            self._run += 1
+        try:
+            if self._on_fragment is not None:
+                self._on_fragment(Fragment(self._run, fragment.index, fragment.content))
+        except Exception:
+            log.exception("%s: the reader of its fragments has failed", self._key)
 
     def _note_progress(self, stage: str, step: int | None) -> None:
         """Reset the count of attempts if this hadn't been reached before."""

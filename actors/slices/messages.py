@@ -62,6 +62,7 @@ class SliceRequest:
         came_s: When it came to its driver, in `time.time()`; of equal priority, the first to come goes first.
         avoid: Leaders, by Serve's names for replicas, whose slices have failed it; others are preferred.
         choices: Why the router would choose each replica, by Serve's names, filled in while a call is routed.
+        fragments: Whether the decoder's stream carries the video's fragments.
     """
 
     key: str
@@ -72,6 +73,7 @@ class SliceRequest:
     came_s: float = 0.0
     avoid: frozenset[str] = frozenset()
     choices: Mapping[str, str] = field(default_factory=dict, hash=False)
+    fragments: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,4 +104,19 @@ class InputsTaken:
     nbytes: int
 
 
-Event = Span | InputsTaken | StageResult  # The items of a stage's stream.
+@dataclass(frozen=True)
+class EncodedFragment:
+    """A fragment of the mp4 that a decoder is still encoding.
+
+    It is small and travels in the stream itself: whoever has the stage's result has all fragments too.
+
+    Attributes:
+        index: Counts the fragments of this decoding.
+        content: Its bytes.
+    """
+
+    index: int
+    content: bytes
+
+
+Event = Span | InputsTaken | EncodedFragment | StageResult  # The items of a stage's stream.

@@ -19,6 +19,7 @@ import numpy as np
 from actors.observe.meters import ChipMeters
 from actors.slices.fetched_adapters import FetchedAdapters, check_same_everywhere
 from actors.slices.fitting_sizes import FittingSizes
+from actors.slices.fragments import FragmentQueues
 from actors.slices.messages import HostProgress, Report, ReportedProgress
 from actors.slices.payloads import Payload, TextEmbedding, mp4, pack
 from actors.slices.prepared import Decoding, Denoising, Encoding, OutOfOrder, PreparedRequests, unpack_as
@@ -87,7 +88,7 @@ class StageHost(HostProfile):
         if jax.default_backend() == "tpu":
             ChipMeters(hosted).start()
         self._prepared = PreparedRequests()
-        self._fetched = FetchedAdapters()
+        self._fragments, self._fetched = FragmentQueues(), FetchedAdapters()
         self._sizes = FittingSizes()
 
     def software(self) -> dict[str, str]:
@@ -180,8 +181,9 @@ class StageHost(HostProfile):
             OutputError: On every host, when the first one can't write the mp4.
         """
         before, work = self._runtime.compile_s, self._prepared.take(key, Decoding)
+        sizes, fragments = self._sizes.track(work.request), self._fragments.fill(key)
         fps, hidden_frames = work.request.fps, work.request.hidden_frames
-        with self._sizes.track(work.request), Mp4(fps, hidden_frames=hidden_frames) as video:
+        with sizes, fragments as on_fragment, Mp4(fps, on_fragment, hidden_frames=hidden_frames) as video:
             if work.audio is not None:
                 video.set_audio(*stages.decode_sound(self._runtime, work.audio))
             for _, planes in stages.decode_chunks(self._runtime, work.frames, self._progress):
@@ -267,8 +269,11 @@ class StageHost(HostProfile):
         self._prepared.put(key, Denoising(plan, inputs, placed))
         return sum(payload.nbytes for payload in (prompt, negative, image, state) if payload is not None)
 
-    def prepare_decode(self, key: str, request: ResolvedRequest, state: Payload) -> int:
-        """Put final latents, from the last expert's `collect`, on the devices; return their bytes."""
+    def prepare_decode(self, key: str, request: ResolvedRequest, state: Payload, fragments: bool = False) -> int:
+        """Put final latents, from the last expert's `collect`, on the devices; return their bytes.
+
+        With `fragments`, `decode` keeps those of the mp4 for `take_fragments`.
+        """
         final = unpack_as(DenoiseState, state)
         needed: dict[str, Any] = {"step": request.steps, "latents": self._spec.decoded_shape(request)}
         actual: dict[str, Any] = {}
@@ -283,7 +288,13 @@ class StageHost(HostProfile):
         if final is None or actual != needed:
             raise OutOfOrder(f"the decoder was given {_describe(actual)}; this request needs {_describe(needed)}")
         self._prepared.put(key, Decoding(request, stages.decoder_inputs(self._runtime, final.latents), audio))
+        if fragments and self._first:
+            self._fragments.open(key)
         return state.nbytes
+
+    def take_fragments(self, key: str) -> tuple[list[bytes], bool]:
+        """Wait a while for fragments of a video that is decoded; return them, and whether others may follow."""
+        return self._fragments.take(key)
 
     def snapshot(self, key: str) -> Output:
         """Copy out the latest state to resume from, while the next step may run: (step, `DenoiseState`)."""
@@ -309,10 +320,11 @@ class StageHost(HostProfile):
     def drop(self, key: str) -> None:
         """Release a request, if it is here; none of its steps may be running."""
         self._prepared.drop(key)
+        self._fragments.drop(key)
 
     def list_keys(self) -> list[str]:
         """Return the keys of the requests that are held here."""
-        return self._prepared.list_keys()
+        return sorted({*self._prepared.list_keys(), *self._fragments.list_keys()})
 
     # ----
 

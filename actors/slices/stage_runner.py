@@ -18,6 +18,7 @@ from actors.pipeline_spec import Chips
 from actors.slices.async_slice import AsyncSlice, FailureTracker, to_the_end
 from actors.slices.autoscaling import SliceTime
 from actors.slices.drain import DrainState
+from actors.slices.fragments import FragmentTaker, run_beside
 from actors.slices.handover import PublishedPayloads, fetch_again
 from actors.slices.messages import Event, InputsTaken, SliceRequest, StageResult
 from actors.slices.references import RefHandle, watch_driver
@@ -205,7 +206,7 @@ class StageRunner:
                         self._snapshotter.start(host_key, request)
 
     async def decode(self, request: SliceRequest, state: RefHandle) -> AsyncGenerator[Event, None]:
-        """Decode final latents: one `EncodedVideo`."""
+        """Decode final latents: one `EncodedVideo`, and before it the fragments that a request asks for."""
         plan = request.plan
         with self._serve(request, DECODER):
             fetch = Start()
@@ -214,12 +215,18 @@ class StageRunner:
             async with self._enter_visit(request, self.scheduler.other_places) as visit:
                 [ref] = await fetch_again(request.scope, [state], [ref], fetch.elapsed_s - fetched_s)
                 start = Start()
-                nbytes = (await self._slice.side("prepare_decode", visit.host_key, plan.request, ref)).value
-                del ref
+                args = plan.request, ref, request.fragments
+                nbytes = (await self._slice.side("prepare_decode", visit.host_key, *args)).value
+                del args, ref
                 yield self._make_first_span(request, DECODER, start, nbytes)
                 yield InputsTaken(fetched_s + start.elapsed_s, nbytes)
-                shape = plan.shapes[DECODER]
-                spans, warnings, video = await self._compute(request, DECODER, shape, "decode", visit.host_key)
+                shape, taker = plan.shapes[DECODER], FragmentTaker(self._slice, visit.host_key)
+                call = self._compute(request, DECODER, shape, "decode", visit.host_key, taker.begun)
+                async with run_beside(call) as decoding:
+                    while request.fragments and (fragments := await taker.take(decoding)):
+                        for fragment in fragments:
+                            yield fragment
+                    spans, warnings, video = await decoding
                 visit.is_empty = True
             for span in spans:
                 yield span
@@ -281,14 +288,16 @@ class StageRunner:
                 await self._slice.side("drop", visit.host_key)
 
     async def _compute(
-        self, request: SliceRequest, stage: str, shape: str, method: str, *args: Any
+        self, request: SliceRequest, stage: str, shape: str, method: str, arg: str, begun: asyncio.Event | None = None
     ) -> tuple[list[Span], tuple[str, ...], Any]:
-        """Keep the devices for one call of the hosts; return its spans, warnings and payload."""
+        """Keep the devices for one call of the hosts, which sets `begun`; return its spans, warnings and payload."""
         async with self.scheduler.device.enter(request.priority):
             self._drain.check()
             with self._list_work(request.key, stage):
                 start = Start()
-                (compile_s, warnings), ref = await self._slice.call(method, *args, like=shape)
+                if begun is not None:
+                    begun.set()
+                (compile_s, warnings), ref = await self._slice.call(method, arg, like=shape)
                 return self._make_spans(request.key, stage, start, compile_s), tuple(warnings), ref
 
     def _make_spans(self, key: str, stage: str, start: Start, compile_s: float, step: int | None = None) -> list[Span]:

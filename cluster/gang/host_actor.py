@@ -97,6 +97,11 @@ class HostActor:
         """Run a method of the object that may wait for the network, beside all other groups."""
         return self._runners["network"].run(getattr(self._host, method), *args, keep=self._process == 0)
 
+    @ray.method(concurrency_group="stream")
+    def stream(self, method: str, *args: Any) -> tuple[Outcome, Any]:
+        """Run a method of the object that waits for what the lockstep produces, beside all other groups."""
+        return self._runners["stream"].run(getattr(self._host, method), *args, keep=self._process == 0)
+
     def _join(self, coordinator: str, timeout_s: float) -> int:
         until = time.monotonic() + timeout_s
         self._joining = "waits until no other process has its chips"

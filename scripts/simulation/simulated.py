@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from actors.slices.fragments import FragmentQueues
 from actors.slices.messages import HostProgress, Report
 from actors.slices.payloads import BFLOAT16, Payload, TextEmbedding, Value, mp4, pack, unpack
 from cluster.gang.protocol import Output, report
@@ -106,6 +107,7 @@ class SimulatedHost:
         self._stages = hosted
         self._report = report
         self._held: dict[str, _Held] = {}
+        self._fragments = FragmentQueues()
 
     def software(self) -> dict[str, str]:
         """Return nothing: nothing is computed."""
@@ -157,6 +159,9 @@ class SimulatedHost:
         with self._lasting(self._planned.decode_s):
             label = simulated_video(held.request)
             content = label + b"\0" * (self._planned.mp4_bytes - len(label))
+            with self._fragments.fill(key) as on_fragment:
+                if on_fragment is not None:
+                    on_fragment(content)
         return Output((0.0, []), pack(mp4(content)))
 
     # ---- beside the lockstep
@@ -197,12 +202,18 @@ class SimulatedHost:
         self._held[key] = held
         return sum(payload.nbytes for payload in (prompt, negative, image, state) if payload is not None)
 
-    def prepare_decode(self, key: str, request: ResolvedRequest, state: Payload) -> int:
-        """Copy final latents; return their bytes."""
+    def prepare_decode(self, key: str, request: ResolvedRequest, state: Payload, fragments: bool = False) -> int:
+        """Copy final latents; return their bytes. With `fragments`, the video will be one."""
         if state.step != request.steps or state.arrays["latents"].shape != MODEL.latent_shape(request):
             raise InvalidRequest(f"the decoder was given step {state.step}; this request needs step {request.steps}")
         self._held[key] = _Held(request, _checked(state, DenoiseState, request.seed), request.steps)
+        if fragments:
+            self._fragments.open(key)
         return state.nbytes
+
+    def take_fragments(self, key: str) -> tuple[list[bytes], bool]:
+        """Wait a while for the fragment of a video; return it, and whether it may still come."""
+        return self._fragments.take(key)
 
     def snapshot(self, key: str) -> Output:
         """Copy out the state: (step, `DenoiseState`)."""
@@ -216,10 +227,11 @@ class SimulatedHost:
     def drop(self, key: str) -> None:
         """Let go of a request, if it is here."""
         self._held.pop(key, None)
+        self._fragments.drop(key)
 
     def list_keys(self) -> list[str]:
         """Return the requests that are held here."""
-        return sorted(self._held)
+        return sorted({*self._held, *self._fragments.list_keys()})
 
     def start_profile(self, run: str) -> None:
         """Raise `InvalidRequest`: nothing is computed."""

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from tests.actors.simulation.slices import video_of
+from tests.actors.simulation.slices import fragments_of, video_of
 from tests.actors.simulation.submissions import Submission
 
 if TYPE_CHECKING:
@@ -33,9 +33,28 @@ def check_submission(run: "Run", submission: Submission) -> Iterator[str]:
     unexplained = not excuses and not (run.bucket.was_ill and run.was_drained)
     if repeated and (unexplained or repeated > worst > 0):
         yield f"{submission.id}: {repeated} steps were repeated: {run.world.steps[submission.id]}; reasons: {excuses}"
+    if submission.fragments is not None and submission.failure is None:
+        yield from check_fragments(submission)
     all_steps = range(submission.plan.first_step + 1, submission.plan.request.steps + 1)
     if submission.failure is None and set(done) != set(all_steps):
         yield f"{submission.id}: steps were left out: {done}"
+
+
+def check_fragments(submission: Submission) -> Iterator[str]:
+    """Yield what is wrong with the fragments of a video: each run repeats the last one's, and the last is complete."""
+    whole, runs = fragments_of(video_of(submission.plan)), defaultdict(list)
+    for fragment in submission.fragments or ():
+        if fragment.run < len(runs) - 1:
+            yield f"{submission.id}: a fragment of run {fragment.run} comes after run {len(runs) - 1}"
+        runs[fragment.run].append((fragment.index, fragment.content))
+    expected = list(enumerate(whole))
+    if sorted(runs) != list(range(len(runs))) or runs[len(runs) - 1] != expected:
+        yield f"{submission.id}: its fragments are not the video: {dict(runs)}"
+    yield from (
+        f"{submission.id}: run {run} has other fragments: {fragments}"
+        for run, fragments in runs.items()
+        if fragments != expected[: len(fragments)]
+    )
 
 
 def leftovers(run: "Run") -> dict[str, Any]:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from actors.engine import Fragment
 from actors.errors import RequestFailed
 from actors.observe.meters import PipelineMeters
 from actors.observe.status_actor import StatusActor
@@ -120,6 +121,7 @@ class Run:
         plan = plan_of(chance.randint(2, 6), kind, prompt, number)
         priority = chance.choice((0, 0, 0, 0, 1))
         submission = Submission(f"request-{number}", plan, priority, chance.uniform(0, 40))
+        submission.fragments = [] if number % 2 else None
         if chance.random() < 0.08:
             submission.cancel_s = chance.uniform(0, 30)
         return submission
@@ -182,9 +184,18 @@ class Run:
             if span.step is not None and submission.first_step_s is None:
                 submission.first_step_s = self.world.loop.now
 
+        def note_fragment(fragment: Fragment) -> None:
+            if not driver.process.dead:
+                fragments.append(fragment)
+
+        fragments: list[Fragment] = []
         try:
             video = await driver.engine.generate(
-                submission.plan, id=submission.id, on_event=note, priority=submission.priority
+                submission.plan,
+                id=submission.id,
+                on_event=note,
+                priority=submission.priority,
+                on_fragment=None if submission.fragments is None else note_fragment,
             )
         except RequestFailed as failed:
             if driver.process.dead:
@@ -200,6 +211,8 @@ class Run:
             if driver.process.dead:
                 await asyncio.get_running_loop().create_future()
             submission.video = video.mp4
+            if submission.fragments is not None:
+                submission.fragments = fragments
             self.world.tell(f"{submission.id} is made")
             await asyncio.sleep(self.world.random.choice((0.0, 0.5)))  # until it is durable
             if driver.process.dead:

@@ -7,7 +7,7 @@ from ray.exceptions import ObjectLostError
 
 from actors.slices.payloads import TextEmbedding, mp4, pack
 from cluster.errors import CallFailed, DeviceFailed, SliceLost
-from cluster.gang.protocol import HostPlace, Output, Timeouts
+from cluster.gang.protocol import GROUPS, HostPlace, Output, Timeouts
 from cluster.gang.slice import Returned
 from tests.actors.simulation.ray_objects import Object
 from tests.actors.simulation.virtual_time import Lane, Waiting
@@ -24,6 +24,7 @@ class Host:
     def __init__(self, world: World, slice_: "Slice", stages: tuple[str, ...]) -> None:
         self._world, self._slice, self._stages = world, slice_, stages
         self.held: dict[str, Any] = {}
+        self.fragments: dict[str, list[bytes]] = {}
 
     def load(self) -> None:
         """Nothing is read."""
@@ -89,10 +90,21 @@ class Host:
         _, _, latents, step = self.held.pop(held)
         return Output(step, pack(DenoiseState(array(latents), (), step)))
 
-    def prepare_decode(self, held: str, request: ResolvedRequest, state: Any) -> int:
+    def prepare_decode(self, held: str, request: ResolvedRequest, state: Any, fragments: bool = False) -> int:
         assert state.step == request.steps, "latents that aren't finished"
         self.held[held] = request, state.arrays["latents"].tobytes()
+        if fragments:
+            video = digest("video", request.seed, state.arrays["latents"].tobytes())
+            self.fragments[held] = fragments_of(video)
         return 1
+
+    def take_fragments(self, held: str) -> tuple[list[bytes], bool]:
+        left = self.fragments.get(held, [])
+        taken, left[:1] = left[:1], []
+        may_follow = bool(left) or held in self.held
+        if not may_follow:
+            self.fragments.pop(held, None)
+        return taken, may_follow
 
     def decode(self, held: str) -> Output:
         request, latents = self.held.pop(held)
@@ -102,9 +114,15 @@ class Host:
 
     def drop(self, held: str) -> None:
         self.held.pop(held, None)
+        self.fragments.pop(held, None)
 
     def list_keys(self) -> list[str]:
-        return sorted(self.held)
+        return sorted({*self.held, *self.fragments})
+
+
+def fragments_of(video: bytes) -> list[bytes]:
+    """Return the fragments of a video."""
+    return [video[start : start + 4] for start in range(0, len(video), 4)]
 
 
 def reads_image(request: ResolvedRequest) -> bool:
@@ -144,7 +162,7 @@ class Slice:
         self.on_loss: Callable[[str], object] = lambda why: None  # called before what its hosts hold is gone
         self._lost: SliceLost | None = None
         self._waiting = Waiting(world.loop)
-        self._lanes = {group: Lane(world.loop) for group in ("lockstep", "side", "save", "network")}
+        self._lanes = {group: Lane(world.loop) for group in GROUPS}
 
     @property
     def is_lost(self) -> bool:
@@ -206,6 +224,7 @@ class Slice:
             self.on_loss(str(why))
             if isinstance(self.host, Host):
                 self.host.held.clear()
+                self.host.fragments.clear()
             self._waiting.wake()
         return self._lost
 

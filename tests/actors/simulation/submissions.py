@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
+from actors.engine import Fragment
 from scripts.simulation.simulated import SimulatedSpec
 from wan_tpu.families.wan.published import PUBLISHED
 from wan_tpu.plan import RequestPlan
@@ -31,6 +32,7 @@ class Submission:
     at_s: float
     cancel_s: float | None = None
     video: bytes | None = None
+    fragments: list[Fragment] | None = None  # None if nobody watches it.
     failure: str | None = None
     ended: int = 0
     first_step_s: float | None = None

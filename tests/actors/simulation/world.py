@@ -10,6 +10,7 @@ import numpy as np
 from tests.actors.simulation.virtual_time import VirtualTime
 
 SECONDS = {"encode_text": 0.1, "encode_image": 0.3, "begin": 0.05, "step": 1.0, "decode": 0.5, "load": 2.0}
+SECONDS |= {"take_fragments": 0.15}
 COPY_S = 0.02  # of what moves arrays onto devices or off them
 CALL_S = 0.002  # of a message between processes
 

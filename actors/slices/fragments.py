@@ -1,0 +1,122 @@
+"""Fragments of a video on their way from the host that encodes it to whoever follows the request.
+
+The encoder never waits. Its fragments stay on the host until the leader takes them, in a lane of their own, while the
+hosts decode; all of them together are as large as the finished file.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+from actors.errors import StageLost
+from actors.slices.async_slice import AsyncSlice, to_the_end
+from actors.slices.messages import EncodedFragment
+
+# A call of the host waits so long for the next fragment. It also delays the end of a request that is cancelled.
+WAIT_S = 1.0
+T = TypeVar("T")
+
+
+@dataclasses.dataclass
+class _Queue:
+    """Fragments that the leader hasn't taken, and whether no more will follow."""
+
+    fragments: list[bytes] = dataclasses.field(default_factory=list)
+    is_over: bool = False
+
+
+class FragmentQueues:
+    """The fragments on one host that its leader hasn't taken yet, by the keys of their requests."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._queues: dict[str, _Queue] = {}
+
+    def open(self, key: str) -> None:
+        """Expect the fragments of a video."""
+        with self._changed:
+            self._queues[key] = _Queue()
+
+    @contextlib.contextmanager
+    def fill(self, key: str) -> Iterator[Callable[[bytes], None] | None]:
+        """Yield the function to call with each fragment, or None if nobody expects any; the block's end ends them."""
+        queue = self._queues.get(key)
+        if queue is None:
+            yield None
+            return
+
+        def add(fragment: bytes) -> None:
+            with self._changed:
+                queue.fragments.append(fragment)
+                self._changed.notify_all()
+
+        try:
+            yield add
+        finally:
+            with self._changed:
+                queue.is_over = True
+                self._changed.notify_all()
+
+    def take(self, key: str) -> tuple[list[bytes], bool]:
+        """Wait a while for fragments; return those that are there, and whether others may follow."""
+        with self._changed:
+            queue = self._queues.get(key)
+            if queue is None:
+                return [], False
+            self._changed.wait_for(lambda: queue.fragments or queue.is_over, WAIT_S)
+            if queue.is_over:
+                self._queues.pop(key, None)
+            taken, queue.fragments = queue.fragments, []
+            return taken, not queue.is_over
+
+    def drop(self, key: str) -> None:
+        """Release the fragments of a video that nobody will take."""
+        with self._changed:
+            self._queues.pop(key, None)
+
+    def list_keys(self) -> list[str]:
+        """Return the keys of all videos here."""
+        with self._changed:
+            return list(self._queues)
+
+
+@contextlib.asynccontextmanager
+async def run_beside(work: Coroutine[Any, Any, T]) -> AsyncIterator["asyncio.Task[T]"]:
+    """Run work beside the block, which may await it; when the block fails, cancel the work and wait for its end."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):  # The block has got its error, or has its own.
+            await to_the_end(task)
+
+
+class FragmentTaker:
+    """Takes the fragments of one video from its host, while the slice decodes it."""
+
+    def __init__(self, slice_: AsyncSlice, host_key: str) -> None:
+        """Take nothing yet; `host_key` is the request's key on the hosts."""
+        self._slice, self._host_key = slice_, host_key
+        self._index, self._may_follow = 0, True
+        self.begun = asyncio.Event()  # Set when the decoder has its turn: until then, others use the lane.
+
+    async def take(self, decoding: "asyncio.Task[Any]") -> list[EncodedFragment]:
+        """Wait for fragments; return none after the last one, or when `decoding`, the decoder's call, has failed."""
+        if not self.begun.is_set():
+            turn = asyncio.create_task(self.begun.wait())
+            await asyncio.wait([turn, decoding], return_when=asyncio.FIRST_COMPLETED)
+            turn.cancel()
+        contents: list[bytes] = []
+        while self._may_follow and not contents and not (decoding.done() and decoding.exception()):
+            try:
+                taken = await self._slice.call("take_fragments", self._host_key, group="stream")
+            except StageLost:
+                await decoding  # Its own error says more.
+                raise
+            contents, self._may_follow = taken.value
+        first, self._index = self._index, self._index + len(contents)
+        return [EncodedFragment(index, content) for index, content in enumerate(contents, first)]
