@@ -20,9 +20,6 @@ from wan_tpu.storage.addresses import split_bucket
 from wan_tpu.storage.base import BucketStorage, Missing, Refused, StorageError, StoredObject
 from wan_tpu.storage.opening import open_bucket
 
-# Where files of each service's buckets are kept, since buckets of two may have the same name.
-_CACHES = {"gs://": "buckets", "s3://": "s3-buckets"}
-
 
 def cache_folder() -> Path:
     """Return where files of buckets are kept."""
@@ -58,7 +55,9 @@ class BucketFolder:
         scheme, bucket, prefix = split_bucket(self.address)
         if not bucket or not prefix:
             raise CheckpointError(f"{address} names no folder of a bucket; give {scheme}bucket/folder")
-        self.folder = cache_folder() / _CACHES[scheme] / bucket / prefix
+        # Buckets of two services may have the same name, so each service has a folder.
+        service = "buckets" if scheme == "gs://" else f"{scheme.removesuffix('://')}-buckets"
+        self.folder = cache_folder() / service / bucket / prefix
 
     def files(self, folder: str = "") -> dict[str, WeightFile]:
         """Return the objects in this folder, or in one in it, by their names there, to read ranges of them."""
