@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from wan_tpu.adapters.merging import abstract_merge
 from wan_tpu.aot.executables import Executables
+from wan_tpu.families.chunked import ChunkedModel
 from wan_tpu.families.model import Model
 from wan_tpu.plan import AUDIO, DECODER, ENCODER, VIDEO, Expert
 from wan_tpu.request import ResolvedRequest
@@ -20,6 +21,7 @@ from wan_tpu.runtime.program import Program
 from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.stages import (
     enlarging_program,
+    growing_program,
     image_program,
     keys_program,
     residual_shape,
@@ -32,10 +34,8 @@ from wan_tpu.stages import (
 )
 
 STEP, SKIPPED = "denoise step", "denoise step, skipped"
-FIRST_STEP, ENLARGE = (
-    "denoise step, smaller",
-    "enlarge latents",
-)  # Where latents become larger between experts.
+# Where latents become larger between experts, once or twice.
+FIRST_STEP, SMALLEST_STEP, ENLARGE = "denoise step, smaller", "denoise step, smallest", "enlarge latents"
 ADAPTERS = "apply adapters"
 RANK = 64  # The rank of LightX2V's adapters, which is assumed of all.
 
@@ -85,21 +85,24 @@ def stage_programs(
     if experts:
         programs["text keys"] = _keys(runtime, request, experts, images)
     # Experts run the same program where their latents have the same size.
-    larger = [expert for expert in experts if expert.enlarges]
-    for name in (FIRST_STEP, STEP):
-        if group := [expert for expert in experts if _name_step(expert, all_experts) == name]:
+    names = _name_steps(runtime, request, all_experts)
+    for name in dict.fromkeys(names.values()):
+        if group := [expert for expert in experts if names[expert] == name]:
             programs |= _denoise(runtime, request, group, name, images)
-    for expert in larger:
-        programs[ENLARGE] = _enlarging(runtime, request, expert, images)
+    for name, kind in ((STEP, ENLARGE), (FIRST_STEP, f"{ENLARGE}, smaller")):
+        if group := [expert for expert in experts if expert.enlarges and names[expert] == name]:
+            programs[kind] = _enlarging(runtime, request, group, images)
     if DECODER in stages:
         chunks = runtime.model.latent_chunks(request)
         programs |= _sound(runtime, request) | _vae(runtime, "decoder", chunks)
     return programs
 
 
-def _name_step(expert: Expert, experts: Sequence[Expert]) -> str:
-    """Return the name of an expert's step among the programs of a request with these experts."""
-    return FIRST_STEP if any(other.enlarges for other in experts) and not expert.enlarges else STEP
+def _name_steps(runtime: Runtime, request: ResolvedRequest, experts: Sequence[Expert]) -> dict[Expert, str]:
+    """Return the name of each expert's step among the programs of a request, by the size of its latents."""
+    shapes = {expert: runtime.model.spec.latent_shapes(request, expert.stop)[VIDEO] for expert in experts}
+    sizes = sorted(set(shapes.values()), reverse=True)
+    return {expert: (STEP, FIRST_STEP, SMALLEST_STEP)[sizes.index(shape)] for expert, shape in shapes.items()}
 
 
 def all_programs(
@@ -196,15 +199,18 @@ def _adapters(runtime: Runtime, request: ResolvedRequest, experts: list[Expert])
 
 
 def _enlarging(
-    runtime: Runtime, request: ResolvedRequest, expert: Expert, images: int
+    runtime: Runtime, request: ResolvedRequest, experts: Sequence[Expert], images: int
 ) -> tuple[Program, tuple[Any, ...], int]:
-    program, params = enlarging_program(runtime, expert)
     smaller, larger = (
         {part: _array(runtime, shape, jnp.float32) for part, shape in shapes.items()}
-        for shapes in (runtime.model.spec.latent_shapes(request, step) for step in (expert.start, expert.stop))
+        for shapes in (runtime.model.spec.latent_shapes(request, step) for step in (experts[0].start, experts[0].stop))
     )
-    first = _image_latents(runtime, request, images)
-    return program, (params, smaller, first, larger, {part: _array(runtime, (), jnp.float32) for part in larger}), 1
+    numbers = {part: _array(runtime, (), jnp.float32) for part in larger}
+    if runtime.model.spec.chunk_frames is not None:
+        number = numbers[VIDEO]
+        return growing_program(runtime), (smaller[VIDEO], larger[VIDEO], (number, number)), len(experts)
+    program, params = enlarging_program(runtime, experts[0])
+    return program, (params, smaller, _image_latents(runtime, request, images), larger, numbers), len(experts)
 
 
 def _image_latents(runtime: Runtime, request: ResolvedRequest, images: int) -> jax.ShapeDtypeStruct | None:
@@ -233,8 +239,12 @@ def _denoise(
     integers = {name: shape for name, (shape, is_integer) in prompt.items() if is_integer}
     text = {name: np.zeros((1, *shape), np.int32) for name, shape in integers.items()}
     constants = model.constants(request, shapes[VIDEO], text)
+    first = _image_latents(runtime, request, images)
+    if isinstance(model, ChunkedModel):
+        image = None if first is None else np.zeros(first.shape, np.float32)
+        constants |= model.chunk_history(request, (), image)
     keys |= {name: _array(runtime, value.shape, value.dtype) for name, value in constants.items()}
-    conditioning = (keys, _image_latents(runtime, request, images))
+    conditioning = (keys, first)
     parts = {part: (array, (array,) * schedules[part].history_terms) for part, array in latents.items()}
     arguments = (loaded.params, parts, numbers, conditioning)
     steps = sum(expert.stop - expert.start for expert in experts)

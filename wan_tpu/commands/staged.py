@@ -141,7 +141,7 @@ def denoise(argv: Sequence[str]) -> None:
     state = resumed or pipe.initial_state(plan, conditioning=conditioning)
     stop = plan.experts[0].stop if args.stop_after_high else None
     if args.warmup_steps:
-        pipe.denoise(plan, conditioning, state, stop=min(state.step + args.warmup_steps, plan.request.steps))
+        pipe.denoise(plan, conditioning, state, stop=min(state.step + args.warmup_steps, plan.steps))
     recorder = Recorder(pipe.runtime, plan)
     profiler = arguments.profiler_from(args)
     denoising = pipe.run(plan, conditioning=conditioning, state=state, around=recorder.operation)
@@ -150,7 +150,7 @@ def denoise(argv: Sequence[str]) -> None:
     # One file holds the latents and their settings, so that the two always belong together.
     save_value(state, folder / LATENTS, run.to_json())
     print(recorder.table())
-    print(f"wrote {folder / LATENTS}, {state.step} of {plan.request.steps} steps done")
+    print(f"wrote {folder / LATENTS}, {state.step} of {plan.steps} steps done")
 
 
 def decode(argv: Sequence[str]) -> None:
@@ -172,10 +172,6 @@ def decode(argv: Sequence[str]) -> None:
     folder: Path = args.input_dir
     state, run = _read_state(folder, None)
     request = run.request if args.fps is None else dataclasses.replace(run.request, fps=args.fps)
-    if state.step != request.steps:
-        raise InvalidInput(
-            f"{folder / LATENTS} has {state.step} of {request.steps} steps; run stage 2 with --resume first"
-        )
     inputs = (args.model_id or run.model_id, *(folder / name for name in (CONFIG, EMBEDDINGS, LATENTS)))
     video = args.output_video or folder / "video.mp4"
     outputs = arguments.check_outputs(video, overwrite=args.overwrite, inputs=inputs)
@@ -183,8 +179,12 @@ def decode(argv: Sequence[str]) -> None:
     from wan_tpu.commands.recorded import Recorder, decode_to_files, report
 
     pipe = arguments.pipeline_from(args, run.model_id, run.dtype)
-    pipe.check_components(*pipe.runtime.model.spec.components[DECODER])
     plan = pipe.runtime.model.spec.plan_resolved(request, image=False)  # No image is encoded any more.
+    if state.step != plan.steps:
+        raise InvalidInput(
+            f"{folder / LATENTS} has {state.step} of {plan.steps} steps; run stage 2 with --resume first"
+        )
+    pipe.check_components(*pipe.runtime.model.spec.components[DECODER])
     recorder = Recorder(pipe.runtime, plan, run.warnings)
     decoding = pipe.run(plan, state=state, around=recorder.operation)
     decode_to_files(decoding, recorder, request, outputs, overwrite=args.overwrite)

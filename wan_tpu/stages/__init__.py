@@ -11,6 +11,7 @@ callback may stop the run by raising.
 
 # ruff: noqa: F401  (Other packages import these names from here.)
 
+from wan_tpu.stages.chunks import growing_program
 from wan_tpu.stages.decode import decode, decode_chunks, decoder_inputs
 from wan_tpu.stages.denoise import (
     ExpertRun,
