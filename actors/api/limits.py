@@ -15,6 +15,11 @@ class Limits:
 
     Attributes:
         image_bytes: Size of an image's file.
+        video_bytes: Size of a video's file.
+        video_pixels: Pixels of its frames.
+        video_s: How long a video may last that is sent to be continued.
+        video_cpu_s: Processor time of each look at it, beside that of the process that reads it.
+        video_wait_s: Wall time that this process gets for it in addition.
         small_bytes: Bodies up to this size are parsed in the ingress itself, larger ones in a process of their own.
         body_s: How many seconds a body may take to arrive,
         body_rate: and one second more for every so many bytes.
@@ -26,7 +31,7 @@ class Limits:
         reader_s: Wall time of each of these.
         reader_cpu_s: Processor time of each.
         reader_bytes: Memory of each.
-        followers: Event streams of one key.
+        followers: Streams of one key, of events and of videos that are decoded.
         download_stall_s: If a client takes less than 64 kB of a download in this time, the connection is closed.
         key_share: Share of the queue that the jobs of one key may take, if the key has no limit of its own.
         requests_per_minute: Rate of a key that has no limit of its own.
@@ -37,6 +42,11 @@ class Limits:
     """
 
     image_bytes: int = 20_000_000
+    video_bytes: int = 20_000_000
+    video_pixels: int = 9_000_000
+    video_s: float = 60.0
+    video_cpu_s: int = 40
+    video_wait_s: float = 60.0
     small_bytes: int = 32_768
     body_s: float = 20.0
     body_rate: float = 250_000
@@ -79,5 +89,5 @@ class Limits:
 
     @property
     def body_bytes(self) -> int:
-        """The largest body of a request: an image in base64, and texts."""
-        return self.image_bytes * 4 // 3 + 1_000_000
+        """The largest body of a request: an image or a video in base64, and texts."""
+        return max(self.image_bytes, self.video_bytes) * 4 // 3 + 1_000_000

@@ -30,6 +30,8 @@ def end(
 ) -> Job:
     """Record the end of a job and return it. Files that it wrote and that aren't results are scheduled for deletion.
 
+    They stay for a while: clients may be slow to read the last fragments, and a worker that hangs may still write.
+
     Args:
         session: A transaction that has locked the job's row.
         job: The job.
@@ -50,8 +52,7 @@ def end(
     job.ended_at, job.expires_at = now, now + settings.ended_s
     count(session, job, now)
     session.execute(update(Delivery).where(Delivery.job_id == job.id).values(due_at=now))
-    kept = [*job.results.values(), *job.inputs]
-    expire_files(session, job.id, now + (0 if failure is None else settings.abandoned_s), keep=kept)
+    expire_files(session, job.id, now + settings.abandoned_s, keep=[*job.results.values(), *job.inputs])
     return job
 
 
@@ -60,6 +61,9 @@ def delete_for_owner(session: Session, job: Job, now: float, settings: JobSettin
     if job.status == "queued":
         end(session, job, now, settings, failure=(CANCELLED, "the job was deleted before it was made"))
     expire_files(session, job.id, now)
+    if job.status == "completed":  # Its last attempt writes nothing more, such as fragments that were to stay a while.
+        latest = (File.job == job.id) & (File.attempt == job.attempts)
+        session.execute(update(File).where(latest).values(delete_at=now))
     job.deleted_at, job.idempotency_key = now, None
 
 

@@ -6,7 +6,7 @@ from sqlalchemy import delete, select, update
 
 from actors.jobs.database import Database
 from actors.jobs.ending import expire_files
-from actors.jobs.tables import Delivery, File, Job
+from actors.jobs.tables import Delivery, File, Job, StoredFragment
 from actors.jobs.values import JobSettings
 from wan_tpu.storage.base import Storage, StorageError
 
@@ -76,5 +76,6 @@ class Retention:
                 session.execute(update(File).where(File.name == name).values(delete_at=retry_at))
             return False
         with self._database.write() as session:  # Last: after a crash in between, the file is removed once more.
+            session.execute(delete(StoredFragment).where(StoredFragment.name == name))
             session.execute(delete(File).where(File.name == name))
         return True

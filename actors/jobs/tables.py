@@ -73,6 +73,9 @@ class Job(Table, kw_only=True):
         warnings: What the owner should know about the video, such as that a prompt was cut.
         stage_seconds: Measured seconds by stage, summed over attempts, as a worker last reported them.
         dollars: Cost of the chip-seconds, where prices are known.
+        watched_at: When a client first asked to watch the video while it is decoded. Fragments are stored only then.
+        fragments: How many fragments were stored, by all attempts together. None before the first one, and once the
+            rest can't be stored: then nobody can go on watching.
         remixed_from: Id of the job whose request this one repeats with another prompt.
         expires_at: When the job and its files are removed.
         deleted_at: When the owner deleted the job. It is hidden from then on, but lists can still continue after it.
@@ -114,6 +117,8 @@ class Job(Table, kw_only=True):
     chip_seconds: Mapped[float] = mapped_column(default=0.0)
     dollars: Mapped[float] = mapped_column(default=0.0)
     remixed_from: Mapped[str | None] = mapped_column(String(64), default=None)
+    watched_at: Mapped[float | None] = mapped_column(default=None)
+    fragments: Mapped[int | None] = mapped_column(default=None)
     created_at: Mapped[float] = mapped_column(default=0.0)
     started_at: Mapped[float | None] = mapped_column(default=None)
     ended_at: Mapped[float | None] = mapped_column(default=None)
@@ -164,6 +169,29 @@ class File(Table, kw_only=True):
 
 Index("files_of_job", File.job)
 Index("files_delete", File.delete_at)
+
+
+class StoredFragment(Table, kw_only=True):
+    """A fragment of a video whose file is complete in storage. All fragments of a run, in order, are one mp4.
+
+    Attributes:
+        name: Name of its file, which `File` has as well, and which is removed with this row.
+        run: Counts the decodings in an attempt, as `actors.engine.Fragment` does.
+        number: Counts the fragments of a run.
+        digest: SHA-256 of its bytes, in hex.
+    """
+
+    __tablename__ = "fragments"
+
+    name: Mapped[str] = mapped_column(String(255), primary_key=True)
+    job: Mapped[str] = mapped_column(String(64))
+    attempt: Mapped[int] = mapped_column()
+    run: Mapped[int] = mapped_column()
+    number: Mapped[int] = mapped_column()
+    digest: Mapped[str] = mapped_column(String(64))
+
+
+Index("fragments_of_job", StoredFragment.job)
 
 
 class CheckIn(Table, kw_only=True):

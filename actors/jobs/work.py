@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session, aliased
 from actors.jobs.database import Database
 from actors.jobs.ending import STOPPED, end, expire_files
 from actors.jobs.errors import CommitUncertain, LeaseLost
-from actors.jobs.tables import ApiKey, File, Job
+from actors.jobs.tables import ApiKey, File, Job, StoredFragment
 from actors.jobs.values import DEADLINE, LOST, JobSettings, make_storable
 from actors.reliability import ReliabilitySettings
 
@@ -28,8 +28,9 @@ class WorkQueue:
     """The jobs that wait or run. Every method is one transaction, and safe between threads and processes.
 
     A claimed job belongs to its worker until `lease_expires_at`, which the worker renews; each claim has a new
-    `lease_token`. Methods that take a claimed job also record its `progress` and cost as the worker has set them. They
-    raise `LeaseLost` once the job was taken back: the worker must stop, and remove what it has written.
+    `lease_token`. Methods that take a claimed job also record its `progress` and cost as the worker has set them, and
+    set its `watched_at`, which clients change. They raise `LeaseLost` once the job was taken back: the worker must
+    stop, and remove what it has written.
     """
 
     def __init__(
@@ -94,7 +95,22 @@ class WorkQueue:
             for name in names:  # They exist already if the answer to an earlier commit was lost.
                 session.merge(File(name=name, job=job.id, attempt=job.attempts))
 
-    def complete(self, claimed: Job, results: Mapping[str, str], warnings: Sequence[str] = ()) -> Job:
+    def publish_fragment(self, claimed: Job, fragment: StoredFragment) -> None:
+        """Show clients that watch a fragment whose name was announced and whose file is stored."""
+        with self._database.write() as session:
+            job = self._lock_claimed(session, claimed)
+            if session.get(StoredFragment, fragment.name) is None:  # It may have been, if the answer was lost.
+                session.merge(fragment)
+                job.fragments = (job.fragments or 0) + 1
+
+    def abandon_fragments(self, claimed: Job) -> None:
+        """Let clients that watch know that no more fragments come."""
+        with self._database.write() as session:
+            self._lock_claimed(session, claimed).fragments = None
+
+    def complete(
+        self, claimed: Job, results: Mapping[str, str], warnings: Sequence[str] = (), *, watchable: bool = False
+    ) -> Job:
         """End a job with its results, unless it was to stop: then it fails with its `stop_code`.
 
         Files that it wrote and that aren't results are scheduled for deletion.
@@ -103,6 +119,7 @@ class WorkQueue:
             claimed: The job.
             results: Names that were announced, by variant.
             warnings: What the job's owner should know about the video.
+            watchable: Whether all fragments of its last run are stored, for clients that watch them still.
         """
         with self._database.write() as session:
             job, now = self._lock_claimed(session, claimed), self._database.now(session)
@@ -110,6 +127,8 @@ class WorkQueue:
             if unknown := set(results.values()) - announced:
                 raise ValueError(f"results of {job.id} that were never announced: {', '.join(sorted(unknown))}")
             texts = [make_storable(warning) for warning in warnings]
+            if not watchable:
+                job.fragments = None
             return end(session, job, now, self._settings, results=dict(results), warnings=texts)
 
     def fail(self, claimed: Job, code: str, message: str) -> Job:
@@ -181,13 +200,17 @@ class WorkQueue:
         return False
 
     def _lock_claimed(self, session: Session, claimed: Job) -> Job:
-        """Lock a claimed job's row and copy the worker's progress and costs into it; raises `LeaseLost`."""
+        """Lock a claimed job's row and copy the worker's progress and costs into it; raises `LeaseLost`.
+
+        The worker's copy learns whether somebody watches.
+        """
         mine = (Job.id == claimed.id) & (Job.status == "in_progress") & (Job.lease_token == claimed.lease_token)
         job = session.scalars(select(Job).where(mine).with_for_update()).one_or_none()
         if job is None:
             raise LeaseLost(f"{claimed.id} isn't {claimed.worker}'s any more: its lease ran out, or the job has ended")
         job.progress, job.stage_seconds = claimed.progress, claimed.stage_seconds
         job.chip_seconds, job.dollars = claimed.chip_seconds, claimed.dollars
+        claimed.watched_at = job.watched_at
         return job
 
     def _requeue_lost(self, session: Session, now: float) -> list[str]:

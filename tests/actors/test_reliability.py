@@ -25,7 +25,9 @@ NOT_FOR_OPERATORS = {
     """,
     "a pause between two attempts or looks, which decides how busy a process is and not what fails": """
         actors/api/estimates.py:_LOOK_EVERY_S actors/api/http/access.py:REFRESH_S actors/api/http/following.py:_LOOK_S
+        actors/api/http/following.py:_WATCH_S actors/api/http/watching.py:_AGAIN_S
         actors/api/intake/acceptance.py:_AGAIN_S actors/api/outbound/webhook.py:_LOOK_S
+        actors/api/worker/fragments.py:_AGAIN_S
         actors/api/worker/attempt.py:_FIRST_PAUSE_S actors/api/worker/attempt.py:_LONGEST_PAUSE_S
         actors/api/worker/job_worker.py:_AGAIN_S actors/api/worker/job_worker.py:_LOOK_S
         actors/api/worker/maintenance.py:_ORPHANS_S actors/api/worker/maintenance.py:_SWEEP_S
@@ -48,7 +50,8 @@ NOT_FOR_OPERATORS = {
         actors/observe/status_board.py:_EXPIRY_S
     """,
     "an answer that normally takes milliseconds: without it the work goes on in another way": """
-        actors/api/intake/acceptance.py:_LOOK_S actors/observe/status_actor.py:ANSWER_S
+        actors/api/intake/acceptance.py:_LOOK_S actors/api/worker/fragments.py:_LAST_S
+        actors/observe/status_actor.py:ANSWER_S
         actors/observe/status_actor.py:CLOSE_S actors/pipeline/acquire.py:ANSWER_S actors/pipeline/claim.py:FREE_S
         actors/pipeline/client.py:_READY_S actors/pipeline/pools.py:NEWS_S actors/pipeline/pools.py:_HANDLE_S
         actors/slices/leader.py:DRAIN_ANSWER_S actors/slices/references.py:ADOPT_S actors/slices/router.py:ANSWER_S
@@ -63,6 +66,7 @@ NOT_FOR_OPERATORS = {
     "what clients are told or held to: docs/serving.md, and --limit where an operator may change it": """
         actors/api/http/access.py:BURST_S actors/api/http/error_answers.py:FAILURES
         actors/api/http/error_answers.py:_AGAIN_S actors/api/http/following.py:_AGAIN_S
+        actors/api/http/lingering.py:_IDLE_S actors/api/http/lingering.py:_LINGER_S
         actors/api/http/proxy_limits.py:_AGAIN_S actors/api/http/proxy_limits.py:_WINDOW_S
         actors/api/intake/acceptance.py:_REPEAT_S actors/api/intake/fair_semaphore.py:_HALF_LIFE_S
         actors/api/intake/fair_semaphore.py:_HEAVY_S actors/api/intake/receiving.py:_AGAIN_S

@@ -2,7 +2,8 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Mapping
+import sys
+from collections.abc import AsyncGenerator, Mapping
 
 from fastapi import Request, Response
 from fastapi.responses import RedirectResponse, StreamingResponse
@@ -85,24 +86,17 @@ async def send(
     return _Download(file, first, stop - start, stall_s, status, headers, media_type)
 
 
-class _Download(StreamingResponse):
-    """Sends an open file and closes it. A client that stops reading is disconnected, so that it can't hold memory."""
+class TimedResponse(StreamingResponse):
+    """Sends what a generator yields. A client that stops reading is disconnected, so that it can't hold memory."""
 
     def __init__(
-        self,
-        file: OpenFile,
-        first: bytes,
-        size: int,
-        stall_s: float,
-        status: int,
-        headers: Mapping[str, str],
-        media_type: str,
+        self, chunks: AsyncGenerator[bytes, None], stall_s: float, status: int, headers: Mapping[str, str], kind: str
     ) -> None:
-        self._file, self._first, self._size, self._stall_s = file, first, size, stall_s
-        super().__init__(self._read_chunks(), status, headers, media_type)
+        self._chunks, self._stall_s = chunks, stall_s
+        super().__init__(chunks, status, headers, kind)
 
     async def stream_response(self, send: Send) -> None:
-        """Send the file; raises `DownloadCut`."""
+        """Send everything; raises `DownloadCut`."""
 
         async def send_in_time(message: Message) -> None:
             try:
@@ -116,14 +110,46 @@ class _Download(StreamingResponse):
         except StorageError as error:
             raise DownloadCut(str(error)) from None
         finally:
+            await self._chunks.aclose()
+
+
+class _Download(TimedResponse):
+    """Sends a part of an open file and closes it."""
+
+    def __init__(
+        self,
+        file: OpenFile,
+        first: bytes,
+        size: int,
+        stall_s: float,
+        status: int,
+        headers: Mapping[str, str],
+        media_type: str,
+    ) -> None:
+        self._file = file
+        super().__init__(read_chunks(file, first, size), stall_s, status, headers, media_type)
+
+    async def stream_response(self, send: Send) -> None:
+        """Send the file; raises `DownloadCut`."""
+        try:
+            await super().stream_response(send)
+        finally:
             self._file.close()
 
-    async def _read_chunks(self) -> AsyncIterator[bytes]:
-        chunk, left = self._first, self._size
-        while chunk and left:
-            yield chunk
-            left -= len(chunk)
-            chunk = await run_in_threadpool(self._file.read, min(CHUNK, left)) if left else b""
+
+async def read_chunks(file: OpenFile, first: bytes = b"", size: int = sys.maxsize) -> AsyncGenerator[bytes, None]:
+    """Yield what is left of an open file, in chunks.
+
+    Args:
+        file: The file.
+        first: What was read of it already.
+        size: How many bytes to yield at most, those of `first` included.
+    """
+    chunk = first or await run_in_threadpool(file.read, min(CHUNK, size))
+    while chunk:
+        yield chunk
+        size -= len(chunk)
+        chunk = await run_in_threadpool(file.read, min(CHUNK, size)) if size else b""
 
 
 def _parse_range(first: str, last: str, *, size: int) -> tuple[int, int]:

@@ -1,58 +1,54 @@
-"""Follow jobs for clients: one query reads all followed jobs twice a second, however many clients follow them."""
+"""Follow jobs for clients: one query reads all followed jobs every so often, however many clients follow them."""
 
 import asyncio
 import contextlib
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from typing import Generic, TypeVar
 
 from actors.api.http.access import Access
 from actors.api.http.error_answers import HttpError
 from actors.jobs.errors import JobNotFound
 from actors.jobs.tables import Job
+from actors.jobs.watching import Watched
 from actors.observe.logs import log_event
 from wan_tpu.errors import WanTpuError
 
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
+_WATCH_S = 0.15  # Fragments are shown this late.
 _AGAIN_S = 5
 
 EstimatedJob = tuple[Job, float | None]  # A job, and in how many seconds it will be done, if that is known.
+Seen = TypeVar("Seen")  # What is read of a job.
 
 
-class _Follower:
-    def __init__(self, owner: str, latest: EstimatedJob) -> None:
-        self.owner, self.latest = owner, latest
-        self.news = asyncio.Event()
-        self.end: Exception | None = None
-
-    def tell(self, latest: EstimatedJob | None = None, *, end: Exception | None = None) -> None:
-        self.latest, self.end = latest or self.latest, end
-        self.news.set()
+def follow_jobs(look: Callable[[Iterable[str]], dict[str, EstimatedJob]], access: Access) -> "Following[EstimatedJob]":
+    """Return what follows the progress of jobs."""
+    return Following(look, access, every_s=_LOOK_S, has_ended=lambda seen: seen[0].ended, is_news=_has_changed)
 
 
-class Following:
-    """The event streams of one ingress. Their number per key is limited, and a revoked key loses them."""
+def follow_watched(look: Callable[[Iterable[str]], dict[str, Watched]], access: Access) -> "Following[Watched]":
+    """Return what follows the stored fragments of jobs."""
+    return Following(
+        look, access, every_s=_WATCH_S, has_ended=lambda seen: seen.ended, is_news=lambda before, now: before != now
+    )
 
-    def __init__(self, look: Callable[[Iterable[str]], dict[str, EstimatedJob]], access: Access, of_a_key: int) -> None:
-        """Set up without any streams.
 
-        Args:
-            look: Returns those of the given ids that exist as jobs. It is called in threads.
-            access: Knows which keys are valid.
-            of_a_key: How many streams a key may have.
-        """
-        self._look, self._access, self._of_a_key = look, access, of_a_key
-        self._followers: dict[str, set[_Follower]] = {}
+class Streams:
+    """The streams of one ingress. Their number per key is limited."""
+
+    def __init__(self, of_a_key: int) -> None:
+        self._of_a_key = of_a_key
         self._streams: Counter[str] = Counter()
-        self._looking: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
-    def hold_stream(self, owner: str) -> Iterator[None]:
+    def hold(self, owner: str) -> Iterator[None]:
         """Reserve one of a key's streams until the block ends; raises `HttpError` 429 if it has too many."""
         if (mine := self._streams[owner]) >= self._of_a_key:
-            message = f"this key has {mine} event streams, the most it may have; close some, or poll"
+            message = f"this key has {mine} streams, the most it may have; close some, or poll"
             raise HttpError(429, message, code="too_many_streams", after_s=_AGAIN_S)
         self._streams[owner] += 1
         try:
@@ -62,11 +58,50 @@ class Following:
             if not self._streams[owner]:
                 del self._streams[owner]
 
-    @contextlib.asynccontextmanager
-    async def follow(self, seen: EstimatedJob, owner: str) -> AsyncIterator[AsyncIterator[EstimatedJob]]:
-        """Follow a job until it ends. The caller must have called `hold_stream`.
+
+class _Follower(Generic[Seen]):
+    def __init__(self, owner: str, latest: Seen) -> None:
+        self.owner, self.latest = owner, latest
+        self.news = asyncio.Event()
+        self.end: Exception | None = None
+
+    def tell(self, latest: Seen | None = None, *, end: Exception | None = None) -> None:
+        self.latest, self.end = self.latest if latest is None else latest, end
+        self.news.set()
+
+
+class Following(Generic[Seen]):
+    """Reads the jobs that streams follow. A revoked key loses its streams."""
+
+    def __init__(
+        self,
+        look: Callable[[Iterable[str]], dict[str, Seen]],
+        access: Access,
+        *,
+        every_s: float,
+        has_ended: Callable[[Seen], bool],
+        is_news: Callable[[Seen, Seen], bool],
+    ) -> None:
+        """Set up without any followers.
 
         Args:
+            look: Returns those of the given ids that exist as jobs. It is called in threads.
+            access: Knows which keys are valid.
+            every_s: Pause between two looks.
+            has_ended: Whether a job won't change any more.
+            is_news: Whether a job differs from what was seen of it before.
+        """
+        self._look, self._access, self._every_s = look, access, every_s
+        self._has_ended, self._is_news = has_ended, is_news
+        self._followers: dict[str, set[_Follower[Seen]]] = {}
+        self._looking: asyncio.Task[None] | None = None
+
+    @contextlib.asynccontextmanager
+    async def follow(self, job: str, seen: Seen, owner: str) -> AsyncIterator[AsyncIterator[Seen]]:
+        """Follow a job until it ends. The caller must hold one of the key's `Streams`.
+
+        Args:
+            job: The job's id.
             seen: The job as it was just seen, which comes first.
             owner: The key that follows it.
 
@@ -74,7 +109,7 @@ class Following:
             An iterator over the job's states. It raises `JobNotFound` if the job is deleted, and `HttpError` 401 if
             the key is revoked.
         """
-        job, follower = seen[0].id, _Follower(owner, seen)
+        follower = _Follower(owner, seen)
         self._followers.setdefault(job, set()).add(follower)
         if self._looking is None:
             self._looking = asyncio.create_task(self._look_on())
@@ -90,11 +125,12 @@ class Following:
         """Return how many streams of this ingress follow a job."""
         return len(self._followers.get(job, ()))
 
-    async def _watch(self, follower: _Follower) -> AsyncGenerator[EstimatedJob, None]:
+    async def _watch(self, follower: _Follower[Seen]) -> AsyncGenerator[Seen, None]:
         while True:
             follower.news.clear()
-            yield follower.latest
-            if follower.latest[0].ended:
+            seen = follower.latest  # The latest may be another one once whoever follows comes back.
+            yield seen
+            if self._has_ended(seen):
                 return
             await follower.news.wait()
             if follower.end is not None:
@@ -103,7 +139,7 @@ class Following:
     async def _look_on(self) -> None:
         """Read the followed jobs for as long as there are any."""
         while self._followers:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(self._every_s)
             if not (jobs := list(self._followers)):
                 break
             try:
@@ -119,17 +155,17 @@ class Following:
                     self._tell(follower, job, jobs_now.get(job))
         self._looking = None
 
-    def _tell(self, follower: _Follower, job: str, seen: EstimatedJob | None) -> None:
+    def _tell(self, follower: _Follower[Seen], job: str, seen: Seen | None) -> None:
         if not self._access.is_in_force(follower.owner):
             message = "the API key isn't in force any more"
             follower.tell(end=HttpError(401, message, code="invalid_api_key"))
         elif seen is None:
             follower.tell(end=JobNotFound(f"there is no job {job!r} any more; it was deleted, or has expired"))
-        elif _has_changed(follower.latest[0], seen[0]):
+        elif self._is_news(follower.latest, seen):
             follower.tell(seen)
 
 
-def _has_changed(before: Job, now: Job) -> bool:
+def _has_changed(before: EstimatedJob, now: EstimatedJob) -> bool:
     """Return whether a job has changed. A new estimate alone doesn't count, since it changes every time."""
     fields = ("status", "progress", "attempts", "position", "warnings")
-    return any(getattr(before, name) != getattr(now, name) for name in fields)
+    return any(getattr(before[0], name) != getattr(now[0], name) for name in fields)

@@ -16,7 +16,7 @@ from actors.api.estimates import Estimator
 from actors.api.http.access import REFRESH_S, Access, Caller
 from actors.api.http.bodies import parse_body
 from actors.api.http.error_answers import HttpError
-from actors.api.http.following import EstimatedJob, Following
+from actors.api.http.following import EstimatedJob, Streams, follow_jobs, follow_watched
 from actors.api.http.objects import KeyUsage
 from actors.api.intake.acceptance import Acceptance, MaybeAccepted
 from actors.api.intake.drafts import Drafts, make_image_name
@@ -35,6 +35,7 @@ from actors.jobs.store import JobStore, make_private_key, open_database
 from actors.jobs.tables import CheckIn, Job
 from actors.jobs.usage import read_usage
 from actors.jobs.values import Room
+from actors.jobs.watching import look_at_watched
 from actors.observe.logs import log_event, repeat
 from wan_tpu.errors import InvalidRequest, WanTpuError
 from wan_tpu.spec import ModelSpec
@@ -66,7 +67,9 @@ class Service:
         self.storage = open_storage(settings.storage)
         self.retention = Retention(self.database, self.storage, settings.jobs)
         self.access = Access(self.database, settings.queue_limit, settings.limits)
-        self.following = Following(self.look_at_all_now, self.access, settings.limits.followers)
+        self.streams = Streams(settings.limits.followers)
+        self.following = follow_jobs(self.look_at_all_now, self.access)
+        self.watching = follow_watched(functools.partial(look_at_watched, self.database), self.access)
         self.bodies, self.reader = Bodies(settings.limits), Reader(settings.limits)
         self.work, self.retries = Work(_WORKERS), Retries()
         self.drafts = Drafts(settings, spec, self.reader, self.work)

@@ -1,6 +1,7 @@
 """The routes of the `/v1/videos` API, including our own extensions."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Annotated, Literal
 
@@ -16,6 +17,7 @@ from actors.api.http.objects import Variant, Video, VideoDeleted, VideoList, to_
 from actors.api.http.openapi import CONTENT, FINISHED, describe_create_body, describe_errors, describe_remix_body
 from actors.api.http.parameters import Ender, IdempotencyKey, Maker, Served, VideoId, Watcher, Which
 from actors.api.http.service import Accepted, Service
+from actors.api.http.watching import watch
 from actors.api.variants import VARIANTS
 from actors.jobs.errors import JobNotFound, StoreUnavailable
 from actors.jobs.store import MAX_PAGE
@@ -60,7 +62,7 @@ async def create_and_wait(request: Request, service: Served, caller: Maker, key:
     A video that isn't there in time is made on, and the answer is 202 with the video object: poll for it. One whose
     client hangs up is cancelled.
     """
-    with service.following.hold_stream(caller.owner):  # First, so that nothing is accepted that couldn't be waited for.
+    with service.streams.hold(caller.owner):  # First, so that nothing is accepted that couldn't be waited for.
         accepted = await service.submit(request, caller, key, alone=True)
         seen = await _wait_for_end(request, service, caller, accepted)
     job = seen[0]
@@ -158,6 +160,15 @@ async def retrieve(service: Served, video_id: VideoId, caller: Watcher) -> Respo
     return await asyncio.to_thread(lambda: _answer_video(service.look_now(video_id, caller.sees)))
 
 
+async def _hold_stream(
+    service: Served,
+    caller: Watcher,
+    stream: Annotated[bool, Query(description="Send a video that isn't finished yet while it is decoded.")] = False,
+) -> AsyncIterator[bool]:
+    with service.streams.hold(caller.owner) if stream else contextlib.nullcontext():
+        yield stream
+
+
 @router.get(
     "/{video_id}/content",
     summary="Download a video's file",
@@ -165,13 +176,23 @@ async def retrieve(service: Served, video_id: VideoId, caller: Watcher) -> Respo
     responses=describe_errors(404) | CONTENT,
 )
 async def content(
-    request: Request, service: Served, video_id: VideoId, caller: Watcher, variant: Which = "video"
+    request: Request,
+    service: Served,
+    video_id: VideoId,
+    caller: Watcher,
+    stream: Annotated[bool, Depends(_hold_stream)],
+    variant: Which = "video",
 ) -> Response:
     """Return the mp4 of a completed video, or a picture of it. Ranges and If-None-Match are honoured.
 
-    The images that a video begins and ends with are there from its start, as PNG in the video's size.
+    The images that a video begins and ends with are there from its start, as PNG in the video's size. With `stream=1`
+    the mp4 of a video that waits or is being made comes while it is decoded: the answer begins at once, brings a
+    fragmented mp4 that can be played as it arrives, and ends with the video. It has no length and no ranges. If the
+    video fails, the connection is cut.
     """
     job = await asyncio.to_thread(service.store.get, video_id, caller.sees)
+    if stream and variant == "video" and not job.ended:
+        return await watch(request, service, job, caller.owner)
     return await _send_content(request, service, job, variant)
 
 
@@ -232,9 +253,9 @@ async def _follow_video(
     service: Served, video_id: VideoId, caller: Watcher
 ) -> AsyncIterator[AsyncIterator[EstimatedJob]]:
     # Read the job before the answer begins, so that the status can still be 404.
-    with service.following.hold_stream(caller.owner):
+    with service.streams.hold(caller.owner):
         seen = await asyncio.to_thread(service.look_now, video_id, caller.sees)
-        async with service.following.follow(seen, caller.owner) as news:
+        async with service.following.follow(seen[0].id, seen, caller.owner) as news:
             yield news
 
 
@@ -277,7 +298,7 @@ async def _send_content(request: Request, service: Service, job: Job, variant: V
 
 
 async def _follow_to_end(service: Service, seen: EstimatedJob, caller: Caller) -> EstimatedJob:
-    async with service.following.follow(seen, caller.owner) as stream:
+    async with service.following.follow(seen[0].id, seen, caller.owner) as stream:
         async for last in stream:
             seen = last
     return seen

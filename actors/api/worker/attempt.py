@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import hashlib
 import io
 import logging
@@ -14,8 +15,10 @@ from PIL import Image
 from actors.api.catalogue import Catalogue
 from actors.api.variants import VARIANTS
 from actors.api.worker.context import WorkerContext
+from actors.api.worker.fragments import Fragments
 from actors.api.worker.previews import BrokenVideo, make_previews
 from actors.api.worker.progress import Tracker
+from actors.engine import GeneratedVideo
 from actors.errors import PipelineError, RequestFailed
 from actors.jobs.errors import CommitUncertain, LeaseLost, StoreUnavailable
 from actors.jobs.stored_request import BESIDE
@@ -37,6 +40,21 @@ class InputGone(Exception):
     """Storage works, but doesn't have an input of the job, so that another attempt wouldn't find it either."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """The stored results of a job.
+
+    Attributes:
+        names: Their names in storage, by variant.
+        warnings: What the job's owner should know about the video.
+        watchable: Whether all fragments of the video are stored, too.
+    """
+
+    names: dict[str, str]
+    warnings: tuple[str, ...]
+    watchable: bool
+
+
 class Attempt:
     """One job, from its claim until this worker has ended it or given it back."""
 
@@ -52,6 +70,7 @@ class Attempt:
         self._queue, self._storage, self._limits = context.queue, context.storage, context.settings.reliability
         self._chips = context.settings.chips
         self._tracker = Tracker(self._job, context.pace.get(self._job.request), self._chips, context.settings.dollars)
+        self._fragments = Fragments(self._queue, self._storage, self._job)
         self._start_s, self._start = time.time(), time.monotonic()
         self._stop_code: str | None = None  # Why the job must stop, once it must.
         self._lease_lost = False
@@ -84,8 +103,8 @@ class Attempt:
             renewal.cancel()
             await asyncio.wait([renewal])
 
-    async def _make(self) -> tuple[dict[str, str], tuple[str, ...]]:
-        """Make and store the results; return their names in storage, and warnings."""
+    async def _make(self) -> Results:
+        """Make and store the results."""
         try:
             request = await self._insist(_rebuild_request, self._job, self._storage, self._context.settings.catalogue)
         except Missing:
@@ -94,7 +113,19 @@ class Attempt:
             raise PipelineError("its image can't be read now") from error
         engine = self._context.engine
         plan = engine.model.plan(request)  # Planned now, since jobs outlive upgrades and their adapters may have moved.
-        video = await engine.generate(plan, id=self._job.id, on_event=self._note, priority=self._job.priority)
+        async with self._fragments.storing() as fragments:
+            video = await engine.generate(
+                plan,
+                id=self._job.id,
+                on_event=self._note,
+                priority=self._job.priority,
+                on_fragment=fragments.add,
+            )
+            names = await self._store_results(video)
+            return Results(names, video.warnings, watchable=await fragments.finish())
+
+    async def _store_results(self, video: GeneratedVideo) -> dict[str, str]:
+        """Store a video and its previews; return their names in storage."""
         results = {"video": video.mp4}
         if self._context.previews:
             size = {name: int(self._job.request[name]) for name in ("height", "width", "frames")}
@@ -107,7 +138,7 @@ class Attempt:
         await self._insist(self._queue.announce, self._job, list(names.values()))
         for variant, content in results.items():
             await self._store(names[variant], content)
-        return names, video.warnings
+        return names
 
     async def _store(self, name: str, content: bytes) -> None:
         """Write a result, however long it takes: the next job couldn't store its video either."""
@@ -139,6 +170,7 @@ class Attempt:
             try:
                 self._job.progress = self._tracker.estimate()
                 stop_code = await asyncio.to_thread(self._queue.renew_lease, self._job)
+                self._fragments.look()
             except LeaseLost:
                 self._lease_lost = True
                 making.cancel()
@@ -153,7 +185,7 @@ class Attempt:
                     making.cancel()
             await asyncio.sleep(self._limits.renewal_s)
 
-    async def _record_end(self, making: asyncio.Task[tuple[dict[str, str], tuple[str, ...]]]) -> None:
+    async def _record_end(self, making: asyncio.Task[Results]) -> None:
         job: Job | None
         try:
             if self._lease_lost:
@@ -165,13 +197,15 @@ class Attempt:
             elif (error := making.exception()) is not None:
                 job = await self._fail(error)
             else:
-                results, warnings = making.result()
-                job = await self._insist(self._queue.complete, self._job, results, warnings)
+                job = await self._insist(self._complete, making.result())
         except LeaseLost:
             log_event(log, "lost", logging.WARNING, job=self._job.id, worker=self._job.worker)
             return
         if job is not None:
             await self._clean_up(job)
+
+    def _complete(self, results: Results) -> Job:
+        return self._queue.complete(self._job, results.names, results.warnings, watchable=results.watchable)
 
     async def _fail(self, error: BaseException) -> Job | None:
         """Fail the job if the error is its own fault, else give it back. Return the job if it has ended."""

@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 _URGENT = 2  # Jobs claimed beyond `concurrency` if they are more urgent than a running one.
 _LOOK_S = 0.5  # Pause between two looks for a job while none waits.
 _AGAIN_S = 2.0  # Pause after database or pipeline didn't answer.
-_THREADS = 32  # Threads beyond one per job, so that leases are renewed even while storage hangs.
+# Threads beyond two per job, for its result and its fragments, so that leases are renewed even while storage hangs.
+_THREADS = 32
 
 
 class JobWorker:
@@ -34,7 +35,7 @@ class JobWorker:
 
     async def run(self) -> None:
         """Work until this is cancelled. Unfinished jobs are then given back for another worker to resume."""
-        threads = _THREADS + self._context.settings.concurrency + _URGENT
+        threads = _THREADS + 2 * (self._context.settings.concurrency + _URGENT)
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(threads))
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(maintain(self.name, self._context))

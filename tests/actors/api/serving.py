@@ -1,6 +1,7 @@
 """The real application over HTTP and a real worker, without Ray: a small engine makes the videos."""
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -17,7 +18,7 @@ from actors.api.http.service import Service
 from actors.api.settings import ServiceSettings
 from actors.api.worker.context import WorkerContext
 from actors.api.worker.job_worker import JobWorker
-from actors.engine import GeneratedVideo
+from actors.engine import Fragment, GeneratedVideo
 from actors.observe.span import Span
 from actors.slices.snapshots import Snapshots
 from tests.actors.small_spec import SPEC
@@ -111,18 +112,53 @@ class Engine:
                 if self.failure is not None:
                     raise self.failure
             mp4 = await asyncio.to_thread(self.video, request, id)
+            await self.decode(request, id, on_fragment)
             on_event(span(id, "decoder"))
             return GeneratedVideo(mp4, self.warnings)
         finally:
             self.under_way -= 1
 
-    def video(self, request, name="made"):
+    async def decode(self, request, id, on_fragment):
+        """Pass on the video's fragments. This engine passes on none, as one that can't stream."""
+
+    def video(self, request, name="made", on_fragment=None):
         path = self._folder / f"{name}-{next(self._files)}.mp4"  # A cancelled attempt may still write its own.
         shades = (np.arange(request.frames) * 7 + request.seed) % 256
         frames = [np.full((request.height, request.width, 3), shade, np.uint8) for shade in shades]
-        with VideoWriter(path, fps=request.fps, overwrite=True) as writer:
+        with VideoWriter(path, fps=request.fps, overwrite=True, on_fragment=on_fragment) as writer:
             writer.write(frames)
         return path.read_bytes()
+
+
+class DecodingEngine(Engine):
+    """Passes on a video's fragments: one for each `decoded.release()`.
+
+    Attributes:
+        runs: How often a decoder is lost before all is decoded.
+        fragments: Those of all runs, as they were passed on, by job.
+    """
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.decoded = threading.Semaphore(0)
+        self.losses = 0
+        self.fragments = collections.defaultdict(list)
+
+    async def decode(self, request, id, on_fragment):
+        for run in range(self.losses + 1):
+            contents = []
+            await asyncio.to_thread(self.video, self.redo(request, run), id, contents.append)
+            for index, content in enumerate(contents[: None if run == self.losses else -1]):
+                while not self.decoded.acquire(blocking=False):
+                    await asyncio.sleep(0.01)
+                if self.failure is not None:
+                    raise self.failure
+                self.fragments[id].append(content)
+                on_fragment(Fragment(run, index, content))
+
+    def redo(self, request, run):
+        """Return the request that is decoded again after a loss: normally the same."""
+        return request
 
 
 def span(job, stage, step=None, seconds=0.25):

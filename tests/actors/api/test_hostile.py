@@ -312,11 +312,11 @@ def test_a_job_that_is_followed_while_others_are_looked_at_is_not_taken_for_dele
         return seen
 
     async def both():
-        streams = following.Following(look, Access(database, 10, Limits()), 5)
-        async with streams.follow((first, None), "") as stream:
+        streams = following.follow_jobs(look, Access(database, 10, Limits()))
+        async with streams.follow(first.id, (first, None), "") as stream:
             await anext(stream)
             await asyncio.to_thread(looks.wait, 10)
-            async with streams.follow((second, None), "") as other:
+            async with streams.follow(second.id, (second, None), "") as other:
                 await anext(other)
                 go_on.set()
                 with pytest.raises(TimeoutError):  # Nothing has happened to it.

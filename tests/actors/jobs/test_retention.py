@@ -44,7 +44,7 @@ def finished(database, storage, retention=ALWAYS):
 
 
 def test_files_that_are_no_results_are_removed_and_the_rest_stays(database, storage):
-    job = finished(database, storage)
+    job = finished(database, storage, JobSettings(abandoned_s=0.0))
     assert Retention(database, storage).sweep() == (0, 1)
     assert set(storage.list()) == recorded(database) == {"inputs/a.png", "a/1/video.mp4"}
     assert JobStore(database).get(job.id).status == "completed"

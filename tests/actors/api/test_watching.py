@@ -1,0 +1,245 @@
+"""Videos are watched while they are decoded: over HTTP, with a real worker, and real fragments of real videos."""
+
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import subprocess
+import threading
+import time
+
+import httpx
+import imageio_ffmpeg
+import pytest
+
+from actors.jobs.keys import make_key, revoke_key
+from actors.jobs.tables import StoredFragment
+from actors.jobs.work import WorkQueue
+from tests.actors.api import serving
+from tests.actors.api.serving import change_limits, create, done, served, working
+from tests.actors.api.test_outages_of_a_job import unwritable
+from tests.waiting import wait_for
+from wan_tpu.storage.opening import open_storage
+
+FRAMES = 65  # Five fragments.
+
+
+@pytest.fixture
+def engine(tmp_path):
+    (tmp_path / "frames").mkdir()
+    return serving.DecodingEngine(tmp_path / "frames")
+
+
+class Viewer(threading.Thread):
+    """A client that watches a video; `received` grows, and `cut` says whether the answer ended too early."""
+
+    def __init__(self, address, job, headers=None):
+        super().__init__(daemon=True)
+        self._address, self._job, self._headers = address, job, headers
+        self.received, self.times = b"", []
+        self.answer = self.cut = None
+
+    def run(self):
+        path = f"/v1/videos/{self._job}/content"
+        with (
+            httpx.Client(base_url=self._address, timeout=60, headers=self._headers) as http,
+            http.stream("GET", path, params={"stream": 1}) as answer,
+        ):
+            self.answer, self.cut = answer, False
+            try:
+                for chunk in answer.iter_raw():
+                    self.received += chunk
+                    self.times.append(time.monotonic())
+            except httpx.RemoteProtocolError:
+                self.cut = True
+
+    def end(self):
+        """Wait for the end of the answer; return what was received, and whether it was cut."""
+        self.join(30)
+        assert not self.is_alive()
+        return self.received, self.cut
+
+
+@contextlib.contextmanager
+def watching(http, job=None, **fields):
+    """Create a job, and watch it; yield its id and the viewer."""
+    job = job or create(http, num_frames=FRAMES, **fields).json()["id"]
+    viewer = Viewer(str(http.base_url), job)
+    viewer.start()
+    wait_for(lambda: viewer.answer is not None)
+    yield job, viewer
+
+
+def count_frames(content):
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", "-", "-f", "rawvideo", "-pix_fmt", "gray", "-"]
+    decoded = subprocess.run(command, input=content, capture_output=True)
+    assert not decoded.stderr, decoded.stderr
+    return len(decoded.stdout) // (64 * 96)
+
+
+def stored(settings):
+    """Return the names of the fragments in storage."""
+    return [name for name in open_storage(settings.storage).list() if "-0" in name]
+
+
+def test_video_is_watched_while_it_is_decoded(http, settings, engine, worker):
+    engine.go.clear()
+    with watching(http) as (job, viewer):
+        assert (viewer.answer.status_code, viewer.answer.headers["content-type"]) == (200, "video/mp4")
+        assert viewer.answer.headers["cache-control"] == "no-store"
+        wait_for(lambda: http.get(f"/v1/videos/{job}").json()["step"])  # By then the worker knows of the viewer.
+        assert (viewer.received, stored(settings)) == (b"", [])
+        engine.go.set()
+        lasted = []
+        for count in range(1, 4):
+            engine.decoded.release()
+            wait_for(lambda count=count: len(stored(settings)) == count)
+            start = time.monotonic()
+            wait_for(lambda: viewer.received == b"".join(engine.fragments[job]))
+            lasted.append(viewer.times[-1] - start)
+        assert min(lasted) < 0.3  # All of them are, unless others load this machine.
+        assert 0 < count_frames(viewer.received) < FRAMES  # What has come so far is a valid file.
+        assert http.get(f"/v1/videos/{job}").json()["status"] == "in_progress"
+        for _ in range(2):
+            engine.decoded.release()
+        content, cut = viewer.end()
+    assert (content, cut) == (b"".join(engine.fragments[job]), False)
+    assert count_frames(content) == FRAMES
+    assert http.get(f"/v1/videos/{job}").json()["status"] == "completed"
+    finished = http.get(f"/v1/videos/{job}/content", params={"stream": 1})
+    assert finished.content == http.get(f"/v1/videos/{job}/content").content != content
+    assert count_frames(finished.content) == FRAMES
+    part = http.get(f"/v1/videos/{job}/content", params={"stream": 1}, headers={"Range": "bytes=4-7"})
+    assert (part.status_code, part.content) == (206, b"ftyp")
+    http.delete(f"/v1/videos/{job}").raise_for_status()
+    worker.retention.sweep()
+    assert open_storage(settings.storage).list() == {}
+
+
+def test_job_that_nobody_watches_stores_no_fragments(http, settings, engine, worker):
+    engine.decoded.release(5)
+    job = create(http, num_frames=FRAMES).json()["id"]
+    assert done(http, job)["status"] == "completed"
+    assert len(open_storage(settings.storage).list()) == 3
+
+
+def test_late_viewer_sees_everything_at_any_ingress(http, settings, engine, worker):
+    engine.decoded.release(3)
+    job = create(http, num_frames=FRAMES).json()["id"]
+    wait_for(lambda: len(engine.fragments[job]) == 3)
+    with served(settings) as other, httpx.Client(base_url=other) as client:
+        with watching(http, job) as (_, first), watching(client, job) as (_, second):
+            for viewer in (first, second):
+                wait_for(lambda viewer=viewer: viewer.received == b"".join(engine.fragments[job]))
+            engine.decoded.release(2)
+            assert first.end() == second.end() == (b"".join(engine.fragments[job]), False)
+
+
+def test_engine_without_fragments_sends_the_finished_file(http, settings, tmp_path):
+    engine = serving.Engine(tmp_path / "frames")
+    engine.go.clear()
+    with working(settings, engine), watching(http) as (job, viewer):
+        engine.go.set()
+        assert viewer.end() == (http.get(f"/v1/videos/{job}/content").content, False)
+
+
+def test_lost_decoder_continues_at_the_byte_where_it_was(http, engine, worker):
+    engine.losses = 1
+    engine.decoded.release(9)
+    with watching(http) as (job, viewer):
+        content, cut = viewer.end()
+    assert (content, cut) == (b"".join(engine.fragments[job][4:]), False)
+
+
+def test_other_pictures_never_follow_after_a_loss(http, engine, worker, caplog):
+    caplog.set_level(logging.INFO, "actors")
+    engine.losses = 1
+    engine.redo = lambda request, run: dataclasses.replace(request, seed=request.seed + run)
+    engine.decoded.release(2)
+    with watching(http) as (job, viewer):
+        wait_for(lambda: viewer.received and viewer.received == b"".join(engine.fragments[job]))
+        engine.decoded.release(7)
+        received, cut = viewer.end()
+        assert (b"".join(engine.fragments[job][:4]).startswith(received), cut) == (True, True)
+    assert done(http, job)["status"] == "completed"
+    assert [record.fields["reason"] for record in caplog.records if record.getMessage() == "download cut"] == [
+        "the video was decoded again, with other bytes"
+    ]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_killed_worker_s_successor_continues_only_the_same_bytes(http, settings, database, engine, same):
+    quick = change_limits(settings, lease_s=1.5)
+    engine.decoded.release(5)
+    with working(quick, engine):
+        done(http, create(http, num_frames=FRAMES, seed=3).json()["id"])
+    job = create(http, num_frames=FRAMES, seed=3 if same else 4).json()["id"]
+    [contents] = engine.fragments.values()
+    queue = WorkQueue(database, reliability=quick.reliability)
+    killed = queue.claim("killed")  # It is never heard of again after its second fragment.
+    for number, content in enumerate(contents[:2]):
+        publish(queue, settings, killed, number, content)
+    with watching(http, job) as (_, viewer):
+        wait_for(lambda: viewer.received == b"".join(contents[:2]))
+        engine.decoded.release(5)
+        with working(quick, engine):
+            content, cut = viewer.end()
+            assert done(http, job)["attempts"] == 2
+    assert (content, cut) == (b"".join(contents if same else contents[:2]), not same)
+
+
+def publish(queue, settings, claimed, number, content):
+    """Store a fragment as a worker does."""
+    digest = hashlib.sha256(content).hexdigest()
+    fragment = StoredFragment(
+        name=f"{claimed.id}.1.0-{number:04}.mp4", job=claimed.id, attempt=1, run=0, number=number, digest=digest
+    )
+    queue.announce(claimed, [fragment.name])
+    open_storage(settings.storage).write(fragment.name, content)
+    queue.publish_fragment(claimed, fragment)
+
+
+def test_storage_that_fails_ends_the_stream_and_not_the_job(http, settings, engine, worker, caplog):
+    engine.decoded.release()
+    with watching(http) as (job, viewer):
+        wait_for(lambda: viewer.received)
+        with unwritable(settings):
+            engine.decoded.release(4)
+            received, cut = viewer.end()
+        assert (received, cut) == (engine.fragments[job][0], True)
+        assert done(http, job)["status"] == "completed"
+    assert "fragments end" in caplog.text
+
+
+@pytest.mark.parametrize("end", ["cancel", "failure"])
+def test_video_that_fails_cuts_its_stream(http, engine, worker, end):
+    engine.decoded.release()
+    with watching(http) as (job, viewer):
+        wait_for(lambda: viewer.received)
+        if end == "cancel":
+            http.post(f"/v1/videos/{job}/cancel").raise_for_status()
+        else:
+            engine.failure = RuntimeError("a bug")
+            engine.decoded.release()
+        assert viewer.end() == (engine.fragments[job][0], True)
+    answer = http.get(f"/v1/videos/{job}/content", params={"stream": 1})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "video_not_ready")
+
+
+def test_streams_are_limited_with_events_and_end_with_their_job_and_key(settings, database):
+    ann = {"Authorization": f"Bearer {make_key(database, 'ann')}"}
+    few = dataclasses.replace(settings, limits=dataclasses.replace(settings.limits, followers=2))
+    with served(few) as address, httpx.Client(base_url=address, headers=ann) as http:
+        jobs = [create(http).json()["id"] for _ in range(2)]
+        assert http.head(f"/v1/videos/{jobs[0]}/content", params={"stream": 1}).headers["content-type"] == "video/mp4"
+        viewers = [Viewer(address, job, ann) for job in jobs]
+        for viewer in viewers:
+            viewer.start()
+            wait_for(lambda viewer=viewer: viewer.answer is not None)
+        for path in (f"/v1/videos/{jobs[0]}/content?stream=1", f"/v1/videos/{jobs[0]}/events"):
+            refused = http.get(path)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_streams")
+        http.delete(f"/v1/videos/{jobs[0]}").raise_for_status()
+        assert viewers[0].end() == (b"", True)
+        revoke_key(database, "ann")
+        assert viewers[1].end() == (b"", True)
