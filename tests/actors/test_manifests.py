@@ -115,7 +115,7 @@ def test_kustomize_renders_what_is_printed_and_an_overlay_that_stays(tmp_path, c
 
 
 @pytest.mark.parametrize("image", ["registry:5000/wan-tpu", "registry/wan-tpu@sha256:" + 64 * "0"])
-def test_overlay_leaves_an_image_without_a_tag_as_it_is(image, tmp_path, capsys):
+def test_overlay_leaves_an_image_without_a_tag_as_it_is(image, tmp_path):
     assert main(["manifests", "--image", image, "--layout", "four-pools", *MODEL, "--kustomize", str(tmp_path)]) == 0
     assert "images:" not in (tmp_path / "overlays" / "production" / "kustomization.yaml").read_text()
     overlaid = identified(rendered(tmp_path / "overlays" / "production"))

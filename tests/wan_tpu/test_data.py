@@ -188,6 +188,6 @@ def test_single_colour_is_unhealthy(colour):
     colours.check()
 
 
-def test_nan_is_named(tmp_path):
+def test_nan_is_named():
     with pytest.raises(UnhealthyResult, match="denoise_low, step 7: NaN or Inf"):
         check_finite(np.array([1, np.nan], ml_dtypes.bfloat16), "denoise_low, step 7")

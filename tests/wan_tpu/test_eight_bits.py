@@ -135,7 +135,7 @@ def test_what_is_not_finite_stays_so():
 
 
 @pytest.mark.parametrize("precision", EIGHT_BITS)
-def test_converted_once_it_is_read_as_it_is(precision, checkpoint, tmp_path, mesh, capsys):
+def test_converted_once_it_is_read_as_it_is(precision, checkpoint, tmp_path, mesh):
     """For the precision with 8-bit logits as well, which are no matter to weights."""
     source, written = checkpoint(KIND), str(tmp_path / precision)
     assert main(["weights", "convert", str(source), written, "--precision", f"{precision}-attention"]) == 0

@@ -159,7 +159,7 @@ def test_signal_that_ends_ffmpeg_says_whose_fault_it_is(name, kind, tmp_path, mo
         read_frames(video, 1)
 
 
-def test_result_that_cannot_be_written_blames_no_input(tmp_path):
+def test_result_that_cannot_be_written_blames_no_input():
     with pytest.raises(Exception, match="can't write /proc/nothing/a") as raised:
         open_storage("/proc/nothing").write("a", b"")
     assert not isinstance(raised.value, InvalidInput)

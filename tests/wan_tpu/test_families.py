@@ -57,7 +57,7 @@ def test_tokenizers_are_read_once_for_all_prompts(kind, checkpoint, monkeypatch)
     assert all((first[name][0] != second[name][0]).any() for name in first)
 
 
-def test_its_videos_are_torchs(folder, tmp_path):
+def test_its_videos_are_torchs(folder):
     pipe = load_pipeline(folder, dtype="float32", mesh=(1, 1, 1))
     video = pipe.generate(GenerationRequest(**REQUEST))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "tokenizer")

@@ -49,7 +49,7 @@ class SlowNames:
         return [HERE]
 
 
-def test_slow_names_of_an_owner_delay_no_other(monkeypatch):
+def test_slow_names_of_an_owner_delay_no_other():
     names = SlowNames()
     resolver = Resolver(threads=6, threads_of_an_owner=4, look_up=names.look_up)
 

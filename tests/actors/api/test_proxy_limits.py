@@ -212,7 +212,7 @@ def test_behind_haproxy_it_does_nothing(monkeypatch):
 
 
 @pytest.mark.soak
-def test_serves_own_proxy_holds_no_more_of_bodies_than_its_limits(tmp_path):
+def test_serves_own_proxy_holds_no_more_of_bodies_than_its_limits():
     """Measure the memory of the proxy and a replica while attackers send ten times as much."""
     environment = os.environ | {
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": haproxy.INSTEAD,
