@@ -24,7 +24,7 @@ from wan_tpu.storage.addresses import is_bucket
 from wan_tpu.storage.folder import BucketFolder, WeightFile
 
 INDEX = "model_index.json"
-MODULAR_INDEX = "modular_model_index.json"  # Of diffusers' modular pipelines, in place of the other.
+MODULAR_INDEX = "modular_model_index.json"  # Modular pipelines of diffusers have it instead.
 OWN = "wan_tpu.json"
 # The files other than weights, in a checkpoint's folder and the folders in it.
 OTHERS = ("*.json", "*.txt", "*.model", "*.jinja", "*.md", "*LICENSE*")

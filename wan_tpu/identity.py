@@ -42,7 +42,7 @@ class Source:
     stamps: Stamps = ()
 
     def check(self) -> None:
-        """Compare its content with what is there now; sources that aren't on this machine aren't checked.
+        """Check that the content is unchanged; sources that aren't on this machine aren't checked.
 
         Raises:
             InvalidInput: It has changed.
@@ -75,7 +75,7 @@ def identify(location: str) -> Source | None:
 
 
 def _ask(read: Callable[[], T], location: str) -> T | None:
-    """Return what `read` returns; None where it isn't here, or this process may not read it.
+    """Return what `read` returns; None where the file is missing, or this process may not read it.
 
     Raises:
         Unavailable: The disk fails. To take that for "not here" would let changed content pass for unchanged.

@@ -56,7 +56,7 @@ class Defaults:
     guidance_scale_2: float
     shift: float
     solver: str
-    # Whether a video has sound; None where the model makes none, so that requests, their records and digests don't say.
+    # Whether a video has sound; None where the model makes none, so that records and digests of requests omit it.
     generate_audio: bool | None = None
 
 

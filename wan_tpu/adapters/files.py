@@ -87,12 +87,12 @@ class AdapterFile(NamedTuple):
 
     @property
     def version(self) -> str:
-        """Another one when either file has changed."""
+        """A text that changes when either file does."""
         return " ".join(file.version for file in self if file is not None)
 
 
 def find(path: str) -> AdapterFile:
-    """Find the file that an adapter's path means.
+    """Find the file that an adapter's path refers to.
 
     Raises:
         InvalidRequest: There is none, or more than one.
@@ -115,7 +115,7 @@ def read(file: AdapterFile, path: str, *, header_alpha: bool = False) -> dict[st
     Args:
         file: From `find`.
         path: What the request calls it, for messages.
-        header_alpha: Whether "alpha" in the header is that of all modules, where nothing else says any.
+        header_alpha: Whether "alpha" in the header holds for all modules that have none of their own.
 
     Raises:
         InvalidRequest: Tensors aren't understood, are quantised, belong to no pair, have shapes that no factor has, or

@@ -27,8 +27,8 @@ from wan_tpu.runtime.runtime import FetchedAdapter, Runtime
 from wan_tpu_kernels.low_precision import to_8_bits
 
 HOST_BYTES = 8 * 2**30  # Adapters kept in host memory, besides running requests': 14 pairs of rank 64 of A14B.
-KEPT = 2  # Merged sets kept of an expert where a device doesn't say how much memory it has.
-Content = tuple[tuple[str, float], ...]  # Of adapters: checksums and scales.
+KEPT = 2  # Merged sets to keep per expert where a device doesn't report its memory.
+Content = tuple[tuple[str, float], ...]  # Checksums and scales of adapters.
 RANKS = 16  # Factors are padded to this times a power of two, so that few programs are compiled.
 
 
@@ -117,7 +117,7 @@ class Adapters:
                 del self._merged[key]
 
     def _make_room(self, runtime: Runtime[Any], name: str, base: Loaded) -> None:
-        """Release the least recently used sets until another one of this component fits."""
+        """Release the least recently used sets until another set for this component fits."""
         device = runtime.mesh.local_devices[0]
         needed = sum(array.addressable_shards[0].data.nbytes for array in base.params.values())
         with self._lock:
@@ -131,7 +131,7 @@ class Adapters:
 
 
 def _identify(loras: Sequence[FetchedAdapter]) -> Content:
-    """Return what decides the weights that adapters give: not what they are called, nor where they lie."""
+    """Return what determines the merged weights: adapters' checksums and scales, not their names or locations."""
     return tuple((lora.checksum, lora.scale) for lora in loras)
 
 

@@ -27,7 +27,7 @@ def precompile(
 ) -> Iterator[Precompiled]:
     """Compile every program of a resolved request for a mesh, described or real, and store each in a folder.
 
-    Those of requests with every number of images that the model takes.
+    This includes the programs for every number of images that the model accepts.
 
     Args:
         model: The model.

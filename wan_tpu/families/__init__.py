@@ -55,7 +55,7 @@ def spec_of(checkpoint: Checkpoint) -> ModelSpec:
 
 
 def _check_own_defaults(spec: ModelSpec, checkpoint: Checkpoint) -> None:
-    """Refuse own defaults that mean nothing to the model, as requests for them are: they would have no effect."""
+    """Refuse a checkpoint's defaults for settings that its model ignores, as such requests are refused."""
     own = dict(spec.own.defaults)
     if not set(own) & set(spec.unused):
         return
@@ -70,7 +70,7 @@ def _check_own_defaults(spec: ModelSpec, checkpoint: Checkpoint) -> None:
 
 
 def family_of_spec(model: ModelSpec) -> Family | None:
-    """Return the family of a spec; None for a spec of none."""
+    """Return the family of a spec; None if it belongs to none."""
     return next((family for family in FAMILIES.values() if isinstance(model, family.spec)), None)
 
 

@@ -11,7 +11,7 @@ from wan_tpu.spec import ModelSpec
 
 
 class SeededNoise:
-    """What each part of the latents begins as, and the fresh noise of later steps; all on the host.
+    """Draws the initial noise of each part of the latents, and the fresh noise of later steps, on the host.
 
     Attributes:
         spec: The model's.
@@ -24,11 +24,11 @@ class SeededNoise:
         return self._draw_noise(request, self._first_generator(request))
 
     def initial_noises(self, request: ResolvedRequest, noise: np.ndarray | None, images: int) -> dict[str, np.ndarray]:
-        """Return the noise that each part of the latents begins as, float32.
+        """Return the initial noise of each part of the latents, float32.
 
         Args:
             request: The request; its pixels aren't needed.
-            noise: Takes the place of the video's.
+            noise: Used as the video's noise in place of one that is drawn.
             images: How many images the request has.
         """
         return {VIDEO: self.initial_noise(request) if noise is None else noise}

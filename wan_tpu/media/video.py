@@ -139,7 +139,7 @@ class VideoWriter:
         """Append frames, uint8 [T, ...], all of one size; raises `OutputError` when ffmpeg gives up."""
         for frame in frames:
             if self._ffmpeg is None:
-                # An interrupt here could leave a process running that nobody knows of.
+                # An interrupt here could leak a running process.
                 with _defer_interrupt():
                     self._ffmpeg = self._start(*(frame.shape[1:] if self._planes else frame.shape[:2]))
             assert self._ffmpeg.stdin is not None

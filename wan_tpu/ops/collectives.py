@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from wan_tpu.switches import is_synchronous
 
-# Bytes of a column in a tile of registers (16 rows of bfloat16): whole tiles need no change of layout.
+# Bytes of a column in a register tile (16 rows of bfloat16). Whole tiles need no change of layout.
 TILE_BYTES = 32
 
 

@@ -1,1 +1,1 @@
-"""What compiled TPU programs cost, found out without a TPU."""
+"""The cost of compiled TPU programs, determined without a TPU."""

@@ -48,7 +48,7 @@ def analyse(
 
 @dataclass
 class _Channels:
-    """What moves data beside the TensorCore, each one transfer after the other, in the order of their starts."""
+    """The channels that move data beside the TensorCore, each one transfer at a time, in the order of their starts."""
 
     free: dict[Hashable, Times] = field(default_factory=dict)  # when each has done all that was started
     under_way: dict[str, tuple[Times, Times]] = field(default_factory=dict)  # name -> (finish, duration)
@@ -96,7 +96,7 @@ class _Walk:
         return run.now
 
     def seconds_of_kernel(self, call: KernelCall) -> float:
-        """Return the seconds of one Pallas call; 0, and noted, when nobody can price it."""
+        """Return the seconds of one Pallas call; 0 if it has no price, which is recorded."""
         cycles = self.kernel_cycles(call)
         if cycles is None:
             self.unpriced.append(f"kernel {call.name}, grid {call.grid}")

@@ -1,4 +1,4 @@
-"""What a chip's speed is measured with: above all a kernel whose bundles are known exactly.
+"""A kernel whose bundles are known exactly, by which a chip's speed is measured.
 
 It shows the clock, and what a grid step takes beyond its bundles. Its work is elementwise and stays in registers, so
 nothing can stall: what it takes is its bundles. Sixteen registers keep every arithmetic slot busy.

@@ -1,4 +1,4 @@
-"""Which files of a component's folder hold its weights, where its tensors lie in them, and what is wrong with them."""
+"""Find the files that hold a component's weights and the tensors in them, and explain what is wrong with them."""
 
 import json
 import math

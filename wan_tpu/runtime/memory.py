@@ -43,7 +43,7 @@ class DeviceRoom:
 
     def __init__(self) -> None:
         self._highest = 0  # Use that has been seen, in bytes.
-        self._at_change = 0  # Use when weights last came or went.
+        self._at_change = 0  # Use when weights were last loaded or released.
         self._work = 0  # The most that requests' arrays have taken beside the weights.
 
     def bytes_left(self, memory: Mapping[str, int]) -> int:
@@ -56,7 +56,7 @@ class DeviceRoom:
         return memory["bytes_limit"] - used - self._work - reserved
 
     def note_change(self, memory: Mapping[str, int]) -> None:
-        """Take notice that weights have come or gone; what that itself took isn't a request's need."""
+        """Record that weights were loaded or released; memory that this took isn't counted as a request's need."""
         self._at_change = memory["bytes_in_use"]
         self._highest = max(self._highest, memory["peak_bytes_in_use"])
 

@@ -37,7 +37,7 @@ class HasComponents(Protocol):
 
     @property
     def same_weights(self) -> Mapping[str, str]:
-        """Components whose weights are another one's, by name."""
+        """Components that share another component's weights, by name."""
 
     def prepare(self, component: str) -> None:
         """Read the files, such as a tokenizer's, that the host needs for a component beside its weights."""

@@ -27,7 +27,7 @@ KINDS: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-# The first bytes of files that people have in place of weights, and what to do about it. `_OTHER_FORMATS` are refused
+# The first bytes of files that people have by mistake instead of weights, and the remedy. `_OTHER_FORMATS` are refused
 # only where safetensors are expected.
 _STAND_INS = {
     b"version https://git-lfs": "a pointer of Git LFS; `git lfs pull`, or `hf download`, fetches the file itself",

@@ -1,1 +1,1 @@
-"""Where a model's files come from, and whose fault it is when one can't be read."""
+"""The sources of a model's files, whose errors are classified by whose fault they are."""

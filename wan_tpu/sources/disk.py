@@ -1,4 +1,4 @@
-"""Errors of this machine's files: one that isn't there is the caller's mistake, a failing disk is nobody's."""
+"""Errors of this machine's files: a missing file is the caller's mistake, a failing disk is not."""
 
 import errno
 from pathlib import Path
@@ -36,7 +36,7 @@ def explain_disk_error(error: OSError, path: str | Path) -> CheckpointError | Un
 def explain_unusable(
     error: Exception, path: Path, part: str, *, read_again: bool = True
 ) -> CheckpointError | Unavailable:
-    """Return the exception that says whose fault it is that another library can't make something of files.
+    """Return the exception that says whose fault it is that another library can't use files.
 
     Such libraries raise the same types for a damaged file as for a failing disk.
 

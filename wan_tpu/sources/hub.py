@@ -1,4 +1,4 @@
-"""Errors of the Hugging Face hub: a repository that it refuses is the caller's mistake, its silence is nobody's."""
+"""Errors of the Hugging Face hub: a repository that it refuses is the caller's mistake, an outage is not."""
 
 import contextlib
 from collections.abc import Iterator

@@ -187,7 +187,7 @@ def vae_encode(runtime: Runtime[Model], chunks: Sequence[jax.Array]) -> Iterator
     _, first, later = vae_programs(runtime, "vae_encoder", loaded.module, len(chunks))
     cache: Cache = ()
     for i, pixels in enumerate(chunks):
-        if not cache:  # Of keyframes nothing is kept: each is a first chunk.
+        if not cache:  # Nothing is cached between keyframes: each is a first chunk.
             moments, extremes, cache = first(loaded.params, pixels)
         else:
             moments, extremes, cache = later(loaded.params, pixels, cache)

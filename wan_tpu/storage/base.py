@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, ClassVar, NamedTuple, Protocol
 
 from wan_tpu.errors import InvalidInput, Unavailable
 
-MAX_PART_BYTES = 200  # Between slashes. File systems allow 255, and the partial file's name is longer.
+MAX_PART_BYTES = 200  # The longest part between slashes. File systems allow 255, and the partial file's name is longer.
 # Calls to a bucket that doesn't answer are repeated for this long, unless the environment variable says otherwise.
 OUTAGE_S = 120.0
 OUTAGE_VARIABLE = "WAN_TPU_STORAGE_OUTAGE_S"
@@ -84,10 +84,10 @@ class Storage(Protocol):
         """Return names that start with `prefix`, and their sizes in bytes, sorted; hidden ones are left out."""
 
     def delete(self, name: str) -> None:
-        """Remove a name; it is fine when nothing is there."""
+        """Remove a name; nothing happens if it doesn't exist."""
 
     def clean(self, older_s: float) -> None:
-        """Remove what killed writers left half written more than `older_s` seconds ago."""
+        """Remove partial files that killed writers left more than `older_s` seconds ago."""
         return
 
     def probe(self) -> None:

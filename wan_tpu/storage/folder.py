@@ -87,7 +87,7 @@ class BucketFolder:
             return self._storage.read_version(name, version, start, stop)
 
     def fetch(self, patterns: Sequence[str]) -> Path:
-        """Have all files whose names match one of the patterns ("*.json", "vae/*") here; return the folder."""
+        """Fetch all files whose names match one of the patterns ("*.json", "vae/*"); return the folder."""
         with self._explain_errors():
             for name, stored in self._objects.items():
                 if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):

@@ -77,7 +77,7 @@ class LocalStorage(Storage):
                     path = Path(folder, file)
                     name = path.relative_to(self._folder).as_posix()
                     if name.startswith(prefix) and not file.startswith("."):
-                        with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                        with contextlib.suppress(FileNotFoundError):  # It was deleted meanwhile.
                             sizes[name] = path.stat().st_size
         return dict(sorted(sizes.items()))
 
@@ -126,7 +126,7 @@ class LocalStorage(Storage):
                 ) from None
             except OSError:
                 pass  # a mounted file system without locks: as in gs://, two writers do double work but no harm
-            with contextlib.suppress(OSError):  # a full disk is said by the probe; the lock holds without its note
+            with contextlib.suppress(OSError):  # The probe reports a full disk; the lock holds without its note.
                 file.truncate(0)
                 file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
                 file.flush()
@@ -191,13 +191,13 @@ def _reading(path: Path) -> Iterator[Path]:
 
 
 def _unless_missing(error: OSError) -> None:
-    """Raise it, unless a folder isn't there yet or any more: what can't be listed now isn't empty."""
+    """Raise an error of listing, unless the folder doesn't exist: a folder that can't be listed isn't empty."""
     if not isinstance(error, FileNotFoundError):
         raise error
 
 
 def _flush(file: BinaryIO) -> None:
-    """Have what was written on the disk."""
+    """Flush what was written to the disk."""
     file.flush()
     os.fsync(file.fileno())
 

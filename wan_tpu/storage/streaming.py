@@ -1,4 +1,4 @@
-"""Prepare the streamer that reads weights from buckets, and know what it can't read."""
+"""Prepare the streamer that reads weights from buckets, and determine what it can't read."""
 
 import os
 
@@ -10,7 +10,7 @@ _client: dict[str, str] = {}  # The scheme that the streamer has a client of in 
 def can_stream(location: str) -> bool:
     """Return whether the streamer can read a path or address in this process, after setting its environment.
 
-    Its clients in C++ have names of their own for what STORAGE_EMULATOR_HOST and AWS_ENDPOINT_URL tell those in Python.
+    Its C++ clients use other variables in place of STORAGE_EMULATOR_HOST and AWS_ENDPOINT_URL.
     Its library loads the client of one service, the one that is asked first, and takes every bucket for that service's.
     """
     if not is_bucket(location):

@@ -11,7 +11,7 @@ from wan_tpu.families.shared.settings import FLOW_MATCH_EULER, check_supported, 
 
 # The published models, as wan_tpu.json may name them.
 MODELS = ("ltx-2", "ltx-2-distilled", "ltx-2.3", "ltx-2.3-distilled")
-_UPSAMPLER = "latent_upsampler"  # A folder that no index names: it belongs to another pipeline of diffusers.
+_UPSAMPLER = "latent_upsampler"  # The index doesn't name this folder, which belongs to another pipeline of diffusers.
 _CLASSES = {
     "transformer": ("LTX2VideoTransformer3DModel",),
     "connectors": ("LTX2TextConnectors",),
@@ -21,7 +21,7 @@ _CLASSES = {
     "vocoder": tuple(classes.VOCODERS),
     "scheduler": ("FlowMatchEulerDiscreteScheduler",),
 }
-# What tells the versions apart, in the transformer's configuration.
+# Keys of the transformer's configuration that distinguish the versions.
 _VERSIONS: dict[str, dict[str, bool]] = {
     "2.0": {
         "use_prompt_embeddings": True,

@@ -41,9 +41,9 @@ class Guidance:
     rescale: float = 0.0
 
 
-# The defaults of diffusers' pipelines, for LTX-2.3; LTX-2.0 was published with guidance by the negative prompt alone.
+# Defaults of diffusers' pipelines for LTX-2.3. LTX-2.0 was published with guidance by the negative prompt only.
 _OF_23 = Guidance(audio_scale=7.0, perturbation=1.0, modality=3.0, rescale=0.7)
-_PERTURBED = 28  # The layer of 48, likewise.
+_PERTURBED = 28  # The layer, of 48, that those pipelines perturb.
 
 
 def guidance_of(config: Ltx2Config) -> Guidance:

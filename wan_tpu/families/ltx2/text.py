@@ -27,7 +27,7 @@ from wan_tpu.runtime.mesh import AXES, Rule
 # devices, because no other stage runs meanwhile.
 _COLUMNS, _ROWS = (AXES, None), (None, AXES)
 _RULES = (
-    # [vocabulary, C]. Of a table that is split by channels, a TPU would copy its whole part before every look-up.
+    # [vocabulary, C]. If the table were split by channels, a TPU would copy its whole part before every look-up.
     Rule(r"embed_tokens\.weight", _COLUMNS),
     Rule(r"layers\..*\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.weight", _COLUMNS),
     Rule(r"layers\..*\.(o_proj|down_proj)\.weight", _ROWS),
@@ -65,7 +65,7 @@ def text_encoder(config: Ltx2Config) -> Component:
     """Return Gemma 3's language model, without the vision tower.
 
     Raises:
-        CheckpointError: Its configuration asks for what Gemma 3 doesn't do.
+        CheckpointError: Its configuration asks for something that Gemma 3 doesn't do.
     """
     if switched := [key for key in _UNSUPPORTED if config.text_encoder.get(key)]:
         raise CheckpointError(

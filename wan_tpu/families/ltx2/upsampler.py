@@ -37,7 +37,7 @@ def upsampler(config: Ltx2Config) -> Component:
     """Return the upsampler, replicated on every device.
 
     Raises:
-        CheckpointError: There is none, or it does something else than doubling width and height.
+        CheckpointError: There is none, or it doesn't just double width and height.
     """
     settings = config.upsampler
     if settings is None:
@@ -53,7 +53,7 @@ def upsampler(config: Ltx2Config) -> Component:
 
     def adapt(module: torch.nn.Module, mesh: Mesh) -> None:
         if settings["use_rational_resampler"]:
-            del module.get_submodule("upsampler").blur_down  # It blurs before it leaves out pixels, which it doesn't.
+            del module.get_submodule("upsampler").blur_down  # It is for shrinking, which this model doesn't do.
         lay_out(module, changes)
 
     return Component(

@@ -30,7 +30,7 @@ TEXT_TOKENS = 1024  # Rows for a prompt, and for the labels of its keyframes.
 # inputs over all devices, because no other stage runs meanwhile.
 _COLUMNS, _ROWS = (AXES, None), (None, AXES)
 _RULES = (
-    # [vocabulary, C]. Of a table that is split by channels, a TPU would copy its whole part before every look-up.
+    # [vocabulary, C]. If the table were split by channels, a TPU would copy its whole part before every look-up.
     Rule(r"embed_tokens\.weight", _COLUMNS),
     Rule(r"layers\..*\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.weight", _COLUMNS),
     Rule(r"layers\..*\.(q_proj|k_proj|v_proj)\.bias", (AXES,)),

@@ -17,7 +17,7 @@ class Publication(Protocol):
     """A family's module `published`."""
 
     def recognise(self, config: Any) -> str:
-        """Return the name of the published model with a configuration, or one that says it is another."""
+        """Return the name of the published model with a configuration, or `CUSTOM` for any other."""
 
     def defaults(self, config: Any) -> Defaults:
         """Return the published sampling settings of a model."""
@@ -57,7 +57,7 @@ class FamilySpec(ModelSpec):
 
     @functools.cached_property
     def name(self) -> str:  # type: ignore[override]
-        """Name of the published model, or the family's name for any other."""
+        """Name of the published model, or `published.CUSTOM`."""
         return self.published.recognise(self.config)
 
     @property

@@ -95,7 +95,7 @@ def check_supported(
 
 
 def _fits(value: Any, default: Any) -> bool:
-    """Return whether a value has the type of a default; with None as the default, any has."""
+    """Return whether a value has the type of a default; any type fits a default of None."""
     if default is None:
         return True
     if isinstance(default, list):

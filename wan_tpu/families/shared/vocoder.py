@@ -81,7 +81,7 @@ Half = tuple[Convolution, Snake | None]  # Half of a layer: a convolution, and t
 
 @dataclass(frozen=True)
 class Window:
-    """Which rows of a signal an array [T, C] has. What it has before and after the signal means nothing.
+    """The rows of a signal that an array [T, C] holds; its rows outside of the signal are meaningless.
 
     Attributes:
         first: The number of its first row; negative before the signal.

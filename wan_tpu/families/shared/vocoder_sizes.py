@@ -1,4 +1,4 @@
-"""The sizes of a vocoder's layers: whether our operations have them, and how far its samples reach."""
+"""The sizes of a vocoder's layers: whether our operations support them, and how far a sample depends on its signal."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -117,7 +117,7 @@ class WanModel(Model):
     def clip_pixels(self, request: ResolvedRequest) -> np.ndarray:
         """Return the image, or both, as CLIP takes them, float32 [1 or 2, 3, 224, 224] (sizes from the checkpoint).
 
-        CLIP sees what the video begins with: the middle of an image whose shape differs.
+        CLIP sees the frame that the video begins with: the middle of an image that has another shape.
         """
         size, slack = (request.height, request.width), self.spec.shape_slack
         images = [

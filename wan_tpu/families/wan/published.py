@@ -22,7 +22,7 @@ class WanConfig:
 
     Attributes:
         shift: Of the scheduler's flow schedule.
-        solver: What the scheduler's class is called here, "unipc" or "euler".
+        solver: Our name of the scheduler's class, "unipc" or "euler".
         resolution: "480p" or "720p" where the checkpoint's name says so: Wan 2.1 I2V was published as two models whose
             files say the same. "" where it doesn't.
     """

@@ -1,4 +1,4 @@
-"""Wan's VAE on strips of a picture: the arithmetic of diffusers' AutoencoderKLWan, with kernels made for it.
+"""Wan's VAE on strips of a picture: the arithmetic of diffusers' AutoencoderKLWan, with kernels written for it.
 
 diffusers' module has the structure, the parameters' names and their values; the arithmetic is here. Its three
 elementwise passes before and after every convolution are parts of the convolution (`causal_conv`), and resampling is
