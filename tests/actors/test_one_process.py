@@ -12,6 +12,7 @@ from actors.engine import GeneratedVideo
 from actors.observe.timeline import compute_figures
 from tests.conftest import PHOTO
 from wan_tpu import GenerationRequest, InvalidInput, cli
+from wan_tpu.media.reading import read_frames
 from wan_tpu.storage.opening import open_storage
 
 KIND = "wan2.2-i2v-a14b"
@@ -25,9 +26,9 @@ def engine(pipeline):
     engine.close()
 
 
-def generate(engine, request, spans=None):
+def generate(engine, request, spans=None, on_fragment=None):
     plan, on_event = engine.model.plan(request), ([] if spans is None else spans).append
-    work = engine.generate(plan, id="cat", on_event=on_event)
+    work = engine.generate(plan, id="cat", on_event=on_event, on_fragment=on_fragment)
     return asyncio.run(asyncio.wait_for(work, 120))
 
 
@@ -47,6 +48,20 @@ def test_one_process_engine_generates_the_pipeline_s_video(engine, pipeline, tmp
     figures = compute_figures(spans)
     assert 0 < figures.busy["this process"] < 1  # reading weights and compiling don't count
     assert figures.overlap == 0
+
+
+def test_fragments_come_with_the_same_video(engine, tmp_path):
+    request, fragments = GenerationRequest(**FIELDS, image=PHOTO), []
+
+    def fail(fragment):
+        fragments.append(fragment)
+        raise ValueError("nobody is there")
+
+    assert generate(engine, request, on_fragment=fail) == generate(engine, request)
+    [fragment] = fragments
+    assert (fragment.run, fragment.index, fragment.content[4:8]) == (0, 0, b"ftyp")
+    (tmp_path / "video.mp4").write_bytes(fragment.content)
+    assert len(read_frames(tmp_path / "video.mp4", 1)) == 1
 
 
 def test_error_of_a_stage_reaches_the_caller(engine):

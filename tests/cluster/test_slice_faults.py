@@ -195,7 +195,7 @@ def test_an_idle_slice_with_a_stopped_host_can_be_checked_and_closed(cluster, al
 def test_an_exception_on_one_host_destroys_the_gang_unless_it_is_beside_the_lockstep(cluster, all_free):
     """One host may fail to read an adapter or a disk; no other host waits for it in a collective."""
     running = Slice(TWO_HOSTS, SmallHost, name="low/0", timeouts=QUICK)
-    for rank, group in ((0, "side"), (1, "side"), (1, "save"), (1, "network")):
+    for rank, group in ((0, "side"), (1, "side"), (1, "save"), (1, "network"), (1, "stream")):
         with pytest.raises(
             CallFailed, match=rf"low/0: fail raised on host {1 - rank} of 2 .*poison on {rank}"
         ) as raised:

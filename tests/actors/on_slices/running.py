@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import ray
 
-from actors.engine import GeneratedVideo
+from actors.engine import Fragment, GeneratedVideo
 from actors.errors import RequestFailed
 from actors.observe.span import Span
 from actors.observe.status_actor import StatusActor
@@ -34,6 +34,7 @@ class RunningRequest:
     def __init__(self, id: str) -> None:
         self.id = id
         self.spans: list[Span] = []
+        self.fragments: list[Fragment] = []
         self.changed = threading.Condition()
         self.future: Future[GeneratedVideo] = Future()
         self.task: asyncio.Task[GeneratedVideo] | None = None
@@ -83,15 +84,20 @@ class Running:
         request: GenerationRequest,
         pipeline: PipelineDriver | None = None,
         priority: int = 0,
+        *,
+        fragments: bool = False,
     ) -> RunningRequest:
         making = RunningRequest(id)
+        on_fragment = making.fragments.append if fragments else None
 
         async def run() -> None:
             making.task = asyncio.current_task()
             try:
                 driver = pipeline or self.pipeline
                 plan = driver.model.plan(request)
-                video = await driver.generate(plan, id=id, on_event=making.on_event, priority=priority)
+                video = await driver.generate(
+                    plan, id=id, on_event=making.on_event, priority=priority, on_fragment=on_fragment
+                )
             except BaseException as error:
                 if isinstance(error, RequestFailed) and error.code != "lost":
                     await driver.forget(id)

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 
+from actors.engine import Fragment
 from actors.pipeline.driver import PipelineDriver
 from actors.slices.snapshots import Snapshots
 from tests.actors.on_slices.conftest import REQUEST, SHORT
@@ -96,10 +97,27 @@ def test_requests_survive_their_killed_replica(running, undisturbed):
 
 def test_a_killed_decoder_costs_no_step(running, undisturbed):
     [leader] = running.leaders("decoder")
-    making = running.start("decoder", REQUEST)
+    making = running.start("decoder", REQUEST, fragments=True)
     making.wait_for("denoise_low", ALL - 10)
     kill(leader)
     check(making, undisturbed)
+    runs = {fragment.run for fragment in making.fragments}
+    assert making.fragments == [Fragment(run, 0, making.fragments[0].content) for run in range(len(runs))]
+
+
+@pytest.mark.soak
+def test_decoder_lost_in_the_middle_sends_its_fragments_again(running):
+    request = replace(REQUEST, height=256, width=256, frames=81, steps=2)
+    expected = running.start("whole", request, fragments=True)
+    video, victim = expected.video(), running.host("decoder")
+    making = running.start("cut", request, fragments=True)
+    wait_for(lambda: len(making.fragments) > 1, "its second fragment")
+    kill(victim)
+    assert making.video() == video
+    again = [replace(fragment, run=0) for fragment in making.fragments if fragment.run == 1]
+    assert again == expected.fragments
+    before = [fragment for fragment in making.fragments if fragment.run == 0]
+    assert 1 < len(before) < len(again) and before == again[: len(before)]
 
 
 def test_lost_objects_are_encoded_again(running, undisturbed):

@@ -37,6 +37,7 @@ from tests.wan_tpu import adapter_files
 from wan_tpu import load_pipeline
 from wan_tpu.data import DenoiseState
 from wan_tpu.families import open_spec
+from wan_tpu.media.reading import read_frames
 
 HIGH, ALL = 36, 100  # steps
 
@@ -44,7 +45,7 @@ HIGH, ALL = 36, 100  # steps
 @pytest.fixture(scope="module")
 def first(running):
     """The request when nothing happens."""
-    making = running.start("first", SHORT)
+    making = running.start("first", SHORT, fragments=True)
     making.video()
     return making
 
@@ -63,6 +64,17 @@ def test_the_video_is_that_of_one_process(reference, first):
     assert "2" in str(expected["mesh"])
     assert video == expected["mp4_on_meshes"].tobytes()  # bit for bit on the same meshes
     assert expected["pixels_on_meshes"].std() > 0.05
+
+
+def test_fragments_are_the_video_that_others_have_without_them(running, first, tmp_path):
+    joined, finished = tmp_path / "joined.mp4", tmp_path / "finished.mp4"
+    joined.write_bytes(b"".join(fragment.content for fragment in first.fragments))
+    without = running.start("without", SHORT)
+    finished.write_bytes(without.video())
+    assert (without.video(), without.fragments) == (first.video(), [])
+    frames, expected = (np.stack(read_frames(path, SHORT.frames)) for path in (joined, finished))
+    assert np.array_equal(frames, expected)
+    assert [(fragment.run, fragment.index) for fragment in first.fragments] == [(0, 0)]  # of so few frames
 
 
 def test_a_poisoned_request_fails_alone(running, undisturbed):

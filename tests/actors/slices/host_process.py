@@ -125,9 +125,23 @@ begin_and_step("a", snapshots)
 beside.join()
 state = handed("state", host.collect("a").payload)
 assert (state.step, len(state.arrays)) == (4, 1)
-host.prepare_decode("a", later.request, state)
+host.prepare_decode("a", later.request, state, fragments=True)
+fragments = []
+
+
+def take_fragments():
+    may_follow = True
+    while may_follow:
+        taken, may_follow = host.take_fragments("a")
+        fragments.extend(taken)
+
+
+taking = threading.Thread(target=take_fragments)
+taking.start()  # in a lane of its own
 video = handed("video", host.decode("a").payload)
+taking.join()
 assert bytes(unpack(video).mp4[4:8]) == b"ftyp"
+assert len(fragments) == (rank == 0)  # of so few frames
 assert host.list_keys() == ["b"]
 now = {name: len(program._compiled) for name, program in runtime.programs.items()}
 assert now == compiled, f"warm_up missed some: {compiled}, {now}"
