@@ -147,6 +147,9 @@ def test_a_circle_is_found():
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
 
 
+BUILT_ON = {"helios": "wan"}  # A family whose models are another's with changes imports its modules.
+
+
 def test_nothing_outside_its_folder_names_a_family():
     """Neither its modules, nor its classes, nor its models: all is found by what families register."""
     files = {file: file.read_text() for package in PACKAGES for file in FOLDERS[package].rglob("*.py")}
@@ -156,7 +159,7 @@ def test_nothing_outside_its_folder_names_a_family():
             if (ROOT / "wan_tpu" / "families" / family.name) in file.parents:
                 continue
             used = {name for name in names(file) if name.startswith(f"wan_tpu.families.{family.name}")}
-            assert not used, f"{file} imports {used}"
+            assert not used or BUILT_ON.get(file.parent.name) == family.name, f"{file} imports {used}"
             match = named.search(text)
             assert not match, f"{file} names {match[0]}"
 

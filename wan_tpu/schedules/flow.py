@@ -84,16 +84,21 @@ def unipc_at(noise: tuple[float, ...], first: int = 0) -> Schedule:
 
     `first` is the step that is run first, without a history.
     """
-    sigmas, steps = np.array(noise, np.float64), len(noise)
+    sigmas = np.array(noise, np.float64)
     if abs(sigmas[0] - 1) < 1e-6:
         sigmas[0] -= 1e-6  # log(1 - sigma) must stay finite.
     timesteps = (sigmas * TRAIN_TIMESTEPS).astype(np.int64).astype(np.float32)
     # diffusers keeps its sigmas in float32. Near 1 that moves log(1 - sigma) by a percent, so a checkpoint's published
     # results were made with the rounded values, not the exact ones.
     sigmas = np.append(sigmas, 0).astype(np.float32).astype(np.float64)
-    later = [_unipc_step(sigmas[first:], i) for i in range(steps - first)]
-    matrices = np.stack([*[np.zeros_like(later[0])] * first, *later])
+    later = unipc_matrices(sigmas[first:])
+    matrices = np.concatenate([np.zeros((first, *later.shape[1:])), later])
     return make_schedule(timesteps, sigmas[:-1], matrices)
+
+
+def unipc_matrices(sigmas: np.ndarray) -> np.ndarray:
+    """Return UniPC's steps from each noise level to the next, float64 [S, 4, 5] for S + 1 levels."""
+    return np.stack([_unipc_step(sigmas, i) for i in range(len(sigmas) - 1)])
 
 
 def _unipc_step(sigmas: np.ndarray, i: int) -> np.ndarray:

@@ -89,18 +89,18 @@ def velocity(
     def method(
         module: Any, latents: torch.Tensor, times: torch.Tensor, keys: Any
     ) -> tuple[jax.Array, jax.Array | None]:
-        embedding, modulation = _embed_time(module, times, latents.dtype)
+        embedding, modulation = embed_time(module, times, latents.dtype)
         patch = module.config.patch_size
         tokens = patchify(to_jax(latents), patch)
         block = 1 if attention_density is None else QUERY_BLOCK
         layout = token_layout(mesh, keys["key"].shape[1], len(tokens), module.config.num_attention_heads, block)
         tables = rope_tables(module, [n // p for n, p in zip(latents.shape[2:], patch, strict=True)])
-        return _Step(module, mesh, layout, first_tokens, len(tokens), attention_density).run(
+        return Step(module, mesh, layout, first_tokens, len(tokens), attention_density).run(
             Inputs(
                 tokens=pad_rows(tokens, layout.padded),
                 tables=tuple(pad_rows(table, layout.padded) for table in tables),
                 modulation=to_jax(modulation).astype(jnp.float32),
-                head=_head_modulation(module, embedding).astype(jnp.float32),
+                head=head_modulation(module, embedding).astype(jnp.float32),
                 keys=to_jax(keys),
                 blocks=to_jax(dict(module.blocks.template.named_parameters())),
                 outer=_outer(module),
@@ -112,7 +112,7 @@ def velocity(
 
 
 class Inputs(NamedTuple):
-    """The inputs of one step's blocks; `_Step._specs` has their shardings.
+    """The inputs of one step's blocks; `Step._specs` has their shardings.
 
     Attributes:
         tokens: [L, patch values].
@@ -135,11 +135,11 @@ class Inputs(NamedTuple):
     reuse: Reuse | None = None
 
 
-class _Step:
-    """One step's blocks inside a `jax.shard_map`."""
+class Step:
+    """One step's blocks inside a `jax.shard_map`; a transformer that differs overrides what does."""
 
     def __init__(
-        self, module: Any, mesh: Mesh, layout: TokenLayout, first_tokens: int, tokens: int, density: float | None
+        self, module: Any, mesh: Mesh, layout: TokenLayout, first_tokens: int, tokens: int, density: float | None = None
     ) -> None:
         """Prepare a step over `tokens` tokens; `density` is the attention density, None for attention to all keys."""
         platform, config = mesh.devices.flat[0].platform, module.config
@@ -190,7 +190,7 @@ class _Step:
                 (hidden, self._layer_keys(inputs.keys, index)),
             )
 
-        embedded = ops.linear(inputs.tokens, outer["patch_embedding.weight"], outer["patch_embedding.bias"])
+        embedded = self.embed(inputs)
         start = jnp.broadcast_to(embedded, (self._local_branches, *embedded.shape))
         depth = len(inputs.keys["key"])
         residual = None
@@ -211,6 +211,19 @@ class _Step:
             return ops.linear(normed, outer["proj_out.weight"], outer["proj_out.bias"]).astype(jnp.float32)
 
         return map_branches(head, hidden), residual
+
+    def embed(self, inputs: Inputs) -> jax.Array:
+        """Return the hidden state before the first layer, [t, C]."""
+        weight, bias = (inputs.outer[f"patch_embedding.{name}"] for name in ("weight", "bias"))
+        return self._ops.linear(inputs.tokens, weight, bias)
+
+    def scale_keys(self, keys: tuple[jax.Array, ...], w: Params, first_rows: jax.Array) -> tuple[jax.Array, ...]:
+        """Return the keys of self-attention, in parts as in `Projections.key`, as they are attended to."""
+        return keys
+
+    def text_gate(self, channels: int, first_rows: jax.Array) -> dict[str, Any]:
+        """Return options of `linear` that let only some rows take what cross-attention returns; none by default."""
+        return {}
 
     def _layer_keys(self, keys: TextKeys, layer: jax.Array) -> TextKeys:
         """Return keys and values of one layer, each [B of this device, L, C]."""
@@ -255,7 +268,7 @@ class _Step:
             normalise(x, 1 + scale, shift, "attn1.to_q", first_rows=first_rows),
             Projections(
                 query=lambda rows: rotate("q", rows, self._query_scale),
-                key=lambda rows: rotate("k", rows, 1, parts=self._key_parts),
+                key=lambda rows: self.scale_keys(rotate("k", rows, 1, parts=self._key_parts), w, first_rows),
                 value=lambda rows: project("attn1.to_v", rows, groups=self._groups),
             ),
             heads=self._heads,
@@ -281,7 +294,7 @@ class _Step:
         if "image_key" in keys:
             image = keys["image_key"], keys["image_value"]
             attended = attended + attention(q, *image, heads=self._heads, platform=self._platform)
-        x = project("attn2.to_out.0", attended, residual=x)
+        x = project("attn2.to_out.0", attended, residual=x, **self.text_gate(x.shape[1], first_rows))
 
         normed = normalise(x, 1 + ffn_scale, ffn_shift, "ffn.net.0.proj", first_rows=first_rows)
         inner = project("ffn.net.0.proj", normed, activation="gelu_tanh")
@@ -296,7 +309,7 @@ _BESIDE = ("ffn.net.0.proj.weight", "ffn.net.2.weight")  # Weights gathered whil
 _USED_BY_TEXT_KEYS = ("attn2.to_k", "attn2.to_v", "attn2.norm_k", "attn2.add_", "attn2.norm_added_k")
 
 
-def _embed_time(module: Any, times: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def embed_time(module: Any, times: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the embedding [M, C] of times [M], and the blocks' modulation [M, 6, C]."""
     embedder = module.condition_embedder
     wave = embedder.timesteps_proj(times).to(next(iter(embedder.time_embedder.parameters())).dtype)
@@ -304,7 +317,7 @@ def _embed_time(module: Any, times: torch.Tensor, dtype: torch.dtype) -> tuple[t
     return embedding, embedder.time_proj(embedder.act_fn(embedding)).unflatten(1, (6, -1))
 
 
-def _head_modulation(module: Any, embedding: torch.Tensor) -> jax.Array:
+def head_modulation(module: Any, embedding: torch.Tensor) -> jax.Array:
     """Return shift and scale before the output, [2, M, C]."""
     return to_jax(module.scale_shift_table + embedding[:, None]).swapaxes(0, 1)
 

@@ -1,0 +1,103 @@
+"""How a video is divided: chunks of nine latent frames, and in each chunk segments of growing size.
+
+A chunk is denoised after the ones before, which it sees as its history. All functions here are pure; `noise.py` beside
+this file draws. For each chunk, in order:
+
+    segments = list_segments(pyramid, shape, patch, steps, chunk)
+    latents = draw_first(shape, pyramid.stages, generator)                             # noise.py
+    latents after a segment's steps, then for each other segment:
+    alpha, beta = segment.mixing
+    latents = alpha * enlarge(latents) + beta * draw_between(segment.shape, patch, gamma, generator)
+    history of the next chunk = make_history(shape, [*chunks, latents], anchor=None)
+
+Shapes: [1, C, T, H, W] of latents, one letter a dimension as everywhere.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import jax
+import numpy as np
+
+from wan_tpu.families.helios.published import CHUNK_FRAMES, HISTORY, PyramidConfig
+from wan_tpu.families.helios.schedule import mixing_factors, stage_schedule
+from wan_tpu.schedules.schedule import Schedule
+
+Array = TypeVar("Array", np.ndarray, jax.Array)
+# What `make_history` names, the farthest first, which is also the order of their tokens.
+LONG, MID, SHORT = "history_long", "history_mid", "history_short"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Steps of one chunk at one size.
+
+    Attributes:
+        shape: [1, C, T, H, W] of the latents.
+        schedule: The numbers of its steps, which begin without a solver history (zeros).
+        mixing: The factors of the enlarged latents of the segment before, and of the noise that is added to them; None
+            for the first segment.
+    """
+
+    shape: tuple[int, ...]
+    schedule: Schedule
+    mixing: tuple[float, float] | None
+
+
+def count_chunks(frames: int, frame_stride: int = 4) -> int:
+    """Return how many chunks a video of so many frames takes, the last of which is made whole."""
+    return max(1, -(-frames // ((CHUNK_FRAMES - 1) * frame_stride + 1)))
+
+
+def segment_shapes(shape: Sequence[int], stages: int) -> list[tuple[int, ...]]:
+    """Return the shapes of a chunk's latents from the smallest to [1, C, T, H, W], each twice as high and wide."""
+    return [(*shape[:3], *(size >> (stages - 1 - stage) for size in shape[3:])) for stage in range(stages)]
+
+
+def list_segments(
+    pyramid: PyramidConfig, shape: Sequence[int], patch: Sequence[int], steps: Sequence[int], *, amplified: bool = False
+) -> list[Segment]:
+    """Return the segments of a chunk.
+
+    Args:
+        pyramid: The model's settings.
+        shape: [1, C, T, H, W] of the finished chunk.
+        patch: Latent frames, rows and columns of a token.
+        steps: How many steps each segment has.
+        amplified: Whether a distilled model takes twice as many, as the published settings do in the first chunk.
+    """
+    segments = []
+    for stage, size in enumerate(segment_shapes(shape, pyramid.stages)):
+        tokens = int(np.prod(size[2:])) // int(np.prod(patch))
+        schedule = stage_schedule(pyramid, stage, steps[stage], tokens, amplified=amplified)
+        segments.append(Segment(size, schedule, mixing_factors(pyramid, stage) if stage else None))
+    return segments
+
+
+def enlarge(latents: Array) -> Array:
+    """Return latents [1, C, T, H, W] twice as high and wide: each value becomes a square of four."""
+    return latents.repeat(2, axis=3).repeat(2, axis=4)
+
+
+def make_history(
+    shape: Sequence[int], chunks: Sequence[np.ndarray], anchor: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
+    """Return what all steps of a chunk see of the chunks before it: the last frames, and always the first.
+
+    Args:
+        shape: [1, C, T, H, W] of a chunk.
+        chunks: The chunks before, each of that shape.
+        anchor: [1, C, 1, H, W], a first frame in place of the first chunk's.
+
+    Returns:
+        Arrays float32 [1, C, 16, H, W], [1, C, 2, H, W] and [1, C, 2, H, W], the last of which begins with the first
+        frame; zeros where there is nothing.
+    """
+    frames = sum(HISTORY)
+    zeros = np.zeros((*shape[:2], frames, *shape[3:]), np.float32)
+    before = np.concatenate([zeros, *chunks], axis=2)[:, :, -frames:]
+    long, mid, last = np.split(before, np.cumsum(HISTORY[:-1]), axis=2)
+    if anchor is None:
+        anchor = chunks[0][:, :, :1] if len(chunks) else zeros[:, :, :1]
+    return {LONG: long, MID: mid, SHORT: np.concatenate([anchor, last], axis=2)}

@@ -1,0 +1,60 @@
+"""The noise of a chunk, drawn as diffusers draws it: in float32, all from one generator.
+
+Shapes: C channels, T frames, H W latent height and width.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+
+def draw_first(shape: Sequence[int], stages: int, generator: torch.Generator) -> np.ndarray:
+    """Return what the first of several stages begins as, of the size of that stage.
+
+    Args:
+        shape: [1, C, T, H, W] of the finished chunk.
+        stages: How many there are.
+        generator: The request's.
+    """
+    noise = torch.randn(tuple(shape), generator=generator, dtype=torch.float32).numpy()
+    for _ in range(stages - 1):
+        noise = _halve(noise)
+    return noise
+
+
+def _halve(noise: np.ndarray) -> np.ndarray:
+    """Return noise at half the height and width: half the sum of four independent values has their variance."""
+    (upper, lower) = (noise[..., row::2, :] for row in range(2))
+    half: np.ndarray = ((upper[..., ::2] + upper[..., 1::2]) + (lower[..., ::2] + lower[..., 1::2])) * np.float32(0.5)
+    return half
+
+
+def draw_between(shape: Sequence[int], patch: Sequence[int], gamma: float, generator: torch.Generator) -> np.ndarray:
+    """Return the noise that is mixed into enlarged latents, correlated within each token's square.
+
+    With gamma 1/3 the values of a square nearly add up to 0.
+
+    Args:
+        shape: [1, C, T, H, W] of the enlarged latents.
+        patch: Latent frames, rows and columns of a token.
+        gamma: The correlation of two values of a square, negated and relative to their variance of 1.
+        generator: The request's.
+    """
+    _, channels, frames, height, width = shape
+    rows, columns = patch[1:]
+    grid = height // rows, width // columns
+    drawn = torch.randn((channels * frames * grid[0] * grid[1], rows * columns), generator=generator)
+    # Rows of the drawn array are squares, whose values lie next to each other.
+    noise = drawn.numpy() @ square_factor(rows * columns, gamma).astype(np.float32).T
+    array: np.ndarray = noise.reshape(1, channels, frames, *grid, rows, columns).transpose(0, 1, 2, 3, 5, 4, 6)
+    return array.reshape(tuple(shape))
+
+
+def square_factor(values: int, gamma: float) -> np.ndarray:
+    """Return the Cholesky factor of the covariance within a square, float64 [values, values].
+
+    The covariance is nearly singular at the published gamma: float32 would round an eigenvalue of 1e-8 below 0.
+    """
+    covariance = np.eye(values) * (1 + gamma) - gamma + np.eye(values) * 1e-8
+    return np.linalg.cholesky(covariance)

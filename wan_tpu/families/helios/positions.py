@@ -1,0 +1,62 @@
+"""The angles of a Helios transformer's tokens, on the host: an argument of its programs.
+
+A chunk lies behind its history on one time axis that begins anew with every chunk, so its tables never change. Tokens
+of the mid and long history stand for several positions: their cosines and sines are the means of those positions'.
+
+Shapes: T H W frames, rows and columns, L tokens, D head width.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from wan_tpu.families.helios.published import HISTORY
+
+POOLED = {"long": 4, "mid": 2}  # How many positions along each axis one token stands for.
+
+
+def rotary_tables(
+    config: Mapping[str, Any], grid: Sequence[int], history_size: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return cosines and sines, float32 [L, D] each, for pairs (i, i + D/2): [cos, cos] and [-sin, sin].
+
+    The tokens are those of the long, mid and short history, and of the chunk.
+
+    Args:
+        config: The transformer's configuration.
+        grid: (T, H, W) of the chunk's tokens, at the size at which it is denoised.
+        history_size: (H, W) of the short history's tokens, those of a finished chunk.
+    """
+    ends = np.cumsum((1, *HISTORY, grid[0]))
+    long, mid, last, chunk = (np.arange(ends[i], ends[i + 1]) for i in range(4))
+    tables = [
+        _pool(_angles(config, long, history_size), POOLED["long"]),
+        _pool(_angles(config, mid, history_size), POOLED["mid"]),
+        _angles(config, np.append(0, last), history_size),
+        _angles(config, chunk, grid[1:]),
+    ]
+    cos, sin = np.concatenate([table.reshape(-1, *table.shape[3:]) for table in tables]).swapaxes(0, 1)
+    return np.concatenate([cos, cos], axis=1), np.concatenate([-sin, sin], axis=1)
+
+
+def _angles(config: Mapping[str, Any], frames: np.ndarray, size: Sequence[int]) -> np.ndarray:
+    """Return cosines and sines of each pair, float32 [T, H, W, 2, D/2]."""
+    grid = np.meshgrid(frames, *(np.arange(n) for n in size), indexing="ij")
+    angles = []
+    for positions, width in zip(grid, config["rope_dim"], strict=True):
+        exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
+        frequencies = np.float32(1) / np.float32(config["rope_theta"]) ** exponents
+        angles.append(positions[..., None].astype(np.float32) * frequencies)
+    joined = np.concatenate(angles, axis=-1)
+    return np.stack([np.cos(joined), np.sin(joined)], axis=3)
+
+
+def _pool(table: np.ndarray, count: int) -> np.ndarray:
+    """Return the means of cubes of positions; the last position is repeated to fill the last cubes."""
+    padding = [(0, -n % count) for n in table.shape[:3]]
+    table = np.pad(table, (*padding, (0, 0), (0, 0)), mode="edge")
+    frames, height, width = (n // count for n in table.shape[:3])
+    cubes = table.reshape(frames, count, height, count, width, count, *table.shape[3:])
+    pooled: np.ndarray = cubes.mean(axis=(1, 3, 5), dtype=np.float32)
+    return pooled

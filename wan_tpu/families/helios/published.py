@@ -1,0 +1,124 @@
+"""The published Helios models: configurations, with which they compile without weights, and sampling settings.
+
+Helios (arXiv 2603.04379) is Wan 2.1 T2V 14B that continues a video: its text encoder and VAE are Wan's, and its
+transformer has three more patch embeddings, for the frames before. Sources: the model_index.json and config.json files
+of BestWishYsh/Helios-Base, -Mid and -Distilled on the Hugging Face hub; sampling settings from the same repositories'
+model cards, and from docs/source/en/api/pipelines/helios.md of diffusers.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from wan_tpu.families.wan.published import TEXT_TOKENS as TEXT_TOKENS  # Prompts have as many tokens as Wan's.
+from wan_tpu.families.wan.published import UMT5_XXL, VAE_21
+from wan_tpu.request import Defaults
+
+CUSTOM = "a custom Helios"
+CHUNK_FRAMES = 9  # Latent frames of a chunk, 33 frames: a default of the pipelines that no file has.
+# Latent frames of the long, mid and short history, besides the anchor: likewise a default of the pipelines.
+HISTORY = (16, 2, 1)
+
+
+@dataclass(frozen=True)
+class PyramidConfig:
+    """The settings of a HeliosScheduler or HeliosDMDScheduler that differ between models.
+
+    Attributes:
+        stages: Sizes that a chunk is denoised at, each twice the one before; 1 denoises it at its own size only.
+        stage_range: The share of the training schedule at which each stage begins, and 1.
+        gamma: How strongly the noise between stages is correlated within the square that a pixel becomes.
+        shift: Of the training schedule.
+        dynamic: Whether each stage's schedule is shifted by its number of tokens.
+        shift_type: How: "exponential" or "linear".
+        solver: "unipc", "euler", or "dmd" for a distilled model, which makes a whole estimate in every step.
+    """
+
+    stages: int = 3
+    stage_range: tuple[float, ...] = (0, 1 / 3, 2 / 3, 1)
+    gamma: float = 1 / 3
+    shift: float = 1.0
+    dynamic: bool = False
+    shift_type: str = "exponential"
+    solver: str = "unipc"
+
+
+@dataclass(frozen=True)
+class HeliosConfig:
+    """The configuration of a Helios model, from a checkpoint or as published.
+
+    Attributes:
+        scaled_guidance: Whether guidance is CFG-Zero*: the negative prompt's velocity is scaled to fit the prompt's,
+            and the first steps of a chunk leave the noise alone.
+    """
+
+    transformer: dict[str, Any]
+    vae: dict[str, Any]
+    text_encoder: dict[str, Any]
+    text_encoder_class: str
+    pyramid: PyramidConfig
+    scaled_guidance: bool = False
+
+    @property
+    def distilled(self) -> bool:
+        """Whether the model was distilled to few steps without guidance."""
+        return self.pyramid.solver == "dmd"
+
+
+# The values are also the defaults of diffusers' class, for keys that a file lacks.
+# fmt: off
+TRANSFORMER: dict[str, Any] = {
+    "patch_size": [1, 2, 2], "num_attention_heads": 40, "attention_head_dim": 128, "in_channels": 16,
+    "out_channels": 16, "text_dim": 4096, "freq_dim": 256, "ffn_dim": 13824, "num_layers": 40,
+    "cross_attn_norm": True, "qk_norm": "rms_norm_across_heads", "eps": 1e-6, "added_kv_proj_dim": None,
+    "rope_dim": [44, 42, 42], "rope_theta": 10000.0, "guidance_cross_attn": True, "zero_history_timestep": True,
+    "has_multi_term_memory_patch": True, "is_amplify_history": False, "history_scale_mode": "per_head",
+}
+# fmt: on
+
+
+def _configuration(pyramid: PyramidConfig, *, scaled_guidance: bool = False) -> HeliosConfig:
+    return HeliosConfig(TRANSFORMER, VAE_21, UMT5_XXL, "UMT5EncoderModel", pyramid, scaled_guidance)
+
+
+PUBLISHED: dict[str, HeliosConfig] = {
+    "helios-base": _configuration(PyramidConfig(stages=1, dynamic=True)),
+    "helios-mid": _configuration(PyramidConfig(dynamic=True), scaled_guidance=True),
+    "helios-distilled": _configuration(PyramidConfig(dynamic=True, shift_type="linear", solver="dmd")),
+}
+# Steps of a chunk, and of each stage where there are several; the scale of guidance.
+SAMPLING: dict[str, tuple[int, float]] = {
+    "helios-base": (50, 5.0),
+    "helios-mid": (60, 5.0),
+    "helios-distilled": (6, 1.0),
+}
+
+
+def recognise(config: HeliosConfig) -> str:
+    """Return the name of the published model with a configuration, or `CUSTOM`."""
+    for name, published in PUBLISHED.items():
+        same_transformer = all(config.transformer.get(key) == value for key, value in published.transformer.items())
+        same_way = (config.distilled, config.scaled_guidance, config.pyramid.stages) == (
+            published.distilled,
+            published.scaled_guidance,
+            published.pyramid.stages,
+        )
+        if same_transformer and same_way and config.vae["z_dim"] == published.vae["z_dim"]:
+            return name
+    return CUSTOM
+
+
+def defaults(config: HeliosConfig) -> Defaults:
+    """Return a model's published sampling settings; a custom model has those of its nearest relative."""
+    relative = "helios-distilled" if config.distilled else "helios-base" if config.pyramid.stages == 1 else "helios-mid"
+    steps, guidance_scale = SAMPLING[relative]
+    return Defaults(
+        height=384,
+        width=640,
+        frames=99,
+        fps=24,
+        steps=steps,
+        guidance_scale=guidance_scale,
+        guidance_scale_2=guidance_scale,
+        shift=config.pyramid.shift,
+        solver=config.pyramid.solver,
+    )

@@ -1,0 +1,113 @@
+"""A Helios transformer: Wan's, which sees the frames before a chunk as more tokens.
+
+Frames long ago share tokens: four times as many in each direction as for the chunk, then twice. All these tokens come
+before the chunk's. They have the timestep 0, take nothing from the text, and where the model was trained so, their keys
+are scaled, by head. Everything else is Wan's `Step`.
+
+Shapes: B branches of guidance, T H W latent frames, height, width, L tokens, t tokens of one device, N heads, D head
+width, C = N*D channels.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax.sharding import Mesh
+
+from wan_tpu.families.helios.chunks import LONG, MID, SHORT
+from wan_tpu.families.shared.tokens import pad_rows, patchify
+from wan_tpu.families.wan.text_keys import TextKeys
+from wan_tpu.families.wan.transformer import Inputs, Step, embed_time, head_modulation
+from wan_tpu.ops.dispatch import ops_for
+from wan_tpu.runtime.bridge import Params, call, to_jax
+from wan_tpu.runtime.mesh import token_layout
+from wan_tpu_kernels.columns import Columns
+
+LARGEST_SCALE = 10.0  # Of history keys, a constant of diffusers' module.
+# The history by distance, with the module that embeds it and the size of its patches in the chunk's.
+_EMBEDDINGS = ((LONG, "patch_long", 4), (MID, "patch_mid", 2), (SHORT, "patch_short", 1))
+
+
+def velocity(
+    module: torch.nn.Module,
+    params: Params,
+    mesh: Mesh,
+    latents: jax.Array,
+    time: jax.Array,
+    history: Mapping[str, jax.Array],
+    tables: tuple[jax.Array, jax.Array],
+    keys: TextKeys,
+) -> jax.Array:
+    """Return each branch's velocity as tokens, float32 [B, L, patch values].
+
+    Args:
+        module: The transformer.
+        params: Its weights.
+        mesh: The devices.
+        latents: [1, C, T, H, W] of the chunk, in the dtype to compute in.
+        time: [], the timestep.
+        history: From `chunks.make_history`, in the same dtype.
+        tables: From `positions.rotary_tables`.
+        keys: From Wan's `text_keys`; their B is the number of branches.
+    """
+
+    def method(module: Any, latents: Any, times: torch.Tensor, history: Any, keys: Any) -> jax.Array:
+        embedding, modulation = embed_time(module, times, latents.dtype)
+        before = [_embed(module, name, to_jax(history[key]), scale) for key, name, scale in _EMBEDDINGS]
+        tokens = jnp.concatenate([*before, _embed(module, "patch_embedding", to_jax(latents), 1)])
+        count = sum(map(len, before))
+        layout = token_layout(mesh, keys["key"].shape[1], len(tokens), module.config.num_attention_heads)
+        velocities, _ = HistoryStep(module, mesh, layout, count, len(tokens)).run(
+            Inputs(
+                tokens=pad_rows(tokens, layout.padded),
+                tables=tuple(pad_rows(table, layout.padded) for table in tables),
+                modulation=to_jax(modulation).astype(jnp.float32),
+                head=head_modulation(module.norm_out, embedding).astype(jnp.float32),
+                keys=to_jax(keys),
+                blocks=to_jax(dict(module.blocks.template.named_parameters())),
+                outer={f"proj_out.{name}": to_jax(value) for name, value in module.proj_out.named_parameters()},
+            )
+        )
+        return velocities[:, count:]
+
+    times = jnp.stack([jnp.zeros_like(time), time])
+    return call(module, params, method, latents, times, dict(history), keys)
+
+
+def _embed(module: Any, name: str, latents: jax.Array, scale: int) -> jax.Array:
+    """Return latents as tokens [L, C] in patches `scale` times as large as the chunk's.
+
+    It isn't sharded: that is a ten-thousandth of a step's work.
+    """
+    patch: Sequence[int] = [scale * size for size in module.config.patch_size]
+    padding = [(0, -n % p) for n, p in zip(latents.shape[2:], patch, strict=True)]
+    weight, bias = (to_jax(getattr(getattr(module, name), part)) for part in ("weight", "bias"))
+    values = patchify(jnp.pad(latents, ((0, 0), (0, 0), *padding), mode="edge"), patch)
+    return ops_for("cpu").linear(values, weight.reshape(len(weight), -1), bias)
+
+
+class HistoryStep(Step):
+    """One step's blocks, whose first rows are the history's."""
+
+    def embed(self, inputs: Inputs) -> jax.Array:
+        """Return the hidden state before the first layer, [t, C]: the tokens, which have been embedded."""
+        return inputs.tokens
+
+    def scale_keys(self, keys: tuple[jax.Array, ...], w: Params, first_rows: jax.Array) -> tuple[jax.Array, ...]:
+        """Return the keys of self-attention, those of the history scaled if the model was trained so."""
+        if "attn1.history_key_scale" not in w:
+            return keys
+        factors = 1 + jax.nn.sigmoid(w["attn1.history_key_scale"].astype(jnp.float32)) * (LARGEST_SCALE - 1)
+        columns = Columns(sum(part.shape[-1] for part in keys) * self._groups, self._groups, self._key_parts)
+        cut = columns.cut(jnp.repeat(factors, columns.channels // self._heads)[None])
+        row = jnp.arange(keys[0].shape[-2])[:, None]
+        return tuple(
+            (key * jnp.where(row < first_rows, part, 1)).astype(key.dtype) for key, part in zip(keys, cut, strict=True)
+        )
+
+    def text_gate(self, channels: int, first_rows: jax.Array) -> dict[str, Any]:
+        """Return the options of `linear` that keep the text from the history."""
+        gate = jnp.broadcast_to(jnp.array([[0.0], [1.0]], jnp.float32), (2, channels))
+        return {"gate": gate, "first_rows": first_rows}
