@@ -1,1 +1,1 @@
-"""The glue: stages of `wan_tpu` on slices of `cluster`. No maths."""
+"""Runs the stages of `wan_tpu` on the slices of `cluster`: pools, pipeline, batches, jobs, the service, commands."""

@@ -1,4 +1,4 @@
-"""Every time-out, retry, lease and sign of life that an operator may want to change, in one class.
+"""Every time-out, retry, lease and heartbeat that an operator may want to change, in one class.
 
 The command line reaches all of it, and so does a service's config: `--timeout NAME=SECONDS` for the fields that end in
 `_s`, `--attempts NAME=COUNT` for those that end in `_attempts` (`actors.commands.timeouts`). Constants elsewhere are
@@ -13,7 +13,7 @@ from wan_tpu.storage.base import OUTAGE_S, OUTAGE_VARIABLE
 
 @dataclass(frozen=True)
 class ReliabilitySettings(Timeouts):
-    """How long a pipeline and its service wait for what doesn't answer, and how often they try again.
+    """Time-outs and retries of a pipeline and its service.
 
     The time-outs of one slice (place, start, join, build, heartbeat, grace, hung, poll, chips) are inherited from
     `cluster.gang.protocol.Timeouts`, because `cluster` imports nothing of ours.

@@ -1,1 +1,1 @@
-"""Where programs run: TPU generations, slices and, in time, the clusters that hold them. Knows nothing of video."""
+"""TPU generations, slices, layouts, and the clusters that have them. Nothing here knows about video."""

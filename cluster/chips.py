@@ -36,7 +36,7 @@ class Chip:
         clock_hz: Clock of the TensorCore, which issues one VLIW bundle a cycle.
         matrix_8_bits: The 8-bit type, as JAX names it, whose products take half the time of bfloat16's.
         ici_link_bytes_per_s: Rate of one link in one direction; a chip has two links along each axis of the torus.
-        core_link_bytes_per_s: Rate between the two devices of a chip, in one direction; None where it has one.
+        core_link_bytes_per_s: Rate between the two devices of a chip, in one direction; None for chips of one device.
         sparse_core_collectives: Collectives that its compiler runs on SparseCores by default.
         topologies: The shapes of slices that Google offers, one for each number of chips.
         ring_size: Exactly the axes with this many chips close to rings; None where `ring_block` decides.

@@ -1,4 +1,4 @@
-"""The options --timeout and --attempts: how long what doesn't answer is waited for, and how often it is tried again."""
+"""The options --timeout and --attempts, which change `actors.reliability.ReliabilitySettings`."""
 
 import argparse
 import dataclasses
@@ -10,7 +10,7 @@ from cluster.gang.protocol import Timeouts
 from wan_tpu.errors import InvalidInput
 from wan_tpu.suggest import did_you_mean
 
-_SECONDS, _COUNT = "_s", "_attempts"  # How the names of fields end that --timeout and --attempts change.
+_SECONDS, _COUNT = "_s", "_attempts"  # Endings of the names of the fields that --timeout and --attempts change.
 
 
 def add_timeouts(group: argparse._ActionsContainer) -> None:

@@ -1,1 +1,1 @@
-"""`wan-tpu doctor`: what a machine with TPUs should be looked at for before a checkpoint is fetched."""
+"""`wan-tpu doctor`: checks of a machine with TPUs, before a checkpoint is fetched."""

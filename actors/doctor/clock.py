@@ -1,4 +1,4 @@
-"""A chip's clock, and what a grid step of a kernel takes beyond its instructions, from a kernel of known length."""
+"""Measure a chip's clock, and the overhead of a kernel's grid step, with a kernel of known length."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ _MICROSECOND = 1e-6
 
 
 def check_clock(machine: Machine) -> Iterator[Finding]:
-    """Yield clock and grid step, and keep both for prices; on CPU devices the kernel's iterations count as bundles."""
+    """Yield clock and grid step, and keep both for plans. On CPU devices the kernel's iterations count as bundles."""
     small, chip = machine.is_rehearsal, machine.chip
     try:
         bundles, around = (1.0, 0.0) if chip is None else count_probe(chip.host_topology)

@@ -1,4 +1,4 @@
-"""What devices send each other: whether it arrives where it should, and how fast."""
+"""Check the exchanges between devices: whether data arrives where it should, and how fast."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ _ADVICE = (
 
 
 def check_collectives(machine: Machine) -> Iterator[Finding]:
-    """Yield for each kind whether every device got what it was to get, at the size of a step's exchanges."""
+    """Yield, for each kind of exchange, whether every device received the right data, at a step's sizes."""
     devices = jax.devices()
     count = len(devices)
     if count == 1:
@@ -37,7 +37,7 @@ def check_collectives(machine: Machine) -> Iterator[Finding]:
         return
     mesh, platform = Mesh(np.array(devices), (AXIS,)), devices[0].platform
     rows = -(-(16 if machine.is_rehearsal else 8192) // count) * count  # Of a device: all-to-all cuts them in `count`.
-    # Integers that float32 holds exactly, and few of them alike: whatever is swapped shows.
+    # Integers that float32 holds exactly, few of which are equal, so that swapped data is noticed.
     whole = (np.arange(count * rows * WIDTH) % 65_521).astype(np.float32).reshape(count, rows, WIDTH)
     for name, (function, expected) in _list_kinds(count, platform).items():
         right = functools.partial(expected, whole)
@@ -48,7 +48,7 @@ def check_collectives(machine: Machine) -> Iterator[Finding]:
 
 
 def _list_kinds(count: int, platform: str) -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
-    """Return by name what each device does with its rows, and what a device must have then.
+    """Return, by name, the function that each device runs, and the function that computes the expected result.
 
     The first is given [rows, WIDTH] inside `jax.shard_map`; the second all devices' rows, [devices, rows, WIDTH], and
     which device, in numpy.
@@ -101,7 +101,7 @@ def _compile(function: Callable[..., Any], mesh: Mesh, *, sparse_cores: bool = F
 
 
 def _measure_links(machine: Machine, mesh: Mesh) -> Iterator[Finding]:
-    """Yield how fast the busiest links are, and keep it for prices: between chips, and within one where it has two."""
+    """Yield the rate of the busiest links, between chips and within a chip of two devices, and keep it for plans."""
     chip, count = machine.chip, mesh.size
     if chip is None:
         links = Interconnect(tuple((device, 0, 0, 0) for device in range(count)), 1.0, 1.0)
@@ -123,7 +123,7 @@ def _measure_busiest(
     groups: Sequence[Sequence[int]],
     function: Callable[..., Any],
 ) -> Finding:
-    """Return bytes a second of the link that a collective keeps busy longest: what more bytes take longer."""
+    """Return bytes a second of the link that a collective keeps busy longest, from the difference of two sizes."""
     program, sharding = _compile(function, mesh), NamedSharding(mesh, P(AXIS))
     seconds, predicted = [], []
     for megabytes in (1, 2) if machine.is_rehearsal else (32, 128):

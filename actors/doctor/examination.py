@@ -1,4 +1,4 @@
-"""All checks in their order, what they say, and the bundle that is attached to an issue."""
+"""Run all checks in order, and write the bundle that people attach to an issue."""
 
 import dataclasses
 import datetime
@@ -16,7 +16,7 @@ from actors.doctor.host import read_variables
 from actors.doctor.jax_start import NoDevices
 from wan_tpu.versions import list_versions
 
-# Part -> the module and function that check it, and what it is about. JAX starts in the second.
+# By part: the module and function that check it, and its description. JAX starts in the second part.
 PARTS = {
     "host": ("host", "check_host", "the machine"),
     "jax": ("jax_start", "check_start", "JAX and its devices"),
@@ -42,7 +42,7 @@ class Part:
 
 
 def examine(machine: Machine, parts: Sequence[str], on_finding: Callable[[str, Finding], object]) -> list[Part]:
-    """Run checks, one part after the other; whatever one of them raises is a finding of its own.
+    """Run checks, one part after the other; an exception becomes a finding.
 
     Args:
         machine: The machine to check; its fields are filled in on the way.
@@ -110,5 +110,5 @@ def write_bundle(path: Path, machine: Machine, hosts: Sequence[Sequence[Part]]) 
 
 
 def list_problems(parts: Sequence[Part]) -> Iterator[Finding]:
-    """Yield the findings that say what is wrong or slow."""
+    """Yield the findings that report something wrong or slow."""
     return (finding for part in parts for finding in part.findings if finding.verdict in ("fail", "warn"))

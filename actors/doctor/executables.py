@@ -18,13 +18,13 @@ from wan_tpu.aot.executables import Executables
 from wan_tpu.runtime.mesh import AXES, replicated
 from wan_tpu.runtime.program import Program, place
 
-COMPILE_S = 300.0  # Of a small program, most of which starts a process and the compiler.
+COMPILE_S = 300.0  # Limit for a small program; most of the time goes into starting a process and the compiler.
 _LOG = "wan_tpu.aot.executables"
 _ADVICE = "every start compiles again, for minutes: give both machines the same packages and flags"
 
 
 def check_executables(machine: Machine) -> Iterator[Finding]:
-    """Yield whether a program that was stored is loaded, and if not why: this process's, and one made without chips."""
+    """Yield whether stored programs are loaded, or why not: one of this process, and one made without chips."""
     compile_to(machine.folder / "here")
     yield load("compiled here", machine.folder / "here")
     # Devices of a described slice are numbered from 0: only where one host has them all are this process's the same.
@@ -54,7 +54,7 @@ def _compile_elsewhere(folder: Path, kind: str) -> str:
 
 
 def load(name: str, folder: Path, failure: str = "") -> Finding:
-    """Return whether the program in a folder is used; failure: what kept another process from making it."""
+    """Return whether the program in a folder is used; `failure` says why another process couldn't make it."""
     if failure:
         return Finding(name, f"it could not be made: {failure}", "fail", "a file", "attach this report to an issue")
     mesh, reasons = _make_mesh(jax.local_devices()), _Reasons()

@@ -34,7 +34,7 @@ _NOT_FINITE = "videos would be NaN: attach the report to an issue, and see wheth
 
 
 def check_step(machine: Machine) -> Iterator[Finding]:
-    """Yield how long each takes, and whether that is what a plan predicts; where not, which part of the chip is off."""
+    """Yield how long each takes, and whether a plan predicts that; if not, which part of the chip explains it."""
     is_full = machine.chip is not None
     name_of_model = find_model_of_two_experts()
     if is_full:
@@ -65,7 +65,7 @@ def check_step(machine: Machine) -> Iterator[Finding]:
 
 
 def _time(name: str, runtime: AbstractRuntime, program: Program, arguments: tuple[Any, ...], *, trace: bool) -> Finding:
-    """Compile a program, run it with made-up arguments, and say how long it takes and what memory it needs.
+    """Compile a program, run it with generated arguments, and report its time and memory.
 
     Where a `trace` is asked for, it says on which operations the seconds are spent. It isn't on a machine without a
     TPU: JAX's profiler ends a process there that has loaded libtpu, as prices do.
@@ -104,7 +104,7 @@ def _are_finite(result: Any) -> bool:
 
 
 def make_arrays(runtime: AbstractRuntime, name: str, shapes: Any) -> Any:
-    """Return small numbers that look random, made where they lie: no memory is needed beside the arrays' own.
+    """Return pseudorandom small numbers, generated in place: no memory is needed beside the arrays' own.
 
     shapes: a tree of `jax.ShapeDtypeStruct`; one may have a layout of its own beside its sharding, as a VAE's caches do
     """

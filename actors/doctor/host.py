@@ -1,4 +1,4 @@
-"""The machine itself: where it runs, what it has, and who uses its chips. Nothing of JAX is imported."""
+"""Check the machine itself: its type, its resources, and which processes use its chips. JAX isn't imported."""
 
 import os
 import resource
@@ -18,7 +18,7 @@ _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 
 
 def check_host(machine: Machine) -> Iterator[Finding]:
-    """Yield what is found about machine, memory, devices and disk."""
+    """Yield findings about machine, memory, devices and disk."""
     yield from _look_at_metadata()
     yield from _look_at_memory()
     yield from _look_at_devices()

@@ -18,7 +18,7 @@ class NoDevices(Exception):
 
 
 def check_start(machine: Machine) -> Iterator[Finding]:
-    """Yield what is found about JAX's devices; raises `NoDevices`."""
+    """Yield findings about JAX's devices; raises `NoDevices`."""
     hosts = len(read_machine_place().hosts)
     if hosts > 1 and not machine.is_slice:
         yield Finding(
@@ -61,7 +61,7 @@ def check_start(machine: Machine) -> Iterator[Finding]:
 
 
 def _compare_with_metadata(process: int, count: int) -> Finding:
-    """Say where this host lies in its slice. That JAX counts hosts in another order than their worker ids is usual."""
+    """Report this host's position in its slice. JAX usually numbers hosts in another order than their worker ids."""
     worker = read_machine_place().worker_id
     where = f"process {process} of {count}"
     if worker is None:

@@ -1,4 +1,4 @@
-"""The doctor on every host of a slice, at the same time: what one of them sends, another one receives."""
+"""Run the doctor on all hosts of a slice at the same time, since some checks exchange data between them."""
 
 import shutil
 import tempfile
@@ -12,17 +12,17 @@ from wan_tpu.errors import OutputError
 
 
 class DoctorHost:
-    """What is made on each host of the slice, once they have joined."""
+    """The object that runs on each host of the slice."""
 
     def __init__(self, folder: str | None) -> None:
-        """folder: on the disk that weights go to; the system's for temporary files without one."""
+        """Write to `folder`, which should be on the disk of the weights; by default to a temporary folder."""
         if folder is not None and not Path(folder).is_dir():
             raise OutputError(f"{folder} is no folder on this host; make it there, or give another --folder")
         scratch = Path(tempfile.mkdtemp(prefix="wan-tpu-doctor-", dir=folder))
         self._machine = Machine(scratch, is_rehearsal=not list_device_files(), is_slice=True)
 
     def check(self, part: str, calibration: Calibration) -> tuple[Part, Machine]:
-        """Check one part; all hosts do so in the same order. calibration: what all of them have measured before."""
+        """Check one part, as all hosts do in the same order; `calibration` has their earlier measurements."""
         self._machine.calibration = calibration
         return examine_part(part, self._machine), self._machine
 

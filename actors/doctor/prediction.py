@@ -1,4 +1,4 @@
-"""What a plan predicts for a program, by published figures and by those that were measured, and which of them is off.
+"""Predict a program's time from published and from measured figures, and find the figure that explains a difference.
 
 Plans are made in a process of their own, which has no chips: it holds the compiler.
 """
@@ -25,8 +25,8 @@ DTYPE = "bfloat16"
 SIZE: dict[str, Any] = {"height": 720, "width": 1280, "frames": 81}  # Of the full-size step.
 PREDICT_S = 600.0  # Two programs of full size are compiled and priced.
 PUBLISHED, MEASURED = "published", "measured"
-_FINE = 0.07  # Of a prediction: as much as kernels whose times are published took longer than predicted.
-_LEAST = 0.01  # Of a prediction: what a figure adds that is worth a word.
+_FINE = 0.07  # Share of a prediction by which kernels with published times took longer than predicted.
+_LEAST = 0.01  # Share of a prediction from which on a figure's effect is mentioned.
 _ADVICE = {
     "clock_hz": "the clock is below what the chip's peak implies: other work on it, its power, its cooling",
     "grid_step_s": "grid steps cost more than their bundles: larger tiles would be faster",
@@ -36,7 +36,7 @@ _ADVICE = {
 }
 _PROGRAM = "no measured figure explains it, so it is the program: attach this report to an issue"
 
-# Estimate and floor, seconds, of one program: by published figures, by each that was measured alone, by all of those.
+# Estimate and floor of one program in seconds: from published figures, from each measured one alone, from all.
 Variants = Mapping[str, tuple[float, float]]
 
 
@@ -76,18 +76,18 @@ def predict(
 
 
 def find_model_of_two_experts() -> str:
-    """Return the name of the published model that most of this is about: it makes videos of texts, with two experts."""
+    """Return the name of the published text-to-video model with two experts, which the full step is of."""
     specs = ((name, published_spec(name)) for name in published())
     return next(name for name, spec in specs if "t2v" in spec.tasks and spec.boundary_ratio is not None)
 
 
 def request_of(spec: ModelSpec, size: Mapping[str, Any]) -> ResolvedRequest:
-    """Return a request of that size, with all else as the model has it."""
+    """Return a request of that size, with the model's settings."""
     return spec.plan(GenerationRequest(**size), image="t2v" not in spec.tasks, last=False).request
 
 
 def explain(name: str, measured_s: float, variants: Variants) -> Finding:
-    """Return what was predicted of a program, and what of the machine makes it take longer: some figure, or none."""
+    """Return a program's prediction, and the figure of the machine that makes it take longer, if any does."""
     estimate, floor = variants[PUBLISHED]
     # Slower memory may show in the floor alone: the compiler's own estimates know nothing of it.
     longest, calibrated = max(variants[PUBLISHED]), max(variants[MEASURED])

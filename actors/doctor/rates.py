@@ -1,4 +1,4 @@
-"""How fast a device computes, reads its memory, and is reached from the host."""
+"""Measure how fast a device computes, reads its memory, and exchanges data with the host."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ _SHARE, _SHARE_8_BITS = 0.85, 0.6
 
 
 def check_rates(machine: Machine) -> Iterator[Finding]:
-    """Yield rates beside the published peaks of the chip; without a TPU there is nothing to compare them with."""
+    """Yield rates and the chip's published peaks; without a TPU there are no peaks to compare with."""
     chip, small = machine.chip, machine.is_rehearsal
     peak = None if chip is None else chip.bf16_flops / chip.devices / 1e12
     size = 512 if small else 8192
@@ -59,7 +59,7 @@ def _measure_products(size: int, small: bool, dtype: Any, sums: Any) -> float:
 
 
 def _measure_memory(size: int) -> float:
-    """Return bytes a second that are read and written by adding one to an array: what the larger of two takes more."""
+    """Return bytes a second read and written when one is added to an array, from the difference of two sizes."""
     add = jax.jit(lambda x: x + 1)
 
     def seconds(size: int) -> float:

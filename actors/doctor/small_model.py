@@ -1,4 +1,4 @@
-"""A small model from text to pixels: this machine's devices against one CPU device, one against all, and its mp4."""
+"""Run a small model from text to pixels: on one device and on all, compared with a CPU device, and its mp4."""
 
 import time
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Where the seconds of a program go, from a trace of one call."""
+"""Break the seconds of a program down by operation, from a trace of one call."""
 
 import gzip
 import json

@@ -1,1 +1,1 @@
-"""What people look at: timelines, the console's line, logs."""
+"""What people watch: spans, status, metrics, timelines, the console's line, logs."""

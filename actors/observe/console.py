@@ -75,7 +75,7 @@ class LiveConsole:
     def _show(self) -> None:
         text = self._doing
         if self.look is not None:
-            with contextlib.suppress(Exception):  # Others report a lost connection; this only shows less.
+            with contextlib.suppress(Exception):  # Other code reports a lost connection; here only less is shown.
                 text = self.look()
         if self._bar is not None:
             text = " · ".join(part for part in (self._bar.render(), text) if part)

@@ -1,4 +1,4 @@
-"""Figures for operators, as metrics of Ray: each node's agent exposes those of its processes to Prometheus.
+"""Metrics for operators, published through Ray: each node's agent exposes those of its processes to Prometheus.
 
 On KubeRay that is port 8080 of every pod, from which the objects of `wan-tpu manifests` collect them; their names begin
 with "ray_" there. The service's own figures are at its `/metrics`.

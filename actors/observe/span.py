@@ -1,4 +1,4 @@
-"""Spans: what a slice did, and when. Progress, figures and timelines are made of them."""
+"""Spans: the work of a slice, and when it was done. Progress, metrics and timelines are made of them."""
 
 import dataclasses
 import time
@@ -12,7 +12,7 @@ SpanKind = Literal["compute", "fetch", "load", "compile"]
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """One thing that a slice did, reported when it has ended.
+    """A piece of work of a slice, reported when it has ended.
 
     Attributes:
         slice: The name of the slice's leader.

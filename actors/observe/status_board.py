@@ -100,7 +100,7 @@ class StatusBoard:
     """Keeps the latest report of each replica and request. A report costs the same, however many there are."""
 
     def __init__(self, meters: PipelineMeters, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start with nothing known.
+        """Start without reports.
 
         Args:
             meters: The metrics that this keeps up to date.
@@ -185,7 +185,7 @@ class StatusBoard:
         )
 
     def read(self) -> ReportedStatus:
-        """Return what is known. If there are too many requests to list, those that have left the queue come first."""
+        """Return all reports. If there are too many requests to list, those that have left the queue come first."""
         self._expire()
         listed = self._requests
         unlisted: Counter[str] = Counter()

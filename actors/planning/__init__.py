@@ -1,1 +1,1 @@
-"""What a model takes on slices that nobody has rented yet."""
+"""Memory, time and cost of a model on slices that nobody has rented yet."""

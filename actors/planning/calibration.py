@@ -1,4 +1,4 @@
-"""What `wan-tpu doctor` measured of a slice's chips, in place of the published figures that plans are priced with."""
+"""A chip's figures as `wan-tpu doctor` measured them, which replace the published ones in plans."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from wan_tpu.errors import InvalidInput
 if TYPE_CHECKING:
     from wan_tpu.aot.topology import DescribedSlice
 
-# Figure -> what people call it, its unit, how many of which it is.
+# By figure: its name for people, its unit, and how many of the figure's own units that is.
 FIGURES = {
     "clock_hz": ("clock", "GHz", 1e9),
     "grid_step_s": ("grid step, beyond its bundles", "us", 1e-6),
@@ -50,7 +50,7 @@ class Calibration:
         return {name: value for name in FIGURES if (value := getattr(self, name)) is not None}
 
     def only(self, name: str) -> "Calibration":
-        """Return it with one figure, all others as published."""
+        """Return the calibration with one of its figures; the others keep their published values."""
         others: dict[str, Any] = dict.fromkeys(set(FIGURES) - {name})
         return dataclasses.replace(self, **others)
 
@@ -90,7 +90,7 @@ class Calibration:
 
 
 def slowest(calibrations: Sequence[Calibration]) -> Calibration:
-    """Return what holds for hosts that wait for each other: each figure of the slowest of them."""
+    """Return the calibration of hosts that wait for each other: for each figure, that of the slowest host."""
     worst: dict[str, Any] = {}
     for name in FIGURES:
         values = [calibration.figures[name] for calibration in calibrations if name in calibration.figures]
@@ -100,7 +100,7 @@ def slowest(calibrations: Sequence[Calibration]) -> Calibration:
 
 
 def load_calibration(path: Path) -> Calibration:
-    """Return what a report of `wan-tpu doctor` has measured; raises `InvalidInput` where it is of no use."""
+    """Return the measurements of a report of `wan-tpu doctor`; raises `InvalidInput` if it can't be used."""
     try:
         report = json.loads(path.read_text())
     except OSError as error:

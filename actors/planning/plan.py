@@ -1,4 +1,4 @@
-"""`wan-tpu plan`: what a published model takes on slices, in GiB, seconds and dollars, before any is rented."""
+"""`wan-tpu plan`: GiB, seconds and dollars of a published model on slices, before any is rented."""
 
 import argparse
 import json

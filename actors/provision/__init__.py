@@ -1,1 +1,1 @@
-"""What creates clusters of a layout: on Kubernetes, on TPU VMs."""
+"""Create the cluster of a layout, on Kubernetes or on TPU VMs."""

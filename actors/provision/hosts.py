@@ -11,7 +11,7 @@ from wan_tpu.errors import InvalidInput, OutputError
 
 
 def hosts(argv: Sequence[str]) -> None:
-    """Write what creates a layout's machines, and what each runs when it boots: a Ray cluster of TPU VMs."""
+    """Write the scripts that create a layout's machines and that each runs when it boots: a Ray cluster of TPU VMs."""
     parser = Parser(prog="wan-tpu hosts", description=hosts.__doc__)
     parser.add_argument("folder", type=Path, help="where the scripts are written")
     parser.add_argument("--layout", required=True, help="a layout file, or a shipped one by its name")

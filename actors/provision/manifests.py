@@ -1,4 +1,4 @@
-"""`wan-tpu manifests`: a layout as what `kubectl apply` takes, on GKE with KubeRay."""
+"""`wan-tpu manifests`: a layout as Kubernetes objects for `kubectl apply`, on GKE with KubeRay."""
 
 import argparse
 import re
@@ -24,7 +24,7 @@ from wan_tpu.commands.parser import Parser, as_words, flag_of
 from wan_tpu.errors import InvalidInput, OutputError
 from wan_tpu.storage.addresses import is_bucket
 
-# What is about Kubernetes, and not about the pipeline or the service.
+# Options about Kubernetes, not about the pipeline or the service.
 _HERE = (
     "address", "folder", "service", "job", "output", "in_flight", "namespace", "image", "account", "secret",
     "cloud_sql", "capacity", "queue", "monitor", "idle_s", "hostname", "certificate_map", "address_name", "armor",
@@ -34,7 +34,7 @@ _POSTGRES = "postgresql://"
 
 
 def manifests(argv: Sequence[str]) -> int:
-    """Print what kubectl applies: a Ray cluster for a layout, with --service or --job one that does something."""
+    """Print objects for kubectl: a Ray cluster for a layout, or with --service or --job one that runs it."""
     parser = build_serve_parser(manifests.__doc__)
     parser.prog = "wan-tpu manifests"
     _add_arguments(parser)
@@ -137,7 +137,7 @@ def _add_arguments(parser: Parser) -> None:
 
 
 def _exposing(args: argparse.Namespace, target: Target) -> dict[str, kubernetes.Object]:
-    """Return what puts a service behind Google's load balancer; nothing unless that is asked for."""
+    """Return the objects that put a service behind Google's load balancer, if that is asked for."""
     if args.hostname is None:
         for name in ("certificate_map", "address_name", "armor", "ssl_policy"):
             if getattr(args, name) is not None:

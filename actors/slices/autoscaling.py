@@ -1,4 +1,4 @@
-"""How many replicas a pool should have. Serve asks every few seconds, and waits its own delays before it acts."""
+"""Decide how many replicas a pool should have. Serve asks every few seconds, and applies its own delays."""
 
 import contextlib
 import math

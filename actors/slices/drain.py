@@ -1,4 +1,4 @@
-"""When a slice will be taken away, or was lost, and what keeps its leader alive until then."""
+"""The state of a slice that will be taken away, or was lost, and of the work that keeps its leader alive until then."""
 
 import contextlib
 import time

@@ -1,4 +1,4 @@
-"""A raylet starts this in place of Python if there is a fork server, which forks the worker; this ends with the fork.
+"""Started by raylets in place of Python: asks the fork server for a worker, and ends when the worker ends.
 
 It is run as `python -IS fork_client.py SOCKET ...`, where `...` is what would follow `python`, and imports almost
 nothing.

@@ -1,1 +1,1 @@
-"""What clusters are made of where their machines are rented: Kubernetes objects, TPU VMs, the proxy in front."""
+"""Clusters of rented machines: Kubernetes objects, scripts of TPU VMs, the proxy in front of a service."""

@@ -1,4 +1,4 @@
-"""PostgreSQL at Cloud SQL, through Google's proxy beside the process: an encrypted connection without a password.
+"""PostgreSQL on Cloud SQL, through Google's proxy beside the process: an encrypted connection without a password.
 
 The pods' Google service account is a user of the database, and the proxy logs in with the account's tokens.
 

@@ -82,7 +82,7 @@ def ray_cluster(layout: Layout, target: Target) -> Object:
 
 
 def supporting(target: Target, *, http: bool) -> dict[str, Object]:
-    """Return what stands beside a cluster, each with a comment: its account, who may reach it, what may evict it.
+    """Return the objects beside a cluster, each with a comment: its account, network policies, disruption budget.
 
     Args:
         target: Where it runs.

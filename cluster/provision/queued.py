@@ -1,7 +1,7 @@
-"""Slices from the queue of Google's Dynamic Workload Scheduler, where machines come for a ProvisioningRequest alone.
+"""Slices from the queue of Google's Dynamic Workload Scheduler, which needs a ProvisioningRequest for each.
 
 Each slice has a request of its own, for as many pods as it has hosts, and a worker group whose pods use it. So slices
-start as their machines come, and never in part. A request is used once: what has been taken away doesn't come again.
+start as their machines come, and never in part. A request is used once: machines that are taken away aren't replaced.
 
 Sources: docs.cloud.google.com/kubernetes-engine/docs/how-to/provisioningrequest; the Kubernetes autoscaler's
 cluster-autoscaler/apis/provisioningrequest at 55c37cd.
