@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from cluster.inventory import SliceFound
+from cluster.inventory import LiveSlice
 
 
-def draw(slices: Sequence[SliceFound]) -> str:
+def draw(slices: Sequence[LiveSlice]) -> str:
     """Return a drawing of slices with their hosts and holders."""
     if not slices:
         return "no TPU hosts"
@@ -17,7 +17,7 @@ def draw(slices: Sequence[SliceFound]) -> str:
     return "\n".join(blocks)
 
 
-def _draw_slice(item: SliceFound) -> str:
+def _draw_slice(item: LiveSlice) -> str:
     kind = f"{'emulated ' if item.emulated else ''}{item.spec or item.pod_type}"
     state = item.holder or ("free" if not item.missing else "unusable")
     lines = []

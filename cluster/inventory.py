@@ -14,7 +14,7 @@ SEPARATOR = "#"
 
 
 @dataclass(frozen=True)
-class HostFound:
+class LiveHost:
     """A Ray node that is alive and a TPU host; `devices` is as in `HostPlace`."""
 
     worker_id: int
@@ -24,7 +24,7 @@ class HostFound:
 
 
 @dataclass(frozen=True)
-class SliceFound:
+class LiveSlice:
     """A slice that a cluster has.
 
     Attributes:
@@ -38,7 +38,7 @@ class SliceFound:
     name: str
     pod_type: str
     spec: SliceSpec | None
-    hosts: tuple[HostFound, ...]
+    hosts: tuple[LiveHost, ...]
     holder: str | None
 
     @property
@@ -71,7 +71,7 @@ class SliceFound:
         return f"{self.name}: {f'taken by {self.holder}' if self.holder else 'free'}"
 
 
-def explain_wrong_ids(spec: SliceSpec, hosts: Iterable[HostFound]) -> str:
+def explain_wrong_ids(spec: SliceSpec, hosts: Iterable[LiveHost]) -> str:
     """Return the message for a slice whose hosts don't have the worker ids 0 to n - 1, one each."""
     labelled = ", ".join(f"{host.worker_id} on node {host.node_id[:8]} at {host.ip}" for host in hosts)
     return (
@@ -80,7 +80,7 @@ def explain_wrong_ids(spec: SliceSpec, hosts: Iterable[HostFound]) -> str:
     )
 
 
-def list_slices() -> list[SliceFound]:
+def list_slices() -> list[LiveSlice]:
     """Return the slices of the cluster that this process has joined, in the order of their names."""
     by_name: dict[str, list[dict[str, Any]]] = {}
     for node in ray.nodes():
@@ -90,18 +90,18 @@ def list_slices() -> list[SliceFound]:
     return [_read_slice(name, by_name[name], holders) for name in sorted(by_name)]
 
 
-def _read_slice(name: str, nodes: Sequence[dict[str, Any]], holders: dict[str, str]) -> SliceFound:
+def _read_slice(name: str, nodes: Sequence[dict[str, Any]], holders: dict[str, str]) -> LiveSlice:
     pod_type = nodes[-1]["Labels"][POD_TYPE]
     hosts = [read_host(node) for node in nodes if node["Alive"]]
     hosts.sort(key=lambda host: host.worker_id)
     held = {holders[host.node_id] for host in hosts if host.node_id in holders}
-    return SliceFound(name, pod_type, _find_spec(pod_type), tuple(hosts), ", ".join(sorted(held)) or None)
+    return LiveSlice(name, pod_type, _find_spec(pod_type), tuple(hosts), ", ".join(sorted(held)) or None)
 
 
-def read_host(node: dict[str, Any]) -> HostFound:
+def read_host(node: dict[str, Any]) -> LiveHost:
     """Return the TPU host that a Ray node is."""
     worker_id = int(node["Labels"].get(WORKER_ID, 0))
-    return HostFound(worker_id, node["NodeID"], node["NodeManagerAddress"], read_devices(node))
+    return LiveHost(worker_id, node["NodeID"], node["NodeManagerAddress"], read_devices(node))
 
 
 def read_devices(node: dict[str, Any]) -> int | None:

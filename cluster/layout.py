@@ -26,9 +26,9 @@ from cluster.slice_spec import SliceSpec
 from cluster.yaml_values import parse_yaml, validate
 
 SHIPPED = Path(__file__).parent / "layouts"
-MOST = 1000  # The most replicas of a pool, or devices along an axis; a larger number is a typing error.
+MAX_COUNT = 1000  # The most replicas of a pool, or devices along an axis; a larger number is a typing error.
 
-_Count = Annotated[int, Field(strict=True, ge=1, le=MOST)]
+_Count = Annotated[int, Field(strict=True, ge=1, le=MAX_COUNT)]
 _STRICT = ConfigDict(extra="forbid")
 
 
@@ -213,5 +213,5 @@ _REMEDIES: dict[Any, str] = {
     "replicas": "write one number, or {min: 1, max: 4}",
     "mesh": "write sizes of dp, sp and tp, such as mesh: {dp: 2, tp: 4}",
     "emulate": "write emulate: {devices_per_host: 1}",
-    **dict.fromkeys(("min", "max", *Mesh._fields, "devices_per_host"), f"write a whole number from 1 to {MOST}"),
+    **dict.fromkeys(("min", "max", *Mesh._fields, "devices_per_host"), f"write a whole number from 1 to {MAX_COUNT}"),
 }

@@ -12,7 +12,7 @@ from actors.commands.arguments import add_cluster_arguments, find_emulated, find
 from wan_tpu.commands.parser import Parser
 
 if TYPE_CHECKING:
-    from cluster.inventory import SliceFound
+    from cluster.inventory import LiveSlice
 
 WATCH_S = 1.0  # Seconds between two updates of --watch.
 MAX_GONE = 5  # Slices without hosts that are listed; Ray remembers all that were taken away.
@@ -54,14 +54,14 @@ def status(argv: Sequence[str]) -> None:
         time.sleep(WATCH_S)
 
 
-def _select_shown(slices: Sequence["SliceFound"]) -> tuple[list["SliceFound"], int]:
+def _select_shown(slices: Sequence["LiveSlice"]) -> tuple[list["LiveSlice"], int]:
     """Return the slices to list, and how many more have no host left."""
     gone = [slice_ for slice_ in slices if not slice_.hosts]
     hidden = {slice_.name for slice_ in gone[MAX_GONE:]}
     return [slice_ for slice_ in slices if slice_.name not in hidden], len(hidden)
 
 
-def _describe(slice_: "SliceFound") -> dict[str, object]:
+def _describe(slice_: "LiveSlice") -> dict[str, object]:
     shown = {name: value for name, value in asdict(slice_).items() if name not in ("pod_type", "spec")}
     kind = str(slice_.spec or slice_.pod_type)
     return shown | {"kind": kind, "emulated": slice_.emulated, "missing": slice_.missing}

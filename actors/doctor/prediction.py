@@ -25,8 +25,8 @@ DTYPE = "bfloat16"
 SIZE: dict[str, Any] = {"height": 720, "width": 1280, "frames": 81}  # Of the full-size step.
 PREDICT_S = 600.0  # Two programs of full size are compiled and priced.
 PUBLISHED, MEASURED = "published", "measured"
-_FINE = 0.07  # Share of a prediction by which kernels with published times took longer than predicted.
-_LEAST = 0.01  # Share of a prediction from which on a figure's effect is mentioned.
+_TOLERANCE = 0.07  # Share of a prediction by which kernels with published times took longer than predicted.
+_SMALLEST_EFFECT = 0.01  # Share of a prediction from which on a figure's effect is mentioned.
 _ADVICE = {
     "clock_hz": "the clock is below what the chip's peak implies: other work on it, its power, its cooling",
     "grid_step_s": "grid steps cost more than their bundles: larger tiles would be faster",
@@ -96,17 +96,17 @@ def explain(name: str, measured_s: float, variants: Variants) -> Finding:
         for figure in FIGURES
         if figure in variants
     }
-    parts = {figure: seconds for figure, seconds in added.items() if seconds > _LEAST * estimate}
+    parts = {figure: seconds for figure, seconds in added.items() if seconds > _SMALLEST_EFFECT * estimate}
     left = measured_s - calibrated
     because = [f"{FIGURES[figure][0]} {seconds:+.3g} s" for figure, seconds in parts.items()]
-    if left > _FINE * calibrated:
+    if left > _TOLERANCE * calibrated:
         because.append(f"the program {left:+.3g} s")
     figures = {"measured_s": measured_s, "predicted": dict(variants), "added_s": added, "left_s": left}
     says = f"{measured_s:.4g} s, predicted {estimate:.4g} (floor {floor:.4g}), {calibrated:.4g} with what was measured"
-    if measured_s <= (1 + _FINE) * longest:
+    if measured_s <= (1 + _TOLERANCE) * longest:
         return Finding(f"{name}, predicted", says, "ok", "within 7 % of the prediction", "", figures)
     worst = max(parts, key=lambda figure: parts[figure], default=None)
-    advice = _PROGRAM if worst is None or left > max(_FINE * calibrated, parts[worst]) else _ADVICE[worst]
+    advice = _PROGRAM if worst is None or left > max(_TOLERANCE * calibrated, parts[worst]) else _ADVICE[worst]
     measured = f"{says}; off: {', '.join(because) or 'nothing by more than a hundredth'}"
     return Finding(f"{name}, predicted", measured, "warn", "within 7 % of the prediction", advice, figures)
 

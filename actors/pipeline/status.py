@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from actors.observe.status_actor import ReplicaStatus, ReportedStatus, RequestStatus, StatusActor
 from actors.pipeline.pools import find_spec, list_live_replicas
 from actors.pipeline_spec import PipelineSpec
-from cluster.inventory import SliceFound
+from cluster.inventory import LiveSlice
 from cluster.layout import Pool, Replicas
 
 MAX_SHOWN = 20  # Requests, and replicas of a pool, that are listed for people.
@@ -74,7 +74,7 @@ class PipelineStatus:
     silent: bool = False
 
 
-def read_status(pipeline: str, slices: Sequence[SliceFound]) -> PipelineStatus | None:
+def read_status(pipeline: str, slices: Sequence[LiveSlice]) -> PipelineStatus | None:
     """Return the status of a pipeline on this cluster, or None when there is none of that name."""
     spec = find_spec(pipeline)
     if spec is None:
@@ -85,7 +85,7 @@ def read_status(pipeline: str, slices: Sequence[SliceFound]) -> PipelineStatus |
 
 
 def build_status(
-    spec: PipelineSpec, reported: ReportedStatus | None, slices: Sequence[SliceFound], live: Set[str]
+    spec: PipelineSpec, reported: ReportedStatus | None, slices: Sequence[LiveSlice], live: Set[str]
 ) -> PipelineStatus:
     """Return a pipeline's status.
 

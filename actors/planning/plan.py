@@ -26,11 +26,11 @@ from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.runtime import memory
 
 if TYPE_CHECKING:
-    from wan_tpu.pricing.plan import Needs
+    from wan_tpu.pricing.plan import StageNeeds
     from wan_tpu.pricing.planner import Planner
 
 PLOTS = (".png", ".svg", ".pdf")
-SHOWN = 8  # The most layouts that are listed.
+MAX_LAYOUTS = 8  # The most layouts that are listed.
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _ABOUT = """Plan a published model on TPU slices: does it fit, how long does it take, on which mesh, and what does a
 video cost?
@@ -153,7 +153,7 @@ def _print_costs(args: argparse.Namespace) -> None:
     )
     if measured:
         print(f"{measured}\n")
-    print(_format_table(estimates[:SHOWN]))
+    print(_format_table(estimates[:MAX_LAYOUTS]))
     print(f"\n{_format_estimate(estimates[0])}")
     if layout is None:
         print(f"\n# the cheapest, as a layout\n{estimates[0].text}", end="")
@@ -168,7 +168,7 @@ def _measure_stages(args: argparse.Namespace, layout: Layout | None) -> tuple[St
     from wan_tpu.pricing.plan import add_memory
 
     spec, request = published_spec(args.model), _read_request(args)
-    needs: dict[str, dict[str, Needs]] = {}
+    needs: dict[str, dict[str, StageNeeds]] = {}
     wanted: list[tuple[SliceSpec, Sequence[int | None], Sequence[str]]]
     if layout is None:
         wanted = [(SliceSpec(name), (None, None, None), spec.stages) for name in args.slice]
@@ -220,7 +220,7 @@ def _draw(estimates: Sequence[Estimate], path: Path) -> None:
 
     figure = Figure(figsize=(7.5, 5), layout="constrained")
     axes = figure.subplots()
-    for number, estimate in enumerate(estimates[:SHOWN]):
+    for number, estimate in enumerate(estimates[:MAX_LAYOUTS]):
         axes.scatter(
             estimate.to_a_video_s, estimate.dollars_a_video, s=40, color="#c0392b" if number == 0 else "#4878a8"
         )

@@ -39,7 +39,7 @@ _CLIENT_S = 60  # How long a client may neither send the rest of its request nor
 _BUSY_S = 5  # How long an ingress may take to answer a health check.
 _AGAIN_S = 2  # The Retry-After of most refusals.
 _WINDOW_S = 10  # Requests are counted over this time, after which a client can certainly come again.
-_OUT = ("frontend prometheus", "listen stats")  # Sections that are left out.
+_REMOVED = ("frontend prometheus", "listen stats")  # Sections that are left out.
 # With this header, a replica of Serve leaves a request's body to the application. Otherwise it reads the whole body
 # into its memory, faster than the application consumes it.
 _UNREAD = "x-request-disconnect-disabled"
@@ -91,7 +91,7 @@ def narrow(
         section = line.strip() if line[:1].strip() else None
         word = line.split()[:2]
         if section is not None:
-            out = section in _OUT
+            out = section in _REMOVED
         if out or word[:1] in (["log"], ["errorfile"]):
             continue
         if word[:1] == ["maxconn"]:

@@ -6,7 +6,7 @@ from actors.commands.status import MAX_GONE, _select_shown
 from actors.observe.status_actor import ReplicaStatus, ReportedStatus, RequestStatus
 from actors.pipeline.status import MAX_SHOWN, build_status, describe_requests, format_status
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
-from cluster.inventory import HostFound, SliceFound
+from cluster.inventory import LiveHost, LiveSlice
 from cluster.layout import Layout
 from cluster.slice_spec import SliceSpec
 from wan_tpu.families import published_spec
@@ -68,9 +68,9 @@ def test_replica_whose_clock_is_ahead_was_not_seen_in_the_future():
 
 
 def test_slices_that_are_gone_are_counted():
-    spec, host = SliceSpec("v6e-1"), HostFound(0, "node", "10.0.0.1", None)
-    present = [SliceFound(f"b-{i}", spec.pod_type, spec, (host,), None) for i in range(3)]
-    gone = [SliceFound(f"a-{i:03}", spec.pod_type, spec, (), None) for i in range(250)]
+    spec, host = SliceSpec("v6e-1"), LiveHost(0, "node", "10.0.0.1", None)
+    present = [LiveSlice(f"b-{i}", spec.pod_type, spec, (host,), None) for i in range(3)]
+    gone = [LiveSlice(f"a-{i:03}", spec.pod_type, spec, (), None) for i in range(250)]
     listed, more = _select_shown(gone + present)
     assert [slice_.name for slice_ in listed] == [slice_.name for slice_ in gone[:MAX_GONE] + present]
     assert more == 250 - MAX_GONE

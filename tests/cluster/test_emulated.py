@@ -16,7 +16,7 @@ from cluster.drawing import draw
 from cluster.emulation import ray_nodes
 from cluster.emulation.cluster import EmulatedCluster, EmulatedSlice, Settings
 from cluster.errors import ClusterNotFound, ClusterStartFailed
-from cluster.inventory import HostFound, SliceFound
+from cluster.inventory import LiveHost, LiveSlice
 from cluster.slice_spec import SliceSpec
 from tests.conftest import ROOT
 from tests.waiting import SECONDS, wait_for
@@ -185,8 +185,8 @@ def test_a_node_with_a_process_that_hangs_or_dies_is_started_once_more(sent, clu
 def test_a_drawing_shows_holders_and_missing_hosts():
     spec = SliceSpec("v5p-16")
     slices = [
-        SliceFound("big", "v5p-16", spec, (HostFound(1, "b" * 56, "10.0.0.2", None),), None),
-        SliceFound("one", "v6e-1", SliceSpec("v6e-1"), (HostFound(0, "c" * 56, "10.0.0.3", None),), "all/0"),
+        LiveSlice("big", "v5p-16", spec, (LiveHost(1, "b" * 56, "10.0.0.2", None),), None),
+        LiveSlice("one", "v6e-1", SliceSpec("v6e-1"), (LiveHost(0, "c" * 56, "10.0.0.3", None),), "all/0"),
     ]
     drawn = draw(slices)
     assert "unusable     ┌ host 0  missing" in drawn

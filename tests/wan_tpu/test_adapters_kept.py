@@ -22,7 +22,7 @@ from wan_tpu import load_pipeline
 from wan_tpu.adapters import merging
 from wan_tpu.adapters.adapter import Targets
 from wan_tpu.adapters.files import find, read
-from wan_tpu.adapters.merging import KEPT, Adapters
+from wan_tpu.adapters.merging import MAX_MERGED, Adapters
 from wan_tpu.errors import InvalidRequest, Unavailable
 from wan_tpu.pipeline import Pipeline
 from wan_tpu.requested_adapter import RequestedAdapter, parse_adapter
@@ -121,7 +121,7 @@ def test_request_keeps_the_adapters_that_were_fetched_for_it(pipeline, transform
         (parse_adapter(save_factors(transformer, path, 2)),), ["denoise_high", "denoise_low"]
     )
     expected = np.asarray(runtime.component("denoise_high", (old,)).params["blocks.template.attn1.to_q.weight"])
-    for seed in range(3, 3 + KEPT):  # which make the merged weights go
+    for seed in range(3, 3 + MAX_MERGED):  # which make the merged weights go
         runtime.component("denoise_high", (parse_adapter(save_factors(transformer, path, seed)),))
     path.unlink()
     again = np.asarray(runtime.component("denoise_high", (old,)).params["blocks.template.attn1.to_q.weight"])

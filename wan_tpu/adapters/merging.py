@@ -27,7 +27,7 @@ from wan_tpu.runtime.runtime import FetchedAdapter, Runtime
 from wan_tpu_kernels.low_precision import to_8_bits
 
 HOST_BYTES = 8 * 2**30  # Adapters kept in host memory, besides running requests': 14 pairs of rank 64 of A14B.
-KEPT = 2  # Merged sets to keep per expert where a device doesn't report its memory.
+MAX_MERGED = 2  # Merged sets to keep per expert where a device doesn't report its memory.
 Content = tuple[tuple[str, float], ...]  # Checksums and scales of adapters.
 RANKS = 16  # Factors are padded to this times a power of two, so that few programs are compiled.
 
@@ -126,7 +126,7 @@ class Adapters:
 
     def _fits(self, name: str, memory: dict[str, int] | None, needed: int) -> bool:
         if memory is None:
-            return sum(key[0] == name for key in self._merged) < KEPT
+            return sum(key[0] == name for key in self._merged) < MAX_MERGED
         return fits([MemoryNeed(needed)], self._room.bytes_left(memory))
 
 

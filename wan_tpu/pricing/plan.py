@@ -64,7 +64,7 @@ class StagePlan:
         return total
 
 
-class Needs(NamedTuple):
+class StageNeeds(NamedTuple):
     """What a video takes of a slice in one stage.
 
     Attributes:
@@ -79,7 +79,7 @@ class Needs(NamedTuple):
     working_bytes: int
 
 
-def add_memory(needs: Iterable[Needs]) -> list[MemoryNeed]:
+def add_memory(needs: Iterable[StageNeeds]) -> list[MemoryNeed]:
     """Return what stages need on one slice; weights and programs that they share are counted once."""
     needs = list(needs)
     shared = {name: count for need in needs for name, count in need.resident_bytes.items()}
@@ -130,13 +130,13 @@ class Plan:
     same_weights: Mapping[str, str] = field(default_factory=dict)
     images: int | None = None
 
-    def needs(self, experts: Sequence[Expert]) -> dict[str, Needs]:
+    def needs(self, experts: Sequence[Expert]) -> dict[str, StageNeeds]:
         """Return what each stage of the model takes, its experts one by one, those left out that can't be compiled.
 
         Args:
             experts: The experts of the request that the plan's stages run.
         """
-        needs: dict[str, Needs] = {}
+        needs: dict[str, StageNeeds] = {}
         for stage in self.stages:
             if stage.seconds is None:
                 continue
@@ -158,7 +158,7 @@ class Plan:
 
     def _add_programs(
         self, shares: Sequence[tuple[ProgramPlan, float]], host_s: float, expert_weights: str = STEP
-    ) -> Needs:
+    ) -> StageNeeds:
         """Return what programs take together.
 
         Args:
@@ -175,7 +175,7 @@ class Plan:
                 owner, copies = expert_weights, self.copies
             resident[f"weights of {owner}"] = program.compiled.weights_bytes * copies
             resident[program.name] = program.compiled.code_bytes  # It stays, as weights do.
-        return Needs(seconds, resident, max(program.compiled.other_bytes for program, _ in shares))
+        return StageNeeds(seconds, resident, max(program.compiled.other_bytes for program, _ in shares))
 
     @property
     def programs(self) -> list[ProgramPlan]:

@@ -8,7 +8,7 @@ from starlette.requests import Request
 
 _COUNT = "x-stainless-retry-count"  # OpenAI's client sends how often it has repeated a request.
 _REMEMBERED_S = 120.0
-_MOST = 10_000
+_MAX_REMEMBERED = 10_000
 
 
 class Retries:
@@ -41,7 +41,7 @@ class Retries:
         return False
 
     def _forget(self, now: float) -> None:
-        while self._order and (len(self._order) > _MOST or self._order[0][0] < now - _REMEMBERED_S):
+        while self._order and (len(self._order) > _MAX_REMEMBERED or self._order[0][0] < now - _REMEMBERED_S):
             then, key = self._order.popleft()
             refused = self._refused.get(key, deque())
             if refused and refused[0] == then:

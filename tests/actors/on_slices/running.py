@@ -21,7 +21,7 @@ from actors.observe.status_actor import StatusActor
 from actors.pipeline.driver import PipelineDriver
 from cluster.emulation import ray_nodes
 from cluster.emulation.cluster import EmulatedCluster
-from cluster.inventory import SliceFound, list_slices
+from cluster.inventory import LiveSlice, list_slices
 from cluster.layout import Layout
 from tests.children import start_module
 from tests.waiting import SECONDS
@@ -120,7 +120,7 @@ class Running:
 
         return asyncio.run_coroutine_threadsafe(run(), self.loop).result(SECONDS)
 
-    def slices(self, pool: str) -> list[SliceFound]:
+    def slices(self, pool: str) -> list[LiveSlice]:
         """Return the slices that a pool's replicas hold."""
         return [s for s in list_slices() if s.holder is not None and s.holder.split("/")[0] == pool]
 
