@@ -64,8 +64,8 @@ class Engine(Protocol):
             id: The request's name.
             on_event: Called with spans as they end, from any thread.
             priority: The higher goes first.
-            on_fragment: Called with each fragment of the video while it is decoded, in order and from any thread; it must
-                not wait. All have been passed on before this returns. None where nobody watches.
+            on_fragment: Called with each fragment of the video while it is decoded, in order and from any thread; all
+                of them before this returns. It must not wait. None where nobody watches.
         """
 
     async def forget(self, id: str) -> None:
