@@ -14,7 +14,7 @@ class RequestFailed(PipelineError):
         code: "invalid": it doesn't fit the model; "unhealthy": a stage gave NaN; "error": a stage raised something
             else, wherever it was tried; "lost": slices were lost under it again and again.
         elsewhere: Whether another slice may accept it, as when a file is missing on one: try it there.
-        replica: As of `StageLost`.
+        replica: Serve's name for the leader that failed it, once that is known.
     """
 
     def __init__(self, message: str, code: str, *, elsewhere: bool = False) -> None:

@@ -25,7 +25,7 @@ class LiveHost:
 
 @dataclass(frozen=True)
 class LiveSlice:
-    """A slice that a cluster has.
+    """A slice of a cluster, with those of its hosts that are alive.
 
     Attributes:
         name: Its name in the cluster.

@@ -22,7 +22,7 @@ from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.spec import ModelSpec
 
 DTYPE = "bfloat16"
-SIZE: dict[str, Any] = {"height": 720, "width": 1280, "frames": 81}  # Of the full-size step.
+SIZE: dict[str, Any] = {"height": 720, "width": 1280, "frames": 81}  # The size of the full-size step.
 PREDICT_S = 600.0  # Two programs of full size are compiled and priced.
 PUBLISHED, MEASURED = "published", "measured"
 _TOLERANCE = 0.07  # Share of a prediction by which kernels with published times took longer than predicted.

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-OPERATIONS = "XLA Ops"  # What the profiler calls the row of a device's operations.
+OPERATIONS = "XLA Ops"  # The profiler's name for the row of a device's operations.
 
 
 def trace_categories(call: Callable[[], Any]) -> dict[str, float]:

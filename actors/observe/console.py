@@ -15,7 +15,7 @@ from tqdm import tqdm
 from wan_tpu.progress import Bar
 
 TERMINAL_S = 0.5  # Seconds between two updates.
-NEWS_S, SILENCE_S = 2.0, 10.0  # Where lines stay, they come at most, and at least, this often.
+NEWS_S, SILENCE_S = 2.0, 10.0  # Without a terminal, lines come at most, and at least, this often.
 
 Look = Callable[[], str]
 

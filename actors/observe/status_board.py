@@ -80,8 +80,8 @@ class ReportedStatus:
     """Everything that a pipeline's replicas and drivers have reported.
 
     Attributes:
-        replicas: By name.
-        requests: By id, at most `MAX_LISTED`.
+        replicas: All replicas, by name.
+        requests: Requests under way, by id, at most `MAX_LISTED`.
         unlisted: How many more requests there are, by stage.
         handoffs: Seconds and bytes of the latest hand-offs to each stage.
         step_s: Seconds of the latest denoising steps, by stage.

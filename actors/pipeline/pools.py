@@ -29,7 +29,7 @@ MAX_CALLS = 900
 POLL_S = 0.25
 NEWS_S = 2.0  # If the status actor is silent for this long, Serve alone says what is being waited for.
 _HANDLE_S = 2.0  # A handle has this long to learn of its pool; then another is opened.
-# For the first deployment of an application that answers no HTTP: where Serve runs HAProxy, it would listen.
+# A name for the first deployment of an application that answers no HTTP; where Serve runs HAProxy, it would listen.
 NO_HTTP = {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
 
 Tell = Callable[[str], object]

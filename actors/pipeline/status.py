@@ -25,7 +25,7 @@ class PoolStatus:
         slice: The kind of its slices.
         stages: The stages that it runs.
         wanted: The minimum and maximum of replicas.
-        replicas: By name.
+        replicas: Its replicas, by name.
         queue: How many requests have reached its stages without a slice that computes them.
         step_s: Mean seconds of its latest denoising steps, or None.
         handoff_s: Mean seconds of its latest hand-offs, from the object store to the devices, or None.
@@ -54,7 +54,7 @@ class PipelineStatus:
         model: The checkpoint.
         layout: The layout's file.
         chips: "emulated" where CPU devices stand in for chips, "simulated" where nothing is computed.
-        pools: In the order of the layout.
+        pools: Its pools, in the order of the layout.
         requests: Requests under way, by id; not all if there are very many.
         under_way: How many requests are under way.
         waiting: How many requests are not in the pipeline yet.

@@ -33,7 +33,7 @@ from wan_tpu.request import ResolvedRequest
 log = logging.getLogger(__name__)
 
 MAX_ROUTED_PROGRAMS = 64  # Programs the router remembers per replica.
-END_DELAY_S = 0.5  # Between the loss of a slice and the end of its leader, so that callers get their errors first.
+END_DELAY_S = 0.5  # Delay of a leader's end after the loss of its slice, so that callers get their errors first.
 DRAIN_ANSWER_S = 2.0  # A health check waits this long for Ray to say whether the hosts are drained.
 
 

@@ -83,7 +83,7 @@ class StageResult:
     Attributes:
         handle: The result's payload.
         step: How many denoising steps are done.
-        warnings: For whoever asked for the video.
+        warnings: Warnings for the user, such as that a prompt was cut.
     """
 
     handle: RefHandle

@@ -41,7 +41,7 @@ class Payload:
 
     Attributes:
         kind: The name of the value's class.
-        arrays: By field, as `wan_tpu.data.flatten` names them.
+        arrays: The value's arrays by field, as `wan_tpu.data.flatten` names them.
         bfloat16: Names of the arrays that are bfloat16, held as uint16.
         step: How many steps of a `DenoiseState` are done, so that brokers needn't look inside.
     """

@@ -32,7 +32,7 @@ class Denoising:
 
     Attributes:
         plan: The request's plan, with its adapters in host memory.
-        inputs: By stage, because an expert without guidance takes the prompt alone.
+        inputs: The inputs by stage, because an expert without guidance takes the prompt alone.
         state: The state to begin from.
         run: The expert that runs now, or None between two experts.
     """

@@ -15,7 +15,7 @@ from cluster.errors import SliceStartTimeout, WrongHost
 from cluster.gang.protocol import HostPlace
 from cluster.slice_spec import ACCELERATOR_TYPE, POD_TYPE, SLICE_NAME, WORKER_ID, SliceSpec
 
-TELL_S = 5.0  # Between two messages about what a leader waits for.
+TELL_S = 5.0  # Pause between two messages about what a leader waits for.
 POLL_S = 0.1
 
 Tell = Callable[[str], object]

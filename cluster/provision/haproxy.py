@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-CONNECTIONS = 16_000  # In total, unless the process may open too few files.
+CONNECTIONS = 16_000  # Connections in total, unless the process may open too few files.
 # Each bound can be changed by an environment variable of the same name; 0 is no limit. A proxy in front is one address
 # for all of its clients, unless it is trusted.
 BOUNDS = {

@@ -40,7 +40,7 @@ _HEAD_HEALTH, _WORKER_HEALTH = "/api/healthz", "/api/local_raylet_healthz"
 HEAD = {"ray.io/node-type": "head"}
 SERVES = {"ray.io/serve": "true"}
 SERVE_PORT = 8000
-LAYOUT_FILE = "/etc/wan-tpu/layout.yaml"  # Where pods have the layout of their job or service.
+LAYOUT_FILE = "/etc/wan-tpu/layout.yaml"  # The file in pods that has the layout of their job or service.
 _USER = 1000  # The user of the image (cluster/Dockerfile).
 # The disk of a pod, for logs and objects that Ray spills; and the disk for the weights of a model from the hub.
 _DISK_GIB, _HUB_GIB = 20, 160

@@ -59,7 +59,7 @@ _PARTS = (
     ("diff_b", re.compile(r"\.(diff_b|b_norm)$")),
     ("diff_m", re.compile(r"\.diff_m$")),
 )
-_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)  # In which floats are quantised.
+_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)  # Integer types of quantised weights.
 T = TypeVar("T")
 APPLIED = "lora_A and lora_B (or lora_down and lora_up), alpha, diff, diff_b and diff_m"
 

@@ -58,7 +58,7 @@ class DescribedSlice:
         link_bytes_per_s: Bandwidth of one ICI link in one direction.
         core_bytes_per_s: Bandwidth between the devices of one chip in one direction.
         cores: TensorCores of one JAX device; they share the parallel axes of a kernel's grid.
-        calibrated: For people: which of these figures were measured. Empty where all are published ones.
+        calibrated: A text that says which of these figures were measured; empty if all are published ones.
     """
 
     name: str

@@ -87,8 +87,8 @@ class AttentionOutput(NamedTuple):
     """The result of attention.
 
     Attributes:
-        tokens: Of this device's tokens, [G, t, columns] for each round, a part of every group's heads.
-        others: Of the replicated tokens, in this device's heads, [K, N*D/G]; None if there are none.
+        tokens: The result for this device's tokens, [G, t, columns] for each round, a part of every group's heads.
+        others: The result for the replicated tokens, in this device's heads, [K, N*D/G]; None if there are none.
         beside: The weights that were gathered.
     """
 

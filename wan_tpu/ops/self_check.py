@@ -60,7 +60,7 @@ class KernelResult:
     """How far a kernel's result is off its twin's.
 
     Attributes:
-        name, kernel: Those of the case.
+        name, kernel: The case's name and kernel.
         off: The largest difference, relative to the twin's largest value; NaN if there is a NaN.
         tolerance: The largest difference that roundings explain.
         seconds: The time that both took, compiling included.

@@ -16,8 +16,8 @@ from wan_tpu.pricing.bundles import count_bundles
 from wan_tpu.pricing.kernel_prices import StepBundles, step_bundles
 from wan_tpu_kernels.low_precision import can_multiply
 
-ROWS, LANES = 128, 128  # Of a block: 16 registers.
-OPERATIONS = 64  # Of each register in one iteration.
+ROWS, LANES = 128, 128  # The size of a block, 16 registers.
+OPERATIONS = 64  # Operations on each register in one iteration.
 _COUNTED_STEPS, _COUNTED_ITERATIONS = 512, 50
 
 

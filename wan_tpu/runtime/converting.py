@@ -21,7 +21,8 @@ from wan_tpu.runtime.weights import Block, Weight, read_weights
 from wan_tpu.storage.base import Missing, Storage
 from wan_tpu.storage.folder import WeightFile
 
-_KINDS = {"float32": "F32", "bfloat16": "BF16", "int8": "I8", "float8_e4m3fn": "F8_E4M3"}  # As safetensors names them.
+# safetensors' names of dtypes.
+_KINDS = {"float32": "F32", "bfloat16": "BF16", "int8": "I8", "float8_e4m3fn": "F8_E4M3"}
 _HEADER_ALIGNED = 4096  # The weights begin at a multiple of so many bytes.
 _COPIED_BYTES = 16 * 2**20  # Bytes of an adapter's file that are in memory at a time.
 

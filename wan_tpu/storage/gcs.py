@@ -37,7 +37,7 @@ from wan_tpu.storage.base import (
     first_line,
 )
 
-_TIMEOUT_S = (10.0, 60.0)  # To connect, and for each piece of a download.
+_TIMEOUT_S = (10.0, 60.0)  # Time-outs of a connection, and of each piece of a download.
 
 
 class GcsStorage(BucketStorage):

@@ -39,7 +39,7 @@ try:
 except ImportError:
     raise InvalidInput("s3:// needs Amazon's client: pip install '.[s3]'") from None
 
-PART_BYTES = 32 * 2**20  # Of an upload in parts: S3 takes 10,000, each but the last of at least 5 MiB.
+PART_BYTES = 32 * 2**20  # Size of a part of an upload. S3 takes 10,000 parts, each but the last of at least 5 MiB.
 _PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
 MAX_CLIENTS = 16  # Buckets whose clients are kept.
 # The client makes one attempt: `_repeat` repeats it, for as long as an outage may last.

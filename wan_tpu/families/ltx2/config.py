@@ -56,15 +56,15 @@ class Ltx2Config:
     """The configuration of an LTX-2 model.
 
     Attributes:
-        transformer: Of LTX2VideoTransformer3DModel, every key present.
-        connectors: Of LTX2TextConnectors.
-        text_encoder: Of Gemma 3's language model (`text_config` of Gemma3ForConditionalGeneration).
-        vae: Of AutoencoderKLLTX2Video.
-        audio_vae: Of AutoencoderKLLTX2Audio.
-        vocoder: Of LTX2Vocoder or LTX2VocoderWithBWE, with its class's name under "_class_name".
-        scheduler: Of FlowMatchEulerDiscreteScheduler.
-        upsampler: Of LTX2LatentUpsamplerModel, for a distilled model's second stage at twice the size; None without
-            one.
+        transformer: Settings of LTX2VideoTransformer3DModel, every key present, as in all of these.
+        connectors: Settings of LTX2TextConnectors.
+        text_encoder: Settings of Gemma 3's language model (`text_config` of Gemma3ForConditionalGeneration).
+        vae: Settings of AutoencoderKLLTX2Video.
+        audio_vae: Settings of AutoencoderKLLTX2Audio.
+        vocoder: Settings of LTX2Vocoder or LTX2VocoderWithBWE, with its class's name under "_class_name".
+        scheduler: Settings of FlowMatchEulerDiscreteScheduler.
+        upsampler: Settings of LTX2LatentUpsamplerModel, for a distilled model's second stage at twice the size; None
+            without one.
         distilled: Whether it is sampled in a few steps without guidance, as stated by wan_tpu.json, else by an
             unshifted scheduler, else by the checkpoint's name.
     """

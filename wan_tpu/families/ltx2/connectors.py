@@ -25,7 +25,7 @@ from wan_tpu.runtime.bridge import Params, call, to_jax, to_torch
 from wan_tpu.runtime.components import Component, Loaded
 from wan_tpu.runtime.mesh import AXES, Rule
 
-TEXT_TOKENS = 1024  # Of every prompt, padding included.
+TEXT_TOKENS = 1024  # Tokens of every prompt, padding included.
 STREAMS = ("video", "audio")
 
 # Shardings of projections [O outputs, I inputs] (3 G parameters), over all devices as Gemma's are.
@@ -42,7 +42,7 @@ _RULES = (
     Rule(r".*\.(attn1\.to_out\.0|ff\.net\.2)\.weight", _ROWS),
     Rule(r".*\.(attn1\.to_out\.0|ff\.net\.2)\.bias", ()),
 )
-_EPSILON = 1e-6  # Of the norms of Gemma's states.
+_EPSILON = 1e-6  # Epsilon of the norms of Gemma's states.
 _RANGE_FACTOR = 8.0  # LTX-2.0's states have this range in each layer.
 
 

@@ -22,7 +22,7 @@ SECOND_STAGE_SIGMAS = (0.909375, 0.725, 0.421875)
 SIZES = ((1024, 1536), (704, 1280), (512, 768))
 
 # fmt: off
-# Of Gemma 3 12B.
+# The configuration of Gemma 3 12B.
 GEMMA: dict[str, Any] = {
     "model_type": "gemma3_text", "vocab_size": 262208, "hidden_size": 3840, "intermediate_size": 15360,
     "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256,

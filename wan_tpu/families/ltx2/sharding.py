@@ -8,9 +8,9 @@ _VIDEO = (
     r"(attn1\.(to_q|to_k|to_v|to_out\.0)|attn2\.(to_q|to_out\.0)|audio_to_video_attn\.(to_q|to_out\.0)"
     r"|video_to_audio_attn\.(to_k|to_v)|ff\.net\.(0\.proj|2))"
 )
-# Of the video's text: split by outputs, which are gathered in place of the matrices, since a text has few tokens.
+# Matrices for the video's text, split by outputs. Outputs are gathered, not matrices, since a text has few tokens.
 TEXT = r"attn2\.(to_k|to_v)"
-# Of the sound's stream: split by heads or hidden units (outputs), and back from them (inputs).
+# Matrices of the sound's stream, split by heads or hidden units: into them by outputs, out of them by inputs.
 _HEADS = (
     r"(audio_attn1\.(to_q|to_k|to_v|to_gate_logits)|audio_attn2\.(to_q|to_k|to_v|to_gate_logits)"
     r"|audio_to_video_attn\.(to_k|to_v)|video_to_audio_attn\.(to_q|to_gate_logits)|audio_ff\.net\.0\.proj)"

@@ -37,7 +37,7 @@ _RULES = (
 # "language_model.model.layers..." as older versions of transformers saved them.
 _UNUSED = (r"(^|\.)vision_tower\.", r"(^|\.)multi_modal_projector\.", r"(^|\.)lm_head\.")
 _PREFIX = r"^((model|language_model)\.)+"
-_KINDS = ("sliding_attention", "full_attention")  # Of layers; a layer's is its index here.
+_KINDS = ("sliding_attention", "full_attention")  # Kinds of layers; a layer's kind is an index into this.
 _UNSUPPORTED = ("attn_logit_softcapping", "use_bidirectional_attention")  # Gemma 3 has neither.
 
 
@@ -103,7 +103,7 @@ def encode_prompt(encoder: Loaded, connectors: Loaded, ids: jax.Array, mask: jax
     kinds = np.array([_KINDS.index(kind) for kind in module.config.layer_types], np.int32)
     causal = jnp.arange(TEXT_TOKENS)[:, None] - jnp.arange(TEXT_TOKENS)  # A query's position less a key's.
     visible = (causal >= 0) & (mask[:, None, None] > 0)  # [B, 1, L, L]
-    # Of the keys before a query, a layer of each kind sees those that are closer than this.
+    # A layer of each kind sees only keys that are closer to the query than this.
     reach = np.array([module.config.sliding_window or TEXT_TOKENS, TEXT_TOKENS], np.int32)
     cos, sin = params["rotary_emb.cos"], params["rotary_emb.sin"]
 

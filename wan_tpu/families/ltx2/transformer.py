@@ -34,7 +34,7 @@ from wan_tpu.ops.dispatch import ops_for
 from wan_tpu.runtime.bridge import Params, call, to_jax
 from wan_tpu.runtime.mesh import TokenLayout, token_layout, weight_spec
 
-_EPS = 1e-6  # Of the norm before the output: a constant of diffusers' module.
+_EPS = 1e-6  # Epsilon of the norm before the output: a constant of diffusers' module.
 
 
 class Conditions(NamedTuple):
@@ -188,7 +188,7 @@ class _Step:
             layer,
             tuple((inputs.video, inputs.audio) for _ in self._evaluations),
             inputs.blocks,
-            # Of the text's keys and values, columns are gathered in place of the matrices.
+            # For the text's keys and values, columns are gathered in place of the matrices.
             {name: P() if re.fullmatch(rf"{TEXT}\.weight", name) else spec for name, spec in self._split.items()},
             depth=len(inputs.blocks["scale_shift_table"]),
             ahead=AHEAD,

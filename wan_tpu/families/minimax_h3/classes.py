@@ -40,7 +40,7 @@ VISION: dict[str, Any] = {
     "in_channels": 3, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 3584,
     "num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24],
 }
-# Of Qwen2VLImageProcessor, and the limits of an image's pixels with Qwen3-VL.
+# Defaults of Qwen2VLImageProcessor, and the limits of an image's pixels with Qwen3-VL.
 PROCESSOR: dict[str, Any] = {
     "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2, "do_resize": True, "do_rescale": True,
     "do_normalize": True, "image_mean": [0.48145466, 0.4578275, 0.40821073],

@@ -10,7 +10,7 @@ from wan_tpu.families.minimax_h3 import classes
 from wan_tpu.families.shared.settings import check_supported, complete_config
 
 TEXT_LAYER = 50  # The layer of Qwen3-VL whose output the published model was trained with.
-LATENTS_PER_S = 40  # Of the sound: diffusers computes with this number, whatever the VAE's strides.
+LATENTS_PER_S = 40  # Latents of the sound per second. diffusers computes with this number, whatever the VAE's strides.
 _CLASSES = {
     "transformer": "MiniMaxH3Transformer3DModel",
     "text_encoder": "Qwen3VLForConditionalGeneration",
@@ -36,13 +36,13 @@ class MiniMaxH3Config:
     """The configuration of a MiniMax-H3 model.
 
     Attributes:
-        transformer: Of MiniMaxH3Transformer3DModel, every key present.
-        text_encoder: Of Qwen3-VL's language model (`text_config` of Qwen3VLForConditionalGeneration).
-        vision: Of its vision tower (`vision_config`).
-        vae: Of AutoencoderKLMiniMaxH3.
-        audio_vae: Of AutoencoderKLMiniMaxH3Audio.
-        scheduler: Of the video's MiniMaxH3Scheduler.
-        audio_scheduler: Of the sound's.
+        transformer: Settings of MiniMaxH3Transformer3DModel, every key present, as in all of these.
+        text_encoder: Settings of Qwen3-VL's language model (`text_config` of Qwen3VLForConditionalGeneration).
+        vision: Settings of its vision tower (`vision_config`).
+        vae: Settings of AutoencoderKLMiniMaxH3.
+        audio_vae: Settings of AutoencoderKLMiniMaxH3Audio.
+        scheduler: Settings of the video's MiniMaxH3Scheduler.
+        audio_scheduler: Settings of the sound's scheduler.
         text_layer: The layer of the language model whose output is the text's embedding, without the final norm.
         picture: The pixels of the smallest and the largest image that the vision tower sees, by the names of Qwen3-VL's
             image processor.

@@ -23,10 +23,10 @@ class Layout(NamedTuple):
 
     Attributes:
         video: The video's tokens.
-        vision: Of the text, those of images.
+        vision: The text's rows of images.
         keyframes: Tokens of all keyframes.
         sound: Latents of the sound, one channel first.
-        text: All others of the text, padding included.
+        text: All other rows of the text, padding included.
     """
 
     video: int

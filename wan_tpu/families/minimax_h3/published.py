@@ -14,7 +14,7 @@ CUSTOM = "a custom MiniMax-H3"
 STEPS = 49  # Diffusers' 50 points of its schedule, whose last one is the video.
 
 # fmt: off
-# Of Qwen3-VL 32B.
+# The configuration of Qwen3-VL 32B.
 TEXT: dict[str, Any] = classes.TEXT | {
     "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
     "num_key_value_heads": 8,

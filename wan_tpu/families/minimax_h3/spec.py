@@ -138,7 +138,7 @@ class MiniMaxH3Spec(FamilySpec):
                 VIDEO: flow.euler_rising(request.steps, request.shift),
                 AUDIO: flow.euler_rising(request.steps, sound),
             }
-        # Of noise levels that are given for the video, the sound has those before the shift with its own.
+        # Noise levels given for the video are unshifted, and shifted again with the sound's own shift.
         levels = np.array(request.sigmas)
         unshifted = levels / (request.shift - (request.shift - 1) * levels)
         shifted = sound * unshifted / (1 + (sound - 1) * unshifted)

@@ -203,11 +203,11 @@ def run_blocks(
     the longest have zeros around theirs.
 
     Args:
-        blocks: Of each block, of each of its layers: the two halves. The first one's convolution is dilated.
+        blocks: The two halves of each layer of each block. The convolution of the first half is dilated.
         activate: Activates a signal with the weights of a half.
         x: The signal.
         window: Its window.
-        dilations: Of each block, of each of its layers.
+        dilations: The dilation of each layer of each block.
     """
     taps = max(block[0][0][0].weight.shape[2] for block in blocks)
     farthest = max(max(row) for row in dilations) * (taps // 2)

@@ -21,7 +21,7 @@ class WanConfig:
     """The configuration of a Wan model, from a checkpoint or as published.
 
     Attributes:
-        shift: Of the scheduler's flow schedule.
+        shift: The shift of the scheduler's flow schedule.
         solver: Our name of the scheduler's class, "unipc" or "euler".
         resolution: "480p" or "720p" where the checkpoint's name says so: Wan 2.1 I2V was published as two models whose
             files say the same. "" where it doesn't.

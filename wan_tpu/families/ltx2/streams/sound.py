@@ -25,7 +25,7 @@ class SoundStream:
     """One step's layers of the sound's stream.
 
     Attributes:
-        config: Of the transformer.
+        config: The transformer's configuration.
         mesh: The devices.
         layout: How the video's tokens lie on them.
         tokens: How many the video has.

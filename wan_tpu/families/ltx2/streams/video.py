@@ -45,7 +45,7 @@ class VideoStream:
         """Prepare the angles of this device's tokens.
 
         Args:
-            config: Of the transformer.
+            config: The transformer's configuration.
             mesh: The devices.
             layout: How the tokens lie on them.
             grid: Latent frames, height and width.
