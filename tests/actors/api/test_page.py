@@ -279,6 +279,9 @@ def test_video_plays_while_it_is_decoded_and_goes_on_as_the_finished_file(browse
         plays(page, "article")
         sync_api.expect(card.locator("video.playing")).to_be_attached()
         assert card.get_attribute("data-status") == "in_progress"
+        sync_api.expect(card.locator(".working strong")).to_have_css(
+            "opacity", "0"
+        )  # The picture takes the place of words.
         shot(page, "decoded")
         engine.decoded.release(6)
         card.get_by_role("button", name="play:").wait_for()
