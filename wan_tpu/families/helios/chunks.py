@@ -15,16 +15,18 @@ Shapes: [1, C, T, H, W] of latents, one letter a dimension as everywhere.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import jax
 import numpy as np
 
 from wan_tpu.families.helios.published import CHUNK_FRAMES, HISTORY, PyramidConfig
 from wan_tpu.families.helios.schedule import mixing_factors, stage_schedule
 from wan_tpu.schedules.schedule import Schedule
 
-Array = TypeVar("Array", np.ndarray, jax.Array)
+if TYPE_CHECKING:  # Specs list segments, too, and need no JAX.
+    import jax
+
+Array = TypeVar("Array", np.ndarray, "jax.Array")
 # What `make_history` names, the farthest first, which is also the order of their tokens.
 LONG, MID, SHORT = "history_long", "history_mid", "history_short"
 
@@ -67,9 +69,11 @@ def list_segments(
         steps: How many steps each segment has.
         amplified: Whether a distilled model takes twice as many, as the published settings do in the first chunk.
     """
+    sizes = segment_shapes(shape, pyramid.stages)
     segments = []
-    for stage, size in enumerate(segment_shapes(shape, pyramid.stages)):
-        tokens = int(np.prod(size[2:])) // int(np.prod(patch))
+    for stage, size in enumerate(sizes):
+        # As in diffusers, a schedule is shifted by the number of tokens before the latents are enlarged.
+        tokens = int(np.prod(sizes[max(0, stage - 1)][2:])) // int(np.prod(patch))
         schedule = stage_schedule(pyramid, stage, steps[stage], tokens, amplified=amplified)
         segments.append(Segment(size, schedule, mixing_factors(pyramid, stage) if stage else None))
     return segments

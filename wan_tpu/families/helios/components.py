@@ -1,8 +1,9 @@
 """The torch modules of a Helios model, and how each is built, adapted, scanned and sharded."""
 
 import functools
+from collections.abc import Mapping
+from typing import Any
 
-import torch
 from diffusers import AutoencoderKLWan, HeliosTransformer3DModel
 from jax.sharding import Mesh
 
@@ -35,18 +36,29 @@ def transformer(config: HeliosConfig) -> Component:
     """Return the transformer."""
     paired = functools.partial(half_split, config.transformer["num_attention_heads"])
 
-    def drop_angles(module: torch.nn.Module, mesh: Mesh) -> None:
+    def drop_angles(module: Any, mesh: Mesh) -> None:
         del module.rope  # `positions.rotary_tables` computes them on the host.
 
     return Component(
         folder="transformer",
-        build=lambda: HeliosTransformer3DModel.from_config(config.transformer),
+        build=lambda: _build(config.transformer),
         adapt=drop_angles,
         scanned=("blocks",),
         rules=RULES,
-        float32=tuple(HeliosTransformer3DModel._keep_in_fp32_modules),
+        float32=(*HeliosTransformer3DModel._keep_in_fp32_modules, "history_gain"),
+        renames=((r"\.history_key_scale$", ".history_gain"),),
         changes=((r"blocks\.\*\.attn1\.(to|norm)_[qk]\.(weight|bias)", paired),),
         originals=(*ORIGINALS, (r"^norm_out\.scale_shift_table$", "head.modulation")),
         matrices=MATRICES,
         logits=True,
     )
+
+
+def _build(settings: Mapping[str, Any]) -> HeliosTransformer3DModel:
+    """Return diffusers' module, with another name for a weight's whose ending means the scales of an 8-bit weight."""
+    module = HeliosTransformer3DModel.from_config(settings)
+    if settings["is_amplify_history"]:
+        for block in module.blocks:
+            block.attn1.history_gain = block.attn1.history_key_scale
+            del block.attn1.history_key_scale
+    return module

@@ -54,8 +54,8 @@ def read_config(checkpoint: Checkpoint) -> HeliosConfig:
     distilled = checkpoint.index.get("is_distilled") or False
     if distilled != (pyramid.solver == "dmd"):
         raise CheckpointError(
-            f"{checkpoint.source} has is_distilled {distilled!r} and scheduler "
-            f"{checkpoint.class_name('scheduler')}; a distilled model has HeliosDMDScheduler, and no other"
+            f"{checkpoint.source} has is_distilled {distilled!r} and a scheduler whose steps are those of "
+            f"{pyramid.solver}; distilled models have HeliosDMDScheduler, and no other has"
         )
     text_encoder_class = checkpoint.class_name("text_encoder")
     return HeliosConfig(

@@ -17,17 +17,14 @@ def draw_first(shape: Sequence[int], stages: int, generator: torch.Generator) ->
         stages: How many there are.
         generator: The request's.
     """
-    noise = torch.randn(tuple(shape), generator=generator, dtype=torch.float32).numpy()
+    noise = torch.randn(tuple(shape), generator=generator, dtype=torch.float32)
+    frames = noise[0].transpose(0, 1)
     for _ in range(stages - 1):
-        noise = _halve(noise)
-    return noise
-
-
-def _halve(noise: np.ndarray) -> np.ndarray:
-    """Return noise at half the height and width: half the sum of four independent values has their variance."""
-    (upper, lower) = (noise[..., row::2, :] for row in range(2))
-    half: np.ndarray = ((upper[..., ::2] + upper[..., 1::2]) + (lower[..., ::2] + lower[..., 1::2])) * np.float32(0.5)
-    return half
+        # Half the sum of four independent values has their variance.
+        size = [length // 2 for length in frames.shape[2:]]
+        frames = torch.nn.functional.interpolate(frames, size=size, mode="bilinear") * 2
+    array: np.ndarray = frames.transpose(0, 1)[None].contiguous().numpy()
+    return array
 
 
 def draw_between(shape: Sequence[int], patch: Sequence[int], gamma: float, generator: torch.Generator) -> np.ndarray:

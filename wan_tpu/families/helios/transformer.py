@@ -97,9 +97,9 @@ class HistoryStep(Step):
 
     def scale_keys(self, keys: tuple[jax.Array, ...], w: Params, first_rows: jax.Array) -> tuple[jax.Array, ...]:
         """Return the keys of self-attention, those of the history scaled if the model was trained so."""
-        if "attn1.history_key_scale" not in w:
+        if "attn1.history_gain" not in w:
             return keys
-        factors = 1 + jax.nn.sigmoid(w["attn1.history_key_scale"].astype(jnp.float32)) * (LARGEST_SCALE - 1)
+        factors = 1 + jax.nn.sigmoid(w["attn1.history_gain"].astype(jnp.float32)) * (LARGEST_SCALE - 1)
         columns = Columns(sum(part.shape[-1] for part in keys) * self._groups, self._groups, self._key_parts)
         cut = columns.cut(jnp.repeat(factors, columns.channels // self._heads)[None])
         row = jnp.arange(keys[0].shape[-2])[:, None]

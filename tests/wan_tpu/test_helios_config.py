@@ -1,0 +1,86 @@
+"""Helios' checkpoints: how they are recognised, and that every tensor of the transformer is read once."""
+
+import dataclasses
+import inspect
+import json
+import re
+
+import diffusers
+import pytest
+from safetensors import safe_open
+
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.errors import CheckpointError
+from wan_tpu.families.helios.components import components
+from wan_tpu.families.helios.config import read_config
+from wan_tpu.families.helios.published import CUSTOM, PUBLISHED, TRANSFORMER, defaults, recognise
+from wan_tpu.families.helios.small import make_checkpoint
+from wan_tpu.runtime.components import open_component
+from wan_tpu.runtime.mesh import make_mesh
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(
+        tmp_path_factory.mktemp("helios"), "helios-distilled", transformer={"is_amplify_history": True}
+    )
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_published_model_is_recognised_by_its_configuration(kind):
+    assert recognise(PUBLISHED[kind]) == kind
+    other = dataclasses.replace(PUBLISHED[kind], transformer=TRANSFORMER | {"num_layers": 30})
+    assert recognise(other) == CUSTOM
+    assert defaults(other).guidance_scale == defaults(PUBLISHED[kind]).guidance_scale
+
+
+def test_omitted_keys_have_the_defaults_of_diffusers():
+    parameters = inspect.signature(diffusers.HeliosTransformer3DModel.__init__).parameters
+    theirs = {name: parameter.default for name, parameter in parameters.items() if name in TRANSFORMER}
+    assert {name: list(value) if isinstance(value, tuple) else value for name, value in theirs.items()} == TRANSFORMER
+
+
+def test_configuration_is_read_from_a_checkpoint(folder):
+    config = read_config(Checkpoint(folder))
+    assert config.pyramid == PUBLISHED["helios-distilled"].pyramid
+    assert config.distilled and not config.scaled_guidance
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value"),
+    [
+        ("transformer/config.json", "zero_history_timestep", False),
+        ("transformer/config.json", "rope_dim", [4, 4]),
+        ("scheduler/scheduler_config.json", "_class_name", "UniPCMultistepScheduler"),
+        ("model_index.json", "is_distilled", False),
+        ("scheduler/scheduler_config.json", "stages", 4),
+        ("scheduler/scheduler_config.json", "time_shift_type", "square"),
+    ],
+)
+def test_checkpoint_that_would_give_another_video_is_refused(folder, file, key, value):
+    path = folder / file
+    before = path.read_text()
+    path.write_text(json.dumps(json.loads(before) | {key: value}))
+    try:
+        with pytest.raises(CheckpointError, match=re.escape(str(value))):
+            read_config(Checkpoint(folder))
+    finally:
+        path.write_text(before)
+
+
+def test_every_tensor_of_the_checkpoint_has_one_place(folder):
+    opened = Checkpoint(folder)
+    parts = components(read_config(opened))
+    mesh, read = make_mesh((1, 1, 1), heads=4), []
+    for component in parts.values():
+        part = open_component(opened, component, "float32", mesh)
+        for name, weight in part.weights.items():
+            plain = part.plain[name]
+            count = len(weight.blocks) if "*" in plain else 1
+            read += [f"{component.folder}/{plain.replace('*', str(layer), 1)}" for layer in range(count)]
+    held = []
+    for path in opened.path("").rglob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            held += [f"{path.parent.name}/{name}" for name in file.keys()]  # noqa: SIM118
+    assert "transformer/blocks.1.attn1.history_key_scale" in held
+    assert sorted(name.replace("history_key_scale", "history_gain") for name in held) == sorted(read)

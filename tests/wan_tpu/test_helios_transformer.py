@@ -1,0 +1,87 @@
+"""Helios' transformer, against diffusers' module."""
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+
+from tests.children import run_on_devices
+from tests.wan_tpu import helios_worker
+from wan_tpu.families.helios.chunks import LONG, MID, SHORT, make_history, segment_shapes
+from wan_tpu.families.helios.small import make_checkpoint
+from wan_tpu.runtime.mesh import make_mesh
+
+SHAPE = (1, 16, 9, 8, 24)
+# A chunk that is only denoised at its own size may leave the history's largest patches partly empty.
+ODD = (1, 16, 9, 6, 10)
+TIME = 640.0
+RNG = np.random.default_rng(0)
+
+
+def drawn(*shape):
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+TEXT = drawn(2, 20, 32)
+CHUNKS = [drawn(*SHAPE) for _ in range(2)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(
+        tmp_path_factory.mktemp("helios"), "helios-distilled", transformer={"is_amplify_history": True}
+    )
+
+
+@pytest.fixture(scope="module")
+def theirs(folder):
+    model = diffusers.HeliosTransformer3DModel.from_pretrained(folder / "transformer").eval().requires_grad_(False)
+
+    def predict(latents, history):
+        frames = torch.arange(29)[None]
+        return model(
+            torch.from_numpy(np.repeat(latents, 2, 0)),
+            torch.full((2,), int(TIME)),
+            torch.from_numpy(TEXT),
+            indices_hidden_states=frames[:, 20:].expand(2, -1),
+            indices_latents_history_short=frames[:, [0, 19]].expand(2, -1),
+            indices_latents_history_mid=frames[:, 17:19].expand(2, -1),
+            indices_latents_history_long=frames[:, 1:17].expand(2, -1),
+            **{f"latents_{name}": torch.from_numpy(np.repeat(history[name], 2, 0)) for name in (LONG, MID, SHORT)},
+            return_dict=False,
+        )[0].numpy()
+
+    return predict
+
+
+@pytest.fixture(scope="module")
+def ours(folder):
+    return helios_worker.make_predictor(folder, make_mesh((1, 1, 1), heads=helios_worker.HEADS))
+
+
+@pytest.mark.parametrize(("shape", "chunk"), [*((shape, SHAPE) for shape in segment_shapes(SHAPE, 3)), (ODD, ODD)])
+def test_velocity_is_that_of_diffusers_at_each_size(shape, chunk, theirs, ours):
+    """The first chunk has a history of zeros; the third one's also holds frames of the first."""
+    latents = drawn(*shape)
+    for count in (0, 2):
+        history = make_history(chunk, [drawn(*chunk) for _ in range(count)])
+        expected, velocities = theirs(latents, history), ours(latents, TIME, history, TEXT)
+        assert np.abs(velocities - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+def test_each_part_of_the_history_changes_the_velocity(ours):
+    latents, history = drawn(*segment_shapes(SHAPE, 3)[0]), make_history(SHAPE, CHUNKS)
+    before = ours(latents, TIME, history, TEXT)
+    for name in history:
+        changed = ours(latents, TIME, history | {name: -history[name]}, TEXT)
+        assert np.abs(changed - before).max() > 1e-3 * np.abs(before).max(), name
+
+
+def test_several_devices_compute_the_same(folder, theirs, tmp_path):
+    latents, history = drawn(*segment_shapes(SHAPE, 3)[1]), make_history(SHAPE, CHUNKS)
+    np.savez(tmp_path / "in.npz", latents=latents, time=TIME, text=TEXT, **history)
+    run_on_devices(helios_worker.__name__, folder, tmp_path / "in.npz", tmp_path / "out.npz", count=8)
+    expected, predictions = theirs(latents, history), np.load(tmp_path / "out.npz")
+    assert len(predictions) > 1
+    for velocities in predictions.values():
+        assert np.abs(velocities - expected).max() <= 1e-5 * np.abs(expected).max()
