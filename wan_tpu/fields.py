@@ -31,7 +31,7 @@ def describe(field: FieldInfo) -> str:
 
 
 def explain_refusal(name: str, field: FieldInfo, value: object) -> str:
-    """Explain what is wrong with a field's value: the value, what is allowed, and the nearest that works."""
+    """Explain why a field's value is refused: the value, what is allowed, and the nearest that works."""
     if type_of(field) is bool:
         return f"{name} is {value!r}; give true or false"
     limits = limits_of(field)

@@ -1,4 +1,4 @@
-"""How a request names an adapter (LoRA) of its experts. No JAX, no torch: every process reads it."""
+"""An adapter (LoRA) as a request names it. No JAX, no torch: every process reads it."""
 
 import dataclasses
 import math

@@ -63,7 +63,7 @@ class Planner(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LineSettings:
-    """What lines have in common that differ only in texts, seeds and images of the same size.
+    """The common part of lines that differ only in texts, seeds and images of the same size.
 
     Attributes:
         fields: The fields of `GenerationRequest` that the lines share.

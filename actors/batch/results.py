@@ -25,7 +25,7 @@ Status = Literal["done", "writing", "failed", "changed", "invalid"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """How one line of the manifest ended.
+    """The result of one line of the manifest.
 
     Attributes:
         line: The line's number, from 1.
@@ -67,7 +67,7 @@ class Result:
 
 
 class Results(Sequence[Result]):
-    """How a manifest's lines have ended so far, in order.
+    """The results of a manifest's lines so far, in order.
 
     Each result is kept as its line of JSON: a million fit into half a gigabyte, and results.jsonl is ready to write.
 

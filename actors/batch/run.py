@@ -28,7 +28,7 @@ Tell = Callable[[str], object]
 
 @dataclasses.dataclass(frozen=True)
 class BatchReport:
-    """How a batch ended.
+    """The result of a batch.
 
     Attributes:
         results: One result for each line of the manifest, in order.

@@ -1,4 +1,4 @@
-"""How long calls take on the devices."""
+"""Measure calls on the devices."""
 
 import time
 from collections.abc import Callable

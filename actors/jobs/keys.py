@@ -28,7 +28,7 @@ _NO_HASH = "0" * 64  # Unknown keys are compared with this, so that checking the
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeyLimits:
-    """What a key may do; None means that the key has no limit of its own.
+    """The scopes and limits of a key; None means that it has no limit of its own.
 
     Attributes:
         scopes: "make": make and delete videos; "read": see one's own; "operate": see and cancel everybody's.

@@ -104,7 +104,7 @@ class PipelineMeters:
 
 
 class BatchMeters:
-    """How far a batch is, and what it has cost. No method raises."""
+    """Metrics of a batch's progress and cost. No method raises."""
 
     def __init__(self, chips: Mapping[str, int], dollars: Mapping[str, float]) -> None:
         """Start; `chips` of each stage's slice, and `dollars` that one of them costs per hour where that is known."""
@@ -133,7 +133,7 @@ class BatchMeters:
 
 
 class ChipMeters:
-    """How busy the chips of one host are, and how full their memory is; read in a thread while the process lives."""
+    """Metrics of the load and memory of one host's chips, read in a thread while the process lives."""
 
     def __init__(self, stages: Sequence[str]) -> None:
         """Label the figures with the stages that the host runs."""

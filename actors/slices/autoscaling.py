@@ -11,7 +11,7 @@ LOAD = "stage_load"
 
 
 class SliceTime:
-    """How many seconds a request keeps the slice: an average in which the latest counts most."""
+    """The seconds for which a request keeps the slice: an average in which the latest counts most."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

@@ -1,4 +1,4 @@
-"""The sizes of videos that are known to fit a slice's memory, for errors that name the nearest one."""
+"""Sizes of videos that are known to fit a slice's memory, so that errors can name the nearest one."""
 
 import contextlib
 import math

@@ -1,4 +1,4 @@
-"""Where references to payloads wait between two stages: one stage stores a reference and gets a handle for the next.
+"""A store of references to payloads between two stages: a stage stores a reference and gets a handle for the next.
 
 References don't travel through Serve's calls. As results of a stream they were freed while the receiver still had them
 (Ray 2.60: `ReferenceCountingAssertionError`, on a busy machine), and as arguments Ray holds them until the stage ends,

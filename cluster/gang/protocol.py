@@ -1,4 +1,4 @@
-"""What a leader and the hosts of its slice send each other, and how code on a host reports its progress."""
+"""Messages between a leader and the hosts of its slice, and progress reports of code on a host."""
 
 import contextvars
 import pickle
@@ -18,7 +18,7 @@ GROUPS: tuple[Group, ...] = get_args(Group)
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How many seconds each phase may take before it has failed.
+    """Time-outs of a slice, in seconds.
 
     Attributes:
         place_s: Until a slice is free with all its hosts; None to wait for ever.
@@ -47,7 +47,7 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class Output:
-    """What a host's method returns if part of it is large.
+    """The result of a host's method, part of which is large.
 
     Attributes:
         value: The small part, which goes to the leader.
@@ -60,7 +60,7 @@ class Output:
 
 @dataclass(frozen=True)
 class HostPlace:
-    """Where one process of a slice runs.
+    """The place of one process of a slice.
 
     Attributes:
         worker_id: 0 to hosts - 1, from the node's label. Hosts find each other by it. It need not be JAX's process
@@ -109,7 +109,7 @@ class Pulse:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a call ended on one host.
+    """The outcome of a call on one host.
 
     Attributes:
         value: What it returned; None except on the first process.

@@ -52,7 +52,7 @@ def take(
 
 
 class Returned(NamedTuple):
-    """What a call returned: the first process's value, and a reference to the payload of its `Output`."""
+    """The result of a call: the first process's value, and a reference to the payload of its `Output`."""
 
     value: Any
     payload: ray.ObjectRef

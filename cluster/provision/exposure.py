@@ -1,4 +1,4 @@
-"""How a service on GKE is reached from outside: Google's load balancer with TLS, through the Gateway API.
+"""Public access to a service on GKE: Google's load balancer with TLS, through the Gateway API.
 
     client ─ https ─► Google's load balancer ─ http ─► Service ─► HAProxy on the head pod
 

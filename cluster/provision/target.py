@@ -1,4 +1,4 @@
-"""Where and how a Ray cluster runs on GKE, as far as its Kubernetes objects depend on it."""
+"""Settings of a Ray cluster on GKE that its Kubernetes objects depend on."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ CONTAINER_SECURITY: Object = {"allowPrivilegeEscalation": False, "capabilities":
 
 @dataclass(frozen=True)
 class Target:
-    """Where and how a Ray cluster runs.
+    """A Ray cluster's place and settings on GKE.
 
     Attributes:
         name: The name of the objects.

@@ -99,7 +99,7 @@ hugepages=/sys/kernel/mm/transparent_hugepage/enabled
 
 @dataclass(frozen=True)
 class Machines:
-    """Where the machines are and what they run.
+    """The place, image and account of all machines of a cluster.
 
     Attributes:
         name: The cluster's name, with which the machines' names begin.

@@ -26,7 +26,7 @@ _LEAVES = {"diff": "weight", "diff_b": "bias", "up_bias": "bias", "diff_m": _MOD
 
 @dataclass(frozen=True)
 class Factors:
-    """What is added to a weight: gain * (up @ down), in each layer of a stack. R ranks, O outputs, I inputs.
+    """A low-rank change of a weight: gain * (up @ down), in each layer of a stack. R ranks, O outputs, I inputs.
 
     Attributes:
         up: [depth, O, R], or [O, R] where the weight isn't a stack. In the weight's dtype, or bfloat16 where the weight
@@ -64,7 +64,7 @@ class Adapter:
 
 
 class _Slot(NamedTuple):
-    """Where a parameter of diffusers' module lies: a program's weight, and its layer in it if it is a stack.
+    """The place of a parameter of diffusers' module: a program's weight, and the layer in it if that is a stack.
 
     Attributes:
         weight: The name of the program's weight.

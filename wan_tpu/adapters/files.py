@@ -1,4 +1,4 @@
-"""An adapter's file: where it lies, and what its tensors say, by the names of the modules that they change.
+"""An adapter's file: its location, and its tensors by the names of the modules that they change.
 
 Formats: peft's and diffusers' `lora_A`, `lora_B`; kohya's and musubi-tuner's `lora_down`, `lora_up` with `alpha`, and
 their names in which underscores stand for dots; whole differences `diff` (weight), `diff_b` (bias), `diff_m`
@@ -66,7 +66,7 @@ APPLIED = "lora_A and lora_B (or lora_down and lora_up), alpha, diff, diff_b and
 
 @dataclass
 class ModuleChange:
-    """What a file says of one module: delta W = gain * (up @ down), or a whole difference.
+    """A file's change of one module: delta W = gain * (up @ down), or a full difference.
 
     Attributes:
         names: The names that the tensors have in the file, by part.

@@ -1,4 +1,4 @@
-"""What a model family registers, as `FAMILY` of its folder. Every process reads it: it needs neither JAX nor torch."""
+"""The registration of a model family, `FAMILY` of its folder. Every process reads it, so it needs no JAX or torch."""
 
 import importlib
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""How frames and sound are encoded. Files with the same settings can be joined without encoding them again."""
+"""Settings of the encoders of frames and sound. Files with the same settings can be joined without encoding again."""
 
 # Pixels become BT.709 with a limited range at every size, and the file says so. Players guess by the number of lines
 # where a file says nothing, and most of them guess BT.709 from 720 lines on, BT.601 below.

@@ -57,7 +57,7 @@ class KernelCase:
 
 @dataclasses.dataclass(frozen=True)
 class KernelResult:
-    """How far a kernel's result is off its twin's.
+    """The difference of a kernel's result from its twin's.
 
     Attributes:
         name, kernel: The case's name and kernel.

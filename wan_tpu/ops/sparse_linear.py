@@ -29,7 +29,7 @@ QUERY_BLOCK = QUERIES  # Tokens that attend to the same blocks of keys.
 
 @dataclass(frozen=True)
 class SparseLinear:
-    """How a layer attends.
+    """The settings and weights of a layer's sparse-linear attention.
 
     Attributes:
         density: The share of the blocks of keys that are kept.

@@ -1,4 +1,4 @@
-"""Compile one program of a model for a described slice, in a process of its own, and keep what the compiler says.
+"""Compile one program of a model for a described slice, in a separate process, and store the compiler's report.
 
 A process of its own, because a full-size program takes gigabytes to compile and the compiler may crash instead of
 refusing. What is kept: the scheduled HLO, the memory it needs, the seconds it took, under a key of all that changes it.
@@ -65,7 +65,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of a program, for one device.
+    """The compiler's report on a program, for one device.
 
     Attributes:
         compile_s: The seconds of tracing and compiling by the clock.

@@ -1,4 +1,4 @@
-"""What a program costs: seconds by kind of work, as the compiler estimates them and at the HBM floor."""
+"""The cost of a program: seconds by kind of work, as the compiler estimates them and at the HBM floor."""
 
 from dataclasses import dataclass
 
@@ -62,7 +62,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one run of a program costs on each device.
+    """The cost of one run of a program on each device.
 
     Attributes:
         hardware: The chip.

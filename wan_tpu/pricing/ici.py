@@ -1,4 +1,4 @@
-"""How long a collective needs on the links between chips.
+"""The time of a collective on the links between chips.
 
 Traffic is put on the real links: members of a group stand at their coordinates in the slice, every hop is routed
 dimension by dimension over the shorter way, groups of one collective run at once, and the busiest link sets the time.

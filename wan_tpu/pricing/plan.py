@@ -1,4 +1,4 @@
-"""A model's plan on a slice: what fits, and what each stage is predicted to take."""
+"""A model's plan on a slice: whether it fits, and each stage's predicted time."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -65,7 +65,7 @@ class StagePlan:
 
 
 class StageNeeds(NamedTuple):
-    """What a video takes of a slice in one stage.
+    """The time and memory that a video needs on a slice in one stage.
 
     Attributes:
         seconds: Seconds of the slice.
@@ -189,7 +189,7 @@ class Plan:
 
     @property
     def parts(self) -> list[MemoryNeed]:
-        """What all weights and programs need of a device that holds them together.
+        """The memory of a device that holds all weights and programs.
 
         The programs of a VAE half share their weights, so do a step and the text's keys; experts don't.
         """

@@ -1,4 +1,4 @@
-"""What one instruction of a program does: its kind of work, the HBM bytes it touches, its multiply-adds."""
+"""Classify one instruction of a program: its kind of work, its HBM bytes, its multiply-adds."""
 
 import math
 import re

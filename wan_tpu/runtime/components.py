@@ -36,7 +36,7 @@ SCALE = "_scale"  # Ending of the name of an 8-bit weight's scales: float32, one
 
 @dataclass(frozen=True)
 class Component:
-    """How one torch module of a checkpoint is built, adapted and laid out.
+    """One torch module of a checkpoint: how it is built, adapted and sharded.
 
     Attributes:
         folder: Its folder in the checkpoint.

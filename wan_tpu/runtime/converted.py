@@ -27,7 +27,7 @@ AGAIN = "convert the checkpoint again"
 
 @dataclass(frozen=True)
 class Cut:
-    """How one weight lies in the file.
+    """The layout of one weight in the file.
 
     Attributes:
         shape: The weight's shape, as the program has it.

@@ -1,4 +1,4 @@
-"""Whether something fits the memory of a device: one rule, by which plans, layouts and adapters are judged.
+"""Decide whether something fits a device's memory: one rule for plans, layouts and adapters.
 
 What stays of all parts must fit together with the most that any one needs while it runs, since they run one by one.
 """
@@ -11,7 +11,7 @@ GIB = 2**30
 
 
 class MemoryNeed(NamedTuple):
-    """What a part of a model needs on one device.
+    """The memory that a part of a model needs on one device.
 
     Attributes:
         resident_bytes: What stays while the part is loaded: weights, and programs from their first call on.

@@ -23,7 +23,7 @@ SHARDS = ("sp", "tp")  # The axes that split the tokens of one branch, and each 
 
 
 class MeshShape(NamedTuple):
-    """How many devices lie along each axis."""
+    """The number of devices along each axis."""
 
     dp: int
     sp: int
@@ -122,7 +122,7 @@ def fill_shape(shape: Sequence[int | None], devices: int, heads: int) -> MeshSha
 
 
 class Rule(NamedTuple):
-    """Where the weights whose name matches `pattern` (fully) lie: mesh axes, or None, for each dimension."""
+    """The sharding of weights whose whole name matches `pattern`: mesh axes, or None, for each dimension."""
 
     pattern: str
     spec: tuple[str | tuple[str, ...] | None, ...]
@@ -179,7 +179,7 @@ def describe_sharding(sharding: Any) -> str:
 
 
 class TokenLayout(NamedTuple):
-    """How the tokens of all guidance branches, [B, L, C], lie on a mesh.
+    """The layout of the tokens of all guidance branches, [B, L, C], on a mesh.
 
     Attributes:
         branch_axis: 'dp', or None when every device has a part of every branch.

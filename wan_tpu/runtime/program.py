@@ -54,7 +54,7 @@ _tracing = threading.Lock()  # A module's weights are swapped while it is traced
 
 
 class ExecutableStore(Protocol):
-    """Where compiled programs are kept: `wan_tpu.aot.executables.Executables`."""
+    """A store of compiled programs: `wan_tpu.aot.executables.Executables`."""
 
     def get(self, name: str, args: Any, mesh: Mesh, build: Callable[[], Any]) -> Any:
         """Return the executable of a program for arguments like these; `build` is called when none is stored."""

@@ -57,7 +57,7 @@ class FetchedAdapter(RequestedAdapter):
 
 
 class AdapterStore(Protocol):
-    """Where weights with adapters applied come from: `wan_tpu.adapters.merging.Adapters`."""
+    """Provides weights with adapters applied: `wan_tpu.adapters.merging.Adapters`."""
 
     def fetch(self, component: Component, base: Loaded, lora: RequestedAdapter) -> FetchedAdapter:
         """Read an adapter's file into host memory.

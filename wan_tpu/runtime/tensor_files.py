@@ -1,4 +1,4 @@
-"""Which tensors a safetensors file holds, and where, by its header alone.
+"""Locate the tensors of a safetensors file by its header alone.
 
 Source: github.com/huggingface/safetensors, "Format".
 """
@@ -44,7 +44,7 @@ _MAX_HEADER_BYTES = 100_000_000  # The longest header that safetensors allows.
 
 
 class Stored(NamedTuple):
-    """Where one tensor lies: its file's path or address, the offset of its first byte, its dtype and its shape."""
+    """The place of one tensor: its file's path or address, the offset of its first byte, its dtype and its shape."""
 
     file: str
     offset: int

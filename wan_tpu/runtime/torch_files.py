@@ -1,4 +1,4 @@
-"""Which tensors a file of torch.save holds, and where, without reading their values."""
+"""Locate the tensors of a file of torch.save without reading their values."""
 
 import zipfile
 

@@ -19,7 +19,7 @@ SPACINGS = ("trailing", "leading", "linspace")
 
 @dataclass(frozen=True)
 class NoiseSchedule:
-    """How much noise a model was trained with at each of its 1,000 timesteps.
+    """The noise that a model was trained with at each of its 1,000 timesteps.
 
     Attributes:
         beta_start, beta_end: The first and last betas, whose square roots grow linearly.

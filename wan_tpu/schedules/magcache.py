@@ -42,7 +42,7 @@ class MagCache:
 
 @dataclass(frozen=True)
 class Curve:
-    """How a model's residuals change, measured for one schedule.
+    """The change of a model's residuals from step to step, measured for one schedule.
 
     Attributes:
         ratios: [S, 2]: of each step, for the prompt's and the negative prompt's branch.

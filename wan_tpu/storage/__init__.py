@@ -1,1 +1,1 @@
-"""Where checkpoints, inputs, results and snapshots lie: a folder, gs:// or s3://; a module for each."""
+"""Storage of checkpoints, inputs, results and snapshots: a folder, gs:// or s3://, with a module for each."""

@@ -1,4 +1,4 @@
-"""What all storage has in common: one small interface, its errors, and which names can be used.
+"""The interface of all storage, its errors, and the rules for names.
 
 A *name* is a relative path with forward slashes, such as "clips/cat.mp4". What is written appears whole or not at all.
 """

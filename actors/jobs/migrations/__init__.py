@@ -1,1 +1,1 @@
-"""How the schema came to be, one step a file; `actors.jobs.migrations.migrate` runs them."""
+"""Migrations of the schema, one file each; `actors.jobs.migrations.migrate` runs them."""

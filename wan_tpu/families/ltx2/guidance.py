@@ -26,7 +26,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Guidance:
-    """How strongly a model is guided, beside a request's `guidance_scale`, which is the video's.
+    """The strengths of a model's guidance besides a request's `guidance_scale`, which is the video's.
 
     Attributes:
         audio_scale: The scale of the sound; None for the request's.

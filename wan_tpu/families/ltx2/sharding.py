@@ -1,4 +1,4 @@
-"""How the weights of an LTX-2 transformer are split over the devices."""
+"""The sharding of an LTX-2 transformer's weights."""
 
 from wan_tpu.runtime.mesh import SHARDS, Rule
 

@@ -38,7 +38,7 @@ _EPS = 1e-6  # Epsilon of the norm before the output: a constant of diffusers' m
 
 
 class Conditions(NamedTuple):
-    """What a step's evaluations share beside the latents.
+    """The inputs that a step's evaluations share, besides the latents.
 
     Attributes:
         times: float32 [M], timesteps of the video's tokens; of two, the first is for the first latent frame.

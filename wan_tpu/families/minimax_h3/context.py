@@ -1,4 +1,4 @@
-"""What MiniMax-H3's transformer makes of a request's text, once: its embedding, refined by two layers of their own.
+"""The text as MiniMax-H3's transformer takes it: embedded, and refined by two layers of its own, once per request.
 
 Padding takes no part in it, and the number of real rows is an array: one program serves texts of every length.
 

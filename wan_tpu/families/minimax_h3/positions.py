@@ -1,4 +1,4 @@
-"""Where the rows of MiniMax-H3's sequence lie in time and space, computed on the host in float64 as diffusers does.
+"""Positions of the rows of MiniMax-H3's sequence in time and space, computed on the host in float64 as in diffusers.
 
 The transformer attends over one sequence of rows: the video's, the images' part of the text, the keyframes', the
 sound's, the text's. Media begin behind the text in time, so that a text's length moves all of them: positions are
@@ -19,7 +19,7 @@ _SPACE = 32  # The side of a square video.
 
 
 class Layout(NamedTuple):
-    """How many rows of each kind a sequence has, in this order; padding lies at the end.
+    """The number of rows of each kind in a sequence, in this order; padding is at the end.
 
     Attributes:
         video: The video's tokens.

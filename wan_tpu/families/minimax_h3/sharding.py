@@ -1,4 +1,4 @@
-"""How the weights of a MiniMax-H3 transformer are split over the devices."""
+"""The sharding of a MiniMax-H3 transformer's weights."""
 
 from wan_tpu.runtime.mesh import AXES, SHARDS, Rule
 

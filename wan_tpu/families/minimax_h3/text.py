@@ -43,7 +43,7 @@ _PREFIX = r"^((model|language_model)\.)+"
 
 
 class Picture(NamedTuple):
-    """What the vision tower made of the keyframes, for the rows of the presentation that stand for them.
+    """The vision tower's output for the keyframes, which replaces rows of the presentation.
 
     Attributes:
         starts: int32 [k], the index of the first of each keyframe's rows.

@@ -1,4 +1,4 @@
-"""What the specs of the families in this package have in common. No JAX, no torch."""
+"""The common part of the specs of this package's families. No JAX, no torch."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""What an LTX-2 transformer makes of a step's timesteps: shifts, scales and gates of every layer, and of the text.
+"""The modulations of an LTX-2 transformer: shifts, scales and gates of every layer and of the text, from timesteps.
 
 Shapes: M timesteps: 1, or 2 where the first latent frame is an image.
 """
