@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Output:
-    """The output of a batch: videos and records. After a failed write, nothing is computed until writing works again."""
+    """The output of a batch: videos, records. After a failed write, nothing is computed until writing works again."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
