@@ -1,4 +1,4 @@
-"""Compare every kernel with its plain twin on this machine's first device."""
+"""Compare every kernel with its plain reference on this machine's first device."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from wan_tpu.ops import self_check
 
 
 def check_kernels(machine: Machine) -> Iterator[Finding]:
-    """Yield for each kernel how far it is off its twin; kernels are interpreted where there is no TPU."""
+    """Yield the difference of each kernel from its reference; kernels are interpreted where there is no TPU."""
     for result in self_check.check_kernels(interpret=machine.is_rehearsal):
         yield Finding(
             result.name,

@@ -23,8 +23,8 @@ from wan_tpu_kernels.vae.group_norm import (
     norm_silu_reference,
 )
 
-# Each kernel and its twin in plain XLA.
-TWINS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+# Each kernel and its reference in plain XLA.
+IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "linear": (linear, linear_reference),
     "layer_norm": (layer_norm, layer_norm_reference),
     "round_rows": (round_rows, round_rows_reference),
@@ -51,4 +51,6 @@ class Ops(NamedTuple):
 
 def ops_for(platform: str) -> Ops:
     """Return the operations for "tpu", "gpu" or "cpu"; those that `wan_tpu.switches` turns off are in plain XLA."""
-    return Ops(**{name: kernel if uses_kernel(name, platform) else plain for name, (kernel, plain) in TWINS.items()})
+    return Ops(
+        **{name: kernel if uses_kernel(name, platform) else plain for name, (kernel, plain) in IMPLEMENTATIONS.items()}
+    )

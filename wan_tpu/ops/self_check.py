@@ -1,4 +1,4 @@
-"""Compare every kernel with its plain twin, on one device, with shapes whose last blocks are ragged.
+"""Compare every kernel with its plain reference, on one device, with shapes whose last blocks are ragged.
 
 On a TPU this shows whether the chip computes what the tests have seen in an interpreter.
 """
@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wan_tpu.ops.dispatch import TWINS as OPERATIONS
+from wan_tpu.ops.dispatch import IMPLEMENTATIONS
 from wan_tpu_kernels.flash_attention import flash_attention, flash_attention_reference
 from wan_tpu_kernels.low_precision import Rounded
 from wan_tpu_kernels.sparse_attention import sparse_attention, sparse_attention_reference
 from wan_tpu_kernels.sparse_kernel import KEYS, QUERIES
 
-# Each kernel and its twin, by the kernel's name in `wan_tpu.switches`.
-TWINS = OPERATIONS | {
+# Each kernel and its reference, by the kernel's name in `wan_tpu.switches`.
+KERNELS = IMPLEMENTATIONS | {
     "attention": (flash_attention, flash_attention_reference),
     "sparse_attention": (sparse_attention, sparse_attention_reference),
 }
@@ -34,14 +34,14 @@ FLOAT32 = 1e-5
 
 @dataclasses.dataclass(frozen=True)
 class KernelCase:
-    """A call of a kernel and of its twin.
+    """A call of a kernel and of its reference.
 
     Attributes:
         name: The name shown to people.
-        kernel: A key of `TWINS`.
+        kernel: A key of `KERNELS`.
         arrays: Arrays that both are called with.
         options: Options that both are called with.
-        tolerance: The largest allowed difference, relative to the twin's largest value.
+        tolerance: The largest allowed difference, relative to the reference's largest value.
         only_kernel: Options of the kernel alone.
         compared: Returns the part of a result that is compared.
     """
@@ -57,11 +57,11 @@ class KernelCase:
 
 @dataclasses.dataclass(frozen=True)
 class KernelResult:
-    """The difference of a kernel's result from its twin's.
+    """The difference of a kernel's result from its reference's.
 
     Attributes:
         name, kernel: The case's name and kernel.
-        off: The largest difference, relative to the twin's largest value; NaN if there is a NaN.
+        off: The largest difference, relative to the reference's largest value; NaN if there is a NaN.
         tolerance: The largest difference that roundings explain.
         seconds: The time that both took, compiling included.
         shapes: Shapes of the arguments.
@@ -81,7 +81,7 @@ class KernelResult:
 
 
 def check_kernels(*, interpret: bool) -> Iterator[KernelResult]:
-    """Compare every kernel with its twin.
+    """Compare every kernel with its reference.
 
     Args:
         interpret: Whether to interpret the kernels, at small sizes, on machines without a TPU.
@@ -91,7 +91,7 @@ def check_kernels(*, interpret: bool) -> Iterator[KernelResult]:
 
 
 def _compare(case: KernelCase, *, interpret: bool) -> KernelResult:
-    kernel, twin = TWINS[case.kernel]
+    kernel, reference = KERNELS[case.kernel]
 
     def run(function: Callable[..., Any], **only: Any) -> list[jax.Array]:
         program = jax.jit(lambda *arrays: case.compared(function(*arrays, **case.options, **only)))
@@ -99,7 +99,7 @@ def _compare(case: KernelCase, *, interpret: bool) -> KernelResult:
 
     start = time.perf_counter()
     with jax.default_matmul_precision("highest"):
-        results, expected = run(kernel, **case.only_kernel, interpret=interpret), run(twin)
+        results, expected = run(kernel, **case.only_kernel, interpret=interpret), run(reference)
     off = max(_difference(ours, plain) for ours, plain in zip(results, expected, strict=True))
     shapes = [list(array.shape) for array in jax.tree.leaves(case.arrays)]
     return KernelResult(case.name, case.kernel, off, case.tolerance, time.perf_counter() - start, shapes)
