@@ -17,7 +17,8 @@ class Limits:
         image_bytes: Size of an image's file.
         video_bytes: Size of a video's file.
         video_pixels: Pixels of its frames.
-        video_s: How long a video may last that is sent to be continued.
+        video_s: How long a video may last that is sent to be continued,
+        extended_s: and how long what becomes of it, or of a video of this service.
         video_cpu_s: Processor time of each look at it, beside that of the process that reads it.
         video_wait_s: Wall time that this process gets for it in addition.
         small_bytes: Bodies up to this size are parsed in the ingress itself, larger ones in a process of their own.
@@ -45,6 +46,7 @@ class Limits:
     video_bytes: int = 20_000_000
     video_pixels: int = 9_000_000
     video_s: float = 60.0
+    extended_s: float = 600.0
     video_cpu_s: int = 40
     video_wait_s: float = 60.0
     small_bytes: int = 32_768

@@ -10,7 +10,16 @@ from typing import Any
 
 VERSION = 1
 # Fields of a job's request that `wan_tpu.request.GenerationRequest` doesn't have.
-BESIDE = ("model", "seconds", "skipped", "input_size", "last_frame_size")
+BESIDE = (
+    "model",
+    "seconds",
+    "skipped",
+    "input_size",
+    "last_frame_size",
+    "video_size",
+    "extended_from",
+    "source_frames",
+)
 
 
 def to_stored(request: dict[str, Any]) -> dict[str, Any]:
@@ -28,3 +37,12 @@ def read_stored(stored: dict[str, Any]) -> dict[str, Any]:
     elif request["version"] <= VERSION:
         del request["version"]
     return request
+
+
+def count_frames(request: dict[str, Any]) -> int:
+    """Return how many frames the finished video of a job's request has.
+
+    One that continues another video shows that one's frames, too, of which the last is its own first frame.
+    """
+    frames: int = request["frames"] + max(0, request.get("source_frames", 0) - 1)
+    return frames

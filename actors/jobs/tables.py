@@ -61,6 +61,8 @@ class Job(Table, kw_only=True):
         model: Name of the model that the job was accepted for; None if a program before schema 0004 accepted it.
         input_image: Name of the first frame in storage, recorded with `Retention.reserve` before it was written.
         input_last_image: The same for the last frame.
+        input_video: The same for the video that the job begins as; with `source_frames` in its request, that it
+            continues.
         priority: Jobs of higher priority are claimed first; owners of equal priority take turns (round-robin).
         round: Number of the turn in that round-robin: in each round one job of every owner is claimed.
         deadline: A job that hasn't ended by then fails with code "deadline_exceeded".
@@ -97,6 +99,7 @@ class Job(Table, kw_only=True):
     model: Mapped[str | None] = mapped_column(String(200), default=None)
     input_image: Mapped[str | None] = mapped_column(Text, default=None)
     input_last_image: Mapped[str | None] = mapped_column(Text, default=None)
+    input_video: Mapped[str | None] = mapped_column(Text, default=None)
     priority: Mapped[int] = mapped_column(default=0)
     round: Mapped[int] = mapped_column(BigInteger, default=0)
     deadline: Mapped[float | None] = mapped_column(default=None)
@@ -131,8 +134,9 @@ class Job(Table, kw_only=True):
 
     @property
     def inputs(self) -> list[str]:
-        """Names of the input images in storage."""
-        return [name for name in (self.input_image, self.input_last_image) if name is not None]
+        """Names of the input images and videos in storage."""
+        names = (self.input_image, self.input_last_image, self.input_video)
+        return [name for name in names if name is not None]
 
     @property
     def ended(self) -> bool:

@@ -1,5 +1,6 @@
 """Videos that go on: a video's last frame, and a video joined with the clip that continues it."""
 
+import io
 import os
 import re
 import subprocess
@@ -134,6 +135,20 @@ def read_last_frame(path: Path) -> Image.Image:
     raise InvalidRequest(f"video {path} has no frames; give an mp4, or what else ffmpeg reads", "video")
 
 
+def read_end(content: bytes, frames: int) -> Image.Image:
+    """Return the last frame, RGB, of a video in memory that has so many frames; raises `InvalidRequest`, `Unavailable`.
+
+    The video is read from a pipe, so an mp4 has to say first what is in it, as those of this program do.
+    """
+    last = ["-vf", f"select=eq(n\\,{frames - 1})", "-fps_mode", "passthrough", "-f", "image2pipe", "-c:v", "ppm", "-"]
+    picture = _run(["-threads", "1", "-i", "-", "-map", "0:V:0", *last], Path("upload"), content)
+    if not picture:
+        raise InvalidRequest(f"the video has fewer than {frames} frames; save it again", "video")
+    with Image.open(io.BytesIO(picture), formats=["PPM"]) as image:
+        image.load()
+        return image
+
+
 # Sound begins before the first frame, with what its encoder needs; without -copyts, frames would begin later by that.
 _COPIED = ["-map", "2:v", "-c:v", "copy", "-copyts"]
 _ENCODED = ["-map", "[frames]", *H264.split()]
@@ -170,11 +185,11 @@ def _place(path: Path) -> str:
     return str(path.absolute())
 
 
-def _run(arguments: Sequence[str], path: Path) -> bytes:
-    """Run ffmpeg and return its output; `path` is the file that its errors are about."""
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-nostdin", "-v", "error", *arguments]
+def _run(arguments: Sequence[str], path: Path, content: bytes = b"") -> bytes:
+    """Run ffmpeg over a content and return its output; `path` is the file that its errors are about."""
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False, start_new_session=True)
+        done = subprocess.run(command, input=content, capture_output=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         raise Unavailable(f"ffmpeg doesn't finish {path} within {_TIMEOUT_S:g} s; check this machine") from None
     except OSError as error:

@@ -17,6 +17,7 @@ from prometheus_client import generate_latest
 
 from actors.api.http.access import Caller, read_bearer
 from actors.api.http.error_answers import HANDLERS, HttpError
+from actors.api.http.extensions import router as extensions
 from actors.api.http.middleware import Middleware
 from actors.api.http.models import Model, ModelList, describe_model
 from actors.api.http.objects import UsageList
@@ -58,6 +59,7 @@ def make_app(service: Service) -> FastAPI:
         redirect_slashes=False,  # `Middleware` strips them.
     )
     app.state.service = service
+    app.include_router(extensions)
     app.include_router(router)
     app.include_router(rest)
     settings = service.settings

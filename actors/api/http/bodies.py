@@ -1,4 +1,4 @@
-"""Parse a request's body into fields, and open the images that it contains or refers to."""
+"""Parse a request's body into fields, and open the files that it contains or refers to."""
 
 import contextlib
 import dataclasses
@@ -10,13 +10,13 @@ from pydantic import ValidationError
 from starlette.requests import Request
 
 from actors.api.http.error_answers import HttpError
-from actors.api.intake.body_parts import FORM, JSON, PICTURE, Parts, parse_media_type, split_body
+from actors.api.intake.body_parts import CLIP, FORM, JSON, PICTURE, Parts, parse_media_type, split_body
 from actors.api.intake.create_video import Adapter, CreateVideo
 from actors.api.intake.fair_semaphore import Work
 from actors.api.intake.json_text import loads
 from actors.api.intake.reader import Reader, Reading
 from actors.api.intake.receiving import IncomingRequest
-from actors.api.intake.references import IMAGE, IMAGES
+from actors.api.intake.references import FILES, IMAGE, VIDEO
 from actors.api.outbound.client import FetchSettings, fetch
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.suggest import did_you_mean
@@ -29,7 +29,7 @@ class ParsedBody:
     Attributes:
         fields: The fields.
         digest: Identifies a body with the same content.
-        reading: The process that holds the body's images, if it has any.
+        reading: The process that holds the body's files, if it has any.
     """
 
     fields: CreateVideo
@@ -37,23 +37,24 @@ class ParsedBody:
     reading: Reading | None
 
     def has(self, name: str) -> bool:
-        """Return whether a field has an image."""
+        """Return whether a field has an image or a video."""
         return getattr(self.fields, name) is not None or (self.reading is not None and name in self.reading.uploads)
 
 
 @contextlib.asynccontextmanager
 async def parse_body(
-    request: Request, incoming: IncomingRequest, reader: Reader, work: Work
+    request: Request, incoming: IncomingRequest, reader: Reader, work: Work, *, purpose: str = ""
 ) -> AsyncIterator[ParsedBody]:
     """Receive and parse a request's body.
 
-    Within the block, a process is kept only if the body has images, and the body's bytes are no longer held.
+    Within the block, a process is kept only if the body has files, and the body's bytes are no longer held.
 
     Args:
         request: The request.
         incoming: The request's share of the memory.
         reader: Starts processes that parse large bodies and images.
         work: Threads that parse small bodies.
+        purpose: What the body is for: for another purpose the same body has another digest.
 
     Yields:
         The parsed body.
@@ -77,55 +78,70 @@ async def parse_body(
                 reading = await stack.enter_async_context(reader.read(content_type, body, incoming.key))
                 parts = reading.parts
         uploads = {} if reading is None else reading.uploads
-        if not uploads:  # Free the process before an image is fetched, which needs a process, too.
+        if not uploads:  # Free the process before a file is fetched, which needs a process, too.
             await stack.aclose()
         incoming.add(len(parts.text))
-        fields, digest = await work.run(incoming.key, _validate, parts, uploads)
+        fields, digest = await work.run(incoming.key, _validate, parts, uploads, purpose)
         yield ParsedBody(fields=fields, digest=digest, reading=reading if uploads else None)
 
 
-def _validate(parts: Parts, uploads: dict[str, str]) -> tuple[CreateVideo, str]:
+def _validate(parts: Parts, uploads: dict[str, str], purpose: str) -> tuple[CreateVideo, str]:
     """Validate a body; return its fields and digest. Raises `InvalidRequest`."""
     fields = parse_json(parts.text)
-    named = [name for name in IMAGES if getattr(fields, name) is not None]
+    named = [name for name in FILES if getattr(fields, name) is not None]
     if uploads and named:  # A request that waited for a process while it held another could block others.
         file = next(iter(uploads))
-        message = f"{named[0]} was sent as a URL, and {file} as a file; send files alone, or URLs"
+        sent = "an id" if named[0] == VIDEO and fields.video.id is not None else "a URL"
+        message = f"{named[0]} was sent as {sent}, and {file} as a file; send files alone, or URLs"
         raise InvalidRequest(message, named[0])
     text = json.dumps(
         fields.model_dump(exclude_none=True), sort_keys=True
     )  # Versions with more fields compute the same digest.
-    return fields, hashlib.sha256(f"{text}\0{json.dumps(uploads)}".encode()).hexdigest()
+    return fields, hashlib.sha256(f"{purpose}{text}\0{json.dumps(uploads)}".encode()).hexdigest()
 
 
 @contextlib.asynccontextmanager
-async def open_image(
+async def open_file(
     body: ParsedBody, name: str, incoming: IncomingRequest, reader: Reader, fetching: FetchSettings
 ) -> AsyncIterator[tuple[Reading, str] | None]:
-    """Open the image of a field, which is fetched if the field is a URL; raises `InvalidRequest`.
+    """Open the image or video of a field, which is fetched if the field is a URL; raises `InvalidRequest`.
 
     Yields:
-        The process that holds the image, and the image's name there; None if the field has no image.
+        The process that holds the file, and the file's name there; None if the field has none.
     """
     if body.reading is not None and name in body.reading.uploads:
         yield body.reading, name
         return
     reference = getattr(body.fields, name)
-    if reference is None:
+    url = None if reference is None else reference.video_url if name == VIDEO else reference.image_url
+    if url is None:
         yield None
         return
+    if name == VIDEO:
+        fetching = dataclasses.replace(fetching, subject="video", max_bytes=reader.limits.video_bytes)
     async with contextlib.AsyncExitStack() as stack:
         with _name_field(name), incoming.open_file() as content:
             async with reader.fetches.take_turn(incoming.key), incoming.guard_fetch():
-                await fetch(reference.image_url, fetching, content, owner=incoming.key)
-            reading = await stack.enter_async_context(reader.read(PICTURE, content, incoming.key))
+                await fetch(url, fetching, content, owner=incoming.key)
+            kind = CLIP if name == VIDEO else PICTURE
+            reading = await stack.enter_async_context(reader.read(kind, content, incoming.key))
         with _name_field(name):
-            yield reading, IMAGE
+            yield reading, VIDEO if name == VIDEO else IMAGE
+
+
+@contextlib.asynccontextmanager
+async def open_content(content: bytes, incoming: IncomingRequest, reader: Reader) -> AsyncIterator[Reading]:
+    """Open a video that this service has made; raises `InvalidRequest`."""
+    async with contextlib.AsyncExitStack() as stack:
+        with incoming.open_file() as file:
+            file.write(content)
+            reading = await stack.enter_async_context(reader.read(CLIP, file, incoming.key))
+        yield reading
 
 
 @contextlib.contextmanager
 def _name_field(name: str) -> Iterator[None]:
-    """Raise errors of a fetched image with the name of its field."""
+    """Raise errors of a fetched file with the name of its field."""
     try:
         yield
     except InvalidRequest as error:

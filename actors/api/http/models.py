@@ -48,6 +48,8 @@ class Model(Object):
     """`t2v`: videos of a text; `i2v`: of an image and a text."""
     last_frames: str
     """Whether a video may end with an image: `none`; `optional` or `required` beside a first frame; `alone`, too."""
+    takes_video: bool
+    """Whether a video may begin as another one, with `video` and `strength`."""
     stages: list[str]
     """The stages that a video passes, in order."""
     defaults: dict[str, bool | float | str]
@@ -106,6 +108,7 @@ def describe_model(settings: ServiceSettings, spec: ModelSpec, created: int) -> 
         display_name=None if family is None else family.display_name or None,
         tasks=list(spec.tasks),
         last_frames=spec.last_images,
+        takes_video=spec.takes_video,
         stages=list(spec.stages),
         defaults={"size": f"{width}x{height}"} | {NAMES.get(field, field): value for field, value in defaults.items()},
         sizes=[f"{w}x{h}" for h, w in spec.usual_sizes],

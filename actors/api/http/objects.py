@@ -8,15 +8,16 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from actors.api.intake.create_video import NAMES, SETTINGS, Adapter, add_settings, describe_field
+from actors.jobs.stored_request import count_frames
 from actors.jobs.tables import Job
 from actors.jobs.values import Status
 from wan_tpu.fields import type_of
 from wan_tpu.request import FIELDS, FILLED
 
-Variant = Literal["video", "thumbnail", "spritesheet", "input_reference", "last_frame"]
+Variant = Literal["video", "thumbnail", "spritesheet", "final_frame", "input_reference", "last_frame", "input_video"]
 # Fields of a video that a job, or a job's request, has under the same name.
 _OF_JOB = ("id", "status", "priority", "attempts", "warnings", "stage_seconds", "chip_seconds")
-_OF_REQUEST = ("model", "prompt", "loras", "last_frame_size")
+_OF_REQUEST = ("model", "prompt", "loras", "last_frame_size", "video_size")
 
 
 class Object(BaseModel):
@@ -58,7 +59,7 @@ class _Described(Object):
     size: str
     """WIDTHxHEIGHT in pixels."""
     seconds: str
-    """Length in seconds."""
+    """Length in seconds, with the video that it continues."""
     remixed_from_video_id: str | None = None
     """The video whose request it repeats with another prompt."""
     error: VideoError | None
@@ -97,6 +98,10 @@ class Video(_WithSettings):
     """WIDTHxHEIGHT of the first frame's file; null without one."""
     last_frame_size: str | None = None
     """WIDTHxHEIGHT of the last frame's file; null without one."""
+    video_size: str | None = None
+    """WIDTHxHEIGHT of the video's file that it begins as, or continues; null without one."""
+    extended_from_video_id: str | None = None
+    """The video that it continues and shows first; null unless it is one of this service."""
     queue_position: int | None = None
     """How many waiting videos come before it; null unless it waits."""
     eta_seconds: float | None = None
@@ -198,10 +203,11 @@ def to_video(job: Job, eta_s: float | None = None) -> Video:
         completed_at=int(job.ended_at) if job.ended_at is not None and job.status == "completed" else None,
         expires_at=int(job.expires_at) if job.expires_at is not None else None,
         size=f"{request['width']}x{request['height']}",
-        seconds=request.get("seconds") or format_seconds(request["frames"] / request["fps"]),
+        seconds=request.get("seconds") or format_seconds(count_frames(request) / request["fps"]),
         remixed_from_video_id=job.remixed_from,
         error=VideoError(code=job.error_code, message=job.error_message or "") if job.error_code is not None else None,
         input_size=request.get("input_size"),
+        extended_from_video_id=request.get("extended_from"),
         stage=running.stage if running else None,
         step=running.step if running else None,
         queue_position=job.position,

@@ -6,7 +6,7 @@ from fastapi import FastAPI
 
 from actors.api.http.objects import ErrorBody, Video
 from actors.api.intake.create_video import CreateVideo
-from actors.api.intake.references import IMAGES
+from actors.api.intake.references import FILES, VIDEO
 from actors.api.variants import VARIANTS
 from wan_tpu.media.image import KINDS
 
@@ -75,6 +75,21 @@ def describe_create_body() -> dict[str, Any]:
     }
 
 
+def describe_extension_body() -> dict[str, Any]:
+    """Return the description of the body of an extension."""
+    example = {"prompt": "the ball falls off the table", "video": {"id": "video_" + "0" * 48}, "seconds": "5"}
+    json_ = {"schema": {"$ref": f"{_SCHEMAS}CreateVideo"}, "example": example}
+    return {
+        "description": "What follows, and the video: its id, a URL or a file, in a form as `video` or `video[id]`. All "
+        "other fields of POST /v1/videos may be sent, except `input_reference` and `strength`.",
+        "required": True,
+        "content": {
+            "application/json": json_,
+            "multipart/form-data": {"schema": {"$ref": f"{_SCHEMAS}CreateVideoForm"}},
+        },
+    }
+
+
 def describe_remix_body() -> dict[str, Any]:
     """Return the description of the body of a remix."""
     prompt = CreateVideo.model_json_schema()["properties"]["prompt"]
@@ -116,11 +131,12 @@ def describe(app: FastAPI) -> None:
     create = CreateVideo.model_json_schema(ref_template=_SCHEMAS + "{model}")
     schemas.update(create.pop("$defs"))
     schemas["CreateVideo"] = create
-    # In a form an image is a file. In JSON it is an object, or just the URL.
+    # In a form these are files. In JSON they are objects, or just URLs.
     files, urls = {}, {}
-    for name in IMAGES:
+    for name in FILES:
         field = create["properties"][name]
-        text = f"{field['description']} {KINDS}, up to 20 MB unless the operator says otherwise."
+        kinds = "An mp4, or what else ffmpeg reads" if name == VIDEO else KINDS
+        text = f"{field['description']} {kinds}, up to 20 MB unless the operator says otherwise."
         files[name] = {"type": "string", "format": "binary", "description": f"{text} A URL is taken, too."}
         urls[name] = field | {"anyOf": [*field["anyOf"], {"type": "string", "format": "uri"}], "description": text}
     schemas["CreateVideoForm"] = create | {"title": "CreateVideoForm", "properties": create["properties"] | files}

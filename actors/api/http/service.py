@@ -19,12 +19,14 @@ from actors.api.http.error_answers import HttpError
 from actors.api.http.following import EstimatedJob, Streams, follow_jobs, follow_watched
 from actors.api.http.objects import KeyUsage
 from actors.api.intake.acceptance import Acceptance, MaybeAccepted
-from actors.api.intake.drafts import Drafts, make_image_name
+from actors.api.intake.drafts import Drafts, make_input_name
+from actors.api.intake.extensions import Extensions
 from actors.api.intake.fair_semaphore import Work
 from actors.api.intake.reader import Reader
 from actors.api.intake.receiving import Bodies
-from actors.api.intake.references import IMAGES
+from actors.api.intake.references import FILES
 from actors.api.intake.retries import Retries
+from actors.api.intake.sources import Sources
 from actors.api.metrics import Meters, ServiceMetrics
 from actors.api.settings import ServiceSettings
 from actors.jobs import deliveries
@@ -72,39 +74,51 @@ class Service:
         self.watching = follow_watched(functools.partial(look_at_watched, self.database), self.access)
         self.bodies, self.reader = Bodies(settings.limits), Reader(settings.limits)
         self.work, self.retries = Work(_WORKERS), Retries()
-        self.drafts = Drafts(settings, spec, self.reader, self.work)
+        sources = Sources(self.store, self.storage)
+        self.drafts = Drafts(settings, spec, self.reader, self.work, sources)
+        self.extensions = Extensions(settings, spec, self.reader, self.work, sources, self.drafts)
         self.acceptance = Acceptance(self.store, self.storage, self.retention)
         self.forecast = Estimator(self.store, settings.concurrency)
         self.meters = Meters()
         self._name, self._recorded = make_process_name("ingress"), time.monotonic()
 
     async def submit(
-        self, request: Request, caller: Caller, idempotency_key: str | None, *, alone: bool = False
+        self,
+        request: Request,
+        caller: Caller,
+        idempotency_key: str | None,
+        *,
+        alone: bool = False,
+        extends: bool = False,
     ) -> Accepted:
         """Accept a job, or raise the reason why not. After any error but `MaybeAccepted`, nothing was accepted.
 
-        Cheap checks come first: the queue before the body, and all fields before the image.
+        Cheap checks come first: the queue before the body, and all fields before the files.
 
         Args:
             request: The request, whose body is read here.
             caller: Whose job it becomes.
             idempotency_key: Repeated requests with this key get the same job.
             alone: Whether to cancel the job when this request's client is gone. The job then gets a private key.
+            extends: Whether the body's video is to be continued.
         """
+        drafts = self.extensions if extends else self.drafts
         with self._note_refusals(request) as retried:
             self.bodies.check(request.headers, caller.owner)
             await asyncio.to_thread(self._refuse_early_now, caller, idempotency_key)
             with self.bodies.admit(request.headers, caller.owner) as incoming:
-                async with parse_body(request, incoming, self.reader, self.work) as body:
+                async with parse_body(
+                    request, incoming, self.reader, self.work, purpose="extend" if extends else ""
+                ) as body:
                     known = functools.partial(self.store.find_repeat, retried=retried)
                     job = await asyncio.to_thread(known, caller.owner, idempotency_key, body.digest)
-                    draft = None if job is not None else await self.drafts.draft(body, incoming, caller)
+                    draft = None if job is not None else await drafts.draft(body, incoming, caller)
                 # From here on, no reading process is held and none of its time limits applies.
                 new, private = False, make_private_key() if alone and idempotency_key is None else None
                 if draft is not None:
                     draft.job.idempotency_key = private or idempotency_key
                     accept = functools.partial(self._accept_now, webhook_url=draft.webhook_url)
-                    job, new = await asyncio.to_thread(accept, draft.job, draft.pngs, caller.room)
+                    job, new = await asyncio.to_thread(accept, draft.job, draft.contents, caller.room)
                 assert job is not None
         return Accepted(seen=await self._look(job, new), private=private if new else None)
 
@@ -116,7 +130,7 @@ class Service:
             self._check_source(source)
             with self.bodies.admit(request.headers, caller.owner) as incoming:
                 async with parse_body(request, incoming, self.reader, self.work) as body:
-                    more = body.fields.model_fields_set - {"prompt"} | {name for name in IMAGES if body.has(name)}
+                    more = body.fields.model_fields_set - {"prompt"} | {name for name in FILES if body.has(name)}
                     if more:
                         field = min(more)
                         raise InvalidRequest(f"{field} can't be changed by a remix, only the prompt can", field)
@@ -210,10 +224,10 @@ class Service:
             self.store.check_room(caller.owner, idempotency_key, caller.room)
 
     def _accept_now(
-        self, job: Job, pngs: Sequence[bytes], room: Room, *, webhook_url: str | None = None
+        self, job: Job, contents: Sequence[bytes], room: Room, *, webhook_url: str | None = None
     ) -> tuple[Job, bool]:
         with self._translate_queue_full():
-            return self.acceptance.accept(job, pngs, webhook_url=webhook_url, room=room)
+            return self.acceptance.accept(job, contents, webhook_url=webhook_url, room=room)
 
     def _check_source(self, source: Job) -> None:
         """Raise `HttpError` if a job's model is no longer this service's, since no worker would make its remix."""
@@ -235,19 +249,20 @@ class Service:
         if known is not None:
             return known, False
         with _translate_missing(source):
-            pngs = [self.storage.read(name) for name in source.inputs]
+            contents = [self.storage.read(name) for name in source.inputs]
         new_job = Job(
             owner=caller.owner,
             model=self.settings.model,
             request=source.request | {"prompt": prompt},
-            input_image=None if source.input_image is None else make_image_name(),
-            input_last_image=None if source.input_last_image is None else make_image_name(),
+            input_image=None if source.input_image is None else make_input_name("png"),
+            input_last_image=None if source.input_last_image is None else make_input_name("png"),
+            input_video=None if source.input_video is None else make_input_name("mp4"),
             priority=min(source.priority, caller.priority),
             idempotency_key=idempotency_key,
             body_digest=digest,
             remixed_from=source.id,
         )
-        return self._accept_now(new_job, pngs, caller.room)
+        return self._accept_now(new_job, contents, caller.room)
 
     @contextlib.contextmanager
     def _translate_queue_full(self) -> Iterator[None]:
@@ -274,4 +289,4 @@ def _translate_missing(source: Job) -> Iterator[None]:
     try:
         yield
     except Missing:
-        raise JobNotFound(f"{source.id} is gone with its image: it was deleted, or has expired") from None
+        raise JobNotFound(f"{source.id} is gone with its inputs: it was deleted, or has expired") from None

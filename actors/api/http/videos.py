@@ -29,7 +29,7 @@ POLL_AFTER = "openai-poll-after-ms"
 
 router = APIRouter(prefix="/v1/videos", tags=["videos"])
 
-_REFUSED = describe_errors(408, 409, 415)
+REFUSED = describe_errors(408, 409, 415)
 
 
 @router.post(
@@ -37,7 +37,7 @@ _REFUSED = describe_errors(408, 409, 415)
     summary="Ask for a video",
     response_description="The video, queued.",
     response_model=Video,
-    responses=_REFUSED,
+    responses=REFUSED,
     openapi_extra={"requestBody": describe_create_body()},
 )
 async def create(request: Request, service: Served, caller: Maker, key: IdempotencyKey) -> Response:
@@ -46,14 +46,14 @@ async def create(request: Request, service: Served, caller: Maker, key: Idempote
     Poll it, follow its events, or give a `webhook_url`.
     """
     accepted = await service.submit(request, caller, key)
-    return await _answer_seen(request, accepted.seen)
+    return await answer_seen(request, accepted.seen)
 
 
 @router.post(
     "/sync",
     summary="Ask for a video and wait for it",
     response_class=Response,
-    responses=_REFUSED | FINISHED,
+    responses=REFUSED | FINISHED,
     openapi_extra={"requestBody": describe_create_body()},
 )
 async def create_and_wait(request: Request, service: Served, caller: Maker, key: IdempotencyKey) -> Response:
@@ -67,7 +67,7 @@ async def create_and_wait(request: Request, service: Served, caller: Maker, key:
         seen = await _wait_for_end(request, service, caller, accepted)
     job = seen[0]
     if not job.ended:
-        waiting = await _answer_seen(request, seen)
+        waiting = await answer_seen(request, seen)
         waiting.status_code = 202
         return waiting
     request.state.job = job.id
@@ -102,21 +102,6 @@ async def _wait_for_end(request: Request, service: Service, caller: Caller, acce
     finally:
         gone.cancel()
         ending.cancel()
-
-
-@router.post("/edits", include_in_schema=False)
-@router.post("/extensions", include_in_schema=False)
-@router.post("/characters", include_in_schema=False)
-@router.get("/characters/{name}", include_in_schema=False)
-async def unsupported(request: Request, caller: Watcher) -> Response:
-    """Say what this service doesn't do, and what does something like it."""
-    feature = request.url.path.split("/")[3]
-    raise HttpError(
-        400,
-        f"no model of this service has {feature}; POST /v1/videos/{{id}}/remix makes a video again with another "
-        "prompt, and input_reference starts one from an image, such as the last frame of another",
-        code="unsupported",
-    )
 
 
 @router.get(
@@ -234,13 +219,13 @@ async def cancel(service: Served, video_id: VideoId, caller: Ender) -> Response:
     summary="Make a video again with another prompt",
     response_description="The new video, queued.",
     response_model=Video,
-    responses=_REFUSED | describe_errors(404),
+    responses=REFUSED | describe_errors(404),
     openapi_extra={"requestBody": describe_remix_body()},
 )
 async def remix(request: Request, service: Served, video_id: VideoId, caller: Maker, key: IdempotencyKey) -> Response:
     """Accept a video with the request of another one, its images and seed included, and a new prompt."""
     accepted = await service.remix(video_id, request, caller, key)
-    return await _answer_seen(request, accepted.seen)
+    return await answer_seen(request, accepted.seen)
 
 
 class Events(EventSourceResponse):
@@ -282,7 +267,7 @@ async def follow(
 
 
 async def _send_content(request: Request, service: Service, job: Job, variant: Variant) -> Response:
-    inputs = {"input_reference": job.input_image, "last_frame": job.input_last_image}
+    inputs = {"input_reference": job.input_image, "last_frame": job.input_last_image, "input_video": job.input_video}
     if variant not in inputs and job.status != "completed":
         raise HttpError(404, f"{job.id} is {job.status}; only completed videos have content", code="video_not_ready")
     name = inputs.get(variant) or job.results.get(variant)
@@ -310,7 +295,7 @@ async def _wait_for_disconnect(request: Request) -> None:
         pass
 
 
-async def _answer_seen(request: Request, seen: EstimatedJob) -> Response:
+async def answer_seen(request: Request, seen: EstimatedJob) -> Response:
     """Return a video as an answer, encoded in a thread, since it holds long texts."""
     request.state.job = seen[0].id
     return await asyncio.to_thread(_answer_video, seen)

@@ -1,4 +1,4 @@
-"""Accept jobs: store their images first, then commit the job, and undo nothing while the outcome is uncertain."""
+"""Accept jobs: store their inputs first, then commit the job, and undo nothing while the outcome is uncertain."""
 
 import contextlib
 import time
@@ -35,20 +35,20 @@ class Acceptance:
         self._store, self._storage, self._retention = store, storage, retention
 
     def accept(
-        self, job: Job, pngs: Sequence[bytes], *, webhook_url: str | None = None, room: Room
+        self, job: Job, contents: Sequence[bytes], *, webhook_url: str | None = None, room: Room
     ) -> tuple[Job, bool]:
-        """Store a job's input images and accept the job; return what `JobStore.submit` returns.
+        """Store a job's inputs and accept the job; return what `JobStore.submit` returns.
 
         It also raises what that raises. After any error but `MaybeAccepted`, nothing was accepted.
 
         Raises:
-            StorageError: An image can't be stored.
+            StorageError: An input can't be stored.
             MaybeAccepted: Whether the job was accepted is unknown.
         """
         try:
-            for name, png in zip(job.inputs, pngs, strict=True):
+            for name, content in zip(job.inputs, contents, strict=True):
                 self._retention.reserve(name)
-                self._storage.write(name, png)
+                self._storage.write(name, content)
             accepted, new = self._store.submit(job, webhook_url=webhook_url, room=room)
         except CommitUncertain:
             if (committed := self._find_committed(job)) is not None:

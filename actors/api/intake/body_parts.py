@@ -1,4 +1,4 @@
-"""Split bodies into their fields, as JSON with this service's own names, and the images among them."""
+"""Split bodies into their fields, as JSON with this service's own names, and the files among them."""
 
 import dataclasses
 import json
@@ -7,10 +7,12 @@ from typing import Any
 from actors.api.intake.dialects import translate
 from actors.api.intake.forms import MAX_FIELDS, nest, read_form
 from actors.api.intake.json_text import loads
-from actors.api.intake.references import IMAGE, IMAGES, read_reference
+from actors.api.intake.references import FILES, IMAGE, VIDEO, read_reference, read_video_reference
 from wan_tpu.errors import InvalidRequest
 
-JSON, FORM, PICTURE = "application/json", "multipart/form-data", "image"
+JSON, FORM = "application/json", "multipart/form-data"
+PICTURE, CLIP = "image", "video"
+WRAPPED = {PICTURE: IMAGE, CLIP: VIDEO}  # The field of a file that comes without a body, by its content type.
 _MAX_TEXT = 500_000  # Characters of all fields as JSON.
 
 
@@ -19,8 +21,8 @@ class Parts:
     """The parts of a body.
 
     Attributes:
-        text: The fields except images, as JSON.
-        uploads: The images' files, by the name of the field.
+        text: The fields except files, as JSON.
+        uploads: The files, by the name of the field.
     """
 
     text: str = "{}"
@@ -33,12 +35,12 @@ def parse_media_type(content_type: str) -> str:
 
 
 def split_body(content_type: str, body: bytes) -> Parts:
-    """Split a body, or wrap an image's file as the only part; raises `InvalidRequest`."""
+    """Split a body, or wrap a file as the only part; raises `InvalidRequest`."""
     kind = parse_media_type(content_type)
-    if kind == PICTURE:
-        return Parts(uploads={IMAGE: body})
+    if kind in WRAPPED:
+        return Parts(uploads={WRAPPED[kind]: body})
     try:
-        return _split_fields(loads(body) if kind == JSON else nest(read_form(content_type, body, IMAGES)))
+        return _split_fields(loads(body) if kind == JSON else nest(read_form(content_type, body, FILES)))
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply; send the fields as /docs describes them") from None
 
@@ -50,15 +52,16 @@ def _split_fields(body: Any) -> Parts:
             if isinstance(inner, dict) and len(inner) > MAX_FIELDS:
                 raise InvalidRequest(f"the body has {len(inner)} fields; {MAX_FIELDS} are taken")
         body = translate(body)
-        for name in IMAGES:
+        for name in FILES:
             if name not in body:
                 continue
-            reference = read_reference(body.pop(name), name)
+            value = body.pop(name)
+            reference = read_video_reference(value) if name == VIDEO else read_reference(value, name)
             if isinstance(reference, bytes):
                 uploads[name] = reference
             else:
-                body[name] = {"image_url": reference}
+                body[name] = {"image_url": reference} if isinstance(reference, str) else reference
     text = json.dumps(body, ensure_ascii=False)
     if len(text) > _MAX_TEXT:
-        raise InvalidRequest(f"the fields have {len(text)} characters; {_MAX_TEXT} are taken, an image not counted")
+        raise InvalidRequest(f"the fields have {len(text)} characters; {_MAX_TEXT} are taken, files not counted")
     return Parts(text=text, uploads=uploads)

@@ -15,14 +15,22 @@ from actors.api.catalogue import Catalogue
 from actors.api.intake.references import IMAGE, LAST
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.fields import describe, type_of
-from wan_tpu.request import FIELDS, MAX_STEPS, SIZE_MULTIPLE, GenerationRequest, nearest_multiple, parse_size
+from wan_tpu.request import (
+    FIELDS,
+    MAX_STEPS,
+    SIZE_MULTIPLE,
+    STRENGTH,
+    GenerationRequest,
+    nearest_multiple,
+    parse_size,
+)
 from wan_tpu.requested_adapter import MOST, SCALES
 from wan_tpu.spec import ModelSpec
 
 # Fields of a request that have another name in the API: that of OpenAI or of other servers.
 NAMES = {"frames": "num_frames", "steps": "num_inference_steps", "image": IMAGE, "last_image": LAST}
 # Fields that have another form in the API, or that name a file on this machine, which clients may not.
-_OTHERWISE = ("prompt", "image", "last_image", "height", "width", "loras", "video", "strength")
+_OTHERWISE = ("prompt", "image", "last_image", "height", "width", "loras", "video")
 # All other fields: bodies and answers have them as `GenerationRequest` declares them.
 SETTINGS = tuple(name for name in FIELDS if name not in _OTHERWISE)
 _BOOLEANS = tuple(NAMES.get(name, name) for name in SETTINGS if type_of(FIELDS[name]) is bool)
@@ -94,6 +102,27 @@ class ImageReference(_Sent):
         return url
 
 
+class VideoReference(_Sent):
+    """A video of this service, or one that is fetched; exactly one of the two."""
+
+    id: str | None = Field(
+        default=None, min_length=1, max_length=80, description="The id of a finished video of yours."
+    )
+    video_url: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=_MAX_URL,
+        description="A public `https://` URL of at most 8,192 characters, or `data:video/mp4;base64,...`.",
+        examples=["https://example.com/cat.mp4"],
+    )
+
+    @model_validator(mode="after")
+    def _check_one(self) -> "VideoReference":
+        if (self.id is None) == (self.video_url is None):
+            raise PydanticCustomError("video", "give the id of a video, or a video_url")
+        return self
+
+
 class Adapter(_Sent):
     """An adapter (LoRA) of the model, and what its changes are multiplied by."""
 
@@ -139,6 +168,11 @@ class _Described(_Sent):
         default=None,
         description='The last frame, for models whose `last_frames` isn\'t "none". `input_reference` may be omitted '
         'where that is "alone".',
+    )
+    video: VideoReference | None = Field(
+        default=None,
+        description="A video whose first `num_frames` frames the new one begins as, for models whose `takes_video` is "
+        "true: it is restyled, not continued.",
     )
 
 
@@ -196,7 +230,9 @@ def choose_adapters(body: CreateVideo, spec: ModelSpec, catalogue: Catalogue) ->
     return wanted if body.loras is None else [adapter.model_dump() for adapter in body.loras]
 
 
-def make_request(body: CreateVideo, spec: ModelSpec, catalogue: Catalogue = _EMPTY, *, seed: int) -> GenerationRequest:
+def make_request(
+    body: CreateVideo, spec: ModelSpec, catalogue: Catalogue = _EMPTY, *, seed: int, video: bool = False
+) -> GenerationRequest:
     """Return the pipeline's request.
 
     Args:
@@ -204,6 +240,7 @@ def make_request(body: CreateVideo, spec: ModelSpec, catalogue: Catalogue = _EMP
         spec: The model.
         catalogue: The adapters that the service offers.
         seed: Used if the client sent none.
+        video: Whether the new video begins as another one.
 
     Raises:
         InvalidRequest: A field doesn't suit the model, or the service doesn't offer an adapter or preset.
@@ -216,6 +253,8 @@ def make_request(body: CreateVideo, spec: ModelSpec, catalogue: Catalogue = _EMP
         settings["frames"] = count_frames(body.seconds, settings["fps"] or spec.defaults.fps, spec)
     if settings["seed"] is None:
         settings["seed"] = seed
+    if video and settings["strength"] is None:
+        settings["strength"] = STRENGTH
     loras = catalogue.resolve(choose_adapters(body, spec, catalogue))
     return GenerationRequest(prompt=body.prompt, height=height, width=width, loras=loras, **settings)
 

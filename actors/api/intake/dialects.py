@@ -40,7 +40,8 @@ _INSTEAD = {
     "true_cfg_scale": "it is guidance_scale here",
     "callback_url": "it is webhook_url here, and is called as Standard Webhooks say",
     "input_references": f"{IMAGE} is the first frame, {LAST} the last; these models take no other images",
-    "video_reference": "these models start from an image; send one as input_reference",
+    "video_reference": "a video to be restyled is `video`, for models that take one; POST /v1/videos/extensions "
+    "continues one",
     "audio_reference": "these models hear nothing; leave it out",
     "lora": 'it is a list here: loras=[{"name": "NAME", "scale": 1.0}], with names that GET /v1/models shows',
     "image": f"the first frame is {IMAGE}",

@@ -1,17 +1,21 @@
-"""Turn a body into a job that can be accepted: plan its request, and fit its images to the video's size."""
+"""Turn a body into a job that can be accepted: plan its request, and fit its images and video to the video's size."""
 
+import asyncio
+import contextlib
 import dataclasses
 import secrets
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from actors.api.http.access import Caller
-from actors.api.http.bodies import ParsedBody, open_image
+from actors.api.http.bodies import ParsedBody, open_content, open_file
 from actors.api.http.error_answers import HttpError
-from actors.api.intake.create_video import choose_adapters, make_request
+from actors.api.intake.create_video import CreateVideo, choose_adapters, make_request
 from actors.api.intake.fair_semaphore import Work
-from actors.api.intake.reader import Reader
+from actors.api.intake.reader import Reader, Reading
 from actors.api.intake.receiving import IncomingRequest
-from actors.api.intake.references import IMAGE, IMAGES, LAST
+from actors.api.intake.references import FILES, IMAGE, IMAGES, LAST, VIDEO
+from actors.api.intake.sources import Sources
 from actors.api.outbound.client import FetchError, check_url
 from actors.api.settings import ServiceSettings
 from actors.api.sizes import check_size
@@ -21,12 +25,12 @@ from wan_tpu.request import IMAGES as PICTURES
 from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.spec import ModelSpec
 
-# Fields of a job's request for the original size of its images.
-_SIZES = {IMAGE: "input_size", LAST: "last_frame_size"}
+# Fields of a job's request for the original size of its images and video.
+SIZES = {IMAGE: "input_size", LAST: "last_frame_size", VIDEO: "video_size"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Planned:
+class Planned:
     """A request before and after its defaults are filled in, and what a job keeps of its plan."""
 
     request: GenerationRequest
@@ -37,78 +41,138 @@ class _Planned:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Draft:
-    """A job that hasn't been accepted yet, with its input images as PNG files."""
+    """A job that hasn't been accepted yet, with the contents of its inputs, in the order of `Job.inputs`."""
 
     job: Job
     webhook_url: str | None
-    pngs: list[bytes]
+    contents: list[bytes]
 
 
 class Drafts:
     """Turns bodies into jobs, and rejects what can't be made."""
 
-    def __init__(self, settings: ServiceSettings, spec: ModelSpec, reader: Reader, work: Work) -> None:
+    def __init__(
+        self, settings: ServiceSettings, spec: ModelSpec, reader: Reader, work: Work, sources: Sources
+    ) -> None:
         self._settings, self._spec, self._reader, self._work = settings, spec, reader, work
+        self._sources = sources
 
     async def draft(self, body: ParsedBody, incoming: IncomingRequest, caller: Caller) -> Draft:
-        """Return the job and the input images that a body describes; raises `InvalidRequest`, `HttpError`."""
-        fields, spec, owner = body.fields, self._spec, caller.owner
+        """Return the job and the inputs that a body describes; raises `InvalidRequest`, `HttpError`."""
+        spec, owner = self._spec, caller.owner
         plan = await self._work.run(owner, self._plan, body, caller)
-        follows = self._follows_image(plan.request, body)
-        pngs: list[bytes] = []
+        follows = self._follows_input(plan.request, body)
+        files: dict[str, bytes] = {}
         sizes: dict[str, str] = {}
-        for name in IMAGES:
-            async with open_image(body, name, incoming, self._reader, self._settings.fetch) as source:
+        for name in FILES:
+            async with self._open(body, name, incoming, caller) as source:
                 if source is None:
                     continue
                 reading, source_name = source
-                if follows and not pngs:  # Only now is the video's size known, from the first of its images.
+                if follows and not files:  # Only now is the video's size known, from the first of its inputs.
                     plan = await self._work.run(owner, self._resolve, plan.request, body, reading.sizes[source_name])
-                height, width = plan.resolved.height, plan.resolved.width
-                png = await reading.make_picture(
-                    height, width, slack=spec.shape_slack, name=source_name, count=incoming.add
-                )
-                pngs.append(png)
-                sizes[_SIZES[name]] = "{1}x{0}".format(*reading.sizes[source_name])
+                resolved = plan.resolved
+                size = {"height": resolved.height, "width": resolved.width, "slack": spec.shape_slack}
+                if name == VIDEO:
+                    frames, step = resolved.frames, spec.frame_step
+                    files[name] = await reading.cut_video(frames, step=step, count=incoming.add, **size)
+                else:
+                    files[name] = await reading.make_picture(name=source_name, count=incoming.add, **size)
+                sizes[SIZES[name]] = "{1}x{0}".format(*reading.sizes[source_name])
+        seconds = confirm_seconds(body.fields.seconds, plan.resolved, spec)
+        return self.build(body, caller, plan, files, {"seconds": seconds, **sizes})
+
+    def build(
+        self,
+        body: ParsedBody,
+        caller: Caller,
+        plan: Planned,
+        files: Mapping[str, bytes],
+        beside: Mapping[str, Any],
+    ) -> Draft:
+        """Return the job of a plan.
+
+        Args:
+            body: The body.
+            caller: Whose job it becomes.
+            plan: The body's plan.
+            files: Its inputs, by the names of their fields.
+            beside: Fields of the job's request that the pipeline's request doesn't have.
+        """
+        fields = body.fields
+        resolved = {name: value for name, value in plan.resolved.to_json().items() if name not in (*PICTURES, "video")}
+        names = {name: make_input_name("mp4" if name == VIDEO else "png") for name in files}
         job = Job(
-            owner=owner,
+            owner=caller.owner,
             model=self._settings.model,
-            request={name: value for name, value in plan.resolved.to_json().items() if name not in PICTURES}
-            | {"model": self._settings.model, "seconds": _confirm_seconds(fields.seconds, plan.resolved, spec)}
-            | {"loras": plan.loras}
-            | {"skipped": plan.skipped_steps}
-            | sizes,
-            input_image=make_image_name() if _SIZES[IMAGE] in sizes else None,
-            input_last_image=make_image_name() if _SIZES[LAST] in sizes else None,
+            request=resolved
+            | {"model": self._settings.model, "loras": plan.loras, "skipped": plan.skipped_steps}
+            | dict(beside),
+            input_image=names.get(IMAGE),
+            input_last_image=names.get(LAST),
+            input_video=names.get(VIDEO),
             priority=fields.priority,
             deadline=fields.deadline,
             body_digest=body.digest,
         )
-        return Draft(job=job, webhook_url=fields.webhook_url, pngs=pngs)
+        return Draft(job=job, webhook_url=fields.webhook_url, contents=[files[name] for name in FILES if name in files])
 
-    def _plan(self, body: ParsedBody, caller: Caller) -> _Planned:
-        """Check and plan a body; raises `InvalidRequest`, `HttpError`. This keeps a core busy for a while."""
-        fields, catalogue = body.fields, self._settings.catalogue
+    def check(self, fields: CreateVideo, caller: Caller) -> None:
+        """Check what a body says about the job, not about the video; raises `InvalidRequest`, `HttpError`."""
         self._check_model(fields.model)
         if fields.priority > caller.priority:
             message = f"priority is {fields.priority}; this key may ask for at most {caller.priority}"
             raise HttpError(403, message, code="priority_not_allowed", param="priority")
         self._check_webhook(fields.webhook_url)
-        request = make_request(fields, self._spec, catalogue, seed=secrets.randbelow(2**31))
+
+    def resolve(self, request: GenerationRequest, body: ParsedBody, **has: Any) -> Planned:
+        """Plan a request; raises `InvalidRequest`. This keeps a core busy for a while.
+
+        Args:
+            request: The request.
+            body: The body that it was made from.
+            has: What `ModelSpec.plan` should know about its inputs.
+        """
+        spec = self._spec
+        resolved = spec.plan(request, **has).request
+        loras = choose_adapters(body.fields, spec, self._settings.catalogue)  # By name, since their files may move.
+        return Planned(request=request, resolved=resolved, loras=loras, skipped_steps=spec.skipped_steps(resolved))
+
+    @contextlib.asynccontextmanager
+    async def _open(
+        self, body: ParsedBody, name: str, incoming: IncomingRequest, caller: Caller
+    ) -> AsyncIterator[tuple[Reading, str] | None]:
+        """Open the file of a field as `open_file` does, also that of a video that is named by its id."""
+        reference = body.fields.video
+        if name != VIDEO or reference is None or reference.id is None:
+            async with open_file(body, name, incoming, self._reader, self._settings.fetch) as source:
+                yield source
+            return
+        job = await asyncio.to_thread(self._sources.find, reference.id, caller)
+        [content] = await asyncio.to_thread(self._sources.read, job, "video")
+        async with open_content(content, incoming, self._reader) as reading:
+            yield reading, VIDEO
+
+    def _plan(self, body: ParsedBody, caller: Caller) -> Planned:
+        """Check and plan a body; raises `InvalidRequest`, `HttpError`. This keeps a core busy for a while."""
+        self.check(body.fields, caller)
+        catalogue, seed = self._settings.catalogue, secrets.randbelow(2**31)
+        request = make_request(body.fields, self._spec, catalogue, seed=seed, video=body.has(VIDEO))
         return self._resolve(request, body, None)
 
-    def _resolve(self, request: GenerationRequest, body: ParsedBody, picture: tuple[int, int] | None) -> _Planned:
-        """Plan a request, with the (height, width) of its image once that is known; raises `InvalidRequest`."""
-        image, last, spec = body.has(IMAGE), body.has(LAST), self._spec
-        resolved = spec.plan(request, image=image, last=last, picture=picture).request
-        if picture is not None or not self._follows_image(request, body):
-            check_size(resolved, self._settings.largest, spec)
-        loras = choose_adapters(body.fields, spec, self._settings.catalogue)  # By name, since their files may move.
-        return _Planned(request=request, resolved=resolved, loras=loras, skipped_steps=spec.skipped_steps(resolved))
+    def _resolve(self, request: GenerationRequest, body: ParsedBody, picture: tuple[int, int] | None) -> Planned:
+        """Plan a request, with the (height, width) of its image or video once known; raises `InvalidRequest`."""
+        has = {"image": body.has(IMAGE), "last": body.has(LAST), "video": body.has(VIDEO), "picture": picture}
+        plan = self.resolve(request, body, **has)
+        if picture is not None or not self._follows_input(request, body):
+            check_size(plan.resolved, self._settings.largest, self._spec)
+        return plan
 
-    def _follows_image(self, request: GenerationRequest, body: ParsedBody) -> bool:
-        """Return whether a video gets its size from its first frame, or from its last one if that is alone."""
-        return any(body.has(name) for name in IMAGES) and request.height is None and self._spec.follows_image
+    def _follows_input(self, request: GenerationRequest, body: ParsedBody) -> bool:
+        """Return whether a video gets its size from its video, first frame, or from its last one if that is alone."""
+        if request.height is not None:
+            return False
+        return body.has(VIDEO) or (self._spec.follows_image and any(body.has(name) for name in IMAGES))
 
     def _check_model(self, model: str | None) -> None:
         if model is not None and model not in (self._settings.model, *self._settings.aliases):
@@ -126,7 +190,7 @@ class Drafts:
             raise InvalidRequest(str(error), "webhook_url") from None
 
 
-def _confirm_seconds(seconds: str | None, request: ResolvedRequest, spec: ModelSpec) -> str | None:
+def confirm_seconds(seconds: str | None, request: ResolvedRequest, spec: ModelSpec) -> str | None:
     """Return the length that a client asked for, as answers repeat it; None where the video's isn't nearly that.
 
     A model's shortest video may be seconds longer.
@@ -136,6 +200,6 @@ def _confirm_seconds(seconds: str | None, request: ResolvedRequest, spec: ModelS
     return seconds
 
 
-def make_image_name() -> str:
-    """Return a new name for an input image in storage."""
-    return f"input-{secrets.token_hex(16)}.png"
+def make_input_name(ending: str) -> str:
+    """Return a new name for an input in storage."""
+    return f"input-{secrets.token_hex(16)}.{ending}"

@@ -1,19 +1,23 @@
-"""Read bodies and images in separate processes that have little memory, little time and no secrets."""
+"""Read bodies, images and videos in separate processes that have little memory, little time and no secrets."""
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any, NoReturn, TypeVar
 
-from actors.api.intake.body_parts import PICTURE, Parts
+from actors.api.intake.body_parts import CLIP, PICTURE, Parts
 from actors.api.intake.fair_semaphore import FairSemaphore
-from actors.api.intake.reader_process import LENGTH, REFUSED
-from actors.api.intake.references import IMAGE
+from actors.api.intake.reader_process import END, LENGTH, REFUSED
+from actors.api.intake.reader_process import Limits as ProcessLimits
+from actors.api.intake.receiving import open_memory_file
+from actors.api.intake.references import IMAGE, VIDEO
 from actors.api.limits import Limits
 from wan_tpu.errors import InvalidRequest
 
@@ -25,13 +29,13 @@ class Reading:
     """What a process has read.
 
     Attributes:
-        parts: The fields. Images stay in the process.
-        uploads: SHA-256 of each image's file, by the name of its field.
-        sizes: (height, width) of each image, likewise.
+        parts: The fields. Files stay in the process.
+        uploads: SHA-256 of each file, by the name of its field.
+        sizes: (height, width) of each image and video, likewise.
     """
 
-    def __init__(self, run: "_Run", answer: dict[str, Any]) -> None:
-        self._run = run
+    def __init__(self, run: "_Run", answer: dict[str, Any], limits: Limits) -> None:
+        self._run, self._limits = run, limits
         self.parts = Parts(text=answer["text"])
         self.uploads: dict[str, str] = answer["uploads"]
         self.sizes: dict[str, tuple[int, int]] = {name: (size[0], size[1]) for name, size in answer["sizes"].items()}
@@ -57,10 +61,50 @@ class Reading:
         Raises:
             InvalidRequest: The image can't be fitted, or the process has used up its resources.
         """
-        wanted = {"name": name, "height": height, "width": width, "slack": slack}
-        length = await self._run.wait_for(self._run.child.make, wanted)
+        content, _ = await self._make({"name": name, "height": height, "width": width, "slack": slack}, count)
+        return content
+
+    async def cut_video(
+        self, frames: int, *, height: int, width: int, slack: int, step: int, count: Callable[[int], None]
+    ) -> bytes:
+        """Return the first frames of the video as an mp4 that this program has encoded itself, without sound.
+
+        Args:
+            frames: How many.
+            height: The height to fit them to, as `make_picture` does.
+            width: The width.
+            slack: As of `make_picture`.
+            step: By how many frames the lengths differ that may be asked for instead, if it has fewer.
+            count: As of `make_picture`.
+
+        Raises:
+            InvalidRequest: It has fewer frames, or the process has used up its resources.
+        """
+        self._run.extend(self._limits.video_wait_s)
+        fit = {"height": height, "width": width, "slack": slack}
+        content, _ = await self._make({"name": VIDEO, "frames": frames, "step": step, **fit}, count)
+        return content
+
+    async def convert_video(
+        self, *, height: int, width: int, slack: int, fps: float, count: Callable[[int], None]
+    ) -> tuple[bytes, int, bytes]:
+        """Return all of the video, with its sound, as such an mp4; its number of frames; and the last one as a PNG.
+
+        The arguments are as of `cut_video`, and the frames per second.
+
+        Raises:
+            InvalidRequest: It lasts too long, or the process has used up its resources.
+        """
+        self._run.extend(self._limits.video_wait_s)
+        fit = {"height": height, "width": width, "slack": slack}
+        content, frames = await self._make({"name": VIDEO, "fps": fps, **fit}, count)
+        last, _ = await self._make({"name": END}, count)
+        return content, frames, last
+
+    async def _make(self, wanted: dict[str, Any], count: Callable[[int], None]) -> tuple[bytes, int]:
+        length, frames = await self._run.wait_for(self._run.child.make, wanted)
         count(length)
-        return await self._run.wait_for(self._run.child.take, length)
+        return await self._run.wait_for(self._run.child.take, length), frames
 
 
 class Reader:
@@ -76,7 +120,9 @@ class Reader:
 
     @contextlib.asynccontextmanager
     async def read(self, content_type: str, content: IO[bytes], key: str) -> AsyncIterator[Reading]:
-        """Read a file that holds a body of that type or an image; raises `InvalidRequest`, also within the block.
+        """Read a file that holds a body of that type, an image or a video.
+
+        It raises `InvalidRequest`, also within the block.
 
         The process has read the file when the block begins. Only the time in which it works counts against its limit,
         however long the block lasts.
@@ -84,13 +130,15 @@ class Reader:
         size = content.seek(0, os.SEEK_END)
         if content_type == PICTURE and size > self.limits.image_bytes:
             raise InvalidRequest(f"the image has more than {self.limits.image_bytes} bytes; shrink it first", IMAGE)
+        if content_type == CLIP and size > self.limits.video_bytes:
+            raise InvalidRequest(f"the video has more than {self.limits.video_bytes} bytes; shrink it first", VIDEO)
         content.seek(0)
         in_thread = asyncio.get_running_loop().run_in_executor
         async with self._turns.take_turn(key):
             child = await in_thread(self._threads, _Child, self.limits, content.fileno())
             run = _Run(child, self._threads, self.limits.reader_s)
             try:
-                yield Reading(run, await run.wait_for(child.ask, content_type))
+                yield Reading(run, await run.wait_for(child.ask, content_type), self.limits)
             finally:
                 child.kill()  # Also if the client has gone away meanwhile.
                 await asyncio.shield(in_thread(self._threads, child.close))
@@ -101,6 +149,10 @@ class _Run:
 
     def __init__(self, child: "_Child", threads: ThreadPoolExecutor, left_s: float) -> None:
         self.child, self._threads, self._left_s = child, threads, left_s
+
+    def extend(self, seconds: float) -> None:
+        """Give the process more time."""
+        self._left_s += seconds
 
     async def wait_for(self, ask: Callable[[Any], T], message: Any) -> T:
         """Return the process's answer; raises `InvalidRequest`, also if its time is up."""
@@ -124,30 +176,44 @@ class _Child:
     """
 
     def __init__(self, limits: Limits, content: int) -> None:
-        arguments = map(str, (content, limits.reader_cpu_s, limits.reader_bytes))
-        self._process: subprocess.Popen[bytes] = subprocess.Popen(
-            [sys.executable, "-m", _CHILD, *arguments],
-            pass_fds=[content],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={"PYTHONPATH": os.pathsep.join(path or "." for path in sys.path), "PATH": os.defpath},
-        )
+        with open_memory_file() as scratch:
+            os.ftruncate(scratch.fileno(), limits.video_bytes)
+            process_limits = ProcessLimits(
+                file=content,
+                scratch=scratch.fileno(),
+                memory=limits.reader_bytes,
+                cpu_s=limits.reader_cpu_s,
+                video_cpu_s=limits.video_cpu_s,
+                video_pixels=limits.video_pixels,
+                video_s=limits.video_s,
+            )
+            self._process: subprocess.Popen[bytes] = subprocess.Popen(
+                [sys.executable, "-m", _CHILD, json.dumps(dataclasses.asdict(process_limits))],
+                pass_fds=[process_limits.file, process_limits.scratch],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=_build_environment(),
+                start_new_session=True,  # So that what it has started ends with it.
+            )
 
     def ask(self, content_type: str) -> dict[str, Any]:
         """Return the process's description of the content."""
         answer: dict[str, Any] = json.loads(self._send(content_type).readline() or self._raise_failure())
         return answer
 
-    def make(self, wanted: dict[str, Any]) -> int:
-        """Make the process encode a picture, and return its size in bytes."""
-        return int.from_bytes(self._send(wanted).read(LENGTH), "big") or self._raise_failure()
+    def make(self, wanted: dict[str, Any]) -> tuple[int, int]:
+        """Make the process encode a picture or a video, and return its size in bytes and its number of frames."""
+        numbers = self._send(wanted).read(2 * LENGTH)
+        if len(numbers) < 2 * LENGTH:
+            self._raise_failure()
+        return int.from_bytes(numbers[:LENGTH], "big"), int.from_bytes(numbers[LENGTH:], "big")
 
     def take(self, length: int) -> bytes:
-        """Return the picture."""
+        """Return the picture or the video."""
         assert self._process.stdout is not None
-        picture = self._process.stdout.read(length)
-        return picture if len(picture) == length else self._raise_failure()
+        content = self._process.stdout.read(length)
+        return content if len(content) == length else self._raise_failure()
 
     def _send(self, message: Any) -> IO[bytes]:
         stdin, stdout = self._process.stdin, self._process.stdout
@@ -160,19 +226,32 @@ class _Child:
     def _raise_failure(self) -> NoReturn:
         assert self._process.stderr is not None
         reason = self._process.stderr.read()
+        os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        self.kill()  # What it has started may outlive it.
         if self._process.wait() == REFUSED:
             message, field = json.loads(reason.splitlines()[-1])
             raise InvalidRequest(message, field)
         raise _build_too_costly_error()
 
     def kill(self) -> None:
-        """Kill the process."""
-        self._process.kill()
+        """Kill the process and what it has started."""
+        if self._process.returncode is None:  # Not waited for yet, so no other process has its number.
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Wait for the killed process to end."""
         with contextlib.suppress(BrokenPipeError), self._process:
             pass
+
+
+def _build_environment() -> dict[str, str]:
+    """Return a process's environment, without what is secret."""
+    ffmpeg = os.environ.get("IMAGEIO_FFMPEG_EXE")
+    return {
+        "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path),
+        "PATH": os.defpath,
+        **({} if ffmpeg is None else {"IMAGEIO_FFMPEG_EXE": ffmpeg}),
+    }
 
 
 def _build_too_costly_error() -> InvalidRequest:

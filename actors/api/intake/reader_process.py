@@ -1,46 +1,78 @@
-"""The process that parses one untrusted body or image, and can reach nothing else.
+"""The process that parses one untrusted body, image or video, and can reach nothing else.
 
-python -m actors.api.intake.reader_process FILE_DESCRIPTOR CPU_SECONDS MEMORY_BYTES
+python -m actors.api.intake.reader_process LIMITS
+
+LIMITS are those of `Limits` below as JSON.
 
 stdin   a line with the content type of the file
-stdout  a line with the fields, and the digests and sizes of the images
-stdin   a line {"name": ..., "height": ..., "width": ..., "slack": ...} for each image that is wanted
-stdout  its length in eight bytes, and the image, upright and of that size, as a PNG that this program has encoded
-        itself, without any metadata
+stdout  a line with the fields, and the digests and sizes of the files
+stdin   a line {"name": ..., "height": ..., "width": ..., "slack": ...} for each file that is wanted
+stdout  its length in eight bytes, its frames in eight bytes, and the file, upright and of that size, as a PNG or an mp4
+        that this program has encoded itself, without any metadata
+stdin   {"name": END} for the last frame of the video that was wanted before
+stdout  likewise
+
+A video is cut to its first frames if {"frames": ..., "step": ...} are wanted, or brought to the rate {"fps": ...}.
 
 It exits with 0, or with REFUSED and a reason for people on stderr.
 """
 
+import dataclasses
 import hashlib
 import io
 import json
 import os
 import resource
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from actors.api.intake.body_parts import split_body
-from actors.api.intake.references import IMAGE
+from actors.api.intake.body_parts import Parts, split_body
+from actors.api.intake.references import IMAGE, VIDEO
 from wan_tpu.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from PIL import Image
 
+    from actors.api.intake.clips import Upload
+
 REFUSED = 3
-LENGTH = 8  # Bytes of the number before an image.
+LENGTH = 8  # Bytes of each number before a file.
+END = "end"
 _NICE = 5  # Lower priority than the processes that answer HTTP.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the process gets, and may use.
+
+    Attributes:
+        file: Descriptor of the file that is read.
+        scratch: Descriptor of another one in memory, of the largest size that a video may have.
+        memory: Bytes; the ffmpeg that it starts for a video gets as many.
+        cpu_s: Processor time; ffmpeg gets `video_cpu_s`.
+        video_pixels: The most pixels of a video's frame.
+        video_s: How long a video that is continued may last.
+    """
+
+    file: int
+    scratch: int
+    memory: int
+    cpu_s: int
+    video_cpu_s: int
+    video_pixels: int
+    video_s: float
 
 
 def main() -> int:
     """Serve one file, within limits that the operating system enforces."""
-    file, cpu_s, memory = map(int, sys.argv[1:])
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+    limits = Limits(**json.loads(sys.argv[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (limits.memory, limits.memory))
+    resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_s, max(limits.cpu_s, limits.video_cpu_s)))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # It writes no files.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(_NICE)
     try:
-        _serve(file)
+        _serve(limits)
     except InvalidRequest as error:
         print(json.dumps([str(error), error.field]), file=sys.stderr)
         return REFUSED
@@ -50,25 +82,54 @@ def main() -> int:
     return 0
 
 
-def _serve(descriptor: int) -> None:
+def _serve(limits: Limits) -> None:
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
-    with open(descriptor, "rb") as file:
+    with open(limits.file, "rb") as file:
         parts = split_body(json.loads(stdin.readline()), file.read())
-    images = {name: open_image(content, name) for name, content in parts.uploads.items()}
+    files = _Files(parts, limits)
     answer = {
         "text": parts.text,
         "uploads": {name: hashlib.sha256(content).hexdigest() for name, content in parts.uploads.items()},
-        "sizes": {name: [image.height, image.width] for name, image in images.items()},
+        "sizes": files.sizes,
     }
     stdout.write(json.dumps(answer).encode() + b"\n")
     stdout.flush()
-    while images and (line := stdin.readline()):
+    while parts.uploads and (line := stdin.readline()):
+        content, frames = files.make(**json.loads(line))
+        stdout.write(len(content).to_bytes(LENGTH, "big") + frames.to_bytes(LENGTH, "big") + content)
+        stdout.flush()
+
+
+class _Files:
+    """The images and the video of a body."""
+
+    def __init__(self, parts: Parts, limits: Limits) -> None:
+        """Open all of them; raises `InvalidRequest`."""
+        self._images = {name: open_image(content, name) for name, content in parts.uploads.items() if name != VIDEO}
+        self.sizes = {name: [image.height, image.width] for name, image in self._images.items()}
+        self._video: Upload | None = None
+        self._converted: tuple[bytes, int] | None = None
+        if (content := parts.uploads.get(VIDEO)) is not None:
+            from actors.api.intake import clips  # Imported within the limits.
+
+            most = clips.ClipLimits(pixels=limits.video_pixels, cpu_s=limits.video_cpu_s, seconds=limits.video_s)
+            self._video = clips.Upload(content, limits.scratch, most)
+            self.sizes[VIDEO] = list(self._video.size)
+
+    def make(self, name: str, **wanted: Any) -> tuple[bytes, int]:
+        """Return a file as it is wanted, and how many frames it has; raises `InvalidRequest`."""
+        if name == END and self._converted is not None:
+            from wan_tpu.media.joining import read_end
+
+            return encode_png(read_end(*self._converted)), 1
+        if name == VIDEO and self._video is not None:
+            if "frames" in wanted:
+                return self._video.cut(**wanted), wanted["frames"]
+            self._converted = self._video.convert(**wanted)
+            return self._converted
         from wan_tpu.media.image import fit_image  # Imported within the limits.
 
-        wanted = json.loads(line)
-        content = encode_png(fit_image(images.pop(wanted.pop("name")), **wanted))
-        stdout.write(len(content).to_bytes(LENGTH, "big") + content)
-        stdout.flush()
+        return encode_png(fit_image(self._images.pop(name), **wanted)), 1
 
 
 def open_image(content: bytes, name: str = IMAGE) -> "Image.Image":

@@ -1,14 +1,16 @@
-"""Read an image in all forms in which clients send one or refer to one."""
+"""Read an image or a video in all forms in which clients send one or refer to one."""
 
 import base64
 import binascii
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
+from actors.jobs.values import is_id
 from wan_tpu.errors import InvalidRequest
 
-IMAGE, LAST = "input_reference", "last_frame"
+IMAGE, LAST, VIDEO = "input_reference", "last_frame", "video"
 IMAGES = (IMAGE, LAST)
+FILES = (*IMAGES, VIDEO)  # Fields that may be files.
 _HEAD = 200  # Maximum characters of a data URL before its content.
 # Keys of the objects for images in OpenAI's and OpenRouter's APIs.
 _KEYS = {"image_url", "url", "type", "detail", "file_id"}
@@ -45,19 +47,54 @@ def read_reference(value: Any, name: str) -> bytes | str:
     return value
 
 
+def read_video_reference(value: Any) -> bytes | dict[str, str]:
+    """Return the content of a field's video, or {"id": ...} or {"video_url": ...}; raises `InvalidRequest`.
+
+    Args:
+        value: A file's bytes; a URL; the id of a video; {"id": ID}; {"video_url": URL}; or {"type": "video_url",
+            "video_url": {"url": URL}}.
+    """
+    if isinstance(value, dict) and value.keys() == {"id"}:
+        value = value["id"] if isinstance(value["id"], str) else None
+        if value is not None:
+            return {"id": value}
+    if isinstance(value, dict) and value.keys() <= {"video_url", "url", "type"}:
+        value = value.get("video_url", value.get("url"))
+        if isinstance(value, dict) and value.keys() == {"url"}:
+            value = value["url"]
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{VIDEO} is no video; {_VIDEO_FORMS}", VIDEO)
+    if _is_data(value):
+        return decode_data_url(value, VIDEO)
+    if is_id(value):
+        return {"id": value}
+    if value.partition("://")[0].lower() not in ("http", "https"):
+        raise InvalidRequest(f"{VIDEO} is neither a file, a URL nor the id of a video; {_VIDEO_FORMS}", VIDEO)
+    return {"video_url": value}
+
+
 def decode_data_url(url: str, name: str = IMAGE) -> bytes:
     """Return the content of a data: URL (RFC 2397); raises `InvalidRequest`."""
+    subject, example = ("video", "video/mp4") if name == VIDEO else ("image", "image/png")
     head, comma, encoded = url.partition(",")
     if not comma or len(head) > _HEAD or not _is_data(head):
-        raise InvalidRequest("the image is no data URL; give one such as data:image/png;base64,iVBORw0...", name)
+        raise InvalidRequest(f"the {subject} is no data URL; give one such as data:{example};base64,iVBORw0...", name)
     kind, *options = head[5:].lower().split(";")
-    if kind.strip() and not kind.strip().startswith("image/"):
-        raise InvalidRequest(f"the data URL is of type {kind[:40]!r}; give an image, such as image/png", name)
+    if kind.strip() and not kind.strip().startswith(f"{subject}/"):
+        raise InvalidRequest(f"the data URL is of type {kind[:40]!r}; give one such as {example}", name)
     try:
         content = unquote_to_bytes(encoded) if "%" in encoded else encoded.encode("ascii")
         return base64.b64decode(content, validate=True) if options and options[-1] == "base64" else content
     except (binascii.Error, UnicodeEncodeError):
         raise InvalidRequest("the data URL is no valid base64; encode the file again", name) from None
+
+
+_VIDEO_FORMS = (
+    'send a file in a form, or in JSON {"id": "video_..."} for a video of this service, {"video_url": "https://..."}, '
+    'or "data:video/mp4;base64,..."'
+)
 
 
 def _is_data(url: str) -> bool:

@@ -31,7 +31,6 @@ _MAX_URL = 8192  # Characters. Signed URLs of object stores have up to some 3,00
 _MAX_HOST = 253  # Characters of a DNS name in its text form (RFC 1035, section 2.3.4).
 _TRUST_LOCK = threading.Lock()  # Lets callers wait for the one context while it is being created.
 _SIZE = re.compile(r"[0-9]{1,15}", re.ASCII)
-_IMAGE = {"Accept": "image/*", "Accept-Encoding": "identity"}
 
 
 class FetchError(InvalidRequest):
@@ -211,21 +210,22 @@ def _fetch_errors(host: str) -> Iterator[None]:
 
 
 async def fetch(url: str, settings: FetchSettings, into: IO[bytes], *, owner: str = "") -> None:
-    """Fetch the image at an https URL into a file. Each redirect is checked anew.
+    """Fetch the file at an https URL into another one. Each redirect is checked anew.
 
     Args:
-        url: The image's URL.
+        url: The URL.
         settings: What may be fetched.
         into: A file in memory or on a fast disk, since it is written to in the event loop.
-        owner: Who the image is for. Owners get the resolver in turn.
+        owner: Who it is for. Owners get the resolver in turn.
 
     Raises:
-        FetchError: The image can't be fetched, for the reason in the message.
+        FetchError: It can't be fetched, for the reason in the message.
     """
+    headers = {"Accept": f"{settings.subject}/*", "Accept-Encoding": "identity"}
     try:
         async with asyncio.timeout(settings.timeout_s):
             for _ in range(_MOST_REDIRECTS + 1):
-                async with request("GET", url, settings, _IMAGE, owner=owner) as answer:
+                async with request("GET", url, settings, headers, owner=owner) as answer:
                     location = answer.headers.get("location")
                     if answer.status not in _REDIRECTS or location is None:
                         return await _copy_content(answer, settings, into)
@@ -235,17 +235,17 @@ async def fetch(url: str, settings: FetchSettings, into: IO[bytes], *, owner: st
                     url = location
     except TimeoutError:
         raise FetchError(
-            f"the image did not come within {settings.timeout_s:g} s; send the file itself as input_reference"
+            f"the {settings.subject} did not come within {settings.timeout_s:g} s; send the file itself"
         ) from None
-    raise FetchError(f"the image's URL redirects more than {_MOST_REDIRECTS} times; give its last address")
+    raise FetchError(f"the {settings.subject}'s URL redirects more than {_MOST_REDIRECTS} times; give its last address")
 
 
 async def _copy_content(answer: Answer, settings: FetchSettings, into: IO[bytes]) -> None:
     if answer.status != 200:
-        raise FetchError(f"the image's server answered with status {answer.status}; check the image's URL")
+        raise FetchError(f"the {settings.subject}'s server answered with status {answer.status}; check the URL")
     encoding = answer.headers.get("content-encoding", "identity").lower()
     if encoding != "identity":
-        raise FetchError(f"the image came in encoding {encoding[:20]!r}, which wasn't asked for")
+        raise FetchError(f"the {settings.subject} came in encoding {encoding[:20]!r}, which wasn't asked for")
     announced, size = answer.headers.get("content-length", ""), 0
     if _SIZE.fullmatch(announced) and int(announced) > settings.max_bytes:
         raise _build_too_large_error(settings)
@@ -258,7 +258,9 @@ async def _copy_content(answer: Answer, settings: FetchSettings, into: IO[bytes]
 
 
 def _build_too_large_error(settings: FetchSettings) -> FetchError:
-    return FetchError(f"the image has more than {settings.max_bytes} bytes, the most that is accepted; shrink it first")
+    return FetchError(
+        f"the {settings.subject} has more than {settings.max_bytes} bytes, the most that is accepted; shrink it first"
+    )
 
 
 class CheckedNetwork(httpcore.AnyIOBackend):

@@ -21,12 +21,14 @@ from actors.api.worker.progress import Tracker
 from actors.engine import GeneratedVideo
 from actors.errors import PipelineError, RequestFailed
 from actors.jobs.errors import CommitUncertain, LeaseLost, StoreUnavailable
-from actors.jobs.stored_request import BESIDE
+from actors.jobs.stored_request import BESIDE, count_frames
 from actors.jobs.tables import Job
 from actors.jobs.values import BROKEN_VIDEO, INPUT_LOST, INTERNAL_ERROR, INVALID, LOST
 from actors.observe.logs import log_event
 from actors.observe.span import Span
 from wan_tpu.errors import InvalidRequest, WanTpuError
+from wan_tpu.media.joining import join_contents
+from wan_tpu.media.video_content import VideoContent
 from wan_tpu.request import FIELDS, GenerationRequest
 from wan_tpu.storage.base import Missing, Storage, StorageError
 
@@ -34,6 +36,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0  # Pauses between two attempts to store a result.
+
+
+_GONE = "an image or a video of it isn't in storage any more; send the request again"
 
 
 class InputGone(Exception):
@@ -108,28 +113,44 @@ class Attempt:
         try:
             request = await self._insist(_rebuild_request, self._job, self._storage, self._context.settings.catalogue)
         except Missing:
-            raise InputGone("an image of it isn't in storage any more; send the request again") from None
+            raise InputGone(_GONE) from None
         except StorageError as error:  # Raised as the pipeline's error, or every waiting job would fail.
-            raise PipelineError("its image can't be read now") from error
+            raise PipelineError("its inputs can't be read now") from error
         engine = self._context.engine
         plan = engine.model.plan(request)  # Planned now, since jobs outlive upgrades and their adapters may have moved.
+        extends = "source_frames" in self._job.request
+        if extends:
+            plan = plan.with_request(dataclasses.replace(plan.request, hidden_frames=1))
         async with self._fragments.storing() as fragments:
             video = await engine.generate(
                 plan,
                 id=self._job.id,
                 on_event=self._note,
                 priority=self._job.priority,
-                on_fragment=fragments.add,
+                on_fragment=None if extends else fragments.add,  # They are those of the new part alone.
             )
+            if extends:
+                video = await self._join(video)
             names = await self._store_results(video)
             return Results(names, video.warnings, watchable=await fragments.finish())
+
+    async def _join(self, video: GeneratedVideo) -> GeneratedVideo:
+        """Return the video that the job continues, and what was made, as one video."""
+        assert self._job.input_video is not None
+        try:
+            source = await self._insist(self._storage.read, self._job.input_video)
+        except Missing:
+            raise InputGone(_GONE) from None
+        return dataclasses.replace(video, mp4=await asyncio.to_thread(join_contents, source, video.mp4))
 
     async def _store_results(self, video: GeneratedVideo) -> dict[str, str]:
         """Store a video and its previews; return their names in storage."""
         results = {"video": video.mp4}
         if self._context.previews:
-            size = {name: int(self._job.request[name]) for name in ("height", "width", "frames")}
-            results |= await asyncio.to_thread(make_previews, video.mp4, **size)
+            request = self._job.request
+            size = {"height": int(request["height"]), "width": int(request["width"]), "frames": count_frames(request)}
+            end = "i2v" in self._context.engine.model.tasks  # Other models continue no video.
+            results |= await asyncio.to_thread(make_previews, video.mp4, **size, end=end)
         prefix = f"{self._job.id}.{self._job.attempts}"  # Names are unique to this attempt and content.
         names = {
             variant: f"{prefix}.{hashlib.sha256(content).hexdigest()[:16]}.{VARIANTS[variant][1]}"
@@ -274,6 +295,8 @@ def _rebuild_request(job: Job, storage: Storage, catalogue: Catalogue) -> Genera
     fields["loras"] = catalogue.resolve(fields.get("loras", ()))
     for field, name in (("image", job.input_image), ("last_image", job.input_last_image)):
         fields[field] = None if name is None else Image.open(io.BytesIO(storage.read(name))).convert("RGB")
+    if job.input_video is not None and "source_frames" not in job.request:
+        fields["video"] = VideoContent(storage.read(job.input_video))
     return GenerationRequest(**fields)
 
 

@@ -1,4 +1,4 @@
-"""Make the thumbnail and the sheet of frames of a finished video, which decodes all of it."""
+"""Make the pictures of a finished video, which decodes all of it."""
 
 import io
 import subprocess
@@ -7,6 +7,7 @@ import imageio_ffmpeg
 from PIL import Image
 
 from wan_tpu.errors import Unavailable, WanTpuError
+from wan_tpu.media.joining import read_end
 from wan_tpu.media.sheet import WIDEST, fill_rows, grid
 
 SHEET_FRAMES = 12
@@ -17,11 +18,15 @@ class BrokenVideo(WanTpuError):
     """The mp4 can't be decoded."""
 
 
-def make_previews(mp4: bytes, *, height: int, width: int, frames: int) -> dict[str, bytes]:
-    """Return the thumbnail (WebP) and the sheet (JPEG) of a video, by variant; raises `BrokenVideo`."""
+def make_previews(mp4: bytes, *, height: int, width: int, frames: int, end: bool = False) -> dict[str, bytes]:
+    """Return the thumbnail (WebP) and the sheet (JPEG) of a video, by variant; raises `BrokenVideo`.
+
+    With `end`, its last frame is among them (PNG), from which another video can continue it.
+    """
     pictures = _decode_pictures(mp4, height=height, width=width, frames=frames)
     sheet = _encode(grid(pictures), "JPEG", quality=85)
-    return {"thumbnail": _encode(pictures[0], "WEBP", quality=80), "spritesheet": sheet}
+    previews = {"thumbnail": _encode(pictures[0], "WEBP", quality=80), "spritesheet": sheet}
+    return previews | ({"final_frame": _encode(read_end(mp4, frames), "PNG", compress_level=1)} if end else {})
 
 
 def _decode_pictures(mp4: bytes, *, height: int, width: int, frames: int) -> list[Image.Image]:
@@ -51,7 +56,7 @@ def _decode_pictures(mp4: bytes, *, height: int, width: int, frames: int) -> lis
     ]
 
 
-def _encode(picture: Image.Image, kind: str, *, quality: int) -> bytes:
+def _encode(picture: Image.Image, kind: str, **options: int) -> bytes:
     file = io.BytesIO()
-    picture.save(file, kind, quality=quality)
+    picture.save(file, kind, **options)
     return file.getvalue()

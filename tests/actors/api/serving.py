@@ -126,7 +126,7 @@ class Engine:
         shades = (np.arange(request.frames) * 7 + request.seed) % 256
         frames = [np.full((request.height, request.width, 3), shade, np.uint8) for shade in shades]
         with VideoWriter(path, fps=request.fps, overwrite=True, on_fragment=on_fragment) as writer:
-            writer.write(frames)
+            writer.write(frames[request.hidden_frames :])
         return path.read_bytes()
 
 

@@ -62,7 +62,7 @@ def test_whatever_is_asked_is_answered(database, settings, engine, tmp_path, rec
     program = shutil.which("schemathesis", path=os.pathsep.join([str(Path(sys.executable).parent), os.defpath]))
     if program is None:
         pytest.skip("schemathesis is not installed (pip install schemathesis)")
-    limits = dataclasses.replace(settings.limits, image_bytes=200_000)
+    limits = dataclasses.replace(settings.limits, image_bytes=200_000, video_bytes=200_000)
     impatient = dataclasses.replace(settings.reliability, answer_s=3.0)
     few = dataclasses.replace(settings, database=database, queue_limit=50, limits=limits, reliability=impatient)
     with served(few) as address, working(few, engine), httpx.Client(base_url=address, timeout=30) as http:

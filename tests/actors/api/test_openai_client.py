@@ -83,7 +83,7 @@ def test_pages_of_a_list(client):
 
 def test_delete(client, worker):
     video = client.videos.create_and_poll(prompt="soon gone")
-    assert len(worker.store.get(video.id).results) == 3
+    assert len(worker.store.get(video.id).results) == 4
     gone = client.videos.delete(video.id)
     assert (gone.id, gone.deleted, gone.object) == (video.id, True, "video.deleted")
     for ask in (client.videos.retrieve, client.videos.delete, client.videos.download_content):
@@ -150,10 +150,10 @@ def test_a_remix_is_the_same_request_with_another_prompt(client, worker, engine)
 def test_unsupported_endpoint_names_one_that_does_something_like_it(client):
     for ask in (
         lambda: client.videos.edit(video=b"x", prompt="x"),
-        lambda: client.videos.extend(video=b"x", prompt="x", seconds="4"),
+        lambda: client.videos.create_character(name="x", video=b"x"),
         lambda: client.videos.get_character("one"),
     ):
-        with pytest.raises(openai.BadRequestError, match="remix") as refused:
+        with pytest.raises(openai.BadRequestError, match=r"remix|input_reference") as refused:
             ask()
         assert refused.value.code == "unsupported"
 

@@ -303,7 +303,7 @@ def test_no_part_of_an_address_reaches_the_database_unchecked(http, path):
 
 
 def test_bodies_end_where_they_must(settings):
-    limits = dataclasses.replace(settings.limits, image_bytes=100_000)
+    limits = dataclasses.replace(settings.limits, image_bytes=100_000, video_bytes=100_000)
     with served(dataclasses.replace(settings, limits=limits)) as address, httpx.Client(base_url=address) as http:
 
         def endless():

@@ -1,0 +1,146 @@
+"""Read a stranger's video in the process that parses uploads: ffmpeg decodes it there, within the process's limits."""
+
+import dataclasses
+import io
+import mmap
+import os
+import re
+import resource
+import subprocess
+
+import imageio_ffmpeg
+from PIL import Image
+
+from actors.api.intake.references import VIDEO
+from wan_tpu.errors import InvalidRequest
+from wan_tpu.media.encoding import AAC, COLOURS, H264
+from wan_tpu.media.image import has_shape
+
+# So near to the frames that a model that begins with them can't tell; half as much again as a finished video.
+_FINE = "-crf 8"
+# In pieces, since a pipe can't be written to again; the first frame is still shown at 0.
+_TARGET = "-f mp4 -movflags frag_keyframe+delay_moov+default_base_moof -progress pipe:2 pipe:1"
+_PICTURE = "-f image2pipe -c:v ppm -progress pipe:2 pipe:1"
+_PROGRESS = re.compile(rb"^\w+=.*$", re.MULTILINE)
+_SPEAKER = re.compile(r"\[[^\[\]]*\] *")  # Which part of ffmpeg says something, and at which address of memory it is.
+_FRAMES = re.compile(rb"^frame=(\d+)$", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClipLimits:
+    """What a stranger's video may cost.
+
+    Attributes:
+        pixels: The most pixels of a frame.
+        cpu_s: Processor time of each look at it.
+        seconds: How long one that is continued may last.
+    """
+
+    pixels: int
+    cpu_s: int
+    seconds: float
+
+
+class Upload:
+    """A video of a client, in a file in memory that ffmpeg can go back and forth in.
+
+    Attributes:
+        size: (height, width) of a frame, upright.
+    """
+
+    def __init__(self, content: bytes, scratch: int, limits: ClipLimits) -> None:
+        """Look at the first frame.
+
+        Args:
+            content: The file.
+            scratch: Descriptor of a file in memory, of the largest size that a video may have.
+            limits: What it may cost.
+
+        Raises:
+            InvalidRequest: It is no video, or too large.
+        """
+        self._scratch, self._limits = scratch, limits
+        most = os.fstat(scratch).st_size
+        if len(content) > most:
+            raise InvalidRequest(f"the video has more than {most} bytes; shrink it first", VIDEO)
+        if not content:
+            raise InvalidRequest("the video is empty; send an mp4, or what else ffmpeg reads", VIDEO)
+        # This process may write no files. Shrinking one and mapping it isn't writing.
+        os.ftruncate(scratch, len(content))
+        with mmap.mmap(scratch, len(content)) as memory:
+            memory[:] = content
+        picture, _ = self._decode(["-frames:v", "1", *_PICTURE.split()])
+        with Image.open(io.BytesIO(picture), formats=["PPM"]) as first:
+            self.size = first.height, first.width
+
+    def cut(self, frames: int, *, height: int, width: int, slack: int, step: int) -> bytes:
+        """Return the first frames in another size, without sound, as an mp4.
+
+        Args:
+            frames: How many.
+            height: The height to fit them to.
+            width: The width.
+            slack: Frames whose shape differs by fewer pixels of a side are resized without being cropped.
+            step: By how many frames the lengths differ that may be asked for instead, if it has fewer.
+
+        Raises:
+            InvalidRequest: It has fewer frames.
+        """
+        fit = f"{self._fit(height, width, slack)},{COLOURS}"
+        options = ["-frames:v", str(frames), "-fps_mode", "cfr", "-vf", fit, *H264.split(), *_FINE.split()]
+        mp4, count = self._decode([*options, *_TARGET.split()])
+        if count < frames:
+            nearest = max(1, frames - -(-(frames - count) // step) * step)
+            raise InvalidRequest(
+                f"the video has {count} frames, and {frames} are asked for; ask for num_frames {nearest}", VIDEO
+            )
+        return mp4
+
+    def convert(self, *, height: int, width: int, slack: int, fps: float) -> tuple[bytes, int]:
+        """Return all of it, with its sound, as an mp4 in another size and at another rate, and how many frames it has.
+
+        Raises:
+            InvalidRequest: It lasts too long.
+        """
+        most = int(self._limits.seconds * fps)
+        fit = f"fps={fps:g},{self._fit(height, width, slack)},{COLOURS}"
+        sound = ["-map", "0:a:0?", "-ac", "2", *AAC.split()]
+        options = ["-frames:v", str(most + 1), "-vf", fit, *H264.split(), *sound]
+        mp4, count = self._decode([*options, *_TARGET.split()])
+        if count > most:
+            raise InvalidRequest(f"the video lasts more than {self._limits.seconds:g} s; cut it first", VIDEO)
+        return mp4, count
+
+    def _fit(self, height: int, width: int, slack: int) -> str:
+        """Return the filters that bring frames to a size as `wan_tpu.media.image.fit_image` does an image."""
+        size, crop = f"{width}:{height}", ""
+        if not has_shape(Image.new("1", self.size[::-1]), height, width, slack):
+            size, crop = f"{size}:force_original_aspect_ratio=increase", f",crop={width}:{height}"
+        return f"scale={size}:flags=lanczos{crop},setsar=0"
+
+    def _decode(self, options: list[str]) -> tuple[bytes, int]:
+        """Run ffmpeg over the file; return what it writes, and how many frames that are."""
+        # Only this file can be read: what a playlist or a list of files in it names is neither opened nor fetched.
+        source = f"-protocol_whitelist fd -max_pixels {self._limits.pixels} -threads 1 -fd {self._scratch} -i fd:"
+        command = [imageio_ffmpeg.get_ffmpeg_exe(), "-nostdin", "-v", "error", "-filter_threads", "1", *source.split()]
+        os.lseek(self._scratch, 0, os.SEEK_SET)
+        done = subprocess.run(
+            [*command, "-map", "0:V:0?", *options],
+            pass_fds=[self._scratch],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (self._limits.cpu_s, self._limits.cpu_s)),
+        )
+        counted = _FRAMES.findall(done.stderr)
+        if done.returncode < 0:
+            raise InvalidRequest("the video needs more memory or time to read than it gets; send it smaller", VIDEO)
+        if done.returncode or not counted or not int(counted[-1]):
+            lines = _SPEAKER.sub("", _PROGRESS.sub(b"", done.stderr).decode(errors="replace")).split("\n")
+            said = next((line.strip() for line in lines if line.strip()), "it has no frames")
+            raise InvalidRequest(
+                f"the video can't be read ({said[:200]}); send an mp4, or what else ffmpeg reads, with at most "
+                f"{self._limits.pixels} pixels a frame",
+                VIDEO,
+            )
+        return done.stdout, int(counted[-1])

@@ -1,0 +1,150 @@
+"""Turn a body into the job of a video that continues another one."""
+
+import asyncio
+import dataclasses
+import secrets
+from typing import Any
+
+from actors.api.http.access import Caller
+from actors.api.http.bodies import ParsedBody, open_file
+from actors.api.intake.create_video import NAMES, SETTINGS, Adapter, CreateVideo, make_request
+from actors.api.intake.drafts import SIZES, Draft, Drafts, Planned
+from actors.api.intake.fair_semaphore import Work
+from actors.api.intake.reader import Reader
+from actors.api.intake.receiving import IncomingRequest
+from actors.api.intake.references import IMAGE, LAST, VIDEO
+from actors.api.intake.sources import FINAL_FRAME, Sources
+from actors.api.settings import ServiceSettings
+from actors.api.sizes import check_size
+from actors.jobs.stored_request import count_frames
+from actors.jobs.tables import Job
+from wan_tpu.errors import InvalidRequest
+from wan_tpu.request import GenerationRequest, override
+from wan_tpu.spec import ModelSpec
+
+_BEGINNINGS = (IMAGE, "strength")  # Fields by which a video begins in another way.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Source:
+    """The video that is continued.
+
+    Attributes:
+        frames: How many frames it has.
+        files: It, and its last frame as the first one of what follows, by the names of a body's fields.
+        beside: Fields of the new job's request that say where it is from.
+    """
+
+    frames: int
+    files: dict[str, bytes]
+    beside: dict[str, str]
+
+
+class Extensions:
+    """Turns bodies into jobs that continue videos, and rejects what can't be made."""
+
+    def __init__(
+        self, settings: ServiceSettings, spec: ModelSpec, reader: Reader, work: Work, sources: Sources, drafts: Drafts
+    ) -> None:
+        self._settings, self._spec, self._reader, self._work = settings, spec, reader, work
+        self._sources, self._drafts = sources, drafts
+
+    async def draft(self, body: ParsedBody, incoming: IncomingRequest, caller: Caller) -> Draft:
+        """Return the job and the inputs that a body describes; raises `InvalidRequest`, `HttpError`."""
+        self._check(body)
+        reference = body.fields.video
+        if reference is not None and reference.id is not None:
+            job = await asyncio.to_thread(self._sources.find, reference.id, caller)
+            body = dataclasses.replace(body, fields=self._inherit(body.fields, job))
+            plan = await self._work.run(caller.owner, self._plan, body, caller, None)
+            source = await self._read_source(job, incoming)
+        else:
+            plan = await self._work.run(caller.owner, self._plan, body, caller, None)
+            plan, source = await self._read_upload(body, plan, incoming, caller)
+        most = self._settings.limits.extended_s
+        if source.frames + plan.resolved.frames - 1 > most * plan.resolved.fps:
+            raise InvalidRequest(f"the whole video would last more than {most:g} s; begin another one", VIDEO)
+        files = source.files
+        sizes = {}
+        async with open_file(body, LAST, incoming, self._reader, self._settings.fetch) as opened:
+            if opened is not None:
+                reading, name = opened
+                sizes[SIZES[LAST]] = "{1}x{0}".format(*reading.sizes[name])
+                height, width, slack = plan.resolved.height, plan.resolved.width, self._spec.shape_slack
+                files[LAST] = await reading.make_picture(height, width, slack=slack, name=name, count=incoming.add)
+        beside = {"seconds": None, "source_frames": source.frames, **source.beside, **sizes}
+        return self._drafts.build(body, caller, plan, files, beside)
+
+    def _check(self, body: ParsedBody) -> None:
+        self._spec.check_extension()
+        if not body.has(VIDEO):
+            raise InvalidRequest(
+                'video is missing; send the video to continue as a file, or its id as {"video": {"id": "video_..."}}',
+                VIDEO,
+            )
+        for name in _BEGINNINGS:
+            if body.has(name):
+                raise InvalidRequest(
+                    f"{name} can't be chosen, since the video begins with the last frame of another", name
+                )
+
+    def _inherit(self, fields: CreateVideo, source: Job) -> CreateVideo:
+        """Return a body's fields with the settings of the video that it continues, where it says none."""
+        request = source.request
+        size = f"{request['width']}x{request['height']}"
+        for name, value in (("size", size), ("fps", request["fps"])):
+            if getattr(fields, name) not in (None, value):
+                raise InvalidRequest(f"{name} can't be changed; {source.id} has {value}, so leave it out", name)
+        own = {name: value for name in SETTINGS if (value := getattr(fields, NAMES.get(name, name))) is not None}
+        preset = self._spec.presets.get(request.get("preset") or "")
+        more: dict[str, Any] = {"size": size}
+        inherited = {"fps": request["fps"]}
+        if fields.preset is None and (preset is None or not preset.text_only):
+            inherited = {name: request[name] for name in SETTINGS if name in request and name not in ("seed", "frames")}
+            if fields.loras is None:
+                more["loras"] = [Adapter(**adapter) for adapter in request.get("loras", ())]
+        if fields.seconds is None:
+            inherited["frames"] = request["frames"]
+        settings = override(inherited, own)
+        return fields.model_copy(update={NAMES.get(name, name): value for name, value in settings.items()} | more)
+
+    def _plan(self, body: ParsedBody, caller: Caller, picture: tuple[int, int] | None) -> Planned:
+        """Plan a body, once the (height, width) of its video is known if that decides the size."""
+        self._drafts.check(body.fields, caller)
+        catalogue, seed = self._settings.catalogue, secrets.randbelow(2**31)
+        return self._resolve(make_request(body.fields, self._spec, catalogue, seed=seed), body, picture)
+
+    def _resolve(self, request: GenerationRequest, body: ParsedBody, picture: tuple[int, int] | None) -> Planned:
+        if request.height is None and picture is not None:
+            height, width = self._spec.size_to_extend(picture)
+            request = dataclasses.replace(request, height=height, width=width)
+        plan = self._drafts.resolve(request, body, image=True, last=body.has(LAST))
+        self._spec.check_extension(plan.resolved)
+        if request.height is not None:
+            check_size(plan.resolved, self._settings.largest, self._spec)
+        return plan
+
+    async def _read_source(self, job: Job, incoming: IncomingRequest) -> _Source:
+        """Read a video of this service and its last frame."""
+        mp4, png = await asyncio.to_thread(self._sources.read, job, "video", FINAL_FRAME)
+        incoming.add(len(mp4) + len(png))
+        frames, size = count_frames(job.request), "{width}x{height}".format(**job.request)
+        return _Source(
+            frames=frames,
+            files={IMAGE: png, VIDEO: mp4},
+            beside={"extended_from": job.id, SIZES[IMAGE]: size, SIZES[VIDEO]: size},
+        )
+
+    async def _read_upload(
+        self, body: ParsedBody, plan: Planned, incoming: IncomingRequest, caller: Caller
+    ) -> tuple[Planned, _Source]:
+        """Encode a client's video again, in the size and at the rate of what follows, and plan that."""
+        async with open_file(body, VIDEO, incoming, self._reader, self._settings.fetch) as opened:
+            assert opened is not None
+            reading, name = opened
+            plan = await self._work.run(caller.owner, self._resolve, plan.request, body, reading.sizes[name])
+            size = {"height": plan.resolved.height, "width": plan.resolved.width, "slack": self._spec.shape_slack}
+            mp4, frames, png = await reading.convert_video(fps=plan.resolved.fps, count=incoming.add, **size)
+            sent = "{1}x{0}".format(*reading.sizes[name])
+        size_texts = {SIZES[IMAGE]: sent, SIZES[VIDEO]: sent}
+        return plan, _Source(frames=frames, files={IMAGE: png, VIDEO: mp4}, beside=size_texts)

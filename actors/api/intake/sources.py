@@ -1,0 +1,41 @@
+"""The finished videos that requests name by their ids."""
+
+from actors.api.http.access import Caller
+from actors.api.http.error_answers import HttpError
+from actors.api.intake.references import VIDEO
+from actors.jobs.errors import JobNotFound
+from actors.jobs.store import JobStore
+from actors.jobs.tables import Job
+from wan_tpu.storage.base import Missing, Storage
+
+FINAL_FRAME = "final_frame"  # The variant that a video is continued from.
+
+
+class Sources:
+    """The videos of a service. Its methods wait for database and storage, so call them in threads."""
+
+    def __init__(self, store: JobStore, storage: Storage) -> None:
+        self._store, self._storage = store, storage
+
+    def find(self, video: str, caller: Caller) -> Job:
+        """Return a completed job of the caller's; raises `HttpError`."""
+        try:
+            job = self._store.get(video, caller.sees)
+        except JobNotFound as error:
+            raise HttpError(400, str(error), code="video_not_found", param=VIDEO) from None
+        if job.status != "completed":
+            instead = "send another" if job.ended else "ask again when it has completed"
+            message = f"{job.id} is {job.status}, and only completed videos can be used; {instead}"
+            raise HttpError(400, message, code="video_not_ready", param=VIDEO)
+        return job
+
+    def read(self, job: Job, *variants: str) -> list[bytes]:
+        """Return results of a job; raises `HttpError` where it hasn't one."""
+        if missing := [variant for variant in variants if variant not in job.results]:
+            message = f"{job.id} has no {missing[0]}, since an earlier version made it; send its file as video instead"
+            raise HttpError(400, message, code="video_not_ready", param=VIDEO)
+        try:
+            return [self._storage.read(job.results[variant]) for variant in variants]
+        except Missing:
+            message = f"{job.id} is gone: it was deleted, or has expired"
+            raise HttpError(400, message, code="video_not_found", param=VIDEO) from None

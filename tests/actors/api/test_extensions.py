@@ -1,0 +1,215 @@
+"""Videos that continue others: by id and as files, joined without encoding again, whatever dies meanwhile."""
+
+import dataclasses
+import io
+import subprocess
+
+import httpx
+import imageio.v3 as iio
+import imageio_ffmpeg
+import numpy as np
+import openai
+import pytest
+from openai import OpenAI, omit
+from PIL import Image
+
+from actors.jobs.keys import make_key
+from actors.jobs.work import WorkQueue
+from tests.actors.api import serving
+from tests.actors.api.serving import change_limits, create, done, served, working
+from tests.actors.small_spec import SOUND_SPEC, SmallSpec
+from wan_tpu.media.joining import read_clip
+
+
+@pytest.fixture
+def http(settings, engine):
+    with working(settings, engine), served(settings) as address, httpx.Client(base_url=address, timeout=30) as client:
+        yield client
+
+
+def extend(http, source, headers=None, **fields):
+    body = {"prompt": "it goes on", "video": {"id": source}, **fields}
+    return http.post("/v1/videos/extensions", json=body, headers=headers or {})
+
+
+def finished(http, answer):
+    assert answer.status_code == 200, answer.text
+    video = done(http, answer.json()["id"])
+    assert video["status"] == "completed", video
+    return video
+
+
+def content(http, video, variant="video"):
+    return http.get(f"/v1/videos/{video['id']}/content", params={"variant": variant}).raise_for_status().content
+
+
+def ffmpeg(mp4, *target):
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", "-", *target, "-"]
+    return subprocess.run(command, input=mp4, capture_output=True, check=True).stdout
+
+
+def packets(mp4):
+    """Return size and digest of every packet of the frames."""
+    text = ffmpeg(mp4, "-map", "0:v", "-c", "copy", "-f", "framehash").decode()
+    return [line.split(",")[4:] for line in text.splitlines() if line[0] != "#"]
+
+
+def frames(mp4):
+    return np.frombuffer(ffmpeg(mp4, "-f", "rawvideo", "-pix_fmt", "rgb24"), np.uint8).reshape(-1, 64, 96, 3)
+
+
+def clip(mp4, tmp_path):
+    (tmp_path / "clip.mp4").write_bytes(mp4)
+    return read_clip(tmp_path / "clip.mp4")
+
+
+def test_a_chain_of_extensions_by_id(http, engine, tmp_path):
+    first = finished(http, create(http, seed=1, num_inference_steps=3, guidance_scale=2))
+    source = content(http, first)
+    second = finished(http, extend(http, first["id"], seed=9, seconds="1"))
+    whole = content(http, second)
+    [_, asked] = engine.asked
+    assert (asked.steps, asked.guidance_scale, asked.seed, asked.frames) == (3, 2, 9, 17)
+    end = Image.open(io.BytesIO(content(http, first, "final_frame")))
+    assert np.array_equal(np.asarray(end), frames(source)[-1]) and np.array_equal(np.asarray(asked.image), end)
+    assert packets(whole) == packets(source) + packets(engine.video(asked))
+    assert len(packets(whole)) == 9 + 17 - 1
+    assert (second["extended_from_video_id"], second["num_frames"], second["size"]) == (first["id"], 17, "96x64")
+    assert (second["seconds"], second["video_size"]) == ("1.56", "96x64")
+    assert content(http, second, "input_video") == source
+    assert len(frames(content(http, second))) == 25
+    third = finished(http, extend(http, second["id"], num_frames=5))
+    assert packets(content(http, third))[:25] == packets(whole) and clip(content(http, third), tmp_path).frames == 29
+    assert third["seconds"] == "1.81"
+    again = finished(http, http.post(f"/v1/videos/{third['id']}/remix", json={"prompt": "otherwise"}))
+    assert packets(content(http, again))[:25] == packets(whole)
+    assert (again["remixed_from_video_id"], again["prompt"]) == (third["id"], "otherwise")
+
+
+def test_openai_s_client_sends_a_file_or_an_id(http, engine):
+    first = finished(http, create(http, seed=1))
+    with OpenAI(base_url=str(http.base_url).rstrip("/") + "/v1", api_key="none", max_retries=0) as client:
+        by_id = client.videos.extend(
+            prompt="on", seconds="1", video=omit, extra_body={"video": {"id": first["id"]}, "seed": "3"}
+        )
+        file = client.videos.extend(prompt="on", seconds="1", video=io.BytesIO(content(http, first)))
+        assert client.videos.poll(by_id.id).status == client.videos.poll(file.id).status == "completed"
+        with pytest.raises(openai.BadRequestError, match="takes_video"):
+            client.videos.edit(prompt="x", video=io.BytesIO(b"x"))
+        with pytest.raises(openai.BadRequestError, match="input_reference"):
+            client.videos.create_character(name="x", video=io.BytesIO(b"x"))
+    assert packets(content(http, {"id": by_id.id}))[:9] == packets(content(http, first))
+    whole = frames(content(http, {"id": file.id}))
+    # The client's file was encoded again, in grey frames that lose little by it.
+    assert np.abs(whole[:9].astype(int) - frames(content(http, first))).max() <= 3
+    assert len(whole) == 9 + 17 - 1
+
+
+def test_a_file_of_another_kind_gets_the_size_and_rate_of_what_follows(http, engine, tmp_path):
+    path = tmp_path / "other.mkv"
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-f", "lavfi", "-i", "testsrc=s=100x66:r=30:d=1"]
+    subprocess.run([*command, "-f", "lavfi", "-i", "sine=d=1", "-c:v", "mpeg4", path], check=True)
+    form = {"prompt": (None, "on"), "video": ("a.mkv", path.read_bytes()), "num_frames": (None, "5")}
+    video = finished(http, http.post("/v1/videos/extensions", files=form))
+    assert (video["size"], video["video_size"], video["extended_from_video_id"]) == ("96x64", "100x66", None)
+    result = clip(content(http, video), tmp_path)
+    assert (result.frames, result.rate, result.size, result.sound) == (16 + 5 - 1, 16, (96, 64), ("44100", "stereo"))
+    whole = frames(content(http, video))
+    assert np.array_equal(np.asarray(engine.asked[-1].image), frames(content(http, video, "input_video"))[-1])
+    # Its end is shown there, and not only its colours, of which the file has a quarter as many pixels.
+    shown = [Image.fromarray(frame).resize((96, 64)) for frame in iio.imread(path, plugin="FFMPEG")]
+    assert np.argmin([np.abs(whole[15] - np.asarray(frame, int)).mean() for frame in shown]) >= 27
+
+
+@pytest.mark.parametrize("form", [True, False])
+def test_sound_goes_on(form, settings, engine, tmp_path):
+    engine.model = SOUND_SPEC
+    with working(settings, engine), served(settings, SOUND_SPEC) as address, httpx.Client(base_url=address) as http:
+        first = finished(http, create(http))
+        mp4 = tmp_path / "sound.mp4"
+        command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-f", "lavfi", "-i", "color=s=96x64:r=16:d=1"]
+        subprocess.run([*command, "-f", "lavfi", "-i", "sine=d=1", mp4], check=True)
+        file = {"prompt": (None, "on"), "video": ("a.mp4", mp4.read_bytes())}
+        answer = http.post("/v1/videos/extensions", files=file) if form else extend(http, first["id"])
+        result = clip(content(http, finished(http, answer)), tmp_path)
+        assert (result.frames, result.sound is not None) == ((16 if form else 22) + 21, form)
+
+
+def test_a_source_may_be_deleted_once_the_job_is_accepted(http, engine):
+    first = finished(http, create(http))
+    source = packets(content(http, first))
+    engine.go.clear()
+    second = extend(http, first["id"])
+    http.delete(f"/v1/videos/{first['id']}").raise_for_status()
+    engine.go.set()
+    assert packets(content(http, finished(http, second)))[:9] == source
+
+
+def test_a_killed_worker_s_successor_makes_the_whole_video(settings, engine, database):
+    quick = change_limits(settings, lease_s=1.0)
+    with served(quick) as address, httpx.Client(base_url=address) as http:
+        with working(quick, engine):
+            first = finished(http, create(http))
+        second = extend(http, first["id"]).json()
+        assert WorkQueue(database, reliability=quick.reliability).claim("killed").id == second["id"]
+        with working(quick, engine):
+            assert done(http, second["id"])["attempts"] == 2
+        assert len(packets(content(http, second))) == 17
+
+
+def test_what_cant_be_continued_is_refused_with_what_to_do(http, engine, settings):
+    first = finished(http, create(http))
+    image = {"image_url": "https://example.com/a.png"}
+    for fields, param, message in (
+        ({"size": "64x96"}, "size", "leave it out"),
+        ({"fps": 8}, "fps", "leave it out"),
+        ({"input_reference": image}, "input_reference", "last frame of another"),
+        ({"strength": 0.5}, "strength", "last frame of another"),
+        ({"num_frames": 1}, "num_frames", "at least 5"),
+        ({"video": None}, "video", "video is missing"),
+        ({"video": {"id": "video_" + "0" * 48}}, "video", "no job"),
+        ({"video": {"id": 7}}, "video", "no video"),
+        ({"video": "elsewhere.mp4"}, "video", "neither a file"),
+        ({"video": {"id": "x", "video_url": "https://a.b/c"}}, "video", "no video"),
+        ({"video": "data:video/mp4;base64,aGVsbG8="}, "video", "can't be read"),
+        ({"video": "data:image/png;base64,aGVsbG8="}, "video", "video/mp4"),
+        ({"video": "https://127.0.0.1/a.mp4"}, "video", "public"),
+    ):
+        answer = extend(http, first["id"], **fields)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, param) and message in error["message"], (fields, error)
+    engine.go.clear()
+    unfinished = create(http).json()["id"]
+    error = extend(http, unfinished).json()["error"]
+    assert (error["code"], error["param"]) == ("video_not_ready", "video") and "has completed" in error["message"]
+    engine.go.set()
+    short = dataclasses.replace(settings, limits=dataclasses.replace(settings.limits, extended_s=1.0))
+    with served(short) as address, httpx.Client(base_url=address) as strict:
+        assert "would last more than 1 s" in extend(strict, first["id"]).json()["error"]["message"]
+
+
+def test_models_of_text_alone_continue_nothing(settings):
+    class TextOnly(SmallSpec):
+        tasks = ("t2v",)
+
+    with served(settings, TextOnly(serving.SPEC.config)) as address, httpx.Client(base_url=address) as http:
+        error = extend(http, "video_" + "0" * 48).json()["error"]
+        assert error["param"] == "video" and "use an I2V checkpoint" in error["message"]
+
+
+def test_another_key_s_video_cant_be_continued(http, settings, database, engine):
+    ann, bob = ({"Authorization": f"Bearer {make_key(database, name)}"} for name in ("ann", "bob"))
+    with served(settings) as address, httpx.Client(base_url=address) as keyed:
+        first = create(keyed, ann).json()["id"]
+        keyed.headers = ann
+        done(keyed, first)
+        assert extend(keyed, first, bob).json()["error"]["code"] == "video_not_found"
+        assert extend(keyed, first, ann).status_code == 200
+
+
+def test_the_same_body_on_another_route_is_another_request(http):
+    first = finished(http, create(http))
+    headers = {"Idempotency-Key": "once"}
+    assert extend(http, first["id"], headers).json()["id"] == extend(http, first["id"], headers).json()["id"]
+    body = {"prompt": "it goes on", "video": {"id": first["id"]}}
+    assert http.post("/v1/videos", json=body, headers=headers).status_code == 409

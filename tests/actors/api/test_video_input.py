@@ -1,0 +1,221 @@
+"""Videos in the API that new ones begin as: every form, hostile files, and what the pipeline gets."""
+
+import asyncio
+import base64
+import contextlib
+import dataclasses
+import subprocess
+import time
+
+import httpx
+import imageio_ffmpeg
+import numpy as np
+import psutil
+import pytest
+from openai import OpenAI
+
+from actors.api.intake.body_parts import CLIP
+from actors.api.intake.reader import Reader
+from actors.api.intake.receiving import open_memory_file
+from actors.api.limits import Limits
+from actors.jobs.store import open_database
+from actors.jobs.tables import File
+from tests.actors.api import fetching, serving
+from tests.actors.api.serving import create, done, served, working
+from tests.actors.small_spec import SmallSpec
+from tests.waiting import wait_for
+from wan_tpu.errors import InvalidRequest
+from wan_tpu.media.reading import read_frames
+
+
+class TakesVideo(SmallSpec):
+    takes_video = True
+
+
+def film(*options, source="testsrc=s=96x64:r=16:d=1", kind="mp4"):
+    """Return a video file that ffmpeg makes."""
+    flags = ["-movflags", "frag_keyframe+empty_moov"] if kind == "mp4" else []
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-f", "lavfi", "-i", source, *options, *flags]
+    return subprocess.run([*command, "-f", kind, "-"], capture_output=True, check=True).stdout
+
+
+@pytest.fixture(scope="module")
+def mp4():
+    return film("-pix_fmt", "yuv420p", "-qp", "0")
+
+
+@pytest.fixture
+def http(settings, engine):
+    spec = engine.model = TakesVideo(serving.SPEC.config)
+    with working(settings, engine), served(settings, spec) as address, httpx.Client(base_url=address) as client:
+        client.timeout = 30
+        yield client
+
+
+def data_url(content):
+    return f"data:video/mp4;base64,{base64.b64encode(content).decode()}"
+
+
+def shown_to(engine, count=9):
+    """Return the frames that the pipeline's latest request begins as."""
+    return np.stack([np.asarray(frame, int) for frame in read_frames(engine.asked[-1].video, count)])
+
+
+def test_every_form_reaches_the_pipeline(http, engine, mp4, tmp_path, settings):
+    (tmp_path / "sent.mp4").write_bytes(mp4)
+    sent = np.stack([np.asarray(frame, int) for frame in read_frames(tmp_path / "sent.mp4", 9)])
+    form = {"prompt": (None, "snow"), "strength": (None, "0.5"), "video": ("a.mp4", mp4)}
+    jobs = [http.post("/v1/videos", files=form).json()]
+    jobs += [create(http, video=data_url(mp4)).json(), create(http, video={"video_url": data_url(mp4)}).json()]
+    for job in jobs:
+        assert (done(http, job["id"])["status"], job["video_size"], job["size"]) == ("completed", "96x64", "96x64")
+        assert np.abs(shown_to(engine) - sent).mean() < 1.5
+    assert [request.strength for request in engine.asked] == [0.5, 0.8, 0.8] and jobs[0]["strength"] == 0.5
+    assert [request.image for request in engine.asked] == [None] * 3
+    kept = http.get(f"/v1/videos/{jobs[0]['id']}/content", params={"variant": "input_video"})
+    assert kept.headers["content-type"] == "video/mp4" and kept.content == engine.asked[0].video.content
+    with OpenAI(base_url=str(http.base_url).rstrip("/") + "/v1", api_key="none", max_retries=0) as client:
+        by_id = client.videos.create(prompt="rain", extra_body={"video": {"id": jobs[0]["id"]}, "num_frames": "5"})
+        assert client.videos.poll(by_id.id).status == "completed"
+    source = http.get(f"/v1/videos/{jobs[0]['id']}/content").content
+    (tmp_path / "source.mp4").write_bytes(source)
+    first = np.stack([np.asarray(frame, int) for frame in read_frames(tmp_path / "source.mp4", 5)])
+    assert np.abs(shown_to(engine, 5) - first).max() <= 4
+    remixed = http.post(f"/v1/videos/{jobs[0]['id']}/remix", json={"prompt": "other"}).json()
+    assert done(http, remixed["id"])["status"] == "completed"
+    assert engine.asked[-1].video == engine.asked[0].video and engine.asked[-1].strength == 0.5
+    http.delete(f"/v1/videos/{jobs[0]['id']}")
+    with open_database(settings.database).read() as session:
+        assert all(file.delete_at is not None for file in session.query(File) if file.job == jobs[0]["id"])
+    assert http.get("/v1/models").json()["data"][0]["takes_video"] is True
+
+
+def test_a_url_is_fetched_by_the_same_rules_as_an_image(hooked, hook, engine, mp4):
+    spec = engine.model = TakesVideo(serving.SPEC.config)
+    hook.answers["/a.mp4"] = fetching.answer(mp4)
+    url = f"https://pictures.test:{hook.port}/a.mp4"
+    with working(hooked, engine), served(hooked, spec) as address, httpx.Client(base_url=address) as http:
+        assert done(http, create(http, video={"video_url": url}).json()["id"])["status"] == "completed"
+        assert b"Accept: video/*" in hook.requests[0]
+        error = create(http, video=f"https://pictures.test:{hook.port}/none.mp4").json()["error"]
+        assert error["param"] == "video" and error["message"].startswith("the video")
+    small = dataclasses.replace(hooked, limits=dataclasses.replace(hooked.limits, video_bytes=1000))
+    with served(small, spec) as address, httpx.Client(base_url=address) as http:
+        assert "more than 1000 bytes" in create(http, video=url).json()["error"]["message"]
+
+
+def test_another_shape_is_cropped_and_the_size_follows_the_video(http, engine):
+    tall = film("-pix_fmt", "yuv420p", source="color=red:s=64x128:r=16:d=1")
+    job = create(http, video=data_url(tall)).json()
+    height, width = TakesVideo(serving.SPEC.config).size_like((128, 64))
+    assert (job["size"], job["video_size"]) == (f"{width}x{height}", "64x128")
+    assert create(http, video=data_url(tall), size="96x64").json()["size"] == "96x64"
+
+
+def test_what_cant_be_is_refused(http, settings, mp4):
+    for fields, param, message in (
+        (
+            {"video": data_url(mp4), "num_frames": 25},
+            "video",
+            "has 16 frames, and 25 are asked for; ask for num_frames 13",
+        ),
+        ({"strength": 0.5}, "strength", "without a video"),
+        ({"video": data_url(mp4), "strength": 0.1}, "strength", "give at least 0.25"),
+        ({"video": data_url(mp4), "strength": 7}, "strength", "less than or equal to 1"),
+        ({"video": {"id": "video_" + "1" * 48}}, "video", "no job"),
+        ({"video": "https://10.0.0.1/a.mp4"}, "video", "public internet"),
+        ({"video": {"id": "video_" + "1" * 48}, "input_reference": data_url(mp4)}, "input_reference", "image/png"),
+    ):
+        error = create(http, **fields).json()["error"]
+        assert error["param"] == param and message in error["message"], (fields.keys(), error)
+    with served(settings) as address, httpx.Client(base_url=address) as plain:
+        error = create(plain, video=data_url(mp4)).json()["error"]
+        assert error["param"] == "video" and "use a T2V checkpoint of Wan" in error["message"]
+
+
+def test_a_job_of_a_later_version_is_left_alone_by_an_earlier_one(http, mp4, database, engine):
+    engine.go.clear()
+    create(http, video=data_url(mp4))
+    wait_for(lambda: engine.asked)
+    with database.read() as session:
+        from actors.jobs.tables import Job
+
+        assert "video_size" in session.query(Job).one().request  # Unknown to it, so that it leaves the job alone.
+    engine.go.set()
+
+
+def read(content, *, limits=Limits(), convert=False):  # noqa: B008 (frozen)
+    """Have a reading process cut a video, or convert all of it."""
+
+    async def ask():
+        with open_memory_file(content) as file:
+            async with Reader(limits).read(CLIP, file, "ann") as reading:
+                size = {"height": 32, "width": 48, "slack": 16, "count": lambda size: None}
+                if convert:
+                    return await reading.convert_video(fps=16, **size)
+                return await reading.cut_video(9, step=4, **size)
+
+    return asyncio.run(ask())
+
+
+def count_ffmpegs():
+    names = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            names.append(process.name())
+    return sum(name.startswith("ffmpeg") for name in names)
+
+
+def test_formats_of_phones_and_browsers_are_read(tmp_path):
+    phone = tmp_path / "phone.mp4"  # What is in it stands at its end.
+    phone.write_bytes(film())
+    moved = tmp_path / "moved.mp4"
+    subprocess.run([imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", phone, "-c", "copy", moved], check=True)
+    assert moved.read_bytes().index(b"moov") > moved.read_bytes().index(b"mdat")
+    films = [moved.read_bytes(), film("-c:v", "vp8", kind="webm"), film(kind="gif"), film("-c:v", "mjpeg", kind="avi")]
+    films += [film("-c:v", "libx265", "-pix_fmt", "yuv420p10le", "-x265-params", "log-level=none", kind="matroska")]
+    for content in films:
+        assert read(content)[4:8] == b"ftyp"
+    for content in (films[0], films[2]):
+        mp4, frames, png = read(content, convert=True)
+        assert (mp4[4:8], frames, png[1:4]) == (b"ftyp", 16, b"PNG")
+
+
+HLS = "#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\n{}\n#EXT-X-ENDLIST\n"
+
+
+def test_broken_and_hostile_files_are_refused(mp4, tmp_path):
+    secret = tmp_path / "secret.mp4"
+    secret.write_bytes(mp4)
+    for content, message in (
+        (b"", "empty"),
+        (b"hello" * 99, "can't be read"),
+        (mp4[:600], "can't be read"),
+        (film(source="sine=d=1", kind="mp3"), "can't be read"),  # Sound alone.
+        (film(source="color=s=4096x4096:d=0.1"), "9000000 pixels a frame"),
+        (f"ffconcat version 1.0\nfile '{secret}'\n".encode(), "can't be read"),
+        (HLS.format(f"file://{secret}").encode(), "can't be read"),
+        (HLS.format("http://127.0.0.1:9/a.ts").encode(), "can't be read"),
+    ):
+        with pytest.raises(InvalidRequest, match=message) as refused:
+            read(content)
+        assert refused.value.field == "video"
+    assert len(read(mp4[: len(mp4) * 4 // 5])) > 1000  # What came before the end is enough.
+    with pytest.raises(InvalidRequest, match="more than 100 bytes"):
+        read(mp4, limits=Limits(video_bytes=100))
+
+
+def test_a_bomb_of_frames_costs_no_more_than_it_may():
+    many = film("-preset", "ultrafast", source="color=s=16x16:r=1000:d=5")
+    assert len(read(many)) < 10_000  # No more frames are decoded than are asked for.
+    with pytest.raises(InvalidRequest, match="lasts more than 4 s"):
+        read(many, limits=Limits(video_s=4), convert=True)
+    # All frames are shown at the same moment, so that each is decoded and none is kept.
+    flat = ["-vf", "setpts=0", "-fps_mode", "passthrough", "-preset", "ultrafast"]
+    at_once = film(*flat, source="color=s=16x16:r=1000:d=40", kind="matroska")
+    start = time.monotonic()
+    for limits in (Limits(video_cpu_s=1), Limits(reader_s=0.1, video_wait_s=0.6)):
+        with pytest.raises(InvalidRequest, match=r"more memory or time|has \d frames"):
+            read(at_once, limits=limits)
+    assert time.monotonic() - start < 20
+    wait_for(lambda: count_ffmpegs() == 0)
