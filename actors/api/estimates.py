@@ -37,7 +37,7 @@ class Seconds:
     wait: float = 1.0
 
     def estimate_alone_s(self, steps: int) -> float:
-        """Return the seconds that a video with so many steps takes if it has the slices to itself."""
+        """Return the seconds that a video of `steps` steps takes if it has the slices to itself."""
         return self.encode + self.step * steps + self.decode
 
 

@@ -57,5 +57,5 @@ def _find_nearest(asked: Size, largest: Sequence[Size], model: ModelLimits) -> S
 
 
 def _scale(side: int, share: int, multiple: int) -> int:
-    """Return so many thousandths of a side, rounded down to a multiple."""
+    """Return that many thousandths of a side, rounded down to a multiple."""
     return max(multiple, side * share // 1000 // multiple * multiple)

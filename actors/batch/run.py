@@ -1,4 +1,4 @@
-"""Run a manifest: so many requests in flight, a result for each line, and no work done twice."""
+"""Run a manifest: a bounded number of requests in flight, a result for each line, and no work done twice."""
 
 import asyncio
 import contextlib

@@ -24,7 +24,7 @@ def pipeline(argv: Sequence[str]) -> None:
     add_pipeline_arguments(start)
     stop = actions.add_parser("down", help="end its pools when they have done what they have")
     stop.add_argument(
-        "--drain_s", type=_parse_seconds, default=60, help="kill them after so many seconds; default %(default)s"
+        "--drain_s", type=_parse_seconds, default=60, help="kill them after this many seconds; default %(default)s"
     )
     for action in (start, stop):
         add_cluster_arguments(action)

@@ -29,7 +29,7 @@ def check_clock(machine: Machine) -> Iterator[Finding]:
     seconds = functools.partial(time_probe, interpret=chip is None)
     clock_hz = (long - short) * bundles / max(seconds(1, long) - seconds(1, short), 1e-9)
     yield compare("clock", "GHz", clock_hz / 1e9, None if chip is None else chip.clock_hz / 1e9, 0.97, _SLOW)
-    # The same iterations, over so many steps and over twice as many.
+    # The same iterations, over a number of steps and over twice that number.
     more = seconds(many, shared // many) - seconds(few, shared // few)
     grid_step_s = max(0.0, more / (many - few) - around / clock_hz)
     measured = f"{grid_step_s / _MICROSECOND:.2f} us beyond its bundles"
@@ -38,7 +38,7 @@ def check_clock(machine: Machine) -> Iterator[Finding]:
 
 
 def time_probe(steps: int, iterations: int, *, interpret: bool) -> float:
-    """Return the seconds of the kernel over a grid of so many steps, with so many iterations in each."""
+    """Return the seconds of the kernel over a grid of `steps` steps with `iterations` iterations each."""
     call, shapes = probe(steps, iterations, interpret=interpret)
     arrays = [jnp.full(shape.shape, 0.5, shape.dtype) for shape in shapes]
     return time_best(functools.partial(jax.jit(call), *arrays))

@@ -9,7 +9,7 @@ from actors.jobs.admission import QUEUED
 from actors.jobs.tables import Job
 
 PRIVATE = "\x1f"  # Clients' idempotency keys are printable, so none of them begins like this.
-_RETRY_CANDIDATES = 200  # Only so many of an owner's latest jobs are matched with a repeated request.
+_RETRY_CANDIDATES = 200  # The number of an owner's latest jobs that are matched with a repeated request.
 
 
 def _count_before() -> Any:

@@ -305,7 +305,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--compiled", type=Path, default=home / "wan-tpu" / "plan", help="default %(default)s")
     money = parser.add_argument_group("dollars")
     money.add_argument("--layout", help="a layout file, or a shipped one: what it makes and costs")
-    money.add_argument("--videos_a_day", type=_parse_positive, help="which layout makes so many for the least money")
+    money.add_argument("--videos_a_day", type=_parse_positive, help="find the cheapest layout that makes this many")
     money.add_argument("--within", type=_parse_duration, default=float("inf"), help="of being asked for: 90s, 10m, 2h")
     money.add_argument(
         "--spot", dest="capacity", action="store_const", const="spot", default="on-demand", help="spot prices"

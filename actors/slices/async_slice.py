@@ -140,7 +140,7 @@ class FailureTracker:
 
         Args:
             replica: Serve's name for the slice's leader.
-            attempts: When so many different requests fail in a row, the slice is replaced.
+            attempts: When this many different requests fail in a row, the slice is replaced.
             replace: Called with why to replace the slice.
         """
         self._replica, self._attempts, self._replace = replica, attempts, replace

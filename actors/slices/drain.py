@@ -32,7 +32,7 @@ class DrainState:
         return self.begun and not self._keepers
 
     def begin(self, left_s: float) -> None:
-        """Note that the slice will be taken away in so many seconds, or sooner where an earlier call has said so."""
+        """Note that the slice will be taken away in `left_s` seconds, or sooner if an earlier call said so."""
         deadline = time.monotonic() + left_s
         self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)
 
@@ -55,5 +55,5 @@ class DrainState:
         return StageMoved(f"{self._name} is draining; another replica takes what comes")
 
     def is_too_late_for(self, needed_s: float) -> bool:
-        """Return whether the slice will be taken away before so many more seconds of work are done."""
+        """Return whether the slice will be taken away before `needed_s` more seconds of work are done."""
         return self._deadline is not None and time.monotonic() + needed_s + self._hand_over_s > self._deadline

@@ -41,7 +41,7 @@ class ReportedProgress:
         return ReportedProgress(self._report, stage, total, unit)
 
     def step(self, units: int = 1) -> None:
-        """Report so many more units."""
+        """Report that more units are done."""
         self._done += units
         self._report(HostProgress(self._item, self._done, self._total, self._unit))
 

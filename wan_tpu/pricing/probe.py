@@ -22,7 +22,7 @@ _COUNTED_STEPS, _COUNTED_ITERATIONS = 512, 50
 
 
 def probe(steps: int, iterations: int, *, interpret: bool = False) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
-    """Return the kernel over a grid of so many steps, with so many iterations in each, and its arguments' shapes."""
+    """Return the kernel over a grid of `steps` steps with `iterations` iterations each, and its arguments' shapes."""
     blocks = jax.ShapeDtypeStruct((steps * ROWS, LANES), jnp.float32)
     block = pl.BlockSpec((ROWS, LANES), lambda step: (step, 0))
     call = pl.pallas_call(

@@ -19,9 +19,9 @@ from wan_tpu.runtime.weights import Block
 FILE, MANIFEST = "wan_tpu.safetensors", "wan_tpu.safetensors.json"
 # Version of the file's layout: which weights it holds, and how. It changes when any of that does; a test holds it.
 LAYOUT = 1
-PIECES = 16  # A large weight has at least so many pieces, as the widest mesh has devices along one axis.
-PIECE_BYTES = 16 * 2**20  # A piece has at most so many bytes, where a weight can be cut that small.
-SMALL_BYTES = 2**20  # A weight of at most so many bytes is read whole.
+PIECES = 16  # The fewest pieces of a large weight: the devices along one axis of the widest mesh.
+PIECE_BYTES = 16 * 2**20  # The most bytes of a piece, where a weight can be cut that small.
+SMALL_BYTES = 2**20  # The most bytes of a weight that is read whole.
 AGAIN = "convert the checkpoint again"
 
 

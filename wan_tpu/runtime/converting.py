@@ -23,7 +23,7 @@ from wan_tpu.storage.folder import WeightFile
 
 # safetensors' names of dtypes.
 _KINDS = {"float32": "F32", "bfloat16": "BF16", "int8": "I8", "float8_e4m3fn": "F8_E4M3"}
-_HEADER_ALIGNED = 4096  # The weights begin at a multiple of so many bytes.
+_HEADER_ALIGNED = 4096  # The weights begin at a multiple of this many bytes.
 _COPIED_BYTES = 16 * 2**20  # Bytes of an adapter's file that are in memory at a time.
 
 

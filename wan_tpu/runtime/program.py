@@ -46,7 +46,7 @@ def compiler_options(mesh: Mesh, *, sparse_cores: bool = False) -> dict[str, str
     return options | ({} if sparse_cores else ON_TENSOR_CORE)
 
 
-# A program, such as the denoising step, keeps executables for so many sizes. The least recently used one is dropped,
+# A program, such as the denoising step, keeps executables for this many sizes. The least recently used one is dropped,
 # and compiled or loaded again when it is needed. Without a bound they would fill the host and the TPU.
 MAX_SIZES = 16
 

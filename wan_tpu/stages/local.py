@@ -119,7 +119,7 @@ class LocalExecutor:
 
         Args:
             kinds: End when only operations of other kinds can come next. By default all kinds but `Save` are run.
-            stop: End once so many steps are done.
+            stop: End once this many steps are done.
 
         Yields:
             `EncodeText` with its arrays by name, `EncodeImage` with an `ImageCondition`, `Step` with a `StepEvent`,

@@ -43,7 +43,7 @@ class OpenFile(Protocol):
     """
 
     def read(self, size: int) -> bytes:
-        """Return the next bytes, at most so many and none at the end; raises `StorageError`."""
+        """Return the next bytes, at most `size` and none at the end; raises `StorageError`."""
 
     def close(self) -> None:
         """Close the content; closing it again does nothing."""

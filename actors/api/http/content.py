@@ -40,7 +40,7 @@ async def send(
         name: The file's name there.
         media_type: The file's type.
         filename: The name that the client may save it under.
-        url_s: If set, clients are redirected to a signed URL of the storage, valid for so many seconds, if it has one.
+        url_s: If set, clients are redirected to a signed URL of the storage, valid for that many seconds, if any.
             Scripts of the web page aren't, since they can't read from there.
         stall_s: A client that reads nothing for this long is disconnected.
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-# One latent frame lasts so many times 5/3, in turn: the VAE makes five of seventeen frames.
+# How many times 5/3 each latent frame lasts, in turn: the VAE makes five of seventeen frames.
 _FRAMES = (1, 4, 4, 4, 4)
 _RATE = 5.0 / 3.0
 _SPACE = 32  # The side of a square video.
