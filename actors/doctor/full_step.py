@@ -1,4 +1,4 @@
-"""One denoising step and one chunk of the VAE at full size, with weights made on the devices, beside their prediction.
+"""One denoising step and one chunk of the VAE at full size, with weights made on the devices, and their prediction.
 
 Without a TPU it is a small model's.
 """
@@ -104,9 +104,9 @@ def _are_finite(result: Any) -> bool:
 
 
 def make_arrays(runtime: AbstractRuntime, name: str, shapes: Any) -> Any:
-    """Return pseudorandom small numbers, generated in place: no memory is needed beside the arrays' own.
+    """Return pseudorandom small numbers, generated in place: no memory is needed besides the arrays' own.
 
-    shapes: a tree of `jax.ShapeDtypeStruct`; one may have a layout of its own beside its sharding, as a VAE's caches do
+    shapes: a tree of `jax.ShapeDtypeStruct`; one may have a layout besides its sharding, as a VAE's caches do
     """
     where = jax.tree.map(lambda shape: shape.format if shape.format.layout else shape.sharding, shapes)
     return runtime.program(f"arrays of {name}", lambda: jax.tree.map(_fill, shapes), where)()

@@ -18,7 +18,7 @@ class Span:
         slice: The name of the slice's leader.
         request: The request's key.
         stage: The stage.
-        kind: "compute": the chips work on the request; "fetch": its inputs or results travel, beside other work;
+        kind: "compute": the chips work on the request; "fetch": its inputs or results travel, during other work;
             "load": weights are read; "compile": programs are compiled.
         start_s: In seconds of `time.time()`, so that spans of several hosts can be compared, as exactly as their
             clocks agree.

@@ -113,7 +113,7 @@ def arrange_rows(spans: Iterable[Span]) -> list[list[Span]]:
 def build_trace(spans: Sequence[Span]) -> bytes:
     """Return JSON for Perfetto and chrome://tracing, with a process for each pool and a thread for each slice.
 
-    Transfers beside the computation have a thread of their own, "... transfers"; spans that overlap have more threads.
+    Transfers during the computation have a thread of their own, "... transfers"; spans that overlap have more threads.
     A span's name begins with the letter of its request, since Perfetto colours by name and ignores digits.
     """
     start = find_bounds(spans)[0] if spans else 0.0

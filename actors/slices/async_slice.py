@@ -93,7 +93,7 @@ class AsyncSlice:
         return StageFailed(f"{self._slice.name}: {method}: {type(cause).__name__}: {cause}")
 
     async def side(self, method: str, *args: Any) -> Returned:
-        """Run a method beside those in lockstep; otherwise as `call`."""
+        """Run a method in parallel with those in lockstep; otherwise as `call`."""
         return await self.call(method, *args, group="side")
 
     async def save(self, method: str, *args: Any) -> Returned:

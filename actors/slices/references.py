@@ -113,7 +113,7 @@ class RequestScope:
 
 @contextlib.asynccontextmanager
 async def watch_driver(scope: RequestScope) -> AsyncIterator[asyncio.Future[None]]:
-    """Watch a request's driver beside the block, because Serve ends no stream whose reader was killed.
+    """Watch a request's driver while the block runs, because Serve ends no stream whose reader was killed.
 
     A driver that doesn't answer is not taken for dead.
 

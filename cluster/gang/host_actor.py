@@ -27,7 +27,7 @@ _CONNECT_S = 0.5  # How long one try to reach the coordinator may take.
 
 
 class HostActor:
-    """One host. The leader sends every host of the slice the same calls; heartbeats are answered beside them."""
+    """One host. The leader sends every host of the slice the same calls; heartbeats are answered in parallel."""
 
     def __init__(self, place: HostPlace) -> None:
         self._place = place
@@ -84,22 +84,22 @@ class HostActor:
 
     @ray.method(concurrency_group="side")
     def side(self, method: str, *args: Any) -> tuple[Outcome, Any]:
-        """Run a method of the object beside the lockstep."""
+        """Run a method of the object in parallel with the lockstep."""
         return self._runners["side"].run(getattr(self._host, method), *args, keep=self._process == 0)
 
     @ray.method(concurrency_group="save")
     def save(self, method: str, *args: Any) -> tuple[Outcome, Any]:
-        """Run a method of the object that copies a state out, beside all other groups."""
+        """Run a method of the object that copies a state out, in parallel with all other groups."""
         return self._runners["save"].run(getattr(self._host, method), *args, keep=self._process == 0)
 
     @ray.method(concurrency_group="network")
     def network(self, method: str, *args: Any) -> tuple[Outcome, Any]:
-        """Run a method of the object that may wait for the network, beside all other groups."""
+        """Run a method of the object that may wait for the network, in parallel with all other groups."""
         return self._runners["network"].run(getattr(self._host, method), *args, keep=self._process == 0)
 
     @ray.method(concurrency_group="stream")
     def stream(self, method: str, *args: Any) -> tuple[Outcome, Any]:
-        """Run a method of the object that waits for what the lockstep produces, beside all other groups."""
+        """Run a method of the object that waits for what the lockstep produces, in parallel with all other groups."""
         return self._runners["stream"].run(getattr(self._host, method), *args, keep=self._process == 0)
 
     def _join(self, coordinator: str, timeout_s: float) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 # The lanes of calls. Calls in `lockstep` have collectives, so all hosts run them in the same order. The others run
-# beside it, each in a lane of its own, so that a slow download or a copy onto the devices delays no state to be saved.
+# in parallel, each in its own lane, so that a slow download or a copy onto the devices delays no state to be saved.
 Group = Literal["lockstep", "side", "save", "network", "stream"]
 GROUPS: tuple[Group, ...] = get_args(Group)
 

@@ -155,7 +155,7 @@ class Slice:
             method: The method's name.
             *args: Its arguments. References to objects in the store are resolved on the hosts.
             group: Calls of one group run one after the other. All groups but "lockstep" are for methods without
-                collectives, which may run beside the lockstep.
+                collectives, which may run in parallel with the lockstep.
             timeout_s: After this time without an end or a report, the call counts as hung.
             on_progress: Gets what the method reports on the first host, perhaps not all of it.
 

@@ -1,4 +1,4 @@
-"""Collectives that XLA schedules beside other work, to be called inside `jax.shard_map`."""
+"""Collectives that XLA overlaps with other work, to be called inside `jax.shard_map`."""
 
 import math
 

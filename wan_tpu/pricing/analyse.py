@@ -48,7 +48,7 @@ def analyse(
 
 @dataclass
 class _Channels:
-    """The channels that move data beside the TensorCore, each one transfer at a time, in the order of their starts."""
+    """Channels that move data in parallel with the TensorCore, each one transfer at a time, in order of their starts."""
 
     free: dict[Hashable, Times] = field(default_factory=dict)  # when each has done all that was started
     under_way: dict[str, tuple[Times, Times]] = field(default_factory=dict)  # name -> (finish, duration)
@@ -202,7 +202,7 @@ class _Run:
         if category == "kernel":
             call = read_kernel_call(instruction, self.computation)
             moved -= call.unread_bytes
-            # A kernel's copies run beside its instructions: the longer of the two.
+            # A kernel's copies run in parallel with its instructions: the longer of the two.
             alone = max(walk.seconds_of_kernel(call), moved / hardware.hbm_bytes_per_s)
             kernel_category = _categorize_kernel(call.name)
             moved_in_all = moved * self.executions

@@ -36,7 +36,7 @@ def fits(parts: Iterable[MemoryNeed], device_bytes: float) -> bool:
 class DeviceRoom:
     """Works out from `Device.memory_stats()` how much of a device's memory is left for more weights.
 
-    Arrays are in use; what programs need beside them while they run is reserved, which on a TPU is counted apart: of
+    Arrays are in use; what programs need besides them while they run is reserved, which on a TPU is counted apart: of
     31.246 GiB of a v6e 2.648 were in use, 27.251 reserved, and 1.347 free (EnzymeAD/Enzyme-JAX, pull request 2422).
     The highest use isn't compared with the limit, because it never falls, even after weights have been released.
     """
@@ -44,7 +44,7 @@ class DeviceRoom:
     def __init__(self) -> None:
         self._highest = 0  # Use that has been seen, in bytes.
         self._at_change = 0  # Use when weights were last loaded or released.
-        self._work = 0  # The most that requests' arrays have taken beside the weights.
+        self._work = 0  # The most that requests' arrays have taken besides the weights.
 
     def bytes_left(self, memory: Mapping[str, int]) -> int:
         """Return the bytes that weights may take, so that requests still find what they have needed at most so far."""

@@ -1,4 +1,4 @@
-"""Messages between the processes of one mesh, beside their programs."""
+"""Messages between the processes of one mesh, outside of their programs."""
 
 import jax
 import numpy as np

@@ -40,7 +40,7 @@ class HasComponents(Protocol):
         """Components that share another component's weights, by name."""
 
     def prepare(self, component: str) -> None:
-        """Read the files, such as a tokenizer's, that the host needs for a component beside its weights."""
+        """Read the files, such as a tokenizer's, that the host needs for a component besides its weights."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ class Runtime(Generic[M]):
             return self._components[name]
 
     def prepare(self, name: str) -> None:
-        """Read, once, the files that the host needs for a component beside its weights; raises `CheckpointError`."""
+        """Read, once, the files that the host needs for a component besides its weights; raises `CheckpointError`."""
         with self._loading:
             if name not in self._prepared:
                 start = time.perf_counter()

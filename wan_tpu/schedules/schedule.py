@@ -51,7 +51,7 @@ class Schedule:
 
     @property
     def history_terms(self) -> int:
-        """Number of arrays that a step hands to the next beside the latents, K."""
+        """Number of arrays that a step hands to the next besides the latents, K."""
         return self.matrices.shape[1] - 1
 
     @property

@@ -132,7 +132,7 @@ def device_state(runtime: Runtime[Model], plan: RequestPlan, state: DenoiseState
 
 
 def to_host(state: DenoiseState) -> DenoiseState:
-    """Copy a state from the devices. Steps don't change it, so any thread may do this beside the next step."""
+    """Copy a state from the devices. Steps don't change it, so any thread may do this while the next step runs."""
     return state.with_parts(jax.tree.map(np.asarray, state.parts), state.step)
 
 

@@ -199,7 +199,7 @@ class Bodies:
         await self._pace(incoming.key, size)
 
     def add(self, incoming: IncomingRequest, size: int) -> None:
-        """Count memory beside the body; raises `HttpError` 413, 503."""
+        """Count memory besides the body; raises `HttpError` 413, 503."""
         incoming.size += size
         if incoming.size > self._limits.bodies_bytes:
             raise HttpError(

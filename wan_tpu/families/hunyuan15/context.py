@@ -1,4 +1,4 @@
-"""The context of HunyuanVideo-1.5's transformer beside the video, made in every step: image, quoted text, prompt.
+"""The context of HunyuanVideo-1.5's transformer besides the video, made in every step: image, quoted text, prompt.
 
 diffusers masks padding tokens. Here the real tokens come first, in diffusers' order, and their number is an array: so
 one program serves prompts of every length, and padding takes no part in anything.
@@ -36,7 +36,7 @@ class Encodings(NamedTuple):
 
 
 def make_context(module: Any, encodings: Encodings, timestep: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the tokens beside the video's, [B, K, C], and the number of real ones, int32 [B]; the others are zero.
+    """Return the tokens besides the video's, [B, K, C], and the number of real ones, int32 [B]; the others are zero.
 
     Args:
         module: The transformer, inside `wan_tpu.runtime.bridge.call`.

@@ -20,7 +20,7 @@ class HunyuanFlops:
     """Floating-point operations (a multiply-add is two) of each stage of one model."""
 
     def __init__(self, config: HunyuanConfig, context_tokens: int) -> None:
-        """Count a model whose transformer sees `context_tokens` tokens beside the video's, padding included."""
+        """Count a model whose transformer sees `context_tokens` tokens besides the video's, padding included."""
         self._config, self._context_tokens = config, context_tokens
 
     def encoder(self, request: ResolvedRequest, *, prompts: int) -> int:

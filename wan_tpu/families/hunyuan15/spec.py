@@ -65,7 +65,7 @@ class HunyuanSpec(FamilySpec):
 
     @property
     def context_tokens(self) -> int:
-        """The largest number of tokens beside the video's: of image, quoted text and prompt."""
+        """The largest number of tokens besides the video's: of image, quoted text and prompt."""
         image = self.config.image_encoder
         image_tokens = 0 if image is None else (image["image_size"] // image["patch_size"]) ** 2
         return published.TEXT_TOKENS + published.GLYPH_TOKENS + int(image_tokens)

@@ -18,7 +18,7 @@ CUSTOM = "a custom LTX-2"
 DISTILLED_SIGMAS = (1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875)
 SECOND_STAGE_SIGMAS = (0.909375, 0.725, 0.421875)
 
-# (height, width) offered beside a model's own: diffusers' examples, doubled or not, and 720p in multiples of 64.
+# (height, width) offered besides a model's own: diffusers' examples, doubled or not, and 720p in multiples of 64.
 SIZES = ((1024, 1536), (704, 1280), (512, 768))
 
 # fmt: off

@@ -32,7 +32,7 @@ class FamilySpec(ModelSpec):
         own: The checkpoint's own sampling settings.
         published: The family's module of that name.
         read_config: Reads a checkpoint's configuration; raises `CheckpointError` for one that the family doesn't run.
-        own_keys: What the family reads in a checkpoint's `wan_tpu.json` beside the sampling settings.
+        own_keys: What the family reads in a checkpoint's `wan_tpu.json` besides the sampling settings.
         spatial_stride: Pixels per pixel of the latents, in height and width.
 
     Raises:
