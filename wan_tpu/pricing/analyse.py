@@ -48,7 +48,7 @@ def analyse(
 
 @dataclass
 class _Channels:
-    """Channels that move data in parallel with the TensorCore, each one transfer at a time, in order of their starts."""
+    """Channels that move data in parallel with the TensorCore, each one transfer at a time in the order of starts."""
 
     free: dict[Hashable, Times] = field(default_factory=dict)  # when each has done all that was started
     under_way: dict[str, tuple[Times, Times]] = field(default_factory=dict)  # name -> (finish, duration)
