@@ -22,7 +22,7 @@ _WATCH_S = 0.15  # Fragments are shown this late.
 _AGAIN_S = 5
 
 EstimatedJob = tuple[Job, float | None]  # A job, and in how many seconds it will be done, if that is known.
-Seen = TypeVar("Seen")  # What is read of a job.
+State = TypeVar("State")  # What is read of a job.
 
 
 def follow_jobs(look: Callable[[Iterable[str]], dict[str, EstimatedJob]], access: Access) -> "Following[EstimatedJob]":
@@ -59,28 +59,28 @@ class Streams:
                 del self._streams[owner]
 
 
-class _Follower(Generic[Seen]):
-    def __init__(self, owner: str, latest: Seen) -> None:
+class _Follower(Generic[State]):
+    def __init__(self, owner: str, latest: State) -> None:
         self.owner, self.latest = owner, latest
         self.news = asyncio.Event()
         self.end: Exception | None = None
 
-    def tell(self, latest: Seen | None = None, *, end: Exception | None = None) -> None:
+    def tell(self, latest: State | None = None, *, end: Exception | None = None) -> None:
         self.latest, self.end = self.latest if latest is None else latest, end
         self.news.set()
 
 
-class Following(Generic[Seen]):
+class Following(Generic[State]):
     """Reads the jobs that streams follow. A revoked key loses its streams."""
 
     def __init__(
         self,
-        look: Callable[[Iterable[str]], dict[str, Seen]],
+        look: Callable[[Iterable[str]], dict[str, State]],
         access: Access,
         *,
         every_s: float,
-        has_ended: Callable[[Seen], bool],
-        is_news: Callable[[Seen, Seen], bool],
+        has_ended: Callable[[State], bool],
+        is_news: Callable[[State, State], bool],
     ) -> None:
         """Set up without any followers.
 
@@ -93,11 +93,11 @@ class Following(Generic[Seen]):
         """
         self._look, self._access, self._every_s = look, access, every_s
         self._has_ended, self._is_news = has_ended, is_news
-        self._followers: dict[str, set[_Follower[Seen]]] = {}
+        self._followers: dict[str, set[_Follower[State]]] = {}
         self._looking: asyncio.Task[None] | None = None
 
     @contextlib.asynccontextmanager
-    async def follow(self, job: str, seen: Seen, owner: str) -> AsyncIterator[AsyncIterator[Seen]]:
+    async def follow(self, job: str, seen: State, owner: str) -> AsyncIterator[AsyncIterator[State]]:
         """Follow a job until it ends. The caller must hold one of the key's `Streams`.
 
         Args:
@@ -125,7 +125,7 @@ class Following(Generic[Seen]):
         """Return how many streams of this ingress follow a job."""
         return len(self._followers.get(job, ()))
 
-    async def _watch(self, follower: _Follower[Seen]) -> AsyncGenerator[Seen, None]:
+    async def _watch(self, follower: _Follower[State]) -> AsyncGenerator[State, None]:
         while True:
             follower.news.clear()
             seen = follower.latest  # The latest may be another one once whoever follows comes back.
@@ -155,7 +155,7 @@ class Following(Generic[Seen]):
                     self._tell(follower, job, jobs_now.get(job))
         self._looking = None
 
-    def _tell(self, follower: _Follower[Seen], job: str, seen: Seen | None) -> None:
+    def _tell(self, follower: _Follower[State], job: str, seen: State | None) -> None:
         if not self._access.is_in_force(follower.owner):
             message = "the API key isn't in force any more"
             follower.tell(end=HttpError(401, message, code="invalid_api_key"))

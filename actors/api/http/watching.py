@@ -53,14 +53,17 @@ async def _read_video(service: Service, job: str, seen: Watched, owner: str) -> 
                 if state.status == "failed":
                     raise DownloadCut("the job has failed")
                 if state.status == "completed" and not sent:  # Its fragments may never have been stored.
-                    async for chunk in _read_result(service, job):
-                        yield chunk
-                    return
-                fragments = await _list(service, job) if state.fragments is not None else []
-                for fragment in _continue(sent, state, fragments):
-                    async for chunk in _read_file(service, fragment.name):
-                        yield chunk
-                    sent.append(fragment.digest)
+                    files = [await asyncio.to_thread(_name_result, service, job)]
+                else:
+                    fragments = await _list(service, job) if state.fragments is not None else []
+                    follow = _continue(sent, state, fragments)
+                    files = [fragment.name for fragment in follow]
+                    sent += [fragment.digest for fragment in follow]
+                for name in files:
+                    with contextlib.closing(await run_in_threadpool(service.storage.open, name)) as file:
+                        async with contextlib.aclosing(read_chunks(file)) as chunks:
+                            async for chunk in chunks:
+                                yield chunk
     except (JobNotFound, HttpError) as error:  # The job was deleted, or the key revoked.
         raise DownloadCut(str(error)) from None
 
@@ -94,13 +97,5 @@ async def _list(service: Service, job: str) -> list[StoredFragment]:
             await asyncio.sleep(_AGAIN_S)
 
 
-async def _read_result(service: Service, job: str) -> AsyncGenerator[bytes, None]:
-    finished = await asyncio.to_thread(service.store.get, job)
-    async for chunk in _read_file(service, finished.results["video"]):
-        yield chunk
-
-
-async def _read_file(service: Service, name: str) -> AsyncGenerator[bytes, None]:
-    with contextlib.closing(await run_in_threadpool(service.storage.open, name)) as file:
-        async for chunk in read_chunks(file):
-            yield chunk
+def _name_result(service: Service, job: str) -> str:
+    return service.store.get(job).results["video"]

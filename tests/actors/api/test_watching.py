@@ -120,7 +120,7 @@ def test_job_that_nobody_watches_stores_no_fragments(http, settings, engine, wor
     engine.decoded.release(5)
     job = create(http, num_frames=FRAMES).json()["id"]
     assert done(http, job)["status"] == "completed"
-    assert len(open_storage(settings.storage).list()) == 3
+    assert stored(settings) == []
 
 
 def test_late_viewer_sees_everything_at_any_ingress(http, settings, engine, worker):

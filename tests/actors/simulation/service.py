@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from actors.jobs.errors import CommitUncertain, StoreUnavailable
 from actors.jobs.store import JobStore
 from actors.jobs.tables import File, Job
 from actors.jobs.values import JobSettings
+from actors.jobs.watching import list_fragments
 from actors.slices.snapshots import Snapshots
 from tests.actors.simulation.bucket import Bucket, BucketOfProcess
 from tests.actors.simulation.scenario import FAULTS_S, Result, Run
@@ -108,6 +109,7 @@ class Service:
         self.asked: dict[str, Any] = {}  # plans, by id
         self.cancelled: set[str] = set()
         self.problems: list[str] = []
+        self.watchable = 0  # Jobs all of whose fragments were stored.
 
     def start_worker(self) -> Worker:
         """Start a worker, in the place of one that has ended."""
@@ -127,7 +129,9 @@ class Service:
         while True:
             self.opening = process  # It opens both before it waits for anything.
             try:
-                return WorkerContext(self.settings, engine, snapshots, previews=False)
+                tools = WorkerContext(self.settings, engine, snapshots, previews=False)
+                tools.queue.complete = functools.partial(self._complete, tools.queue.complete)  # type: ignore[method-assign]
+                return tools
             except StoreUnavailable:
                 self.world.loop.block(1.0)
 
@@ -170,6 +174,7 @@ class Service:
         plan = MODEL.plan(request)
         fields = plan.request.to_json() | {"model": "m", "seconds": None, "loras": []}
         job = Job(owner=chance.choice("ab"), request=fields, model="m", priority=chance.choice((0, 0, 1)))
+        job.watched_at = chance.choice((None, 0.0))  # Fragments of a watched one are stored.
         while True:
             try:
                 await asyncio.to_thread(self.store.submit, job)
@@ -250,6 +255,17 @@ class Service:
         if files != kept:
             self.problems.append(f"files are recorded that aren't there: {sorted(files ^ kept)}")
 
+    def _complete(self, complete: Callable[..., Job], claimed: Job, *args: Any, **options: Any) -> Job:
+        """Complete a job, and look whether one that is said to be watchable is: its fragments don't stay long."""
+        job = complete(claimed, *args, **options)
+        fragments = list_fragments(Database(self.address), job.id)
+        content = b"".join(self.storage.content.get(fragment.name, b"") for fragment in fragments)
+        if job.fragments is not None:
+            self.watchable += 1
+            if content != video_of(self.asked[job.id]):
+                self.problems.append(f"{job.id} is said to be watchable, but its fragments aren't the video")
+        return job
+
     def _check_job(self, job: Job) -> None:
         kind = job.request["prompt"].split()[0]
         code = {"bad": "invalid", "nan": "unhealthy"}.get(kind)
@@ -287,4 +303,5 @@ def simulate_service(seed: int, folder: Path, empty: Path, jobs: int = 12) -> Re
                 raise
             service.problems += [f"blocked: {where}" for where in loop.blocked] or [f"it never ends: {error!r}"]
         assert service is not None
+        world.tell(f"{service.watchable} jobs could be watched to their end")
         return Result(seed, jobs, service.problems, world.story)
