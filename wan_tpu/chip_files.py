@@ -3,6 +3,6 @@
 import glob
 
 
-def chip_files(folder: str = "/dev") -> list[str]:
+def chip_files() -> list[str]:
     """Return the files of this machine's chips: of newer generations in vfio, of older ones accel0 and so on."""
-    return sorted(glob.glob(f"{folder}/vfio/[0-9]*") + glob.glob(f"{folder}/accel*"))
+    return sorted(glob.glob("/dev/vfio/[0-9]*") + glob.glob("/dev/accel*"))

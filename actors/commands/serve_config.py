@@ -22,7 +22,7 @@ from wan_tpu.adapters.checking import check_visible
 from wan_tpu.commands.parser import as_words
 
 
-def build_config(arguments: Mapping[str, Any], name: str, layout: Layout, mounted: MountedLayout | None = None) -> str:
+def build_config(arguments: Mapping[str, Any], name: str, layout: Layout, mounted: MountedLayout | None) -> str:
     """Return a config whose applications are all built on the cluster from the same arguments.
 
     Args:

@@ -140,5 +140,5 @@ def _draw_legend(figure: Figure, spans: Sequence[Span], letters: dict[str, str],
     figure.legend(handles=handles, loc="outside lower left", ncols=min(len(handles), 5), frameon=False, fontsize=9)
 
 
-def _shorten(name: str, most: int = 28) -> str:
-    return name if len(name) <= most else name[: most - 1] + "…"
+def _shorten(name: str) -> str:
+    return name if len(name) <= 28 else name[:27] + "…"

@@ -19,7 +19,7 @@ ANSWER_S = 30.0  # The owner's actor has this long to answer.
 
 @contextlib.contextmanager
 def acquire_pipeline(
-    name: str, wanted: PipelineSpec | None, tell: Tell = lambda text: None, *, precision: str | None = None
+    name: str, wanted: PipelineSpec | None, tell: Tell, *, precision: str | None
 ) -> Iterator[PipelineSpec]:
     """Use the pipeline of that name; bring up the wanted one when there is none, and take it down at the end.
 
@@ -59,7 +59,7 @@ def acquire_pipeline(
                 shut_down(name, drain_s=DRAIN_S)
 
 
-def find_reusable(name: str, wanted: PipelineSpec | None, precision: str | None = None) -> PipelineSpec | None:
+def find_reusable(name: str, wanted: PipelineSpec | None, precision: str | None) -> PipelineSpec | None:
     """Return the running pipeline that would be used, or None to bring one up; raises `PipelineNotFound`."""
     running = find_spec(name)
     if running is None:

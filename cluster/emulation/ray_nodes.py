@@ -210,10 +210,10 @@ def kill(victims: list[psutil.Process], timeout_s: float = 10) -> None:
     psutil.wait_procs(victims, timeout=timeout_s)
 
 
-def _read_log_ends(folder: Path, lines: int = 3) -> str:
+def _read_log_ends(folder: Path) -> str:
     """Return the last lines of each log of a node that didn't come up; Ray itself only says that it took too long."""
     logs = sorted(path for path in folder.glob("session_*/logs/*") if path.is_file() and path.stat().st_size)
-    ends = {path.name: path.read_text(errors="replace").splitlines()[-lines:] for path in logs}
+    ends = {path.name: path.read_text(errors="replace").splitlines()[-3:] for path in logs}
     return "\n".join(f"{name}: {line}" for name, end in ends.items() for line in end)
 
 
