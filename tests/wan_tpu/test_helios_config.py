@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import json
 import re
+import shutil
 
 import diffusers
 import pytest
@@ -44,6 +45,18 @@ def test_configuration_is_read_from_a_checkpoint(folder):
     config = read_config(Checkpoint(folder))
     assert config.pyramid == PUBLISHED["helios-distilled"].pyramid
     assert config.distilled and not config.scaled_guidance
+
+
+def test_shifts_are_read_from_the_schedulers_file_as_pipelines_do(folder, tmp_path):
+    shutil.copytree(folder / "scheduler", tmp_path / "scheduler")
+    path = tmp_path / "scheduler" / "scheduler_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_shift": 0.7, "max_image_seq_len": 8192}))
+    theirs = diffusers.HeliosDMDScheduler.from_pretrained(tmp_path / "scheduler").config
+    for other in ("transformer", "text_encoder", "vae", "tokenizer", "model_index.json"):
+        (tmp_path / other).symlink_to(folder / other)
+    pyramid = read_config(Checkpoint(tmp_path)).pyramid
+    assert (pyramid.shifts, pyramid.shift_tokens) == ((0.7, 1.15), (256, 8192))
+    assert (theirs.base_shift, theirs.max_image_seq_len) == (0.7, 8192)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def scheduler_of(pyramid):
 
 def run_theirs(pyramid, stage, steps, tokens, velocities, start, amplified=False):
     """Return what diffusers' scheduler makes of the velocities of one stage after each step, and its timesteps."""
-    scheduler, mu = scheduler_of(pyramid), calculate_shift(tokens)
+    scheduler, mu = scheduler_of(pyramid), calculate_shift(tokens, *pyramid.shift_tokens, *pyramid.shifts)
     if pyramid.stages == 1:
         scheduler.set_timesteps(steps, sigmas=np.linspace(0.999, 0.0, steps + 1)[:-1], mu=mu)
     else:
@@ -66,7 +66,7 @@ PYRAMIDS = [
     PyramidConfig(dynamic=True),
     PyramidConfig(shift=3.0),
     PyramidConfig(gamma=0.2, solver="euler", dynamic=True, shift_type="linear"),
-    PyramidConfig(stages=2, stage_range=(0, 0.5, 1)),
+    PyramidConfig(stages=2, stage_range=(0, 0.5, 1), dynamic=True, shift_tokens=(100, 2000), shifts=(0.3, 2.0)),
     PyramidConfig(dynamic=True, shift_type="linear", solver="dmd"),
     PyramidConfig(solver="dmd"),
 ]

@@ -106,5 +106,8 @@ def _read_pyramid(checkpoint: Checkpoint) -> PyramidConfig:
         shift=float(config.get("shift", defaults.shift)),
         dynamic=bool(config.get("use_dynamic_shifting", defaults.dynamic)),
         shift_type=shift_type,
+        # Pipelines read these four from the scheduler's file, though its class has no such settings.
+        shift_tokens=(config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)),
+        shifts=(config.get("base_shift", 0.5), config.get("max_shift", 1.15)),
         solver=solver,
     )

@@ -30,6 +30,7 @@ class PyramidConfig:
         shift: Of the training schedule.
         dynamic: Whether each stage's schedule is shifted by its number of tokens.
         shift_type: How: "exponential" or "linear".
+        shift_tokens, shifts: Two numbers of tokens and their shifts; all others lie on the line through them.
         solver: "unipc", "euler", or "dmd" for a distilled model, which makes a whole estimate in every step.
     """
 
@@ -39,6 +40,8 @@ class PyramidConfig:
     shift: float = 1.0
     dynamic: bool = False
     shift_type: str = "exponential"
+    shift_tokens: tuple[int, int] = (256, 4096)
+    shifts: tuple[float, float] = (0.5, 1.15)
     solver: str = "unipc"
 
 

@@ -18,8 +18,6 @@ from wan_tpu.schedules.flow import unipc_matrices
 from wan_tpu.schedules.schedule import TRAIN_TIMESTEPS, Schedule, make_schedule
 
 HIGHEST = 0.999  # The first noise level of each stage.
-# The number of tokens sets how far a schedule is shifted, on a line through these two points.
-_TOKENS, _SHIFTS = (256, 4096), (0.5, 1.15)
 
 
 @functools.lru_cache(maxsize=64)
@@ -75,8 +73,8 @@ def _shift(pyramid: PyramidConfig, sigmas: np.ndarray, tokens: int) -> np.ndarra
     """Move noise levels up, the further the more tokens there are; 0 stays 0."""
     if not pyramid.dynamic:
         return sigmas
-    slope = (_SHIFTS[1] - _SHIFTS[0]) / (_TOKENS[1] - _TOKENS[0])
-    shift = tokens * slope + (_SHIFTS[0] - slope * _TOKENS[0])
+    (few, many), (least, most) = pyramid.shift_tokens, pyramid.shifts
+    shift = least + (tokens - few) * (most - least) / (many - few)
     factor = math.exp(shift) if pyramid.shift_type == "exponential" else shift
     return factor * sigmas / (factor * sigmas + 1 - sigmas)
 
