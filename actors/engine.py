@@ -1,8 +1,10 @@
 """The engine that makes videos for batches and the service: a pipeline on a cluster, or one process."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
+
+import numpy as np
 
 from actors.observe.span import Span
 from wan_tpu.plan import RequestPlan
@@ -31,10 +33,17 @@ OnFragment = Callable[[Fragment], object]
 
 @dataclass(frozen=True)
 class GeneratedVideo:
-    """A finished video: its mp4, and warnings for the user, such as that a prompt was cut."""
+    """A finished video.
+
+    Attributes:
+        mp4: The file.
+        warnings: What the user should know, such as that a prompt was cut.
+        last_frame: The last frame before it was compressed, uint8 [H, W, 3], where the engine knows it.
+    """
 
     mp4: bytes
     warnings: tuple[str, ...] = ()
+    last_frame: np.ndarray | None = field(default=None, compare=False, repr=False)
 
 
 class Engine(Protocol):

@@ -130,7 +130,7 @@ class _Run:
         if mp4.failure is not None:
             raise mp4.failure
         self._tell(DECODER)
-        return GeneratedVideo(mp4.content, tuple(warnings))
+        return GeneratedVideo(mp4.content, tuple(warnings), mp4.last_frame)
 
     def _send_fragment(self, content: bytes) -> None:
         """Pass a fragment on; errors of the caller's function don't stop the request."""

@@ -82,7 +82,9 @@ class RequestRun:
         """Go through all stages, and after a loss continue from the newest snapshot."""
         while True:
             try:
-                return GeneratedVideo(await self._go_through(), tuple(sorted(self._warnings)))
+                video = await self._go_through()
+                last_frame = None if video.last_frame is None else video.last_frame.copy()  # The store's is released.
+                return GeneratedVideo(video.mp4.tobytes(), tuple(sorted(self._warnings)), last_frame)
             except RequestFailed as failed:
                 if not failed.elsewhere or self._refused:
                     raise
@@ -101,7 +103,7 @@ class RequestRun:
         if replica is not None:
             self._sent = dataclasses.replace(self._sent, avoid=self._sent.avoid | {replica})
 
-    async def _go_through(self) -> bytes:
+    async def _go_through(self) -> EncodedVideo:
         """Run the operations of the stage machine until there is a video."""
         if self._state is None:  # Else the pool before has handed over a state that nobody has taken yet.
             self._machine = self._machine.at_step(await self._find_newest_snapshot())
@@ -151,7 +153,7 @@ class RequestRun:
         self._state = result.handle
         self._machine = self._machine.at_step(result.step, is_finished=result.step == steps)
 
-    async def _decode(self) -> bytes:
+    async def _decode(self) -> EncodedVideo:
         latents = self._state
         assert latents is not None
         pool = self._connection.open_stream(DECODER, self._plan.shapes[DECODER])
@@ -165,7 +167,7 @@ class RequestRun:
             raise StageLost(str(lost)) from None
         self._scope.drop(latents)
         assert isinstance(content, EncodedVideo)
-        return content.mp4.tobytes()
+        return content
 
     async def _check_adapters(self) -> None:
         """Have every pool that will use the request's adapters check them, because the driver may not reach them."""

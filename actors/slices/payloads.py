@@ -26,9 +26,15 @@ class TextEmbedding:
 
 @dataclass(frozen=True)
 class EncodedVideo:
-    """A finished mp4, uint8 [bytes]."""
+    """A finished video.
+
+    Attributes:
+        mp4: The file, uint8 [bytes].
+        last_frame: The last frame before it was compressed, uint8 [H, W, 3], if there is one.
+    """
 
     mp4: np.ndarray
+    last_frame: np.ndarray | None = None
 
 
 Value = TextEmbedding | ImageCondition | DenoiseState | EncodedVideo
@@ -81,6 +87,6 @@ def unpack(payload: Payload) -> Value:
     return rebuild(KINDS[payload.kind], arrays)
 
 
-def mp4(content: bytes) -> EncodedVideo:
+def mp4(content: bytes, last_frame: np.ndarray | None = None) -> EncodedVideo:
     """Return the bytes of an mp4 as a value, without a copy."""
-    return EncodedVideo(np.frombuffer(content, np.uint8))
+    return EncodedVideo(np.frombuffer(content, np.uint8), last_frame)

@@ -195,7 +195,7 @@ class StageHost(HostProfile):
         failure = share_first(str(video.failure or ""))
         if failure:
             raise OutputError(failure)
-        return self._output((self._runtime.compile_s - before, []), lambda: mp4(video.content))
+        return self._output((self._runtime.compile_s - before, []), lambda: mp4(video.content, video.last_frame))
 
     # ---- Beside the lockstep, without collectives.
 

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from tests.wan_tpu.test_cli import REQUEST
-from wan_tpu import InvalidRequest, cli
+from wan_tpu import GenerationRequest, InvalidRequest, cli
 from wan_tpu.commands.generate import generate
 from wan_tpu.media.joining import join_contents, join_videos, read_clip, read_last_frame
+from wan_tpu.media.mp4 import Mp4
+from wan_tpu.media.reading import read_frames
 from wan_tpu.media.video import VideoWriter
+from wan_tpu.media.video_content import VideoContent
 
 RATE = 24000
 NOISE = np.random.default_rng(1).integers(0, 255, (32, 48, 3)).astype(np.uint8)
@@ -101,6 +104,32 @@ def test_what_is_no_video_is_refused(content, tmp_path):
     with pytest.raises(InvalidRequest, match="can't be read"):
         join_videos(path, path, tmp_path / "b.mp4")
     assert not (tmp_path / "b.mp4").exists()
+
+
+def test_hidden_frames_aren_t_written_nor_is_their_sound(tmp_path):
+    shown = np.stack([np.roll(NOISE, i, axis=1) for i in range(9)])
+    tone = np.stack([np.sin(np.arange(RATE * 9 // 8) / 9)] * 2).astype(np.float32)
+    with Mp4(8, hidden_frames=5) as mp4:
+        mp4.set_audio(tone, RATE)
+        for chunk in (shown[:1], shown[1:5], shown[5:]):
+            mp4.add(chunk[..., [1, 2, 0]].transpose(0, 3, 1, 2))
+        mp4.finish()
+    assert np.array_equal(mp4.last_frame, shown[-1])
+    (tmp_path / "a.mp4").write_bytes(mp4.content)
+    write(tmp_path / "b.mp4", 4, first=5)
+    assert packets(tmp_path / "a.mp4") == packets(tmp_path / "b.mp4")
+    assert len(sound(tmp_path / "a.mp4")) == pytest.approx(RATE // 2, abs=1024)
+
+
+def test_a_video_in_memory_has_the_frames_of_the_file(tmp_path):
+    path = write(tmp_path / "a.mp4", 9)
+    content = VideoContent(path.read_bytes())
+    both = zip(read_frames(path, 9), read_frames(content, 9), strict=True)
+    assert all(np.array_equal(np.asarray(read), np.asarray(kept)) for read, kept in both)
+    with pytest.raises(InvalidRequest, match=r"video of \d+ bytes, SHA-256 .* has 9 frames.* ask for 6"):
+        read_frames(content, 10, step=4)
+    request = GenerationRequest(prompt="x", video=content)
+    assert json.loads(json.dumps(request.to_json()))["video"] == str(content)
 
 
 def test_generate_extends_a_file(checkpoint, tmp_path, capsys):

@@ -32,10 +32,16 @@ class Mp4:
         self._fps, self._on_fragment, self._hidden_frames = fps, on_fragment, hidden_frames
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._audio: tuple[np.ndarray, int] | None = None
+        self._last: np.ndarray | None = None
         self._writer: VideoWriter | None = None
 
     def __enter__(self) -> "Mp4":
         return self
+
+    @property
+    def last_frame(self) -> np.ndarray | None:
+        """The frame that came last, uint8 [H, W, 3]; None before the first."""
+        return None if self._last is None else np.ascontiguousarray(self._last[[2, 0, 1]].transpose(1, 2, 0))
 
     def set_audio(self, audio: np.ndarray, rate: int) -> None:
         """Set the sound of the whole video before its first frame, as `VideoWriter.set_audio`."""
@@ -56,6 +62,7 @@ class Mp4:
                 if self._audio is not None:
                     self._writer.set_audio(*self._audio)
             self._writer.write(planes)
+            self._last = planes[-1]
         except (OSError, OutputError) as error:
             self.failure = error
 

@@ -16,7 +16,7 @@ from actors.api.catalogue import Catalogue
 from actors.api.variants import VARIANTS
 from actors.api.worker.context import WorkerContext
 from actors.api.worker.fragments import Fragments
-from actors.api.worker.previews import BrokenVideo, make_previews
+from actors.api.worker.previews import BrokenVideo, make_last_frame, make_previews
 from actors.api.worker.progress import Tracker
 from actors.engine import GeneratedVideo
 from actors.errors import PipelineError, RequestFailed
@@ -149,8 +149,10 @@ class Attempt:
         if self._context.previews:
             request = self._job.request
             size = {"height": int(request["height"]), "width": int(request["width"]), "frames": count_frames(request)}
-            end = "i2v" in self._context.engine.model.tasks  # Other models continue no video.
-            results |= await asyncio.to_thread(make_previews, video.mp4, **size, end=end)
+            results |= await asyncio.to_thread(make_previews, video.mp4, **size)
+            if "i2v" in self._context.engine.model.tasks:  # Other models continue no video.
+                last_frame = await asyncio.to_thread(make_last_frame, video, size["frames"])
+                results["final_frame"] = last_frame
         prefix = f"{self._job.id}.{self._job.attempts}"  # Names are unique to this attempt and content.
         names = {
             variant: f"{prefix}.{hashlib.sha256(content).hexdigest()[:16]}.{VARIANTS[variant][1]}"

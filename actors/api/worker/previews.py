@@ -6,6 +6,7 @@ import subprocess
 import imageio_ffmpeg
 from PIL import Image
 
+from actors.engine import GeneratedVideo
 from wan_tpu.errors import Unavailable, WanTpuError
 from wan_tpu.media.joining import read_end
 from wan_tpu.media.sheet import WIDEST, fill_rows, grid
@@ -18,15 +19,21 @@ class BrokenVideo(WanTpuError):
     """The mp4 can't be decoded."""
 
 
-def make_previews(mp4: bytes, *, height: int, width: int, frames: int, end: bool = False) -> dict[str, bytes]:
-    """Return the thumbnail (WebP) and the sheet (JPEG) of a video, by variant; raises `BrokenVideo`.
-
-    With `end`, its last frame is among them (PNG), from which another video can continue it.
-    """
+def make_previews(mp4: bytes, *, height: int, width: int, frames: int) -> dict[str, bytes]:
+    """Return the thumbnail (WebP) and the sheet (JPEG) of a video, by variant; raises `BrokenVideo`."""
     pictures = _decode_pictures(mp4, height=height, width=width, frames=frames)
     sheet = _encode(grid(pictures), "JPEG", quality=85)
-    previews = {"thumbnail": _encode(pictures[0], "WEBP", quality=80), "spritesheet": sheet}
-    return previews | ({"final_frame": _encode(read_end(mp4, frames), "PNG", compress_level=1)} if end else {})
+    return {"thumbnail": _encode(pictures[0], "WEBP", quality=80), "spritesheet": sheet}
+
+
+def make_last_frame(video: GeneratedVideo, frames: int) -> bytes:
+    """Return a video's last frame (PNG), from which another one can continue it.
+
+    It is as it was before the mp4 lost some of it, where the engine has kept that.
+    """
+    kept = video.last_frame
+    picture = read_end(video.mp4, frames) if kept is None else Image.fromarray(kept)
+    return _encode(picture, "PNG", compress_level=1)
 
 
 def _decode_pictures(mp4: bytes, *, height: int, width: int, frames: int) -> list[Image.Image]:

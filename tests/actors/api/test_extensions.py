@@ -86,6 +86,19 @@ def test_a_chain_of_extensions_by_id(http, engine, tmp_path):
     assert (again["remixed_from_video_id"], again["prompt"]) == (third["id"], "otherwise")
 
 
+def test_the_last_frame_is_kept_as_it_was_before_it_was_compressed(http, engine, monkeypatch):
+    drawn = np.random.default_rng(2).integers(0, 255, (64, 96, 3)).astype(np.uint8)
+    generate = engine.generate
+
+    async def generate_with_last_frame(plan, **options):
+        return dataclasses.replace(await generate(plan, **options), last_frame=drawn)
+
+    monkeypatch.setattr(engine, "generate", generate_with_last_frame)
+    first = finished(http, create(http))
+    finished(http, extend(http, first["id"]))
+    assert np.array_equal(np.asarray(engine.asked[-1].image), drawn)
+
+
 def test_openai_s_client_sends_a_file_or_an_id(http, engine):
     first = finished(http, create(http, seed=1))
     with OpenAI(base_url=str(http.base_url).rstrip("/") + "/v1", api_key="none", max_retries=0) as client:

@@ -16,6 +16,7 @@ from actors.slices.snapshots import Snapshots, Snapshotter, delete_snapshots, na
 from tests.actors.small_spec import SOUND_SPEC, SPEC
 from wan_tpu.data import DenoiseState
 from wan_tpu.families import published_spec
+from wan_tpu.media.video_content import VideoContent
 from wan_tpu.request import GenerationRequest
 from wan_tpu.storage import base
 from wan_tpu.storage.base import StorageError
@@ -150,6 +151,15 @@ def test_name_changes_when_an_adapter_or_a_video_is_replaced(tmp_path):
     second = name_with(request)
     film.write_bytes(b"other")
     assert len({first, second, name_with(request)}) == 3
+
+
+def test_name_has_a_video_s_content_and_not_which_frames_are_written():
+    size = {"height": 480, "width": 832}
+    videos = (GenerationRequest(prompt="a", video=VideoContent(content), **size) for content in (b"a", b"a", b"b"))
+    first, again, other = map(name_with, videos)
+    assert first == again != other
+    plain = published_spec("wan2.1-t2v-1.3b").plan(GenerationRequest(prompt="a")).request
+    assert name_of("cat", plain, "model") == name_of("cat", dataclasses.replace(plain, hidden_frames=1), "model")
 
 
 def test_name_changes_when_an_adapter_in_a_bucket_is_replaced(gcs, gcs_prefix):
