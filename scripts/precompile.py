@@ -54,7 +54,8 @@ def main() -> int:
             mesh = make_mesh(part.mesh, heads=model.spec.heads, devices=devices)
             print(f"{part.name}{model.spec.name}, mesh {dict(mesh.shape)} of {_kind(part, mesh)}", flush=True)
             for done in precompile(model, request, mesh, args.dtype, args.folder, stages=part.stages):
-                print(f"{done.name:<20}{done.compile_s:8.1f} s compiling{done.seconds:8.1f} s in all", flush=True)
+                took = f"{done.compile_s:8.1f} s compiling{done.seconds:8.1f} s in all"
+                print(f"{done.name:<20}{done.refusal or took}", flush=True)
     except jax.errors.JaxRuntimeError as error:  # all that a compiler says
         print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
         return 1

@@ -126,7 +126,11 @@ class SliceLeader:
         self._start_s = self._hosts.start_s | {"read": time.monotonic() - start}
         start = time.monotonic()
         for request in self._settings.warm_up:
-            self._hosts.call("warm_up", request, timeout_s=limit_s, on_progress=self._make_progress_report("compiling"))
+            report = self._make_progress_report("compiling")
+            warmed = self._hosts.call("warm_up", request, timeout_s=limit_s, on_progress=report)
+            for refusal in warmed.value:
+                size = f"{request.width}x{request.height}"
+                log.warning("%s: requests of %s will be refused where they need %s", self._name, size, refusal)
         if self._settings.warm_up:
             self._start_s["compiled"] = time.monotonic() - start
 

@@ -27,7 +27,7 @@ from actors.slices.profiling import HostProfile, open_to_dashboard
 from cluster.gang.protocol import Output, report
 from wan_tpu import stages
 from wan_tpu.aot.key import describe_build
-from wan_tpu.aot.programs import all_programs
+from wan_tpu.aot.precompile import compile_all
 from wan_tpu.data import DenoiseState, ImageCondition, join_conditioning
 from wan_tpu.errors import InvalidInput, OutputError
 from wan_tpu.media.mp4 import Mp4
@@ -104,21 +104,25 @@ class StageHost(HostProfile):
             self._runtime.component(name)
             self._runtime.prepare(name)
 
-    def warm_up(self, request: GenerationRequest) -> None:
-        """Compile every program that a request like this one needs here, with any number of images."""
+    def warm_up(self, request: GenerationRequest) -> tuple[str, ...]:
+        """Compile every program that a request like this one needs here, with any number of images.
+
+        Returns:
+            What doesn't fit the memory with other numbers of images than the usual one.
+
+        Raises:
+            DoesNotFit: A program doesn't fit with the usual number.
+        """
         image, last = "t2v" not in self._spec.tasks, self._spec.last_images == "required"
         plan = self._spec.plan(request, image=request.image is not None or image, last=last)
-        programs = [
-            item
-            for stage in self._stages
-            if stage in plan.shapes
-            for item in all_programs(self._runtime, plan.request, (stage,))
-        ]
+
+        def report(name: str, number: int, count: int) -> None:
+            self._reported = HostProgress(name, number, count)
+            self._report(self._reported)
+
         with self._sizes.track(plan.request):
-            for i, (name, program, args) in enumerate(programs, 1):
-                self._reported = HostProgress(name, i, len(programs))
-                self._report(self._reported)
-                program.compile(*args)
+            hosted = [stage for stage in self._stages if stage in plan.shapes]
+            return compile_all(self._runtime, plan.request, hosted, report)
 
     def _report_compiling(self, program: str | None) -> None:
         """Tell the leader that a program is compiled, or that it is done: else it would take the call to hang."""

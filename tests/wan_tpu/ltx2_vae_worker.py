@@ -51,13 +51,14 @@ def make_encode(folder, mesh, dtype="float32"):
 
 
 def make_decode(folder, mesh, dtype="float32"):
-    """Return a function that decodes latents [1, C, T, H, W] of a whole video."""
+    """Return a function that decodes latents [1, C, T, H, W] of a whole video; their mean is moved if asked."""
     config = open_config(folder)
     loaded = load(folder, vae.vae_half(config, "encoder"), mesh, dtype)
     run = jax.jit(vae.decoder_chunks(config, loaded.module, mesh).run_first)
 
-    def decode(latents):
-        pixels, cache = run(loaded.params, latents.astype(loaded.params["decoder.conv_in.conv.weight"].dtype))
+    def decode(latents, moved_by=0.0):
+        params = loaded.params | {"latents_mean": loaded.params["latents_mean"] + moved_by}
+        pixels, cache = run(params, latents)
         assert cache == ()
         return np.asarray(pixels, np.float32)
 

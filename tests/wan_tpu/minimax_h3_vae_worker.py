@@ -29,18 +29,21 @@ def open_config(folder):
 
 def make_decode(folder, mesh, dtype="float32"):
     """Return a function that decodes latents [1, C, T, H, W] of a whole video, chunk by chunk."""
-    loaded = load_component(Checkpoint(folder), vae.vae_half(open_config(folder), "encoder"), dtype, mesh)
+    config = open_config(folder)
+    loaded = load_component(Checkpoint(folder), vae.vae_half(config, "encoder"), dtype, mesh)
     chunks = vae.ClipDecoder(loaded.module, mesh, TILE, OVERLAP)
     first, later = jax.jit(chunks.run_first), jax.jit(chunks.run_next)
 
     def decode(latents):
         cache, outputs = None, []
         lengths = chunk_lengths(latents.shape[2])
-        for chunk in np.split(latents.astype(DTYPES[dtype]), np.cumsum(lengths)[:-1], axis=2):
+        scaled = vae.denormalise(config, latents).astype(DTYPES[dtype])
+        for chunk in np.split(scaled, np.cumsum(lengths)[:-1], axis=2):
             out, cache = first(loaded.params, chunk) if cache is None else later(loaded.params, chunk, cache)
             outputs.append(out)
         assert cache == ()
-        return np.concatenate([np.asarray(out, np.float32) for out in outputs], axis=2)
+        # Clipped as `Model.pixels` does.
+        return np.concatenate([np.clip(np.asarray(out, np.float32), -1, 1) for out in outputs], axis=2)
 
     return decode
 

@@ -134,6 +134,15 @@ def test_every_weight_of_the_sound_matters(decoders, latents, theirs):
         assert ignored <= {"mel_stft.stft_fn.inverse_basis"}
 
 
+def test_infinite_samples_are_not_limited_before_they_are_checked(decoders, theirs):
+    _, (params, vocode) = decoders
+    last = max(
+        name for name in params if (name.endswith("conv_out.weight") and "bwe" in name) or name == "conv_out.weight"
+    )
+    louder = jax.device_put(np.sign(params[last]) * np.float32(3e38), params[last].sharding)
+    assert not np.isfinite(vocode(params | {last: louder}, theirs[0])).all()
+
+
 @pytest.mark.parametrize("channels", [1, 5])
 @pytest.mark.parametrize("length", [3, 16])
 def test_antialiased_activation_is_diffusers(channels, length):

@@ -120,6 +120,14 @@ def test_pixels_in_bfloat16_are_near_those_in_float32(theirs, folder, mesh):
     assert 1e-4 * expected.std() < np.sqrt(np.square(difference).mean()) <= 0.03 * expected.std()
 
 
+def test_latents_are_rounded_to_bfloat16_after_they_are_denormalised(theirs, folder, mesh):
+    """As diffusers' pipeline does. Before that, 64 would leave their 8 bits no fraction."""
+    latents, decode_moved = random(1, 16, 1, HEIGHT, WIDTH), make_decode(folder, mesh, "bfloat16")
+    far = latents - 64 / per_channel(theirs.latents_std)
+    difference = decode_moved(far, 64) - decode_moved(latents)
+    assert np.sqrt(np.square(difference).mean()) < 0.01 * decode(theirs, latents).std()
+
+
 def test_the_last_latent_frame_moves_the_first_pixels(folder, mesh):
     run, latents = make_decode(folder, mesh), random(1, 16, FRAMES, HEIGHT, WIDTH)
     changed = latents.copy()

@@ -104,6 +104,13 @@ def test_request_in_bfloat16_has_its_sound_in_float32(folder, ours):
     assert all(np.array_equal(value, ours[0].params[name]) for name, value in params.items())
 
 
+def test_infinite_samples_are_not_clipped_before_they_are_checked(ours):
+    loaded, decode = ours
+    name = "decoder.conv_post.weight_g"
+    louder = loaded.params | {name: jax.device_put(loaded.params[name] * 1e38 * 1e3, loaded.params[name].sharding)}
+    assert not np.isfinite(decode(louder, draw_rows())).any()
+
+
 def test_only_the_decoder_is_read(ours):
     assert {name.split(".")[0] for name in ours[0].params} == {"decoder", "dec_in_proj"}
 

@@ -159,6 +159,11 @@ def test_keyframes_are_encoded_in_float32_whatever_the_precision(theirs, folder,
     assert_close(make_encode(folder, mesh, "bfloat16")(pixels), encode_theirs(theirs, pixels))
 
 
+def test_infinite_pixels_are_not_clipped_before_they_are_checked():
+    pixels = np.array([np.inf, -np.inf, 0], np.float32)[:, None, None, None]
+    assert np.isinf(np.asarray(vae._to_unit_range(pixels))[:, 0, 0, 0]).tolist() == [True, True, False]
+
+
 @pytest.mark.parametrize("dropped", ["encoder", "decoder"])
 def test_weights_are_in_float32_where_diffusers_keeps_them(dropped, folder, mesh):
     module = AutoencoderKLMiniMaxH3.from_pretrained(folder / "vae", torch_dtype=torch.bfloat16)

@@ -1,25 +1,70 @@
 """Compile a model's programs ahead of time and keep them."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
 from wan_tpu.aot import key
 from wan_tpu.aot.executables import Executables
-from wan_tpu.aot.programs import AbstractRuntime, all_programs
+from wan_tpu.aot.programs import AbstractRuntime, programs_by_images
+from wan_tpu.errors import DoesNotFit
 from wan_tpu.families.model import Model
 from wan_tpu.request import ResolvedRequest
+from wan_tpu.runtime.runtime import Runtime
 
 
 @dataclass(frozen=True)
 class Precompiled:
-    """A program that is now in the folder; compile_s is 0 when it was there before."""
+    """A program that is now in the folder.
+
+    Attributes:
+        name: Its name.
+        compile_s: Seconds of compiling it, 0 when it was there before.
+        seconds: Seconds in all.
+        refusal: Why there is none, for a number of images with which it doesn't fit the memory.
+    """
 
     name: str
     compile_s: float
     seconds: float
+    refusal: str | None = None
+
+
+def compile_all(
+    runtime: Runtime, request: ResolvedRequest, stages: Sequence[str], on_program: Callable[[str, int, int], None]
+) -> tuple[str, ...]:
+    """Compile every program of a resolved request with any number of images.
+
+    Args:
+        runtime: The model on its devices.
+        request: The request.
+        stages: The stages whose programs are compiled.
+        on_program: Called with each program's name, its number and how many they are, before it is compiled.
+
+    Returns:
+        What doesn't fit the memory with other numbers of images than the usual one.
+
+    Raises:
+        DoesNotFit: A program doesn't fit with the usual number.
+    """
+    programs = [
+        (images, item)
+        for stage in stages
+        for images, group in programs_by_images(runtime, request, (stage,)).items()
+        for item in group
+    ]
+    refusals = []
+    for number, (images, (name, program, args)) in enumerate(programs, 1):
+        on_program(name, number, len(programs))
+        try:
+            program.compile(*args)
+        except DoesNotFit as error:
+            if images == runtime.model.spec.image_counts[0]:
+                raise
+            refusals.append(f"{name}: {error}")
+    return tuple(refusals)
 
 
 def precompile(
@@ -39,11 +84,20 @@ def precompile(
 
     Yields:
         Each program as soon as it is in the folder.
+
+    Raises:
+        DoesNotFit: A program doesn't fit the memory with the usual number of images.
     """
     runtime = AbstractRuntime(
         model, mesh, dtype, executables=Executables(folder, key.settings(model.config, dtype), save=True)
     )
-    for name, program, args in all_programs(runtime, request, stages):
-        start, before = time.perf_counter(), program.compile_s
-        program.compile(*args)
-        yield Precompiled(name, program.compile_s - before, time.perf_counter() - start)
+    for images, programs in programs_by_images(runtime, request, stages).items():
+        for name, program, args in programs:
+            start, before, refusal = time.perf_counter(), program.compile_s, None
+            try:
+                program.compile(*args)
+            except DoesNotFit as error:
+                if images == model.spec.image_counts[0]:
+                    raise
+                refusal = str(error)
+            yield Precompiled(name, program.compile_s - before, time.perf_counter() - start, refusal)

@@ -37,7 +37,7 @@ STEP, SKIPPED = "denoise step", "denoise step, skipped"
 # Where latents become larger between experts, once or twice.
 FIRST_STEP, SMALLEST_STEP, ENLARGE = "denoise step, smaller", "denoise step, smallest", "enlarge latents"
 ADAPTERS = "apply adapters"
-RANK = 64  # The rank of LightX2V's adapters, which is assumed of all.
+RANK = 64  # The rank of LightX2V's adapters, assumed for all adapters.
 
 # By name: the program, its arguments as shapes with shardings, and how often it runs for one video.
 StagePrograms = dict[str, tuple[Program, tuple[Any, ...], int]]
@@ -110,23 +110,35 @@ def all_programs(
 ) -> list[tuple[str, Program, tuple[Any, ...]]]:
     """Return name, program and arguments of all that a request needs, with every number of images.
 
-    A program depends on how many images there are, not on which end of the video they are.
+    Args:
+        runtime, request, stages: As for `stage_programs`.
+    """
+    return [program for group in programs_by_images(runtime, request, stages).values() for program in group]
+
+
+def programs_by_images(
+    runtime: Runtime, request: ResolvedRequest, stages: Sequence[str] | None = None
+) -> dict[int, list[tuple[str, Program, tuple[Any, ...]]]]:
+    """Return name, program and arguments of all that a request needs, by its number of images, the usual one first.
+
+    A program depends on how many images there are, not on which end of the video they are. Of other numbers than the
+    usual one, only those that differ from its programs are returned.
 
     Args:
-        runtime, request, stages: As for `stage_programs`. The programs that differ with another number of images than
-            the usual one follow those of that.
+        runtime, request, stages: As for `stage_programs`.
     """
     usual, *others = runtime.model.spec.image_counts
     programs = stage_programs(runtime, request, stages, images=usual)
-    result = [(name, program, arguments) for name, (program, arguments, _) in programs.items()]
+    result = {usual: [(name, program, arguments) for name, (program, arguments, _) in programs.items()]}
     depends = len(runtime.model.image_latents_shapes(runtime.model.spec.latent_shapes(request, 0)[VIDEO])) > 1
     for images in others:
         if images and not depends:  # A model whose latents of one image and of two are alike has no other programs.
             continue
         kind = "two images" if images else "no image"
+        result[images] = []
         for name, (program, arguments, _) in stage_programs(runtime, request, stages, images=images).items():
             if _shapes(arguments) != _shapes(programs[name][1]):
-                result.append((f"{name}, {kind}", program, arguments))
+                result[images].append((f"{name}, {kind}", program, arguments))
     return result
 
 
@@ -281,10 +293,12 @@ def _sound(runtime: Runtime, request: ResolvedRequest) -> StagePrograms:
 def _vae(runtime: Runtime, name: str, shapes: Sequence[tuple[int, ...]]) -> StagePrograms:
     """Return the programs of a VAE half: of the first chunk, of later ones, and of the last if it has its own shape."""
     loaded, dtype = runtime.component(name), DTYPES[runtime.dtype]
+    if name == "decoder":
+        dtype = runtime.model.latents_dtype or dtype
     x, *others = (_array(runtime, shape, dtype) for shape in shapes)
     half, first, later = vae_programs(runtime, name, loaded.module, 1 + len(others))
     cache = half.cache_shapes(loaded.params, x) if others else ()
-    if not cache and name == "vae_encoder":  # Of keyframes nothing is kept: each is a first chunk.
+    if not cache and name == "vae_encoder":  # Nothing is cached between keyframes: each is a first chunk.
         return {f"{name} first": (first, (loaded.params, x), 1 + len(others))}
     programs: StagePrograms = {f"{name} first": (first, (loaded.params, x), 1)}
     for shape in dict.fromkeys(other.shape for other in others):

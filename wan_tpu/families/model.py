@@ -65,12 +65,13 @@ class Model(SeededNoise, abc.ABC):
     Attributes:
         spec: What is known of the model without JAX.
         config: A dataclass of everything that determines its programs, for the key of compiled ones.
-        checkpoint: Has the tokenizer and the image processor; a published model compiles without.
+        checkpoint: Has the tokenizers and the image processor; None for a published model, which can only be compiled.
     """
 
     spec: ModelSpec
     config: Any
     checkpoint: Checkpoint | None
+    latents_dtype: Any = None  # Of latents to decode: float32 where the VAE denormalises them; None: as its weights.
 
     def __init__(self, spec: Any, checkpoint: Checkpoint | None = None) -> None:
         """Make the model of a spec and its `config`."""
@@ -106,7 +107,7 @@ class Model(SeededNoise, abc.ABC):
         return {"text": (self.text_shape, False)}
 
     def image_prompt_shapes(self, request: ResolvedRequest, images: int) -> dict[str, tuple[tuple[int, ...], bool]]:
-        """Return the same of a prompt that is read with a number of images."""
+        """Return the same for a prompt that the text encoder reads with a number of images."""
         return self.prompt_shapes
 
     def image_token_shapes(self, request: ResolvedRequest, images: int) -> dict[str, tuple[jax.ShapeDtypeStruct, ...]]:
@@ -229,7 +230,7 @@ class Model(SeededNoise, abc.ABC):
 
     @property
     def same_weights(self) -> Mapping[str, str]:
-        """Components whose weights are another one's, by name: such as a second stage's transformer."""
+        """Components that share another component's weights, by name, such as a second stage's transformer."""
         return {}
 
     def renoise(self, request: ResolvedRequest, expert: Expert, *, has_image: bool) -> dict[str, np.ndarray]:

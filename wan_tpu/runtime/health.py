@@ -1,5 +1,9 @@
-"""Tell a healthy result from a broken one, and name where it broke."""
+"""Detect broken results, and name the place where they broke."""
 
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from wan_tpu.errors import UnhealthyResult
@@ -14,6 +18,11 @@ def check_finite(values: np.ndarray | bool, where: str) -> None:
         raise UnhealthyResult(
             f"{where}: NaN or Inf in the result; check that the checkpoint is complete and try --dtype float32"
         )
+
+
+def keep_inf(limit: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Return limit(x), but Inf where x is Inf, so that `check_finite` sees it."""
+    return jnp.where(jnp.isinf(x), x, limit(x))
 
 
 class ColourRange:

@@ -27,7 +27,8 @@ def decode(runtime: Runtime[Model], latents: np.ndarray, progress: Progress) -> 
 
 def decoder_inputs(runtime: Runtime[Model], latents: np.ndarray) -> list[jax.Array]:
     """Put final latents [1, C, T, H, W] on the devices, scaled for the VAE and cut into the chunks that it takes."""
-    scaled = runtime.model.vae_latents(latents).astype(DTYPES[runtime.dtype])
+    dtype = runtime.model.latents_dtype or DTYPES[runtime.dtype]
+    scaled = runtime.model.vae_latents(latents).astype(dtype)
     ends = np.cumsum(runtime.model.spec.decoder_chunks(scaled.shape[2]))
     return [place(chunk, runtime.mesh) for chunk in np.split(scaled, ends[:-1], axis=2)]
 

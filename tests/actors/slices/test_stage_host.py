@@ -6,6 +6,7 @@ import re
 import socket
 import time
 
+import jax
 import numpy as np
 import pytest
 from diffusers import WanTransformer3DModel
@@ -181,6 +182,28 @@ def test_warm_up_leaves_nothing_to_compile_with_an_image_or_without(has_image, c
     image = pack(ImageCondition(None, np.zeros((*shape[:2], 1, *shape[3:]), np.float32))) if has_image else None
     host.prepare_denoise("a", plan, text, None, image)
     assert (host.begin("a"), host.step("a")) == ((0,), (0, 1))
+
+
+def test_warm_up_goes_on_where_only_another_number_of_images_has_no_room(checkpoint, monkeypatch):
+    """The compiler's refusal, raised for one of the programs of a model of text and of images."""
+    host = StageHost(str(checkpoint("wan2.2-ti2v-5b")), ("denoise",), (1, 1, 1), "float32")
+    asked = GenerationRequest(prompt="a cat", height=32, width=64, frames=5, steps=1, guidance_scale=1.0)
+    compiled, compile_program = [], jax.stages.Lowered.compile
+
+    def refuse(program, **options):
+        compiled.append(program)
+        if len(compiled) == refused_at:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room")
+        return compile_program(program, **options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+    refused_at = 3  # Text keys and the step with an image come before it.
+    [refusal] = host.warm_up(asked)
+    assert refusal.startswith("denoise step, no image: ") and len(compiled) == 3
+    refused_at = 4  # The keys are those of the other size.
+    with pytest.raises(DoesNotFit, match=r"64x64 with 5 frames doesn't fit .* 64x32 with 5 frames"):
+        host.warm_up(dataclasses.replace(asked, height=64))
+    assert len(compiled) == 4
 
 
 def test_state_without_the_sound_that_a_request_needs_is_not_decoded(checkpoint):

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.ltx2.config import Ltx2Config
 from wan_tpu.families.shared.flop_count import count
+from wan_tpu.families.shared.layers import in_float32
 from wan_tpu.families.shared.vocoder import (
     EXACT,
     RATIO,
@@ -39,6 +40,7 @@ from wan_tpu.families.shared.vocoder import (
 from wan_tpu.families.shared.vocoder_sizes import SizeKeys, check_sizes, measure_reach
 from wan_tpu.runtime.bridge import Params, call
 from wan_tpu.runtime.components import Component
+from wan_tpu.runtime.health import keep_inf
 from wan_tpu.runtime.mesh import Rule
 
 _WHOLE = (Rule(r".*", ()),)  # The decoder has 32 M parameters, the vocoder 129 M: every device has them all.
@@ -72,7 +74,7 @@ def vocoder(config: Ltx2Config) -> Component:
     """Return the vocoder.
 
     Raises:
-        CheckpointError: It computes what no published one does.
+        CheckpointError: Its configuration asks for something that no published vocoder does.
     """
     settings = config.vocoder
     _check_vocoder(settings)
@@ -97,7 +99,7 @@ def decode_mel(module: torch.nn.Module, params: Params, latents: jax.Array) -> j
     latents = latents.astype(jnp.float32) * params["latents_std"] + params["latents_mean"]
     channels = module.config["latent_channels"]
     unpacked = latents.reshape(*latents.shape[:2], channels, -1).transpose(0, 2, 1, 3)
-    with jax.default_matmul_precision("highest"):
+    with in_float32():
         return call(module, params, lambda vae, z: vae.decoder(z), unpacked)
 
 
@@ -134,7 +136,7 @@ def _vocode_part(module: Any, params: Params, mel: jax.Array, window: Window) ->
     start = resampler.pad_left - resampler.ratio * resampler.pad
     phases = raise_rate(samples, window, params["resampler.filter"][0, 0], resampler.ratio, start)
     smooth = jnp.stack(phases, axis=1).reshape(details.shape)
-    return jnp.clip(details + smooth, -1, 1)
+    return keep_inf(_FINAL["clamp"], details + smooth)
 
 
 def _generate(vocoder: Any, weights: Weights, x: jax.Array, window: Window) -> jax.Array:
@@ -158,7 +160,8 @@ def _generate(vocoder: Any, weights: Weights, x: jax.Array, window: Window) -> j
     snake = _read_snake(weights.part("act_out"))
     # The slope of the last one isn't a setting.
     x = jax.nn.leaky_relu(x, 0.01) if snake is None else activate_antialiased(snake, x, window)
-    return _FINAL[settings["final_act_fn"]](convolve(_read_convolution(weights.part("conv_out")), x, window))
+    samples = convolve(_read_convolution(weights.part("conv_out")), x, window)
+    return keep_inf(_FINAL[settings["final_act_fn"]], samples)
 
 
 def _read_half(block: Weights, name: str) -> Half:

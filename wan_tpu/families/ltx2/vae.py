@@ -136,7 +136,7 @@ def encoder_chunks(config: Ltx2Config, module: torch.nn.Module, mesh: Mesh) -> C
 def decoder_chunks(config: Ltx2Config, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
     """Return the function that decodes all latents [1, C, T, H, W] to pixels [1, 3, 8T - 7, 32H, 32W] around [-1, 1].
 
-    The latents are normalised, as the transformer has them.
+    The latents are normalised and in float32, as the transformer leaves them.
     """
     same = lambda x: x  # noqa: E731
     planes = functools.partial(join_patches, size=config.vae["patch_size"])
@@ -159,7 +159,7 @@ def count_decoding(config: Ltx2Config, shape: tuple[int, ...]) -> int:
 
 
 def encoder(module: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
-    """Return the moments [T, X, Y, 2C] of a chunk of pixels; the mean is normalised as latents are."""
+    """Return the moments [T, X, Y, 2C] of a chunk of pixels, float32; the mean is normalised as latents are."""
     half = module.encoder
     x = _conv(half.conv_in, cut, cut.hold_rows(x), history)
     for block in half.down_blocks:
@@ -168,10 +168,10 @@ def encoder(module: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
         x = _downsample(block.downsamplers[0], cut, x, history)
     for resnet in half.mid_block.resnets:
         x = _residual_block(resnet, cut, x, history)
-    moments = _conv(half.conv_out, cut, x, history, norm=True)
+    moments = _conv(half.conv_out, cut, x, history, norm=True).astype(jnp.float32)
     mean, deviation = _statistics(module)
-    normalised = ((moments[..., :-1].astype(jnp.float32) - mean) / deviation).astype(moments.dtype)
-    # One logarithm of the variance is for all channels.
+    normalised = (moments[..., :-1] - mean) / deviation
+    # All channels share one logarithm of the variance.
     return jnp.concatenate([normalised, moments[..., -1:].repeat(normalised.shape[-1], axis=-1)], axis=-1)
 
 
@@ -179,7 +179,8 @@ def decoder(module: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
     """Return the pixels [8T - 7, X, Y, 48] of normalised latents [T, X, Y, C], 4 x 4 pixels as channels."""
     half = module.decoder
     mean, deviation = _statistics(module)
-    x = cut.hold_rows((x.astype(jnp.float32) * deviation + mean).astype(x.dtype))
+    dtype = to_jax(half.conv_in.conv.weight).dtype
+    x = cut.hold_rows((x.astype(jnp.float32) * deviation + mean).astype(dtype))
     x = _conv(half.conv_in, cut, zero_outside(x, *cut.inside(x)))
     for resnet in half.mid_block.resnets:
         x = _residual_block(resnet, cut, x)

@@ -38,6 +38,7 @@ from wan_tpu.families.shared.vocoder import (
 from wan_tpu.families.shared.vocoder_sizes import SizeKeys, check_sizes, measure_reach
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.components import Component
+from wan_tpu.runtime.health import keep_inf
 from wan_tpu.runtime.mesh import Rule
 
 _CHANNELS = 2  # Stereo: the model decodes one channel at a time.
@@ -113,7 +114,8 @@ def _decode_part(settings: Any, params: Params, x: jax.Array, window: Window) ->
         halves = [[_read_layer(block, layer) for layer in range(len(dilations[0]))] for block in blocks]
         x = run_blocks(halves, _activate, x, window, dilations)
     x = _activate(_read_snake(weights.part("activation_post")), x, window)
-    return jnp.clip(convolve(_read_convolution(weights.part("conv_post")), x, window), -1, 1)
+    samples = convolve(_read_convolution(weights.part("conv_post")), x, window)
+    return keep_inf(lambda x: jnp.clip(x, -1, 1), samples)
 
 
 def _activate(snake: Snake | None, x: jax.Array, window: Window) -> jax.Array:

@@ -241,6 +241,10 @@ class MiniMaxH3Model(Model):
 
     # ---- The decoder stage.
 
+    def vae_latents(self, latents: np.ndarray) -> np.ndarray:
+        """Undo the normalisation; float32 [1, C, T, H, W]."""
+        return vae.denormalise(self.config, latents)
+
     def vae_decoder(self, module: torch.nn.Module, mesh: Mesh) -> Chunks:
         """Return the functions that decode latents, clip by clip."""
         return vae.ClipDecoder(module, mesh)

@@ -181,7 +181,7 @@ class TiledChunks(Chunks):
 class ClipDecoder(TiledChunks):
     """The decoder: latents [1, C, T, H, W] of `chunk_lengths` to pixels around [-1, 1].
 
-    The latents are normalised, as the transformer has them. A clip becomes 17 frames, and the video's last one 22.
+    The latents come from `denormalise`. A clip becomes 17 frames, and the video's last one 22.
     """
 
     def run_first(self, params: Params, x: jax.Array) -> tuple[jax.Array, Cache]:
@@ -218,10 +218,8 @@ class ClipDecoder(TiledChunks):
     def _decode_clips(self, params: Params, latents: jax.Array, clips: int) -> list[jax.Array]:
         """Return the frames [3, T, H, W] of each clip that are part of the video, normalised, float32."""
         vae, dtype = self.module.config, latents.dtype
-        mean, deviation = (_column(vae[f"latents_{kind}"]) for kind in ("mean", "std"))
-        latents = (latents[0].astype(jnp.float32) * deviation + mean).astype(dtype)
         weight, bias = params["post_quant_conv.weight"], params["post_quant_conv.bias"].astype(jnp.float32)
-        latents = jnp.einsum("cthw,oc->othw", latents, weight[:, :, 0, 0, 0], preferred_element_type=jnp.float32)
+        latents = jnp.einsum("cthw,oc->othw", latents[0], weight[:, :, 0, 0, 0], preferred_element_type=jnp.float32)
         latents = (latents + bias[:, None, None, None]).astype(dtype)
         tiling = self.lay_tiles(*latents.shape[2:])
         starts = range(0, clips * CLIP_LATENTS, CLIP_LATENTS)
@@ -258,8 +256,9 @@ class KeyframeEncoder(TiledChunks):
 
 
 def _to_unit_range(pixels: jax.Array) -> jax.Array:
-    """Turn normalised pixels [3, T, H, W] into the range from -1 to 1, clipped."""
-    return jnp.clip(pixels * _column(PIXEL_DEVIATION) + _column(PIXEL_MEAN), 0, 1) * 2 - 1
+    """Turn normalised pixels [3, T, H, W] into the range around -1 to 1, as other VAEs decode them."""
+    # Not clipped, as in diffusers: that comes after the check for Inf.
+    return (pixels * _column(PIXEL_DEVIATION) + _column(PIXEL_MEAN)) * 2 - 1
 
 
 def _column(values: Any) -> jax.Array:
@@ -276,13 +275,25 @@ def image_latents(config: MiniMaxH3Config, moments: np.ndarray) -> np.ndarray:
     Each keyframe has noise of its own generator with the same seed. As in diffusers, the latents are rounded to
     float16 before they are normalised.
     """
-    mean, deviation = (np.array(config.vae[f"latents_{kind}"], np.float32) for kind in ("mean", "std"))
+    mean, deviation = _statistics(config)
     drawn = []
     for frame in np.split(moments.astype(np.float32), moments.shape[2], axis=2):
         latents = DiagonalGaussianDistribution(torch.from_numpy(frame)).sample(torch.Generator().manual_seed(SEED))
         rounded = latents.numpy().astype(np.float16).astype(np.float32)
-        drawn.append((rounded - mean[:, None, None, None]) / deviation[:, None, None, None])
+        drawn.append((rounded - mean) / deviation)
     return np.concatenate(drawn, axis=2)
+
+
+def denormalise(config: MiniMaxH3Config, latents: np.ndarray) -> np.ndarray:
+    """Return latents [1, C, T, H, W] of the transformer as the decoder takes them, float32."""
+    mean, deviation = _statistics(config)
+    return latents * deviation + mean
+
+
+def _statistics(config: MiniMaxH3Config) -> tuple[np.ndarray, np.ndarray]:
+    """Return mean and deviation of the latents' channels, each float32 [C, 1, 1, 1]."""
+    mean, deviation = (np.array(config.vae[f"latents_{kind}"], np.float32) for kind in ("mean", "std"))
+    return mean[:, None, None, None], deviation[:, None, None, None]
 
 
 # ---- Operations.

@@ -1,8 +1,9 @@
 """Layers of a transformer inside a `jax.shard_map`; each layer's weights are gathered while earlier ones are in use."""
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -50,6 +51,7 @@ def scan_layers(
     depth: int,
     ahead: Sequence[str],
     platform: str,
+    linear_only: Collection[str] = (),
 ) -> T:
     """Run every layer on `hidden`.
 
@@ -63,6 +65,8 @@ def scan_layers(
         ahead: Names of weights that are gathered a layer early, because they are used before or right after the part
             that takes longest.
         platform: "tpu", "gpu" or "cpu".
+        linear_only: Names of further matrices that are used by `linear` alone where each device has all weights. XLA
+            would copy the array of all layers' matrices where it prefers another layout for its own products (v7x).
     """
 
     def gather(names: Iterable[str], index: jax.Array | int) -> Params:
@@ -73,7 +77,7 @@ def scan_layers(
         }
 
     alone = math.prod(jax.lax.axis_size(axis) for axis in SHARDS) == 1
-    in_place = [name for name in stacked if alone and specs[name] == SPLIT]
+    in_place = [name for name in stacked if alone and (specs[name] == SPLIT or name in linear_only)]
     ahead = [name for name in ahead if name not in in_place]
     later = [name for name in stacked if name not in (*ahead, *in_place)]
 
@@ -104,6 +108,14 @@ def linear(ops: Ops, weights: Params, name: str, x: Any, **options: Any) -> jax.
     if isinstance(weight, StackedWeight):
         return ops.linear(x, weight.stack, bias, scales=scales, layer=weight.layer, **options)
     return ops.linear(x, weight, bias, scales=scales, **options)
+
+
+def in_float32() -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which products of float32 values are exact, whatever the precision of the model.
+
+    Else a TPU or a GPU rounds them, and keeping those weights in float32 would be in vain.
+    """
+    return jax.default_matmul_precision("highest")
 
 
 def rounded_type(weights: Params, name: str) -> Any:
