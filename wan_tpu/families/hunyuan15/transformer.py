@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -268,8 +269,10 @@ def _rope_tables(config: Any, grid: tuple[int, ...], length: int) -> tuple[jax.A
     """Return cosines and sines of the video's angles, each [length, D], for pairs (i, i + D/2)."""
     axes = []
     for places, width in zip(grid, config.rope_axes_dim, strict=True):
-        speeds = 1 / config.rope_theta ** (jnp.arange(0, width, 2, dtype=jnp.float32) / width)
-        axes.append(jnp.arange(places, dtype=jnp.float32)[:, None] * speeds)
+        # The host computes them, because a TPU's powers are off by a few roundings.
+        exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
+        speeds = np.float32(1) / np.float32(config.rope_theta) ** exponents
+        axes.append(jnp.asarray(np.arange(places, dtype=np.float32)[:, None] * speeds))
     angles = combine_axes(axes)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     tables = jnp.concatenate([cos, cos], axis=1), jnp.concatenate([-sin, sin], axis=1)

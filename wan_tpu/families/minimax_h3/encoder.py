@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from wan_tpu.families.shared.convolutions import Changes, convolve, downsampling_taps, pointwise, taps_first
 from wan_tpu.families.shared.group_norms import group_moments
+from wan_tpu.families.shared.layers import in_float32
 from wan_tpu.ops.dispatch import ops_for
 from wan_tpu.ops.halo import Cut, cut_picture
 from wan_tpu.runtime.bridge import Params, call, to_jax, to_torch
@@ -50,7 +51,7 @@ def encode_tile(module: Any, params: Params, mesh: Mesh, pixels: jax.Array) -> j
     height, width = (size // _ENLARGED for size in pixels.shape[2:])
     cut = cut_picture(alone, height, width)
     picture = cut.pad(pixels.transpose(1, 3, 2, 0))
-    with jax.default_matmul_precision("highest"):  # Whatever the precision of the model.
+    with in_float32():
         moments: jax.Array = call(module, params, lambda module: to_torch(_encode(module, cut, picture)))
     return moments[:, :width, :height].transpose(3, 0, 2, 1)
 

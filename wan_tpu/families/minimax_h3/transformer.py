@@ -8,7 +8,6 @@ device multiplies by its part.
 Shapes: L rows, t those of one device, M modulations, E timesteps, N heads, D head width, C channels.
 """
 
-import contextlib
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from wan_tpu.families.minimax_h3.positions import Layout
 from wan_tpu.families.minimax_h3.sharding import RULES
-from wan_tpu.families.shared.layers import linear, rounded_type, scan_layers
+from wan_tpu.families.shared.layers import in_float32, linear, rounded_type, scan_layers
 from wan_tpu.families.shared.tokens import pad_rows
 from wan_tpu.ops.attention import query_scale
 from wan_tpu.ops.dispatch import Ops, ops_for
@@ -73,7 +72,7 @@ def predict(
     def method(module: Any, video: torch.Tensor) -> jax.Array:
         tokens = token_layout(mesh, 1, layout.rows, module.config.num_attention_heads)
         dtype, text = rows.text.dtype, rows.text
-        with _in_float32():
+        with in_float32():
             embedding = jax.nn.silu(to_jax(module.time_embedder(module.time_proj(to_torch(times)))))
             keyframes = [] if rows.keyframes is None else [to_jax(module.proj_in(to_torch(rows.keyframes)))]
             sound = to_jax(module.audio_proj_in(to_torch(rows.sound)))
@@ -161,7 +160,7 @@ class _Step:
         ops, outer, count = self._ops, inputs.outer, len(inputs.video)
         start = jax.lax.axis_index(self._tokens.token_axes) * count
         dtype, ends = inputs.others.dtype, jnp.array(self._ends, jnp.int32) - start
-        with _in_float32():
+        with in_float32():
             video = ops.linear(inputs.video, outer["proj_in.weight"], outer["proj_in.bias"]).astype(dtype)
         other = start + jnp.arange(count) - self._layout.video
         x = jnp.where(other[:, None] < 0, video, inputs.others[jnp.clip(other, 0, len(inputs.others) - 1)])
@@ -179,7 +178,7 @@ class _Step:
         shift, scale = (inputs.head[jnp.array(times), i] for i in range(2))
         scale = (1 + scale) * outer["norm_out.norm.weight"].astype(jnp.float32)
         normed = ops.layer_norm(x, scale, shift, eps=self._config.final_norm_eps, centred=False, first_rows=ends)
-        with _in_float32():
+        with in_float32():
             return ops.linear(normed.astype(jnp.float32), outer["heads.weight"], outer["heads.bias"])
 
     def _modulate(self, inputs: Inputs) -> jax.Array:
@@ -261,14 +260,6 @@ class _Step:
         rows = normalise("norm2", ff_shift, ff_scale, "ff.net.0.proj")
         inner = project("ff.net.0.proj", rows, activation="swiglu")
         return project("ff.net.2", inner, residual=x, gate=ff_gate, first_rows=ends)
-
-
-def _in_float32() -> contextlib.AbstractContextManager[Any]:
-    """Return the context in which products of float32 values are exact, whatever the precision of the model.
-
-    Else a TPU or a GPU rounds them, and keeping those weights in float32 would be in vain.
-    """
-    return jax.default_matmul_precision("highest")
 
 
 def _turn(config: Any, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

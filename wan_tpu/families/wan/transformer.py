@@ -21,7 +21,7 @@ import torch
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from wan_tpu.families.shared.layers import linear, map_branches, rounded_type, scan_layers
+from wan_tpu.families.shared.layers import in_float32, linear, map_branches, rounded_type, scan_layers
 from wan_tpu.families.shared.tokens import pad_rows, patchify
 from wan_tpu.families.wan.text_keys import TextKeys, key_sharding
 from wan_tpu.families.wan.tokens import rope_tables
@@ -313,7 +313,8 @@ def embed_time(module: Any, times: torch.Tensor, dtype: torch.dtype) -> tuple[to
     """Return the embedding [M, C] of times [M], and the blocks' modulation [M, 6, C]."""
     embedder = module.condition_embedder
     wave = embedder.timesteps_proj(times).to(next(iter(embedder.time_embedder.parameters())).dtype)
-    embedding = embedder.time_embedder(wave).to(dtype)
+    with in_float32():
+        embedding = embedder.time_embedder(wave).to(dtype)
     return embedding, embedder.time_proj(embedder.act_fn(embedding)).unflatten(1, (6, -1))
 
 

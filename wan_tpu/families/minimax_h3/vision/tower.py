@@ -80,7 +80,7 @@ def encode_pictures(tower: Loaded, patches: jax.Array) -> tuple[jax.Array, jax.A
     hidden = hidden + places.astype(hidden.dtype)
     rotation = _turn(module.config, grid)
     blocks = module.blocks
-    # Of the outputs of all blocks, those that are used are kept; all others are written to a last place.
+    # Outputs of blocks that are used have a place each; all others are written to one place behind them.
     used = list(module.config.deepstack_visual_indexes)
     slots = np.array([used.index(i) if i in used else len(used) for i in range(blocks.depth)], np.int32)
 
@@ -154,8 +154,10 @@ def _weigh(size: int, side: int) -> np.ndarray:
 def _turn(config: transformers.Qwen3VLVisionConfig, grid: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
     """Return cosines and sines of each patch's angles, float32 [p, 1, D/2]: those of its row, those of its column."""
     quarter = config.hidden_size // config.num_heads // 4
-    speeds = 1.0 / config.rope_parameters["rope_theta"] ** (jnp.arange(0, quarter, dtype=jnp.float32) / quarter)
-    rows, columns = (jnp.arange(size, dtype=jnp.float32)[:, None] * speeds for size in grid)
+    # The host computes them, because a TPU's powers are off by a few roundings.
+    exponents = np.arange(quarter, dtype=np.float32) / np.float32(quarter)
+    speeds = np.float32(1) / np.float32(config.rope_parameters["rope_theta"]) ** exponents
+    rows, columns = (np.arange(size, dtype=np.float32)[:, None] * speeds for size in grid)
     angles = jnp.concatenate(
         [
             jnp.broadcast_to(rows[:, None], (*grid, quarter)),
