@@ -40,6 +40,7 @@ class ModelSpec(ModelLimits):
         heads: Attention heads of a transformer.
         own: How the checkpoint itself says it is to be sampled.
         reads_images: Whether the text encoder reads a request's images with its prompt.
+        seeds_images: Whether the latents of images are drawn with a request's seed.
         boundary_ratio: The first of two experts runs the steps with t >= boundary_ratio x 1000; None with one expert.
         chunk_frames: Latent frames of a chunk, where videos are denoised and decoded chunk after chunk; None elsewhere.
     """
@@ -49,6 +50,7 @@ class ModelSpec(ModelLimits):
     own: CheckpointOverrides = NOTHING_OWN
     boundary_ratio: float | None
     reads_images: bool = False
+    seeds_images: bool = False
     chunk_frames: int | None = None
 
     @property

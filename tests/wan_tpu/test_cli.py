@@ -17,7 +17,7 @@ from PIL import Image
 
 from tests.conftest import PHOTO, ROOT, STAGES
 from tests.wan_tpu import adapter_files
-from wan_tpu import DenoiseState, GenerationRequest, InvalidRequest, cli
+from wan_tpu import DenoiseState, GenerationRequest, InvalidInput, InvalidRequest, cli
 from wan_tpu.commands import staged
 from wan_tpu.commands.arguments import add_request_arguments, request_from
 from wan_tpu.commands.generate import generate
@@ -144,6 +144,18 @@ def test_stage_2_checks_what_began_as_a_video(options, field, said, checkpoint, 
     with pytest.raises(InvalidRequest, match=said) as raised:
         staged.denoise(["--input_dir", str(tmp_path), "--dp", "1", *options])
     assert raised.value.field == field
+
+
+def test_stage_2_refuses_another_seed_than_that_of_the_noise_of_images(checkpoint, tmp_path):
+    source = checkpoint("cogvideox1.5-5b-i2v")
+    request = GenerationRequest(prompt="a dog", seed=3).resolve(open_spec(source).defaults)
+    run = staged.Run("id", str(source), "float32", request, ())
+    write_json(tmp_path / staged.CONFIG, run.to_json())
+    text = {"text": np.zeros((1, 4, 4), np.float32)}
+    conditioning = Conditioning(text, image_latents=np.zeros((1, 16, 1, 4, 4), np.float32))
+    save_value(conditioning, tmp_path / staged.EMBEDDINGS, {"id": run.id})
+    with pytest.raises(InvalidInput, match="--seed is 4, and stage 1 has drawn the images' noise with 3; leave --seed"):
+        staged.denoise(["--input_dir", str(tmp_path), "--dp", "1", "--seed", "4"])
 
 
 def test_staged_equals_one_command(video_file, checkpoint, tmp_path, capsys):

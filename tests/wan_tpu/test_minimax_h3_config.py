@@ -1,6 +1,7 @@
 """What MiniMax-H3's configuration files say: published ones are recognised, others are refused with a reason."""
 
 import copy
+import dataclasses
 import hashlib
 import inspect
 import json
@@ -215,6 +216,18 @@ def test_defaults_are_those_of_diffusers():
 def test_sizes_of_other_shapes_are_those_of_diffusers(picture):
     height, width = picture
     assert SPEC.size_like(picture) == resolve_canvas_size(width, height, 32, 768, 768 * 1344)
+
+
+@pytest.mark.parametrize(("width", "height"), [(401, 100), (100, 401)])
+def test_image_that_is_longer_than_diffusers_allows_is_refused_unless_the_size_is_given(width, height):
+    with pytest.raises(ValueError, match="supports aspect ratios from 1:4 to 4:1"):
+        resolve_canvas_size(width, height, 32, 768, 768 * 1344)
+    request = GenerationRequest(prompt="a cat", image=Image.new("RGB", (width, height)))
+    with pytest.raises(InvalidRequest, match=f"is {width}x{height}, .* shapes from 1:4 to 4:1: crop the image, or"):
+        SPEC.plan(request)
+    plan = SPEC.plan(dataclasses.replace(request, width=512, height=512))
+    assert (plan.request.width, plan.request.height) == (512, 512)
+    assert SPEC.size_like((100, 400)) == resolve_canvas_size(400, 100, 32, 768, 768 * 1344)
 
 
 @pytest.mark.parametrize(

@@ -120,8 +120,8 @@ def denoise(argv: Sequence[str]) -> None:
     folder: Path = args.input_dir
     if args.warmup_steps < 0:
         raise InvalidInput(f"--warmup_steps is {args.warmup_steps}; give 0 or more")
-    conditioning, run = _read_stage1(folder)
-    resumed = None
+    conditioning, encoded = _read_stage1(folder)
+    run, resumed = encoded, None
     if args.resume:
         resumed, run = _read_state(folder, run.id)
     run = _with_overrides(run, args)
@@ -132,6 +132,12 @@ def denoise(argv: Sequence[str]) -> None:
     pipe = arguments.pipeline_from(args, run.model_id, run.dtype)
     run = _on_pipeline(run, pipe, resumed=args.resume)
     spec = pipe.runtime.model.spec
+    if spec.seeds_images and conditioning.image_latents is not None and run.request.seed != encoded.request.seed:
+        # diffusers draws the images' noise, and then the video's, from one generator.
+        raise InvalidInput(
+            f"--seed is {run.request.seed}, and stage 1 has drawn the images' noise with {encoded.request.seed}; leave "
+            f"--seed out, or run stage 1 again with --seed {run.request.seed}"
+        )
     has_video = conditioning.video_latents is not None
     has_last = spec.last_images == "required" or conditioning.has_last_image
     spec.check(run.request, image=conditioning.has_image, last=has_last, video=has_video)

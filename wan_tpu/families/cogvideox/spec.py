@@ -25,6 +25,7 @@ class CogVideoXSpec(FamilySpec):
     published: ClassVar = published
     read_config: ClassVar = staticmethod(read_config)
     spatial_stride = _STRIDE
+    seeds_images = True
 
     # The VAE decodes pairs of latent frames, and a single one only at the start: 8n + 1 pixel frames.
     frame_step = 8

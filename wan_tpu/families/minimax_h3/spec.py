@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from wan_tpu.errors import CheckpointError
+from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.families.minimax_h3 import published, sampling
 from wan_tpu.families.minimax_h3.clips import CLIP_FRAMES, CLIP_LATENTS, chunk_lengths
 from wan_tpu.families.minimax_h3.config import MiniMaxH3Config, read_config
@@ -33,6 +33,7 @@ class MiniMaxH3Spec(FamilySpec):
     tasks = ("t2v", "i2v")
     last_images = "alone"
     reads_images = True
+    seeds_images = True
     solvers = ("euler",)
     frame_stride = CLIP_FRAMES
     frame_offset = SHORTEST
@@ -96,9 +97,18 @@ class MiniMaxH3Spec(FamilySpec):
         return {VIDEO: self.latent_shape(request), AUDIO: sound}
 
     def size_like(self, picture: tuple[int, int]) -> tuple[int, int]:
-        """Return the (height, width) of an image's shape, whose short side or area is that of the default size."""
+        """Return the (height, width) of an image's shape, whose short side or area is that of the default size.
+
+        Raises:
+            InvalidRequest: The model wasn't trained on videos of such a shape.
+        """
         short, area = sorted((self.defaults.height, self.defaults.width))[0], self.defaults.height * self.defaults.width
-        shape = min(max(picture[1] / picture[0], 1 / WIDEST), WIDEST)
+        shape = picture[1] / picture[0]
+        if not 1 / WIDEST <= shape <= WIDEST:
+            raise InvalidRequest(
+                f"the image is {picture[1]}x{picture[0]}, {shape:.3g} times as wide as it is high; {self.name} makes "
+                f"videos of shapes from 1:{WIDEST} to {WIDEST}:1: crop the image, or give height and width"
+            )
         height, width = (short, short * shape) if shape >= 1 else (short / shape, short)
         factor = min(1.0, (area / (height * width)) ** 0.5)
         return nearest_multiple(height * factor, self.size_multiple), nearest_multiple(
