@@ -4,6 +4,7 @@ Slices are simulated, so that what is tried is the service, not this machine's a
 """
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -89,6 +90,35 @@ class Client:
         raise AssertionError(f"{path} isn't answered: {self.again}")
 
 
+class Viewer(threading.Thread):
+    """Watches a video while it is decoded; what it sees is the video or the beginning of it, whoever is killed."""
+
+    def __init__(self, address, job, fields):
+        super().__init__(daemon=True)
+        self._address, self._job, self._key = address, job, fields["key"]
+        self._video = simulated_video(GenerationRequest(prompt=fields["prompt"], seed=fields["seed"]))
+        self.seen, self.wrong = collections.Counter(), None
+
+    def run(self):
+        while not self.seen["whole"]:
+            received, end = b"", "cut"
+            with contextlib.suppress(httpx.TransportError), httpx.Client(base_url=self._address, timeout=600) as http:
+                path = f"/v1/videos/{self._job}/content?stream=1"
+                with http.stream("GET", path, headers=self._key) as answer:
+                    if answer.status_code == 200:
+                        for chunk in answer.iter_raw():
+                            received += chunk
+                        end = "whole"
+                    else:
+                        end = str(answer.status_code)
+            self.seen[end] += 1
+            expected = self._video if end == "whole" else self._video[: len(received)]
+            if end in ("whole", "cut") and received.rstrip(b"\0") != expected:
+                self.wrong = received[:100]
+                return
+            time.sleep(0.2)
+
+
 class Killer(threading.Thread):
     """Kills something every few seconds, kinds in a random order, until told to end."""
 
@@ -139,7 +169,7 @@ def test_nothing_is_lost_and_nothing_done_twice(online):
     wait_for(lambda: httpx.get(f"{online.address}/v1/models").status_code == 401)
     print(f"WAN_TPU_CHAOS_SEED={SEED}")
     killer.start()
-    start, jobs = time.monotonic(), {}
+    start, jobs, viewers = time.monotonic(), {}, []
     for i in itertools.takewhile(lambda i: i < JOBS or killer.killed.total() < KILLS, itertools.count()):
         killer.check()
         fields = {"prompt": f"{i % 20}", "size": "256x256", "num_frames": 17, "num_inference_steps": 4, "seed": i}
@@ -147,6 +177,9 @@ def test_nothing_is_lost_and_nothing_done_twice(online):
             "POST", "/v1/videos", json=fields, headers=keys[i % 3] | {"Idempotency-Key": f"job {i}"}
         ).json()
         jobs[video["id"]] = fields | {"key": keys[i % 3]}
+        if i % 5 == 0:
+            viewers.append(Viewer(online.address, video["id"], jobs[video["id"]]))
+            viewers[-1].start()
         time.sleep(max(0.0, start + (i + 1) / A_SECOND - time.monotonic()))
     killer.end()
     took = time.monotonic() - start
@@ -163,6 +196,10 @@ def test_nothing_is_lost_and_nothing_done_twice(online):
         content = client.ask("GET", f"/v1/videos/{job}/content", headers=fields["key"]).content
         asked = GenerationRequest(prompt=fields["prompt"], seed=fields["seed"])
         assert content.rstrip(b"\0") == simulated_video(asked)
+    for viewer in viewers:
+        viewer.join(60)
+        assert (viewer.wrong, viewer.seen["whole"]) == (None, 1), viewer.seen
+    print(f"{len(viewers)} watched: {dict(sum((viewer.seen for viewer in viewers), collections.Counter()))}")
     used = read_usage(database)
     assert sorted(usage.videos for usage in used.values()) == sorted(len(range(of, len(jobs), 3)) for of in range(3))
     done = collections.Counter(event["job"] for event in online.logged() if event["event"] == "completed")
