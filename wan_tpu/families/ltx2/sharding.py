@@ -20,6 +20,8 @@ _SUMS = r"(audio_attn[12]\.to_out\.0|video_to_audio_attn\.to_out\.0|audio_ff\.ne
 # The embeddings of timesteps, one for each use, and of LTX-2.0's text.
 _EMBEDDINGS = r"(.*_embed|.*adaln|av_cross_attn_.*)\.linear\.weight"
 MATRICES = rf"{_BLOCK}{_VIDEO}\.weight"
+# Of a layer's matrices beside the video's, those that `linear` reads in place where each device has all weights.
+IN_PLACE = rf"({TEXT}|(?!.*to_gate_logits){_HEADS}|{_SUMS})\.weight"
 _SPLIT_ROWS = rf"({_BLOCK}({_VIDEO}|{TEXT})\.weight|{_EMBEDDINGS})"
 RULES = (
     Rule(_SPLIT_ROWS, (SHARDS, None)),

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from wan_tpu.families.ltx2.guidance import Evaluation
-from wan_tpu.families.ltx2.sharding import RULES, TEXT
+from wan_tpu.families.ltx2.sharding import IN_PLACE, RULES, TEXT
 from wan_tpu.families.ltx2.streams.modulation import add_modulations, embed_times, project_texts
 from wan_tpu.families.ltx2.streams.sound import SoundStream
 from wan_tpu.families.ltx2.streams.video import AHEAD, VideoStream
@@ -193,6 +193,7 @@ class _Step:
             depth=len(inputs.blocks["scale_shift_table"]),
             ahead=AHEAD,
             platform=self._platform,
+            linear_only=[name for name in inputs.blocks if re.fullmatch(IN_PLACE, name)],
         )
         ops = ops_for(self._platform)
 

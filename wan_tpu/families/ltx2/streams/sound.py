@@ -1,7 +1,7 @@
 """The sound's stream of an LTX-2 transformer, inside the `jax.shard_map` of `../transformer.py`.
 
 Every device has all tokens of the sound, and its own heads and hidden units of the weights ('tp'). There are so few
-tokens that plain XLA is as good as kernels.
+tokens that plain XLA is as good as kernels. But where each device has all weights, kernels read large ones in place.
 
 Shapes: A tokens of the sound, S tokens of a text, t tokens of the video on one device, N heads, D head width, n columns
 of a device's heads.
@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from wan_tpu.families.shared.layers import StackedWeight, linear
 from wan_tpu.ops.attention import attention, query_scale
+from wan_tpu.ops.dispatch import ops_for
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.mesh import TokenLayout
 
@@ -145,6 +147,8 @@ class SoundStream:
 
     def _project(self, w: Params, name: str, rows: jax.Array, dtype: Any = None) -> jax.Array:
         """Apply a linear layer whose outputs are split: [.., n]."""
+        if isinstance(w[f"{name}.weight"], StackedWeight):
+            return linear(ops_for(self.platform), w, name, rows, dtype=dtype)
         product = jnp.einsum("ai,oi->ao", rows, w[f"{name}.weight"], preferred_element_type=jnp.float32)
         return (product + w[f"{name}.bias"].astype(jnp.float32)).astype(dtype or rows.dtype)
 
@@ -173,6 +177,8 @@ class SoundStream:
     ) -> jax.Array:
         """Return the residual plus gate times the projection of this device's columns, summed over all devices."""
         name = f"{name}.{output}"
+        if isinstance(w[f"{name}.weight"], StackedWeight):
+            return linear(ops_for(self.platform), w, name, x, residual=residual, gate=gate[None])
         product = self._sum(jnp.einsum("ai,oi->ao", x, w[f"{name}.weight"], preferred_element_type=jnp.float32)) + w[
             f"{name}.bias"
         ].astype(jnp.float32)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from wan_tpu.families.ltx2.streams.sound import SoundStream
-from wan_tpu.families.shared.layers import SPLIT, linear
+from wan_tpu.families.shared.layers import SPLIT, StackedWeight, linear
 from wan_tpu.ops.attention import attention, query_scale
 from wan_tpu.ops.dispatch import ops_for
 from wan_tpu.ops.exchange import AttentionOutput, Projections, exchanged_attention, head_groups, key_parts
@@ -164,6 +164,8 @@ class VideoStream:
             text = (text.astype(jnp.float32) * (1 + scale) + shift).astype(text.dtype)
 
         def project(name: str) -> jax.Array:
+            if isinstance(w[f"attn2.{name}.weight"], StackedWeight):
+                return self._project(w, f"attn2.{name}", text)
             weight, bias = w[f"attn2.{name}.weight"], w[f"attn2.{name}.bias"].astype(jnp.float32)
             part = jnp.einsum("si,oi->so", text, weight, preferred_element_type=jnp.float32).astype(text.dtype)
             if self._split[f"attn2.{name}.weight"] == SPLIT and axis_size(self._mesh, SHARDS) > 1:
