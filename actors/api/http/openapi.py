@@ -103,7 +103,10 @@ def describe_remix_body() -> dict[str, Any]:
 
 
 CONTENT: dict[int | str, dict[str, Any]] = {
-    200: {"description": "The whole file.", "content": {kind: {} for kind, _ in VARIANTS.values()}},
+    200: {
+        "description": "The whole file; with `stream`, as it is decoded.",
+        "content": {kind: {} for kind, _ in VARIANTS.values()},
+    },
     206: {"description": "The part that `Range` asked for."},
     304: {"description": "The file is the one that `If-None-Match` names."},
     307: {"description": "The file is at the address in `Location`, which needs no key."},

@@ -237,6 +237,8 @@ def test_streams_are_limited_with_events_and_end_with_their_job_and_key(settings
         for path in (f"/v1/videos/{jobs[0]}/content?stream=1", f"/v1/videos/{jobs[0]}/events"):
             refused = http.get(path)
             assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_streams")
+        for wrong, status in (({"content": b"x" * 5000}, 413), ({"params": {"stream": "perhaps"}}, 400)):
+            assert http.request("GET", f"/v1/videos/{jobs[0]}/content", **wrong).status_code == status
         http.delete(f"/v1/videos/{jobs[0]}").raise_for_status()
         assert viewers[0].end() == (b"", True)
         revoke_key(database, "ann")

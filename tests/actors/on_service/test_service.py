@@ -10,6 +10,7 @@ import pytest
 from actors.api.deploy import ServiceStartFailed, deploy_service
 from actors.jobs.database import Database
 from actors.jobs.store import JobStore
+from actors.jobs.watching import list_fragments
 from tests.actors.api.test_openai_client import frames_of
 from tests.actors.on_service.conftest import free_port
 from tests.conftest import PHOTO
@@ -84,6 +85,17 @@ def test_events_pass_haproxy_as_they_happen(online):
         assert names[-1] == "completed" and names.count("progress") >= 2
 
 
+def test_video_is_watched_through_haproxy_while_it_is_decoded(online):
+    with online.client() as client, httpx.Client(base_url=online.address, timeout=SECONDS) as http:
+        video = create(client, 400)
+        with http.stream("GET", f"/v1/videos/{video.id}/content", params={"stream": 1}) as answer:
+            assert client.videos.retrieve(video.id).status != "completed"
+            content = b"".join(answer.iter_raw())
+        assert poll(client, video).status == "completed"
+        assert list_fragments(Database(online.settings.database), video.id)
+        assert frames_of(content) == frames_of(client.videos.download_content(video.id).content)
+
+
 def test_job_survives_a_killed_worker_and_a_killed_ingress(online, undisturbed):
     with online.client(max_retries=0) as client:
         video = create(client, STEPS)
@@ -105,7 +117,8 @@ def test_job_survives_a_killed_worker_and_a_killed_ingress(online, undisturbed):
             entry["step"] for entry in online.logged() if entry["event"] == "goes on" and entry["job"] == video.id
         ]
         assert went_on and min(went_on) > 9  # from a snapshot, of which every tenth step begins one
-        assert len(JobStore(Database(online.settings.database)).get(video.id).results) == 3
+        results = JobStore(Database(online.settings.database)).get(video.id).results
+        assert results.keys() == {"video", "thumbnail", "spritesheet", "final_frame"}
 
 
 def test_a_cancelled_job_frees_its_slice(online):
