@@ -1,0 +1,58 @@
+"""Counts the operations of a Helios model's stages on diffusers' own modules."""
+
+import torch
+from diffusers import AutoencoderKLWan
+
+from wan_tpu.families.helios import components
+from wan_tpu.families.helios.published import CHUNK_FRAMES, HISTORY, TEXT_TOKENS, HeliosConfig
+from wan_tpu.families.shared.flop_count import count
+from wan_tpu.families.shared.t5 import text_encoder
+from wan_tpu.request import ResolvedRequest
+
+
+class HeliosFlops:
+    """Floating-point operations (a multiply-add is two) of each stage of one model."""
+
+    def __init__(self, config: HeliosConfig) -> None:
+        self._config = config
+
+    def encoder(self, request: ResolvedRequest, *, prompts: int) -> int:
+        """Count the encoding of prompts."""
+        ids = torch.ones(1, TEXT_TOKENS, dtype=torch.int32, device="meta")
+        build = text_encoder(self._config.text_encoder_class, self._config.text_encoder).build
+        return prompts * count(build, lambda module: module.encoder(inputs_embeds=module.shared(ids)))
+
+    def step(self, latent_shape: tuple[int, ...], *, branches: int, images: int = 0) -> int:
+        """Count a denoising step over latents [1, C, T, H, W], with `branches` guidance branches.
+
+        The history is counted at the latents' own size, which before the last size is less than it has.
+        """
+        config = self._config.transformer
+        names = "long", "mid", "short"
+        sizes = *HISTORY[:2], 1 + HISTORY[2]
+
+        def empty(frames: int) -> torch.Tensor:
+            return torch.empty(1, config["in_channels"], frames, *latent_shape[3:], device="meta")
+
+        history = {f"latents_history_{name}": empty(size) for name, size in zip(names, sizes, strict=True)}
+        indices = {
+            f"indices_latents_history_{name}": torch.empty(1, size, device="meta")
+            for name, size in zip(names, sizes, strict=True)
+        }
+        text = torch.empty(1, TEXT_TOKENS, config["text_dim"], device="meta")
+        chunk = torch.empty(1, latent_shape[2], device="meta")
+        time = torch.empty(1, device="meta")
+        return branches * count(
+            components.transformer(self._config).build,
+            lambda module: module(empty(latent_shape[2]), time, text, chunk, **indices, **history),
+        )
+
+    def decoder(self, latent_shape: tuple[int, ...]) -> int:
+        """Count the decoding of latents [1, C, T, H, W], each chunk as a video of its own."""
+
+        def decode(frames: int) -> int:
+            latents = torch.empty(*latent_shape[:2], frames, *latent_shape[3:], device="meta")
+            return count(lambda: AutoencoderKLWan.from_config(self._config.vae), lambda module: module.decode(latents))
+
+        two, three = decode(2), decode(3)
+        return latent_shape[2] // CHUNK_FRAMES * (three + (CHUNK_FRAMES - 3) * (three - two))

@@ -1,0 +1,134 @@
+"""The Helios family: text to video, chunk after chunk, with Wan 2.1's text encoder and VAE.
+
+The reference for every formula is diffusers 0.42, pipelines/helios.
+
+Shapes: B batch (guidance branches), T latent frames, H W latent height and width, L tokens, C channels.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.sharding import Mesh
+
+from wan_tpu.families.chunked import ChunkedModel
+from wan_tpu.families.helios import chunks, components, noise, positions, transformer
+from wan_tpu.families.helios.flops import HeliosFlops
+from wan_tpu.families.helios.published import HeliosConfig
+from wan_tpu.families.helios.spec import HeliosSpec
+from wan_tpu.families.model import StepInputs, apply_guidance
+from wan_tpu.families.wan.model import WanModel
+from wan_tpu.families.wan.tokens import unpatchify
+from wan_tpu.plan import VIDEO, Expert
+from wan_tpu.request import ResolvedRequest
+from wan_tpu.runtime.bridge import Params
+from wan_tpu.runtime.components import Component
+
+_HISTORY = (chunks.LONG, chunks.MID, chunks.SHORT)
+_COS, _SIN = "cos", "sin"  # The tables of the tokens' positions, among the constants.
+
+
+class HeliosModel(ChunkedModel, WanModel):
+    """One Helios model."""
+
+    spec: HeliosSpec  # type: ignore[assignment]
+    config: HeliosConfig  # type: ignore[assignment]
+
+    @functools.cached_property
+    def components(self) -> dict[str, Component]:
+        """Every component, by the name of its work."""
+        return components.components(self.config)
+
+    @functools.cached_property
+    def flops(self) -> HeliosFlops:  # type: ignore[override]
+        """The floating-point operations of each stage."""
+        return HeliosFlops(self.config)
+
+    def image_latents_shape(self, latent_shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return None: there is no image."""
+        return None
+
+    @property
+    def image_processor(self) -> None:
+        """There is no image encoder."""
+        return None
+
+    # ---- Chunks.
+
+    def chunk_noise(
+        self, request: ResolvedRequest, expert: Expert, generator: np.ndarray | None, images: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Draw the noise that a chunk begins as, or that its latents get when they are enlarged."""
+        drawn = self._first_generator(request)
+        if generator is not None:
+            drawn.set_state(torch.from_numpy(np.array(generator)))
+        if expert.enlarges:
+            shape = self.spec.latent_shapes(request, expert.stop)[VIDEO]
+            array = noise.draw_between(shape, self.spec.patch, self.config.pyramid.gamma, drawn)
+        else:
+            array = noise.draw_first(self.spec.latent_shape(request), self.spec.sizes, drawn)
+        return array, drawn.get_state().numpy()
+
+    def renoising(self, request: ResolvedRequest, expert: Expert) -> tuple[float, float]:
+        """Return the factors of the enlarged latents and of their noise."""
+        shape = self.spec.latent_shapes(request, expert.stop)[VIDEO]
+        segment = next(segment for segment in self.spec.segments(request, expert.chunk) if segment.shape == shape)
+        assert segment.mixing is not None
+        return segment.mixing
+
+    def enlarge_chunk(self, latents: jax.Array) -> jax.Array:
+        """Return latents twice as high and wide."""
+        return chunks.enlarge(latents)
+
+    def chunk_history(
+        self, request: ResolvedRequest, before: Sequence[np.ndarray], image_latents: np.ndarray | None
+    ) -> dict[str, np.ndarray]:
+        """Return the last frames of the chunks before, and the first one of all."""
+        return chunks.make_history(self.spec.latent_shape(request), before)
+
+    # ---- Experts.
+
+    def constants(
+        self, request: ResolvedRequest, latent_shape: tuple[int, ...], text: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """Return the tables of the tokens' positions, those of the history included."""
+        patch, finished = self.spec.patch, self.spec.latent_shape(request)
+        grid = [n // p for n, p in zip(latent_shape[2:], patch, strict=True)]
+        history_size = [n // p for n, p in zip(finished[3:], patch[1:], strict=True)]
+        cos, sin = positions.rotary_tables(self.config.transformer, grid, history_size)
+        return {_COS: cos, _SIN: sin}
+
+    def velocity(self, module: torch.nn.Module, params: Params, mesh: Mesh, inputs: StepInputs) -> dict[str, jax.Array]:
+        """Return the guided velocity, float32 [1, C, T, H, W]."""
+        latents, dtype = inputs.latents, inputs.keys["key"].dtype
+        tokens = transformer.velocity(
+            module,
+            params,
+            mesh,
+            latents.astype(dtype),
+            inputs.timestep,
+            {name: inputs.keys[name].astype(dtype) for name in _HISTORY},
+            (inputs.keys[_COS], inputs.keys[_SIN]),
+            {name: inputs.keys[name] for name in ("key", "value")},
+        )
+        guide = guide_scaled if self.config.scaled_guidance else apply_guidance
+        guided = guide(tokens, inputs.guidance)
+        return {VIDEO: unpatchify(guided, latents.shape, self.spec.patch, self.spec.latent_channels)}
+
+
+def guide_scaled(branches: jax.Array, guidance: jax.Array) -> jax.Array:
+    """Combine the branches' velocities [B, L, ...] as CFG-Zero* does.
+
+    Args:
+        branches: The prompt's and, under guidance, the negative prompt's, which is scaled to fit the prompt's best.
+        guidance: [2]: the scale, and 0 where a step leaves the latents as they are.
+    """
+    scale, changes = guidance
+    if len(branches) == 1:
+        return branches[0].astype(jnp.float32)
+    prompt, negative = branches.astype(jnp.float32)
+    fit = (prompt * negative).sum() / ((negative**2).sum() + 1e-8)
+    return changes * (fit * negative + scale * (prompt - fit * negative))
