@@ -1,6 +1,6 @@
 """Computes Helios' predictions. test_helios_transformer.py runs it on eight devices.
 
-Arguments: a checkpoint's folder, the npz of inputs, and where to write the predictions of one device and of all.
+Arguments: a checkpoint's folder, the npz of inputs, and the npy to write.
 """
 
 import sys
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.wan_tpu.meshes import fit_meshes
+from tests.wan_tpu.meshes import fit_mesh
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.helios import transformer
 from wan_tpu.families.helios.chunks import LONG, MID, SHORT
@@ -52,10 +52,7 @@ def make_predictor(folder, mesh):
 
 if __name__ == "__main__":
     folder, file, out = map(Path, sys.argv[1:])
-    inputs, predictions = dict(np.load(file)), {}
+    inputs = dict(np.load(file))
     history = {name: inputs[name] for name in (LONG, MID, SHORT)}
-    for shape in fit_meshes((1, 1, 1), (2, 2, 2)):
-        predict = make_predictor(folder, make_mesh(shape, heads=HEADS))
-        velocities = predict(inputs["latents"], inputs["time"], history, inputs["text"])
-        predictions["x".join(map(str, shape))] = velocities
-    np.savez(out, **predictions)
+    predict = make_predictor(folder, make_mesh(fit_mesh((2, 2, 2)), heads=HEADS))
+    np.save(out, predict(inputs["latents"], inputs["time"], history, inputs["text"]))
