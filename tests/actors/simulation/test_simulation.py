@@ -18,7 +18,7 @@ from wan_tpu.errors import OutputError
 from wan_tpu.stage_machine import StageMachine
 
 VIDEOS = 2000
-SEEDS = range(1000)
+SEEDS = (127, 435, *range(1000))  # Storage that is down at the end of a run, and a drain that begins late, come first.
 
 
 @pytest.fixture(autouse=True)
