@@ -25,7 +25,6 @@ from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.components import Component, Loaded
 from wan_tpu.runtime.mesh import replicated
-from wan_tpu.spec import ModelSpec
 
 
 class StepInputs(NamedTuple):
@@ -60,23 +59,21 @@ class Model(SeededNoise, abc.ABC):
     """One model of a family.
 
     Functions that take `module` and `params` are traced by `jax.jit`; all others run on the host. The inputs of a step
-    beside the latents, "keys", are a dict of arrays that only the family looks into.
+    besides the latents, "keys", are a dict of arrays that only the family looks into.
 
     Attributes:
         spec: What is known of the model without JAX.
         config: A dataclass of everything that determines its programs, for the key of compiled ones.
         checkpoint: Has the tokenizers and the image processor; None for a published model, which can only be compiled.
+        latents_dtype: The dtype of latents to decode: float32 where the VAE denormalises them; None for its weights'.
     """
 
-    spec: ModelSpec
-    config: Any
-    checkpoint: Checkpoint | None
-    latents_dtype: Any = None  # Of latents to decode: float32 where the VAE denormalises them; None: as its weights.
+    latents_dtype: Any = None
 
     def __init__(self, spec: Any, checkpoint: Checkpoint | None = None) -> None:
         """Make the model of a spec and its `config`."""
         self.spec = spec
-        self.config = spec.config
+        self.config: Any = spec.config
         self.checkpoint = checkpoint
 
     @property
@@ -160,7 +157,7 @@ class Model(SeededNoise, abc.ABC):
         return None
 
     def prepare(self, component: str) -> None:
-        """Read what the host needs for a component beside its weights: a tokenizer, or the image processor.
+        """Read what the host needs for a component besides its weights: a tokenizer, or the image processor.
 
         Raises:
             CheckpointError: The checkpoint has no working one.
@@ -250,7 +247,7 @@ class Model(SeededNoise, abc.ABC):
     def constants(
         self, request: ResolvedRequest, latent_shape: tuple[int, ...], text: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        """Return arrays that every step takes beside the keys of the text, computed on the host; none by default.
+        """Return arrays that every step takes besides the keys of the text, computed on the host; none by default.
 
         Args:
             request: The request.
