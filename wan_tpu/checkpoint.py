@@ -28,6 +28,8 @@ MODULAR_INDEX = "modular_model_index.json"  # Modular pipelines of diffusers hav
 OWN = "wan_tpu.json"
 # The files other than weights, in a checkpoint's folder and the folders in it.
 OTHERS = ("*.json", "*.txt", "*.model", "*.jinja", "*.md", "*LICENSE*")
+# Some published checkpoints have further models in folders of their own, which aren't read.
+_IN_FOLDERS, _DEEPER = "*/*", "*/*/*"
 
 
 class Checkpoint:
@@ -55,10 +57,13 @@ class Checkpoint:
         self._asked_for = str(source)
         self._hub_id = None if exists or self._bucket else _hub_id(self.source)
         self._local = self._bucket is None and self._hub_id is None
-        self.folder = local if self._local else self._fetch(["*.json", "tokenizer/*"])
+        self.folder = local if self._local else self._fetch(["*.json"], _IN_FOLDERS)
         # Repositories for modular pipelines may have both, with the same content.
         self.index_name = next((name for name in (INDEX, MODULAR_INDEX) if (self.folder / name).is_file()), INDEX)
         self.index = self._json(self.index_name)
+        if not self._local:
+            parts = [name for name, entry in self.index.items() if isinstance(entry, list) and any(entry)]
+            self._fetch([*(f"{name}/*.json" for name in parts), "tokenizer/*"], _DEEPER)
 
     def has(self, component: str) -> bool:
         """Return whether the index names this component (diffusers writes [null, null] for an absent one).
@@ -257,11 +262,15 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder / name} is no JSON object; fetch it again")
         return content
 
-    def _fetch(self, patterns: Sequence[str]) -> Path:
+    def _fetch(self, patterns: Sequence[str], ignored: str | None = None) -> Path:
+        """Fetch files whose names match one of the patterns, and not that of `ignored` ones; return the folder."""
         if self._bucket is not None:
-            return self._bucket.fetch(patterns)
+            return self._bucket.fetch(patterns, ignored)
         with explain_hub_errors(str(self._hub_id)):
-            return Path(huggingface_hub.snapshot_download(str(self._hub_id), allow_patterns=list(patterns)))
+            folder = huggingface_hub.snapshot_download(
+                str(self._hub_id), allow_patterns=list(patterns), ignore_patterns=ignored
+            )
+            return Path(folder)
 
 
 def on_disk(path: Path) -> WeightFile:

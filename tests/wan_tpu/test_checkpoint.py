@@ -231,19 +231,24 @@ def test_only_files_that_are_read_are_fetched_from_the_hub(tmp_path, monkeypatch
     ):
         (hub / name).parent.mkdir(parents=True, exist_ok=True)
         safetensors.torch.save_file({name: torch.zeros(1)}, hub / name)
-    (hub / "model_index.json").write_text("{}")
+    for name in ("model_index", "transformer/config", "Other/model_index", "Other/transformer/config"):
+        (hub / f"{name}.json").parent.mkdir(parents=True, exist_ok=True)
+        (hub / f"{name}.json").write_text('{"transformer": ["diffusers", "Transformer"], "vae": [null, null]}')
     shards = {"weight_map": {str(i): f"diffusion_pytorch_model-0000{i}-of-00002.safetensors" for i in (1, 2)}}
     (hub / "transformer" / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(shards))
 
-    def snapshot_download(repository, *, allow_patterns):
+    def snapshot_download(repository, *, allow_patterns, ignore_patterns):
         names = [str(file.relative_to(hub)) for file in hub.rglob("*.*")]
-        for name in filter_repo_objects(names, allow_patterns=allow_patterns):
+        for name in filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
             (cache / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(hub / name, cache / name)
         return str(cache)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     opened = Checkpoint("someone/model")
+    fetched = {str(file.relative_to(cache)) for file in cache.rglob("*.json")}
+    of_transformer = {"config", "diffusion_pytorch_model.safetensors.index"}
+    assert fetched == {"model_index.json", *(f"transformer/{name}.json" for name in of_transformer)}
     parts = "transformer", "vae", "text_encoder"
     read = [index_tensors(opened, part, torch.nn.Module(), (), ()) for part in parts]
     fetched = {str(file.relative_to(cache)) for file in cache.rglob("*.safetensors")}

@@ -86,16 +86,27 @@ class BucketFolder:
         with self._explain_errors():
             return self._storage.read_version(name, version, start, stop)
 
-    def fetch(self, patterns: Sequence[str]) -> Path:
-        """Fetch all files whose names match one of the patterns ("*.json", "vae/*"); return the folder."""
+    def fetch(self, patterns: Sequence[str], ignored: str | None = None) -> Path:
+        """Fetch all files whose names match one of the patterns ("*.json", "vae/*"); return the folder.
+
+        Args:
+            patterns: The patterns, in which * stands for slashes, too.
+            ignored: The pattern of files that aren't fetched nevertheless.
+        """
+
+        def is_wanted(name: str) -> bool:
+            if ignored is not None and fnmatch.fnmatch(name, ignored):
+                return False
+            return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
         with self._explain_errors():
             for name, stored in self._objects.items():
-                if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
+                if is_wanted(name):
                     self._fetch(name, stored.version)
             for file in self.folder.rglob("*"):
                 name = file.relative_to(self.folder).as_posix()
-                wanted = any(fnmatch.fnmatch(name, pattern) for pattern in patterns) and not file.name.startswith(".")
-                if wanted and name not in self._objects and file.is_file():
+                is_own = name in self._objects or file.name.startswith(".")
+                if is_wanted(name) and not is_own and file.is_file():
                     file.unlink(missing_ok=True)  # The object was deleted from the bucket.
         return self.folder
 

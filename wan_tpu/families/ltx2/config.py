@@ -169,7 +169,7 @@ def _read_text_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _read_upsampler(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    if not (checkpoint.folder / _UPSAMPLER / "config.json").is_file():
+    if not (checkpoint.path(_UPSAMPLER) / "config.json").is_file():
         return None
     return complete_config(checkpoint, _UPSAMPLER, classes.UPSAMPLER)
 
