@@ -26,15 +26,17 @@ class Seconds:
 
     Attributes:
         encode: Seconds of the encoder for a job.
-        step: Seconds of a denoising step.
+        step: Seconds of a denoising step, the mean over all stages.
         decode: Seconds of the decoder for a job.
         wait: How many times longer than the sum of these a job takes, because it shares the slices with others.
+        weights: How many times longer than the mean step one takes, by its stage and its work, where that was measured.
     """
 
     encode: float
     step: float
     decode: float
     wait: float = 1.0
+    weights: dict[tuple[str, int], float] = dataclasses.field(default_factory=dict)
 
     def estimate_alone_s(self, steps: int) -> float:
         """Return the seconds that a video of `steps` steps takes if it has the slices to itself."""

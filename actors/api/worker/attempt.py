@@ -118,6 +118,7 @@ class Attempt:
             raise PipelineError("its inputs can't be read now") from error
         engine = self._context.engine
         plan = engine.model.plan(request)  # Planned now, since jobs outlive upgrades and their adapters may have moved.
+        self._tracker.weigh_steps(engine.model, plan)
         extends = "source_frames" in self._job.request
         if extends:
             plan = plan.with_request(dataclasses.replace(plan.request, hidden_frames=1))
@@ -297,8 +298,11 @@ def _rebuild_request(job: Job, storage: Storage, catalogue: Catalogue) -> Genera
     fields["loras"] = catalogue.resolve(fields.get("loras", ()))
     for field, name in (("image", job.input_image), ("last_image", job.input_last_image)):
         fields[field] = None if name is None else Image.open(io.BytesIO(storage.read(name))).convert("RGB")
-    if job.input_video is not None and "source_frames" not in job.request:
-        fields["video"] = VideoContent(storage.read(job.input_video))
+    if job.input_video is not None:
+        if "source_frames" in job.request:
+            storage.size(job.input_video)  # It is only read at the end; if it is gone, nothing needs to be computed.
+        else:
+            fields["video"] = VideoContent(storage.read(job.input_video))
     return GenerationRequest(**fields)
 
 

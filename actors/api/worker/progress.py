@@ -1,15 +1,20 @@
 """Track a job's progress and cost from the spans of its slices. Percent is weighted by measured seconds."""
 
+import itertools
+import statistics
 from collections.abc import Mapping
 
 from actors.api.estimates import Seconds
 from actors.jobs.tables import Job
 from actors.jobs.values import Progress
 from actors.observe.span import Span
-from wan_tpu.plan import DECODER, ENCODER
+from wan_tpu.plan import DECODER, ENCODER, VIDEO, RequestPlan
+from wan_tpu.spec import ModelSpec
 
 _NEW = 0.3  # Weight of the latest measurement against earlier ones.
 _NEVER_COMPLETE = 99.9
+
+Step = tuple[str, int]  # A step's stage and its work, to which its seconds are nearly proportional.
 
 
 class Tracker:
@@ -27,12 +32,24 @@ class Tracker:
             dollars: Price per hour of one of these chips, by stage, where known.
         """
         self._job, self._pace, self._chips, self._dollars = job, pace, chips, dollars or {}
-        self._steps = int(job.request["steps"])
+        # For each step its stage and its work, None for those that aren't run.
+        self._steps: list[Step | None] = [("", 1)] * int(job.request["steps"])
+        self._measured: dict[Step, list[float]] = {}
         before = job.progress or Progress(stage=ENCODER)
         self._stage, self._step, self._percent = ENCODER, 0, before.percent
         self._decoded, self._is_first_attempt = False, job.attempts <= 1
         # When each stage of this attempt began and ended by its slice's clock, and for how many seconds it computed.
         self.times: dict[str, tuple[float, float, float]] = {}
+
+    def weigh_steps(self, model: ModelSpec, plan: RequestPlan) -> None:
+        """Follow the steps of a plan. They are weighed by the tokens that they compute, until they have been measured.
+
+        Steps of a stage that enlarges latents take several times as long as those before.
+        """
+        self._steps = [None] * plan.first_step
+        for expert in plan.experts:
+            tokens = model.tokens(model.latent_shapes(plan.request, expert.stop)[VIDEO])
+            self._steps += [(expert.stage, tokens * (1 + expert.guided))] * (expert.stop - expert.start)
 
     def note(self, span: Span) -> None:
         """Add a slice's span."""
@@ -46,23 +63,25 @@ class Tracker:
         self._job.spend(span.stage, span.seconds, chips, dollars)
         if span.step is not None:
             self._step = max(self._step, span.step)
-            self._pace.step += _NEW * (span.seconds - self._pace.step)
-            if self._step == self._steps:
+            if (step := self._steps[span.step - 1]) is not None:
+                self._pace.step += _NEW * (span.seconds / self._weights()[span.step - 1] - self._pace.step)
+                self._measured.setdefault(step, []).append(span.seconds)
+            if self._step == len(self._steps):
                 self._stage = DECODER
         elif span.stage == DECODER:
             self._decoded = True
 
     def estimate(self) -> Progress:
         """Return the progress. Percent never falls, even if lost work is repeated."""
-        pace = self._pace
+        pace, weights = self._pace, self._weights()
         encoded = self._stage != ENCODER or self._step > 0
-        done = pace.encode * encoded + pace.step * self._step + pace.decode * self._decoded
-        whole = pace.estimate_alone_s(self._steps)
+        done = pace.encode * encoded + pace.step * sum(weights[: self._step]) + pace.decode * self._decoded
+        whole = pace.encode + pace.step * sum(weights) + pace.decode
         self._percent = max(self._percent, min(_NEVER_COMPLETE, 100 * done / max(whole, 1e-9)))
         return Progress(
             stage=self._stage,
             step=self._step,
-            steps=self._steps,
+            steps=len(self._steps),
             percent=round(self._percent, 2),
             eta_s=round(max(0.0, whole - done) * pace.wait, 1),
         )
@@ -72,8 +91,19 @@ class Tracker:
         pace, mine = self._pace, self.stage_seconds
         pace.encode += _NEW * (mine.get(ENCODER, 0.0) - pace.encode)
         pace.decode += _NEW * (mine.get(DECODER, 0.0) - pace.decode)
+        if sum(map(len, self._measured.values())) == sum(step is not None for step in self._steps):
+            mean = statistics.fmean(itertools.chain.from_iterable(self._measured.values()))
+            for step, times in self._measured.items():
+                weight = statistics.fmean(times) / max(mean, 1e-9)
+                pace.weights[step] = (1 - _NEW) * pace.weights.get(step, weight) + _NEW * weight
         if mine and self._is_first_attempt:
             pace.wait += _NEW * (max(1.0, seconds / max(sum(mine.values()), 1e-9)) - pace.wait)
+
+    def _weights(self) -> list[float]:
+        """Return how many times longer than the mean step each one takes."""
+        works = [work for _, work in filter(None, self._steps)]
+        mean = statistics.fmean(works)
+        return [0.0 if step is None else self._pace.weights.get(step, step[1] / mean) for step in self._steps]
 
     @property
     def stage_seconds(self) -> dict[str, float]:

@@ -4,11 +4,13 @@ import dataclasses
 
 import pytest
 
-from actors.api.estimates import Pace
+from actors.api.estimates import Pace, Seconds
 from actors.api.worker.progress import Tracker
 from actors.jobs.store import JobStore
 from actors.jobs.tables import Job
 from actors.observe.span import Span
+from wan_tpu import GenerationRequest
+from wan_tpu.families import published_spec
 
 REQUEST = {"height": 64, "width": 64, "frames": 9, "steps": 10}
 CHIPS = {"encoder": 4, "denoise_high": 8, "decoder": 4}
@@ -46,6 +48,30 @@ def test_percent_and_eta_are_weighted_by_measured_seconds(job):
     assert seen[-2].stage == "decoder"
     assert (seen[-1].percent, seen[-1].eta_s) == (99.9, 0.0)
     assert job.chip_seconds == pytest.approx(4 * 1.0 + 8 * 20.0 + 4 * 4.0)
+
+
+def test_steps_of_a_stage_that_enlarges_weigh_more_by_their_tokens_and_then_as_they_were_measured(job):
+    model = published_spec("ltx-2.3-distilled")
+    plan = model.plan(GenerationRequest(prompt="a cat", height=128, width=128, frames=9))
+    assert [expert.stop for expert in plan.experts] == [8, 11]
+    two_stages = dataclasses.replace(job, request=REQUEST | {"steps": 11})
+    pace = Seconds(encode=0.0, step=23 / 11, decode=0.0)  # Of eight steps of a second, and three of five.
+
+    def watch():
+        tracker = Tracker(two_stages, pace, CHIPS)
+        tracker.weigh_steps(model, plan)
+        seen = []
+        for step in range(1, 12):
+            tracker.note(span("denoise", 1.0, step) if step <= 8 else span("refine", 5.0, step))
+            seen.append(tracker.estimate())
+        tracker.learn(23.0)
+        return seen
+
+    first, second = watch(), watch()
+    assert first[7].percent == pytest.approx(100 * 8 / (8 + 3 * 4), rel=0.01)  # It has four times the tokens.
+    assert [progress.eta_s for progress in second] == pytest.approx([23 - n for n in range(1, 9)] + [10, 5, 0], abs=1.5)
+    assert second[7].percent == pytest.approx(100 * 8 / 23, abs=0.01)
+    assert (second[-1].step, second[-1].steps) == (11, 11)
 
 
 def test_percent_never_falls_when_steps_are_done_again(job):
