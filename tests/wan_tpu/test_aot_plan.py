@@ -4,9 +4,10 @@ import dataclasses
 import gzip
 import json
 
+import jax
 import pytest
 
-from wan_tpu import GenerationRequest
+from wan_tpu import GenerationRequest, InvalidRequest
 from wan_tpu.aot.programs import ENLARGE, FIRST_STEP, STEP, AbstractRuntime, stage_programs
 from wan_tpu.aot.topology import DescribedSlice, Hardware
 from wan_tpu.families import published_spec
@@ -205,3 +206,27 @@ def test_a_cached_step_is_compiled_for_the_schedule_of_its_curve(tmp_path):
     settings = planner.job(STEP, MeshShape(2, 1, 2)).settings
     compiled = GenerationRequest(**settings).resolve(spec.defaults)  # as the process that compiles it does
     assert (spec.skipped(compiled) == spec.skipped(request)).all()
+
+
+def test_a_plan_with_keyframes_has_the_programs_that_read_them_and_those_of_the_sound(tmp_path):
+    model, mesh = published_model("minimax-h3"), MeshShape(1, 1, 4)
+    request = GenerationRequest().resolve(model.spec.defaults)
+    runtime = AbstractRuntime(model, make_mesh((1, 1, 1), heads=model.spec.heads), "bfloat16")
+    rows, sizes, digests, operations = [], [], set(), []
+    for images in (0, 2):
+        planner = Planner("minimax-h3", request, SLICE, dtype="bfloat16", cache=tmp_path, report=print, images=images)
+        programs = stage_programs(runtime, request, images=images)
+        calls = {name: calls for name, (_, _, calls) in programs.items()}
+        assert calls.get("vae_encoder first", 0) == images
+        assert calls["text_encoder"] == calls["audio_decoder"] == calls["decoder first"] == 1
+        _, (weights, ids, *_), _ = programs["text_encoder"]
+        rows.append(ids.shape[1])
+        sizes.append(sum(weight.size for weight in jax.tree.leaves(weights)))
+        digests.add(planner.job("text_encoder", mesh).digest)
+        [encoder] = planner._stages([ProgramPlan("text_encoder", 1, Compiled(0.0, 0.0, 0), None, None)])
+        operations.append(encoder.flops)
+    # The tower reads 1008 tokens of each keyframe, which stand between two marks.
+    assert rows[1] - rows[0] == 2 * 1010 and sizes[1] - sizes[0] == pytest.approx(0.58e9, rel=0.05)
+    assert len(digests) == 2 and operations[1] > 2 * operations[0]
+    with pytest.raises(InvalidRequest, match="images is 3; minimax-h3 takes 0 or 1 or 2"):
+        Planner("minimax-h3", request, SLICE, dtype="bfloat16", cache=tmp_path, report=print, images=3)

@@ -121,6 +121,20 @@ def test_work_of_ltx2_is_what_a_run_of_diffusers_counts(checkpoint):
     assert sum(parts) == counter.get_total_flops() - 2 * 1024 * words
 
 
+def test_keyframes_are_rows_of_minimax_h3_s_sequence():
+    """Of the published model at its own size, by hand: linear layers and attention of 50 blocks; the rest is 2 %."""
+    model = published_model("minimax-h3")
+    request = GenerationRequest().resolve(model.spec.defaults)
+    shape, width, inner, hidden = model.spec.latent_shape(request), 5376, 7168, 14336
+    rows = model.spec.tokens(shape) + model.spec.audio_tokens(request.frames) + 1024
+    linear = 2 * width * (4 * inner + 3 * hidden)
+    for images in (0, 2):
+        # Of a keyframe of 1344x768 there are 1008 tokens, and in the text as many with two marks.
+        length = rows + images * (1008 + 1010)
+        expected = 50 * (length * linear + 4 * length**2 * inner)
+        assert model.flops.step(shape, branches=1, images=images) == pytest.approx(expected, rel=0.02)
+
+
 @pytest.mark.long
 def test_work_of_minimax_h3_is_what_a_run_of_diffusers_counts(checkpoint):
     """With a prompt of as many tokens as there are rows for the text; in the first step both parts' times are one."""

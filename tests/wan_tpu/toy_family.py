@@ -104,7 +104,7 @@ class ToyFlops:
         build = text_encoder("T5EncoderModel", TEXT | {"vocab_size": 400}).build
         return prompts * count(build, lambda module: module(ids))
 
-    def step(self, latent_shape, *, branches):
+    def step(self, latent_shape, *, branches, images=0):
         return 2 * branches * math.prod(latent_shape) * CHANNELS
 
     def decoder(self, latent_shape):

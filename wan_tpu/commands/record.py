@@ -145,10 +145,10 @@ class Recorder:
         model, request, operations = self.runtime.model, self._plan.request, self._operations.get(stage, [])
         prompts = sum(isinstance(operation, EncodeText) for operation in operations)
         experts = Counter(step.expert for step in operations if isinstance(step, Step))
-        flops = sum(
-            steps * model.flops.step(model.spec.latent_shapes(request, expert.stop)[VIDEO], branches=1 + expert.guided)
-            for expert, steps in experts.items()
-        )
+        flops, images = 0, self._plan.images
+        for expert, steps in experts.items():
+            shape = model.spec.latent_shapes(request, expert.stop)[VIDEO]
+            flops += steps * model.flops.step(shape, branches=1 + expert.guided, images=images)
         # A text encoder that reads the prompt with the images has no operation for the prompt alone.
         if any(isinstance(operation, EncodeText | EncodeImage) for operation in operations):
             flops += model.flops.encoder(request, prompts=prompts)

@@ -1,10 +1,12 @@
 """Plan a model on a slice: compile and price its programs on a mesh."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
+from PIL import Image
 
 from wan_tpu.aot.programs import ADAPTERS, ENLARGE, FIRST_STEP, SKIPPED, STEP, AbstractRuntime, stage_programs
 from wan_tpu.aot.topology import DescribedSlice
@@ -18,7 +20,7 @@ from wan_tpu.pricing.host import host_seconds
 from wan_tpu.pricing.ici import interconnect_of
 from wan_tpu.pricing.kernel_prices import CountBundles, KernelPrices, count_alone
 from wan_tpu.pricing.plan import KEYS, Plan, Prediction, ProgramPlan, StagePlan, find_owner
-from wan_tpu.request import ResolvedRequest
+from wan_tpu.request import IMAGES, ResolvedRequest
 from wan_tpu.runtime.mesh import MeshShape, make_mesh
 from wan_tpu.stages import sound_decoders
 
@@ -150,6 +152,7 @@ class Planner:
     def _stages(self, programs: list[ProgramPlan]) -> Iterator[StagePlan]:
         flops, spec = self._model.flops, self._model.spec
         branches = 2 if spec.guided(self._request) else 1
+        images = spec.image_counts[0] if self._images is None else self._images
         denoise = [
             program
             for program in programs
@@ -160,17 +163,18 @@ class Planner:
         encoder = [program for program in programs if program not in denoise + decoder]
         host_s = host_seconds(self._model.spec, self._request, self._images)
         if encoder:
-            operations = flops.encoder(self._request, prompts=branches)
+            # Only whether there are images matters here, not what is on them.
+            pictures: dict[str, Any] = dict.fromkeys(IMAGES[:images], Image.new("RGB", (1, 1)))
+            operations = flops.encoder(dataclasses.replace(self._request, **pictures), prompts=branches)
             yield StagePlan("encoder", tuple(encoder), operations, host_s["encoder"])
         if denoise:
             last = spec.experts(self._request)[-1]
             steps = {FIRST_STEP: last.start, STEP: last.stop}
-            operations = sum(
-                program.calls
-                * flops.step(spec.latent_shapes(self._request, steps[program.name])[VIDEO], branches=branches)
-                for program in denoise
-                if program.name in steps
-            )
+            operations = 0
+            for program in denoise:
+                if program.name in steps:
+                    shape = spec.latent_shapes(self._request, steps[program.name])[VIDEO]
+                    operations += program.calls * flops.step(shape, branches=branches, images=images)
             yield StagePlan("denoise", tuple(denoise), operations, host_s["denoise"])
         if decoder:
             operations = flops.decoder(self._model.spec.decoded_shape(self._request))

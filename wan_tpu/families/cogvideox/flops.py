@@ -26,7 +26,7 @@ class CogVideoXFlops:
         pixels = torch.empty(1, 3, 1, request.height, request.width, device="meta")
         return total + count(self._vae, lambda module: module.encode(pixels))
 
-    def step(self, latent_shape: tuple[int, ...], *, branches: int) -> int:
+    def step(self, latent_shape: tuple[int, ...], *, branches: int, images: int = 0) -> int:
         """Count a denoising step over latents [1, C, T, H, W], with `branches` guidance branches."""
         config = self._config.transformer
         _, _, frames, height, width = latent_shape

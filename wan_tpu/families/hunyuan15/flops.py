@@ -43,7 +43,7 @@ class HunyuanFlops:
         pixels = torch.empty(1, 3, 1, request.height, request.width, device="meta")
         return total + count(self._vae, lambda module: module.encode(pixels))
 
-    def step(self, latent_shape: tuple[int, ...], *, branches: int) -> int:
+    def step(self, latent_shape: tuple[int, ...], *, branches: int, images: int = 0) -> int:
         """Count a denoising step over latents [1, C, T, H, W], with `branches` guidance branches."""
         return branches * count(
             components.transformer(self._config).build, lambda module: self._run(module, latent_shape)

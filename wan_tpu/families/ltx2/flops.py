@@ -27,7 +27,7 @@ class Ltx2Flops:
             total += vae.count_encoding(self._config, (1, 3, 1, height * STRIDE, width * STRIDE))
         return total
 
-    def step(self, latent_shape: tuple[int, ...], *, branches: int) -> int:
+    def step(self, latent_shape: tuple[int, ...], *, branches: int, images: int = 0) -> int:
         """Count a denoising step over latents [1, C, T, H, W]: one evaluation, or all that guidance takes."""
         evaluations = 1
         if branches > 1:

@@ -6,8 +6,8 @@ import torch
 
 from wan_tpu.families.minimax_h3 import audio, components, text, vae
 from wan_tpu.families.minimax_h3.clips import CLIP_FRAMES, CLIP_LATENTS
-from wan_tpu.families.minimax_h3.spec import MiniMaxH3Spec
-from wan_tpu.families.minimax_h3.vision import presentation
+from wan_tpu.families.minimax_h3.spec import STRIDE, MiniMaxH3Spec
+from wan_tpu.families.minimax_h3.vision import pictures, presentation
 from wan_tpu.families.shared.flop_count import count
 from wan_tpu.request import IMAGES, ResolvedRequest
 
@@ -28,13 +28,14 @@ class MiniMaxH3Flops:
         keyframes = images * vae.count_encoding(self._config, *size)
         return keyframes + presentation.count_flops(self._config, *size, images)
 
-    def step(self, latent_shape: tuple[int, ...], *, branches: int) -> int:
+    def step(self, latent_shape: tuple[int, ...], *, branches: int, images: int = 0) -> int:
         """Count a denoising step over latents [1, C, T, H, W], with a text of the longest length.
 
-        The text's own layers, which run once a request, are counted in every step; they are a thousandth of it.
+        Keyframes are rows of the video and of the text. The text's own layers, which run once a request, are counted in
+        every step; they are a thousandth of it.
         """
         build = components.transformer(self._config).build
-        return count(build, lambda module: self._run(module, latent_shape))
+        return count(build, lambda module: self._run(module, latent_shape, images))
 
     def decoder(self, latent_shape: tuple[int, ...]) -> int:
         """Count the decoding of latents [1, C, T, H, W], and of the sound."""
@@ -47,17 +48,20 @@ class MiniMaxH3Flops:
         clips = (latent_shape[2] - 2) // CLIP_LATENTS
         return self._spec.audio_tokens(clips * CLIP_FRAMES + CLIP_LATENTS)
 
-    def _run(self, module: Any, latent_shape: tuple[int, ...]) -> None:
+    def _run(self, module: Any, latent_shape: tuple[int, ...], images: int) -> None:
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(shape, device="meta")
 
         video, sound, config = self._spec.tokens(latent_shape), self._audio_tokens(latent_shape), module.config
-        rows = video + sound + text.TEXT_TOKENS
+        _, channels, _, height, width = latent_shape
+        video += images * self._spec.tokens((1, channels, 1, height, width))
+        words = text.TEXT_TOKENS + images * pictures.vision_rows(self._config, STRIDE * height, STRIDE * width)
+        rows = video + sound + words
         indices = torch.arange(rows, device="meta")
         module(
             hidden_states=empty(1, video, module.proj_in.in_features),
             audio_hidden_states=empty(1, sound, config.audio_in_channels),
-            encoder_hidden_states=empty(1, text.TEXT_TOKENS, config.text_dim),
+            encoder_hidden_states=empty(1, words, config.text_dim),
             timestep=empty(2),
             timestep_indices=indices,
             token_tags=indices,

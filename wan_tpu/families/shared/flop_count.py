@@ -15,8 +15,11 @@ class Flops(Protocol):
     def encoder(self, request: ResolvedRequest, *, prompts: int) -> int:
         """Return the operations of encoding a number of prompts, and the request's image if it has one."""
 
-    def step(self, latent_shape: tuple[int, ...], *, branches: int) -> int:
-        """Return the operations of a denoising step over latents [1, C, T, H, W], with `branches` guidance branches."""
+    def step(self, latent_shape: tuple[int, ...], *, branches: int, images: int = 0) -> int:
+        """Return the operations of a denoising step over latents [1, C, T, H, W], with `branches` guidance branches.
+
+        `images` of the request add tokens only where they are part of the transformer's sequence.
+        """
 
     def decoder(self, latent_shape: tuple[int, ...]) -> int:
         """Return the operations of decoding latents [1, C, T, H, W]."""

@@ -34,7 +34,7 @@ class WanFlops:
         frames = 1 if self._config.expand_timesteps else request.frames
         return total + _extrapolate(encode, frames, self._config.vae["scale_factor_temporal"])
 
-    def step(self, latent_shape: tuple[int, ...], *, branches: int) -> int:
+    def step(self, latent_shape: tuple[int, ...], *, branches: int, images: int = 0) -> int:
         """Count a denoising step over latents [1, C, T, H, W], with `branches` guidance branches."""
         config = self._config.transformer
         latents = torch.empty(1, config["in_channels"], *latent_shape[2:], device="meta")
