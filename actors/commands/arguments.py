@@ -17,7 +17,7 @@ from cluster.layout import Layout, list_shipped
 from wan_tpu.commands.licences import show_licence
 from wan_tpu.commands.parser import add_model, add_precision, add_switches
 from wan_tpu.commands.sizes import WITH_FRAMES, read_size_with_frames
-from wan_tpu.errors import CheckpointError, InvalidInput
+from wan_tpu.errors import CheckpointError, InvalidInput, Unavailable
 from wan_tpu.families import open_spec
 from wan_tpu.request import GenerationRequest
 from wan_tpu.spec import ModelSpec
@@ -187,7 +187,7 @@ def read_checked_layout(args: argparse.Namespace) -> Layout | None:
             model = open_spec(args.model_id)
             show_licence(model)
             check_layout(layout, model)
-        except CheckpointError as error:
+        except (CheckpointError, Unavailable) as error:
             print(f"not checked whether the layout fits the model: {error}", file=sys.stderr)
     return layout
 

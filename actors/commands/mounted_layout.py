@@ -49,5 +49,8 @@ def wait_for_layout(path: str, sha256: str, wait_s: float = _WAIT_S) -> str:
                 f"has another content ({mounted.sha256[:12]}) than the service's configuration says ({sha256[:12]})"
             )
         if time.monotonic() > deadline:
-            raise Unavailable(f"the layout {path} {problem}; apply both again, as wan-tpu manifests writes them")
+            raise Unavailable(
+                f"the layout {path} {problem}; apply the ConfigMap, which has the file, and the RayService, which has "
+                "the configuration, again, both as one run of wan-tpu manifests writes them"
+            )
         time.sleep(1)

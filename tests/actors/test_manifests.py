@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import yaml
 from sqlalchemy import make_url
@@ -33,6 +34,17 @@ def test_layout_becomes_the_objects_of_its_cluster(capsys):
     assert list(objects) == ["ServiceAccount", "NetworkPolicy", "PodDisruptionBudget", "PodMonitoring", "RayCluster"]
     assert {manifest["metadata"]["namespace"] for manifest in objects.values()} == {"videos"}
     check(objects["RayCluster"])
+
+
+def test_model_on_a_hub_that_does_not_answer_is_not_checked_and_said_so(capsys, monkeypatch):
+    def fail(*args, **options):
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    assert main(["manifests", *IMAGE, "--layout", "four-pools", *OF_THE_HUB]) == 0
+    printed = capsys.readouterr()
+    assert "RayCluster" in printed.out
+    assert "not checked whether the layout fits the model: can't fetch Wan-AI/" in printed.err
 
 
 @pytest.mark.parametrize(("monitor", "kinds"), [("PodMonitor", {"PodMonitor"}), ("none", set())])

@@ -20,25 +20,18 @@ from wan_tpu.families import open_spec
 # Its parts have tests of their own; a second service, and a third, are too much for two cores beside others.
 pytestmark = pytest.mark.soak
 
-LAYOUT = Layout.parse(
-    """
+LAYOUT = """
 emulate: {devices_per_host: 1}
 pools:
   ends: {stages: [encoder, decoder], slice: v6e-1}
   denoise: {stages: [denoise], slice: v6e-1}
-""",
-    "the service's layout",
-)
+"""
 FIELDS = {"num_frames": "9", "num_inference_steps": "3", "seed": "5", "solver": "dpm"}
 
 
 def test_openai_s_client_gets_cogvideox_s_video(checkpoint, tmp_path, forks):
     model = shutil.copytree(checkpoint("cogvideox1.5-5b-i2v"), tmp_path / "small-cog")
-    files = PipelineSettings(str(model), str(tmp_path / "snapshots"), dtype="float32")
-    settings = ServiceSettings(
-        database=str(tmp_path / "jobs.sqlite"), storage=str(tmp_path / "results"), model="small-cog"
-    )
-    spec = PipelineSpec(LAYOUT, files, open_spec(model), lasting=True)
+    settings, spec = specify(model, tmp_path, LAYOUT)
     with deployed(settings, spec, tmp_path, forks) as online, online.client(timeout=SECONDS) as client:
         asked = {"prompt": "A cat looks.", "size": "96x64", "input_reference": PHOTO}
         job = poll(client, client.videos.create(**asked, extra_body=FIELDS))
@@ -55,11 +48,23 @@ def test_openai_s_client_gets_cogvideox_s_video(checkpoint, tmp_path, forks):
         with pytest.raises(openai.BadRequestError, match="image"):
             client.videos.create(prompt="Nobody.", size="96x64", extra_body=FIELDS)
     alone = tmp_path / "alone.mp4"
-    command = ["--model_id", str(model), "--image", str(PHOTO), "--prompt", asked["prompt"], "--size", "96x64"]
-    command += ["--frames", "9", "--steps", "3", "--seed", "5", "--solver", "dpm", "--dtype", "float32"]
-    assert run(generate, [*command, "--dp", "1", "--sp", "1", "--tp", "1", "--output", str(alone)]) == 0
+    generate_alone(model, alone, asked, "--image", PHOTO, "--frames", "9", "--steps", "3", "--solver", "dpm")
     assert alone.read_bytes() == video
     assert json.loads(alone.with_suffix(".json").read_text())["request"]["solver"] == "dpm"
+
+
+def specify(model, folder, layout):
+    """The settings and the pipeline of a service of a model, whose files lie in a folder."""
+    files = PipelineSettings(str(model), str(folder / "snapshots"), dtype="float32")
+    settings = ServiceSettings(database=str(folder / "jobs.sqlite"), storage=str(folder / "results"), model=model.name)
+    return settings, PipelineSpec(Layout.parse(layout, "the service's layout"), files, open_spec(model), lasting=True)
+
+
+def generate_alone(model, file, asked, *options):
+    """Have the same video made without a service."""
+    command = ["--model_id", model, "--prompt", asked["prompt"], "--size", asked["size"], "--seed", "5", *options]
+    command += ["--dtype", "float32", "--dp", "1", "--sp", "1", "--tp", "1", "--output", file]
+    assert run(generate, list(map(str, command))) == 0
 
 
 SOUND_LAYOUT = """
@@ -72,12 +77,7 @@ pools:
 
 def test_openai_s_client_gets_ltx_2_s_video_with_sound(checkpoint, tmp_path, forks):
     model = shutil.copytree(checkpoint("ltx-2.3-distilled"), tmp_path / "small-ltx")
-    files = PipelineSettings(str(model), str(tmp_path / "snapshots"), dtype="float32")
-    settings = ServiceSettings(
-        database=str(tmp_path / "jobs.sqlite"), storage=str(tmp_path / "results"), model="small-ltx"
-    )
-    layout = Layout.parse(SOUND_LAYOUT.format(others="denoise, refine, decoder"), "the service's layout")
-    spec = PipelineSpec(layout, files, open_spec(model), lasting=True)
+    settings, spec = specify(model, tmp_path, SOUND_LAYOUT.format(others="denoise, refine, decoder"))
     fields = {"num_frames": "9", "seed": "5"}
     with deployed(settings, spec, tmp_path, forks) as online, online.client(timeout=SECONDS) as client:
         asked = {"prompt": "A cat purrs.", "size": "128x64"}
@@ -97,22 +97,15 @@ def test_openai_s_client_gets_ltx_2_s_video_with_sound(checkpoint, tmp_path, for
             with pytest.raises(openai.BadRequestError, match=allowed):
                 client.videos.create(**asked, extra_body=fields | change)
     assert b"mp4a" in with_sound and b"mp4a" not in silent
-    command = ["--model_id", str(model), "--prompt", asked["prompt"], "--size", "128x64", "--frames", "9"]
-    command += ["--seed", "5", "--dtype", "float32", "--dp", "1", "--sp", "1", "--tp", "1"]
     for content, more in ((with_sound, []), (silent, ["--no-generate-audio"])):
         alone = tmp_path / f"alone{len(more)}.mp4"
-        assert run(generate, [*command, *more, "--output", str(alone)]) == 0
+        generate_alone(model, alone, asked, "--frames", "9", *more)
         assert alone.read_bytes() == content
 
 
 def test_minimax_h3_s_video_has_sound_and_both_frames_and_its_name_is_told(checkpoint, tmp_path, forks):
     model = shutil.copytree(checkpoint("minimax-h3"), tmp_path / "small-h3")
-    files = PipelineSettings(str(model), str(tmp_path / "snapshots"), dtype="float32")
-    settings = ServiceSettings(
-        database=str(tmp_path / "jobs.sqlite"), storage=str(tmp_path / "results"), model="small-h3"
-    )
-    layout = Layout.parse(SOUND_LAYOUT.format(others="denoise, decoder"), "the service's layout")
-    spec = PipelineSpec(layout, files, open_spec(model), lasting=True)
+    settings, spec = specify(model, tmp_path, SOUND_LAYOUT.format(others="denoise, decoder"))
     fields = {"prompt": "A cat purrs.", "size": "64x32", "seconds": "5", "num_inference_steps": "3", "seed": "5"}
     pictures = {name: ("cat.png", PHOTO.read_bytes()) for name in ("input_reference", "last_frame")}
     with deployed(settings, spec, tmp_path, forks) as online, online.client(timeout=SECONDS) as client:
@@ -127,9 +120,7 @@ def test_minimax_h3_s_video_has_sound_and_both_frames_and_its_name_is_told(check
         assert (job.status, job.size, job.seconds) == ("completed", "64x32", "5"), job.error
         assert (job.num_frames, job.fps, job.generate_audio) == (124, 24, True)
         assert set(job.stage_seconds) == {"encoder", "denoise", "decoder"}
-    command = ["--model_id", str(model), "--prompt", fields["prompt"], "--size", "64x32", "--steps", "3"]
-    command += ["--seed", "5", "--dtype", "float32", "--dp", "1", "--sp", "1", "--tp", "1", "--image", str(PHOTO)]
-    for content, more in zip(videos, (["--last_image", str(PHOTO)], []), strict=True):
+    for content, more in zip(videos, (["--last_image", PHOTO], []), strict=True):
         alone = tmp_path / f"alone{len(more)}.mp4"
-        assert run(generate, [*command, *more, "--output", str(alone)]) == 0
+        generate_alone(model, alone, fields, "--steps", "3", "--image", PHOTO, *more)
         assert alone.read_bytes() == content and b"mp4a" in content

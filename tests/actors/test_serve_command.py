@@ -139,7 +139,7 @@ def test_service_waits_for_the_layout_that_its_configuration_means(tmp_path):
     """Kubernetes brings a changed ConfigMap to a pod a minute after the configuration that goes with it."""
     file = tmp_path / "layout.yaml"
     new = MountedLayout(str(file), "pools: []")
-    with pytest.raises(Unavailable, match="can't be read"):
+    with pytest.raises(Unavailable, match=r"can't be read .* apply the ConfigMap, .* and the RayService, "):
         wait_for_layout(new.path, new.sha256, wait_s=0)
     file.write_text("pools: old")
     with pytest.raises(Unavailable, match=f"has another content .* says .{new.sha256[:12]}"):
