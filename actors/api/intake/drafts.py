@@ -156,6 +156,11 @@ class Drafts:
     def _plan(self, body: ParsedBody, caller: Caller) -> Planned:
         """Check and plan a body; raises `InvalidRequest`, `HttpError`. This keeps a core busy for a while."""
         self.check(body.fields, caller)
+        if body.has(VIDEO) and not self._spec.takes_video:
+            message = f"video was given, and {self._spec.name} takes none; use a T2V checkpoint of Wan"
+            if "i2v" in self._spec.tasks:
+                message += ", or POST /v1/videos/extensions to continue it"
+            raise InvalidRequest(message, VIDEO)
         catalogue, seed = self._settings.catalogue, secrets.randbelow(2**31)
         request = make_request(body.fields, self._spec, catalogue, seed=seed, video=body.has(VIDEO))
         return self._resolve(request, body, None)

@@ -126,8 +126,8 @@ class Extensions:
 
     async def _read_source(self, job: Job, incoming: IncomingRequest) -> _Source:
         """Read a video of this service and its last frame."""
+        incoming.add(await asyncio.to_thread(self._sources.measure, job, "video", FINAL_FRAME))
         mp4, png = await asyncio.to_thread(self._sources.read, job, "video", FINAL_FRAME)
-        incoming.add(len(mp4) + len(png))
         frames, size = count_frames(job.request), "{width}x{height}".format(**job.request)
         return _Source(
             frames=frames,

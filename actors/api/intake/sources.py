@@ -1,5 +1,8 @@
 """The finished videos that requests name by their ids."""
 
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
 from actors.api.http.access import Caller
 from actors.api.http.error_answers import HttpError
 from actors.api.intake.references import VIDEO
@@ -8,6 +11,7 @@ from actors.jobs.store import JobStore
 from actors.jobs.tables import Job
 from wan_tpu.storage.base import Missing, Storage
 
+T = TypeVar("T")
 FINAL_FRAME = "final_frame"  # The variant that a video is continued from.
 
 
@@ -29,13 +33,20 @@ class Sources:
             raise HttpError(400, message, code="video_not_ready", param=VIDEO)
         return job
 
+    def measure(self, job: Job, *variants: str) -> int:
+        """Return the bytes of results of a job; raises `HttpError` where it hasn't one."""
+        return sum(self._find_results(self._storage.size, job, variants))
+
     def read(self, job: Job, *variants: str) -> list[bytes]:
         """Return results of a job; raises `HttpError` where it hasn't one."""
+        return self._find_results(self._storage.read, job, variants)
+
+    def _find_results(self, look: Callable[[str], T], job: Job, variants: Sequence[str]) -> list[T]:
         if missing := [variant for variant in variants if variant not in job.results]:
             message = f"{job.id} has no {missing[0]}, since an earlier version made it; send its file as video instead"
             raise HttpError(400, message, code="video_not_ready", param=VIDEO)
         try:
-            return [self._storage.read(job.results[variant]) for variant in variants]
+            return [look(job.results[variant]) for variant in variants]
         except Missing:
             message = f"{job.id} is gone: it was deleted, or has expired"
             raise HttpError(400, message, code="video_not_found", param=VIDEO) from None

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import subprocess
+from pathlib import Path
 
 import httpx
 import imageio.v3 as iio
@@ -14,6 +15,7 @@ from openai import OpenAI, omit
 from PIL import Image
 
 from actors.jobs.keys import make_key
+from actors.jobs.store import JobStore
 from actors.jobs.work import WorkQueue
 from tests.actors.api import serving
 from tests.actors.api.serving import change_limits, create, done, served, working
@@ -168,6 +170,18 @@ def test_a_killed_worker_s_successor_makes_the_whole_video(settings, engine, dat
         with working(quick, engine):
             assert done(http, second["id"])["attempts"] == 2
         assert len(packets(content(http, second))) == 17
+
+
+def test_a_source_that_is_gone_fails_the_job_before_anything_is_computed(settings, engine, database):
+    hasty = change_limits(settings, input_attempts=1)
+    with served(hasty) as address, httpx.Client(base_url=address) as http:
+        with working(hasty, engine):
+            first = finished(http, create(http))
+        second = extend(http, first["id"]).json()["id"]
+        Path(settings.storage, JobStore(database).get(second).input_video).unlink()
+        with working(hasty, engine):
+            assert done(http, second)["error"]["code"] == "input_lost"
+    assert len(engine.asked) == 1
 
 
 def test_what_cant_be_continued_is_refused_with_what_to_do(http, engine, settings):
