@@ -84,7 +84,7 @@ def _ahead(chunk: int, ahead: int, mxu_sums: bool = True) -> Schedule:
 # 2026-11-21 with tiles of 3,328 x 2,560. Of larger ones, maxdiffusion's among them, those of 9,472 rows gain on v6e.
 TABLE: dict[tuple[str, str], BlockSizes] = {
     # 1,497, 1,509, 1,806; online has 1,800 in chunks of 256, but text of 512 is then two
-    ("v6e", "bfloat16"): BlockSizes(9472, 2048, Schedule(512), _ahead(512, 4), 64 * MIB),
+    ("v6e", "bfloat16"): BlockSizes(9728, 2048, Schedule(512), _ahead(512, 4), 64 * MIB),
     # 1,318
     ("v6e", "int8"): BlockSizes(9472, 2048, _ahead(512, 2), _ahead(512, 4), 64 * MIB),
     # 1,469, 1,484, 1,790; of 2,816 rows, as a video of 720p has them, 1,475 for optimistic; of 9,472 x 1,024 1,486

@@ -97,8 +97,19 @@ def run_grid_step(*refs: Ref, tile: Tile, terms: int, scaled: bool) -> None:
         block.start()
 
     if counts:
-        pl.when(real >= tile.blocks.block_kv)(block.add_all)
-        pl.when((real > 0) & (real < tile.blocks.block_kv))(block.add_real)
+
+        def add_part() -> None:
+            pl.when((real > 0) & (real < tile.blocks.block_kv))(block.add_real)
+
+        def add_counted() -> None:
+            pl.when(real >= tile.blocks.block_kv)(block.add_all)
+            add_part()
+
+        if tile.last_keys == tile.blocks.block_kv:
+            add_counted()
+        else:  # The last block is never whole.
+            pl.when(step < last)(add_counted)
+            pl.when(step == last)(add_part)
     elif tile.last_keys == tile.blocks.block_kv:
         block.add_all()
     elif tile.kv_steps == 1:

@@ -27,7 +27,10 @@ def test_long_sequences_get_the_table_s_row_and_queries_in_blocks_that_fit():
     assert plan.blocks == dataclasses.replace(row, block_q=2816)
     assert plan.q_steps * 2816 - 75_776 == 256
     whole = plan_blocks(75_776, 75_600, chip="v6e")
-    assert (whole.blocks, whole.q_steps, whole.kv_steps) == (TABLE["v6e", "bfloat16"], 8, 37)
+    assert whole.blocks == dataclasses.replace(TABLE["v6e", "bfloat16"], block_q=9472)
+    assert (whole.q_steps, whole.kv_steps) == (8, 37)
+    minimax = plan_blocks(38_912, 38_912, chip="v6e")
+    assert (minimax.blocks, minimax.q_steps, minimax.kv_steps) == (TABLE["v6e", "bfloat16"], 4, 19)
 
 
 def test_heads_that_share_lanes_get_smaller_blocks():

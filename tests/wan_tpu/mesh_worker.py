@@ -18,6 +18,7 @@ from tests.wan_tpu.meshes import fit_mesh, fit_meshes
 from wan_tpu import GenerationRequest, MeshError, load_pipeline
 from wan_tpu.ops import attention as attentions
 from wan_tpu.ops.attention import attention, query_scale
+from wan_tpu.ops.collectives import SplitWeight
 from wan_tpu.ops.exchange import Projections, exchanged_attention, head_groups, key_parts
 from wan_tpu.requested_adapter import parse_adapters
 from wan_tpu.runtime.mesh import SHARDS, make_mesh
@@ -113,10 +114,13 @@ q, k, v = (rng.standard_normal((2 * 8 * 3, all_heads * 8)).astype(np.float32) fo
 k[-9:], v[-9:] = 100, 1e6
 
 
-def spread_attention(mesh, q, k, v, *, heads, kv_len, platform="cpu", qk=None):
+def spread_attention(mesh, q, k, v, *, heads, kv_len, platform="cpu", qk=None, last="key"):
     """Attention over tokens [L, N*D] that are spread over all devices; each projection picks a third of the columns."""
     groups, parts = head_groups(mesh, heads), key_parts(mesh, heads, q.shape[1] // heads)
-    weight = {"late": np.arange(16.0).reshape(16, 1)}
+    parts_of_queries, parts_of_keys = parts if last == "query" else (), parts
+    # With queries last, there are four rounds, if heads allow it, and the second gathers a matrix.
+    late = SplitWeight(jnp.ones((2, 16, 1)), jnp.int32(1), SHARDS, "cpu")
+    beside = [{}, {"late": late}, {}, {}] if last == "query" else [{"late": jnp.arange(16.0).reshape(16, 1)}]
 
     def local(rows):
         def cut(index, parts=()):
@@ -124,15 +128,15 @@ def spread_attention(mesh, q, k, v, *, heads, kv_len, platform="cpu", qk=None):
 
         mixed, _, gathered = exchanged_attention(
             rows,
-            Projections(query=cut(0), key=cut(1, parts), value=cut(2)),
+            Projections(query=cut(0, parts_of_queries), key=cut(1, parts_of_keys), value=cut(2), last=last),
             heads=heads,
             kv_len=kv_len,
             token_axes=SHARDS,
             platform=platform,
-            beside=[{name: jnp.asarray(value)} for name, value in weight.items()],
+            beside=beside,
             qk=qk,
         )
-        np.testing.assert_array_equal(list(gathered), ["late"])
+        assert list(gathered) == ["late"]
         return jnp.concatenate(mixed, axis=-1)
 
     spread = jax.jit(
@@ -153,7 +157,7 @@ np.testing.assert_allclose(got, synchronous, atol=1e-6)
 
 # In rounds, with the kernels of a TPU (elsewhere in Pallas' interpreter): three of one head, or of one register of
 # narrow heads; a key far beyond the first makes one device's kernel overflow, and all repeat.
-def check_rounds(shape, heads, width, late):
+def check_rounds(shape, heads, width, late, last="key"):
     shape = fit_mesh(shape)
     mesh = make_mesh(shape, heads=heads, devices=jax.devices()[: math.prod(shape)])
     q, k, v = (rng.standard_normal((4 * 160, heads * width)).astype(np.float32) for _ in range(3))
@@ -161,7 +165,7 @@ def check_rounds(shape, heads, width, late):
     k[-20, :width] = late * q[5, :width]
     expected = attention(q, k, v, heads=heads, platform="cpu", kv_len=len(k) - 9)
     for platform in ("cpu", "tpu") if late == 1 else ("tpu",):
-        got, parts = spread_attention(mesh, q, k, v, heads=heads, kv_len=len(k) - 9, platform=platform)
+        got, parts = spread_attention(mesh, q, k, v, heads=heads, kv_len=len(k) - 9, platform=platform, last=last)
         assert parts == (128, heads // shape[2] * width - 128)
         np.testing.assert_allclose(got, expected, atol=1e-4)
         if late == 1:
@@ -176,4 +180,9 @@ with pytest.MonkeyPatch.context() as patch:
     check_rounds((1, 1, 4), heads=12, width=128, late=1)
     check_rounds((1, 1, 4), heads=24, width=64, late=1)
     check_rounds((1, 1, 4), heads=8, width=128, late=1000)
-    check_rounds((1, 2, 2), heads=6, width=128, late=1000)  # keys and values of the other half of the tokens: gathered
+    check_rounds((1, 1, 4), heads=16, width=128, late=1000, last="query")
+    # Keys and values of the other half of the tokens are gathered. A CPU can do that only at once.
+    set_switches(collectives="synchronous")
+    check_rounds((1, 2, 2), heads=6, width=128, late=1000)
+    check_rounds((1, 2, 2), heads=6, width=128, late=1000, last="query")
+    set_switches(collectives="overlapped")

@@ -9,12 +9,16 @@ has as few heads as fill a register: the others' keys arrive while it is compute
 first are sent back, and during the third, which has few heads again, those of the second. Left to itself, the compiler
 would send all this sequentially, before and after attention; barriers specify what must have arrived when.
 
+Keys and queries may change places. Where keys are gathered as well, the first round then hides the other keys'
+gathering and the other queries' exchange: it hides one transfer of each kind, and not one behind the other.
+
 Shapes: L tokens, N heads, D head width, t tokens of one device, G head groups, K tokens that every device has.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -23,6 +27,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from wan_tpu.ops.attention import attention_part
+from wan_tpu.ops.collectives import SplitWeight, gather_rows
 from wan_tpu.ops.sparse_linear import SparseLinear, sparse_linear_attention
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.mesh import AXES, axis_size
@@ -59,14 +64,16 @@ class Projections:
     """Functions that compute queries, keys and values of rows [t, C], which may be `Rounded`.
 
     Attributes:
-        query, value: Return [G, t, N*D/G], queries times `query_scale`: heads in groups, one for each device that
+        query, key, value: Return [G, t, N*D/G], queries times `query_scale`: heads in groups, one for each device that
             splits them ([t, N*D] if there is one).
-        key: Returns the same in one part or two, as in `key_parts`: each has a part of every group's heads.
+        last: What is computed last, "key" or "query". That function returns the same in one part or two, as in
+            `key_parts`: each has a part of every group's heads. If it is queries, keys may be in parts, too.
     """
 
-    query: Callable[[Any], jax.Array]
-    key: Callable[[Any], tuple[jax.Array, ...]]
+    query: Callable[[Any], Any]
+    key: Callable[[Any], Any]
     value: Callable[[Any], jax.Array]
+    last: Literal["key", "query"] = "key"
 
 
 class ReplicatedTokens(NamedTuple):
@@ -106,7 +113,7 @@ def exchanged_attention(
     token_axes: tuple[str, ...],
     head_axes: tuple[str, ...] = ("tp",),
     platform: str,
-    beside: Sequence[Params] = (),
+    beside: Sequence[Mapping[str, Any]] = (),
     others: ReplicatedTokens | None = None,
     sparse: SparseLinear | None = None,
     qk: LowPrecision | None = None,
@@ -121,34 +128,42 @@ def exchanged_attention(
         token_axes: Mesh axes that tokens are spread over, slowest first, `head_axes` last (`TokenLayout`).
         head_axes: Mesh axes that split heads during attention.
         platform: "tpu", "gpu" or "cpu".
-        beside: Weights of later layers, by rounds: their gathering continues while a round is computed.
+        beside: Weights of later layers, by rounds: their gathering continues while a round is computed. That of
+            `SplitWeight` also begins with the round. There are as many rounds if heads allow it, and at least three.
         others: Tokens that every device has.
         sparse: Attends to some keys only; kv_len is then a Python number, and there are no others.
         qk: An 8-bit type of logits; kv_len is then a Python number.
     """
     assert token_axes[-len(head_axes) :] == head_axes
     spread_axes = token_axes[: -len(head_axes)]
-    tokens = _project_and_send(rows, projections, heads, kv_len, spread_axes, head_axes, platform, others)
-    before = jax.lax.axis_index(spread_axes) * len(tokens.q) if spread_axes else 0
+    tokens = _project_and_send(rows, projections, heads, kv_len, spread_axes, head_axes, platform, others, len(beside))
+    before = jax.lax.axis_index(spread_axes) * len(tokens.q[0]) if spread_axes else 0
     tokens = dataclasses.replace(tokens, qk=qk, sparse=sparse, first_query=before)
     if is_synchronous():  # Everything arrives before attention begins, and each round's result before the next.
         q, k, v = _barrier((tokens.q, tokens.k, tokens.v))
         tokens = dataclasses.replace(tokens, q=q, k=k, v=v)
+    layers = [{name: w.layer for name, w in weights.items() if isinstance(w, SplitWeight)} for weights in beside]
+    layers += [{}] * (len(tokens.rounds) + 1 - len(layers))
+    first_q, first_k, v, layers[0] = _barrier((tokens.q[0], tokens.k[0], tokens.v, layers[0]))
+    tokens = dataclasses.replace(tokens, q=[first_q, *tokens.q[1:]], k=[first_k, *tokens.k[1:]], v=v)
     results: list[_RoundResult] = []
     checks, gathered = [], dict[str, jax.Array]()
     for number in range(len(tokens.rounds)):
         mixed, right = tokens.attend(number, "optimistic")
-        weights = beside[number] if number < len(beside) else {}
-        mixed, right, weights, later, results = _barrier((mixed, right, weights, tokens.k[1:], results))
-        tokens = dataclasses.replace(tokens, k=[tokens.k[0], *later])
+        weights = _gather_split(beside[number], layers[number]) if number < len(beside) else {}
+        later = tokens.q[1:], tokens.k[1:]
+        mixed, right, weights, (queries, keys), results, layers[number + 1] = _barrier(
+            (mixed, right, weights, later, results, layers[number + 1])
+        )
+        tokens = dataclasses.replace(tokens, q=[tokens.q[0], *queries], k=[tokens.k[0], *keys])
         results.append(_send_back(*mixed, head_axes))
         if is_synchronous():
             results, q = _barrier((results, tokens.q))
             tokens = dataclasses.replace(tokens, q=q)
         checks.append(right)
         gathered |= weights
-    for weights in beside[len(tokens.rounds) :]:
-        gathered |= weights
+    for number in range(len(tokens.rounds), len(beside)):
+        gathered |= _gather_split(beside[number], layers[number])
     # Sparse attention itself repeats what is wrong, because nothing is exchanged in it.
     if not uses_kernel("attention", platform) or sparse is not None:
         return _join_rounds(results, gathered)
@@ -159,6 +174,10 @@ def exchanged_attention(
         return tuple(_send_back(*tokens.attend(number, "online")[0], head_axes) for number in range(len(tokens.rounds)))
 
     return _join_rounds(repeat_if(wrong, tuple(results), repeat), gathered)
+
+
+def _gather_split(weights: Mapping[str, Any], layers: Mapping[str, jax.Array]) -> Params:
+    return {name: w.gather(layers[name]) if isinstance(w, SplitWeight) else w for name, w in weights.items()}
 
 
 def _join_rounds(results: Sequence[_RoundResult], gathered: Params) -> AttentionOutput:
@@ -172,21 +191,23 @@ class _HeadTokens:
     """All tokens of a device's heads.
 
     Attributes:
-        q, v: [L, N*D/G].
-        k: The same in parts.
+        v: [L, N*D/G].
+        q, k: The same in one part or two, of the heads of the first round and of the others.
         others: Queries of the replicated tokens, [K, N*D/G].
         width: D.
         kv_len, platform, sparse, qk: As for `exchanged_attention`.
+        middle: How many rounds there are between the first and the last, if there are enough heads.
         first_query: The index of q's first token among all.
     """
 
-    q: jax.Array
+    q: list[jax.Array]
     k: list[jax.Array]
     v: jax.Array
     others: jax.Array | None
     width: int
     kv_len: int | jax.Array
     platform: str
+    middle: int = 1
     sparse: SparseLinear | None = None
     first_query: int | jax.Array = 0
     qk: LowPrecision | None = None
@@ -194,35 +215,43 @@ class _HeadTokens:
     @property
     def rounds(self) -> list[int]:
         """Number of heads in each round."""
-        few, *rest = (part.shape[1] // self.width for part in self.k)
-        return [few, *(n for n in (rest[0] - few, few) if n)] if rest else [few]
+        few, *rest = (part.shape[1] // self.width for part in max(self.q, self.k, key=len))
+        if not rest:
+            return [few]
+        ends = [(rest[0] - few) * n // self.middle for n in range(self.middle + 1)]
+        return [few, *(end - start for start, end in itertools.pairwise(ends) if end > start), few]
 
     def attend(self, number: int, softmax: Literal["optimistic", "online"]) -> tuple[_RoundResult, jax.Array]:
         """Return a round's result, [L, columns] and the others', and whether it is right."""
         first = sum(self.rounds[:number])
-        part, first_key = (self.k[1], first - self.rounds[0]) if number else (self.k[0], 0)
+
+        def find(parts: list[jax.Array]) -> tuple[jax.Array, int]:
+            """Return the part that has the round's heads, and the first of them in it."""
+            return (parts[1], first - self.rounds[0]) if number and len(parts) > 1 else (parts[0], first)
+
+        (queries, first_query), (part, first_key) = find(self.q), find(self.k)
         if self.sparse is not None:
             assert self.others is None and isinstance(self.kv_len, int)
             mixed = sparse_linear_attention(
-                self.q,
+                queries,
                 part,
                 self.v,
                 self.sparse,
                 heads=self.rounds[number],
-                first_heads=(first, first_key, first),
+                first_heads=(first_query, first_key, first),
                 kv_len=self.kv_len,
                 first_query=self.first_query,
                 platform=self.platform,
             )
             return (mixed, None), jnp.asarray(True)
 
-        def attend_with(q: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def attend_with(q: jax.Array, first_head: int) -> tuple[jax.Array, jax.Array]:
             return attention_part(
                 q,
                 part,
                 self.v,
                 heads=self.rounds[number],
-                first_heads=(first, first_key, first),
+                first_heads=(first_head, first_key, first),
                 width=self.width,
                 kv_len=self.kv_len,
                 platform=self.platform,
@@ -230,11 +259,11 @@ class _HeadTokens:
                 qk=self.qk,
             )
 
-        mixed, right = attend_with(self.q)
+        mixed, right = attend_with(queries, first_query)
         if self.others is None:
             return (mixed, None), right
         # The others attend separately: appending these few to the queries and cutting them off again would move all.
-        other, other_right = attend_with(self.others)
+        other, other_right = attend_with(self.others, first)
         return (mixed, other), right & other_right
 
 
@@ -247,23 +276,30 @@ def _project_and_send(
     head_axes: tuple[str, ...],
     platform: str,
     others: ReplicatedTokens | None,
+    rounds: int,
 ) -> _HeadTokens:
     """Compute values, queries and keys of rows in this order, each sent while the next are computed.
 
     Values and keys are gathered over `spread_axes`, which exchange nothing.
     """
 
-    def send(x: jax.Array, *, gather: bool) -> jax.Array:
-        x = _exchange(x, head_axes).reshape(-1, x.shape[2]) if x.ndim == 3 else x
-        return jax.lax.all_gather(x, spread_axes, axis=0, tiled=True) if gather and spread_axes else x
+    def send(x: jax.Array) -> jax.Array:
+        return _exchange(x, head_axes).reshape(-1, x.shape[2]) if x.ndim == 3 else x
+
+    def gather(x: jax.Array) -> jax.Array:
+        return gather_rows(x, spread_axes, platform)
+
+    def project(name: Literal["key", "query"]) -> tuple[jax.Array, ...]:
+        parts = getattr(projections, name)(rows)
+        return parts if isinstance(parts, tuple) else (parts,)
 
     own, rows = _barrier((projections.value(rows), rows))
-    v = send(own, gather=True)
-    v, own, rows = _barrier((v, projections.query(rows), rows))
-    q = send(own, gather=False)
-    q, parts = _barrier((q, projections.key(rows)))
-    k = [send(part, gather=True) for part in parts]
-    width = q.shape[1] * _size(head_axes) // heads
+    v, parts, rows = _barrier((send(own), project("query" if projections.last == "key" else "key"), rows))
+    v, earlier, parts = _barrier((gather(v), [send(part) for part in parts], project(projections.last)))
+    later = [send(part) for part in parts]
+    q, k = (earlier, later) if projections.last == "key" else (later, earlier)
+    k = [gather(part) for part in k]
+    width = sum(part.shape[1] for part in q) * _size(head_axes) // heads
     if others is not None:
         starts = [sum(part.shape[1] for part in k[:number]) for number in range(len(k))]
         k = [
@@ -271,7 +307,8 @@ def _project_and_send(
             for part, start in zip(k, starts, strict=True)
         ]
         v = _insert_rows(v, others.v, others.after)
-    return _HeadTokens(q, k, v, None if others is None else others.q, width, kv_len, platform)
+    middle = max(1, rounds - 2)
+    return _HeadTokens(q, k, v, None if others is None else others.q, width, kv_len, platform, middle)
 
 
 def _insert_rows(rows: jax.Array, others: jax.Array, after: int) -> jax.Array:

@@ -8,6 +8,7 @@ device multiplies by its part.
 Shapes: L rows, t those of one device, M modulations, E timesteps, N heads, D head width, C channels.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,18 +20,19 @@ from jax.sharding import PartitionSpec as P
 
 from wan_tpu.families.minimax_h3.positions import Layout
 from wan_tpu.families.minimax_h3.sharding import RULES
-from wan_tpu.families.shared.layers import in_float32, linear, rounded_type, scan_layers
+from wan_tpu.families.shared.layers import in_float32, linear, rounded_type, scan_gathering_layers
 from wan_tpu.families.shared.tokens import pad_rows
 from wan_tpu.ops.attention import query_scale
+from wan_tpu.ops.collectives import SplitWeight, gather_during
 from wan_tpu.ops.dispatch import Ops, ops_for
 from wan_tpu.ops.exchange import Projections, exchanged_attention, head_groups, key_parts
 from wan_tpu.runtime.bridge import Params, call, to_jax, to_torch
-from wan_tpu.runtime.mesh import AXES, TokenLayout, token_layout, weight_spec
+from wan_tpu.runtime.mesh import AXES, TokenLayout, axis_size, token_layout, weight_spec
 
-# Weights used before or right after attention, which takes most of a layer: they are gathered during that of the layer
-# before, and those in `_BESIDE` during its own.
-_AHEAD = tuple(f"attn.{name}.weight" for name in ("to_q", "to_k", "to_v", "to_out.0"))
-_BESIDE = ("ff.net.0.proj.weight", "ff.net.2.weight")
+# Weights used before attention, which takes most of a layer: they are gathered during that of the layer before, and
+# those in `_BESIDE` during its own. The output's aren't gathered early: they would be in the loop's state, and copied.
+_AHEAD = tuple(f"attn.{name}.weight" for name in ("to_q", "to_k", "to_v"))
+_BESIDE = ("attn.to_out.0.weight", "ff.net.0.proj.weight", "ff.net.2.weight")
 _VIDEO, _TEXT, _SOUND = range(3)  # Kinds of rows, as the modulations' outputs have them.
 _MODULATION = "adaln_proj.linear"
 
@@ -130,6 +132,8 @@ class _Step:
         self._platform = mesh.devices.flat[0].platform
         self._groups = head_groups(mesh, self._heads, tokens.head_axes)
         self._key_parts = key_parts(mesh, self._heads, self._width, tokens.head_axes)
+        # Where devices share heads, keys are gathered after their exchange, those of the first round before the others.
+        self._gathered_parts = self._key_parts if axis_size(mesh, tokens.token_axes) > self._groups else ()
         self._ops: Ops = ops_for(self._platform)
         # Timestep and kind of each segment of rows, and where the segments end.
         segments = [
@@ -167,13 +171,15 @@ class _Step:
         modulations = self._modulate(inputs)
         tables = _turn(self._config, inputs.positions)
 
-        def layer(x: jax.Array, weights: Params, index: jax.Array) -> jax.Array:
+        def layer(
+            x: jax.Array, weights: Params, following: Mapping[str, SplitWeight], index: jax.Array
+        ) -> tuple[jax.Array, Params]:
             modulation = jax.lax.dynamic_index_in_dim(modulations, index, keepdims=False)
-            return self._block(x, weights, modulation, tables, ends, inputs.words)
+            return self._block(x, weights, following, modulation, tables, ends, inputs.words)
 
         layers = {name: value for name, value in inputs.blocks.items() if not name.startswith(_MODULATION)}
         depth = len(modulations)
-        x = scan_layers(layer, x, layers, self._split, depth=depth, ahead=_AHEAD, platform=self._platform)
+        x = scan_gathering_layers(layer, x, layers, self._split, depth=depth, ahead=_AHEAD, platform=self._platform)
         times = [time for time, _ in self._modulations]
         shift, scale = (inputs.head[jnp.array(times), i] for i in range(2))
         scale = (1 + scale) * outer["norm_out.norm.weight"].astype(jnp.float32)
@@ -200,16 +206,18 @@ class _Step:
         self,
         x: jax.Array,
         w: Params,
+        following: Mapping[str, SplitWeight],
         modulation: jax.Array,
         tables: tuple[jax.Array, jax.Array],
         ends: jax.Array,
         count: jax.Array,
-    ) -> jax.Array:
-        """Run one layer, as in diffusers' MiniMaxH3TransformerBlock.
+    ) -> tuple[jax.Array, Params]:
+        """Run one layer, as in diffusers' MiniMaxH3TransformerBlock, and gather what the next one begins with.
 
         Args:
             x: [t, C].
             w: The layer's weights.
+            following: Weights of the next layer, `_AHEAD`, if they are split.
             modulation: [M, 6, C].
             tables: Cosines and sines, [t, D] each.
             ends: int32 [M - 1], where each segment but the last one ends.
@@ -244,22 +252,35 @@ class _Step:
         output = exchanged_attention(
             normalise("norm1", shift, scale, "attn.to_q"),
             Projections(
-                query=lambda rows: rotate("to_q", "norm_q", rows, query_scale(self._width)),
-                key=lambda rows: rotate("to_k", "norm_k", rows, 1, parts=self._key_parts),
+                query=lambda rows: rotate("to_q", "norm_q", rows, query_scale(self._width), parts=self._key_parts),
+                key=lambda rows: rotate("to_k", "norm_k", rows, 1, parts=self._gathered_parts),
                 value=lambda rows: project("attn.to_v", rows, groups=self._groups),
+                last="query",
             ),
             heads=self._heads,
             kv_len=self._layout.fixed + count - self._layout.vision,
             token_axes=self._tokens.token_axes,
             head_axes=self._tokens.head_axes,
             platform=self._platform,
-            beside=[{name: w[name]} for name in _BESIDE],
+            # The first round has keys to gather.
+            beside=[{}, *({name: w[name]} for name in _BESIDE)] if following else [],
         )
         w = w | output.beside
-        x = project("attn.to_out.0", output.tokens, residual=x, gate=gate, first_rows=ends)
-        rows = normalise("norm2", ff_shift, ff_scale, "ff.net.0.proj")
-        inner = project("ff.net.0.proj", rows, activation="swiglu")
-        return project("ff.net.2", inner, residual=x, gate=ff_gate, first_rows=ends)
+        coming = [{name: following[name]} if following else {} for name in _AHEAD]
+        x, query = gather_during(
+            coming[0],
+            output.tokens,
+            lambda mixed: project("attn.to_out.0", mixed, residual=x, gate=gate, first_rows=ends),
+        )
+        inner, key = gather_during(
+            coming[1],
+            normalise("norm2", ff_shift, ff_scale, "ff.net.0.proj"),
+            lambda rows: project("ff.net.0.proj", rows, activation="swiglu"),
+        )
+        x, value = gather_during(
+            coming[2], inner, lambda inner: project("ff.net.2", inner, residual=x, gate=ff_gate, first_rows=ends)
+        )
+        return x, query | key | value
 
 
 def _turn(config: Any, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

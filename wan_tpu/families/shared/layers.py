@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from wan_tpu.ops.collectives import gather_rows
+from wan_tpu.ops.collectives import SplitWeight, gather_rows
 from wan_tpu.ops.dispatch import Ops
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.mesh import SHARDS
@@ -19,6 +19,8 @@ from wan_tpu_kernels.low_precision import Rounded
 T = TypeVar("T")  # One array, or several.
 # How a large matrix, stacked over the layers, is split: its outputs over the devices of a branch.
 SPLIT = P(None, SHARDS, None)
+# The axes along which the parts of such a matrix are gathered. Where 'sp' splits tokens alone, it has copies.
+_GATHERED: Mapping[P, tuple[str, ...]] = {SPLIT: SHARDS, P(None, "tp", None): ("tp",)}
 
 
 @jax.tree_util.register_static
@@ -59,8 +61,8 @@ def scan_layers(
         layer: Takes (hidden, weights of the layer, its index) and returns hidden.
         hidden: The input of the first layer.
         stacked: This device's part of the weights, [depth, ...].
-        specs: How the weights are split, by name. Those with `SPLIT` are used by `linear` alone: where nothing has to
-            be gathered, the layer gets them as `StackedWeight`.
+        specs: How the weights are split, by name. Those split by outputs are used by `linear` alone: where nothing has
+            to be gathered, the layer gets them as `StackedWeight`.
         depth: Number of layers.
         ahead: Names of weights that are gathered a layer early, because they are used before or right after the part
             that takes longest.
@@ -68,16 +70,16 @@ def scan_layers(
         linear_only: Names of further matrices that are used by `linear` alone where each device has all weights. XLA
             would copy the array of all layers' matrices where it prefers another layout for its own products (v7x).
     """
+    axes = _split_axes(stacked, specs)
 
     def gather(names: Iterable[str], index: jax.Array | int) -> Params:
-        weights = {name: jax.lax.dynamic_index_in_dim(stacked[name], index, keepdims=False) for name in names}
+        weights = _take_layer(stacked, names, index)
         return {
-            name: gather_rows(value, SHARDS, platform) if specs[name] == SPLIT else value
-            for name, value in weights.items()
+            name: gather_rows(value, axes[name], platform) if name in axes else value for name, value in weights.items()
         }
 
     alone = math.prod(jax.lax.axis_size(axis) for axis in SHARDS) == 1
-    in_place = [name for name in stacked if alone and (specs[name] == SPLIT or name in linear_only)]
+    in_place = [*_list_whole(axes), *(name for name in stacked if alone and name in linear_only and name not in axes)]
     ahead = [name for name in ahead if name not in in_place]
     later = [name for name in stacked if name not in (*ahead, *in_place)]
 
@@ -89,6 +91,59 @@ def scan_layers(
         return (layer(hidden, weights, index), early), None
 
     return jax.lax.scan(step, (hidden, gather(ahead, 0)), jnp.arange(depth))[0][0]
+
+
+def scan_gathering_layers(
+    layer: Callable[[T, Params, Mapping[str, SplitWeight], jax.Array], tuple[T, Params]],
+    hidden: T,
+    stacked: Params,
+    specs: Mapping[str, P],
+    *,
+    depth: int,
+    ahead: Sequence[str],
+    platform: str,
+) -> T:
+    """Run every layer on `hidden`; each decides when its weights are gathered, which are then read in place.
+
+    Args:
+        layer: Takes hidden, the layer's weights, those of the next layer that it shall gather, and its index. Returns
+            hidden and these. It gets all other split weights as `SplitWeight`.
+        hidden, stacked, specs, depth, platform: As for `scan_layers`.
+        ahead: Names of weights that the layer before gathers.
+    """
+    axes = _split_axes(stacked, specs)
+    in_place = _list_whole(axes)
+    split = [name for name in axes if name not in in_place]
+    early = [name for name in split if name in ahead]
+    others = [name for name in stacked if name not in axes]
+
+    def describe(name: str, index: jax.Array) -> SplitWeight:
+        return SplitWeight(stacked[name], index, axes[name], platform)
+
+    def step(carry: tuple[T, Params], index: jax.Array) -> tuple[tuple[T, Params], None]:
+        hidden, gathered = carry
+        weights: dict[str, Any] = gathered | _take_layer(stacked, others, index)
+        weights |= {name: StackedWeight(stacked[name], index) for name in in_place}
+        weights |= {name: describe(name, index) for name in split if name not in early}
+        following = {name: describe(name, (index + 1) % depth) for name in early}
+        return layer(hidden, weights, following, index), None
+
+    first = {name: gather_rows(stacked[name], axes[name], platform, layer=0) for name in early}
+    return jax.lax.scan(step, (hidden, first), jnp.arange(depth))[0][0]
+
+
+def _split_axes(stacked: Params, specs: Mapping[str, P]) -> dict[str, tuple[str, ...]]:
+    """Return the axes of each large matrix's parts, by name."""
+    return {name: _GATHERED[specs[name]] for name in stacked if specs[name] in _GATHERED}
+
+
+def _list_whole(axes: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Return the names of matrices that every device has whole."""
+    return [name for name, along in axes.items() if math.prod(map(jax.lax.axis_size, along)) == 1]
+
+
+def _take_layer(stacked: Params, names: Iterable[str], index: jax.Array | int) -> Params:
+    return {name: jax.lax.dynamic_index_in_dim(stacked[name], index, keepdims=False) for name in names}
 
 
 def linear(ops: Ops, weights: Params, name: str, x: Any, **options: Any) -> jax.Array:
