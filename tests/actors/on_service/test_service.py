@@ -121,6 +121,18 @@ def test_job_survives_a_killed_worker_and_a_killed_ingress(online, undisturbed):
         assert results.keys() == {"video", "thumbnail", "spritesheet", "final_frame"}
 
 
+def test_video_is_continued_whose_worker_is_killed_meanwhile(online):
+    with online.client() as client:
+        first = client.videos.create_and_poll(input_reference=PHOTO, **asked(4))
+        more = {"video": {"id": first.id}, "num_frames": "5", "num_inference_steps": str(STEPS)}
+        second = client.videos.extend(prompt="It goes on", seconds=openai.omit, video=openai.omit, extra_body=more)
+        wait_for(lambda: (client.videos.retrieve(second.id).step or 0) > 100)
+        online.kill("ServiceWorker")
+        assert poll(client, second).status == "completed"
+        source, whole = (frames_of(client.videos.download_content(video.id).content) for video in (first, second))
+        assert len(whole) == (9 + 5 - 1) * 64 * 64 and whole.startswith(source)
+
+
 def test_a_cancelled_job_frees_its_slice(online):
     with online.client() as client:
         video = create(client, 1000)
