@@ -19,7 +19,7 @@ from tests.wan_tpu import minimax_h3_files
 from tests.wan_tpu.minimax_h3_files import FILES, INDEX, REPOSITORY, SUMS
 from tests.wan_tpu.published_files import write
 from wan_tpu import CheckpointError, Conditioning, GenerationRequest, InvalidRequest
-from wan_tpu.aot.programs import AbstractRuntime, all_programs, stage_programs
+from wan_tpu.aot.programs import AbstractRuntime, programs_by_images, stage_programs
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families import open_spec, published_spec
 from wan_tpu.families.minimax_h3 import FAMILY, classes, published
@@ -293,7 +293,9 @@ def test_programs_compiled_ahead_are_those_of_every_number_of_keyframes(small):
     model = open_model(Checkpoint(small))
     runtime = AbstractRuntime(model, make_mesh((1, 1, 1), heads=model.spec.heads), "float32")
     request = GenerationRequest(height=64, width=96).resolve(model.spec.defaults)
-    names = [name for name, *_ in all_programs(runtime, request)]
+    groups = programs_by_images(runtime, request)
+    names = [name for group in groups.values() for name, *_ in group]
+    assert list(groups) == [1, 0, 2]
     usual = ["text_encoder", "vae_encoder first", "text keys", "denoise step"]
     decoders = ["audio_decoder", "decoder first", "decoder later"]
     differ = ["text_encoder", "text keys", "denoise step"]

@@ -6,7 +6,7 @@ from PIL import Image
 
 from tests.wan_tpu.minimax_h3_reference import Reference, relative
 from wan_tpu import GenerationRequest, load_pipeline
-from wan_tpu.aot.programs import all_programs
+from wan_tpu.aot.programs import programs_by_images
 from wan_tpu.families.minimax_h3.small import make_checkpoint
 from wan_tpu.families.shared.tokens import patchify
 
@@ -38,8 +38,9 @@ def test_requests_with_and_without_keyframes_compile_nothing_after_a_warm_up(pip
     """It comes first, because later tests would compile what it expects to be compiled."""
     fields = {"prompt": "A dog.", "steps": 1, **SIZE}
     usual = pipe.plan(GenerationRequest(**fields)).request
-    for _, program, arguments in all_programs(pipe.runtime, usual, ("encoder", "denoise")):
-        program.compile(*arguments)
+    for group in programs_by_images(pipe.runtime, usual, ("encoder", "denoise")).values():
+        for _, program, arguments in group:
+            program.compile(*arguments)
     compiled = pipe.runtime.compile_s
     for names in ((), ("image",), ("last_image",), ("image", "last_image")):
         plan = pipe.plan(GenerationRequest(**fields, **{name: draw_picture(2) for name in names}))

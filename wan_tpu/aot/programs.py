@@ -105,17 +105,6 @@ def _name_steps(runtime: Runtime, request: ResolvedRequest, experts: Sequence[Ex
     return {expert: (STEP, FIRST_STEP, SMALLEST_STEP)[sizes.index(shape)] for expert, shape in shapes.items()}
 
 
-def all_programs(
-    runtime: Runtime, request: ResolvedRequest, stages: Sequence[str] | None = None
-) -> list[tuple[str, Program, tuple[Any, ...]]]:
-    """Return name, program and arguments of all that a request needs, with every number of images.
-
-    Args:
-        runtime, request, stages: As for `stage_programs`.
-    """
-    return [program for group in programs_by_images(runtime, request, stages).values() for program in group]
-
-
 def programs_by_images(
     runtime: Runtime, request: ResolvedRequest, stages: Sequence[str] | None = None
 ) -> dict[int, list[tuple[str, Program, tuple[Any, ...]]]]:
