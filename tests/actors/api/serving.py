@@ -126,6 +126,8 @@ class Engine:
         shades = (np.arange(request.frames) * 7 + request.seed) % 256
         frames = [np.full((request.height, request.width, 3), shade, np.uint8) for shade in shades]
         with VideoWriter(path, fps=request.fps, overwrite=True, on_fragment=on_fragment) as writer:
+            if rate := self.model.audio_rate:
+                writer.set_audio(np.zeros((2, round(request.frames / request.fps * rate)), np.float32), rate)
             writer.write(frames[request.hidden_frames :])
         return path.read_bytes()
 
@@ -134,7 +136,8 @@ class DecodingEngine(Engine):
     """Passes on a video's fragments: one for each `decoded.release()`.
 
     Attributes:
-        runs: How often a decoder is lost before all is decoded.
+        decoded: Counts the fragments that may be passed on.
+        losses: How often a decoder is lost before all is decoded.
         fragments: Those of all runs, as they were passed on, by job.
     """
 

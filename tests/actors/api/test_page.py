@@ -269,11 +269,11 @@ def test_sound_is_asked_for_and_heard_where_the_model_makes_it(browser, settings
 
 
 def test_video_plays_while_it_is_decoded_and_goes_on_as_the_finished_file(browser, settings, tmp_path):
-    (tmp_path / "frames").mkdir()
-    engine = DecodingEngine(tmp_path / "frames")
-    with served(settings) as address, working(settings, engine):
+    engine = DecodingEngine(tmp_path)
+    engine.model = SOUND_SPEC
+    with served(settings, SOUND_SPEC) as address, working(settings, engine):
         page = open_page(browser, address)
-        card = ask(page, "A cat is decoded", Frames=129, **{"Frames a second": 32})
+        card = ask(page, "A cat is decoded", Frames=124, **{"Frames a second": 40})
         sync_api.expect(card.locator("video")).to_be_attached()
         engine.decoded.release(3)
         plays(page, "article")
@@ -282,11 +282,12 @@ def test_video_plays_while_it_is_decoded_and_goes_on_as_the_finished_file(browse
         sync_api.expect(card.locator(".working strong")).to_have_css(
             "opacity", "0"
         )  # The picture takes the place of words.
+        assert b"mp4a" in next(iter(engine.fragments.values()))[0]  # With its sound.
         shot(page, "decoded")
         engine.decoded.release(6)
         card.get_by_role("button", name="play:").wait_for()
         last = "document.querySelector('article video.playing').duration"
-        wait_for(lambda: page.evaluate(last) == 129 / 32)  # The media source had no end until then.
+        wait_for(lambda: page.evaluate(last) == 124 / 40)  # The media source had no end until then.
         sync_api.expect(card.locator("video")).to_have_count(0)
         sync_api.expect(card.locator(".tile img")).to_be_visible()
         page.close()
