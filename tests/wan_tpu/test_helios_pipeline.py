@@ -65,6 +65,13 @@ def test_latents_and_pixels_of_three_chunks_are_those_of_diffusers(pipeline, who
     assert np.abs(ours[: len(frames)] - frames).max() < 2e-3
 
 
+def test_operations_of_a_step_and_of_the_decoder_are_counted(pipeline, whole):
+    model, request = pipeline(KIND).runtime.model, whole[0].request
+    chunk, video = model.spec.latent_shape(request), model.spec.decoded_shape(request)
+    assert model.flops.step(chunk, branches=2) == 2 * model.flops.step(chunk, branches=1) > 0
+    assert model.flops.decoder(video) == 3 * model.flops.decoder(chunk) > 0
+
+
 def test_a_run_resumes_bit_for_bit_within_a_chunk_and_between_two(pipeline, whole):
     pipe = pipeline(KIND)
     plan, run, results = whole

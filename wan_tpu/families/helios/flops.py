@@ -1,5 +1,7 @@
 """Counts the operations of a Helios model's stages on diffusers' own modules."""
 
+from typing import Any
+
 import torch
 from diffusers import AutoencoderKLWan
 
@@ -42,10 +44,17 @@ class HeliosFlops:
         text = torch.empty(1, TEXT_TOKENS, config["text_dim"], device="meta")
         chunk = torch.empty(1, latent_shape[2], device="meta")
         time = torch.empty(1, device="meta")
-        return branches * count(
-            components.transformer(self._config).build,
-            lambda module: module(empty(latent_shape[2]), time, text, chunk, **indices, **history),
-        )
+
+        def predict(module: Any) -> None:
+            del module.rope
+            module.rope = self._angles  # diffusers' can't run on the meta device.
+            module(empty(latent_shape[2]), time, text, chunk, **indices, **history)
+
+        return branches * count(components.transformer(self._config).build, predict)
+
+    def _angles(self, frame_indices: torch.Tensor, height: int, width: int, device: torch.device) -> torch.Tensor:
+        values = 2 * self._config.transformer["attention_head_dim"]
+        return torch.empty(1, values, frame_indices.shape[1], height, width, device="meta")
 
     def decoder(self, latent_shape: tuple[int, ...]) -> int:
         """Count the decoding of latents [1, C, T, H, W], each chunk as a video of its own."""
