@@ -23,7 +23,7 @@ from actors.slices.references import RefStore
 from actors.slices.snapshots import Snapshots
 from cluster.layout import Layout
 from tests.actors.simulation.bucket import Bucket, BucketOfProcess
-from tests.actors.simulation.checks import KILLED, check_submission, leftovers
+from tests.actors.simulation.checks import KILLED, check_blamed, check_submission, leftovers
 from tests.actors.simulation.faults import break_something
 from tests.actors.simulation.ray_objects import ActorHandle, RefStoreActor, StatusHandle
 from tests.actors.simulation.serve import Handle, PoolOfReplicas, Replica
@@ -136,12 +136,13 @@ class Run:
                 self.world.later(self.world.random.uniform(0, FAULTS_S), functools.partial(break_something, self))
         async with asyncio.timeout(LIMIT_S):
             await asyncio.gather(*(self._client(submission) for submission in self.submissions))
-        until_s = max(FAULTS_S, self.world.loop.now) + SETTLE_S
+        until_s = max(FAULTS_S, self.world.loop.now, self.world.hung_until_s) + SETTLE_S
         while self.world.loop.now < until_s and (self.world.loop.now < FAULTS_S or leftovers(self)):
             await asyncio.sleep(1.0)
             await self._remove_orphans()
         for submission in self.submissions:
             self.problems += check_submission(self, submission)
+        self.problems += check_blamed(self)
         self.problems += [f"left: {kind}: {values}" for kind, values in leftovers(self).items()]
 
     async def _remove_orphans(self) -> None:

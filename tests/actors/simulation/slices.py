@@ -189,7 +189,9 @@ class Slice:
             if group == "lockstep" and self.next_fault is not None:
                 fault, self.next_fault = self.next_fault, None
                 world.tell(f"{self.name}: {method} meets a fault of its devices: {fault}")
-                self._waiting.wait(seconds if fault == "device" else timeout_s or 1.0)
+                fault_s = seconds if fault == "device" else timeout_s or 1.0
+                world.hung_until_s = max(world.hung_until_s, world.loop.now + fault_s)
+                self._waiting.wait(fault_s)
                 self._check()
                 raise self.lose(DeviceFailed(f"{self.name}: {method}: {fault}"))
             self._waiting.wait(seconds)

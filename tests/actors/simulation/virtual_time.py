@@ -10,8 +10,10 @@ import asyncio
 import contextlib
 import heapq
 import itertools
+import sys
 import time
 import traceback
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -68,6 +70,9 @@ class VirtualTime(asyncio.BaseEventLoop):
 
     def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
         return self.call_at(self.now + delay, callback, *args, context=context)
+
+    def _write_to_self(self) -> None:
+        pass  # Nothing has to be woken by another thread.
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         pass  # it is passed over when it is due
@@ -185,8 +190,24 @@ def virtual_time() -> Iterator[VirtualTime]:
         yield loop
     finally:
         asyncio.set_event_loop(None)
-        loop._ready.clear()  # type: ignore[attr-defined]
+        loop.close()  # First, so that what tasks leave unfinished isn't handed to the loop.
+        _end_tasks(loop)
         loop._due.clear()
         loop.forsaken.clear()
-        loop.close()
         time.time, time.monotonic = before
+
+
+def _end_tasks(loop: VirtualTime) -> None:
+    """End what a run has left in the midst of its work, such as processes that were killed.
+
+    Garbage collection would do so at any time later, and warn of coroutines that clean up where no loop runs any more.
+    """
+    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None  # What cleans up needs the loop, and fails.
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+            for task in sorted(asyncio.all_tasks(loop), key=hash):
+                with contextlib.suppress(Exception):
+                    task.get_coro().close()  # type: ignore[union-attr]
+    finally:
+        sys.unraisablehook = hook
