@@ -22,8 +22,8 @@ from wan_tpu.errors import OutputError
 from wan_tpu.stage_machine import StageMachine
 
 VIDEOS = 2000
-# First those that have found something: storage that is down at the end, a drain that begins late, a full disk of the only
-# slice, a call that hangs for its driver that was killed.
+# First those that have found something: storage that is down at the end, a drain that begins late, a full disk of the
+# only slice, a call that hangs and whose driver was killed.
 SEEDS = (127, 435, 1785, 2510, *range(1000))
 
 
