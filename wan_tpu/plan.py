@@ -99,6 +99,10 @@ class RequestPlan:
         """Return the experts of some stages, such as those that a pool hosts."""
         return tuple(expert for expert in self.experts if expert.stage in stages)
 
+    def size_of(self, expert: Expert) -> int:
+        """Return 0 for the first expert of its chunk and stage: others of that stage denoise larger latents."""
+        return [e for e in self.experts if (e.stage, e.chunk) == (expert.stage, expert.chunk)].index(expert)
+
     def with_images(self, image: Image.Image | None = None, last_image: Image.Image | None = None) -> "RequestPlan":
         """Return the plan with those images in place of its own: it stays small while they aren't needed."""
         return self.with_request(dataclasses.replace(self.request, image=image, last_image=last_image))

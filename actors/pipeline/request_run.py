@@ -20,7 +20,6 @@ from actors.slices.references import RefHandle, RequestScope
 from wan_tpu.plan import DECODER, ENCODER, RequestPlan
 from wan_tpu.stage_machine import (
     Decode,
-    DecodeSound,
     Encode,
     EncodeImage,
     EncodeText,
@@ -107,14 +106,14 @@ class RequestRun:
         """Run the operations of the stage machine until there is a video."""
         if self._state is None:  # Else the pool before has handed over a state that nobody has taken yet.
             self._machine = self._machine.at_step(await self._find_newest_snapshot())
-        while True:
-            match self._machine.next:
-                case (DecodeSound() | Decode(), *_):
-                    return await self._decode()
-                case (Step() | Finish() as operation,):
+        while not self._machine.is_finished:
+            # All chunks of a video are decoded together, once the last one is denoised.
+            match [operation for operation in self._machine.next if not isinstance(operation, Decode)]:
+                case [Step() | Finish() as operation]:
                     await self._denoise(operation.stage)
                 case encodings:
                     await self._encode(encodings)
+        return await self._decode()
 
     async def _find_newest_snapshot(self) -> int | None:
         until, pause_s = time.monotonic() + self._limits.snapshots_s, FIRST_WAIT_S
@@ -134,7 +133,7 @@ class RequestRun:
 
     async def _denoise(self, stage: str) -> None:
         """Have one pool run all steps that it can, from the state handed over or else from the snapshot."""
-        state, steps = self._state, self._plan.request.steps
+        state, steps = self._state, self._plan.steps
         pool = self._connection.layout.find_pool(stage)
         texts: list[RefHandle | None] = [self._encoded[EncodeText(prompt)] for prompt in self._plan.prompts]
         inputs = [*[*texts, None, None][:2], self._encoded.get(EncodeImage())]
@@ -221,7 +220,7 @@ class RequestRun:
         self, stage: str, events: AsyncIterator[Any], on_inputs: Callable[[], None] = lambda: None
     ) -> StageResult:
         """Follow a stage to its end, or cancel it with this task; `on_inputs` is called when it has its inputs."""
-        status, steps, result = self._connection.status, self._plan.request.steps, None
+        status, steps, result = self._connection.status, self._plan.steps, None
         status.report_request(self._key, stage, steps=steps)
         try:
             with explain_losses():

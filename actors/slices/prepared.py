@@ -10,7 +10,7 @@ from actors.slices.payloads import Payload, TextEmbedding, unpack
 from wan_tpu import stages
 from wan_tpu.data import DenoiseState, ImageCondition
 from wan_tpu.errors import WanTpuError
-from wan_tpu.plan import RequestPlan
+from wan_tpu.plan import Expert, RequestPlan
 from wan_tpu.request import ResolvedRequest
 
 
@@ -32,13 +32,13 @@ class Denoising:
 
     Attributes:
         plan: The request's plan, with its adapters in host memory.
-        inputs: The inputs by stage, because an expert without guidance takes the prompt alone.
+        inputs: By expert: one without guidance takes the prompt alone, and latents of another size other positions.
         state: The state to begin from.
         run: The expert that runs now, or None between two experts.
     """
 
     plan: RequestPlan
-    inputs: dict[str, stages.ExpertInputs]
+    inputs: dict[Expert, stages.ExpertInputs]
     state: DenoiseState
     run: stages.ExpertRun | None = None
 

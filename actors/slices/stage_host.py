@@ -32,7 +32,7 @@ from wan_tpu.data import DenoiseState, ImageCondition, join_conditioning
 from wan_tpu.errors import InvalidInput, OutputError
 from wan_tpu.media.mp4 import Mp4
 from wan_tpu.pipeline import open_runtime
-from wan_tpu.plan import AUDIO, ENCODER, RequestPlan
+from wan_tpu.plan import AUDIO, ENCODER, VIDEO, RequestPlan
 from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.runtime.processes import share_first
 from wan_tpu.stage_machine import StageMachine, Step
@@ -163,7 +163,7 @@ class StageHost(HostProfile):
             check_same_everywhere(loras)
         work.state, work.run = state, None  # Frees the other expert's keys first.
         with self._sizes.track(work.plan.request):
-            work.run = stages.ExpertRun(self._runtime, work.plan, expert, work.inputs[expert.stage], state)
+            work.run = stages.ExpertRun(self._runtime, work.plan, expert, work.inputs[expert], state)
         return (self._runtime.compile_s - before,)
 
     def step(self, key: str) -> tuple[float, int]:
@@ -264,13 +264,12 @@ class StageHost(HostProfile):
         mine = plan.experts_on(self._stages)
         if not mine:
             raise OutOfOrder(f"request {key} has no step on {', '.join(self._stages)}; leave this pool out")
-        inputs: dict[str, stages.ExpertInputs] = {}
-        for expert in mine:
-            alike = dataclasses.replace(expert, stage="", start=0, stop=0)
-            twins = (e for e in mine if dataclasses.replace(e, stage="", start=0, stop=0) == alike)
-            twin = next((inputs[e.stage] for e in twins if e.stage in inputs), None)
-            inputs[expert.stage] = twin or stages.expert_inputs(self._runtime, plan.request, expert, conditioning)
-        self._prepared.put(key, Denoising(plan, inputs, placed))
+        kinds = {e: (e.guided, e.enlarges, self._spec.latent_shapes(plan.request, e.stop)[VIDEO]) for e in mine}
+        shared = {
+            kind: stages.expert_inputs(self._runtime, plan.request, expert, conditioning)
+            for kind, expert in {kind: expert for expert, kind in kinds.items()}.items()
+        }
+        self._prepared.put(key, Denoising(plan, {expert: shared[kind] for expert, kind in kinds.items()}, placed))
         return sum(payload.nbytes for payload in (prompt, negative, image, state) if payload is not None)
 
     def prepare_decode(self, key: str, request: ResolvedRequest, state: Payload, fragments: bool = False) -> int:
@@ -279,13 +278,14 @@ class StageHost(HostProfile):
         With `fragments`, `decode` keeps those of the mp4 for `take_fragments`.
         """
         final = unpack_as(DenoiseState, state)
-        needed: dict[str, Any] = {"step": request.steps, "latents": self._spec.decoded_shape(request)}
+        last, shape = self._spec.experts(request)[-1], self._spec.decoded_shape(request)
+        needed: dict[str, Any] = {"step": last.stop, "latents": shape}
         actual: dict[str, Any] = {}
         if final is not None:
             actual = {"step": final.step, "latents": final.latents.shape}
         audio = None
         if self._spec.has_sound(request):
-            needed["sound"] = self._spec.latent_shapes(request, request.steps)[AUDIO]
+            needed["sound"] = self._spec.latent_shapes(request, last.stop)[AUDIO]
             if final is not None and final.audio is not None:
                 audio = final.audio
                 actual["sound"] = audio.shape
@@ -316,7 +316,7 @@ class StageHost(HostProfile):
         def result() -> DenoiseState:
             image_latents = next(iter(work.inputs.values())).image_latents
             done = stages.finish_state(self._runtime.model, work.plan.request, state, image_latents)
-            is_final = done.step == work.plan.request.steps
+            is_final = done.step == work.plan.steps
             return dataclasses.replace(done, history=(), audio_history=()) if is_final else done
 
         return self._output(state.step, result)

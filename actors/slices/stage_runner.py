@@ -346,4 +346,5 @@ class StageRunner:
 
 def _find_step_kind(plan: RequestPlan, expert: Expert) -> Hashable | None:
     """Return the key of steps that take equally long; None under a cache, which skips some of them."""
-    return None if plan.request.cache else (plan.shapes[expert.stage], expert.stage, expert.guided)
+    kind = plan.shapes[expert.stage], expert.stage, expert.guided, plan.size_of(expert)
+    return None if plan.request.cache else kind

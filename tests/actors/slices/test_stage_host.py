@@ -234,9 +234,7 @@ def test_experts_are_given_the_prompts_they_use(checkpoint):
     assert not isinstance(raised.value, InvalidRequest)  # which the driver has forgotten
     host.prepare_denoise("a", plan.without_image(), prompt, negative, image)
     inputs = host._prepared.get("a", Denoising).inputs
-    assert {
-        stage: (of_stage.text["text"].shape[0], of_stage.text["text"].dtype) for stage, of_stage in inputs.items()
-    } == {
+    assert {expert.stage: (own.text["text"].shape[0], own.text["text"].dtype) for expert, own in inputs.items()} == {
         "denoise_high": (2, "bfloat16"),
         "denoise_low": (1, "bfloat16"),
     }
