@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import pytest
 
 from wan_tpu import GenerationRequest
+from wan_tpu.adapters.merging import abstract_merge
 from wan_tpu.aot.programs import STEP, AbstractRuntime, stage_programs
 from wan_tpu.families import published
 from wan_tpu.families.model import published_model
-from wan_tpu.runtime.mesh import make_mesh
+from wan_tpu.runtime.mesh import make_mesh, replicated
 
 PRODUCTS = ("dot_general", "conv_general_dilated")
 
@@ -54,3 +55,14 @@ def test_products_in_float32_are_exact_in_bfloat16_and_rotary_speeds_are_compute
         assert not [str(x) for x in operations(traced.jaxpr) if is_rounded(x)], name
         assert not [str(x) for x in operations(traced.jaxpr) if raises_to_many_powers(x)], name
     assert looked_at
+
+
+def test_adapters_are_multiplied_exactly():
+    mesh = make_mesh((1, 1, 1), heads=1)
+    runtime = AbstractRuntime(published_model("wan2.1-t2v-1.3b"), mesh, "bfloat16")
+    weight = jax.ShapeDtypeStruct((2, 16, 8), jnp.bfloat16, sharding=replicated(mesh))
+    program, arguments = abstract_merge(runtime, weight, None, ranks=4)
+    with jax.default_matmul_precision("default"):
+        traced = jax.make_jaxpr(program.function)(*arguments)
+    products = [x for x in operations(traced.jaxpr) if x.primitive.name in PRODUCTS]
+    assert products and not any(map(is_rounded, products))

@@ -184,7 +184,8 @@ def merge_program(runtime: Runtime[Any], base: Any, scales: Any) -> Program:
         if scales is not None:
             total *= scales[:, None]
         if up is not None:
-            product = jnp.dot(up.astype(jnp.float32) * gain, down.astype(jnp.float32))
+            exact = jax.lax.Precision.HIGHEST
+            product = jnp.dot(up.astype(jnp.float32) * gain, down.astype(jnp.float32), precision=exact)
             total += product.reshape(base.shape)
         if difference is not None:
             total += difference
