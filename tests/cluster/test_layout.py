@@ -57,8 +57,8 @@ def test_a_layout_is_read():
         ),
         (
             ONE_EXPERT,
-            "emulated-one-expert minimax-h3-one-slice-v6e minimax-h3-v6e minimax-h3-v7x one-expert-v6e "
-            "one-machine-one-expert",
+            "emulated-one-expert minimax-h3-one-slice-v6e minimax-h3-v6e minimax-h3-v6e-16 minimax-h3-v7x "
+            "one-expert-v6e one-machine-one-expert",
         ),
         (["encoder", "denoise", "refine", "decoder"], "ltx-2.3-v6e ltx-2.3-v7x"),
     ],
