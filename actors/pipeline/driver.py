@@ -31,7 +31,9 @@ class PipelineDriver:
         self._name = f"driver-{secrets.token_hex(8)}"
         self._inside: set[str] = set()
         self._renewing: asyncio.Task[None] | None = None
-        self._kept: dict[str, tuple[str, RequestScope]] = {}  # By id, of requests that may have snapshots.
+        # By id, of requests that may have snapshots. One that was cancelled may have come again, and a slice may still
+        # write a snapshot of the first time.
+        self._kept: dict[str, list[tuple[str, RequestScope]]] = {}
 
     async def generate(
         self,
@@ -69,7 +71,7 @@ class PipelineDriver:
             snapshots = await asyncio.to_thread(name_of, id, plan.request, model)
             with contextlib.closing(self._ref_store.open_scope()) as scope:
                 run = RequestRun(self._connection, id, plan, on_event, priority, scope, snapshots, on_fragment)
-                self._kept[id] = run.snapshots, scope
+                self._kept.setdefault(id, []).append((run.snapshots, scope))
                 video = await run.run()
             outcome = "done"
             return video
@@ -88,9 +90,10 @@ class PipelineDriver:
 
     async def forget(self, id: str) -> None:
         """Delete the snapshots of a request whose video or failure is durable by now."""
-        if (kept := self._kept.pop(id, None)) is not None:
-            snapshots, scope = kept
+        kept = self._kept.pop(id, [])
+        for _, scope in kept:
             scope.finish()  # First, so that a slice that still writes a snapshot deletes it afterwards.
+        for snapshots in dict.fromkeys(snapshots for snapshots, _ in kept):
             await asyncio.to_thread(delete_snapshots, self._connection.snapshots.delete, snapshots)
 
     def close(self) -> None:
