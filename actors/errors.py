@@ -61,6 +61,13 @@ class StageFailed(StageLost):
     """
 
 
+class MachineFailed(StageFailed):
+    """A host of the slice can't do its part, as when its disk is full: no request is to blame, on however many slices.
+
+    As with its base class, a slice that fails every request is replaced.
+    """
+
+
 class StageMoved(StageLost):
     """A replica is about to end, and nothing is lost: the stage goes on elsewhere."""
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from actors.engine import Fragment, GeneratedVideo, OnEvent, OnFragment
-from actors.errors import InputLost, RequestFailed, StageFailed, StageLost, StageMoved, StageWaited
+from actors.errors import InputLost, MachineFailed, RequestFailed, StageFailed, StageLost, StageMoved, StageWaited
 from actors.observe.logs import log_event
 from actors.observe.span import Span
 from actors.pipeline.connection import PipelineConnection
@@ -283,7 +283,8 @@ class RequestRun:
         self._attempts += 1
         reason = str(lost).splitlines()[0] if str(lost) else type(lost).__name__
         if self._attempts >= self._limits.stage_attempts:
-            if isinstance(lost, StageFailed):  # It failed everywhere, so the request is to blame.
+            # It failed everywhere, so the request is to blame.
+            if isinstance(lost, StageFailed) and not isinstance(lost, MachineFailed):
                 raise RequestFailed(f"failed {self._attempts} times; the last: {reason}", "error")
             raise RequestFailed(f"given up after {self._attempts} attempts at one stage; the last: {reason}", "lost")
         log.warning("%s: %s; attempt %d", self._key, reason, self._attempts + 1)

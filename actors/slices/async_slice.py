@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 import ray
 
-from actors.errors import InputLost, PipelineError, RequestFailed, StageFailed, StageLost, StageWaited
+from actors.errors import InputLost, MachineFailed, PipelineError, RequestFailed, StageFailed, StageLost, StageWaited
 from cluster.errors import CallFailed, SliceLost
 from cluster.gang.protocol import GROUPS, Group
 from cluster.gang.slice import Returned, Slice
-from wan_tpu.errors import CompileFailed, DoesNotFit, InvalidRequest, Unavailable, UnhealthyResult
+from wan_tpu.errors import CompileFailed, DoesNotFit, InvalidRequest, OutputError, Unavailable, UnhealthyResult
 
 THREADS = 32  # Each lane of the hosts takes one at a time, so that health checks never wait for requests.
 # Methods of hosts that read files which a request names by their paths.
@@ -57,6 +57,7 @@ class AsyncSlice:
             RequestFailed: It is the request's fault.
             InputLost: A payload is gone.
             StageLost: The slice is gone, or something that all slices share can't be reached.
+            MachineFailed: A host's disk or its ffmpeg can't take the result.
             StageFailed: It isn't known whose fault it is.
         """
         timeouts = self._slice.timeouts
@@ -90,7 +91,8 @@ class AsyncSlice:
             return RequestFailed(f"{method}: {cause}", "error")
         if isinstance(cause, Unavailable):
             return StageLost(f"{self._slice.name}: {method}: {cause}")
-        return StageFailed(f"{self._slice.name}: {method}: {type(cause).__name__}: {cause}")
+        kind = MachineFailed if isinstance(cause, OutputError) else StageFailed
+        return kind(f"{self._slice.name}: {method}: {type(cause).__name__}: {cause}")
 
     async def side(self, method: str, *args: Any) -> Returned:
         """Run a method in parallel with those in lockstep; otherwise as `call`."""
@@ -132,7 +134,8 @@ class FailureTracker:
     """Counts the requests that a slice's stages have failed since they last succeeded.
 
     A request that fails may be to blame itself, and is tried elsewhere. A slice on which several fail, and none
-    succeeds in between, is taken to be sick, and replaced: it fails so fast that it would be sent every request.
+    succeeds in between, is taken to be sick, and replaced: it fails so fast that it would be sent every request. Where
+    no request can be to blame, one that fails several times is enough.
     """
 
     def __init__(self, replica: str, attempts: int, replace: Callable[[str], None]) -> None:
@@ -140,11 +143,11 @@ class FailureTracker:
 
         Args:
             replica: Serve's name for the slice's leader.
-            attempts: When this many different requests fail in a row, the slice is replaced.
+            attempts: When this many fail in a row, the slice is replaced.
             replace: Called with why to replace the slice.
         """
         self._replica, self._attempts, self._replace = replica, attempts, replace
-        self._failing: dict[str, set[str]] = {}  # Keys of requests, by stage.
+        self._failing: dict[str, list[str]] = {}  # Keys of requests, by stage.
 
     @contextlib.contextmanager
     def track(self, stage: str, key: str) -> Iterator[None]:
@@ -156,20 +159,22 @@ class FailureTracker:
         except StageLost as lost:
             lost.replica = self._replica
             if isinstance(lost, StageFailed):
-                self._note(stage, key)
+                self._note(stage, key, again=isinstance(lost, MachineFailed))
             raise
         except RequestFailed as failed:
             failed.replica = self._replica
             if failed.code == "unhealthy":
-                self._note(stage, key)
+                self._note(stage, key, again=False)
             raise
 
     def clear(self, stage: str) -> None:
         """Forget a stage's failures, now that it has succeeded."""
         self._failing.pop(stage, None)
 
-    def _note(self, stage: str, key: str) -> None:
-        failing = self._failing.setdefault(stage, set())
-        failing.add(key)
+    def _note(self, stage: str, key: str, *, again: bool) -> None:
+        """Count a request, a second time only if `again`."""
+        failing = self._failing.setdefault(stage, [])
+        if again or key not in failing:
+            failing.append(key)
         if len(failing) >= self._attempts:
-            self._replace(f"{stage} failed for {', '.join(sorted(failing))} in a row")
+            self._replace(f"{stage} failed for {', '.join(sorted(set(failing)))} in a row")

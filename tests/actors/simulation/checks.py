@@ -19,7 +19,7 @@ def check_submission(run: "Run", submission: Submission) -> Iterator[str]:
     expected = {"bad": "invalid", "nan": "unhealthy"}.get(kind)
     if submission.ended != 1:
         yield f"{submission.id} has ended {submission.ended} times"
-    elif submission.failure not in (expected, "cancelled") and not is_blamed(run, submission):
+    elif submission.failure not in (expected, "cancelled"):
         yield f"{submission.id} has failed as {submission.failure}, which is not its fault"
     elif submission.failure is None and submission.video != video_of(submission.plan):
         yield f"{submission.id} has become another video"
@@ -38,19 +38,6 @@ def check_submission(run: "Run", submission: Submission) -> Iterator[str]:
     all_steps = range(submission.plan.first_step + 1, submission.plan.request.steps + 1)
     if submission.failure is None and set(done) != set(all_steps):
         yield f"{submission.id}: steps were left out: {done}"
-
-
-def is_blamed(run: "Run", submission: Submission) -> bool:
-    """Return whether a request has failed because it failed on the only slice that there was for it, which was sick."""
-    return submission.failure == "error" and submission.id in run.world.without_choice and run.world.full_disks > 0
-
-
-def check_blamed(run: "Run") -> Iterator[str]:
-    """Yield what is wrong if sick slices have failed more requests than it takes to replace them."""
-    blamed = [submission.id for submission in run.submissions if is_blamed(run, submission)]
-    most = run.world.full_disks * (run.spec.settings.reliability.slice_attempts - 1)
-    if len(blamed) > most:
-        yield f"sick slices have failed {len(blamed)} requests, not {most} at most: {blamed}"
 
 
 def check_fragments(submission: Submission) -> Iterator[str]:

@@ -52,7 +52,6 @@ def fill_disk(run: "Run", pool: PoolOfReplicas, replica: Replica) -> None:
     if replica.slice is not None:
         run.world.tell(f"the disk of {replica.slice_name} is full")
         replica.slice.is_sick = True
-        run.world.full_disks += 1
 
 
 def stop_bucket(run: "Run", pool: PoolOfReplicas, replica: Replica) -> None:

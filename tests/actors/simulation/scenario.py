@@ -23,7 +23,7 @@ from actors.slices.references import RefStore
 from actors.slices.snapshots import Snapshots
 from cluster.layout import Layout
 from tests.actors.simulation.bucket import Bucket, BucketOfProcess
-from tests.actors.simulation.checks import KILLED, check_blamed, check_submission, leftovers
+from tests.actors.simulation.checks import KILLED, check_submission, leftovers
 from tests.actors.simulation.faults import break_something
 from tests.actors.simulation.ray_objects import ActorHandle, RefStoreActor, StatusHandle
 from tests.actors.simulation.serve import Handle, PoolOfReplicas, Replica
@@ -142,7 +142,6 @@ class Run:
             await self._remove_orphans()
         for submission in self.submissions:
             self.problems += check_submission(self, submission)
-        self.problems += check_blamed(self)
         self.problems += [f"left: {kind}: {values}" for kind, values in leftovers(self).items()]
 
     async def _remove_orphans(self) -> None:

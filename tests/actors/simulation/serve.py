@@ -243,9 +243,6 @@ class Stream:
         if self._is_over or self._driver.dead:
             return
         self._replica = replica
-        request: SliceRequest = self._args[0]
-        if request.avoid.issuperset(other.name for other in self._pool.ready):
-            self._pool.world.without_choice.add(request.key)
         replica.streams.add(self)
         self._task = self._loop.create_task(self._run(replica))
 

@@ -38,8 +38,6 @@ class World:
         self.hub_is_down = False
         self.ray_is_silent_until_s = 0.0
         self.hung_until_s = 0.0  # When the last call that hangs is given up.
-        self.full_disks = 0
-        self.without_choice: set[str] = set()  # Requests for which only replicas that had failed them were left.
 
     def tell(self, text: str) -> None:
         """Note what has happened."""
