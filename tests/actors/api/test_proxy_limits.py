@@ -23,9 +23,7 @@ from tests.conftest import ROOT
 from tests.waiting import wait_for
 
 # A body: 2 MB.
-LIMITS = Limits(
-    image_bytes=750_000, video_bytes=750_000, bodies_bytes=4_000_000, bodies=3, body_s=2.0, body_rate=1e6
-)
+LIMITS = Limits(image_bytes=750_000, video_bytes=750_000, bodies_bytes=4_000_000, bodies=3, body_s=2.0, body_rate=1e6)
 
 
 async def serve_like(scope, receive, send):
