@@ -19,7 +19,7 @@ from wan_tpu_kernels.low_precision import Rounded
 T = TypeVar("T")  # One array, or several.
 # How a large matrix, stacked over the layers, is split: its outputs over the devices of a branch.
 SPLIT = P(None, SHARDS, None)
-# The axes along which the parts of such a matrix are gathered. Where 'sp' splits tokens alone, it has copies.
+# The axes along which `scan_gathering_layers` gathers a matrix's parts. Where 'sp' splits tokens alone, it has copies.
 _GATHERED: Mapping[P, tuple[str, ...]] = {SPLIT: SHARDS, P(None, "tp", None): ("tp",)}
 
 
@@ -61,8 +61,8 @@ def scan_layers(
         layer: Takes (hidden, weights of the layer, its index) and returns hidden.
         hidden: The input of the first layer.
         stacked: This device's part of the weights, [depth, ...].
-        specs: How the weights are split, by name. Those split by outputs are used by `linear` alone: where nothing has
-            to be gathered, the layer gets them as `StackedWeight`.
+        specs: How the weights are split, by name. Those with `SPLIT` are gathered, and used by `linear` alone: where
+            nothing has to be gathered, the layer gets them as `StackedWeight`.
         depth: Number of layers.
         ahead: Names of weights that are gathered a layer early, because they are used before or right after the part
             that takes longest.
@@ -70,7 +70,7 @@ def scan_layers(
         linear_only: Names of further matrices that are used by `linear` alone where each device has all weights. XLA
             would copy the array of all layers' matrices where it prefers another layout for its own products (v7x).
     """
-    axes = _split_axes(stacked, specs)
+    axes = {name: SHARDS for name in stacked if specs[name] == SPLIT}
 
     def gather(names: Iterable[str], index: jax.Array | int) -> Params:
         weights = _take_layer(stacked, names, index)
