@@ -149,6 +149,7 @@ def test_a_pipeline_that_stays_serves_jobs_that_come_and_go(cluster, tmp_path):
     assert cluster.run("pipeline", "down")[0] == 2
 
 
+@pytest.mark.soak
 def test_a_batch_of_a_bucket_and_a_status_that_is_watched(cluster, gcs_prefix):
     storage = open_storage(gcs_prefix)
     storage.write("cat.png", PHOTO.read_bytes())
@@ -176,6 +177,7 @@ def test_a_batch_of_a_bucket_and_a_status_that_is_watched(cluster, gcs_prefix):
     cluster.check_nothing_is_held()
 
 
+@pytest.mark.soak
 def test_a_service_ends_in_good_order_when_it_is_terminated(cluster, tmp_path):
     """However long that takes, and however often: Ray's own handler aborts after three seconds."""
     options = [*cluster.pipeline, "--port", str(free_port()), "--database", str(tmp_path / "jobs.sqlite")]

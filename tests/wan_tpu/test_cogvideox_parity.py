@@ -130,6 +130,7 @@ def test_bfloat16_stays_within_its_bound(pipeline):
 
 
 @pytest.mark.long
+@pytest.mark.soak
 def test_neither_files_between_the_stages_nor_stored_programs_change_anything(checkpoint, tmp_path):
     video, folder = tmp_path / "whole.mp4", tmp_path / "stages"
     model = ["--model_id", str(checkpoint("cogvideox1.5-5b-i2v"))]

@@ -71,6 +71,7 @@ def test_request_survives_a_killed_host_and_then_a_hung_one(running, undisturbed
     assert len(slices_of(making, "denoise_low")) == 3
 
 
+@pytest.mark.soak
 def test_request_waits_for_a_node_that_was_killed(running, undisturbed):
     [slice_] = running.slices("low")
     making = running.start("node", REQUEST)

@@ -135,7 +135,12 @@ def opened(checkpoint, pipeline, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind == "wan2.1-t2v-1.3b" else pytest.mark.long) for kind in LINES]
+    "kind",
+    [
+        "wan2.1-t2v-1.3b",
+        pytest.param("wan2.2-i2v-a14b", marks=pytest.mark.long),
+        pytest.param("minimax-h3", marks=pytest.mark.soak),
+    ],
 )
 def test_lines_become_the_videos_of_one_process(kind, opened, files, tmp_path, monkeypatch):
     folder, pipe = opened(kind)
