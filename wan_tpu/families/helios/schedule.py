@@ -65,7 +65,7 @@ def _levels(pyramid: PyramidConfig, stage: int, steps: int, tokens: int) -> tupl
     sigmas = np.append(np.linspace(levels[0], levels[-1], points)[:steps], 0)
     if pyramid.dynamic:
         sigmas = _shift(pyramid, sigmas, tokens)
-        timesteps = grid.min() + sigmas[:-1] * (grid.max() - grid.min())
+        timesteps = np.min(grid) + sigmas[:-1] * (np.max(grid) - np.min(grid))
     return timesteps, sigmas
 
 
