@@ -14,7 +14,7 @@ from actors.observe.logs import log_event
 from actors.observe.span import Span
 from actors.pipeline.connection import PipelineConnection
 from actors.pipeline.losses import explain_losses
-from actors.slices.messages import EncodedFragment, InputsTaken, SliceRequest, StageResult
+from actors.slices.messages import ChunkDenoised, EncodedFragment, InputsTaken, SliceRequest, StageResult
 from actors.slices.payloads import EncodedVideo, unpack
 from actors.slices.references import RefHandle, RequestScope
 from wan_tpu.plan import DECODER, ENCODER, RequestPlan
@@ -32,6 +32,7 @@ from wan_tpu.storage.base import StorageError
 
 log = logging.getLogger(__name__)
 
+MAX_DECODINGS = 3  # A video is decoded so often while it is denoised; a decoder that is lost again waits for its end.
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 15.0  # Seconds before a stage is tried again, growing from attempt to attempt.
 
 
@@ -75,10 +76,21 @@ class RequestRun:
         self._machine = StageMachine(plan)
         self._encoded: dict[Encode, RefHandle] = {}  # The inputs that the machine knows as encoded.
         self._state: RefHandle | None = None  # Handed over by one pool, until the next has it on its devices.
+        # Of chunks that are denoised; when it fails, another takes its place once the next chunk is denoised.
+        self._decoding: asyncio.Task[StageResult] | None = None
+        self._decodings = 0
         self._warnings: set[str] = set()  # Sorted at the end, because text and image are encoded at the same time.
 
     async def run(self) -> GeneratedVideo:
         """Go through all stages, and after a loss continue from the newest snapshot."""
+        try:
+            return await self._resume_until_done()
+        finally:
+            if self._decoding is not None:
+                self._decoding.cancel()
+                await asyncio.wait([self._decoding])
+
+    async def _resume_until_done(self) -> GeneratedVideo:
         while True:
             try:
                 video = await self._go_through()
@@ -107,7 +119,7 @@ class RequestRun:
         if self._state is None:  # Else the pool before has handed over a state that nobody has taken yet.
             self._machine = self._machine.at_step(await self._find_newest_snapshot())
         while not self._machine.is_finished:
-            # All chunks of a video are decoded together, once the last one is denoised.
+            # Chunks are decoded beside this.
             match [operation for operation in self._machine.next if not isinstance(operation, Decode)]:
                 case [Step() | Finish() as operation]:
                     await self._denoise(operation.stage)
@@ -152,11 +164,35 @@ class RequestRun:
         self._state = result.handle
         self._machine = self._machine.at_step(result.step, is_finished=result.step == steps)
 
+    def _note_chunk(self) -> None:
+        """Have the chunks that are denoised decoded, unless that is under way."""
+        before = self._decoding
+        if before is not None:
+            if not before.done() or (lost := before.exception()) is None or isinstance(lost, RequestFailed):
+                return  # What fails the request is raised when it is denoised.
+            self._avoid(getattr(lost, "replica", None))
+            log.warning("%s: %s; its chunks are decoded again", self._key, lost)
+        if self._decodings < MAX_DECODINGS:
+            self._decodings += 1
+            self._decoding = asyncio.create_task(self._decode_chunks())
+
+    async def _decode_chunks(self) -> StageResult:
+        pool = self._connection.open_stream(DECODER, self._plan.shapes[DECODER])
+        try:
+            return await self._follow(DECODER, pool.decode_chunks.remote(self._sent), is_beside=True)
+        except InputLost as lost:  # The state has all chunks, too.
+            raise StageLost(str(lost)) from None
+
     async def _decode(self) -> EncodedVideo:
         latents = self._state
         assert latents is not None
-        pool = self._connection.open_stream(DECODER, self._plan.shapes[DECODER])
-        video = await self._follow(DECODER, pool.decode.remote(self._sent, latents))
+        if self._decoding is not None:
+            self._connection.status.report_request(self._key, DECODER, steps=self._plan.steps)
+            decoding, self._decoding = self._decoding, None  # After a loss, all chunks are decoded together.
+            video = await decoding
+        else:
+            pool = self._connection.open_stream(DECODER, self._plan.shapes[DECODER])
+            video = await self._follow(DECODER, pool.decode.remote(self._sent, latents))
         try:
             with explain_losses():
                 [ref] = await self._scope.get(video.handle)
@@ -217,24 +253,39 @@ class RequestRun:
         self._machine = self._machine.without_inputs()
 
     async def _follow(
-        self, stage: str, events: AsyncIterator[Any], on_inputs: Callable[[], None] = lambda: None
+        self,
+        stage: str,
+        events: AsyncIterator[Any],
+        on_inputs: Callable[[], None] = lambda: None,
+        *,
+        is_beside: bool = False,
     ) -> StageResult:
-        """Follow a stage to its end, or cancel it with this task; `on_inputs` is called when it has its inputs."""
+        """Follow a stage to its end, or cancel it with this task.
+
+        Args:
+            stage: The stage.
+            events: Its stream.
+            on_inputs: Called when it has its inputs.
+            is_beside: Whether the request is at another stage, too, of which the status tells.
+        """
         status, steps, result = self._connection.status, self._plan.steps, None
-        status.report_request(self._key, stage, steps=steps)
+        if not is_beside:
+            status.report_request(self._key, stage, steps=steps)
         try:
             with explain_losses():
                 async for event in events:
                     if isinstance(event, Span):
                         self._tell(event)
                         self._note_progress(event.stage, event.step)
-                        if event.step is not None or event.chosen:
+                        if (event.step is not None or event.chosen) and not is_beside:
                             step_s = None if event.step is None else event.seconds
                             where = self._key, event.stage, event.step or 0, steps
                             status.report_request(*where, step_s, event.slice, event.chosen)
                     elif isinstance(event, InputsTaken):
                         on_inputs()
                         status.report_handoff(stage, event.seconds, event.nbytes)
+                    elif isinstance(event, ChunkDenoised):
+                        self._note_chunk()
                     elif isinstance(event, EncodedFragment):
                         self._send_fragment(event)
                     else:

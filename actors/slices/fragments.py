@@ -36,13 +36,16 @@ class FragmentQueues:
         self._queues: dict[str, _Queue] = {}
 
     def open(self, key: str) -> None:
-        """Expect the fragments of a video."""
+        """Expect the fragments of a video, or of its next part: any that have come since the last one are kept."""
         with self._changed:
-            self._queues[key] = _Queue()
+            self._queues.setdefault(key, _Queue()).is_over = False
 
     @contextlib.contextmanager
     def fill(self, key: str) -> Iterator[Callable[[bytes], None] | None]:
-        """Yield the function to call with each fragment, or None if nobody expects any; the block's end ends them."""
+        """Yield the function to call with each fragment, or None if nobody expects any; the block's end ends them.
+
+        The function also takes those of the video's later parts, until `drop`.
+        """
         queue = self._queues.get(key)
         if queue is None:
             yield None
@@ -50,7 +53,7 @@ class FragmentQueues:
 
         def add(fragment: bytes) -> None:
             with self._changed:
-                queue.fragments.append(fragment)
+                self._queues.setdefault(key, _Queue()).fragments.append(fragment)
                 self._changed.notify_all()
 
         try:
@@ -96,13 +99,24 @@ async def run_beside(work: Coroutine[Any, Any, T]) -> AsyncIterator["asyncio.Tas
 
 
 class FragmentTaker:
-    """Takes the fragments of one video from its host, while the slice decodes it."""
+    """Takes the fragments of one video, or of a part of it, from its host, while the slice decodes it.
 
-    def __init__(self, slice_: AsyncSlice, host_key: str) -> None:
-        """Take nothing yet; `host_key` is the request's key on the hosts."""
+    Attributes:
+        begun: Set when the decoder has its turn: until then, others use the lane.
+        index: The index of the next fragment.
+    """
+
+    def __init__(self, slice_: AsyncSlice, host_key: str, first: int = 0) -> None:
+        """Take nothing yet.
+
+        Args:
+            slice_: The slice.
+            host_key: The request's key on the hosts.
+            first: How many fragments of the video were taken before.
+        """
         self._slice, self._host_key = slice_, host_key
-        self._index, self._may_follow = 0, True
-        self.begun = asyncio.Event()  # Set when the decoder has its turn: until then, others use the lane.
+        self.index, self._may_follow = first, True
+        self.begun = asyncio.Event()
 
     async def take(self, decoding: "asyncio.Task[Any]") -> list[EncodedFragment]:
         """Wait for fragments; return none after the last one, or when `decoding`, the decoder's call, has failed."""
@@ -118,5 +132,5 @@ class FragmentTaker:
                 await decoding  # Its own error says more.
                 raise
             contents, self._may_follow = taken.value
-        first, self._index = self._index, self._index + len(contents)
+        first, self.index = self.index, self.index + len(contents)
         return [EncodedFragment(index, content) for index, content in enumerate(contents, first)]

@@ -21,8 +21,9 @@ from actors.slices.drain import DrainState
 from actors.slices.messages import Event, HostProgress, SliceRequest
 from actors.slices.references import RefHandle
 from actors.slices.snapshots import Snapshots, Snapshotter
-from actors.slices.stage_runner import PoolOfSlice, StageRunner
+from actors.slices.stage_runner import StageRunner
 from actors.slices.surroundings import Surroundings
+from actors.slices.visits import PoolOfSlice
 from cluster.errors import CallFailed, DeviceFailed, SliceLost
 from cluster.layout import Pool
 from wan_tpu.errors import InvalidInput
@@ -172,6 +173,13 @@ class SliceLeader:
         """Decode final latents, as `StageRunner.decode`."""
         await self._register_program(request.plan.shapes[DECODER])
         async with contextlib.aclosing(self._get_runner(request).decode(request, state)) as events:
+            async for event in events:
+                yield event
+
+    async def decode_chunks(self, request: SliceRequest) -> AsyncIterator[Event]:
+        """Decode chunks of latents as they are denoised, as `StageRunner.decode_chunks`."""
+        await self._register_program(request.plan.shapes[DECODER])
+        async with contextlib.aclosing(self._get_runner(request).decode_chunks(request)) as events:
             async for event in events:
                 yield event
 

@@ -119,4 +119,15 @@ class EncodedFragment:
     content: bytes
 
 
-Event = Span | InputsTaken | EncodedFragment | StageResult  # The items of a stage's stream.
+@dataclass(frozen=True)
+class ChunkDenoised:
+    """A chunk of a video that is denoised chunk after chunk can be decoded; the request's scope has its latents.
+
+    Attributes:
+        chunk: Which one, from 0.
+    """
+
+    chunk: int
+
+
+Event = Span | InputsTaken | EncodedFragment | ChunkDenoised | StageResult  # The items of a stage's stream.

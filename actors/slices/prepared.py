@@ -1,7 +1,9 @@
 """Requests whose inputs lie on a host's devices, from one call of the host to the next."""
 
+import contextlib
 import dataclasses
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -10,8 +12,13 @@ from actors.slices.payloads import Payload, TextEmbedding, unpack
 from wan_tpu import stages
 from wan_tpu.data import DenoiseState, ImageCondition
 from wan_tpu.errors import WanTpuError
-from wan_tpu.plan import Expert, RequestPlan
+from wan_tpu.families.model import Model
+from wan_tpu.media.mp4 import Mp4
+from wan_tpu.plan import AUDIO, VIDEO, Expert, RequestPlan
 from wan_tpu.request import ResolvedRequest
+from wan_tpu.runtime.health import ColourRange
+from wan_tpu.runtime.runtime import Runtime
+from wan_tpu.stages.chunks import chunk_of
 
 
 class OutOfOrder(WanTpuError):
@@ -54,14 +61,86 @@ class Denoising:
         run = self.run  # Read once, because the other thread may end it meanwhile.
         return self.state if run is None else run.resumable
 
+    def copy_chunk(self, chunk: int) -> DenoiseState:
+        """Return the latents of a chunk of the video, on the host; raise `OutOfOrder` unless it is denoised."""
+        state, stop = self.reached, self.plan.chunk_stops[chunk]
+        if state.step < stop:
+            raise OutOfOrder(f"chunk {chunk} is denoised after {stop} steps, and {state.step} are done")
+        return DenoiseState(chunk_of(self.plan, state, chunk), step=stop)
+
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """A request whose latents are to be decoded; `audio` are the sound's, None where the video has none."""
+    """A request whose latents are to be decoded.
+
+    Attributes:
+        request: The request.
+        frames: The latents, as `stages.decoder_inputs` returns them.
+        audio: The sound's latents; None where the video has none.
+        chunk: Which chunk of the video they are, where it is decoded chunk after chunk.
+        is_last: Whether the video ends with them.
+    """
 
     request: ResolvedRequest
     frames: list[jax.Array]
     audio: np.ndarray | None
+    chunk: int = 0
+    is_last: bool = True
+
+
+@dataclasses.dataclass
+class OpenVideo:
+    """A video that is decoded: its mp4, and everything that is followed over all of its chunks.
+
+    Attributes:
+        mp4: The mp4.
+        colours: The colours of all frames so far.
+        chunks: How many chunks have been decoded.
+    """
+
+    mp4: Mp4
+    colours: ColourRange = dataclasses.field(default_factory=ColourRange)
+    chunks: int = 0
+
+
+class OpenVideos:
+    """The videos of one host that some chunks are missing of, by the keys of their requests."""
+
+    def __init__(self) -> None:
+        self._videos: dict[str, OpenVideo] = {}
+
+    @contextlib.contextmanager
+    def add_to(self, key: str, work: Decoding, on_fragment: Callable[[bytes], None] | None) -> Iterator[OpenVideo]:
+        """Yield a request's video for the block, which decodes one chunk; it stays open unless that is the last one.
+
+        Args:
+            key: The request's key.
+            work: The chunk.
+            on_fragment: Called with fragments of the video; the first chunk decides.
+        """
+        request, video = work.request, self._videos.pop(key, None)
+        if video is None:
+            video = OpenVideo(Mp4(request.fps, on_fragment, hidden_frames=request.hidden_frames))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(video.mp4)
+            if video.chunks != work.chunk:
+                raise OutOfOrder(f"request {key} has {video.chunks} chunks decoded; chunk {work.chunk} can't be next")
+            yield video
+            video.chunks += 1
+            if not work.is_last:
+                stack.pop_all()
+                self._videos[key] = video
+
+    def drop(self, key: str) -> None:
+        """Delete what there is of a video, if it is here."""
+        video = self._videos.pop(key, None)
+        if video is not None:
+            with video.mp4:
+                pass
+
+    def list_keys(self) -> list[str]:
+        """Return the keys of all videos here."""
+        return sorted(self._videos)
 
 
 _Value = TypeVar("_Value", TextEmbedding, ImageCondition, DenoiseState)
@@ -70,9 +149,14 @@ _PREPARED_BY = {Encoding: "prepare_encode", Denoising: "prepare_denoise", Decodi
 
 
 class PreparedRequests:
-    """The prepared requests of one host, by key."""
+    """The prepared requests of one host, by key.
+
+    Attributes:
+        videos: Those whose last chunk isn't decoded.
+    """
 
     def __init__(self) -> None:
+        self.videos = OpenVideos()
         self._work: dict[str, Encoding | Denoising | Decoding] = {}
 
     def put(self, key: str, work: Encoding | Denoising | Decoding) -> None:
@@ -95,10 +179,11 @@ class PreparedRequests:
     def drop(self, key: str) -> None:
         """Release a request, if it is here."""
         self._work.pop(key, None)
+        self.videos.drop(key)
 
     def list_keys(self) -> list[str]:
         """Return the keys of all requests here."""
-        return sorted(self._work)
+        return sorted({*self._work, *self.videos.list_keys()})
 
 
 def unpack_as(kind: type[_Value], payload: Payload | None) -> _Value | None:
@@ -109,3 +194,39 @@ def unpack_as(kind: type[_Value], payload: Payload | None) -> _Value | None:
     if not isinstance(value, kind):
         raise OutOfOrder(f"a {payload.kind} was given where a {kind.__name__} belongs; give that stage's payload")
     return value
+
+
+def place_latents(
+    runtime: Runtime[Model], request: ResolvedRequest, state: Payload, chunk: int | None = None
+) -> Decoding:
+    """Put final latents on the devices, or with `chunk` those of that chunk of the video.
+
+    Raises:
+        OutOfOrder: They aren't what the request's decoder takes.
+    """
+    spec, final = runtime.model.spec, unpack_as(DenoiseState, state)
+    experts = spec.experts(request)
+    last = experts[-1]
+    shape: tuple[int, ...] = spec.decoded_shape(request)
+    if chunk is not None:
+        last = [expert for expert in experts if expert.chunk == chunk][-1]
+        shape = spec.latent_shapes(request, last.stop)[VIDEO]
+    needed: dict[str, Any] = {"step": last.stop, "latents": shape}
+    actual: dict[str, Any] = {}
+    if final is not None:
+        actual = {"step": final.step, "latents": final.latents.shape}
+    audio = None
+    if spec.has_sound(request):
+        needed["sound"] = spec.latent_shapes(request, last.stop)[AUDIO]
+        if final is not None and final.audio is not None:
+            audio = final.audio
+            actual["sound"] = audio.shape
+    if final is None or actual != needed:
+        raise OutOfOrder(f"the decoder was given {_describe(actual)}; this request needs {_describe(needed)}")
+    frames = stages.decoder_inputs(runtime, final.latents)
+    return Decoding(request, frames, audio, chunk or 0, chunk is None or last is experts[-1])
+
+
+def _describe(parts: dict[str, Any]) -> str:
+    """Return a state's step and the shapes of its parts as text."""
+    return ", ".join(f"{name} {value}" for name, value in parts.items()) or "nothing"

@@ -79,6 +79,19 @@ class RequestScope:
         refs = iter(stored)
         return [None if handle is None else next(refs) for handle in handles]
 
+    async def add_chunk(self, chunk: int, handle: RefHandle) -> None:
+        """Store which payload has the latents of a chunk of the video, until the request ends.
+
+        It is also copied to the store's node, because a decoder that starts again begins with the first chunk.
+        """
+        await self._actor.add_chunk.remote(self._number, chunk, handle)
+        self._actor.adopt.remote(self._number, handle)
+
+    async def find_chunk(self, chunk: int) -> ray.ObjectRef | None:
+        """Return the latents of a chunk of the video, or None while nobody has denoised it."""
+        stored = await self._actor.find_chunk.remote(self._number, chunk)
+        return stored[0] if stored else None
+
     async def check(self) -> None:
         """Raise `StageLost` when the driver is gone, and with it everybody who waits for this request."""
         try:
@@ -147,6 +160,7 @@ class _RefStoreActor:
 
     def __init__(self) -> None:
         self._scopes: dict[int, dict[str, ray.ObjectRef]] = {}
+        self._chunks: dict[int, dict[int, str]] = {}  # By the number of the scope: keys of its references.
         self._ended, self._finished = _LatestNumbers(), _LatestNumbers()
 
     def put(self, scope: int, refs: list[ray.ObjectRef]) -> str:
@@ -158,6 +172,16 @@ class _RefStoreActor:
     def get(self, scope: int, keys: list[str]) -> list[ray.ObjectRef]:
         refs = self._scopes.get(scope, {})
         return [refs[key] for key in keys if key in refs]
+
+    def add_chunk(self, scope: int, chunk: int, key: str) -> None:
+        if scope not in self._ended:
+            chunks = self._chunks.setdefault(scope, {})
+            self.drop(scope, [chunks[chunk]] if chunk in chunks else [])
+            chunks[chunk] = key
+
+    def find_chunk(self, scope: int, chunk: int) -> list[ray.ObjectRef]:
+        key = self._chunks.get(scope, {}).get(chunk)
+        return [] if key is None else self.get(scope, [key])
 
     async def adopt(self, scope: int, key: str) -> None:
         """Copy a payload; other calls are served meanwhile."""
@@ -175,6 +199,7 @@ class _RefStoreActor:
 
     def end(self, scope: int) -> None:
         self._scopes.pop(scope, None)
+        self._chunks.pop(scope, None)
         self._ended.add(scope)
 
     def finish(self, scope: int) -> None:

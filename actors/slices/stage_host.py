@@ -22,7 +22,7 @@ from actors.slices.fitting_sizes import FittingSizes
 from actors.slices.fragments import FragmentQueues
 from actors.slices.messages import HostProgress, Report, ReportedProgress
 from actors.slices.payloads import Payload, TextEmbedding, mp4, pack
-from actors.slices.prepared import Decoding, Denoising, Encoding, OutOfOrder, PreparedRequests, unpack_as
+from actors.slices.prepared import Decoding, Denoising, Encoding, OutOfOrder, PreparedRequests, place_latents, unpack_as
 from actors.slices.profiling import HostProfile, open_to_dashboard
 from cluster.gang.protocol import Output, report
 from wan_tpu import stages
@@ -30,12 +30,12 @@ from wan_tpu.aot.key import describe_build
 from wan_tpu.aot.precompile import compile_all
 from wan_tpu.data import DenoiseState, ImageCondition, join_conditioning
 from wan_tpu.errors import InvalidInput, OutputError
-from wan_tpu.media.mp4 import Mp4
 from wan_tpu.pipeline import open_runtime
-from wan_tpu.plan import AUDIO, ENCODER, VIDEO, RequestPlan
+from wan_tpu.plan import ENCODER, VIDEO, RequestPlan
 from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.runtime.processes import share_first
 from wan_tpu.stage_machine import StageMachine, Step
+from wan_tpu.stages.decode import finish_video
 from wan_tpu.stages.encode import crop_warnings
 from wan_tpu.switches import OVERLAPPED, OWN, set_switches
 
@@ -181,25 +181,32 @@ class StageHost(HostProfile):
     def decode(self, key: str) -> Output:
         """Decode the latents of `prepare_decode`, and compress frames as they come: as above, an `EncodedVideo`.
 
+        There is none before the last chunk of a video.
+
         Raises:
             OutputError: On every host, when the first one can't write the mp4.
         """
         before, work = self._runtime.compile_s, self._prepared.take(key, Decoding)
         sizes, fragments = self._sizes.track(work.request), self._fragments.fill(key)
-        fps, hidden_frames = work.request.fps, work.request.hidden_frames
-        with sizes, fragments as on_fragment, Mp4(fps, on_fragment, hidden_frames=hidden_frames) as video:
+        with sizes, fragments as on_fragment, self._prepared.videos.add_to(key, work, on_fragment) as decoded:
+            video = decoded.mp4
             if work.audio is not None:
                 video.set_audio(*stages.decode_sound(self._runtime, work.audio))
-            for _, planes in stages.decode_chunks(self._runtime, work.frames, self._progress):
+            for _, planes in stages.decode_chunks(self._runtime, work.frames, self._progress, decoded.colours):
                 # A failure is kept to the end, because the other hosts wait in the next chunk's exchange.
                 if self._first:
                     video.add(np.asarray(planes))
-            if self._first:
-                video.finish()
-        failure = share_first(str(video.failure or ""))
-        if failure:
-            raise OutputError(failure)
-        return self._output((self._runtime.compile_s - before, []), lambda: mp4(video.content, video.last_frame))
+            if work.is_last:
+                finish_video(self._runtime, decoded.colours)
+                if self._first:
+                    video.finish()
+            failure = share_first(str(video.failure or ""))
+            if failure:
+                raise OutputError(failure)
+        value = self._runtime.compile_s - before, list[str]()
+        if not work.is_last:
+            return Output(value, None)
+        return self._output(value, lambda: mp4(video.content, video.last_frame))
 
     # ---- Beside the lockstep, without collectives.
 
@@ -272,26 +279,15 @@ class StageHost(HostProfile):
         self._prepared.put(key, Denoising(plan, {expert: shared[kind] for expert, kind in kinds.items()}, placed))
         return sum(payload.nbytes for payload in (prompt, negative, image, state) if payload is not None)
 
-    def prepare_decode(self, key: str, request: ResolvedRequest, state: Payload, fragments: bool = False) -> int:
+    def prepare_decode(
+        self, key: str, request: ResolvedRequest, state: Payload, fragments: bool = False, chunk: int | None = None
+    ) -> int:
         """Put final latents, from the last expert's `collect`, on the devices; return their bytes.
 
-        With `fragments`, `decode` keeps those of the mp4 for `take_fragments`.
+        With `fragments`, `decode` keeps those of the mp4 for `take_fragments`. With `chunk` they are that chunk's, from
+        `copy_chunk`, and the mp4 stays open under this key until the last one.
         """
-        final = unpack_as(DenoiseState, state)
-        last, shape = self._spec.experts(request)[-1], self._spec.decoded_shape(request)
-        needed: dict[str, Any] = {"step": last.stop, "latents": shape}
-        actual: dict[str, Any] = {}
-        if final is not None:
-            actual = {"step": final.step, "latents": final.latents.shape}
-        audio = None
-        if self._spec.has_sound(request):
-            needed["sound"] = self._spec.latent_shapes(request, last.stop)[AUDIO]
-            if final is not None and final.audio is not None:
-                audio = final.audio
-                actual["sound"] = audio.shape
-        if final is None or actual != needed:
-            raise OutOfOrder(f"the decoder was given {_describe(actual)}; this request needs {_describe(needed)}")
-        self._prepared.put(key, Decoding(request, stages.decoder_inputs(self._runtime, final.latents), audio))
+        self._prepared.put(key, place_latents(self._runtime, request, state, chunk))
         if fragments and self._first:
             self._fragments.open(key)
         return state.nbytes
@@ -304,6 +300,11 @@ class StageHost(HostProfile):
         """Copy out the latest state to resume from, while the next step may run: (step, `DenoiseState`)."""
         state = self._prepared.get(key, Denoising).resumable
         return self._output(state.step, lambda: stages.to_host(state))
+
+    def copy_chunk(self, key: str, chunk: int) -> Output:
+        """Copy out the latents of a chunk that is denoised: (its last step, `DenoiseState`)."""
+        work = self._prepared.get(key, Denoising)
+        return self._output(work.plan.chunk_stops[chunk], lambda: work.copy_chunk(chunk))
 
     def collect(self, key: str) -> Output:
         """Copy out the state that a request has reached, and release the request: (step, `DenoiseState`).
@@ -343,8 +344,3 @@ class StageHost(HostProfile):
     def _check_stage(self, stage: str) -> None:
         if stage not in self._stages:
             raise OutOfOrder(f"{stage} is not hosted here ({', '.join(self._stages)}); ask a pool that hosts it")
-
-
-def _describe(parts: dict[str, Any]) -> str:
-    """Return a state's step and the shapes of its parts as text."""
-    return ", ".join(f"{name} {value}" for name, value in parts.items()) or "nothing"

@@ -8,85 +8,27 @@ scope; streams carry handles of them.
 import asyncio
 import contextlib
 import dataclasses
-import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator
+from collections.abc import AsyncGenerator, Hashable
 from typing import Any
 
-from actors.errors import RequestFailed, StageLost, StageMoved, StageWaited
-from actors.observe.span import Span, SpanKind, Start, split_compute
-from actors.pipeline_spec import Chips
-from actors.slices.async_slice import AsyncSlice, FailureTracker, to_the_end
-from actors.slices.autoscaling import SliceTime
-from actors.slices.drain import DrainState
+from actors.errors import StageMoved
+from actors.observe.span import Span, Start
 from actors.slices.fragments import FragmentTaker, run_beside
-from actors.slices.handover import PublishedPayloads, fetch_again
-from actors.slices.messages import Event, InputsTaken, SliceRequest, StageResult
+from actors.slices.handover import fetch_again
+from actors.slices.messages import ChunkDenoised, Event, InputsTaken, SliceRequest, StageResult
 from actors.slices.references import RefHandle, watch_driver
-from actors.slices.scheduler import Admission, PriorityQueue, StepScheduler
-from actors.slices.snapshots import Snapshotter
+from actors.slices.scheduler import Admission
+from actors.slices.visits import SliceVisits
 from cluster.gang.protocol import Group
 from wan_tpu.plan import DECODER, ENCODER, Expert, RequestPlan
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.stage_machine import HandOver, StageMachine, Step
 
-
-@dataclasses.dataclass(frozen=True)
-class PoolOfSlice:
-    """The facts about a slice that don't change: its pool, and what its spans are marked with.
-
-    Attributes:
-        pool: The pool's name.
-        stages: The stages that the pool runs.
-        name: The leader's name, in spans and messages.
-        chips: What the slice is made of.
-        snapshot_every: Steps between two snapshots.
-        patience_s: How long a request may wait for a place here before it looks for another replica; None where the
-            pool has no other.
-    """
-
-    pool: str
-    stages: tuple[str, ...]
-    name: str
-    chips: Chips
-    snapshot_every: int
-    patience_s: float | None
+LOOK_S = 0.2  # Seconds between two looks for the next chunk of latents.
 
 
-@dataclasses.dataclass
-class _Visit:
-    """A request on the hosts: the key of its arrays there, and whether they have been taken out by now."""
-
-    host_key: str
-    is_empty: bool = False
-
-
-class StageRunner:
-    """The stages of one slice.
-
-    Attributes:
-        work: The stage and the request of everything that is computed or paused.
-        scheduler: Decides whose turn it is.
-        time: How long requests keep the slice.
-        published: Payloads that may still wait for their next stage.
-    """
-
-    def __init__(
-        self,
-        where: PoolOfSlice,
-        slice_: AsyncSlice,
-        snapshotter: Snapshotter,
-        drain: DrainState,
-        failures: FailureTracker,
-        on_work: Callable[[], object],
-    ) -> None:
-        """Serve a pool's stages; `on_work` is called whenever `work` has changed."""
-        self._where, self._slice, self._snapshotter = where, slice_, snapshotter
-        self._drain, self._failures, self._on_work = drain, failures, on_work
-        self.work: list[tuple[str, str]] = []
-        self.scheduler = StepScheduler()
-        self.time = SliceTime()
-        self._visits = itertools.count(1)
-        self.published = PublishedPayloads(drain)
+class StageRunner(SliceVisits):
+    """The stages of one slice."""
 
     async def encode_text(self, request: SliceRequest, prompt: str) -> AsyncGenerator[Event, None]:
         """Encode a prompt: one `TextEmbedding`."""
@@ -153,9 +95,13 @@ class StageRunner:
                 start = Start()
                 refs[-1] = loaded or refs[-1]
                 nbytes = (await self._slice.side("prepare_denoise", visit.host_key, plan, *refs)).value
+                # Those of an earlier run may be lost, with the slice or with the driver.
+                chunks = 0 if loaded is None or len(plan.chunk_stops) == 1 else plan.denoised(machine.steps_done)
                 del refs, loaded  # Else the store would keep them until the last step.
                 yield self._make_first_span(request, stage, start, nbytes)
                 yield InputsTaken(fetched_s + start.elapsed_s, nbytes)
+                for chunk in range(chunks):
+                    yield await self._publish_chunk(request, visit.host_key, chunk)
                 if isinstance(machine.next_step, Step):
                     async with contextlib.aclosing(self._run_steps(request, machine, visit.host_key)) as spans:
                         async for span in spans:
@@ -172,7 +118,7 @@ class StageRunner:
 
     async def _run_steps(
         self, request: SliceRequest, machine: StageMachine, host_key: str
-    ) -> AsyncGenerator[Span, None]:
+    ) -> AsyncGenerator[Span | ChunkDenoised, None]:
         """Run the steps of this pool; more urgent requests may run between two of them."""
         key, plan, scheduler, stages = request.key, request.plan, self.scheduler, self._where.stages
         expert: Expert | None = None
@@ -198,6 +144,8 @@ class StageRunner:
                     left = machine.steps_left_on(stages)
                     for span in spans:
                         yield span
+                    if len(plan.chunk_stops) > 1 and done in plan.chunk_stops:
+                        yield await self._publish_chunk(request, host_key, plan.denoised(done) - 1)
                     if left and self._drain.is_too_late_for(left * spans[-1].seconds):
                         raise await self._save_and_move(host_key, request)
                     if driver_gone.done():
@@ -232,7 +180,55 @@ class StageRunner:
                 yield span
             yield StageResult(await self.published.publish(request.scope, video), warnings=warnings)
 
+    async def decode_chunks(self, request: SliceRequest) -> AsyncGenerator[Event, None]:
+        """Decode a video chunk after chunk, each as soon as it is denoised: events as those of `decode`.
+
+        A place is taken only while a chunk is decoded. The mp4 stays open on the hosts from the first chunk to the
+        last.
+        """
+        plan, next_fragment = request.plan, 0
+        count, patience_s = len(plan.chunk_stops), self._where.patience_s
+        with self._serve(request, DECODER):
+            async with self._open_visit(request) as visit:
+                for chunk in range(count):
+                    ref = await self._wait_for_chunk(request, chunk)
+                    # Only before the first chunk can another replica take the video.
+                    patience_s = None if chunk else patience_s
+                    async with self._take_place(request, self.scheduler.other_places, patience_s):
+                        start = Start()
+                        args = plan.request, ref, request.fragments, chunk
+                        nbytes = (await self._slice.side("prepare_decode", visit.host_key, *args)).value
+                        del args, ref
+                        yield self._make_first_span(request, DECODER, start, nbytes)
+                        yield InputsTaken(start.elapsed_s, nbytes)
+                        shape = f"{plan.shapes[DECODER]}, one of {count} chunks"
+                        taker = FragmentTaker(self._slice, visit.host_key, next_fragment)
+                        call = self._compute(request, DECODER, shape, "decode", visit.host_key, taker.begun)
+                        async with run_beside(call) as decoding:
+                            while request.fragments and (fragments := await taker.take(decoding)):
+                                for fragment in fragments:
+                                    yield fragment
+                            spans, warnings, video = await decoding
+                        next_fragment = taker.index
+                    for span in spans:
+                        yield span
+                visit.is_empty = True
+            yield StageResult(await self.published.publish(request.scope, video), warnings=warnings)
+
     # ----
+
+    async def _publish_chunk(self, request: SliceRequest, host_key: str, chunk: int) -> ChunkDenoised:
+        """Copy the latents of a chunk that is denoised to where `decode_chunks` finds them."""
+        _, ref = await self._slice.save("copy_chunk", host_key, chunk)
+        await request.scope.add_chunk(chunk, await self.published.publish(request.scope, ref))
+        return ChunkDenoised(chunk)
+
+    async def _wait_for_chunk(self, request: SliceRequest, chunk: int) -> Any:
+        """Return the reference of a chunk's latents as soon as it is denoised."""
+        while (ref := await request.scope.find_chunk(chunk)) is None:
+            await asyncio.sleep(LOOK_S)
+            self._drain.check()
+        return ref
 
     async def _pause(
         self, admission: Admission, host_key: str, request: SliceRequest, driver_gone: asyncio.Future[None]
@@ -254,94 +250,6 @@ class StageRunner:
         step = await self._snapshotter.take(host_key, request)
         where = "from its last snapshot" if step is None else f"after step {step}"
         return StageMoved(f"the slice is being drained; {request.key} goes on elsewhere {where}")
-
-    @contextlib.contextmanager
-    def _serve(self, request: SliceRequest, stage: str) -> Iterator[None]:
-        """Keep the leader alive until a stage has ended, and count failures that may be the slice's."""
-        with self._drain.keep_leader(), self._failures.track(stage, request.key):
-            yield
-
-    @contextlib.asynccontextmanager
-    async def _enter_visit(self, request: SliceRequest, places: PriorityQueue) -> AsyncIterator["_Visit"]:
-        """Take a place on the devices; at the end, drop what the hosts hold of the request, however it ends.
-
-        The key on the hosts is this visit's alone, because a driver that has lost sight of a request may have sent it
-        here once more.
-        """
-        visit = _Visit(f"{request.key} {next(self._visits)}")
-        async with contextlib.AsyncExitStack() as stack:
-            try:
-                async with asyncio.timeout(self._where.patience_s):
-                    await stack.enter_async_context(places.enter(request.priority, request.came_s))
-            except TimeoutError:
-                raise StageWaited(f"{request.key} has waited for a place on {self._where.name}") from None
-            self._drain.check()
-            try:
-                yield visit
-            finally:
-                await to_the_end(self._release(visit))
-
-    async def _release(self, visit: "_Visit") -> None:
-        await self._snapshotter.settle(visit.host_key)
-        if not visit.is_empty:
-            with contextlib.suppress(StageLost, RequestFailed):
-                await self._slice.side("drop", visit.host_key)
-
-    async def _compute(
-        self, request: SliceRequest, stage: str, shape: str, method: str, arg: str, begun: asyncio.Event | None = None
-    ) -> tuple[list[Span], tuple[str, ...], Any]:
-        """Keep the devices for one call of the hosts, which sets `begun`; return its spans, warnings and payload."""
-        async with self.scheduler.device.enter(request.priority):
-            self._drain.check()
-            with self._list_work(request.key, stage):
-                start = Start()
-                if begun is not None:
-                    begun.set()
-                (compile_s, warnings), ref = await self._slice.call(method, arg, like=shape)
-                return self._make_spans(request.key, stage, start, compile_s), tuple(warnings), ref
-
-    def _make_spans(self, key: str, stage: str, start: Start, compile_s: float, step: int | None = None) -> list[Span]:
-        """Return the spans of a call of the slice since `start`: compiling, and computing."""
-        return split_compute(self._make_span(key, stage, "compute", start, step=step), compile_s)
-
-    @contextlib.contextmanager
-    def _list_work(self, key: str, stage: str) -> Iterator[None]:
-        """Have `work` list a request for the block, and count the time that it keeps the slice."""
-        self.work.append((stage, key))
-        self._on_work()
-        try:
-            with self.time.measure():
-                yield
-            self._failures.clear(stage)
-        finally:
-            self.work.remove((stage, key))
-            self._on_work()
-
-    def _make_first_span(self, request: SliceRequest, stage: str, start: Start, nbytes: int) -> Span:
-        """Return the span of bringing a request's inputs to the devices, which also says why it came to this slice."""
-        fetched = self._make_span(request.key, stage, "fetch", start, nbytes=nbytes)
-        return dataclasses.replace(fetched, chosen=self._explain_choice(request))
-
-    def _explain_choice(self, request: SliceRequest) -> str:
-        """Return why the router chose this slice; "" where it doesn't say."""
-        return request.choices.get(self._where.name.removeprefix(f"{self._where.pool}/"), "")
-
-    def _make_span(
-        self, key: str, stage: str, kind: SpanKind, start: Start, *, step: int | None = None, nbytes: int | None = None
-    ) -> Span:
-        where, seconds = self._where, start.elapsed_s
-        return Span(
-            slice=where.name,
-            request=key,
-            stage=stage,
-            kind=kind,
-            start_s=start.wall_s,
-            seconds=seconds,
-            step=step,
-            nbytes=nbytes,
-            pool=where.pool,
-            chips=where.chips,
-        )
 
 
 def _find_step_kind(plan: RequestPlan, expert: Expert) -> Hashable | None:

@@ -202,8 +202,12 @@ class SimulatedHost:
         self._held[key] = held
         return sum(payload.nbytes for payload in (prompt, negative, image, state) if payload is not None)
 
-    def prepare_decode(self, key: str, request: ResolvedRequest, state: Payload, fragments: bool = False) -> int:
+    def prepare_decode(
+        self, key: str, request: ResolvedRequest, state: Payload, fragments: bool = False, chunk: int | None = None
+    ) -> int:
         """Copy final latents; return their bytes. With `fragments`, the video will be one."""
+        if chunk is not None:
+            raise InvalidRequest("a simulated video has no chunks")
         if state.step != request.steps or state.arrays["latents"].shape != MODEL.latent_shape(request):
             raise InvalidRequest(f"the decoder was given step {state.step}; this request needs step {request.steps}")
         self._held[key] = _Held(request, _checked(state, DenoiseState, request.seed), request.steps)
@@ -218,6 +222,10 @@ class SimulatedHost:
     def snapshot(self, key: str) -> Output:
         """Copy out the state: (step, `DenoiseState`)."""
         return self._state(self._held[key], history=True)
+
+    def copy_chunk(self, key: str, chunk: int) -> Output:
+        """Raise `InvalidRequest`: a simulated video has no chunks."""
+        raise InvalidRequest("a simulated video has no chunks")
 
     def collect(self, key: str) -> Output:
         """Copy out the state and let go of it: (step, `DenoiseState`), after the last step without history."""

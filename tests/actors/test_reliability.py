@@ -35,7 +35,7 @@ NOT_FOR_OPERATORS = {
         actors/commands/submit.py:LONGEST_PAUSE_S actors/jobs/retention.py:_RETRY_S
         actors/pipeline/pools.py:POLL_S actors/pipeline/request_run.py:FIRST_WAIT_S
         actors/pipeline/request_run.py:LONGEST_WAIT_S actors/slices/references.py:DRIVER_S
-        actors/slices/fragments.py:WAIT_S cluster/gang/devices.py:POLL_S
+        actors/slices/fragments.py:WAIT_S actors/slices/stage_runner.py:LOOK_S cluster/gang/devices.py:POLL_S
         cluster/gang/placement.py:POLL_S cluster/gang/placement.py:TELL_S cluster/gang/slice.py:BUSY_PAUSE_S
         wan_tpu/storage/s3.py:_LONGEST_PAUSE_S wan_tpu/storage/s3.py:_PAUSE_S
     """,

@@ -53,7 +53,9 @@ class Tracker:
 
     def note(self, span: Span) -> None:
         """Add a slice's span."""
-        self._stage = span.stage
+        is_beside = span.stage == DECODER and 0 < self._step < len(self._steps)  # Of chunks that are denoised.
+        if not is_beside:
+            self._stage = span.stage
         first, last, computed = self.times.get(span.stage, (span.start_s, span.end_s, 0.0))
         computed += span.seconds if span.kind == "compute" else 0.0
         self.times[span.stage] = min(first, span.start_s), max(last, span.end_s), computed
@@ -68,7 +70,7 @@ class Tracker:
                 self._measured.setdefault(step, []).append(span.seconds)
             if self._step == len(self._steps):
                 self._stage = DECODER
-        elif span.stage == DECODER:
+        elif span.stage == DECODER and not is_beside:
             self._decoded = True
 
     def estimate(self) -> Progress:

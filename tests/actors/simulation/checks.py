@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from tests.actors.simulation.slices import fragments_of, video_of
+from tests.actors.simulation.slices import expected_fragments, video_of
 from tests.actors.simulation.submissions import Submission
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def check_submission(run: "Run", submission: Submission) -> Iterator[str]:
 
 def check_fragments(submission: Submission) -> Iterator[str]:
     """Yield what is wrong with the fragments of a video: each run repeats the last one's, and the last is complete."""
-    whole, runs = fragments_of(video_of(submission.plan)), defaultdict(list)
+    whole, runs = expected_fragments(submission.plan), defaultdict(list)
     for fragment in submission.fragments or ():
         if fragment.run < len(runs) - 1:
             yield f"{submission.id}: a fragment of run {fragment.run} comes after run {len(runs) - 1}"

@@ -69,10 +69,11 @@ class Run:
         drivers: int | None = None,
         health_s: float = HEALTH_S,
         spec: PipelineSpec | None = None,
+        in_chunks: bool = False,
     ) -> None:
         """What is left open is decided by the world's chance."""
         chance = world.random
-        self.world, self.faults = world, faults
+        self.world, self.faults, self._in_chunks = world, faults, in_chunks
         self.status, self.bucket = StatusBoard(PipelineMeters(), world.loop.time), Bucket(world)
         self.spec = spec or self._any_spec(layout_name, slices)
         self.pools = {
@@ -119,7 +120,8 @@ class Run:
         if self.faults and is_bad < 0.03:
             prompt = f"{'bad' if is_bad < 0.015 else 'nan'} {number}"
         kind = chance.choice(("text", "text", "image", "read image", "video", "plain"))
-        plan = plan_of(chance.randint(2, 6), kind, prompt, number)
+        steps = chance.randint(2, 6)
+        plan = plan_of(steps, "chunks", prompt, number) if self._in_chunks else plan_of(steps, kind, prompt, number)
         priority = chance.choice((0, 0, 0, 0, 1))
         submission = Submission(f"request-{number}", plan, priority, chance.uniform(0, 40))
         submission.fragments = [] if number % 2 else None
@@ -313,8 +315,8 @@ def little_garbage() -> Iterator[Callable[[], object]]:
         sys.unraisablehook = hook
 
 
-def simulate(seed: int, *, requests: int | None = None, faults: bool = True) -> Result:
-    """Run one world to its end."""
+def simulate(seed: int, *, requests: int | None = None, faults: bool = True, in_chunks: bool = False) -> Result:
+    """Run one world to its end; with `in_chunks`, its videos are denoised chunk after chunk."""
     random.seed(seed)
     with virtual_time() as loop:
         world = World(loop, seed)
@@ -322,7 +324,7 @@ def simulate(seed: int, *, requests: int | None = None, faults: bool = True) -> 
 
         async def live() -> None:
             nonlocal run
-            run = Run(world, requests=requests, faults=faults)
+            run = Run(world, requests=requests, faults=faults, in_chunks=in_chunks)
             await run.run()
 
         try:

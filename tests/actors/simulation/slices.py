@@ -1,11 +1,11 @@
 """What stands for a gang of TPU hosts: calls take time and fail on demand, results are digests of their inputs."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ray.exceptions import ObjectLostError
 
-from actors.slices.payloads import TextEmbedding, mp4, pack
+from actors.slices.payloads import TextEmbedding, mp4, pack, unpack
 from cluster.errors import CallFailed, DeviceFailed, SliceLost
 from cluster.gang.protocol import GROUPS, HostPlace, Output, Timeouts
 from cluster.gang.slice import Returned
@@ -25,6 +25,7 @@ class Host:
         self._world, self._slice, self._stages = world, slice_, stages
         self.held: dict[str, Any] = {}
         self.fragments: dict[str, list[bytes]] = {}
+        self.open_videos: dict[str, list[bytes]] = {}
 
     def load(self) -> None:
         """Nothing is read."""
@@ -60,42 +61,64 @@ class Host:
             if payload
             for name in payload.arrays
         )
-        if state is None:
-            latents, step = digest("noise", plan.request.seed), plan.first_step
-        else:
+        latents, step, chunks = digest("noise", plan.request.seed), plan.first_step, ()
+        if state is not None:
             latents, step = state.arrays["latents"].tobytes(), state.step
-        self.held[held] = [plan, inputs, latents, step]
+            chunks = unpack(state).chunks
+        self.held[held] = [plan, inputs, latents, step, tuple(chunk.tobytes() for chunk in chunks)]
         return 1
 
     def begin(self, held: str) -> tuple[float]:
-        plan, _, _, step = self.held[held]
+        plan, _, _, step, _ = self.held[held]
         assert plan.expert_at(step).stage in self._stages
         return (0.0,)
 
     def step(self, held: str) -> tuple[float, int]:
-        plan, inputs, latents, step = self.held[held]
+        plan, inputs, latents, step, chunks = self.held[held]
         assert plan.expert_at(step).stage in self._stages, "a step of another pool's expert"
         key = held.rpartition(" ")[0]
         if plan.request.prompt.startswith("nan") and step == plan.request.steps - 1:
             raise UnhealthyResult("the step gave NaN")
-        self.held[held][2:] = digest(latents, inputs, step), step + 1
-        self._world.steps[key].append((step + 1, self._world.loop.now, self._slice.name))
-        return 0.0, step + 1
+        latents, step = digest(latents, inputs, step), step + 1
+        if len(plan.chunk_stops) > 1 and step in plan.chunk_stops:
+            chunks = (*chunks, latents)
+        self.held[held][2:] = latents, step, chunks
+        self._world.steps[key].append((step, self._world.loop.now, self._slice.name))
+        return 0.0, step
 
     def snapshot(self, held: str) -> Output:
-        _, _, latents, step = self.held[held]
-        return Output(step, pack(DenoiseState(array(latents), (), step)))
+        return self._state(self.held[held])
+
+    def copy_chunk(self, held: str, chunk: int) -> Output:
+        plan, _, _, _, chunks = self.held[held]
+        stop = plan.chunk_stops[chunk]
+        return Output(stop, pack(DenoiseState(array(chunks[chunk]), (), stop)))
 
     def collect(self, held: str) -> Output:
-        _, _, latents, step = self.held.pop(held)
-        return Output(step, pack(DenoiseState(array(latents), (), step)))
+        return self._state(self.held.pop(held))
 
-    def prepare_decode(self, held: str, request: ResolvedRequest, state: Any, fragments: bool = False) -> int:
-        assert state.step == request.steps, "latents that aren't finished"
-        self.held[held] = request, state.arrays["latents"].tobytes()
+    @staticmethod
+    def _state(work: list[Any]) -> Output:
+        _, _, latents, step, chunks = work
+        return Output(step, pack(DenoiseState(array(latents), (), step, chunks=tuple(map(array, chunks)))))
+
+    def prepare_decode(
+        self, held: str, request: ResolvedRequest, state: Any, fragments: bool = False, chunk: int | None = None
+    ) -> int:
+        if chunk is None:
+            assert state.step == request.steps, "latents that aren't finished"
+            decoded = [array.tobytes() for array in unpack(state).chunks or (unpack(state).latents,)]
+        else:
+            open_video = self.open_videos.setdefault(held, [])
+            assert len(open_video) == chunk, "a chunk that isn't next"
+            open_video.append(state.arrays["latents"].tobytes())
+            decoded = open_video
+        is_last = state.step == request.steps
+        self.held[held] = request, decoded, is_last
         if fragments:
-            video = digest("video", request.seed, state.arrays["latents"].tobytes())
-            self.fragments[held] = fragments_of(video)
+            ready = fragments_of(request, decoded)
+            before = 0 if chunk is None or chunk == 0 else len(fragments_of(request, decoded[:-1]))
+            self.fragments.setdefault(held, []).extend(ready[before:])
         return 1
 
     def take_fragments(self, held: str) -> tuple[list[bytes], bool]:
@@ -107,22 +130,29 @@ class Host:
         return taken, may_follow
 
     def decode(self, held: str) -> Output:
-        request, latents = self.held.pop(held)
+        request, decoded, is_last = self.held.pop(held)
         if self._slice.is_sick:
             raise OutputError("no space is left on the disk of this host")
-        return Output((0.0, []), pack(mp4(digest("video", request.seed, latents))))
+        key = held.rpartition(" ")[0]
+        self._world.decoded[key].append((len(decoded), self._world.loop.now, self._slice.name))
+        if not is_last:
+            return Output((0.0, []), None)
+        self.open_videos.pop(held, None)
+        return Output((0.0, []), pack(mp4(b"".join(fragments_of(request, decoded)))))
 
     def drop(self, held: str) -> None:
         self.held.pop(held, None)
         self.fragments.pop(held, None)
+        self.open_videos.pop(held, None)
 
     def list_keys(self) -> list[str]:
-        return sorted({*self.held, *self.fragments})
+        return sorted({*self.held, *self.fragments, *self.open_videos})
 
 
-def fragments_of(video: bytes) -> list[bytes]:
-    """Return the fragments of a video."""
-    return [video[start : start + 4] for start in range(0, len(video), 4)]
+def fragments_of(request: ResolvedRequest, chunks: Sequence[bytes]) -> list[bytes]:
+    """Return the fragments of a video, from the latents of its chunks."""
+    content = b"".join(digest("video", request.seed, latents) for latents in chunks)
+    return [content[start : start + 4] for start in range(0, len(content), 4)]
 
 
 def reads_image(request: ResolvedRequest) -> bool:
@@ -130,18 +160,25 @@ def reads_image(request: ResolvedRequest) -> bool:
     return request.image is not None and request.guidance_scale <= 1
 
 
-def video_of(plan: RequestPlan) -> bytes:
-    """Return the video that a request must become, wherever and however often its parts are computed."""
+def expected_fragments(plan: RequestPlan) -> list[bytes]:
+    """Return the fragments that a request must become, wherever and however often its parts are computed."""
     request = plan.request
     inputs = b"".join(digest("text", prompt) for prompt in plan.prompts)
     if request.image is not None or request.video is not None:
         inputs += digest("image", request.seed)
     if reads_image(request):
         inputs += digest("read", request.prompt)
-    latents = digest("noise", request.seed)
+    latents, chunks = digest("noise", request.seed), []
     for step in range(plan.first_step, request.steps):
         latents = digest(latents, inputs, step)
-    return digest("video", request.seed, latents)
+        if step + 1 in plan.chunk_stops:
+            chunks.append(latents)
+    return fragments_of(request, chunks)
+
+
+def video_of(plan: RequestPlan) -> bytes:
+    """Return the video that a request must become."""
+    return b"".join(expected_fragments(plan))
 
 
 class Slice:
@@ -227,6 +264,7 @@ class Slice:
             if isinstance(self.host, Host):
                 self.host.held.clear()
                 self.host.fragments.clear()
+                self.host.open_videos.clear()
             self._waiting.wake()
         return self._lost
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 MODEL = SimulatedSpec(PUBLISHED["wan2.2-i2v-a14b"])
 PICTURES = "image", "read image"  # Kinds of requests that begin with a picture.
+CHUNKS = 3  # Of a video that is denoised chunk after chunk.
 UNGUIDED = "plain", "read image"
 _PICTURE = Image.new("RGB", (8, 8))
 
@@ -55,6 +56,14 @@ def _plan(steps: int, kind: str) -> RequestPlan:
         ]
         plan = dataclasses.replace(plan, experts=tuple(experts), has_image=True)
         plan = dataclasses.replace(plan, request=dataclasses.replace(plan.request, video=__file__, strength=0.7))
+    if kind == "chunks":  # Three, each denoised by both stages.
+        experts = [
+            dataclasses.replace(each, start=each.start + chunk * steps, stop=each.stop + chunk * steps, chunk=chunk)
+            for chunk in range(CHUNKS)
+            for each in plan.experts
+        ]
+        plan = dataclasses.replace(plan, experts=tuple(experts), decoder_chunks=(1,) * CHUNKS)
+        plan = dataclasses.replace(plan, request=dataclasses.replace(plan.request, steps=CHUNKS * steps))
     return plan
 
 

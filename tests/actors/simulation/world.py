@@ -34,6 +34,7 @@ class World:
         self.loop, self.random = loop, random.Random(seed)
         self.story: list[tuple[float, str]] = []
         self.steps: dict[str, list[tuple[int, float, str]]] = defaultdict(list)  # request -> step, when, slice
+        self.decoded: dict[str, list[tuple[int, float, str]]] = defaultdict(list)  # request -> chunks, when, slice
         self.excuses: dict[str, list[tuple[float, str]]] = defaultdict(list)  # why steps of a request may be repeated
         self.hub_is_down = False
         self.ray_is_silent_until_s = 0.0
