@@ -1,0 +1,156 @@
+"""Videos that are denoised chunk after chunk: each is decoded while the next one is denoised, whatever is lost."""
+
+import asyncio
+import logging
+
+import pytest
+
+from tests.actors.simulation.checks import check_fragments, leftovers
+from tests.actors.simulation.scenario import LAYOUTS, Run, little_garbage, simulate
+from tests.actors.simulation.slices import video_of
+from tests.actors.simulation.submissions import CHUNKS, Submission, plan_of
+from tests.actors.simulation.virtual_time import virtual_time
+from tests.actors.simulation.world import SECONDS, World
+
+STEPS = 3  # Of a chunk.
+PLAN = plan_of(STEPS, "chunks", "video 7", 7)
+VIDEOS = 200
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(before)
+
+
+def make(layout="four pools", at_s=None, fault=None):
+    """Make one video, with a fault after some seconds; return the run, the fragments with their times, the seconds."""
+    with virtual_time() as loop:
+
+        async def live():
+            run = Run(World(loop, 0), requests=0, faults=False, layout_name=layout, slices=2, drivers=1)
+            await asyncio.sleep(10.0)  # Its replicas start.
+            start_s, fragments = loop.time(), []
+            making = asyncio.ensure_future(
+                run.drivers[0].engine.generate(
+                    PLAN, id="r", on_event=lambda span: None, on_fragment=lambda f: fragments.append((loop.time(), f))
+                )
+            )
+            if fault is not None:
+                await asyncio.sleep(at_s)
+                fault(run, making)
+            await asyncio.wait([making])
+            seconds = loop.time() - start_s
+            await run.drivers[0].engine.forget("r")
+            await asyncio.sleep(30.0)
+            assert not leftovers(run)
+            if not making.cancelled():
+                assert making.result().mp4 == video_of(PLAN)
+                submission = Submission("r", PLAN, 0, 0.0, fragments=[fragment for _, fragment in fragments])
+                assert not list(check_fragments(submission))
+            return run, fragments, seconds
+
+        return loop.run_until_complete(live())
+
+
+def times(seconds):
+    return [0.4 + 0.6 * i for i in range(int(seconds / 0.6))]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_chunk_is_decoded_while_the_next_one_is_denoised(layout):
+    run, fragments, seconds = make(layout)
+    decoded, steps = run.world.decoded["r"], run.world.steps["r"]
+    assert [chunks for chunks, _, _ in decoded] == [1, 2, 3]
+    assert len({slice_ for _, _, slice_ in decoded}) == 1  # The file stays open there.
+    ends_s = [when for _, when, _ in steps][STEPS - 1 :: STEPS]
+    for i in range(CHUNKS - 1):
+        assert ends_s[i] < decoded[i][1] < ends_s[i + 1]
+    assert fragments[0][0] < ends_s[-2]
+    alone_s = CHUNKS * (STEPS * SECONDS["step"] + SECONDS["decode"])
+    if layout != "one pool":
+        assert seconds < alone_s + 1.0
+
+
+def test_place_is_taken_only_while_a_chunk_is_decoded():
+    busy = []
+
+    def watch(run, making):
+        async def look():
+            while not making.done():
+                queues = [replica.leader._runner.scheduler.other_places for replica in run.pools["vae"].replicas]
+                busy.append(any(queue._inside for queue in queues))
+                await asyncio.sleep(0.05)
+
+        run.watching = asyncio.ensure_future(look())
+
+    make(at_s=0.0, fault=watch)
+    assert 0 < 0.05 * sum(busy) < CHUNKS * (SECONDS["decode"] + 0.4)
+
+
+def test_decoder_that_is_lost_at_any_point_costs_no_step():
+    _, _, seconds = make()
+    repeated = 0
+    for at_s in times(seconds):
+
+        def lose(run, making):
+            for replica in run.pools["vae"].replicas:
+                if replica.streams:
+                    replica.kill("it was preempted")
+
+        run, _, _ = make(at_s=at_s, fault=lose)
+        assert [step for step, _, _ in run.world.steps["r"]] == list(range(1, CHUNKS * STEPS + 1))
+        repeated += len(run.world.decoded["r"]) > CHUNKS
+    assert repeated > 3  # It was lost in the midst of the video.
+
+
+@pytest.mark.parametrize("pool", ["high", "low"])
+def test_decoder_goes_on_when_a_denoiser_is_lost_at_any_point(pool):
+    _, _, seconds = make()
+    for at_s in times(seconds):
+
+        def lose(run, making):
+            for replica in run.pools[pool].replicas:
+                if replica.streams:
+                    replica.kill("it was preempted")
+
+        run, _, _ = make(at_s=at_s, fault=lose)
+        assert [chunks for chunks, _, _ in run.world.decoded["r"]] == [1, 2, 3]
+
+
+def test_chunk_that_is_evicted_at_any_point_is_taken_from_the_state():
+    _, _, seconds = make()
+    for at_s in times(seconds):
+
+        def evict(run, making):
+            store = run.drivers[0].ref_store
+            for number, keys in store._chunks.items():
+                for key in keys.values():
+                    store._scopes[number][key].is_evicted = True
+            for replica in run.pools["vae"].replicas:
+                if replica.streams:
+                    replica.kill("it was preempted")
+
+        run, _, _ = make(at_s=at_s, fault=evict)
+        assert [step for step, _, _ in run.world.steps["r"]] == list(range(1, CHUNKS * STEPS + 1))
+
+
+def test_cancelled_request_ends_both_at_any_point():
+    _, _, seconds = make()
+    for at_s in times(seconds):
+        _, _, took_s = make(at_s=at_s, fault=lambda run, making: making.cancel())
+        assert took_s < at_s + 2.0
+
+
+def test_every_video_in_chunks_is_its_own_whatever_breaks():
+    videos = 0
+    with little_garbage() as collect:
+        for seed in range(1000):
+            result = simulate(seed, in_chunks=True)
+            assert not result.problems, result.tell()
+            videos += result.videos
+            if videos >= VIDEOS:
+                break
+            collect()
