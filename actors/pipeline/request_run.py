@@ -119,7 +119,7 @@ class RequestRun:
         if self._state is None:  # Else the pool before has handed over a state that nobody has taken yet.
             self._machine = self._machine.at_step(await self._find_newest_snapshot())
         while not self._machine.is_finished:
-            # Chunks are decoded beside this.
+            # Chunks are decoded beside this, from the first one that is denoised: `_note_chunk`.
             match [operation for operation in self._machine.next if not isinstance(operation, Decode)]:
                 case [Step() | Finish() as operation]:
                     await self._denoise(operation.stage)

@@ -1,0 +1,77 @@
+"""A video of Helios on two pools: chunks are decoded and streamed before the last one is denoised, to the same file."""
+
+import asyncio
+import time
+
+import pytest
+
+from actors.pipeline.driver import PipelineDriver
+from actors.pipeline.pools import deploy, shut_down
+from actors.pipeline_spec import PipelineSettings, PipelineSpec
+from cluster.connect import connect, leave
+from cluster.layout import Layout
+from tests.actors.on_slices.running import in_one_process
+from tests.waiting import SECONDS
+from wan_tpu import GenerationRequest
+from wan_tpu.families import open_spec
+from wan_tpu.media.fragments import FRAGMENT_FRAMES
+
+LAYOUT = """
+emulate: {devices_per_host: 1}
+pools:
+  ends: {stages: [encoder, decoder], slice: v6e-1}
+  denoise: {stages: [denoise], slice: v6e-1}
+"""
+KIND = "helios-distilled"
+CHUNKS = 8
+REQUEST = GenerationRequest(prompt="a cat", seed=3, height=64, width=64, frames=33 * CHUNKS, steps=6)
+
+pytestmark = pytest.mark.soak
+
+
+@pytest.fixture
+def spec(three_slices, checkpoint, tmp_path):
+    """A pipeline that runs."""
+    folder = str(checkpoint(KIND))
+    settings = PipelineSettings(folder, str(tmp_path / "snapshots"), dtype="float32", name=KIND, snapshot_every=2)
+    spec = PipelineSpec(Layout.parse(LAYOUT, "the test's layout"), settings, open_spec(folder), lasting=True)
+    connect(three_slices.address)
+    deploy(spec)
+    yield spec
+    shut_down(settings.name)
+    leave()
+
+
+def test_chunks_are_streamed_while_others_are_denoised(spec, tmp_path):
+    plan = spec.model.plan(REQUEST)
+    assert len(plan.chunk_stops) == CHUNKS
+    expected = in_one_process(spec.settings.checkpoint, REQUEST, 1, tmp_path)
+    runs = []
+
+    async def make_both():
+        driver = PipelineDriver(spec)
+        try:
+            for i in range(2):  # The second one waits for no compiler.
+                spans, fragments = [], []
+                making = driver.generate(
+                    plan,
+                    id=f"request{i}",
+                    on_event=spans.append,
+                    on_fragment=lambda fragment, to=fragments: to.append((time.time(), fragment)),
+                )
+                runs.append((await asyncio.wait_for(making, SECONDS), spans, fragments))
+        finally:
+            driver.close()
+
+    asyncio.run(make_both())
+    for video, spans, fragments in runs:
+        assert video.mp4 == expected()["mp4_alone"].tobytes()
+        assert [span.step for span in spans if span.step] == list(range(1, plan.steps + 1))
+        assert len([span for span in spans if (span.stage, span.kind) == ("decoder", "compute")]) == CHUNKS
+        assert [fragment.index for _, fragment in fragments] == list(range(-(-REQUEST.frames // FRAGMENT_FRAMES)))
+    _, spans, fragments = runs[1]
+    [denoised_s] = [span.end_s for span in spans if span.step == plan.steps]
+    decoded_s = min(span.end_s for span in spans if (span.stage, span.kind) == ("decoder", "compute"))
+    assert max(decoded_s, fragments[0][0]) < denoised_s
+    streams = [[fragment.content for _, fragment in fragments] for _, _, fragments in runs]
+    assert streams[0] == streams[1]
