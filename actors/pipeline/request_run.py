@@ -32,7 +32,6 @@ from wan_tpu.storage.base import StorageError
 
 log = logging.getLogger(__name__)
 
-MAX_DECODINGS = 3  # A video is decoded so often while it is denoised; a decoder that is lost again waits for its end.
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 15.0  # Seconds before a stage is tried again, growing from attempt to attempt.
 
 
@@ -89,6 +88,8 @@ class RequestRun:
             if self._decoding is not None:
                 self._decoding.cancel()
                 await asyncio.wait([self._decoding])
+                if not self._decoding.cancelled():
+                    self._decoding.exception()  # Marks it as retrieved, since another error ends the request.
 
     async def _resume_until_done(self) -> GeneratedVideo:
         while True:
@@ -172,7 +173,7 @@ class RequestRun:
                 return  # What fails the request is raised when it is denoised.
             self._avoid(getattr(lost, "replica", None))
             log.warning("%s: %s; its chunks are decoded again", self._key, lost)
-        if self._decodings < MAX_DECODINGS:
+        if self._decodings < self._limits.stage_attempts:  # Else all chunks are decoded once they are denoised.
             self._decodings += 1
             self._decoding = asyncio.create_task(self._decode_chunks())
 

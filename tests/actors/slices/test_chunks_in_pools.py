@@ -23,8 +23,8 @@ pools:
   denoise: {stages: [denoise], slice: v6e-1}
 """
 KIND = "helios-distilled"
-CHUNKS = 8
-REQUEST = GenerationRequest(prompt="a cat", seed=3, height=64, width=64, frames=33 * CHUNKS, steps=6)
+CHUNKS = 3
+REQUEST = GenerationRequest(prompt="a cat", seed=3, height=64, width=64, frames=33 * CHUNKS, steps=60)
 
 pytestmark = pytest.mark.soak
 
