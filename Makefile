@@ -75,7 +75,8 @@ soak: $(VENV)/installed
 test-tpu: export WAN_TPU_TEST_PLATFORMS ?= tpu,cpu
 test-tpu: $(VENV)/installed
 	$(BIN)/python -m pytest -n 0 tests/kernels tests/wan_tpu/test_parity.py \
-		tests/wan_tpu/test_cogvideox_parity.py tests/wan_tpu/test_hunyuan15_parity.py tests/wan_tpu/test_sparse_linear.py \
+		tests/wan_tpu/test_cogvideox_parity.py tests/wan_tpu/test_hunyuan15_parity.py tests/wan_tpu/test_ltx2_parity.py \
+		tests/wan_tpu/test_minimax_h3_parity.py tests/wan_tpu/test_sparse_linear.py \
 		-m "not long and not soak and not loads_libtpu"
 	$(BIN)/python -m pytest -n 0 -rs -m "meshes and not soak" tests/wan_tpu
 	$(BIN)/wan-tpu doctor

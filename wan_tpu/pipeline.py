@@ -16,6 +16,7 @@ from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.data import Conditioning, DenoiseState, Video
 from wan_tpu.errors import InvalidInput, InvalidRequest
 from wan_tpu.families.model import Model, open_model
+from wan_tpu.licences import show_licence
 from wan_tpu.plan import RequestPlan
 from wan_tpu.progress import Progress, Silent
 from wan_tpu.request import GenerationRequest, ResolvedRequest
@@ -36,7 +37,7 @@ def load_pipeline(
     executables: str | Path | None = None,
     progress: Progress | None = None,
 ) -> "Pipeline":
-    """Open a checkpoint; its weights are read when a stage first needs them.
+    """Open a checkpoint; its weights are read when a stage first needs them. The first time, tell a limiting licence.
 
     Args:
         path_or_id: Diffusers directory, or hub id, OWNER/NAME.
@@ -60,6 +61,7 @@ def load_pipeline(
     runtime = open_runtime(
         path_or_id, dtype, mesh, keep_weights=keep_weights, executables=executables, progress=progress
     )
+    show_licence(runtime.model.spec)
     return Pipeline(runtime, progress)
 
 

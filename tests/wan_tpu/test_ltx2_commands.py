@@ -110,6 +110,8 @@ def test_steps_whose_noise_levels_are_all_one_are_refused():
     long = GenerationRequest(height=1088, width=1920, frames=257)
     with pytest.raises(InvalidRequest, match=r"all noise levels of 67320 tokens are 1, .* fewer frames .*, or sigmas"):
         published_spec("ltx-2.3").plan(long)
+    with pytest.raises(InvalidRequest, match="all noise levels of 1048576 tokens are 1"):  # float32 has no such shift.
+        published_spec("ltx-2.3").plan(GenerationRequest(height=8192, width=8192, frames=121))
     assert published_spec("ltx-2.3-distilled").plan(long).request.steps == 11
     single = published_spec("ltx-2.3").plan(GenerationRequest(steps=1)).request
     assert published_spec("ltx-2.3").schedule(single).sigmas[0] == 1

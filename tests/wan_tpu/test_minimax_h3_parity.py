@@ -7,6 +7,7 @@ from PIL import Image
 from tests.wan_tpu.minimax_h3_reference import Reference, relative
 from wan_tpu import GenerationRequest, load_pipeline
 from wan_tpu.aot.programs import programs_by_images
+from wan_tpu.data import DenoiseState, dump_value, parse_value
 from wan_tpu.families.minimax_h3.small import make_checkpoint
 from wan_tpu.families.shared.tokens import patchify
 
@@ -75,3 +76,15 @@ def test_same_latents_pixels_and_sound_as_diffusers(prompt, images, pipe, refere
     assert np.abs(video.pixels - pixels).max() < 2e-3
     assert relative(video.audio, sound) < 2e-3
     assert video.audio_rate == 32000
+
+
+def test_a_run_goes_on_from_a_state_bit_for_bit(pipe):
+    plan = pipe.plan(GenerationRequest(prompt="A cat plays the piano.", steps=STEPS, seed=SEED, **SIZE))
+    conditioning, start = pipe.encode(plan), pipe.initial_state(plan)
+    whole = pipe.denoise(plan, conditioning, start)
+    for stop in (1, 2):
+        content = dump_value(pipe.denoise(plan, conditioning, start, stop=stop))
+        state, _ = parse_value(DenoiseState, content, "a snapshot")
+        assert state.step == stop
+        resumed = pipe.denoise(plan, conditioning, state)
+        assert np.array_equal(whole.latents, resumed.latents) and np.array_equal(whole.audio, resumed.audio)

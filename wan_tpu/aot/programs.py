@@ -35,7 +35,9 @@ from wan_tpu.stages import (
 
 STEP, SKIPPED = "denoise step", "denoise step, skipped"
 # Where latents become larger between experts, once or twice.
-FIRST_STEP, SMALLEST_STEP, ENLARGE = "denoise step, smaller", "denoise step, smallest", "enlarge latents"
+FIRST_STEP, SMALLEST_STEP = "denoise step, smaller", "denoise step, smallest"
+ENLARGE, FIRST_ENLARGE = "enlarge latents", "enlarge latents, smaller"
+DENOISE_PROGRAMS = SMALLEST_STEP, FIRST_ENLARGE, FIRST_STEP, ENLARGE, STEP, SKIPPED
 ADAPTERS = "apply adapters"
 RANK = 64  # The rank of LightX2V's adapters, assumed for all adapters.
 
@@ -85,11 +87,11 @@ def stage_programs(
     if experts:
         programs["text keys"] = _keys(runtime, request, experts, images)
     # Experts run the same program where their latents have the same size.
-    names = _name_steps(runtime, request, all_experts)
+    names = name_steps(runtime.model, request, all_experts)
     for name in dict.fromkeys(names.values()):
         if group := [expert for expert in experts if names[expert] == name]:
             programs |= _denoise(runtime, request, group, name, images)
-    for name, kind in ((STEP, ENLARGE), (FIRST_STEP, f"{ENLARGE}, smaller")):
+    for name, kind in ((STEP, ENLARGE), (FIRST_STEP, FIRST_ENLARGE)):
         if group := [expert for expert in experts if expert.enlarges and names[expert] == name]:
             programs[kind] = _enlarging(runtime, request, group, images)
     if DECODER in stages:
@@ -98,9 +100,9 @@ def stage_programs(
     return programs
 
 
-def _name_steps(runtime: Runtime, request: ResolvedRequest, experts: Sequence[Expert]) -> dict[Expert, str]:
+def name_steps(model: Model, request: ResolvedRequest, experts: Sequence[Expert]) -> dict[Expert, str]:
     """Return the name of each expert's step among the programs of a request, by the size of its latents."""
-    shapes = {expert: runtime.model.spec.latent_shapes(request, expert.stop)[VIDEO] for expert in experts}
+    shapes = {expert: model.spec.latent_shapes(request, expert.stop)[VIDEO] for expert in experts}
     sizes = sorted(set(shapes.values()), reverse=True)
     return {expert: (STEP, FIRST_STEP, SMALLEST_STEP)[sizes.index(shape)] for expert, shape in shapes.items()}
 
@@ -289,9 +291,11 @@ def _vae(runtime: Runtime, name: str, shapes: Sequence[tuple[int, ...]]) -> Stag
     cache = half.cache_shapes(loaded.params, x) if others else ()
     if not cache and name == "vae_encoder":  # Nothing is cached between keyframes: each is a first chunk.
         return {f"{name} first": (first, (loaded.params, x), 1 + len(others))}
-    programs: StagePrograms = {f"{name} first": (first, (loaded.params, x), 1)}
+    # A chunk that was denoised by itself is decoded by itself, with a first one of its own.
+    per_chunk = (runtime.model.spec.chunk_frames if name == DECODER else None) or len(shapes)
+    programs: StagePrograms = {f"{name} first": (first, (loaded.params, x), len(shapes) // per_chunk)}
     for shape in dict.fromkeys(other.shape for other in others):
-        chunks = [other for other in others if other.shape == shape]
+        chunks = [other for i, other in enumerate(others, 1) if other.shape == shape and i % per_chunk]
         kind = "later" if shape == others[0].shape else "later, last"
         programs[f"{name} {kind}"] = (later, (loaded.params, chunks[0], cache), len(chunks))
     return programs

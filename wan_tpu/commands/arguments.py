@@ -130,12 +130,11 @@ def pipeline_from(args: argparse.Namespace, model_id: str | None = None, dtype: 
         model_id: The model, unless the arguments name one.
         dtype: The precision, unless the arguments name one.
     """
-    from wan_tpu.commands.licences import show_licence
     from wan_tpu.pipeline import load_pipeline
     from wan_tpu.switches import set_switches
 
     set_switches(args.kernels, args.collectives)
-    pipe = load_pipeline(
+    return load_pipeline(
         args.model_id or model_id or "",
         dtype=args.dtype or dtype or "bfloat16",
         mesh=(args.dp, args.sp, args.tp),
@@ -143,8 +142,6 @@ def pipeline_from(args: argparse.Namespace, model_id: str | None = None, dtype: 
         executables=args.executables,
         progress=Console(),
     )
-    show_licence(pipe.runtime.model.spec)
-    return pipe
 
 
 def check_outputs(video: Path, *, overwrite: bool, inputs: Sequence[str | Path | None]) -> tuple[Path, Path, Path]:

@@ -15,7 +15,8 @@ from typing import Any
 import jax
 
 from wan_tpu.data import write_json
-from wan_tpu.plan import VIDEO, RequestPlan
+from wan_tpu.families.flops import count_step
+from wan_tpu.plan import RequestPlan
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.stage_machine import Decode, DecodeSound, EncodeImage, EncodeText, Operation, Step
@@ -147,8 +148,7 @@ class Recorder:
         experts = Counter(step.expert for step in operations if isinstance(step, Step))
         flops, images = 0, self._plan.images
         for expert, steps in experts.items():
-            shape = model.spec.latent_shapes(request, expert.stop)[VIDEO]
-            flops += steps * model.flops.step(shape, branches=1 + expert.guided, images=images)
+            flops += steps * count_step(model, request, expert, branches=1 + expert.guided, images=images)
         # A text encoder that reads the prompt with the images has no operation for the prompt alone.
         if any(isinstance(operation, EncodeText | EncodeImage) for operation in operations):
             flops += model.flops.encoder(request, prompts=prompts)

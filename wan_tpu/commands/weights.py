@@ -36,9 +36,9 @@ def weights(argv: Sequence[str]) -> None:
 
 def _convert(args: argparse.Namespace) -> None:
     from wan_tpu.checkpoint import Checkpoint
-    from wan_tpu.commands.licences import show_licence
     from wan_tpu.families import family_of
     from wan_tpu.families.model import open_model
+    from wan_tpu.licences import show_licence
     from wan_tpu.progress import Console
     from wan_tpu.runtime.converting import convert
     from wan_tpu.runtime.runtime import check_precision

@@ -43,6 +43,10 @@ class ChunkedModel(abc.ABC):
         """Return the latents [1, C, T, H, W] at the size of the next expert's; traced by `jax.jit`."""
 
     @abc.abstractmethod
+    def count_step(self, request: ResolvedRequest, expert: Expert, *, branches: int, images: int) -> int:
+        """Return the operations of one of an expert's steps, which sees the chunks before at the finished size."""
+
+    @abc.abstractmethod
     def chunk_history(
         self, request: ResolvedRequest, chunks: Sequence[np.ndarray], image_latents: np.ndarray | None
     ) -> dict[str, np.ndarray]:

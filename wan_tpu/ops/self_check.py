@@ -120,6 +120,9 @@ def _cases(scale: int) -> Iterator[KernelCase]:
     yield KernelCase("linear", "linear", (x, weight, bias), {"activation": "gelu_tanh"})
     residual = {"residual": draw(rows, 640), "gate": draw(1, 640, dtype=jnp.float32)}
     yield KernelCase("linear, added to a residual", "linear", (x, weight, bias), residual)
+    stacked = draw(3, 640, 512) * jnp.bfloat16(0.05)
+    second = {"layer": jnp.asarray(1, jnp.int32)}
+    yield KernelCase("linear, one of stacked layers", "linear", (x, stacked, bias), second)
     both = draw(1280, 512) * jnp.bfloat16(0.05)
     yield KernelCase("linear, SwiGLU without a bias", "linear", (x, both, None), {"activation": "swiglu"})
     eps, vector = {"eps": 1e-6}, functools.partial(draw, dtype=jnp.float32)
@@ -164,6 +167,8 @@ def _vae_cases(draw: "_Draw", scale: int) -> Iterator[KernelCase]:
     options = {"past": draw(2, 8 * scale, 32, 64), "edges": (edge, edge), "norm": draw(64), "before": (1, 1)}
     weight = draw(3, 3, 3, 64, 64) * jnp.bfloat16(0.03)
     yield KernelCase("causal convolution", "causal_conv", (x, weight, draw(64)), options)
+    around = {"centred": True, "norm": draw(64), "before": (1, 1)}
+    yield KernelCase("convolution that looks ahead", "causal_conv", (x, weight, draw(64)), around)
     inside, vector = {"columns": 5, "rows": 27}, functools.partial(draw, dtype=jnp.float32)
     yield KernelCase("moments", "channel_moments", (x.astype(jnp.float32),), inside, tolerance=FLOAT32)
     yield KernelCase("norm and SiLU", "norm_silu", (x, vector(64), vector(64)), inside)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from wan_tpu.aot.programs import ADAPTERS, ENLARGE, FIRST_STEP, SKIPPED, STEP
+from wan_tpu.aot.programs import ADAPTERS, ENLARGE, FIRST_STEP, SKIPPED, SMALLEST_STEP, STEP
 from wan_tpu.aot.topology import DescribedSlice
 from wan_tpu.plan import Expert
 from wan_tpu.pricing.compiling import Compiled
@@ -90,7 +90,7 @@ def find_owner(program: ProgramPlan) -> str:
     """Return what a program shares its weights with."""
     owner = program.name.split(" first")[0].split(" later")[0]
     # These come before the step.
-    return STEP if owner in (KEYS, SKIPPED, FIRST_STEP) or owner.startswith(ADAPTERS) else owner
+    return STEP if owner in (KEYS, SKIPPED, FIRST_STEP, SMALLEST_STEP) or owner.startswith(ADAPTERS) else owner
 
 
 def _runs(expert: Expert, program: ProgramPlan, has_sizes: bool) -> bool:
@@ -144,16 +144,17 @@ class Plan:
                 needs[stage.name] = self._add_programs([(program, 1.0) for program in stage.programs], stage.host_s)
                 continue
             has_sizes = any(program.name == FIRST_STEP for program in stage.programs)
-            for expert in experts:
-                # Each program's calls are shared by number of steps among the experts that run it.
-                shares = [
-                    (program, _count_steps([expert]) / _count_steps(e for e in experts if _runs(e, program, has_sizes)))
-                    for program in stage.programs
-                    if _runs(expert, program, has_sizes)
-                ]
-                host_s = stage.host_s * _count_steps([expert]) / _count_steps(experts)
-                weights = self.same_weights.get(expert.stage, expert.stage)
-                needs[expert.stage] = self._add_programs(shares, host_s, weights)
+            for name in dict.fromkeys(expert.stage for expert in experts):
+                # A stage may run several stretches of steps. Each program's calls are shared by number of steps among
+                # those that run it.
+                own = [expert for expert in experts if expert.stage == name]
+                shares = []
+                for program in stage.programs:
+                    running = [expert for expert in experts if _runs(expert, program, has_sizes)]
+                    if steps := _count_steps(expert for expert in own if expert in running):
+                        shares.append((program, steps / _count_steps(running)))
+                host_s = stage.host_s * _count_steps(own) / _count_steps(experts)
+                needs[name] = self._add_programs(shares, host_s, self.same_weights.get(name, name))
         return needs
 
     def _add_programs(

@@ -8,11 +8,19 @@ from typing import Any
 from jax.sharding import Mesh
 from PIL import Image
 
-from wan_tpu.aot.programs import ADAPTERS, ENLARGE, FIRST_STEP, SKIPPED, STEP, AbstractRuntime, stage_programs
+from wan_tpu.aot.programs import (
+    ADAPTERS,
+    DENOISE_PROGRAMS,
+    SKIPPED,
+    STEP,
+    AbstractRuntime,
+    name_steps,
+    stage_programs,
+)
 from wan_tpu.aot.topology import DescribedSlice
 from wan_tpu.errors import InvalidRequest, MeshError
+from wan_tpu.families.flops import count_step
 from wan_tpu.families.model import published_model
-from wan_tpu.plan import VIDEO
 from wan_tpu.pricing.analyse import analyse
 from wan_tpu.pricing.compiling import Job, compile_job, is_known
 from wan_tpu.pricing.cost import Cost
@@ -118,7 +126,7 @@ class Planner:
     def job(self, program: str, mesh: MeshShape) -> Job:
         """Return what is compiled for a program; steps and guidance change the expert's programs only."""
         usual = self._model.spec.defaults
-        sampled = self._request if program in (KEYS, FIRST_STEP, ENLARGE, STEP, SKIPPED) else usual
+        sampled = self._request if program in (KEYS, *DENOISE_PROGRAMS) else usual
         settings: dict[str, Any] = {name: getattr(self._request, name) for name in ("height", "width", "frames")}
         settings |= {name: getattr(sampled, name) for name in ("steps", "guidance_scale")}
         if sampled.solver != usual.solver:
@@ -156,7 +164,7 @@ class Planner:
         denoise = [
             program
             for program in programs
-            if program.name in (KEYS, FIRST_STEP, ENLARGE, STEP, SKIPPED) or program.name.startswith(ADAPTERS)
+            if program.name in (KEYS, *DENOISE_PROGRAMS) or program.name.startswith(ADAPTERS)
         ]
         decoders = ("decoder", *sound_decoders(self._model))
         decoder = [program for program in programs if find_owner(program) in decoders]
@@ -168,13 +176,14 @@ class Planner:
             operations = flops.encoder(dataclasses.replace(self._request, **pictures), prompts=branches)
             yield StagePlan("encoder", tuple(encoder), operations, host_s["encoder"])
         if denoise:
-            last = spec.experts(self._request)[-1]
-            steps = {FIRST_STEP: last.start, STEP: last.stop}
-            operations = 0
-            for program in denoise:
-                if program.name in steps:
-                    shape = spec.latent_shapes(self._request, steps[program.name])[VIDEO]
-                    operations += program.calls * flops.step(shape, branches=branches, images=images)
+            names = name_steps(self._model, self._request, spec.experts(self._request))
+            experts = {name: expert for expert, name in names.items()}
+            operations = sum(
+                program.calls
+                * count_step(self._model, self._request, experts[program.name], branches=branches, images=images)
+                for program in denoise
+                if program.name in experts
+            )
             yield StagePlan("denoise", tuple(denoise), operations, host_s["denoise"])
         if decoder:
             operations = flops.decoder(self._model.spec.decoded_shape(self._request))

@@ -24,19 +24,34 @@ class HeliosFlops:
         build = text_encoder(self._config.text_encoder_class, self._config.text_encoder).build
         return prompts * count(build, lambda module: module.encoder(inputs_embeds=module.shared(ids)))
 
-    def step(self, latent_shape: tuple[int, ...], *, branches: int, images: int = 0) -> int:
-        """Count a denoising step over latents [1, C, T, H, W], with `branches` guidance branches.
+    def step(
+        self,
+        latent_shape: tuple[int, ...],
+        *,
+        branches: int,
+        images: int = 0,
+        finished_shape: tuple[int, ...] | None = None,
+    ) -> int:
+        """Count a denoising step with a whole history.
 
-        The history is counted at the latents' own size, which before the last size is less than it has.
+        Args:
+            latent_shape: [1, C, T, H, W] of the latents.
+            branches: Of guidance.
+            images: Add nothing: an image is in the history's place.
+            finished_shape: [1, C, T, H, W] of a finished chunk, whose size the history has; that of the latents if
+                None.
         """
+        history_size = (finished_shape or latent_shape)[3:]
         config = self._config.transformer
         names = "long", "mid", "short"
         sizes = *HISTORY[:2], 1 + HISTORY[2]
 
-        def empty(frames: int) -> torch.Tensor:
-            return torch.empty(1, config["in_channels"], frames, *latent_shape[3:], device="meta")
+        def empty(frames: int, size: tuple[int, ...]) -> torch.Tensor:
+            return torch.empty(1, config["in_channels"], frames, *size, device="meta")
 
-        history = {f"latents_history_{name}": empty(size) for name, size in zip(names, sizes, strict=True)}
+        history = {
+            f"latents_history_{name}": empty(frames, history_size) for name, frames in zip(names, sizes, strict=True)
+        }
         indices = {
             f"indices_latents_history_{name}": torch.empty(1, size, device="meta")
             for name, size in zip(names, sizes, strict=True)
@@ -48,7 +63,7 @@ class HeliosFlops:
         def predict(module: Any) -> None:
             del module.rope
             module.rope = self._angles  # diffusers' can't run on the meta device.
-            module(empty(latent_shape[2]), time, text, chunk, **indices, **history)
+            module(empty(latent_shape[2], latent_shape[3:]), time, text, chunk, **indices, **history)
 
         return branches * count(components.transformer(self._config).build, predict)
 

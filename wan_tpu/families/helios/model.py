@@ -89,6 +89,11 @@ class HeliosModel(ChunkedModel, WanModel):
         """Return the last frames of the chunks before, and the first one of all."""
         return chunks.make_history(self.spec.latent_shape(request), before)
 
+    def count_step(self, request: ResolvedRequest, expert: Expert, *, branches: int, images: int) -> int:
+        """Return the operations of one of an expert's steps."""
+        shape, finished = self.spec.latent_shapes(request, expert.stop)[VIDEO], self.spec.latent_shape(request)
+        return self.flops.step(shape, branches=branches, finished_shape=finished)
+
     # ---- Experts.
 
     def constants(

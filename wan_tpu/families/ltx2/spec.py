@@ -19,6 +19,7 @@ REFINE = "refine"
 AUDIO_RATE, LONGEST_S = 25, 60  # Latents of the sound a second; the longest video: three times what it was trained on.
 STRIDE = 32  # Pixels per pixel of the latents, which is a token.
 AUDIO_STRIDE = 4  # Mel frames, and mel bins, of a latent of the sound.
+_LARGEST_EXPONENT = 80  # Beyond it float32 has no such shift; all noise levels are 1 long before.
 
 
 class Ltx2Spec(FamilySpec):
@@ -214,7 +215,7 @@ def _noise_levels(config: Ltx2Config, steps: int, tokens: int) -> tuple[float, .
     if scheduler["use_dynamic_shifting"]:
         first, last = scheduler["base_image_seq_len"], scheduler["max_image_seq_len"]
         slope = (scheduler["max_shift"] - scheduler["base_shift"]) / (last - first)
-        shift = math.exp(tokens * slope + scheduler["base_shift"] - slope * first)
+        shift = math.exp(min(tokens * slope + scheduler["base_shift"] - slope * first, _LARGEST_EXPONENT))
         sigmas = shift / (shift + (1 / sigmas - 1))
     if scheduler["shift_terminal"] and steps > 1:
         rest = 1 - sigmas
