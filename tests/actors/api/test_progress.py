@@ -50,6 +50,16 @@ def test_percent_and_eta_are_weighted_by_measured_seconds(job):
     assert job.chip_seconds == pytest.approx(4 * 1.0 + 8 * 20.0 + 4 * 4.0)
 
 
+def test_chunks_that_are_decoded_between_two_steps_end_no_video(job):
+    tracker = Tracker(job, Pace([ended(job, 25.0)]).get(REQUEST), CHIPS)
+    tracker.note(span("encoder", 1.0))
+    tracker.note(span("denoise_high", 2.0, 1))
+    before = tracker.estimate()
+    tracker.note(span("decoder", 0.5))
+    assert tracker.estimate() == before
+    assert before.stage == "denoise_high"
+
+
 def test_steps_of_a_stage_that_enlarges_weigh_more_by_their_tokens_and_then_as_they_were_measured(job):
     model = published_spec("ltx-2.3-distilled")
     plan = model.plan(GenerationRequest(prompt="a cat", height=128, width=128, frames=9))
