@@ -147,7 +147,7 @@ class Checkpoint:
                 )
             fields = entry["settings"]
             if isinstance(fields, dict) and isinstance(fields.get("loras"), list):
-                fields = fields | {"loras": [self._resolve_path(lora) for lora in fields["loras"]]}
+                fields = fields | {"loras": [self._resolve_path(adapter) for adapter in fields["loras"]]}
             settings = self._settings(where, fields, [*allowed, "sigmas", "switch_step", "loras"])
             presets[name] = Preset(str(entry["about"]), str(entry["source"]), tuple(settings.items()))
         return CheckpointOverrides(
@@ -173,13 +173,13 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder / OWN}: in {where}, {error}") from None
         return {name: getattr(request, name) for name in fields if getattr(request, name) is not None}
 
-    def _resolve_path(self, lora: Any) -> Any:
+    def _resolve_path(self, adapter: Any) -> Any:
         """Return an adapter's text, or fields, with the checkpoint's address in place of "./" in its path."""
-        if isinstance(lora, dict) and isinstance(lora.get("path"), str):
-            return lora | {"path": self._resolve_path(lora["path"])}
-        if isinstance(lora, str) and lora.startswith("./"):
-            return f"{self.source}/{lora.removeprefix('./')}"
-        return lora
+        if isinstance(adapter, dict) and isinstance(adapter.get("path"), str):
+            return adapter | {"path": self._resolve_path(adapter["path"])}
+        if isinstance(adapter, str) and adapter.startswith("./"):
+            return f"{self.source}/{adapter.removeprefix('./')}"
+        return adapter
 
     def path(self, component: str) -> Path:
         """Return a component's folder on disk, without its weights; it is fetched when it isn't there."""
@@ -217,8 +217,8 @@ class Checkpoint:
         """
         beside: dict[str, WeightFile] = {}
         for preset, described in own.get("presets", {}).items():
-            for lora in map(self._resolve_path, described["settings"].get("loras") or []):
-                path = parse_adapter(lora).path
+            for adapter in map(self._resolve_path, described["settings"].get("loras") or []):
+                path = parse_adapter(adapter).path
                 if not path.startswith(f"{self.source}/"):
                     continue
                 name = path.removeprefix(f"{self.source}/")

@@ -229,10 +229,10 @@ class ModelLimits(abc.ABC):
                 "or MiniMax-H3",
                 "generate_audio",
             )
-        for lora in request.loras:
-            if not any(lora.is_for(stage) for stage in self.denoise_stages):
+        for adapter in request.loras:
+            if not any(adapter.is_for(stage) for stage in self.denoise_stages):
                 raise InvalidRequest(
-                    f"{lora} is for one of two experts; {self.name} has one: leave @{lora.expert} out", "loras"
+                    f"{adapter} is for one of two experts; {self.name} has one: leave @{adapter.expert} out", "loras"
                 )
         for name in self.unused:
             value, usual = getattr(request, name), getattr(self.defaults, name, None)

@@ -151,8 +151,8 @@ class Pipeline:
             Unavailable: A file can't be read now.
         """
         stages_run = [expert.stage for expert in plan.experts]
-        loras = self.runtime.fetch_adapters(plan.request.loras, stages_run)
-        return plan.with_request(dataclasses.replace(plan.request, loras=loras))
+        adapters = self.runtime.fetch_adapters(plan.request.loras, stages_run)
+        return plan.with_request(dataclasses.replace(plan.request, loras=adapters))
 
     def initial_state(
         self, plan: RequestPlan, noise: np.ndarray | None = None, conditioning: Conditioning | None = None

@@ -256,7 +256,7 @@ class GenerationRequest:
         if not fields.get("hidden_frames"):
             fields.pop("hidden_frames", None)
         if self.loras is not None:
-            fields["loras"] = [dataclasses.asdict(lora) for lora in parse_adapters(self.loras)]
+            fields["loras"] = [dataclasses.asdict(adapter) for adapter in parse_adapters(self.loras)]
         return fields
 
 
@@ -291,9 +291,9 @@ class ResolvedRequest(GenerationRequest):
         if missing := [name for name in FILLED if getattr(self, name) is None]:
             raise TypeError(f"a resolved request leaves {', '.join(missing)} open")
 
-    def loras_for(self, stage: str) -> tuple[RequestedAdapter, ...]:
+    def adapters_for(self, stage: str) -> tuple[RequestedAdapter, ...]:
         """Return the adapters that change the expert of a stage."""
-        return tuple(lora for lora in self.loras if lora.is_for(stage))
+        return tuple(adapter for adapter in self.loras if adapter.is_for(stage))
 
 
 def fill_second_scale(settings: Mapping[str, Any]) -> dict[str, Any]:

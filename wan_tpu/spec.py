@@ -134,8 +134,8 @@ class ModelSpec(ModelLimits):
             branches = 2 if expert.guided else 1
             names[expert.stage] = f"{expert.stage} {size}x{request.frames} {task} {branches} {request.solver}"
             names[expert.stage] += "" if request.cache is None else " cached"
-            for lora in request.loras_for(expert.stage):
-                names[expert.stage] += f" {lora}"
+            for adapter in request.adapters_for(expert.stage):
+                names[expert.stage] += f" {adapter}"
         return names | {DECODER: f"{DECODER} {size}"}
 
     def plan(

@@ -56,7 +56,7 @@ class Catalogue:
     @property
     def files(self) -> tuple[RequestedAdapter, ...]:
         """The files of all adapters."""
-        return tuple(lora for loras in self.adapters.values() for lora in loras)
+        return tuple(adapter for adapters in self.adapters.values() for adapter in adapters)
 
     def resolve(self, requested: Sequence[Mapping[str, Any]]) -> tuple[RequestedAdapter, ...]:
         """Return the files of the requested adapters, each of which is {"name", "scale"}.

@@ -206,7 +206,7 @@ class _Reader:
             if isinstance(fields.get("video"), str):
                 fields["video"] = resolve_image(fields["video"], self._folder)
             if isinstance(fields.get("loras"), list):
-                fields["loras"] = [resolve_adapter(lora, self._folder) for lora in fields["loras"]]
+                fields["loras"] = [resolve_adapter(adapter, self._folder) for adapter in fields["loras"]]
         except WanTpuError as error:
             id_ = values.get("id") if isinstance(values.get("id"), str) else None
             return BadLine(line=number, id=id_, reason=shorten(str(error), 500))
@@ -261,7 +261,7 @@ class _Reader:
             resolved = _plan(self._planner, request, images).request
         except WanTpuError as error:
             return str(error)
-        named = [lora.path for lora in resolved.loras] + ([] if resolved.video is None else [str(resolved.video)])
+        named = [adapter.path for adapter in resolved.loras] + ([] if resolved.video is None else [str(resolved.video)])
         sources = [source for place in dict.fromkeys(named) if (source := self._get_source(place)) is not None]
         return LineSettings(self._planner, fields, request.to_json(), tuple(sources))
 

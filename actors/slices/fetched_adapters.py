@@ -30,12 +30,12 @@ class FetchedAdapters:
             OrderedDict()
         )  # With how many requests wait for them.
 
-    def put(self, plan: RequestPlan, loras: tuple[RequestedAdapter, ...]) -> None:
+    def put(self, plan: RequestPlan, adapters: tuple[RequestedAdapter, ...]) -> None:
         """Hold a request's adapters, as `Runtime.fetch_adapters` returns them, until it takes them."""
         key = plan.without_image().request
         with self._lock:
             count, _ = self._waiting.pop(key, (0, ()))
-            self._waiting[key] = count + 1, loras
+            self._waiting[key] = count + 1, adapters
             # The oldest are of requests that were cancelled, because nobody else waits so long.
             while len(self._waiting) > MAX_WAITING:
                 self._waiting.popitem(last=False)
@@ -46,15 +46,15 @@ class FetchedAdapters:
             return ()
         key = plan.without_image().request
         with self._lock:
-            count, loras = self._waiting.pop(key, (0, ()))
+            count, adapters = self._waiting.pop(key, (0, ()))
             if count > 1:
-                self._waiting[key] = count - 1, loras
+                self._waiting[key] = count - 1, adapters
         if not count:
             raise Unavailable("the request's adapters aren't held here; fetch_adapters fetches them again")
-        return loras
+        return adapters
 
 
-def check_same_everywhere(loras: tuple[RequestedAdapter, ...]) -> None:
+def check_same_everywhere(adapters: tuple[RequestedAdapter, ...]) -> None:
     """Compare the content that the hosts of a slice have fetched for a request.
 
     This is a collective: every process calls it, in the same order as its programs.
@@ -64,10 +64,10 @@ def check_same_everywhere(loras: tuple[RequestedAdapter, ...]) -> None:
     """
     if jax.process_count() == 1:
         return
-    fetched = [lora for lora in loras if isinstance(lora, FetchedAdapter)]
-    mine = np.frombuffer(hashlib.sha256(" ".join(lora.checksum for lora in fetched).encode()).digest(), np.uint8)
+    fetched = [adapter for adapter in adapters if isinstance(adapter, FetchedAdapter)]
+    mine = np.frombuffer(hashlib.sha256(" ".join(adapter.checksum for adapter in fetched).encode()).digest(), np.uint8)
     if not (multihost_utils.process_allgather(mine) == mine).all():
-        paths = ", ".join(lora.path for lora in fetched)
+        paths = ", ".join(adapter.path for adapter in fetched)
         raise Unavailable(
             f"the hosts of this slice have different content of {paths}; try again when all hosts have the same file"
         )

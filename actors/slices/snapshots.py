@@ -58,7 +58,7 @@ def name_of(id: str, request: ResolvedRequest, model: str) -> str:
     for image in images:
         if image is not None:
             digest.update(f"{image.mode} {image.size}".encode() + image.tobytes())
-    paths = [lora.path for lora in request.loras] + ([request.video] if isinstance(request.video, str) else [])
+    paths = [adapter.path for adapter in request.loras] + ([request.video] if isinstance(request.video, str) else [])
     if versions := {path: version for path in paths if (version := _read_version(path)) is not None}:
         digest.update(json.dumps(versions, sort_keys=True).encode())
     return f"{build_stem(id)}.{digest.hexdigest()[:16]}"

@@ -159,8 +159,8 @@ class StageHost(HostProfile):
         if not isinstance(operation, Step):
             raise OutOfOrder(f"request {key} has no step to run on {', '.join(self._stages)}: {operation} comes next")
         expert = operation.expert
-        if loras := work.plan.request.loras_for(expert.stage):
-            check_same_everywhere(loras)
+        if adapters := work.plan.request.adapters_for(expert.stage):
+            check_same_everywhere(adapters)
         work.state, work.run = state, None  # Frees the other expert's keys first.
         with self._sizes.track(work.plan.request):
             work.run = stages.ExpertRun(self._runtime, work.plan, expert, work.inputs[expert], state)

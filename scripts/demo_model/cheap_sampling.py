@@ -24,8 +24,8 @@ def list_cheaper(checkpoint: Path) -> dict[str, Sampling]:
     few = Sampling(steps=None, guidance=None, preset=PRESET)
     files = {side: checkpoint / "adapters" / f"{PRESET}.{side}.safetensors" for side in ("high", "low")}
 
-    def with_(*loras: str, **more: tuple[float, ...]) -> Sampling:
-        return Sampling(steps=None, guidance=None, preset=PRESET, loras=loras, **more)  # type: ignore[arg-type]
+    def with_(*adapters: str, **more: tuple[float, ...]) -> Sampling:
+        return Sampling(steps=None, guidance=None, preset=PRESET, loras=adapters, **more)  # type: ignore[arg-type]
 
     right = f"{files['high']}@high", f"{files['low']}@low"
     return {

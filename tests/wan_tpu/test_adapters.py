@@ -58,7 +58,7 @@ def test_files_in_wans_names_are_applied_as_diffusers_does(form, stage, checkpoi
     base = merged(pipeline(KIND), stage)
     assert (got["blocks.1.attn1.to_q.weight"] - base["blocks.1.attn1.to_q.weight"]).abs().max() > 0.01
     other = "low" if expert == "high" else "high"
-    assert pipeline(KIND).plan(request(loras=[f"{path}@{other}"])).request.loras_for(stage) == ()
+    assert pipeline(KIND).plan(request(loras=[f"{path}@{other}"])).request.adapters_for(stage) == ()
 
 
 @pytest.mark.parametrize("form", OTHER_FORMATS)

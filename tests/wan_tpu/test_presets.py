@@ -29,7 +29,7 @@ def test_lightning_is_four_unguided_steps_two_on_each_expert():
         ("denoise_low", 2, 4, False),
     ]
     assert lightning.prompts == ("a cat",)
-    (high,), (low,) = request.loras_for("denoise_high"), request.loras_for("denoise_low")
+    (high,), (low,) = request.adapters_for("denoise_high"), request.adapters_for("denoise_low")
     assert "high_noise" in high.path and "low_noise" in low.path and high.scale == low.scale == 1
     assert request.frames == 81 and request.height == 720  # the model's own
 

@@ -17,24 +17,24 @@ if TYPE_CHECKING:
     from wan_tpu.adapters.adapter import Targets
 
 
-def check(checkpoint: str, loras: Iterable[RequestedAdapter]) -> None:
+def check(checkpoint: str, adapters: Iterable[RequestedAdapter]) -> None:
     """Read adapters' files, or raise `InvalidRequest` naming the tensors that don't fit the model's experts."""
-    for lora in loras:
+    for adapter in adapters:
         # Nothing is computed, so this machine's accelerators are left to other processes.
         if "jax" not in sys.modules:
             os.environ["JAX_PLATFORMS"] = "cpu"
         for stage, targets in _load_targets(checkpoint).items():
-            if lora.is_for(stage):
-                targets.read(lora.path)
+            if adapter.is_for(stage):
+                targets.read(adapter.path)
                 break  # The other expert has the same shapes.
 
 
-def check_visible(checkpoint: str, loras: Iterable[RequestedAdapter]) -> None:
+def check_visible(checkpoint: str, adapters: Iterable[RequestedAdapter]) -> None:
     """Check the adapters whose files this machine can see now; the slices check the others, which they may have."""
-    for lora in loras:
+    for adapter in adapters:
         with contextlib.suppress(Unavailable):
-            if Path(lora.path).exists() or (is_bucket(lora.path) and identify(lora.path) is not None):
-                check(checkpoint, [lora])
+            if Path(adapter.path).exists() or (is_bucket(adapter.path) and identify(adapter.path) is not None):
+                check(checkpoint, [adapter])
 
 
 @functools.lru_cache(1)

@@ -43,18 +43,18 @@ class Adapters:
         self._room = DeviceRoom()
         self._lock = threading.Lock()
 
-    def fetch(self, component: Component, base: Loaded, lora: RequestedAdapter) -> FetchedAdapter:
+    def fetch(self, component: Component, base: Loaded, adapter: RequestedAdapter) -> FetchedAdapter:
         """Return an adapter with what its file holds now; arguments and errors are those of `read`."""
-        adapter = self.read(component, base, lora)
-        return FetchedAdapter(lora.path, lora.scale, lora.expert, checksum=adapter.checksum, adapter=adapter)
+        content = self.read(component, base, adapter)
+        return FetchedAdapter(adapter.path, adapter.scale, adapter.expert, checksum=content.checksum, adapter=content)
 
-    def read(self, component: Component, base: Loaded, lora: RequestedAdapter) -> Adapter:
+    def read(self, component: Component, base: Loaded, adapter: RequestedAdapter) -> Adapter:
         """Return what a file changes, read if it isn't in memory; on any thread.
 
         Args:
             component: What it changes.
             base: The component's weights, or their shapes.
-            lora: Where the file lies.
+            adapter: Where the file lies.
 
         Raises:
             InvalidRequest: There is no such file, or it doesn't fit the component.
@@ -63,30 +63,30 @@ class Adapters:
         with self._lock:
             if component.folder not in self._targets:
                 self._targets[component.folder] = Targets(component, base)
-        file = find(lora.path)
+        file = find(adapter.path)
         key = file.weights.address, file.version
         with self._lock:
             if key in self._read:
                 self._read.move_to_end(key)
                 return self._read[key]
-        changes = read(file, lora.path, header_alpha=component.header_alpha)
-        adapter = self._targets[component.folder].adapter(lora.path, changes)
+        changes = read(file, adapter.path, header_alpha=component.header_alpha)
+        content = self._targets[component.folder].adapter(adapter.path, changes)
         with self._lock:
-            self._read[key] = adapter
+            self._read[key] = content
             while len(self._read) > 1 and sum(item.nbytes for item in self._read.values()) > self._host_bytes:
                 self._read.popitem(last=False)
-        return adapter
+        return content
 
-    def get(self, name: str, loras: tuple[FetchedAdapter, ...]) -> Loaded | None:
+    def get(self, name: str, adapters: tuple[FetchedAdapter, ...]) -> Loaded | None:
         """Return a component with adapters applied, if it is kept."""
-        key = name, _identify(loras)
+        key = name, _identify(adapters)
         with self._lock:
             if key in self._merged:
                 self._merged.move_to_end(key)
             return self._merged.get(key)
 
     def merge(
-        self, runtime: Runtime[Any], name: str, base: Loaded, loras: tuple[FetchedAdapter, ...], *, keep: bool
+        self, runtime: Runtime[Any], name: str, base: Loaded, adapters: tuple[FetchedAdapter, ...], *, keep: bool
     ) -> Loaded:
         """Apply adapters to a component, and keep the result while there is room. No file is read.
 
@@ -94,20 +94,20 @@ class Adapters:
             runtime: The runtime that compiles the programs.
             name: The component.
             base: The component's weights.
-            loras: The adapters, with the content of their files.
+            adapters: The adapters, with the content of their files.
             keep: Whether the base stays; otherwise each of its weights is released as soon as it has been changed.
         """
-        adapters = [(lora.adapter, lora.scale) for lora in loras]
+        scaled_adapters = [(adapter.adapter, adapter.scale) for adapter in adapters]
         self._make_room(runtime, name, base)
         params = base.params if not keep else dict(base.params)
-        for weight in sorted({weight for item, _ in adapters for weight in (*item.factors, *item.differences)}):
-            params |= _change_weight(runtime, params, weight, adapters)
+        for weight in sorted({weight for item, _ in scaled_adapters for weight in (*item.factors, *item.differences)}):
+            params |= _change_weight(runtime, params, weight, scaled_adapters)
         merged = Loaded(base.module, params)
         jax.block_until_ready(list(params.values()))
         if memory := runtime.mesh.local_devices[0].memory_stats():
             self._room.note_change(memory)
         with self._lock:
-            self._merged[name, _identify(loras)] = merged
+            self._merged[name, _identify(adapters)] = merged
         return merged
 
     def drop(self, name: str) -> None:
@@ -130,9 +130,9 @@ class Adapters:
         return fits([MemoryNeed(needed)], self._room.bytes_left(memory))
 
 
-def _identify(loras: Sequence[FetchedAdapter]) -> Content:
+def _identify(adapters: Sequence[FetchedAdapter]) -> Content:
     """Return what determines the merged weights: adapters' checksums and scales, not their names or locations."""
-    return tuple((lora.checksum, lora.scale) for lora in loras)
+    return tuple((adapter.checksum, adapter.scale) for adapter in adapters)
 
 
 def _change_weight(

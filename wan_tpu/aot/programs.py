@@ -51,7 +51,7 @@ class AbstractRuntime(Runtime):
     def __init__(self, model: Model, mesh: Mesh, dtype: str, *, executables: Executables | None = None) -> None:
         super().__init__(model, mesh, dtype, keep_weights=True, executables=executables)
 
-    def component(self, name: str, loras: tuple[RequestedAdapter, ...] = ()) -> Loaded:
+    def component(self, name: str, adapters: tuple[RequestedAdapter, ...] = ()) -> Loaded:
         """Return a component's module and the shapes and shardings of its weights."""
         name = self.model.same_weights.get(name, name)
         if name not in self._components:
@@ -185,7 +185,7 @@ def _adapters(runtime: Runtime, request: ResolvedRequest, experts: list[Expert])
     """
     programs: StagePrograms = {}
     for expert in experts:
-        if not request.loras_for(expert.stage):
+        if not request.adapters_for(expert.stage):
             continue
         params = runtime.component(expert.stage).params
         for weight, base in params.items():

@@ -136,7 +136,7 @@ class Planner:
             schedule = {name: getattr(self._request, name) for name in ("shift", "solver", "sigmas", "switch_step")}
             settings |= {name: value for name, value in schedule.items() if value is not None}
         if program.startswith(ADAPTERS):
-            settings["loras"] = [str(lora) for lora in self._request.loras]
+            settings["loras"] = [str(adapter) for adapter in self._request.loras]
         return Job(self._name, program, self._slice, mesh, settings, self._dtype, self._images)
 
     def _program(self, name: str, calls: int, mesh: Mesh) -> ProgramPlan:

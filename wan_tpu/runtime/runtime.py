@@ -59,24 +59,24 @@ class FetchedAdapter(RequestedAdapter):
 class AdapterStore(Protocol):
     """Provides weights with adapters applied: `wan_tpu.adapters.merging.Adapters`."""
 
-    def fetch(self, component: Component, base: Loaded, lora: RequestedAdapter) -> FetchedAdapter:
+    def fetch(self, component: Component, base: Loaded, adapter: RequestedAdapter) -> FetchedAdapter:
         """Read an adapter's file into host memory.
 
         Args:
             component: The component that it changes.
             base: The component's weights, or their shapes.
-            lora: The adapter.
+            adapter: The adapter.
 
         Raises:
             InvalidRequest: The adapter doesn't fit the component.
             Unavailable: The file can't be read now.
         """
 
-    def get(self, name: str, loras: tuple[FetchedAdapter, ...]) -> Loaded | None:
+    def get(self, name: str, adapters: tuple[FetchedAdapter, ...]) -> Loaded | None:
         """Return a component with adapters applied, if there is one."""
 
     def merge(
-        self, runtime: "Runtime[Any]", name: str, base: Loaded, loras: tuple[FetchedAdapter, ...], *, keep: bool
+        self, runtime: "Runtime[Any]", name: str, base: Loaded, adapters: tuple[FetchedAdapter, ...], *, keep: bool
     ) -> Loaded:
         """Apply adapters to a component; with `keep`, its base stays as it is."""
 
@@ -159,19 +159,19 @@ class Runtime(Generic[M]):
         self.programs: dict[str, Program] = {}
         self.on_compile: Callable[[str | None], object] = lambda name: None
 
-    def component(self, name: str, loras: tuple[RequestedAdapter, ...] = ()) -> Loaded:
+    def component(self, name: str, adapters: tuple[RequestedAdapter, ...] = ()) -> Loaded:
         """Return a component, read from the checkpoint if it isn't on the devices.
 
         Args:
             name: The component's name.
-            loras: Adapters to apply. Those from `fetch_adapters` are applied as they were fetched, others as their
+            adapters: Adapters to apply. Those from `fetch_adapters` are applied as they were fetched, others as their
                 files are now.
         """
         name = self.model.same_weights.get(name, name)
-        if not loras:
+        if not adapters:
             return self._base(name)
         assert self._adapters is not None
-        fetched = tuple(self._fetch(name, lora) for lora in loras)
+        fetched = tuple(self._fetch(name, adapter) for adapter in adapters)
         merged = self._adapters.get(name, fetched)
         if merged is None:
             base = self._base(name)
@@ -182,30 +182,33 @@ class Runtime(Generic[M]):
             merged = self._adapters.merge(self, name, base, fetched, keep=self._keep_weights)
         return merged
 
-    def fetch_adapters(self, loras: tuple[RequestedAdapter, ...], names: Sequence[str]) -> tuple[RequestedAdapter, ...]:
+    def fetch_adapters(
+        self, adapters: tuple[RequestedAdapter, ...], names: Sequence[str]
+    ) -> tuple[RequestedAdapter, ...]:
         """Return adapters with the present content of their files; those for no named component are unchanged.
 
         Any thread may call it. It may wait for a disk or the network; `component` doesn't wait for adapters that this
         returned.
 
         Args:
-            loras: The adapters of a request.
+            adapters: The adapters of a request.
             names: The components that they may change.
 
         Raises:
             InvalidRequest: An adapter doesn't fit its component.
             Unavailable: A file can't be read now.
         """
-        stages = [next((name for name in names if lora.is_for(name)), None) for lora in loras]
+        stages = [next((name for name in names if adapter.is_for(name)), None) for adapter in adapters]
         return tuple(
-            lora if stage is None else self._fetch(stage, lora) for lora, stage in zip(loras, stages, strict=True)
+            adapter if stage is None else self._fetch(stage, adapter)
+            for adapter, stage in zip(adapters, stages, strict=True)
         )
 
-    def _fetch(self, name: str, lora: RequestedAdapter) -> FetchedAdapter:
-        if isinstance(lora, FetchedAdapter):
-            return lora
+    def _fetch(self, name: str, adapter: RequestedAdapter) -> FetchedAdapter:
+        if isinstance(adapter, FetchedAdapter):
+            return adapter
         assert self._adapters is not None
-        return self._adapters.fetch(self.model.components[name], self._weights_or_shapes(name), lora)
+        return self._adapters.fetch(self.model.components[name], self._weights_or_shapes(name), adapter)
 
     def _weights_or_shapes(self, name: str) -> Loaded:
         """Return a component's weights if they are here, else their shapes, which suffice to read an adapter."""

@@ -213,8 +213,8 @@ class ExpertRun:
         self._schedules = runtime.model.spec.schedules(request)
         draws = self._schedules[VIDEO].noise_terms
         self._noise = runtime.model.step_noise(request, own_noise=state.own_noise) if draws else None
-        self._loras = request.loras_for(expert.stage)
-        loaded = runtime.component(expert.stage, self._loras)
+        self._adapters = request.adapters_for(expert.stage)
+        loaded = runtime.component(expert.stage, self._adapters)
         self._module = loaded.module
         self._conditioning = step_conditioning(runtime, loaded, inputs)
         self._branches = 2 if expert.guided else 1
@@ -241,7 +241,7 @@ class ExpertRun:
         numbers = place(numbers, self._runtime.mesh)
         inputs = self._next.parts, numbers, self._conditioning
         # Fetched for every step: a paused request's weights make room for others' adapters, and are merged again.
-        params = self._runtime.component(self.expert.stage, self._loras).params
+        params = self._runtime.component(self.expert.stage, self._adapters).params
         before, residual, skipped = self.state, self._residual, self._skipped_branches(i)
         if self._skipped is None:
             parts, finite, _ = step_program(self._runtime, self._module)(params, *inputs)

@@ -205,8 +205,8 @@ class LocalExecutor:
         runtime, request = self._runtime, self.plan.request
         if request.loras:
             stages = [expert.stage for expert in self.plan.experts if step.index < expert.stop]
-            loras = runtime.fetch_adapters(request.loras, stages)
-            self.plan = self.plan.with_request(dataclasses.replace(request, loras=loras))
+            adapters = runtime.fetch_adapters(request.loras, stages)
+            self.plan = self.plan.with_request(dataclasses.replace(request, loras=adapters))
         with runtime.on_host():
             if not self._is_placed:
                 state = self._initial_state() if self._state is None else self._state

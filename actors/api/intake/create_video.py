@@ -255,8 +255,8 @@ def make_request(
         settings["seed"] = seed
     if video and settings["strength"] is None:
         settings["strength"] = STRENGTH
-    loras = catalogue.resolve(choose_adapters(body, spec, catalogue))
-    return GenerationRequest(prompt=body.prompt, height=height, width=width, loras=loras, **settings)
+    adapters = catalogue.resolve(choose_adapters(body, spec, catalogue))
+    return GenerationRequest(prompt=body.prompt, height=height, width=width, loras=adapters, **settings)
 
 
 def _parse_size(text: str) -> tuple[int, int]:

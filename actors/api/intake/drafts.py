@@ -135,8 +135,8 @@ class Drafts:
         """
         spec = self._spec
         resolved = spec.plan(request, **has).request
-        loras = choose_adapters(body.fields, spec, self._settings.catalogue)  # By name, since their files may move.
-        return Planned(request=request, resolved=resolved, loras=loras, skipped_steps=spec.skipped_steps(resolved))
+        adapters = choose_adapters(body.fields, spec, self._settings.catalogue)  # By name, since their files may move.
+        return Planned(request=request, resolved=resolved, loras=adapters, skipped_steps=spec.skipped_steps(resolved))
 
     @contextlib.asynccontextmanager
     async def _open(

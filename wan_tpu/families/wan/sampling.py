@@ -26,14 +26,14 @@ _SHIFT = 5.0
 SIGMAS = tuple(_SHIFT * s / (1 + (_SHIFT - 1) * s) for s in (1.0, 0.75, 0.5, 0.25))  # 1, 0.9375, 0.8333, 0.625
 
 
-def _lightning(repository: str, loras: tuple[RequestedAdapter, ...], **more: int) -> dict[str, Preset]:
+def _lightning(repository: str, adapters: tuple[RequestedAdapter, ...], **more: int) -> dict[str, Preset]:
     settings = {
         "sigmas": SIGMAS,
         "shift": _SHIFT,
         "solver": "euler",
         "guidance_scale": 1.0,
         "guidance_scale_2": 1.0,
-        "loras": loras,
+        "loras": adapters,
         **more,
     }
     text = "four steps without guidance, by an adapter that was distilled for them; not what the model itself makes"
