@@ -20,7 +20,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # slices are described, this machine's own 
 import numpy as np
 from jax.sharding import Mesh
 
-from actors.planning.described import described
+from actors.planning.slice_description import describe_slice
 from cluster.errors import ClusterError
 from cluster.slice_spec import SliceSpec
 from wan_tpu.cli import run
@@ -44,7 +44,7 @@ def main() -> None:
     for option in args.kernel:
         if not re.fullmatch(r"[^=]+=\d+(\.\d+)?", option):
             parser.error(f"--kernel {option}: give NAME=BUNDLES or NAME@GRID=BUNDLES, such as splash=25283")
-    where = described(SliceSpec(args.slice))
+    where = describe_slice(SliceSpec(args.slice))
     counted = KernelPrices(args.count, where.hardware, where.cores, count_alone) if args.count else None
     cost = analyse(
         (gzip.decompress if args.hlo.suffix == ".gz" else bytes)(args.hlo.read_bytes()).decode(),

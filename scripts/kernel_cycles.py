@@ -21,7 +21,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # chips are described, this machine's own a
 from kernel_tables.attention_kernels import table
 from kernel_tables.conv_kernels import conv_table
 
-from actors.planning.described import described
+from actors.planning.slice_description import describe_slice
 from cluster.chips import CHIPS
 from cluster.errors import ClusterError
 from cluster.slice_spec import SliceSpec
@@ -60,7 +60,7 @@ def _convolution(chip: str, *, as_json: bool) -> None:
             f"{'frames x columns x rows':24} {'channels':>8} {'grid':>10} {'cycles':>8} {'at peak':>8} {'HBM':>6} share"
         )
     with tempfile.TemporaryDirectory() as folder:
-        for row in conv_table(described(SliceSpec(CHIPS[chip].host_topology)), Path(folder)):
+        for row in conv_table(describe_slice(SliceSpec(CHIPS[chip].host_topology)), Path(folder)):
             if as_json:
                 print(json.dumps(dataclasses.asdict(row)), flush=True)
                 continue

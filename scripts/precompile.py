@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from actors.planning.described import described
+from actors.planning.slice_description import describe_slice
 from cluster.errors import ClusterError
 from cluster.layout import Layout
 from cluster.slice_spec import SliceSpec
@@ -50,7 +50,7 @@ def main() -> int:
         partial = GenerationRequest(height=height, width=width, frames=args.frames, guidance_scale=args.guidance_scale)
         request = partial.resolve(model.spec.defaults)
         for part in _parts(args, model):
-            devices = described(part.slice).devices() if part.slice else None
+            devices = describe_slice(part.slice).devices() if part.slice else None
             mesh = make_mesh(part.mesh, heads=model.spec.heads, devices=devices)
             print(f"{part.name}{model.spec.name}, mesh {dict(mesh.shape)} of {_kind(part, mesh)}", flush=True)
             for done in precompile(model, request, mesh, args.dtype, args.folder, stages=part.stages):

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from actors.doctor.finding import Finding, Machine, compare
 from actors.doctor.timing import time_best
-from actors.planning.described import described
+from actors.planning.slice_description import describe_slice
 from cluster.slice_spec import SliceSpec, name_slice
 from wan_tpu.ops.collectives import gather_rows
 from wan_tpu.pricing.ici import Interconnect, interconnect_of
@@ -106,7 +106,7 @@ def _measure_links(machine: Machine, mesh: Mesh) -> Iterator[Finding]:
     if chip is None:
         links = Interconnect(tuple((device, 0, 0, 0) for device in range(count)), 1.0, 1.0)
     else:
-        links = interconnect_of(described(SliceSpec(name_slice(chip, machine.devices // chip.devices))), mesh)
+        links = interconnect_of(describe_slice(SliceSpec(name_slice(chip, machine.devices // chip.devices))), mesh)
     exchange = _list_kinds(count, mesh.devices.flat[0].platform)["all-to-all"][0]
     yield _measure_busiest(machine, mesh, links, "all-to-all", [list(range(count))], exchange)
     if chip is not None and chip.devices == 2 and count > 2:

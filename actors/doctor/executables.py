@@ -12,10 +12,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from actors.doctor.finding import Finding, Machine
-from actors.planning.described import described
+from actors.planning.slice_description import describe_slice
 from cluster.slice_spec import SliceSpec, name_slice
 from wan_tpu.aot.executables import Executables
-from wan_tpu.runtime.mesh import AXES, replicated
+from wan_tpu.runtime.mesh import AXES, replicated_sharding
 from wan_tpu.runtime.program import Program, place
 
 COMPILE_S = 300.0  # Limit for a small program; most of the time goes into starting a process and the compiler.
@@ -36,8 +36,8 @@ def check_executables(machine: Machine) -> Iterator[Finding]:
 
 def compile_to(folder: Path, kind: str = "") -> None:
     """Compile the program for a kind of slice, described; for this machine's own devices without one. Store it."""
-    mesh = _make_mesh(described(SliceSpec(kind)).devices() if kind else jax.local_devices())
-    x = jax.ShapeDtypeStruct((8, 128), np.float32, sharding=replicated(mesh))
+    mesh = _make_mesh(describe_slice(SliceSpec(kind)).devices() if kind else jax.local_devices())
+    x = jax.ShapeDtypeStruct((8, 128), np.float32, sharding=replicated_sharding(mesh))
     _make_program(folder, mesh, save=True).compile(x)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from actors.doctor.finding import Finding, Machine
 from actors.planning.calibration import FIGURES, Calibration
-from actors.planning.described import described
+from actors.planning.slice_description import describe_slice
 from cluster.slice_spec import SliceSpec
 from wan_tpu.families import published, published_spec
 from wan_tpu.plan import DECODER
@@ -129,7 +129,7 @@ def _predict(
     variants = {PUBLISHED: every.only(""), **{name: every.only(name) for name in every.figures}, MEASURED: every}
     seconds: dict[str, dict[str, tuple[float, float]]] = {name: {} for name in programs}
     for variant, figures in variants.items():
-        slice_ = described(SliceSpec(kind), figures)
+        slice_ = describe_slice(SliceSpec(kind), figures)
         planner = Planner(model, request, slice_, dtype=DTYPE, cache=Path(folder), report=lambda text: None)
         for name in programs:
             [program] = planner.plan(mesh, name, stages).programs

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.planning.calibration import load_calibration
-from actors.planning.described import described
+from actors.planning.slice_description import describe_slice
 from cluster.costs import capacity
 from cluster.costs.capacity import Estimate, Fits, StageSeconds, Terms
 from cluster.costs.prices import Prices
@@ -93,7 +93,7 @@ def _make_planner(args: argparse.Namespace, kind: SliceSpec) -> "Planner":
     return Planner(
         args.model,
         _read_request(args),
-        described(kind, args.calibration),
+        describe_slice(kind, args.calibration),
         dtype=args.dtype,
         cache=args.compiled,
         report=_make_report(),
@@ -131,7 +131,7 @@ def _print_costs(args: argparse.Namespace) -> None:
         terms.prices.chip_hour(
             kind, terms.capacity, terms.region
         )  # A missing price is refused before minutes of compiling.
-        measured = described(kind, args.calibration).calibrated
+        measured = describe_slice(kind, args.calibration).calibrated
     seconds, fits = _measure_stages(args, layout)
     if layout is not None:
         asked = None if args.videos_a_day is None else args.videos_a_day / 24

@@ -11,7 +11,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 from actors.planning.calibration import Calibration
-from actors.planning.described import described
+from actors.planning.slice_description import describe_slice
 from cluster.slice_spec import SliceSpec
 from wan_tpu.pricing.analyse import analyse
 from wan_tpu.pricing.cost import Cost, Times
@@ -50,7 +50,7 @@ class Pricing:
 
     def __init__(self, kind: str, cache: Path, calibration: Calibration | None = None) -> None:
         """Describe a slice. `cache` keeps kernels' bundles; a `calibration` replaces published figures."""
-        self.slice = described(SliceSpec(kind), calibration)
+        self.slice = describe_slice(SliceSpec(kind), calibration)
         self._devices = self.slice.devices()
         self._kernels = KernelPrices(cache, self.slice.hardware, self.slice.cores, count_alone)
 

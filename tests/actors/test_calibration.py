@@ -10,7 +10,7 @@ from actors.doctor import clock
 from actors.doctor.finding import Machine, merge
 from actors.doctor.prediction import MEASURED, PUBLISHED, explain, predict
 from actors.planning.calibration import FIGURES, Calibration, load_calibration
-from actors.planning.described import described
+from actors.planning.slice_description import describe_slice
 from cluster.chips import CHIPS
 from cluster.slice_spec import SliceSpec
 from tests.wan_tpu.test_aot_cost import CYCLES
@@ -59,7 +59,7 @@ def price(text, tmp_path):
     """What the step costs with some figures: (seconds, seconds by category)."""
 
     def price(calibration):
-        chip = described(SliceSpec("v6e-8"), calibration)
+        chip = describe_slice(SliceSpec("v6e-8"), calibration)
         kernels = KernelPrices(tmp_path, chip.hardware, chip.cores, lambda *_: StepBundles(1_000_000))
         links = Interconnect(((0, 0, 0, 0), (1, 0, 0, 0)), chip.link_bytes_per_s, chip.core_bytes_per_s)
         cost = analyse(text, chip.hardware, links, kernel_cycles=kernels)
@@ -171,7 +171,7 @@ def report(tmp_path):
 
 def test_report_says_what_it_replaces(report):
     calibration = load_calibration(report)
-    slice_ = described(SliceSpec("v6e-4"), calibration)
+    slice_ = describe_slice(SliceSpec("v6e-4"), calibration)
     assert (slice_.hardware.clock_hz, slice_.hardware.grid_step_s) == (1.64e9, 5e-7)
     assert slice_.hardware.peak_flops == pytest.approx(V6E.bf16_flops * 1.64 / 1.75)
     first, *lines = slice_.calibrated.splitlines()
@@ -185,7 +185,7 @@ def test_report_says_what_it_replaces(report):
 
 def test_report_of_another_generation_is_refused(report):
     with pytest.raises(InvalidInput, match="was measured on v6e, and v5p-8 has v5p; run wan-tpu doctor on a v5p"):
-        described(SliceSpec("v5p-8"), load_calibration(report))
+        describe_slice(SliceSpec("v5p-8"), load_calibration(report))
 
 
 @pytest.mark.parametrize(

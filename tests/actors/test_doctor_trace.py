@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from actors.doctor import collectives
 from actors.doctor.trace import sum_categories
-from actors.planning.described import described
+from actors.planning.slice_description import describe_slice
 from cluster.slice_spec import SliceSpec
 from tests.children import run_module
 from tests.conftest import with_devices
@@ -46,7 +46,7 @@ def test_trace_of_this_machine_has_its_operations():
 @pytest.mark.loads_libtpu
 def test_sparse_cores_are_used_where_the_doctor_lets_them():
     pytest.importorskip("libtpu", reason="needs libtpu: pip install '.[tpu]'")
-    mesh = Mesh(np.array(described(SliceSpec("v7x-4")).devices()), (collectives.AXIS,))
+    mesh = Mesh(np.array(describe_slice(SliceSpec("v7x-4")).devices()), (collectives.AXIS,))
     gather = collectives._list_kinds(mesh.size, "tpu")["all-gather"][0]
     shape = (8192 * mesh.size, collectives.WIDTH)
     rows = jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, P(collectives.AXIS)))

@@ -5,7 +5,7 @@ import yaml
 
 from actors.cli import main
 from actors.doctor.finding import Machine
-from actors.planning.described import described
+from actors.planning.slice_description import describe_slice
 from cluster import chips
 from cluster.chips import CHIPS, GIB, load_chip
 from cluster.costs.capacity import Terms, recommend
@@ -120,7 +120,7 @@ def test_its_tpu_vm_scripts_are_written(layout, tmp_path):
 
 
 def test_a_program_is_priced():
-    kind = described(SliceSpec("v99-32"))
+    kind = describe_slice(SliceSpec("v99-32"))
     assert (kind.topology, kind.hardware.host_topology, kind.cores) == ("tpu99:2x4", "tpu99:2x2", 2)
     links = Interconnect(((0, 0, 0, 0),), kind.link_bytes_per_s, kind.core_bytes_per_s)
     cost = analyse(PRODUCT, kind.hardware, links, kernel_cycles=lambda call: None)

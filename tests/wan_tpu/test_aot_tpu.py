@@ -36,7 +36,7 @@ from wan_tpu.runtime.program import Program
 from wan_tpu_kernels.linear import linear
 
 pytest.importorskip("libtpu", reason="needs libtpu: pip install '.[tpu]'")
-from actors.planning.described import described
+from actors.planning.slice_description import describe_slice
 
 pytestmark = pytest.mark.loads_libtpu
 
@@ -45,7 +45,7 @@ LAYERS, TOKENS, WIDTH = 3, 2048, 512
 
 @pytest.fixture(scope="module")
 def v6e_4():
-    return described(SliceSpec("v6e-4"))
+    return describe_slice(SliceSpec("v6e-4"))
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def mesh(v6e_4):
 )
 def test_kinds_of_slices_are_known_to_the_compiler(name, devices):
     kind = SliceSpec(name)
-    described_devices = described(kind).devices()
+    described_devices = describe_slice(kind).devices()
     assert len(described_devices) == devices == kind.devices
     assert len({device.process_index for device in described_devices}) == kind.hosts
     assert described_devices[0].device_kind == kind.chip.jax_kind
@@ -168,7 +168,7 @@ def test_products_that_wait_for_the_matrix_units_take_what_surrounds_them_too(tm
     x, weight, bias = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2368, 1024), (1280, 1024), (1280,)))
     of_peak = {}
     for name in ("v6e-4", "v7x-4"):
-        where = described(SliceSpec(name))
+        where = describe_slice(SliceSpec(name))
         device_mesh = Mesh(np.array(where.devices()[:1]), ("tp",))
         whole = NamedSharding(device_mesh, P())
         arguments = [jax.ShapeDtypeStruct(of.shape, of.dtype, sharding=whole) for of in (x, weight, bias)]
@@ -184,7 +184,7 @@ def test_products_that_wait_for_the_matrix_units_take_what_surrounds_them_too(tm
 
 
 def test_what_does_not_fit_is_refused_and_by_how_much():
-    where = described(SliceSpec("v6e-1"))
+    where = describe_slice(SliceSpec("v6e-1"))
     device_mesh = Mesh(np.array(where.devices()), ("tp",))
     # The program needs it, and its double.
     large = jax.ShapeDtypeStruct((5, 1024, 1024, 1024), jnp.float32, sharding=NamedSharding(device_mesh, P()))
@@ -205,7 +205,7 @@ def test_what_does_not_fit_is_refused_and_by_how_much():
 def test_a_step_in_8_bits_is_kernels_on_half_the_weights(kind, precision):
     """Of the 1.3B model, with so many tokens that attention takes its keys in several chunks."""
     model = published_model("wan2.1-t2v-1.3b")
-    mesh = make_mesh(None, heads=model.spec.heads, devices=described(SliceSpec(kind)).devices())
+    mesh = make_mesh(None, heads=model.spec.heads, devices=describe_slice(SliceSpec(kind)).devices())
     request = GenerationRequest(height=256, width=256, frames=17).resolve(model.spec.defaults)
     program, arguments, _ = stage_programs(AbstractRuntime(model, mesh, precision), request)["denoise step"]
     plain = abstract_component(model.components["denoise"], "bfloat16", mesh).params
@@ -229,7 +229,7 @@ def test_a_step_in_8_bits_is_kernels_on_half_the_weights(kind, precision):
 )
 def test_a_chip_refuses_8_bits_that_it_does_not_multiply(kind, precision, able):
     model = published_model("wan2.1-t2v-1.3b")
-    mesh = make_mesh(None, heads=model.spec.heads, devices=described(SliceSpec(kind)).devices())
+    mesh = make_mesh(None, heads=model.spec.heads, devices=describe_slice(SliceSpec(kind)).devices())
     with pytest.raises(InvalidInput, match=f"^TPU.* doesn't compute in {precision}; choose one of {able}$"):
         AbstractRuntime(model, mesh, precision).component("denoise")
     assert AbstractRuntime(model, mesh, precision).component("text_encoder").params  # which has no 8 bits

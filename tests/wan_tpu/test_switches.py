@@ -68,9 +68,9 @@ def test_executables_are_of_their_switches():
 @pytest.mark.parametrize("kind", ["v6e-4", "v7x-4"])
 def test_tpu_programs_send_as_they_are_told(kind):
     pytest.importorskip("libtpu", reason="needs libtpu: pip install '.[tpu]'")
-    from actors.planning.described import described
+    from actors.planning.slice_description import describe_slice
 
-    devices = described(SliceSpec(kind)).devices()
+    devices = describe_slice(SliceSpec(kind)).devices()
     mesh = Mesh(np.array(devices), ("x",))
     x = jax.ShapeDtypeStruct((4096, 512), np.float32, sharding=jax.sharding.NamedSharding(mesh, P("x")))
 

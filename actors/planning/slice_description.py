@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from wan_tpu.aot.topology import DescribedSlice
 
 
-def described(kind: SliceSpec, calibration: Calibration | None = None) -> "DescribedSlice":
+def describe_slice(kind: SliceSpec, calibration: Calibration | None = None) -> "DescribedSlice":
     """Return the description of a slice of this kind, by published figures, or by those that were measured.
 
     Raises:
