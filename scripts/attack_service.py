@@ -62,7 +62,7 @@ async def client(url: str, key: str, notes: Notes, until: float) -> None:
             kind = random.choices(KINDS, (85, 4, 3, 8))[0] if mine else "submit"
             start = time.monotonic()
             try:
-                async with asked(http, kind, mine, image) as answer:
+                async with send_request(http, kind, mine, image) as answer:
                     body = await answer.read()
                     notes.took[kind].append(time.monotonic() - start)
                     again = answer.status == 503 and "Retry-After" in answer.headers
@@ -75,7 +75,7 @@ async def client(url: str, key: str, notes: Notes, until: float) -> None:
             await asyncio.sleep(random.uniform(0.5, 1.5) * PAUSE_S)
 
 
-def asked(
+def send_request(
     http: aiohttp.ClientSession, kind: str, mine: list[str], image: bytes
 ) -> "contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]":
     """Return a request of a kind."""
@@ -223,11 +223,11 @@ def costly(url: str, key: str) -> list[Awaitable[object]]:
     headers = {"Authorization": f"Bearer {key}"}
     long = "a cat " * 5300  # 32,000 characters
 
-    def planned() -> bytes:
+    def write_plan() -> bytes:
         many = {"num_inference_steps": 1000, "shift": random.uniform(1, 9), "seed": 7, "deadline": time.time() + 2}
         return json.dumps(BODY | {"prompt": "x"} | many).encode()
 
-    def named(host: str) -> bytes:
+    def write_address(host: str) -> bytes:
         return json.dumps(BODY | {"prompt": "x", "input_reference": {"image_url": f"https://{host}/a.png"}}).encode()
 
     async def pages() -> None:
@@ -238,9 +238,9 @@ def costly(url: str, key: str) -> list[Awaitable[object]]:
 
     labels = ".".join(["bücher"] * 1200)
     return [
-        *(again(lambda: post(url, key, planned()), 0.0) for _ in range(10)),
-        *(again(lambda: post(url, key, named(f"host{random.random()}.invalid")), 0.0) for _ in range(4)),
-        *(again(lambda: post(url, key, named(labels)), 0.0) for _ in range(4)),
+        *(again(lambda: post(url, key, write_plan()), 0.0) for _ in range(10)),
+        *(again(lambda: post(url, key, write_address(f"host{random.random()}.invalid")), 0.0) for _ in range(4)),
+        *(again(lambda: post(url, key, write_address(labels)), 0.0) for _ in range(4)),
         again(lambda: post(url, key, json.dumps(BODY | {"prompt": long, "seed": 8}).encode())),
         *(again(pages, 0.0) for _ in range(12)),
     ]
@@ -262,7 +262,7 @@ def attack(url: str, keys: list[str], one_key: bool) -> None:
 
 
 @contextlib.asynccontextmanager
-async def attacked(url: str, keys: list[str], one_key: bool) -> AsyncIterator[None]:
+async def run_attack(url: str, keys: list[str], one_key: bool) -> AsyncIterator[None]:
     """Have the service attacked, by another process."""
     process = multiprocessing.get_context("spawn").Process(target=attack, args=(url, keys, one_key), daemon=True)
     process.start()
@@ -298,7 +298,7 @@ async def main(args: argparse.Namespace) -> None:
     try:
         await asyncio.sleep(2)  # By then the service knows the keys.
         before = await go_on(args.url, keys[: CLIENTS + 1], args.quiet_s)
-        async with attacked(args.url, keys[CLIENTS + 1 :], args.one_key):
+        async with run_attack(args.url, keys[CLIENTS + 1 :], args.one_key):
             during = await go_on(args.url, keys[: CLIENTS + 1], args.seconds)
         jobs = {key: [*before.jobs.get(key, ()), *during.jobs.get(key, ())] for key in keys[:CLIENTS]}
         ends = await all_ended(args.url, jobs, args.end_s)

@@ -60,15 +60,15 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, help="PNG of the timeline, or of the memory")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        (soaked if args.soak else real if args.real else simulated)(args, Path(folder))
+        (run_soak if args.soak else real if args.real else run_simulated)(args, Path(folder))
 
 
-def simulated(args: argparse.Namespace, folder: Path) -> None:
+def run_simulated(args: argparse.Namespace, folder: Path) -> None:
     """Measure a layout, and its chips as whole-pipeline replicas, with hosts that wait."""
     planned = dataclasses.replace(FOUR_STEPS if args.four_steps else Planned(), speed=args.speed)
     plan = planned.save(folder / "plan.json")
     usual = "a14b-four-steps-v6e" if args.four_steps else "a14b-balanced-v6e"
-    layout = emulated(Layout.load(args.layout or usual))
+    layout = emulate(Layout.load(args.layout or usual))
     settings = PipelineSettings(
         str(plan),
         str(folder / "snapshots"),
@@ -177,7 +177,7 @@ def handoffs(pipeline: str) -> None:
         )
 
 
-def emulated(layout: Layout) -> Layout:
+def emulate(layout: Layout) -> Layout:
     """Return a layout with its hosts as processes of this machine, one CPU device each."""
     pools = tuple(dataclasses.replace(pool, mesh=Mesh()) for pool in layout.pools)
     return dataclasses.replace(layout, pools=pools, devices_per_host=1)
@@ -234,7 +234,7 @@ def real(args: argparse.Namespace, folder: Path) -> None:
         args.picture.write_bytes(draw(load.spans, f"Emulated: {layout.source}, {count} requests"))
 
 
-def soaked(args: argparse.Namespace, folder: Path) -> None:
+def run_soak(args: argparse.Namespace, folder: Path) -> None:
     """Make many small simulated videos and print what memory was left behind."""
     spec = soak.soak_spec(folder)
     print(f"{NOTES['simulated']}; {args.soak} requests, 16 in flight")

@@ -136,7 +136,7 @@ async def pages(http: aiohttp.ClientSession, memory_mib: Callable[[], float] | N
 
 
 @contextlib.contextmanager
-def simulated(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], float]]]:
+def serve_simulated(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], float]]]:
     """Yield the address of a service whose steps take `--step_s`, and a function that measures ingresses' memory."""
     from simulation.soak import soak_spec
 
@@ -193,5 +193,5 @@ if __name__ == "__main__":
     parser.add_argument("--step_s", type=float, default=0.5, help="a simulated step takes; default %(default)s")
     parser.add_argument("--ingresses", type=int, default=1, help="of the simulated service; default %(default)s")
     args = parser.parse_args()
-    with simulated(args) if args.simulated else contextlib.nullcontext((args.url, None)) as (address, measured):
+    with serve_simulated(args) if args.simulated else contextlib.nullcontext((args.url, None)) as (address, measured):
         asyncio.run(main(args, address, measured))

@@ -57,19 +57,19 @@ def _film(address: str) -> list[Image.Image]:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
         page = browser.new_page(viewport={"width": PAGE[0], "height": PAGE[1]})
         page.goto(address)
-        shots = [_shot(page)] * FPS
+        shots = [_take_screenshot(page)] * FPS
         page.locator("[name=input_reference]").set_input_files(IMAGE)
         for end in range(0, len(PROMPT) + 4, 4):
             page.get_by_label("Prompt", exact=True).fill(PROMPT[:end])
-            shots.append(_shot(page))
+            shots.append(_take_screenshot(page))
         page.get_by_role("button", name="Make video").click()
         card = page.locator("article").first
         play = card.get_by_role("button", name="play:")
         while not play.count():
             time.sleep(0.2)
-            if (shot := _shot(page)) != shots[-1]:
+            if (shot := _take_screenshot(page)) != shots[-1]:
                 shots.append(shot)
-        shots += [_shot(page)] * FPS
+        shots += [_take_screenshot(page)] * FPS
         play.click()
         video = page.locator("#viewer video").element_handle()
         video.evaluate("video => { video.controls = false; }")
@@ -82,12 +82,12 @@ def _film(address: str) -> list[Image.Image]:
                 "(video, at) => new Promise(done => { video.onseeked = done; video.currentTime = at; })",
                 (index / FPS) % seconds,
             )
-            shots.append(_shot(page))
+            shots.append(_take_screenshot(page))
         browser.close()
     return shots
 
 
-def _shot(page: Page) -> Image.Image:
+def _take_screenshot(page: Page) -> Image.Image:
     return Image.open(io.BytesIO(page.screenshot())).convert("RGB")
 
 

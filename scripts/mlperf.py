@@ -103,11 +103,11 @@ def test(args: argparse.Namespace) -> int:
     videos = args.output / "videos"
     videos.mkdir(parents=True, exist_ok=True)
 
-    def kept(number: int, mp4: bytes) -> bytes:
+    def keep(number: int, mp4: bytes) -> bytes:
         (videos / f"{prompts[number].replace('/', '-')}-0.mp4").write_bytes(mp4)
         return hashlib.sha256(mp4).digest()
 
-    answers = _Together(args, requests, kept) if args.pools else _Alone(_in_process(args, requests), kept)
+    answers = _Together(args, requests, keep) if args.pools else _Alone(_in_process(args, requests), keep)
     loadgen.StartTestWithLogSettings(
         system := loadgen.ConstructSUT(answers.issue, answers.flush),
         library := loadgen.ConstructQSL(len(prompts), len(prompts), lambda samples: None, lambda samples: None),
@@ -164,8 +164,8 @@ def _log_settings(output: Path) -> loadgen.LogSettings:
 class _Alone:
     """Answers one question after the other, in a thread of LoadGen's."""
 
-    def __init__(self, generate: Generate, kept: Callable[[int, bytes], bytes]) -> None:
-        self._generate, self._kept = generate, kept
+    def __init__(self, generate: Generate, keep: Callable[[int, bytes], bytes]) -> None:
+        self._generate, self._kept = generate, keep
 
     def issue(self, samples: Sequence[Any]) -> None:
         """Make what LoadGen asks for."""
@@ -183,7 +183,7 @@ class _Together:
     """Answers all questions at once, as many as a running pipeline takes, on a loop in a thread."""
 
     def __init__(
-        self, args: argparse.Namespace, requests: Sequence[GenerationRequest], kept: Callable[[int, bytes], bytes]
+        self, args: argparse.Namespace, requests: Sequence[GenerationRequest], keep: Callable[[int, bytes], bytes]
     ) -> None:
         from actors.commands.drive import choose_in_flight
         from actors.pipeline.client import PipelineClient
@@ -194,7 +194,7 @@ class _Together:
         spec = find_spec(args.name)
         if spec is None:
             raise InvalidInput(f"there is no pipeline {args.name!r} on this cluster: wan-tpu status")
-        self._client, self._kept = PipelineClient(spec), kept
+        self._client, self._kept = PipelineClient(spec), keep
         self._plans = [spec.model.plan(request) for request in requests]
         self._room = asyncio.Semaphore(choose_in_flight(None, spec))
         self._loop, self._asked = asyncio.new_event_loop(), 0

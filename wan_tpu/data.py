@@ -35,6 +35,7 @@ class Conditioning:
         image: CLIP features [1, L=257, C] (Wan 2.1 I2V).
         image_latents: Mask and latents [1, 4+C, T, H, W], or latents of one frame or two, [1, C, 1 or 2, H, W].
         video_latents: Float32 [1, C, T, H, W] of the video that the request begins with.
+        generator: The state of the request's generator, uint8, where later draws go on after those of the latents.
     """
 
     prompt: Arrays
@@ -42,6 +43,7 @@ class Conditioning:
     image: Array | None = None
     image_latents: Array | None = None
     video_latents: Array | None = None
+    generator: Array | None = None
 
     @property
     def has_image(self) -> bool:
@@ -67,6 +69,7 @@ class ImageCondition:
     image_latents: Array | None = None
     video_latents: Array | None = None
     prompt: Arrays | None = None
+    generator: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +163,8 @@ def join_conditioning(image: ImageCondition, *texts: Arrays) -> Conditioning:
         texts: The arrays of the prompt and, under guidance, of the negative prompt; none where `image` has them.
     """
     first, *others = texts if image.prompt is None else (image.prompt,)
-    return Conditioning(first, others[0] if others else None, image.image, image.image_latents, image.video_latents)
+    negative = others[0] if others else None
+    return Conditioning(first, negative, image.image, image.image_latents, image.video_latents, image.generator)
 
 
 def save_value(value: Conditioning | DenoiseState, path: Path, notes: dict[str, Any] | None = None) -> None:

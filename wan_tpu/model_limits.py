@@ -5,7 +5,7 @@ from typing import Literal
 
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.media.image import size_at_area
-from wan_tpu.request import NAMED_SIZES, Defaults, ResolvedRequest, nearest_multiple, parse_size
+from wan_tpu.request import NAMED_SIZES, WHOLE, Defaults, ResolvedRequest, nearest_multiple, parse_size
 from wan_tpu.suggest import did_you_mean
 
 
@@ -22,6 +22,7 @@ class ModelLimits(abc.ABC):
         audio_rate: Samples per second of the model's sound; None where it makes none.
         last_images: Whether a request may, or must, have a last frame besides the first one, or may have it alone, too.
         takes_video: Whether a request may start from a video's frames.
+        continues_video: Whether it then goes on after them, instead of changing them: the video has no strength.
     """
 
     name: str
@@ -33,6 +34,7 @@ class ModelLimits(abc.ABC):
     audio_rate: int | None = None
     last_images: Literal["none", "optional", "required", "alone"] = "none"
     takes_video: bool = False
+    continues_video: bool = False
 
     @property
     @abc.abstractmethod
@@ -162,17 +164,32 @@ class ModelLimits(abc.ABC):
                 "frames",
             )
 
+    def check_source(self, frames: int) -> None:
+        """Raise `InvalidRequest` if this model can't continue a video of so many frames by its motion."""
+        if frames < self.frame_offset:
+            raise InvalidRequest(
+                f"the video has {frames} frames, and {self.name} continues one of at least {self.frame_offset}; give a "
+                "longer one, or an image",
+                "video",
+            )
+
     def _check_inputs(self, request: ResolvedRequest, *, image: bool, last: bool, video: bool) -> None:
         """Refuse images and videos that the model doesn't take, and requests without those that it needs."""
         self._check_images(request, image=image, last=last)
         if video and (image or last or not self.takes_video):
             why = "a video and an image were given; leave one out"
             if not self.takes_video:
-                why = f"video was given, and {self.name} takes none; use a T2V checkpoint of Wan"
+                why = f"video was given, and {self.name} takes none; use a T2V checkpoint of Wan, or Helios"
             raise InvalidRequest(why, "video")
         if request.strength is not None:
             if not video:
                 raise InvalidRequest("strength is given without a video; leave it out, or give one", "strength")
+            if self.continues_video and request.strength != WHOLE:
+                raise InvalidRequest(
+                    f"strength is {request.strength:g}, and {self.name} goes on after a video without changing it; "
+                    "leave strength out",
+                    "strength",
+                )
             if self.first_step(request) == request.steps:
                 least = 1 / request.steps
                 raise InvalidRequest(

@@ -79,13 +79,13 @@ class RequestPlan:
         """Return which chunk the latents after `step` steps are of: at its end still the one that is denoised."""
         return next(expert.chunk for expert in self.experts if step <= expert.stop)
 
-    def denoised(self, step: int) -> int:
+    def count_denoised_chunks(self, step: int) -> int:
         """Return how many chunks of the video are denoised after `step` steps."""
         return sum(stop <= step for stop in self.chunk_stops)
 
     def decodable(self, step: int) -> int:
         """Return how many of the decoder's chunks can be decoded after `step` steps: those of denoised chunks."""
-        return len(self.decoder_chunks) * self.denoised(step) // len(self.chunk_stops)
+        return len(self.decoder_chunks) * self.count_denoised_chunks(step) // len(self.chunk_stops)
 
     def expert_at(self, step: int) -> Expert:
         """Return the expert that runs the step after `step` steps are done.

@@ -38,6 +38,7 @@ from wan_tpu.schedules.magcache import FORM, Curve, parse_magcache
 NAMED_SIZES = ("1280x720", "720x1280", "832x480", "480x832")
 SIZE_MULTIPLE = 16  # Pixels: the VAE's 8 times the transformer's patch of 2. Models that need more check it.
 STRENGTH = 0.8  # The default strength of a video, as in diffusers.
+WHOLE = 1.0  # The strength of a video that is continued: every step is run.
 IMAGES = ("image", "last_image")  # Fields of a request that are pictures.
 _SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", re.ASCII)
 MAX_STEPS = 1000
@@ -168,9 +169,10 @@ class GenerationRequest:
     last_image: Picture | None = None
     """The last frame, for models that lead from one image to another; MiniMax-H3 takes it without `image`, too."""
     video: Annotated[str | Path | VideoContent, PlainValidator(_check_video)] | None = None
-    """A file whose frames the video begins as, for text-to-video models of Wan: it is restyled, not continued."""
+    """A file whose frames the video begins as, for text-to-video models of Wan: it is restyled, not continued. Helios
+    goes on after its last frames instead, of which it needs 33."""
     strength: Number | None = Field(default=None, ge=0.001, le=1)
-    """How much of `video` is made anew: so large a part of the steps is run. 0.8 if omitted."""
+    """How much of `video` is made anew: so large a part of the steps is run. 0.8 if omitted; Helios has none."""
     height: int | None = Field(default=None, ge=SIZE_MULTIPLE, le=8192, multiple_of=SIZE_MULTIPLE)
     """Pixels, a multiple of 16; of 32 for Wan 2.2 TI2V 5B and LTX-2, of 64 for LTX-2 in two stages."""
     width: int | None = Field(default=None, ge=SIZE_MULTIPLE, le=8192, multiple_of=SIZE_MULTIPLE)

@@ -19,6 +19,7 @@ from wan_tpu.plan import DECODER, ENCODER, VIDEO, Expert, RequestPlan
 from wan_tpu.request import (
     IMAGES,
     NOTHING_OWN,
+    WHOLE,
     CheckpointOverrides,
     Defaults,
     GenerationRequest,
@@ -105,7 +106,7 @@ class ModelSpec(ModelLimits):
     def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:
         """Return which stage runs which steps, in order; those with no step are left out."""
 
-    def guided(self, request: ResolvedRequest) -> bool:
+    def is_guided(self, request: ResolvedRequest) -> bool:
         """Return whether there is guidance, so that the negative prompt is needed."""
         return request.guidance_scale > 1
 
@@ -115,7 +116,7 @@ class ModelSpec(ModelLimits):
 
     def prompts(self, request: ResolvedRequest) -> tuple[str, ...]:
         """Return the texts whose embeddings a request needs: the prompt and, under guidance, the negative prompt."""
-        return (request.prompt, request.negative_prompt) if self.guided(request) else (request.prompt,)
+        return (request.prompt, request.negative_prompt) if self.is_guided(request) else (request.prompt,)
 
     def shapes(self, request: ResolvedRequest, *, images: int) -> dict[str, str]:
         """Name, by stage, the set of programs that a resolved request needs.
@@ -181,6 +182,8 @@ class ModelSpec(ModelLimits):
                     "preset",
                 )
             preset = dict(self.presets[request.preset].settings)
+        if request.video is not None and request.strength is None and self.continues_video:
+            request = dataclasses.replace(request, strength=WHOLE)
         resolved = request.resolve(self.defaults_for(request, picture), preset)
         self.check(resolved, image=image, last=last, video=video)
         return self.plan_resolved(resolved, image=image, last=last)
@@ -195,7 +198,7 @@ class ModelSpec(ModelLimits):
         """
         steps, images, experts = self.schedule(request).steps, image + last, self.experts(request)
         assert steps == experts[-1].stop, f"a schedule of {steps} steps for {experts[-1].stop}"
-        skipped = self.skipped(request)
+        skipped = self.plan_skips(request)
         return RequestPlan(
             request,
             prompts=() if images and self.reads_images else self.prompts(request),
@@ -248,7 +251,7 @@ class ModelSpec(ModelLimits):
             height = nearest_multiple(request.width * picture[0] / picture[1], self.size_multiple)
         return dataclasses.replace(self.defaults, height=height, width=width)
 
-    def skipped(self, request: ResolvedRequest) -> np.ndarray | None:
+    def plan_skips(self, request: ResolvedRequest) -> np.ndarray | None:
         """Return which branches of which steps reuse what was computed before, bool [S, 2]; None without a cache."""
         if request.cache is None:
             return None
@@ -259,7 +262,7 @@ class ModelSpec(ModelLimits):
 
     def skipped_steps(self, request: ResolvedRequest) -> list[int]:
         """Return the steps, from 1, that compute no block in any of their branches."""
-        reused = self.skipped(request)
+        reused = self.plan_skips(request)
         if reused is None:
             return []
         experts = self.experts(request)

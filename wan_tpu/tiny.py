@@ -8,10 +8,10 @@ are deterministic: the same call writes the same bytes.
 from pathlib import Path
 from typing import Any
 
-from wan_tpu.families import published
+from wan_tpu.families import list_published
 
 
 def make_checkpoint(folder: Path, kind: str, **changed: Any) -> Path:
     """Write a small checkpoint like the published model `kind`; `changed` goes to the family's own function."""
-    family = published()[kind]
+    family = list_published()[kind]
     return family.part(family.small)(folder, kind, **changed)

@@ -9,14 +9,18 @@ from cluster.errors import LayoutError
 from cluster.layout import Layout, Pool, list_shipped
 from wan_tpu.commands.parser import Parser
 from wan_tpu.commands.tables import as_table
-from wan_tpu.families import published, published_spec
+from wan_tpu.families import list_published, published_spec
 
 
 def layouts(argv: Sequence[str]) -> None:
     """List the shipped layouts: their slices and chips, what they are for, and whether they can be emulated."""
     parser = Parser(prog="wan-tpu layouts", description=layouts.__doc__)
     parser.add_argument(
-        "--model", "--model_id", choices=published(), metavar="MODEL", help="only those for it; by name: wan-tpu models"
+        "--model",
+        "--model_id",
+        choices=list_published(),
+        metavar="MODEL",
+        help="only those for it; by name: wan-tpu models",
     )
     parser.add_argument("--json", action="store_true", help="for programs: a list of JSON objects")
     args = parser.parse_args(argv)

@@ -16,7 +16,7 @@ from actors.doctor.finding import Finding, Machine
 from actors.planning.calibration import FIGURES, Calibration
 from actors.planning.slice_description import describe_slice
 from cluster.slice_spec import SliceSpec
-from wan_tpu.families import published, published_spec
+from wan_tpu.families import list_published, published_spec
 from wan_tpu.plan import DECODER
 from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.spec import ModelSpec
@@ -77,7 +77,7 @@ def predict(
 
 def find_model_of_two_experts() -> str:
     """Return the name of the published text-to-video model with two experts, which the full step is of."""
-    specs = ((name, published_spec(name)) for name in published())
+    specs = ((name, published_spec(name)) for name in list_published())
     return next(name for name, spec in specs if "t2v" in spec.tasks and spec.boundary_ratio is not None)
 
 

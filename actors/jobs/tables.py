@@ -139,7 +139,7 @@ class Job(Table, kw_only=True):
         return [name for name in names if name is not None]
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the job has completed or failed, and won't change any more."""
         return self.status in ("completed", "failed")
 

@@ -21,7 +21,7 @@ class Watched:
     fragments: int | None
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the job has completed or failed."""
         return self.status not in _UNENDED
 

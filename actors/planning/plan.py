@@ -20,7 +20,7 @@ from cluster.slice_spec import SliceSpec
 from wan_tpu.commands.parser import Parser, add_mesh, add_precision
 from wan_tpu.commands.sizes import read_size
 from wan_tpu.errors import InvalidInput, OutputError
-from wan_tpu.families import published, published_spec
+from wan_tpu.families import list_published, published_spec
 from wan_tpu.media.video import check_folder, check_output
 from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.runtime import memory
@@ -278,7 +278,12 @@ def _parse_positive(text: str) -> float:
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="wan-tpu plan", description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", "--model_id", choices=published(), required=True, metavar="MODEL", help="by name: wan-tpu models"
+        "--model",
+        "--model_id",
+        choices=list_published(),
+        required=True,
+        metavar="MODEL",
+        help="by name: wan-tpu models",
     )
     parser.add_argument("--slice", action="append", help="such as v6e-8; may be given several times")
     parser.add_argument("--size", help="WIDTHxHEIGHT in pixels; default the model's")

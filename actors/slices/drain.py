@@ -22,14 +22,14 @@ class DrainState:
         self._keepers = 0  # Blocks that keep the leader alive.
 
     @property
-    def begun(self) -> bool:
+    def has_begun(self) -> bool:
         """Whether new requests are refused."""
         return self._deadline is not None
 
     @property
     def is_over(self) -> bool:
         """Whether the slice is drained, and nothing runs on it any more."""
-        return self.begun and not self._keepers
+        return self.has_begun and not self._keepers
 
     def begin(self, left_s: float) -> None:
         """Note that the slice will be taken away in `left_s` seconds, or sooner if an earlier call said so."""
@@ -47,7 +47,7 @@ class DrainState:
 
     def check(self) -> None:
         """Raise `StageMoved` when new requests are refused."""
-        if self.begun:
+        if self.has_begun:
             raise self.build_refusal()
 
     def build_refusal(self) -> StageMoved:

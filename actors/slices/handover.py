@@ -23,7 +23,7 @@ class PublishedPayloads:
         """Put a payload into its request's scope; while the slice is drained, also have it outlive this leader."""
         handle = await scope.put(ref)
         self._latest.append((scope, handle))
-        if self._drain.begun:
+        if self._drain.has_begun:
             await scope.adopt(handle)
         return handle
 

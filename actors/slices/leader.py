@@ -233,7 +233,7 @@ class SliceLeader:
         if self._drain.is_over:
             self._close()
         elif (left_s := await self._read_seconds_left()) is not None:
-            if not self._drain.begun:
+            if not self._drain.has_begun:
                 self._begin_drain(left_s)
             self._drain.begin(left_s)
 
@@ -272,7 +272,7 @@ class SliceLeader:
 
     def _report(self, activity: Activity, detail: str = "") -> None:
         """Report to the status actor what this leader does."""
-        if self._ended or self._drain.begun:
+        if self._ended or self._drain.has_begun:
             return
         work = () if self._runner is None else tuple(self._runner.work)
         self._reported = ReplicaStatus(self._pool, self._where, activity, detail, work, time.time(), self._software)

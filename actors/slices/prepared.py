@@ -50,7 +50,7 @@ class Denoising:
     run: stages.ExpertRun | None = None
 
     @property
-    def reached(self) -> DenoiseState:
+    def last_state(self) -> DenoiseState:
         """The state after the last step."""
         run = self.run  # Read once, because the other thread may end it meanwhile.
         return self.state if run is None else run.state
@@ -63,7 +63,7 @@ class Denoising:
 
     def copy_chunk(self, chunk: int) -> DenoiseState:
         """Return the latents of a chunk of the video, on the host; raise `OutOfOrder` unless it is denoised."""
-        state, stop = self.reached, self.plan.chunk_stops[chunk]
+        state, stop = self.last_state, self.plan.chunk_stops[chunk]
         if state.step < stop:
             raise OutOfOrder(f"chunk {chunk} is denoised after {stop} steps, and {state.step} are done")
         return DenoiseState(chunk_of(self.plan, state, chunk), step=stop)

@@ -154,7 +154,7 @@ class StageHost(HostProfile):
         state here.
         """
         before, work = self._runtime.compile_s, self._prepared.get(key, Denoising)
-        state = work.reached
+        state = work.last_state
         operation = StageMachine(work.plan, step=state.step).next_on(self._stages)
         if not isinstance(operation, Step):
             raise OutOfOrder(f"request {key} has no step to run on {', '.join(self._stages)}: {operation} comes next")
@@ -265,7 +265,7 @@ class StageHost(HostProfile):
             raise OutOfOrder(f"request {key} comes without its prompt's embeddings; encode_text makes them")
         conditioning = join_conditioning(condition, *texts)
         start = unpack_as(DenoiseState, state) or stages.initial_state(
-            self._runtime.model, plan, video=condition.video_latents
+            self._runtime.model, plan, video=condition.video_latents, generator=condition.generator
         )
         placed = stages.device_state(self._runtime, plan, start)
         mine = plan.experts_on(self._stages)
@@ -312,7 +312,7 @@ class StageHost(HostProfile):
         After the last step, the state is the decoder's input: finished latents, without the solver's history.
         """
         work = self._prepared.take(key, Denoising)
-        state = work.reached
+        state = work.last_state
 
         def result() -> DenoiseState:
             image_latents = next(iter(work.inputs.values())).image_latents

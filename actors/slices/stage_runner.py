@@ -96,7 +96,8 @@ class StageRunner(SliceVisits):
                 refs[-1] = loaded or refs[-1]
                 nbytes = (await self._slice.side("prepare_denoise", visit.host_key, plan, *refs)).value
                 # Those of an earlier run may be lost, with the slice or with the driver.
-                chunks = 0 if loaded is None or len(plan.chunk_stops) == 1 else plan.denoised(machine.steps_done)
+                starts_over = loaded is None or len(plan.chunk_stops) == 1
+                chunks = 0 if starts_over else plan.count_denoised_chunks(machine.steps_done)
                 del refs, loaded  # Else the store would keep them until the last step.
                 yield self._make_first_span(request, stage, start, nbytes)
                 yield InputsTaken(fetched_s + start.elapsed_s, nbytes)
@@ -145,7 +146,7 @@ class StageRunner(SliceVisits):
                     for span in spans:
                         yield span
                     if len(plan.chunk_stops) > 1 and done in plan.chunk_stops:
-                        yield await self._publish_chunk(request, host_key, plan.denoised(done) - 1)
+                        yield await self._publish_chunk(request, host_key, plan.count_denoised_chunks(done) - 1)
                     if left and self._drain.is_too_late_for(left * spans[-1].seconds):
                         raise await self._save_and_move(host_key, request)
                     if driver_gone.done():

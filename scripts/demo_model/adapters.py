@@ -25,7 +25,7 @@ from .lora import add_adapter, fit, load_pipeline, save_adapter
 from .scenes import Scene, draw_scene, first_frame, opposite
 from .text import embed
 from .vae import WholeClips, as_pixels
-from .zigzag import draw_zigzag, mirrored, render_zigzag, zigzag_caption
+from .zigzag import draw_zigzag, mirror, render_zigzag, zigzag_caption
 
 SIDES = ("high", "low")
 RANKS = {"zigzag": 8, "four-steps": 16}
@@ -46,7 +46,7 @@ def train_zigzag(folder: Path, *, scenes: int = 480, steps: int = 500) -> None:
     """Train and write zigzag.high.safetensors and zigzag.low.safetensors."""
     pipeline = load_pipeline()
     drawn = [draw_zigzag(_SEED, i, width=64) for i in range(scenes)]
-    drawn += [mirrored(scene) for scene in drawn]
+    drawn += [mirror(scene) for scene in drawn]
     encoded = encode(pipeline, drawn, [render_zigzag(scene) for scene in drawn])
     for side, name in zip(SIDES, EXPERTS, strict=True):
         expert = getattr(pipeline, name)

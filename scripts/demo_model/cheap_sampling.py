@@ -46,7 +46,7 @@ EIGHT_BITS = {"int8": (torch.int8, 127.0), "float8": (torch.float8_e4m3fn, 448.0
 _SCENES = 2
 
 
-def rounded(x: torch.Tensor, precision: str) -> torch.Tensor:
+def round_rows(x: torch.Tensor, precision: str) -> torch.Tensor:
     """Return rows as 8 bits hold them: the nearest numbers times a scale for each row."""
     kind, most = EIGHT_BITS[precision]
     scales = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / most
@@ -64,7 +64,7 @@ def errors_of_layers(checkpoint: Path, precisions: Sequence[str]) -> str:
     def watch(kind: str) -> Callable[[torch.nn.Module, Any, torch.Tensor], None]:
         def hook(layer: torch.nn.Module, inputs: Any, exact: torch.Tensor) -> None:
             for precision in precisions:
-                parts = rounded(inputs[0], precision), rounded(layer.weight, precision), layer.bias
+                parts = round_rows(inputs[0], precision), round_rows(layer.weight, precision), layer.bias
                 error = torch.nn.functional.linear(*parts) - exact
                 squares[kind, precision].append(float(error.square().mean() / exact.square().mean()))
 

@@ -79,6 +79,6 @@ def zigzag_score(clip: np.ndarray, scene: Scene) -> dict[str, float]:
     return {"purple": float(late.all()), "path": path, "zigzags": float(path <= 4)}
 
 
-def mirrored(scene: Scene) -> Scene:
+def mirror(scene: Scene) -> Scene:
     """Return the scene that goes the other way, from the same picture."""
     return replace(scene, direction=-scene.direction)

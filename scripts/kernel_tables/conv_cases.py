@@ -14,7 +14,7 @@ from wan_tpu_kernels.vae.causal_conv import causal_conv
 CASES = __file__
 
 
-def causal(frames: int, columns: int, rows: int, channels: int) -> tuple[Callable[..., Any], list[Any]]:
+def build_causal(frames: int, columns: int, rows: int, channels: int) -> tuple[Callable[..., Any], list[Any]]:
     """Return the second convolution of a residual block, with the residual, and its arguments [T, X, Y, C]."""
 
     def array(*shape: int) -> jax.ShapeDtypeStruct:
@@ -30,7 +30,7 @@ def causal(frames: int, columns: int, rows: int, channels: int) -> tuple[Callabl
     return run, [strip, past, edge, edge, weight, array(channels), strip]
 
 
-def centred(frames: int, columns: int, rows: int, channels: int) -> tuple[Callable[..., Any], list[Any]]:
+def build_centred(frames: int, columns: int, rows: int, channels: int) -> tuple[Callable[..., Any], list[Any]]:
     """Return a residual block's second convolution in a VAE that isn't causal, over a whole video [T, X, Y, C]."""
 
     def array(*shape: int) -> jax.ShapeDtypeStruct:

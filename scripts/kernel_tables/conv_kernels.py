@@ -15,7 +15,7 @@ from wan_tpu.pricing.analyse import analyse
 from wan_tpu.pricing.ici import interconnect_of
 from wan_tpu.pricing.kernel_prices import KernelPrices, count_alone
 
-from .conv_cases import causal
+from .conv_cases import build_causal
 
 # One latent frame of 1280x720 on one of eight devices, from the middle to the last level: frames, columns, rows
 # (96 for 90 at the lowest level), channels.
@@ -59,7 +59,7 @@ def conv_table(described: DescribedSlice, folder: Path) -> Iterator[ConvRow]:
     whole = NamedSharding(mesh, P())
     prices = KernelPrices(folder, hardware, described.cores, count_alone)
     for sizes in LEVELS:
-        run, shapes = causal(*sizes)
+        run, shapes = build_causal(*sizes)
         arguments = [jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=whole) for shape in shapes]
         start = time.process_time()
         with jax.set_mesh(mesh):  # the kernel's own code sees the described chip

@@ -85,7 +85,7 @@ def step(
 
     def run(params: dict[str, jax.Array], arguments: dict[str, jax.Array]) -> Any:
         bridge.torchax.default_env().override_op_definition(
-            torch.nn.functional.scaled_dot_product_attention, functools.partial(_sharded, mesh, attention)
+            torch.nn.functional.scaled_dot_product_attention, functools.partial(_attend_sharded, mesh, attention)
         )
         return bridge.call(module, params, lambda model, arguments: (forward or plain)(model, **arguments), arguments)
 
@@ -148,7 +148,7 @@ def _abstract(tensor: torch.Tensor, spec: P, mesh: Mesh) -> jax.ShapeDtypeStruct
     return jax.ShapeDtypeStruct(tuple(tensor.shape), dtype, sharding=NamedSharding(mesh, spec))
 
 
-def _sharded(mesh: Mesh, attention: Attention, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
+def _attend_sharded(mesh: Mesh, attention: Attention, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
     """scaled_dot_product_attention of torch tensors [B, N, L, D]."""
     q, k, v = bridge.to_jax((query, key, value))
     if attention.centred:
@@ -160,7 +160,7 @@ def _sharded(mesh: Mesh, attention: Attention, query: Any, key: Any, value: Any,
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         of_queries, of_keys, _ = attention.tile
-        padded = (_padded(q, of_queries), _padded(k, of_keys), _padded(v, of_keys))
+        padded = (_pad(q, of_queries), _pad(k, of_keys), _pad(v, of_keys))
         return jax.vmap(attention.kernel)(*padded)[:, :, : q.shape[2]].astype(q.dtype)
 
     run = jax.shard_map(local, mesh=mesh, in_specs=(rows, keys, keys), out_specs=rows, check_vma=False)
@@ -170,5 +170,5 @@ def _sharded(mesh: Mesh, attention: Attention, query: Any, key: Any, value: Any,
     return bridge.to_torch(out)
 
 
-def _padded(x: jax.Array, tile: int) -> jax.Array:
+def _pad(x: jax.Array, tile: int) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % tile), (0, 0)))

@@ -190,14 +190,14 @@ class SimulatedHost:
         request = plan.request
         held = _Held(request, [], plan=plan)
         for text, payload in ((request.prompt, prompt), (request.negative_prompt, negative)):
-            held.arrays += _checked(payload, TextEmbedding, _mark(text))
-        held.arrays += _checked(image, ImageCondition, request.seed)
+            held.arrays += _check_payload(payload, TextEmbedding, _mark(text))
+        held.arrays += _check_payload(image, ImageCondition, request.seed)
         if state is None:
             noise = np.full(MODEL.latent_shape(request), request.seed, np.float32)
             terms = MODEL.schedule(request).history_terms
             held.arrays += [noise, *(np.zeros_like(noise) for _ in range(terms))]
         else:
-            held.arrays += _checked(state, DenoiseState, request.seed)
+            held.arrays += _check_payload(state, DenoiseState, request.seed)
             held.step = state.step or 0
         self._held[key] = held
         return sum(payload.nbytes for payload in (prompt, negative, image, state) if payload is not None)
@@ -210,7 +210,7 @@ class SimulatedHost:
             raise InvalidRequest("a simulated video has no chunks")
         if state.step != request.steps or state.arrays["latents"].shape != MODEL.latent_shape(request):
             raise InvalidRequest(f"the decoder was given step {state.step}; this request needs step {request.steps}")
-        self._held[key] = _Held(request, _checked(state, DenoiseState, request.seed), request.steps)
+        self._held[key] = _Held(request, _check_payload(state, DenoiseState, request.seed), request.steps)
         if fragments:
             self._fragments.open(key)
         return state.nbytes
@@ -281,7 +281,7 @@ def simulated_video(request: GenerationRequest) -> bytes:
     return f"simulated, no video: {request.prompt}, seed {request.seed}".encode()
 
 
-def _checked(payload: Payload | None, kind: type[Value], mark: float) -> list[np.ndarray]:
+def _check_payload(payload: Payload | None, kind: type[Value], mark: float) -> list[np.ndarray]:
     """Return copies of a payload's arrays; raises `InvalidInput` when it isn't what `mark` says."""
     if payload is None:
         return []

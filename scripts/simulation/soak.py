@@ -74,13 +74,13 @@ async def soak(
         for key, sent in wanted.items():
             if not videos[key].startswith(simulated_video(sent)):
                 raise AssertionError(f"{key} has another request's video")
-        left = await _settled()
+        left = await _wait_until_settled()
         samples.append(dataclasses.replace(sample(temp, first + len(wanted)), store_mib=left))
         tell(samples[-1])
     return samples
 
 
-async def _settled() -> float:
+async def _wait_until_settled() -> float:
     """Return what the object stores hold, once it doesn't get less, MiB."""
     seen: list[float] = []
     for _ in range(int(SETTLE_S / 0.25)):

@@ -17,7 +17,7 @@ from cluster.errors import LayoutError
 from cluster.layout import Layout, list_shipped
 from tests.conftest import ROOT
 from wan_tpu.commands.parser import all_actions, parser_of
-from wan_tpu.families import FAMILIES, published, published_spec
+from wan_tpu.families import FAMILIES, list_published, published_spec
 from wan_tpu.families.ltx2.small import make_checkpoint
 from wan_tpu.licences import show_licence
 from wan_tpu.pipeline import load_pipeline
@@ -199,7 +199,7 @@ def test_options_of_commands_that_messages_and_prose_name_are_there():
 def test_models_and_layouts_are_listed(capsys):
     assert main(["models", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
-    assert [model["model"] for model in listed] == list(published())
+    assert [model["model"] for model in listed] == list(list_published())
     [wan] = [model for model in listed if model["model"] == "wan2.2-i2v-a14b"]
     shown = {"makes": "image to video", "size": "1280x720", "frames": 81, "seconds": 5.1, "steps": 40}
     assert wan.items() >= shown.items() and "lightning" in wan["presets"]

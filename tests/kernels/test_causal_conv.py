@@ -192,7 +192,7 @@ def test_centred_windows_have_no_past_frames():
 def test_v6e_keeps_its_matrix_units_busy():
     # This is the last block of Wan's decoder: 96 channels, four frames of 160 x 720 pixels. Its multiply-adds take 0.44
     # million cycles at the chip's peak; before two frames shared the columns of a matrix unit, it took 2.1 million.
-    [kernel, *_] = count_bundles(f"{CASES}:causal", {"frames": 4, "columns": 160, "rows": 720, "channels": 96})
+    [kernel, *_] = count_bundles(f"{CASES}:build_causal", {"frames": 4, "columns": 160, "rows": 720, "channels": 96})
     step = step_bundles(kernel.loops, steps=32)
     assert 0.9e6 < (step.products + step.rest) * 32 < 1.5e6
 
@@ -202,6 +202,6 @@ def test_v6e_keeps_its_matrix_units_busy():
 def test_v6e_keeps_its_matrix_units_busy_with_centred_windows():
     # This is the last block of LTX-2's decoder: 128 channels, 121 frames of 64 x 272 pixels in 16 slabs of 8 tiles. Its
     # multiply-adds take 3.6 million cycles at the chip's peak, and a third more because of two frames in a product.
-    [kernel, *_] = count_bundles(f"{CASES}:centred", {"frames": 121, "columns": 64, "rows": 272, "channels": 128})
+    [kernel, *_] = count_bundles(f"{CASES}:build_centred", {"frames": 121, "columns": 64, "rows": 272, "channels": 128})
     step = step_bundles(kernel.loops, steps=128)
     assert 5e6 < (step.products + step.rest) * 128 < 9e6

@@ -108,7 +108,7 @@ def order(kind, checkpoint, mesh):
         for weight_name, weight in sorted(opened.weights.items()):
             digest.update(f"{name} {opened.plain[weight_name]} {weight.shape} {weight.kind}".encode())
             if weight.change is not None:
-                stored = weight.blocks[0].stored
+                stored = weight.blocks[0].stored_shape
                 numbers = np.arange(np.prod(stored), dtype=np.float32).reshape(stored)
                 digest.update(np.ascontiguousarray(weight.change(numbers)).tobytes())
     return digest.hexdigest()[:16]

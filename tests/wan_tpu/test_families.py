@@ -18,7 +18,7 @@ from wan_tpu.cli import run
 from wan_tpu.commands.generate import generate
 from wan_tpu.commands.staged import decode, denoise, encode
 from wan_tpu.errors import CheckpointError
-from wan_tpu.families import FAMILIES, open_spec, published, published_spec
+from wan_tpu.families import FAMILIES, list_published, open_spec, published_spec
 from wan_tpu.families.model import open_model
 from wan_tpu.runtime.mesh import make_mesh
 from wan_tpu.tiny import make_checkpoint
@@ -38,7 +38,7 @@ def folder(tmp_path, registered):
 
 
 def test_it_is_found_by_its_transformer(folder, monkeypatch):
-    assert "toy-large" in published()
+    assert "toy-large" in list_published()
     assert open_spec(folder).name == published_spec("toy-large").name == "toy-large"
     monkeypatch.delitem(FAMILIES, "Colours")
     with pytest.raises(CheckpointError, match="is a ToyPipeline with Colours; supported are"):

@@ -10,9 +10,9 @@ import pytest
 from wan_tpu import GenerationRequest
 from wan_tpu.adapters.merging import abstract_merge
 from wan_tpu.aot.programs import STEP, AbstractRuntime, stage_programs
-from wan_tpu.families import published
+from wan_tpu.families import list_published
 from wan_tpu.families.model import published_model
-from wan_tpu.runtime.mesh import make_mesh, replicated
+from wan_tpu.runtime.mesh import make_mesh, replicated_sharding
 
 PRODUCTS = ("dot_general", "conv_general_dilated")
 
@@ -38,7 +38,7 @@ def raises_to_many_powers(operation):
     return operation.primitive.name == "pow" and operation.invars[1].aval.ndim > 0
 
 
-@pytest.mark.parametrize("kind", sorted({family.model: kind for kind, family in published().items()}.values()))
+@pytest.mark.parametrize("kind", sorted({family.model: kind for kind, family in list_published().items()}.values()))
 def test_products_in_float32_are_exact_in_bfloat16_and_rotary_speeds_are_computed_on_the_host(kind):
     model = published_model(kind)
     runtime = AbstractRuntime(model, make_mesh((1, 1, 1), heads=1), "bfloat16")
@@ -60,7 +60,7 @@ def test_products_in_float32_are_exact_in_bfloat16_and_rotary_speeds_are_compute
 def test_adapters_are_multiplied_exactly():
     mesh = make_mesh((1, 1, 1), heads=1)
     runtime = AbstractRuntime(published_model("wan2.1-t2v-1.3b"), mesh, "bfloat16")
-    weight = jax.ShapeDtypeStruct((2, 16, 8), jnp.bfloat16, sharding=replicated(mesh))
+    weight = jax.ShapeDtypeStruct((2, 16, 8), jnp.bfloat16, sharding=replicated_sharding(mesh))
     program, arguments = abstract_merge(runtime, weight, None, ranks=4)
     with jax.default_matmul_precision("default"):
         traced = jax.make_jaxpr(program.function)(*arguments)

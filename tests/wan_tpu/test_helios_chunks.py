@@ -66,7 +66,7 @@ def test_latents_after_each_step_of_three_chunks_are_those_of_diffusers(kind, tm
     spec = HeliosSpec.open(Checkpoint(folder))
     wanted = GenerationRequest(prompt="a cat", height=HEIGHT, width=WIDTH, frames=33 * CHUNKS, seed=SEED, **settings)
     request = wanted.resolve(spec.defaults, {})
-    text = TEXT if spec.guided(request) else TEXT[:1]
+    text = TEXT if spec.is_guided(request) else TEXT[:1]
     branches = helios_worker.make_predictor(folder, make_mesh((1, 1, 1), heads=helios_worker.HEADS))
     guide = guide_scaled if spec.config.scaled_guidance else apply_guidance
 

@@ -89,7 +89,7 @@ def test_published_curves_skip_as_many_steps_as_is_said_of_them():
     for name, expected in (("wan2.2-t2v-a14b", 18), ("wan2.2-i2v-a14b", 17)):
         spec = published_spec(name)
         request = spec.plan(GenerationRequest(cache="magcache", preset="original"), image="i2v" in spec.tasks).request
-        skipped = spec.skipped(request)
+        skipped = spec.plan_skips(request)
         assert skipped.all(1).sum() == expected and np.array_equal(skipped[:, 0], skipped[:, 1])
 
 

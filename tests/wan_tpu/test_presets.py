@@ -10,7 +10,7 @@ from wan_tpu import GenerationRequest
 from wan_tpu.commands import staged
 from wan_tpu.commands.arguments import SAMPLING
 from wan_tpu.errors import InvalidRequest
-from wan_tpu.families import published, published_spec
+from wan_tpu.families import list_published, published_spec
 from wan_tpu.request import CheckpointOverrides, Preset, ResolvedRequest
 
 A14B = published_spec("wan2.2-i2v-a14b")
@@ -35,7 +35,7 @@ def test_lightning_is_four_unguided_steps_two_on_each_expert():
 
 
 def test_every_preset_resolves_for_its_model():
-    pairs = [(name, preset) for name in published() for preset in published_spec(name).presets]
+    pairs = [(name, preset) for name in list_published() for preset in published_spec(name).presets]
     assert len(pairs) >= 5
     for name, preset in pairs:
         spec = published_spec(name)

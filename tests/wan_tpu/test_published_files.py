@@ -13,7 +13,7 @@ from tests.wan_tpu.published_files import EULER, WAN_I2V, write
 from wan_tpu import CheckpointError, GenerationRequest, InvalidRequest
 from wan_tpu.aot.key import settings
 from wan_tpu.checkpoint import Checkpoint
-from wan_tpu.families import open_spec, published, published_spec
+from wan_tpu.families import list_published, open_spec, published_spec
 from wan_tpu.families.cogvideox import published as cogvideox
 from wan_tpu.families.cogvideox.config import SCHEDULER
 from wan_tpu.families.hunyuan15 import published as hunyuan15
@@ -115,9 +115,9 @@ WITHOUT_FILES = {"turbowan2.2-i2v-a14b", "helios-base", "helios-mid", "helios-di
 
 def test_every_published_model_is_among_them():
     named = {name for name, *_ in OPENED.values()}
-    assert named | WITHOUT_FILES == {name for name in published() if not name.startswith("toy")}
+    assert named | WITHOUT_FILES == {name for name in list_published() if not name.startswith("toy")}
     assert set(OPENED) == set(REPOSITORIES)
-    assert all(published_spec(name).name == name for name in published())
+    assert all(published_spec(name).name == name for name in list_published())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from tests.conftest import PHOTO
 from wan_tpu import GenerationRequest, load_pipeline, stages
 from wan_tpu.aot.programs import AbstractRuntime
 from wan_tpu.data import Conditioning, DenoiseState
-from wan_tpu.families import published
+from wan_tpu.families import list_published
 from wan_tpu.families.model import published_model
 from wan_tpu.families.wan.published import TEXT_TOKENS
 from wan_tpu.media.image import to_uint8
@@ -119,7 +119,7 @@ def test_planes_are_the_rounded_pixels(dtype, pipeline):
     assert np.array_equal(planes[:, [2, 0, 1]].transpose(0, 2, 3, 1), pixels)
 
 
-@pytest.mark.parametrize("kind", sorted({family.model: kind for kind, family in published().items()}.values()))
+@pytest.mark.parametrize("kind", sorted({family.model: kind for kind, family in list_published().items()}.values()))
 def test_latents_are_rounded_to_bfloat16_after_they_are_denormalised(kind):
     runtime = AbstractRuntime(published_model(kind), make_mesh((1, 1, 1), heads=1), "bfloat16")
     vae = runtime.model.config.vae

@@ -24,7 +24,7 @@ from wan_tpu.plan import VIDEO, Expert
 from wan_tpu.request import Defaults
 from wan_tpu.runtime.bridge import call, to_jax
 from wan_tpu.runtime.components import Component
-from wan_tpu.runtime.mesh import Rule, replicated
+from wan_tpu.runtime.mesh import Rule, replicated_sharding
 from wan_tpu.schedules import flow
 from wan_tpu.spec import ModelSpec
 
@@ -144,7 +144,7 @@ class ToyModel(Model):
 
     def text_keys(self, module, params, mesh, text, image):
         assert text["length"].dtype == jnp.int32
-        return {"moved": jax.lax.with_sharding_constraint(text["moved"], replicated(mesh))}
+        return {"moved": jax.lax.with_sharding_constraint(text["moved"], replicated_sharding(mesh))}
 
     def velocity(self, module, params, mesh, inputs):
         def method(module, pixels, moved):

@@ -16,7 +16,7 @@ from wan_tpu.plan import AUDIO, DECODER, ENCODER, VIDEO, Expert
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.requested_adapter import RequestedAdapter
 from wan_tpu.runtime.components import DTYPES, SCALE, Loaded, abstract_component
-from wan_tpu.runtime.mesh import replicated
+from wan_tpu.runtime.mesh import replicated_sharding
 from wan_tpu.runtime.program import Program
 from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.stages import (
@@ -246,17 +246,18 @@ def _denoise(
     if isinstance(model, ChunkedModel):
         image = None if first is None else np.zeros(first.shape, np.float32)
         constants |= model.chunk_history(request, (), image)
+        first = None
     keys |= {name: _array(runtime, value.shape, value.dtype) for name, value in constants.items()}
     conditioning = (keys, first)
     parts = {part: (array, (array,) * schedules[part].history_terms) for part, array in latents.items()}
     arguments = (loaded.params, parts, numbers, conditioning)
     steps = sum(expert.stop - expert.start for expert in experts)
-    skipped = model.spec.skipped(request)
+    skipped = model.spec.plan_skips(request)
     if skipped is None:
         return {name: (step_program(runtime, loaded.module), arguments, steps)}
     branches = 2 if any(expert.guided for expert in experts) else 1
     residual = residual_shape(runtime, shapes[VIDEO], branches)
-    which = jax.ShapeDtypeStruct((branches,), np.bool_, sharding=replicated(runtime.mesh))
+    which = jax.ShapeDtypeStruct((branches,), np.bool_, sharding=replicated_sharding(runtime.mesh))
     reused = sum(int(skipped[expert.start : expert.stop, :branches].all(1).sum()) for expert in experts)
     some, every = (step_program(runtime, loaded.module, kind) for kind in ("some", "all"))
     return {
@@ -302,4 +303,4 @@ def _vae(runtime: Runtime, name: str, shapes: Sequence[tuple[int, ...]]) -> Stag
 
 
 def _array(runtime: Runtime, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(runtime.mesh))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated_sharding(runtime.mesh))

@@ -45,7 +45,7 @@ def calibrate(argv: Sequence[str]) -> None:
     resolved = plan.request
     if resolved.cache is not None or (resolved.switch_step is not None and resolved.sigmas is None):
         raise InvalidInput("a curve is measured without --cache, and of --switch_step only together with --sigmas")
-    if resolved.sigmas is None and (resolved.guidance_scale <= 1 or not pipe.runtime.model.spec.guided(resolved)):
+    if resolved.sigmas is None and (resolved.guidance_scale <= 1 or not pipe.runtime.model.spec.is_guided(resolved)):
         raise InvalidInput("a curve is of both branches of guidance; give --guidance_scale more than 1")
     curve = measure_curve(pipe, plan, args.seeds)
     if not args.write:

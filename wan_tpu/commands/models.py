@@ -6,7 +6,7 @@ from typing import Any
 
 from wan_tpu.commands.parser import Parser
 from wan_tpu.commands.tables import as_table
-from wan_tpu.families import FAMILIES, published, published_spec
+from wan_tpu.families import FAMILIES, list_published, published_spec
 
 _MAKES = {("t2v",): "text to video", ("i2v",): "image to video", ("t2v", "i2v"): "text or image to video"}
 
@@ -16,7 +16,7 @@ def models(argv: Sequence[str]) -> None:
     parser = Parser(prog="wan-tpu models", description=models.__doc__)
     parser.add_argument("--json", action="store_true", help="for programs: a list of JSON objects")
     args = parser.parse_args(argv)
-    rows = [_describe(name) for name in published()]
+    rows = [_describe(name) for name in list_published()]
     if args.json:
         print(json.dumps(rows))
         return
@@ -45,5 +45,5 @@ def _describe(name: str) -> dict[str, Any]:
         "seconds": round(settings.frames / settings.fps, 1),
         "steps": settings.steps,
         "presets": ", ".join(spec.presets),
-        "licence": published()[name].licence,
+        "licence": list_published()[name].licence,
     }

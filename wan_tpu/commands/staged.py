@@ -132,7 +132,8 @@ def denoise(argv: Sequence[str]) -> None:
     pipe = arguments.pipeline_from(args, run.model_id, run.dtype)
     run = _on_pipeline(run, pipe, resumed=args.resume)
     spec = pipe.runtime.model.spec
-    if spec.seeds_images and conditioning.image_latents is not None and run.request.seed != encoded.request.seed:
+    has_drawn = spec.seeds_images and (conditioning.image_latents is not None or conditioning.generator is not None)
+    if has_drawn and run.request.seed != encoded.request.seed:
         # diffusers draws the images' noise, and then the video's, from one generator.
         raise InvalidInput(
             f"--seed is {run.request.seed}, and stage 1 has drawn the images' noise with {encoded.request.seed}; leave "

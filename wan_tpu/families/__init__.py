@@ -74,12 +74,12 @@ def family_of_spec(model: ModelSpec) -> Family | None:
     return next((family for family in FAMILIES.values() if isinstance(model, family.spec)), None)
 
 
-def published() -> dict[str, Family]:
+def list_published() -> dict[str, Family]:
     """Return the family of each published model whose configuration is in this package, by the model's name."""
     return {name: family for family in FAMILIES.values() for name in family.published}
 
 
 def published_spec(name: str) -> ModelSpec:
     """Return the spec of a published model."""
-    family = published()[name]
+    family = list_published()[name]
     return family.spec(family.published[name])

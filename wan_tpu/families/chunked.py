@@ -27,7 +27,7 @@ class ChunkedModel(abc.ABC):
             request: The request; its pixels aren't needed.
             expert: The expert whose first step takes it.
             generator: The state of the request's generator (`torch.Generator.get_state`), uint8; None if nothing has
-                been drawn since the encoder.
+                been drawn.
             images: How many images the request has.
 
         Returns:
@@ -46,6 +46,29 @@ class ChunkedModel(abc.ABC):
     def count_step(self, request: ResolvedRequest, expert: Expert, *, branches: int, images: int) -> int:
         """Return the operations of one of an expert's steps, which sees the chunks before at the finished size."""
 
+    def count_source(self, request: ResolvedRequest) -> int:
+        """Return how many frames a request's video has; called only if the model continues videos.
+
+        Raises:
+            InvalidRequest: They are too few, or the file can't be read.
+        """
+        raise NotImplementedError
+
+    def condition(
+        self, moments: np.ndarray, request: ResolvedRequest, source_frames: int | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return what chunks see of a request's image or video; called only if the model takes any.
+
+        Args:
+            moments: The VAE encoder's output [1, 2C, T, H, W] for `Model.video_condition`.
+            request: The request.
+            source_frames: How many frames its video has; None for an image.
+
+        Returns:
+            The condition, as `image_latents` of `chunk_history`, and the state of the request's generator after it.
+        """
+        raise NotImplementedError
+
     @abc.abstractmethod
     def chunk_history(
         self, request: ResolvedRequest, chunks: Sequence[np.ndarray], image_latents: np.ndarray | None
@@ -55,5 +78,5 @@ class ChunkedModel(abc.ABC):
         Args:
             request: The request.
             chunks: The latents of the chunks before, each float32 [1, C, T, H, W].
-            image_latents: As in `Conditioning`.
+            image_latents: As in `Conditioning`, or its `video_latents`.
         """

@@ -14,7 +14,7 @@ import torch
 from jax.sharding import Mesh
 
 from wan_tpu.checkpoint import Checkpoint
-from wan_tpu.families import family_of, published, published_spec, spec_of
+from wan_tpu.families import family_of, list_published, published_spec, spec_of
 from wan_tpu.families.noise import SeededNoise
 from wan_tpu.families.shared.causal_vae import Chunks
 from wan_tpu.families.shared.flop_count import Flops
@@ -24,7 +24,7 @@ from wan_tpu.plan import Expert
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.components import Component, Loaded
-from wan_tpu.runtime.mesh import replicated
+from wan_tpu.runtime.mesh import replicated_sharding
 
 
 class StepInputs(NamedTuple):
@@ -278,7 +278,7 @@ class Model(SeededNoise, abc.ABC):
 
     def key_shapes(self, mesh: Mesh, keys: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the arrays of `text_keys` with their shardings, to compile a step without them; whole by default."""
-        whole = replicated(mesh)
+        whole = replicated_sharding(mesh)
         return {name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=whole) for name, value in keys.items()}
 
     @abc.abstractmethod
@@ -344,5 +344,5 @@ def open_model(checkpoint: Checkpoint) -> Model:
 
 def published_model(name: str) -> Model:
     """Return a published model without its checkpoint; its programs can be compiled."""
-    family = published()[name]
+    family = list_published()[name]
     return family.part(family.model)(published_spec(name), None)

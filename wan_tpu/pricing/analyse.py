@@ -110,15 +110,15 @@ class _Walk:
         known = traffic.read_trip_count(loop)
         if known is None:
             known = traffic.count_trips(loop, computation, self.module)
-        if known is None and (kernels := traffic.list_kernel_names(self.module, loop.called("body")[0])):
+        if known is None and (kernels := traffic.list_kernel_names(self.module, loop.list_called("body")[0])):
             return int(any(name in kernel for name in self.prefer for kernel in kernels))
         if known is None:
             self.unpriced.append(f"loop {loop.name} of unknown length")
         return 1 if known is None else known
 
     def branch(self, conditional: Instruction) -> str:
-        branches = conditional.called("branch_computations") or (
-            conditional.called("true_computation") + conditional.called("false_computation")
+        branches = conditional.list_called("branch_computations") or (
+            conditional.list_called("true_computation") + conditional.list_called("false_computation")
         )
         kernels = {branch: traffic.list_kernel_names(self.module, branch) for branch in branches}
         for name in self.prefer:
@@ -154,11 +154,11 @@ class _Run:
             return ZERO
         if opcode == "while":
             trips = walk.trips(instruction, self.computation)
-            return walk.run(instruction.called("body")[0], self.executions * trips) * trips
+            return walk.run(instruction.list_called("body")[0], self.executions * trips) * trips
         if opcode == "conditional":
             return walk.run(walk.branch(instruction), self.executions)
         if opcode == "call":
-            return walk.run(instruction.called("to_apply")[0], self.executions)
+            return walk.run(instruction.list_called("to_apply")[0], self.executions)
         if traffic.ends_collective(instruction):
             return self._wait(instruction, traffic.name_channel(instruction, walk.module), self.links, "collectives")
         kind = traffic.find_collective_kind(instruction, walk.module)

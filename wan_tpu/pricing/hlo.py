@@ -86,7 +86,7 @@ class Instruction:
         match = re.search(r'op_name="([^"]*)"', self.attributes)
         return match[1] if match else ""
 
-    def called(self, attribute: str) -> list[str]:
+    def list_called(self, attribute: str) -> list[str]:
         """Return the computations that an attribute (calls, body, branch_computations...) names."""
         match = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|%[\w.\-]+)", self.attributes)
         return _NAME.findall(match[1]) if match else []

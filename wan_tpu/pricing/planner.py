@@ -118,7 +118,7 @@ class Planner:
     def meshes(self) -> Iterator[MeshShape]:
         """Yield every mesh over all devices of the slice that model and request divide over."""
         devices = self._slice.devices()
-        for dp in (1, 2) if self._model.spec.guided(self._request) else (1,):
+        for dp in (1, 2) if self._model.spec.is_guided(self._request) else (1,):
             for tp in (n for n in range(1, len(devices) + 1) if len(devices) % (dp * n) == 0):
                 if self._model.spec.heads % tp == 0:
                     yield MeshShape(dp, len(devices) // (dp * tp), tp)
@@ -159,7 +159,7 @@ class Planner:
 
     def _stages(self, programs: list[ProgramPlan]) -> Iterator[StagePlan]:
         flops, spec = self._model.flops, self._model.spec
-        branches = 2 if spec.guided(self._request) else 1
+        branches = 2 if spec.is_guided(self._request) else 1
         images = spec.image_counts[0] if self._images is None else self._images
         denoise = [
             program

@@ -46,7 +46,7 @@ def walk_inside(instruction: Instruction, module: Module) -> Iterator[Instructio
     """Yield the instruction and, for a fusion or an asynchronous wrapper, all that it holds."""
     yield instruction
     if instruction.opcode in ("fusion", "async-start", "call"):
-        for name in instruction.called("calls") + instruction.called("to_apply"):
+        for name in instruction.list_called("calls") + instruction.list_called("to_apply"):
             for inner in module.computations[name].instructions:
                 yield from walk_inside(inner, module)
 
@@ -74,7 +74,7 @@ def ends_collective(instruction: Instruction) -> bool:
 
 def carries_collective(instruction: Instruction) -> bool:
     """Whether a fusion computes something while it sees to a collective that was started before it."""
-    return instruction.opcode == "fusion" and instruction.called("calls")[0].startswith("async_collective_fusion")
+    return instruction.opcode == "fusion" and instruction.list_called("calls")[0].startswith("async_collective_fusion")
 
 
 def name_channel(instruction: Instruction, module: Module) -> str:
@@ -121,7 +121,7 @@ def count_hbm_bytes(instruction: Instruction, computation: Computation, module: 
 
 
 def _count_fusion_bytes(fusion: Instruction, computation: Computation, module: Module) -> float:
-    body = module.computations[fusion.called("calls")[0]]
+    body = module.computations[fusion.list_called("calls")[0]]
     total = 0.0
     passing = carries_collective(fusion)  # what is gathered goes through: it is counted with the links
     for parameter, operand in zip(body.parameters(), fusion.operands, strict=True):
@@ -151,7 +151,7 @@ def _count_read_bytes(parameter: Instruction, body: Computation, module: Module,
         if user.opcode in _PARTIAL and user.operands[0] == seen_as:
             total += sum(shape.bytes for shape in user.shapes)
         elif user.opcode == "fusion":
-            inner = module.computations[user.called("calls")[0]]
+            inner = module.computations[user.list_called("calls")[0]]
             total += _count_read_bytes(inner.parameters()[user.operands.index(seen_as)], inner, module, whole)
         elif user.opcode != "dynamic-update-slice" or user.operands[0] != seen_as:
             return whole
@@ -184,7 +184,7 @@ def _count_bytes_in_hbm(shape: Shape) -> float:
 def count_flops(instruction: Instruction, computation: Computation, module: Module) -> float:
     """Return the floating-point operations of the matrix products inside (a multiply-add is two)."""
     if instruction.opcode == "fusion":
-        body = module.computations[instruction.called("calls")[0]]
+        body = module.computations[instruction.list_called("calls")[0]]
         return sum(count_flops(inner, body, module) for inner in body.instructions)
     if instruction.opcode == "convolution":
         return 2.0 * _count_convolution_macs(instruction, computation)
@@ -238,10 +238,10 @@ def read_trip_count(loop: Instruction) -> int | None:
 
 def count_trips(loop: Instruction, computation: Computation, module: Module) -> int | None:
     """Return the trip count of a loop whose condition compares a counter, step 1, with a constant."""
-    condition = module.computations[loop.called("condition")[0]]
+    condition = module.computations[loop.list_called("condition")[0]]
     compared = condition.root
     if compared.opcode == "fusion":
-        body = module.computations[compared.called("calls")[0]]
+        body = module.computations[compared.list_called("calls")[0]]
         operands = [_resolve_operand(name, body, compared, condition) for name in body.root.operands]
         compared = body.root
     else:
@@ -278,6 +278,6 @@ def list_kernel_names(module: Module, computation: str) -> set[str]:
         if instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.attributes:
             names.add(instruction.stem)
         for attribute in ("calls", "body", "branch_computations", "true_computation", "false_computation", "to_apply"):
-            for called in instruction.called(attribute):
+            for called in instruction.list_called(attribute):
                 names |= list_kernel_names(module, called)
     return names

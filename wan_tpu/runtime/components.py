@@ -19,7 +19,7 @@ from wan_tpu.progress import Silent
 from wan_tpu.runtime.bridge import Params, scan_blocks
 from wan_tpu.runtime.component_files import check_tensors, index_tensors
 from wan_tpu.runtime.converted import Converted, Cut, cut_weight
-from wan_tpu.runtime.mesh import Rule, replicated, rule_of, weight_spec
+from wan_tpu.runtime.mesh import Rule, replicated_sharding, rule_of, weight_spec
 from wan_tpu.runtime.program import place
 from wan_tpu.runtime.tensor_files import Stored
 from wan_tpu.runtime.weights import Block, Show, Weight, read_weights
@@ -230,7 +230,7 @@ def abstract_component(component: Component, dtype: str, mesh: Mesh) -> Loaded:
     for name, weight in _weights(module, component, dtype, mesh):
         if isinstance(weight, torch.Tensor):
             kind = jax.dtypes.canonicalize_dtype(weight.numpy().dtype)  # JAX keeps torch's int64 as int32.
-            weight = _Weight(name, None, tuple(weight.shape), kind, replicated(mesh), None)
+            weight = _Weight(name, None, tuple(weight.shape), kind, replicated_sharding(mesh), None)
         params[name] = jax.ShapeDtypeStruct(weight.shape, weight.kind, sharding=weight.sharding)
     return Loaded(module, params)
 

@@ -42,7 +42,7 @@ class Cut:
     pieces: int
 
     @property
-    def stored(self) -> tuple[int, ...]:
+    def stored_shape(self) -> tuple[int, ...]:
         """The shape of its tensor in the file: [depth,] pieces, then the shape of a piece."""
         if not self.pieces:
             return self.shape
@@ -130,7 +130,7 @@ class Converted:
         if stored is None or entry is None:
             raise CheckpointError(f"{self.folder}/{FILE} lacks {name}; {AGAIN}")
         cut = Cut(tuple(entry["shape"]), entry["layers"], entry["axis"], entry["pieces"])
-        if cut.shape != shape or cut.stored != stored.shape or len(cut.starts) != len(entry["crc32c"]):
+        if cut.shape != shape or cut.stored_shape != stored.shape or len(cut.starts) != len(entry["crc32c"]):
             raise CheckpointError(
                 f"{self.folder}/{FILE} has {name} {list(cut.shape)} instead of {list(shape)}; {AGAIN}"
             )

@@ -148,7 +148,7 @@ def _header(weights: Mapping[str, tuple[Weight, Cut]]) -> tuple[bytes, int]:
     for name, (weight, cut) in weights.items():
         nbytes = math.prod(weight.shape) * weight.kind.itemsize
         kind, end = _KINDS[weight.kind.name], offset + nbytes
-        tensors[name] = {"dtype": kind, "shape": list(cut.stored), "data_offsets": [offset, end]}
+        tensors[name] = {"dtype": kind, "shape": list(cut.stored_shape), "data_offsets": [offset, end]}
         offset = end
     content = json.dumps(tensors, separators=(",", ":")).encode()
     content += b" " * (-(8 + len(content)) % _HEADER_ALIGNED)
@@ -174,7 +174,7 @@ def _layer(weight: Weight, layer: int | None) -> np.ndarray:
     else:
         shape = (1, *weight.shape[1:])
         blocks = tuple(
-            Block(b.file, b.offset, b.kind, (0, *b.start[1:]), b.shape, b.stored, b.crc32c)
+            Block(b.file, b.offset, b.kind, (0, *b.start[1:]), b.shape, b.stored_shape, b.crc32c)
             for b in weight.blocks
             if b.start[0] == layer
         )

@@ -161,7 +161,7 @@ def axis_size(mesh: Mesh, axes: str | tuple[str, ...]) -> int:
     return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated_sharding(mesh: Mesh) -> NamedSharding:
     """Return the sharding that puts a whole copy on every device."""
     return NamedSharding(mesh, P())
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from wan_tpu.errors import CompileFailed, DoesNotFit
 from wan_tpu.runtime.memory import GIB, read_refusal
-from wan_tpu.runtime.mesh import describe_sharding, replicated
+from wan_tpu.runtime.mesh import describe_sharding, replicated_sharding
 from wan_tpu.switches import is_synchronous
 
 # By default TPUs with new SparseCores (v7x) run these collectives there. An all-to-all then overlaps with nothing, and
@@ -200,7 +200,7 @@ def place(tree: Any, mesh: Mesh) -> Any:
 
     It is no collective: any thread may call it while a program runs. On the CPU an array may share the host's memory.
     """
-    whole = replicated(mesh)
+    whole = replicated_sharding(mesh)
     if whole.is_fully_addressable:
         return jax.device_put(tree, whole)
 

@@ -42,7 +42,7 @@ class Block:
         kind: Dtype of the numbers there.
         start: Where the block begins in the weight, in the weight's dimensions.
         shape: Its shape there.
-        stored: Its shape in the file, before the weight's change.
+        stored_shape: Its shape in the file, before the weight's change.
         crc32c: Checksum of its bytes, where it is known. Such a block is read whole.
     """
 
@@ -51,7 +51,7 @@ class Block:
     kind: torch.dtype
     start: tuple[int, ...]
     shape: tuple[int, ...]
-    stored: tuple[int, ...]
+    stored_shape: tuple[int, ...]
     crc32c: int | None = None
 
 
@@ -206,7 +206,7 @@ class _Assembly:
         wanted = [overlap for overlap in overlaps if overlap is not None]
         if not wanted:
             return
-        size = math.prod(block.stored) * block.kind.itemsize
+        size = math.prod(block.stored_shape) * block.kind.itemsize
         dimension = next((i for i, length in enumerate(block.shape) if length > 1), None)
         if self._weight.change is not None or block.crc32c is not None or dimension is None:
             yield _Read(name, block, block.start, block.shape, block.offset, size)
@@ -234,7 +234,7 @@ class _Assembly:
             content = content.clone()
         value = content.view(kind)
         if self._weight.change is not None:
-            value = _as_torch(self._weight.change(as_numpy(value.view(read.block.stored))))
+            value = _as_torch(self._weight.change(as_numpy(value.view(read.block.stored_shape))))
         value = value.view(read.shape)
         for limits in set(self._places.values()):
             overlap = _overlap(limits, read.start, read.shape)

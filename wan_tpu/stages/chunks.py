@@ -6,20 +6,32 @@ import jax
 import numpy as np
 
 from wan_tpu.data import DenoiseState
+from wan_tpu.errors import InvalidInput
 from wan_tpu.families.chunked import ChunkedModel
 from wan_tpu.families.model import Model
 from wan_tpu.plan import Expert, RequestPlan
-from wan_tpu.runtime.mesh import replicated
+from wan_tpu.runtime.mesh import replicated_sharding
 from wan_tpu.runtime.program import Program, place
 from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.stages.step_programs import ExpertInputs
 
 
-def first_chunk(model: Model, plan: RequestPlan) -> DenoiseState:
-    """Return the state before the first step of a request that is denoised in chunks."""
+def first_chunk(model: Model, plan: RequestPlan, generator: np.ndarray | None) -> DenoiseState:
+    """Return the state before the first step of a request that is denoised in chunks.
+
+    Args:
+        model: The model.
+        plan: The request's plan.
+        generator: As in `Conditioning`.
+
+    Raises:
+        InvalidInput: The request has an image or a video, and the generator that has drawn for it is missing.
+    """
     assert isinstance(model, ChunkedModel)
+    if plan.has_image and generator is None:
+        raise InvalidInput("the request has an image or a video, and nothing of it; run the encoder again")
     schedule, expert = model.spec.schedule(plan.request), plan.experts[0]
-    noise, generator = model.chunk_noise(plan.request, expert, None, plan.images)
+    noise, generator = model.chunk_noise(plan.request, expert, generator, plan.images)
     history = tuple(np.zeros_like(noise) for _ in range(schedule.history_terms))
     return DenoiseState(np.float32(schedule.start) * noise, history, expert.start, generator=generator)
 
@@ -58,7 +70,7 @@ def growing_program(runtime: Runtime[Model]) -> Program:
         model = runtime.model
         assert isinstance(model, ChunkedModel)
         grown = factors[0] * model.enlarge_chunk(latents) + factors[1] * noise
-        return jax.lax.with_sharding_constraint(grown, replicated(runtime.mesh))
+        return jax.lax.with_sharding_constraint(grown, replicated_sharding(runtime.mesh))
 
     return runtime.program("enlarge a chunk's latents", run)
 

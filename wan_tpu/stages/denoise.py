@@ -16,7 +16,7 @@ from wan_tpu.plan import VIDEO, Expert, RequestPlan
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.components import DTYPES
 from wan_tpu.runtime.health import check_finite
-from wan_tpu.runtime.mesh import replicated
+from wan_tpu.runtime.mesh import replicated_sharding
 from wan_tpu.runtime.program import fetch, place
 from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.stages.chunks import enter_expert, first_chunk, join_chunks, place_history
@@ -59,7 +59,11 @@ class StepEvent:
 
 
 def initial_state(
-    model: Model, plan: RequestPlan, noise: np.ndarray | None = None, video: np.ndarray | None = None
+    model: Model,
+    plan: RequestPlan,
+    noise: np.ndarray | None = None,
+    video: np.ndarray | None = None,
+    generator: np.ndarray | None = None,
 ) -> DenoiseState:
     """Return the state before the first step.
 
@@ -68,6 +72,7 @@ def initial_state(
         plan: The request's plan.
         noise: Float32 [1, C, T, H, W]; by default the noise that diffusers draws for the request's seed.
         video: Latents of the request's video, which are mixed with noise as far as the first step expects.
+        generator: As in `Conditioning`.
 
     Raises:
         InvalidRequest: The noise has another shape, or the model draws noise for each chunk.
@@ -76,7 +81,7 @@ def initial_state(
     if model.spec.chunk_frames is not None:
         if noise is not None:
             raise InvalidRequest(f"noise was given, and {model.spec.name} draws it for each chunk; leave it out")
-        return first_chunk(model, plan)
+        return first_chunk(model, plan, generator)
     request, schedules = plan.request, model.spec.schedules(plan.request)
     shapes = model.spec.latent_shapes(request, 0)
     histories = {
@@ -164,7 +169,10 @@ def expert_inputs(
 
     text = {name: cast(np.concatenate([arrays[name] for arrays in prompts])) for name in conditioning.prompt}
     image = None if conditioning.image is None else cast(conditioning.image)
-    latents = None if conditioning.image_latents is None else np.array(conditioning.image_latents)
+    held = conditioning.image_latents
+    if runtime.model.spec.continues_video and held is None:  # Both are what the chunks see of it.
+        held = conditioning.video_latents
+    latents = None if held is None else np.array(held)
     expected = runtime.model.image_latents_shapes(runtime.model.spec.latent_shapes(request, 0)[VIDEO])
     if latents is not None and latents.shape not in expected:
         raise InvalidInput(
@@ -223,8 +231,9 @@ class ExpertRun:
         self._residual: jax.Array | None = None  # Of the blocks, where it will be reused.
         self._next = self._enter(plan, inputs)
         if runtime.model.spec.chunk_frames is not None:
-            keys, image_latents = self._conditioning
-            self._conditioning = {**keys, **place_history(runtime, plan, self._next, inputs)}, image_latents
+            # The history holds what there is of an image, so that the programs are the same without one.
+            keys, _ = self._conditioning
+            self._conditioning = {**keys, **place_history(runtime, plan, self._next, inputs)}, None
 
     def step(self) -> StepEvent:
         """Run the next step. After an error `state` is as it was before.
@@ -292,7 +301,7 @@ class ExpertRun:
         def ratios(now: jax.Array, before: jax.Array) -> jax.Array:
             norms = (jnp.linalg.norm(x[:, :tokens].astype(jnp.float32), axis=-1) for x in (now, before))
             means = (next(norms) / (next(norms) + 1e-8)).mean(axis=1)
-            return jax.lax.with_sharding_constraint(means, replicated(self._runtime.mesh))
+            return jax.lax.with_sharding_constraint(means, replicated_sharding(self._runtime.mesh))
 
         name = f"residuals' ratios of {tokens} tokens"
         return fetch(self._runtime.program(name, ratios)(self._residual, before), name), self._residual

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from wan_tpu.data import Arrays, ImageCondition
+from wan_tpu.families.chunked import ChunkedModel
 from wan_tpu.families.model import Model
 from wan_tpu.families.shared.causal_vae import Cache
 from wan_tpu.media.image import has_shape
@@ -21,7 +22,7 @@ from wan_tpu.request import IMAGES, ResolvedRequest
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.components import DTYPES, Loaded
 from wan_tpu.runtime.health import check_finite
-from wan_tpu.runtime.mesh import replicated
+from wan_tpu.runtime.mesh import replicated_sharding
 from wan_tpu.runtime.program import Program, fetch, place
 from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.stages.vae import are_finite, vae_programs
@@ -38,12 +39,14 @@ class ImageInputs:
         clip: [1, 3, 224, 224], where the model takes CLIP features.
         read: The text encoder's inputs by component, where it reads the image with the prompt; also on the host.
         warnings: What was said of the prompt that is read with the image.
+        source_frames: How many frames the request's video has, where the model continues it.
     """
 
     chunks: tuple[jax.Array, ...]
     clip: jax.Array | None
     read: Mapping[str, tuple[jax.Array, ...]] | None = None
     warnings: tuple[str, ...] = ()
+    source_frames: int | None = None
 
     @property
     def parts(self) -> int:
@@ -106,7 +109,7 @@ def text_program(runtime: Runtime[Model], name: str, *, images: bool = False) ->
     def run(params, *tokens):  # type: ignore[no-untyped-def]
         loaded = [Loaded(part.module, weights) for part, weights in zip(parts, params, strict=True)]
         encoded = runtime.model.encode_text(name, loaded, *tokens)
-        return jax.lax.with_sharding_constraint(encoded, replicated(runtime.mesh))
+        return jax.lax.with_sharding_constraint(encoded, replicated_sharding(runtime.mesh))
 
     return runtime.program(f"{name}, images" if images else name, run), tuple(part.params for part in parts)
 
@@ -125,7 +128,11 @@ def image_inputs(runtime: Runtime[Model], request: ResolvedRequest) -> ImageInpu
     clip = None
     if "image_encoder" in model.spec.components[ENCODER]:
         clip = place(model.clip_pixels(request).astype(dtype), runtime.mesh)
-    inputs = ImageInputs(tuple(placed[id(chunk)] for chunk in chunks), clip)
+    frames = None
+    if request.video is not None and model.spec.continues_video:
+        assert isinstance(model, ChunkedModel)
+        frames = model.count_source(request)
+    inputs = ImageInputs(tuple(placed[id(chunk)] for chunk in chunks), clip, source_frames=frames)
     if not model.spec.reads_images:
         return inputs
     for name in model.tokenizers:
@@ -146,11 +153,16 @@ def encode_image(runtime: Runtime[Model], request: ResolvedRequest, inputs: Imag
     for moment in vae_encode(runtime, inputs.chunks):
         moments.append(moment)
         bar.step()
+    model, generator = runtime.model, None
     with runtime.on_host():
-        latents = runtime.model.image_latents(np.concatenate(moments, axis=2), request)
+        joined = np.concatenate(moments, axis=2)
+        if isinstance(model, ChunkedModel):
+            latents, generator = model.condition(joined, request, inputs.source_frames)
+        else:
+            latents = model.image_latents(joined, request)
     if request.video is not None:
-        return ImageCondition(video_latents=latents)
-    return ImageCondition(features, latents, prompt=prompt)
+        return ImageCondition(video_latents=latents, generator=generator)
+    return ImageCondition(features, latents, prompt=prompt, generator=generator)
 
 
 def _read_images(runtime: Runtime[Model], read: Mapping[str, tuple[jax.Array, ...]], bar: Bar) -> Arrays:
@@ -176,7 +188,9 @@ def image_program(runtime: Runtime[Model], module: torch.nn.Module) -> Program:
     """Return the jitted image encoder: (params, pixels [1, 3, H, W]) -> features [1, L, C]."""
 
     def run(*args):  # type: ignore[no-untyped-def]
-        return jax.lax.with_sharding_constraint(runtime.model.encode_image(module, *args), replicated(runtime.mesh))
+        return jax.lax.with_sharding_constraint(
+            runtime.model.encode_image(module, *args), replicated_sharding(runtime.mesh)
+        )
 
     return runtime.program("image_encoder", run)
 
@@ -187,7 +201,8 @@ def vae_encode(runtime: Runtime[Model], chunks: Sequence[jax.Array]) -> Iterator
     _, first, later = vae_programs(runtime, "vae_encoder", loaded.module, len(chunks))
     cache: Cache = ()
     for i, pixels in enumerate(chunks):
-        if not cache:  # Nothing is cached between keyframes: each is a first chunk.
+        # Nothing is cached between keyframes: each is a first chunk, as is any frame alone, which begins a video.
+        if not cache or pixels.shape[2] == 1:
             moments, extremes, cache = first(loaded.params, pixels)
         else:
             moments, extremes, cache = later(loaded.params, pixels, cache)

@@ -9,7 +9,7 @@ from wan_tpu.families.model import Model
 from wan_tpu.plan import VIDEO, Expert
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.components import Loaded
-from wan_tpu.runtime.mesh import replicated
+from wan_tpu.runtime.mesh import replicated_sharding
 from wan_tpu.runtime.program import Program, place
 from wan_tpu.runtime.runtime import Runtime
 
@@ -58,6 +58,6 @@ def enlarging_program(runtime: Runtime[Model], expert: Expert) -> tuple[Program,
         noised = {part: (1 - sigmas[part]) * x + sigmas[part] * noises[part] for part, x in larger.items()}
         if image is not None:
             noised[VIDEO] = noised[VIDEO].at[:, :, :1].set(larger[VIDEO][:, :, :1])
-        return jax.lax.with_sharding_constraint(noised, replicated(runtime.mesh))
+        return jax.lax.with_sharding_constraint(noised, replicated_sharding(runtime.mesh))
 
     return runtime.program("enlarge latents", run), tuple(part.params for part in components)

@@ -216,8 +216,10 @@ class LocalExecutor:
         self._run = ExpertRun(runtime, self.plan, step.expert, inputs, self._state)
 
     def _initial_state(self) -> DenoiseState:
-        video = None if self.plan.request.strength is None else self.conditioning.video_latents
-        return initial_state(self._runtime.model, self.plan, self._noise, video)
+        if not self.plan.has_image:
+            return initial_state(self._runtime.model, self.plan, self._noise)
+        encoded = self.conditioning
+        return initial_state(self._runtime.model, self.plan, self._noise, encoded.video_latents, encoded.generator)
 
     def _decode(self, operation: Decode) -> tuple[jax.Array, jax.Array]:
         count = len(self.plan.decoder_chunks)

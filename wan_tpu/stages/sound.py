@@ -7,7 +7,7 @@ import torch
 from wan_tpu.families.model import Model
 from wan_tpu.plan import DECODER
 from wan_tpu.runtime.health import check_finite
-from wan_tpu.runtime.mesh import replicated
+from wan_tpu.runtime.mesh import replicated_sharding
 from wan_tpu.runtime.program import Program, fetch, place
 from wan_tpu.runtime.runtime import Runtime
 
@@ -40,6 +40,6 @@ def sound_program(runtime: Runtime[Model], name: str, module: torch.nn.Module) -
 
     def run(*args):  # type: ignore[no-untyped-def]
         decoded = runtime.model.decode_sound(name, module, *args)
-        return jax.lax.with_sharding_constraint(decoded, replicated(runtime.mesh))
+        return jax.lax.with_sharding_constraint(decoded, replicated_sharding(runtime.mesh))
 
     return runtime.program(name, run)

@@ -12,7 +12,7 @@ import torch
 from wan_tpu.families.model import Model, StepInputs
 from wan_tpu.plan import AUDIO, VIDEO
 from wan_tpu.runtime.components import DTYPES, Loaded
-from wan_tpu.runtime.mesh import replicated
+from wan_tpu.runtime.mesh import replicated_sharding
 from wan_tpu.runtime.program import Program
 from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.schedules.schedule import Schedule
@@ -89,7 +89,7 @@ def step_program(runtime: Runtime[Model], module: torch.nn.Module, reused: Reuse
         }
         finite = jnp.stack([jnp.isfinite(latents).all() for latents, _ in following.values()]).all()
         # Every device has the whole result: every process can read it, and the next step takes it as it lies.
-        return (*jax.lax.with_sharding_constraint((following, finite), replicated(runtime.mesh)), residual)
+        return (*jax.lax.with_sharding_constraint((following, finite), replicated_sharding(runtime.mesh)), residual)
 
     return runtime.program(_NAMES[reused], step)
 

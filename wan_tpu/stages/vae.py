@@ -9,7 +9,7 @@ import torch
 
 from wan_tpu.families.model import Model
 from wan_tpu.families.shared.causal_vae import Cache, Chunks
-from wan_tpu.runtime.mesh import replicated
+from wan_tpu.runtime.mesh import replicated_sharding
 from wan_tpu.runtime.program import Program
 from wan_tpu.runtime.runtime import Runtime
 
@@ -34,7 +34,7 @@ def vae_programs(
     kind = (
         component if not chunks.depends_on_count else f"{component} of {count}"
     )  # Each count has programs of its own.
-    whole, decodes = replicated(runtime.mesh), component == "decoder"
+    whole, decodes = replicated_sharding(runtime.mesh), component == "decoder"
     out = (chunks.out_format, whole) if decodes else chunks.out_format
     results = (out, whole, chunks.cache_format)
 

@@ -27,13 +27,13 @@ State = TypeVar("State")  # What is read of a job.
 
 def follow_jobs(look: Callable[[Iterable[str]], dict[str, EstimatedJob]], access: Access) -> "Following[EstimatedJob]":
     """Return what follows the progress of jobs."""
-    return Following(look, access, every_s=_LOOK_S, has_ended=lambda seen: seen[0].ended, is_news=_has_changed)
+    return Following(look, access, every_s=_LOOK_S, has_ended=lambda seen: seen[0].has_ended, is_news=_has_changed)
 
 
 def follow_watched(look: Callable[[Iterable[str]], dict[str, Watched]], access: Access) -> "Following[Watched]":
     """Return what follows the stored fragments of jobs."""
     return Following(
-        look, access, every_s=_WATCH_S, has_ended=lambda seen: seen.ended, is_news=lambda before, now: before != now
+        look, access, every_s=_WATCH_S, has_ended=lambda seen: seen.has_ended, is_news=lambda before, now: before != now
     )
 
 

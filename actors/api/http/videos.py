@@ -66,7 +66,7 @@ async def create_and_wait(request: Request, service: Served, caller: Maker, key:
         accepted = await service.submit(request, caller, key, alone=True)
         seen = await _wait_for_end(request, service, caller, accepted)
     job = seen[0]
-    if not job.ended:
+    if not job.has_ended:
         waiting = await answer_seen(request, seen)
         waiting.status_code = 202
         return waiting
@@ -176,7 +176,7 @@ async def content(
     video fails, the connection is cut.
     """
     job = await asyncio.to_thread(service.store.get, video_id, caller.sees)
-    if stream and variant == "video" and not job.ended:
+    if stream and variant == "video" and not job.has_ended:
         return await watch(request, service, job, caller.owner)
     return await _send_content(request, service, job, variant)
 
@@ -261,7 +261,7 @@ async def follow(
     try:
         async for job, eta_s in seen:
             text = await asyncio.to_thread(lambda job, eta_s: to_video(job, eta_s).model_dump_json(), job, eta_s)
-            yield ServerSentEvent(event=job.status if job.ended else "progress", raw_data=text)
+            yield ServerSentEvent(event=job.status if job.has_ended else "progress", raw_data=text)
     except (JobNotFound, HttpError) as error:
         yield ServerSentEvent(event="error", raw_data=bytes(answer(error).body).decode())
 
@@ -303,7 +303,7 @@ async def answer_seen(request: Request, seen: EstimatedJob) -> Response:
 
 def _answer_video(seen: EstimatedJob) -> Response:
     job, eta_s = seen
-    return _answer(to_video(job, eta_s), None if job.ended else choose_poll_ms(eta_s))
+    return _answer(to_video(job, eta_s), None if job.has_ended else choose_poll_ms(eta_s))
 
 
 def _answer(value: Video | VideoList | VideoDeleted, poll_after_ms: int | None = None) -> Response:

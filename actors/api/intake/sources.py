@@ -28,7 +28,7 @@ class Sources:
         except JobNotFound as error:
             raise HttpError(400, str(error), code="video_not_found", param=VIDEO) from None
         if job.status != "completed":
-            instead = "send another" if job.ended else "ask again when it has completed"
+            instead = "send another" if job.has_ended else "ask again when it has completed"
             message = f"{job.id} is {job.status}, and only completed videos can be used; {instead}"
             raise HttpError(400, message, code="video_not_ready", param=VIDEO)
         return job

@@ -278,7 +278,7 @@ class Attempt:
             try:
                 return await asyncio.to_thread(change, *args)
             except LeaseLost:
-                if uncertain and (job := await asyncio.to_thread(self._context.store.get, self._job.id)).ended:
+                if uncertain and (job := await asyncio.to_thread(self._context.store.get, self._job.id)).has_ended:
                     return job  # type: ignore[return-value] # Ended by the change whose answer was lost.
                 raise
             except (StoreUnavailable, StorageError) as error:

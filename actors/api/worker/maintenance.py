@@ -69,7 +69,7 @@ def remove_orphans(store: JobStore, snapshots: Snapshots) -> int:
     """
     if not (ids := set(filter(is_id, snapshots.list_stems()))):
         return 0
-    orphans = ids - {job.id for job in store.look_at_all(ids) if not job.ended}
+    orphans = ids - {job.id for job in store.look_at_all(ids) if not job.has_ended}
     for job in orphans:
         snapshots.delete_all_of(job)
     return len(orphans)

@@ -63,7 +63,7 @@ def test_completed_job_says_whether_its_fragments_are_whole(database, store, wor
     publish(work, leased, 0, 0)
     work.complete(leased, {}, watchable=watchable)
     seen = look_at_watched(database, [leased.id])[leased.id]
-    assert seen.ended and seen.fragments == (1 if watchable else None)
+    assert seen.has_ended and seen.fragments == (1 if watchable else None)
 
 
 def test_abandoned_fragments_are_no_longer_shown(database, store, work):

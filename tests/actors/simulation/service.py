@@ -155,7 +155,7 @@ class Service:
             self.world.later(chance.uniform(0, FAULTS_S), self._break)
         async with asyncio.timeout(LASTS_S):
             await asyncio.gather(*(self._client(number) for number in range(self.jobs)))
-            while any(not job.ended for job in await self._all()):
+            while any(not job.has_ended for job in await self._all()):
                 await asyncio.sleep(5.0)
         self.database_is_away = self.answers_are_lost = False
         await asyncio.sleep(TIDY_S)

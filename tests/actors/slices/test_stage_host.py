@@ -128,7 +128,7 @@ def test_a_poisoned_request_fails_alone(checkpoint):
     alone = latents("alone")
 
     begin("a")
-    assert host.step("a") == (0, host._prepared.get("a", Denoising).reached.step) == (0, 1)
+    assert host.step("a") == (0, host._prepared.get("a", Denoising).last_state.step) == (0, 1)
     poison = unpack(host.snapshot("a").payload)
     begin("nan", pack(dataclasses.replace(poison, latents=poison.latents * np.nan)))
     with pytest.raises(UnhealthyResult, match="denoise, step 2 of 3"):

@@ -8,7 +8,7 @@ this file draws. For each chunk, in order:
     latents after a segment's steps, then for each other segment:
     alpha, beta = segment.mixing
     latents = alpha * enlarge(latents) + beta * draw_between(segment.shape, patch, gamma, generator)
-    history of the next chunk = make_history(shape, [*chunks, latents], anchor=None)
+    history of the next chunk = make_history(shape, [*chunks, latents], condition)         # conditioning.py
 
 Shapes: [1, C, T, H, W] of latents, one letter a dimension as everywhere.
 """
@@ -85,23 +85,24 @@ def enlarge(latents: Array) -> Array:
 
 
 def make_history(
-    shape: Sequence[int], chunks: Sequence[np.ndarray], anchor: np.ndarray | None = None
+    shape: Sequence[int], chunks: Sequence[np.ndarray], condition: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
     """Return what all steps of a chunk see of the chunks before it: the last frames, and always the first.
 
     Args:
         shape: [1, C, T, H, W] of a chunk.
         chunks: The chunks before, each of that shape.
-        anchor: [1, C, 1, H, W], a first frame in place of the first chunk's.
+        condition: [1, C, 20, H, W]: a first frame in place of the first chunk's, and the frames before that chunk.
 
     Returns:
         Arrays float32 [1, C, 16, H, W], [1, C, 2, H, W] and [1, C, 2, H, W], the last of which begins with the first
         frame; zeros where there is nothing.
     """
     frames = sum(HISTORY)
-    zeros = np.zeros((*shape[:2], frames, *shape[3:]), np.float32)
-    before = np.concatenate([zeros, *chunks], axis=2)[:, :, -frames:]
+    zeros = np.zeros((*shape[:2], 1 + frames, *shape[3:]), np.float32)
+    anchor, start = np.split(zeros if condition is None else condition, [1], axis=2)
+    if condition is None and len(chunks):
+        anchor = chunks[0][:, :, :1]
+    before = np.concatenate([start, *chunks], axis=2)[:, :, -frames:]
     long, mid, last = np.split(before, np.cumsum(HISTORY[:-1]), axis=2)
-    if anchor is None:
-        anchor = chunks[0][:, :, :1] if len(chunks) else zeros[:, :, :1]
     return {LONG: long, MID: mid, SHORT: np.concatenate([anchor, last], axis=2)}

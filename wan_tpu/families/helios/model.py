@@ -1,4 +1,4 @@
-"""The Helios family: text to video, chunk after chunk, with Wan 2.1's text encoder and VAE.
+"""The Helios family: text, image or video to video, chunk after chunk, with Wan 2.1's text encoder and VAE.
 
 The reference for every formula is diffusers 0.42, pipelines/helios.
 
@@ -15,13 +15,14 @@ import torch
 from jax.sharding import Mesh
 
 from wan_tpu.families.chunked import ChunkedModel
-from wan_tpu.families.helios import chunks, components, noise, positions, transformer
+from wan_tpu.families.helios import chunks, components, conditioning, noise, positions, transformer
 from wan_tpu.families.helios.flops import HeliosFlops
-from wan_tpu.families.helios.published import HeliosConfig
+from wan_tpu.families.helios.published import CHUNK_FRAMES, HeliosConfig
 from wan_tpu.families.helios.spec import HeliosSpec
 from wan_tpu.families.model import StepInputs, apply_guidance
 from wan_tpu.families.wan.model import WanModel
 from wan_tpu.families.wan.tokens import unpatchify
+from wan_tpu.media.reading import count_frames, read_ends
 from wan_tpu.plan import VIDEO, Expert
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.bridge import Params
@@ -47,14 +48,64 @@ class HeliosModel(ChunkedModel, WanModel):
         """The floating-point operations of each stage."""
         return HeliosFlops(self.config)
 
-    def image_latents_shape(self, latent_shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return None: there is no image."""
-        return None
-
     @property
     def image_processor(self) -> None:
         """There is no image encoder."""
         return None
+
+    # ---- The image, or the video, before the first chunk.
+
+    def image_latents_shape(self, latent_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the first frame and of the history that a request brings, at the finished size."""
+        height, width = (side << (self.spec.sizes - 1) for side in latent_shape[3:])
+        return (*latent_shape[:2], conditioning.ANCHORED, height, width)
+
+    def image_chunks(self, request: ResolvedRequest, images: int) -> list[tuple[int, int, int, int, int]]:
+        """Return the shapes of the VAE encoder's chunks: each video begins with one frame, and goes on with four."""
+        size, videos = (request.height, request.width), 1 if images else conditioning.SOURCE_CHUNKS
+        return [(1, 3, 1, *size), *[(1, 3, self.spec.frame_stride, *size)] * ((CHUNK_FRAMES - 1) * videos)]
+
+    def video_condition(self, request: ResolvedRequest) -> list[np.ndarray]:
+        """Return the chunks of pixels that the VAE encodes, float32 [1, 3, 1 or 4, H, W] in [-1, 1].
+
+        An image is a still video of a chunk's length. Of a video they are the first frame, and then its end, cut into
+        videos of a chunk's length each.
+        """
+        if request.video is None:
+            still = self.prepare_frame(request, request.image)
+            return [still, *[still.repeat(self.spec.frame_stride, axis=2)] * (CHUNK_FRAMES - 1)]
+        starts = conditioning.source_starts(self.count_source(request), self.spec.frame_step)
+        first, *last = (self.prepare_frame(request, frame) for frame in read_ends(request.video, starts[0]))
+        chunks = [first]
+        for start in range(0, len(last), self.spec.frame_step):
+            frames = last[start : start + self.spec.frame_step]
+            later = range(1, len(frames), self.spec.frame_stride)
+            chunks += [frames[0], *(np.concatenate(frames[i : i + self.spec.frame_stride], axis=2) for i in later)]
+        return chunks
+
+    def count_source(self, request: ResolvedRequest) -> int:
+        """Return how many frames a request's video has."""
+        assert request.video is not None
+        frames = count_frames(request.video)
+        self.spec.check_source(frames)
+        return frames
+
+    def condition(
+        self, moments: np.ndarray, request: ResolvedRequest, source_frames: int | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the first frame and the history that a request brings, and the state of its generator after them."""
+        generator = self._first_generator(request)
+        statistics = self._latent_statistics()
+        if source_frames is None:
+            latents = conditioning.condition_on_image(moments, statistics, generator)
+        else:
+            count = source_frames // self.spec.frame_step
+            latents = conditioning.condition_on_video(moments, statistics, count, generator)
+        return latents, generator.get_state().numpy()
+
+    def finish(self, latents: np.ndarray, image_latents: np.ndarray | None, request: ResolvedRequest) -> np.ndarray:
+        """Return the latents as they are."""
+        return latents
 
     # ---- Chunks.
 
@@ -87,7 +138,7 @@ class HeliosModel(ChunkedModel, WanModel):
         self, request: ResolvedRequest, before: Sequence[np.ndarray], image_latents: np.ndarray | None
     ) -> dict[str, np.ndarray]:
         """Return the last frames of the chunks before, and the first one of all."""
-        return chunks.make_history(self.spec.latent_shape(request), before)
+        return chunks.make_history(self.spec.latent_shape(request), before, image_latents)
 
     def count_step(self, request: ResolvedRequest, expert: Expert, *, branches: int, images: int) -> int:
         """Return the operations of one of an expert's steps."""

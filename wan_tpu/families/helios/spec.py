@@ -29,7 +29,9 @@ class HeliosSpec(FamilySpec):
     read_config: ClassVar = staticmethod(read_config)
     spatial_stride = 8
 
-    tasks = ("t2v",)
+    tasks = ("t2v", "i2v")
+    takes_video = continues_video = True
+    seeds_images = True
     chunk_frames = CHUNK_FRAMES
 
     def __post_init__(self) -> None:
@@ -68,7 +70,7 @@ class HeliosSpec(FamilySpec):
     @property
     def components(self) -> dict[str, tuple[str, ...]]:  # type: ignore[override]
         """The components of each stage."""
-        return {ENCODER: ("text_encoder",), DENOISE: (DENOISE,), DECODER: (DECODER,)}
+        return {ENCODER: ("text_encoder", "vae_encoder"), DENOISE: (DENOISE,), DECODER: (DECODER,)}
 
     @property
     def latent_channels(self) -> int:
@@ -126,9 +128,9 @@ class HeliosSpec(FamilySpec):
 
     # ---- Steps.
 
-    def guided(self, request: ResolvedRequest) -> bool:
+    def is_guided(self, request: ResolvedRequest) -> bool:
         """Return whether there is guidance: distilled models never have any."""
-        return not self.config.distilled and super().guided(request)
+        return not self.config.distilled and super().is_guided(request)
 
     def segments(self, request: ResolvedRequest, chunk: int) -> list[Segment]:
         """Return the segments of a chunk; the first chunk of a distilled model has twice as many steps."""
@@ -138,7 +140,7 @@ class HeliosSpec(FamilySpec):
     def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:
         """Return the one expert as often as it begins a chunk, or another size."""
         first, later = (tuple(segment.schedule.steps for segment in self.segments(request, chunk)) for chunk in (0, 1))
-        return _list_experts(first, later, request.frames // self.frame_step, guided=self.guided(request))
+        return _list_experts(first, later, request.frames // self.frame_step, guided=self.is_guided(request))
 
     def schedule(self, request: ResolvedRequest) -> Schedule:
         """Return the numbers of every step of all chunks; CFG-Zero* also has whether a step changes anything."""
@@ -148,7 +150,7 @@ class HeliosSpec(FamilySpec):
             self.patch,
             request.steps // self.sizes,
             request.frames // self.frame_step,
-            request.guidance_scale if self.guided(request) else None,
+            request.guidance_scale if self.is_guided(request) else None,
             scaled_guidance=self.config.scaled_guidance,
         )
 

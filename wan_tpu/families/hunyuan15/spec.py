@@ -51,7 +51,7 @@ class HunyuanSpec(FamilySpec):
         """Return the size for an image, of those that the model knows."""
         return default_size(int(self.config.transformer["target_size"]), *picture)
 
-    def guided(self, request: ResolvedRequest) -> bool:
+    def is_guided(self, request: ResolvedRequest) -> bool:
         """Return whether there are two branches; diffusers' guider also has them at a scale below 1."""
         return not math.isclose(request.guidance_scale, 1.0)
 

@@ -169,13 +169,13 @@ class Ltx2Spec(FamilySpec):
         steps = len(published.DISTILLED_SIGMAS) + len(published.SECOND_STAGE_SIGMAS)
         return self.config.upsampler is not None and request.sigmas is None and request.steps == steps
 
-    def guided(self, request: ResolvedRequest) -> bool:
+    def is_guided(self, request: ResolvedRequest) -> bool:
         """Return whether there is guidance, of every kind that the model has."""
         return request.guidance_scale > 1
 
     def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:
         """Return the one expert, or the two stages that run the same transformer at two sizes."""
-        guided, first = self.guided(request), len(published.DISTILLED_SIGMAS)
+        guided, first = self.is_guided(request), len(published.DISTILLED_SIGMAS)
         if not self.has_two_stages(request):
             return super().experts(request)
         return Expert(DENOISE, 0, first, guided), Expert(REFINE, first, request.steps, guided, enlarges=True)
@@ -195,7 +195,7 @@ class Ltx2Spec(FamilySpec):
         else:
             schedule = flow.euler_at(_noise_levels(self.config, request.steps, self.tokens(self.latent_shape(request))))
         rows = np.zeros((2, 1))
-        if self.guided(request):
+        if self.is_guided(request):
             guidance = guidance_of(self.config)
             others = (guidance.perturbation, guidance.modality - 1) if guidance.perturbation else ()
             scales = request.guidance_scale, guidance.audio_scale or request.guidance_scale

@@ -36,14 +36,14 @@ class Layout(NamedTuple):
     text: int
 
     @property
-    def fixed(self) -> int:
+    def fixed_rows(self) -> int:
         """The number of rows before the text's."""
         return self.video + self.vision + self.keyframes + self.sound
 
     @property
     def rows(self) -> int:
         """The number of all rows."""
-        return self.fixed + self.text
+        return self.fixed_rows + self.text
 
 
 def place_rows(

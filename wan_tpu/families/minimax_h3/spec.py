@@ -132,7 +132,7 @@ class MiniMaxH3Spec(FamilySpec):
 
     # ---- Steps.
 
-    def guided(self, request: ResolvedRequest) -> bool:
+    def is_guided(self, request: ResolvedRequest) -> bool:
         """Return False: guidance is part of the weights."""
         return False
 

@@ -99,12 +99,12 @@ class Tiling:
                 if j > 0:
                     before = tiles[i * per_row + j - 1].astype(jnp.float32)
                     own = blend(before, own, self.columns.overlaps[j - 1], axis=own.ndim - 1)
-                height, width = (_kept(line, n) for line, n in ((self.rows, i), (self.columns, j)))
+                height, width = (_get_stride(line, n) for line, n in ((self.rows, i), (self.columns, j)))
                 parts.append(own[..., :height, :width])
             strips.append(jnp.concatenate(parts, axis=-1))
         return jnp.concatenate(strips, axis=-2)
 
 
-def _kept(line: Line, index: int) -> int:
+def _get_stride(line: Line, index: int) -> int:
     """Return how much of a tile comes before the next one begins."""
     return line.size - (line.overlaps[index] if index < len(line.overlaps) else 0)

@@ -95,7 +95,7 @@ def predict(
         )
 
     velocities: jax.Array = call(module, params, method, rows.video)
-    channels, first = rows.video.shape[1], layout.fixed - layout.sound
+    channels, first = rows.video.shape[1], layout.fixed_rows - layout.sound
     return velocities[: layout.video, :channels], velocities[first : first + layout.sound, channels:]
 
 
@@ -258,7 +258,7 @@ class _Step:
                 last="query",
             ),
             heads=self._heads,
-            kv_len=self._layout.fixed + count - self._layout.vision,
+            kv_len=self._layout.fixed_rows + count - self._layout.vision,
             token_axes=self._tokens.token_axes,
             head_axes=self._tokens.head_axes,
             platform=self._platform,

@@ -36,7 +36,7 @@ from wan_tpu.families.shared.flop_count import count
 from wan_tpu.families.shared.tiles import blend
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.components import Component
-from wan_tpu.runtime.mesh import Rule, replicated
+from wan_tpu.runtime.mesh import Rule, replicated_sharding
 
 # What diffusers normalises pixels by: mean and deviation of ImageNet's red, green and blue.
 PIXEL_MEAN, PIXEL_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -135,7 +135,7 @@ class TiledChunks(Chunks):
     @property
     def out_format(self) -> Format:
         """The output's layout: row after row."""
-        return Format(Layout((0, 1, 2, 3, 4)), replicated(self.mesh))
+        return Format(Layout((0, 1, 2, 3, 4)), replicated_sharding(self.mesh))
 
     @property
     def cache_format(self) -> Format:

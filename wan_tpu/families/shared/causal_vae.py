@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from wan_tpu.ops.halo import Cut, cut_picture, strip_spec
 from wan_tpu.runtime.bridge import Params, call, to_torch
-from wan_tpu.runtime.mesh import replicated
+from wan_tpu.runtime.mesh import replicated_sharding
 
 Cache = tuple[jax.Array, ...]
 
@@ -180,7 +180,7 @@ class CausalChunks(Chunks):
     @property
     def out_format(self) -> Format:
         """The output's layout: column after column, as in the strips; it is transposed on its way to the host."""
-        return Format(Layout((0, 1, 2, 4, 3)), replicated(self.mesh))
+        return Format(Layout((0, 1, 2, 4, 3)), replicated_sharding(self.mesh))
 
     @property
     def cache_format(self) -> Format:

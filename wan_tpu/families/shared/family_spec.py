@@ -83,4 +83,4 @@ class FamilySpec(ModelSpec):
 
     def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:
         """Return the one expert."""
-        return (Expert(DENOISE, 0, request.steps, self.guided(request)),)
+        return (Expert(DENOISE, 0, request.steps, self.is_guided(request)),)

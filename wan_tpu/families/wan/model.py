@@ -155,27 +155,28 @@ class WanModel(Model):
         They are the image, then grey (zero) frames up to the request's length, the last of which may be an image again;
         TI2V 5B takes only the image. For a video they are its frames.
         """
-        processor = VideoProcessor(vae_scale_factor=self.spec.spatial_stride)
-
-        def prepare_frame(image: object) -> np.ndarray:
-            assert isinstance(image, Image.Image)
-            image = fit_image(image, request.height, request.width, slack=self.spec.shape_slack)
-            pixels = processor.preprocess(image, height=request.height, width=request.width)
-            return pixels[:, :, None].numpy().astype(np.float32)
-
         if request.video is not None:
             pictures = read_frames(request.video, request.frames, step=self.spec.frame_step)
-            frames = [prepare_frame(picture) for picture in pictures]
+            frames = [self.prepare_frame(request, picture) for picture in pictures]
             later = range(1, request.frames, self.spec.frame_stride)
             return [frames[0], *(np.concatenate(frames[i : i + self.spec.frame_stride], axis=2) for i in later)]
-        first = prepare_frame(request.image)
+        first = self.prepare_frame(request, request.image)
         if self.config.expand_timesteps:
             return [first]
         blank = np.zeros((1, 3, self.spec.frame_stride, *first.shape[3:]), np.float32)
         chunks = [first, *[blank] * ((request.frames - 1) // self.spec.frame_stride)]
         if request.last_image is not None:
-            chunks[-1] = np.concatenate([blank[:, :, 1:], prepare_frame(request.last_image)], axis=2)
+            chunks[-1] = np.concatenate([blank[:, :, 1:], self.prepare_frame(request, request.last_image)], axis=2)
         return chunks
+
+    def prepare_frame(self, request: ResolvedRequest, image: object) -> np.ndarray:
+        """Return an image as the VAE takes it, of the request's size, float32 [1, 3, 1, H, W] in [-1, 1]."""
+        assert isinstance(image, Image.Image)
+        processor = VideoProcessor(vae_scale_factor=self.spec.spatial_stride)
+        image = fit_image(image, request.height, request.width, slack=self.spec.shape_slack)
+        pixels = processor.preprocess(image, height=request.height, width=request.width)
+        frame: np.ndarray = pixels[:, :, None].numpy().astype(np.float32)
+        return frame
 
     def image_latents(self, moments: np.ndarray, request: ResolvedRequest) -> np.ndarray:
         """Turn the VAE encoder's output [1, 2C, T, H, W] into the image condition of `Conditioning`, float32."""

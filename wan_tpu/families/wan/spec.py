@@ -142,7 +142,7 @@ class WanSpec(FamilySpec):
         second expert computes only the prompt's branch.
         """
         ends = [max(end, self.first_step(request)) for end in (0, self._high_noise_steps(request), request.steps)]
-        guided = self.guided(request)
+        guided = self.is_guided(request)
         branches = (guided, guided and request.guidance_scale_2 != 1)
         experts = [Expert(stage, ends[i], ends[i + 1], branches[i]) for i, stage in enumerate(self.denoise_stages)]
         return tuple(expert for expert in experts if expert.start < expert.stop)
