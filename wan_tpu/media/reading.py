@@ -15,6 +15,7 @@ from wan_tpu.sources.disk import is_permanent
 
 # Few frames are read, however long the video is: only a disk or a machine that hangs takes so long.
 _TIMEOUT_S = 600.0
+_PICTURES = ["-pix_fmt", "rgb24", "-vcodec", "ppm"]
 # A machine or its operator ends a process by these signals. Others, such as SIGSEGV, come from a damaged file.
 _OUTSIDE_SIGNALS = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, -signal.SIGXCPU}
 
@@ -37,11 +38,10 @@ def read_frames(video: str | Path | VideoContent, count: int, *, step: int = 1) 
         OutputError: There is no ffmpeg.
     """
     check_ffmpeg()
-    if isinstance(video, VideoContent):
-        frames = _ffmpeg_frames(video, count)
+    if _is_gif(video):
+        frames = _gif_frames(Path(str(video)), count)
     else:
-        _check_readable(Path(video))
-        frames = _gif_frames(Path(video), count) if str(video).endswith(".gif") else _ffmpeg_frames(video, count)
+        frames = _split_pictures(_run_ffmpeg(video, ["-frames:v", str(count), *_PICTURES]))
     if len(frames) < count:
         nearest = max(1, count - -(-(count - len(frames)) // step) * step)
         raise InvalidRequest(
@@ -50,7 +50,35 @@ def read_frames(video: str | Path | VideoContent, count: int, *, step: int = 1) 
     return frames
 
 
-def _gif_frames(path: Path, count: int) -> list[Image.Image]:
+def count_frames(video: str | Path | VideoContent) -> int:
+    """Return how many frames `read_frames` could read of a video; the errors are its own."""
+    check_ffmpeg()
+    if _is_gif(video):
+        return len(_gif_frames(Path(str(video))))
+    return len(_run_ffmpeg(video, ["-vf", "scale=1:1", "-pix_fmt", "gray", "-vcodec", "rawvideo"]))
+
+
+def read_ends(video: str | Path | VideoContent, start: int) -> list[Image.Image]:
+    """Return a video's first frame, and all from the one with number `start` on; the errors are `read_frames`'s."""
+    check_ffmpeg()
+    if _is_gif(video):
+        frames = _gif_frames(Path(str(video)))
+        return [frames[0], *frames[start:]]
+    # Frames are left out after they are timed: a filter before that would have others repeated in their place.
+    left_out = ["-bsf:v", f"noise=amount=0:drop='between(n,1,{start - 1})'"] if start > 1 else []
+    frames = _split_pictures(_run_ffmpeg(video, [*_PICTURES, *left_out]))
+    return frames if start else [frames[0], *frames]
+
+
+def _is_gif(video: str | Path | VideoContent) -> bool:
+    """Return whether a video is a GIF by its name, and raise what keeps a file from being read."""
+    if isinstance(video, VideoContent):
+        return False
+    _check_readable(Path(video))
+    return str(video).endswith(".gif")
+
+
+def _gif_frames(path: Path, count: int | None = None) -> list[Image.Image]:
     try:
         with Image.open(path, formats=["GIF"]) as pictures:
             return [frame.convert("RGB") for frame in itertools.islice(ImageSequence.Iterator(pictures), count)]
@@ -61,11 +89,12 @@ def _gif_frames(path: Path, count: int) -> list[Image.Image]:
         raise _unreadable(path, str(error)) from None
 
 
-def _ffmpeg_frames(path: str | Path | VideoContent, count: int) -> list[Image.Image]:
+def _run_ffmpeg(path: str | Path | VideoContent, options: list[str]) -> bytes:
+    """Return the frames of a video as ffmpeg writes them with some options, at least one."""
     content = path.content if isinstance(path, VideoContent) else None
     place = str(path) if content is None else "-"
     command = [imageio_ffmpeg.get_ffmpeg_exe(), "-loglevel", "error", "-i", place]
-    command += ["-frames:v", str(count), "-f", "image2pipe", "-pix_fmt", "rgb24", "-vcodec", "ppm", "-"]
+    command += [*options, "-f", "image2pipe", "-"]
     try:
         # Without an input of its own, ffmpeg would read keys from the terminal.
         process = subprocess.run(command, input=content or b"", capture_output=True, timeout=_TIMEOUT_S, check=False)
@@ -78,7 +107,16 @@ def _ffmpeg_frames(path: str | Path | VideoContent, count: int) -> list[Image.Im
     if process.returncode in _OUTSIDE_SIGNALS:
         name = signal.Signals(-process.returncode).name
         raise Unavailable(f"ffmpeg was killed ({name}) while it read video {path}; check the machine's memory")
-    frames, rest = [], memoryview(process.stdout)
+    if not process.stdout:
+        raise _unreadable(
+            path, (process.stderr.decode(errors="replace").strip().splitlines() or ["it has no frames"])[-1]
+        )
+    return process.stdout
+
+
+def _split_pictures(pictures: bytes) -> list[Image.Image]:
+    """Return the pictures that lie one behind the other; one that is cut off at the end is left out."""
+    frames, rest = [], memoryview(pictures)
     while rest:
         # A picture is "P6\n<width> <height>\n255\n" and its pixels.
         kind, size, depth, _ = bytes(rest[:40]).split(b"\n", 3)
@@ -89,10 +127,6 @@ def _ffmpeg_frames(path: str | Path | VideoContent, count: int) -> list[Image.Im
             break
         frames.append(Image.frombytes("RGB", (width, height), bytes(pixels)))
         rest = rest[start + 3 * width * height :]
-    if not frames:
-        raise _unreadable(
-            path, (process.stderr.decode(errors="replace").strip().splitlines() or ["it has no frames"])[-1]
-        )
     return frames
 
 

@@ -216,10 +216,11 @@ class LocalExecutor:
         self._run = ExpertRun(runtime, self.plan, step.expert, inputs, self._state)
 
     def _initial_state(self) -> DenoiseState:
-        if not self.plan.has_image:
-            return initial_state(self._runtime.model, self.plan, self._noise)
+        model, plan = self._runtime.model, self.plan
+        if plan.request.strength is None and not (plan.has_image and model.spec.chunk_frames is not None):
+            return initial_state(model, plan, self._noise)
         encoded = self.conditioning
-        return initial_state(self._runtime.model, self.plan, self._noise, encoded.video_latents, encoded.generator)
+        return initial_state(model, plan, self._noise, encoded.video_latents, encoded.generator)
 
     def _decode(self, operation: Decode) -> tuple[jax.Array, jax.Array]:
         count = len(self.plan.decoder_chunks)
