@@ -216,8 +216,8 @@ class Checkpoint:
             Unavailable: The bucket, the hub or the disk doesn't answer.
         """
         beside: dict[str, WeightFile] = {}
-        for preset, described in own.get("presets", {}).items():
-            for adapter in map(self._resolve_path, described["settings"].get("loras") or []):
+        for preset, entry in own.get("presets", {}).items():
+            for adapter in map(self._resolve_path, entry["settings"].get("loras") or []):
                 path = parse_adapter(adapter).path
                 if not path.startswith(f"{self.source}/"):
                     continue

@@ -55,8 +55,8 @@ def run(
 
 
 def _quiet_libraries() -> None:
-    wanted = QUIET if "JAX_PLATFORMS" in os.environ or _has_tpu() else QUIET | NO_TPU
-    for name, value in wanted.items():
+    settings = QUIET if "JAX_PLATFORMS" in os.environ or _has_tpu() else QUIET | NO_TPU
+    for name, value in settings.items():
         os.environ.setdefault(name, value)
 
 

@@ -128,8 +128,8 @@ def _read_checksum(stamps: Stamps) -> str:
             checksums.append(hashlib.file_digest(file, "sha256").hexdigest())
     if len(files) == 1:
         return checksums[0]
-    named = [f"{file.name} {checksum}\n" for file, checksum in zip(files, checksums, strict=True)]
-    return hashlib.sha256("".join(named).encode()).hexdigest()
+    lines = [f"{file.name} {checksum}\n" for file, checksum in zip(files, checksums, strict=True)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 _remembered_checksum = functools.lru_cache(_REMEMBERED)(_read_checksum)
@@ -144,11 +144,11 @@ def _generations(location: str) -> list[str]:
     except CheckpointError:
         return []
     if single:
-        wanted = [other for other in (name, _ADAPTER_CONFIG) if other in objects]
+        names = [other for other in (name, _ADAPTER_CONFIG) if other in objects]
     else:
-        wanted = [other for other in sorted(objects) if other.endswith(_ADAPTER_ENDING)]
-        wanted += [_ADAPTER_CONFIG] * (_ADAPTER_CONFIG in objects)
-    return [objects[other].version for other in wanted]
+        names = [other for other in sorted(objects) if other.endswith(_ADAPTER_ENDING)]
+        names += [_ADAPTER_CONFIG] * (_ADAPTER_CONFIG in objects)
+    return [objects[other].version for other in names]
 
 
 def _hub_commit(location: str) -> str | None:

@@ -13,10 +13,10 @@ def show_licence(model: ModelSpec) -> None:
     family = family_of_spec(model)
     if family is None or not family.licence:
         return
-    shown = cache_folder() / "licences" / family.name
-    if shown.exists():
+    marker = cache_folder() / "licences" / family.name
+    if marker.exists():
         return
     print(f"licence: {family.title} is under the {family.licence}", file=sys.stderr)
     with contextlib.suppress(OSError):  # Then the next command says it again.
-        shown.parent.mkdir(parents=True, exist_ok=True)
-        shown.touch()
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()

@@ -253,12 +253,12 @@ class ModelLimits(abc.ABC):
                 )
         for name in self.unused:
             value, usual = getattr(request, name), getattr(self.defaults, name, None)
-            filled = name == "guidance_scale_2" and value == request.guidance_scale
-            if value != usual and not filled:
-                shown = f"{value:g}" if isinstance(value, int | float) else str(value)[:60]
+            is_derived = name == "guidance_scale_2" and value == request.guidance_scale
+            if value != usual and not is_derived:
+                text = f"{value:g}" if isinstance(value, int | float) else str(value)[:60]
                 has = f"has {usual:g} alone" if name == "fps" else "has none"
                 instead = "; guidance_scale is for all of its steps" if name == "guidance_scale_2" else ""
-                raise InvalidRequest(f"{name} is {shown}; {self.name} {has}: leave it out{instead}", name)
+                raise InvalidRequest(f"{name} is {text}; {self.name} {has}: leave it out{instead}", name)
         if request.sigmas is not None and len(request.sigmas) != request.steps:
             raise InvalidRequest(
                 f"sigmas are given for {len(request.sigmas)} steps, and steps is {request.steps}; leave steps out",

@@ -88,8 +88,8 @@ class _LineBar:
         before = self._done * 10 // self._total
         self._done += units
         if self._done < self._total and self._done * 10 // self._total > before:
-            left = (time.perf_counter() - self._start) / self._done * (self._total - self._done)
-            self._say(f"ETA {left:.0f} s")
+            remaining_s = (time.perf_counter() - self._start) / self._done * (self._total - self._done)
+            self._say(f"ETA {remaining_s:.0f} s")
 
     def close(self) -> None:
         self._say(f"{time.perf_counter() - self._start:.1f} s")

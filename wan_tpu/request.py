@@ -235,14 +235,14 @@ class GenerationRequest:
 
     def resolve(self, defaults: Defaults, preset: Mapping[str, Any] = MappingProxyType({})) -> "ResolvedRequest":
         """Fill every open field from a preset's settings, or from `defaults` where the preset leaves it open."""
-        filled = {f.name: getattr(defaults, f.name) for f in dataclasses.fields(defaults)}
-        filled |= {"negative_prompt": "", "loras": (), **fill_second_scale(preset)}
+        settings = {f.name: getattr(defaults, f.name) for f in dataclasses.fields(defaults)}
+        settings |= {"negative_prompt": "", "loras": (), **fill_second_scale(preset)}
         own = {f.name: value for f in dataclasses.fields(self) if (value := getattr(self, f.name)) is not None}
         if defaults.generate_audio is None and self.generate_audio is False:
             del own["generate_audio"]  # Of a model that makes no sound, which is the same as not saying so.
         if self.video is not None:
-            filled["strength"] = STRENGTH
-        return ResolvedRequest(**override(filled, own))
+            settings["strength"] = STRENGTH
+        return ResolvedRequest(**override(settings, own))
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values. Images are given by their sizes: pixels stay out of records."""
@@ -330,8 +330,8 @@ def parse_size(text: str) -> tuple[int, int]:
     """
     sides = _SIZE.fullmatch(text)
     if sides is None:
-        if (starred := _SIZE.fullmatch(text.replace("*", "x"))) is not None:
-            first, second = starred.groups()
+        if (match := _SIZE.fullmatch(text.replace("*", "x"))) is not None:
+            first, second = match.groups()
             raise InvalidRequest(
                 f"size {text!r} doesn't say which side is which; write WIDTHxHEIGHT: {first}x{second} or "
                 f"{second}x{first}",

@@ -173,13 +173,13 @@ class StageMachine:
 
     def steps_left_on(self, stages: Collection[str]) -> int:
         """Return how many steps an executor that hosts some stages can run before the state is another's."""
-        left = 0
+        steps = 0
         for expert in self.plan.experts:
             if expert.stop > self.steps_done:
                 if expert.stage not in stages:
                     break
-                left = expert.stop - self.steps_done
-        return left
+                steps = expert.stop - self.steps_done
+        return steps
 
     def needs_inputs_beyond(self, stages: Collection[str]) -> bool:
         """Return whether anyone else will need the inputs once the host of some stages has copies of them."""

@@ -67,9 +67,9 @@ def _switched_off(kernels: str) -> frozenset[str]:
     if kernels == OWN:
         return frozenset()
     kind, colon, names = kernels.partition(":")
-    listed = frozenset(names.split(",")) if colon else frozenset(NAMES)
+    switches = frozenset(names.split(",")) if colon else frozenset(NAMES)
     if kind != REFERENCE:
         raise InvalidInput(f"--kernels is {kernels!r}; give {KERNELS_FORM}")
-    if unknown := sorted(listed - set(NAMES)):
+    if unknown := sorted(switches - set(NAMES)):
         raise InvalidInput(f"there is no kernel {unknown[0]!r}{did_you_mean(unknown[0], NAMES)}; give {KERNELS_FORM}")
-    return listed
+    return switches

@@ -287,7 +287,7 @@ def _silu(x: jax.Array) -> jax.Array:
 def _result_dtype(inputs: Any, scales: jax.Array | None, dtype: Any, *others: jax.Array | None) -> Any:
     """Return the dtype of a result: `dtype`, or that of inputs that aren't in 8 bits, or of another array."""
     dtypes = [inputs] if scales is None else [array.dtype for array in others if array is not None]
-    return jnp.dtype(next(chosen for chosen in (dtype, *dtypes, jnp.bfloat16) if chosen is not None))
+    return jnp.dtype(next(candidate for candidate in (dtype, *dtypes, jnp.bfloat16) if candidate is not None))
 
 
 def _sum_type(dtype: Any) -> Any:

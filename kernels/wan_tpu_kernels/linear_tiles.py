@@ -107,11 +107,11 @@ def _list_tiles(layer: Layer) -> Iterator[Tile]:
 
 def _count_vmem(layer: Layer, tile: Tile) -> int:
     """Return the bytes of VMEM that a tile needs."""
-    streamed = 2 * layer.in_bytes * (tile.rows + layer.halves * tile.outputs) * tile.inputs
-    produced = tile.rows * tile.outputs * (4 * max(layer.out_bytes, 2) + 2 * 4)
+    input_bytes = 2 * layer.in_bytes * (tile.rows + layer.halves * tile.outputs) * tile.inputs
+    output_bytes = tile.rows * tile.outputs * (4 * max(layer.out_bytes, 2) + 2 * 4)
     # The compiler copies the rows, and joining them is another copy.
     rows_again = (1 + layer.joined) * layer.in_bytes * tile.rows * tile.inputs
-    return streamed + produced + rows_again
+    return input_bytes + output_bytes + rows_again
 
 
 def _count_macs(layer: Layer, tile: Tile, macs_a_byte: float) -> float:
@@ -130,8 +130,8 @@ def _count_macs(layer: Layer, tile: Tile, macs_a_byte: float) -> float:
     x = tile.rows * tile.inputs * layer.in_bytes
     results = tile.rows * tile.outputs * layer.out_bytes * (1 + layer.added)
     # Between tiles of the same rows the last part of the inputs stays.
-    moved = parts * weights + (parts - 1) * x + results
-    each = max(parts * step, moved * macs_a_byte)
+    traffic = parts * weights + (parts - 1) * x + results
+    each = max(parts * step, traffic * macs_a_byte)
     # The next rows arrive during the last step of these.
     waits = max(0.0, (weights + x + results) * macs_a_byte - step)
     return pl.cdiv(layer.rows, tile.rows) * (columns * each + waits)

@@ -168,7 +168,7 @@ def round_keys(
     (batch, rows, _), lanes = k.shape, width * shared
     block = _token_block(rows, ROWS_AT_ONCE)
     tile = pl.BlockSpec((None, block, lanes), lambda b, t, i: (b, i, first + t))
-    grid, passed = (batch, tiles, pl.cdiv(rows, block)), batch * rows * tiles * lanes
+    grid, numbers = (batch, tiles, pl.cdiv(rows, block)), batch * rows * tiles * lanes
     parts = pl.pallas_call(
         functools.partial(_key_range_kernel, kv_len=kv_len),
         grid=grid,
@@ -176,7 +176,7 @@ def round_keys(
         out_specs=pl.BlockSpec((None, 3, SUBLANES, lanes), lambda b, t, i: (b, 0, 0, t)),
         out_shape=jax.ShapeDtypeStruct((batch, 3, SUBLANES, tiles * lanes), jnp.float32),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
-        cost_estimate=pl.CostEstimate(flops=4 * passed, transcendentals=0, bytes_accessed=passed * k.dtype.itemsize),
+        cost_estimate=pl.CostEstimate(flops=4 * numbers, transcendentals=0, bytes_accessed=numbers * k.dtype.itemsize),
         name="key_range",
         interpret=interpret,
     )(k)
@@ -191,7 +191,7 @@ def round_keys(
         out_shape=jax.ShapeDtypeStruct((batch, rows, tiles * lanes), dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3),
         cost_estimate=pl.CostEstimate(
-            flops=4 * passed, transcendentals=0, bytes_accessed=passed * (k.dtype.itemsize + 1)
+            flops=4 * numbers, transcendentals=0, bytes_accessed=numbers * (k.dtype.itemsize + 1)
         ),
         name="round_keys",
         interpret=interpret,

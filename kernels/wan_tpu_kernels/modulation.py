@@ -89,10 +89,10 @@ def read_modulation(
 def _choose(values: jax.Array, segment: jax.Array) -> jax.Array:
     """Return the modulations [L, C] of rows by their segments [L, 1]; [1, C] if there is only one modulation."""
     values = values.astype(jnp.float32)
-    chosen = values[:1]
+    rows = values[:1]
     for number in range(1, len(values)):
-        chosen = jnp.where(segment == number, values[number : number + 1], chosen)
-    return chosen
+        rows = jnp.where(segment == number, values[number : number + 1], rows)
+    return rows
 
 
 def _count_ends(ends: jax.Array, rows: jax.Array) -> jax.Array:

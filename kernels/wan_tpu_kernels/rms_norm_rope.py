@@ -107,8 +107,8 @@ def _kernel(x_ref, weight_ref, *refs, eps, columns, rotated, head):  # type: ign
             lanes = slice(lane, lane + block)
             cos, sin = (table[here, lanes if head else slice(None)] for table in tables)
             normed = x_ref[here, lanes].astype(jnp.float32) * inverse * weight_ref[:, lanes]
-            turned = (normed * cos + _swap_halves(normed, width) * sin).astype(dtype)
-            columns.store(results, here, lane, turned)
+            result = (normed * cos + _swap_halves(normed, width) * sin).astype(dtype)
+            columns.store(results, here, lane, result)
 
     by_rows(x_ref.shape[0], ROWS_AT_ONCE, sublanes(x_ref.dtype), rows)
 

@@ -153,8 +153,8 @@ class Targets:
                 )
             return slots
 
-        def refuse_shape(change: ModuleChange, part: str, wanted: object) -> None:
-            wrong.append(f"{change.names[part]} {list(change.tensors[part].shape)} for {wanted}")
+        def refuse_shape(change: ModuleChange, part: str, expected: object) -> None:
+            wrong.append(f"{change.names[part]} {list(change.tensors[part].shape)} for {expected}")
 
         def order_rows(change: ModuleChange, module: str, part: str) -> torch.Tensor:
             """Return a tensor of the file with its rows in the order of diffusers' module."""

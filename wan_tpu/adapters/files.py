@@ -146,8 +146,10 @@ def read(file: AdapterFile, path: str, *, header_alpha: bool = False) -> dict[st
         change = changes.setdefault(module, ModuleChange())
         if part in change.names:
             again.append(name)
-        if (wanted := _describe_misfit(part, value)) is not None:
-            misshapen.append(f"{name}, {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}, for {wanted}")
+        if (expected := _describe_misfit(part, value)) is not None:
+            misshapen.append(
+                f"{name}, {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}, for {expected}"
+            )
         elif not torch.isfinite(value.float()).all():
             unhealthy.append(name)
         change.names[part], change.tensors[part] = name, value
@@ -195,17 +197,17 @@ def _attribute_errors(path: str) -> Iterator[None]:
     except Unavailable as error:
         raise Unavailable(f"adapter {path}: {error}") from None
     except OSError as error:
-        explained = explain_disk_error(error, path)
-        if isinstance(explained, Unavailable):
-            raise explained from None
+        explanation = explain_disk_error(error, path)
+        if isinstance(explanation, Unavailable):
+            raise explanation from None
         raise InvalidRequest(f"adapter {path} can't be read ({error.strerror or error})", "loras") from None
 
 
 def refuse(path: str, problem: str, names: list[str]) -> None:
     """Raise `InvalidRequest` if there are names. `problem` has {} where the first few of them go."""
     if names:
-        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        raise InvalidRequest(f"adapter {path} {problem.format(listed)}", "loras")
+        examples = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        raise InvalidRequest(f"adapter {path} {problem.format(examples)}", "loras")
 
 
 def _pick_only(files: Mapping[str, T]) -> T:
@@ -222,8 +224,8 @@ def _find_in_bucket(path: str) -> AdapterFile:
     if not name.endswith(_ENDING):
         folder, name = path, ""
     objects = BucketFolder(folder).files()
-    wanted = {other: file for other, file in objects.items() if other.endswith(_ENDING) and name in ("", other)}
-    return AdapterFile(_pick_only(wanted), objects.get(PEFT_CONFIG))
+    files = {other: file for other, file in objects.items() if other.endswith(_ENDING) and name in ("", other)}
+    return AdapterFile(_pick_only(files), objects.get(PEFT_CONFIG))
 
 
 def _find_on_disk(path: Path) -> AdapterFile:
@@ -322,17 +324,17 @@ def _compute_gain(module: str, change: ModuleChange, config: Mapping[str, Any]) 
     patterns = config.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
         raise CheckpointError(f"its alpha_pattern is {patterns!r}, not a table of numbers by module; fetch it again")
-    named = next((key for key in patterns if _matches(key, module)), None)
-    said = config.get("lora_alpha") if named is None else patterns[named]
-    if said is None:
+    pattern = next((key for key in patterns if _matches(key, module)), None)
+    value = config.get("lora_alpha") if pattern is None else patterns[pattern]
+    if value is None:
         return 1.0
     try:
-        if not abs(alpha := float(said)) < _LARGEST_ALPHA:  # This is false for NaN, too.
+        if not abs(alpha := float(value)) < _LARGEST_ALPHA:  # This is false for NaN, too.
             raise ValueError
     except (OverflowError, TypeError, ValueError):
-        where = "lora_alpha" if named is None else f"alpha_pattern for {named}"
+        where = "lora_alpha" if pattern is None else f"alpha_pattern for {pattern}"
         raise CheckpointError(
-            f"its {where} is {said!r}, which {change.names['down']} needs a number for; fetch it again"
+            f"its {where} is {value!r}, which {change.names['down']} needs a number for; fetch it again"
         ) from None
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 

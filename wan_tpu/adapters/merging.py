@@ -145,14 +145,14 @@ def _change_weight(
     differences = [
         adapter.differences[weight] * np.float32(scale) for adapter, scale in adapters if weight in adapter.differences
     ]
-    placed: list[Any] = [None, None, None, None]
+    operands: list[Any] = [None, None, None, None]
     if factors:
         joined = _join(factors)
         specs = _split_spec(spec, joined[0].ndim)
-        placed[:3] = (_place(value, mesh, lies) for value, lies in zip(joined, specs, strict=True))
+        operands[:3] = (_place(value, mesh, lies) for value, lies in zip(joined, specs, strict=True))
     if differences:
-        placed[3] = _place(functools.reduce(np.add, differences), mesh, spec)
-    outputs = merge_program(runtime, base, scales)(base, scales, *placed)
+        operands[3] = _place(functools.reduce(np.add, differences), mesh, spec)
+    outputs = merge_program(runtime, base, scales)(base, scales, *operands)
     return dict(zip((weight, weight + SCALE), outputs, strict=False))
 
 

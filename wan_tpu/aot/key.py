@@ -76,12 +76,12 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def list_differences(stored: Ingredients, wanted: Ingredients) -> list[str]:
+def list_differences(stored: Ingredients, expected: Ingredients) -> list[str]:
     """List, for people, the differences between two sets of ingredients."""
     return [
-        f"{name} is {wanted.get(name) or 'absent'}, was {stored.get(name) or 'absent'}"
-        for name in sorted({*stored, *wanted})
-        if stored.get(name, "") != wanted.get(name, "")
+        f"{name} is {expected.get(name) or 'absent'}, was {stored.get(name) or 'absent'}"
+        for name in sorted({*stored, *expected})
+        if stored.get(name, "") != expected.get(name, "")
     ]
 
 
@@ -90,9 +90,9 @@ def settings(config: Any, dtype: str) -> str:
 
     A field of a configuration that no program is traced with has {"traced": False} as its metadata.
     """
-    traced = [field.name for field in dataclasses.fields(config) if field.metadata.get("traced", True)]
+    names = [field.name for field in dataclasses.fields(config) if field.metadata.get("traced", True)]
     fields = dataclasses.asdict(config)
-    return f"{dtype} {_sort({name: fields[name] for name in traced})}"
+    return f"{dtype} {_sort({name: fields[name] for name in names})}"
 
 
 def _sort(config: Any) -> Any:

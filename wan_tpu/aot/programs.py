@@ -258,11 +258,11 @@ def _denoise(
     branches = 2 if any(expert.guided for expert in experts) else 1
     residual = residual_shape(runtime, shapes[VIDEO], branches)
     which = jax.ShapeDtypeStruct((branches,), np.bool_, sharding=replicated_sharding(runtime.mesh))
-    reused = sum(int(skipped[expert.start : expert.stop, :branches].all(1).sum()) for expert in experts)
+    reused_steps = sum(int(skipped[expert.start : expert.stop, :branches].all(1).sum()) for expert in experts)
     some, every = (step_program(runtime, loaded.module, kind) for kind in ("some", "all"))
     return {
-        STEP: (some, (*arguments, residual, which), steps - reused),
-        SKIPPED: (every, (*arguments, residual), reused),
+        STEP: (some, (*arguments, residual, which), steps - reused_steps),
+        SKIPPED: (every, (*arguments, residual), reused_steps),
     }
 
 

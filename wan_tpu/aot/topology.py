@@ -85,10 +85,10 @@ class DescribedSlice:
         if _ADDED_BY_JAX not in flags:
             os.environ["LIBTPU_INIT_ARGS"] = f"{flags} {_ADDED_BY_JAX}=true".strip()
         try:
-            described = topologies.get_topology_desc(
+            topology = topologies.get_topology_desc(
                 platform="tpu", topology_name=self.topology, chips_per_host_bounds=self.host_bounds
             )
         except jax.errors.JaxRuntimeError as error:
             reason = str(error).splitlines()[0]
             raise InvalidInput(f"the TPU compiler has no topology {self.topology!r} ({reason})") from None
-        return list(described.devices)
+        return list(topology.devices)

@@ -80,11 +80,11 @@ def measure_curve(pipe: "Pipeline", plan: "RequestPlan", seeds: int) -> dict[str
     request, conditioning = plan.request, pipe.encode(plan)
     ratios = np.zeros((request.steps, 2))
     for seed in range(request.seed, request.seed + seeds):
-        seeded = plan.with_request(dataclasses.replace(request, seed=seed))
-        state = stages.device_state(pipe.runtime, seeded, pipe.initial_state(seeded))
+        seeded_plan = plan.with_request(dataclasses.replace(request, seed=seed))
+        state = stages.device_state(pipe.runtime, seeded_plan, pipe.initial_state(seeded_plan))
         for expert in experts:
             inputs = stages.expert_inputs(pipe.runtime, request, expert, conditioning)
-            run = stages.ExpertRun(pipe.runtime, seeded, expert, inputs, state, keeps_residuals=True)
+            run = stages.ExpertRun(pipe.runtime, seeded_plan, expert, inputs, state, keeps_residuals=True)
             before = None
             for i in range(expert.start, expert.stop):
                 run.step()

@@ -44,23 +44,23 @@ class Parser(argparse.ArgumentParser):
         """Return the words with every option's name spelled as it was added."""
         options = self._option_string_actions
         plain = {option.replace("-", "_"): option for option in options}
-        spelled: list[str] = []
+        result: list[str] = []
         rest = iter(words)
         for word in rest:
             name, equals, value = word.partition("=")
             if word == "--" or (self._subparsers is not None and not word.startswith("-")):
                 # The rest has no options, or belongs to another parser.
-                return [*spelled, word, *rest]
+                return [*result, word, *rest]
             if not name.startswith("-") or name == "-" or " " in name or _NUMBER.match(name):
-                spelled.append(word)
+                result.append(word)
                 continue
             known = name if name in options else plain.get(name.replace("-", "_"))
             if known is None:
                 if any(name in action.option_strings for action in all_actions(self)):
                     self.error(f"{name} comes after what to do: {self.prog} ACTION {name} ...")
                 self.error(f"there is no {name}{did_you_mean(name, options)}")
-            spelled.append(f"{known}{equals}{value}")
-        return spelled
+            result.append(f"{known}{equals}{value}")
+        return result
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -105,9 +105,9 @@ def add_model(group: argparse._ActionsContainer, **settings: Any) -> None:
 
 def add_mesh(group: argparse._ActionsContainer) -> None:
     """Add --dp, --sp and --tp, the axes of a mesh."""
-    for axis, divided in (("dp", "guidance branches"), ("sp", "tokens"), ("tp", "heads and weights")):
+    for axis, subject in (("dp", "guidance branches"), ("sp", "tokens"), ("tp", "heads and weights")):
         group.add_argument(
-            f"--{axis}", type=int, help=f"devices along the mesh axis of {divided}; default the model's choice"
+            f"--{axis}", type=int, help=f"devices along the mesh axis of {subject}; default the model's choice"
         )
 
 

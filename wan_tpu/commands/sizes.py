@@ -25,10 +25,10 @@ def read_size_with_frames(option: str, text: str) -> tuple[int, int, int]:
 
 def _with_x(option: str, text: str) -> str:
     """Return a size with its width first; where it could be misread, say on stderr which side is which."""
-    starred = _STARRED.fullmatch(text)
-    if starred is None:
+    match = _STARRED.fullmatch(text)
+    if match is None:
         return text
-    height, width, frames = starred.groups()
+    height, width, frames = match.groups()
     plain = "x".join(filter(None, (width, height, frames)))
     print(
         f"{option} {text} is HEIGHT*WIDTH here: {width} wide and {height} high. Wan's own program reads it as "

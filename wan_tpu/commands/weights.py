@@ -60,7 +60,7 @@ def _convert(args: argparse.Namespace) -> None:
     model = open_model(checkpoint)
     show_licence(model.spec)
     check_precision(model, args.dtype)
-    kept = convert(checkpoint, model.components, args.dtype, destination, Console())
-    for folder in kept:
+    existing = convert(checkpoint, model.components, args.dtype, destination, Console())
+    for folder in existing:
         print(f"{folder} was there already")
     print(f"{destination.location()} is ready for --model")

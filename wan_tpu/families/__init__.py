@@ -61,8 +61,8 @@ def _check_own_defaults(spec: ModelSpec, checkpoint: Checkpoint) -> None:
         return
     usual: ModelSpec = dataclasses.replace(spec, own=NOTHING_OWN)  # type: ignore[type-var]
     for name in spec.unused:
-        filled = name == "guidance_scale_2" and own.get(name) == own.get("guidance_scale")
-        if name in own and not filled and own[name] != getattr(usual.defaults, name):
+        is_derived = name == "guidance_scale_2" and own.get(name) == own.get("guidance_scale")
+        if name in own and not is_derived and own[name] != getattr(usual.defaults, name):
             raise CheckpointError(
                 f"{checkpoint.folder / OWN}: in defaults, {name} is {own[name]:g}, which {spec.name} has no use for; "
                 "leave it out"

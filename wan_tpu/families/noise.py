@@ -44,16 +44,16 @@ class SeededNoise:
             own_noise: Whether the caller gave the initial noise, so that the generator hasn't drawn it.
         """
         draws = self.spec.schedule(request).draws
-        drawn, generator = 0, self._step_generator(request, own_noise)
+        draw_count, generator = 0, self._step_generator(request, own_noise)
 
         def noise(step: int) -> np.ndarray:
-            nonlocal drawn, generator
+            nonlocal draw_count, generator
             needed = sum(draws[: step + 1])
-            if needed <= drawn:
-                drawn, generator = 0, self._step_generator(request, own_noise)
-            for _ in range(needed - drawn):
+            if needed <= draw_count:
+                draw_count, generator = 0, self._step_generator(request, own_noise)
+            for _ in range(needed - draw_count):
                 latest = self._draw_noise(request, generator)
-            drawn = needed
+            draw_count = needed
             return latest
 
         return noise

@@ -46,9 +46,9 @@ class FragmentPipe:
         name = "".join(f"\\{character}" if character in "\\'|" else character for character in str(path))
         # Half a frame less, so that no rounding moves the cut behind the next frame.
         microseconds = int((FRAGMENT_FRAMES - 0.5) / fps * 1e6)
-        fragmented = f"[f=mp4:movflags={_MOVFLAGS}:frag_duration={microseconds}]pipe:{self.descriptor}"
+        target = f"[f=mp4:movflags={_MOVFLAGS}:frag_duration={microseconds}]pipe:{self.descriptor}"
         streams = ["-map", "0:v", *(["-map", "1:a"] if audio else [])]
-        return [*streams, "-flags", "+global_header", "-f", "tee", f"[f=mp4:movflags=+faststart]{name}|{fragmented}"]
+        return [*streams, "-flags", "+global_header", "-f", "tee", f"[f=mp4:movflags=+faststart]{name}|{target}"]
 
     def start(self) -> None:
         """Begin to read. By now ffmpeg has the other end, or couldn't be started."""

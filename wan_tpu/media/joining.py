@@ -58,8 +58,8 @@ def read_clip(path: Path) -> Clip:
         if (fact := _FACT.match(line)) is not None:
             facts[fact[2]][fact[1]] = fact[3]
         elif line.startswith("0,"):
-            _, _, shown, lasts, *_ = line.split(",")
-            times.append(int(shown))
+            _, _, timestamp, lasts, *_ = line.split(",")
+            times.append(int(timestamp))
     times.sort()
     # Of a single frame, only how long it lasts says anything.
     span, steps = (times[-1] - times[0], len(times) - 1) if len(times) > 1 else (int(lasts) if times else 0, 1)
@@ -68,8 +68,8 @@ def read_clip(path: Path) -> Clip:
     video, sound = facts["0"], facts["1"]
     is_even = span % steps == 0 and times == list(range(0, span + 1, span // steps))
     rate = Fraction(steps, span) / Fraction(video["tb"])
-    heard = (sound["sample_rate"], sound["channel_layout_name"]) if "channel_layout_name" in sound else None
-    return Clip(path, tuple(sorted(video.items())), rate, is_even, len(times), heard)
+    sound_format = (sound["sample_rate"], sound["channel_layout_name"]) if "channel_layout_name" in sound else None
+    return Clip(path, tuple(sorted(video.items())), rate, is_even, len(times), sound_format)
 
 
 def join_videos(source: Path, segment: Path, output: Path) -> None:
@@ -168,9 +168,9 @@ def _join_sound(clips: Sequence[Clip], sound: tuple[str, str], source_s: Fractio
     filters = []
     for index, (clip, lasts) in enumerate(zip(clips, (source_s, clips[1].frames / clips[1].rate), strict=True)):
         silence = f"anullsrc=r={rate}:cl={layout}:d={float(lasts):.9f}"
-        heard = f"[{index}:a:0]aresample={rate},aformat=channel_layouts={layout}"
+        filter_ = f"[{index}:a:0]aresample={rate},aformat=channel_layouts={layout}"
         cut = f"apad=whole_dur={float(lasts):.9f}" + (f",atrim=end={float(lasts):.9f}" if index == 0 else "")
-        filters.append(f"{silence if clip.sound is None else f'{heard},{cut}'}[a{index}]")
+        filters.append(f"{silence if clip.sound is None else f'{filter_},{cut}'}[a{index}]")
     return [*filters, "[a0][a1]concat=n=2:v=0:a=1[sound]"]
 
 
@@ -197,10 +197,10 @@ def _run(arguments: Sequence[str], path: Path, content: bytes = b"") -> bytes:
     if done.returncode < 0:
         raise Unavailable(f"ffmpeg was ended by signal {-done.returncode} at {path}; check this machine's memory")
     if done.returncode:
-        said = (done.stderr.decode(errors="replace").strip().splitlines() or ["it has no frames"])[-1]
+        message = (done.stderr.decode(errors="replace").strip().splitlines() or ["it has no frames"])[-1]
         if arguments[-1] == "-" or arguments[-1].endswith(".ppm"):
             raise InvalidRequest(
-                f"video {path} can't be read ({said[:200]}); give an mp4, or what else ffmpeg reads", "video"
+                f"video {path} can't be read ({message[:200]}); give an mp4, or what else ffmpeg reads", "video"
             )
-        raise OutputError(f"{path} can't be joined ({said[:200]}); check the disk")
+        raise OutputError(f"{path} can't be joined ({message[:200]}); check the disk")
     return done.stdout

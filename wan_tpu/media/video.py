@@ -264,13 +264,13 @@ def _defer_interrupt() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    caught: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, _: caught.append(number))
+    signals: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, _: signals.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
-        if caught:
+        if signals:
             signal.raise_signal(signal.SIGINT)
 
 

@@ -51,10 +51,10 @@ def attention(
         k, v = k[:kv_len], v[:kv_len]
     q, k, v = (x.reshape(x.shape[0], heads, -1) for x in (q, k, v))
     if platform == "gpu" and count is None:
-        mixed = _attend_on_gpu(q, k, v, scale)
+        attended = _attend_on_gpu(q, k, v, scale)
     else:
-        mixed = _attend_blockwise(q, k, v, scale, count)
-    return mixed.reshape(mixed.shape[0], -1)
+        attended = _attend_blockwise(q, k, v, scale, count)
+    return attended.reshape(attended.shape[0], -1)
 
 
 def attention_part(
@@ -126,8 +126,8 @@ def _attend_blockwise(
             scores = jnp.where(jnp.arange(len(k)) < kv_len, scores, -jnp.inf)
         weights = jnp.exp(scores - scores.max(-1, keepdims=True))
         total = weights.sum(-1, keepdims=True)
-        mixed = jnp.einsum("nqk,nkd->nqd", weights.astype(v.dtype), values, preferred_element_type=jnp.float32)
-        return (mixed / total).astype(q.dtype)
+        attended = jnp.einsum("nqk,nkd->nqd", weights.astype(v.dtype), values, preferred_element_type=jnp.float32)
+        return (attended / total).astype(q.dtype)
 
     queries = q.transpose(1, 0, 2)
     if length <= 2 * CPU_QUERY_BLOCK:
@@ -135,5 +135,5 @@ def _attend_blockwise(
     count = -(-length // CPU_QUERY_BLOCK)
     padded = jnp.pad(queries, ((0, 0), (0, count * CPU_QUERY_BLOCK - length), (0, 0)))
     blocks = padded.reshape(heads, count, CPU_QUERY_BLOCK, width).transpose(1, 0, 2, 3)
-    mixed = jax.lax.map(rows, blocks).transpose(1, 0, 2, 3)
-    return mixed.reshape(heads, -1, width)[:, :length].transpose(1, 0, 2)
+    attended = jax.lax.map(rows, blocks).transpose(1, 0, 2, 3)
+    return attended.reshape(heads, -1, width)[:, :length].transpose(1, 0, 2)

@@ -149,14 +149,14 @@ def exchanged_attention(
     results: list[_RoundResult] = []
     checks, gathered = [], dict[str, jax.Array]()
     for number in range(len(tokens.rounds)):
-        mixed, right = tokens.attend(number, "optimistic")
+        attended, right = tokens.attend(number, "optimistic")
         weights = _gather_split(beside[number], layers[number]) if number < len(beside) else {}
         later = tokens.q[1:], tokens.k[1:]
-        mixed, right, weights, (queries, keys), results, layers[number + 1] = _barrier(
-            (mixed, right, weights, later, results, layers[number + 1])
+        attended, right, weights, (queries, keys), results, layers[number + 1] = _barrier(
+            (attended, right, weights, later, results, layers[number + 1])
         )
         tokens = dataclasses.replace(tokens, q=[tokens.q[0], *queries], k=[tokens.k[0], *keys])
-        results.append(_send_back(*mixed, head_axes))
+        results.append(_send_back(*attended, head_axes))
         if is_synchronous():
             results, q = _barrier((results, tokens.q))
             tokens = dataclasses.replace(tokens, q=q)
@@ -232,7 +232,7 @@ class _HeadTokens:
         (queries, first_query), (part, first_key) = find(self.q), find(self.k)
         if self.sparse is not None:
             assert self.others is None and isinstance(self.kv_len, int)
-            mixed = sparse_linear_attention(
+            attended = sparse_linear_attention(
                 queries,
                 part,
                 self.v,
@@ -243,7 +243,7 @@ class _HeadTokens:
                 first_query=self.first_query,
                 platform=self.platform,
             )
-            return (mixed, None), jnp.asarray(True)
+            return (attended, None), jnp.asarray(True)
 
         def attend_with(q: jax.Array, first_head: int) -> tuple[jax.Array, jax.Array]:
             return attention_part(
@@ -259,12 +259,12 @@ class _HeadTokens:
                 qk=self.qk,
             )
 
-        mixed, right = attend_with(queries, first_query)
+        attended, right = attend_with(queries, first_query)
         if self.others is None:
-            return (mixed, None), right
+            return (attended, None), right
         # The others attend separately: appending these few to the queries and cutting them off again would move all.
         other, other_right = attend_with(self.others, first)
-        return (mixed, other), right & other_right
+        return (attended, other), right & other_right
 
 
 def _project_and_send(
@@ -324,10 +324,10 @@ def _insert_rows(rows: jax.Array, others: jax.Array, after: int) -> jax.Array:
     return room
 
 
-def _send_back(mixed: jax.Array, other: jax.Array | None, axes: tuple[str, ...]) -> _RoundResult:
+def _send_back(attended: jax.Array, other: jax.Array | None, axes: tuple[str, ...]) -> _RoundResult:
     """Turn [L, columns] of this device's heads into [G, t, columns] of its tokens; the others' rows stay."""
     groups = _size(axes)
-    return mixed if groups == 1 else _exchange(mixed.reshape(groups, -1, mixed.shape[1]), axes), other
+    return attended if groups == 1 else _exchange(attended.reshape(groups, -1, attended.shape[1]), axes), other
 
 
 def _exchange(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -66,8 +66,8 @@ class Cut:
         rows = self.height * scale
         if self.held_columns * self.mesh.size == self.width:
             return x.shape[1], rows
-        left = jax.lax.axis_index(self.mesh.axis_names) * x.shape[1]
-        return jnp.clip(self.width * scale - left, 0, x.shape[1]), rows
+        first_column = jax.lax.axis_index(self.mesh.axis_names) * x.shape[1]
+        return jnp.clip(self.width * scale - first_column, 0, x.shape[1]), rows
 
     def hold_rows(self, x: jax.Array) -> jax.Array:
         """Return a strip [T, X, Y, C] with just as many rows of padding as fill the last tile at its own size.
@@ -76,8 +76,8 @@ class Cut:
         eight, these are 384, though the picture's own 272 fill whole tiles.
         """
         rows = self.height * (x.shape[1] // self.held_columns)
-        held = -(-rows // self.row_unit) * self.row_unit
-        return x if x.shape[2] == held else jnp.pad(x[:, :, :rows], ((0, 0), (0, 0), (0, held - rows), (0, 0)))
+        padded = -(-rows // self.row_unit) * self.row_unit
+        return x if x.shape[2] == padded else jnp.pad(x[:, :, :rows], ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
 
     def edges(self, first: jax.Array, last: jax.Array, *, padding: Padding = "zeros") -> tuple[jax.Array, jax.Array]:
         """Send each strip's first and last columns to its neighbours; return the columns before and after it.

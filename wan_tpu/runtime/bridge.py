@@ -55,9 +55,9 @@ def call(module: torch.nn.Module, params: Params, method: Callable[..., Any], *a
     Raises:
         TypeError: The method returned something that isn't a pytree of tensors.
     """
-    named = {f"module.{name}": value for name, value in params.items()}
+    tensors = {f"module.{name}": value for name, value in params.items()}
     with torchax.default_env():
-        result = torch.func.functional_call(_Method(module, method), to_torch(named), tuple(to_torch(args)))
+        result = torch.func.functional_call(_Method(module, method), to_torch(tensors), tuple(to_torch(args)))
     converted = to_jax(result)
     for leaf in jax.tree.leaves(converted):
         if not isinstance(leaf, jax.Array | str):

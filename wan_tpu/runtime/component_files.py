@@ -173,8 +173,8 @@ def check_tensors(module: torch.nn.Module, tied: Mapping[str, str], stored: dict
     ]
     for problem, names in (("lacks", missing), ("has unknown", extra), ("has the wrong shape of", wrong)):
         if names:
-            listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            examples = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             raise CheckpointError(
-                f"{folder} {problem} {listed}: its files don't belong to its config.json; fetch both again from one "
+                f"{folder} {problem} {examples}: its files don't belong to its config.json; fetch both again from one "
                 "place, or, where they were published so, give another checkpoint of this model"
             )

@@ -143,9 +143,9 @@ def load_component(
         CheckpointError: As `open_component`, before any weight is read; or a file is damaged.
         Unavailable: A file can't be read now.
     """
-    opened = open_component(checkpoint, component, dtype, mesh)
-    params = {name: place(table.numpy(), mesh) for name, table in opened.tables.items()}
-    return Loaded(opened.module, params | read_weights(opened.weights, show))
+    contents = open_component(checkpoint, component, dtype, mesh)
+    params = {name: place(table.numpy(), mesh) for name, table in contents.tables.items()}
+    return Loaded(contents.module, params | read_weights(contents.weights, show))
 
 
 def open_component(checkpoint: Checkpoint, component: Component, dtype: str, mesh: Mesh) -> Opened:

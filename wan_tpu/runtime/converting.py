@@ -54,14 +54,14 @@ def convert(
     mesh = Mesh(np.array(jax.local_devices(backend="cpu")[:1]).reshape(1, 1, 1), ("dp", "sp", "tp"))
     folders = {component.folder: _Folder(checkpoint, component, dtype) for component in components.values()}
     for component in components.values():
-        opened = open_component(checkpoint, component, dtype, mesh)
+        contents = open_component(checkpoint, component, dtype, mesh)
         folders[component.folder].weights.update(
-            {opened.plain[name]: (weight, opened.cuts[name]) for name, weight in opened.weights.items()}
+            {contents.plain[name]: (weight, contents.cuts[name]) for name, weight in contents.weights.items()}
         )
     others = checkpoint.others()
     adapters = checkpoint.adapters(json.loads(others.get(OWN, b"{}")))
-    kept = [name for name, folder in folders.items() if _is_there(name, folder, destination)]
-    if len(kept) < len(folders) and OWN not in others and destination.has(OWN):
+    existing = [name for name, folder in folders.items() if _is_there(name, folder, destination)]
+    if len(existing) < len(folders) and OWN not in others and destination.has(OWN):
         raise CheckpointError(
             f"the destination has a {OWN}, and {checkpoint.source} has none: it is another model's; "
             "delete it, or give another folder"
@@ -73,13 +73,13 @@ def convert(
             for start in range(0, adapter.size, _COPIED_BYTES):
                 out.write(adapter.read(start, min(start + _COPIED_BYTES, adapter.size)))
     for name, folder in folders.items():
-        if name in kept:
+        if name in existing:
             continue
         checksums = _write(f"{name}/{FILE}", folder.weights, destination, progress)
         folder.check_unchanged()
         # The manifest comes last: it marks the file as complete.
         destination.write(f"{name}/{MANIFEST}", folder.manifest(checksums).encode())
-    return kept
+    return existing
 
 
 class _Folder:

@@ -57,8 +57,8 @@ def make_mesh(shape: MeshLike, *, heads: int, devices: Sequence[jax.Device] | No
             raise MeshError(f"the mesh names axes {sorted(shape)}; allowed are {', '.join(AXES)}")
         shape = [shape.get(axis) for axis in AXES]
     available = _all_devices() if devices is None else list(devices)
-    filled = fill_shape((None, None, None) if shape is None else shape, len(available), heads)
-    mesh = _mesh(available[: math.prod(filled)], filled, heads)
+    sizes = fill_shape((None, None, None) if shape is None else shape, len(available), heads)
+    mesh = _mesh(available[: math.prod(sizes)], sizes, heads)
     if devices is None:
         _check_processes(mesh, len(available))
     return mesh
@@ -171,11 +171,11 @@ def describe_sharding(sharding: Any) -> str:
     if not isinstance(sharding, NamedSharding):
         return str(sharding)
     sizes = sharding.mesh.shape
-    named = [axes if isinstance(axes, tuple) else (axes,) for axes in sharding.spec]
-    kept = [tuple(axis for axis in axes if axis is not None and sizes[axis] > 1) for axes in named]
-    while kept and not kept[-1]:
-        kept.pop()
-    return str(kept)
+    axes_by_dimension = [axes if isinstance(axes, tuple) else (axes,) for axes in sharding.spec]
+    used_axes = [tuple(axis for axis in axes if axis is not None and sizes[axis] > 1) for axes in axes_by_dimension]
+    while used_axes and not used_axes[-1]:
+        used_axes.pop()
+    return str(used_axes)
 
 
 class TokenLayout(NamedTuple):

@@ -118,19 +118,19 @@ class Program:
             CompileFailed: The compiler refuses it for another reason.
         """
         leaves, tree = jax.tree.flatten(args)
-        spelled = (tree, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
+        signature = (tree, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
         with _tracing:
             # Results come back without axes of size 1 in their shardings, which is no reason to compile again.
-            key = self._keys.get(spelled) or (
+            key = self._keys.get(signature) or (
                 tree,
                 tuple((leaf.shape, leaf.dtype, describe_sharding(leaf.sharding)) for leaf in leaves),
             )
             compiled = self._compiled.pop(key, None)
             self._compiled[key] = compiled = self._get(args) if compiled is None else compiled
-            self._keys[spelled] = key
+            self._keys[signature] = key
             if len(self._compiled) > MAX_SIZES:
                 del self._compiled[next(iter(self._compiled))]
-                self._keys = {spelled: key for spelled, key in self._keys.items() if key in self._compiled}
+                self._keys = {signature: key for signature, key in self._keys.items() if key in self._compiled}
             return compiled
 
     def _get(self, args: tuple[Any, ...]) -> Any:

@@ -89,9 +89,9 @@ def check_precision(model: HasComponents, precision: str) -> None:
     if precision not in DTYPES:
         raise InvalidInput(f"dtype {precision!r} is unknown; choose one of {', '.join(DTYPES)}")
     components = model.components.values()
-    offered = [name for name in DTYPES if name not in MATRICES or any(part.offers(name) for part in components)]
-    if precision not in offered:
-        raise InvalidInput(f"this model isn't computed in {precision}; choose one of {', '.join(offered)}")
+    choices = [name for name in DTYPES if name not in MATRICES or any(part.offers(name) for part in components)]
+    if precision not in choices:
+        raise InvalidInput(f"this model isn't computed in {precision}; choose one of {', '.join(choices)}")
 
 
 M = TypeVar("M", bound=HasComponents)

@@ -110,33 +110,33 @@ def read_weights(weights: Mapping[str, Weight], show: Show = lambda total: Silen
 
 def read_tensors(stored: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
     """Read tensors of one file into this process's memory. Raises what `read_weights` raises."""
-    wanted = sorted(
+    places = sorted(
         ((name, place) for name, place in stored.items() if math.prod(place.shape)), key=lambda x: x[1].offset
     )
     tensors = {name: torch.empty(place.shape, dtype=place.kind) for name, place in stored.items()}
-    sizes = [math.prod(place.shape) * place.kind.itemsize for _, place in wanted]
-    if not wanted:
+    sizes = [math.prod(place.shape) * place.kind.itemsize for _, place in places]
+    if not places:
         return tensors
-    ranges = [FileChunks(0, wanted[0][1].file, [place.offset for _, place in wanted], sizes)]
+    ranges = [FileChunks(0, places[0][1].file, [place.offset for _, place in places], sizes)]
     memory_limit = max(*sizes, min(RING_BYTES, sum(sizes) // 8)) if len(sizes) > 1 else sizes[0]
     with contextlib.closing(_stream(ranges, memory_limit)) as chunks:
         for _, index, content in chunks:
-            name, place = wanted[index]
+            name, place = places[index]
             tensors[name] = content.flatten().clone().view(place.kind).view(place.shape)
     return tensors
 
 
 def _stream(ranges: Sequence[FileChunks], memory_limit: int) -> Generator[tuple[int, int, torch.Tensor], None, None]:
     """Yield ranges of files as they arrive: the file's number, the range's, and its bytes until the next range."""
-    streamed = [file for file in ranges if can_stream(file.path)]
+    streamable = [file for file in ranges if can_stream(file.path)]
     ends = {file.path: max(map(sum, zip(file.offsets, file.sizes, strict=True))) for file in ranges}
     try:
-        if streamed:
+        if streamable:
             with FileStreamer() as streamer:
-                streamer.stream_files(streamed, memory_limit=memory_limit, owned=False)
+                streamer.stream_files(streamable, memory_limit=memory_limit, owned=False)
                 yield from streamer.get_chunks()
         for file in ranges:
-            if file not in streamed:
+            if file not in streamable:
                 yield from _read_ranges(file)
     except ValueError as error:
         raise _explain_failed_read(ends, error) from error
@@ -203,16 +203,16 @@ class _Assembly:
 
     def _list_reads_of(self, name: str, block: Block) -> Iterator[_Read]:
         overlaps = [_overlap(limits, block.start, block.shape) for limits in set(self._places.values())]
-        wanted = [overlap for overlap in overlaps if overlap is not None]
-        if not wanted:
+        parts = [overlap for overlap in overlaps if overlap is not None]
+        if not parts:
             return
         size = math.prod(block.stored_shape) * block.kind.itemsize
         dimension = next((i for i, length in enumerate(block.shape) if length > 1), None)
         if self._weight.change is not None or block.crc32c is not None or dimension is None:
             yield _Read(name, block, block.start, block.shape, block.offset, size)
             return
-        first = min(overlap[dimension][0] for overlap in wanted)
-        last = max(overlap[dimension][1] for overlap in wanted)
+        first = min(overlap[dimension][0] for overlap in parts)
+        last = max(overlap[dimension][1] for overlap in parts)
         row_bytes = size // block.shape[dimension]
         step = max(1, RANGE_BYTES // row_bytes)
         for row in range(first, last, step):

@@ -75,8 +75,8 @@ class NoiseSchedule:
 def ddim(noise: NoiseSchedule, steps: int) -> Schedule:
     """Return the schedule of DDIM without added noise."""
     timesteps, here, there = noise.levels(steps)
-    kept = np.sqrt((1 - there) / (1 - here))
-    matrices = np.stack([kept, np.sqrt(there) - np.sqrt(here) * kept], axis=-1)[:, None, :]
+    noise_ratio = np.sqrt((1 - there) / (1 - here))
+    matrices = np.stack([noise_ratio, np.sqrt(there) - np.sqrt(here) * noise_ratio], axis=-1)[:, None, :]
     return make_schedule(timesteps, np.sqrt(1 - here), matrices, alphas=np.sqrt(here))
 
 
@@ -94,16 +94,16 @@ def dpm(noise: NoiseSchedule, steps: int) -> Schedule:
         before, after = (0.5 * np.log(share / (1 - share)) for share in (here, there))
         h = after - before
         ratio = np.diff(before) / h[1:]  # The previous step's length by this one's.
-        kept = np.sqrt((1 - there) / (1 - here)) * np.exp(-h)
+        noise_ratio = np.sqrt((1 - there) / (1 - here)) * np.exp(-h)
         fresh = np.sqrt(1 - there) * np.sqrt(1 - np.exp(-2 * h))
-    gained = -np.expm1(-2 * h) * np.sqrt(there)
+    x0_weight = -np.expm1(-2 * h) * np.sqrt(there)
     second = np.append(False, timesteps[1:] - TRAIN_TIMESTEPS // steps >= 0)
     with np.errstate(divide="ignore"):
         back = np.where(second, np.append(0.0, 1 / (2 * ratio)), 0.0)
     zeros, ones = np.zeros(steps), np.ones(steps)
     matrices = np.stack(
         [
-            np.stack([kept, gained * (1 + back), -gained * back, fresh], axis=-1),
+            np.stack([noise_ratio, x0_weight * (1 + back), -x0_weight * back, fresh], axis=-1),
             np.stack([zeros, ones, zeros, zeros], axis=-1),
         ],
         axis=1,

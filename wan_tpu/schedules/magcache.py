@@ -118,11 +118,11 @@ def choose_skipped(curve: Curve, cache: MagCache, phases: list[tuple[int, int]])
 
 
 def _choose_in_phase(ratios: np.ndarray, threshold: float, most: int, retention: float) -> np.ndarray:
-    kept = int(retention * len(ratios) + 0.5)
+    first = int(retention * len(ratios) + 0.5)
     ratio, error, steps = np.float32(1), np.float32(0), 0
     skipped = np.zeros(len(ratios), bool)
     for i, scale in enumerate(ratios):
-        if i < kept:
+        if i < first:
             continue
         ratio, steps = np.float32(ratio * scale), steps + 1
         error = np.float32(error + abs(np.float32(1) - ratio))

@@ -55,8 +55,8 @@ def enter_expert(runtime: Runtime[Model], plan: RequestPlan, expert: Expert, sta
             latents = place(np.float32(schedule.start) * noise, runtime.mesh)
         else:
             factors = tuple(map(np.float32, model.renoising(plan.request, expert)))
-            placed = place((noise, factors), runtime.mesh)
-            latents = growing_program(runtime)(state.latents, *placed)
+            operands = place((noise, factors), runtime.mesh)
+            latents = growing_program(runtime)(state.latents, *operands)
         zeros = place(np.zeros_like(noise), runtime.mesh)
     return dataclasses.replace(
         state, latents=latents, history=(zeros,) * schedule.history_terms, chunks=chunks, generator=generator
@@ -69,8 +69,8 @@ def growing_program(runtime: Runtime[Model]) -> Program:
     def run(latents, noise, factors):  # type: ignore[no-untyped-def]
         model = runtime.model
         assert isinstance(model, ChunkedModel)
-        grown = factors[0] * model.enlarge_chunk(latents) + factors[1] * noise
-        return jax.lax.with_sharding_constraint(grown, replicated_sharding(runtime.mesh))
+        larger = factors[0] * model.enlarge_chunk(latents) + factors[1] * noise
+        return jax.lax.with_sharding_constraint(larger, replicated_sharding(runtime.mesh))
 
     return runtime.program("enlarge a chunk's latents", run)
 
@@ -83,8 +83,8 @@ def place_history(
     assert isinstance(model, ChunkedModel)
     with runtime.on_host():
         image = None if inputs.image_latents is None else np.asarray(inputs.image_latents)
-        placed: dict[str, jax.Array] = place(model.chunk_history(plan.request, state.chunks, image), runtime.mesh)
-    return placed
+        arrays: dict[str, jax.Array] = place(model.chunk_history(plan.request, state.chunks, image), runtime.mesh)
+    return arrays
 
 
 def join_chunks(state: DenoiseState) -> DenoiseState:

@@ -132,8 +132,8 @@ def device_state(runtime: Runtime[Model], plan: RequestPlan, state: DenoiseState
             f"{expected}{chunks}: start from its own initial state"
         )
     # Copied, because on the CPU device_put may alias host memory, and the caller's state must stay as it is.
-    placed = place(jax.tree.map(np.array, state.parts), runtime.mesh)
-    return state.with_parts(placed, state.step)
+    parts = place(jax.tree.map(np.array, state.parts), runtime.mesh)
+    return state.with_parts(parts, state.step)
 
 
 def to_host(state: DenoiseState) -> DenoiseState:

@@ -119,12 +119,12 @@ def image_inputs(runtime: Runtime[Model], request: ResolvedRequest) -> ImageInpu
     if all(getattr(request, name) is None for name in (*IMAGES, "video")):
         return None
     model, dtype = runtime.model, DTYPES[runtime.dtype]
-    placed: dict[int, jax.Array] = {}
+    placements: dict[int, jax.Array] = {}
     chunks = model.video_condition(request)
     # All blank chunks are the same array, which is placed once.
     for chunk in chunks:
-        if id(chunk) not in placed:
-            placed[id(chunk)] = place(chunk.astype(dtype), runtime.mesh)
+        if id(chunk) not in placements:
+            placements[id(chunk)] = place(chunk.astype(dtype), runtime.mesh)
     clip = None
     if "image_encoder" in model.spec.components[ENCODER]:
         clip = place(model.clip_pixels(request).astype(dtype), runtime.mesh)
@@ -132,7 +132,7 @@ def image_inputs(runtime: Runtime[Model], request: ResolvedRequest) -> ImageInpu
     if request.video is not None and model.spec.continues_video:
         assert isinstance(model, ChunkedModel)
         frames = model.count_source(request)
-    inputs = ImageInputs(tuple(placed[id(chunk)] for chunk in chunks), clip, source_frames=frames)
+    inputs = ImageInputs(tuple(placements[id(chunk)] for chunk in chunks), clip, source_frames=frames)
     if not model.spec.reads_images:
         return inputs
     for name in model.tokenizers:

@@ -32,13 +32,13 @@ def enlarge(
     sigmas = {part: schedule.sigmas[expert.start] for part, schedule in runtime.model.spec.schedules(request).items()}
     with runtime.on_host():
         numbers = {part: np.float32(sigma) for part, sigma in sigmas.items()}
-        placed = place((runtime.model.renoise(request, expert, has_image=image is not None), numbers), runtime.mesh)
+        operands = place((runtime.model.renoise(request, expert, has_image=image is not None), numbers), runtime.mesh)
     latents = {part: latents for part, (latents, _) in state.parts.items()}
-    noised: dict[str, jax.Array] = program(params, latents, image, *placed)
+    enlarged: dict[str, jax.Array] = program(params, latents, image, *operands)
     for name in runtime.model.spec.components[expert.stage][1:]:
         runtime.done_with(name)
     histories = runtime.model.spec.schedules(request)
-    return {part: (value, (jnp.zeros_like(value),) * histories[part].history_terms) for part, value in noised.items()}
+    return {part: (value, (jnp.zeros_like(value),) * histories[part].history_terms) for part, value in enlarged.items()}
 
 
 def enlarging_program(runtime: Runtime[Model], expert: Expert) -> tuple[Program, tuple[dict[str, jax.Array], ...]]:
@@ -55,9 +55,9 @@ def enlarging_program(runtime: Runtime[Model], expert: Expert) -> tuple[Program,
         if image is not None:
             video = video.at[:, :, :1].set(image)  # The image stayed as it was.
         larger = {**latents, VIDEO: runtime.model.enlarge(loaded, runtime.mesh, video)}
-        noised = {part: (1 - sigmas[part]) * x + sigmas[part] * noises[part] for part, x in larger.items()}
+        noisy = {part: (1 - sigmas[part]) * x + sigmas[part] * noises[part] for part, x in larger.items()}
         if image is not None:
-            noised[VIDEO] = noised[VIDEO].at[:, :, :1].set(larger[VIDEO][:, :, :1])
-        return jax.lax.with_sharding_constraint(noised, replicated_sharding(runtime.mesh))
+            noisy[VIDEO] = noisy[VIDEO].at[:, :, :1].set(larger[VIDEO][:, :, :1])
+        return jax.lax.with_sharding_constraint(noisy, replicated_sharding(runtime.mesh))
 
     return runtime.program("enlarge latents", run), tuple(part.params for part in components)

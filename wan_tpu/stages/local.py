@@ -180,8 +180,8 @@ class LocalExecutor:
         if self._bar is None:
             with self._runtime.on_host():
                 self._image_inputs = inputs = image_inputs(self._runtime, self.plan.request)
-            said = () if inputs is None else inputs.warnings
-            for warning in (*said, *crop_warnings(self._runtime.model, self.plan.request)):
+            messages = () if inputs is None else inputs.warnings
+            for warning in (*messages, *crop_warnings(self._runtime.model, self.plan.request)):
                 self._warn(warning)
             units = 0 if inputs is None else inputs.parts
             texts = len(self.machine.inputs) - (inputs is not None)

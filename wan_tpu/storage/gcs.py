@@ -194,9 +194,9 @@ class _OpenObject:
         session: AuthorizedSession,
         url: str,
         start: int,
-        explained: Callable[[], contextlib.AbstractContextManager[None]],
+        explain_errors: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
-        self._session, self._url, self._position, self._explain_errors = session, url, start, explained
+        self._session, self._url, self._position, self._explain_errors = session, url, start, explain_errors
         self._answer: requests.Response | None = None
 
     def read(self, size: int) -> bytes:

@@ -137,8 +137,8 @@ class LocalStorage(Storage):
         ours = {os.path.join(self._folder, check_name(name)) for name in names}  # strings: there may be a million
         for folder in {os.path.dirname(path) for path in ours}:
             for partial in Path(folder).glob(f".*{_PARTIAL}"):
-                written, _, _ = partial.name[1:].removesuffix(_PARTIAL).rpartition(".")
-                if written == "probe" or os.path.join(folder, written) in ours:
+                original, _, _ = partial.name[1:].removesuffix(_PARTIAL).rpartition(".")
+                if original == "probe" or os.path.join(folder, original) in ours:
                     partial.unlink(missing_ok=True)
 
     @contextlib.contextmanager

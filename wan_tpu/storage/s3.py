@@ -142,9 +142,9 @@ class S3Storage(BucketStorage):
     def url(self, name: str, seconds: float, filename: str) -> str | None:
         """Return an address signed with the credentials that this process has."""
         with self._explain_errors("sign an address of", self.location(check_name(name))):
-            wanted = {"Bucket": self.bucket, "Key": self.key(name)}
-            wanted |= {"ResponseContentDisposition": f'inline; filename="{filename}"'}
-            signed: str = self.client.generate_presigned_url("get_object", Params=wanted, ExpiresIn=round(seconds))
+            parameters = {"Bucket": self.bucket, "Key": self.key(name)}
+            parameters |= {"ResponseContentDisposition": f'inline; filename="{filename}"'}
+            signed: str = self.client.generate_presigned_url("get_object", Params=parameters, ExpiresIn=round(seconds))
             return signed
 
     def call(self, action: str, name: str, ask: Callable[[str], T]) -> T:

@@ -69,7 +69,7 @@ def add_linear(
     tile = _Tile(width, LANES // width if width < LANES else 1, kv_len or k.shape[0], scale)
     tiles = sparse.shape[1] // tile.lanes
     values, keys = _summarise_keys(k, v, tile, tiles, (first_k, first_v), interpret)
-    folded = _fold_keys(values, keys, weight, tile).astype(q.dtype)
+    sums = _fold_keys(values, keys, weight, tile).astype(q.dtype)
     row = jnp.tile(bias.astype(jnp.float32), tile.shared)[None]
     tokens = pl.BlockSpec((rows, tile.lanes), lambda t, i: (i, t))
     return pl.pallas_call(
@@ -91,7 +91,7 @@ def add_linear(
         ),
         interpret=interpret,
         name="linear_attention",
-    )(sparse, q, folded, row)
+    )(sparse, q, sums, row)
 
 
 def add_linear_reference(

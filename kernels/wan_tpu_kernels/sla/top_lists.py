@@ -80,8 +80,8 @@ def _kernel(scores_ref: Ref, out_ref: Ref, sums_ref: Ref, lists_ref: Ref, *, cou
 
     def raise_threshold(i: jax.Array, threshold: jax.Array) -> jax.Array:
         # The search starts from the smallest number, whose sign the first bit turns.
-        raised = threshold + jnp.left_shift(1, 31 - i)
-        return jnp.where(count_true(key >= raised) >= count, raised, threshold)
+        candidate = threshold + jnp.left_shift(1, 31 - i)
+        return jnp.where(count_true(key >= candidate) >= count, candidate, threshold)
 
     smallest = lax.fori_loop(0, 32, raise_threshold, jnp.full(row, jnp.iinfo(jnp.int32).min))
     above, equal = key > smallest, key == smallest
@@ -89,8 +89,8 @@ def _kernel(scores_ref: Ref, out_ref: Ref, sums_ref: Ref, lists_ref: Ref, *, cou
     position_bits = key.shape[0].bit_length()
 
     def raise_end(i: jax.Array, end: jax.Array) -> jax.Array:
-        raised = end + jnp.left_shift(1, position_bits - 1 - i)
-        return jnp.where(count_true(equal & (position < raised)) < missing, raised, end)
+        candidate = end + jnp.left_shift(1, position_bits - 1 - i)
+        return jnp.where(count_true(equal & (position < candidate)) < missing, candidate, end)
 
     # The last position before which there are too few: the one that is missing lies there.
     end = lax.fori_loop(0, position_bits, raise_end, jnp.zeros(row, jnp.int32))

@@ -150,8 +150,8 @@ def causal_conv(
     if residual is not None:
         add_input(residual, result, result_tile)
     specs.append(pl.BlockSpec(memory_space=pltpu.SMEM))
-    kept = (shape.x if columns is None else columns, shape.y if rows is None else rows)
-    arrays.append(jnp.stack([jnp.asarray(count, jnp.int32) for count in kept]))
+    valid = (shape.x if columns is None else columns, shape.y if rows is None else rows)
+    arrays.append(jnp.stack([jnp.asarray(count, jnp.int32) for count in valid]))
     seen = (shape.past + shape.frames, shape.block + shape.kx - 1, shape.y, shape.ky * shape.lanes)
     out_frames = x.shape[0] if centred else shape.out_frames
     return pl.pallas_call(

@@ -30,17 +30,19 @@ def run_grid_step(*inputs, shape, norm, norm_after, residual, padding, norm_eps,
     kept_ref, o_ref, seen_ref = refs
     slab, step = shape.tile(pl.program_id(0), pl.program_id(1))
     # The last slab may have fewer frames; its last is repeated.
-    left = None if shape.all_frames % shape.frames == 0 else shape.all_frames - slab * shape.frames
+    frames_left = None if shape.all_frames % shape.frames == 0 else shape.all_frames - slab * shape.frames
     norm_in = None if gamma is None else functools.partial(normalise, gamma=gamma, eps=norm_eps)
 
     def fill() -> None:
         frame = 0
         if shape.centred:
             for piece, source in enumerate(tiles):
-                frame = _fill(source, edge_refs[piece::pieces], 0, seen_ref, frame, left, norm_in, step, padding, shape)
+                frame = _fill(
+                    source, edge_refs[piece::pieces], 0, seen_ref, frame, frames_left, norm_in, step, padding, shape
+                )
             return
         for source in reversed(tiles):  # The past comes first.
-            frame = _fill(source, edge_refs, frame, seen_ref, frame, left, norm_in, step, padding, shape)
+            frame = _fill(source, edge_refs, frame, seen_ref, frame, frames_left, norm_in, step, padding, shape)
 
     if shape.o_block == shape.o:
         fill()
@@ -73,18 +75,18 @@ def run_grid_step(*inputs, shape, norm, norm_after, residual, padding, norm_eps,
             o_ref[frame, pl.ds(part, shape.part)] = jnp.where(kept, y, 0).astype(o_ref.dtype)
 
     def wanted_products(index, _):  # type: ignore[no-untyped-def]
-        pl.when(index // parts * shape.group < left)(lambda: products(index, None))
+        pl.when(index // parts * shape.group < frames_left)(lambda: products(index, None))
 
     # The number of iterations is a constant, so that those who count the kernel's bundles see it.
-    each = products if left is None else wanted_products
+    each = products if frames_left is None else wanted_products
     jax.lax.fori_loop(0, shape.out_frames // shape.group * parts, each, None)
 
 
-def _fill(source, edge_refs, edge_frame, seen_ref, frame, left, norm, step, padding, shape):  # type: ignore[no-untyped-def]
+def _fill(source, edge_refs, edge_frame, seen_ref, frame, frames_left, norm, step, padding, shape):  # type: ignore[no-untyped-def]
     """Put a source's tile and the columns beside it into the scratch, from frame `frame` on, and return the next.
 
-    The source's first frame is frame `edge_frame` of the edges. If it has more than `left` frames, the rest repeat the
-    last of these.
+    The source's first frame is frame `edge_frame` of the edges. If it has more than `frames_left` frames, the last
+    of these is repeated.
     """
     row = jax.lax.broadcasted_iota(jnp.int32, (shape.y, 1), 0)
 
@@ -109,8 +111,8 @@ def _fill(source, edge_refs, edge_frame, seen_ref, frame, left, norm, step, padd
 
     def put_frame(i, _):  # type: ignore[no-untyped-def]
         at = frame + i
-        if left is not None and count > 1:
-            i = jnp.minimum(i, left - 1)
+        if frames_left is not None and count > 1:
+            i = jnp.minimum(i, frames_left - 1)
         edge = edge_frame + i
         if shape.halo and lead:
             put(at, 0, jnp.where(step == 0, edge_refs[0][edge, 0], sides[0][i, 0]))

@@ -169,11 +169,11 @@ def _vmem_use(shape: ConvShape, itemsize: int) -> int:
     rows = shape.block * shape.y
     o_lanes = -(-shape.outputs // LANES) * LANES
     seen = (shape.past + shape.frames) * (shape.block + 2 * shape.halo) * shape.y
-    streamed = 2 * (seen * shape.lanes + 2 * shape.out_frames * rows * o_lanes)
+    blocks = 2 * (seen * shape.lanes + 2 * shape.out_frames * rows * o_lanes)
     weights = 2 * shape.inputs * o_lanes
-    kept = seen * shape.ky * shape.lanes
+    scratch = seen * shape.ky * shape.lanes
     product = shape.part * shape.y * (itemsize * shape.inputs + 3 * 4 * o_lanes)
-    return itemsize * (streamed + weights + kept) + product
+    return itemsize * (blocks + weights + scratch) + product
 
 
 def _chip() -> tuple[int, int]:

@@ -146,9 +146,9 @@ def norm_silu_reference(
     y = x.astype(jnp.float32) * scale.astype(jnp.float32) + shift.astype(jnp.float32)
     if around is not None:
         latent, factor = latent_frame(frames, around.shape[0]), height // around.shape[2]
-        enlarged = around[jnp.asarray([latent(frame) for frame in range(frames)])]
-        enlarged = enlarged.repeat(factor, axis=1).repeat(factor, axis=2).astype(jnp.float32)
-        y = y * enlarged[..., :channels] + enlarged[..., channels:]
+        upsampled = around[jnp.asarray([latent(frame) for frame in range(frames)])]
+        upsampled = upsampled.repeat(factor, axis=1).repeat(factor, axis=2).astype(jnp.float32)
+        y = y * upsampled[..., :channels] + upsampled[..., channels:]
     return zero_outside(jax.nn.silu(y), columns, rows).astype(x.dtype)
 
 
@@ -206,9 +206,9 @@ def _moments_kernel(x_ref, columns_ref, o_ref, *, rows):  # type: ignore[no-unty
     nothing = jnp.zeros((SUBLANES, channels), jnp.float32)
     total, squares = jax.lax.fori_loop(0, block * pieces, add, (nothing, nothing))
     total, squares = total.sum(0, keepdims=True), squares.sum(0, keepdims=True)
-    held = jnp.clip(columns_ref[0] - first, 0, block) * rows
-    count = jnp.maximum(held, 1).astype(jnp.float32)
-    o_ref[0:1, :] = jnp.where(held > 0, near + total / count, 0.0)
+    valid = jnp.clip(columns_ref[0] - first, 0, block) * rows
+    count = jnp.maximum(valid, 1).astype(jnp.float32)
+    o_ref[0:1, :] = jnp.where(valid > 0, near + total / count, 0.0)
     o_ref[1:2, :] = squares - total * total / count
 
 
@@ -232,8 +232,8 @@ def _norm_kernel(x_ref, scale_ref, shift_ref, *refs, rows, factor):  # type: ign
             wide = wide_ref[here, :].astype(jnp.float32)
             y = y * wide[:, :channels] + wide[:, channels:]
         y = y / (1 + jnp.exp(-y))
-        kept = _is_inside(start, size, first + column, columns_ref[0], rows)
-        o_ref[column, here, :] = jnp.where(kept, y, 0.0).astype(o_ref.dtype)
+        inside = _is_inside(start, size, first + column, columns_ref[0], rows)
+        o_ref[column, here, :] = jnp.where(inside, y, 0.0).astype(o_ref.dtype)
 
     jax.lax.fori_loop(0, block // factor, add_latent_column, None)
 

@@ -246,7 +246,7 @@ class _Step:
             options = {"eps": _HEAD_EPS, "groups": self._groups} | options
             return ops.head_norm_rope(project(f"attn1.to_{name}", rows), *vectors, tables, **options)
 
-        mixed, _, gathered = exchanged_attention(
+        attended, _, gathered = exchanged_attention(
             normalise("norm1", attention_table, "attn1.to_q"),
             Projections(
                 query=lambda rows: rotate("q", rows, self._query_scale),
@@ -261,7 +261,7 @@ class _Step:
             qk=self._logits,
         )
         w = w | gathered
-        x = project("attn1.to_out.0", mixed, residual=x, gate=attention_table[:, 2], first_rows=text_rows)
+        x = project("attn1.to_out.0", attended, residual=x, gate=attention_table[:, 2], first_rows=text_rows)
         normed = normalise("norm2", feed_forward_table, "ff.net.0.proj")
         inner = project("ff.net.0.proj", normed, activation="gelu_tanh")
         return project("ff.net.2", inner, residual=x, gate=feed_forward_table[:, 2], first_rows=text_rows)

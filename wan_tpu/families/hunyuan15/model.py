@@ -117,10 +117,10 @@ class HunyuanModel(Model):
         """Return ids and mask of the prompt and of its quoted text, if any, and warnings if either was cut."""
         ids, mask, warnings = text.tokenize_prompt(self.tokenizers["text_encoder"], prompt)
         tokens: dict[str, tuple[np.ndarray, ...]] = {"text_encoder": (ids, mask)}
-        quoted = text.tokenize_glyphs(self.tokenizers["glyph_encoder"], prompt)
-        if quoted is not None:
-            tokens["glyph_encoder"] = quoted[:2]
-            warnings = warnings + quoted[2]
+        glyph_tokens = text.tokenize_glyphs(self.tokenizers["glyph_encoder"], prompt)
+        if glyph_tokens is not None:
+            tokens["glyph_encoder"] = glyph_tokens[:2]
+            warnings = warnings + glyph_tokens[2]
         return tokens, warnings
 
     def encode_text(self, component: str, loaded: Sequence[Loaded], *tokens: jax.Array) -> jax.Array:

@@ -46,8 +46,8 @@ def tokenize_glyphs(shared: Tokenizer, prompt: str) -> tuple[np.ndarray, np.ndar
     Raises:
         CheckpointError: The tokenizer doesn't work.
     """
-    quoted = reference.extract_glyph_texts(prompt)
-    return None if quoted is None else tokenize(shared, quoted, GLYPH_TOKENS, "quoted text")
+    texts = reference.extract_glyph_texts(prompt)
+    return None if texts is None else tokenize(shared, texts, GLYPH_TOKENS, "quoted text")
 
 
 def encode_prompt(module: torch.nn.Module, params: Params, ids: jax.Array, mask: jax.Array) -> jax.Array:

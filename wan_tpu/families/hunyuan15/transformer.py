@@ -230,7 +230,7 @@ class _Step:
             return (residual.astype(jnp.float32) + gate * product).astype(x.dtype)
 
         normed = normalise(context, of_context, "attn.add_q_proj")
-        mixed, other, gathered = exchanged_attention(
+        attended, other, gathered = exchanged_attention(
             normalise(x, of_video, "attn.to_q"),
             Projections(
                 query=lambda rows: rotate(
@@ -255,7 +255,7 @@ class _Step:
         )
         w = w | gathered
         assert other is not None
-        x = project("attn.to_out.0", mixed, residual=x, gate=of_video[2])
+        x = project("attn.to_out.0", attended, residual=x, gate=of_video[2])
         inner = project("ff.net.0.proj", normalise(x, of_video[3:], "ff.net.0.proj"), activation="gelu_tanh")
         x = project("ff.net.2", inner, residual=x, gate=of_video[5])
         context = add_sum("attn.to_add_out", other, context, of_context[2])

@@ -186,8 +186,8 @@ def _attention_block(block: Any, cut: Cut, x: jax.Array, history: AttentionHisto
     keys, values, before = history.add_keys(key, value)
     query, inside = pointwise(block.to_q, normed), cut.inside_mask(key)
     frames = jnp.arange(len(keys)) <= before + jnp.arange(x.shape[0])[:, None]
-    mixed = jax.vmap(_attend, in_axes=(0, None, None, 0))(query, keys, values, frames[:, :, None, None] & inside)
-    return zero_outside(x + pointwise(block.proj_out, mixed), *cut.inside(x))
+    attended = jax.vmap(_attend, in_axes=(0, None, None, 0))(query, keys, values, frames[:, :, None, None] & inside)
+    return zero_outside(x + pointwise(block.proj_out, attended), *cut.inside(x))
 
 
 def _attend(query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array) -> jax.Array:
@@ -205,8 +205,8 @@ def _attend(query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array)
         scores = jnp.einsum("yc,nc->yn", queries, keys, preferred_element_type=jnp.float32) * scale
         scores = jnp.where(mask, scores, -jnp.inf)
         weights = jnp.exp(scores - scores.max(-1, keepdims=True))
-        mixed = jnp.einsum("yn,nc->yc", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
-        return (mixed / weights.sum(-1, keepdims=True)).astype(queries.dtype)
+        attended = jnp.einsum("yn,nc->yc", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+        return (attended / weights.sum(-1, keepdims=True)).astype(queries.dtype)
 
     return jax.lax.map(column, query, batch_size=max(1, QUERIES // query.shape[1]))
 

@@ -218,8 +218,8 @@ def _name_sizes(prefix: str) -> SizeKeys:
 
 
 def _check_vocoder(settings: dict[str, Any]) -> None:
-    extended = settings["_class_name"] == "LTX2VocoderWithBWE"
-    for prefix in ("", "bwe_") if extended else ("",):
+    has_extension = settings["_class_name"] == "LTX2VocoderWithBWE"
+    for prefix in ("", "bwe_") if has_extension else ("",):
         check_sizes("vocoder/config.json", settings, _name_sizes(prefix))
         kind, antialiased = settings[f"{prefix}act_fn"], settings[f"{prefix}antialias"]
         if _ACTIVATIONS.get(kind) != antialiased:
@@ -231,7 +231,7 @@ def _check_vocoder(settings: dict[str, Any]) -> None:
             raise CheckpointError(f"vocoder/config.json has {prefix}antialias_ratio {ratio}; supported is {RATIO}")
         if (final := settings[f"{prefix}final_act_fn"]) not in _FINAL:
             raise CheckpointError(f"vocoder/config.json has {prefix}final_act_fn {final!r}; it is tanh, clamp or null")
-    if extended:
+    if has_extension:
         _check_extension(settings)
 
 

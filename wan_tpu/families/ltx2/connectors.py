@@ -223,7 +223,7 @@ def _attend(
     query, key = attention.norm_q(attention.to_q(hidden)), attention.norm_k(attention.to_k(hidden))
     query, key, value = (to_jax(x.unflatten(2, heads)) for x in (query, key, attention.to_v(hidden)))
     cos, sin = to_jax(query_rotary_emb)
-    mixed = to_torch(jax.nn.dot_product_attention(rotate(query, cos, sin), rotate(key, cos, sin), value))
+    attended = to_torch(jax.nn.dot_product_attention(rotate(query, cos, sin), rotate(key, cos, sin), value))
     if attention.to_gate_logits is not None:
-        mixed = mixed * (2 * torch.sigmoid(attention.to_gate_logits(hidden)))[..., None]
-    return attention.to_out[0](mixed.flatten(2))
+        attended = attended * (2 * torch.sigmoid(attention.to_gate_logits(hidden)))[..., None]
+    return attention.to_out[0](attended.flatten(2))

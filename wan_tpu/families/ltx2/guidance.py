@@ -74,5 +74,5 @@ def combine(velocities: Any, latents: Any, sigma: Any, scales: Any) -> Any:
         return velocities[0]
     clean = latents - sigma * velocities
     guided = clean[0] + sum(scales[i - 1] * (clean[0] - clean[i]) for i in range(1, len(clean)))
-    pulled = guided * (clean[0].std(ddof=1) / guided.std(ddof=1))
-    return (latents - (scales[-1] * pulled + (1 - scales[-1]) * guided)) / sigma
+    rescaled = guided * (clean[0].std(ddof=1) / guided.std(ddof=1))
+    return (latents - (scales[-1] * rescaled + (1 - scales[-1]) * guided)) / sigma

@@ -99,6 +99,6 @@ def _keep_axis(tables: np.ndarray, axis: int, heads: int) -> np.ndarray:
     parts, positions, channels = tables.shape
     half = np.arange(channels // 2)
     unused = len(half) % 3
-    kept = np.where(half < unused, 0, (half - unused) % 3) == axis
-    per_head = np.tile(kept.reshape(heads, 1, -1), (1, 2, 1))
+    mask = np.where(half < unused, 0, (half - unused) % 3) == axis
+    per_head = np.tile(mask.reshape(heads, 1, -1), (1, 2, 1))
     return (tables.reshape(parts, positions, heads, 2, -1) * per_head).reshape(tables.shape).astype(np.float32)

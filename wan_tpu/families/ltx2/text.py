@@ -67,9 +67,9 @@ def text_encoder(config: Ltx2Config) -> Component:
     Raises:
         CheckpointError: Its configuration asks for something that Gemma 3 doesn't do.
     """
-    if switched := [key for key in _UNSUPPORTED if config.text_encoder.get(key)]:
+    if options := [key for key in _UNSUPPORTED if config.text_encoder.get(key)]:
         raise CheckpointError(
-            f"text_encoder/config.json sets {' and '.join(switched)}, which isn't supported; LTX-2 was published with "
+            f"text_encoder/config.json sets {' and '.join(options)}, which isn't supported; LTX-2 was published with "
             "Gemma 3, which has null or false there"
         )
 
@@ -175,7 +175,7 @@ def _attend(
     )
     cos, sin = to_jax(position_embeddings)
     query, key = (rotate(to_jax(x), cos, sin) for x in (attention.q_norm(query), attention.k_norm(key)))
-    mixed = jax.nn.dot_product_attention(
+    attended = jax.nn.dot_product_attention(
         query, key, to_jax(value), mask=to_jax(attention_mask), scale=attention.scaling
     )
-    return attention.o_proj(to_torch(mixed).flatten(2)), None
+    return attention.o_proj(to_torch(attended).flatten(2)), None

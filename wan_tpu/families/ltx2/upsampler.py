@@ -42,8 +42,8 @@ def upsampler(config: Ltx2Config) -> Component:
     settings = config.upsampler
     if settings is None:
         raise CheckpointError("this checkpoint has no folder latent_upsampler, which doubles the size of latents")
-    wanted = _FIXED | ({"rational_spatial_scale": 2.0} if settings["use_rational_resampler"] else {})
-    for key, value in wanted.items():
+    expected = _FIXED | ({"rational_spatial_scale": 2.0} if settings["use_rational_resampler"] else {})
+    for key, value in expected.items():
         if settings[key] != value:
             raise CheckpointError(
                 f"latent_upsampler/config.json has {key} = {settings[key]}; supported is {value}, as published"

@@ -298,8 +298,8 @@ def _pack(x: jax.Array, strides: Strides) -> jax.Array:
 
 def _select(x: jax.Array, sources: np.ndarray, *, wide: bool = False) -> jax.Array:
     """Return the channels `sources` of x, in this order; in float32 if `wide`."""
-    chosen = _product(x, jnp.arange(x.shape[-1])[:, None] == jnp.asarray(sources))
-    return chosen if wide else chosen.astype(x.dtype)
+    columns = _product(x, jnp.arange(x.shape[-1])[:, None] == jnp.asarray(sources))
+    return columns if wide else columns.astype(x.dtype)
 
 
 def _product(x: jax.Array, ones: jax.Array) -> jax.Array:

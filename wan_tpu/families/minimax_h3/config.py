@@ -104,10 +104,10 @@ def _read_vae(checkpoint: Checkpoint) -> dict[str, Any]:
     config = complete_config(checkpoint, "vae", classes.VAE)
     check_supported(checkpoint, "vae", config, {key: classes.VAE[key] for key in _FIXED_VAE_KEYS}, {})
     for key in ("spatial_downsample_factors", "temporal_downsample_factors"):
-        factor, wanted = math.prod(config[key]), math.prod(classes.VAE[key])
-        if factor != wanted:
+        factor, expected = math.prod(config[key]), math.prod(classes.VAE[key])
+        if factor != expected:
             raise CheckpointError(
-                f"{checkpoint.source} has vae {key} {config[key]}, {factor} in all; supported is {wanted}"
+                f"{checkpoint.source} has vae {key} {config[key]}, {factor} in all; supported is {expected}"
             )
     _check_statistics(checkpoint, "vae", config)
     return config

@@ -49,5 +49,5 @@ def _attend(attention: Any, rows: torch.Tensor, real: jax.Array) -> jax.Array:
     query, key = attention.norm_q(query), attention.norm_k(key)
     mask = jnp.broadcast_to(real, (1, 1, len(real), len(real)))
     query, key, value = (to_jax(x)[None] for x in (query, key, value))
-    mixed = jax.nn.dot_product_attention(query, key, value, mask=mask)
-    return to_jax(attention.to_out[0](to_torch(mixed[0].reshape(len(real), -1))))
+    attended = jax.nn.dot_product_attention(query, key, value, mask=mask)
+    return to_jax(attention.to_out[0](to_torch(attended[0].reshape(len(real), -1))))

@@ -113,8 +113,8 @@ class MiniMaxH3Model(Model):
         """Return a prompt with its keyframes, each behind a label, and a warning if the prompt was cut."""
         anchors = [ANCHORS.index(end) for end, name in zip(ANCHORS, IMAGES, strict=True) if getattr(request, name)]
         shared, keyframes = self.tokenizers["text_encoder"], self._fit_keyframes(request)
-        presented, warnings = presentation.present(self.config, shared, request.prompt, keyframes, anchors)
-        return {"text_encoder": presented}, warnings
+        tokens, warnings = presentation.present(self.config, shared, request.prompt, keyframes, anchors)
+        return {"text_encoder": tokens}, warnings
 
     def joined_with(self, component: str, *, images: bool = False) -> tuple[str, ...]:
         """Return the vision tower, if there are keyframes to read."""
@@ -164,8 +164,8 @@ class MiniMaxH3Model(Model):
         """Draw the noise of keyframes, one after the other."""
         shape = self.image_latents_shape(self.spec.latent_shape(request))
         assert shape is not None
-        drawn = [torch.randn(shape, generator=generator).numpy() for _ in range(count)]
-        return np.concatenate(drawn, axis=2) if drawn else np.zeros(0, np.float32)
+        noises = [torch.randn(shape, generator=generator).numpy() for _ in range(count)]
+        return np.concatenate(noises, axis=2) if noises else np.zeros(0, np.float32)
 
     def vae_encoder(self, module: torch.nn.Module, mesh: Mesh) -> Chunks:
         """Return the function that encodes a keyframe."""

@@ -201,14 +201,14 @@ def _attend(
         by, across = cos.astype(values.dtype), sin.astype(values.dtype)
         return jnp.concatenate([first * by - second * across, second * by + first * across], axis=-1)
 
-    mixed = jax.nn.dot_product_attention(
+    attended = jax.nn.dot_product_attention(
         rotate(attention.q_norm(query))[None],
         rotate(attention.k_norm(key))[None],
         to_jax(value)[None],
         is_causal=True,
         scale=attention.scaling,
     )
-    return attention.o_proj(to_torch(mixed[0]).flatten(1)), None
+    return attention.o_proj(to_torch(attended[0]).flatten(1)), None
 
 
 def count_flops(config: MiniMaxH3Config, rows: int = 0) -> int:

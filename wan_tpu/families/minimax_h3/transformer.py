@@ -152,11 +152,11 @@ class _Step:
             name: weight_spec(self._mesh, RULES, f"transformer_blocks.*.{name}", value.shape[1:], stacked=True)
             for name, value in inputs.blocks.items()
         }
-        spread, whole = P(self._tokens.token_axes), P()
+        sharded, whole = P(self._tokens.token_axes), P()
         specs = jax.tree.map(lambda _: whole, inputs)
-        specs = specs._replace(video=spread, positions=spread, blocks=self._split)
+        specs = specs._replace(video=sharded, positions=sharded, blocks=self._split)
         local = jax.shard_map(
-            self._run_on_device, mesh=self._mesh, in_specs=(specs,), out_specs=spread, check_vma=False
+            self._run_on_device, mesh=self._mesh, in_specs=(specs,), out_specs=sharded, check_vma=False
         )
         return local(inputs)
 
@@ -270,7 +270,7 @@ class _Step:
         x, query = gather_during(
             coming[0],
             output.tokens,
-            lambda mixed: project("attn.to_out.0", mixed, residual=x, gate=gate, first_rows=ends),
+            lambda attended: project("attn.to_out.0", attended, residual=x, gate=gate, first_rows=ends),
         )
         inner, key = gather_during(
             coming[1],

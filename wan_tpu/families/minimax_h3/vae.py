@@ -276,12 +276,12 @@ def image_latents(config: MiniMaxH3Config, moments: np.ndarray) -> np.ndarray:
     float16 before they are normalised.
     """
     mean, deviation = _statistics(config)
-    drawn = []
+    samples = []
     for frame in np.split(moments.astype(np.float32), moments.shape[2], axis=2):
         latents = DiagonalGaussianDistribution(torch.from_numpy(frame)).sample(torch.Generator().manual_seed(SEED))
         rounded = latents.numpy().astype(np.float16).astype(np.float32)
-        drawn.append((rounded - mean) / deviation)
-    return np.concatenate(drawn, axis=2)
+        samples.append((rounded - mean) / deviation)
+    return np.concatenate(samples, axis=2)
 
 
 def denormalise(config: MiniMaxH3Config, latents: np.ndarray) -> np.ndarray:

@@ -62,8 +62,8 @@ def decode_tiles(vae: Mapping[str, Any], params: Params, latents: jax.Array, pla
         query = rotate(project(w, "attn.to_q", normed), query_scale(width))
         key, value = rotate(project(w, "attn.to_k", normed), 1), project(w, "attn.to_v", normed)
         query, key, value = (part.reshape(tiles, padded, -1) for part in (query, key, value))
-        mixed = attention(query, key, value, heads=heads, platform=platform, kv_len=keys)
-        x = add(w, "attn.to_out.0", "scale1", mixed.reshape(tiles * padded, -1), to=x)
+        attended = attention(query, key, value, heads=heads, platform=platform, kv_len=keys)
+        x = add(w, "attn.to_out.0", "scale1", attended.reshape(tiles * padded, -1), to=x)
         inner = project(w, "ff.net.0.proj", normalise(x, w["norm2.weight"]), activation="swiglu")
         return add(w, "ff.net.2", "scale2", inner, to=x), None
 

@@ -47,8 +47,8 @@ class History:
         All frames of x are kept, though two are enough, because an input that is kept whole needs no copy.
         """
         past = None if self._entries is None else self._entries[len(self._seen)]
-        kept = x if past is None or x.shape[0] > 1 else jnp.concatenate([past[-1:], x])
-        self._seen.append(kept)
+        frames = x if past is None or x.shape[0] > 1 else jnp.concatenate([past[-1:], x])
+        self._seen.append(frames)
         return past
 
     @classmethod
@@ -70,8 +70,8 @@ class RepeatedStart(History):
         """Return the two or more frames before x [T, X, Y, C], and remember x for the next chunk."""
         past = x[:1].repeat(2, axis=0) if self._entries is None else self._entries[len(self._seen)]
         # An even number of frames is kept, because the kernel reads them in pairs.
-        kept = jnp.concatenate([past[-1:], x]) if x.shape[0] == 1 else x[x.shape[0] % 2 :]
-        self._seen.append(kept)
+        frames = jnp.concatenate([past[-1:], x]) if x.shape[0] == 1 else x[x.shape[0] % 2 :]
+        self._seen.append(frames)
         return past
 
 

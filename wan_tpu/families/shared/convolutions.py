@@ -35,20 +35,20 @@ def upsampling_taps(weight: np.ndarray) -> np.ndarray:
     The four pixels that one becomes are channel groups: upper left, lower left, upper right, lower right.
     """
     outputs, inputs = weight.shape[:2]
-    folded = np.zeros((1, 3, 3, inputs, 2, 2, outputs), np.float32)
+    taps = np.zeros((1, 3, 3, inputs, 2, 2, outputs), np.float32)
     for x, y, dx, dy in np.ndindex(3, 3, 2, 2):
         # Tap x of the pixel dx to the right reads column dx + x - 1 of the enlarged picture.
-        folded[0, (dx + x - 1) // 2 + 1, (dy + y - 1) // 2 + 1, :, dx, dy] += weight[:, :, y, x].T
-    return folded.reshape(1, 3, 3, inputs, 4 * outputs)
+        taps[0, (dx + x - 1) // 2 + 1, (dy + y - 1) // 2 + 1, :, dx, dy] += weight[:, :, y, x].T
+    return taps.reshape(1, 3, 3, inputs, 4 * outputs)
 
 
 def downsampling_taps(weight: np.ndarray) -> np.ndarray:
     """Fold "convolve every second pixel with [O, C, 3, 3]" into [1, 2, 2, 4 C, O] on squares of four pixels."""
     outputs, inputs = weight.shape[:2]
-    folded = np.zeros((1, 2, 2, 2, 2, inputs, outputs), np.float32)
+    taps = np.zeros((1, 2, 2, 2, 2, inputs, outputs), np.float32)
     for x, y in np.ndindex(3, 3):
-        folded[0, x // 2, y // 2, x % 2, y % 2] = weight[:, :, y, x].T
-    return folded.reshape(1, 2, 2, 4 * inputs, outputs)
+        taps[0, x // 2, y // 2, x % 2, y % 2] = weight[:, :, y, x].T
+    return taps.reshape(1, 2, 2, 4 * inputs, outputs)
 
 
 Changes = tuple[tuple[str, Callable[[np.ndarray], np.ndarray]], ...]

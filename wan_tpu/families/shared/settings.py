@@ -89,9 +89,9 @@ def check_supported(
         CheckpointError: A setting has another value.
     """
     for key, default in defaults.items():
-        value, wanted = config.get(key, default), supported.get(key, default)
-        if (value or None) != (wanted or None):
-            raise CheckpointError(f"{checkpoint.source} has {component} {key} {value!r}; supported is {wanted!r}")
+        value, expected = config.get(key, default), supported.get(key, default)
+        if (value or None) != (expected or None):
+            raise CheckpointError(f"{checkpoint.source} has {component} {key} {value!r}; supported is {expected!r}")
 
 
 def _fits(value: Any, default: Any) -> bool:

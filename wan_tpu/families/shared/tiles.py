@@ -152,7 +152,7 @@ class _Grid:
         """Join tiles [N, C, T, X, Y] to a picture [C, T, W, H], blended in the order of diffusers' tiled_decode."""
         scale = tiles.shape[3] // self.tile
         overlap = self.overlap * scale
-        kept = self.tile * scale - (overlap if len(self.starts) > 1 else 0)
+        stride = self.tile * scale - (overlap if len(self.starts) > 1 else 0)
         rows: list[list[jax.Array]] = []
         for number, (x, y) in enumerate(self.starts):
             if x == 0:
@@ -163,7 +163,7 @@ class _Grid:
             if x > 0:
                 own = blend(rows[-1][-1], own, overlap, axis=2)
             rows[-1].append(own)
-        strips = [jnp.concatenate([own[:, :, :kept, :kept] for own in row], axis=2) for row in rows]
+        strips = [jnp.concatenate([own[:, :, :stride, :stride] for own in row], axis=2) for row in rows]
         return jnp.concatenate(strips, axis=3).astype(tiles.dtype)
 
     def _along(self, length: int) -> range:

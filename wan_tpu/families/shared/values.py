@@ -34,5 +34,5 @@ def leave_out_later_keys(file: Path, later: Mapping[str, Any]) -> None:
         later: Those keys, and their defaults.
     """
     config = json.loads(file.read_text())
-    kept = {key: value for key, value in config.items() if key not in later or value != later[key]}
-    file.write_text(json.dumps(kept, indent=2) + "\n")
+    remaining = {key: value for key, value in config.items() if key not in later or value != later[key]}
+    file.write_text(json.dumps(remaining, indent=2) + "\n")

@@ -231,8 +231,8 @@ def run_blocks(
     def run_block(total: jax.Array, inputs: Any) -> tuple[jax.Array, None]:
         return total + jax.lax.scan(run_layer, x, inputs)[0], None
 
-    spread = jnp.array([[(dilation, 1) for dilation in row] for row in dilations])
-    return jax.lax.scan(run_block, jnp.zeros_like(x), (stacked, spread))[0] / len(blocks)
+    padded_dilations = jnp.array([[(dilation, 1) for dilation in row] for row in dilations])
+    return jax.lax.scan(run_block, jnp.zeros_like(x), (stacked, padded_dilations))[0] / len(blocks)
 
 
 def _stack(trees: list[Any]) -> Any:
@@ -342,8 +342,8 @@ def _shift(phases: list[jax.Array], window: Window, shifts: set[int]) -> list[di
     rows, before, after = len(phases[0]), max(0, -min(shifts)), max(0, max(shifts))
     phases = [window.repeat_ends(phase, phases[0], phases[-1]) for phase in phases]
     first, last = phases[0][:1], phases[-1][-1:]
-    moved = []
+    parts = []
     for phase in phases:
         longer = jnp.concatenate([jnp.repeat(first, before, 0), phase, jnp.repeat(last, after, 0)])
-        moved.append({shift: longer[before + shift : before + shift + rows] for shift in shifts})
-    return moved
+        parts.append({shift: longer[before + shift : before + shift + rows] for shift in shifts})
+    return parts

@@ -72,10 +72,10 @@ def read_own_model(checkpoint: Checkpoint) -> str | None:
 def _check_same_shapes(checkpoint: Checkpoint, high: dict[str, Any], low: dict[str, Any]) -> None:
     differing = sorted(key for key in {*high, *low} if high.get(key) != low.get(key))
     if differing:
-        listed = "; ".join(f"{key} is {high.get(key)!r} and {low.get(key)!r}" for key in differing)
+        differences = "; ".join(f"{key} is {high.get(key)!r} and {low.get(key)!r}" for key in differing)
         raise CheckpointError(
-            f"{checkpoint.source} has experts of different shapes: of transformer and transformer_2, {listed}; the "
-            "experts of a model share their programs. Of a published model, take another revision"
+            f"{checkpoint.source} has experts of different shapes: of transformer and transformer_2, {differences}; "
+            "the experts of a model share their programs. Of a published model, take another revision"
         )
 
 

@@ -31,17 +31,17 @@ class WithExperts(Checkpoint):
             CheckpointError: The base can't have these experts.
         """
         super().__init__(base)
-        wanted = [name for name in FOLDERS if self.has(name)]
-        if len(wanted) != len(experts):
+        folders = [name for name in FOLDERS if self.has(name)]
+        if len(folders) != len(experts):
             raise CheckpointError(
-                f"{self.source} has {len(wanted)} experts ({', '.join(wanted)}), and {len(experts)} are given; "
+                f"{self.source} has {len(folders)} experts ({', '.join(folders)}), and {len(experts)} are given; "
                 "give a file for each, that of high noise first"
             )
         if unread := [str(path) for path in experts if Path(path).suffix not in SUFFIXES]:
             raise CheckpointError(f"{unread[0]} is no file of torch.save ({' or '.join(SUFFIXES)})")
         if attention_density is not None and not 0 < attention_density <= 1:
             raise CheckpointError(f"{attention_density:g} of the blocks can't be kept; give more than 0, and at most 1")
-        self._experts = {name: on_disk(Path(path)) for name, path in zip(wanted, experts, strict=True)}
+        self._experts = {name: on_disk(Path(path)) for name, path in zip(folders, experts, strict=True)}
         self._more: dict[str, dict[str, Any]] = {}
         for name, file in self._experts.items():
             names = locate_torch_tensors(file)

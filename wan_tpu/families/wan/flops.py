@@ -70,8 +70,8 @@ class WanFlops:
 
 def _extrapolate(work: Callable[[int], int], frames: int, stride: int) -> int:
     """Count `frames` frames from the first three chunks: one frame, `stride` frames, and one like all that follow."""
-    counted = min(frames, 1 + 2 * stride)
-    if frames == counted:
+    sample_frames = min(frames, 1 + 2 * stride)
+    if frames == sample_frames:
         return work(frames)
-    three, two = work(counted), work(1 + stride)
-    return three + (frames - counted) // stride * (three - two)
+    three, two = work(sample_frames), work(1 + stride)
+    return three + (frames - sample_frames) // stride * (three - two)

@@ -264,7 +264,7 @@ class Step:
             options = {"eps": eps, "groups": self._groups} | options
             return ops.rms_norm_rope(project(f"attn1.to_{name}", rows), weight, tables, **options)
 
-        mixed, _, gathered = exchanged_attention(
+        attended, _, gathered = exchanged_attention(
             normalise(x, 1 + scale, shift, "attn1.to_q", first_rows=first_rows),
             Projections(
                 query=lambda rows: rotate("q", rows, self._query_scale),
@@ -283,18 +283,18 @@ class Step:
             else SparseLinear(self._density, w[f"{LINEAR}.weight"], w[f"{LINEAR}.bias"]),
         )
         w = w | gathered
-        x = project("attn1.to_out.0", mixed, residual=x, gate=gate, first_rows=first_rows)
+        x = project("attn1.to_out.0", attended, residual=x, gate=gate, first_rows=first_rows)
 
         normed = x
         if "norm2.weight" in w:
             normed = normalise(x, w["norm2.weight"][None], w["norm2.bias"][None], "attn2.to_q")
         weight = w["attn2.norm_q.weight"].astype(jnp.float32) * self._query_scale
         q = ops.rms_norm_rope(project("attn2.to_q", normed), weight, None, eps=eps)
-        attended = attention(q, keys["key"], keys["value"], heads=self._heads, platform=self._platform)
+        cross_attended = attention(q, keys["key"], keys["value"], heads=self._heads, platform=self._platform)
         if "image_key" in keys:
             image = keys["image_key"], keys["image_value"]
-            attended = attended + attention(q, *image, heads=self._heads, platform=self._platform)
-        x = project("attn2.to_out.0", attended, residual=x, **self.text_gate(x.shape[1], first_rows))
+            cross_attended = cross_attended + attention(q, *image, heads=self._heads, platform=self._platform)
+        x = project("attn2.to_out.0", cross_attended, residual=x, **self.text_gate(x.shape[1], first_rows))
 
         normed = normalise(x, 1 + ffn_scale, ffn_shift, "ffn.net.0.proj", first_rows=first_rows)
         inner = project("ffn.net.0.proj", normed, activation="gelu_tanh")

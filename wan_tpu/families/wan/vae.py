@@ -168,8 +168,8 @@ def _repeat(shortcut: Any, x: jax.Array, *, first: bool) -> jax.Array:
     time, space = shortcut.factor_t, shortcut.factor_s
     frames, columns, rows, _ = x.shape
     repeated = x.repeat(shortcut.repeats, axis=-1).reshape(frames, columns, rows, -1, time, space, space)
-    spread = repeated.transpose(0, 4, 1, 6, 2, 5, 3)
-    out = spread.reshape(frames * time, columns * space, rows * space, shortcut.out_channels)
+    transposed = repeated.transpose(0, 4, 1, 6, 2, 5, 3)
+    out = transposed.reshape(frames * time, columns * space, rows * space, shortcut.out_channels)
     return out[time - 1 :] if first else out
 
 
@@ -182,8 +182,8 @@ def _attention_block(block: Any, cut: Cut, x: jax.Array, history: History) -> ja
     norm = jnp.sqrt(jnp.maximum((wide * wide).sum(-1, keepdims=True), 1e-24))
     normed = (wide / norm * math.sqrt(x.shape[-1]) * _gamma(block.norm)).astype(x.dtype)
     query, key, value = jnp.split(pointwise(block.to_qkv, normed), 3, axis=-1)
-    mixed = jax.vmap(_attend)(query, cut.gather(key), cut.gather(value))
-    return zero_outside(x + pointwise(block.proj, mixed), *cut.inside(x))
+    attended = jax.vmap(_attend)(query, cut.gather(key), cut.gather(value))
+    return zero_outside(x + pointwise(block.proj, attended), *cut.inside(x))
 
 
 def _attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
@@ -202,8 +202,8 @@ def _attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     def column(queries: jax.Array) -> jax.Array:
         scores = jnp.einsum("yc,nc->yn", queries, keys, preferred_element_type=jnp.float32) * scale
         weights = jnp.exp(scores - scores.max(-1, keepdims=True))
-        mixed = jnp.einsum("yn,nc->yc", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
-        return (mixed / weights.sum(-1, keepdims=True)).astype(queries.dtype)
+        attended = jnp.einsum("yn,nc->yc", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+        return (attended / weights.sum(-1, keepdims=True)).astype(queries.dtype)
 
     return jax.lax.map(column, query, batch_size=max(1, QUERIES // query.shape[1]))
 

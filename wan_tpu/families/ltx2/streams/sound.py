@@ -79,10 +79,10 @@ class SoundStream:
         values = self._project(w, f"{name}.to_v", rows)
         queries = self._rotate(w, f"{name}.to_q", f"{name}.norm_q", rows, "audio", query_scale(self._width))
         keys = self._rotate(w, f"{name}.to_k", f"{name}.norm_k", rows, "audio", 1)
-        mixed = self._attend(queries, keys, values)
+        attended = self._attend(queries, keys, values)
         if perturbed is not None:
-            mixed = jnp.where(perturbed, values, mixed)
-        return self._add(w, name, self._gate_heads(w, name, rows, mixed), a, table[2])
+            attended = jnp.where(perturbed, values, attended)
+        return self._add(w, name, self._gate_heads(w, name, rows, attended), a, table[2])
 
     def text_keys(self, w: Params, text: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return keys and values of one text, [S, n] each."""
@@ -114,9 +114,9 @@ class SoundStream:
         rows = self._normalise(a, scales[2], scales[3])
         scale = query_scale(self._width)
         queries = self._rotate(w, f"{name}.to_q", f"{name}.norm_q", rows, "cross_audio", scale)
-        mixed = self._own_columns(self._attend_to_spread(self._gather_columns(queries), keys, values))
+        attended = self._own_columns(self._attend_to_spread(self._gather_columns(queries), keys, values))
         gate = w["modulation.cross_audio_gate"][0, 0]
-        return self._add(w, name, self._gate_heads(w, name, rows, mixed), a, gate)
+        return self._add(w, name, self._gate_heads(w, name, rows, attended), a, gate)
 
     def feed_forward(self, a: jax.Array, w: Params) -> jax.Array:
         """Return the tokens after the feed-forward layer."""
@@ -134,8 +134,8 @@ class SoundStream:
         largest = jax.lax.pmax(scores.max(-1, keepdims=True), axes)
         weights = jnp.exp2(scores - largest)
         total = jax.lax.psum(weights.sum(-1), axes)
-        mixed = jnp.einsum("nat,tnh->anh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        return (jax.lax.psum(mixed, axes) / total.T[:, :, None]).reshape(queries.shape).astype(queries.dtype)
+        attended = jnp.einsum("nat,tnh->anh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        return (jax.lax.psum(attended, axes) / total.T[:, :, None]).reshape(queries.shape).astype(queries.dtype)
 
     def _attend(self, queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
         return attention(queries, keys, values, heads=queries.shape[1] // self._width, platform=self.platform)
@@ -163,14 +163,14 @@ class SoundStream:
         assert self.tables is not None
         cos, sin = (part.reshape(len(part), -1, self._width) for part in self.tables[table])
         heads = normed.reshape(cos.shape)
-        turned = heads * cos + jnp.roll(heads, self._width // 2, axis=-1) * sin
-        return turned.reshape(normed.shape).astype(rows.dtype)
+        rotated = heads * cos + jnp.roll(heads, self._width // 2, axis=-1) * sin
+        return rotated.reshape(normed.shape).astype(rows.dtype)
 
-    def _gate_heads(self, w: Params, name: str, rows: jax.Array, mixed: jax.Array) -> jax.Array:
+    def _gate_heads(self, w: Params, name: str, rows: jax.Array, attended: jax.Array) -> jax.Array:
         if not self.config.audio_gated_attn:
-            return mixed
+            return attended
         gates = 2 * jax.nn.sigmoid(self._project(w, f"{name}.to_gate_logits", rows, jnp.float32))
-        return (mixed * jnp.repeat(gates, self._width, axis=1)).astype(mixed.dtype)
+        return (attended * jnp.repeat(gates, self._width, axis=1)).astype(attended.dtype)
 
     def _add(
         self, w: Params, name: str, x: jax.Array, residual: jax.Array, gate: jax.Array, output: str = "to_out.0"

@@ -137,8 +137,8 @@ class VideoStream:
             return AttentionOutput(tuple(jnp.split(values, ends, axis=-1)), None, {name: w[name] for name in BESIDE})
 
         output = attend(None) if perturbed is None else jax.lax.cond(perturbed, pass_values, attend, None)
-        mixed = self._apply_gates(output.tokens, self._gates(w, "attn1", rows))
-        x = self._project(w, "attn1.to_out.0", mixed, residual=x, gate=gate, first_rows=self.first_rows)
+        attended = self._apply_gates(output.tokens, self._gates(w, "attn1", rows))
+        x = self._project(w, "attn1.to_out.0", attended, residual=x, gate=gate, first_rows=self.first_rows)
         return x, w | output.beside
 
     def _apply_gates(self, parts: tuple[jax.Array, ...], gates: jax.Array | None) -> tuple[jax.Array, ...]:
@@ -149,8 +149,8 @@ class VideoStream:
         first, results = 0, []
         for part in parts:
             heads = part.shape[-1] // self._width
-            chosen = [group * per_group + first + head for group in range(groups) for head in range(heads)]
-            factors = _spread_over_heads(gates, chosen, self._width, part.dtype)
+            indices = [group * per_group + first + head for group in range(groups) for head in range(heads)]
+            factors = _spread_over_heads(gates, indices, self._width, part.dtype)
             if groups > 1:
                 factors = factors.reshape(len(gates), groups, -1).transpose(1, 0, 2)
             results.append(part * factors)
@@ -183,15 +183,15 @@ class VideoStream:
         rows = self._normalise(x, scale, shift)
         weight = w["attn2.norm_q.weight"].astype(jnp.float32) * query_scale(self._width)
         queries = self._ops.rms_norm_rope(self._project(w, "attn2.to_q", rows), weight, None, eps=self._eps)
-        mixed = attention(queries, *keys, heads=self._heads, platform=self._platform)
-        mixed = self._gate_heads(mixed, self._gates(w, "attn2", rows))
-        return self._project(w, "attn2.to_out.0", mixed, residual=x, gate=gate, first_rows=self.first_rows)
+        attended = attention(queries, *keys, heads=self._heads, platform=self._platform)
+        attended = self._gate_heads(attended, self._gates(w, "attn2", rows))
+        return self._project(w, "attn2.to_out.0", attended, residual=x, gate=gate, first_rows=self.first_rows)
 
-    def _gate_heads(self, mixed: jax.Array, gates: jax.Array | None) -> jax.Array:
+    def _gate_heads(self, attended: jax.Array, gates: jax.Array | None) -> jax.Array:
         if gates is None:
-            return mixed
+            return attended
         heads = gates.shape[1]
-        return mixed * _spread_over_heads(gates, range(heads), mixed.shape[1] // heads, mixed.dtype)
+        return attended * _spread_over_heads(gates, range(heads), attended.shape[1] // heads, attended.dtype)
 
     def attend_to_sound(self, x: jax.Array, a: jax.Array, w: Params, sound: SoundStream) -> tuple[jax.Array, jax.Array]:
         """Return both streams after the video has attended to the sound and the sound to the video."""
@@ -209,10 +209,10 @@ class VideoStream:
 
         queries = rotate(f"{name}.to_q", f"{name}.norm_q", query_rows, query_scale(width))
         keys, values = sound.keys_for_video(a, w)
-        mixed = attention(queries, keys, values, heads=keys.shape[1] // width, platform=self._platform)
-        mixed = self._gate_heads(mixed, self._gates(w, name, query_rows))
+        attended = attention(queries, keys, values, heads=keys.shape[1] // width, platform=self._platform)
+        attended = self._gate_heads(attended, self._gates(w, name, query_rows))
         gate = w["modulation.cross_video_gate"][:, 0]
-        result = self._project(w, f"{name}.to_out.0", mixed, residual=x, gate=gate, first_rows=self.first_rows)
+        result = self._project(w, f"{name}.to_out.0", attended, residual=x, gate=gate, first_rows=self.first_rows)
         name = "video_to_audio_attn"
         keys = rotate(f"{name}.to_k", f"{name}.norm_k", key_rows, 1)
         return result, sound.attend_to_video(a, w, keys, self._project(w, f"{name}.to_v", key_rows))

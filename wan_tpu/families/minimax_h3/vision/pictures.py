@@ -26,8 +26,8 @@ def fit_keyframes(images: Sequence[Image.Image], height: int, width: int, slack:
     one covers the video and is cut where it is larger, as in diffusers.
     """
     first, others = images[:1], images[1:]
-    fitted = [fit_image(image, height, width, slack=slack) for image in first]
-    return fitted + [cover(image, height, width) for image in others]
+    keyframes = [fit_image(image, height, width, slack=slack) for image in first]
+    return keyframes + [cover(image, height, width) for image in others]
 
 
 def cover(image: Image.Image, height: int, width: int) -> Image.Image:

@@ -85,19 +85,19 @@ def encode_pictures(tower: Loaded, patches: jax.Array) -> tuple[jax.Array, jax.A
     slots = np.array([used.index(i) if i in used else len(used) for i in range(blocks.depth)], np.int32)
 
     def step(carry: tuple[jax.Array, jax.Array], inputs: tuple[jax.Array, Params]) -> tuple[Any, None]:
-        hidden, kept = carry
+        hidden, features = carry
         slot, weights = inputs
         hidden = call(blocks.template, weights, _run_block, hidden, rotation)
-        return (hidden, jax.lax.dynamic_update_index_in_dim(kept, hidden, slot, 0)), None
+        return (hidden, jax.lax.dynamic_update_index_in_dim(features, hidden, slot, 0)), None
 
     start = hidden, jnp.zeros((len(used) + 1, *hidden.shape), hidden.dtype)
-    (hidden, kept), _ = jax.lax.scan(step, start, (jnp.asarray(slots), _select(params, "blocks.template")))
+    (hidden, features), _ = jax.lax.scan(step, start, (jnp.asarray(slots), _select(params, "blocks.template")))
 
     def merge(name: str, hidden: jax.Array) -> jax.Array:
         merged = call(module.get_submodule(name), _select(params, name), torch.nn.Module.__call__, _flatten(hidden))
         return merged.reshape(images, height * width, -1)
 
-    deepstack = [merge(f"deepstack_merger_list.{i}", kept[i]) for i in range(len(used))]
+    deepstack = [merge(f"deepstack_merger_list.{i}", features[i]) for i in range(len(used))]
     return merge("merger", hidden), jnp.stack(deepstack)
 
 
@@ -165,8 +165,8 @@ def _turn(config: transformers.Qwen3VLVisionConfig, grid: tuple[int, int]) -> tu
         ],
         axis=-1,
     )
-    ordered = _order(angles, *grid)[:, None]
-    return jnp.cos(ordered), jnp.sin(ordered)
+    sorted_angles = _order(angles, *grid)[:, None]
+    return jnp.cos(sorted_angles), jnp.sin(sorted_angles)
 
 
 def _run_block(block: torch.nn.Module, hidden: torch.Tensor, rotation: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -185,8 +185,8 @@ def _attend(
         first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
         return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
-    mixed = jax.nn.dot_product_attention(rotate(query), rotate(key), value, scale=attention.scaling)
-    return attention.proj(to_torch(mixed).flatten(2))
+    attended = jax.nn.dot_product_attention(rotate(query), rotate(key), value, scale=attention.scaling)
+    return attention.proj(to_torch(attended).flatten(2))
 
 
 def count_flops(config: MiniMaxH3Config, grid: tuple[int, int], images: int) -> int:
