@@ -208,14 +208,14 @@ def test_a_pool_of_the_first_of_two_stages_runs_the_smaller_step():
 
 
 def test_chunks_of_a_video_run_three_steps_and_two_enlargings_and_are_decoded_alone(plan):
-    """Of Helios: the first of two chunks has twice as many steps, and each has nine latent frames."""
+    """Of Helios: the first of two chunks has twice as many steps, each has nine latent frames, as has a still image."""
     model = published_model("helios-distilled")
     request = GenerationRequest(height=64, width=64, frames=66).resolve(model.spec.defaults)
     runtime = AbstractRuntime(model, make_mesh((1, 1, 1), heads=model.spec.heads), "bfloat16")
     calls = {name: calls for name, (_, _, calls) in stage_programs(runtime, request).items()}
     steps = {SMALLEST_STEP: 6, FIRST_STEP: 6, STEP: 6, FIRST_ENLARGE: 2, ENLARGE: 2}
-    decoder = {"decoder first": 2, "decoder later": 16}
-    assert calls == {"text_encoder": 1, KEYS: 6} | steps | decoder
+    vae = {"vae_encoder first": 1, "vae_encoder later": 8, "decoder first": 2, "decoder later": 16}
+    assert calls == {"text_encoder": 1, KEYS: 6} | steps | vae
     # All stretches of steps are one stage's, which takes the seconds of all programs.
     path = dataclasses.replace(prediction(0.0), total=Times(1.0, 1.0))
     programs = tuple(ProgramPlan(name, n, plan.programs[0].compiled, path, path) for name, n in steps.items())

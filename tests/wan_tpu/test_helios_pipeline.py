@@ -1,22 +1,58 @@
-"""A whole Helios video in one process against diffusers: three chunks, from the prompt to the pixels."""
+"""A whole Helios video in one process against diffusers: its chunks, from the prompt, image or video to the pixels."""
 
+import dataclasses
+
+import diffusers
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.wan_tpu.helios_reference import PyramidPipeline
-from wan_tpu import GenerationRequest
-from wan_tpu.data import DenoiseState, dump_value, parse_value
+from wan_tpu import GenerationRequest, Video
+from wan_tpu.data import Conditioning, DenoiseState, dump_value, parse_value
+from wan_tpu.errors import InvalidInput, InvalidRequest
+from wan_tpu.media.reading import count_frames, read_ends, read_frames
 from wan_tpu.stage_machine import Decode, Step
 
 KIND = "helios-distilled"
-REQUEST = GenerationRequest(prompt="a cat", seed=3, height=64, width=64, frames=99, steps=6)
+REQUEST = GenerationRequest(prompt="a cat", seed=3, height=64, width=64, frames=66, steps=6)
+DISTILLED = {"guidance_scale": 1.0, "pyramid_num_inference_steps_list": [2, 2, 2], "is_amplify_first_chunk": True}
+SOURCE_FRAMES = 140  # Four whole chunks behind eight frames, and the history sees the last three.
+SHORT_FRAMES = 35  # One chunk behind two frames.
 
 
 @pytest.fixture(scope="module")
-def reference(checkpoint):
-    """The latents after each step, and the frames, of diffusers' pipeline."""
-    pipeline = PyramidPipeline.from_pretrained(checkpoint(KIND))
+def requests(tmp_path_factory):
+    """By what it begins with, the request."""
+    pixels, folder = (
+        np.random.default_rng(1).random((SOURCE_FRAMES, 64, 64, 3), np.float32),
+        tmp_path_factory.mktemp("source"),
+    )
+    source = Video(pixels, 24.0).save(folder / "source.mp4")
+    short = Video(pixels[:SHORT_FRAMES], 24.0).save(folder / "short.mp4")
+    image = Image.fromarray((pixels[0] * 255).astype(np.uint8))
+    return {
+        "text": dataclasses.replace(REQUEST, frames=99),
+        "image": dataclasses.replace(REQUEST, image=image),
+        "video": dataclasses.replace(REQUEST, video=source),
+        "short video": dataclasses.replace(REQUEST, video=short),
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(requests, pipeline):
+    """By what it begins with, the plan, the encoder's result, and all operations with their results."""
+    pipe, runs = pipeline(KIND), {}
+    for name in ("text", "image", "video"):
+        run = pipe.run(pipe.plan(requests[name]))
+        results = list(run.work())
+        runs[name] = run.plan, run.conditioning, results
+    return runs
+
+
+def run_theirs(pipeline, request, **options):
+    """Return the latents after each step, and the frames, of diffusers' pipeline."""
     pipeline.set_progress_bar_config(disable=True)
     latents = []
 
@@ -24,60 +60,103 @@ def reference(checkpoint):
         latents.append(arrays["latents"].numpy().copy())
         return arrays
 
+    if request.video is not None:
+        options["video"] = read_frames(request.video, count_frames(request.video))
     video = pipeline(
-        REQUEST.prompt,
-        height=REQUEST.height,
-        width=REQUEST.width,
-        num_frames=REQUEST.frames,
-        guidance_scale=1.0,
-        pyramid_num_inference_steps_list=[2, 2, 2],
-        is_amplify_first_chunk=True,
-        generator=torch.Generator().manual_seed(REQUEST.seed),
+        request.prompt,
+        height=request.height,
+        width=request.width,
+        num_frames=request.frames,
+        image=request.image,
+        generator=torch.Generator().manual_seed(request.seed),
         callback_on_step_end=keep,
         output_type="np",
+        **options,
     )
     return latents, video.frames[0]
-
-
-@pytest.fixture(scope="module")
-def whole(pipeline):
-    """The plan, the encoder's result, and all operations with their results."""
-    pipe = pipeline(KIND)
-    plan = pipe.plan(REQUEST)
-    run = pipe.run(plan)
-    return plan, run, list(run.work())
 
 
 def pixels(pipe, results):
     return np.concatenate([pipe.runtime.model.pixels(np.asarray(r[0])) for o, r in results if isinstance(o, Decode)])
 
 
-def test_latents_and_pixels_of_three_chunks_are_those_of_diffusers(pipeline, whole, reference):
-    plan, _, results = whole
+def check_same(pipe, results, reference):
     expected, frames = reference
-    steps = [result for operation, result in results if isinstance(operation, Step)]
-    assert plan.steps == len(expected) == 24 and plan.chunk_stops == (12, 18, 24)
-    for event, theirs in zip(steps, expected, strict=True):
+    events = [result for operation, result in results if isinstance(operation, Step)]
+    for event, theirs in zip(events, expected, strict=True):
         assert np.abs(event.latents - theirs).max() / np.abs(theirs).max() < 1e-4, event.step
-    ours = pixels(pipeline(KIND), results)
-    # diffusers leaves two frames out: it cuts 99 as if they were one video of 4n + 1 frames.
-    assert (len(ours), len(frames)) == (99, 97)
+    ours = pixels(pipe, results)
+    # diffusers leaves frames out at the end: it cuts several chunks as if they were one video of 4n + 1 frames.
+    assert len(frames) == (len(ours) - 1) // 4 * 4 + 1
     assert np.abs(ours[: len(frames)] - frames).max() < 2e-3
 
 
-def test_operations_of_a_step_and_of_the_decoder_are_counted(pipeline, whole):
-    model, request = pipeline(KIND).runtime.model, whole[0].request
+@pytest.mark.parametrize("name", ["text", "image", "video"])
+def test_latents_and_pixels_of_each_chunk_are_those_of_diffusers(name, requests, runs, checkpoint, pipeline):
+    plan, _, results = runs[name]
+    assert plan.chunk_stops == (12, 18, 24)[: plan.request.frames // 33]
+    theirs = run_theirs(PyramidPipeline.from_pretrained(checkpoint(KIND)), requests[name], **DISTILLED)
+    check_same(pipeline(KIND), results, theirs)
+
+
+@pytest.mark.parametrize("name", ["image", "short video"])
+def test_a_model_of_one_size_is_conditioned_as_in_diffusers(name, requests, checkpoint, pipeline):
+    pipe = pipeline("helios-base")
+    request = dataclasses.replace(requests[name], steps=2, guidance_scale=4.0, frames=33)
+    theirs = diffusers.HeliosPipeline.from_pretrained(checkpoint("helios-base"))
+    reference = run_theirs(theirs, request, num_inference_steps=2, guidance_scale=4.0)
+    check_same(pipe, list(pipe.run(pipe.plan(request)).work()), reference)
+
+
+def test_operations_of_a_step_and_of_the_decoder_are_counted(pipeline, runs):
+    model, request = pipeline(KIND).runtime.model, runs["text"][0].request
     chunk, video = model.spec.latent_shape(request), model.spec.decoded_shape(request)
     assert model.flops.step(chunk, branches=2) == 2 * model.flops.step(chunk, branches=1) > 0
     assert model.flops.decoder(video) == 3 * model.flops.decoder(chunk) > 0
 
 
-def test_a_run_resumes_bit_for_bit_within_a_chunk_and_between_two(pipeline, whole):
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("text", (11, 12, 14, 15)),  # Before and after a chunk's end, and before and after a size's.
+        ("image", (13,)),
+        ("video", (13,)),
+    ],
+)
+def test_a_run_resumes_bit_for_bit_within_a_chunk_and_between_two(name, steps, pipeline, runs):
     pipe = pipeline(KIND)
-    plan, run, results = whole
+    plan, conditioning, results = runs[name]
     states = [result.state for operation, result in results if isinstance(operation, Step)]
     frames = pixels(pipe, results)
-    for step in (11, 12, 14, 15):  # Before and after a chunk's end, and before and after a size's.
+    conditioning, _ = parse_value(Conditioning, dump_value(conditioning), "embeddings")
+    for step in steps:
         saved, _ = parse_value(DenoiseState, dump_value(states[step - 1]), "a snapshot")
-        resumed = list(pipe.run(plan, conditioning=run.conditioning, state=saved).work())
+        resumed = list(pipe.run(plan, conditioning=conditioning, state=saved).work())
         assert np.array_equal(pixels(pipe, resumed), frames)
+
+
+def test_videos_that_cant_be_continued_are_refused(requests, runs, pipeline, tmp_path):
+    pipe, source = pipeline(KIND), requests["video"].video
+    for fields, field, said in (
+        ({"video": source, "strength": 0.5}, "strength", "without changing it; leave strength out"),
+        ({"strength": 1.0}, "strength", "without a video"),
+        ({"video": source, "image": requests["image"].image}, "video", "leave one out"),
+    ):
+        with pytest.raises(InvalidRequest, match=said) as raised:
+            pipe.plan(dataclasses.replace(REQUEST, **fields))
+        assert raised.value.field == field
+    short = Video(np.zeros((32, 16, 16, 3), np.float32), 24.0).save(tmp_path / "short.mp4")
+    with pytest.raises(InvalidRequest, match=r"32 frames, and .* continues one of at least 33"):
+        pipe.generate(dataclasses.replace(REQUEST, video=short))
+    plan, conditioning, _ = runs["image"]
+    with pytest.raises(InvalidInput, match="run the encoder again"):
+        pipe.initial_state(plan, conditioning=dataclasses.replace(conditioning, generator=None))
+
+
+def test_the_ends_of_a_video_are_its_first_frame_and_its_last_ones(requests):
+    source = requests["video"].video
+    frames = read_frames(source, SOURCE_FRAMES)
+    assert count_frames(source) == SOURCE_FRAMES
+    for start, (first, *last) in ((start, read_ends(source, start)) for start in (0, 1, 107)):
+        assert first.tobytes() == frames[0].tobytes()
+        assert [frame.tobytes() for frame in last] == [frame.tobytes() for frame in frames[start:]]
