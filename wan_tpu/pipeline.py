@@ -78,7 +78,9 @@ class Pipeline:
         Raises:
             InvalidRequest: The model can't make it.
         """
-        return self.runtime.model.spec.plan(request)
+        plan = self.runtime.model.spec.plan(request)
+        plan.check_prompt()
+        return plan
 
     def generate(
         self, request: GenerationRequest, noise: np.ndarray | None = None, on_step: OnStep | None = None

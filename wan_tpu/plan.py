@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from PIL import Image
 
+from wan_tpu.errors import InvalidRequest
 from wan_tpu.request import ResolvedRequest
 
 ENCODER, DECODER = "encoder", "decoder"  # The first and the last stage of every model; between them it denoises.
@@ -48,6 +49,7 @@ class RequestPlan:
         decoder_chunks: How many latent frames the decoder takes at a time, chunk by chunk.
         has_sound: Whether the video has sound.
         shapes: By stage, the name of the programs and adapters it needs. Another name means compiling or merging anew.
+        needs_prompt: Whether the model has nothing to attend to if the prompt is empty. Sizes are planned without one.
     """
 
     request: ResolvedRequest
@@ -59,6 +61,7 @@ class RequestPlan:
     decoder_chunks: tuple[int, ...]
     has_sound: bool
     shapes: dict[str, str]
+    needs_prompt: bool = False
 
     @property
     def first_step(self) -> int:
@@ -105,6 +108,15 @@ class RequestPlan:
     def size_of(self, expert: Expert) -> int:
         """Return 0 for the first expert of its chunk and stage: others of that stage denoise larger latents."""
         return [e for e in self.experts if (e.stage, e.chunk) == (expert.stage, expert.chunk)].index(expert)
+
+    def check_prompt(self) -> None:
+        """Refuse an empty prompt where the model needs one; raises `InvalidRequest`."""
+        if self.needs_prompt and not self.request.prompt:
+            raise InvalidRequest(
+                "prompt is empty, and without an image this model has nothing else to go by: say what happens in the "
+                "video, or give an image",
+                "prompt",
+            )
 
     def with_images(self, image: Image.Image | None = None, last_image: Image.Image | None = None) -> "RequestPlan":
         """Return the plan with those images in place of its own: it stays small while they aren't needed."""

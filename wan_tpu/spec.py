@@ -41,6 +41,7 @@ class ModelSpec(ModelLimits):
         heads: Attention heads of a transformer.
         own: How the checkpoint itself says it is to be sampled.
         reads_images: Whether the text encoder reads a request's images with its prompt.
+        needs_prompt: Whether a request without images needs a prompt that isn't empty.
         seeds_images: Whether the latents of images are drawn with a request's seed.
         boundary_ratio: The first of two experts runs the steps with t >= boundary_ratio x 1000; None with one expert.
         chunk_frames: Latent frames of a chunk, where videos are denoised and decoded chunk after chunk; None elsewhere.
@@ -51,6 +52,7 @@ class ModelSpec(ModelLimits):
     own: CheckpointOverrides = NOTHING_OWN
     boundary_ratio: float | None
     reads_images: bool = False
+    needs_prompt: bool = False
     seeds_images: bool = False
     chunk_frames: int | None = None
 
@@ -164,7 +166,7 @@ class ModelSpec(ModelLimits):
         image = request.image is not None if image is None else image
         last = request.last_image is not None if last is None else last
         images = [getattr(request, name) for name in IMAGES]
-        if leading := next((held for held in images if isinstance(held, Image.Image)), None):
+        if leading := next((candidate for candidate in images if isinstance(candidate, Image.Image)), None):
             picture = leading.height, leading.width
         elif request.video is not None and self.takes_video and None in (request.height, request.width):
             from wan_tpu.media.reading import read_frames  # Few requests need ffmpeg.
@@ -209,6 +211,7 @@ class ModelSpec(ModelLimits):
             decoder_chunks=self.decoder_chunks(self.decoded_shape(request)[2]),
             has_sound=self.has_sound(request),
             shapes=self.shapes(request, images=images),
+            needs_prompt=self.needs_prompt and not images,
         )
 
     def check(self, request: ResolvedRequest, *, image: bool, last: bool, video: bool | None = None) -> None:
@@ -286,9 +289,9 @@ class ModelSpec(ModelLimits):
         if request.sigmas is not None or not others:
             of = self.name if request.sigmas is None else f"{self.name} with these sigmas and this switch of experts"
             raise InvalidRequest(f"cache is {request.cache}, and no curve of {of} is known; {remedy}", "cache")
-        wanted = [(curve.shift, curve.solver) for curve in others]
+        solvers = [(curve.shift, curve.solver) for curve in others]
         settings = {name: dict(preset.settings) for name, preset in self.presets.items()}
-        presets = [name for name, fields in settings.items() if (fields.get("shift"), fields.get("solver")) in wanted]
+        presets = [name for name, fields in settings.items() if (fields.get("shift"), fields.get("solver")) in solvers]
         remedy = f"give preset {' or '.join(presets)}, {remedy}" if presets else remedy
         known = " and ".join(f"shift {curve.shift:g} and solver {curve.solver}" for curve in others)
         raise InvalidRequest(
@@ -305,5 +308,5 @@ class ModelSpec(ModelLimits):
             return next(of_shift, None)
         experts = self.experts(request)
         first_low = experts[1].start if len(experts) > 1 else None
-        wanted = (request.sigmas, first_low, request.solver)
-        return next((c for c in self.curves if (c.sigmas, c.first_low, c.solver) == wanted), None)
+        settings = (request.sigmas, first_low, request.solver)
+        return next((c for c in self.curves if (c.sigmas, c.first_low, c.solver) == settings), None)

@@ -157,9 +157,9 @@ def read_manifest(location: str | Path, planner: Planner) -> Manifest:
     reader, names = _Reader(absolute(folder), planner), _Names()
     entries: list[Entry] = []
     bad: list[BadLine] = []
-    numbered = ((number, line) for number, line in enumerate(_read_lines(where), 1) if line.strip())
+    lines = ((number, line) for number, line in enumerate(_read_lines(where), 1) if line.strip())
     with ThreadPoolExecutor(_READERS) as threads:
-        while chunk := list(itertools.islice(numbered, _CHUNK)):
+        while chunk := list(itertools.islice(lines, _CHUNK)):
             # Of several valid lines with the same id or output, the first is kept.
             for item in reader.read(chunk, threads):
                 if isinstance(item, Entry) and (reason := names.find_clash(item)) is not None:
@@ -218,6 +218,8 @@ class _Reader:
             images = {name: self._get_picture(place) for name, place in places.items()}
             request = GenerationRequest(**texts)
             settings = self._get_settings(line.fields, texts, images)
+            if not request.prompt:  # Settings are planned once for all of their lines' texts.
+                settings.plan(texts, images).check_prompt()
         except WanTpuError as error:
             id_ = line.id if line.names_itself else None
             return BadLine(line=line.number, id=id_, reason=shorten(str(error), 500))
@@ -261,8 +263,8 @@ class _Reader:
             resolved = _plan(self._planner, request, images).request
         except WanTpuError as error:
             return str(error)
-        named = [adapter.path for adapter in resolved.loras] + ([] if resolved.video is None else [str(resolved.video)])
-        sources = [source for place in dict.fromkeys(named) if (source := self._get_source(place)) is not None]
+        paths = [adapter.path for adapter in resolved.loras] + ([] if resolved.video is None else [str(resolved.video)])
+        sources = [source for place in dict.fromkeys(paths) if (source := self._get_source(place)) is not None]
         return LineSettings(self._planner, fields, request.to_json(), tuple(sources))
 
     def _get_source(self, place: str) -> Source | None:

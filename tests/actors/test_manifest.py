@@ -55,6 +55,15 @@ def test_line_with_a_last_frame_alone_has_its_shape(tmp_path):
     assert entry.load().request.last_image.size == (30, 20) and "preset fasth3 is for videos from text" in bad.reason
 
 
+def test_line_with_an_empty_prompt_is_bad_where_the_model_needs_one_and_the_others_stay_good(tmp_path):
+    Image.new("RGB", (30, 20)).save(tmp_path / "wide.png")
+    lines = {"prompt": ""}, {"prompt": "A cat"}, {"prompt": "", "image": "wide.png"}
+    read = read_manifest(manifest(tmp_path, *lines), published_spec("minimax-h3").plan)
+    assert [bad.line for bad in read.bad] == [1] and "or give an image" in read.bad[0].reason
+    assert [entry.line for entry in read.entries] == [2, 3]
+    assert read_manifest(manifest(tmp_path, *lines[:2]), SPEC.plan).bad == ()
+
+
 def test_derived_ids_are_stable_and_differ(tmp_path):
     lines = [{"prompt": "A cat", "seed": 1}, {"prompt": "A cat", "seed": 2}, {"prompt": "猫"}]
     ids = [entry.id for entry in read_manifest(manifest(tmp_path, *lines), SPEC.plan).entries]

@@ -1,5 +1,6 @@
 """Diffusers' modular pipeline of MiniMax-H3, on a checkpoint's folder, with the latents of every step."""
 
+import functools
 import itertools
 from pathlib import Path
 
@@ -56,7 +57,8 @@ class Reference:
             if isinstance(part, torch.nn.Module):
                 part.eval().requires_grad_(False)
         self.pipeline.update_components(**parts)
-        for name, scheduler in (("video", parts["scheduler"]), ("sound", parts["audio_scheduler"])):
+        self._schedulers = {"video": parts["scheduler"], "sound": parts["audio_scheduler"]}
+        for name, scheduler in self._schedulers.items():
             self._record(name, scheduler)
 
     def _record(self, name: str, scheduler: diffusers.MiniMaxH3Scheduler) -> None:
@@ -68,6 +70,14 @@ class Reference:
             return result
 
         scheduler.step = recorded
+
+    def set_schedules(self, **schedules: tuple[float, list[float] | None]) -> None:
+        """Set the shifts of "video" and "sound", and their noise levels before it (None: the usual)."""
+        for name, (shift, levels) in schedules.items():
+            scheduler = self._schedulers[name]
+            scheduler.set_shift(shift)
+            sigmas = None if levels is None else [shift * level / (1 + (shift - 1) * level) for level in levels]
+            scheduler.set_timesteps = functools.partial(type(scheduler).set_timesteps, scheduler, sigmas=sigmas)
 
     def __call__(self, *, steps: int, seed: int = 0, **inputs):
         """Return pixels [T, H, W, 3], sound [2, samples], and the latents of each step by "video" and "sound".

@@ -1,13 +1,18 @@
 """MiniMax-H3 as a whole, against diffusers' modular pipeline: latents of both parts after each step, pixels, sound."""
 
+import re
+
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from tests.wan_tpu import adapter_files as files
 from tests.wan_tpu.minimax_h3_reference import Reference, relative
-from wan_tpu import GenerationRequest, load_pipeline
+from wan_tpu import GenerationRequest, InvalidRequest, load_pipeline
 from wan_tpu.aot.programs import programs_by_images
 from wan_tpu.data import DenoiseState, dump_value, parse_value
+from wan_tpu.families import published_spec
 from wan_tpu.families.minimax_h3.small import make_checkpoint
 from wan_tpu.families.shared.tokens import patchify
 
@@ -57,18 +62,25 @@ def test_requests_with_and_without_keyframes_compile_nothing_after_a_warm_up(pip
         ("A cat plays the piano.", {}),
         pytest.param("猫 " * 40, {}, marks=pytest.mark.long),
         pytest.param("A cat plays the piano.", {"image": 0}, marks=pytest.mark.long),
+        pytest.param("", {"image": 0}, marks=pytest.mark.soak),
         pytest.param("A cat plays the piano.", {"last_image": 1}, marks=pytest.mark.long),
         ("A cat plays the piano.", {"image": 0, "last_image": 1}),
     ],
-    ids=["text", "long text", "first frame", "last frame", "first and last frame"],
+    ids=["text", "long text", "first frame", "first frame alone", "last frame", "first and last frame"],
 )
 def test_same_latents_pixels_and_sound_as_diffusers(prompt, images, pipe, reference):
     images = {name: draw_picture(seed) for name, seed in images.items()}
-    pixels, sound, latents = reference(steps=STEPS, seed=SEED, prompt=prompt, num_frames=124, **SIZE, **images)
+    assert_same_video(GenerationRequest(prompt=prompt, steps=STEPS, seed=SEED, **SIZE, **images), pipe, reference)
+
+
+def assert_same_video(request, pipe, reference):
+    """Compare a request's video, and its latents after each step, with those of diffusers' pipeline."""
     states = []
-    request = GenerationRequest(prompt=prompt, steps=STEPS, seed=SEED, **SIZE, **images)
     video = pipe.generate(request, on_step=lambda event: states.append(event.state))
-    assert len(states) == STEPS
+    images = {name: image for name in ("image", "last_image") if (image := getattr(request, name))}
+    inputs = {"prompt": request.prompt, "seed": request.seed, "num_frames": 124, **SIZE, **images}
+    pixels, sound, latents = reference(steps=len(states), **inputs)
+    assert len(states) == (request.steps or len(request.sigmas))
     for state, rows, audio in zip(states, latents["video"], latents["sound"], strict=True):
         assert relative(patchify(np.asarray(state.latents), (1, 2, 2)), rows) < 1e-4
         assert relative(np.asarray(state.audio)[0], audio) < 1e-4
@@ -76,6 +88,65 @@ def test_same_latents_pixels_and_sound_as_diffusers(prompt, images, pipe, refere
     assert np.abs(video.pixels - pixels).max() < 2e-3
     assert relative(video.audio, sound) < 2e-3
     assert video.audio_rate == 32000
+
+
+def test_empty_prompt_without_an_image_is_refused_before_any_work(pipe):
+    with pytest.raises(InvalidRequest, match=r"prompt is empty, .* say what happens in the video, or give an image"):
+        pipe.generate(GenerationRequest(**SIZE))
+    assert pipe.plan(GenerationRequest(last_image=draw_picture(0), **SIZE)).images == 1
+
+
+def request_preset(name, adapter):
+    """Return a request with the settings of a published preset, which a small checkpoint hasn't, and an adapter."""
+    settings = dict(published_spec("minimax-h3").presets[name].settings) | {"loras": [adapter]}
+    return GenerationRequest(prompt="A cat plays the piano.", seed=SEED, **SIZE, **settings)
+
+
+def test_turbo_is_that_of_diffusers_with_the_same_file(pipe, reference, tmp_path):
+    """LightX2V's files are raw dumps of peft, of matrices of both kinds of blocks; the header has the alpha."""
+    transformer = reference.pipeline.transformer
+    names = [
+        name
+        for name, module in transformer.named_modules()
+        if isinstance(module, torch.nn.Linear) and re.search(r"blocks\.\d+\.(attn|ff)\.", name)
+    ]
+    assert len(names) == 6 * (3 + 2)
+    pairs = files.factors(transformer, names, rank=16, scale=2)
+    tensors = files.named(pairs, dict(zip(names, names, strict=True)), "", "lora_A.default", "lora_B.default")
+    path = files.save(tensors, tmp_path / "turbo.safetensors", metadata={"alpha": "8"})
+    reference.set_schedules(video=(6.0, None))
+    reference.pipeline.load_lora_weights(path)
+    assert sum("lora_A" in name for name, _ in transformer.named_parameters()) == len(names)
+    try:
+        assert_same_video(request_preset("turbo-4", path), pipe, reference)
+    finally:
+        reference.pipeline.unload_lora_weights()
+        reference.set_schedules(video=(12.0, None))
+
+
+@pytest.mark.long
+def test_fasth3_is_diffusers_with_its_changes_at_its_noise_levels(pipe, reference, tmp_path):
+    """FastVideo's file has pairs without alpha, and whole differences, which diffusers' loader doesn't take."""
+    transformer = reference.pipeline.transformer
+    state = {name: value.clone() for name, value in transformer.state_dict().items()}
+    names = [f"transformer_blocks.{layer}.attn.{name}" for layer in range(3) for name in ("to_q", "to_out.0")]
+    pairs = files.factors(transformer, [*names, "transformer_blocks.1.adaln_proj.linear"])
+    changed, tensors = files.by_hand(state, pairs, 1.0), {}
+    tensors = files.named(pairs, {name: name for name in pairs}, "", "lora_A", "lora_B")
+    draw = torch.Generator().manual_seed(1)
+    for name in ("norm_out.norm.weight", "proj_in.weight", "audio_proj_in.bias", "proj_out.weight"):
+        difference = state[name].std() * torch.randn(state[name].shape, generator=draw) / 4
+        changed[name] = state[name] + difference
+        tensors[name.replace(".weight", ".diff").replace(".bias", ".diff_b")] = difference
+    path = files.save(tensors, tmp_path / "fasth3.safetensors")
+    levels = [0.999, 0.749, 0.5, 0.25, 0.0]
+    reference.set_schedules(video=(12.0, levels), sound=(3.0, levels))
+    transformer.load_state_dict(changed)
+    try:
+        assert_same_video(request_preset("fasth3", path), pipe, reference)
+    finally:
+        transformer.load_state_dict(state)
+        reference.set_schedules(video=(12.0, None), sound=(3.0, None))
 
 
 def test_a_run_goes_on_from_a_state_bit_for_bit(pipe):

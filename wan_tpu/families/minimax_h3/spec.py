@@ -33,6 +33,7 @@ class MiniMaxH3Spec(FamilySpec):
     tasks = ("t2v", "i2v")
     last_images = "alone"
     reads_images = True
+    needs_prompt = True
     seeds_images = True
     solvers = ("euler",)
     frame_stride = CLIP_FRAMES
