@@ -88,8 +88,15 @@ class RequestScope:
         self._actor.adopt.remote(self._number, handle)
 
     async def find_chunk(self, chunk: int) -> ray.ObjectRef | None:
-        """Return the latents of a chunk of the video, or None while nobody has denoised it."""
-        stored = await self._actor.find_chunk.remote(self._number, chunk)
+        """Return the latents of a chunk of the video, or None while nobody has denoised it.
+
+        Raises:
+            InputLost: The store had them, or those of the chunk before, and has lost them. The denoiser won't put them
+                there again, so nobody should wait for them.
+        """
+        is_lost, stored = await self._actor.find_chunk.remote(self._number, chunk)
+        if is_lost:
+            raise InputLost(f"the latents of chunk {chunk} are not in the store any more")
         return stored[0] if stored else None
 
     async def check(self) -> None:
@@ -179,9 +186,16 @@ class _RefStoreActor:
             self.drop(scope, [chunks[chunk]] if chunk in chunks else [])
             chunks[chunk] = key
 
-    def find_chunk(self, scope: int, chunk: int) -> list[ray.ObjectRef]:
-        key = self._chunks.get(scope, {}).get(chunk)
-        return [] if key is None else self.get(scope, [key])
+    def find_chunk(self, scope: int, chunk: int) -> tuple[bool, list[ray.ObjectRef]]:
+        """Return whether a chunk is lost, and its reference if it is here.
+
+        Chunks are denoised in order, and a decoder is called once the first one is.
+        """
+        chunks = self._chunks.get(scope, {})
+        if chunk not in chunks:
+            return chunk - 1 not in chunks, []
+        refs = self.get(scope, [chunks[chunk]])
+        return not refs, refs
 
     async def adopt(self, scope: int, key: str) -> None:
         """Copy a payload; other calls are served meanwhile."""

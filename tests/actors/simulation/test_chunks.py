@@ -41,7 +41,8 @@ def make(layout="four pools", at_s=None, fault=None):
             if fault is not None:
                 await asyncio.sleep(at_s)
                 fault(run, making)
-            await asyncio.wait([making])
+            await asyncio.wait([making], timeout=600.0)
+            assert making.done(), "the request hangs"
             seconds = loop.time() - start_s
             await run.drivers[0].engine.forget("r")
             await asyncio.sleep(30.0)
@@ -135,6 +136,21 @@ def test_chunk_that_is_evicted_at_any_point_is_taken_from_the_state():
 
         run, _, _ = make(at_s=at_s, fault=evict)
         assert [step for step, _, _ in run.world.steps["r"]] == list(range(1, CHUNKS * STEPS + 1))
+
+
+@pytest.mark.parametrize("published", range(1, CHUNKS + 1))
+def test_chunk_that_a_restarted_store_has_lost_is_waited_for_by_nobody(published):
+    def restart(run, making):
+        store = run.drivers[0].ref_store
+
+        async def look():
+            while sum(map(len, store._chunks.values())) < published:
+                await asyncio.sleep(0.01)
+            store.__init__()
+
+        run.watching = asyncio.ensure_future(look())
+
+    make(at_s=0.0, fault=restart)
 
 
 def test_cancelled_request_ends_both_at_any_point():
