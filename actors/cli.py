@@ -62,15 +62,16 @@ def _run_command(argv: Sequence[str]) -> int | None:
     if not argv:
         parser.print_help(sys.stderr)
         return 2
-    chosen = parser.parse_args(argv[:1]).command
+    command = parser.parse_args(argv[:1]).command
     with end_on_sigterm():
         try:
-            return find_command(chosen)(argv[1:])
+            return find_command(command)(argv[1:])
         except ModuleNotFoundError as missing:
-            if chosen not in EXTRAS or not missing.name:
+            if command not in EXTRAS or not missing.name:
                 raise
             raise InvalidInput(
-                f"wan-tpu {chosen} needs {missing.name}, which isn't installed: pip install 'wan-tpu[{EXTRAS[chosen]}]'"
+                f"wan-tpu {command} needs {missing.name}, which isn't installed: "
+                f"pip install 'wan-tpu[{EXTRAS[command]}]'"
             ) from missing
 
 
@@ -108,11 +109,11 @@ def _build_parser(parser_class: Any) -> Parser:
     description = "Video generation on TPUs. It runs on CPUs, too; CUDA is not tried."
     parser = Parser(prog="wan-tpu", description=description)
     parser.add_argument("--version", action="version", version=summarize_versions(), help="show the versions and exit")
-    listed = parser.add_subparsers(
+    commands = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", parser_class=parser_class, help="each has a --help"
     )
     for name, (_, _, does) in COMMANDS.items():
-        listed.add_parser(name, help=does, of=name)
+        commands.add_parser(name, help=does, of=name)
     return parser
 
 

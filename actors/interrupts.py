@@ -45,7 +45,7 @@ def end_on_sigterm() -> Iterator[None]:
             raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)  # asyncio has a handler of its own, which cancels the running task.
 
-    blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     afterwards = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
@@ -56,7 +56,7 @@ def end_on_sigterm() -> Iterator[None]:
         raise Terminated from None
     finally:
         signal.signal(signal.SIGTERM, afterwards)
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def run(work: Coroutine[None, None, T]) -> T:

@@ -80,11 +80,11 @@ class Catalogue:
 
     def get_preset_adapters(self, name: str, spec: ModelSpec) -> list[dict[str, Any]]:
         """Return a preset's adapters in the form of a request's; raises `InvalidRequest` if it isn't offered."""
-        offered = self.list_presets(spec)
-        if name not in offered:
-            known = ", ".join(offered) or "none"
+        presets = self.list_presets(spec)
+        if name not in presets:
+            known = ", ".join(presets) or "none"
             raise InvalidRequest(f"there is no preset {name[:_MAX_NAME]!r} here; there are: {known}", "preset")
-        return [{"name": name, "scale": 1.0}] if _get_adapters(offered[name]) else []
+        return [{"name": name, "scale": 1.0}] if _get_adapters(presets[name]) else []
 
 
 def _get_adapters(preset: Preset | None) -> tuple[RequestedAdapter, ...]:

@@ -115,7 +115,7 @@ def deploy_service(
     ours = not list_applications(name)
     if ours:
         deploy(spec, tell=tell)
-    elif (deployed := find_spec(name)) is None or not deployed.is_same_as(spec):
+    elif (running := find_spec(name)) is None or not running.is_same_as(spec):
         raise PipelineExists(
             f"another pipeline {name!r} runs on this cluster, with another layout, model or settings; take it down "
             "(wan-tpu serve --down), or choose another --name"
@@ -160,8 +160,8 @@ def prepare_on_head(settings: ServiceSettings, host: str, new_port: int | None =
         if new_port is not None:
             check_port(host, new_port)
         prepare(settings, host)
-        asked = os.environ.get
-        return asked("RAY_SERVE_ENABLE_HA_PROXY") == "1" or bool(asked("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"))
+        getenv = os.environ.get
+        return getenv("RAY_SERVE_ENABLE_HA_PROXY") == "1" or bool(getenv("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"))
 
     there: Any = ray.remote(prepare_here).options(num_cpus=0, resources={HEAD: 0.001})
     try:

@@ -51,10 +51,10 @@ _FIRST = Seconds(encode=0.4, step=2.62, decode=0.35)
 class Pace:
     """Measured seconds by size of video. An unknown size is scaled from the nearest known one, by pixels."""
 
-    def __init__(self, ended: Iterable[Job] = ()) -> None:
+    def __init__(self, jobs: Iterable[Job] = ()) -> None:
         """Learn from jobs that completed before this process started, given latest first."""
         self._known: dict[int, Seconds] = {}
-        for job in reversed(list(ended)):
+        for job in reversed(list(jobs)):
             used, steps = job.stage_seconds, max(1, job.request["steps"])
             denoising = sum(seconds for stage, seconds in used.items() if stage not in (ENCODER, DECODER))
             seconds = Seconds(used.get(ENCODER, 0.0), denoising / steps, used.get(DECODER, 0.0))
@@ -115,9 +115,9 @@ class Estimator:
             return
         self._looked_at = time.monotonic()
         self._running = self._store.count_running()
-        if ended := self._store.list_recent(_LATEST):
-            self._pace = Pace(ended)
-            self._mean_s = statistics.fmean(self._pace.estimate_job_s(job.request) for job in ended)
+        if jobs := self._store.list_recent(_LATEST):
+            self._pace = Pace(jobs)
+            self._mean_s = statistics.fmean(self._pace.estimate_job_s(job.request) for job in jobs)
 
 
 def choose_poll_ms(eta_s: float | None) -> int:

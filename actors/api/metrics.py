@@ -86,8 +86,8 @@ class KeyMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield a metric family for each figure."""
         for name in ("videos", "failed", "chip_seconds", "dollars"):
-            counted = {key: getattr(used, name) for key, used in self.usage.items()}
-            yield _add_samples(CounterMetricFamily(f"wan_key_{name}", "Of jobs that ended.", labels=["key"]), counted)
+            counts = {key: getattr(used, name) for key, used in self.usage.items()}
+            yield _add_samples(CounterMetricFamily(f"wan_key_{name}", "Of jobs that ended.", labels=["key"]), counts)
 
 
 def _make_gauge(name: str, documentation: str, label: str, values: Mapping[Any, float]) -> Metric:

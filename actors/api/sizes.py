@@ -17,10 +17,10 @@ def check_size(request: ResolvedRequest, largest: Sequence[Size], model: ModelLi
         largest: Sizes that fit; if empty, any size does.
         model: The model, whose latents' sizes and videos' lengths count.
     """
-    asked = height, width, frames = request.height, request.width, request.frames
-    if not largest or _fits(asked, largest, model):
+    requested_size = height, width, frames = request.height, request.width, request.frames
+    if not largest or _fits(requested_size, largest, model):
         return
-    nearest = _find_nearest(asked, largest, model)
+    nearest = _find_nearest(requested_size, largest, model)
     remedy = "no size does" if nearest is None else "the nearest that does is {1}x{0} with {2} frames".format(*nearest)
     raise InvalidRequest(
         f"{width}x{height} with {frames} frames is larger than what the operator of this service has said to fit the "
@@ -44,9 +44,9 @@ def _count_latent_pixels(size: Size, model: ModelLimits) -> int:
     return height * width * model.latent_frames(frames)
 
 
-def _find_nearest(asked: Size, largest: Sequence[Size], model: ModelLimits) -> Size | None:
+def _find_nearest(requested: Size, largest: Sequence[Size], model: ModelLimits) -> Size | None:
     """Return the largest size of the same shape that fits, with fewer frames if that is enough, else smaller ones."""
-    height, width, frames = asked
+    height, width, frames = requested
     fewer = [(height, width, count) for count in range(model.frame_offset, frames, model.frame_step)]
     multiple = model.size_multiple
     smaller = [(_scale(height, share, multiple), _scale(width, share, multiple), frames) for share in range(1, 1000)]

@@ -46,7 +46,7 @@ def name_line(number: int, values: dict[str, Any]) -> ParsedLine:
     """
     fields = {name: value for name, value in values.items() if name in REQUEST_FIELDS}
     id_, output = values.get("id"), values.get("output")
-    named = id_ is not None
+    has_id = id_ is not None
     if id_ is None:
         id_ = derive_id(fields)
     else:
@@ -61,7 +61,7 @@ def name_line(number: int, values: dict[str, Any]) -> ParsedLine:
             raise InvalidInput(f"has the output {output!r}, whose record {problem}; give a shorter name")
     if "prompt" not in fields:
         raise InvalidInput('has no prompt; give one, "" for nothing in particular')
-    return ParsedLine(number, id_, output, named, fields)
+    return ParsedLine(number, id_, output, has_id, fields)
 
 
 def record_name(output: str) -> str:

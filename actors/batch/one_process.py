@@ -54,14 +54,14 @@ class OneProcessEngine:
         span = functools.partial(Span, slice="this process", request=id, chips=self._chips)
         run = _Run(self._pipeline, id, span, on_event, on_fragment)
         work = self._thread.submit(run.make, plan)
-        ended = asyncio.wrap_future(work)
+        result = asyncio.wrap_future(work)
         try:
-            return await asyncio.shield(ended)
+            return await asyncio.shield(result)
         except asyncio.CancelledError:
             run.stop.set()
             if not work.cancel():  # It has begun, and ends at its next check.
-                await asyncio.wait([ended])
-                ended.exception()  # Retrieve it, or asyncio logs that nobody did.
+                await asyncio.wait([result])
+                result.exception()  # Retrieve it, or asyncio logs that nobody did.
             raise
 
     async def forget(self, id: str) -> None:

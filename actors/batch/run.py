@@ -64,7 +64,7 @@ class BatchReport:
         if before := self.count("done") - self.videos_made:
             counts.append(f"{before} done before")
         words = {"failed": "failed", "changed": "changed since and kept", "invalid": "bad lines"}
-        counts += [f"{self.count(status)} {said}" for status, said in words.items() if self.count(status)]
+        counts += [f"{self.count(status)} {word}" for status, word in words.items() if self.count(status)]
         return f"{len(self.results)} requests: {', '.join(counts)}; {self.seconds:.1f} s"
 
 
@@ -193,12 +193,12 @@ class Batch:
 
     async def _keep_results_written(self) -> None:
         """Write results.jsonl from time to time while requests end, for a small share of the time."""
-        pause, written = RESULTS_S, len(self.results)
+        pause, count = RESULTS_S, len(self.results)
         while True:
             await asyncio.sleep(pause)
-            if len(self.results) == written:
+            if len(self.results) == count:
                 continue
-            start, written = time.monotonic(), len(self.results)
+            start, count = time.monotonic(), len(self.results)
             try:
                 await run_to_end(self.write_results)
             except StorageError as error:

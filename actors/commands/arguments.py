@@ -145,9 +145,9 @@ def _start_advice(args: argparse.Namespace) -> str:
     """Return the command that starts a cluster which suits the arguments of a command."""
     layout = "emulated-demo"
     with contextlib.suppress(LayoutError):
-        wanted = getattr(args, "layout", None)
-        if wanted is not None and Layout.load(wanted).devices_per_host is not None:
-            layout = wanted
+        source = getattr(args, "layout", None)
+        if source is not None and Layout.load(source).devices_per_host is not None:
+            layout = source
     folder = [] if args.folder == find_default_folder() else ["--folder", str(args.folder)]
     command = shlex.join(["wan-tpu", "cluster", "up", "--emulate", layout, *folder])
     return f"give the --address of a real one, or start one here: {command}"

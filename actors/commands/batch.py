@@ -43,10 +43,10 @@ def batch(argv: Sequence[str]) -> None:
         model=make_model_absolute(args.model_id),
         precision=precision,
     )
-    with opening as opened:
+    with opening as ready_batch:
         with contextlib.closing(engine):
             watching = {"on_event": spans.add} if args.timeline else {}
-            report = opened.run(engine, progress=Console("request"), **watching)
+            report = ready_batch.run(engine, progress=Console("request"), **watching)
         spans.save(output, say)
     report.check()
     say(report.summarize())

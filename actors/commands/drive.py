@@ -65,9 +65,9 @@ def _drive(args: argparse.Namespace, explicit: Collection[str], live: LiveConsol
 
     output = open_storage(args.output)
     live.tell("joining the cluster")
-    wanted = _build_wanted(args, join_cluster(args))
-    running = find_reusable(args.name, wanted, args.dtype)
-    spec = running or wanted
+    requested_spec = _build_wanted(args, join_cluster(args))
+    running = find_reusable(args.name, requested_spec, args.dtype)
+    spec = running or requested_spec
     assert spec is not None  # Else `find_reusable` raises.
     if running is not None and running.lasting:
         for text in explain_ineffective(args, explicit, running):
@@ -84,9 +84,9 @@ def _drive(args: argparse.Namespace, explicit: Collection[str], live: LiveConsol
         tell=live.print_line,
     )
     spans = LatestSpans()
-    with opening as opened:
-        delete_leftovers(spec.settings, lambda: _list_settled(manifest, opened))
-        report = _make(args, spec, wanted, opened, live, spans)
+    with opening as batch:
+        delete_leftovers(spec.settings, lambda: _list_settled(manifest, batch))
+        report = _make(args, spec, requested_spec, batch, live, spans)
         live.tell("drawing the timeline" if len(spans) else "")
         spans.save(output, live.print_line)  # Last, when no slice waits for it.
     return report
@@ -95,8 +95,8 @@ def _drive(args: argparse.Namespace, explicit: Collection[str], live: LiveConsol
 def _make(
     args: argparse.Namespace,
     spec: PipelineSpec,
-    wanted: PipelineSpec | None,
-    opened: "Batch",
+    requested_spec: PipelineSpec | None,
+    batch: "Batch",
     live: LiveConsole,
     spans: "LatestSpans",
 ) -> "BatchReport":
@@ -107,11 +107,11 @@ def _make(
     from actors.pipeline.driver import PipelineDriver
     from actors.pipeline.status import describe_requests
 
-    figures = _Figures(spec, opened)
+    figures = _Figures(spec, batch)
     with contextlib.ExitStack() as stack:
         engine = None
-        if opened.todo:  # Bringing a pipeline up takes minutes.
-            up = stack.enter_context(acquire_pipeline(args.name, wanted, live.tell, precision=args.dtype))
+        if batch.todo:  # Bringing a pipeline up takes minutes.
+            up = stack.enter_context(acquire_pipeline(args.name, requested_spec, live.tell, precision=args.dtype))
             # Another pipeline may have been brought up since the requests were planned.
             if (up.settings.checkpoint, up.settings.dtype) != (spec.settings.checkpoint, spec.settings.dtype):
                 raise PipelineNotFound(f"pipeline {args.name!r} has changed meanwhile; run this again")
@@ -124,7 +124,7 @@ def _make(
             if args.timeline:
                 spans.add(span)
 
-        report = opened.run(engine, progress=live, on_event=note)
+        report = batch.run(engine, progress=live, on_event=note)
         figures.show()
         live.tell("")
         live.look = None
@@ -134,14 +134,14 @@ def _make(
 class _Figures:
     """The metrics of a batch."""
 
-    def __init__(self, spec: PipelineSpec, opened: "Batch") -> None:
+    def __init__(self, spec: PipelineSpec, batch: "Batch") -> None:
         from actors.observe.meters import BatchMeters
         from cluster.costs.prices import Prices
 
         chips = {stage: pool.slice.chips for pool in spec.layout.pools for stage in pool.stages}
         self._meters = BatchMeters(chips, Prices.load().of_stages(spec.layout))
-        self._results = opened.results
-        self._total = len(opened.results) + len(opened.todo)
+        self._results = batch.results
+        self._total = len(batch.results) + len(batch.todo)
 
     def note(self, span: "Span") -> None:
         """Count the time that a slice has computed."""
@@ -183,7 +183,7 @@ def _build_wanted(args: argparse.Namespace, address: str) -> PipelineSpec | None
     return build_spec(*read_settings(args, address, snapshots), lasting=args.keep)
 
 
-def _list_settled(manifest: "Manifest", opened: "Batch") -> Mapping[str, Callable[[], "RequestPlan"]]:
+def _list_settled(manifest: "Manifest", batch: "Batch") -> Mapping[str, Callable[[], "RequestPlan"]]:
     """Return, by id, functions that plan the requests which this run doesn't make."""
-    waiting = {entry.id for entry in opened.todo}
+    waiting = {entry.id for entry in batch.todo}
     return {entry.id: entry.load for entry in manifest.entries if entry.id not in waiting}

@@ -25,14 +25,14 @@ def layouts(argv: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="for programs: a list of JSON objects")
     args = parser.parse_args(argv)
     stages = None if args.model is None else published_spec(args.model).stages
-    listed = [
+    descriptions = [
         _describe(layout) for layout in map(Layout.load, list_shipped()) if stages is None or _can_host(layout, stages)
     ]
     if args.json:
-        print(json.dumps(listed))
+        print(json.dumps(descriptions))
         return
     header = ("layout", "models with", "chips", "GiB", "emulated", "slices")
-    rows = [[str(layout[column]) for column in header[:-1]] + ["; ".join(layout["slices"])] for layout in listed]
+    rows = [[str(layout[column]) for column in header[:-1]] + ["; ".join(layout["slices"])] for layout in descriptions]
     print(as_table(header, rows))
     print(
         "\nGiB: of the chips' memory. Those for emulation are for this machine: wan-tpu cluster up --emulate LAYOUT. "
@@ -51,18 +51,18 @@ def _can_host(layout: Layout, stages: Sequence[str]) -> bool:
 
 def _describe(layout: Layout) -> dict[str, Any]:
     """Return a layout by the columns of the table; an emulated one takes no chips."""
-    emulated = layout.devices_per_host is not None
+    is_emulated = layout.devices_per_host is not None
     stages = [stage for pool in layout.pools for stage in pool.stages if stage not in ("encoder", "decoder")]
     experts = [stage for stage in stages if stage.startswith("denoise")]
     others = "".join(f", {stage}" for stage in stages if stage not in experts)  # They run an expert again.
     return {
         "layout": Path(layout.source).stem,
         "models with": ("one expert" if len(experts) == 1 else f"{len(experts)} experts") + others,
-        "chips": "-" if emulated else _format_sum(layout.pools, lambda pool: pool.slice.chips),
+        "chips": "-" if is_emulated else _format_sum(layout.pools, lambda pool: pool.slice.chips),
         "GiB": "-"
-        if emulated
+        if is_emulated
         else _format_sum(layout.pools, lambda pool: pool.slice.chips * pool.slice.chip.usable_gib),
-        "emulated": "yes" if emulated else "no",
+        "emulated": "yes" if is_emulated else "no",
         "slices": [f"{pool.replicas} x {pool.slice}: {', '.join(pool.stages)}" for pool in layout.pools],
     }
 

@@ -39,14 +39,14 @@ def wait_for_layout(path: str, sha256: str, wait_s: float = _WAIT_S) -> str:
     deadline = time.monotonic() + wait_s
     while True:
         try:
-            mounted = MountedLayout(path, Path(path).read_text())
+            layout = MountedLayout(path, Path(path).read_text())
         except OSError as error:
             problem = f"can't be read ({error.strerror})"
         else:
-            if mounted.sha256 == sha256:
-                return mounted.text
+            if layout.sha256 == sha256:
+                return layout.text
             problem = (
-                f"has another content ({mounted.sha256[:12]}) than the service's configuration says ({sha256[:12]})"
+                f"has another content ({layout.sha256[:12]}) than the service's configuration says ({sha256[:12]})"
             )
         if time.monotonic() > deadline:
             raise Unavailable(

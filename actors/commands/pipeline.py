@@ -35,9 +35,9 @@ def pipeline(argv: Sequence[str]) -> None:
         live.tell("joining the cluster")
         address = join_cluster(args)
         if args.action == "up":
-            wanted = build_spec(*read_settings(args, address))
-            deploy(wanted, tell=live.tell)
-            done = f"pipeline {args.name} is up: {', '.join(pool.name for pool in wanted.layout.pools)}"
+            spec = build_spec(*read_settings(args, address))
+            deploy(spec, tell=live.tell)
+            done = f"pipeline {args.name} is up: {', '.join(pool.name for pool in spec.layout.pools)}"
         else:
             if find_spec(args.name) is None and not list_applications(args.name):
                 raise PipelineNotFound(f"no pipeline {args.name!r} runs on this cluster")

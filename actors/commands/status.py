@@ -40,15 +40,15 @@ def status(argv: Sequence[str]) -> None:
         slices, hidden = _select_shown(list_slices())
         pipeline = read_status(args.name, slices)
         if args.json:
-            described = [_describe(slice_) for slice_ in slices]
-            shown = json.dumps({"slices": described, "gone": hidden, "pipeline": pipeline and asdict(pipeline)})
+            rows = [_describe(slice_) for slice_ in slices]
+            text = json.dumps({"slices": rows, "gone": hidden, "pipeline": pipeline and asdict(pipeline)})
         else:
             status_text = format_status(pipeline) if pipeline else f"no pipeline {args.name!r} runs here; {UP}"
-            gone = f"\n  and {hidden} that are gone, with all of their hosts" if hidden else ""
-            shown = f"cluster at {address}{jobs}\n{draw(slices)}{gone}\n{status_text}"
+            note = f"\n  and {hidden} that are gone, with all of their hosts" if hidden else ""
+            text = f"cluster at {address}{jobs}\n{draw(slices)}{note}\n{status_text}"
         if args.watch and not args.json and sys.stdout.isatty():
             print("\x1b[H\x1b[J", end="")
-        print(shown, flush=True)
+        print(text, flush=True)
         if not args.watch:
             return
         time.sleep(WATCH_S)
@@ -56,12 +56,12 @@ def status(argv: Sequence[str]) -> None:
 
 def _select_shown(slices: Sequence["LiveSlice"]) -> tuple[list["LiveSlice"], int]:
     """Return the slices to list, and how many more have no host left."""
-    gone = [slice_ for slice_ in slices if not slice_.hosts]
-    hidden = {slice_.name for slice_ in gone[MAX_GONE:]}
+    lost_slices = [slice_ for slice_ in slices if not slice_.hosts]
+    hidden = {slice_.name for slice_ in lost_slices[MAX_GONE:]}
     return [slice_ for slice_ in slices if slice_.name not in hidden], len(hidden)
 
 
 def _describe(slice_: "LiveSlice") -> dict[str, object]:
-    shown = {name: value for name, value in asdict(slice_).items() if name not in ("pod_type", "spec")}
+    fields = {name: value for name, value in asdict(slice_).items() if name not in ("pod_type", "spec")}
     kind = str(slice_.spec or slice_.pod_type)
-    return shown | {"kind": kind, "emulated": slice_.emulated, "missing": slice_.missing}
+    return fields | {"kind": kind, "emulated": slice_.emulated, "missing": slice_.missing}

@@ -145,10 +145,10 @@ def _follow(client: Any, job: str) -> int:
 
 def _watch(client: Any, job: str) -> Any:
     """Print a job's log until it has ended, and return its details; raises `FollowerLost`."""
-    shown, pause, silent_since = 0, POLL_S, None
+    position, pause, silent_since = 0, POLL_S, None
     while True:
-        before = shown
-        shown, broken = asyncio.run(_print_log(client, job, shown))
+        before = position
+        position, is_broken = asyncio.run(_print_log(client, job, position))
         try:
             details = _read_details(client, job)
         except NoAnswer as error:
@@ -162,11 +162,11 @@ def _watch(client: Any, job: str) -> Any:
                 silent_since = None
                 print("connected again", file=sys.stderr)
             if details.status.value in ENDED:
-                if broken:  # Before the end of the log.
-                    asyncio.run(_print_log(client, job, shown))
+                if is_broken:  # Before the end of the log.
+                    asyncio.run(_print_log(client, job, position))
                 return details
-        troubled = shown == before and (broken or silent_since is not None)
-        pause = min(2 * pause, LONGEST_PAUSE_S) if troubled else POLL_S
+        is_stuck = position == before and (is_broken or silent_since is not None)
+        pause = min(2 * pause, LONGEST_PAUSE_S) if is_stuck else POLL_S
         time.sleep(pause)
 
 
@@ -186,8 +186,8 @@ def _find_exit_code(details: Any, job: str) -> int:
     return int(code)
 
 
-async def _print_log(client: Any, job: str, shown: int) -> tuple[int, bool]:
-    """Print the log after its first `shown` characters; return its length, and whether it broke off."""
+async def _print_log(client: Any, job: str, position: int) -> tuple[int, bool]:
+    """Print the log after its first `position` characters; return its length, and whether it broke off."""
     import aiohttp
 
     at = 0
@@ -197,13 +197,13 @@ async def _print_log(client: Any, job: str, shown: int) -> tuple[int, bool]:
             # A connection that has gone silently looks like a job that is silent, so it is opened again.
             async with asyncio.timeout(SILENCE_S):
                 piece = await anext(pieces)
-            new = piece[max(shown - at, 0) :]
+            new = piece[max(position - at, 0) :]
             at += len(piece)
             print(new, end="", flush=True)
     except StopAsyncIteration:
-        return max(at, shown), False
+        return max(at, position), False
     except (aiohttp.ClientError, OSError, RuntimeError):  # `TimeoutError` is an `OSError`.
-        return max(at, shown), True
+        return max(at, position), True
 
 
 def _explain_return(job: str) -> str:
@@ -231,7 +231,7 @@ def _read_details(client: Any, job: str) -> Any:
         raise error
 
 
-def _ask(client: Any, call: Callable[..., T], *args: Any, **named: Any) -> T:
+def _ask(client: Any, call: Callable[..., T], *args: Any, **keywords: Any) -> T:
     """Return the cluster's answer; raise `NoAnswer` when that fails, or takes too long."""
     import requests
 
@@ -239,7 +239,7 @@ def _ask(client: Any, call: Callable[..., T], *args: Any, **named: Any) -> T:
 
     def run() -> None:
         try:
-            answer.set_result(call(*args, **named))
+            answer.set_result(call(*args, **keywords))
         except Exception as error:
             answer.set_exception(error)
 

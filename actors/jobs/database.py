@@ -60,8 +60,8 @@ class Database:
     def __str__(self) -> str:
         """Return the address without its password, which may also be among its parameters."""
         url = self._engine.url
-        shown = {name: "***" if "password" in name.lower() else value for name, value in url.query.items()}
-        return url.set(query=shown).render_as_string(hide_password=True)
+        options = {name: "***" if "password" in name.lower() else value for name, value in url.query.items()}
+        return url.set(query=options).render_as_string(hide_password=True)
 
     def read(self) -> AbstractContextManager[Session]:
         """Open a session that reads one consistent snapshot of the database."""
@@ -150,8 +150,8 @@ def _parse_address(address: str) -> URL:
     raise StoreError(_describe_allowed(f"{backend}://"))
 
 
-def _describe_allowed(refused: str) -> str:
-    return f"{refused} is no database for jobs; give the path of a SQLite file, or postgresql://user@host/name"
+def _describe_allowed(scheme: str) -> str:
+    return f"{scheme} is no database for jobs; give the path of a SQLite file, or postgresql://user@host/name"
 
 
 def _make_postgresql_engine(url: URL) -> Engine:

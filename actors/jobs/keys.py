@@ -109,9 +109,9 @@ def revoke_key(database: Database, id_or_name: str) -> None:
             key.revoked_at = database.now(session)
 
 
-def match_key(keys: Mapping[str, ApiKey], presented: str) -> ApiKey | None:
+def match_key(keys: Mapping[str, ApiKey], text: str) -> ApiKey | None:
     """Return the key that a text matches, if any, in the same time whether or not its id is known. `keys` are by id."""
-    form = _FORM.fullmatch(presented)
+    form = _FORM.fullmatch(text)
     id_, secret = form.groups() if form else ("", "")
     known = keys.get(id_)
     same = hmac.compare_digest(_hash(secret), known.secret_hash if known else _NO_HASH)
@@ -119,8 +119,8 @@ def match_key(keys: Mapping[str, ApiKey], presented: str) -> ApiKey | None:
 
 
 def _find_in_force(database: Database, session: Session, id_or_name: str) -> list[ApiKey]:
-    named = (ApiKey.id == id_or_name) | (ApiKey.name == id_or_name)
-    query = select(ApiKey).where(named, ApiKey.revoked_at.is_(None)).order_by(ApiKey.id)
+    condition = (ApiKey.id == id_or_name) | (ApiKey.name == id_or_name)
+    query = select(ApiKey).where(condition, ApiKey.revoked_at.is_(None)).order_by(ApiKey.id)
     keys = session.scalars(query.with_for_update()).all()
     if not keys:
         names = ", ".join(session.scalars(select(ApiKey.name).where(ApiKey.revoked_at.is_(None)).order_by(ApiKey.name)))

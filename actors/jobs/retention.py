@@ -43,21 +43,21 @@ class Retention:
 
     def sweep(self) -> tuple[int, int]:
         """Remove what is due; return the numbers of jobs and of files removed."""
-        expired = sum(iter(self._expire, 0))
-        return expired, sum(self._remove(name) for batch in iter(self._list_due, []) for name in batch)
+        count = sum(iter(self._expire, 0))
+        return count, sum(self._remove(name) for batch in iter(self._list_due, []) for name in batch)
 
     def _expire(self) -> int:
         """Remove rows of expired jobs, and expire their files in the same transaction."""
         with self._database.write() as session:
             now = self._database.now(session)
-            expired = session.scalars(
+            jobs = session.scalars(
                 select(Job).where(Job.expires_at <= now).limit(_BATCH).with_for_update(skip_locked=True)
             ).all()
-            for job in expired:
+            for job in jobs:
                 expire_files(session, job.id, now)
                 session.execute(delete(Delivery).where(Delivery.job_id == job.id))
                 session.delete(job)
-        return len(expired)
+        return len(jobs)
 
     def _list_due(self) -> list[str]:
         with self._database.read() as session:

@@ -99,7 +99,7 @@ class JobStore:
             return session.scalars(BY_ID, {"wanted": job}).one_or_none()
 
     def find_repeat(
-        self, owner: str, idempotency_key: str | None, body_digest: str, *, retried: bool = False
+        self, owner: str, idempotency_key: str | None, body_digest: str, *, is_retry: bool = False
     ) -> Job | None:
         """Return the job that was accepted for the same request before, if any.
 
@@ -107,7 +107,7 @@ class JobStore:
             owner: Whose request it is.
             idempotency_key: Names the request, if the client sent one.
             body_digest: Of the request's body.
-            retried: Whether the client says that it repeats the request, as clients do by themselves after an error. A
+            is_retry: Whether the client says that it repeats the request, as clients do by themselves after an error. A
                 recent job with the same body then counts as this request's even without a key, unless it has failed or
                 was cancelled. From then on it is shared: no single request waits for it.
 
@@ -117,7 +117,7 @@ class JobStore:
         repeated = None
         with self._database.read() as session:
             earlier = find_earlier(session, owner, idempotency_key)
-            if idempotency_key is None and retried:
+            if idempotency_key is None and is_retry:
                 since = self._database.now(session) - _RETRY_WINDOW_S
                 repeated = session.scalars(select_repeated(owner, body_digest, since)).first()
         if repeated is not None:
@@ -138,9 +138,9 @@ class JobStore:
 
     def look_at_all(self, jobs: Iterable[str]) -> Sequence[Job]:
         """Return those of the given ids that exist as jobs, with their positions."""
-        wanted = select(Job).options(WITH_POSITION).where(Job.id.in_(list(jobs)), Job.deleted_at.is_(None))
+        query = select(Job).options(WITH_POSITION).where(Job.id.in_(list(jobs)), Job.deleted_at.is_(None))
         with self._database.read() as session:
-            return session.scalars(wanted).all()
+            return session.scalars(query).all()
 
     def list(
         self,
@@ -178,11 +178,11 @@ class JobStore:
                 query = query.where(Job.sequence > start if order == "asc" else Job.sequence < start)
             rows = session.execute(query.order_by(by_age)).all()
             count = _count_fitting([characters for _, characters in rows[:limit]])
-            wanted = [sequence for sequence, _ in rows[:count]]
+            sequences = [sequence for sequence, _ in rows[:count]]
             jobs = session.scalars(
-                select(Job).options(WITH_POSITION).where(Job.sequence.in_(wanted)).order_by(by_age)
+                select(Job).options(WITH_POSITION).where(Job.sequence.in_(sequences)).order_by(by_age)
             ).all()
-        if wanted and not jobs:  # All of them were deleted in between, so the page now begins with later ones.
+        if sequences and not jobs:  # All of them were deleted in between, so the page now begins with later ones.
             return self.list(owner, after=after, limit=limit, order=order, status=status)
         return Page(jobs=tuple(jobs), more=len(rows) > count)
 

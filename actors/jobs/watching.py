@@ -28,9 +28,9 @@ class Watched:
 
 def begin_to_watch(database: Database, job: str) -> None:
     """Have the job's worker store fragments from now on, unless it does already or the job has ended."""
-    wanted = (Job.id == job) & Job.status.in_(_UNENDED) & Job.watched_at.is_(None)
+    condition = (Job.id == job) & Job.status.in_(_UNENDED) & Job.watched_at.is_(None)
     with database.write() as session:
-        session.execute(update(Job).where(wanted).values(watched_at=database.now(session)))
+        session.execute(update(Job).where(condition).values(watched_at=database.now(session)))
 
 
 def look_at_watched(database: Database, jobs: Iterable[str]) -> dict[str, Watched]:

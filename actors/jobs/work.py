@@ -63,12 +63,15 @@ class WorkQueue:
         with self._database.write() as session:
             now = self._database.now(session)
             self._requeue_lost(session, now)
-            wanted: list[ColumnElement[bool]] = [Job.status == "queued", Job.deadline.is_(None) | (Job.deadline > now)]
+            conditions: list[ColumnElement[bool]] = [
+                Job.status == "queued",
+                Job.deadline.is_(None) | (Job.deadline > now),
+            ]
             if above is not None:
-                wanted.append(Job.priority > above)
+                conditions.append(Job.priority > above)
             if model is not None:
-                wanted.append((Job.model == model) | Job.model.is_(None))
-            job = self._find_next(session, wanted, model)
+                conditions.append((Job.model == model) | Job.model.is_(None))
+            job = self._find_next(session, conditions, model)
             if job is None:
                 return None
             job.status, job.worker, job.attempts = "in_progress", worker, job.attempts + 1
@@ -123,8 +126,8 @@ class WorkQueue:
         """
         with self._database.write() as session:
             job, now = self._lock_claimed(session, claimed), self._database.now(session)
-            announced = set(session.scalars(select(File.name).where(File.job == job.id)))
-            if unknown := set(results.values()) - announced:
+            names = set(session.scalars(select(File.name).where(File.job == job.id)))
+            if unknown := set(results.values()) - names:
                 raise ValueError(f"results of {job.id} that were never announced: {', '.join(sorted(unknown))}")
             texts = [make_storable(warning) for warning in warnings]
             if not watchable:
@@ -164,24 +167,24 @@ class WorkQueue:
                     job.stop_code = DEADLINE
             return [job.id for job in overdue]
 
-    def _find_next(self, session: Session, wanted: list[ColumnElement[bool]], model: str | None) -> Job | None:
+    def _find_next(self, session: Session, conditions: list[ColumnElement[bool]], model: str | None) -> Job | None:
         """Return the first job that may run, locked."""
         query = (
             select(Job)
-            .where(*wanted, Job.owner.not_in(_OWNERS_AT_LIMIT))
+            .where(*conditions, Job.owner.not_in(_OWNERS_AT_LIMIT))
             .order_by(Job.priority.desc(), Job.round, Job.sequence)
             .limit(1)
             .with_for_update(skip_locked=True)  # On PostgreSQL workers don't wait for one another.
         )
-        refused: set[str] = set()
-        while (job := session.scalars(query.where(Job.owner.not_in(refused))).one_or_none()) is not None:
+        busy_owners: set[str] = set()
+        while (job := session.scalars(query.where(Job.owner.not_in(busy_owners))).one_or_none()) is not None:
             if job.model is None:  # An earlier version accepted it while this one was starting.
                 job.model = str(job.request.get("model", ""))
             if model not in (None, job.model):
                 continue  # The query doesn't return it again.
             if self._may_run(session, job.owner):
                 return job
-            refused.add(job.owner)
+            busy_owners.add(job.owner)
         return None
 
     def _may_run(self, session: Session, owner: str) -> bool:
@@ -190,9 +193,9 @@ class WorkQueue:
         The row of a key that may not is unlocked at once: workers visit keys in different orders, and would otherwise
         wait for each other's locks.
         """
-        limited = select(ApiKey.running).where(ApiKey.id == owner, ApiKey.running.is_not(None)).with_for_update()
+        query = select(ApiKey.running).where(ApiKey.id == owner, ApiKey.running.is_not(None)).with_for_update()
         with session.begin_nested() as locked:
-            most = session.scalar(limited)
+            most = session.scalar(query)
             running = select(func.count()).select_from(Job).where(Job.status == "in_progress", Job.owner == owner)
             if most is None or (session.scalar(running) or 0) < most:
                 return True

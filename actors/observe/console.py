@@ -124,5 +124,7 @@ class _LiveBar:
 
     def render(self) -> str:
         """Return the bar: "batch 3/10 [###.......], 00:40 left"."""
-        shown = f"{self._stage} {{n}}/{{total}} [{{bar:10}}], {{remaining}} left"
-        return tqdm.format_meter(self._done, self._total, time.monotonic() - self._start, ascii=".#", bar_format=shown)
+        template = f"{self._stage} {{n}}/{{total}} [{{bar:10}}], {{remaining}} left"
+        return tqdm.format_meter(
+            self._done, self._total, time.monotonic() - self._start, ascii=".#", bar_format=template
+        )

@@ -156,14 +156,14 @@ class StatusBoard:
 
     def report_requests(self, driver: str, keys: Iterable[str]) -> None:
         """Renew all requests of a driver; those that it no longer names are forgotten."""
-        now, named = self._clock(), frozenset(keys)
-        for key in self._drivers.get(driver, frozenset()) - named:
+        now, ids = self._clock(), frozenset(keys)
+        for key in self._drivers.get(driver, frozenset()) - ids:
             self._forget_request(key)
-        for key in named:
+        for key in ids:
             self._requests.setdefault(key, RequestStatus(time.time()))
             _renew(self._request_s, key, now)
-        self._named |= named
-        self._drivers[driver] = named
+        self._named |= ids
+        self._drivers[driver] = ids
         _renew(self._driver_s, driver, now)
 
     def report_handoff(self, stage: str, seconds: float, nbytes: int) -> None:
@@ -187,14 +187,14 @@ class StatusBoard:
     def read(self) -> ReportedStatus:
         """Return all reports. If there are too many requests to list, those that have left the queue come first."""
         self._expire()
-        listed = self._requests
+        requests = self._requests
         unlisted: Counter[str] = Counter()
-        if len(listed) > MAX_LISTED:
-            keys = sorted(listed, key=lambda key: listed[key].stage == "waiting")
-            unlisted = Counter(listed[key].stage for key in keys[MAX_LISTED:])
-            listed = {key: listed[key] for key in keys[:MAX_LISTED]}
+        if len(requests) > MAX_LISTED:
+            keys = sorted(requests, key=lambda key: requests[key].stage == "waiting")
+            unlisted = Counter(requests[key].stage for key in keys[MAX_LISTED:])
+            requests = {key: requests[key] for key in keys[:MAX_LISTED]}
         return ReportedStatus(
-            dict(self._replicas), dict(listed), dict(unlisted), self._handoffs, self._step_s, dict(self._ended)
+            dict(self._replicas), dict(requests), dict(unlisted), self._handoffs, self._step_s, dict(self._ended)
         )
 
     def _expire(self) -> None:

@@ -77,19 +77,19 @@ def find_bounds(spans: Sequence[Span]) -> tuple[float, float]:
 
 def list_tracks(spans: Iterable[Span]) -> list[tuple[str, str]]:
     """Return all pairs of pool and slice: pools in the order in which work reaches them, slices of a pool by name."""
-    begun = sorted(spans, key=lambda span: (span.start_s, span.pool))
-    pools = list(dict.fromkeys(span.pool for span in begun))
-    tracks = {(span.pool, span.slice) for span in begun}
+    ordered = sorted(spans, key=lambda span: (span.start_s, span.pool))
+    pools = list(dict.fromkeys(span.pool for span in ordered))
+    tracks = {(span.pool, span.slice) for span in ordered}
     return sorted(tracks, key=lambda track: (pools.index(track[0]), track[1]))
 
 
 def assign_letters(spans: Iterable[Span]) -> dict[str, str]:
     """Return a letter for each request, in the order in which work on them began."""
-    begun = sorted(spans, key=lambda span: (span.start_s, span.request))
+    ordered = sorted(spans, key=lambda span: (span.start_s, span.request))
     letters = (
         "".join(pair) for size in itertools.count(1) for pair in itertools.product(string.ascii_uppercase, repeat=size)
     )
-    return dict(zip(dict.fromkeys(span.request for span in begun), letters, strict=False))
+    return dict(zip(dict.fromkeys(span.request for span in ordered), letters, strict=False))
 
 
 def find_chips(spans: Iterable[Span]) -> Chips:
@@ -100,14 +100,14 @@ def find_chips(spans: Iterable[Span]) -> Chips:
 
 def arrange_rows(spans: Iterable[Span]) -> list[list[Span]]:
     """Distribute spans over as few rows as it takes for none to overlap another."""
-    placed: list[list[Span]] = []
+    rows: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.start_s, span.end_s)):
-        free = next((row for row in placed if row[-1].end_s <= span.start_s), None)
+        free = next((row for row in rows if row[-1].end_s <= span.start_s), None)
         if free is None:
-            placed.append([span])
+            rows.append([span])
         else:
             free.append(span)
-    return placed
+    return rows
 
 
 def build_trace(spans: Sequence[Span]) -> bytes:

@@ -126,10 +126,10 @@ def _draw_count(axes: Axes, spans: Sequence[Span], slices: list[tuple[str, str]]
 
 
 def _draw_legend(figure: Figure, spans: Sequence[Span], letters: dict[str, str], colours: dict[str, str]) -> None:
-    shown = list(letters)[: len(_COLOURS)]
-    handles = [Patch(facecolor=colours[name], label=f"{letters[name]}  {_shorten(name)}") for name in shown]
-    if len(letters) > len(shown):
-        handles.append(Patch(facecolor="none", label=f"and {len(letters) - len(shown)} more (colours repeat)"))
+    entries = list(letters)[: len(_COLOURS)]
+    handles = [Patch(facecolor=colours[name], label=f"{letters[name]}  {_shorten(name)}") for name in entries]
+    if len(letters) > len(entries):
+        handles.append(Patch(facecolor="none", label=f"and {len(letters) - len(entries)} more (colours repeat)"))
     kinds = {span.kind for span in spans}
     if "fetch" in kinds:
         handles.append(Patch(facecolor="#777777", label="thin: in or out, beside other work"))

@@ -19,7 +19,7 @@ ANSWER_S = 30.0  # The owner's actor has this long to answer.
 
 @contextlib.contextmanager
 def acquire_pipeline(
-    name: str, wanted: PipelineSpec | None, tell: Tell, *, precision: str | None
+    name: str, spec: PipelineSpec | None, tell: Tell, *, precision: str | None
 ) -> Iterator[PipelineSpec]:
     """Use the pipeline of that name; bring up the wanted one when there is none, and take it down at the end.
 
@@ -28,72 +28,72 @@ def acquire_pipeline(
 
     Args:
         name: The pipeline's name.
-        wanted: The pipeline to bring up; None to use only one that runs.
+        spec: The pipeline to bring up; None to use only one that runs.
         tell: Called with what is being waited for.
         precision: The precision that a running pipeline must compute in; None for any.
 
     Raises:
         PipelineNotFound: There is no pipeline, or it isn't the wanted one. `deploy` raises others.
     """
-    running = find_reusable(name, wanted, precision)
+    running = find_reusable(name, spec, precision)
     if running is not None and running.lasting:
         tell(f"pipeline {name} runs")
         wait_until_up(running, tell)
         yield running
         return
     with _own(name):
-        if wanted is not None and running is not None and running.is_same_as(wanted):
+        if spec is not None and running is not None and running.is_same_as(spec):
             wait_until_up(running, tell)
         else:
             if running is not None:
                 tell(f"taking down what a killed batch has left of {name}")
                 shut_down(name, drain_s=DRAIN_S)
-            if wanted is None:
+            if spec is None:
                 raise _build_not_found(name)
-            deploy(wanted, tell=tell)
+            deploy(spec, tell=tell)
         try:
-            yield wanted
+            yield spec
         finally:
-            if not wanted.lasting:
+            if not spec.lasting:
                 tell(f"taking the pipeline {name} down")
                 shut_down(name, drain_s=DRAIN_S)
 
 
-def find_reusable(name: str, wanted: PipelineSpec | None, precision: str | None) -> PipelineSpec | None:
+def find_reusable(name: str, spec: PipelineSpec | None, precision: str | None) -> PipelineSpec | None:
     """Return the running pipeline that would be used, or None to bring one up; raises `PipelineNotFound`."""
     running = find_spec(name)
     if running is None:
-        if wanted is None:
+        if spec is None:
             raise _build_not_found(name)
         return None
     if not running.lasting and (owner := _find_owner(name)):
         raise _build_not_shared(name, owner)
-    if running.lasting or wanted is None:
-        check_usable(running, wanted, precision)
+    if running.lasting or spec is None:
+        check_usable(running, spec, precision)
     return running
 
 
-def check_usable(running: PipelineSpec, wanted: PipelineSpec | None, precision: str | None) -> None:
+def check_usable(running: PipelineSpec, spec: PipelineSpec | None, precision: str | None) -> None:
     """Raise `PipelineNotFound` unless a running pipeline has the model, layout and precision of a command.
 
     Args:
         running: The running pipeline.
-        wanted: The pipeline that the command would bring up; None where it doesn't say.
+        spec: The pipeline that the command would bring up; None where it doesn't say.
         precision: The precision that the command asks for; None where it doesn't say.
     """
     name, runs = running.settings.name, running.settings
     remedy = "to use it, or choose another --name"
-    if wanted is not None and runs.checkpoint != wanted.settings.checkpoint:
+    if spec is not None and runs.checkpoint != spec.settings.checkpoint:
         raise PipelineNotFound(
-            f"pipeline {name!r} runs {runs.checkpoint}, not {wanted.settings.checkpoint}; leave --model out {remedy}"
+            f"pipeline {name!r} runs {runs.checkpoint}, not {spec.settings.checkpoint}; leave --model out {remedy}"
         )
     if precision is not None and runs.dtype != precision:
         raise PipelineNotFound(
             f"pipeline {name!r} computes in {runs.dtype}, not {precision}; leave --precision out {remedy}"
         )
-    if wanted is not None and running.layout.pools != wanted.layout.pools:
+    if spec is not None and running.layout.pools != spec.layout.pools:
         raise PipelineNotFound(
-            f"pipeline {name!r} has the pools of {running.layout.source}, not of {wanted.layout.source}; leave "
+            f"pipeline {name!r} has the pools of {running.layout.source}, not of {spec.layout.source}; leave "
             f"--layout and --model out {remedy}"
         )
 

@@ -74,8 +74,8 @@ class PipelineClient:
         await asyncio.wait([self._checking], timeout=_READY_S)
         if not self._checking.done():
             raise PipelineError(f"the pipeline doesn't answer within {_READY_S:g} s; try again")
-        checked, self._checking = self._checking, None
-        checked.result()
+        task, self._checking = self._checking, None
+        task.result()
 
     def close(self) -> None:
         """Close the driver."""

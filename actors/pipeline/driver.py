@@ -90,10 +90,10 @@ class PipelineDriver:
 
     async def forget(self, id: str) -> None:
         """Delete the snapshots of a request whose video or failure is durable by now."""
-        kept = self._kept.pop(id, [])
-        for _, scope in kept:
+        scopes = self._kept.pop(id, [])
+        for _, scope in scopes:
             scope.finish()  # First, so that a slice that still writes a snapshot deletes it afterwards.
-        for snapshots in dict.fromkeys(snapshots for snapshots, _ in kept):
+        for snapshots in dict.fromkeys(snapshots for snapshots, _ in scopes):
             await asyncio.to_thread(delete_snapshots, self._connection.snapshots.delete, snapshots)
 
     def close(self) -> None:

@@ -91,15 +91,15 @@ def wait_until_up(spec: PipelineSpec, tell: Tell) -> None:
         news = None if status is None else status.read_or_none(NEWS_S)
         reported = news or ReportedStatus()
         if news is not None:
-            refused = {name: replica for name, replica in news.replicas.items() if replica.activity == "refused"}
+            refusals = {name: replica for name, replica in news.replicas.items() if replica.activity == "refused"}
             if earlier is None:
-                earlier = set(refused)
-            if new := [replica for name, replica in refused.items() if name not in earlier]:
+                earlier = set(refusals)
+            if new := [replica for name, replica in refusals.items() if name not in earlier]:
                 # It would be refused again, while Serve tries three times.
                 raise PipelineStartFailed(f"pool {new[0].pool}: {new[0].detail}")
         present = serve.status().applications
-        if gone := [pool for pool, name in applications.items() if name not in present]:
-            raise PipelineStartFailed(f"pool {', '.join(gone)}: taken down meanwhile")
+        if missing := [pool for pool, name in applications.items() if name not in present]:
+            raise PipelineStartFailed(f"pool {', '.join(missing)}: taken down meanwhile")
         states = {pool: present[name] for pool, name in applications.items()}
         for name, state in states.items():
             if state.status == ApplicationStatus.DEPLOY_FAILED:
@@ -267,9 +267,9 @@ def _find_failure(pool: str, reported: ReportedStatus) -> str | None:
 
 def _describe_start(pool: str, reported: ReportedStatus, ready: bool) -> str:
     replicas = [replica for replica in reported.replicas.values() if replica.pool == pool]
-    shown = dict.fromkeys(
+    lines = dict.fromkeys(
         "started" if replica.activity == "idle" else str(replica)
         for replica in replicas
         if replica.activity != "failed"
     )
-    return f"{pool}: {'ready' if ready else ', '.join(shown) or 'starting'}"
+    return f"{pool}: {'ready' if ready else ', '.join(lines) or 'starting'}"

@@ -169,10 +169,10 @@ class RequestRun:
         """Have the chunks that are denoised decoded, unless that is under way."""
         before = self._decoding
         if before is not None:
-            if not before.done() or (lost := before.exception()) is None or isinstance(lost, RequestFailed):
+            if not before.done() or (error := before.exception()) is None or isinstance(error, RequestFailed):
                 return  # What fails the request is raised when it is denoised.
-            self._avoid(getattr(lost, "replica", None))
-            log.warning("%s: %s; its chunks are decoded again", self._key, lost)
+            self._avoid(getattr(error, "replica", None))
+            log.warning("%s: %s; its chunks are decoded again", self._key, error)
         if self._decodings < self._limits.stage_attempts:  # Else all chunks are decoded once they are denoised.
             self._decodings += 1
             self._decoding = asyncio.create_task(self._decode_chunks())
@@ -323,20 +323,20 @@ class RequestRun:
             self._done.add((stage, step))
             self._attempts = self._moves = 0
 
-    async def _wait_after(self, lost: Exception) -> None:
+    async def _wait_after(self, error: Exception) -> None:
         """Wait before the next attempt; raise `RequestFailed` after too many without progress."""
-        if isinstance(lost, StageWaited):
+        if isinstance(error, StageWaited):
             return
-        if isinstance(lost, StageMoved) and self._moves < self._limits.move_attempts:
+        if isinstance(error, StageMoved) and self._moves < self._limits.move_attempts:
             self._moves += 1
-            log.info("%s: %s", self._key, lost)
+            log.info("%s: %s", self._key, error)
             await asyncio.sleep(2 * FIRST_WAIT_S)
             return
         self._attempts += 1
-        reason = str(lost).splitlines()[0] if str(lost) else type(lost).__name__
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         if self._attempts >= self._limits.stage_attempts:
             # It failed everywhere, so the request is to blame.
-            if isinstance(lost, StageFailed) and not isinstance(lost, MachineFailed):
+            if isinstance(error, StageFailed) and not isinstance(error, MachineFailed):
                 raise RequestFailed(f"failed {self._attempts} times; the last: {reason}", "error")
             raise RequestFailed(f"given up after {self._attempts} attempts at one stage; the last: {reason}", "lost")
         log.warning("%s: %s; attempt %d", self._key, reason, self._attempts + 1)

@@ -144,13 +144,13 @@ def format_status(status: PipelineStatus) -> str:
     lines.append("requests")
     for key, request in list(status.requests.items())[:MAX_SHOWN]:
         steps = f"step {request.step}/{request.steps}" if request.step else ""
-        chosen = ": ".join(part for part in (request.slice, request.chosen) if part)
+        choice = ": ".join(part for part in (request.slice, request.chosen) if part)
         age = _format_age(now, request.came)
-        lines.append(f"  {key:<26} {request.stage:<13} {steps:<12} {age:<8} {chosen}".rstrip())
+        lines.append(f"  {key:<26} {request.stage:<13} {steps:<12} {age:<8} {choice}".rstrip())
     if status.under_way > MAX_SHOWN:
         lines.append(f"  and {status.under_way - MAX_SHOWN} more")
-    ended = ", ".join(f"{count} {how}" for how, count in sorted(status.ended.items())) or "none ended"
-    lines.append(f"  {status.under_way} under way, {status.waiting} waiting, {ended}")
+    ends = ", ".join(f"{count} {how}" for how, count in sorted(status.ended.items())) or "none ended"
+    lines.append(f"  {status.under_way} under way, {status.waiting} waiting, {ends}")
     return "\n".join(lines)
 
 
@@ -170,7 +170,7 @@ def describe_requests(reported: ReportedStatus) -> str:
 def _build_pool(pool: Pool, reported: ReportedStatus) -> PoolStatus:
     replicas = {name: replica for name, replica in sorted(reported.replicas.items()) if replica.pool == pool.name}
     here = [key for key, request in reported.requests.items() if request.stage in pool.stages]
-    computed = {key for replica in replicas.values() for _, key in replica.work}
+    keys = {key for replica in replicas.values() for _, key in replica.work}
     steps = [seconds for stage in pool.stages for seconds in reported.step_s.get(stage, ())]
     handoffs = [handoff for stage in pool.stages for handoff in reported.handoffs.get(stage, ())]
     return PoolStatus(
@@ -179,7 +179,7 @@ def _build_pool(pool: Pool, reported: ReportedStatus) -> PoolStatus:
         stages=pool.stages,
         wanted=(pool.replicas.minimum, pool.replicas.maximum),
         replicas=replicas,
-        queue=sum(key not in computed for key in here) + sum(reported.unlisted.get(stage, 0) for stage in pool.stages),
+        queue=sum(key not in keys for key in here) + sum(reported.unlisted.get(stage, 0) for stage in pool.stages),
         step_s=_compute_average(steps),
         handoff_s=_compute_average([seconds for seconds, _ in handoffs]),
         handoff_bytes=_compute_average([nbytes for _, nbytes in handoffs]),

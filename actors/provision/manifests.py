@@ -153,13 +153,13 @@ def _exposing(args: argparse.Namespace, target: Target) -> dict[str, kubernetes.
 
 def _main(args: argparse.Namespace, parser: Parser, layout: Layout, target: Target) -> dict[str, kubernetes.Object]:
     """Return the service, the job or the cluster."""
-    chosen = {name: value for name, value in parser.non_defaults(args).items() if name not in _HERE}
+    options = {name: value for name, value in parser.non_defaults(args).items() if name not in _HERE}
     if args.service:
-        return _build_service(args, chosen, layout, target)
+        return _build_service(args, options, layout, target)
     if args.cloud_sql is not None:
         raise InvalidInput("--cloud_sql is the database of a service; give --service, too")
     if args.job is not None:
-        return _build_job(args, chosen, layout, target)
+        return _build_job(args, options, layout, target)
     slices = "all its slices from the start" if target.is_whole else "no slice at first"
     comment = (
         f"the cluster: {slices}; pools and batches bring what they need (wan-tpu submit, through\n"
@@ -169,7 +169,7 @@ def _main(args: argparse.Namespace, parser: Parser, layout: Layout, target: Targ
 
 
 def _build_service(
-    args: argparse.Namespace, chosen: dict[str, Any], layout: Layout, target: Target
+    args: argparse.Namespace, options: dict[str, Any], layout: Layout, target: Target
 ) -> dict[str, kubernetes.Object]:
     if target.requests_slices:
         raise InvalidInput(
@@ -177,13 +177,13 @@ def _build_service(
             "again; a service takes flex-start, spot or on-demand"
         )
     if args.cloud_sql is not None:
-        chosen["database"] = args.database = _address_cloud_sql(args)
+        options["database"] = args.database = _address_cloud_sql(args)
     if not str(args.database).startswith(_POSTGRES):
         database = args.database or "a file of this machine"
         raise InvalidInput(f"--database is {database}; pods reach {_POSTGRES}... alone")
     _check_reached(args, "model_id", "snapshots", "results")
     text = _read_text(args, layout)
-    config, _ = build_service_config(args, chosen, MountedLayout(kubernetes.LAYOUT_FILE, text))
+    config, _ = build_service_config(args, options, MountedLayout(kubernetes.LAYOUT_FILE, text))
     comment = f"the service: http://{target.name}-head-svc:8000 in the cluster, once all pools have their slices"
     return {
         "the service's layout, whose hash is in the service's configuration: to change it, run wan-tpu manifests\n"
@@ -193,13 +193,13 @@ def _build_service(
 
 
 def _build_job(
-    args: argparse.Namespace, chosen: dict[str, Any], layout: Layout, target: Target
+    args: argparse.Namespace, options: dict[str, Any], layout: Layout, target: Target
 ) -> dict[str, kubernetes.Object]:
     for name in ("model_id", "output"):
         if getattr(args, name) is None:
             raise InvalidInput(f"{flag_of(name)} is missing; see wan-tpu manifests --help")
     _check_reached(args, "job", "output", "model_id", "snapshots")
-    arguments = {name: value for name, value in chosen.items() if name != "layout_text"}
+    arguments = {name: value for name, value in options.items() if name != "layout_text"}
     arguments |= {"manifest": args.job, "output": args.output, "layout": kubernetes.LAYOUT_FILE}
     arguments |= {} if args.in_flight is None else {"in_flight": args.in_flight}
     command = ["exec", "python", "-m", "actors.cli", "drive", *as_words(arguments)]

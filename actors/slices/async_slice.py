@@ -67,13 +67,13 @@ class AsyncSlice:
         try:
             async with self._lanes[group]:  # Not in a thread, because many may wait for one slow download.
                 start = time.monotonic()
-                returned = await self.run(run)
+                result = await self.run(run)
             if like is not None:
                 self._fastest.pop((method, like), None)
-                self._fastest[method, like] = min(time.monotonic() - start - returned.value[0], fastest or math.inf)
+                self._fastest[method, like] = min(time.monotonic() - start - result.value[0], fastest or math.inf)
                 if len(self._fastest) > MAX_KINDS:
                     del self._fastest[next(iter(self._fastest))]
-            return returned
+            return result
         except CallFailed as failed:
             cause = failed.__cause__
             if isinstance(cause, ray.exceptions.RayError):

@@ -36,6 +36,6 @@ def count_replicas_needed(context: Any) -> tuple[int, dict[str, Any]]:
     """
     reported = [value for value in (context.aggregated_metrics or {}).get(LOAD, {}).values() if value]
     load = sum(reported) / len(reported) if reported else 1.0
-    wanted = math.ceil(context.total_num_requests * load)
+    replicas = math.ceil(context.total_num_requests * load)
     lowest, highest = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
-    return max(lowest, min(highest, wanted)), {}
+    return max(lowest, min(highest, replicas)), {}

@@ -32,8 +32,8 @@ class FittingSizes:
             if self._sizes:
                 height, width, frames = max(self._sizes, key=math.prod)
                 remedy = f"the nearest that is known to fit is {width}x{height} with {frames} frames"
-            asked = f"{request.width}x{request.height} with {request.frames} frames"
-            raise DoesNotFit(f"{asked} doesn't fit the memory of this slice; {remedy} ({error})") from None
+            size_text = f"{request.width}x{request.height} with {request.frames} frames"
+            raise DoesNotFit(f"{size_text} doesn't fit the memory of this slice; {remedy} ({error})") from None
         self._sizes.add(size)
         if len(self._sizes) > MAX_SIZES:
             self._sizes.remove(min(self._sizes, key=math.prod))

@@ -72,8 +72,8 @@ class FragmentQueues:
             self._changed.wait_for(lambda: queue.fragments or queue.is_over, WAIT_S)
             if queue.is_over:
                 self._queues.pop(key, None)
-            taken, queue.fragments = queue.fragments, []
-            return taken, not queue.is_over
+            fragments, queue.fragments = queue.fragments, []
+            return fragments, not queue.is_over
 
     def drop(self, key: str) -> None:
         """Release the fragments of a video that nobody will take."""
@@ -127,10 +127,10 @@ class FragmentTaker:
         contents: list[bytes] = []
         while self._may_follow and not contents and not (decoding.done() and decoding.exception()):
             try:
-                taken = await self._slice.call("take_fragments", self._host_key, group="stream")
+                outcome = await self._slice.call("take_fragments", self._host_key, group="stream")
             except StageLost:
                 await decoding  # Its own error says more.
                 raise
-            contents, self._may_follow = taken.value
+            contents, self._may_follow = outcome.value
         first, self.index = self.index, self.index + len(contents)
         return [EncodedFragment(index, content) for index, content in enumerate(contents, first)]

@@ -107,8 +107,8 @@ class SliceLeader:
                 self._load()
             except Exception as error:
                 cause = error.__cause__ if isinstance(error, CallFailed) else error
-                refused = isinstance(cause, InvalidInput)  # It would be refused again.
-                self._report("refused" if refused else "failed", str(cause if refused else error))
+                is_final = isinstance(cause, InvalidInput)  # It would be refused again.
+                self._report("refused" if is_final else "failed", str(cause if is_final else error))
                 raise  # The report stays, for whoever waits for this pool.
             resources.callback(self._status.report_gone, self._name)
             self._resources = resources.pop_all()
@@ -128,8 +128,8 @@ class SliceLeader:
         start = time.monotonic()
         for request in self._settings.warm_up:
             report = self._make_progress_report("compiling")
-            warmed = self._hosts.call("warm_up", request, timeout_s=limit_s, on_progress=report)
-            for refusal in warmed.value:
+            results = self._hosts.call("warm_up", request, timeout_s=limit_s, on_progress=report)
+            for refusal in results.value:
                 size = f"{request.width}x{request.height}"
                 log.warning("%s: requests of %s will be refused where they need %s", self._name, size, refusal)
         if self._settings.warm_up:
@@ -207,8 +207,8 @@ class SliceLeader:
             with contextlib.suppress(Exception):
                 await self._slice.side("cancel_profile", run)
             raise
-        stopped = await self._slice.call("stop_profile", output, run, group="network")
-        return run, stopped.value
+        results = await self._slice.call("stop_profile", output, run, group="network")
+        return run, results.value
 
     async def list_host_keys(self) -> list[str]:
         """Return the keys of all requests on the hosts: a request's id, and the number of its visit."""
@@ -278,11 +278,11 @@ class SliceLeader:
         self._reported = ReplicaStatus(self._pool, self._where, activity, detail, work, time.time(), self._software)
         self._status.report_replica(self._name, self._reported)
 
-    def _end_lost(self, lost: SliceLost) -> StageLost:
+    def _end_lost(self, error: SliceLost) -> StageLost:
         """End because the slice is lost; return the error for its callers."""
-        log.error("%s", lost)
+        log.error("%s", error)
         self._end()
-        return (StageFailed if isinstance(lost, DeviceFailed) else StageLost)(str(lost))
+        return (StageFailed if isinstance(error, DeviceFailed) else StageLost)(str(error))
 
     def _replace(self, why: str) -> None:
         if not self._ended:

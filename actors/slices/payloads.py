@@ -67,9 +67,9 @@ def pack(value: Value) -> Payload:
     """Return a value as a payload; arrays are not copied."""
     arrays = flatten(value)
     step = arrays.pop("step", None)
-    tagged = frozenset(name for name, array in arrays.items() if array.dtype == BFLOAT16)
-    plain = {name: array.view(np.uint16) if name in tagged else array for name, array in arrays.items()}
-    return Payload(type(value).__name__, plain, tagged, None if step is None else int(step))
+    bfloat16 = frozenset(name for name, array in arrays.items() if array.dtype == BFLOAT16)
+    plain = {name: array.view(np.uint16) if name in bfloat16 else array for name, array in arrays.items()}
+    return Payload(type(value).__name__, plain, bfloat16, None if step is None else int(step))
 
 
 def unpack(payload: Payload) -> Value:

@@ -108,21 +108,21 @@ class LeastLoadedRouter(FIFOMixin, MultiplexMixin, RequestRouter):
             holds = program in replica.multiplexed_model_ids
             return rank_replica(replica.replica_id.unique_id, calls, holds_program=holds, avoid=avoid)
 
-        asked: Sequence[RunningReplica] = candidate_replicas
-        if len(asked) < 2:
+        candidates: Sequence[RunningReplica] = candidate_replicas
+        if len(candidates) < 2:
             calls = {replica.replica_id: 0 for replica in candidate_replicas}
         else:
             async with self._turn:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._arrived.wait(), ARRIVAL_S)
-                asked = sample(candidate_replicas, lambda replica: rank(replica, self._mine[replica.replica_id]))
-                calls = await self._count_calls(asked)
-                limits = {replica.replica_id: replica.max_ongoing_requests for replica in asked}
+                candidates = sample(candidate_replicas, lambda replica: rank(replica, self._mine[replica.replica_id]))
+                calls = await self._count_calls(candidates)
+                limits = {replica.replica_id: replica.max_ongoing_requests for replica in candidates}
                 # One of them will get this call.
                 if any(count < limits[name] for name, count in calls.items()):
                     self._arrived.clear()
         order = sorted(
-            (replica for replica in asked if replica.replica_id in calls),
+            (replica for replica in candidates if replica.replica_id in calls),
             key=lambda replica: rank(replica, calls[replica.replica_id]),
         )
         if pending_request is not None:
@@ -162,12 +162,12 @@ class LeastLoadedRouter(FIFOMixin, MultiplexMixin, RequestRouter):
     async def _count_calls(self, replicas: Sequence[RunningReplica]) -> dict[ReplicaID, int]:
         """Return how many calls each replica has, of those that answer."""
         limit_s = self.max_queue_len_response_deadline_s
-        asked = {
+        tasks = {
             asyncio.ensure_future(replica.get_queue_len(deadline_s=limit_s)): replica.replica_id for replica in replicas
         }
-        answered, silent = await asyncio.wait(asked, timeout=min(ANSWER_S, limit_s))
-        if not answered:
-            answered, silent = await asyncio.wait(asked, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        done, silent = await asyncio.wait(tasks, timeout=min(ANSWER_S, limit_s))
+        if not done:
+            done, silent = await asyncio.wait(tasks, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         for answer in silent:  # The others needn't wait for these, at every call.
             answer.cancel()
-        return {asked[each]: each.result() for each in answered if not each.cancelled() and each.exception() is None}
+        return {tasks[each]: each.result() for each in done if not each.cancelled() and each.exception() is None}

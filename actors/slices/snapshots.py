@@ -131,8 +131,8 @@ class Snapshots:
     def list_names(self, id: str) -> list[str]:
         """Return the names in storage of all snapshots of an id."""
         stem = build_stem(id)
-        listed = self._storage.list(f"{stem}.")
-        return [name for name in listed if (match := NAME.fullmatch(name)) and match["id"] == stem]
+        files = self._storage.list(f"{stem}.")
+        return [name for name in files if (match := NAME.fullmatch(name)) and match["id"] == stem]
 
     def _list_steps(self, request: str) -> list[int]:
         return [int(match["step"]) for name in self._storage.list(f"{request}.") if (match := NAME.fullmatch(name))]

@@ -121,8 +121,8 @@ class StageHost(HostProfile):
             self._report(self._reported)
 
         with self._sizes.track(plan.request):
-            hosted = [stage for stage in self._stages if stage in plan.shapes]
-            return compile_all(self._runtime, plan.request, hosted, report)
+            stages_here = [stage for stage in self._stages if stage in plan.shapes]
+            return compile_all(self._runtime, plan.request, stages_here, report)
 
     def _report_compiling(self, program: str | None) -> None:
         """Tell the leader that a program is compiled, or that it is done: else it would take the call to hang."""
@@ -267,7 +267,7 @@ class StageHost(HostProfile):
         start = unpack_as(DenoiseState, state) or stages.initial_state(
             self._runtime.model, plan, video=condition.video_latents, generator=condition.generator
         )
-        placed = stages.device_state(self._runtime, plan, start)
+        placed_state = stages.device_state(self._runtime, plan, start)
         mine = plan.experts_on(self._stages)
         if not mine:
             raise OutOfOrder(f"request {key} has no step on {', '.join(self._stages)}; leave this pool out")
@@ -276,7 +276,7 @@ class StageHost(HostProfile):
             kind: stages.expert_inputs(self._runtime, plan.request, expert, conditioning)
             for kind, expert in {kind: expert for expert, kind in kinds.items()}.items()
         }
-        self._prepared.put(key, Denoising(plan, {expert: shared[kind] for expert, kind in kinds.items()}, placed))
+        self._prepared.put(key, Denoising(plan, {expert: shared[kind] for expert, kind in kinds.items()}, placed_state))
         return sum(payload.nbytes for payload in (prompt, negative, image, state) if payload is not None)
 
     def prepare_decode(

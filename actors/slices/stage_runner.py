@@ -24,7 +24,7 @@ from wan_tpu.plan import DECODER, ENCODER, Expert, RequestPlan
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.stage_machine import HandOver, StageMachine, Step
 
-LOOK_S = 0.2  # Seconds between two looks for the next chunk of latents.
+LOOK_S = 0.05  # Seconds between two looks for the next chunk of latents.
 
 
 class StageRunner(SliceVisits):
@@ -142,16 +142,16 @@ class StageRunner(SliceVisits):
                         compile_s, done = (await self._slice.call("step", host_key, like=kind)).value
                         spans = self._make_spans(key, expert.stage, start, before_s + compile_s, done)
                     machine = machine.at_step(done)
-                    left = machine.steps_left_on(stages)
+                    steps_left = machine.steps_left_on(stages)
                     for span in spans:
                         yield span
                     if len(plan.chunk_stops) > 1 and done in plan.chunk_stops:
                         yield await self._publish_chunk(request, host_key, plan.count_denoised_chunks(done) - 1)
-                    if left and self._drain.is_too_late_for(left * spans[-1].seconds):
+                    if steps_left and self._drain.is_too_late_for(steps_left * spans[-1].seconds):
                         raise await self._save_and_move(host_key, request)
                     if driver_gone.done():
                         driver_gone.result()
-                    if left and done % self._where.snapshot_every == 0:
+                    if steps_left and done % self._where.snapshot_every == 0:
                         self._snapshotter.start(host_key, request)
 
     async def decode(self, request: SliceRequest, state: RefHandle) -> AsyncGenerator[Event, None]:
@@ -235,13 +235,13 @@ class StageRunner(SliceVisits):
         self, admission: Admission, host_key: str, request: SliceRequest, driver_gone: asyncio.Future[None]
     ) -> None:
         """Let a more urgent request run, and return when this one may go on; a drain moves it at once."""
-        granted = self.scheduler.pause(admission)
+        turn = self.scheduler.pause(admission)
         self._snapshotter.start(host_key, request, skip=False)  # It may be long before this request runs again.
-        await asyncio.wait([granted, driver_gone], return_when=asyncio.FIRST_COMPLETED)
-        if not granted.done():
+        await asyncio.wait([turn, driver_gone], return_when=asyncio.FIRST_COMPLETED)
+        if not turn.done():
             driver_gone.result()
         try:
-            granted.result()
+            turn.result()
         except StageMoved:
             raise await self._save_and_move(host_key, request) from None
 

@@ -64,11 +64,11 @@ class Access:
         """Whether requests need a key: once a key has been made, even if all are revoked."""
         return bool(self._keys)
 
-    def admit(self, presented: str | None, any_of: Sequence[str]) -> Caller:
+    def admit(self, secret: str | None, any_of: Sequence[str]) -> Caller:
         """Return the caller that presents a key, and count the request.
 
         Args:
-            presented: The key that was presented, if any.
+            secret: The key that was presented, if any.
             any_of: Scopes of which the key must have one.
 
         Raises:
@@ -77,7 +77,7 @@ class Access:
         if not self.required:
             room = Room(queue=self._queue_limit)
             return Caller(owner="", sees="", room=room, priority=PRIORITIES[1], rate={})
-        key = match_key(self._keys, presented or "")
+        key = match_key(self._keys, secret or "")
         if key is None or not self.is_in_force(key.id):
             message = "no valid API key was given; send one as: Authorization: Bearer wan_..."
             if key is not None:
@@ -101,8 +101,8 @@ class Access:
         if not owner:
             return not self.required
         key = self._keys.get(owner)
-        expired = key is None or (key.expires_at is not None and key.expires_at <= time.time())
-        return key is not None and key.revoked_at is None and not expired
+        has_expired = key is None or (key.expires_at is not None and key.expires_at <= time.time())
+        return key is not None and key.revoked_at is None and not has_expired
 
     def get_name(self, owner: str) -> str:
         """Return the name of a key, or "" if there is no such key."""
@@ -116,10 +116,10 @@ class Access:
         every_s = 60 / rate
         burst = max(1, math.floor(BURST_S / every_s))
         wait_s, spent_s = self._take(key.id, every_s)
-        left = 0 if wait_s > 0 else max(0, burst - math.ceil(spent_s / every_s))
+        remaining = 0 if wait_s > 0 else max(0, burst - math.ceil(spent_s / every_s))
         headers = {
             "x-ratelimit-limit-requests": f"{rate:g}",
-            "x-ratelimit-remaining-requests": str(left),
+            "x-ratelimit-remaining-requests": str(remaining),
             # Rounded up like Retry-After, so that a client that returns at that moment isn't rejected again.
             "x-ratelimit-reset-requests": f"{math.ceil(max(wait_s, spent_s) * 1000) / 1000:.3f}s",
         }
@@ -136,8 +136,8 @@ class Access:
         """
         with self._lock:
             now = time.monotonic()
-            spent = max(self._spent.get(key, -math.inf), now - max(BURST_S, every_s))
-            if spent > now - every_s:
-                return spent + every_s - now, spent + max(BURST_S, every_s) - now
-            self._spent[key] = spent + every_s
-            return 0.0, spent + every_s + max(BURST_S, every_s) - now
+            used_until = max(self._spent.get(key, -math.inf), now - max(BURST_S, every_s))
+            if used_until > now - every_s:
+                return used_until + every_s - now, used_until + max(BURST_S, every_s) - now
+            self._spent[key] = used_until + every_s
+            return 0.0, used_until + every_s + max(BURST_S, every_s) - now

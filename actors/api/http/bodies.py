@@ -88,12 +88,12 @@ async def parse_body(
 def _validate(parts: Parts, uploads: dict[str, str], purpose: str) -> tuple[CreateVideo, str]:
     """Validate a body; return its fields and digest. Raises `InvalidRequest`."""
     fields = parse_json(parts.text)
-    named = [name for name in FILES if getattr(fields, name) is not None]
-    if uploads and named:  # A request that waited for a process while it held another could block others.
+    files = [name for name in FILES if getattr(fields, name) is not None]
+    if uploads and files:  # A request that waited for a process while it held another could block others.
         file = next(iter(uploads))
-        sent = "an id" if named[0] == VIDEO and fields.video.id is not None else "a URL"
-        message = f"{named[0]} was sent as {sent}, and {file} as a file; send files alone, or URLs"
-        raise InvalidRequest(message, named[0])
+        kind = "an id" if files[0] == VIDEO and fields.video.id is not None else "a URL"
+        message = f"{files[0]} was sent as {kind}, and {file} as a file; send files alone, or URLs"
+        raise InvalidRequest(message, files[0])
     text = json.dumps(
         fields.model_dump(exclude_none=True), sort_keys=True
     )  # Versions with more fields compute the same digest.

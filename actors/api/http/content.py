@@ -47,8 +47,8 @@ async def send(
     Raises:
         Missing: There is no such file.
     """
-    scripted = "x-requested-with" in request.headers
-    if url_s is not None and not scripted:
+    is_script = "x-requested-with" in request.headers
+    if url_s is not None and not is_script:
         url = await run_in_threadpool(storage.url, name, url_s, filename)
         if url is not None:
             return RedirectResponse(url, headers={"Cache-Control": "no-store"})

@@ -104,8 +104,8 @@ class Middleware:
     def _count(self, scope: Scope, method: str, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "none")
         # Label values come from closed sets. Otherwise clients could create any number of series.
-        counted = method if method in _METHODS else "other"
-        self._service.meters.http.labels(counted if route != "none" else "none", route, str(status)).observe(seconds)
+        label = method if method in _METHODS else "other"
+        self._service.meters.http.labels(label if route != "none" else "none", route, str(status)).observe(seconds)
         if route in _QUIET:
             return
         facts = scope.get("state") or {}
@@ -113,7 +113,7 @@ class Middleware:
             log,
             "http",
             logging.DEBUG if method in ("GET", "HEAD") and status < 400 else logging.INFO,
-            method=counted,
+            method=label,
             route=route,
             status=status,
             ms=round(seconds * 1000, 1),
@@ -125,18 +125,18 @@ class Middleware:
 
 def _find_job(scope: Scope) -> str | None:
     """Return the id of the job that a request refers to, if any."""
-    named: str | None = (scope.get("path_params") or {}).get("video_id")
-    return named or (scope.get("state") or {}).get("job")
+    job: str | None = (scope.get("path_params") or {}).get("video_id")
+    return job or (scope.get("state") or {}).get("job")
 
 
 def _normalize(scope: Scope) -> Scope:
     """Return a request in the form that routes expect: HEAD as GET, without a trailing slash."""
     path = scope["path"]
     path = path.rstrip("/") if path.startswith("/v1/") else path
-    routed = {"path": path}
+    changes = {"path": path}
     if scope["method"] == "HEAD" and not path.endswith("/events"):  # Event streams end only with the job.
-        routed |= {"method": "GET", "head": True}
-    return {**scope, **routed}
+        changes |= {"method": "GET", "head": True}
+    return {**scope, **changes}
 
 
 def _is_long(headers: Headers, most: int) -> bool:

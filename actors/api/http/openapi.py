@@ -120,15 +120,15 @@ FINISHED: dict[int | str, dict[str, Any]] = CONTENT | {
 
 def describe(app: FastAPI) -> None:
     """Complete the application's description of itself."""
-    described = app.openapi()
-    for path in described["paths"].values():
+    schema = app.openapi()
+    for path in schema["paths"].values():
         for operation in path.values():
             operation["responses"].pop("422", None)  # FastAPI adds it, but here such requests get 400.
             for response in operation["responses"].values():
                 for media in response.get("content", {}).values():
                     if "itemSchema" in media:  # It is of OpenAPI 3.2. In 3.1 a stream has its events' schema.
                         media["schema"] = media.pop("itemSchema")
-    schemas = described["components"]["schemas"]
+    schemas = schema["components"]["schemas"]
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
     create = CreateVideo.model_json_schema(ref_template=_SCHEMAS + "{model}")

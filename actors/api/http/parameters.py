@@ -40,12 +40,12 @@ def require_scopes(*scopes: str, body: bool = False) -> Callable[..., Coroutine[
     async def admit(
         request: Request,
         service: Served,
-        shown: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)],
+        credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)],
     ) -> Caller:
         if not body:
             refuse_body(request)
         try:
-            known_caller = service.access.admit(None if shown is None else shown.credentials, scopes)
+            known_caller = service.access.admit(None if credentials is None else credentials.credentials, scopes)
         except HttpError as error:
             if body and error.status == 429 and not service.retries.repeats(request):
                 service.retries.refuse(request)

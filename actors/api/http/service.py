@@ -103,14 +103,14 @@ class Service:
             extends: Whether the body's video is to be continued.
         """
         drafts = self.extensions if extends else self.drafts
-        with self._note_refusals(request) as retried:
+        with self._note_refusals(request) as is_retry:
             self.bodies.check(request.headers, caller.owner)
             await asyncio.to_thread(self._refuse_early_now, caller, idempotency_key)
             with self.bodies.admit(request.headers, caller.owner) as incoming:
                 async with parse_body(
                     request, incoming, self.reader, self.work, purpose="extend" if extends else ""
                 ) as body:
-                    known = functools.partial(self.store.find_repeat, retried=retried)
+                    known = functools.partial(self.store.find_repeat, is_retry=is_retry)
                     job = await asyncio.to_thread(known, caller.owner, idempotency_key, body.digest)
                     draft = None if job is not None else await drafts.draft(body, incoming, caller)
                 # From here on, no reading process is held and none of its time limits applies.
@@ -124,7 +124,7 @@ class Service:
 
     async def remix(self, job: str, request: Request, caller: Caller, idempotency_key: str | None) -> Accepted:
         """Accept a job that repeats another job's request with a new prompt; raises `JobNotFound`."""
-        with self._note_refusals(request) as retried:
+        with self._note_refusals(request) as is_retry:
             await asyncio.to_thread(self._refuse_early_now, caller, idempotency_key)
             source = await asyncio.to_thread(self.store.get, job, caller.sees)
             self._check_source(source)
@@ -137,20 +137,20 @@ class Service:
                 sizes = await asyncio.to_thread(self._measure_inputs_now, source)
                 incoming.add(sum(sizes))
                 prompt = body.fields.prompt
-                remix = functools.partial(self._remix_now, retried=retried)
+                remix = functools.partial(self._remix_now, is_retry=is_retry)
                 new_job, new = await asyncio.to_thread(remix, source, prompt, caller, idempotency_key)
         return Accepted(seen=await self._look(new_job, new))
 
     @contextlib.contextmanager
     def _note_refusals(self, request: Request) -> Iterator[bool]:
         """Yield whether an earlier try of a request may have been accepted; note it if certainly none was."""
-        retried = self.retries.repeats(request)
+        is_retry = self.retries.repeats(request)
         try:
-            yield retried
+            yield is_retry
         except MaybeAccepted:
             raise
         except (HttpError, WanTpuError):
-            if not retried:
+            if not is_retry:
                 self.retries.refuse(request)
             raise
 
@@ -242,10 +242,10 @@ class Service:
             return [self.storage.size(name) for name in source.inputs]
 
     def _remix_now(
-        self, source: Job, prompt: str, caller: Caller, idempotency_key: str | None, *, retried: bool
+        self, source: Job, prompt: str, caller: Caller, idempotency_key: str | None, *, is_retry: bool
     ) -> tuple[Job, bool]:
         digest = hashlib.sha256(f"{source.id}\0{prompt}".encode()).hexdigest()
-        known = self.store.find_repeat(caller.owner, idempotency_key, digest, retried=retried)
+        known = self.store.find_repeat(caller.owner, idempotency_key, digest, is_retry=is_retry)
         if known is not None:
             return known, False
         with _translate_missing(source):
@@ -272,9 +272,9 @@ class Service:
             raise HttpError(429, str(full), code="queue_full", after_s=self.forecast.estimate_next_free_s()) from None
 
     def _check_disk(self) -> None:
-        free, kept = self.storage.free(), self.settings.limits.free_bytes
-        if free is not None and free < kept:
-            raise StorageError(f"{self.storage.location()} has {free} bytes left, {kept} are kept free; make room")
+        free, reserve = self.storage.free(), self.settings.limits.free_bytes
+        if free is not None and free < reserve:
+            raise StorageError(f"{self.storage.location()} has {free} bytes left, {reserve} are kept free; make room")
 
     def _check_in(self) -> None:
         check_in(self.database, self._make_check_in())

@@ -88,19 +88,19 @@ async def _wait_for_end(request: Request, service: Service, caller: Caller, acce
     an idempotency key, the request was repeated, or others follow the job.
     """
     job, ends = accepted.seen[0].id, service.settings.reliability.answer_s
-    gone = asyncio.create_task(_wait_for_disconnect(request))
+    disconnect = asyncio.create_task(_wait_for_disconnect(request))
     ending = asyncio.create_task(_follow_to_end(service, accepted.seen, caller))
     try:
-        await asyncio.wait([gone, ending], timeout=ends, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([disconnect, ending], timeout=ends, return_when=asyncio.FIRST_COMPLETED)
         if ending.done():
             return ending.result()
-        if gone.done() and accepted.private is not None and service.following.count_followers(job) == 1:
+        if disconnect.done() and accepted.private is not None and service.following.count_followers(job) == 1:
             await asyncio.to_thread(service.store.cancel_private, job, accepted.private)
         return await asyncio.to_thread(service.look_now, job, None)
     except StoreUnavailable:
         return accepted.seen
     finally:
-        gone.cancel()
+        disconnect.cancel()
         ending.cancel()
 
 

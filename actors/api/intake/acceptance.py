@@ -51,8 +51,8 @@ class Acceptance:
                 self._storage.write(name, content)
             accepted, new = self._store.submit(job, webhook_url=webhook_url, room=room)
         except CommitUncertain:
-            if (committed := self._find_committed(job)) is not None:
-                return committed, True
+            if (existing := self._find_committed(job)) is not None:
+                return existing, True
             self._release(job)
             raise
         except BaseException:

@@ -132,15 +132,15 @@ class Upload:
             check=False,
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (self._limits.cpu_s, self._limits.cpu_s)),
         )
-        counted = _FRAMES.findall(done.stderr)
+        counts = _FRAMES.findall(done.stderr)
         if done.returncode < 0:
             raise InvalidRequest("the video needs more memory or time to read than it gets; send it smaller", VIDEO)
-        if done.returncode or not counted or not int(counted[-1]):
+        if done.returncode or not counts or not int(counts[-1]):
             lines = _SPEAKER.sub("", _PROGRESS.sub(b"", done.stderr).decode(errors="replace")).split("\n")
-            said = next((line.strip() for line in lines if line.strip()), "it has no frames")
+            message = next((line.strip() for line in lines if line.strip()), "it has no frames")
             raise InvalidRequest(
-                f"the video can't be read ({said[:200]}); send an mp4, or what else ffmpeg reads, with at most "
+                f"the video can't be read ({message[:200]}); send an mp4, or what else ffmpeg reads, with at most "
                 f"{self._limits.pixels} pixels a frame",
                 VIDEO,
             )
-        return done.stdout, int(counted[-1])
+        return done.stdout, int(counts[-1])

@@ -20,6 +20,7 @@ from wan_tpu.request import (
     MAX_STEPS,
     SIZE_MULTIPLE,
     STRENGTH,
+    WHOLE,
     GenerationRequest,
     nearest_multiple,
     parse_size,
@@ -172,7 +173,7 @@ class _Described(_Sent):
     video: VideoReference | None = Field(
         default=None,
         description="A video whose first `num_frames` frames the new one begins as, for models whose `takes_video` is "
-        "true: it is restyled, not continued.",
+        "true: it is restyled, not continued. Where `continues_video` is true, the new one goes on after its end.",
     )
 
 
@@ -226,8 +227,8 @@ class CreateVideo(_WithSettings):
 
 def choose_adapters(body: CreateVideo, spec: ModelSpec, catalogue: Catalogue) -> list[dict[str, Any]]:
     """Return a request's adapters by name: its own, or else those of its preset; raises `InvalidRequest`."""
-    wanted = [] if body.preset is None else catalogue.get_preset_adapters(body.preset, spec)
-    return wanted if body.loras is None else [adapter.model_dump() for adapter in body.loras]
+    adapters = [] if body.preset is None else catalogue.get_preset_adapters(body.preset, spec)
+    return adapters if body.loras is None else [adapter.model_dump() for adapter in body.loras]
 
 
 def make_request(
@@ -254,7 +255,7 @@ def make_request(
     if settings["seed"] is None:
         settings["seed"] = seed
     if video and settings["strength"] is None:
-        settings["strength"] = STRENGTH
+        settings["strength"] = WHOLE if spec.continues_video else STRENGTH
     adapters = catalogue.resolve(choose_adapters(body, spec, catalogue))
     return GenerationRequest(prompt=body.prompt, height=height, width=width, loras=adapters, **settings)
 

@@ -52,9 +52,9 @@ _INSTEAD = {
 _FRAME_TYPES = {"first_frame": IMAGE, "last_frame": LAST}
 
 
-def translate(sent: dict[str, Any]) -> dict[str, Any]:
+def translate(fields: dict[str, Any]) -> dict[str, Any]:
     """Return a body with this service's fields, without nulls; raises `InvalidRequest`."""
-    body = _without_nulls(sent)
+    body = _without_nulls(fields)
     if "extra_body" in body:  # OpenAI's clients merge it themselves, but SGLang's examples send it as it is.
         extra = body.pop("extra_body")
         if not isinstance(extra, dict):

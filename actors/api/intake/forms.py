@@ -46,7 +46,7 @@ def read_form(content_type: str, body: bytes, files: Sequence[str]) -> list[tupl
 
     _, options = parse_options_header(content_type.encode("latin-1", "replace"))
     fields: list[tuple[str, Value]] = []
-    ended: list[bool] = []
+    ends: list[bool] = []
 
     def add(name: str, value: Value) -> None:
         if len(fields) == MAX_FIELDS:
@@ -86,7 +86,7 @@ def read_form(content_type: str, body: bytes, files: Sequence[str]) -> list[tupl
             "multipart/form-data",
             on_field,
             on_file,
-            on_end=lambda: ended.append(True),
+            on_end=lambda: ends.append(True),
             boundary=options.get(b"boundary"),
             config={"MAX_MEMORY_FILE_SIZE": len(body)},  # Nothing is written to a disk.
         )
@@ -94,7 +94,7 @@ def read_form(content_type: str, body: bytes, files: Sequence[str]) -> list[tupl
         parser.finalize()
     except FormParserError as error:
         raise _build_unreadable_error(str(error)[:120]) from None
-    if not ended:
+    if not ends:
         raise _build_unreadable_error("it is cut off before its end")
     return fields
 
@@ -156,9 +156,9 @@ def _check_lengths(outer: str, columns: dict[str, list[Any]]) -> None:
         if (path := _split_name(name))[:2] == [outer, ""] and len(path) > 2
     }
     if len(set(lengths.values())) > 1:
-        counted = ", ".join(f"{count} x {key}" for key, count in lengths.items())[:80]
+        counts = ", ".join(f"{count} x {key}" for key, count in lengths.items())[:80]
         raise InvalidRequest(
-            f"{outer}: a form says {counted}, and not which belong together; give every object the same keys, or send "
+            f"{outer}: a form says {counts}, and not which belong together; give every object the same keys, or send "
             f'the list as JSON, such as {outer}=[{{"name": "a", "scale": 0.5}}]',
             outer,
         )

@@ -101,8 +101,8 @@ class Reading:
         last, _ = await self._make({"name": END}, count)
         return content, frames, last
 
-    async def _make(self, wanted: dict[str, Any], count: Callable[[int], None]) -> tuple[bytes, int]:
-        length, frames = await self._run.wait_for(self._run.child.make, wanted)
+    async def _make(self, options: dict[str, Any], count: Callable[[int], None]) -> tuple[bytes, int]:
+        length, frames = await self._run.wait_for(self._run.child.make, options)
         count(length)
         return await self._run.wait_for(self._run.child.take, length), frames
 
@@ -202,9 +202,9 @@ class _Child:
         answer: dict[str, Any] = json.loads(self._send(content_type).readline() or self._raise_failure())
         return answer
 
-    def make(self, wanted: dict[str, Any]) -> tuple[int, int]:
+    def make(self, options: dict[str, Any]) -> tuple[int, int]:
         """Make the process encode a picture or a video, and return its size in bytes and its number of frames."""
-        numbers = self._send(wanted).read(2 * LENGTH)
+        numbers = self._send(options).read(2 * LENGTH)
         if len(numbers) < 2 * LENGTH:
             self._raise_failure()
         return int.from_bytes(numbers[:LENGTH], "big"), int.from_bytes(numbers[LENGTH:], "big")

@@ -116,20 +116,20 @@ class _Files:
             self._video = clips.Upload(content, limits.scratch, most)
             self.sizes[VIDEO] = list(self._video.size)
 
-    def make(self, name: str, **wanted: Any) -> tuple[bytes, int]:
+    def make(self, name: str, **options: Any) -> tuple[bytes, int]:
         """Return a file as it is wanted, and how many frames it has; raises `InvalidRequest`."""
         if name == END and self._converted is not None:
             from wan_tpu.media.joining import read_end
 
             return encode_png(read_end(*self._converted)), 1
         if name == VIDEO and self._video is not None:
-            if "frames" in wanted:
-                return self._video.cut(**wanted), wanted["frames"]
-            self._converted = self._video.convert(**wanted)
+            if "frames" in options:
+                return self._video.cut(**options), options["frames"]
+            self._converted = self._video.convert(**options)
             return self._converted
         from wan_tpu.media.image import fit_image  # Imported within the limits.
 
-        return encode_png(fit_image(self._images.pop(name), **wanted)), 1
+        return encode_png(fit_image(self._images.pop(name), **options)), 1
 
 
 def open_image(content: bytes, name: str = IMAGE) -> "Image.Image":

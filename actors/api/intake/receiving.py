@@ -94,18 +94,18 @@ class IncomingRequest:
     @contextlib.contextmanager
     def open_file(self) -> Iterator[IO[bytes]]:
         """Open a file for an image. Its bytes count from when they are written until the block ends."""
-        written = 0
+        nbytes = 0
 
         def count(size: int) -> None:
-            nonlocal written
-            written += size
+            nonlocal nbytes
+            nbytes += size
             self.add(size)
 
         try:
             with open_memory_file(count=count) as file:
                 yield file
         finally:
-            self.size -= written
+            self.size -= nbytes
 
     def add(self, size: int) -> None:
         """Count bytes that are about to be allocated, and make room for them; raises `HttpError` 413, 503."""

@@ -34,19 +34,19 @@ class Retries:
         self._forget(time.monotonic())
         if (count := _read_count(request)) == 0:
             return False
-        refused = self._refused.get(_make_key(request, count - 1))
-        if not refused:
+        times = self._refused.get(_make_key(request, count - 1))
+        if not times:
             return True
-        refused.popleft()
+        times.popleft()
         return False
 
     def _forget(self, now: float) -> None:
         while self._order and (len(self._order) > _MAX_REMEMBERED or self._order[0][0] < now - _REMEMBERED_S):
             then, key = self._order.popleft()
-            refused = self._refused.get(key, deque())
-            if refused and refused[0] == then:
-                refused.popleft()
-            if not refused:
+            times = self._refused.get(key, deque())
+            if times and times[0] == then:
+                times.popleft()
+            if not times:
                 self._refused.pop(key, None)
 
 

@@ -157,10 +157,14 @@ async def request(
         FetchError: Anything went wrong with the URL or the server behind it. Exceptions that the caller raises while
             using the answer pass through unchanged.
     """
-    checked = check_url(url, settings)
-    host, port = checked.host.decode(), checked.port
-    named = f"[{host}]" if ":" in host else host
-    common = {"Host": named if port == 443 else f"{named}:{port}", "User-Agent": "wan-tpu", "Connection": "close"}
+    target = check_url(url, settings)
+    host, port = target.host.decode(), target.port
+    authority = f"[{host}]" if ":" in host else host
+    common = {
+        "Host": authority if port == 443 else f"{authority}:{port}",
+        "User-Agent": "wan-tpu",
+        "Connection": "close",
+    }
     if content is not None:
         common["Content-Length"] = str(len(content))
     trust = settings.trust or await asyncio.to_thread(load_default_trust)
@@ -169,8 +173,8 @@ async def request(
         with _fetch_errors(host):
             pool = httpcore.AsyncConnectionPool(ssl_context=trust, network_backend=network)
             stack.push_async_callback(_close, pool.aclose)
-            asked = httpcore.Request(method, checked, headers=[*common.items(), *headers.items()], content=content)
-            response = await pool.handle_async_request(asked)
+            outgoing = httpcore.Request(method, target, headers=[*common.items(), *headers.items()], content=content)
+            response = await pool.handle_async_request(outgoing)
             stack.push_async_callback(_close, response.aclose)
             answer = Answer(host, response)
         yield answer
@@ -246,8 +250,8 @@ async def _copy_content(answer: Answer, settings: FetchSettings, into: IO[bytes]
     encoding = answer.headers.get("content-encoding", "identity").lower()
     if encoding != "identity":
         raise FetchError(f"the {settings.subject} came in encoding {encoding[:20]!r}, which wasn't asked for")
-    announced, size = answer.headers.get("content-length", ""), 0
-    if _SIZE.fullmatch(announced) and int(announced) > settings.max_bytes:
+    content_length, size = answer.headers.get("content-length", ""), 0
+    if _SIZE.fullmatch(content_length) and int(content_length) > settings.max_bytes:
         raise _build_too_large_error(settings)
     async with contextlib.aclosing(answer.chunks()) as chunks:
         async for chunk in chunks:
@@ -269,9 +273,9 @@ class CheckedNetwork(httpcore.AnyIOBackend):
     def __init__(self, settings: FetchSettings, owner: str) -> None:
         self._settings, self._owner = settings, owner
 
-    async def connect_tcp(self, host: str, port: int, *options: Any, **named: Any) -> httpcore.AsyncNetworkStream:
+    async def connect_tcp(self, host: str, port: int, *options: Any, **keywords: Any) -> httpcore.AsyncNetworkStream:
         """Connect to a checked address of a host; raises `FetchError` unless all its addresses are permitted."""
-        return await super().connect_tcp(await self._resolve_checked(host, port), port, *options, **named)
+        return await super().connect_tcp(await self._resolve_checked(host, port), port, *options, **keywords)
 
     async def _resolve_checked(self, host: str, port: int) -> str:
         resolver = self._settings.resolver

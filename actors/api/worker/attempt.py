@@ -90,13 +90,13 @@ class Attempt:
             await self._record_end(making)  # The lease is renewed until the end is recorded.
         except BaseException as error:  # The worker shuts down, or can't record the end: another worker will try.
             making.cancel()
-            refused = isinstance(error, Exception)
-            if refused:
+            is_final = isinstance(error, Exception)
+            if is_final:
                 await self._pause(self._limits.pipeline_pause_s)
             await asyncio.wait([making])
             renewal.cancel()
             with contextlib.suppress(LeaseLost, StoreUnavailable):
-                if refused and self._job.attempts >= self._limits.job_attempts:
+                if is_final and self._job.attempts >= self._limits.job_attempts:
                     message = f"given up after {self._job.attempts} attempts; its end could not be recorded"
                     failed = await asyncio.to_thread(self._queue.fail, self._job, "internal_error", message)
                     await self._clean_up(failed)
@@ -120,7 +120,7 @@ class Attempt:
         plan = engine.model.plan(request)  # Planned now, since jobs outlive upgrades and their adapters may have moved.
         self._tracker.weigh_steps(engine.model, plan)
         extends = "source_frames" in self._job.request
-        if extends:
+        if extends and self._job.input_image is not None:  # The first frame, which the source ends with.
             plan = plan.with_request(dataclasses.replace(plan.request, hidden_frames=1))
         async with self._fragments.storing() as fragments:
             video = await engine.generate(
@@ -263,8 +263,8 @@ class Attempt:
             meters.failures.labels(job.error_code or "").inc()
         if self._context.traces is not None:
             self._context.traces.export(job, self._tracker.times, self._start_s, time.time())
-        spent = {stage: round(used_s, 3) for stage, used_s in job.stage_seconds.items()}
-        log_event(log, job.status, job=job.id, code=job.error_code, seconds=round(seconds, 2), stages=spent)
+        stage_seconds = {stage: round(used_s, 3) for stage, used_s in job.stage_seconds.items()}
+        log_event(log, job.status, job=job.id, code=job.error_code, seconds=round(seconds, 2), stages=stage_seconds)
 
     async def _insist(self, change: Callable[..., T], *args: Any) -> T:
         """Call a function that uses the database or storage, again and again while they are unavailable.
@@ -299,7 +299,7 @@ def _rebuild_request(job: Job, storage: Storage, catalogue: Catalogue) -> Genera
     for field, name in (("image", job.input_image), ("last_image", job.input_last_image)):
         fields[field] = None if name is None else Image.open(io.BytesIO(storage.read(name))).convert("RGB")
     if job.input_video is not None:
-        if "source_frames" in job.request:
+        if "source_frames" in job.request and job.input_image is not None:
             storage.size(job.input_video)  # It is only read at the end; if it is gone, nothing needs to be computed.
         else:
             fields["video"] = VideoContent(storage.read(job.input_video))

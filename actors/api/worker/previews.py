@@ -31,16 +31,16 @@ def make_last_frame(video: GeneratedVideo, frames: int) -> bytes:
 
     It is as it was before the mp4 lost some of it, where the engine has kept that.
     """
-    kept = video.last_frame
-    picture = read_end(video.mp4, frames) if kept is None else Image.fromarray(kept)
+    frame = video.last_frame
+    picture = read_end(video.mp4, frames) if frame is None else Image.fromarray(frame)
     return _encode(picture, "PNG", compress_level=1)
 
 
 def _decode_pictures(mp4: bytes, *, height: int, width: int, frames: int) -> list[Image.Image]:
     wide = min(WIDEST, width)
     tall = max(2, round(height * wide / width))
-    chosen = fill_rows(frames, SHEET_FRAMES)
-    select = "+".join(f"eq(n,{index})" for index in chosen)
+    indices = fill_rows(frames, SHEET_FRAMES)
+    select = "+".join(f"eq(n,{index})" for index in indices)
     command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-threads", "1", "-i", "-"]
     command += ["-vf", f"select='{select}',scale={wide}:{tall}", "-fps_mode", "passthrough"]
     command += ["-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
@@ -53,10 +53,10 @@ def _decode_pictures(mp4: bytes, *, height: int, width: int, frames: int) -> lis
     if done.returncode < 0:
         raise Unavailable(f"ffmpeg was ended by signal {-done.returncode}; is memory short?")
     size = wide * tall * 3
-    expected = len(chosen)
+    expected = len(indices)
     if done.returncode or len(done.stdout) != expected * size:
-        said = done.stderr.decode(errors="replace").strip().splitlines() or ["it ends early"]
-        raise BrokenVideo(f"the video has {len(done.stdout) / size:g} of {expected} pictures ({said[-1][:200]})")
+        messages = done.stderr.decode(errors="replace").strip().splitlines() or ["it ends early"]
+        raise BrokenVideo(f"the video has {len(done.stdout) / size:g} of {expected} pictures ({messages[-1][:200]})")
     return [
         Image.frombytes("RGB", (wide, tall), done.stdout[start : start + size])
         for start in range(0, len(done.stdout), size)

@@ -56,9 +56,9 @@ class Tracker:
         is_beside = span.stage == DECODER and 0 < self._step < len(self._steps)  # Of chunks that are denoised.
         if not is_beside:
             self._stage = span.stage
-        first, last, computed = self.times.get(span.stage, (span.start_s, span.end_s, 0.0))
-        computed += span.seconds if span.kind == "compute" else 0.0
-        self.times[span.stage] = min(first, span.start_s), max(last, span.end_s), computed
+        first, last, seconds = self.times.get(span.stage, (span.start_s, span.end_s, 0.0))
+        seconds += span.seconds if span.kind == "compute" else 0.0
+        self.times[span.stage] = min(first, span.start_s), max(last, span.end_s), seconds
         if span.kind != "compute":
             return
         chips, dollars = self._chips.get(span.stage, 1), self._dollars.get(span.stage, 0.0)
@@ -110,4 +110,4 @@ class Tracker:
     @property
     def stage_seconds(self) -> dict[str, float]:
         """Seconds that this attempt has computed, by stage."""
-        return {stage: computed for stage, (_, _, computed) in self.times.items() if computed}
+        return {stage: seconds for stage, (_, _, seconds) in self.times.items() if seconds}

@@ -132,8 +132,8 @@ def test_a_repeated_request_is_told_from_others_without_reading_them(store):
 
     event.listen(Job, "load", loaded)
     try:
-        assert store.find_repeat("ann", None, "wanted", retried=True) == wanted
-        assert store.find_repeat("ann", None, "unknown", retried=True) is None
+        assert store.find_repeat("ann", None, "wanted", is_retry=True) == wanted
+        assert store.find_repeat("ann", None, "unknown", is_retry=True) is None
     finally:
         event.remove(Job, "load", loaded)
     assert rows == [wanted.id]
@@ -147,7 +147,7 @@ def test_a_repeated_request_gets_no_job_that_ended_badly_and_none_of_a_key(store
     running = WorkQueue(database).claim("w")
     store.cancel(running.id)  # It must stop.
     store.submit(ask(idempotency_key="its own"))
-    assert store.find_repeat("ann", None, "a cat", retried=True) is None
+    assert store.find_repeat("ann", None, "a cat", is_retry=True) is None
 
 
 def test_a_job_that_one_request_waits_for_is_cancelled_by_it_alone(store):
@@ -155,13 +155,13 @@ def test_a_job_that_one_request_waits_for_is_cancelled_by_it_alone(store):
     job, _ = store.submit(ask(idempotency_key=mine))
     assert not store.cancel_private(job.id, other)
     assert store.cancel_private(job.id, mine) and store.get(job.id).error_code == "cancelled"
-    assert store.find_repeat("ann", None, "a cat", retried=True) is None
+    assert store.find_repeat("ann", None, "a cat", is_retry=True) is None
 
 
 def test_a_job_that_a_repeated_request_waits_for_is_nobody_s_to_cancel(store):
     mine = make_private_key()
     job, _ = store.submit(ask(idempotency_key=mine))
-    assert store.find_repeat("ann", None, "a cat", retried=True).id == job.id
+    assert store.find_repeat("ann", None, "a cat", is_retry=True).id == job.id
     assert not store.cancel_private(job.id, mine)
     assert store.get(job.id).status == "queued"
 
