@@ -149,6 +149,19 @@ def test_fasth3_is_diffusers_with_its_changes_at_its_noise_levels(pipe, referenc
         reference.set_schedules(video=(12.0, None), sound=(3.0, None))
 
 
+@pytest.mark.long
+def test_bfloat16_stays_within_its_bound(folder, pipe):
+    """The bound of test_parity.py without guidance, for three layers and the two that the text passes before."""
+    states = []
+    for each in (pipe, load_pipeline(folder, dtype="bfloat16")):
+        plan = each.plan(GenerationRequest(prompt="A cat plays the piano.", steps=STEPS, seed=SEED, **SIZE))
+        states.append(each.denoise(plan, each.encode(plan), each.initial_state(plan)))
+    for part in ("latents", "audio"):
+        exact, rounded = (getattr(state, part) for state in states)
+        error = np.sqrt(((rounded - exact) ** 2).mean() / (exact**2).mean())
+        assert 1e-4 < error < np.sqrt(3 * (3 + 2) + 6) * 2**-8
+
+
 def test_a_run_goes_on_from_a_state_bit_for_bit(pipe):
     plan = pipe.plan(GenerationRequest(prompt="A cat plays the piano.", steps=STEPS, seed=SEED, **SIZE))
     conditioning, start = pipe.encode(plan), pipe.initial_state(plan)
