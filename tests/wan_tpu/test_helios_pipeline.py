@@ -10,6 +10,7 @@ from PIL import Image
 
 from tests.wan_tpu.helios_reference import PyramidPipeline
 from wan_tpu import GenerationRequest, Video
+from wan_tpu.commands.generate import plan_extension
 from wan_tpu.data import Conditioning, DenoiseState, dump_value, parse_value
 from wan_tpu.errors import InvalidInput, InvalidRequest
 from wan_tpu.media.reading import count_frames, read_ends, read_frames
@@ -113,6 +114,8 @@ def test_operations_of_a_step_and_of_the_decoder_are_counted(pipeline, runs):
     chunk, video = model.spec.latent_shape(request), model.spec.decoded_shape(request)
     assert model.flops.step(chunk, branches=2) == 2 * model.flops.step(chunk, branches=1) > 0
     assert model.flops.decoder(video) == 3 * model.flops.decoder(chunk) > 0
+    of_text, of_image, of_video = (model.flops.encoder(runs[name][0].request, prompts=1) for name in runs)
+    assert of_video - of_text == 3 * (of_image - of_text) > 0
 
 
 @pytest.mark.parametrize(
@@ -151,6 +154,18 @@ def test_videos_that_cant_be_continued_are_refused(requests, runs, pipeline, tmp
     plan, conditioning, _ = runs["image"]
     with pytest.raises(InvalidInput, match="run the encoder again"):
         pipe.initial_state(plan, conditioning=dataclasses.replace(conditioning, generator=None))
+
+
+def test_a_video_is_extended_by_its_motion_unless_it_is_too_short(requests, pipeline, tmp_path):
+    spec, source = pipeline(KIND).runtime.model.spec, requests["short video"].video
+    extension = dataclasses.replace(REQUEST, height=None, width=None)
+    [frame, *_] = frames = read_frames(source, 32)
+    request = plan_extension(spec, extension, source, frame).request
+    assert (request.video, request.image, request.hidden_frames) == (source, None, 0)
+    assert (request.height, request.width, request.strength) == (64, 64, 1)
+    short = Video(np.stack([np.asarray(frame) / 255 for frame in frames]), 24.0).save(tmp_path / "short.mp4")
+    request = plan_extension(spec, extension, short, frame).request
+    assert (request.video, request.hidden_frames) == (None, 1) and isinstance(request.image, Image.Image)
 
 
 def test_the_ends_of_a_video_are_its_first_frame_and_its_last_ones(requests):

@@ -11,6 +11,7 @@ from wan_tpu.commands import arguments
 from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import InvalidInput
 from wan_tpu.media.joining import join_videos, read_last_frame
+from wan_tpu.media.reading import count_frames
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -30,7 +31,7 @@ def generate(argv: Sequence[str]) -> None:
         "--extend",
         type=Path,
         metavar="VIDEO",
-        help="a video to continue, by an I2V checkpoint: the mp4 shows it, then what follows its last frame",
+        help="a video to continue, by an I2V checkpoint or Helios: the mp4 shows it, then what follows its last frame",
     )
     parser.add_argument("--output", type=Path, default=Path("video.mp4"), help="the mp4; default %(default)s")
     arguments.add_overwrite(parser)
@@ -48,7 +49,11 @@ def generate(argv: Sequence[str]) -> None:
     from wan_tpu.commands.recorded import Recorder, decode_to_files, denoise_recorded, encode_recorded, report
 
     pipe = arguments.pipeline_from(args)
-    plan = pipe.plan(request) if last_frame is None else _plan_extension(pipe.runtime.model.spec, request, last_frame)
+    plan = (
+        pipe.plan(request)
+        if last_frame is None
+        else plan_extension(pipe.runtime.model.spec, request, args.extend, last_frame)
+    )
     pipe.check_components()
     recorder = Recorder(pipe.runtime, plan)
     run = pipe.run(pipe.fetch_adapters(plan), warn=recorder.warn, around=recorder.operation)
@@ -75,12 +80,18 @@ def _read_end(args: argparse.Namespace) -> "Image.Image":
     return frame
 
 
-def _plan_extension(spec: "ModelSpec", request: "GenerationRequest", frame: "Image.Image") -> "RequestPlan":
-    """Plan a video that begins with a frame, in its size by default; the frame isn't written again."""
+def plan_extension(spec: "ModelSpec", request: "GenerationRequest", video: Path, frame: "Image.Image") -> "RequestPlan":
+    """Plan what continues a video, in its size by default.
+
+    Models that see its motion go on after its last frames. For others, and for a video that is too short, its last
+    frame is the first one of what follows, which isn't written again.
+    """
     spec.check_extension()
     if request.height is None and request.width is None:
         height, width = spec.size_to_extend((frame.height, frame.width))
         request = dataclasses.replace(request, height=height, width=width)
+    if spec.continues_video and count_frames(video) >= spec.frame_offset:
+        return spec.plan(dataclasses.replace(request, video=video))
     plan = spec.plan(dataclasses.replace(request, image=frame))
     spec.check_extension(plan.request)
     return plan.with_request(dataclasses.replace(plan.request, hidden_frames=1))

@@ -49,7 +49,9 @@ class Model(Object):
     last_frames: str
     """Whether a video may end with an image: `none`; `optional` or `required` beside a first frame; `alone`, too."""
     takes_video: bool
-    """Whether a video may begin as another one, with `video` and `strength`."""
+    """Whether a video may begin as another one, with `video` and, unless `continues_video`, `strength`."""
+    continues_video: bool
+    """Whether it then goes on after that one, with its motion, instead of changing its frames."""
     stages: list[str]
     """The stages that a video passes, in order."""
     defaults: dict[str, bool | float | str]
@@ -109,6 +111,7 @@ def describe_model(settings: ServiceSettings, spec: ModelSpec, created: int) -> 
         tasks=list(spec.tasks),
         last_frames=spec.last_images,
         takes_video=spec.takes_video,
+        continues_video=spec.continues_video,
         stages=list(spec.stages),
         defaults={"size": f"{width}x{height}"} | {NAMES.get(field, field): value for field, value in defaults.items()},
         sizes=[f"{w}x{h}" for h, w in spec.usual_sizes],

@@ -73,7 +73,10 @@ class Drafts:
                     plan = await self._work.run(owner, self._resolve, plan.request, body, reading.sizes[source_name])
                 resolved = plan.resolved
                 size = {"height": resolved.height, "width": resolved.width, "slack": spec.shape_slack}
-                if name == VIDEO:
+                if name == VIDEO and spec.continues_video:
+                    files[name], length, _ = await reading.convert_video(fps=resolved.fps, count=incoming.add, **size)
+                    spec.check_source(length)
+                elif name == VIDEO:
                     frames, step = resolved.frames, spec.frame_step
                     files[name] = await reading.cut_video(frames, step=step, count=incoming.add, **size)
                 else:
@@ -157,7 +160,7 @@ class Drafts:
         """Check and plan a body; raises `InvalidRequest`, `HttpError`. This keeps a core busy for a while."""
         self.check(body.fields, caller)
         if body.has(VIDEO) and not self._spec.takes_video:
-            message = f"video was given, and {self._spec.name} takes none; use a T2V checkpoint of Wan"
+            message = f"video was given, and {self._spec.name} takes none; use a T2V checkpoint of Wan, or Helios"
             if "i2v" in self._spec.tasks:
                 message += ", or POST /v1/videos/extensions to continue it"
             raise InvalidRequest(message, VIDEO)

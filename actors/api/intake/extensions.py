@@ -61,18 +61,22 @@ class Extensions:
         else:
             plan = await self._work.run(caller.owner, self._plan, body, caller, None)
             plan, source = await self._read_upload(body, plan, incoming, caller)
+        files, origin = source.files, source.beside
+        if self._spec.continues_video and source.frames >= self._spec.frame_offset:
+            # The worker passes the video on in place of its last frame, and all frames that are made are new.
+            files = {VIDEO: files[VIDEO]}
+            origin = {name: value for name, value in origin.items() if name != SIZES[IMAGE]}
         most = self._settings.limits.extended_s
-        if source.frames + plan.resolved.frames - 1 > most * plan.resolved.fps:
+        if source.frames + plan.resolved.frames - len(files) + 1 > most * plan.resolved.fps:
             raise InvalidRequest(f"the whole video would last more than {most:g} s; begin another one", VIDEO)
-        files = source.files
         sizes = {}
-        async with open_file(body, LAST, incoming, self._reader, self._settings.fetch) as opened:
-            if opened is not None:
-                reading, name = opened
+        async with open_file(body, LAST, incoming, self._reader, self._settings.fetch) as opened_file:
+            if opened_file is not None:
+                reading, name = opened_file
                 sizes[SIZES[LAST]] = "{1}x{0}".format(*reading.sizes[name])
                 height, width, slack = plan.resolved.height, plan.resolved.width, self._spec.shape_slack
                 files[LAST] = await reading.make_picture(height, width, slack=slack, name=name, count=incoming.add)
-        beside = {"seconds": None, "source_frames": source.frames, **source.beside, **sizes}
+        beside = {"seconds": None, "source_frames": source.frames, **origin, **sizes}
         return self._drafts.build(body, caller, plan, files, beside)
 
     def _check(self, body: ParsedBody) -> None:
@@ -139,12 +143,12 @@ class Extensions:
         self, body: ParsedBody, plan: Planned, incoming: IncomingRequest, caller: Caller
     ) -> tuple[Planned, _Source]:
         """Encode a client's video again, in the size and at the rate of what follows, and plan that."""
-        async with open_file(body, VIDEO, incoming, self._reader, self._settings.fetch) as opened:
-            assert opened is not None
-            reading, name = opened
+        async with open_file(body, VIDEO, incoming, self._reader, self._settings.fetch) as opened_file:
+            assert opened_file is not None
+            reading, name = opened_file
             plan = await self._work.run(caller.owner, self._resolve, plan.request, body, reading.sizes[name])
             size = {"height": plan.resolved.height, "width": plan.resolved.width, "slack": self._spec.shape_slack}
             mp4, frames, png = await reading.convert_video(fps=plan.resolved.fps, count=incoming.add, **size)
-            sent = "{1}x{0}".format(*reading.sizes[name])
-        size_texts = {SIZES[IMAGE]: sent, SIZES[VIDEO]: sent}
+            size_text = "{1}x{0}".format(*reading.sizes[name])
+        size_texts = {SIZES[IMAGE]: size_text, SIZES[VIDEO]: size_text}
         return plan, _Source(frames=frames, files={IMAGE: png, VIDEO: mp4}, beside=size_texts)

@@ -150,6 +150,24 @@ def test_sound_goes_on(form, settings, engine, tmp_path):
         assert (result.frames, result.sound is not None) == ((16 if form else 22) + 21, True)
 
 
+def test_a_model_that_sees_motion_gets_the_whole_video(settings, engine):
+    class SeesMotion(SmallSpec):
+        takes_video = continues_video = True
+
+    spec = engine.model = SeesMotion(serving.SPEC.config)
+    with working(settings, engine), served(settings, spec) as address, httpx.Client(base_url=address) as http:
+        first = finished(http, create(http))
+        source = content(http, first)
+        second = finished(http, extend(http, first["id"], num_frames=5))
+        asked = engine.asked[-1]
+        assert (asked.image, asked.strength, asked.hidden_frames, asked.video.content) == (None, 1, 0, source)
+        assert packets(content(http, second)) == packets(source) + packets(engine.video(asked))
+        assert second["num_frames"] == 5 and len(packets(content(http, second))) == 9 + 5
+        assert content(http, second, "input_video") == source
+        again = finished(http, http.post(f"/v1/videos/{second['id']}/remix", json={"prompt": "otherwise"}))
+        assert packets(content(http, again))[:9] == packets(source) and engine.asked[-1].video.content == source
+
+
 def test_a_source_may_be_deleted_once_the_job_is_accepted(http, engine):
     first = finished(http, create(http))
     source = packets(content(http, first))

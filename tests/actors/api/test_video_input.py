@@ -52,6 +52,25 @@ def http(settings, engine):
         yield client
 
 
+def test_a_video_is_continued_from_its_end(settings, engine, mp4):
+    class Continues(SmallSpec):
+        takes_video = continues_video = True
+        frame_offset = 9
+
+    spec = engine.model = Continues(serving.SPEC.config)
+    with working(settings, engine), served(settings, spec) as address, httpx.Client(base_url=address) as http:
+        [model] = http.get("/v1/models").json()["data"]
+        assert (model["takes_video"], model["continues_video"]) == (True, True)
+        assert done(http, create(http, video=data_url(mp4)).json()["id"])["status"] == "completed"
+        [asked] = engine.asked
+        assert (asked.strength, asked.frames, len(shown_to(engine, 16))) == (1, 9, 16)
+        error = create(http, video=data_url(mp4), strength=0.5).json()["error"]
+        assert error["param"] == "strength" and "leave strength out" in error["message"]
+        short = film("-pix_fmt", "yuv420p", source="testsrc=s=96x64:r=16:d=0.5")
+        error = create(http, video=data_url(short)).json()["error"]
+        assert error["param"] == "video" and "has 8 frames" in error["message"]
+
+
 def data_url(content):
     return f"data:video/mp4;base64,{base64.b64encode(content).decode()}"
 

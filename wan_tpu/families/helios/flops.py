@@ -1,11 +1,13 @@
 """Counts the operations of a Helios model's stages on diffusers' own modules."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKLWan
 
 from wan_tpu.families.helios import components
+from wan_tpu.families.helios.conditioning import SOURCE_CHUNKS
 from wan_tpu.families.helios.published import CHUNK_FRAMES, HISTORY, TEXT_TOKENS, HeliosConfig
 from wan_tpu.families.shared.flop_count import count
 from wan_tpu.families.shared.t5 import text_encoder
@@ -19,10 +21,19 @@ class HeliosFlops:
         self._config = config
 
     def encoder(self, request: ResolvedRequest, *, prompts: int) -> int:
-        """Count the encoding of prompts."""
+        """Count the encoding of prompts, and of an image or as much of a video as is encoded."""
         ids = torch.ones(1, TEXT_TOKENS, dtype=torch.int32, device="meta")
         build = text_encoder(self._config.text_encoder_class, self._config.text_encoder).build
-        return prompts * count(build, lambda module: module.encoder(inputs_embeds=module.shared(ids)))
+        total = prompts * count(build, lambda module: module.encoder(inputs_embeds=module.shared(ids)))
+        if request.image is None and request.video is None:
+            return total
+
+        def encode(chunks: int) -> int:
+            frames = 1 + (chunks - 1) * self._config.vae["scale_factor_temporal"]
+            pixels = torch.empty(1, 3, frames, request.height, request.width, device="meta")
+            return count(self._vae, lambda module: module.encode(pixels))
+
+        return total + (1 if request.video is None else SOURCE_CHUNKS) * _extrapolate(encode)
 
     def step(
         self,
@@ -76,7 +87,19 @@ class HeliosFlops:
 
         def decode(frames: int) -> int:
             latents = torch.empty(*latent_shape[:2], frames, *latent_shape[3:], device="meta")
-            return count(lambda: AutoencoderKLWan.from_config(self._config.vae), lambda module: module.decode(latents))
+            return count(self._vae, lambda module: module.decode(latents))
 
-        two, three = decode(2), decode(3)
-        return latent_shape[2] // CHUNK_FRAMES * (three + (CHUNK_FRAMES - 3) * (three - two))
+        return latent_shape[2] // CHUNK_FRAMES * _extrapolate(decode)
+
+    def _vae(self) -> torch.nn.Module:
+        return AutoencoderKLWan.from_config(self._config.vae)
+
+
+def _extrapolate(work: Callable[[int], int]) -> int:
+    """Count the work of a chunk from that of its first two latent frames, and of three: all others are like the third.
+
+    Args:
+        work: Returns it for a number of latent frames.
+    """
+    two, three = work(2), work(3)
+    return three + (CHUNK_FRAMES - 3) * (three - two)

@@ -1,7 +1,7 @@
 """A Helios transformer: Wan's, which sees the frames before a chunk as more tokens.
 
 Frames long ago share tokens: four times as many in each direction as for the chunk, then twice. All these tokens come
-before the chunk's. They have the timestep 0, take nothing from the text, and where the model was trained so, their keys
+behind the chunk's. They have the timestep 0, take nothing from the text, and where the model was trained so, their keys
 are scaled, by head. Everything else is Wan's `Step`.
 
 Shapes: B branches of guidance, T H W latent frames, height, width, L tokens, t tokens of one device, N heads, D head
@@ -25,6 +25,7 @@ from wan_tpu.runtime.bridge import Params, call, to_jax
 from wan_tpu.runtime.mesh import token_layout
 from wan_tpu_kernels.columns import Columns
 
+TEXT_ROWS = 128  # Kernels divide multiples of this into whole blocks.
 LARGEST_SCALE = 10.0  # Of history keys, a constant of diffusers' module.
 # The history by distance, with the module that embeds it and the size of its patches in the chunk's.
 _EMBEDDINGS = ((LONG, "patch_long", 4), (MID, "patch_mid", 2), (SHORT, "patch_short", 1))
@@ -56,8 +57,8 @@ def velocity(
     def method(module: Any, latents: Any, times: torch.Tensor, history: Any, keys: Any) -> jax.Array:
         embedding, modulation = embed_time(module, times, latents.dtype)
         before = [_embed(module, name, to_jax(history[key]), scale) for key, name, scale in _EMBEDDINGS]
-        tokens = jnp.concatenate([*before, _embed(module, "patch_embedding", to_jax(latents), 1)])
-        count = sum(map(len, before))
+        chunk = _embed(module, "patch_embedding", to_jax(latents), 1)
+        tokens, count = jnp.concatenate([chunk, *before]), len(chunk)
         layout = token_layout(mesh, keys["key"].shape[1], len(tokens), module.config.num_attention_heads)
         velocities, _ = HistoryStep(module, mesh, layout, count, len(tokens)).run(
             Inputs(
@@ -70,9 +71,9 @@ def velocity(
                 outer={f"proj_out.{name}": to_jax(value) for name, value in module.proj_out.named_parameters()},
             )
         )
-        return velocities[:, count:]
+        return velocities[:, :count]
 
-    times = jnp.stack([jnp.zeros_like(time), time])
+    times = jnp.stack([time, jnp.zeros_like(time)])
     return call(module, params, method, latents, times, dict(history), keys)
 
 
@@ -89,7 +90,7 @@ def _embed(module: Any, name: str, latents: jax.Array, scale: int) -> jax.Array:
 
 
 class HistoryStep(Step):
-    """One step's blocks, whose first rows are the history's."""
+    """One step's blocks, whose first rows are the chunk's, and the others the history's."""
 
     def embed(self, inputs: Inputs) -> jax.Array:
         """Return the hidden state before the first layer, [t, C]: the tokens, which have been embedded."""
@@ -104,10 +105,17 @@ class HistoryStep(Step):
         cut = columns.cut(jnp.repeat(factors, columns.channels // self._heads)[None])
         row = jnp.arange(keys[0].shape[-2])[:, None]
         return tuple(
-            (key * jnp.where(row < first_rows, part, 1)).astype(key.dtype) for key, part in zip(keys, cut, strict=True)
+            (key * jnp.where(row < first_rows, 1, part)).astype(key.dtype) for key, part in zip(keys, cut, strict=True)
         )
 
     def text_gate(self, channels: int, first_rows: jax.Array) -> dict[str, Any]:
         """Return the options of `linear` that keep the text from the history."""
-        gate = jnp.broadcast_to(jnp.array([[0.0], [1.0]], jnp.float32), (2, channels))
+        gate = jnp.broadcast_to(jnp.array([[1.0], [0.0]], jnp.float32), (2, channels))
         return {"gate": gate, "first_rows": first_rows}
+
+    def attend_to_text(self, x: jax.Array, keys: TextKeys, w: Params, first_rows: jax.Array) -> jax.Array:
+        """Return the hidden state after cross-attention, computed for the chunk's rows alone where a device has all."""
+        rows = -(-self._first // TEXT_ROWS) * TEXT_ROWS
+        if len(x) < self._layout.padded or rows >= len(x):
+            return super().attend_to_text(x, keys, w, first_rows)
+        return jax.lax.dynamic_update_slice(x, super().attend_to_text(x[:rows], keys, w, first_rows), (0, 0))
