@@ -5,10 +5,11 @@ own, so the frames are encoded as they are without them.
 """
 
 import os
-import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
+
+from wan_tpu.media.boxes import HEADER
 
 # Chromium begins to play after two fragments, but has waited 11 s with one for every frame.
 FRAGMENT_FRAMES = 16
@@ -16,7 +17,6 @@ FRAGMENT_FRAMES = 16
 # it. The index at the end is left out, because only a file that is complete would have it.
 _MOVFLAGS = "+delay_moov+default_base_moof+skip_trailer"
 _READ_BYTES = 2**16
-_BOX_HEADER = struct.Struct(">I4s")  # A box begins with its length and its kind.
 
 
 class FragmentPipe:
@@ -78,8 +78,8 @@ class FragmentSplitter:
         """Return the fragments that the next bytes complete."""
         self._bytes += data
         complete: list[bytes] = []
-        while len(self._bytes) >= self._box + _BOX_HEADER.size:
-            size, kind = _BOX_HEADER.unpack_from(self._bytes, self._box)
+        while len(self._bytes) >= self._box + HEADER.size:
+            size, kind = HEADER.unpack_from(self._bytes, self._box)
             if len(self._bytes) < self._box + size:
                 break
             self._box += size

@@ -97,13 +97,16 @@ class Following(Generic[State]):
         self._looking: asyncio.Task[None] | None = None
 
     @contextlib.asynccontextmanager
-    async def follow(self, job: str, seen: State, owner: str) -> AsyncIterator[AsyncIterator[State]]:
+    async def follow(
+        self, job: str, seen: State, owner: str, idle_s: float | None = None
+    ) -> AsyncIterator[AsyncIterator[State]]:
         """Follow a job until it ends. The caller must hold one of the key's `Streams`.
 
         Args:
             job: The job's id.
             seen: The job as it was just seen, which comes first.
             owner: The key that follows it.
+            idle_s: After so many seconds without a change, the latest state comes once more; None for never.
 
         Yields:
             An iterator over the job's states. It raises `JobNotFound` if the job is deleted, and `HttpError` 401 if
@@ -114,7 +117,7 @@ class Following(Generic[State]):
         if self._looking is None:
             self._looking = asyncio.create_task(self._look_on())
         try:
-            async with contextlib.aclosing(self._watch(follower)) as news:
+            async with contextlib.aclosing(self._watch(follower, idle_s)) as news:
                 yield news
         finally:
             self._followers[job].discard(follower)
@@ -125,16 +128,18 @@ class Following(Generic[State]):
         """Return how many streams of this ingress follow a job."""
         return len(self._followers.get(job, ()))
 
-    async def _watch(self, follower: _Follower[State]) -> AsyncGenerator[State, None]:
+    async def _watch(self, follower: _Follower[State], idle_s: float | None) -> AsyncGenerator[State, None]:
         while True:
             follower.news.clear()
+            if follower.end is not None:
+                raise follower.end
             seen = follower.latest  # The latest may be another one once whoever follows comes back.
             yield seen
             if self._has_ended(seen):
                 return
-            await follower.news.wait()
-            if follower.end is not None:
-                raise follower.end
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(idle_s):
+                    await follower.news.wait()
 
     async def _look_on(self) -> None:
         """Read the followed jobs for as long as there are any."""

@@ -7,15 +7,20 @@ from collections.abc import AsyncGenerator
 from fastapi import Request, Response
 from starlette.concurrency import run_in_threadpool
 
-from actors.api.http.content import DownloadCut, TimedResponse, read_chunks
+from actors.api.http.content import CHUNK, DownloadCut, TimedResponse, read_chunks
 from actors.api.http.error_answers import HttpError
 from actors.api.http.service import Service
 from actors.api.variants import VARIANTS
 from actors.jobs.errors import JobNotFound, StoreUnavailable
 from actors.jobs.tables import Job, StoredFragment
 from actors.jobs.watching import Watched, begin_to_watch, list_fragments
+from wan_tpu.media.boxes import FREE, list_boxes, shift_samples
+from wan_tpu.storage.base import OpenFile
 
 _AGAIN_S = 1.0  # Pause before the database is asked again.
+# An empty box is sent after so long a silence. Many proxies cut an answer that brings nothing for a minute.
+_SILENCE_S = 25.0
+_LONGEST_HEAD = 16_000_000  # More than the index of any video of this service.
 
 
 async def watch(request: Request, service: Service, job: Job, owner: str) -> Response:
@@ -47,9 +52,15 @@ async def watch(request: Request, service: Service, job: Job, owner: str) -> Res
 
 async def _read_video(service: Service, job: str, seen: Watched, owner: str) -> AsyncGenerator[bytes, None]:
     sent: list[str] = []  # The digests of the fragments.
+    empty_bytes, before = 0, None
     try:
-        async with service.watching.follow(job, seen, owner) as news:
+        async with service.watching.follow(job, seen, owner, idle_s=_SILENCE_S) as news:
             async for state in news:
+                if state is before:
+                    empty_bytes += len(FREE)
+                    yield FREE
+                    continue
+                before = state
                 if state.status == "failed":
                     raise DownloadCut("the job has failed")
                 if state.status == "completed" and not sent:  # Its fragments may never have been stored.
@@ -61,11 +72,23 @@ async def _read_video(service: Service, job: str, seen: Watched, owner: str) -> 
                     sent += [fragment.digest for fragment in follow]
                 for name in files:
                     with contextlib.closing(await run_in_threadpool(service.storage.open, name)) as file:
-                        async with contextlib.aclosing(read_chunks(file)) as chunks:
+                        # Fragments say where their frames are from their own beginning on, a file from the answer's.
+                        head = b"" if sent or not empty_bytes else await run_in_threadpool(_read_head, file)
+                        async with contextlib.aclosing(read_chunks(file, shift_samples(head, empty_bytes))) as chunks:
                             async for chunk in chunks:
                                 yield chunk
     except (JobNotFound, HttpError) as error:  # The job was deleted, or the key revoked.
         raise DownloadCut(str(error)) from None
+
+
+def _read_head(file: OpenFile) -> bytes:
+    """Return the beginning of an mp4, at least up to its frames."""
+    head = bytearray()
+    while len(head) < _LONGEST_HEAD and not any(box.kind == b"mdat" for box in list_boxes(head)):
+        if not (chunk := file.read(CHUNK)):
+            break
+        head += chunk
+    return bytes(head)
 
 
 def _continue(sent: list[str], state: Watched, fragments: list[StoredFragment]) -> list[StoredFragment]:

@@ -14,6 +14,7 @@ import imageio_ffmpeg
 import psutil
 import pytest
 
+from actors.api.http import watching as watching_module
 from actors.jobs.keys import make_key, revoke_key
 from actors.jobs.tables import StoredFragment
 from actors.jobs.work import WorkQueue
@@ -21,6 +22,7 @@ from tests.actors.api import serving
 from tests.actors.api.serving import change_limits, create, done, served, working
 from tests.actors.api.test_outages_of_a_job import unwritable
 from tests.waiting import wait_for
+from wan_tpu.media.boxes import FREE
 from wan_tpu.storage.opening import open_storage
 
 FRAMES = 65  # Five fragments.
@@ -139,6 +141,25 @@ def test_engine_without_fragments_sends_the_finished_file(http, settings, tmp_pa
     with working(settings, engine), watching(http) as (job, viewer):
         engine.go.set()
         assert viewer.end() == (http.get(f"/v1/videos/{job}/content").content, False)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_silent_answer_brings_empty_boxes_and_stays_a_valid_file(http, settings, tmp_path, monkeypatch, streams):
+    monkeypatch.setattr(watching_module, "_SILENCE_S", 0.05)
+    engine = (serving.DecodingEngine if streams else serving.Engine)(tmp_path)
+    engine.go.clear()
+    with working(settings, engine), watching(http) as (job, viewer):
+        wait_for(lambda: len(viewer.received) >= 3 * len(FREE))
+        engine.go.set()
+        if streams:
+            engine.decoded.release(2)
+            two = wait_for(lambda: len(engine.fragments[job]) == 2 and b"".join(engine.fragments[job]))
+            wait_for(lambda: viewer.received.replace(FREE, b"") == two and viewer.received.endswith(2 * FREE))
+            engine.decoded.release(3)
+        content, cut = viewer.end()
+    assert (content.startswith(3 * FREE), cut, count_frames(content)) == (True, False, FRAMES)
+    if streams:
+        assert content.replace(FREE, b"") == b"".join(engine.fragments[job])
 
 
 def test_lost_decoder_continues_at_the_byte_where_it_was(http, engine, worker):
