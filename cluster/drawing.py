@@ -10,9 +10,9 @@ def draw(slices: Sequence[LiveSlice]) -> str:
     if not slices:
         return "no TPU hosts"
     blocks = ["slices", *map(_draw_slice, slices)]
-    taken = sum(s.holder is not None for s in slices)
+    busy = sum(s.holder is not None for s in slices)
     broken = sum(bool(s.missing) for s in slices)
-    summary = f"{len(slices)} slices: {len(slices) - taken - broken} free, {taken} taken"
+    summary = f"{len(slices)} slices: {len(slices) - busy - broken} free, {busy} taken"
     blocks.append(f"  {summary}, {broken} with hosts missing" if broken else f"  {summary}")
     return "\n".join(blocks)
 

@@ -66,16 +66,16 @@ class LiveSlice:
         if self.spec is not None and self.has_wrong_ids:
             return f"{self.name}: {explain_wrong_ids(self.spec, self.hosts)}"
         if self.missing:
-            wanted = ", ".join(map(str, self.missing))
-            return f"{self.name}: host {wanted} of {self.spec.hosts if self.spec else '?'} missing"
+            missing = ", ".join(map(str, self.missing))
+            return f"{self.name}: host {missing} of {self.spec.hosts if self.spec else '?'} missing"
         return f"{self.name}: {f'taken by {self.holder}' if self.holder else 'free'}"
 
 
 def explain_wrong_ids(spec: SliceSpec, hosts: Iterable[LiveHost]) -> str:
     """Return the message for a slice whose hosts don't have the worker ids 0 to n - 1, one each."""
-    labelled = ", ".join(f"{host.worker_id} on node {host.node_id[:8]} at {host.ip}" for host in hosts)
+    labels = ", ".join(f"{host.worker_id} on node {host.node_id[:8]} at {host.ip}" for host in hosts)
     return (
-        f"its hosts need the labels {WORKER_ID} 0 to {spec.hosts - 1}, one each, and have {labelled}; start Ray there "
+        f"its hosts need the labels {WORKER_ID} 0 to {spec.hosts - 1}, one each, and have {labels}; start Ray there "
         "without that label, which Ray then takes from the machine, or give each its own number"
     )
 
@@ -94,8 +94,8 @@ def _read_slice(name: str, nodes: Sequence[dict[str, Any]], holders: dict[str, s
     pod_type = nodes[-1]["Labels"][POD_TYPE]
     hosts = [read_host(node) for node in nodes if node["Alive"]]
     hosts.sort(key=lambda host: host.worker_id)
-    held = {holders[host.node_id] for host in hosts if host.node_id in holders}
-    return LiveSlice(name, pod_type, _find_spec(pod_type), tuple(hosts), ", ".join(sorted(held)) or None)
+    names = {holders[host.node_id] for host in hosts if host.node_id in holders}
+    return LiveSlice(name, pod_type, _find_spec(pod_type), tuple(hosts), ", ".join(sorted(names)) or None)
 
 
 def read_host(node: dict[str, Any]) -> LiveHost:

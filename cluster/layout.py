@@ -181,9 +181,9 @@ def _find_file(path: str | Path) -> Path:
     requested = Path(path)
     if requested.is_file():
         return requested
-    named = SHIPPED / f"{requested.name.removesuffix('.yaml')}.yaml"
-    if len(requested.parts) == 1 and named.is_file():
-        return named
+    bundled = SHIPPED / f"{requested.name.removesuffix('.yaml')}.yaml"
+    if len(requested.parts) == 1 and bundled.is_file():
+        return bundled
     close = difflib.get_close_matches(requested.name.removesuffix(".yaml").replace("_", "-"), list_shipped(), n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
     raise LayoutError(f"there is no layout file {path}{hint}; shipped ones, by name: {', '.join(list_shipped())}")

@@ -31,25 +31,25 @@ def check_port(host: str, port: int) -> None:
             f"this machine can't listen at {host} port {port} ({problem.strerror or problem}); give --host an address "
             "of it, such as 127.0.0.1"
         )
-    taken = f"is taken{_describe_holder(host, port)}; end that"
+    trouble = f"is taken{_describe_holder(host, port)}; end that"
     if problem.errno == errno.EACCES:
-        taken = "is for root alone; run this as root"
+        trouble = "is for root alone; run this as root"
     others = (
         other for other in range(max(port + 1, 1024), min(port + _TRIED, _LAST)) if _try_port(host, other) is None
     )
     free = next(others, None)
     alternative = "choose another --port" if free is None else f"choose one that is free: --port {free}"
-    raise PortTaken(f"port {port} of {host} {taken}, or {alternative}")
+    raise PortTaken(f"port {port} of {host} {trouble}, or {alternative}")
 
 
 def _try_port(host: str, port: int) -> OSError | None:
     """Try to bind a port; return the error, None where there is none."""
     try:
         [(family, kind, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        with socket.socket(family, kind) as tried:
+        with socket.socket(family, kind) as probe:
             # Like HAProxy, ignore connections that have ended; only a process that listens is in the way.
-            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            tried.bind(address)
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
     except OSError as error:
         return error
     return None

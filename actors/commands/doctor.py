@@ -93,14 +93,14 @@ def _examine_slice(args: argparse.Namespace, parts: Sequence[str]) -> tuple[Mach
             machine = Machine(Path(), is_slice=True)
             for name in parts:
                 try:
-                    checked = slice_.gather("check", name, machine.calibration, timeout_s=PART_S)
+                    answers = slice_.gather("check", name, machine.calibration, timeout_s=PART_S)
                 except SliceError as error:  # Where one host stops, the others wait for it in the next exchange.
-                    lost = Finding(name, str(error), "fail", "an answer of each host", "look at that host's log")
-                    printer.print(name, lost)
-                    hosts[0].append(Part(name, PARTS[name][2], (lost,), PART_S))
+                    loss = Finding(name, str(error), "fail", "an answer of each host", "look at that host's log")
+                    printer.print(name, loss)
+                    hosts[0].append(Part(name, PARTS[name][2], (loss,), PART_S))
                     return machine, hosts
-                machine = merge([host for _, host in checked])
-                for place, (part, _), done in zip(slice_.hosts, checked, hosts, strict=True):
+                machine = merge([host for _, host in answers])
+                for place, (part, _), done in zip(slice_.hosts, answers, hosts, strict=True):
                     done.append(part)
                     for finding in part.findings:
                         if place is slice_.hosts[0] or finding.verdict in ("warn", "fail"):

@@ -12,7 +12,9 @@ from cluster.gang.devices import LOCKFILE, list_device_files, list_holders
 from cluster.gang.machine_place import read_machine_place, read_metadata
 
 HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+STATUS = Path("/proc/self/status")
 MIB, GIB = 2**20, 2**30
+_IPC_LOCK = 14  # The number of the capability to lock memory without a limit (linux/capability.h).
 _VARIABLES = ("TPU_", "LIBTPU_", "XLA_", "JAX_", "RAY_")
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 
@@ -22,6 +24,7 @@ def check_host(machine: Machine) -> Iterator[Finding]:
     yield from _look_at_metadata()
     yield from _look_at_memory()
     yield from _look_at_devices()
+    yield check_locked_memory(has_chips=bool(list_device_files()))
     yield from _look_at_variables()
     yield _write_to_disk(machine)
 
@@ -33,6 +36,40 @@ def read_variables() -> dict[str, str]:
         for name, value in sorted(os.environ.items())
         if name.startswith(_VARIABLES) and not any(word in name for word in _SECRET)
     }
+
+
+def check_locked_memory(has_chips: bool) -> Finding:
+    """Report how much memory this process may lock.
+
+    libtpu maps host memory for the chips' transfers, which locks it. Linux refuses more than the limit (its log says
+    "vfio_pin_pages_remote: RLIMIT_MEMLOCK exceeded") unless the process has the capability IPC_LOCK. Google's pages say
+    that the limit must be raised in containers, and not which transfers fail under which limit.
+
+    Args:
+        has_chips: Whether this machine has chips. Without them no limit is too small.
+    """
+    name, expected = "locked memory (ulimit -l)", "all of the memory, or the capability IPC_LOCK"
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    measured = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / MIB:.3g} MiB"
+    figures = {"bytes": limit}
+    if not has_chips:
+        return Finding(name, measured, figures=figures)
+    if _has_capability(_IPC_LOCK):
+        return Finding(name, f"{measured}, which IPC_LOCK lifts", "ok", expected, figures=figures)
+    if limit == resource.RLIM_INFINITY or limit >= memory:
+        return Finding(name, measured, "ok", expected, figures=figures)
+    advice = (
+        "transfers to the chips may fail late with ENOMEM, or hang. On a TPU VM: ulimit -l unlimited as root, "
+        "LimitMEMLOCK=infinity in a systemd unit, docker run --ulimit memlock=-1. On GKE: docs/gke.md, Locked memory"
+    )
+    return Finding(name, measured, "warn", expected, advice, figures)
+
+
+def _has_capability(number: int) -> bool:
+    """Return whether a capability is in effect for this process: a user other than root may hold it in vain."""
+    words = next(line for line in STATUS.read_text().splitlines() if line.startswith("CapEff:")).split()
+    return bool(int(words[1], 16) >> number & 1)
 
 
 def _look_at_metadata() -> Iterator[Finding]:
@@ -71,13 +108,13 @@ def _look_at_devices() -> Iterator[Finding]:
     if not paths:
         yield Finding("chips", "none: no /dev/vfio/N and no /dev/accelN is here, or none that this container sees")
         return
-    closed = [path for path in paths if not os.access(path, os.R_OK | os.W_OK)]
+    inaccessible = [path for path in paths if not os.access(path, os.R_OK | os.W_OK)]
     yield Finding(
         "chips",
-        f"{', '.join(paths)}{f'; not for this user: {closed[0]}' if closed else ''}",
-        "fail" if closed else "ok",
+        f"{', '.join(paths)}{f'; not for this user: {inaccessible[0]}' if inaccessible else ''}",
+        "fail" if inaccessible else "ok",
         "to be read and written",
-        "run the container with --privileged, or give the user the devices' group" if closed else "",
+        "run the container with --privileged, or give the user the devices' group" if inaccessible else "",
     )
     busy = list_holders(map(os.path.realpath, [*paths, LOCKFILE]))
     for pid, path in busy.items():
@@ -105,10 +142,10 @@ def _write_to_disk(machine: Machine) -> Finding:
     file, start = machine.folder / "disk", time.perf_counter()
     free = shutil.disk_usage(machine.folder).free
     try:
-        with file.open("wb") as written:
+        with file.open("wb") as stream:
             for _ in range(size // MIB):
-                written.write(piece)
-            os.fsync(written.fileno())
+                stream.write(piece)
+            os.fsync(stream.fileno())
         rate = size / (time.perf_counter() - start)
     except OSError as error:
         measured = f"{error.strerror}; {free / GIB:.1f} GiB are free"

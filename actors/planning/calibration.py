@@ -54,16 +54,16 @@ class Calibration:
         others: dict[str, Any] = dict.fromkeys(set(FIGURES) - {name})
         return dataclasses.replace(self, **others)
 
-    def apply(self, described: "DescribedSlice") -> "DescribedSlice":
+    def apply(self, slice_: "DescribedSlice") -> "DescribedSlice":
         """Return a slice with the measured figures, from which it is priced.
 
         Raises:
             InvalidInput: The slice is of another generation.
         """
-        hardware = described.hardware
+        hardware = slice_.hardware
         if self.chip != hardware.name:
             raise InvalidInput(
-                f"{self.source or 'the calibration'} was measured on {self.chip}, and {described.name} has "
+                f"{self.source or 'the calibration'} was measured on {self.chip}, and {slice_.name} has "
                 f"{hardware.name}; run wan-tpu doctor on a {hardware.name}, or plan for a slice of {self.chip}"
             )
         figures: dict[str, Any] = dict(self.figures)
@@ -72,20 +72,22 @@ class Calibration:
         of_links = {name: figures.pop(name) for name in ("link_bytes_per_s", "core_bytes_per_s") if name in figures}
         hardware = dataclasses.replace(hardware, peak_flops=peak, **figures)
         return dataclasses.replace(
-            described, hardware=hardware, calibrated=self._describe(described) if self.source else "", **of_links
+            slice_, hardware=hardware, calibrated=self._describe(slice_) if self.source else "", **of_links
         )
 
-    def _describe(self, described: "DescribedSlice") -> str:
+    def _describe(self, slice_: "DescribedSlice") -> str:
         """Return which figures are replaced, and by what."""
-        published = vars(described) | vars(described.hardware)
+        published = vars(slice_) | vars(slice_.hardware)
         lines = [f"measured ({self.source}):"]
         for name, value in self.figures.items():
             subject, unit, scale = FIGURES[name]
             before = f"{published[name] / scale:.4g}" if published[name] else "nothing"
             lines.append(f"  {subject}: {value / scale:.4g} {unit} in place of {before}")
-        kept = [subject for name, (subject, _, _) in FIGURES.items() if name not in self.figures and published[name]]
-        if kept:
-            lines.append(f"  as published: {', '.join(kept)}")
+        unmeasured = [
+            subject for name, (subject, _, _) in FIGURES.items() if name not in self.figures and published[name]
+        ]
+        if unmeasured:
+            lines.append(f"  as published: {', '.join(unmeasured)}")
         return "\n".join(lines)
 
 

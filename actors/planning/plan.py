@@ -134,8 +134,8 @@ def _print_costs(args: argparse.Namespace) -> None:
         measured = describe_slice(kind, args.calibration).calibrated
     seconds, fits = _measure_stages(args, layout)
     if layout is not None:
-        asked = None if args.videos_a_day is None else args.videos_a_day / 24
-        estimates = [capacity.estimate(layout, seconds, terms, asked)]
+        an_hour = None if args.videos_a_day is None else args.videos_a_day / 24
+        estimates = [capacity.estimate(layout, seconds, terms, an_hour)]
     else:
         experts = [expert.stage for expert in spec.experts(request)]
         estimates = capacity.recommend(seconds, spec.stages, experts, terms, args.videos_a_day, args.within, fits=fits)
@@ -169,12 +169,12 @@ def _measure_stages(args: argparse.Namespace, layout: Layout | None) -> tuple[St
 
     spec, request = published_spec(args.model), _read_request(args)
     needs: dict[str, dict[str, StageNeeds]] = {}
-    wanted: list[tuple[SliceSpec, Sequence[int | None], Sequence[str]]]
+    tasks: list[tuple[SliceSpec, Sequence[int | None], Sequence[str]]]
     if layout is None:
-        wanted = [(SliceSpec(name), (None, None, None), spec.stages) for name in args.slice]
+        tasks = [(SliceSpec(name), (None, None, None), spec.stages) for name in args.slice]
     else:
-        wanted = [(pool.slice, pool.mesh, pool.stages) for pool in layout.pools]
-    for kind, mesh, stages in wanted:
+        tasks = [(pool.slice, pool.mesh, pool.stages) for pool in layout.pools]
+    for kind, mesh, stages in tasks:
         slice_plan = _make_planner(args, kind).plan(mesh, stages=stages)
         experts = [expert for expert in spec.experts(request) if expert.stage in stages]
         needs.setdefault(kind.name, {}).update(slice_plan.needs(experts))

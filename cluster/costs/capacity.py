@@ -120,15 +120,15 @@ def estimate(
     """
     counts = {pool.name: pool.replicas.maximum for pool in layout.pools}
     most = min(counts[pool.name] * HOUR_S * terms.ready / add_up_seconds(pool, stage_seconds) for pool in layout.pools)
-    asked = terms.busy * most if videos_an_hour is None else videos_an_hour
-    if asked >= most:
-        raise NoCapacity(f"{layout.source} makes {most:.1f} videos an hour at most, {asked:.1f} are asked for")
-    loads = tuple(_estimate_load(pool, counts[pool.name], stage_seconds, terms, asked) for pool in layout.pools)
+    videos_needed = terms.busy * most if videos_an_hour is None else videos_an_hour
+    if videos_needed >= most:
+        raise NoCapacity(f"{layout.source} makes {most:.1f} videos an hour at most, {videos_needed:.1f} are asked for")
+    loads = tuple(_estimate_load(pool, counts[pool.name], stage_seconds, terms, videos_needed) for pool in layout.pools)
     dollars = sum(
         load.replicas * terms.prices.slice_hour(load.pool.slice, terms.capacity, terms.region) for load in loads
     )
     to_a_video_s = sum(load.seconds + load.wait_s for load in loads)
-    return Estimate(layout.source, loads, most, to_a_video_s, dollars, dollars / asked)
+    return Estimate(layout.source, loads, most, to_a_video_s, dollars, dollars / videos_needed)
 
 
 def recommend(
@@ -161,9 +161,9 @@ def recommend(
     """
     an_hour = videos_a_day / 24
     estimates = [
-        sized
+        sized_layout
         for layout in _list_layouts(stage_seconds, stages, experts, fits)
-        if (sized := _size_pools(layout, stage_seconds, terms, an_hour, within_s))
+        if (sized_layout := _size_pools(layout, stage_seconds, terms, an_hour, within_s))
     ]
     if not estimates:
         raise NoCapacity(f"no stage of this model fits {', '.join(stage_seconds)}; give larger slices")
@@ -218,8 +218,8 @@ def _list_layouts(
         for large in kinds:
             for small in kinds if len(grouping) > 1 else [large]:
                 pools = [
-                    Pool(name, hosted, large if set(hosted) & set(experts) else small)
-                    for name, hosted in grouping.items()
+                    Pool(name, pool_stages, large if set(pool_stages) & set(experts) else small)
+                    for name, pool_stages in grouping.items()
                 ]
                 known = all(set(pool.stages) <= set(stage_seconds[pool.slice.name]) for pool in pools)
                 if known and all(fits(pool.slice, pool.stages) for pool in pools):

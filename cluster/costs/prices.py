@@ -64,8 +64,8 @@ class Prices:
         """Return each stage's hourly price per chip where it is known: on demand, or else the first capacity listed."""
         prices: dict[str, float] = {}
         for pool in layout.pools:
-            sold = self.chips.get(pool.slice.chip.name, {})
-            capacity = "on-demand" if "on-demand" in sold else next(iter(sold), None)
+            offers = self.chips.get(pool.slice.chip.name, {})
+            capacity = "on-demand" if "on-demand" in offers else next(iter(offers), None)
             if capacity is not None:
                 prices |= dict.fromkeys(pool.stages, self.chip_hour(pool.slice, capacity))
         return prices

@@ -60,12 +60,12 @@ def list_emulated_slices(layout: Layout) -> tuple[EmulatedSlice, ...]:
             f"{layout.source}: it is for real TPUs; add emulate: {{devices_per_host: 1}} to emulate it here"
         )
     # Slices are named and numbered by kind, as in a cloud, because the scheduler chooses which pool takes which.
-    wanted: Counter[SliceSpec] = Counter()
+    counts: Counter[SliceSpec] = Counter()
     for pool in layout.pools:
-        wanted[pool.slice] += pool.replicas.maximum
+        counts[pool.slice] += pool.replicas.maximum
     return tuple(
         EmulatedSlice(f"{spec.pod_type}-{i}", spec, layout.devices_per_host)
-        for spec, count in wanted.items()
+        for spec, count in counts.items()
         for i in range(count)
     )
 

@@ -46,9 +46,9 @@ def environment(folder: Path) -> dict[str, str]:
 def _find_free_ports() -> int:
     """Return the first of a hundred ports. Only the first is known to be free; Serve tries the others itself."""
     for first in random.sample(_PORTS, len(_PORTS)):
-        with socket.socket() as tried:
+        with socket.socket() as probe:
             try:
-                tried.bind(("127.0.0.1", first))
+                probe.bind(("127.0.0.1", first))
             except OSError:
                 continue
             return first

@@ -24,6 +24,7 @@ from cluster.errors import ClusterStartFailed
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+_MEMORY_BYTES = 2**38  # How much memory Ray counts on each node, whatever the machine has.
 FORKS = "forks"  # The socket in a cluster's folder on which its fork server listens, if it has one.
 
 ENVIRONMENT = {
@@ -133,11 +134,11 @@ class _Started(subprocess.Popen):
 
     def __init__(self, forks: Path, command: list[str], *, preexec_fn: object, **options: Any) -> None:
         if forks.exists():
-            worker, forked = (
+            worker, is_forked = (
                 f"--python_worker_command={shlex.join(python)} "
                 for python in ([sys.executable], fork_server.build_command(forks))
             )
-            command = [argument.replace(worker, forked) for argument in command]
+            command = [argument.replace(worker, is_forked) for argument in command]
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             super().__init__(command, **options)
@@ -156,6 +157,7 @@ def _build_parameters(temp: Path, settings: NodeSettings, **more: Any) -> Any:
         resources=dict(settings.resources),
         labels=dict(settings.labels),
         object_store_memory=settings.object_store_bytes,
+        memory=_MEMORY_BYTES,
         min_worker_port=0,
         max_worker_port=0,
         node_manager_port=0,

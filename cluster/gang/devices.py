@@ -104,8 +104,8 @@ def list_holders(paths: Iterable[str]) -> dict[int, str]:
         pid = int(folder.parent.name)
         if pid != os.getpid():
             with contextlib.suppress(OSError):  # It may have ended, or be another user's.
-                held = files & {os.readlink(file) for file in folder.iterdir()}
-                users |= dict.fromkeys([pid], min(held)) if held else {}
+                open_files = files & {os.readlink(file) for file in folder.iterdir()}
+                users |= dict.fromkeys([pid], min(open_files)) if open_files else {}
     return users
 
 

@@ -33,7 +33,7 @@ def take(
     *args: Any,
     timeouts: Timeouts = Timeouts(),  # noqa: B008 (frozen)
     tell: Tell = lambda text: None,
-    **named: Any,
+    **keywords: Any,
 ) -> "Slice":
     """Build a `Slice`, again and again while another process holds the chips of one of its hosts.
 
@@ -42,7 +42,7 @@ def take(
     until = time.monotonic() + timeouts.chips_s
     while True:
         try:
-            return Slice(spec, host_class, *args, timeouts=timeouts, tell=tell, **named)
+            return Slice(spec, host_class, *args, timeouts=timeouts, tell=tell, **keywords)
         except (CallFailed, SliceLost) as error:
             left_s = until - time.monotonic()
             if not isinstance(error.__cause__, ChipsBusy) or left_s < BUSY_PAUSE_S:
@@ -250,9 +250,9 @@ class Slice:
         joined = self._run_phase("join", self.timeouts.join_s, "join", coordinator, self.timeouts.join_s)
         by_process = {outcome.value: member for outcome, member in zip(joined, self._members, strict=True)}
         if sorted(by_process) != list(range(self.spec.hosts)):
-            counted = ", ".join(f"{m} is {o.value}" for o, m in zip(joined, self._members, strict=True))
+            counts = ", ".join(f"{m} is {o.value}" for o, m in zip(joined, self._members, strict=True))
             raise WrongHost(
-                f"{self.name}: JAX counts two of its hosts as the same process: {counted}; unset CLOUD_TPU_TASK_ID, "
+                f"{self.name}: JAX counts two of its hosts as the same process: {counts}; unset CLOUD_TPU_TASK_ID, "
                 "TPU_PROCESS_BOUNDS and TPU_PROCESS_ADDRESSES there, which override the machine's own place"
             )
         self._members = tuple(by_process[process] for process in range(self.spec.hosts))

@@ -174,11 +174,11 @@ class Watch:
 
     def _check_pulses(self, group: Group) -> None:
         refs = [ref for ref, _ in self._pulses.values()]
-        answered = ray.wait(refs, num_returns=len(refs), timeout=0)[0] if refs else []
+        ready = ray.wait(refs, num_returns=len(refs), timeout=0)[0] if refs else []
         now = time.monotonic()
         for index in sorted(self._pulses, key=lambda index: index != self._first):
-            ref, asked = self._pulses[index]
-            if ref in answered:
+            ref, asked_at = self._pulses[index]
+            if ref in ready:
                 del self._pulses[index]
                 try:
                     pulse: Pulse = ray.get(ref)
@@ -189,7 +189,7 @@ class Watch:
                 if index == 0 and pulse.busy_s is not None:
                     self._report(pulse.reports, pulse.progress)
                 self._joining[index] = pulse.joining
-                self._seen[index], self._alive[index] = now, asked
+                self._seen[index], self._alive[index] = now, asked_at
             elif now - self._seen[index] > self._timeouts.heartbeat_s:
                 raise GangFailed(self._members[index], f"is hung: no heartbeat for {self._timeouts.heartbeat_s:g} s")
         for index, member in enumerate(self._members):

@@ -86,7 +86,7 @@ def narrow(
         proxies: Networks of trusted proxies (`TRUSTED_PROXIES`).
         hops: Which address of X-Forwarded-For is the client's (`FORWARDED_HOPS`).
     """
-    kept, out = [], False
+    lines, out = [], False
     for line in config.splitlines():
         section = line.strip() if line[:1].strip() else None
         word = line.split()[:2]
@@ -102,22 +102,24 @@ def narrow(
             line = f"    timeout client {_CLIENT_S}s"
         elif "status 404" in line and "-/routes for available routes" in line:
             line = f"    {_format_return(503, _AWAY)}"
-        kept.append(line)
+        lines.append(line)
         match section:
             case "defaults":
-                kept.append(f"    timeout http-request {_HEADERS_S}s")
-                kept.append(f"    timeout check {_BUSY_S}s")  # By default 0.25 s: too short for a busy one.
-                kept += [f"    errorfile {status} {error_file}" for status in (500, 502, 503, 504)]
+                lines.append(f"    timeout http-request {_HEADERS_S}s")
+                lines.append(f"    timeout check {_BUSY_S}s")  # By default 0.25 s: too short for a busy one.
+                lines += [f"    errorfile {status} {error_file}" for status in (500, 502, 503, 504)]
             case "frontend http_frontend":
-                kept.append(f"    http-request set-header {_UNREAD} ?1")
-                kept.append(f"    http-request del-header '^({SERVES_HEADERS.pattern})$' -m reg")
-                shown = f"{{ req.fhdr({_REQUEST_ID}) -m found }} !{{ req.fhdr({_REQUEST_ID}) -m reg ^[!-~]{{1,200}}$ }}"
-                kept.append(f"    http-request del-header {_REQUEST_ID} if {shown}")
-                kept.append(f"    {_format_return(503, _AWAY, 'http-response')} if {_SERVES_OWN}")
-                kept += [f"    {rule}" for rule in _list_address_rules(proxies, hops, bounds or BOUNDS)]
-                kept += [f"    {rule}" for rule in _list_key_rules(bounds or BOUNDS)]
-    kept += [f"backend {_KEYS}", f"    stick-table type string len 128 size 100k expire 1m store conn_cur,{_RATE}"]
-    return "\n".join(kept) + "\n"
+                lines.append(f"    http-request set-header {_UNREAD} ?1")
+                lines.append(f"    http-request del-header '^({SERVES_HEADERS.pattern})$' -m reg")
+                condition = (
+                    f"{{ req.fhdr({_REQUEST_ID}) -m found }} !{{ req.fhdr({_REQUEST_ID}) -m reg ^[!-~]{{1,200}}$ }}"
+                )
+                lines.append(f"    http-request del-header {_REQUEST_ID} if {condition}")
+                lines.append(f"    {_format_return(503, _AWAY, 'http-response')} if {_SERVES_OWN}")
+                lines += [f"    {rule}" for rule in _list_address_rules(proxies, hops, bounds or BOUNDS)]
+                lines += [f"    {rule}" for rule in _list_key_rules(bounds or BOUNDS)]
+    lines += [f"backend {_KEYS}", f"    stick-table type string len 128 size 100k expire 1m store conn_cur,{_RATE}"]
+    return "\n".join(lines) + "\n"
 
 
 def _list_address_rules(proxies: Sequence[str], hops: int, bounds: Mapping[str, int]) -> Iterator[str]:

@@ -188,8 +188,8 @@ address=$(attribute wan-tpu-head)
 resources='{{"TPU": {kind.chips_per_host}}}'
 [ "$worker" != 0 ] || resources='{{"TPU": {kind.chips_per_host}, "{kind.head_resource}": 1}}'
 """
-    said = ",".join(f"{name}={value}" for name, value in labels.items())
-    arguments = f"--address $address:{PORT} --labels {said} --resources '$resources'"
+    pairs = ",".join(f"{name}={value}" for name, value in labels.items())
+    arguments = f"--address $address:{PORT} --labels {pairs} --resources '$resources'"
     return _format_start_script(f"a host of a slice {kind}", machines, _HUGEPAGES + variables, arguments)
 
 

@@ -261,8 +261,8 @@ class _Call:
         softmax: str,
         first: tuple[int, int, int] = (0, 0, 0),
     ) -> list[jax.Array]:
-        counted = self.count is not None
-        tile = Tile(blocks, softmax, self.kv_len, self.multiplier, self.width, self.shared, counted)
+        is_counted = self.count is not None
+        tile = Tile(blocks, softmax, self.kv_len, self.multiplier, self.width, self.shared, is_counted)
         k, v = (pad_rows(x, blocks.block_kv) for x in (k, v))
         terms = [pad_rows(term, blocks.block_q) for term in terms]
         if rows_of is not None:

@@ -168,8 +168,8 @@ class _Run:
             users = self.computation.users[instruction.name]
             if any(user.opcode.endswith("-update") for user in users):  # of a SparseCore, which begins only there
                 return ZERO
-            moved = sum(shape.bytes for user in users for shape in user.shapes)
-            self.copies.start(instruction.name, self.now, {"HBM": moved / walk.hardware.hbm_bytes_per_s})
+            nbytes = sum(shape.bytes for user in users for shape in user.shapes)
+            self.copies.start(instruction.name, self.now, {"HBM": nbytes / walk.hardware.hbm_bytes_per_s})
             return ZERO
         if opcode.endswith("-done") or "async-done" in instruction.name:
             started = instruction.operands[0]
@@ -198,16 +198,16 @@ class _Run:
     def _compute(self, instruction: Instruction) -> Times:
         walk, hardware = self.walk, self.walk.hardware
         category = traffic.categorize(instruction, walk.module)
-        moved = traffic.count_hbm_bytes(instruction, self.computation, walk.module)
+        nbytes = traffic.count_hbm_bytes(instruction, self.computation, walk.module)
         if category == "kernel":
             call = read_kernel_call(instruction, self.computation)
-            moved -= call.unread_bytes
+            nbytes -= call.unread_bytes
             # A kernel's copies run in parallel with its instructions: the longer of the two.
-            alone = max(walk.seconds_of_kernel(call), moved / hardware.hbm_bytes_per_s)
+            alone = max(walk.seconds_of_kernel(call), nbytes / hardware.hbm_bytes_per_s)
             kernel_category = _categorize_kernel(call.name)
-            moved_in_all = moved * self.executions
+            moved_in_all = nbytes * self.executions
             return self._add(instruction, kernel_category, Times(alone, alone), hbm_bytes=moved_in_all, kernel=call)
-        moving_s, moved_in_all = moved / hardware.hbm_bytes_per_s, moved * self.executions
+        moving_s, moved_in_all = nbytes / hardware.hbm_bytes_per_s, nbytes * self.executions
         flops = traffic.count_flops(instruction, self.computation, walk.module)
         if instruction.estimated_cycles == UNKNOWN:
             estimate = max(moving_s, flops / hardware.peak_flops)

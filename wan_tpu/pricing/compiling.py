@@ -49,18 +49,18 @@ class Job:
     @property
     def digest(self) -> str:
         """The name of the result: source, versions, flags, model, shapes, topology and mesh; what is kept of it."""
-        asked = dataclasses.asdict(self) | {"slice": (self.slice.topology, self.slice.host_bounds)}
-        kept = [field.name for field in dataclasses.fields(Compiled)]
-        return key.digest(json.dumps([asked, key.describe_build(), kept], sort_keys=True))
+        question = dataclasses.asdict(self) | {"slice": (self.slice.topology, self.slice.host_bounds)}
+        answers = [field.name for field in dataclasses.fields(Compiled)]
+        return key.digest(json.dumps([question, key.describe_build(), answers], sort_keys=True))
 
     @classmethod
     def from_json(cls, text: str) -> "Job":
         """Read what `json.dumps(dataclasses.asdict(job))` wrote."""
         fields = json.loads(text)
-        described = fields.pop("slice")
-        described |= {name: tuple(described[name]) for name in ("host_bounds", "wraps")}
-        described["hardware"] = Hardware(**described["hardware"])
-        return cls(**fields | {"mesh": tuple(fields["mesh"]), "slice": DescribedSlice(**described)})
+        slice_ = fields.pop("slice")
+        slice_ |= {name: tuple(slice_[name]) for name in ("host_bounds", "wraps")}
+        slice_["hardware"] = Hardware(**slice_["hardware"])
+        return cls(**fields | {"mesh": tuple(fields["mesh"]), "slice": DescribedSlice(**slice_)})
 
 
 @dataclass(frozen=True)

@@ -100,10 +100,10 @@ class Interconnect:
         )
 
 
-def interconnect_of(described: DescribedSlice, mesh: Mesh) -> Interconnect:
+def interconnect_of(slice_: DescribedSlice, mesh: Mesh) -> Interconnect:
     """Return the links among the devices of a mesh over a described slice."""
     coordinates = tuple((*device.coords, device.core_on_chip) for device in mesh.devices.flat)
-    return Interconnect(coordinates, described.link_bytes_per_s, described.core_bytes_per_s, (*described.wraps, 0))
+    return Interconnect(coordinates, slice_.link_bytes_per_s, slice_.core_bytes_per_s, (*slice_.wraps, 0))
 
 
 def _list_transfers(kind: str, group: Sequence[int]) -> Iterator[tuple[int, int, float]]:

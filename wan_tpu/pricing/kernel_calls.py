@@ -97,8 +97,8 @@ def read_kernel_call(instruction: Instruction, computation: Computation) -> Kern
     start = instruction.attributes.index("backend_config=") + len("backend_config=")
     config, _ = json.JSONDecoder().raw_decode(instruction.attributes[start:])
     mosaic = _read_mosaic(base64.b64decode(config["custom_call_config"]["body"]))
-    for decided in _DECIDED:
-        config["custom_call_config"].pop(decided, None)
+    for setting in _DECIDED:
+        config["custom_call_config"].pop(setting, None)
     operands = [shape for name in instruction.operands for shape in computation.by_name[name].shapes]
     return KernelCall(
         name=instruction.stem,
@@ -166,14 +166,14 @@ def _read_mosaic(bytecode: bytes) -> _Mosaic:
 def _find_stacks(module: Any, text: str) -> tuple[int, ...]:
     """Return the numbers of the operands whose first index is an element of an operand, the same at every grid step."""
     functions = [inner.operation for region in module.regions for block in region for inner in block]
-    returned = {}
+    stacks = {}
     for function in functions:
         *_, last = (inner.operation for block in function.regions[0] for inner in block)
-        returned[ir.StringAttr(function.attributes["sym_name"]).value] = list(last.operands)
+        stacks[ir.StringAttr(function.attributes["sym_name"]).value] = list(last.operands)
     before = re.search(r"scalar_prefetch = (\d+)", text)
     windows = re.findall(r"transform_indices = @(\w+)", text)
     first = int(before[1]) if before else 0
-    return tuple(first + i for i, name in enumerate(windows) if returned[name] and _is_chosen(returned[name][0]))
+    return tuple(first + i for i, name in enumerate(windows) if stacks[name] and _is_chosen(stacks[name][0]))
 
 
 def _is_chosen(index: Any) -> bool:
@@ -237,10 +237,10 @@ def _compute_share(condition: Any, grid: tuple[int, ...]) -> float | None:
     predicate, number = ir.IntegerAttr(operation.attributes["predicate"]).value, _evaluate_constant(right)
     if number is None:
         return None
-    widened = getattr(left.owner, "operation", None)
-    if widened is not None:  # a truth value as an integer, which is not 0
-        same = predicate == 1 and number == 0 and _is(widened, "arith.extui")
-        return _compute_share(widened.operands[0], grid) if same else None
+    source = getattr(left.owner, "operation", None)
+    if source is not None:  # a truth value as an integer, which is not 0
+        same = predicate == 1 and number == 0 and _is(source, "arith.extui")
+        return _compute_share(source.operands[0], grid) if same else None
     axis = ir.BlockArgument(left).arg_number
     if not _is(left.owner.owner, "func.func") or axis >= len(grid):  # the counter of a loop, say
         return None

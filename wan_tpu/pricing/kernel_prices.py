@@ -57,13 +57,13 @@ class KernelPrices:
     def __call__(self, call: KernelCall) -> float | None:
         """Return the cycles of one call; None, and the reason in the log, when it can't be compiled alone."""
         try:
-            counted = self.bundles(call)
+            counts = self.bundles(call)
         except bundles.CompileError as error:
             _log.warning("kernel %s, grid %s can't be counted: %s", call.name, call.grid, error)
             return None
         at_peak = call.macs / self._macs_a_cycle
-        products = counted.products if counted.products >= at_peak else at_peak + counted.idle
-        cycles = call.busy * products + counted.rest + self._beyond
+        products = counts.products if counts.products >= at_peak else at_peak + counts.idle
+        cycles = call.busy * products + counts.rest + self._beyond
         return cycles * call.steps_a_core(self._cores)
 
     def bundles(self, call: KernelCall) -> StepBundles:
@@ -99,8 +99,8 @@ def count_alone(call: KernelCall, host: str, steps: int) -> StepBundles:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "call.json"
         call.save(path)
-        counted = bundles.count_bundles(f"{kernel_calls.__file__}:load_saved", {"path": str(path)}, host)
-    kernel = max(counted, key=lambda kernel: kernel.hot.bundles)
+        counts = bundles.count_bundles(f"{kernel_calls.__file__}:load_saved", {"path": str(path)}, host)
+    kernel = max(counts, key=lambda kernel: kernel.hot.bundles)
     if call.loops > 1:
         return step_bundles(kernel.loops, steps)
     if call.repeats == 1:
@@ -123,6 +123,6 @@ def step_bundles(loops: Mapping[tuple[int, ...], Body], steps: int) -> StepBundl
         loops = grid_loops
     if not loops:
         raise bundles.CompileError(f"no loop over {steps} grid steps")
-    taken = [(math.prod(trips) * body.bundles, math.prod(trips) * body.idle) for trips, body in loops.items()]
-    products, idle = max(taken)
-    return StepBundles(products, sum(bundles for bundles, _ in taken) - products, idle)
+    totals = [(math.prod(trips) * body.bundles, math.prod(trips) * body.idle) for trips, body in loops.items()]
+    products, idle = max(totals)
+    return StepBundles(products, sum(bundles for bundles, _ in totals) - products, idle)

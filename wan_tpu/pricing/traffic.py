@@ -97,8 +97,8 @@ def count_collective_bytes(instruction: Instruction, computation: Computation, k
     if kind != "all-gather":
         return put_in
     # An asynchronous start returns its operands and its results.
-    produced = sum(shape.bytes for shape in instruction.shapes if shape.is_data)
-    return produced - put_in if instruction.opcode.endswith("-start") or begins_collective(instruction) else produced
+    results = sum(shape.bytes for shape in instruction.shapes if shape.is_data)
+    return results - put_in if instruction.opcode.endswith("-start") or begins_collective(instruction) else results
 
 
 def count_hbm_bytes(instruction: Instruction, computation: Computation, module: Module) -> float:
@@ -109,15 +109,15 @@ def count_hbm_bytes(instruction: Instruction, computation: Computation, module: 
     """
     if instruction.opcode == "fusion":
         return _count_fusion_bytes(instruction, computation, module)
-    written = sum(_count_bytes_in_hbm(shape) for shape in instruction.shapes)
+    written_bytes = sum(_count_bytes_in_hbm(shape) for shape in instruction.shapes)
     operands = dict.fromkeys(instruction.operands)
     read = [[_count_bytes_in_hbm(shape) for shape in _get_shapes(operand, computation)] for operand in operands]
     if instruction.opcode in _PARTIAL:
-        return sum(shape.bytes if read and any(read[0]) else 0 for shape in instruction.shapes) + written
+        return sum(shape.bytes if read and any(read[0]) else 0 for shape in instruction.shapes) + written_bytes
     if instruction.opcode == "dynamic-update-slice":
         update = sum(shape.bytes for shape in _get_shapes(instruction.operands[1], computation))
-        return sum(read[1]) + (update if written else 0)
-    return written + sum(map(sum, read))
+        return sum(read[1]) + (update if written_bytes else 0)
+    return written_bytes + sum(map(sum, read))
 
 
 def _count_fusion_bytes(fusion: Instruction, computation: Computation, module: Module) -> float:
@@ -278,6 +278,6 @@ def list_kernel_names(module: Module, computation: str) -> set[str]:
         if instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.attributes:
             names.add(instruction.stem)
         for attribute in ("calls", "body", "branch_computations", "true_computation", "false_computation", "to_apply"):
-            for called in instruction.list_called(attribute):
-                names |= list_kernel_names(module, called)
+            for name in instruction.list_called(attribute):
+                names |= list_kernel_names(module, name)
     return names

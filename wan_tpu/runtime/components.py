@@ -171,19 +171,21 @@ def open_component(checkpoint: Checkpoint, component: Component, dtype: str, mes
         stored = index_tensors(checkpoint, component.folder, module, component.renames, component.originals)
         check_tensors(module, _tied_names(module), stored, f"{checkpoint.source}/{component.folder}")
     component.adapt(module, mesh)
-    opened = Opened(module, {}, {}, {}, {})
+    contents = Opened(module, {}, {}, {}, {})
     for name, weight in _weights(module, component, dtype, mesh):
         if isinstance(weight, torch.Tensor):
-            opened.tables[name] = weight
+            contents.tables[name] = weight
             continue
         if converted is None:
             blocks, change = _blocks(name, weight, stored), _change(component, weight.plain, dtype)
         else:
             blocks, change = converted.blocks(weight.plain, weight.shape), None
-        opened.weights[name] = Weight(weight.shape, weight.kind, weight.sharding, blocks, change)
-        opened.plain[name] = weight.plain
-        opened.cuts[name] = cut_weight(weight.shape, weight.kind.itemsize, weight.axis, layers=weight.depth is not None)
-    return opened
+        contents.weights[name] = Weight(weight.shape, weight.kind, weight.sharding, blocks, change)
+        contents.plain[name] = weight.plain
+        contents.cuts[name] = cut_weight(
+            weight.shape, weight.kind.itemsize, weight.axis, layers=weight.depth is not None
+        )
+    return contents
 
 
 def _blocks(name: str, weight: "_Weight", stored: dict[str, Stored]) -> tuple[Block, ...]:

@@ -169,10 +169,10 @@ def expert_inputs(
 
     text = {name: cast(np.concatenate([arrays[name] for arrays in prompts])) for name in conditioning.prompt}
     image = None if conditioning.image is None else cast(conditioning.image)
-    held = conditioning.image_latents
-    if runtime.model.spec.continues_video and held is None:  # Both are what the chunks see of it.
-        held = conditioning.video_latents
-    latents = None if held is None else np.array(held)
+    video_latents = conditioning.image_latents
+    if runtime.model.spec.continues_video and video_latents is None:  # Both are what the chunks see of it.
+        video_latents = conditioning.video_latents
+    latents = None if video_latents is None else np.array(video_latents)
     expected = runtime.model.image_latents_shapes(runtime.model.spec.latent_shapes(request, 0)[VIDEO])
     if latents is not None and latents.shape not in expected:
         raise InvalidInput(

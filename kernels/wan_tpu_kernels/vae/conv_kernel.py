@@ -63,7 +63,7 @@ def run_grid_step(*inputs, shape, norm, norm_after, residual, padding, norm_eps,
         ]
         joined = jnp.concatenate(taps, axis=1) if len(taps) > 1 else taps[0]
         total = jnp.dot(joined, w_ref[...], precision=precision, preferred_element_type=jnp.float32)
-        kept = kept_rows & (first_column + part < kept_ref[0])
+        valid = kept_rows & (first_column + part < kept_ref[0])
         for i in range(shape.group):
             y = total[:, i * LANES : i * LANES + shape.o] if shape.group > 1 else total
             y = (y + b_ref[...]).reshape(shape.part, shape.y, -1)
@@ -72,7 +72,7 @@ def run_grid_step(*inputs, shape, norm, norm_after, residual, padding, norm_eps,
                 y = y + residual_ref[frame, pl.ds(part, shape.part)].astype(jnp.float32)
             if gamma_after is not None:
                 y = normalise(y, gamma_after, norm_eps)
-            o_ref[frame, pl.ds(part, shape.part)] = jnp.where(kept, y, 0).astype(o_ref.dtype)
+            o_ref[frame, pl.ds(part, shape.part)] = jnp.where(valid, y, 0).astype(o_ref.dtype)
 
     def wanted_products(index, _):  # type: ignore[no-untyped-def]
         pl.when(index // parts * shape.group < frames_left)(lambda: products(index, None))

@@ -193,7 +193,7 @@ class MiniMaxH3Model(Model):
         [rows], [[count]] = text["positions"], text["count"]
         sound = self.spec.audio_tokens(request.frames)
         anchors = [ANCHORS[index] for index in text["anchors"][0]] if "anchors" in text else []
-        placed = positions.place_rows(
+        places = positions.place_rows(
             (frames, height, width),
             (patch[0], patch[1]),
             sound,
@@ -202,7 +202,7 @@ class MiniMaxH3Model(Model):
             len(rows) - TEXT_TOKENS,
             anchors,
         )
-        return {"places": placed}
+        return {"places": places}
 
     def text_keys(
         self,
