@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from wan_tpu_kernels.blocks import LANES, BlockSizes, plan_blocks
-from wan_tpu_kernels.flash_kernel import Tile
+from wan_tpu_kernels.flash_kernel import AttentionTile
 from wan_tpu_kernels.flash_operands import (
     LowPrecision,
     Softmax,
@@ -262,7 +262,7 @@ class _Call:
         first: tuple[int, int, int] = (0, 0, 0),
     ) -> list[jax.Array]:
         is_counted = self.count is not None
-        tile = Tile(blocks, softmax, self.kv_len, self.multiplier, self.width, self.shared, is_counted)
+        tile = AttentionTile(blocks, softmax, self.kv_len, self.multiplier, self.width, self.shared, is_counted)
         k, v = (pad_rows(x, blocks.block_kv) for x in (k, v))
         terms = [pad_rows(term, blocks.block_q) for term in terms]
         if rows_of is not None:

@@ -39,7 +39,7 @@ SUBLANES = 8  # Rows of one float32 vector register.
 
 
 @dataclasses.dataclass(frozen=True)
-class Tile:
+class AttentionTile:
     """The static settings of a kernel.
 
     Attributes:
@@ -71,7 +71,7 @@ class Tile:
         return self.kv_len - (self.kv_steps - 1) * self.blocks.block_kv
 
 
-def run_grid_step(*refs: Ref, tile: Tile, terms: int, scaled: bool) -> None:
+def run_grid_step(*refs: Ref, tile: AttentionTile, terms: int, scaled: bool) -> None:
     """Run one grid step (b, h, i, j)."""
     counts, refs = refs[: tile.counted], refs[tile.counted :]
     q_refs, (k_ref, v_ref), refs = refs[:terms], refs[terms : terms + 2], refs[terms + 2 :]
@@ -162,7 +162,7 @@ class _Block:
     heads: Sequence[_Head]
     k_ref: Ref
     v_ref: Ref
-    tile: Tile
+    tile: AttentionTile
     real: Index
 
     def separate(self, q_refs: Sequence[Ref]) -> None:

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from wan_tpu_kernels.flash_kernel import SUBLANES, Ref, Tile, run_grid_step
+from wan_tpu_kernels.flash_kernel import SUBLANES, AttentionTile, Ref, run_grid_step
 
 
 def flash_tiles(
@@ -21,7 +21,7 @@ def flash_tiles(
     k: jax.Array,
     v: jax.Array,
     rows_of: jax.Array | None,
-    tile: Tile,
+    tile: AttentionTile,
     heads: int,
     interpret: Any,
     first: tuple[int, int, int] = (0, 0, 0),
@@ -91,7 +91,7 @@ def flash_tiles(
     )(*([] if count is None else [count]), *q, k, v, *([] if rows_of is None else [rows_of]))
 
 
-def _cost(q: Sequence[jax.Array], k: jax.Array, tile: Tile, heads: int) -> pl.CostEstimate:
+def _cost(q: Sequence[jax.Array], k: jax.Array, tile: AttentionTile, heads: int) -> pl.CostEstimate:
     """Return the call's cost for XLA's scheduler: K and V are read once per block of queries."""
     (batch, q_len, _), width = q[0].shape, heads * tile.width
     scores = batch * heads * q_len * tile.kv_len

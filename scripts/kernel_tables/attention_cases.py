@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from wan_tpu_kernels.blocks import BlockSizes, Schedule
-from wan_tpu_kernels.flash_kernel import Tile
+from wan_tpu_kernels.flash_kernel import AttentionTile
 from wan_tpu_kernels.flash_tiles import flash_tiles
 from wan_tpu_kernels.sparse_kernel import PAIRS, QUERIES, STEP, TOGETHER, SparseTile, sparse_tiles
 
@@ -34,7 +34,7 @@ def ours(
     shared: heads in 128 lanes; counted: whether the number of keys is known only when the kernel runs
     """
     unrolled = Schedule(**schedule)
-    tile = Tile(
+    tile = AttentionTile(
         BlockSizes(block_q, block_kv, unrolled, unrolled, vmem_limit),
         softmax,
         STEPS * block_kv,

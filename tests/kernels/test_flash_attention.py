@@ -24,7 +24,7 @@ from tests.kernels.cases import (
 )
 from wan_tpu_kernels.blocks import BlockSizes, Schedule
 from wan_tpu_kernels.flash_attention import flash_attention, flash_attention_reference
-from wan_tpu_kernels.flash_kernel import Tile
+from wan_tpu_kernels.flash_kernel import AttentionTile
 from wan_tpu_kernels.flash_tiles import flash_tiles
 
 WAYS = ("auto", "bounded", "optimistic", "online")
@@ -93,7 +93,7 @@ def test_repeat_with_planned_blocks_is_exact():
 
 
 def run_tiles(case: Case, softmax: str) -> list[jax.Array]:
-    tile = Tile(SMALL, softmax, len(case.k), D**-0.5 * np.log2(np.e), D)
+    tile = AttentionTile(SMALL, softmax, len(case.k), D**-0.5 * np.log2(np.e), D)
     q, k, v = (x.astype(jnp.bfloat16)[None] for x in case)
     return as_program(lambda q, k, v: flash_tiles([q], k, v, None, tile, 1, True))(q, k, v)
 
