@@ -58,7 +58,7 @@ class Layer(NamedTuple):
     added: bool
 
 
-class Tile(NamedTuple):
+class LinearTile(NamedTuple):
     """Rows, outputs and inputs of a grid step; outputs are those of several groups or of a part of one."""
 
     rows: int
@@ -66,7 +66,7 @@ class Tile(NamedTuple):
     inputs: int
 
 
-def choose_tile(layer: Layer, *, interpret: bool) -> Tile:
+def choose_tile(layer: Layer, *, interpret: bool) -> LinearTile:
     """Return the fastest tile that fits into VMEM, double-buffered.
 
     Raises:
@@ -81,7 +81,7 @@ def choose_tile(layer: Layer, *, interpret: bool) -> Tile:
     return min(fitting, key=lambda tile: _count_macs(layer, tile, macs_a_byte))
 
 
-def _list_tiles(layer: Layer) -> Iterator[Tile]:
+def _list_tiles(layer: Layer) -> Iterator[LinearTile]:
     most_outputs, most_inputs = (OUTPUTS_8, INPUTS_8) if layer.in_bytes == 1 else (OUTPUTS, INPUTS)
     most_outputs //= layer.halves
     width = layer.outputs // layer.groups
@@ -102,10 +102,10 @@ def _list_tiles(layer: Layer) -> Iterator[Tile]:
     }
     # Parts that aren't whole lanes can't be addressed, so the inputs are taken in one.
     for sizes in itertools.product(sorted(rows), sorted(outputs), sorted(inputs) or [layer.inputs]):
-        yield Tile(*sizes)
+        yield LinearTile(*sizes)
 
 
-def _count_vmem(layer: Layer, tile: Tile) -> int:
+def _count_vmem(layer: Layer, tile: LinearTile) -> int:
     """Return the bytes of VMEM that a tile needs."""
     input_bytes = 2 * layer.in_bytes * (tile.rows + layer.halves * tile.outputs) * tile.inputs
     output_bytes = tile.rows * tile.outputs * (4 * max(layer.out_bytes, 2) + 2 * 4)
@@ -114,7 +114,7 @@ def _count_vmem(layer: Layer, tile: Tile) -> int:
     return input_bytes + output_bytes + rows_again
 
 
-def _count_macs(layer: Layer, tile: Tile, macs_a_byte: float) -> float:
+def _count_macs(layer: Layer, tile: LinearTile, macs_a_byte: float) -> float:
     """Return the time of a layer, in multiply-adds at the peak."""
     parts = layer.inputs // tile.inputs
     width = layer.outputs // layer.groups
