@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-Cut = jax.Array | tuple[jax.Array, ...]
+ColumnParts = jax.Array | tuple[jax.Array, ...]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Columns:
                 return
             within -= width
 
-    def cut(self, x: jax.Array) -> Cut:
+    def cut(self, x: jax.Array) -> ColumnParts:
         """Lay out a result [L, C], in plain jnp."""
         if self.groups > 1:
             x = x.reshape(x.shape[0], self.groups, -1).transpose(1, 0, 2)
@@ -73,6 +73,6 @@ class Columns:
         ends = [sum(self.parts[: n + 1]) for n in range(len(self.parts) - 1)]
         return tuple(jnp.split(x, ends, axis=-1))
 
-    def unwrap(self, arrays: Sequence[jax.Array]) -> Cut:
+    def unwrap(self, arrays: Sequence[jax.Array]) -> ColumnParts:
         """Return a kernel's list of results as callers expect it: a tuple if there are parts, else the one array."""
         return tuple(arrays) if self.parts else arrays[0]

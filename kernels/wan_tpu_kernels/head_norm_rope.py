@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from wan_tpu_kernels.blocks import LANES
-from wan_tpu_kernels.columns import Columns, Cut
+from wan_tpu_kernels.columns import ColumnParts, Columns
 from wan_tpu_kernels.tiles import by_rows, even_block, pass_over, sublanes, vmem_bytes
 
 ROWS = 512  # Rows of a tile, as in layer_norm.py.
@@ -36,7 +36,7 @@ def head_norm_rope(
     groups: int = 1,
     parts: tuple[int, ...] = (),
     interpret: bool = False,
-) -> Cut:
+) -> ColumnParts:
     """Normalise each head of x and rotate it, in float32; the result has the dtype of x.
 
     With a bias this is LayerNorm, (x - mean) / sqrt(variance + eps) * weight + bias; without, RMSNorm,
@@ -89,7 +89,7 @@ def head_norm_rope_reference(
     eps: float,
     groups: int = 1,
     parts: tuple[int, ...] = (),
-) -> Cut:
+) -> ColumnParts:
     """Compute the same as `head_norm_rope`, in plain jnp."""
     heads = x.astype(jnp.float32).reshape(x.shape[0], -1, len(weight))
     if bias is not None:

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from wan_tpu_kernels.blocks import LANES
-from wan_tpu_kernels.columns import Columns, Cut
+from wan_tpu_kernels.columns import ColumnParts, Columns
 from wan_tpu_kernels.tiles import by_rows, even_block, pass_over, sublanes, vmem_bytes
 
 ROWS, ROWS_AT_ONCE = 512, 64  # Rows of a tile, and of one iteration of the inner loop, as in layer_norm.py.
@@ -32,7 +32,7 @@ def rms_norm_rope(
     groups: int = 1,
     parts: tuple[int, ...] = (),
     interpret: bool = False,
-) -> Cut:
+) -> ColumnParts:
     """Compute x / sqrt(mean square + eps) * weight and rotate it, in float32; the result has the dtype of x.
 
     Args:
@@ -77,7 +77,7 @@ def rms_norm_rope_reference(
     head: int | None = None,
     groups: int = 1,
     parts: tuple[int, ...] = (),
-) -> Cut:
+) -> ColumnParts:
     """Compute the same as `rms_norm_rope`, in plain jnp."""
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + eps) * weight.astype(jnp.float32)
