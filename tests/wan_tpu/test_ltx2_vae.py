@@ -17,7 +17,7 @@ from wan_tpu.families.ltx2.published import PUBLISHED
 from wan_tpu.families.ltx2.small import make_checkpoint
 from wan_tpu.families.shared import causal_vae
 from wan_tpu.families.shared.flop_count import count
-from wan_tpu.ops.halo import Cut
+from wan_tpu.ops.halo import HaloCut
 from wan_tpu.runtime.mesh import make_mesh
 
 KINDS = ("ltx-2-distilled", "ltx-2.3-distilled")  # Reflected edges and residual enlargements; zeros and none.
@@ -103,7 +103,7 @@ def test_rows_that_do_not_fill_a_tile_change_nothing(theirs, their_upsampler, fo
     """As on a TPU, where the rows of each level are padded to a multiple of 16."""
 
     def cut_picture(mesh, height, width):
-        return Cut(mesh, height, width, row_unit=16)
+        return HaloCut(mesh, height, width, row_unit=16)
 
     monkeypatch.setattr(causal_vae, "cut_picture", cut_picture)
     monkeypatch.setattr(upsampler, "cut_picture", cut_picture)

@@ -18,7 +18,7 @@ from wan_tpu.families.minimax_h3 import encoder, vae
 from wan_tpu.families.minimax_h3.clips import chunk_lengths
 from wan_tpu.families.minimax_h3.published import PUBLISHED
 from wan_tpu.families.minimax_h3.tiling import lay_line
-from wan_tpu.ops.halo import Cut
+from wan_tpu.ops.halo import HaloCut
 from wan_tpu.runtime.components import load_component
 from wan_tpu.runtime.mesh import make_mesh
 
@@ -132,7 +132,7 @@ def test_keyframes_are_encoded_as_diffusers_does(frames, height, width, theirs, 
 
 def test_rows_that_do_not_fill_a_register_change_nothing(theirs, folder, mesh, monkeypatch):
     """As on a TPU, where the rows of each level are padded to a multiple of 16."""
-    monkeypatch.setattr(encoder, "cut_picture", lambda mesh, height, width: Cut(mesh, height, width, row_unit=16))
+    monkeypatch.setattr(encoder, "cut_picture", lambda mesh, height, width: HaloCut(mesh, height, width, row_unit=16))
     pixels = random_pixels(1, 16 * 3, 16 * 2)
     assert_close(make_encode(folder, mesh)(pixels), encode_theirs(theirs, pixels))
 

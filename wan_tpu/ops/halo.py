@@ -1,8 +1,8 @@
 """Cut pictures into strips of columns, one for each device, and fetch the columns beside a strip.
 
-Everything but `cut_picture`, `Cut.pad` and the sizes runs inside one `jax.shard_map` over every axis of the mesh. A
+Everything but `cut_picture`, `HaloCut.pad` and the sizes runs inside one `jax.shard_map` over every axis of the mesh. A
 picture whose size doesn't divide is padded on the right and at the bottom. The padding stays zero as long as all code
-that writes pictures asks `Cut.inside` for the picture's own columns and rows.
+that writes pictures asks `HaloCut.inside` for the picture's own columns and rows.
 
 Shapes: T frames, X columns, Y rows, C channels; W H width and height of the whole picture.
 """
@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec as P
 from wan_tpu_kernels.vae.causal_conv import Padding
 
 
-def cut_picture(mesh: Mesh, height: int, width: int) -> "Cut":
+def cut_picture(mesh: Mesh, height: int, width: int) -> "HaloCut":
     """Return how a picture is cut over the devices of a mesh; height and width are those of a VAE's latents."""
     on_tpu = mesh.devices.flat[0].platform == "tpu"
-    return Cut(mesh, height, width, row_unit=16 if on_tpu else 1)
+    return HaloCut(mesh, height, width, row_unit=16 if on_tpu else 1)
 
 
 def strip_spec(mesh: Mesh) -> P:
@@ -29,7 +29,7 @@ def strip_spec(mesh: Mesh) -> P:
 
 
 @dataclass(frozen=True)
-class Cut:
+class HaloCut:
     """Strips of a picture of one size, and of all its enlargements by whole numbers.
 
     Attributes:

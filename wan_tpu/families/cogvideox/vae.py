@@ -26,7 +26,7 @@ from wan_tpu.families.shared.convolutions import (
 )
 from wan_tpu.families.shared.group_norms import group_moments
 from wan_tpu.ops.dispatch import ops_for
-from wan_tpu.ops.halo import Cut
+from wan_tpu.ops.halo import HaloCut
 from wan_tpu.runtime.bridge import to_jax
 
 # How each weight is laid out when it is read; the first pattern that matches its whole name decides.
@@ -37,7 +37,7 @@ CHANGES: tuple[tuple[str, Callable[[np.ndarray], np.ndarray]], ...] = (
 )
 
 
-def encoder(module: Any, cut: Cut, x: jax.Array, history: RepeatedStart) -> jax.Array:
+def encoder(module: Any, cut: HaloCut, x: jax.Array, history: RepeatedStart) -> jax.Array:
     """Return the moments [T/4, X, Y, 2C] of a chunk of pixels [T, X, Y, 3]."""
     half = module.encoder
     x = _conv(half.conv_in, cut, x, history)
@@ -51,7 +51,7 @@ def encoder(module: Any, cut: Cut, x: jax.Array, history: RepeatedStart) -> jax.
     return _conv(half.conv_out, cut, _normalise(half.norm_out, cut, x), history)
 
 
-def decoder(module: Any, cut: Cut, latents: jax.Array, history: RepeatedStart) -> jax.Array:
+def decoder(module: Any, cut: HaloCut, latents: jax.Array, history: RepeatedStart) -> jax.Array:
     """Return the pixels [4T or 4T-3, X, Y, 3] of latents [T, X, Y, C], which norms read as well."""
     half = module.decoder
     x = _conv(half.conv_in, cut, latents, history)
@@ -66,14 +66,16 @@ def decoder(module: Any, cut: Cut, latents: jax.Array, history: RepeatedStart) -
 
 
 def _residual_block(
-    block: Any, cut: Cut, x: jax.Array, history: RepeatedStart, latents: jax.Array | None = None
+    block: Any, cut: HaloCut, x: jax.Array, history: RepeatedStart, latents: jax.Array | None = None
 ) -> jax.Array:
     hidden = _conv(block.conv1, cut, _normalise(block.norm1, cut, x, latents), history)
     shortcut = x if block.in_channels == block.out_channels else pointwise(block.conv_shortcut, x)
     return _conv(block.conv2, cut, _normalise(block.norm2, cut, hidden, latents), history, residual=shortcut)
 
 
-def _conv(conv: Any, cut: Cut, x: jax.Array, history: RepeatedStart, *, residual: jax.Array | None = None) -> jax.Array:
+def _conv(
+    conv: Any, cut: HaloCut, x: jax.Array, history: RepeatedStart, *, residual: jax.Array | None = None
+) -> jax.Array:
     """Apply a CogVideoXCausalConv3d of 3x3x3 taps, plus a residual; x is zero beyond the picture."""
     weight, bias = to_jax(conv.conv.weight), to_jax(conv.conv.bias)
     return convolve(cut, x, weight, bias, past=history.past(x), residual=residual, before=(1, 1))
@@ -82,7 +84,7 @@ def _conv(conv: Any, cut: Cut, x: jax.Array, history: RepeatedStart, *, residual
 # ---- Norms over a chunk and the whole picture.
 
 
-def _normalise(norm: Any, cut: Cut, x: jax.Array, latents: jax.Array | None = None) -> jax.Array:
+def _normalise(norm: Any, cut: HaloCut, x: jax.Array, latents: jax.Array | None = None) -> jax.Array:
     """Apply a GroupNorm, or with latents a CogVideoXSpatialNorm3D, to x [T, X, Y, C], and then SiLU.
 
     The latter computes scale and shift of every pixel from the latents at its position. Its convolutions have one tap,
@@ -101,7 +103,7 @@ def _normalise(norm: Any, cut: Cut, x: jax.Array, latents: jax.Array | None = No
 # ---- Resampling.
 
 
-def _upsample(block: Any, cut: Cut, x: jax.Array) -> jax.Array:
+def _upsample(block: Any, cut: HaloCut, x: jax.Array) -> jax.Array:
     """Apply a CogVideoXUpsample3D: double columns and rows, and in some blocks all frames but an odd first one."""
     x = upsample(block.conv, cut, x)
     if not block.compress_time or x.shape[0] == 1:
@@ -111,7 +113,7 @@ def _upsample(block: Any, cut: Cut, x: jax.Array) -> jax.Array:
     return x.repeat(2, axis=0)
 
 
-def _downsample(block: Any, cut: Cut, x: jax.Array) -> jax.Array:
+def _downsample(block: Any, cut: HaloCut, x: jax.Array) -> jax.Array:
     """Apply a CogVideoXDownsample3D: halve columns and rows, and in some blocks average each two frames."""
     if block.compress_time and x.shape[0] > 1:
         odd = x.shape[0] % 2

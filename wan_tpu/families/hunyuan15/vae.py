@@ -17,7 +17,7 @@ import numpy as np
 
 from wan_tpu.families.shared.causal_vae import RepeatedStart
 from wan_tpu.families.shared.convolutions import convolve, pointwise, taps_first
-from wan_tpu.ops.halo import Cut
+from wan_tpu.ops.halo import HaloCut
 from wan_tpu.runtime.bridge import to_jax
 from wan_tpu_kernels.vae.causal_conv import zero_outside
 
@@ -65,7 +65,7 @@ def make_history(frames: int) -> type[AttentionHistory]:
 # ---- The two halves.
 
 
-def encoder(module: Any, cut: Cut, x: jax.Array, history: AttentionHistory) -> jax.Array:
+def encoder(module: Any, cut: HaloCut, x: jax.Array, history: AttentionHistory) -> jax.Array:
     """Return the moments [1, X, Y, 2C] of a chunk of pixels [1 or 4, X, Y, 3]."""
     half = module.encoder
     x = _conv(half.conv_in, cut, x, history)
@@ -78,7 +78,7 @@ def encoder(module: Any, cut: Cut, x: jax.Array, history: AttentionHistory) -> j
     return _conv(half.conv_out, cut, x, history, norm=half.norm_out, residual=_mean(x, half.group_size))
 
 
-def decoder(module: Any, cut: Cut, x: jax.Array, history: AttentionHistory) -> jax.Array:
+def decoder(module: Any, cut: HaloCut, x: jax.Array, history: AttentionHistory) -> jax.Array:
     """Return the pixels [1 or 4, X, Y, 3] of latents [1, X, Y, C]."""
     half = module.decoder
     x = _conv(half.conv_in, cut, x, history, residual=x.repeat(half.repeat, axis=-1))
@@ -91,14 +91,14 @@ def decoder(module: Any, cut: Cut, x: jax.Array, history: AttentionHistory) -> j
     return _conv(half.conv_out, cut, x, history, norm=half.norm_out)
 
 
-def _middle(block: Any, cut: Cut, x: jax.Array, history: AttentionHistory) -> jax.Array:
+def _middle(block: Any, cut: HaloCut, x: jax.Array, history: AttentionHistory) -> jax.Array:
     x = _residual_block(block.resnets[0], cut, x, history)
     for attention, resnet in zip(block.attentions, block.resnets[1:], strict=True):
         x = _residual_block(resnet, cut, _attention_block(attention, cut, x, history), history)
     return x
 
 
-def _residual_block(block: Any, cut: Cut, x: jax.Array, history: AttentionHistory) -> jax.Array:
+def _residual_block(block: Any, cut: HaloCut, x: jax.Array, history: AttentionHistory) -> jax.Array:
     shortcut = x if block.conv_shortcut is None else zero_outside(pointwise(block.conv_shortcut, x), *cut.inside(x))
     hidden = _conv(block.conv1, cut, x, history, norm=block.norm1, norm_after=block.norm2)
     return _conv(block.conv2, cut, hidden, history, residual=shortcut)
@@ -106,7 +106,7 @@ def _residual_block(block: Any, cut: Cut, x: jax.Array, history: AttentionHistor
 
 def _conv(
     conv: Any,
-    cut: Cut,
+    cut: HaloCut,
     x: jax.Array,
     history: AttentionHistory,
     *,
@@ -133,7 +133,7 @@ def _conv(
 # ---- Resampling: channels become pixels, and pixels channels.
 
 
-def _upsample(block: Any, cut: Cut, x: jax.Array, history: AttentionHistory) -> jax.Array:
+def _upsample(block: Any, cut: HaloCut, x: jax.Array, history: AttentionHistory) -> jax.Array:
     """Apply a HunyuanVideo15Upsample: double columns and rows, and in some blocks all frames but the very first."""
     out, repeats = _conv(block.conv, cut, x, history), block.repeats
     if not block.add_temporal_upsample:
@@ -144,7 +144,7 @@ def _upsample(block: Any, cut: Cut, x: jax.Array, history: AttentionHistory) -> 
     return _spread(out, 2) + _spread(x, 2).repeat(repeats, axis=-1)
 
 
-def _downsample(block: Any, cut: Cut, x: jax.Array, history: AttentionHistory) -> jax.Array:
+def _downsample(block: Any, cut: HaloCut, x: jax.Array, history: AttentionHistory) -> jax.Array:
     """Apply a HunyuanVideo15Downsample: halve columns and rows, and in some blocks all frames but the very first."""
     out, group = _conv(block.conv, cut, x, history), block.group_size
     if not block.add_temporal_downsample:
@@ -177,7 +177,7 @@ def _mean(x: jax.Array, group: int) -> jax.Array:
 # ---- Attention in the middle.
 
 
-def _attention_block(block: Any, cut: Cut, x: jax.Array, history: AttentionHistory) -> jax.Array:
+def _attention_block(block: Any, cut: HaloCut, x: jax.Array, history: AttentionHistory) -> jax.Array:
     """Apply a HunyuanVideo15AttnBlock: each pixel of x [T, X, Y, C] attends to its frame and those before it."""
     wide = x.astype(jnp.float32)
     norm = jnp.sqrt(jnp.maximum((wide * wide).sum(-1, keepdims=True), 1e-24))

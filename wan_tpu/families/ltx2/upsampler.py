@@ -22,7 +22,7 @@ from wan_tpu.families.ltx2.vae import spread, spreading_changes
 from wan_tpu.families.shared.convolutions import convolve, lay_out, taps_first
 from wan_tpu.families.shared.group_norms import group_moments
 from wan_tpu.ops.dispatch import ops_for
-from wan_tpu.ops.halo import Cut, cut_picture, strip_spec
+from wan_tpu.ops.halo import HaloCut, cut_picture, strip_spec
 from wan_tpu.runtime.bridge import Params, call, to_jax, to_torch
 from wan_tpu.runtime.components import Component
 from wan_tpu.runtime.mesh import Rule
@@ -94,7 +94,7 @@ def upsample(
     return normalised.transpose(3, 0, 2, 1)[None]
 
 
-def _run(module: Any, cut: Cut, x: jax.Array) -> jax.Array:
+def _run(module: Any, cut: HaloCut, x: jax.Array) -> jax.Array:
     x = _norm(module.initial_norm, cut, _conv(module.initial_conv, cut, x))
     for block in module.res_blocks:
         x = _residual_block(block, cut, x)
@@ -106,18 +106,18 @@ def _run(module: Any, cut: Cut, x: jax.Array) -> jax.Array:
     return _conv(module.final_conv, cut, x)
 
 
-def _residual_block(block: Any, cut: Cut, x: jax.Array) -> jax.Array:
+def _residual_block(block: Any, cut: HaloCut, x: jax.Array) -> jax.Array:
     hidden = _norm(block.norm1, cut, _conv(block.conv1, cut, x))
     return _norm(block.norm2, cut, _conv(block.conv2, cut, hidden), residual=x)
 
 
-def _conv(conv: Any, cut: Cut, x: jax.Array) -> jax.Array:
+def _conv(conv: Any, cut: HaloCut, x: jax.Array) -> jax.Array:
     """Apply a Conv3d of 3x3x3 taps with zeros before the first frame and after the last."""
     frames = jnp.pad(x, ((1, 1), (0, 0), (0, 0), (0, 0)))
     return convolve(cut, frames, to_jax(conv.weight), to_jax(conv.bias), before=(1, 1), centred=True)[1:-1]
 
 
-def _norm(norm: Any, cut: Cut, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
+def _norm(norm: Any, cut: HaloCut, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
     """Apply a GroupNorm over all frames and the whole picture, add a residual, and apply SiLU."""
     ops, (columns, rows) = ops_for(cut.mesh.devices.flat[0].platform), cut.inside(x)
     moments = ops.channel_moments(x, columns=columns, rows=rows)

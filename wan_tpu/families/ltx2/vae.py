@@ -27,7 +27,7 @@ from wan_tpu.families.ltx2.config import Ltx2Config
 from wan_tpu.families.shared.causal_vae import CausalChunks, History, RepeatedStart
 from wan_tpu.families.shared.convolutions import Changes, convolve, patchify, taps_first, vae_component
 from wan_tpu.families.shared.flop_count import count
-from wan_tpu.ops.halo import Cut
+from wan_tpu.ops.halo import HaloCut
 from wan_tpu.runtime.bridge import to_jax
 from wan_tpu.runtime.components import Component
 from wan_tpu_kernels.vae.causal_conv import Padding, zero_outside
@@ -158,7 +158,7 @@ def count_decoding(config: Ltx2Config, shape: tuple[int, ...]) -> int:
 # ---- The arithmetic of a chunk.
 
 
-def encoder(module: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
+def encoder(module: Any, cut: HaloCut, x: jax.Array, history: History) -> jax.Array:
     """Return the moments [T, X, Y, 2C] of a chunk of pixels, float32; the mean is normalised as latents are."""
     half = module.encoder
     x = _conv(half.conv_in, cut, cut.hold_rows(x), history)
@@ -175,7 +175,7 @@ def encoder(module: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
     return jnp.concatenate([normalised, moments[..., -1:].repeat(normalised.shape[-1], axis=-1)], axis=-1)
 
 
-def decoder(module: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
+def decoder(module: Any, cut: HaloCut, x: jax.Array, history: History) -> jax.Array:
     """Return the pixels [8T - 7, X, Y, 48] of normalised latents [T, X, Y, C], 4 x 4 pixels as channels."""
     half = module.decoder
     mean, deviation = _statistics(module)
@@ -197,14 +197,14 @@ def _statistics(module: Any) -> tuple[jax.Array, jax.Array]:
     return mean, deviation / module.config.scaling_factor
 
 
-def _residual_block(block: Any, cut: Cut, x: jax.Array, history: History | None = None) -> jax.Array:
+def _residual_block(block: Any, cut: HaloCut, x: jax.Array, history: History | None = None) -> jax.Array:
     hidden = _conv(block.conv1, cut, x, history, norm=True, norm_after=True)
     return _conv(block.conv2, cut, hidden, history, residual=x)
 
 
 def _conv(
     conv: Any,
-    cut: Cut,
+    cut: HaloCut,
     x: jax.Array,
     history: History | None = None,
     *,
@@ -253,7 +253,7 @@ def order_outputs(values: np.ndarray, strides: Strides) -> np.ndarray:
     return split.transpose(1, 3, 2, 0, *range(4, split.ndim)).reshape(values.shape)
 
 
-def spread(cut: Cut, x: jax.Array, strides: Strides) -> jax.Array:
+def spread(cut: HaloCut, x: jax.Array, strides: Strides) -> jax.Array:
     """Turn [T, X, Y, st sx sy C] into [st T, sx X, sy Y, C]: channels are frames, columns, rows, then channels."""
     time, down, across = strides
     frames, columns, rows, _ = x.shape
@@ -261,7 +261,7 @@ def spread(cut: Cut, x: jax.Array, strides: Strides) -> jax.Array:
     return cut.hold_rows(blocks.reshape(frames * time, columns * across, rows * down, -1))
 
 
-def _upsample(block: Any, cut: Cut, x: jax.Array) -> jax.Array:
+def _upsample(block: Any, cut: HaloCut, x: jax.Array) -> jax.Array:
     """Apply an LTX2VideoUpsampler3d, which drops the first of the frames that it doubles."""
     residual = None
     if block.residual:
@@ -274,7 +274,7 @@ def _upsample(block: Any, cut: Cut, x: jax.Array) -> jax.Array:
     return spread(cut, out, block.stride)[block.stride[0] - 1 :]
 
 
-def _downsample(block: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
+def _downsample(block: Any, cut: HaloCut, x: jax.Array, history: History) -> jax.Array:
     """Apply an LTX2VideoDownsampler3d, which doubles the first frame of a video if it halves frames."""
     if history.first and block.stride[0] == 2:
         x = jnp.concatenate([x[:1], x])

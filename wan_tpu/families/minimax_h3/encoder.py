@@ -16,7 +16,7 @@ from wan_tpu.families.shared.convolutions import Changes, convolve, downsampling
 from wan_tpu.families.shared.group_norms import group_moments
 from wan_tpu.families.shared.layers import in_float32
 from wan_tpu.ops.dispatch import ops_for
-from wan_tpu.ops.halo import Cut, cut_picture
+from wan_tpu.ops.halo import HaloCut, cut_picture
 from wan_tpu.runtime.bridge import Params, call, to_jax, to_torch
 
 _ENLARGED = 16  # Pixels per pixel of the latents.
@@ -56,7 +56,7 @@ def encode_tile(module: Any, params: Params, mesh: Mesh, pixels: jax.Array) -> j
     return moments[:, :width, :height].transpose(3, 0, 2, 1)
 
 
-def _encode(module: Any, cut: Cut, x: jax.Array) -> jax.Array:
+def _encode(module: Any, cut: HaloCut, x: jax.Array) -> jax.Array:
     """Return the moments [1, X/16, Y/16, 2C] of a tile's pixels [1, X, Y, 3]."""
     half = module.encoder
     x = _conv(half.conv_in, cut, x)
@@ -69,20 +69,20 @@ def _encode(module: Any, cut: Cut, x: jax.Array) -> jax.Array:
     return pointwise(module.quant_conv, x)
 
 
-def _residual_block(block: Any, cut: Cut, x: jax.Array) -> jax.Array:
+def _residual_block(block: Any, cut: HaloCut, x: jax.Array) -> jax.Array:
     hidden = _conv(block.conv1, cut, _normalise(block.norm1, cut, x))
     shortcut = x if block.conv_shortcut is None else pointwise(block.conv_shortcut, x)
     return _conv(block.conv2, cut, _normalise(block.norm2, cut, hidden), residual=shortcut)
 
 
-def _conv(conv: Any, cut: Cut, x: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
+def _conv(conv: Any, cut: HaloCut, x: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
     """Apply a convolution of 3x3 taps with mirrored edges, plus a residual."""
     x = cut.extend(x, "reflect")
     weight, bias = to_jax(conv.weight), to_jax(conv.bias)
     return convolve(cut, x, weight, bias, residual=residual, before=(1, 1), padding="reflect")
 
 
-def _downsample(block: Any, cut: Cut, x: jax.Array) -> jax.Array:
+def _downsample(block: Any, cut: HaloCut, x: jax.Array) -> jax.Array:
     """Apply a convolution to every second column and row; `downsampling_taps` has folded its weight.
 
     Squares of four pixels are channels here. Beyond the last one comes that one again: of its pixels only those count
@@ -94,7 +94,7 @@ def _downsample(block: Any, cut: Cut, x: jax.Array) -> jax.Array:
     return convolve(cut, squares, to_jax(block.conv.weight), to_jax(block.conv.bias), padding="edge")
 
 
-def _normalise(norm: Any, cut: Cut, x: jax.Array) -> jax.Array:
+def _normalise(norm: Any, cut: HaloCut, x: jax.Array) -> jax.Array:
     """Apply a GroupNorm to x [1, X, Y, C], and then SiLU."""
     ops, (columns, rows) = ops_for(cut.mesh.devices.flat[0].platform), cut.inside(x)
     mean, variance = group_moments(cut, ops.channel_moments(x, columns=columns, rows=rows), norm.num_groups)

@@ -25,7 +25,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from wan_tpu.ops.halo import Cut, cut_picture, strip_spec
+from wan_tpu.ops.halo import HaloCut, cut_picture, strip_spec
 from wan_tpu.runtime.bridge import Params, call, to_torch
 from wan_tpu.runtime.mesh import replicated_sharding
 
@@ -121,7 +121,7 @@ class Chunks(abc.ABC):
         """The layout of each entry of the cache."""
 
 
-Run = Callable[[Any, Cut, jax.Array, Any], jax.Array]
+Run = Callable[[Any, HaloCut, jax.Array, Any], jax.Array]
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class CausalChunks(Chunks):
     def run_first(self, params: Params, x: jax.Array) -> tuple[jax.Array, Cache]:
         """Run the first chunk, x [1, C, T, H, W]; return its output and the cache for the next."""
 
-        def local(cut: Cut, params: Params, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        def local(cut: HaloCut, params: Params, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
             out, entries = self._apply(cut, params, x, None)
             if not self.later_frames:
                 return out, ()
@@ -187,7 +187,7 @@ class CausalChunks(Chunks):
         """The layout of each entry of the cache, as the kernels read it; XLA would swap dimensions to save padding."""
         return Format(Layout((0, 1, 2, 3)), NamedSharding(self.mesh, strip_spec(self.mesh)))
 
-    def _cut(self, x: Any) -> Cut:
+    def _cut(self, x: Any) -> HaloCut:
         height, width = jax.eval_shape(self.before, x).shape[3:]
         return cut_picture(self.mesh, height // self.scale, width // self.scale)
 
@@ -207,7 +207,7 @@ class CausalChunks(Chunks):
         out, entries = run(params, cut.pad(self.before(x)[0].transpose(1, 3, 2, 0)), cache)
         return self.after(out.transpose(0, 1, 3, 2)[None]), entries
 
-    def _apply(self, cut: Cut, params: Params, x: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
+    def _apply(self, cut: HaloCut, params: Params, x: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
         def method(module: torch.nn.Module) -> tuple[Any, ...]:
             history = self.history(cache)
             return to_torch((self.run(module, cut, x, history), history.entries))

@@ -15,7 +15,7 @@ import torch
 from jax.sharding import Mesh
 
 from wan_tpu.ops.dispatch import ops_for
-from wan_tpu.ops.halo import Cut
+from wan_tpu.ops.halo import HaloCut
 from wan_tpu.runtime.bridge import to_jax
 from wan_tpu.runtime.components import Component
 from wan_tpu.runtime.mesh import Rule
@@ -81,13 +81,13 @@ def vae_component(build: Callable[[], torch.nn.Module], changes: Changes, droppe
 
 
 def convolve(
-    cut: Cut, x: jax.Array, weight: jax.Array, bias: jax.Array, *, past: jax.Array | None = None, **options: Any
+    cut: HaloCut, x: jax.Array, weight: jax.Array, bias: jax.Array, *, past: jax.Array | None = None, **options: Any
 ) -> jax.Array:
     """Convolve a strip; the result is zero beyond the picture.
 
     Args:
         cut: How the picture is cut.
-        x: [T, X, Y, C]. With a padding that isn't zeros, x and past must have been extended by `Cut.extend`.
+        x: [T, X, Y, C]. With a padding that isn't zeros, x and past must have been extended by `HaloCut.extend`.
         weight: [t, x, y, C, O], laid out as above.
         bias: [O].
         past: Frames before x; missing ones are zeros.
@@ -114,7 +114,7 @@ def pointwise(conv: Any, x: jax.Array) -> jax.Array:
     return (product + to_jax(conv.bias)).astype(x.dtype)
 
 
-def upsample(conv: Any, cut: Cut, x: jax.Array) -> jax.Array:
+def upsample(conv: Any, cut: HaloCut, x: jax.Array) -> jax.Array:
     """Double columns and rows, nearest, and apply a 3x3 convolution whose weight `upsampling_taps` has folded."""
     four = convolve(cut, x, to_jax(conv.weight), jnp.tile(to_jax(conv.bias), 4), before=(1, 1))
     frames, columns, rows, channels = four.shape
@@ -122,7 +122,7 @@ def upsample(conv: Any, cut: Cut, x: jax.Array) -> jax.Array:
     return squares.reshape(frames, 2 * columns, 2 * rows, channels // 4)
 
 
-def downsample(conv: Any, cut: Cut, x: jax.Array) -> jax.Array:
+def downsample(conv: Any, cut: HaloCut, x: jax.Array) -> jax.Array:
     """Apply a 3x3 convolution to every second column and row; `downsampling_taps` has folded its weight."""
     frames, columns, rows, channels = x.shape
     squares = x.reshape(frames, columns // 2, 2, rows // 2, 2 * channels).transpose(0, 1, 3, 2, 4)

@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 
-from wan_tpu.ops.halo import Cut
+from wan_tpu.ops.halo import HaloCut
 from wan_tpu_kernels.vae.group_norm import Moments, merge_moments
 
 
-def group_moments(cut: Cut, moments: Moments, groups: int) -> tuple[jax.Array, jax.Array]:
+def group_moments(cut: HaloCut, moments: Moments, groups: int) -> tuple[jax.Array, jax.Array]:
     """Return mean and variance of each channel's group over all devices, [C], from this device's channel moments."""
     if cut.mesh.size > 1:
         moments = merge_moments(*jax.lax.all_gather(moments, cut.mesh.axis_names))

@@ -17,17 +17,17 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from wan_tpu.families.shared.causal_vae import Cache, CausalChunks
-from wan_tpu.ops.halo import Cut
+from wan_tpu.ops.halo import HaloCut
 from wan_tpu.runtime.bridge import Params
 from wan_tpu_kernels.vae.causal_conv import Padding
 
 
 @dataclass(frozen=True)
-class Tile(Cut):
+class Tile(HaloCut):
     """A picture that one device has all of, and whose own size is known only when the program runs.
 
     Attributes:
-        mesh, height, width, row_unit: As for `Cut`; height and width are those of a full tile.
+        mesh, height, width, row_unit: As for `HaloCut`; height and width are those of a full tile.
         columns, rows: The tile's own, of the smallest picture.
     """
 

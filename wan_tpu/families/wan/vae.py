@@ -27,7 +27,7 @@ from wan_tpu.families.shared.convolutions import (
     upsample,
     upsampling_taps,
 )
-from wan_tpu.ops.halo import Cut
+from wan_tpu.ops.halo import HaloCut
 from wan_tpu.runtime.bridge import to_jax
 from wan_tpu_kernels.vae.causal_conv import zero_outside
 
@@ -47,7 +47,7 @@ CHANGES: tuple[tuple[str, Callable[[np.ndarray], np.ndarray]], ...] = (
 # ---- The two halves.
 
 
-def encoder(module: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
+def encoder(module: Any, cut: HaloCut, x: jax.Array, history: History) -> jax.Array:
     """Return the moments [1, X, Y, 2C] of a chunk of pixels [1 or 4, X, Y, 3]."""
     half = module.encoder
     x = _conv(half.conv_in, cut, x, history)
@@ -57,7 +57,7 @@ def encoder(module: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
     return pointwise(module.quant_conv, x)
 
 
-def decoder(module: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
+def decoder(module: Any, cut: HaloCut, x: jax.Array, history: History) -> jax.Array:
     """Return the pixels [1 or 4, X, Y, 3] of latents [1, X, Y, C]."""
     half = module.decoder
     x = zero_outside(pointwise(module.post_quant_conv, x), *cut.inside(x))
@@ -67,14 +67,14 @@ def decoder(module: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
     return _conv(half.conv_out, cut, x, history, norm=half.norm_out)
 
 
-def _middle(block: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
+def _middle(block: Any, cut: HaloCut, x: jax.Array, history: History) -> jax.Array:
     x = _residual_block(block.resnets[0], cut, x, history)
     for attention, resnet in zip(block.attentions, block.resnets[1:], strict=True):
         x = _residual_block(resnet, cut, _attention_block(attention, cut, x, history), history)
     return x
 
 
-def _down_block(block: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
+def _down_block(block: Any, cut: HaloCut, x: jax.Array, history: History) -> jax.Array:
     out = x
     for resnet in block.resnets:
         out = _residual_block(resnet, cut, out, history)
@@ -83,7 +83,7 @@ def _down_block(block: Any, cut: Cut, x: jax.Array, history: History) -> jax.Arr
     return out + _average(block.avg_shortcut, x)
 
 
-def _up_block(block: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
+def _up_block(block: Any, cut: HaloCut, x: jax.Array, history: History) -> jax.Array:
     out = x
     for resnet in block.resnets:
         out = _residual_block(resnet, cut, out, history)
@@ -96,7 +96,7 @@ def _up_block(block: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array
     return out
 
 
-def _residual_block(block: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
+def _residual_block(block: Any, cut: HaloCut, x: jax.Array, history: History) -> jax.Array:
     shortcut = x if isinstance(block.conv_shortcut, torch.nn.Identity) else pointwise(block.conv_shortcut, x)
     hidden = _conv(block.conv1, cut, x, history, norm=block.norm1, norm_after=block.norm2)
     return _conv(block.conv2, cut, hidden, history, residual=shortcut)
@@ -104,7 +104,7 @@ def _residual_block(block: Any, cut: Cut, x: jax.Array, history: History) -> jax
 
 def _conv(
     conv: Any,
-    cut: Cut,
+    cut: HaloCut,
     x: jax.Array,
     history: History,
     *,
@@ -131,7 +131,7 @@ def _conv(
 # ---- Resampling.
 
 
-def _upsample(block: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
+def _upsample(block: Any, cut: HaloCut, x: jax.Array, history: History) -> jax.Array:
     """Apply a WanResample that doubles columns and rows, and in "upsample3d" all frames but the very first."""
     if block.mode == "upsample3d":
         past = history.past(jnp.zeros_like(x) if history.first else x)
@@ -142,7 +142,7 @@ def _upsample(block: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array
     return upsample(block.resample[1], cut, x)
 
 
-def _downsample(block: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
+def _downsample(block: Any, cut: HaloCut, x: jax.Array, history: History) -> jax.Array:
     """Apply a WanResample that halves columns and rows, and in "downsample3d" all frames but the very first."""
     x = downsample(block.resample[1], cut, x)
     if block.mode == "downsample3d":
@@ -176,7 +176,7 @@ def _repeat(shortcut: Any, x: jax.Array, *, first: bool) -> jax.Array:
 # ---- Attention in the middle.
 
 
-def _attention_block(block: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
+def _attention_block(block: Any, cut: HaloCut, x: jax.Array, history: History) -> jax.Array:
     """Apply a WanAttentionBlock: each pixel of x [T, X, Y, C] attends to all of its frame, on all devices."""
     wide = x.astype(jnp.float32)
     norm = jnp.sqrt(jnp.maximum((wide * wide).sum(-1, keepdims=True), 1e-24))
@@ -213,7 +213,7 @@ def _gamma(norm: Any) -> jax.Array:
     return to_jax(norm.gamma).reshape(-1)
 
 
-_DOWN: dict[type, Callable[[Any, Cut, jax.Array, History], jax.Array]] = {
+_DOWN: dict[type, Callable[[Any, HaloCut, jax.Array, History], jax.Array]] = {
     wan.WanResidualBlock: _residual_block,
     wan.WanResample: _downsample,
     wan.WanAttentionBlock: _attention_block,
