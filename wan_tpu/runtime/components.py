@@ -18,7 +18,7 @@ from wan_tpu.errors import CheckpointError, InvalidInput
 from wan_tpu.progress import Silent
 from wan_tpu.runtime.bridge import Params, scan_blocks
 from wan_tpu.runtime.component_files import check_tensors, index_tensors
-from wan_tpu.runtime.converted import Converted, Cut, cut_weight
+from wan_tpu.runtime.converted import Converted, WeightCut, cut_weight
 from wan_tpu.runtime.mesh import Rule, replicated_sharding, rule_of, weight_spec
 from wan_tpu.runtime.program import place
 from wan_tpu.runtime.tensor_files import Stored
@@ -103,7 +103,7 @@ class Loaded:
     params: Params
 
 
-class Opened(NamedTuple):
+class ComponentFiles(NamedTuple):
     """A component whose files have been compared with its module.
 
     All dictionaries are by the program's names.
@@ -120,7 +120,7 @@ class Opened(NamedTuple):
     tables: dict[str, torch.Tensor]
     weights: dict[str, Weight]
     plain: dict[str, str]
-    cuts: dict[str, Cut]
+    cuts: dict[str, WeightCut]
 
 
 def load_component(
@@ -148,7 +148,7 @@ def load_component(
     return Loaded(contents.module, params | read_weights(contents.weights, show))
 
 
-def open_component(checkpoint: Checkpoint, component: Component, dtype: str, mesh: Mesh) -> Opened:
+def open_component(checkpoint: Checkpoint, component: Component, dtype: str, mesh: Mesh) -> ComponentFiles:
     """Build a component, and compare it with the headers of its files.
 
     Raises:
@@ -171,7 +171,7 @@ def open_component(checkpoint: Checkpoint, component: Component, dtype: str, mes
         stored = index_tensors(checkpoint, component.folder, module, component.renames, component.originals)
         check_tensors(module, _tied_names(module), stored, f"{checkpoint.source}/{component.folder}")
     component.adapt(module, mesh)
-    contents = Opened(module, {}, {}, {}, {})
+    contents = ComponentFiles(module, {}, {}, {}, {})
     for name, weight in _weights(module, component, dtype, mesh):
         if isinstance(weight, torch.Tensor):
             contents.tables[name] = weight

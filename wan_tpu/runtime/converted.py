@@ -26,7 +26,7 @@ AGAIN = "convert the checkpoint again"
 
 
 @dataclass(frozen=True)
-class Cut:
+class WeightCut:
     """The layout of one weight in the file.
 
     Attributes:
@@ -72,7 +72,7 @@ class Cut:
         return starts
 
 
-def cut_weight(shape: tuple[int, ...], itemsize: int, axis: int | None, *, layers: bool) -> Cut:
+def cut_weight(shape: tuple[int, ...], itemsize: int, axis: int | None, *, layers: bool) -> WeightCut:
     """Decide how a weight is cut into pieces.
 
     Args:
@@ -84,12 +84,12 @@ def cut_weight(shape: tuple[int, ...], itemsize: int, axis: int | None, *, layer
     depth = shape[0] if layers else 1
     layer_bytes = math.prod(shape) // max(depth, 1) * itemsize
     if depth * layer_bytes <= SMALL_BYTES:
-        return Cut(shape, layers, 0, 0)
+        return WeightCut(shape, layers, 0, 0)
     axis = int(layers) if axis is None else axis
     pieces = 1
     while shape[axis] % (2 * pieces) == 0 and (pieces < PIECES or layer_bytes // pieces > PIECE_BYTES):
         pieces *= 2
-    return Cut(shape, layers, axis, pieces)
+    return WeightCut(shape, layers, axis, pieces)
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Converted:
         stored, entry = self.stored.get(name), self.manifest.get(name)
         if stored is None or entry is None:
             raise CheckpointError(f"{self.folder}/{FILE} lacks {name}; {AGAIN}")
-        cut = Cut(tuple(entry["shape"]), entry["layers"], entry["axis"], entry["pieces"])
+        cut = WeightCut(tuple(entry["shape"]), entry["layers"], entry["axis"], entry["pieces"])
         if cut.shape != shape or cut.stored_shape != stored.shape or len(cut.starts) != len(entry["crc32c"]):
             raise CheckpointError(
                 f"{self.folder}/{FILE} has {name} {list(cut.shape)} instead of {list(shape)}; {AGAIN}"
@@ -142,7 +142,7 @@ class Converted:
 
 
 def describe(
-    cuts: Mapping[str, Cut],
+    cuts: Mapping[str, WeightCut],
     checksums: Mapping[str, Sequence[int]],
     dtype: str,
     size: int,

@@ -16,7 +16,7 @@ from wan_tpu.checkpoint import OWN, Checkpoint, weight_file
 from wan_tpu.errors import CheckpointError
 from wan_tpu.progress import BYTES, Progress
 from wan_tpu.runtime.components import Component, open_component
-from wan_tpu.runtime.converted import FILE, MANIFEST, Cut, describe
+from wan_tpu.runtime.converted import FILE, MANIFEST, WeightCut, describe
 from wan_tpu.runtime.weights import Block, Weight, read_weights
 from wan_tpu.storage.base import Missing, Storage
 from wan_tpu.storage.folder import WeightFile
@@ -86,7 +86,7 @@ class _Folder:
     """A component's folder: its weights, and the identity of its files in the source before they are read."""
 
     def __init__(self, checkpoint: Checkpoint, component: Component, dtype: str) -> None:
-        self.weights: dict[str, tuple[Weight, Cut]] = {}
+        self.weights: dict[str, tuple[Weight, WeightCut]] = {}
         self._dtype = component.kept_as(dtype)
         self._source = checkpoint.source
         self._config = json.dumps(checkpoint.config(component.folder), sort_keys=True)
@@ -122,7 +122,7 @@ def _is_there(name: str, folder: _Folder, destination: Storage) -> bool:
 
 
 def _write(
-    file: str, weights: Mapping[str, tuple[Weight, Cut]], destination: Storage, progress: Progress
+    file: str, weights: Mapping[str, tuple[Weight, WeightCut]], destination: Storage, progress: Progress
 ) -> dict[str, list[int]]:
     """Write one component's file, and return the checksums of its weights' pieces."""
     header, size = _header(weights)
@@ -141,7 +141,7 @@ def _write(
     return checksums
 
 
-def _header(weights: Mapping[str, tuple[Weight, Cut]]) -> tuple[bytes, int]:
+def _header(weights: Mapping[str, tuple[Weight, WeightCut]]) -> tuple[bytes, int]:
     """Return a safetensors header, and the size of the whole file."""
     tensors: dict[str, Any] = {}
     offset = 0
@@ -155,7 +155,7 @@ def _header(weights: Mapping[str, tuple[Weight, Cut]]) -> tuple[bytes, int]:
     return len(content).to_bytes(8, "little") + content, 8 + len(content) + offset
 
 
-def _pieces(weight: Weight, cut: Cut) -> Iterator[np.ndarray]:
+def _pieces(weight: Weight, cut: WeightCut) -> Iterator[np.ndarray]:
     """Yield the pieces of a weight in the file's order, read layer by layer."""
     layers = weight.shape[0] if cut.layers and cut.pieces else 1
     for layer in range(layers):
