@@ -117,7 +117,7 @@ def _decoder_changes(vae: Mapping[str, Any]) -> Changes:
 
 
 @dataclass(frozen=True)
-class TiledChunks(Chunks):
+class TiledClips(Chunks):
     """One half of the VAE, on tiles that are divided among the devices.
 
     Attributes:
@@ -178,7 +178,7 @@ class TiledChunks(Chunks):
         return whole[: len(tiles)]
 
 
-class ClipDecoder(TiledChunks):
+class ClipDecoder(TiledClips):
     """The decoder: latents [1, C, T, H, W] of `chunk_lengths` to pixels around [-1, 1].
 
     The latents come from `denormalise`. A clip becomes 17 frames, and the video's last one 22.
@@ -233,7 +233,7 @@ class ClipDecoder(TiledChunks):
         return [tiling.enlarge(STRIDE).join(of_clip) for of_clip in jnp.split(decoded, clips)]
 
 
-class KeyframeEncoder(TiledChunks):
+class KeyframeEncoder(TiledClips):
     """The encoder: one keyframe a chunk, [1, 3, 1, H, W] from 0 to 255, to moments, float32 [1, 2C, 1, H, W].
 
     bfloat16 holds such pixels exactly.
