@@ -81,7 +81,7 @@ def predict(
         layout = token_layout(mesh, text.shape[0], len(values))
         step = _Step(module, mesh, layout, len(values))
         tokens = step.run(
-            Inputs(
+            _Inputs(
                 values=pad_rows(values, layout.padded),
                 positions=_positions(module, grid, layout.padded),
                 tables=_rope_tables(config, grid, layout.padded),
@@ -97,7 +97,7 @@ def predict(
     return call(module, params, method, latents, timestep, text)
 
 
-class Inputs(NamedTuple):
+class _Inputs(NamedTuple):
     """The inputs of one step's blocks; `_Step._specs` has their shardings.
 
     Attributes:
@@ -134,7 +134,7 @@ class _Step:
         self._query_scale = query_scale(config.attention_head_dim)
         self._ops: Ops = ops_for(self._platform)
 
-    def run(self, inputs: Inputs) -> jax.Array:
+    def run(self, inputs: _Inputs) -> jax.Array:
         """Return [B, L, patch values], float32, padding included."""
         self._blocks = {
             name: weight_spec(self._mesh, RULES, f"transformer_blocks.*.{name}", value.shape[1:], stacked=True)
@@ -147,10 +147,10 @@ class _Step:
         )
         return local(inputs)
 
-    def _specs(self, inputs: Inputs) -> Inputs:
+    def _specs(self, inputs: _Inputs) -> _Inputs:
         tokens, text = P(self._layout.token_axes), text_sharding(self._mesh, inputs.text.shape[0]).spec
         positions, tables = inputs.positions, inputs.tables
-        return Inputs(
+        return _Inputs(
             tokens,  # type: ignore[arg-type]
             None if positions is None else tokens,  # type: ignore[arg-type]
             None if tables is None else (tokens, tokens),  # type: ignore[arg-type]
@@ -161,7 +161,7 @@ class _Step:
             P(),  # type: ignore[arg-type]
         )
 
-    def _local(self, inputs: Inputs) -> jax.Array:
+    def _local(self, inputs: _Inputs) -> jax.Array:
         ops, outer = self._ops, inputs.outer
         start = jax.lax.axis_index(self._layout.token_axes) * len(inputs.values)
         text_rows = TEXT_TOKENS - start  # The number of this device's first rows that are the text's.
@@ -199,7 +199,7 @@ class _Step:
 
         return map_branches(head, hidden)
 
-    def _modulations(self, name: str, inputs: Inputs) -> jax.Array:
+    def _modulations(self, name: str, inputs: _Inputs) -> jax.Array:
         """Return every layer's shift, scale and gate of the text's tokens and the video's, float32 [layers, 2, 3, C].
 
         They are computed at once, before the layers, by a product with split matrices whose results are gathered, not
@@ -228,7 +228,7 @@ class _Step:
             x: [t, C].
             w: The layer's weights.
             attention_table, feed_forward_table: [2, 3, C], from `_modulations`.
-            tables: As in `Inputs`.
+            tables: As in `_Inputs`.
             text_rows: Number of first rows that are the text's.
         """
         ops = self._ops

@@ -78,7 +78,7 @@ def predict(
         step = _Step(module.config, mesh, layout, len(values))
         head = to_jax(module.norm_out.linear(module.norm_out.silu(to_torch(embedding))))
         tokens = step.run(
-            Inputs(
+            _Inputs(
                 values=pad_rows(values, layout.padded),
                 tables=_rope_tables(module.config, latents.shape[2:], layout.padded),
                 context=context,
@@ -94,7 +94,7 @@ def predict(
     return call(module, params, method, latents)
 
 
-class Inputs(NamedTuple):
+class _Inputs(NamedTuple):
     """The inputs of one step's blocks; `_Step.run` has their shardings.
 
     Attributes:
@@ -130,20 +130,20 @@ class _Step:
         self._query_scale = query_scale(config.attention_head_dim)
         self._ops: Ops = ops_for(self._platform)
 
-    def run(self, inputs: Inputs) -> jax.Array:
+    def run(self, inputs: _Inputs) -> jax.Array:
         """Return [B, L, C of the latents], float32, padding included."""
         self._blocks = {
             name: weight_spec(self._mesh, RULES, f"transformer_blocks.*.{name}", value.shape[1:], stacked=True)
             for name, value in inputs.blocks.items()
         }
         tokens, branch = P(self._layout.token_axes), P(self._layout.branch_axis)
-        specs = Inputs(tokens, (tokens, tokens), branch, branch, P(), P(), self._blocks, P())  # type: ignore[arg-type]
+        specs = _Inputs(tokens, (tokens, tokens), branch, branch, P(), P(), self._blocks, P())  # type: ignore[arg-type]
         local = jax.shard_map(
             self._local, mesh=self._mesh, in_specs=(specs,), out_specs=self._layout.spec, check_vma=False
         )
         return local(inputs)
 
-    def _local(self, inputs: Inputs) -> jax.Array:
+    def _local(self, inputs: _Inputs) -> jax.Array:
         ops, outer = self._ops, inputs.outer
         video = ops.linear(inputs.values, outer["x_embedder.weight"], outer["x_embedder.bias"])
         modulations = [self._modulations(f"{name}.linear", inputs) for name in _STREAMS]
@@ -174,7 +174,7 @@ class _Step:
 
         return jax.lax.map(head, hidden)
 
-    def _modulations(self, name: str, inputs: Inputs) -> jax.Array:
+    def _modulations(self, name: str, inputs: _Inputs) -> jax.Array:
         """Return every layer's shift, scale and gate of attention and feed-forward, float32 [layers, 6, C].
 
         They are computed at once, before the layers, by a product with split matrices whose results are gathered, not
@@ -205,7 +205,7 @@ class _Step:
             count: Number of real tokens of `context`.
             w: The layer's weights.
             modulations: [6, C] of video and context.
-            tables: As in `Inputs`.
+            tables: As in `_Inputs`.
         """
         ops = self._ops
         of_video, of_context = ([row[None] for row in table] for table in modulations)

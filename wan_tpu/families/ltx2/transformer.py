@@ -88,7 +88,7 @@ def predict(
         step = _Step(module, mesh, layout, grid, evaluations)
         first = count // grid[0] if len(conditions.times) > 1 else 0
         return step.run(
-            Inputs(
+            _Inputs(
                 video=pad_rows(to_jax(module.proj_in(tokens)), layout.padded),
                 audio=to_jax(module.audio_proj_in(sound)),
                 text=text,
@@ -105,7 +105,7 @@ def predict(
     return call(module, params, method, tokens, audio, (conditions.text, conditions.audio_text))
 
 
-class Inputs(NamedTuple):
+class _Inputs(NamedTuple):
     """The inputs of one step's blocks; `_Step.run` has their shardings.
 
     Attributes:
@@ -138,7 +138,7 @@ class _Step:
         self._config, self._mesh, self._layout, self._grid = module.config, mesh, layout, grid
         self._evaluations, self._platform = evaluations, mesh.devices.flat[0].platform
 
-    def run(self, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+    def run(self, inputs: _Inputs) -> tuple[jax.Array, jax.Array]:
         """Return [E, L, channels] and [E, A, channels], float32, without padding."""
         self._split = {
             name: weight_spec(self._mesh, RULES, f"transformer_blocks.*.{name}", value.shape[1:], stacked=True)
@@ -152,7 +152,7 @@ class _Step:
         video, audio = local(inputs)
         return video[:, : math.prod(self._grid)], audio
 
-    def _run_on_device(self, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+    def _run_on_device(self, inputs: _Inputs) -> tuple[jax.Array, jax.Array]:
         modulation = inputs.modulation
         video = VideoStream(
             self._config,

@@ -82,7 +82,7 @@ def predict(
         others = [text[: layout.vision], *keyframes, sound, text[layout.vision :]]
         step = _Step(module.config, mesh, tokens, layout)
         return step.run(
-            Inputs(
+            _Inputs(
                 video=pad_rows(to_jax(video), tokens.padded),
                 others=jnp.concatenate([part.astype(dtype) for part in others]),
                 positions=pad_rows(rows.positions, tokens.padded),
@@ -99,7 +99,7 @@ def predict(
     return velocities[: layout.video, :channels], velocities[first : first + layout.sound, channels:]
 
 
-class Inputs(NamedTuple):
+class _Inputs(NamedTuple):
     """The inputs of one step's blocks; `_Step.run` has their shardings.
 
     Attributes:
@@ -146,7 +146,7 @@ class _Step:
         self._modulations = [(time, kind) for time, kind, _ in segments]
         self._ends = [sum(count for *_, count in segments[: i + 1]) for i in range(len(segments) - 1)]
 
-    def run(self, inputs: Inputs) -> jax.Array:
+    def run(self, inputs: _Inputs) -> jax.Array:
         """Return the outputs of both heads side by side, float32 [L, channels of video and sound]."""
         self._split = {
             name: weight_spec(self._mesh, RULES, f"transformer_blocks.*.{name}", value.shape[1:], stacked=True)
@@ -160,7 +160,7 @@ class _Step:
         )
         return local(inputs)
 
-    def _run_on_device(self, inputs: Inputs) -> jax.Array:
+    def _run_on_device(self, inputs: _Inputs) -> jax.Array:
         ops, outer, count = self._ops, inputs.outer, len(inputs.video)
         start = jax.lax.axis_index(self._tokens.token_axes) * count
         dtype, ends = inputs.others.dtype, jnp.array(self._ends, jnp.int32) - start
@@ -187,7 +187,7 @@ class _Step:
         with in_float32():
             return ops.linear(normed.astype(jnp.float32), outer["heads.weight"], outer["heads.bias"])
 
-    def _modulate(self, inputs: Inputs) -> jax.Array:
+    def _modulate(self, inputs: _Inputs) -> jax.Array:
         """Return every layer's shifts, scales and gates of attention and feed-forward, float32 [layers, M, 6, C].
 
         They are computed at once, before the layers, by a product with split matrices whose results are gathered, not
