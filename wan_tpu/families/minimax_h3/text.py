@@ -42,7 +42,7 @@ _UNUSED = (r"(^|\.)visual\.", r"(^|\.)lm_head\.")
 _PREFIX = r"^((model|language_model)\.)+"
 
 
-class Picture(NamedTuple):
+class VisionOutput(NamedTuple):
     """The vision tower's output for the keyframes, which replaces rows of the presentation.
 
     Attributes:
@@ -113,7 +113,7 @@ def encode_prompt(
     encoder: Loaded,
     ids: jax.Array,
     places: jax.Array | None = None,
-    picture: Picture | None = None,
+    picture: VisionOutput | None = None,
 ) -> jax.Array:
     """Return the output of the encoder's last layer, [1, R, C].
 

@@ -146,7 +146,7 @@ def encode(loaded: Sequence[Loaded], presentation: Presentation) -> jax.Array:
     """
     encoder, vision = loaded
     tokens, deepstack = tower.encode_pictures(vision, presentation.patches)
-    picture = text.Picture(presentation.starts, tokens, deepstack)
+    picture = text.VisionOutput(presentation.starts, tokens, deepstack)
     encoded = text.encode_prompt(encoder, presentation.ids, presentation.places, picture)
     return encoded[:, presentation.order[0]]
 
