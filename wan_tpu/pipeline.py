@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from wan_tpu import stages
-from wan_tpu.adapters.merging import Adapters
+from wan_tpu.adapters.merging import AdapterCache
 from wan_tpu.aot import key
 from wan_tpu.aot.executables import Executables
 from wan_tpu.checkpoint import Checkpoint
@@ -225,6 +225,6 @@ def open_runtime(
         dtype,
         keep_weights=keep_weights,
         executables=stored,
-        adapters=Adapters(),
+        adapters=AdapterCache(),
         progress=progress,
     )

@@ -22,7 +22,7 @@ from wan_tpu import load_pipeline
 from wan_tpu.adapters import merging
 from wan_tpu.adapters.adapter import Targets
 from wan_tpu.adapters.files import find, read
-from wan_tpu.adapters.merging import MAX_MERGED, Adapters
+from wan_tpu.adapters.merging import MAX_MERGED, AdapterCache
 from wan_tpu.errors import InvalidRequest, Unavailable
 from wan_tpu.pipeline import Pipeline
 from wan_tpu.requested_adapter import RequestedAdapter, parse_adapter
@@ -36,7 +36,7 @@ def test_host_memory_is_bounded_and_files_that_change_are_read_again(pipeline, t
     names = {"blocks.0.attn1.to_q": "blocks.0.attn1.to_q"}
     paths = [files.save(files.named(factors, names, ""), tmp_path / f"{i}.safetensors") for i in range(3)]
     size = Targets(component, base).adapter(paths[0], read(find(paths[0]), paths[0])).nbytes
-    adapters = Adapters(host_bytes=2 * size)
+    adapters = AdapterCache(host_bytes=2 * size)
     first = [adapters.read(component, base, RequestedAdapter(path)) for path in paths[:2]]
     assert adapters.read(component, base, RequestedAdapter(paths[0], 0.5)) is first[0]  # the scale is no part of it
     adapters.read(component, base, RequestedAdapter(paths[2]))  # the second was used longest ago

@@ -14,7 +14,7 @@ from tests.conftest import PHOTO, denoised
 from tests.wan_tpu import adapter_files as files
 from tests.wan_tpu.test_parity import run_diffusers
 from wan_tpu import GenerationRequest, load_pipeline
-from wan_tpu.adapters.merging import Adapters
+from wan_tpu.adapters.merging import AdapterCache
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.commands.parser import PRECISIONS
 from wan_tpu.errors import CheckpointError, InvalidInput
@@ -162,7 +162,7 @@ def test_adapters_are_added_to_what_8_bits_hold(checkpoint, pipeline, tmp_path):
     adapter = files.save(files.named(factors, names, "diffusion_model.", alpha=4), tmp_path / "adapter.safetensors")
     difference = torch.randn(transformer.blocks[1].ffn.net[2].weight.shape, generator=torch.Generator().manual_seed(0))
     other = files.save({"diffusion_model.blocks.1.ffn.2.diff": difference / 10}, tmp_path / "other.safetensors")
-    exact, loras = Adapters(), (parse_adapter(f"{adapter}:0.5"),)
+    exact, loras = AdapterCache(), (parse_adapter(f"{adapter}:0.5"),)
     for precision in EIGHT_BITS:
         runtime = pipeline(KIND, precision).runtime
         base = runtime.component("denoise_high").params

@@ -32,7 +32,7 @@ Content = tuple[tuple[str, float], ...]  # Checksums and scales of adapters.
 RANKS = 16  # Factors are padded to this times a power of two, so that few programs are compiled.
 
 
-class Adapters:
+class AdapterCache:
     """The adapters of a runtime: their files in host memory, and the weights that they were applied to."""
 
     def __init__(self, host_bytes: int = HOST_BYTES) -> None:

@@ -57,7 +57,7 @@ class FetchedAdapter(RequestedAdapter):
 
 
 class AdapterStore(Protocol):
-    """Provides weights with adapters applied: `wan_tpu.adapters.merging.Adapters`."""
+    """Provides weights with adapters applied: `wan_tpu.adapters.merging.AdapterCache`."""
 
     def fetch(self, component: Component, base: Loaded, adapter: RequestedAdapter) -> FetchedAdapter:
         """Read an adapter's file into host memory.
