@@ -2,7 +2,7 @@
 
 Frames long ago share tokens: four times as many in each direction as for the chunk, then twice. All these tokens come
 behind the chunk's. They have the timestep 0, take nothing from the text, and where the model was trained so, their keys
-are scaled, by head. Everything else is Wan's `Step`.
+are scaled, by head. Everything else is Wan's `WanStep`.
 
 Shapes: B branches of guidance, T H W latent frames, height, width, L tokens, t tokens of one device, N heads, D head
 width, C = N*D channels.
@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from wan_tpu.families.helios.chunks import LONG, MID, SHORT
 from wan_tpu.families.shared.tokens import pad_rows, patchify
 from wan_tpu.families.wan.text_keys import TextKeys
-from wan_tpu.families.wan.transformer import Inputs, Step, embed_time, head_modulation
+from wan_tpu.families.wan.transformer import WanInputs, WanStep, embed_time, head_modulation
 from wan_tpu.ops.dispatch import ops_for
 from wan_tpu.runtime.bridge import Params, call, to_jax
 from wan_tpu.runtime.mesh import token_layout
@@ -61,7 +61,7 @@ def velocity(
         tokens, count = jnp.concatenate([chunk, *before]), len(chunk)
         layout = token_layout(mesh, keys["key"].shape[1], len(tokens), module.config.num_attention_heads)
         velocities, _ = HistoryStep(module, mesh, layout, count, len(tokens)).run(
-            Inputs(
+            WanInputs(
                 tokens=pad_rows(tokens, layout.padded),
                 tables=tuple(pad_rows(table, layout.padded) for table in tables),
                 modulation=to_jax(modulation).astype(jnp.float32),
@@ -89,10 +89,10 @@ def _embed(module: Any, name: str, latents: jax.Array, scale: int) -> jax.Array:
     return ops_for("cpu").linear(values, weight.reshape(len(weight), -1), bias)
 
 
-class HistoryStep(Step):
+class HistoryStep(WanStep):
     """One step's blocks, whose first rows are the chunk's, and the others the history's."""
 
-    def embed(self, inputs: Inputs) -> jax.Array:
+    def embed(self, inputs: WanInputs) -> jax.Array:
         """Return the hidden state before the first layer, [t, C]: the tokens, which have been embedded."""
         return inputs.tokens
 

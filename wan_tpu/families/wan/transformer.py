@@ -95,8 +95,8 @@ def velocity(
         block = 1 if attention_density is None else QUERY_BLOCK
         layout = token_layout(mesh, keys["key"].shape[1], len(tokens), module.config.num_attention_heads, block)
         tables = rope_tables(module, [n // p for n, p in zip(latents.shape[2:], patch, strict=True)])
-        return Step(module, mesh, layout, first_tokens, len(tokens), attention_density).run(
-            Inputs(
+        return WanStep(module, mesh, layout, first_tokens, len(tokens), attention_density).run(
+            WanInputs(
                 tokens=pad_rows(tokens, layout.padded),
                 tables=tuple(pad_rows(table, layout.padded) for table in tables),
                 modulation=to_jax(modulation).astype(jnp.float32),
@@ -111,8 +111,8 @@ def velocity(
     return call(module, params, method, latents, times, keys)
 
 
-class Inputs(NamedTuple):
-    """The inputs of one step's blocks; `Step._specs` has their shardings.
+class WanInputs(NamedTuple):
+    """The inputs of one step's blocks; `WanStep._specs` has their shardings.
 
     Attributes:
         tokens: [L, patch values].
@@ -135,7 +135,7 @@ class Inputs(NamedTuple):
     reuse: Reuse | None = None
 
 
-class Step:
+class WanStep:
     """One step's blocks inside a `jax.shard_map`; a transformer that differs overrides what does."""
 
     def __init__(
@@ -152,7 +152,7 @@ class Step:
         self._query_scale = query_scale(config.attention_head_dim)
         self._ops: Ops = ops_for(platform)
 
-    def run(self, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
+    def run(self, inputs: WanInputs) -> tuple[jax.Array, jax.Array | None]:
         """Return [B, L, patch values], float32, without padding, and the residual, or None without `reuse`."""
         branches = inputs.keys["key"].shape[1]
         self._blocks = {
@@ -169,7 +169,7 @@ class Step:
         velocities, residual = local(inputs)
         return velocities[:, : self._tokens], residual
 
-    def _specs(self, inputs: Inputs) -> Inputs:
+    def _specs(self, inputs: WanInputs) -> WanInputs:
         tokens = P(self._layout.token_axes)
         branches = inputs.keys["key"].shape[1]
         keys = {name: key_sharding(self._mesh, name, branches).spec for name in inputs.keys}
@@ -177,9 +177,9 @@ class Step:
         if inputs.reuse is not None:
             skipped = None if inputs.reuse.skipped is None else P(self._layout.branch_axis)
             reuse = Reuse(self._layout.spec, skipped)  # type: ignore[arg-type]
-        return Inputs(tokens, (tokens, tokens), P(), P(), keys, self._blocks, P(), reuse)  # type: ignore[arg-type]
+        return WanInputs(tokens, (tokens, tokens), P(), P(), keys, self._blocks, P(), reuse)  # type: ignore[arg-type]
 
-    def _local(self, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
+    def _local(self, inputs: WanInputs) -> tuple[jax.Array, jax.Array | None]:
         ops, outer, reuse = self._ops, inputs.outer, inputs.reuse
         first_rows = self._first - jax.lax.axis_index(self._layout.token_axes) * len(inputs.tokens)
 
@@ -212,7 +212,7 @@ class Step:
 
         return map_branches(head, hidden), residual
 
-    def embed(self, inputs: Inputs) -> jax.Array:
+    def embed(self, inputs: WanInputs) -> jax.Array:
         """Return the hidden state before the first layer, [t, C]."""
         weight, bias = (inputs.outer[f"patch_embedding.{name}"] for name in ("weight", "bias"))
         return self._ops.linear(inputs.tokens, weight, bias)
@@ -246,7 +246,7 @@ class Step:
             keys: The layer's keys and values of text and image.
             w: The layer's weights.
             table: [M, 6, C], the layer's modulation.
-            tables: As in `Inputs`.
+            tables: As in `WanInputs`.
             first_rows: Number of rows with the first of two modulations.
         """
         ops, eps = self._ops, self._eps
