@@ -10,7 +10,7 @@ from wan_tpu.suggest import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
+class ServiceLimits:
     """Limits of one ingress process, or of a worker for webhooks. They apply to operators' keys, too.
 
     Attributes:
@@ -69,7 +69,7 @@ class Limits:
     free_bytes: int = 500_000_000
 
     @classmethod
-    def parse(cls, arguments: Sequence[str]) -> "Limits":
+    def parse(cls, arguments: Sequence[str]) -> "ServiceLimits":
         """Return the default limits with those changed that are given as "name=number"; raises `InvalidInput`."""
         names = {field.name for field in dataclasses.fields(cls)}
         changed: dict[str, Any] = {}

@@ -3,7 +3,7 @@
 import dataclasses
 
 from actors.api.catalogue import Catalogue
-from actors.api.limits import Limits
+from actors.api.limits import ServiceLimits
 from actors.api.outbound.client import FetchSettings
 from actors.api.sizes import Size
 from actors.jobs.values import JobSettings
@@ -53,7 +53,7 @@ class ServiceSettings:
     url_s: float | None = None
     webhook_secret_file: str | None = None
     origins: tuple[str, ...] = ()
-    limits: Limits = dataclasses.field(default_factory=Limits)
+    limits: ServiceLimits = dataclasses.field(default_factory=ServiceLimits)
     fetch: FetchSettings = dataclasses.field(default_factory=FetchSettings)
     jobs: JobSettings = dataclasses.field(default_factory=JobSettings)
     reliability: ReliabilitySettings = dataclasses.field(default_factory=ReliabilitySettings)

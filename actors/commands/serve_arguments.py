@@ -86,7 +86,7 @@ def choose_database(database: str | None, folder: Path) -> str:
 def read_service_settings(args: argparse.Namespace, layout: Layout, settings: PipelineSettings) -> "ServiceSettings":
     """Return the settings of a service in front of a pipeline; raises `InvalidInput`."""
     from actors.api.catalogue import Catalogue
-    from actors.api.limits import Limits
+    from actors.api.limits import ServiceLimits
     from actors.api.outbound.client import FetchSettings
     from actors.api.settings import LOCAL_NAMES, ServiceSettings
 
@@ -106,7 +106,7 @@ def read_service_settings(args: argparse.Namespace, layout: Layout, settings: Pi
         chips={stage: pool.slice.chips for pool in layout.pools for stage in pool.stages},
         dollars=Prices.load(None if args.prices is None else Path(args.prices)).of_stages(layout),
         url_s=args.download_s,
-        limits=Limits.parse(args.limit),
+        limits=ServiceLimits.parse(args.limit),
         webhook_secret_file=None if secret == NONE else secret,
         origins=tuple(args.origin),
         fetch=FetchSettings(timeout_s=settings.reliability.fetch_s),

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from actors.api.http.error_answers import HttpError
-from actors.api.limits import Limits
+from actors.api.limits import ServiceLimits
 from actors.jobs.database import Database
 from actors.jobs.keys import OPERATE, PRIORITIES, list_keys, match_key
 from actors.jobs.tables import ApiKey
@@ -48,7 +48,7 @@ class Access:
     Rates are counted per process, so each of several ingress replicas admits the full rate.
     """
 
-    def __init__(self, database: Database, queue_limit: int, limits: Limits) -> None:
+    def __init__(self, database: Database, queue_limit: int, limits: ServiceLimits) -> None:
         """Read the keys; raises `StoreUnavailable`."""
         self._database, self._queue_limit, self._limits = database, queue_limit, limits
         self._lock = threading.Lock()

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from actors.api.http.error_answers import HttpError, answer
 from actors.api.http.lingering import end_answer
 from actors.api.intake.receiving import Bodies, IncomingRequest
-from actors.api.limits import Limits
+from actors.api.limits import ServiceLimits
 from cluster.provision.haproxy import BOUNDS, KEY, SERVES_HEADERS
 
 _AGAIN_S = 2
@@ -31,20 +31,20 @@ _NAMES = 10_000  # Addresses and keys that are remembered before idle ones are f
 def middlewares() -> list[Middleware]:
     """Return the middleware for Serve's proxy: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names this function.
 
-    Behind HAProxy there is none. WAN_TPU_LIMITS holds `Limits` as "name=number", separated by spaces.
+    Behind HAProxy there is none. WAN_TPU_LIMITS holds `ServiceLimits` as "name=number", separated by spaces.
 
     Raises:
         InvalidInput: WAN_TPU_LIMITS is invalid.
     """
     if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
         return []
-    return [Middleware(ProxyLimits, limits=Limits.parse(os.environ.get("WAN_TPU_LIMITS", "").split()))]
+    return [Middleware(ProxyLimits, limits=ServiceLimits.parse(os.environ.get("WAN_TPU_LIMITS", "").split()))]
 
 
 class ProxyLimits:
     """ASGI middleware."""
 
-    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+    def __init__(self, app: ASGIApp, limits: ServiceLimits) -> None:
         self._app, self._limits, self._bodies = app, limits, Bodies(limits)
         self._clients = _Clients({name: int(os.environ.get(name, value)) for name, value in BOUNDS.items()})
 

@@ -14,11 +14,10 @@ from typing import IO, Any, NoReturn, TypeVar
 
 from actors.api.intake.body_parts import CLIP, PICTURE, Parts
 from actors.api.intake.fair_semaphore import FairSemaphore
-from actors.api.intake.reader_process import END, LENGTH, REFUSED
-from actors.api.intake.reader_process import Limits as ProcessLimits
+from actors.api.intake.reader_process import END, LENGTH, REFUSED, ReaderLimits
 from actors.api.intake.receiving import open_memory_file
 from actors.api.intake.references import IMAGE, VIDEO
-from actors.api.limits import Limits
+from actors.api.limits import ServiceLimits
 from wan_tpu.errors import InvalidRequest
 
 T = TypeVar("T")
@@ -34,7 +33,7 @@ class Reading:
         sizes: (height, width) of each image and video, likewise.
     """
 
-    def __init__(self, run: "_Run", answer: dict[str, Any], limits: Limits) -> None:
+    def __init__(self, run: "_Run", answer: dict[str, Any], limits: ServiceLimits) -> None:
         self._run, self._limits = run, limits
         self.parts = Parts(text=answer["text"])
         self.uploads: dict[str, str] = answer["uploads"]
@@ -110,7 +109,7 @@ class Reading:
 class Reader:
     """Starts reading processes, for which keys take turns."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ServiceLimits) -> None:
         self.limits = limits
         self._turns = FairSemaphore(limits.readers, max(1, limits.readers - 1))  # Leaves one free for others.
         self._threads = ThreadPoolExecutor(
@@ -175,10 +174,10 @@ class _Child:
     many threads.
     """
 
-    def __init__(self, limits: Limits, content: int) -> None:
+    def __init__(self, limits: ServiceLimits, content: int) -> None:
         with open_memory_file() as scratch:
             os.ftruncate(scratch.fileno(), limits.video_bytes)
-            process_limits = ProcessLimits(
+            process_limits = ReaderLimits(
                 file=content,
                 scratch=scratch.fileno(),
                 memory=limits.reader_bytes,

@@ -18,7 +18,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from actors.api.http.error_answers import HttpError
-from actors.api.limits import Limits
+from actors.api.limits import ServiceLimits
 
 _AGAIN_S = 2
 _BURST_S = 2.0
@@ -149,7 +149,7 @@ class IncomingRequest:
 class Bodies:
     """All requests that this process holds in memory."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ServiceLimits) -> None:
         self._limits = limits
         self._incoming: list[IncomingRequest] = []
         self._paced_until: dict[str, float] = {}  # Until when a key has used up its rate.

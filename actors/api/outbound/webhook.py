@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from actors.api.limits import Limits
+from actors.api.limits import ServiceLimits
 from actors.api.metrics import Meters
 from actors.api.outbound.client import FetchError, FetchSettings, request
 from actors.jobs import deliveries
@@ -40,7 +40,7 @@ class Webhooks:
     """Calls the webhooks that are due. Any number of processes may have one."""
 
     def __init__(
-        self, database: Database, secret: bytes, fetching: FetchSettings, meters: Meters, limits: Limits
+        self, database: Database, secret: bytes, fetching: FetchSettings, meters: Meters, limits: ServiceLimits
     ) -> None:
         self._database, self._secret, self._fetching, self._meters = database, secret, fetching, meters
         self._limits = limits

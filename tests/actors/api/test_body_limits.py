@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 
 from actors.api.http.error_answers import HttpError
 from actors.api.intake.receiving import Bodies
-from actors.api.limits import Limits
+from actors.api.limits import ServiceLimits
 from tests.actors.api.conftest import NAME
 from tests.actors.api.serving import create, served
 from tests.actors.api.test_hostile import Sent
@@ -74,7 +74,7 @@ def test_images_that_are_fetched_count_with_the_bodies(hooked, hook):
 
 def test_an_image_that_is_fetched_makes_room_for_those_who_hold_less():
     async def both():
-        bodies = Bodies(Limits(bodies_bytes=100))
+        bodies = Bodies(ServiceLimits(bodies_bytes=100))
         with bodies.admit(Headers({}), "mallory") as large, bodies.admit(Headers({}), "ann") as small:
 
             async def fetch():

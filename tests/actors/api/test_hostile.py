@@ -19,7 +19,7 @@ from PIL import Image
 
 from actors.api.http import following
 from actors.api.http.access import Access
-from actors.api.limits import Limits
+from actors.api.limits import ServiceLimits
 from actors.jobs.keys import KeyLimits, list_keys, make_key, revoke_key
 from actors.jobs.store import JobStore
 from actors.jobs.work import WorkQueue
@@ -312,7 +312,7 @@ def test_a_job_that_is_followed_while_others_are_looked_at_is_not_taken_for_dele
         return seen
 
     async def both():
-        streams = following.follow_jobs(look, Access(database, 10, Limits()))
+        streams = following.follow_jobs(look, Access(database, 10, ServiceLimits()))
         async with streams.follow(first.id, (first, None), "") as stream:
             await anext(stream)
             await asyncio.to_thread(looks.wait, 10)

@@ -20,11 +20,11 @@ from actors.api.intake.reader import Reader
 from actors.api.intake.reader_process import REFUSED, encode_png, open_image
 from actors.api.intake.receiving import open_memory_file
 from actors.api.intake.references import IMAGE, LAST, decode_data_url
-from actors.api.limits import Limits
+from actors.api.limits import ServiceLimits
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.media.image import FORMATS
 
-LIMITS = Limits(image_bytes=2_000_000)
+LIMITS = ServiceLimits(image_bytes=2_000_000)
 
 
 def picture(width=40, height=30, mode="RGB"):
@@ -228,7 +228,7 @@ def test_the_largest_image_that_is_taken_fits_into_the_memory_of_the_process():
 def test_time_is_limited_and_nothing_is_left_running():
     content = saved(Image.new("RGB", (6000, 6000), "teal"), compress_level=1)
     with pytest.raises(InvalidRequest, match="more memory or time"):
-        decoded(content, Limits(reader_s=0.05))
+        decoded(content, ServiceLimits(reader_s=0.05))
     mine = psutil.Process().children()  # Other processes may belong to other tests.
     assert not [child for child in mine if "actors.api.intake.reader_process" in child.cmdline()]
 
@@ -344,6 +344,6 @@ def test_hostile_bodies_are_refused_within_seconds_and_bounds(name):
     content_type, body = BODIES[name]()
     start = time.monotonic()
     with pytest.raises(InvalidRequest) as refused:
-        read(content_type, body, Limits(reader_bytes=400_000_000))
+        read(content_type, body, ServiceLimits(reader_bytes=400_000_000))
     assert len(str(refused.value)) < 400 and len(str(refused.value).splitlines()) == 1
     assert time.monotonic() - start < 20

@@ -10,7 +10,7 @@ from actors.api.http.access import Access
 from actors.api.http.app import make_app
 from actors.api.http.error_answers import HttpError
 from actors.api.http.service import Service
-from actors.api.limits import Limits
+from actors.api.limits import ServiceLimits
 from actors.jobs.keys import KeyLimits, list_keys, make_key
 from actors.jobs.store import JobStore
 from actors.jobs.work import WorkQueue
@@ -96,7 +96,7 @@ def test_second_authorization_header_is_refused(settings, database):
 @pytest.mark.parametrize("rate", [7.0, 11.0, 23.5, 37.0])
 def test_retry_after_is_never_too_early(database, rate):
     make_key(database, "ann", KeyLimits(requests_per_minute=rate))
-    access = Access(database, 10, Limits())
+    access = Access(database, 10, ServiceLimits())
     owner = list_keys(database)[0]
     with pytest.raises(HttpError) as refused:
         for _ in range(100):

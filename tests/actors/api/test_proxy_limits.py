@@ -13,7 +13,7 @@ import pytest
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
 from actors.api.http.proxy_limits import ProxyLimits, middlewares
-from actors.api.limits import Limits
+from actors.api.limits import ServiceLimits
 from cluster.provision import haproxy
 from tests.actors.api.serving import listening
 from tests.actors.api.test_hostile import Sent
@@ -23,7 +23,9 @@ from tests.conftest import ROOT
 from tests.waiting import wait_for
 
 # A body: 2 MB.
-LIMITS = Limits(image_bytes=750_000, video_bytes=750_000, bodies_bytes=4_000_000, bodies=3, body_s=2.0, body_rate=1e6)
+LIMITS = ServiceLimits(
+    image_bytes=750_000, video_bytes=750_000, bodies_bytes=4_000_000, bodies=3, body_s=2.0, body_rate=1e6
+)
 
 
 async def serve_like(scope, receive, send):
@@ -207,7 +209,7 @@ def test_headers_that_are_for_serve_come_from_no_client():
 def test_behind_haproxy_it_does_nothing(monkeypatch):
     monkeypatch.setenv("WAN_TPU_LIMITS", "bodies=5 image_bytes=300")
     [middleware] = middlewares()
-    assert middleware.kwargs["limits"] == Limits(bodies=5, image_bytes=300)
+    assert middleware.kwargs["limits"] == ServiceLimits(bodies=5, image_bytes=300)
     monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
     assert middlewares() == []
 

@@ -17,7 +17,7 @@ from openai import OpenAI
 from actors.api.intake.body_parts import CLIP
 from actors.api.intake.reader import Reader
 from actors.api.intake.receiving import open_memory_file
-from actors.api.limits import Limits
+from actors.api.limits import ServiceLimits
 from actors.jobs.store import open_database
 from actors.jobs.tables import File
 from tests.actors.api import fetching, serving
@@ -163,7 +163,7 @@ def test_a_job_of_a_later_version_is_left_alone_by_an_earlier_one(http, mp4, dat
     engine.go.set()
 
 
-def read(content, *, limits=Limits(), convert=False):  # noqa: B008 (frozen)
+def read(content, *, limits=ServiceLimits(), convert=False):  # noqa: B008 (frozen)
     """Have a reading process cut a video, or convert all of it."""
 
     async def ask():
@@ -221,19 +221,19 @@ def test_broken_and_hostile_files_are_refused(mp4, tmp_path):
         assert refused.value.field == "video"
     assert len(read(mp4[: len(mp4) * 4 // 5])) > 1000  # What came before the end is enough.
     with pytest.raises(InvalidRequest, match="more than 100 bytes"):
-        read(mp4, limits=Limits(video_bytes=100))
+        read(mp4, limits=ServiceLimits(video_bytes=100))
 
 
 def test_a_bomb_of_frames_costs_no_more_than_it_may():
     many = film("-preset", "ultrafast", source="color=s=16x16:r=1000:d=5")
     assert len(read(many)) < 10_000  # No more frames are decoded than are asked for.
     with pytest.raises(InvalidRequest, match="lasts more than 4 s"):
-        read(many, limits=Limits(video_s=4), convert=True)
+        read(many, limits=ServiceLimits(video_s=4), convert=True)
     # All frames are shown at the same moment, so that each is decoded and none is kept.
     flat = ["-vf", "setpts=0", "-fps_mode", "passthrough", "-preset", "ultrafast"]
     at_once = film(*flat, source="color=s=16x16:r=1000:d=40", kind="matroska")
     start = time.monotonic()
-    for limits in (Limits(video_cpu_s=1), Limits(reader_s=0.1, video_wait_s=0.6)):
+    for limits in (ServiceLimits(video_cpu_s=1), ServiceLimits(reader_s=0.1, video_wait_s=0.6)):
         with pytest.raises(InvalidRequest, match=r"more memory or time|has \d frames"):
             read(at_once, limits=limits)
     assert time.monotonic() - start < 20
