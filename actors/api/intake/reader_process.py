@@ -2,7 +2,7 @@
 
 python -m actors.api.intake.reader_process LIMITS
 
-LIMITS are those of `Limits` below as JSON.
+LIMITS are those of `ReaderLimits` below as JSON.
 
 stdin   a line with the content type of the file
 stdout  a line with the fields, and the digests and sizes of the files
@@ -42,7 +42,7 @@ _NICE = 5  # Lower priority than the processes that answer HTTP.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
+class ReaderLimits:
     """What the process gets, and may use.
 
     Attributes:
@@ -65,7 +65,7 @@ class Limits:
 
 def main() -> int:
     """Serve one file, within limits that the operating system enforces."""
-    limits = Limits(**json.loads(sys.argv[1]))
+    limits = ReaderLimits(**json.loads(sys.argv[1]))
     resource.setrlimit(resource.RLIMIT_AS, (limits.memory, limits.memory))
     resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_s, max(limits.cpu_s, limits.video_cpu_s)))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # It writes no files.
@@ -82,7 +82,7 @@ def main() -> int:
     return 0
 
 
-def _serve(limits: Limits) -> None:
+def _serve(limits: ReaderLimits) -> None:
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
     with open(limits.file, "rb") as file:
         parts = split_body(json.loads(stdin.readline()), file.read())
@@ -103,7 +103,7 @@ def _serve(limits: Limits) -> None:
 class _Files:
     """The images and the video of a body."""
 
-    def __init__(self, parts: Parts, limits: Limits) -> None:
+    def __init__(self, parts: Parts, limits: ReaderLimits) -> None:
         """Open all of them; raises `InvalidRequest`."""
         self._images = {name: open_image(content, name) for name, content in parts.uploads.items() if name != VIDEO}
         self.sizes = {name: [image.height, image.width] for name, image in self._images.items()}
