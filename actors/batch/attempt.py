@@ -41,7 +41,7 @@ class Output:
             raise
 
 
-class Attempt:
+class LineAttempt:
     """One attempt at a line.
 
     Attributes:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from tqdm import tqdm
 
 from actors import interrupts
-from actors.batch.attempt import Attempt, Output, run_to_end
+from actors.batch.attempt import LineAttempt, Output, run_to_end
 from actors.batch.lines import RESULTS, record_name
 from actors.batch.manifest import Entry, Manifest
 from actors.batch.results import Provenance, Result, Results, settle
@@ -207,7 +207,7 @@ class Batch:
 
     async def _work(self, waiting: Iterator[Entry], bar: Bar, engine: Engine, on_event: OnEvent) -> None:
         for entry in waiting:
-            attempt = Attempt(entry, self._checked_output, self.provenance)
+            attempt = LineAttempt(entry, self._checked_output, self.provenance)
             try:
                 await attempt.run(engine, on_event)
             finally:
