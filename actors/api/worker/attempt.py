@@ -46,7 +46,7 @@ class InputGone(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Results:
+class JobResults:
     """The stored results of a job.
 
     Attributes:
@@ -108,7 +108,7 @@ class Attempt:
             renewal.cancel()
             await asyncio.wait([renewal])
 
-    async def _make(self) -> Results:
+    async def _make(self) -> JobResults:
         """Make and store the results."""
         try:
             request = await self._insist(_rebuild_request, self._job, self._storage, self._context.settings.catalogue)
@@ -133,7 +133,7 @@ class Attempt:
             if extends:
                 video = await self._join(video)
             names = await self._store_results(video)
-            return Results(names, video.warnings, watchable=await fragments.finish())
+            return JobResults(names, video.warnings, watchable=await fragments.finish())
 
     async def _join(self, video: GeneratedVideo) -> GeneratedVideo:
         """Return the video that the job continues, and what was made, as one video."""
@@ -209,7 +209,7 @@ class Attempt:
                     making.cancel()
             await asyncio.sleep(self._limits.renewal_s)
 
-    async def _record_end(self, making: asyncio.Task[Results]) -> None:
+    async def _record_end(self, making: asyncio.Task[JobResults]) -> None:
         job: Job | None
         try:
             if self._lease_lost:
@@ -228,7 +228,7 @@ class Attempt:
         if job is not None:
             await self._clean_up(job)
 
-    def _complete(self, results: Results) -> Job:
+    def _complete(self, results: JobResults) -> Job:
         return self._queue.complete(self._job, results.names, results.warnings, watchable=results.watchable)
 
     async def _fail(self, error: BaseException) -> Job | None:
