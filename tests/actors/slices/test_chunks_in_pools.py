@@ -1,8 +1,10 @@
 """A video of Helios on two pools: chunks are decoded and streamed before the last one is denoised, to the same file."""
 
 import asyncio
+import dataclasses
 import time
 
+import numpy as np
 import pytest
 
 from actors.pipeline.driver import PipelineDriver
@@ -12,7 +14,7 @@ from cluster.connect import connect, leave
 from cluster.layout import Layout
 from tests.actors.on_slices.running import in_one_process
 from tests.waiting import SECONDS
-from wan_tpu import GenerationRequest
+from wan_tpu import GenerationRequest, Video
 from wan_tpu.families import open_spec
 from wan_tpu.media.fragments import FRAGMENT_FRAMES
 
@@ -75,3 +77,21 @@ def test_chunks_are_streamed_while_others_are_denoised(spec, tmp_path):
     assert max(decoded_s, fragments[0][0]) < denoised_s
     streams = [[fragment.content for _, fragment in fragments] for _, _, fragments in runs]
     assert streams[0] == streams[1]
+
+
+def test_a_video_is_continued_on_pools(spec, tmp_path):
+    """The encoder's slice draws from the request's generator before the denoiser's does."""
+    pixels = np.random.default_rng(1).random((40, 64, 64, 3), np.float32)
+    source = Video(pixels, 24.0).save(tmp_path / "source.mp4")
+    request = dataclasses.replace(REQUEST, video=source, steps=6, frames=66)
+    expected = in_one_process(spec.settings.checkpoint, request, 1, tmp_path)
+
+    async def make():
+        driver = PipelineDriver(spec)
+        try:
+            making = driver.generate(spec.model.plan(request), id="request", on_event=lambda span: None)
+            return await asyncio.wait_for(making, SECONDS)
+        finally:
+            driver.close()
+
+    assert asyncio.run(make()).mp4 == expected()["mp4_alone"].tobytes()
