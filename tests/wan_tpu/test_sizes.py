@@ -1,5 +1,6 @@
 """The size of a video that has an image, and what becomes of an image of another shape."""
 
+import functools
 import math
 
 import numpy as np
@@ -9,6 +10,7 @@ from PIL import Image, ImageDraw
 
 from wan_tpu import GenerationRequest, InvalidRequest
 from wan_tpu.families import published_spec
+from wan_tpu.families.minimax_h3.vision.pictures import cover
 from wan_tpu.families.model import published_model
 from wan_tpu.media.image import fit_image, has_shape
 from wan_tpu.media.video import VideoWriter
@@ -109,6 +111,18 @@ def test_image_is_fitted_as_diffusers_does(size, slack, mode):
     image = Image.effect_noise((451, 300), 50).convert("RGB")
     theirs = VaeImageProcessor(vae_scale_factor=8).resize(image, *size, resize_mode=mode)
     assert fit_image(image, *size, slack=slack).tobytes() == theirs.tobytes()
+
+
+@pytest.mark.parametrize("fit", [functools.partial(fit_image, slack=0), cover], ids=["fitted", "covering"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_long_and_narrow_image_takes_no_more_memory_than_what_is_seen_of_it(fit, turned):
+    """Resized as a whole it would have 96x960000 pixels here, and gigabytes in a video of 1344x768."""
+    image = Image.effect_noise((1, 10_000), 50).convert("RGB")
+    middle = image.crop((0, 4900, 1, 5100))
+    if turned:
+        image, middle = (picture.transpose(Image.Transpose.ROTATE_90) for picture in (image, middle))
+    expected, result = (np.asarray(fit(picture, 64, 64), np.int32) for picture in (middle, image))
+    assert result.shape == (64, 64, 3) and np.abs(result - expected).max() <= 1
 
 
 @pytest.mark.parametrize(

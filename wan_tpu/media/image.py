@@ -21,6 +21,7 @@ KINDS = "PNG, JPEG, WebP, AVIF, GIF, BMP or TIFF"
 MAX_PIXELS = 64_000_000
 # Models know shapes near those of films and phones. A video shows the middle of a longer image.
 _LONGEST = 4.0
+_MARGIN = 16  # Pixels around what is resized, more than any filter looks at.
 
 
 def load_image(source: str | Path | Image.Image) -> Image.Image:
@@ -139,9 +140,27 @@ def fit_image(
     wider = width / height > image.width / image.height
     inner_w = width if wider else image.width * height // image.height
     inner_h = image.height * width // image.width if wider else height
+    if inner_w * inner_h > MAX_PIXELS:
+        return resize_middle(image, height, width, resample)
     whole = Image.new("RGB", (width, height))
     whole.paste(image.resize((inner_w, inner_h), resample), (width // 2 - inner_w // 2, height // 2 - inner_h // 2))
     return whole
+
+
+def resize_middle(image: Image.Image, height: int, width: int, resample: Image.Resampling) -> Image.Image:
+    """Return the middle of an image, as large as it can be in the shape of the result, resized.
+
+    It is what cropping an image that covers the result leaves of it. But of a long and narrow image, such as 1x10000,
+    that would take gigabytes.
+    """
+    part_w, part_h = min(image.width, image.height * width / height), min(image.height, image.width * height / width)
+    left, top = (image.width - part_w) / 2, (image.height - part_h) / 2
+    # Pillow's boxes are float32, so that far from the corner they would be off by pixels.
+    x, y = max(0, math.floor(left) - _MARGIN), max(0, math.floor(top) - _MARGIN)
+    right, bottom = math.ceil(left + part_w) + _MARGIN, math.ceil(top + part_h) + _MARGIN
+    part = image.crop((x, y, min(image.width, right), min(image.height, bottom)))
+    left, top = left - x, top - y
+    return part.resize((width, height), resample, box=(left, top, left + part_w, top + part_h))
 
 
 def to_uint8(pixels: "np.ndarray") -> "np.ndarray":

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from wan_tpu.families.minimax_h3.config import MiniMaxH3Config
-from wan_tpu.media.image import fit_image
+from wan_tpu.media.image import MAX_PIXELS, fit_image, resize_middle
 
 CHANNELS, PATCH, MERGE = 3, 16, 2  # A patch has 16 x 16 pixels, a token 2 x 2 patches.
 SIDE = PATCH * MERGE  # Pixels of a token's side.
@@ -36,6 +36,8 @@ def cover(image: Image.Image, height: int, width: int) -> Image.Image:
         return image
     scale = max(width / image.width, height / image.height)
     whole = max(width, round(image.width * scale)), max(height, round(image.height * scale))
+    if math.prod(whole) > MAX_PIXELS:
+        return resize_middle(image, height, width, Image.Resampling.LANCZOS)
     left, top = (whole[0] - width) // 2, (whole[1] - height) // 2
     return image.resize(whole, Image.Resampling.LANCZOS).crop((left, top, left + width, top + height))
 
