@@ -96,6 +96,7 @@ def test_requests_survive_their_killed_replica(running, undisturbed):
     assert not host.is_running()
 
 
+@pytest.mark.soak
 def test_a_killed_decoder_costs_no_step(running, undisturbed):
     [leader] = running.leaders("decoder")
     making = running.start("decoder", REQUEST, fragments=True)
@@ -121,6 +122,7 @@ def test_decoder_lost_in_the_middle_sends_its_fragments_again(running):
     assert 1 < len(before) < len(again) and before == again[: len(before)]
 
 
+@pytest.mark.soak
 def test_lost_objects_are_encoded_again(running, undisturbed):
     """What one stage has made for the next dies with the encoder's leader and with the store of references."""
     [leader] = running.leaders("encoder")
@@ -182,6 +184,7 @@ def test_batch_run_again_goes_on_where_its_killed_driver_was(running, undisturbe
     assert not snapshots.list_names("cat")
 
 
+@pytest.mark.soak
 def test_a_killed_driver_s_slices_are_soon_free(running, spec, tmp_path):
     snapshots = Snapshots(spec.settings.snapshots)
     driver = start_driver(running, spec, tmp_path, "long", 256, 5 * ALL)  # long after its driver is seen to be gone

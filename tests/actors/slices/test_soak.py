@@ -70,6 +70,7 @@ def test_requests_leave_nothing_behind(running):
     assert not list((temp / "snapshots").rglob("*.safetensors"))
 
 
+@pytest.mark.soak
 def test_a_stage_s_inputs_are_freed_while_it_runs_and_made_again_when_it_is_lost(running):
     """A host is killed after the inputs of its request have left the store."""
     cluster, spec = running
