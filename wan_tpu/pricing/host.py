@@ -6,7 +6,7 @@ compute takes no time of a video: drawing a later step's noise, and encoding all
 
 import math
 
-from wan_tpu.plan import DECODER, ENCODER
+from wan_tpu.plan import DECODER, ENCODER, VIDEO, Expert
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.spec import ModelSpec
 
@@ -14,7 +14,10 @@ DENOISE = "denoise"
 _PROMPT_S = 0.0005
 _PIXEL_S = 7e-8  # of an image, or a video's frame, to begin with
 _NOISE_S = 4e-9  # for each number
+_CORRELATED_NOISE_S = 5.5e-9  # for each number of the noise that enlarged latents get
 _COPY_S = 1e-9  # for each number that one stage hands to the next
+_HISTORY = 2  # Frames of the history of a chunk, by those of the chunk.
+_CALL_S = 0.0028  # from a step to the next, which a slice's leader calls for
 _MP4_S = 9e-8  # for each pixel of a frame: from the last one to the finished file
 # For each pixel of all frames, where a decoder returns them at once: 9.3 ns of a core with sound (2026-11-28), of eight
 # threads that are busy three quarters of the time.
@@ -31,12 +34,39 @@ def host_seconds(spec: ModelSpec, request: ResolvedRequest, images: int | None =
     """
     images = spec.image_counts[0] if images is None else images
     pictures = request.frames if request.video is not None else images
-    numbers = math.prod(spec.latent_shape(request))
-    handed = numbers * (1 + spec.schedule(request).history_terms)
     pixels = request.height * request.width
     at_once = request.frames if len(spec.decoder_chunks(spec.decoded_shape(request)[2])) == 1 else 0
     return {
         ENCODER: _PROMPT_S * len(spec.prompts(request)) + _PIXEL_S * pictures * pixels,
-        DENOISE: _NOISE_S * numbers + _COPY_S * handed * len(spec.experts(request)),
+        DENOISE: _denoise_seconds(spec, request),
         DECODER: (_ENCODE_S * at_once or _MP4_S) * pixels,
     }
+
+
+def expert_seconds(spec: ModelSpec, request: ResolvedRequest, expert: Expert) -> float:
+    """Return the host's seconds for one stretch of a chunk's steps: its noise, the history, and the calls.
+
+    Args:
+        spec: A model that denoises a video chunk after chunk.
+        request: The request.
+        expert: The stretch.
+    """
+    finished = math.prod(spec.latent_shape(request))
+    own = math.prod(spec.latent_shapes(request, expert.stop)[VIDEO])
+    noise_s = _CORRELATED_NOISE_S * own if expert.enlarges else _NOISE_S * finished
+    copied = own * (1 + spec.schedule(request).history_terms) + _HISTORY * finished
+    return noise_s + _COPY_S * copied + _CALL_S * (1 + expert.stop - expert.start)
+
+
+def chunk_seconds(request: ResolvedRequest) -> float:
+    """Return the seconds from a chunk's last decoded frame until a client has it."""
+    return _MP4_S * request.height * request.width
+
+
+def _denoise_seconds(spec: ModelSpec, request: ResolvedRequest) -> float:
+    experts = spec.experts(request)
+    if spec.chunk_frames is not None:
+        return sum(expert_seconds(spec, request, expert) for expert in experts)
+    numbers = math.prod(spec.latent_shape(request))
+    handed = numbers * (1 + spec.schedule(request).history_terms)
+    return _NOISE_S * numbers + _COPY_S * handed * len(experts)

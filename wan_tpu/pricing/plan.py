@@ -10,6 +10,7 @@ from wan_tpu.aot.topology import DescribedSlice
 from wan_tpu.plan import Expert
 from wan_tpu.pricing.compiling import Compiled
 from wan_tpu.pricing.cost import Times
+from wan_tpu.pricing.playback import Playback
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.memory import GIB, MemoryNeed, needed_bytes
 from wan_tpu.runtime.mesh import MeshShape
@@ -118,6 +119,7 @@ class Plan:
         experts: How many of the denoising stages have weights of their own.
         same_weights: The stages that have another one's, by name.
         images: How many images the request has; the usual number if None.
+        playbacks: How a video plays that is made chunk after chunk, by where its chunks are decoded.
     """
 
     model: str
@@ -129,6 +131,7 @@ class Plan:
     experts: int
     same_weights: Mapping[str, str] = field(default_factory=dict)
     images: int | None = None
+    playbacks: Mapping[str, Playback] = field(default_factory=dict)
 
     def needs(self, experts: Sequence[Expert]) -> dict[str, StageNeeds]:
         """Return what each stage of the model takes, its experts one by one, those left out that can't be compiled.

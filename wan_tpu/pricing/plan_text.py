@@ -22,26 +22,30 @@ def describe(plan: Plan) -> str:
         f"{plan.slice.name}, mesh {_format_mesh(plan)}, {memory:g} GiB a device can be used",
         "",
     ]
-    lines.append(f"{'':<20}{'calls':>6}{'weights':>9}{'other':>8}{'code':>6}{'GiB':>5}{'compile':>9}{'CPU':>8}   fits")
-    lines += [_format_memory(program, memory) for program in plan.programs]
+    width = max([20, *(len(program.name) + 2 for program in plan.programs)])
+    columns = f"{'calls':>6}{'weights':>9}{'other':>8}{'code':>6}{'GiB':>5}{'compile':>9}{'CPU':>8}   fits"
+    lines.append(f"{'':<{width}}{columns}")
+    lines += [_format_memory(program, memory, width) for program in plan.programs]
     lines += [
         "",
-        f"{'seconds a call':<20}{'estimate':>9}{'floor':>8}  {'':<2}" + "".join(f"{n:>15}" for n in CATEGORIES),
+        f"{'seconds a call':<{width}}{'estimate':>9}{'floor':>8}  {'':<2}" + "".join(f"{n:>15}" for n in CATEGORIES),
     ]
-    priced = [line for program in plan.programs for line in _format_seconds(program)]
+    priced = [line for program in plan.programs for line in _format_seconds(program, width)]
     lines += priced or ["nothing was compiled"]
-    lines += ["", f"{'seconds a video':<20}{'estimate':>9}{'floor':>8}{'of peak':>10}{'and the host':>14}"]
+    lines += ["", f"{'seconds a video':<{width}}{'estimate':>9}{'floor':>8}{'of peak':>10}{'and the host':>14}"]
     for stage in plan.stages:
         seconds = stage.seconds
         if seconds is None:
-            lines.append(f"{stage.name:<20}  not all of it could be compiled")
+            lines.append(f"{stage.name:<{width}}  not all of it could be compiled")
             continue
         share = share_of_peak(stage, plan)
         lines.append(
-            f"{stage.name:<20}{seconds.estimate:>9.2f}{seconds.floor:>8.2f}{share:>10.1%}{stage.host_s:>14.3f}"
+            f"{stage.name:<{width}}{seconds.estimate:>9.2f}{seconds.floor:>8.2f}{share:>10.1%}{stage.host_s:>14.3f}"
         )
     if any(stage.seconds for stage in plan.stages):
         lines.append(plan.slice.calibrated or SHORT)
+    if plan.playbacks:
+        lines += ["", *(f"chunks decoded {place}: {_format_playback(plan, place)}" for place in plan.playbacks)]
     lines += ["", *_format_verdict(plan, memory)]
     return "\n".join(lines)
 
@@ -70,6 +74,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "tokens": plan.tokens,
         "slice": dataclasses.asdict(plan.slice),
         "mesh": plan.mesh._asdict(),
+        "playbacks": {place: dataclasses.asdict(playback) for place, playback in plan.playbacks.items()},
         "resident_gib": plan.resident_gib,
         "largest_gib": plan.largest_gib,
         "stages": [
@@ -120,7 +125,7 @@ def draw(plans: Sequence[Plan], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _format_memory(program: ProgramPlan, memory: float) -> str:
+def _format_memory(program: ProgramPlan, memory: float, width: int) -> str:
     compiled = program.compiled
     weights, other, code = (getattr(compiled, f"{kind}_bytes") / GIB for kind in ("weights", "other", "code"))
     total = compiled.total_bytes / GIB
@@ -131,23 +136,40 @@ def _format_memory(program: ProgramPlan, memory: float) -> str:
     else:
         # Arguments, results and temporaries added up are more than the compiler needs, which shares memory among them.
         fits = f"yes, {memory - total:.1f} GiB free" if total < memory else "yes, just"
-    start = f"{program.name:<20}{program.calls:>6}{weights:>9.2f}{other:>8.2f}{code:>6.2f}{total:>5.1f}"
+    start = f"{program.name:<{width}}{program.calls:>6}{weights:>9.2f}{other:>8.2f}{code:>6.2f}{total:>5.1f}"
     return f"{start}{compiled.compile_s:>7.0f} s{compiled.compile_cpu_s:>6.0f} s   {fits}"
 
 
-def _format_seconds(program: ProgramPlan) -> list[str]:
+def _format_seconds(program: ProgramPlan, width: int) -> list[str]:
     if program.optimistic is None or program.online is None:
         return []
-    lines = [_format_prediction(program.name, program.optimistic)]
+    lines = [_format_prediction(program.name, program.optimistic, width)]
     if program.online.total != program.optimistic.total:
-        lines.append(_format_prediction("  all heads online", program.online))
+        lines.append(_format_prediction("  all heads online", program.online, width))
     return [*lines, *(f"  NOT COUNTED: {name}" for name in program.optimistic.unpriced)]
 
 
-def _format_prediction(name: str, prediction: Prediction) -> str:
+def _format_prediction(name: str, prediction: Prediction, width: int) -> str:
     both = [prediction.by_category[category] for category in CATEGORIES]
     parts = "".join(f"{f'{times.estimate:.3f}/{times.floor:.3f}':>15}" for times in both)
-    return f"{name:<20}{prediction.total.estimate:>9.3f}{prediction.total.floor:>8.3f}    {parts}"
+    return f"{name:<{width}}{prediction.total.estimate:>9.3f}{prediction.total.floor:>8.3f}    {parts}"
+
+
+def _format_playback(plan: Plan, place: str) -> str:
+    playback = plan.playbacks[place]
+    frames = plan.request.frames / len(playback.arrivals_s)
+    text = (
+        f"the first frame {playback.first_frame_s:.2f} s after the request; one of {playback.chunk_s:.2f} s every "
+        f"{playback.interval_s:.2f} s ({frames / playback.interval_s:.1f} frames a second); "
+        if len(playback.arrivals_s) > 1
+        else f"the first frame {playback.first_frame_s:.2f} s after the request; "
+    )
+    if playback.lag_s <= 0:
+        return f"{text}plays from {playback.start_s:.2f} s after the request, and never waits"
+    return (
+        f"{text}played from {playback.start_s:.2f} s on, it would wait {playback.lag_s:.2f} s in all; plays without a "
+        f"wait from {playback.start_s + playback.lag_s:.2f} s after the request"
+    )
 
 
 def _format_verdict(plan: Plan, memory: float) -> list[str]:

@@ -22,12 +22,14 @@ from wan_tpu.errors import InvalidRequest, MeshError
 from wan_tpu.families.flops import count_step
 from wan_tpu.families.model import published_model
 from wan_tpu.pricing.analyse import analyse
+from wan_tpu.pricing.chunk_times import predict_playback
 from wan_tpu.pricing.compiling import Job, compile_job, is_known
 from wan_tpu.pricing.cost import Cost
 from wan_tpu.pricing.host import host_seconds
 from wan_tpu.pricing.ici import interconnect_of
 from wan_tpu.pricing.kernel_prices import CountBundles, KernelPrices, count_alone
 from wan_tpu.pricing.plan import KEYS, Plan, Prediction, ProgramPlan, StagePlan, find_owner
+from wan_tpu.pricing.playback import Playback
 from wan_tpu.request import IMAGES, ResolvedRequest
 from wan_tpu.runtime.mesh import MeshShape, make_mesh
 from wan_tpu.stages import sound_decoders
@@ -92,16 +94,18 @@ class Planner:
         if only is not None and only not in calls:
             raise InvalidRequest(f"no program is called {only!r}; this model's are {', '.join(map(repr, calls))}")
         programs = [self._program(name, n, placed) for name, n in calls.items() if only in (None, name)]
+        stage_plans = tuple(self._stages(programs))
         return Plan(
             model=self._name,
             slice=self._slice,
             mesh=MeshShape(**placed.shape),
             request=self._request,
             tokens=tokens,
-            stages=tuple(self._stages(programs)),
+            stages=stage_plans,
             same_weights=self._model.same_weights,
             experts=len({self._model.same_weights.get(stage, stage) for stage in self._model.spec.denoise_stages}),
             images=self._images,
+            playbacks=self._predict_playbacks(stage_plans),
         )
 
     def mesh(self, mesh: Sequence[int | None]) -> Mesh:
@@ -128,6 +132,8 @@ class Planner:
         usual = self._model.spec.defaults
         sampled = self._request if program in (KEYS, *DENOISE_PROGRAMS) else usual
         settings: dict[str, Any] = {name: getattr(self._request, name) for name in ("height", "width", "frames")}
+        if self._model.spec.chunk_frames is not None:
+            settings["frames"] = self._model.spec.frame_step  # Every chunk runs the same programs.
         settings |= {name: getattr(sampled, name) for name in ("steps", "guidance_scale")}
         if sampled.solver != usual.solver:
             settings["solver"] = sampled.solver
@@ -156,6 +162,19 @@ class Planner:
             hlo, self._slice.hardware, interconnect_of(self._slice, mesh), kernel_cycles=self._prices, prefer=(path,)
         )
         return Prediction(cost.total, cost.by_category(), cost.unpriced)
+
+    def _predict_playbacks(self, stages: Sequence[StagePlan]) -> dict[str, Playback]:
+        """Return how a video in chunks plays, by where they are decoded; nothing where some program has no price."""
+        spec = self._model.spec
+        if spec.chunk_frames is None:
+            return {}
+        steps = name_steps(self._model, self._request, spec.experts(self._request))
+        places = {"on the same slice": False, f"on another {self._slice.name}": True}
+        playbacks = {
+            place: predict_playback(spec, self._request, stages, steps, decodes_beside=beside)
+            for place, beside in places.items()
+        }
+        return {place: playback for place, playback in playbacks.items() if playback is not None}
 
     def _stages(self, programs: list[ProgramPlan]) -> Iterator[StagePlan]:
         flops, spec = self._model.flops, self._model.spec
