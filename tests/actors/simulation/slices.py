@@ -11,7 +11,7 @@ from cluster.gang.protocol import GROUPS, HostPlace, Output, Timeouts
 from cluster.gang.slice import Returned
 from tests.actors.simulation.ray_objects import Object
 from tests.actors.simulation.virtual_time import Lane, Waiting
-from tests.actors.simulation.world import CALL_S, COPY_S, SECONDS, Process, World, array, digest
+from tests.actors.simulation.world import CALL_S, COPY_S, Process, World, array, digest
 from wan_tpu.data import DenoiseState, ImageCondition
 from wan_tpu.errors import InvalidRequest, OutputError, Unavailable, UnhealthyResult
 from wan_tpu.plan import RequestPlan
@@ -220,7 +220,8 @@ class Slice:
         world = self.world
         with self._lanes[group]:
             self._check()
-            seconds = SECONDS.get(method, COPY_S)
+            planned = world.seconds.get(method, COPY_S)
+            seconds = planned(self.host.held, *args) if callable(planned) else planned
             if method in ("check_adapters", "fetch_adapters"):
                 seconds = 15.0 if world.hub_is_down else 1.0
             if group == "lockstep" and self.next_fault is not None:

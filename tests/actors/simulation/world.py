@@ -32,6 +32,8 @@ class World:
 
     def __init__(self, loop: VirtualTime, seed: int) -> None:
         self.loop, self.random = loop, random.Random(seed)
+        # A function gets what the host holds, and the arguments of the call.
+        self.seconds: dict[str, float | Callable[..., float]] = dict(SECONDS)
         self.story: list[tuple[float, str]] = []
         self.steps: dict[str, list[tuple[int, float, str]]] = defaultdict(list)  # request -> step, when, slice
         self.decoded: dict[str, list[tuple[int, float, str]]] = defaultdict(list)  # request -> chunks, when, slice
