@@ -3,13 +3,16 @@
 import asyncio
 import contextlib
 from collections import deque
+from collections.abc import Coroutine
 from typing import Any
 
 from actors.slices.drain import DrainState
+from actors.slices.messages import ChunkDenoised
 from actors.slices.references import RefHandle, RequestScope
 
 MAX_PUBLISHED = 64  # Payloads remembered for adoption: those of sixteen requests for an encoder are 48.
 FETCHED_S = 2.0  # A payload may take this long to reach those who asked for it before it was adopted.
+PUBLISHED_S = 0.5  # A slice waits this long until a chunk is published, and no longer, because others wait for it.
 
 
 class PublishedPayloads:
@@ -33,6 +36,45 @@ class PublishedPayloads:
             adopting = (scope.adopt(handle) for scope, handle in self._latest)
             await asyncio.gather(*adopting, return_exceptions=True)
             await asyncio.sleep(FETCHED_S)
+
+
+class ChunksPublished:
+    """The chunks of one request that are being published, in order, while its slice goes on."""
+
+    def __init__(self) -> None:
+        self._publishing: deque[asyncio.Task[ChunkDenoised]] = deque()
+
+    async def add(self, work: Coroutine[Any, Any, ChunkDenoised]) -> None:
+        """Publish a chunk after those before it; return as soon as it is, or after a moment."""
+        before = self._publishing[-1] if self._publishing else None
+
+        async def publish() -> ChunkDenoised:
+            with contextlib.closing(work):
+                if before is not None:
+                    await before
+                return await work
+
+        self._publishing.append(asyncio.create_task(publish()))
+        await asyncio.wait([self._publishing[-1]], timeout=PUBLISHED_S)
+
+    def take(self) -> list[ChunkDenoised]:
+        """Return the chunks that are published by now, each once; raises the error of one that can't be."""
+        taken = []
+        while self._publishing and self._publishing[0].done():
+            taken.append(self._publishing.popleft().result())
+        return taken
+
+    async def take_all(self) -> list[ChunkDenoised]:
+        """Wait for the remaining chunks; as `take`."""
+        if self._publishing:
+            await asyncio.wait(self._publishing)
+        return self.take()
+
+    def close(self) -> None:
+        """Publish nothing any more."""
+        for task in self._publishing:
+            task.cancel()
+        self._publishing.clear()
 
 
 async def fetch_again(scope: RequestScope, handles: list[RefHandle | None], refs: list[Any], waited_s: float) -> list:

@@ -14,7 +14,7 @@ from typing import Any
 from actors.errors import StageMoved
 from actors.observe.span import Span, Start
 from actors.slices.fragments import FragmentTaker, run_beside
-from actors.slices.handover import fetch_again
+from actors.slices.handover import ChunksPublished, fetch_again
 from actors.slices.messages import ChunkDenoised, Event, InputsTaken, SliceRequest, StageResult
 from actors.slices.references import RefHandle, watch_driver
 from actors.slices.scheduler import Admission
@@ -80,7 +80,7 @@ class StageRunner(SliceVisits):
         key, plan, scope, stages = request.key, request.plan, request.scope, self._where.stages
         machine = StageMachine(plan).with_inputs().at_step(step)
         stage = machine.next_step.stage
-        with self._serve(request, stage):
+        with self._serve(request, stage), contextlib.closing(ChunksPublished()) as publishing:
             # Whatever may wait for the network comes before the place, which other requests could use meanwhile.
             fetch = Start()
             refs = await scope.get(*inputs, state)
@@ -102,14 +102,17 @@ class StageRunner(SliceVisits):
                 yield self._make_first_span(request, stage, start, nbytes)
                 yield InputsTaken(fetched_s + start.elapsed_s, nbytes)
                 for chunk in range(chunks):
-                    yield await self._publish_chunk(request, visit.host_key, chunk)
+                    await self._publish_chunk(request, visit.host_key, chunk, publishing)
                 if isinstance(machine.next_step, Step):
-                    async with contextlib.aclosing(self._run_steps(request, machine, visit.host_key)) as spans:
+                    steps = self._run_steps(request, machine, visit.host_key, publishing)
+                    async with contextlib.aclosing(steps) as spans:
                         async for span in spans:
                             yield span
                 start = Start()
                 done, ref = await self._slice.save("collect", visit.host_key)
                 visit.is_empty = True
+            for event in await publishing.take_all():
+                yield event
             handle = await self.published.publish(scope, ref)
             if isinstance(machine.at_step(done).next_on(stages), HandOver):
                 # The next pool starts from this; if that is lost before its first snapshot, nothing is done twice.
@@ -118,7 +121,7 @@ class StageRunner(SliceVisits):
             yield StageResult(handle, done)
 
     async def _run_steps(
-        self, request: SliceRequest, machine: StageMachine, host_key: str
+        self, request: SliceRequest, machine: StageMachine, host_key: str, publishing: ChunksPublished
     ) -> AsyncGenerator[Span | ChunkDenoised, None]:
         """Run the steps of this pool; more urgent requests may run between two of them."""
         key, plan, scheduler, stages = request.key, request.plan, self.scheduler, self._where.stages
@@ -146,7 +149,9 @@ class StageRunner(SliceVisits):
                     for span in spans:
                         yield span
                     if len(plan.chunk_stops) > 1 and done in plan.chunk_stops:
-                        yield await self._publish_chunk(request, host_key, plan.count_denoised_chunks(done) - 1)
+                        await self._publish_chunk(request, host_key, plan.count_denoised_chunks(done) - 1, publishing)
+                    for chunk in publishing.take():
+                        yield chunk
                     if steps_left and self._drain.is_too_late_for(steps_left * spans[-1].seconds):
                         raise await self._save_and_move(host_key, request)
                     if driver_gone.done():
@@ -170,7 +175,7 @@ class StageRunner(SliceVisits):
                 yield self._make_first_span(request, DECODER, start, nbytes)
                 yield InputsTaken(fetched_s + start.elapsed_s, nbytes)
                 shape, taker = plan.shapes[DECODER], FragmentTaker(self._slice, visit.host_key)
-                call = self._compute(request, DECODER, shape, "decode", visit.host_key, taker.begun)
+                call = self._compute(request, DECODER, shape, "decode", visit.host_key, taker.has_begun)
                 async with run_beside(call) as decoding:
                     while request.fragments and (fragments := await taker.take(decoding)):
                         for fragment in fragments:
@@ -204,7 +209,7 @@ class StageRunner(SliceVisits):
                         yield InputsTaken(start.elapsed_s, nbytes)
                         shape = f"{plan.shapes[DECODER]}, one of {count} chunks"
                         taker = FragmentTaker(self._slice, visit.host_key, next_fragment)
-                        call = self._compute(request, DECODER, shape, "decode", visit.host_key, taker.begun)
+                        call = self._compute(request, DECODER, shape, "decode", visit.host_key, taker.has_begun)
                         async with run_beside(call) as decoding:
                             while request.fragments and (fragments := await taker.take(decoding)):
                                 for fragment in fragments:
@@ -218,11 +223,20 @@ class StageRunner(SliceVisits):
 
     # ----
 
-    async def _publish_chunk(self, request: SliceRequest, host_key: str, chunk: int) -> ChunkDenoised:
-        """Copy the latents of a chunk that is denoised to where `decode_chunks` finds them."""
+    async def _publish_chunk(
+        self, request: SliceRequest, host_key: str, chunk: int, publishing: ChunksPublished
+    ) -> None:
+        """Copy the latents of a chunk that is denoised to where `decode_chunks` finds them.
+
+        The slice goes on while the request's scope doesn't answer.
+        """
         _, ref = await self._slice.save("copy_chunk", host_key, chunk)
-        await request.scope.add_chunk(chunk, await self.published.publish(request.scope, ref))
-        return ChunkDenoised(chunk)
+
+        async def publish() -> ChunkDenoised:
+            await request.scope.add_chunk(chunk, await self.published.publish(request.scope, ref))
+            return ChunkDenoised(chunk)
+
+        await publishing.add(publish())
 
     async def _wait_for_chunk(self, request: SliceRequest, chunk: int) -> Any:
         """Return the reference of a chunk's latents as soon as it is denoised."""

@@ -153,6 +153,28 @@ def test_chunk_that_a_restarted_store_has_lost_is_waited_for_by_nobody(published
     make(at_s=0.0, fault=restart)
 
 
+def test_slice_goes_on_for_others_while_a_driver_s_store_is_silent():
+    with virtual_time() as loop:
+
+        async def live():
+            run = Run(World(loop, 0), requests=0, faults=False, layout_name="one pool", slices=1, drivers=2)
+            await asyncio.sleep(10.0)  # Its replica starts.
+            first, second = (driver.engine for driver in run.drivers)
+            making = asyncio.ensure_future(first.generate(PLAN, id="first"))
+            while run.world.steps.get("first", [(0, 0, 0)])[-1][0] < STEPS - 1:
+                await asyncio.sleep(0.05)
+            run.drivers[0].handle.silent_until_s, start_s = loop.time() + 100.0, loop.time()
+            await second.generate(plan_of(STEPS, "chunks", "video 8", 8), id="second")
+            assert loop.time() - start_s < 50.0
+            assert (await making).mp4 == video_of(PLAN)
+            for engine, id in ((first, "first"), (second, "second")):
+                await engine.forget(id)
+            await asyncio.sleep(30.0)
+            assert not leftovers(run)
+
+        loop.run_until_complete(live())
+
+
 def test_cancelled_request_ends_both_at_any_point():
     _, _, seconds = make()
     for at_s in times(seconds):
