@@ -10,19 +10,9 @@ import transformers
 from wan_tpu.families.helios.published import PUBLISHED
 from wan_tpu.families.shared.tokenizer import train_tokenizer
 from wan_tpu.families.shared.values import set_own_values
+from wan_tpu.families.wan.small import TEXT_ENCODER, TRANSFORMER, VAE
 
-_TEXT_WIDTH = 32
-_TRANSFORMER: dict[str, Any] = {
-    "num_attention_heads": 4,
-    "attention_head_dim": 12,
-    "rope_dim": [4, 4, 4],
-    "text_dim": _TEXT_WIDTH,
-    "freq_dim": 32,
-    "ffn_dim": 96,
-    "num_layers": 2,
-}
-_VAE: dict[str, Any] = {"base_dim": 8, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
-_TEXT_ENCODER: dict[str, Any] = {"d_model": _TEXT_WIDTH, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+_TRANSFORMER = TRANSFORMER | {"num_attention_heads": 4, "attention_head_dim": 12, "rope_dim": [4, 4, 4]}
 
 
 def make_checkpoint(
@@ -45,11 +35,11 @@ def make_checkpoint(
     published = PUBLISHED[kind]
     torch.manual_seed(seed)
     tokenizer = train_tokenizer()
-    text = published.text_encoder | _TEXT_ENCODER | {"vocab_size": len(tokenizer)}
+    text = published.text_encoder | TEXT_ENCODER | {"vocab_size": len(tokenizer)}
     parts: dict[str, Any] = {
         "tokenizer": tokenizer,
         "text_encoder": transformers.UMT5EncoderModel(transformers.UMT5Config(**text)),
-        "vae": diffusers.AutoencoderKLWan.from_config(published.vae | _VAE | (vae or {})),
+        "vae": diffusers.AutoencoderKLWan.from_config(published.vae | VAE | (vae or {})),
         "transformer": diffusers.HeliosTransformer3DModel.from_config(
             published.transformer | _TRANSFORMER | (transformer or {})
         ),

@@ -17,7 +17,7 @@ _HEADS, _HEAD_WIDTH = 2, 24
 _TEXT_WIDTH = 32
 _IMAGE_WIDTH = 40
 
-_TRANSFORMER: dict[str, Any] = {
+TRANSFORMER: dict[str, Any] = {
     "num_attention_heads": _HEADS,
     "attention_head_dim": _HEAD_WIDTH,
     "text_dim": _TEXT_WIDTH,
@@ -25,8 +25,8 @@ _TRANSFORMER: dict[str, Any] = {
     "ffn_dim": 96,
     "num_layers": 2,
 }
-_VAE: dict[str, Any] = {"base_dim": 8, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
-_TEXT_ENCODER: dict[str, Any] = {"d_model": _TEXT_WIDTH, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+VAE: dict[str, Any] = {"base_dim": 8, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
+TEXT_ENCODER: dict[str, Any] = {"d_model": _TEXT_WIDTH, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
 _IMAGE_ENCODER: dict[str, Any] = {
     "hidden_size": _IMAGE_WIDTH,
     "intermediate_size": 64,
@@ -73,7 +73,7 @@ def make_checkpoint(
     torch.manual_seed(seed)
     experts = ["transformer", "transformer_2"] if published.two_experts else ["transformer"]
     clip = published.image_encoder is not None
-    settings = published.transformer | _TRANSFORMER
+    settings = published.transformer | TRANSFORMER
     if clip:
         settings |= {"image_dim": _IMAGE_WIDTH, "added_kv_proj_dim": _HEADS * _HEAD_WIDTH}
         if published.transformer["pos_embed_seq_len"] is not None:
@@ -85,14 +85,14 @@ def make_checkpoint(
     residual = published.vae is VAE_22
     for number, name in enumerate(experts):
         _save_expert(folder / name, settings, seed + number)
-    small_vae = (VAE_22 | {"base_dim": 8, "decoder_base_dim": 8, "num_res_blocks": 1}) if residual else VAE_21 | _VAE
+    small_vae = (VAE_22 | {"base_dim": 8, "decoder_base_dim": 8, "num_res_blocks": 1}) if residual else VAE_21 | VAE
     autoencoder = diffusers.AutoencoderKLWan.from_config(small_vae | (vae or {}))
     set_own_values(autoencoder, seed).save_pretrained(folder / "vae")
     if residual:
         _add_settings(folder / "vae", {"clip_output": False})  # Published files have it; the class never had.
     tokenizer = train_tokenizer()
     tokenizer.save_pretrained(folder / "tokenizer")
-    text = _TEXT_ENCODER | {"vocab_size": len(tokenizer), "d_model": settings["text_dim"]}
+    text = TEXT_ENCODER | {"vocab_size": len(tokenizer), "d_model": settings["text_dim"]}
     config = transformers.UMT5Config(**(published.text_encoder | text))
     set_own_values(transformers.UMT5EncoderModel(config), seed).save_pretrained(folder / "text_encoder")
     if clip:
