@@ -110,7 +110,7 @@ def run(
 ) -> tuple[measure.Load, dict[str, bytes]]:
     """Start the pools, make all videos, stop the pools."""
     deploy(spec)
-    held: list[float] = []
+    store_mibs: list[float] = []
 
     async def all_of_them() -> tuple[measure.Load, dict[str, bytes]]:
         look = asyncio.create_task(looking())
@@ -122,12 +122,12 @@ def run(
     async def looking() -> None:
         while True:
             await asyncio.sleep(0.5)
-            held.append(await asyncio.to_thread(store_mib))
+            store_mibs.append(await asyncio.to_thread(store_mib))
 
     try:
         results = asyncio.run(all_of_them())
         handoffs(spec.settings.name)
-        print(f"  object stores held {statistics.mean(held):.0f} MiB in the mean, {max(held):.0f} at most")
+        print(f"  object stores held {statistics.mean(store_mibs):.0f} MiB in the mean, {max(store_mibs):.0f} at most")
         return results
     finally:
         shut_down(spec.settings.name)

@@ -119,12 +119,12 @@ def measure(checkpoint: str, rank: int, processes: int, coordinator: str) -> Non
     before = kib("VmRSS")
     params = load_component(Checkpoint(checkpoint), model.components["denoise"], "bfloat16", mesh, show).params
     seconds = time.perf_counter() - starts[0]  # The clock starts once headers are read and the module is built.
-    held = 1024 * (kib("VmHWM") - before)
+    peak_bytes = 1024 * (kib("VmHWM") - before)
     own = sum(
         sum({str(shard.index): shard.data.nbytes for shard in array.addressable_shards}.values())
         for array in params.values()
     )
-    print(sum(read) / seconds / 1e9, sum(read) / 1e9, own / 1e9, held / own)
+    print(sum(read) / seconds / 1e9, sum(read) / 1e9, own / 1e9, peak_bytes / own)
 
 
 if __name__ == "__main__":

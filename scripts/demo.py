@@ -119,10 +119,10 @@ def _say(report: BatchReport, spans: list[Span], seen: ReportedStatus, seconds: 
     alone = sum(span.seconds for span in spans if span.kind == "compute")
     print(f"\nThe requests took {figures.summarize()}")
     print(f"All that was computed adds up to {alone:.1f} s; four slices share this machine's cores.")
-    handed = [took for handoffs in seen.handoffs.values() for took, _ in handoffs]
-    if handed:
-        print(f"Inputs went from the object store to the devices {len(handed)} times, on average in "
-              f"{1000 * sum(handed) / len(handed):.0f} ms.")  # fmt: skip
+    handoff_s = [took for handoffs in seen.handoffs.values() for took, _ in handoffs]
+    if handoff_s:
+        print(f"Inputs went from the object store to the devices {len(handoff_s)} times, on average in "
+              f"{1000 * sum(handoff_s) / len(handoff_s):.0f} ms.")  # fmt: skip
     print(f"{seconds:.0f} s in all. In {FOLDER.relative_to(ROOT)}/:")
     videos = [Path(str(result.output)).name for result in report.results]
     print(f"  {', '.join(videos)}: the videos, each with its record")

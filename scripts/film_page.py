@@ -5,8 +5,10 @@
     wan-tpu cluster up --emulate emulated-demo
     wan-tpu serve --layout emulated-demo --model examples/small-wan2.2-i2v --dtype float32
     python scripts/film_page.py --output docs/demo.webp
+    python scripts/film_page.py --stream --output docs/stream.webp
 
-This needs Chromium. The film has one picture for each change of the page, then shows the video at its own pace.
+This needs Chromium. The film has one picture for each change of the page, then shows the video at its own pace. With
+`--stream` it shows one video of the list, at its own pace throughout: it plays while its later frames are decoded.
 """
 
 import argparse
@@ -19,12 +21,13 @@ from pathlib import Path
 
 import imageio.v3 as imageio
 from PIL import Image, ImageDraw, ImageFont
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import FloatRect, Page, sync_playwright
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT, IMAGE = "a red ball rolls to the right over a brown floor", ROOT / "examples" / "ball.png"
 PAGE, CLIP, LABEL, EDGE = (976, 672), (176, 176), 48, 16
 FPS = 8
+STREAM_FRAMES, STREAM_FPS = 161, 5  # Pictures a second, as many as a screenshot's time allows.
 
 
 def main() -> None:
@@ -33,13 +36,23 @@ def main() -> None:
     parser.add_argument("--address", default="http://127.0.0.1:8000", help="of the service")
     parser.add_argument("--demo", type=Path, default=ROOT / "demo", help="where `make demo` left its clips")
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--stream", action="store_true", help="film one video that plays while it is decoded")
     args = parser.parse_args()
+    if args.stream:
+        pictures = _film_stream(args.address)
+        _save(args.output, pictures, STREAM_FPS, quality=40)
+        return
     clips = _clips(args.demo)
     pictures = [_beside(shot, clips, index) for index, shot in enumerate(_film(args.address))]
+    _save(args.output, pictures, FPS, quality=60)
+
+
+def _save(output: Path, pictures: list[Image.Image], fps: int, quality: int) -> None:
+    """Write an animated WebP that goes round."""
     pictures[0].save(
-        args.output, save_all=True, append_images=pictures[1:], duration=1000 // FPS, loop=0, quality=60, method=4
+        output, save_all=True, append_images=pictures[1:], duration=1000 // fps, loop=0, quality=quality, method=4
     )
-    print(f"{args.output}: {len(pictures)} pictures, {args.output.stat().st_size / 1e6:.1f} MB")
+    print(f"{output}: {len(pictures)} pictures, {output.stat().st_size / 1e6:.2f} MB")
 
 
 def _clips(demo: Path) -> list[tuple[str, list[Image.Image]]]:
@@ -87,8 +100,34 @@ def _film(address: str) -> list[Image.Image]:
     return shots
 
 
-def _take_screenshot(page: Page) -> Image.Image:
-    return Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+def _film_stream(address: str) -> list[Image.Image]:
+    """Return pictures of one video of the list, from its last steps until it has been shown to its end."""
+    shots: list[Image.Image] = []
+    with sync_playwright() as playwright:
+        chromium = shutil.which("chromium")
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page(viewport={"width": 420, "height": 720})
+        page.goto(address)
+        page.locator("[name=input_reference]").set_input_files(IMAGE)
+        page.get_by_label("Prompt", exact=True).fill(PROMPT)
+        page.get_by_label("Frames", exact=True).fill(str(STREAM_FRAMES))
+        page.get_by_role("button", name="Make video").click()
+        card = page.locator("article").first
+        card.wait_for()
+        card.scroll_into_view_if_needed()
+        due, after = time.monotonic(), 0
+        while after < 4 * STREAM_FPS:
+            time.sleep(max(0.0, due - time.monotonic()))
+            due = max(due, time.monotonic() - 1) + 1 / STREAM_FPS
+            shots.append(_take_screenshot(page, card.bounding_box()))
+            after += card.get_by_role("button", name="play:").count()
+        browser.close()
+    begin = next(index for index, shot in enumerate(shots) if shot.size == shots[-1].size)
+    return shots[begin:]
+
+
+def _take_screenshot(page: Page, clip: FloatRect | None = None) -> Image.Image:
+    return Image.open(io.BytesIO(page.screenshot(clip=clip))).convert("RGB")
 
 
 def _beside(shot: Image.Image, clips: list[tuple[str, list[Image.Image]]], index: int) -> Image.Image:

@@ -165,13 +165,13 @@ class _Alone:
     """Answers one question after the other, in a thread of LoadGen's."""
 
     def __init__(self, generate: Generate, keep: Callable[[int, bytes], bytes]) -> None:
-        self._generate, self._kept = generate, keep
+        self._generate, self._keep = generate, keep
 
     def issue(self, samples: Sequence[Any]) -> None:
         """Make what LoadGen asks for."""
         for sample in samples:
             try:
-                complete(sample.id, self._kept(sample.index, self._generate(sample.index)))
+                complete(sample.id, self._keep(sample.index, self._generate(sample.index)))
             except Exception as error:
                 stop(error)
 
@@ -194,18 +194,18 @@ class _Together:
         spec = find_spec(args.name)
         if spec is None:
             raise InvalidInput(f"there is no pipeline {args.name!r} on this cluster: wan-tpu status")
-        self._client, self._kept = PipelineClient(spec), keep
+        self._client, self._keep = PipelineClient(spec), keep
         self._plans = [spec.model.plan(request) for request in requests]
         self._room = asyncio.Semaphore(choose_in_flight(None, spec))
-        self._loop, self._asked = asyncio.new_event_loop(), 0
+        self._loop, self._issued = asyncio.new_event_loop(), 0
         self._run = uuid.uuid4().hex  # a name that was used before would go on from where that one was
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def issue(self, samples: Sequence[Any]) -> None:
         """Begin with what LoadGen asks for."""
         for sample in samples:
-            self._asked += 1
-            asyncio.run_coroutine_threadsafe(self._answer(sample.index, sample.id, self._asked), self._loop)
+            self._issued += 1
+            asyncio.run_coroutine_threadsafe(self._answer(sample.index, sample.id, self._issued), self._loop)
 
     def flush(self) -> None:
         """Nothing is held back."""
@@ -215,7 +215,7 @@ class _Together:
             async with self._room:
                 name = f"mlperf-{self._run}-{number}"
                 video = await self._client.generate(self._plans[index], id=name, on_event=lambda span: None)
-            complete(id, await asyncio.to_thread(self._kept, index, video.mp4))
+            complete(id, await asyncio.to_thread(self._keep, index, video.mp4))
         except Exception as error:
             stop(error)
 

@@ -33,7 +33,7 @@ class LiveConsole:
         self._start = time.monotonic()
         self._terminal = sys.stderr.isatty()
         self._lock = threading.Lock()
-        self._shown, self._shown_s = "", self._start
+        self._text, self._shown_s = "", self._start
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="live")
         self._warnings = _Warnings(self)
@@ -85,9 +85,9 @@ class LiveConsole:
                 width = shutil.get_terminal_size().columns - 1
                 sys.stderr.write(f"\r\x1b[2K{f'{self._format_elapsed()} {text}'[:width]}")
                 sys.stderr.flush()
-            elif text and (silent > SILENCE_S or (silent > NEWS_S and text != self._shown)):
+            elif text and (silent > SILENCE_S or (silent > NEWS_S and text != self._text)):
                 print(f"{self._format_elapsed()} {text}", file=sys.stderr, flush=True)
-                self._shown, self._shown_s = text, time.monotonic()
+                self._text, self._shown_s = text, time.monotonic()
 
     def _wipe(self) -> None:
         if self._terminal:

@@ -51,7 +51,7 @@ class PipelineMeters:
         self._clock = clock
         self._replicas = Gauge("wan_replicas", "Replicas, by what they do.", ("pool", "activity"))
         self._drains = Counter("wan_drains", "Slices that were to be taken away: preempted, drained.", ("pool",))
-        self._gone = Counter("wan_replicas_gone", "Replicas that ended, for whatever reason.", ("pool",))
+        self._replicas_gone = Counter("wan_replicas_gone", "Replicas that ended, for whatever reason.", ("pool",))
         self._starts = Counter("wan_starts", "Replicas that are ready.", ("pool",))
         self._start_s = Counter("wan_start_seconds", "What the phases of their starts took.", ("pool", "phase"))
         self._requests = Gauge("wan_requests", "Requests under way.", ("stage",))
@@ -85,7 +85,7 @@ class PipelineMeters:
     @ignore_errors
     def count_gone(self, pool: str) -> None:
         """Count a replica that has ended."""
-        self._gone.inc(tags={"pool": pool})
+        self._replicas_gone.inc(tags={"pool": pool})
 
     @ignore_errors
     def count_end(self, outcome: str) -> None:

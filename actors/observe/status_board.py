@@ -110,7 +110,7 @@ class StatusBoard:
         self._replicas: dict[str, ReplicaStatus] = {}
         self._requests: dict[str, RequestStatus] = {}
         self._drivers: dict[str, frozenset[str]] = {}  # Ids of the requests that each driver has under way.
-        self._named = set[str]()  # Ids that some driver has named.
+        self._known_ids = set[str]()  # Ids that some driver has named.
         # When each replica, request and driver was last reported; the longest ago comes first.
         self._replica_s: dict[str, float] = {}
         self._request_s: dict[str, float] = {}
@@ -162,7 +162,7 @@ class StatusBoard:
         for key in ids:
             self._requests.setdefault(key, RequestStatus(time.time()))
             _renew(self._request_s, key, now)
-        self._named |= ids
+        self._known_ids |= ids
         self._drivers[driver] = ids
         _renew(self._driver_s, driver, now)
 
@@ -205,7 +205,7 @@ class StatusBoard:
             else:
                 self.report_gone(name)
         for key in _list_older(self._request_s, now - EXPIRY_S):
-            if key in self._named or self._request_s[key] < now - UNNAMED_EXPIRY_S:
+            if key in self._known_ids or self._request_s[key] < now - UNNAMED_EXPIRY_S:
                 self._forget_request(key)
         for driver in _list_older(self._driver_s, now - EXPIRY_S):
             del self._driver_s[driver], self._drivers[driver]
@@ -216,7 +216,7 @@ class StatusBoard:
     def _forget_request(self, key: str) -> None:
         self._requests.pop(key, None)
         self._request_s.pop(key, None)
-        self._named.discard(key)
+        self._known_ids.discard(key)
 
     def _share(self, software: dict[str, str]) -> dict[str, str]:
         """Return the dictionary that all replicas with this content share, so that readers get it once."""

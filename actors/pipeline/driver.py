@@ -33,7 +33,7 @@ class PipelineDriver:
         self._renewing: asyncio.Task[None] | None = None
         # By id, of requests that may have snapshots. One that was cancelled may have come again, and a slice may still
         # write a snapshot of the first time.
-        self._kept: dict[str, list[tuple[str, RequestScope]]] = {}
+        self._scopes: dict[str, list[tuple[str, RequestScope]]] = {}
 
     async def generate(
         self,
@@ -71,7 +71,7 @@ class PipelineDriver:
             snapshots = await asyncio.to_thread(name_of, id, plan.request, model)
             with contextlib.closing(self._ref_store.open_scope()) as scope:
                 run = RequestRun(self._connection, id, plan, on_event, priority, scope, snapshots, on_fragment)
-                self._kept.setdefault(id, []).append((run.snapshots, scope))
+                self._scopes.setdefault(id, []).append((run.snapshots, scope))
                 video = await run.run()
             outcome = "done"
             return video
@@ -90,7 +90,7 @@ class PipelineDriver:
 
     async def forget(self, id: str) -> None:
         """Delete the snapshots of a request whose video or failure is durable by now."""
-        scopes = self._kept.pop(id, [])
+        scopes = self._scopes.pop(id, [])
         for _, scope in scopes:
             scope.finish()  # First, so that a slice that still writes a snapshot deletes it afterwards.
         for snapshots in dict.fromkeys(snapshots for snapshots, _ in scopes):

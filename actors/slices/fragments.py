@@ -116,12 +116,12 @@ class FragmentTaker:
         """
         self._slice, self._host_key = slice_, host_key
         self.index, self._may_follow = first, True
-        self.begun = asyncio.Event()
+        self.has_begun = asyncio.Event()
 
     async def take(self, decoding: "asyncio.Task[Any]") -> list[EncodedFragment]:
         """Wait for fragments; return none after the last one, or when `decoding`, the decoder's call, has failed."""
-        if not self.begun.is_set():
-            turn = asyncio.create_task(self.begun.wait())
+        if not self.has_begun.is_set():
+            turn = asyncio.create_task(self.has_begun.wait())
             await asyncio.wait([turn, decoding], return_when=asyncio.FIRST_COMPLETED)
             turn.cancel()
         contents: list[bytes] = []

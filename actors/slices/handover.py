@@ -59,10 +59,10 @@ class ChunksPublished:
 
     def take(self) -> list[ChunkDenoised]:
         """Return the chunks that are published by now, each once; raises the error of one that can't be."""
-        taken = []
+        chunks = []
         while self._publishing and self._publishing[0].done():
-            taken.append(self._publishing.popleft().result())
-        return taken
+            chunks.append(self._publishing.popleft().result())
+        return chunks
 
     async def take_all(self) -> list[ChunkDenoised]:
         """Wait for the remaining chunks; as `take`."""

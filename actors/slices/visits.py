@@ -123,15 +123,21 @@ class SliceVisits:
                 await self._slice.side("drop", visit.host_key)
 
     async def _compute(
-        self, request: SliceRequest, stage: str, shape: str, method: str, arg: str, begun: asyncio.Event | None = None
+        self,
+        request: SliceRequest,
+        stage: str,
+        shape: str,
+        method: str,
+        arg: str,
+        has_begun: asyncio.Event | None = None,
     ) -> tuple[list[Span], tuple[str, ...], Any]:
-        """Keep the devices for one call of the hosts, which sets `begun`; return its spans, warnings and payload."""
+        """Keep the devices for one call, which sets `has_begun`; return its spans, warnings and payload."""
         async with self.scheduler.device.enter(request.priority):
             self._drain.check()
             with self._list_work(request.key, stage):
                 start = Start()
-                if begun is not None:
-                    begun.set()
+                if has_begun is not None:
+                    has_begun.set()
                 (compile_s, warnings), ref = await self._slice.call(method, arg, like=shape)
                 return self._make_spans(request.key, stage, start, compile_s), tuple(warnings), ref
 

@@ -78,7 +78,7 @@ class HostActor:
         return self._runners["lockstep"].run(getattr(self._host, method), *args, keep=self._process == 0)
 
     @ray.method(concurrency_group="lockstep")
-    def gathered(self, method: str, *args: Any) -> tuple[Outcome, Any]:
+    def run_everywhere(self, method: str, *args: Any) -> tuple[Outcome, Any]:
         """Run a method of the object in step with the other hosts, and return the result of every host."""
         return self._runners["lockstep"].run(getattr(self._host, method), *args)
 

@@ -170,7 +170,7 @@ class Slice:
 
     def gather(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Run a method as `call` does in lockstep, and return each host's result, in the order of `hosts`."""
-        outcomes, _ = self._call_all("gathered", method, args, "lockstep", timeout_s=timeout_s)
+        outcomes, _ = self._call_all("run_everywhere", method, args, "lockstep", timeout_s=timeout_s)
         return [outcome.value for outcome in outcomes]
 
     def _call_all(

@@ -120,8 +120,8 @@ def _way(pipeline: Any, conditions: torch.Tensor, texts: torch.Tensor, *, seed: 
                 torch.full((2 * len(x),), float(here)),
                 torch.cat([texts, empty]),
             )
-            asked, unasked = both.chunk(2)
-            x = x + (there - here) * (unasked + sizes.GUIDANCE * (asked - unasked))
+            with_text, without_text = both.chunk(2)
+            x = x + (there - here) * (without_text + sizes.GUIDANCE * (with_text - without_text))
         points.append(x)
     print(f"the model's own way: {seed + len(x)} clips", flush=True)
     return torch.stack(points)

@@ -30,9 +30,9 @@ def write_examples(folder: Path) -> Path:
             lines.append(_request(f"{name}-2", f"{name}.png", opposite(scene)))
     zigzag = draw_zigzag(SEED, _ZIGZAG, held_out=True, width=64)
     Image.fromarray(first_frame(zigzag)).save(folder / "zigzag.png")
-    asked = {**_request("zigzag", "zigzag.png", zigzag), "prompt": zigzag_caption(zigzag)}
-    lines.append({**asked, "loras": [_ADAPTER.format(side=side) for side in ("high", "low")]})
-    lines.append({**asked, "id": "zigzag-without-adapter"})
+    first = {**_request("zigzag", "zigzag.png", zigzag), "prompt": zigzag_caption(zigzag)}
+    lines.append({**first, "loras": [_ADAPTER.format(side=side) for side in ("high", "low")]})
+    lines.append({**first, "id": "zigzag-without-adapter"})
     manifest = folder / "scenes.jsonl"
     manifest.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return manifest

@@ -149,11 +149,11 @@ def draw_sheet(run: Run, model: Trained, step: int, scenes: int = 3) -> None:
     pipeline = pipeline_of(model)
     pipeline.set_progress_bar_config(disable=True)
     drawn = [draw_scene(run.seed, i, held_out=True, width=64) for i in range(scenes)]
-    asked = [each for scene in drawn for each in (scene, opposite(scene))]
-    clips = [generate(pipeline, scene, seed=i, device=run.device) for i, scene in enumerate(asked)]
-    scores = [score(clip, scene) for clip, scene in zip(clips, asked, strict=True)]
+    pairs = [each for scene in drawn for each in (scene, opposite(scene))]
+    clips = [generate(pipeline, scene, seed=i, device=run.device) for i, scene in enumerate(pairs)]
+    scores = [score(clip, scene) for clip, scene in zip(clips, pairs, strict=True)]
     print(f"held-out scenes after {step} steps: {np.mean([each.whole for each in scores]):.2f} of sub-scores right")
-    save_rows(run.folder / f"experts-{step:06d}.png", clips, [caption(scene) for scene in asked])
+    save_rows(run.folder / f"experts-{step:06d}.png", clips, [caption(scene) for scene in pairs])
 
 
 def generate(

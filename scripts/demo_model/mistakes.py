@@ -46,9 +46,9 @@ def _swap(checkpoint: Path) -> None:
     first.with_suffix(".aside").rename(second)
 
 
-def _only(kept: int) -> Callable[[Path], None]:
+def _only(expert: int) -> Callable[[Path], None]:
     def damage(checkpoint: Path) -> None:
-        shutil.copyfile(checkpoint / _EXPERTS[kept] / _WEIGHTS, checkpoint / _EXPERTS[1 - kept] / _WEIGHTS)
+        shutil.copyfile(checkpoint / _EXPERTS[expert] / _WEIGHTS, checkpoint / _EXPERTS[1 - expert] / _WEIGHTS)
 
     return damage
 
@@ -117,9 +117,9 @@ def find_lowered(right: Sequence[ScoredClip], wrong: Sequence[ScoredClip]) -> li
 
 def _forgetful(pipeline: Pipeline, request: GenerationRequest) -> np.ndarray:
     plan = pipeline.plan(request)
-    state = begun = pipeline.initial_state(plan)
+    state = first_state = pipeline.initial_state(plan)
     conditioning = pipeline.encode(plan)
     for expert in plan.experts:
-        state = dataclasses.replace(state, history=begun.history)
+        state = dataclasses.replace(state, history=first_state.history)
         state = pipeline.denoise(plan, conditioning, state, stop=expert.stop)
     return np.concatenate(list(pipeline.decode(state.latents)))

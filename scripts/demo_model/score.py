@@ -104,8 +104,8 @@ def _motion(actor: Track, scene: Scene) -> tuple[float, tuple[str, int], float]:
         return 0.0, ("nothing", 0), 0.0
     got = (actor.states - actor.states[0]) * (1, 1, 2)
     # What both directions share, such as a bounce's height, says nothing about which of them it is.
-    asked, other_way = _moves(scene, times), _moves(opposite(scene), times)
-    shared, own = (asked + other_way) / 2, (asked - other_way) / 2
+    right_way, other_way = _moves(scene, times), _moves(opposite(scene), times)
+    shared, own = (right_way + other_way) / 2, (right_way - other_way) / 2
     amplitude = float(((got - shared) * own).sum() / (own * own).sum())
     candidates: dict[tuple[str, int], np.ndarray] = {("nothing", 0): np.zeros_like(got)}
     for kind in KINDS:
@@ -124,8 +124,8 @@ def _distance(got: np.ndarray, expected: np.ndarray, actor: Track) -> float:
 def _stands(track: Track) -> bool:
     if track.seen.mean() < _SEEN:
         return False
-    moved = np.hypot(*(track.states[track.seen] - track.states[track.seen][0])[:, :2].T)
-    return bool(np.median(moved) <= _OTHERS_MOVE)
+    distances = np.hypot(*(track.states[track.seen] - track.states[track.seen][0])[:, :2].T)
+    return bool(np.median(distances) <= _OTHERS_MOVE)
 
 
 def _outline_right(share: np.ndarray, actor: Track, scene: Scene) -> bool:

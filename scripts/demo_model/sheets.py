@@ -33,7 +33,7 @@ def save_rows(file: Path, clips: Sequence[np.ndarray], titles: Sequence[str] | N
 
 def _row(clip: np.ndarray) -> Image.Image:
     frames = clip if clip.dtype == np.uint8 else to_uint8(np.clip(clip, 0, 1))
-    shown = spread_evenly(len(frames), _SHOWN)
+    indices = spread_evenly(len(frames), _SHOWN)
     return contact_sheet(
-        [Image.fromarray(frames[i]) for i in shown], [frame_label(i, FPS) for i in shown], columns=_SHOWN
+        [Image.fromarray(frames[i]) for i in indices], [frame_label(i, FPS) for i in indices], columns=_SHOWN
     )

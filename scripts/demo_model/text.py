@@ -28,11 +28,11 @@ def train_tokenizer(seed: int) -> transformers.T5TokenizerFast:
     The words are counted, not found by expectation maximisation: tokenizers' trainer, on a grammar of 60 words, keeps
     letters and drops words.
     """
-    counted = Counter(all_words())  # each word of the grammar is known, whatever was drawn
+    counts = Counter(all_words())  # each word of the grammar is known, whatever was drawn
     for i in range(_SENTENCES):
-        counted.update(re.findall(r"\w+|,", caption(draw_scene(seed, i, held_out=False))))
-    total = sum(counted.values())
-    words = {word if word == "," else f"▁{word}": math.log(n / total) for word, n in counted.most_common()}
+        counts.update(re.findall(r"\w+|,", caption(draw_scene(seed, i, held_out=False))))
+    total = sum(counts.values())
+    words = {word if word == "," else f"▁{word}": math.log(n / total) for word, n in counts.most_common()}
     letters = dict.fromkeys(["▁", *string.ascii_letters, *string.digits, *string.punctuation], _RARE)
     vocabulary = [(name, 0.0) for name in ("<pad>", "</s>", "<unk>")] + list((letters | words).items())
     return transformers.T5TokenizerFast(vocab=vocabulary, extra_ids=0, model_max_length=sizes.TEXT_TOKENS)

@@ -114,11 +114,11 @@ def encode_clips(run: Run, count: int = sizes.SCENES, chunk: int = 8) -> None:
             continue
         file.parent.mkdir(exist_ok=True)
         scenes = [draw_scene(run.seed, i, held_out=False) for i in indices]
-        asked = as_pixels([render(scene) for scene in scenes], run.device)
+        pixels = as_pixels([render(scene) for scene in scenes], run.device)
         other = as_pixels([render(opposite(scene)) for scene in scenes], run.device)
-        known = asked.clone()
+        known = pixels.clone()
         known[:, :, 1:] = 0  # as the pipeline's condition is: the first frame and grey
-        both = torch.cat([asked, other, known]).contiguous(memory_format=torch.channels_last_3d)
+        both = torch.cat([pixels, other, known]).contiguous(memory_format=torch.channels_last_3d)
         means = vae.encode(both).mode().cpu().half().unflatten(0, (3, -1))
         state = {
             "clips": means[:2],

@@ -87,7 +87,7 @@ def _head(length: int) -> jax.ShapeDtypeStruct:
 def sparse(tokens: int, blocks: int) -> Case:
     """Return sparse_tiles of `tokens`, whole grid steps, to themselves, by lists of that many blocks of keys."""
     x = jax.ShapeDtypeStruct((1, tokens, D), jnp.bfloat16)
-    listed = -(-blocks // TOGETHER) * TOGETHER
-    lists = jax.ShapeDtypeStruct((tokens // STEP, PAIRS, STEP // QUERIES // PAIRS * listed), jnp.int32)
+    padded = -(-blocks // TOGETHER) * TOGETHER
+    lists = jax.ShapeDtypeStruct((tokens // STEP, PAIRS, STEP // QUERIES // PAIRS * padded), jnp.int32)
     tile = SparseTile(width=D, shared=1, kv_len=tokens, count=blocks, multiplier=1.0)
     return lambda q, k, v, lists: sparse_tiles(q, k, v, lists, tile, 1, (0, 0, 0), False), (x, x, x, lists)

@@ -36,8 +36,8 @@ def table(chip: str) -> Iterator[Row]:
     yield ours(chip, "optimistic", None, width=64)
     yield ours(chip, "optimistic", None, counted=True)
     yield ours(chip, "optimistic", CHIPS[chip].matrix_8_bits)
-    for kept in (118, 177):  # 10 and 15 % of 75,600 tokens
-        yield sparse(chip, kept)
+    for blocks in (118, 177):  # 10 and 15 % of 75,600 tokens
+        yield sparse(chip, blocks)
     for peer in ("splash", "tokamax"):
         yield _count(chip, peer, PEER_TILE["block_q"], PEER_TILE["block_kv"], PEER_TILE)
 
@@ -75,10 +75,10 @@ def ours(
     return _count(chip, "ours", blocks.block_q, blocks.block_kv, options, variant)
 
 
-def sparse(chip: str, kept: int, tokens: int = 75_776) -> Row:
+def sparse(chip: str, blocks: int, tokens: int = 75_776) -> Row:
     """Count block-sparse attention with so many blocks of keys in a list: a grid step is 512 queries."""
-    options = {"tokens": tokens, "blocks": kept}
-    return _count(chip, "sparse", STEP, kept * KEYS, options, f"{kept} blocks")
+    options = {"tokens": tokens, "blocks": blocks}
+    return _count(chip, "sparse", STEP, blocks * KEYS, options, f"{blocks} blocks")
 
 
 def _count(chip: str, function: str, block_q: int, block_kv: int, options: dict[str, Any], variant: str = "") -> Row:

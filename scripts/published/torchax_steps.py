@@ -80,8 +80,8 @@ def step(
     def plain(module: torch.nn.Module, **inputs: Any) -> Any:
         return module(**inputs, return_dict=False)[0]
 
-    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    params = {name: _abstract(tensor, _spec(name, shardings), mesh) for name, tensor in named.items()}
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    params = {name: _abstract(tensor, _spec(name, shardings), mesh) for name, tensor in tensors.items()}
 
     def run(params: dict[str, jax.Array], arguments: dict[str, jax.Array]) -> Any:
         bridge.torchax.default_env().override_op_definition(

@@ -92,13 +92,13 @@ def pool_figures(layout: Layout, load: Load, planned_s: Mapping[str, float] | No
     figures = []
     for pool in layout.pools:
         spans = [s for s in load.spans if s.pool == pool.name and s.kind == "compute"]
-        taken = {stage: sum(s.seconds for s in spans if s.stage == stage) / load.requests for stage in pool.stages}
-        plan = taken if planned_s is None else {stage: planned_s[stage] for stage in pool.stages}
+        seconds = {stage: sum(s.seconds for s in spans if s.stage == stage) / load.requests for stage in pool.stages}
+        plan = seconds if planned_s is None else {stage: planned_s[stage] for stage in pool.stages}
         inside = {
             stage: sum(max(0.0, min(s.end_s, end) - max(s.start_s, start)) for s in spans if s.stage == stage)
             for stage in pool.stages
         }
-        done = sum(inside[stage] * plan[stage] / taken[stage] for stage in pool.stages if taken[stage])
+        done = sum(inside[stage] * plan[stage] / seconds[stage] for stage in pool.stages if seconds[stage])
         time_s = pool.replicas.minimum * (end - start)
         figures.append(
             PoolFigures(

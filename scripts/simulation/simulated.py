@@ -89,7 +89,7 @@ class Planned:
 
 
 @dataclasses.dataclass
-class _Held:
+class _Work:
     """A request's inputs, copied out of the object store as onto devices, and how far it is."""
 
     request: ResolvedRequest
@@ -106,7 +106,7 @@ class SimulatedHost:
         self._planned = Planned.load(Path(checkpoint))
         self._stages = hosted
         self._report = report
-        self._held: dict[str, _Held] = {}
+        self._work: dict[str, _Work] = {}
         self._fragments = FragmentQueues()
 
     def software(self) -> dict[str, str]:
@@ -130,7 +130,7 @@ class SimulatedHost:
 
     def encode_image(self, key: str) -> Output:
         """Wait for an image's seconds: ((0, no warnings), `ImageCondition`)."""
-        request = self._held.pop(key).request
+        request = self._work.pop(key).request
         with self._lasting(self._planned.image_s):
             _, channels, *rest = MODEL.latent_shape(request)
             condition = np.full((1, 4 + channels, *rest), request.seed, np.float32)
@@ -138,26 +138,26 @@ class SimulatedHost:
 
     def begin(self, key: str) -> tuple[float]:
         """Check that the next step is to run here; no time is spent compiling."""
-        held = self._held[key]
-        assert held.plan is not None
-        expert = held.plan.expert_at(held.step)
+        work = self._work[key]
+        assert work.plan is not None
+        expert = work.plan.expert_at(work.step)
         if expert.stage not in self._stages:
             raise InvalidRequest(f"{expert.stage} is not hosted here ({', '.join(self._stages)})")
         return (0.0,)
 
     def step(self, key: str) -> tuple[float, int]:
         """Wait for a step's seconds: (0, how many are done)."""
-        held = self._held[key]
+        work = self._work[key]
         with self._lasting(self._planned.step_s):
             self.begin(key)  # refuses a step of another pool's
-        held.step += 1
-        return 0.0, held.step
+        work.step += 1
+        return 0.0, work.step
 
     def decode(self, key: str) -> Output:
         """Wait for a video's seconds: ((0, no warnings), `EncodedVideo`), whose bytes say that they are none."""
-        held = self._held.pop(key)
+        work = self._work.pop(key)
         with self._lasting(self._planned.decode_s):
-            label = simulated_video(held.request)
+            label = simulated_video(work.request)
             content = label + b"\0" * (self._planned.mp4_bytes - len(label))
             with self._fragments.fill(key) as on_fragment:
                 if on_fragment is not None:
@@ -174,7 +174,7 @@ class SimulatedHost:
 
     def prepare_encode(self, key: str, request: ResolvedRequest) -> int:
         """Hold what the encoder needs; return the bytes of the pixels."""
-        self._held[key] = _Held(request, [])
+        self._work[key] = _Work(request, [])
         return 3 * 4 * request.height * request.width
 
     def prepare_denoise(
@@ -188,18 +188,18 @@ class SimulatedHost:
     ) -> int:
         """Copy a request's inputs; return the bytes of all payloads."""
         request = plan.request
-        held = _Held(request, [], plan=plan)
+        work = _Work(request, [], plan=plan)
         for text, payload in ((request.prompt, prompt), (request.negative_prompt, negative)):
-            held.arrays += _check_payload(payload, TextEmbedding, _mark(text))
-        held.arrays += _check_payload(image, ImageCondition, request.seed)
+            work.arrays += _check_payload(payload, TextEmbedding, _mark(text))
+        work.arrays += _check_payload(image, ImageCondition, request.seed)
         if state is None:
             noise = np.full(MODEL.latent_shape(request), request.seed, np.float32)
             terms = MODEL.schedule(request).history_terms
-            held.arrays += [noise, *(np.zeros_like(noise) for _ in range(terms))]
+            work.arrays += [noise, *(np.zeros_like(noise) for _ in range(terms))]
         else:
-            held.arrays += _check_payload(state, DenoiseState, request.seed)
-            held.step = state.step or 0
-        self._held[key] = held
+            work.arrays += _check_payload(state, DenoiseState, request.seed)
+            work.step = state.step or 0
+        self._work[key] = work
         return sum(payload.nbytes for payload in (prompt, negative, image, state) if payload is not None)
 
     def prepare_decode(
@@ -210,7 +210,7 @@ class SimulatedHost:
             raise InvalidRequest("a simulated video has no chunks")
         if state.step != request.steps or state.arrays["latents"].shape != MODEL.latent_shape(request):
             raise InvalidRequest(f"the decoder was given step {state.step}; this request needs step {request.steps}")
-        self._held[key] = _Held(request, _check_payload(state, DenoiseState, request.seed), request.steps)
+        self._work[key] = _Work(request, _check_payload(state, DenoiseState, request.seed), request.steps)
         if fragments:
             self._fragments.open(key)
         return state.nbytes
@@ -221,7 +221,7 @@ class SimulatedHost:
 
     def snapshot(self, key: str) -> Output:
         """Copy out the state: (step, `DenoiseState`)."""
-        return self._state(self._held[key], history=True)
+        return self._state(self._work[key], history=True)
 
     def copy_chunk(self, key: str, chunk: int) -> Output:
         """Raise `InvalidRequest`: a simulated video has no chunks."""
@@ -229,17 +229,17 @@ class SimulatedHost:
 
     def collect(self, key: str) -> Output:
         """Copy out the state and let go of it: (step, `DenoiseState`), after the last step without history."""
-        held = self._held.pop(key)
-        return self._state(held, history=held.step < held.request.steps)
+        work = self._work.pop(key)
+        return self._state(work, history=work.step < work.request.steps)
 
     def drop(self, key: str) -> None:
         """Let go of a request, if it is here."""
-        self._held.pop(key, None)
+        self._work.pop(key, None)
         self._fragments.drop(key)
 
     def list_keys(self) -> list[str]:
         """Return the requests that are held here."""
-        return sorted({*self._held, *self._fragments.list_keys()})
+        return sorted({*self._work, *self._fragments.list_keys()})
 
     def start_profile(self, run: str) -> None:
         """Raise `InvalidRequest`: nothing is computed."""
@@ -257,10 +257,10 @@ class SimulatedHost:
     def _lasting(self, seconds: float) -> "_Lasting":
         return _Lasting(seconds / self._planned.speed)
 
-    def _state(self, held: _Held, *, history: bool) -> Output:
-        terms = MODEL.schedule(held.request).history_terms
-        arrays = held.arrays[-1 - terms :]
-        return Output(held.step, pack(DenoiseState(arrays[0], tuple(arrays[1:]) if history else (), held.step)))
+    def _state(self, work: _Work, *, history: bool) -> Output:
+        terms = MODEL.schedule(work.request).history_terms
+        arrays = work.arrays[-1 - terms :]
+        return Output(work.step, pack(DenoiseState(arrays[0], tuple(arrays[1:]) if history else (), work.step)))
 
 
 class _Lasting:

@@ -69,13 +69,13 @@ async def soak(
     """
     pipeline, samples = PipelineDriver(spec), []
     for first in range(0, requests, a_round):
-        wanted = {f"s{i}": request(i, image) for i in range(first, min(first + a_round, requests))}
-        _, videos = await measure.run(pipeline, wanted, IN_FLIGHT)
-        for key, sent in wanted.items():
+        batch = {f"s{i}": request(i, image) for i in range(first, min(first + a_round, requests))}
+        _, videos = await measure.run(pipeline, batch, IN_FLIGHT)
+        for key, sent in batch.items():
             if not videos[key].startswith(simulated_video(sent)):
                 raise AssertionError(f"{key} has another request's video")
         left = await _wait_until_settled()
-        samples.append(dataclasses.replace(sample(temp, first + len(wanted)), store_mib=left))
+        samples.append(dataclasses.replace(sample(temp, first + len(batch)), store_mib=left))
         tell(samples[-1])
     return samples
 

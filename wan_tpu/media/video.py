@@ -223,15 +223,15 @@ class ContactSheet:
     """Collects evenly spaced frames of a stream and draws them as one PNG, each with its number and time."""
 
     def __init__(self, total_frames: int, fps: float) -> None:
-        self._wanted = fill_rows(total_frames, CONTACT_SHEET_FRAMES)
-        self._labels = [frame_label(index, fps) for index in self._wanted]
+        self._indices = fill_rows(total_frames, CONTACT_SHEET_FRAMES)
+        self._labels = [frame_label(index, fps) for index in self._indices]
         self._seen = 0
         self._frames: list[np.ndarray] = []
 
     def add(self, frames: np.ndarray) -> None:
         """Look at the next frames, uint8 [T, H, W, 3], and keep the wanted ones."""
         for frame in frames:
-            if self._seen in self._wanted:
+            if self._seen in self._indices:
                 self._frames.append(frame)
             self._seen += 1
 

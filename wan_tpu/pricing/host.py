@@ -68,5 +68,5 @@ def _denoise_seconds(spec: ModelSpec, request: ResolvedRequest) -> float:
     if spec.chunk_frames is not None:
         return sum(expert_seconds(spec, request, expert) for expert in experts)
     numbers = math.prod(spec.latent_shape(request))
-    handed = numbers * (1 + spec.schedule(request).history_terms)
-    return _NOISE_S * numbers + _COPY_S * handed * len(experts)
+    copied_numbers = numbers * (1 + spec.schedule(request).history_terms)
+    return _NOISE_S * numbers + _COPY_S * copied_numbers * len(experts)

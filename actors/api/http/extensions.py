@@ -38,7 +38,7 @@ async def extend(request: Request, service: Served, caller: Maker, key: Idempote
 @router.post("/edits", include_in_schema=False)
 @router.post("/characters", include_in_schema=False)
 @router.get("/characters/{name}", include_in_schema=False)
-async def unsupported(request: Request, caller: Watcher) -> Response:
+async def refuse_unsupported(request: Request, caller: Watcher) -> Response:
     """Say what this service doesn't do, and what does something like it."""
     feature = request.url.path.split("/")[3]
     raise HttpError(400, f"no model of this service has {feature}; {_INSTEAD[feature]}", code="unsupported")

@@ -65,7 +65,7 @@ class ProxyLimits:
                 await self._app(scope, exchange.receive, exchange.send)
             exchange.check()
         except HttpError as error:
-            if exchange.begun:  # Part of an answer has been sent.
+            if exchange.has_begun:  # Part of an answer has been sent.
                 return
             refusal = answer(error)
             if not with_body:
@@ -109,7 +109,7 @@ class _Exchange:
 
     def __init__(self, receive: Receive, send: Send, small: int) -> None:
         self._receive, self._send, self._small = receive, send, small
-        self.begun = self._is_unavailable = False
+        self.has_begun = self._is_unavailable = False
         self.body: IncomingRequest | None = None
         self.counted = contextlib.ExitStack()
         self._failure: HttpError | None = None
@@ -137,7 +137,7 @@ class _Exchange:
                 message["status"] == 404 or message["status"] >= 500
             )
         if not self._is_unavailable and self._failure is None:
-            self.begun = True
+            self.has_begun = True
             await self._send(message)
 
     def check(self) -> None:

@@ -32,7 +32,7 @@ class Fragments:
     def __init__(self, queue: WorkQueue, storage: Storage, job: Job) -> None:
         self._queue, self._storage, self._job = queue, storage, job
         self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()
-        self._held: deque[Fragment] = deque()
+        self._waiting: deque[Fragment] = deque()
         self._latest: tuple[int, int] | None = None  # Run and index of the fragment that came last,
         self._stored: tuple[int, int] | None = None  # and of the one that was stored last.
         self._finishing = self._failed = False
@@ -52,7 +52,7 @@ class Fragments:
         """Take the next fragment, in any thread."""
         if not self._failed:
             self._latest = fragment.run, fragment.index
-            self._held.append(fragment)
+            self._waiting.append(fragment)
             self._loop.call_soon_threadsafe(self._news.set)
 
     def look(self) -> None:
@@ -89,11 +89,11 @@ class Fragments:
 
     def _take(self) -> Fragment | None:
         """Return the next fragment to store, if there is one and a client watches."""
-        while self._held and self._latest is not None and self._held[0].run != self._latest[0]:
-            self._held.popleft()  # Its decoder was lost, and another one has begun again.
-        if sum(len(fragment.content) for fragment in self._held) > _MAX_HELD_BYTES:
+        while self._waiting and self._latest is not None and self._waiting[0].run != self._latest[0]:
+            self._waiting.popleft()  # Its decoder was lost, and another one has begun again.
+        if sum(len(fragment.content) for fragment in self._waiting) > _MAX_HELD_BYTES:
             raise WanTpuError(f"more than {_MAX_HELD_BYTES} bytes wait to be stored")
-        return self._held.popleft() if self._held and self._job.watched_at is not None else None
+        return self._waiting.popleft() if self._waiting and self._job.watched_at is not None else None
 
     async def _store(self, fragment: Fragment) -> None:
         digest = await asyncio.to_thread(lambda: hashlib.sha256(fragment.content).hexdigest())
@@ -114,7 +114,7 @@ class Fragments:
     def _fail(self) -> None:
         self._failed = True
         self._latest = self._stored = None
-        self._held.clear()
+        self._waiting.clear()
 
     async def _insist(self, change: Callable[..., Any], *args: Any) -> None:
         """Change the database, however long it is unavailable: the job waits for it as well."""

@@ -253,7 +253,7 @@ class Run:
         lost = {name.rpartition(" ")[0] for name in held}
         lost |= {stream._args[0].key for stream in replica.streams}
         for driver in self.drivers:
-            scopes = {scope._number: id_ for id_, kept in driver.engine._kept.items() for _, scope in kept}
+            scopes = {scope._number: id_ for id_, kept in driver.engine._scopes.items() for _, scope in kept}
             for number, there in driver.ref_store._scopes.items():
                 if any(ref.owner is replica.process for ref in there.values()):
                     lost.add(scopes.get(number, ""))

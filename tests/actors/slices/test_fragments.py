@@ -100,7 +100,7 @@ class Hosts:
 async def read(hosts, decode):
     """Return the fragments of a video that `decode` makes, and what that returns."""
     taker, taken = FragmentTaker(hosts, "cat 1"), []
-    async with run_beside(decode(taker.begun)) as decoding:
+    async with run_beside(decode(taker.has_begun)) as decoding:
         while some := await taker.take(decoding):
             taken += some
         return taken, await decoding

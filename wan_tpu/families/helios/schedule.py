@@ -120,6 +120,6 @@ def _dmd(timesteps: np.ndarray, sigmas: np.ndarray) -> Schedule:
     x, x0, start = np.eye(3)
     matrices = []
     for i, following in enumerate((*here[1:], 0.0)):
-        begun = x if i == 0 else start
-        matrices.append(np.stack([(1 - following) * x0 + following * begun, begun]))
+        noisy = x if i == 0 else start
+        matrices.append(np.stack([(1 - following) * x0 + following * noisy, noisy]))
     return make_schedule(rounded, here, np.stack(matrices))
