@@ -101,6 +101,9 @@ FILLED = (
 )
 
 
+_LEAST_NOISE = 1e-6  # Schedules divide by noise levels in float32, which has no much smaller ones.
+
+
 def _check_text(text: str, info: ValidationInfo) -> str:
     try:
         text.encode()
@@ -112,7 +115,7 @@ def _check_text(text: str, info: ValidationInfo) -> str:
 
 def _check_sigmas(sigmas: object) -> tuple[float, ...]:
     """Return noise levels as a tuple; raises `InvalidRequest`."""
-    form = "give at most 1000 falling numbers from 1 to more than 0"
+    form = f"give at most 1000 falling numbers from 1 to {_LEAST_NOISE:f}"
     if not isinstance(sigmas, list | tuple | np.ndarray) or not 1 <= len(sigmas) <= MAX_STEPS:
         raise InvalidRequest(f"sigmas is {str(sigmas)[:60]}; {form}", "sigmas")
     values = [sigma.item() if isinstance(sigma, np.generic) else sigma for sigma in sigmas]
@@ -121,7 +124,7 @@ def _check_sigmas(sigmas: object) -> tuple[float, ...]:
     ):
         raise InvalidRequest(f"sigmas has something that is no number; {form}", "sigmas")
     for before, sigma in zip([math.nextafter(1, 2), *values], values, strict=False):
-        if not 0 < sigma < before:
+        if not _LEAST_NOISE <= sigma < before:
             raise InvalidRequest(f"sigmas has {sigma:g} after {before:g}; {form}", "sigmas")
     return tuple(map(float, values))
 
@@ -202,7 +205,7 @@ class GenerationRequest:
     sigmas: Annotated[Sequence[float], PlainValidator(_check_sigmas)] | None = Field(
         default=None, examples=[[1.0, 0.75, 0.5, 0.25]]
     )
-    """The noise level of each step, falling from at most 1 to above 0, in place of `steps` and `shift`."""
+    """The noise level of each step, falling from at most 1 to a millionth at least, in place of `steps` and `shift`."""
     switch_step: int | None = Field(default=None, ge=0, le=MAX_STEPS)
     """The low-noise expert's first step, counted from 0, of models with two experts."""
     cache: Annotated[str, AfterValidator(lambda cache: str(parse_magcache(cache)))] | None = Field(
