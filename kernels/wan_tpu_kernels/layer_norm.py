@@ -27,6 +27,7 @@ def layer_norm(
     *,
     eps: float,
     first_rows: jax.Array | int = 0,
+    rows: int | None = None,
     rounded: Any = None,
     centred: bool = True,
     dtype: Any = None,
@@ -39,19 +40,20 @@ def layer_norm(
         scale, shift: [M, C], one row for each segment of the rows of x.
         eps: Added to the variance.
         first_rows: Ends (exclusive) of the first M - 1 segments of rows, [M - 1], or a number for two segments.
+        rows: How many rows are normalised, the first ones; all of x if None.
         rounded: An 8-bit type, to return `Rounded` rows of it.
         centred: False leaves the mean in: x / sqrt(mean square + eps) * scale + shift.
         dtype: The result's.
         interpret: As for `pallas_call`.
     """
-    rows, channels = x.shape
+    rows, channels = rows or x.shape[0], x.shape[1]
     dtype = rounded or dtype or x.dtype
     block = even_block(rows, ROWS, sublanes(dtype))
     steps = pl.cdiv(rows, block)
     tile = pl.BlockSpec((block, channels), lambda i: (i, 0))
     patterns = [row_patterns(vector, first_rows) for vector in (scale, shift)]
     whole = pl.BlockSpec(patterns[0].shape, lambda i: (0, 0))
-    out = [jax.ShapeDtypeStruct(x.shape, dtype)]
+    out = [jax.ShapeDtypeStruct((rows, channels), dtype)]
     out_specs = [tile]
     if rounded is not None:
         out.append(jax.ShapeDtypeStruct((rows, LANES), jnp.float32))
@@ -79,11 +81,13 @@ def layer_norm_reference(
     *,
     eps: float,
     first_rows: jax.Array | int = 0,
+    rows: int | None = None,
     rounded: Any = None,
     centred: bool = True,
     dtype: Any = None,
 ) -> jax.Array | Rounded:
     """Compute the same as `layer_norm`, in plain jnp."""
+    x = x[:rows]
     rows = x.shape[0]
     normed = _normalise(x.astype(jnp.float32), eps, centred)
     scaled = normed * modulation_row(scale, 0, rows, first_rows) + modulation_row(shift, 0, rows, first_rows)

@@ -61,7 +61,7 @@ def linear(
         layer: int32 [], which of the weights is read. A slice of them would be a copy, because XLA doesn't fuse it with
             a kernel.
         activation: None, "gelu_tanh" or "swiglu".
-        residual: [L, O].
+        residual: [L, O], or with more rows: they are part of the result, which then takes the residual's place.
         gate: [M, O], only with a residual; ones by default. It has one row for each segment of the rows of x.
         first_rows: Ends (exclusive) of the first M - 1 segments of rows, [M - 1], or a number for two segments.
         groups: With more than one, the result is [groups, L, O/groups].
@@ -69,7 +69,7 @@ def linear(
         interpret: As for `pallas_call`.
 
     Returns:
-        [L, O] in `dtype`.
+        [L, O] in `dtype`, or with all rows of the residual.
     """
     halves = 2 if activation == SWIGLU else 1
     inputs, outputs = weight.shape[-1], weight.shape[-2] // halves
@@ -136,7 +136,10 @@ def linear(
     suffixes = ["8_bits"] if rounded is not None else []
     suffixes += [activation] if activation is not None else []
     suffixes += ["residual"] if residual is not None else []
-    out_shape = (rows, outputs) if groups == 1 else (groups, rows, outputs // groups)
+    out_shape: tuple[int, ...] = (rows, outputs) if groups == 1 else (groups, rows, outputs // groups)
+    aliases = {}
+    if residual is not None and len(residual) > rows:
+        out_shape, aliases = residual.shape, {len(arrays) - 3 + (layer is not None): 0}
     layers = [] if layer is None else [jnp.asarray(layer, jnp.int32).reshape(1)]
     return pl.pallas_call(
         functools.partial(
@@ -148,9 +151,11 @@ def linear(
             biased=bias is not None,
             rounded=rounded is not None,
             fused_residual=residual is not None,
+            rows=rows if aliases and rows % block_rows else None,
             precision=jax.lax.Precision.HIGHEST if in_dtype == jnp.float32 else None,
         ),
         out_shape=jax.ShapeDtypeStruct(out_shape, dtype),
+        input_output_aliases=aliases,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(layers), grid=grid, in_specs=specs, out_specs=out_spec, scratch_shapes=scratch
         ),
@@ -202,12 +207,14 @@ def linear_reference(
         y = ACTIVATIONS[activation](y.astype(active)).astype(jnp.float32)
     if residual is not None:
         y = y if gate is None else modulation_row(gate, 0, len(y), first_rows) * y
-        y = residual.astype(jnp.float32) + y
+        y = residual[: len(y)].astype(jnp.float32) + y
     y = y.astype(dtype)
+    if residual is not None and len(residual) > len(y):
+        return jax.lax.dynamic_update_slice(residual, y, (0, 0))
     return y if groups == 1 else y.reshape(y.shape[0], groups, -1).transpose(1, 0, 2)
 
 
-def _kernel(*refs, layers, steps, parts, activation, biased, rounded, fused_residual, precision):  # type: ignore[no-untyped-def]
+def _kernel(*refs, layers, steps, parts, activation, biased, rounded, fused_residual, rows, precision):  # type: ignore[no-untyped-def]
     refs = refs[layers:]  # Which layer is read concerns only the pipeline that brings the tiles.
     x_refs, (w_ref, *others) = refs[: parts or 1], refs[parts or 1 :]
     bias_refs, others = (others[:1], others[1:]) if biased else ([], others)
@@ -261,7 +268,11 @@ def _kernel(*refs, layers, steps, parts, activation, biased, rounded, fused_resi
         if fused_residual:
             residual_ref, patterns_ref, numbers_ref = residual_refs
             gate = read_modulation(patterns_ref, numbers_ref, first_row, y.shape[0], here)
-            y = residual_ref[:, here].astype(jnp.float32) + gate * y
+            changed = residual_ref[:, here].astype(jnp.float32) + gate * y
+            if rows is not None:  # The last block has rows that stay as they are.
+                row = first_row + jax.lax.broadcasted_iota(jnp.int32, (y.shape[0], 1), 0)
+                changed = jnp.where(row < rows, changed, residual_ref[:, here].astype(jnp.float32))
+            y = changed
         store(index * chunk, y.astype(o_ref.dtype))
 
     def store(start: jax.Array, y: jax.Array) -> None:

@@ -142,6 +142,23 @@ def test_linear_reads_and_writes_columns_in_groups(monkeypatch):
         assert_close(function(x, weight, None) + bias, expected, 2e-6)
 
 
+@pytest.mark.parametrize("rows", [96, 100])
+def test_first_rows_alone_are_normalised_and_added_to_a_residual(rows):
+    """The second time the last tile has rows that stay as they are."""
+    residual, weight, bias = normal(0, 130, 256), normal(1, 640, 256), normal(2, 640)
+    for function in LAYER_NORMS:
+        ones, zeros = np.ones((1, 256), np.float32), np.zeros((1, 256), np.float32)
+        alone = function(residual[:rows], ones, zeros, eps=1e-6)
+        assert np.array_equal(function(residual, ones, zeros, eps=1e-6, rows=rows), alone)
+    x, residual = normal(3, rows, 256), normal(4, 130, 640)
+    gate = normal(5, 2, 640)
+    for function in LINEARS:
+        result = function(x, weight, bias, residual=residual, gate=gate, first_rows=90)
+        assert np.array_equal(result[rows:], residual[rows:])
+        alone = function(x, weight, bias, residual=residual[:rows], gate=gate, first_rows=90)
+        assert_close(result[:rows], alone, DTYPES["float32"])
+
+
 @pytest.mark.parametrize(("rows", "dtype"), [(64, "float32"), (50, "float32"), (5, "float32"), (50, "bfloat16")])
 def test_layer_norm_is_torchs(rows, dtype):
     x, scale, shift = normal(0, rows, 256), normal(1, 4, 256), normal(2, 4, 256)

@@ -78,7 +78,7 @@ def test_each_part_of_the_history_changes_the_velocity(ours):
 
 
 def test_several_devices_compute_the_same(folder, theirs, tmp_path):
-    """Of one branch, whose tokens lie on all devices: the first ones only have some of the history."""
+    """Of one branch, whose tokens lie on all devices: the last ones only have some of the history."""
     latents, history = drawn(*segment_shapes(SHAPE, 3)[1]), make_history(SHAPE, CHUNKS)
     np.savez(tmp_path / "in.npz", latents=latents, time=TIME, text=TEXT[:1], **history)
     run_on_devices(helios_worker.__name__, folder, tmp_path / "in.npz", tmp_path / "out.npy", count=8)

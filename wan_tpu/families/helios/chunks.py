@@ -103,7 +103,7 @@ def make_history(
     anchor, start = np.split(zeros if condition is None else condition, [1], axis=2)
     if condition is None and len(chunks):
         anchor = chunks[0][:, :, :1]
-    seen = chunks[-(-(-frames // shape[2])) :]  # A long video's others aren't copied for every chunk.
+    seen = chunks[-frames // shape[2] :]  # A long video's others aren't copied for every chunk.
     before = np.concatenate([start, *seen], axis=2)[:, :, -frames:]
     long, mid, last = np.split(before, np.cumsum(HISTORY[:-1]), axis=2)
     return {LONG: long, MID: mid, SHORT: np.concatenate([anchor, last], axis=2)}

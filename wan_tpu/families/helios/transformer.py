@@ -25,7 +25,7 @@ from wan_tpu.runtime.bridge import Params, call, to_jax
 from wan_tpu.runtime.mesh import token_layout
 from wan_tpu_kernels.columns import Columns
 
-TEXT_ROWS = 128  # Kernels divide multiples of this into whole blocks.
+TEXT_ROWS = 256  # Attention pads its queries to a multiple of this.
 LARGEST_SCALE = 10.0  # Of history keys, a constant of diffusers' module.
 # The history by distance, with the module that embeds it and the size of its patches in the chunk's.
 _EMBEDDINGS = ((LONG, "patch_long", 4), (MID, "patch_mid", 2), (SHORT, "patch_short", 1))
@@ -113,9 +113,10 @@ class HistoryStep(WanStep):
         gate = jnp.broadcast_to(jnp.array([[1.0], [0.0]], jnp.float32), (2, channels))
         return {"gate": gate, "first_rows": first_rows}
 
-    def attend_to_text(self, x: jax.Array, keys: TextKeys, w: Params, first_rows: jax.Array) -> jax.Array:
-        """Return the hidden state after cross-attention, computed for the chunk's rows alone where a device has all."""
-        rows = -(-self._first // TEXT_ROWS) * TEXT_ROWS
-        if len(x) < self._layout.padded or rows >= len(x):
-            return super().attend_to_text(x, keys, w, first_rows)
-        return jax.lax.dynamic_update_slice(x, super().attend_to_text(x[:rows], keys, w, first_rows), (0, 0))
+    def attend_to_text(
+        self, x: jax.Array, keys: TextKeys, w: Params, first_rows: jax.Array, *, rows: int | None = None
+    ) -> jax.Array:
+        """Return the hidden state after cross-attention, which is the chunk's alone where one device has all tokens."""
+        chunk = -(-self._first // TEXT_ROWS) * TEXT_ROWS
+        rows = chunk if chunk < len(x) == self._layout.padded else None
+        return super().attend_to_text(x, keys, w, first_rows, rows=rows)

@@ -285,20 +285,33 @@ class WanStep:
         w = w | gathered
         x = project("attn1.to_out.0", attended, residual=x, gate=gate, first_rows=first_rows)
 
-        normed = x
-        if "norm2.weight" in w:
-            normed = normalise(x, w["norm2.weight"][None], w["norm2.bias"][None], "attn2.to_q")
-        weight = w["attn2.norm_q.weight"].astype(jnp.float32) * self._query_scale
-        q = ops.rms_norm_rope(project("attn2.to_q", normed), weight, None, eps=eps)
-        cross_attended = attention(q, keys["key"], keys["value"], heads=self._heads, platform=self._platform)
-        if "image_key" in keys:
-            image = keys["image_key"], keys["image_value"]
-            cross_attended = cross_attended + attention(q, *image, heads=self._heads, platform=self._platform)
-        x = project("attn2.to_out.0", cross_attended, residual=x, **self.text_gate(x.shape[1], first_rows))
-
+        x = self.attend_to_text(x, keys, w, first_rows)
         normed = normalise(x, 1 + ffn_scale, ffn_shift, "ffn.net.0.proj", first_rows=first_rows)
         inner = project("ffn.net.0.proj", normed, activation="gelu_tanh")
         return project("ffn.net.2", inner, residual=x, gate=ffn_gate, first_rows=first_rows)
+
+    def attend_to_text(
+        self, x: jax.Array, keys: TextKeys, w: Params, first_rows: jax.Array, *, rows: int | None = None
+    ) -> jax.Array:
+        """Return the hidden state after a layer's cross-attention to text and image.
+
+        Args:
+            x, keys, w, first_rows: As for `_block`.
+            rows: How many rows attend, the first ones; all if None.
+        """
+        ops, eps = self._ops, self._eps
+        normed = x[:rows]
+        if "norm2.weight" in w:
+            rounded = rounded_type(w, "attn2.to_q")
+            scale, shift = w["norm2.weight"][None], w["norm2.bias"][None]
+            normed = ops.layer_norm(x, scale, shift, eps=eps, rows=rows, rounded=rounded)
+        weight = w["attn2.norm_q.weight"].astype(jnp.float32) * self._query_scale
+        q = ops.rms_norm_rope(linear(ops, w, "attn2.to_q", normed), weight, None, eps=eps)
+        attended = attention(q, keys["key"], keys["value"], heads=self._heads, platform=self._platform)
+        if "image_key" in keys:
+            image = keys["image_key"], keys["image_value"]
+            attended = attended + attention(q, *image, heads=self._heads, platform=self._platform)
+        return linear(ops, w, "attn2.to_out.0", attended, residual=x, **self.text_gate(x.shape[1], first_rows))
 
 
 # Weights used before or right after self-attention, which takes most of a layer: they are gathered during that of the
