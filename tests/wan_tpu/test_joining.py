@@ -11,6 +11,7 @@ import pytest
 from tests.wan_tpu.test_cli import REQUEST
 from wan_tpu import GenerationRequest, InvalidRequest, cli
 from wan_tpu.commands.generate import generate
+from wan_tpu.errors import OutputError
 from wan_tpu.media.joining import join_contents, join_videos, read_clip, read_last_frame
 from wan_tpu.media.mp4 import Mp4
 from wan_tpu.media.reading import read_frames
@@ -87,6 +88,54 @@ def test_files_with_other_settings_are_encoded_again_in_the_segments_size(tmp_pa
     again = write(tmp_path / "c.mp4", 4)
     join_videos(tmp_path / "both.mp4", again, tmp_path / "all.mp4")
     assert packets(tmp_path / "all.mp4") == packets(tmp_path / "both.mp4") + packets(again)
+
+
+def make(path, *options, source="color=gray:s=48x32:r=30:d=1"):
+    """Write a file that this program wouldn't."""
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-f", "lavfi", "-i", source, *options, path]
+    subprocess.run(command, check=True)
+    return path
+
+
+def test_frames_that_begin_after_their_sound_stay_in_step(tmp_path):
+    late = ["-f", "lavfi", "-i", "sine=440:d=1.5", "-vf", "setpts=PTS+0.5/TB"]
+    source, segment = make(tmp_path / "late.mp4", *late), write(tmp_path / "b.mp4", 8, pitch=880)
+    join_videos(source, segment, tmp_path / "both.mp4")
+    clip = read_clip(tmp_path / "both.mp4")
+    assert (clip.frames, clip.is_even, clip.lasts) == (12 + 8, True, 20 / 8)
+    samples, cut = sound(tmp_path / "both.mp4")[:, 0], RATE * 12 // 8
+    for part, pitch in ((samples[: cut - 480], 440), (samples[cut + 480 : 2 * cut - 3000], 880)):
+        assert np.argmax(np.abs(np.fft.rfft(part))) * RATE / len(part) == pytest.approx(pitch, abs=3)
+
+
+def test_a_file_of_one_short_frame_is_continued(tmp_path):
+    source, segment = make(tmp_path / "a.mp4", source="color=gray:s=48x32:r=60:d=0.016"), write(tmp_path / "b.mp4", 4)
+    join_videos(source, segment, tmp_path / "both.mp4")
+    assert read_clip(tmp_path / "both.mp4").frames == 1 + 4
+
+
+def test_pixels_become_square_and_hdr_becomes_what_a_usual_display_shows(tmp_path):
+    wide = read_last_frame(make(tmp_path / "wide.mp4", "-vf", "setsar=2"))
+    assert wide.size == (96, 32)
+    linear = "format=gbrp,setparams=color_primaries=bt709:color_trc=bt709:colorspace=gbr,zscale=t=linear:npl=203"
+    colours = [(200, 40, 40), (40, 200, 40), (128, 128, 128)]
+    for curve in ("arib-std-b67", "smpte2084"):
+        hdr = f"{linear},format=gbrpf32le,zscale=p=bt2020:t={curve}:m=bt2020nc:r=tv:npl=203,format=yuv420p10le"
+        for red, green, blue in colours:
+            source = f"color=0x{red:02x}{green:02x}{blue:02x}:s=48x32:r=8:d=0.25"
+            path = make(tmp_path / "hdr.mp4", "-vf", hdr, "-c:v", "libx264", "-y", source=source)
+            frame = np.asarray(read_last_frame(path), int)
+            assert np.abs(frame[16, 24] - (red, green, blue)).max() <= 12, (curve, frame[16, 24])
+
+
+def test_a_disk_that_takes_no_files_isn_t_the_video_s_fault(tmp_path, monkeypatch):
+    part = write(tmp_path / "a.mp4", 4)
+    with pytest.raises(OutputError, match=r"can't write in .*elsewhere \(No such file"):
+        join_videos(part, part, tmp_path / "elsewhere" / "both.mp4")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "elsewhere"))
+    for attempt in (lambda: join_contents(part.read_bytes(), part.read_bytes()), lambda: read_last_frame(part)):
+        with pytest.raises(OutputError, match="make room"):
+            attempt()
 
 
 def test_the_last_frame_is_the_one_that_is_shown_last(tmp_path):

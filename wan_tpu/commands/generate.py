@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from wan_tpu.commands import arguments
 from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import InvalidInput
-from wan_tpu.media.joining import join_videos, read_last_frame
+from wan_tpu.media.joining import join_videos, read_clip, read_last_frame
 from wan_tpu.media.reading import count_frames
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def _read_end(args: argparse.Namespace) -> "Image.Image":
     for name in ("image", "video"):
         if getattr(args, name) is not None:
             raise InvalidInput(f"--extend begins with the last frame of {args.extend}; leave --{name} out")
+    read_clip(args.extend)  # What can't be joined is refused before anything is computed.
     frame = read_last_frame(args.extend)
     frame.info["source"] = f"the last frame of {args.extend}"
     return frame

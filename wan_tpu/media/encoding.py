@@ -1,10 +1,19 @@
 """Settings of the encoders of frames and sound. Files with the same settings can be joined without encoding again."""
 
+import re
+
 # Pixels become BT.709 with a limited range at every size, and the file says so. Players guess by the number of lines
 # where a file says nothing, and most of them guess BT.709 from 720 lines on, BT.601 below.
 COLOURS = (
     "scale=out_color_matrix=bt709:out_range=tv,format=yuv420p,"
     "setparams=range=tv:colorspace=bt709:color_primaries=bt709:color_trc=bt709"
+)
+# Pixels become square, as `COLOURS` and whoever reads raw frames take them to be.
+SQUARE = "scale=round(iw*sar):ih,setsar=1"
+# Videos of phones are often HDR. After these filters they look as on a usual display: brightness up to that of paper
+# hardly changes, and what is brighter is compressed.
+TO_SDR = (
+    "zscale=t=linear:npl=203,format=gbrpf32le,tonemap=mobius:desat=0,zscale=p=bt709:t=bt709:m=bt709:r=tv,format=yuv444p"
 )
 # As close to the frames as x264's default preset with its "visually lossless" crf of 18: 48 dB for a clean clip (50
 # there) and 44 dB for a noisy one (as there), in files of about the same size, for a quarter of the processor time. It
@@ -16,3 +25,9 @@ H264 = (
 )
 # Half as much again as ffmpeg's default of 128 kbit/s, and still little beside the frames.
 AAC = "-c:a aac -b:a 192k"
+_HDR = re.compile(rb"Video: .{0,300}?/(?:smpte2084|arib-std-b67)\b")  # PQ and HLG, as ffmpeg names their curves.
+
+
+def is_hdr(described: bytes) -> bool:
+    """Return whether a video is HDR, from what ffmpeg prints of its streams."""
+    return _HDR.search(described) is not None

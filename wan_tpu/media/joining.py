@@ -1,11 +1,12 @@
 """Videos that go on: a video's last frame, and a video joined with the clip that continues it."""
 
+import contextlib
 import io
 import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -14,7 +15,7 @@ import imageio_ffmpeg
 from PIL import Image
 
 from wan_tpu.errors import InvalidRequest, OutputError, Unavailable
-from wan_tpu.media.encoding import AAC, COLOURS, H264
+from wan_tpu.media.encoding import AAC, COLOURS, H264, SQUARE, TO_SDR, is_hdr
 from wan_tpu.media.video import check_ffmpeg
 
 # Joining copies packets, and encodes little beside the sound: only a disk or a machine that hangs takes so long.
@@ -32,6 +33,7 @@ class Clip:
         rate: Frames per second; the average of a file whose rate varies.
         is_even: Whether its frames follow each other at that rate exactly, from the file's start on.
         frames: How many frames it has.
+        lasts: Seconds until its last frame ends, from where its sound may begin.
         sound: Rate and channel layout of its sound, if it has any.
     """
 
@@ -40,6 +42,7 @@ class Clip:
     rate: Fraction
     is_even: bool
     frames: int
+    lasts: Fraction
     sound: tuple[str, str] | None
 
     @property
@@ -53,23 +56,25 @@ def read_clip(path: Path) -> Clip:
     """Return the description of a video file; raises `InvalidRequest`, `OutputError`, `Unavailable`."""
     text = _run(["-i", _place(path), "-map", "0:V:0", "-map", "0:a:0?", "-c", "copy", "-f", "framehash", "-"], path)
     facts: dict[str, dict[str, str]] = {"0": {}, "1": {}}
-    times: list[int] = []
+    frames: list[tuple[int, int]] = []  # When each frame begins, and how long it lasts.
     for line in text.decode().splitlines():
         if (fact := _FACT.match(line)) is not None:
             facts[fact[2]][fact[1]] = fact[3]
         elif line.startswith("0,"):
-            _, _, timestamp, lasts, *_ = line.split(",")
-            times.append(int(timestamp))
-    times.sort()
+            _, _, timestamp, duration, *_ = line.split(",")
+            frames.append((int(timestamp), int(duration)))
+    frames.sort()
+    times = [timestamp for timestamp, _ in frames]
     # Of a single frame, only how long it lasts says anything.
-    span, steps = (times[-1] - times[0], len(times) - 1) if len(times) > 1 else (int(lasts) if times else 0, 1)
+    span, steps = (times[-1] - times[0], len(times) - 1) if len(times) > 1 else (frames[0][1] if frames else 0, 1)
     if span <= 0:
         raise InvalidRequest(f"video {path} has no frames that last; save it again as an mp4", "video")
     video, sound = facts["0"], facts["1"]
-    is_even = span % steps == 0 and times == list(range(0, span + 1, span // steps))
-    rate = Fraction(steps, span) / Fraction(video["tb"])
+    is_even = span % steps == 0 and times == [index * (span // steps) for index in range(len(times))]
+    tick = Fraction(video["tb"])
+    rate, lasts = Fraction(steps, span) / tick, (times[-1] + (frames[-1][1] or Fraction(span, steps))) * tick
     sound_format = (sound["sample_rate"], sound["channel_layout_name"]) if "channel_layout_name" in sound else None
-    return Clip(path, tuple(sorted(video.items())), rate, is_even, len(times), sound_format)
+    return Clip(path, tuple(sorted(video.items())), rate, is_even, len(times), lasts, sound_format)
 
 
 def join_videos(source: Path, segment: Path, output: Path) -> None:
@@ -77,7 +82,8 @@ def join_videos(source: Path, segment: Path, output: Path) -> None:
 
     Packets are copied where both files were encoded with the same settings; else all frames are encoded again. Sound
     is encoded again in any case, since its packets begin and end between frames. The sound of a file is cut or padded
-    to its frames, and a file without any is silent where the other has some.
+    to its frames, and a file without any is silent where the other has some. A file whose frames begin after its sound
+    shows the first one from the beginning.
 
     Args:
         source: The file that comes first.
@@ -93,14 +99,15 @@ def join_videos(source: Path, segment: Path, output: Path) -> None:
     first, second = read_clip(source), read_clip(segment)
     alike = first.is_even and second.is_even and (first.settings, first.rate) == (second.settings, second.rate)
     # The source's frames at the segment's rate: the sound must last exactly as long.
-    lasts = round(first.frames / first.rate * second.rate) / second.rate
-    filters, maps = ([], _COPIED) if alike else (_encode_frames(second), _ENCODED)
+    frames = first.frames if alike else max(1, round(first.lasts * second.rate))
+    lasts = frames / second.rate
+    filters, maps = ([], _COPIED) if alike else (_encode_frames(first, second, frames), _ENCODED)
     sound = second.sound or first.sound
     if sound is not None:
         filters += _join_sound((first, second), sound, lasts)
         maps = [*maps, "-map", "[sound]", *AAC.split()]
-    with tempfile.TemporaryDirectory(dir=output.absolute().parent, prefix=f".{output.name}.") as folder:
-        script, partial = Path(folder, "parts"), Path(folder, "joined.mp4")
+    with _open_folder(output.absolute().parent) as folder:
+        script, partial = folder / "parts", folder / "joined.mp4"
         script.write_text(f"ffconcat version 1.0\n{_part(first)}{_part(second)}")
         command = ["-i", _place(source), "-i", _place(segment)]
         command += ["-f", "concat", "-safe", "0", "-auto_convert", "0", "-i", _place(script)] if alike else []
@@ -111,8 +118,8 @@ def join_videos(source: Path, segment: Path, output: Path) -> None:
 
 def join_contents(source: bytes, segment: bytes) -> bytes:
     """Return `join_videos` of two mp4 files in memory."""
-    with tempfile.TemporaryDirectory() as folder:
-        first, second, output = (Path(folder, name) for name in ("source.mp4", "segment.mp4", "joined.mp4"))
+    with _open_folder() as folder:
+        first, second, output = (folder / name for name in ("source.mp4", "segment.mp4", "joined.mp4"))
         first.write_bytes(source)
         second.write_bytes(segment)
         join_videos(first, second, output)
@@ -122,11 +129,12 @@ def join_contents(source: bytes, segment: bytes) -> bytes:
 def read_last_frame(path: Path) -> Image.Image:
     """Return a video's last frame, RGB and upright; raises `InvalidRequest`, `OutputError`, `Unavailable`."""
     check_ffmpeg()
-    with tempfile.TemporaryDirectory() as folder:
-        picture = Path(folder, "last.ppm")
+    with _open_folder() as folder:
+        picture = folder / "last.ppm"
         # The last seconds are enough of nearly all videos; the frames of some end long before their sound.
         for start in (["-sseof", "-3"], []):
-            target = ["-map", "0:V:0", "-fps_mode", "passthrough", "-pix_fmt", "rgb24", "-update", "1", str(picture)]
+            target = ["-map", "0:V:0", "-fps_mode", "passthrough", "-vf", ",".join([SQUARE, *_list_sdr_filters(path)])]
+            target += ["-pix_fmt", "rgb24", "-update", "1", str(picture)]
             _run([*start, "-i", _place(path), *target], path)
             if picture.exists():
                 with Image.open(picture) as image:
@@ -154,12 +162,22 @@ _COPIED = ["-map", "2:v", "-c:v", "copy", "-copyts"]
 _ENCODED = ["-map", "[frames]", *H264.split()]
 
 
-def _encode_frames(segment: Clip) -> list[str]:
-    """Return filters that bring both files' frames to the segment's size and rate, one after the other."""
+def _encode_frames(source: Clip, segment: Clip, frames: int) -> list[str]:
+    """Return filters that bring so many frames of a source, and all of a segment, to the segment's size and rate."""
     width, height = segment.size
     fit = f"scale={width}:{height}:force_original_aspect_ratio=increase:flags=lanczos,crop={width}:{height},setsar=0"
-    fit += f",fps={segment.rate},{COLOURS}"
-    return [f"[0:V:0]{fit}[v0]", f"[1:V:0]{fit}[v1]", "[v0][v1]concat=n=2[frames]"]
+    # The last frame stays until there are so many, however the source counts the time that it lasts.
+    rated = f"tpad=stop=-1:stop_mode=clone,fps={segment.rate}:start_time=0,trim=end_frame={frames}"
+    before = ",".join([rated, SQUARE, fit, *_list_sdr_filters(source.path), COLOURS])
+    after = f"{fit},fps={segment.rate},{COLOURS}"
+    return [f"[0:V:0]{before}[v0]", f"[1:V:0]{after}[v1]", "[v0][v1]concat=n=2[frames]"]
+
+
+def _list_sdr_filters(path: Path) -> list[str]:
+    """Return the filters that an HDR video needs to look as on a usual display; none for others."""
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-hide_banner", "-nostdin", "-i", _place(path)]
+    described = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False).stderr
+    return [TO_SDR] if is_hdr(described) else []
 
 
 def _join_sound(clips: Sequence[Clip], sound: tuple[str, str], source_s: Fraction) -> list[str]:
@@ -168,7 +186,8 @@ def _join_sound(clips: Sequence[Clip], sound: tuple[str, str], source_s: Fractio
     filters = []
     for index, (clip, lasts) in enumerate(zip(clips, (source_s, clips[1].frames / clips[1].rate), strict=True)):
         silence = f"anullsrc=r={rate}:cl={layout}:d={float(lasts):.9f}"
-        filter_ = f"[{index}:a:0]aresample={rate},aformat=channel_layouts={layout}"
+        # What is missing at its beginning or within it becomes silence, so that the rest stays in step.
+        filter_ = f"[{index}:a:0]aresample={rate}:async=1:first_pts=0,aformat=channel_layouts={layout}"
         cut = f"apad=whole_dur={float(lasts):.9f}" + (f",atrim=end={float(lasts):.9f}" if index == 0 else "")
         filters.append(f"{silence if clip.sound is None else f'{filter_},{cut}'}[a{index}]")
     return [*filters, "[a0][a1]concat=n=2:v=0:a=1[sound]"]
@@ -178,6 +197,17 @@ def _part(clip: Clip) -> str:
     """Return a file's lines in a list of files to join, with how long its frames last: its sound may end later."""
     name = str(clip.path.absolute()).replace("'", "'\\''")
     return f"file '{name}'\nduration {float(clip.frames / clip.rate):.9f}\n"
+
+
+@contextlib.contextmanager
+def _open_folder(parent: Path | None = None) -> Iterator[Path]:
+    """Open a folder for temporary files; raises `OutputError`, also within the block, if the disk takes none."""
+    try:
+        with tempfile.TemporaryDirectory(dir=parent, prefix=".joining.") as folder:
+            yield Path(folder)
+    except OSError as error:
+        place = parent or "the folder for temporary files"
+        raise OutputError(f"can't write in {place} ({error.strerror or error}); make room there") from None
 
 
 def _place(path: Path) -> str:

@@ -13,7 +13,7 @@ from PIL import Image
 
 from actors.api.intake.references import VIDEO
 from wan_tpu.errors import InvalidRequest
-from wan_tpu.media.encoding import AAC, COLOURS, H264
+from wan_tpu.media.encoding import AAC, COLOURS, H264, SQUARE, TO_SDR, is_hdr
 from wan_tpu.media.image import has_shape
 
 # So near to the frames that a model that begins with them can't tell; half as much again as a finished video.
@@ -69,9 +69,10 @@ class Upload:
         os.ftruncate(scratch, len(content))
         with mmap.mmap(scratch, len(content)) as memory:
             memory[:] = content
-        picture, _ = self._decode(["-frames:v", "1", *_PICTURE.split()])
+        picture, _ = self._decode(["-frames:v", "1", "-vf", SQUARE, *_PICTURE.split()])
         with Image.open(io.BytesIO(picture), formats=["PPM"]) as first:
             self.size = first.height, first.width
+        self._to_sdr = [TO_SDR] if is_hdr(self._run([]).stderr) else []
 
     def cut(self, frames: int, *, height: int, width: int, slack: int, step: int) -> bytes:
         """Return the first frames in another size, without sound, as an mp4.
@@ -86,7 +87,7 @@ class Upload:
         Raises:
             InvalidRequest: It has fewer frames.
         """
-        fit = f"{self._fit(height, width, slack)},{COLOURS}"
+        fit = ",".join([*self._fit(height, width, slack), COLOURS])
         options = ["-frames:v", str(frames), "-fps_mode", "cfr", "-vf", fit, *H264.split(), *_FINE.split()]
         mp4, count = self._decode([*options, *_TARGET.split()])
         if count < frames:
@@ -99,43 +100,53 @@ class Upload:
     def convert(self, *, height: int, width: int, slack: int, fps: float) -> tuple[bytes, int]:
         """Return all of it, with its sound, as an mp4 in another size and at another rate, and how many frames it has.
 
+        Frames and sound begin together, whichever of them comes first in the file.
+
         Raises:
             InvalidRequest: It lasts too long.
         """
         most = int(self._limits.seconds * fps)
-        fit = f"fps={fps:g},{self._fit(height, width, slack)},{COLOURS}"
-        sound = ["-map", "0:a:0?", "-ac", "2", *AAC.split()]
-        options = ["-frames:v", str(most + 1), "-vf", fit, *H264.split(), *sound]
-        mp4, count = self._decode([*options, *_TARGET.split()])
+        sound = ["-map", "0:a:0?", "-ac", "2", "-af", "aresample=async=1:first_pts=0", *AAC.split()]
+        for ending in ("", ":eof_action=pass"):  # A frame that lasts for less than half of one of the new rate.
+            fit = ",".join([f"fps={fps:g}:start_time=0{ending}", *self._fit(height, width, slack), COLOURS])
+            options = ["-frames:v", str(most + 1), "-vf", fit, *H264.split(), *sound]
+            mp4, count = self._decode([*options, *_TARGET.split()], least=0 if not ending else 1)
+            if count:
+                break
         if count > most:
             raise InvalidRequest(f"the video lasts more than {self._limits.seconds:g} s; cut it first", VIDEO)
         return mp4, count
 
-    def _fit(self, height: int, width: int, slack: int) -> str:
+    def _fit(self, height: int, width: int, slack: int) -> list[str]:
         """Return the filters that bring frames to a size as `wan_tpu.media.image.fit_image` does an image."""
         size, crop = f"{width}:{height}", ""
         if not has_shape(Image.new("1", self.size[::-1]), height, width, slack):
             size, crop = f"{size}:force_original_aspect_ratio=increase", f",crop={width}:{height}"
-        return f"scale={size}:flags=lanczos{crop},setsar=0"
+        return [SQUARE, f"scale={size}:flags=lanczos{crop},setsar=0", *self._to_sdr]
 
-    def _decode(self, options: list[str]) -> tuple[bytes, int]:
-        """Run ffmpeg over the file; return what it writes, and how many frames that are."""
+    def _run(self, options: list[str]) -> "subprocess.CompletedProcess[bytes]":
+        """Run ffmpeg over the file. Without options it only says what is in it."""
         # Only this file can be read: what a playlist or a list of files in it names is neither opened nor fetched.
         source = f"-protocol_whitelist fd -max_pixels {self._limits.pixels} -threads 1 -fd {self._scratch} -i fd:"
-        command = [imageio_ffmpeg.get_ffmpeg_exe(), "-nostdin", "-v", "error", "-filter_threads", "1", *source.split()]
+        level = "error" if options else "info"
+        command = [imageio_ffmpeg.get_ffmpeg_exe(), "-nostdin", "-v", level, "-filter_threads", "1", *source.split()]
         os.lseek(self._scratch, 0, os.SEEK_SET)
-        done = subprocess.run(
-            [*command, "-map", "0:V:0?", *options],
+        return subprocess.run(
+            [*command, *options],
             pass_fds=[self._scratch],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             check=False,
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (self._limits.cpu_s, self._limits.cpu_s)),
         )
+
+    def _decode(self, options: list[str], *, least: int = 1) -> tuple[bytes, int]:
+        """Run ffmpeg over the frames; return what it writes, and how many frames that are, at `least` so many."""
+        done = self._run(["-map", "0:V:0?", *options])
         counts = _FRAMES.findall(done.stderr)
         if done.returncode < 0:
             raise InvalidRequest("the video needs more memory or time to read than it gets; send it smaller", VIDEO)
-        if done.returncode or not counts or not int(counts[-1]):
+        if done.returncode or not counts or int(counts[-1]) < least:
             lines = _SPEAKER.sub("", _PROGRESS.sub(b"", done.stderr).decode(errors="replace")).split("\n")
             message = next((line.strip() for line in lines if line.strip()), "it has no frames")
             raise InvalidRequest(

@@ -25,6 +25,7 @@ from tests.actors.api.serving import create, done, served, working
 from tests.actors.small_spec import SmallSpec
 from tests.waiting import wait_for
 from wan_tpu.errors import InvalidRequest
+from wan_tpu.media.joining import read_clip
 from wan_tpu.media.reading import read_frames
 
 
@@ -123,6 +124,14 @@ def test_a_url_is_fetched_by_the_same_rules_as_an_image(hooked, hook, engine, mp
         assert "more than 1000 bytes" in create(http, video=url).json()["error"]["message"]
 
 
+def test_a_long_video_of_the_service_is_refused_before_it_is_loaded(http, engine, settings, mp4):
+    job = done(http, create(http, video=data_url(mp4)).json()["id"])
+    small = dataclasses.replace(settings, limits=dataclasses.replace(settings.limits, video_bytes=1000))
+    with served(small, engine.model) as address, httpx.Client(base_url=address) as strict:
+        error = create(strict, video={"id": job["id"]}).json()["error"]
+        assert error["param"] == "video" and "may have 1000; send its first seconds" in error["message"]
+
+
 def test_another_shape_is_cropped_and_the_size_follows_the_video(http, engine):
     tall = film("-pix_fmt", "yuv420p", source="color=red:s=64x128:r=16:d=1")
     job = create(http, video=data_url(tall)).json()
@@ -198,6 +207,16 @@ def test_formats_of_phones_and_browsers_are_read(tmp_path):
     for content in (films[0], films[2]):
         mp4, frames, png = read(content, convert=True)
         assert (mp4[4:8], frames, png[1:4]) == (b"ftyp", 16, b"PNG")
+
+
+def test_all_of_a_video_is_converted_however_it_begins_and_ends(tmp_path):
+    late = tmp_path / "late.mp4"
+    late.write_bytes(film("-f", "lavfi", "-i", "sine=d=1.5", "-vf", "setpts=PTS+0.5/TB", "-pix_fmt", "yuv420p"))
+    (tmp_path / "all.mp4").write_bytes(read(late.read_bytes(), convert=True)[0])
+    clip = read_clip(tmp_path / "all.mp4")  # Its frames begin with its sound.
+    assert (clip.frames, clip.is_even, clip.lasts) == (24, True, 1.5)
+    for source, frames in (("color=s=96x64:r=60:d=0.016", 1), ("color=s=96x64:r=16:d=0.5", 8)):
+        assert read(film(source=source), convert=True)[1] == frames
 
 
 HLS = "#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\n{}\n#EXT-X-ENDLIST\n"
