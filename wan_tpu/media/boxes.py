@@ -1,4 +1,4 @@
-"""Boxes of an mp4, and what changes in them when bytes are sent before them."""
+"""Boxes of an mp4, and what changes in them when others come before them."""
 
 import struct
 from collections.abc import Iterator
@@ -7,6 +7,7 @@ from typing import NamedTuple
 FREE = struct.pack(">I4s", 8, b"free")  # An empty box, which players skip between any others of a file.
 HEADER = struct.Struct(">I4s")  # A box begins with its length and its kind.
 _TO_OFFSETS = (b"moov", b"trak", b"mdia", b"minf", b"stbl")  # From the file to the places of its samples.
+_FIELDS = {b"stsd": 8, b"avc1": 78}  # Bytes of other content before a box's own boxes.
 
 
 class Box(NamedTuple):
@@ -37,6 +38,41 @@ def shift_samples(head: bytes, by: int) -> bytes:
         [count] = struct.unpack_from(">I", data, table.content + 4)
         for place in range(table.content + 8, table.content + 8 + count * number.size, number.size):
             number.pack_into(data, place, number.unpack_from(data, place)[0] + by)
+    return bytes(data)
+
+
+def find_box(data: bytes | bytearray, *path: bytes) -> Box | None:
+    """Return the first box under a path of kinds, if there is one."""
+    start, stop, inner = 0, len(data), None
+    for kind in path:
+        inner = next((box for box in list_boxes(data, start, stop) if box.kind == kind), None)
+        if inner is None:
+            return None
+        start, stop = inner.content + _FIELDS.get(kind, 0), inner.stop
+    return inner
+
+
+def read_track(head: bytes) -> tuple[int, bytes] | None:
+    """Return units of time in a second, and the decoder's settings, of a file with H.264 and nothing else; or None."""
+    index = find_box(head, b"moov")
+    header = find_box(head, b"moov", b"trak", b"mdia", b"mdhd")
+    settings = find_box(head, *_TO_OFFSETS, b"stsd", b"avc1", b"avcC")
+    if index is None or header is None or settings is None:
+        return None
+    if sum(box.kind == b"trak" for box in list_boxes(head, index.content, index.stop)) != 1:
+        return None
+    is_long = head[header.content] == 1  # The version, which decides how long the times before are.
+    [units] = struct.unpack_from(">I", head, header.content + (20 if is_long else 12))
+    return units, head[settings.content : settings.stop]
+
+
+def shift_times(fragment: bytes, by: int) -> bytes:
+    """Return a fragment of a file with one track as it is shown so many units of time later."""
+    data = bytearray(fragment)
+    time = find_box(data, b"moof", b"traf", b"tfdt")
+    assert time is not None
+    number = struct.Struct(">Q" if data[time.content] == 1 else ">I")
+    number.pack_into(data, time.content + 4, number.unpack_from(data, time.content + 4)[0] + by)
     return bytes(data)
 
 

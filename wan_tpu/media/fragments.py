@@ -1,15 +1,19 @@
-"""A video's fragmented mp4, cut into fragments while ffmpeg writes it.
+"""A video's fragmented mp4, cut into fragments while ffmpeg writes it; and those of a video that goes on.
 
 A player can begin with the first fragments, long before the last frame is there. Fragments need no keyframes of their
 own, so the frames are encoded as they are without them.
 """
 
 import os
+import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from wan_tpu.media.boxes import HEADER
+import imageio_ffmpeg
+
+from wan_tpu.errors import Unavailable
+from wan_tpu.media.boxes import HEADER, find_box, read_track, shift_times
 
 # Chromium begins to play after two fragments, but has waited 11 s with one for every frame.
 FRAGMENT_FRAMES = 16
@@ -17,6 +21,11 @@ FRAGMENT_FRAMES = 16
 # it. The index at the end is left out, because only a file that is complete would have it.
 _MOVFLAGS = "+delay_moov+default_base_moof+skip_trailer"
 _READ_BYTES = 2**16
+_CUT_S = 60.0  # Cutting copies packets: only a machine that hangs takes so long.
+
+
+class NotContinued(Exception):
+    """Two videos can't be fragments of one file."""
 
 
 class FragmentPipe:
@@ -44,9 +53,7 @@ class FragmentPipe:
             audio: Whether there is a second input with sound.
         """
         name = "".join(f"\\{character}" if character in "\\'|" else character for character in str(path))
-        # Half a frame less, so that no rounding moves the cut behind the next frame.
-        microseconds = int((FRAGMENT_FRAMES - 0.5) / fps * 1e6)
-        target = f"[f=mp4:movflags={_MOVFLAGS}:frag_duration={microseconds}]pipe:{self.descriptor}"
+        target = f"[f=mp4:movflags={_MOVFLAGS}:frag_duration={_lasts_us(fps)}]pipe:{self.descriptor}"
         streams = ["-map", "0:v", *(["-map", "1:a"] if audio else [])]
         return [*streams, "-flags", "+global_header", "-f", "tee", f"[f=mp4:movflags=+faststart]{name}|{target}"]
 
@@ -88,3 +95,53 @@ class FragmentSplitter:
                 del self._bytes[: self._box]
                 self._box = 0
         return complete
+
+
+class ContinuedVideo:
+    """A video without sound, and what continues it, as the fragments of one file.
+
+    Attributes:
+        fragments: Those of the video.
+    """
+
+    def __init__(self, source: bytes, frames: int, fps: float) -> None:
+        """Cut a finished video into fragments, without encoding it again.
+
+        Args:
+            source: The mp4.
+            frames: How many frames it has.
+            fps: Frames per second.
+
+        Raises:
+            NotContinued: It can't be continued in fragments.
+            Unavailable: The machine fails.
+        """
+        command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", "-", "-map", "0", "-c", "copy"]
+        command += ["-flags", "+global_header", "-movflags", _MOVFLAGS, "-frag_duration", str(_lasts_us(fps))]
+        try:
+            done = subprocess.run([*command, "-f", "mp4", "-"], input=source, capture_output=True, timeout=_CUT_S)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise Unavailable(f"ffmpeg can't cut a video here now ({error}); check this machine") from None
+        self.fragments = FragmentSplitter().add(done.stdout)
+        self._track = read_track(done.stdout)
+        if done.returncode or not self.fragments or self._track is None:
+            raise NotContinued("the video has sound, or isn't H.264")
+        self._lasts = round(frames * self._track[0] / fps)
+
+    def append(self, fragment: bytes) -> bytes:
+        """Return a fragment of what continues the video as one of the whole; raises `NotContinued`."""
+        if find_box(fragment, b"moov") is not None:
+            if read_track(fragment) != self._track:
+                raise NotContinued("what continues the video has sound, or is encoded with other settings")
+            begin = find_box(fragment, b"moof")
+            assert begin is not None
+            fragment = fragment[begin.start :]
+        return shift_times(fragment, self._lasts)
+
+
+def _lasts_us(fps: float) -> int:
+    """Return how long a fragment lasts, in microseconds.
+
+    It is half a frame less, so that no rounding moves the cut behind the next frame.
+    """
+    return int((FRAGMENT_FRAMES - 0.5) / fps * 1e6)

@@ -15,10 +15,11 @@ from PIL import Image
 from actors.api.catalogue import Catalogue
 from actors.api.variants import VARIANTS
 from actors.api.worker.context import WorkerContext
+from actors.api.worker.continued import continue_fragments
 from actors.api.worker.fragments import Fragments
 from actors.api.worker.previews import BrokenVideo, make_last_frame, make_previews
 from actors.api.worker.progress import Tracker
-from actors.engine import GeneratedVideo
+from actors.engine import GeneratedVideo, OnFragment
 from actors.errors import PipelineError, RequestFailed
 from actors.jobs.errors import CommitUncertain, LeaseLost, StoreUnavailable
 from actors.jobs.stored_request import BESIDE, count_frames
@@ -29,6 +30,7 @@ from actors.observe.span import Span
 from wan_tpu.errors import InvalidRequest, WanTpuError
 from wan_tpu.media.joining import join_contents
 from wan_tpu.media.video_content import VideoContent
+from wan_tpu.plan import RequestPlan
 from wan_tpu.request import FIELDS, GenerationRequest
 from wan_tpu.storage.base import Missing, Storage, StorageError
 
@@ -128,20 +130,31 @@ class Attempt:
                 id=self._job.id,
                 on_event=self._note,
                 priority=self._job.priority,
-                on_fragment=None if extends else fragments.add,  # They are those of the new part alone.
+                on_fragment=await self._choose_reader(fragments, plan) if extends else fragments.add,
             )
             if extends:
                 video = await self._join(video)
             names = await self._store_results(video)
             return JobResults(names, video.warnings, watchable=await fragments.finish())
 
-    async def _join(self, video: GeneratedVideo) -> GeneratedVideo:
-        """Return the video that the job continues, and what was made, as one video."""
+    async def _choose_reader(self, fragments: Fragments, plan: RequestPlan) -> OnFragment | None:
+        """Return what takes the fragments of a video that continues another one; None if it can't be streamed."""
+        if plan.request.generate_audio:
+            return None
+        source, frames = await self._read_source(), self._job.request["source_frames"]
+        continued = await continue_fragments(source, frames, plan.request.fps, fragments)
+        return None if continued is None else continued.add
+
+    async def _read_source(self) -> bytes:
         assert self._job.input_video is not None
         try:
-            source = await self._insist(self._storage.read, self._job.input_video)
+            return await self._insist(self._storage.read, self._job.input_video)
         except Missing:
             raise InputGone(_GONE) from None
+
+    async def _join(self, video: GeneratedVideo) -> GeneratedVideo:
+        """Return the video that the job continues, and what was made, as one video."""
+        source = await self._read_source()
         return dataclasses.replace(video, mp4=await asyncio.to_thread(join_contents, source, video.mp4))
 
     async def _store_results(self, video: GeneratedVideo) -> dict[str, str]:

@@ -36,6 +36,7 @@ class Fragments:
         self._latest: tuple[int, int] | None = None  # Run and index of the fragment that came last,
         self._stored: tuple[int, int] | None = None  # and of the one that was stored last.
         self._finishing = self._failed = False
+        self._refusal: str | None = None  # Why the next fragment can't follow the others.
         self._storing: asyncio.Task[None] | None = None
 
     @contextlib.asynccontextmanager
@@ -54,6 +55,11 @@ class Fragments:
             self._latest = fragment.run, fragment.index
             self._waiting.append(fragment)
             self._loop.call_soon_threadsafe(self._news.set)
+
+    def refuse(self, reason: str) -> None:
+        """Take no more fragments, in any thread, because the next one can't follow the others."""
+        self._refusal = reason
+        self._loop.call_soon_threadsafe(self._news.set)
 
     def look(self) -> None:
         """See whether a client watches by now: the job's `watched_at` was read."""
@@ -89,6 +95,8 @@ class Fragments:
 
     def _take(self) -> Fragment | None:
         """Return the next fragment to store, if there is one and a client watches."""
+        if self._refusal is not None:
+            raise WanTpuError(self._refusal)
         while self._waiting and self._latest is not None and self._waiting[0].run != self._latest[0]:
             self._waiting.popleft()  # Its decoder was lost, and another one has begun again.
         if sum(len(fragment.content) for fragment in self._waiting) > _MAX_HELD_BYTES:

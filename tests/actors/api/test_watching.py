@@ -22,6 +22,7 @@ from tests.actors.api import serving
 from tests.actors.api.serving import change_limits, create, done, served, working
 from tests.actors.api.test_outages_of_a_job import unwritable
 from tests.waiting import wait_for
+from wan_tpu.media import video
 from wan_tpu.media.boxes import FREE
 from wan_tpu.storage.opening import open_storage
 
@@ -228,6 +229,48 @@ def test_storage_that_fails_ends_the_stream_and_not_the_job(http, settings, engi
         assert (received, cut) == (engine.fragments[job][0], True)
         assert done(http, job)["status"] == "completed"
     assert "fragments end" in caplog.text
+
+
+def decode_digests(content):
+    """Return the time and digest of every frame."""
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", "-", "-f", "framehash", "-"]
+    lines = subprocess.run(command, input=content, capture_output=True, check=True).stdout.splitlines()
+    return [line.replace(b" ", b"") for line in lines if line[:1] != b"#"]
+
+
+@pytest.mark.parametrize("losses", [0, 1])
+def test_continued_video_brings_its_source_at_once_and_then_the_new_part(http, settings, engine, worker, losses):
+    engine.decoded.release(2)
+    source = create(http, num_frames=25).json()["id"]
+    assert done(http, source)["status"] == "completed"
+    engine.go.clear()
+    engine.losses = losses
+    body = {"prompt": "it goes on", "video": {"id": source}, "num_frames": 33, "seed": 7}
+    job = http.post("/v1/videos/extensions", json=body).raise_for_status().json()["id"]
+    with watching(http, job) as (_, viewer):
+        wait_for(lambda: len(stored(settings)) == 2 and viewer.received)
+        wait_for(lambda: count_frames(viewer.received) == 25)
+        engine.go.set()
+        engine.decoded.release(5)
+        content, cut = viewer.end()
+    assert not cut
+    finished = http.get(f"/v1/videos/{job}/content").content
+    assert decode_digests(content) == decode_digests(finished) and count_frames(content) == 25 + 32
+
+
+def test_continued_video_of_other_settings_is_cut_before_its_new_part(http, settings, engine, worker, monkeypatch):
+    source = create(http).json()["id"]
+    engine.decoded.release(1)
+    assert done(http, source)["status"] == "completed"
+    monkeypatch.setattr(video, "H264", video.H264.replace("bframes=1", "bframes=0"))
+    body = {"prompt": "it goes on", "video": {"id": source}, "num_frames": 17}
+    job = http.post("/v1/videos/extensions", json=body).raise_for_status().json()["id"]
+    with watching(http, job) as (_, viewer):
+        wait_for(lambda: viewer.received)
+        engine.decoded.release(1)
+        received, cut = viewer.end()
+    assert (count_frames(received), cut) == (9, True)
+    assert done(http, job)["status"] == "completed"
 
 
 @pytest.mark.parametrize("end", ["cancel", "failure"])
