@@ -37,7 +37,7 @@ class Tracker:
         self._measured: dict[Step, list[float]] = {}
         before = job.progress or Progress(stage=ENCODER)
         self._stage, self._step, self._percent = ENCODER, 0, before.percent
-        self._decoded, self._is_first_attempt = False, job.attempts <= 1
+        self._decoded, self._is_first_attempt, self._in_chunks = False, job.attempts <= 1, False
         # When each stage of this attempt began and ended by its slice's clock, and for how many seconds it computed.
         self.times: dict[str, tuple[float, float, float]] = {}
 
@@ -46,14 +46,15 @@ class Tracker:
 
         Steps of a stage that enlarges latents take several times as long as those before.
         """
-        self._steps = [None] * plan.first_step
+        self._steps, self._in_chunks = [None] * plan.first_step, len(plan.chunk_stops) > 1
         for expert in plan.experts:
             tokens = model.tokens(model.latent_shapes(plan.request, expert.stop)[VIDEO])
             self._steps += [(expert.stage, tokens * (1 + expert.guided))] * (expert.stop - expert.start)
 
     def note(self, span: Span) -> None:
         """Add a slice's span."""
-        is_beside = span.stage == DECODER and 0 < self._step < len(self._steps)  # Of chunks that are denoised.
+        # Of chunks that are denoised, also before the first step of an attempt that goes on from a snapshot.
+        is_beside = span.stage == DECODER and self._step < len(self._steps) and (self._in_chunks or self._step > 0)
         if not is_beside:
             self._stage = span.stage
         first, last, seconds = self.times.get(span.stage, (span.start_s, span.end_s, 0.0))
