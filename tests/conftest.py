@@ -20,6 +20,7 @@ os.environ["IMAGEIO_FFMPEG_NO_PREVENT_SIGINT"] = "1"  # else reading a video bac
 
 import functools
 import gc
+import re
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
@@ -86,17 +87,29 @@ class Scheduling(LoadFileScheduling):
         return "clusters: slices" if nodeid.startswith(first) else "clusters: all others"  # about as long
 
 
+# Each part of one family, and the rarer kernels. Without them every family's whole videos are compared with diffusers'.
+IN_DEPTH = re.compile(
+    r"tests/(wan_tpu/test_(cogvideox|helios|hunyuan15|ltx2|minimax_h3)_(?!parity|pipeline)"
+    r"|kernels/test_(low_precision|sparse_attention)|cluster/test_slice_faults)"
+)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
     """pytest-xdist's own groups are nothing to pytest 9.2."""
     return Scheduling(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what isn't asked for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run what starts clusters first, which takes longest, then what computes most, so that files end together.
+    """Leave what goes into depth to `make test-long`, and order the rest so that files end together.
 
-    And last what loads libtpu into this process: with it, JAX's profiler crashes on a machine without a TPU.
+    What starts clusters comes first, which takes longest, then what computes most. What loads libtpu into this process
+    comes last: with it, JAX's profiler crashes on a machine without a TPU.
     """
+    for item in items:
+        if IN_DEPTH.match(item.nodeid):
+            item.add_marker(pytest.mark.long)
     heavy = ("tests/wan_tpu/", "tests/quality/", "tests/actors/slices/test_stage_host.py", *HEAVY)
     items.sort(
         key=lambda item: (

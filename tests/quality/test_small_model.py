@@ -34,7 +34,7 @@ def make_clips(folder, count, *mistake):
     return pickle.loads(file.read_bytes())
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_requests_pass_the_gate(tmp_path):
     """Requests that it hasn't seen, made as users make them."""
     values = {name: estimate.value for name, estimate in gate.compute_figures(make_clips(tmp_path, 5)).items()}

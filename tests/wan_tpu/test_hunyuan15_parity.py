@@ -23,7 +23,7 @@ PROMPTS = {
     [
         (KINDS[0], "quoted"),
         *(pytest.param(KINDS[0], prompts, marks=pytest.mark.soak) for prompts in ("plain", "nothing")),
-        pytest.param(KINDS[1], "quoted", marks=pytest.mark.long),
+        pytest.param(KINDS[1], "quoted", marks=pytest.mark.soak),
         pytest.param(KINDS[2], "plain", marks=pytest.mark.long),
     ],
 )

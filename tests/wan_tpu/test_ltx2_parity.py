@@ -76,7 +76,7 @@ def assert_close(ours, theirs, tolerance):
     ("kind", "prompts", "has_image"),
     [
         ("ltx-2.3", "plain", False),
-        pytest.param("ltx-2.3", "nothing", True, marks=pytest.mark.long),
+        pytest.param("ltx-2.3", "nothing", True, marks=pytest.mark.soak),
         pytest.param("ltx-2.3", "long", False, marks=pytest.mark.long),
         pytest.param("ltx-2", "plain", True, marks=pytest.mark.long),
         ("ltx-2.3-distilled", "plain", False),
@@ -116,7 +116,7 @@ def test_same_latents_pixels_and_sound_as_diffusers(kind, prompts, has_image, fo
     assert_close(video.audio, audio[0].numpy(), SOUND_TOLERANCE)
 
 
-@pytest.mark.parametrize("has_image", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("has_image", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_second_stage_at_twice_the_size_is_that_of_diffusers(has_image, folders, pipelines):
     kind = "ltx-2.3-distilled"
     pipe, image = pipelines(kind), load_image(PHOTO) if has_image else None
@@ -279,9 +279,11 @@ def test_image_of_another_number_of_stages_is_refused(pipelines):
         pipe.denoise(plan, conditioning, pipe.initial_state(plan))
 
 
-def test_image_of_one_row_makes_a_video(pipelines):
+@pytest.mark.parametrize("size", [(64, 1), (20_000, 64), (1, 20_000)])
+def test_image_of_any_shape_makes_a_video(size, pipelines):
+    """diffusers compresses neither an image of a single row nor one that is larger than H.264 allows."""
     pipe = pipelines("ltx-2.3-distilled")
-    image = Image.new("RGB", (64, 1), (200, 30, 30))
+    image = Image.new("RGB", size, (200, 30, 30))
     plan = pipe.plan(GenerationRequest(prompt="A cat", image=image, height=64, width=64, frames=9))
     assert np.isfinite(pipe.encode(plan).image_latents).all()
 

@@ -39,7 +39,7 @@ def draw_picture(seed):
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (64, 96, 3), np.uint8))
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_requests_with_and_without_keyframes_compile_nothing_after_a_warm_up(pipe):
     """It comes first, because later tests would compile what it expects to be compiled."""
     fields = {"prompt": "A dog.", "steps": 1, **SIZE}
