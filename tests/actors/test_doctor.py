@@ -61,7 +61,7 @@ def test_rehearsal_of_what_needs_no_model_finds_nothing_wrong(tmp_path):
     assert verdicts["executables"] == ["ok"]
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_rehearsal_of_everything_finds_nothing_wrong(tmp_path):
     verdicts = check_rehearsal(tmp_path)
     assert list(verdicts) == ["host", "jax", "rates", "collectives", "kernels", "model", "executables", "mp4", "step"]

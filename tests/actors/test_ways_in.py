@@ -83,6 +83,7 @@ def test_a_batch_brings_up_its_own_pipeline_and_the_next_one_finishes_what_a_kil
     assert "starting" not in log
 
 
+@pytest.mark.soak
 def test_a_pipeline_that_stays_serves_jobs_that_come_and_go(cluster, tmp_path):
     code, out, err = cluster.run("pipeline", "up", *cluster.pipeline)
     assert (code, out) == (0, "pipeline wan-tpu is up: all\n"), err

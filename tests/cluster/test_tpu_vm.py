@@ -71,7 +71,7 @@ def test_names_that_a_shell_would_take_apart_are_refused(option, message, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_machines_join_one_cluster_and_leave_it_when_they_are_stopped(tmp_path):
     (tmp_path / "up").mkdir()
     (tmp_path / "work").mkdir()

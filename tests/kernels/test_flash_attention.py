@@ -176,7 +176,7 @@ def test_layouts_agree(heads, width):
     [
         (64, "auto", None),
         (64, "auto", "int8"),
-        *(pytest.param(*other, None, marks=pytest.mark.long) for other in ((64, "online"), (32, "auto"))),
+        *(pytest.param(*other, None, marks=pytest.mark.soak) for other in ((64, "online"), (32, "auto"))),
     ],
 )
 def test_narrow_heads_share_a_tile(width, softmax, qk):

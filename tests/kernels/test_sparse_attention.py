@@ -74,7 +74,7 @@ def test_any_number_of_queries(length):
     assert_exact(case, lists[0, 0], run(case, lists))
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_lists_longer_than_the_unrolled_chunks_are_exact(monkeypatch):
     monkeypatch.setattr(sparse_kernel, "UNROLLED", 2)
     # There are three rounds of two chunks, and one chunk. The case overflows and is repeated with "online".

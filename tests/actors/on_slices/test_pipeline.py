@@ -173,6 +173,7 @@ def test_a_cancelled_request_leaves_the_slice_at_once_and_can_go_on_later(runnin
     assert not set(snapshots.list_names("again")) - before  # what the other one has left is its own
 
 
+@pytest.mark.soak
 def test_an_urgent_request_overtakes_between_two_steps_and_changes_no_bit(running, undisturbed):
     asked = dataclasses.replace(SHORT, prompt="A dog runs", height=32, steps=20)  # of another shape
     expected = running.start("quiet", asked).video()
