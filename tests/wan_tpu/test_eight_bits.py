@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from actors.cli import main
-from scripts.demo_model.cheap_sampling import EIGHT_BITS, rounded
+from scripts.demo_model.cheap_sampling import EIGHT_BITS, round_rows
 from tests.conftest import PHOTO, denoised
 from tests.wan_tpu import adapter_files as files
 from tests.wan_tpu.test_parity import run_diffusers
@@ -50,10 +50,10 @@ class RoundedLinear(torch.nn.Module):
 
     def __init__(self, linear, precision):
         super().__init__()
-        self.weight, self.bias, self.precision = rounded(linear.weight, precision), linear.bias, precision
+        self.weight, self.bias, self.precision = round_rows(linear.weight, precision), linear.bias, precision
 
     def forward(self, x):
-        return torch.nn.functional.linear(rounded(x, self.precision), self.weight, self.bias)
+        return torch.nn.functional.linear(round_rows(x, self.precision), self.weight, self.bias)
 
 
 def by_diffusers(folder, precision, monkeypatch):
@@ -113,7 +113,7 @@ def test_weights_are_rounded_by_output_and_all_others_kept(precision, checkpoint
                 continue
             assert params[weight].dtype == components.MATRICES[precision]
             ours = np.asarray(params[weight], np.float32) * np.asarray(params[f"{weight}_scale"])[..., None]
-            theirs = rounded(torch.from_numpy(np.array(exact[weight])), precision).numpy()
+            theirs = round_rows(torch.from_numpy(np.array(exact[weight])), precision).numpy()
             np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-9)
 
 
