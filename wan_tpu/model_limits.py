@@ -5,8 +5,10 @@ from typing import Literal
 
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.media.image import size_at_area
-from wan_tpu.request import NAMED_SIZES, WHOLE, Defaults, ResolvedRequest, nearest_multiple, parse_size
+from wan_tpu.request import NAMED_SIZES, Defaults, ResolvedRequest, nearest_multiple, parse_size
 from wan_tpu.suggest import did_you_mean
+
+WHOLE = 1.0  # The strength of a video that is continued: every step is run.
 
 
 class ModelLimits(abc.ABC):
@@ -238,7 +240,7 @@ class ModelLimits(abc.ABC):
         nearest = self.nearest_frames(request.frames)
         if request.frames != nearest:
             form = f"{self.frame_step}n + {self.frame_offset}"
-            form += f", up to {nearest}" if request.frames > nearest + self.frame_step else ""
+            form += f", up to {nearest}" if request.frames - nearest > self.frame_step / 2 else ""
             raise InvalidRequest(f"frames is {request.frames}; it must be {form}, nearest {nearest}", "frames")
         if request.generate_audio and self.audio_rate is None:
             raise InvalidRequest(

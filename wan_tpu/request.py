@@ -38,7 +38,6 @@ from wan_tpu.schedules.magcache import FORM, Curve, parse_magcache
 NAMED_SIZES = ("1280x720", "720x1280", "832x480", "480x832")
 SIZE_MULTIPLE = 16  # Pixels: the VAE's 8 times the transformer's patch of 2. Models that need more check it.
 STRENGTH = 0.8  # The default strength of a video, as in diffusers.
-WHOLE = 1.0  # The strength of a video that is continued: every step is run.
 IMAGES = ("image", "last_image")  # Fields of a request that are pictures.
 _SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", re.ASCII)
 MAX_STEPS = 1000
@@ -172,8 +171,7 @@ class GenerationRequest:
     last_image: Picture | None = None
     """The last frame, for models that lead from one image to another; MiniMax-H3 takes it without `image`, too."""
     video: Annotated[str | Path | VideoContent, PlainValidator(_check_video)] | None = None
-    """A file whose frames the video begins as, for text-to-video models of Wan: it is restyled, not continued. Helios
-    goes on after its last frames instead, of which it needs 33."""
+    """A file whose frames the video begins as, restyled (Wan's T2V models), or after whose end it goes on (Helios)."""
     strength: Number | None = Field(default=None, ge=0.001, le=1)
     """How much of `video` is made anew: so large a part of the steps is run. 0.8 if omitted; Helios has none."""
     height: int | None = Field(default=None, ge=SIZE_MULTIPLE, le=8192, multiple_of=SIZE_MULTIPLE)
@@ -183,8 +181,7 @@ class GenerationRequest:
     frames: int | None = Field(default=None, ge=1, le=2001)
     """Length in frames: one more than a multiple of 4 for most models, of 8 for some."""
     fps: Number | None = Field(default=None, ge=0.1, le=240)
-    """Frames per second of the file. LTX-2 computes motion and the length of the sound for this rate, other models
-    compute motion for their own."""
+    """Frames per second of the file. LTX-2 computes motion and sound for it, other models motion for their own rate."""
     generate_audio: bool | None = None
     """Whether the video has sound, for models that make it: they do if omitted."""
     steps: int | None = Field(default=None, ge=1, le=MAX_STEPS)
@@ -214,8 +211,7 @@ class GenerationRequest:
         examples=["magcache"],
     )
     preset: str | None = None
-    """One of the model's presets, such as lightning, or original for the settings of Wan's own program. It sets the
-    fields that are omitted, adapters too."""
+    """One of the model's presets: lightning, or original for Wan's program. It sets omitted fields, adapters too."""
 
     __pydantic_fields__: ClassVar[Mapping[str, FieldInfo]]
 

@@ -14,12 +14,11 @@ import numpy as np
 from PIL import Image
 
 from wan_tpu.errors import InvalidRequest
-from wan_tpu.model_limits import ModelLimits
+from wan_tpu.model_limits import WHOLE, ModelLimits
 from wan_tpu.plan import DECODER, ENCODER, VIDEO, Expert, RequestPlan
 from wan_tpu.request import (
     IMAGES,
     NOTHING_OWN,
-    WHOLE,
     CheckpointOverrides,
     Defaults,
     GenerationRequest,

@@ -15,12 +15,12 @@ from actors.api.catalogue import Catalogue
 from actors.api.intake.references import IMAGE, LAST
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.fields import describe, type_of
+from wan_tpu.model_limits import WHOLE
 from wan_tpu.request import (
     FIELDS,
     MAX_STEPS,
     SIZE_MULTIPLE,
     STRENGTH,
-    WHOLE,
     GenerationRequest,
     nearest_multiple,
     parse_size,
