@@ -73,7 +73,8 @@ class ChunksPublished:
     def close(self) -> None:
         """Publish nothing any more."""
         for task in self._publishing:
-            task.cancel()
+            if not task.cancel() and not task.cancelled():
+                task.exception()  # Marks it as retrieved: the error of the first one that failed was raised.
         self._publishing.clear()
 
 

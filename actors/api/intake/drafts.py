@@ -154,7 +154,7 @@ class Drafts:
         job = await asyncio.to_thread(self._sources.find, reference.id, caller)
         size, most = await asyncio.to_thread(self._sources.measure, job, "video"), self._reader.limits.video_bytes
         if size > most:
-            message = f"{job.id} has {size} bytes, and a video may have {most}; send its first seconds as a file"
+            message = f"{job.id} has {size} bytes, and a video may have {most}; send a part of it as a file"
             raise InvalidRequest(message, VIDEO)
         incoming.add(size)
         [content] = await asyncio.to_thread(self._sources.read, job, "video")

@@ -23,6 +23,7 @@ from wan_tpu.request import GenerationRequest, override
 from wan_tpu.spec import ModelSpec
 
 _BEGINNINGS = (IMAGE, "strength")  # Fields by which a video begins in another way.
+_OF_ONE_VIDEO = ("seed", "frames", "strength")  # Settings that what continues a video doesn't inherit.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,7 +105,7 @@ class Extensions:
         more: dict[str, Any] = {"size": size}
         inherited = {"fps": request["fps"]}
         if fields.preset is None and (preset is None or not preset.text_only):
-            inherited = {name: request[name] for name in SETTINGS if name in request and name not in ("seed", "frames")}
+            inherited = {name: request[name] for name in SETTINGS if name in request and name not in _OF_ONE_VIDEO}
             if fields.loras is None:
                 more["loras"] = [Adapter(**adapter) for adapter in request.get("loras", ())]
         if fields.seconds is None:

@@ -166,6 +166,8 @@ def test_a_model_that_sees_motion_gets_the_whole_video(settings, engine):
         assert content(http, second, "input_video") == source
         again = finished(http, http.post(f"/v1/videos/{second['id']}/remix", json={"prompt": "otherwise"}))
         assert packets(content(http, again))[:9] == packets(source) and engine.asked[-1].video.content == source
+        third = finished(http, create(http, video={"id": first["id"]}))
+        assert third["strength"] == 1 and finished(http, extend(http, third["id"]))["num_frames"] == 9
 
 
 def test_a_source_may_be_deleted_once_the_job_is_accepted(http, engine):
