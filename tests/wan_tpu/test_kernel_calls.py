@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.extend.lowering import JaxIrContext, upstream_dialects
 
 from wan_tpu.pricing.hlo import parse
+from wan_tpu.pricing.jax_private import make_kernel_context
 from wan_tpu.pricing.kernel_calls import read_kernel_call
 
 STACK = "f32[40,16,384]"
@@ -41,3 +43,13 @@ ENTRY %main (n: s32[2], x: {STACK}) -> f32[16,384] {{
     entry = module.computations[module.entry]
     call = read_kernel_call(entry.root, entry)
     assert call.unread_bytes == pytest.approx((40 - slices) * 16 * 384 * 4)
+
+
+def test_what_is_public_in_jax_does_not_read_kernels():
+    """Once it does, `wan_tpu/pricing/jax_private.py` is no longer needed."""
+    context = JaxIrContext()
+    context.append_dialect_registry(upstream_dialects)
+    context.load_all_available_dialects()
+    with pytest.raises(IndexError, match="tpu"):
+        context.dialects["tpu"]
+    assert make_kernel_context().dialects["tpu"]

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.lowering import JaxIrContext, upstream_dialects
 from jax.extend.mlir import ir
-from jaxlib.mosaic.python import tpu
 
 from wan_tpu.pricing.hlo import Computation, Instruction
+from wan_tpu.pricing.jax_private import make_kernel_context
 
 _DTYPES = {
     "pred": "bool", "s4": "int4", "u4": "uint4", "s8": "int8", "u8": "uint8", "s16": "int16", "u16": "uint16",
@@ -140,12 +139,7 @@ class _Mosaic:
 
 
 def _read_mosaic(bytecode: bytes) -> _Mosaic:
-    context = JaxIrContext()
-    context.append_dialect_registry(upstream_dialects)
-    context.load_all_available_dialects()
-    tpu.register_dialect(context)
-    context.allow_unregistered_dialects = True
-    with context, ir.Location.unknown():
+    with make_kernel_context(), ir.Location.unknown():
         module = ir.Module.parse(bytecode).operation
         text = str(module)
         bounds = re.search(r"iteration_bounds = array<i64: ([\d, ]+)>", text)

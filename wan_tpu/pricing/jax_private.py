@@ -1,0 +1,17 @@
+"""All that pricing uses of JAX without being public: any version may change it.
+
+`jax.extend` reads MLIR. The dialect in which Pallas writes kernels for TPUs is registered by jaxlib alone.
+"""
+
+from jax.extend.lowering import JaxIrContext, upstream_dialects
+from jaxlib.mosaic.python import tpu
+
+
+def make_kernel_context() -> JaxIrContext:
+    """Return a context that reads the kernels of a compiled TPU program."""
+    context = JaxIrContext()
+    context.append_dialect_registry(upstream_dialects)
+    context.load_all_available_dialects()
+    tpu.register_dialect(context)
+    context.allow_unregistered_dialects = True
+    return context
