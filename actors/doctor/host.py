@@ -66,6 +66,14 @@ def check_locked_memory(has_chips: bool) -> Finding:
     return Finding(name, measured, "warn", expected, advice, figures)
 
 
+def check_lock_file(path: Path) -> Iterator[Finding]:
+    """Yield a finding if libtpu's lock is left from another user, so that this one can neither take nor remove it."""
+    if path.exists() and not os.access(path, os.R_OK | os.W_OK):
+        measured = f"{path} is of user {path.stat().st_uid}, closed to user {os.getuid()}"
+        advice = f"if no process of that user has the chips, as root: rm {path}"
+        yield Finding("libtpu's lock", measured, "fail", "none, or this user's", advice)
+
+
 def _has_capability(number: int) -> bool:
     """Return whether a capability is in effect for this process: a user other than root may hold it in vain."""
     words = next(line for line in STATUS.read_text().splitlines() if line.startswith("CapEff:")).split()
@@ -119,6 +127,8 @@ def _look_at_devices() -> Iterator[Finding]:
     busy = list_holders(map(os.path.realpath, [*paths, LOCKFILE]))
     for pid, path in busy.items():
         yield Finding("chips in use", f"process {pid} has {path}", "fail", "nobody's", f"end it: kill {pid}")
+    if not busy:
+        yield from check_lock_file(Path(LOCKFILE))
     if not HUGEPAGES.exists():
         return
     always = "[always]" in HUGEPAGES.read_text()
