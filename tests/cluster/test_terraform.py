@@ -26,6 +26,7 @@ from tests.conftest import ROOT
 
 FILES = {file.name: file.read_text() for file in sorted((ROOT / "cluster" / "terraform").glob("*.tf"))}
 KNOWN = yaml.safe_load((ROOT / "tests" / "cluster" / "terraform" / "google.yaml").read_text())
+PAGE = (ROOT / "docs" / "gke.md").read_text()
 # Arguments that Terraform itself has for every resource.
 OF_TERRAFORM = {"count", "depends_on", "for_each", "lifecycle", "provider"}
 OPTIONS = SerializationOptions(strip_string_quotes=True, with_comments=False)
@@ -215,9 +216,7 @@ def test_pods_and_module_agree_on_their_names():
     assert 'trimsuffix(google_service_account.pods.email, ".gserviceaccount.com")' in FILES["database.tf"]
     assert 'default     = { namespace = "default", account = "wan-tpu" }' in FILES["variables.tf"]
     thp = contents["google_container_node_pool", "tpu"]["node_config"][0]["linux_node_config"][0]
-    assert (
-        f"transparentHugepageEnabled: {thp['transparent_hugepage_enabled']}" in (ROOT / "docs" / "gke.md").read_text()
-    )
+    assert f"transparentHugepageEnabled: {thp['transparent_hugepage_enabled']}" in PAGE
 
 
 class Terraform:
@@ -329,22 +328,23 @@ def test_reservation_is_for_on_demand_machines_alone(terraform):
 
 
 def test_service_s_address_and_certificate_are_made_for_a_hostname_alone(terraform):
-    kinds = {address.split(".")[0] for address in terraform.plan()}
-    assert not {kind for kind in kinds if "certificate" in kind}
-    planned = terraform.plan("-var=hostname=videos.example.com")
+    assert not [address for address in terraform.plan() if "certificate" in address.split(".")[0]]
+    (terraform.folder / "pools.tfvars").write_text(format_variables(Layout.load("one-machine"), "spot"))
+    planned = terraform.plan("-var=hostname=videos.example.com", "-var-file=pools.tfvars")
+    assert f"Apply complete! Resources: {len(planned)} added" in PAGE
     assert planned["google_certificate_manager_certificate_map_entry.service[0]"]["hostname"] == "videos.example.com"
     assert planned["google_compute_global_address.service[0]"]["name"] == "wan"
     assert planned["google_compute_ssl_policy.service[0]"]["min_tls_version"] == "TLS_1_2"
 
 
 def test_module_makes_what_the_commands_of_the_docs_make():
-    page, text = (ROOT / "docs" / "gke.md").read_text(), "\n".join(FILES.values())
+    page, text = PAGE, "\n".join(FILES.values())
     services = set(re.findall(r"\w+\.googleapis\.com", re.search(r"gcloud services enable (.*\n.*)\n", page)[1]))
     roles = set(re.findall(r"--role (roles/[\w.]+)", page))
     machines = set(re.findall(r"node-pools create cpu .*--machine-type (\S+)", page))
     databases = set(re.findall(r"--database-version (\S+)|sql databases create (\S+)|(db-custom-\S+)", page))
     databases = {name for names in databases for name in names if name}
     addons = set(re.findall(r"--database-flags ([\w.]+)=on", page))
-    assert len(services) == 6 and len(roles) == 4 and len(machines | addons) == 2 and len(databases) == 3
+    assert len(services) == 6 and len(roles) == 6 and len(machines | addons) == 2 and len(databases) == 3
     missing = [name for name in services | roles | machines | databases | addons if f'"{name}"' not in text]
     assert not missing
