@@ -107,7 +107,7 @@ def test_source_that_makes_programs_is_in_the_key():
     assert key.describe_build()["torchax"] == "0.0.13"
 
 
-# Of a model's small checkpoint: a size, the programs of a video of this size, and those that differ without an image.
+# Of a model's small checkpoint: a size, the programs of a video of this size, and those that differ by the images.
 PROGRAMS = {
     "wan2.1-t2v-1.3b": (
         (32, 48, 5),
@@ -122,33 +122,44 @@ PROGRAMS = {
         ],
         ["denoise step, smaller", "denoise step", "enlarge latents"],
     ),
+    "minimax-h3": (
+        (64, 96, 124),
+        [
+            *("text_encoder", "vae_encoder first", "text keys", "denoise step"),
+            *("audio_decoder", "decoder first", "decoder later", "decoder later, last"),
+        ],
+        ["text_encoder", "text keys", "denoise step"],
+    ),
 }
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("kind", "image"),
+    ("kind", "images"),
     [
-        ("wan2.1-t2v-1.3b", False),
-        pytest.param("ltx-2.3-distilled", True, marks=pytest.mark.soak),
-        pytest.param("ltx-2.3-distilled", False, marks=pytest.mark.soak),
+        ("wan2.1-t2v-1.3b", ()),
+        pytest.param("ltx-2.3-distilled", ("image",), marks=pytest.mark.soak),
+        pytest.param("ltx-2.3-distilled", (), marks=pytest.mark.soak),
+        pytest.param("minimax-h3", ("image", "last_image"), marks=pytest.mark.soak),
+        pytest.param("minimax-h3", ("last_image",), marks=pytest.mark.soak),
     ],
 )
-def test_another_process_generates_without_compiling(kind, image, tmp_path, checkpoint):
+def test_another_process_generates_without_compiling(kind, images, tmp_path, checkpoint):
     folder = checkpoint(kind)
-    (height, width, frames), names, without_image = PROGRAMS[kind]
+    (height, width, frames), names, differing = PROGRAMS[kind]
     model = open_model(Checkpoint(folder))
     request = GenerationRequest(height=height, width=width, frames=frames).resolve(model.spec.defaults)
     mesh = make_mesh((1, 1, 1), heads=model.spec.heads)
     done = list(precompile(model, request, mesh, "float32", tmp_path / "programs"))
-    assert [program.name for program in done] == [*names, *(f"{name}, no image" for name in without_image)]
+    numbers = ["no image", *["two images"] * (2 in model.spec.image_counts)]
+    assert [program.name for program in done] == [*names, *(f"{name}, {n}" for n in numbers for name in differing)]
     assert all(program.compile_s > 0 for program in done)
     assert all(program.compile_s == 0 for program in precompile(model, request, mesh, "float32", tmp_path / "programs"))
 
     command = ["--model_id", str(folder), "--prompt", "A cat", "--size", f"{width}x{height}"]
     command += ["--frames", str(frames), "--dtype", "float32", "--dp", "1", "--sp", "1", "--tp", "1"]
-    command += ["--image", str(PHOTO)] if image else []
-    command += ["--steps", "2"] if kind.startswith("wan") else []
+    command += [part for name in images for part in (f"--{name}", str(PHOTO))]
+    command += [] if kind.startswith("ltx") else ["--steps", "2"]
     loaded, compiled = tmp_path / "loaded.mp4", tmp_path / "compiled.mp4"
     loading = [*command, "--executables", str(tmp_path / "programs"), "--output", str(loaded)]
     child = run_command("generate", *loading)
