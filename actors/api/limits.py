@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from cluster.footprints import Footprint, build_ingress
 from wan_tpu.errors import InvalidInput
 from wan_tpu.suggest import did_you_mean
 
@@ -88,6 +89,11 @@ class ServiceLimits:
             if not 0 < changed[name] < math.inf:
                 raise InvalidInput(f"--limit {text}: give a number above 0")
         return cls(**changed)
+
+    @property
+    def ingress(self) -> Footprint:
+        """What an ingress takes. A reader that decodes a video starts another process with as much memory."""
+        return build_ingress(self.bodies_bytes + 2 * self.readers * self.reader_bytes)
 
     @property
     def body_bytes(self) -> int:

@@ -26,6 +26,7 @@ from actors.pipeline.pools import NO_HTTP
 from actors.pipeline_spec import PipelineSpec
 from actors.reliability import build_environment
 from actors.slices.snapshots import Snapshots
+from cluster.footprints import WORKER, Footprint
 from cluster.gang.placement import select_off_hosts
 from wan_tpu.spec import ModelSpec
 
@@ -95,14 +96,15 @@ def make_ingress(settings: ServiceSettings, spec: PipelineSpec, *, replicas: int
         num_replicas=replicas,
         max_ongoing_requests=REQUESTS,
         max_surge_percent=100,  # The next version answers before this one ends.
-        **_make_options(settings, _ONE_THREAD),
+        **_make_options(settings, settings.limits.ingress, _ONE_THREAD),
     )
     return deployment(Ingress).bind(settings, spec.model)
 
 
 def make_worker(settings: ServiceSettings, spec: PipelineSpec) -> Any:
     """Return the application that has videos made. One worker is enough, since slices are the bottleneck."""
-    return serve.deployment(num_replicas=1, **_make_options(settings, NO_HTTP))(ServiceWorker).bind(settings, spec)
+    options = _make_options(settings, WORKER, NO_HTTP)
+    return serve.deployment(num_replicas=1, **options)(ServiceWorker).bind(settings, spec)
 
 
 def list_application_names(pipeline: str) -> tuple[str, str]:
@@ -110,9 +112,9 @@ def list_application_names(pipeline: str) -> tuple[str, str]:
     return f"{pipeline}-http", f"{pipeline}-worker"
 
 
-def _make_options(settings: ServiceSettings, variables: dict[str, str]) -> dict[str, Any]:
+def _make_options(settings: ServiceSettings, footprint: Footprint, variables: dict[str, str]) -> dict[str, Any]:
     actor: dict[str, Any] = {
-        "num_cpus": 0.1,
+        **footprint.build_ray_options(),
         "label_selector": select_off_hosts(),
         "runtime_env": {"env_vars": variables | build_environment(settings.reliability)},
     }

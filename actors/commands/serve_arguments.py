@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from actors.commands.arguments import add_cluster_arguments, add_pipeline_arguments
 from actors.pipeline_spec import PipelineSettings
 from cluster.costs.prices import Prices
+from cluster.footprints import WORKER, Footprint
 from cluster.layout import Layout
 from wan_tpu.commands.parser import Parser
 from wan_tpu.commands.sizes import WITH_FRAMES, read_size_with_frames
@@ -113,6 +114,13 @@ def read_service_settings(args: argparse.Namespace, layout: Layout, settings: Pi
         reliability=settings.reliability,
     )
     return dataclasses.replace(service, jobs=dataclasses.replace(service.jobs, ended_s=args.keep_days * 86400))
+
+
+def list_processes(args: argparse.Namespace) -> tuple[Footprint, ...]:
+    """Return what each process of a service takes, besides the leaders of slices; raises `InvalidInput`."""
+    from actors.api.limits import ServiceLimits
+
+    return (*[ServiceLimits.parse(args.limit).ingress] * args.ingresses, WORKER)
 
 
 def _check(args: argparse.Namespace) -> None:

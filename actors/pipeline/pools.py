@@ -18,6 +18,7 @@ from actors.pipeline.claim import claim_start
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from actors.reliability import ReliabilitySettings, build_environment
 from actors.slices.leader import SliceLeader
+from cluster.footprints import LEADER
 from cluster.gang.placement import select_off_hosts
 from cluster.layout import Layout, Pool
 from cluster.ray_private import knows_deployment
@@ -212,7 +213,7 @@ def build_application(pool: Pool, settings: PipelineSettings) -> Any:
         "health_check_timeout_s": 2 * reliability.heartbeat_s,
         "graceful_shutdown_timeout_s": reliability.finish_s,
         "graceful_shutdown_wait_loop_s": 0.2,
-        "ray_actor_options": {"num_cpus": 0.1, "label_selector": select_off_hosts()},
+        "ray_actor_options": LEADER.build_ray_options() | {"label_selector": select_off_hosts()},
     }
     if variables := build_environment(reliability):
         options["ray_actor_options"]["runtime_env"] = {"env_vars": variables}  # The leader's hosts inherit it.

@@ -12,6 +12,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from cluster import inventory
 from cluster.chips import CHIPS
 from cluster.errors import SliceStartTimeout, WrongHost
+from cluster.footprints import SURVIVING
 from cluster.gang.protocol import HostPlace
 from cluster.slice_spec import ACCELERATOR_TYPE, POD_TYPE, SLICE_NAME, WORKER_ID, SliceSpec
 
@@ -78,7 +79,8 @@ def make_surviving(kind: type) -> Any:
 
     When its node ends, the actor is restarted elsewhere, and callers wait for it.
     """
-    return ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1, label_selector=select_off_hosts())(kind)
+    options = SURVIVING.build_ray_options()
+    return ray.remote(**options, max_restarts=-1, max_task_retries=-1, label_selector=select_off_hosts())(kind)
 
 
 def _wait(group: PlacementGroup, spec: SliceSpec, name: str, timeout_s: float | None, tell: Tell) -> None:

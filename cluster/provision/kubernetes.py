@@ -8,9 +8,11 @@ Sources: KubeRay's schemas of ray.io/v1; docs.cloud.google.com/kubernetes-engine
 selectors; docs.ray.io, "Ray on Kubernetes", for TPUs, probes and token authentication.
 """
 
-import math
 from collections.abc import Mapping
 
+from cluster.chips import GIB
+from cluster.errors import LayoutError
+from cluster.footprints import LEADER, Footprint, count_machines
 from cluster.layout import Layout
 from cluster.provision.cloud_sql import run_proxy
 from cluster.provision.haproxy import FORWARDED_HOPS, TRUSTED_PROXIES
@@ -48,8 +50,9 @@ _DISK_GIB, _HUB_GIB = 20, 160
 MONITORS = {"PodMonitoring": "monitoring.googleapis.com/v1", "PodMonitor": "monitoring.coreos.com/v1"}
 # The networks of Google's front ends and their health checks (docs.cloud.google.com/load-balancing/docs/health-checks).
 LOAD_BALANCERS = ("35.191.0.0/16", "130.211.0.0/22")
-_LEADERS_A_CPU = 10  # Leaders, like other small actors, take 0.1 CPU each.
-_CPUS = 4  # How many CPUs a pod without TPUs has.
+# A pod without TPUs: its CPUs and its memory, of which Ray's object store, and Ray's own processes, get a part.
+_CPUS, _MEMORY_GIB, _STORE_GIB, _RAY_GIB = 4, 16, 4, 1
+_OFFERED = Footprint(_CPUS, (_MEMORY_GIB - _STORE_GIB - _RAY_GIB) * GIB)
 
 
 def ray_cluster(layout: Layout, target: Target) -> Object:
@@ -191,26 +194,45 @@ def as_yaml(objects: Mapping[str, Object]) -> str:
 def _head(target: Target) -> Object:
     ports = {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "serve": SERVE_PORT, "metrics": 8080}
     # Without these probes, KubeRay before 1.6 would run wget, which the image doesn't have.
-    container = _container(target, ports, cpu=4, memory="16Gi") | _probes(_HEAD_HEALTH)
+    container = _container(target, ports, cpu=_CPUS, memory=f"{_MEMORY_GIB}Gi") | _probes(_HEAD_HEALTH)
     # Ray places nothing on the head: if something overloaded it, the head would die, and all other nodes with it.
     return {
-        "rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"},
+        "rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0", **_divide_memory()},
         "template": _template(target, container, _build_proxy(target)),
     }
 
 
 def _cpu_group(layout: Layout, target: Target) -> Object:
     """Return the group for leaders, drivers, workers and ingresses; on a TPU host they would be lost with its slice."""
-    container = _container(target, {"metrics": 8080}, cpu=_CPUS, memory="16Gi") | _probes(_WORKER_HEALTH)
-    actors = layout.slices + 10
+    container = _container(target, {"metrics": 8080}, cpu=_CPUS, memory=f"{_MEMORY_GIB}Gi") | _probes(_WORKER_HEALTH)
     return {
         "groupName": CPU_GROUP,
         "replicas": 1,
         "minReplicas": 1,
-        "maxReplicas": 1 + math.ceil(actors / (_CPUS * _LEADERS_A_CPU)),
-        "rayStartParams": {},
+        "maxReplicas": _count_cpu_pods(layout, target),
+        "rayStartParams": _divide_memory(),
         "template": _template(target, container, _build_proxy(target)),
     }
+
+
+def _count_cpu_pods(layout: Layout, target: Target) -> int:
+    """Return how many pods without TPUs there may be."""
+    if large := [process for process in target.processes if process.memory_bytes > _OFFERED.memory_bytes]:
+        raise LayoutError(
+            f"an ingress may take {large[0].memory_bytes / GIB:.1f} GiB by its limits, and a pod without TPUs offers "
+            f"{_OFFERED.memory_bytes / GIB:g}; lower --limit reader_bytes, readers or bodies_bytes"
+        )
+    processes = [LEADER] * layout.slices + [*target.processes]
+    # While a cluster that scales is updated in place, new processes start before the old ones have ended.
+    return count_machines(processes * (1 if target.is_whole else 2), _OFFERED)
+
+
+def _divide_memory() -> dict[str, str]:
+    """Return Ray's parameters of a node without TPUs.
+
+    KubeRay would offer the container's whole memory to actors, although the object store is in it.
+    """
+    return {"memory": str(_OFFERED.memory_bytes), "object-store-memory": str(_STORE_GIB * GIB)}
 
 
 def _build_groups(pool: NodePool, target: Target) -> list[Object]:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.footprints import Footprint
+
 Object = dict[str, Any]
 
 # How TPU machines may be provisioned. "queued" waits in the queue of Google's Dynamic Workload Scheduler.
@@ -29,6 +31,7 @@ class Target:
         queue: The Kueue local queue in which the cluster waits.
         monitor: The kind of object that has metrics collected, PodMonitoring or PodMonitor; None for none.
         traces: Whether Ray's dashboard may trace a host, for which the image needs TensorFlow.
+        processes: What processes without TPUs take, other than the leaders of slices: ingresses, workers.
         idle_s: After how many seconds an unused slice is released.
     """
 
@@ -45,6 +48,7 @@ class Target:
     queue: str | None = None
     monitor: str | None = "PodMonitoring"
     traces: bool = False
+    processes: tuple[Footprint, ...] = ()
     idle_s: int = 600
 
     @property

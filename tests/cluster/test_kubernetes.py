@@ -70,9 +70,9 @@ def test_a_field_that_is_wrong_is_noticed(path, wrong):
         check(manifest)
 
 
-def node_types(layout):
+def node_types(layout, target):
     """Return a cluster's groups as Ray's autoscaler reads them, with its own code."""
-    config = _derive_autoscaling_config_from_ray_cr(kubernetes.cluster(layout, TARGET))
+    config = _derive_autoscaling_config_from_ray_cr(kubernetes.cluster(layout, target))
     return {
         name: NodeTypeConfig(
             name, kind["min_workers"], kind["max_workers"], resources=kind["resources"], labels=kind["labels"]
@@ -82,10 +82,10 @@ def node_types(layout):
     }
 
 
-def launched(layout, **asked):
+def launched(layout, target=TARGET, **asked):
     """Return what the autoscaler launches, with the pod of leaders that always exists, and what it can't launch."""
     request = SchedulingRequest(
-        disable_launch_config_check=True, node_type_configs=node_types(layout), max_num_nodes=100, **asked
+        disable_launch_config_check=True, node_type_configs=node_types(layout, target), max_num_nodes=100, **asked
     )
     reply = ResourceDemandScheduler().schedule(request)
     infeasible = [*reply.infeasible_gang_resource_requests, *reply.infeasible_resource_requests]
@@ -142,7 +142,7 @@ def test_groups_have_what_their_pools_may_have():
     assert (groups["v6e-16"]["numOfHosts"], groups["v6e-16"]["maxReplicas"]) == (4, 2)
     container = groups["v6e-16"]["template"]["spec"]["containers"][0]
     assert container["resources"]["limits"] == {"google.com/tpu": "4"}
-    for name, kind in node_types(Layout.parse(KINDS, "kinds")).items():
+    for name, kind in node_types(Layout.parse(KINDS, "kinds"), TARGET).items():
         assert name == CPU_GROUP or kind.resources["TPU"] in (1, 4, 8)
 
 
