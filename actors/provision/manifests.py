@@ -1,6 +1,7 @@
 """`wan-tpu manifests`: a layout as Kubernetes objects for `kubectl apply`, on GKE with KubeRay."""
 
 import argparse
+import dataclasses
 import re
 import shlex
 import sys
@@ -12,11 +13,11 @@ from typing import Any
 from actors.commands.arguments import read_checked_layout
 from actors.commands.mounted_layout import MountedLayout
 from actors.commands.serve import build_service_config
-from actors.commands.serve_arguments import build_serve_parser
+from actors.commands.serve_arguments import build_serve_parser, list_processes
 from cluster.layout import Layout, list_shipped
 from cluster.provision import cloud_sql, kubernetes
 from cluster.provision.exposure import Exposure, build_exposing_objects
-from cluster.provision.kustomize import write_kustomization
+from cluster.provision.kustomize import read_image, write_base, write_overlay
 from cluster.provision.node_pools import format_variables
 from cluster.provision.queued import request_slices
 from cluster.provision.target import CAPACITIES, Target
@@ -28,7 +29,7 @@ from wan_tpu.storage.addresses import is_bucket
 _HERE = (
     "address", "folder", "service", "job", "output", "in_flight", "namespace", "image", "account", "secret",
     "cloud_sql", "capacity", "queue", "monitor", "idle_s", "hostname", "certificate_map", "address_name", "armor",
-    "ssl_policy", "kustomize", "node_pools",
+    "ssl_policy", "kustomize", "overlay", "node_pools",
 )  # fmt: skip
 _POSTGRES = "postgresql://"
 
@@ -62,7 +63,11 @@ def manifests(argv: Sequence[str]) -> int:
         idle_s=args.idle_s,
         from_hub=args.model_id is not None and not is_bucket(args.model_id),
         public=args.hostname is not None,
+        processes=() if args.job else list_processes(args),
     )
+    if args.overlay is not None:
+        _check_overlay(args)
+        target = dataclasses.replace(target, image=read_image(args.kustomize, target.name))
     files = {
         "access.yaml": kubernetes.supporting(target, http=args.service),
         "capacity.yaml": request_slices(kubernetes.ray_cluster(layout, target)["workerGroupSpecs"], target),
@@ -71,8 +76,11 @@ def manifests(argv: Sequence[str]) -> int:
     }
     files = {name: objects for name, objects in files.items() if objects}
     if args.kustomize is not None:
-        for path in write_kustomization(args.kustomize, target, files):
-            print(f"wrote {path}")
+        if args.overlay is None:
+            paths = write_base(args.kustomize, target, files)
+        else:
+            paths = write_overlay(args.kustomize, args.overlay, target, args.image, files)
+        print(*(f"wrote {path}" for path in paths), sep="\n")
         return 0
     sys.stdout.write(f"# Written by: wan-tpu manifests {shlex.join(argv)}\n")
     every = {comment: item for objects in files.values() for comment, item in objects.items()}
@@ -87,7 +95,12 @@ def _add_arguments(parser: Parser) -> None:
     purpose.add_argument("--job", metavar="MANIFEST", help="a RayJob that makes every video of a manifest in gs://")
     group.add_argument("--output", help="gs:// of a job's videos")
     group.add_argument(
-        "--kustomize", type=Path, metavar="FOLDER", help="write a Kustomize base and an overlay there instead"
+        "--kustomize", type=Path, metavar="FOLDER", help="write a Kustomize base and a first overlay there instead"
+    )
+    group.add_argument(
+        "--overlay",
+        metavar="NAME",
+        help="with --kustomize: only write what these arguments change in the base that is there, as an overlay",
     )
     group.add_argument("--in_flight", type=int, help="requests of a job at a time")
     group.add_argument(
@@ -207,6 +220,13 @@ def _build_job(
         "the batch's layout": kubernetes.build_layout_map(target, _read_text(args, layout)),
         "the batch, and a cluster that goes when it has ended": kubernetes.job(layout, target, shlex.join(command)),
     }
+
+
+def _check_overlay(args: argparse.Namespace) -> None:
+    if args.kustomize is None:
+        raise InvalidInput("--kustomize is missing: the folder with the base that --overlay changes")
+    if re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", args.overlay) is None:
+        raise InvalidInput(f"--overlay {args.overlay!r} isn't made of lower-case letters, digits and dashes")
 
 
 def _read_text(args: argparse.Namespace, layout: Layout) -> str:

@@ -1,17 +1,26 @@
-"""Manifests as a Kustomize base and an overlay, files that people read, change and keep in git."""
+"""Manifests as a Kustomize base and overlays, files that people read, change and keep in git.
 
-from collections.abc import Mapping
+An overlay has what the objects of other arguments have different from the base: JSON patches, objects that it adds, and
+objects that it leaves out.
+"""
+
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from cluster.errors import LayoutError
 from cluster.provision.kubernetes import as_yaml
 from cluster.provision.target import Object, Target
+from cluster.readable_yaml import dump_yaml
 
 _API = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
-BASE, OVERLAY = "base", "overlays/production"
+_FILE = "kustomization.yaml"
+BASE, OVERLAYS, PRODUCTION = "base", "overlays", "production"
 
 
-def write_kustomization(folder: Path, target: Target, files: Mapping[str, Mapping[str, Object]]) -> list[Path]:
+def write_base(folder: Path, target: Target, files: Mapping[str, Mapping[str, Object]]) -> list[Path]:
     """Write a base of files, and an overlay that shows what one changes: the image's tag.
 
     Args:
@@ -25,19 +34,158 @@ def write_kustomization(folder: Path, target: Target, files: Mapping[str, Mappin
     Raises:
         LayoutError: The folder can't be written to.
     """
-    image, _, tag = target.image.rpartition(":")
-    has_tag = bool(image) and "/" not in tag and "@" not in image  # Else it is a registry's port, or a digest.
     base: Object = {**_API, "namespace": target.namespace, "resources": sorted(files)}
-    overlay: Object = {
-        **_API,
-        "resources": [f"../../{BASE}"],
-        **({"images": [{"name": image, "newTag": tag}]} if has_tag else {}),
-    }
     texts = {f"{BASE}/{name}": as_yaml(objects) for name, objects in files.items()}
-    texts[f"{BASE}/kustomization.yaml"] = as_yaml({"written anew by wan-tpu manifests --kustomize": base})
-    comment = "yours: wan-tpu manifests leaves it as it is\nkubectl apply --kustomize " + OVERLAY
-    if not (folder / OVERLAY / "kustomization.yaml").exists():
-        texts[f"{OVERLAY}/kustomization.yaml"] = as_yaml({comment: overlay})
+    texts[f"{BASE}/{_FILE}"] = as_yaml({"written anew by wan-tpu manifests --kustomize": base})
+    overlay = f"{OVERLAYS}/{PRODUCTION}"
+    if not (folder / overlay / _FILE).exists():
+        comment = f"yours: wan-tpu manifests leaves it as it is\nkubectl apply --kustomize {overlay}"
+        name, tag = _split_image(target.image)
+        images = [{"name": name, **tag}] if "newTag" in tag else []
+        content = {**_API, "resources": [f"../../{BASE}"], **({"images": images} if images else {})}
+        texts[f"{overlay}/{_FILE}"] = as_yaml({comment: content})
+    return _write(folder, texts)
+
+
+def read_image(folder: Path, name: str) -> str:
+    """Return the image of a base's containers, which overlays replace by their own.
+
+    Raises:
+        LayoutError: There is no base whose objects have the name.
+    """
+    objects = _read_base(folder)
+    for (kind, own), content in objects.items():
+        if kind.startswith("Ray") and own == name:
+            spec = content["spec"]
+            cluster = spec.get("rayClusterConfig") or spec.get("rayClusterSpec") or spec
+            return str(cluster["headGroupSpec"]["template"]["spec"]["containers"][0]["image"])
+    [own] = {own for kind, own in objects if kind.startswith("Ray")}
+    raise LayoutError(f"{folder / BASE} is of --name {own}, not {name}; an overlay has the name of its base")
+
+
+def write_overlay(
+    folder: Path, overlay: str, target: Target, image: str, files: Mapping[str, Mapping[str, Object]]
+) -> list[Path]:
+    """Write an overlay anew, which turns the base into some objects.
+
+    Args:
+        folder: Where `base` is, from `write_base`.
+        overlay: The overlay's name.
+        target: Where the objects run, with the base's image.
+        image: The overlay's image.
+        files: As for `write_base`, the objects that the overlay is to give.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        LayoutError: There is no base, or the folder can't be written to.
+    """
+    base = _read_base(folder)
+    objects_by_id = {_identify(item): item for objects in files.values() for item in objects.values()}
+    place = f"{OVERLAYS}/{overlay}"
+    texts: dict[str, str] = {}
+    resources, patches = [f"../../{BASE}"], list[Object]()
+    for name, objects in files.items():
+        added = {comment: item for comment, item in objects.items() if _identify(item) not in base}
+        if added:
+            texts[f"{place}/{name}"] = as_yaml(added)
+            resources.append(name)
+    for kind, name in sorted(base):
+        content = base[kind, name]
+        if (kind, name) not in objects_by_id:
+            removed = {"apiVersion": content["apiVersion"], "kind": kind, "metadata": {"name": name}}
+            patches.append({"patch": dump_yaml({**removed, "$patch": "delete"})})
+            continue
+        # The namespace of all objects is a line of the kustomization.
+        after = objects_by_id[kind, name]
+        after = after | {"metadata": after["metadata"] | {"namespace": content["metadata"]["namespace"]}}
+        if operations := [*_compare(content, after)]:
+            file = f"{kind.lower()}-{name}.yaml"
+            texts[f"{place}/{file}"] = dump_yaml(operations)
+            patches.append({"target": {"kind": kind, "name": name}, "path": file})
+    content = {
+        **_API,
+        "namespace": target.namespace,
+        "resources": resources,
+        **({"patches": patches} if patches else {}),
+        **({"images": [_replace_image(target.image, image)]} if image != target.image else {}),
+    }
+    comment = f"written by wan-tpu manifests --overlay {overlay}\nkubectl apply --kustomize {place}"
+    texts[f"{place}/{_FILE}"] = as_yaml({comment: content})
+    for stale in (folder / place).glob("*.yaml"):
+        stale.unlink()
+    return _write(folder, texts)
+
+
+def _compare(before: Any, after: Any, path: str = "") -> Iterator[Object]:
+    """Yield the operations (RFC 6902) that turn a value into another.
+
+    Where a list only grows, entries are added. Else entries that have the same names are compared, and other lists are
+    replaced. A name is tested before, so that an overlay doesn't change another entry once the base's order is another.
+    """
+    if before == after:
+        return
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in (*before, *(key for key in after if key not in before)):
+            part = f"{path}/{key.replace('~', '~0').replace('/', '~1')}"
+            if key not in after:
+                yield {"op": "remove", "path": part}
+            elif key not in before:
+                yield {"op": "add", "path": part, "value": after[key]}
+            else:
+                yield from _compare(before[key], after[key], part)
+    elif isinstance(before, list) and isinstance(after, list) and after[: len(before)] == before:
+        for item in after[len(before) :]:
+            yield {"op": "add", "path": f"{path}/-", "value": item}
+    elif _list_names(before) and _list_names(before) == _list_names(after):
+        for number, (key, name) in enumerate(_list_names(before)):
+            if operations := [*_compare(before[number], after[number], f"{path}/{number}")]:
+                yield {"op": "test", "path": f"{path}/{number}/{key}", "value": name}
+                yield from operations
+    else:
+        yield {"op": "replace", "path": path, "value": after}
+
+
+def _list_names(value: Any) -> list[tuple[str, str]]:
+    """Return the field and the name of each entry of a list; empty if it isn't a list of objects with names."""
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        return []
+    names = [next(((key, item[key]) for key in ("groupName", "name") if key in item), None) for item in value]
+    return [name for name in names if name] if all(names) else []
+
+
+def _identify(item: Object) -> tuple[str, str]:
+    return item["kind"], item["metadata"]["name"]
+
+
+def _replace_image(before: str, after: str) -> Object:
+    """Return the entry of a kustomization's images that replaces one by another."""
+    (name, _), (new, version) = _split_image(before), _split_image(after)
+    return {"name": name, **({"newName": new} if new != name else {}), **version}
+
+
+def _split_image(image: str) -> tuple[str, dict[str, str]]:
+    """Return an image's name, and its digest or tag as a kustomization names them; what follows a slash is no tag."""
+    name, _, digest = image.partition("@")
+    if digest:
+        return name, {"digest": digest}
+    name, _, tag = image.rpartition(":")
+    return (name, {"newTag": tag}) if name and "/" not in tag else (image, {})
+
+
+def _read_base(folder: Path) -> dict[tuple[str, str], Object]:
+    try:
+        names = yaml.safe_load((folder / BASE / _FILE).read_text())["resources"]
+        items = [item for name in names for item in yaml.safe_load_all((folder / BASE / name).read_text())]
+    except OSError as error:
+        raise LayoutError(
+            f"{folder} has no base ({error.strerror}); write it first: wan-tpu manifests --kustomize without --overlay"
+        ) from None
+    return {_identify(item): item for item in items}
+
+
+def _write(folder: Path, texts: Mapping[str, str]) -> list[Path]:
     try:
         for name, text in texts.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ import yaml
 from sqlalchemy import make_url
 
 from actors.cli import main
+from tests.cluster.kuberay_rules import pods_of, selects, services_of
 from tests.cluster.schemas import check
 from tests.conftest import ROOT
 
@@ -19,6 +20,17 @@ IMAGE = ["--image", "registry/wan-tpu:1"]
 MODEL = ["--model_id", "examples/small-wan2.2-i2v"]
 OF_THE_HUB = ["--model_id", "Wan-AI/Wan2.2-I2V-A14B-Diffusers"]
 DATABASE = ["--database", "postgresql://wan@db/jobs"]
+SERVICE = [
+    "--layout",
+    "four-pools",
+    "--service",
+    *OF_THE_HUB,
+    *DATABASE,
+    "--results",
+    "gs://b/r",
+    "--snapshots",
+    "gs://b/s",
+]
 
 
 def print_objects(capsys, *argv):
@@ -135,6 +147,68 @@ def test_overlay_leaves_an_image_without_a_tag_as_it_is(image, tmp_path):
     assert head["template"]["spec"]["containers"][0]["image"] == image
 
 
+def write_kustomization(folder, *argv):
+    assert main(["manifests", *IMAGE, *SERVICE, *argv, "--kustomize", str(folder)]) == 0
+
+
+ONE_SLICE = "pools:\n  all: {stages: [encoder, denoise_high, denoise_low, decoder], slice: v6e-8}\n"
+OVERLAYS = {
+    "spot": ["--capacity", "spot"],
+    "flex-start": ["--capacity", "flex-start", "--ingresses", "3"],
+    "production": ["--hostname", "videos.example.com", "--certificate_map", "wan", "--ssl_policy", "wan"],
+    "staging": [
+        "--namespace",
+        "staging",
+        "--layout",
+        "LAYOUT",
+        "--cloud_sql",
+        "p:us-east5:staging",
+        "--account",
+        "a@p.iam",
+    ],
+    "prometheus": ["--monitor", "PodMonitor", "--queue", "tpus"],
+}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_overlay_turns_the_base_into_what_the_same_arguments_print(overlay, tmp_path, capsys):
+    (tmp_path / "staging.yaml").write_text(ONE_SLICE)
+    argv = [str(tmp_path / "staging.yaml") if word == "LAYOUT" else word for word in OVERLAYS[overlay]]
+    service = SERVICE if "--cloud_sql" not in argv else [word for word in SERVICE if word not in DATABASE]
+    write_kustomization(tmp_path)
+    capsys.readouterr()
+    assert main(["manifests", *IMAGE, *service, *argv]) == 0
+    printed = capsys.readouterr().out
+    overlaid = ["--kustomize", str(tmp_path), "--overlay", overlay]
+    assert main(["manifests", "--image", "registry/wan-tpu:2", *service, *argv, *overlaid]) == 0
+    rendered_objects = identified(rendered(tmp_path / "overlays" / overlay))
+    assert rendered_objects == identified(printed.replace("registry/wan-tpu:1", "registry/wan-tpu:2"))
+    for item in rendered_objects.values():
+        check(item)
+    spec = rendered_objects["RayService", "wan-tpu"]["spec"]["rayClusterConfig"]
+    pods = pods_of(spec, "wan-tpu-x7k2p", in_service=True, version=(1, 5))
+    [head, *_] = services_of(spec, "wan-tpu-x7k2p", "wan-tpu")
+    assert [name for name, pod in pods.items() if head.selects(pod)] == ["headgroup"]
+    others = [item["spec"] for (kind, _), item in rendered_objects.items() if kind == "PodDisruptionBudget"]
+    assert all(any(selects(spec["selector"]["matchLabels"], pod) for pod in pods.values()) for spec in others)
+
+
+def test_overlay_is_small_and_fails_where_the_base_has_other_groups(tmp_path, capsys):
+    write_kustomization(tmp_path)
+    write_kustomization(tmp_path, "--capacity", "spot", "--overlay", "spot")
+    folder = tmp_path / "overlays" / "spot"
+    assert {file.name for file in folder.iterdir()} == {"kustomization.yaml", "rayservice-wan-tpu.yaml"}
+    operations = yaml.safe_load((folder / "rayservice-wan-tpu.yaml").read_text())
+    assert {tuple(item["path"].split("/")[-2:]) for item in operations if item["op"] != "test"} == {
+        ("tolerations", "-"),
+        ("nodeSelector", "cloud.google.com~1gke-spot"),
+    }
+    base = tmp_path / "base" / "pipeline.yaml"
+    base.write_text(base.read_text().replace("groupName: v6e-4", "groupName: v6e-1"))
+    with pytest.raises(subprocess.CalledProcessError):
+        rendered(folder)
+
+
 def identified(text):
     return {(item["kind"], item["metadata"]["name"]): item for item in yaml.safe_load_all(text)}
 
@@ -233,6 +307,12 @@ def test_node_pools_are_written_without_an_image(tmp_path, capsys):
             "--cloud_sql 'wan' is no instance; give PROJECT:REGION:NAME",
         ),
         (["--layout", "four-pools", "--cloud_sql", "a:b:c"], "--cloud_sql is the database of a service"),
+        (["--layout", "four-pools", "--overlay", "staging"], "--kustomize is missing: the folder with the base"),
+        (
+            ["--layout", "four-pools", "--kustomize", "/no/such", "--overlay", "staging"],
+            "/no/such has no base (No such file or directory); write it first",
+        ),
+        (["--layout", "four-pools", "--kustomize", "/no/such", "--overlay", "../a"], "isn't made of lower-case"),
         (
             ["--layout", "four-pools", "--node_pools", "/no/such/folder/x.tfvars"],
             "can't write /no/such/folder/x.tfvars",
