@@ -25,7 +25,8 @@ from wan_tpu.runtime.bridge import Params, call, to_jax
 from wan_tpu.runtime.mesh import token_layout
 from wan_tpu_kernels.columns import Columns
 
-TEXT_ROWS = 256  # Attention pads its queries to a multiple of this.
+# Attention pads queries that are fewer than a block to a multiple of `QUERY_ROWS`, which would copy them.
+QUERY_ROWS, BLOCK_ROWS = 256, 8192
 LARGEST_SCALE = 10.0  # Of history keys, a constant of diffusers' module.
 # The history by distance, with the module that embeds it and the size of its patches in the chunk's.
 _EMBEDDINGS = ((LONG, "patch_long", 4), (MID, "patch_mid", 2), (SHORT, "patch_short", 1))
@@ -59,7 +60,8 @@ def velocity(
         before = [_embed(module, name, to_jax(history[key]), scale) for key, name, scale in _EMBEDDINGS]
         chunk = _embed(module, "patch_embedding", to_jax(latents), 1)
         tokens, count = jnp.concatenate([chunk, *before]), len(chunk)
-        layout = token_layout(mesh, keys["key"].shape[1], len(tokens), module.config.num_attention_heads)
+        block = QUERY_ROWS if mesh.devices.flat[0].platform == "tpu" and len(tokens) < BLOCK_ROWS else 1
+        layout = token_layout(mesh, keys["key"].shape[1], len(tokens), module.config.num_attention_heads, block)
         velocities, _ = HistoryStep(module, mesh, layout, count, len(tokens)).run(
             WanInputs(
                 tokens=pad_rows(tokens, layout.padded),
@@ -117,6 +119,6 @@ class HistoryStep(WanStep):
         self, x: jax.Array, keys: TextKeys, w: Params, first_rows: jax.Array, *, rows: int | None = None
     ) -> jax.Array:
         """Return the hidden state after cross-attention, which is the chunk's alone where one device has all tokens."""
-        chunk = -(-self._first // TEXT_ROWS) * TEXT_ROWS
+        chunk = -(-self._first // QUERY_ROWS) * QUERY_ROWS
         rows = chunk if chunk < len(x) == self._layout.padded else None
         return super().attend_to_text(x, keys, w, first_rows, rows=rows)
