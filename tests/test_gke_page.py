@@ -86,6 +86,13 @@ def test_names_are_set_before_they_are_used():
     assert find_missing_names("```sh\nexport A=1 B=$A\nls $B $C\n```", set()) == ["C"]
 
 
+def test_cluster_with_gateways_has_the_add_on_of_load_balancers():
+    """gcloud disables every add-on that --addons doesn't name, and Gateways need this one."""
+    [line] = [line for line in "\n".join(blocks_of(PAGE)).splitlines() if " clusters create " in line]
+    assert "--gateway-api standard" in line
+    assert {"HttpLoadBalancing", "RayOperator"} <= {*re.search(r"--addons (\S+)", line)[1].split(",")}
+
+
 def test_overlay_for_locked_memory_changes_the_pods_with_tpus_alone(tmp_path):
     from cluster.layout import Layout
     from cluster.provision import kubernetes
