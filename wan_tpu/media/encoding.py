@@ -25,7 +25,8 @@ H264 = (
 )
 # Half as much again as ffmpeg's default of 128 kbit/s, and still little beside the frames.
 AAC = "-c:a aac -b:a 192k"
-_HDR = re.compile(rb"Video: .{0,300}?/(?:smpte2084|arib-std-b67)\b")  # PQ and HLG, as ffmpeg names their curves.
+# PQ and HLG, as ffmpeg prints their curves after matrix and primaries, without which they can't be converted.
+_HDR = re.compile(rb"Video: .{0,300}?\b(?:bt2020nc|bt709)/(?:bt2020|smpte432|bt709)/(?:smpte2084|arib-std-b67)\b")
 
 
 def is_hdr(described: bytes) -> bool:
