@@ -166,11 +166,13 @@ class RequestRun:
         self._machine = self._machine.at_step(result.step, is_finished=result.step == steps)
 
     def _note_chunk(self) -> None:
-        """Have the chunks that are denoised decoded, unless that is under way."""
+        """Have the chunks that are denoised decoded, unless that is under way; raise what fails the request there."""
         before = self._decoding
         if before is not None:
-            if not before.done() or (error := before.exception()) is None or isinstance(error, RequestFailed):
-                return  # What fails the request is raised when it is denoised.
+            if not before.done() or (error := before.exception()) is None:
+                return
+            if isinstance(error, RequestFailed):
+                raise error
             self._avoid(getattr(error, "replica", None))
             log.warning("%s: %s; its chunks are decoded again", self._key, error)
         if self._decodings < self._limits.stage_attempts:  # Else all chunks are decoded once they are denoised.
@@ -286,7 +288,11 @@ class RequestRun:
                         on_inputs()
                         status.report_handoff(stage, event.seconds, event.nbytes)
                     elif isinstance(event, ChunkDenoised):
-                        self._note_chunk()
+                        try:
+                            self._note_chunk()
+                        except RequestFailed:
+                            events.cancel()  # type: ignore[attr-defined]
+                            raise
                     elif isinstance(event, EncodedFragment):
                         self._send_fragment(event)
                     else:

@@ -133,6 +133,8 @@ class Host:
         request, decoded, is_last = self.held.pop(held)
         if self._slice.is_sick:
             raise OutputError("no space is left on the disk of this host")
+        if request.prompt.startswith("dark"):
+            raise UnhealthyResult("the frames are NaN")
         key = held.rpartition(" ")[0]
         self._world.decoded[key].append((len(decoded), self._world.loop.now, self._slice.name))
         if not is_last:

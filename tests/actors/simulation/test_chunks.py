@@ -5,6 +5,7 @@ import logging
 
 import pytest
 
+from actors.errors import RequestFailed
 from tests.actors.simulation.checks import check_fragments, leftovers
 from tests.actors.simulation.scenario import LAYOUTS, Run, little_garbage, simulate
 from tests.actors.simulation.slices import video_of
@@ -169,6 +170,23 @@ def test_slice_goes_on_for_others_while_a_driver_s_store_is_silent():
             assert (await making).mp4 == video_of(PLAN)
             for engine, id in ((first, "first"), (second, "second")):
                 await engine.forget(id)
+            await asyncio.sleep(30.0)
+            assert not leftovers(run)
+
+        loop.run_until_complete(live())
+
+
+def test_chunk_that_can_t_be_decoded_ends_the_request_before_all_steps_are_done():
+    with virtual_time() as loop:
+
+        async def live():
+            run = Run(World(loop, 0), requests=0, faults=False, layout_name="four pools", slices=2, drivers=1)
+            await asyncio.sleep(10.0)  # Its replicas start.
+            engine = run.drivers[0].engine
+            with pytest.raises(RequestFailed, match="the frames are NaN"):
+                await engine.generate(plan_of(STEPS, "chunks", "dark video", 7), id="r")
+            assert len(run.world.steps["r"]) <= 2 * STEPS
+            await engine.forget("r")
             await asyncio.sleep(30.0)
             assert not leftovers(run)
 
