@@ -30,6 +30,8 @@ resource "google_sql_database_instance" "wan" {
 resource "google_sql_database" "jobs" {
   name     = "jobs"
   instance = google_sql_database_instance.wan.name
+  # The instance takes it along. By itself it can't be deleted while pods are connected.
+  deletion_policy = "ABANDON"
 }
 
 resource "google_sql_user" "pods" {
@@ -37,4 +39,6 @@ resource "google_sql_user" "pods" {
   name           = trimsuffix(google_service_account.pods.email, ".gserviceaccount.com")
   type           = "CLOUD_IAM_SERVICE_ACCOUNT"
   database_roles = ["cloudsqlsuperuser"] # Creates the tables, and migrates them.
+  # The instance takes it along. By itself it can't be deleted, because it owns the tables.
+  deletion_policy = "ABANDON"
 }

@@ -49,4 +49,6 @@ resource "google_service_networking_connection" "google_services" {
   network                 = google_compute_network.wan.id
   service                 = "servicenetworking.googleapis.com"
   reserved_peering_ranges = [google_compute_global_address.google_services.name]
+  # For four days after its deletion Cloud SQL holds the connection, which would hold the network.
+  deletion_policy = "REMOVE_PEERING"
 }
