@@ -33,6 +33,8 @@ from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.components import Component, Loaded
 
+_LONGEST_SIDE = 16384  # Pixels of a picture that x264 compresses.
+
 
 class Ltx2Model(Model):
     """One LTX-2 model."""
@@ -121,8 +123,10 @@ class Ltx2Model(Model):
         It is first compressed with H.264, because the model was trained on compressed frames.
         """
         assert isinstance(request.image, Image.Image)
-        width, height = request.image.size
-        image = request.image.resize((max(2, width), max(2, height)))  # H.264 has pairs of rows and columns.
+        # H.264 has pairs of rows and columns, and not any number of them.
+        scale = min(1.0, _LONGEST_SIDE / max(request.image.size))
+        width, height = (max(2, round(side * scale)) for side in request.image.size)
+        image = request.image.resize((width, height))
         compressed = Image.fromarray(apply_image_conditioning_crf(np.array(image), DEFAULT_IMAGE_CRF))
         height, width = self._image_size(request)
         slack = self.spec.shape_slack * height // request.height
