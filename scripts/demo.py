@@ -17,7 +17,7 @@ from wan_tpu.cli import QUIET, run
 os.environ.update(QUIET)  # Read by what is imported next.
 
 import imageio.v3 as iio
-from demo_model.sheets import save_rows
+from demo_model.score import save_rows
 
 from actors.batch.manifest import Manifest, read_manifest
 from actors.batch.run import BatchReport, open_batch

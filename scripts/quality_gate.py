@@ -14,10 +14,9 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from demo_model import gate, intervals
-from demo_model.cheap_sampling import EIGHT_BITS, errors_of_layers, list_cheaper
 from demo_model.generators import WAYS
-from demo_model.mistakes import MISTAKES, find_lowered, load_mistaken
 from demo_model.score import psnr
+from demo_model.variants import EIGHT_BITS, MISTAKES, errors_of_layers, find_lowered, list_cheaper, load_mistaken
 
 from wan_tpu.commands.parser import PRECISIONS, add_precision
 

@@ -7,8 +7,7 @@ About half an hour on two cores.
 import argparse
 from pathlib import Path
 
-from demo_model.adapters import train_four_steps, train_zigzag
-from demo_model.lora import CHECKPOINT
+from demo_model.adapters import CHECKPOINT, train_four_steps, train_zigzag
 
 KINDS = {"zigzag": train_zigzag, "four-steps": train_four_steps}
 

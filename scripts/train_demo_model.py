@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 from demo_model import sizes
-from demo_model.examples import write_examples
 from demo_model.experts import export, train_experts
+from demo_model.gate import write_examples
 from demo_model.training import Run
 from demo_model.vae import encode_clips, train_vae
 

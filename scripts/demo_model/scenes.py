@@ -1,4 +1,4 @@
-"""Scenes the small model learns: one to three things on a floor under a sky, one of which moves.
+"""Scenes the small model learns: one to three things on a floor under a sky, one of which moves; and their captions.
 
 Deterministic: a seed and an index give a scene, on any machine. What moves is the sentence's choice alone: both
 directions of every kind start from the same pictures.
@@ -7,6 +7,7 @@ Units: pixels (y downwards), angles in radians (clockwise on the screen), t the 
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -261,3 +262,45 @@ def paint(frames: np.ndarray, thing: Thing, states: np.ndarray, colours: np.ndar
 def _grid(width: int) -> tuple[np.ndarray, np.ndarray]:
     y, x = np.mgrid[:HEIGHT, :width].astype(np.float32) + np.float32(0.5)
     return y, x
+
+
+_VERBS = {
+    "roll": "rolls to the {way}",
+    "slide": "slides to the {way}",
+    "bounce": "bounces to the {way}",
+    "orbit": "circles {centre} {way}",
+}
+_WORDS = {("fall", -1): "rises up", ("fall", 1): "falls down", ("grow", -1): "shrinks", ("grow", 1): "grows"}
+
+
+def caption(scene: Scene) -> str:
+    """Return the sentence of a scene, such as "a red ball rolls to the right over a green floor"."""
+    beside = scene.others[1:] if scene.kind == "orbit" else scene.others
+    clause = f"{_noun(scene.actor)} {_verb(scene)}"
+    if beside:
+        clause += " next to " + " and ".join(_noun(thing) for thing in beside)
+    floor, sky = f"over a {scene.floor} floor", f"under a {scene.sky} sky"
+    return (
+        f"{clause} {floor}",
+        f"{clause} {floor} {sky}",
+        f"{sky}, {clause}",
+        f"{floor}, {clause}",
+    )[scene.wording]
+
+
+def all_words() -> Iterator[str]:
+    """Yield every word of the grammar, so that a tokenizer knows those that a draw of captions may lack."""
+    yield from (*SHAPES, *COLOURS, *FLOORS, *SKIES, *(word for pair in KINDS.values() for word in pair))
+
+
+def _noun(thing: Thing) -> str:
+    article = "an" if thing.colour[0] in "aeiou" else "a"
+    return f"{article} {thing.colour} {thing.shape}"
+
+
+def _verb(scene: Scene) -> str:
+    fixed = _WORDS.get((scene.kind, scene.direction))
+    if fixed:
+        return fixed
+    centre = _noun(scene.others[0]) if scene.others else ""
+    return _VERBS[scene.kind].format(way=KINDS[scene.kind][scene.direction > 0], centre=centre)

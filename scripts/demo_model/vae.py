@@ -15,8 +15,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
 from . import sizes
 from .scenes import WIDTHS, Scene, draw_scene, opposite, render
-from .score import psnr
-from .sheets import save_rows
+from .score import psnr, save_rows
 from .training import Run, load_average, train
 
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from .captions import caption
-from .scenes import COLOURS, FRAMES, SHIFT, Scene, background, clip_times, coverage, draw_scene, paint
+from .scenes import COLOURS, FRAMES, SHIFT, Scene, background, caption, clip_times, coverage, draw_scene, paint
 
 COLOUR = "purple"
 TEETH, TOOTH = 2, 12.0  # how often it goes up and down, and how far, pixels

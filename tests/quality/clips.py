@@ -13,7 +13,7 @@ from pathlib import Path
 
 from scripts.demo_model import gate
 from scripts.demo_model.generators import WAYS
-from scripts.demo_model.mistakes import MISTAKES, load_mistaken
+from scripts.demo_model.variants import MISTAKES, load_mistaken
 
 STEPS = 8  # docs/quality.md has what all twenty make; of a hundred requests a quarter costs 0.2 dB and no score
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from scripts.demo_model import gate
-from scripts.demo_model.cheap_sampling import PRESET
-from scripts.demo_model.lora import CHECKPOINT, add_adapter, load_pipeline, save_adapter
+from scripts.demo_model.adapters import CHECKPOINT, add_adapter, load_pipeline, save_adapter
 from scripts.demo_model.scenes import first_frame, render
+from scripts.demo_model.variants import PRESET
 from scripts.demo_model.zigzag import draw_zigzag, mirror, render_zigzag, zigzag_caption, zigzag_score
 from tests.quality.clips import STEPS
 from wan_tpu import GenerationRequest

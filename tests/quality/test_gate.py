@@ -7,8 +7,7 @@ import pytest
 from PIL import Image
 
 from scripts.demo_model import gate
-from scripts.demo_model.captions import caption
-from scripts.demo_model.scenes import first_frame, render
+from scripts.demo_model.scenes import caption, first_frame, render
 from scripts.demo_model.score import SUB_SCORES
 
 COUNT = 3

@@ -7,7 +7,7 @@ import safetensors.torch
 import torch
 
 from scripts.demo_model import sizes
-from scripts.demo_model.mistakes import MISTAKES
+from scripts.demo_model.variants import MISTAKES
 from wan_tpu.families.wan.published import VAE_21
 
 MASK = slice(sizes.Z, sizes.Z + 4)

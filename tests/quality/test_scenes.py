@@ -1,7 +1,6 @@
 import numpy as np
 
-from scripts.demo_model.captions import caption
-from scripts.demo_model.scenes import KINDS, draw_scene, first_frame, opposite, render
+from scripts.demo_model.scenes import KINDS, caption, draw_scene, first_frame, opposite, render
 
 
 def test_a_scene_is_the_same_on_every_call_and_differs_by_index():

@@ -7,8 +7,7 @@ import pytest
 
 from scripts.demo_model import intervals
 from scripts.demo_model.scenes import draw_scene, opposite, render
-from scripts.demo_model.score import SUB_SCORES, psnr, score
-from scripts.demo_model.tracking import smooth
+from scripts.demo_model.score import SUB_SCORES, psnr, score, smooth
 
 COUNT = 5
 FEW = 3  # enough where all must be right

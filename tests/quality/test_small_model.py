@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from scripts.demo_model import gate, sizes
-from scripts.demo_model.examples import write_examples
 from scripts.demo_model.experts import LARGEST_MB
-from scripts.demo_model.mistakes import MISTAKES, find_lowered
+from scripts.demo_model.gate import write_examples
+from scripts.demo_model.variants import MISTAKES, find_lowered
 from tests.children import run_module
 from tests.conftest import ROOT
 

@@ -10,10 +10,8 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 from scripts.demo_model import experts, sizes, vae
-from scripts.demo_model.captions import caption
-from scripts.demo_model.experts import LARGEST_MB, export
-from scripts.demo_model.scenes import draw_scene
-from scripts.demo_model.text import embed
+from scripts.demo_model.experts import LARGEST_MB, embed, export
+from scripts.demo_model.scenes import caption, draw_scene
 from scripts.demo_model.training import Descent, Run, learning_rate
 from scripts.demo_model.vae import WholeClips
 from wan_tpu import load_pipeline

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from actors.cli import main
-from scripts.demo_model.cheap_sampling import EIGHT_BITS, round_rows
+from scripts.demo_model.variants import EIGHT_BITS, round_rows
 from tests.conftest import PHOTO, denoised
 from tests.wan_tpu import adapter_files as files
 from tests.wan_tpu.test_parity import run_diffusers
