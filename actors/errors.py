@@ -34,7 +34,7 @@ class PipelineExists(PipelineError):
 
 
 class PipelineNotFound(PipelineError):
-    """There is no pipeline of that name, or this command may not use it."""
+    """The pipeline doesn't exist, or this command may not use it."""
 
     exit_code = 2
 

@@ -34,7 +34,7 @@ class SliceSpec:
         host_shape: The part of `shape` that belongs to one host.
 
     Raises:
-        UnknownSlice: There is no such kind; the message names the nearest.
+        UnknownSlice: The kind is unknown; the message names the nearest.
     """
 
     name: str

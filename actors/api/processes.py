@@ -33,7 +33,7 @@ from wan_tpu.spec import ModelSpec
 log = logging.getLogger(__name__)
 
 REQUESTS = 2000  # Concurrent requests of an ingress. Most of them follow the events of a job, and cost nothing.
-_PARTING_S = 2.0  # Pause between the end of a worker's jobs and its own, in which its slices are told to stop.
+_PARTING_S = 2.0  # Pause between the end of a worker's jobs and its own, in which it tells its slices to stop.
 _THREADS = 32  # Serve's default of five could all be blocked by slow reads of storage.
 # Serve would log two lines per request, in its proxy and in the replica, which cost more than the answer to a poll.
 QUIET = {"log_level": "WARNING", "enable_access_log": False}

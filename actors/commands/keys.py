@@ -53,7 +53,7 @@ def keys(argv: Sequence[str]) -> None:
 
     address = choose_database(args.database, args.folder)
     if args.action != "add" and "://" not in address and not Path(address).exists():
-        # A look creates no database, whose owner would be whoever looked first.
+        # Listing must not create the database: its owner would be the user who happened to list first.
         nothing = f"there are no keys, and no jobs: {address} isn't there yet; make a key with wan-tpu keys add NAME"
         if args.action in ("limit", "revoke"):
             raise InvalidInput(nothing)

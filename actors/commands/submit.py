@@ -132,7 +132,7 @@ def _follow(client: Any, job: str) -> int:
     A connection that breaks is opened again, because only the job's state says how it ended.
 
     Raises:
-        InvalidInput: There is no such job.
+        InvalidInput: The job doesn't exist.
     """
     try:
         details = _watch(client, job)

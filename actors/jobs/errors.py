@@ -8,7 +8,7 @@ class JobError(WanTpuError):
 
 
 class JobNotFound(JobError):
-    """There is no such job, or it belongs to another owner; callers can't tell which."""
+    """The job doesn't exist, or it belongs to another owner; callers can't tell which."""
 
 
 class IdempotencyConflict(JobError):

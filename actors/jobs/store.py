@@ -83,7 +83,7 @@ class JobStore:
             return job, True
 
     def check_room(self, owner: str, idempotency_key: str | None, room: Room) -> None:
-        """Raise `QueueFull` if there is no room for a job. There always is for one that was accepted before."""
+        """Raise `QueueFull` if there is no room for a job. A job that was accepted before always has room."""
         with self._database.read() as session:
             if find_earlier(session, owner, idempotency_key) is None:
                 check_room(session, owner, room)

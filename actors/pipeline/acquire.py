@@ -33,7 +33,7 @@ def acquire_pipeline(
         precision: The precision that a running pipeline must compute in; None for any.
 
     Raises:
-        PipelineNotFound: There is no pipeline, or it isn't the wanted one. `deploy` raises others.
+        PipelineNotFound: The pipeline doesn't exist, or its specification differs. `deploy` raises others.
     """
     running = find_reusable(name, spec, precision)
     if running is not None and running.lasting:

@@ -87,7 +87,7 @@ def _check(spec: PipelineSpec) -> None:
     name = spec.settings.name
     alive = _call_explained(list_live_replicas, name, spec.layout)
     reported = _call_explained(lambda: StatusActor.connect(name).read_or_none())
-    if reported is None:  # Not knowing what the replicas do is no reason to stop.
+    if reported is None:  # The replicas' status is optional: without it, go on.
         able = {replica.partition("/")[0] for replica in alive}
     else:
         unready = {name for name, replica in reported.replicas.items() if replica.activity not in ("idle", "busy")}

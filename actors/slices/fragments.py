@@ -1,4 +1,4 @@
-"""Fragments of a video on their way from the host that encodes it to whoever follows the request.
+"""Fragments of a video on their way from the host that encodes it to the driver that follows the request.
 
 The encoder never waits. Its fragments stay on the host until the leader takes them, in a lane of their own, while the
 hosts decode; all of them together are as large as the finished file.

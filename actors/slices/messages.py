@@ -108,7 +108,7 @@ class InputsTaken:
 class EncodedFragment:
     """A fragment of the mp4 that a decoder is still encoding.
 
-    It is small and travels in the stream itself: whoever has the stage's result has all fragments too.
+    It is small and travels in the stream itself: a caller that has the stage's result has all fragments, too.
 
     Attributes:
         index: Counts the fragments of this decoding.

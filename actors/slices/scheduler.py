@@ -67,7 +67,7 @@ class PriorityQueue:
 
     @property
     def _first(self) -> Admission | None:
-        """The request that is let in next, or None."""
+        """The request that is admitted next, or None."""
         while self._heap and self._heap[0] not in self._waiting:
             heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None

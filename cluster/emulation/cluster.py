@@ -206,7 +206,7 @@ class EmulatedCluster:
             return ray_nodes.start_host(self.temp, host, self.address)
 
     def stop(self) -> None:
-        """Kill every process of this cluster, whoever started it, and remove its files."""
+        """Kill every process of this cluster, including those of other drivers, and remove its files."""
         while survivors := ray_nodes.processes(self.temp):  # A dying parent may have started another one.
             ray_nodes.kill(survivors)
         shutil.rmtree(self.temp, ignore_errors=True)

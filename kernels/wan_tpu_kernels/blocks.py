@@ -105,7 +105,7 @@ DEFAULT = BlockSizes(512, 1024, Schedule(256), Schedule(256))
 
 
 def this_chip() -> str:
-    """Return the chip of the current mesh or process ("v5p", "v6e", "v7x", ...), or "other" if it is no TPU."""
+    """Return the chip of the current mesh or process ("v5p", "v6e", "v7x", ...), or "other" if it isn't a TPU."""
     try:
         version = str(pltpu.get_tpu_info().chip_version)
     except ValueError:

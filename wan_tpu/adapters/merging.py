@@ -157,7 +157,7 @@ def _change_weight(
 
 
 def abstract_merge(runtime: Runtime[Any], base: Any, scales: Any, ranks: int) -> tuple[Program, tuple[Any, ...]]:
-    """Return the program that changes a weight, given as its shape, and the shapes of what it is given."""
+    """Return the program that changes a weight, given as its shape, and the shapes of its arguments."""
     outputs, inputs = base.shape[-2:]
     stack, wide = base.shape[:-2], base.dtype if scales is None else DTYPES[runtime.dtype]
     shapes = (

@@ -31,7 +31,7 @@ class NotContinued(Exception):
 class FragmentPipe:
     """A pipe through which ffmpeg writes a fragmented mp4 beside the usual file.
 
-    A thread reads it, so that ffmpeg never waits for whoever uses the fragments.
+    A thread reads it, so that ffmpeg never waits for the consumer of the fragments.
     """
 
     def __init__(self, on_fragment: Callable[[bytes], object]) -> None:

@@ -251,8 +251,8 @@ class ContactSheet:
 
 
 def _is_or_holds(source: str | Path, path: Path) -> bool:
-    """Return whether `source` is the file at `path`, by whatever links, or a folder that it lies in."""
-    # A hub id or a URL is no path.
+    """Return whether `source` is the file at `path`, through any links, or a folder that contains it."""
+    # A hub id or a URL isn't a path.
     if not os.path.exists(source):
         return False
     return any(os.path.exists(place) and os.path.samefile(source, place) for place in (path, *path.resolve().parents))

@@ -37,12 +37,12 @@ class Shape:
 
     @property
     def in_hbm(self) -> bool:
-        """Whether it lies in HBM: S(1) is VMEM, higher spaces are semaphores, scalar and host memory."""
+        """Whether it is in HBM: S(1) is VMEM, higher spaces are semaphores, scalar and host memory."""
         return "S(" not in self.layout
 
     @property
     def is_data(self) -> bool:
-        """Whether it lies in HBM or VMEM, where data does; semaphores and what scalars keep lie elsewhere."""
+        """Whether it is in HBM or VMEM, as data is; semaphores and scalars are elsewhere."""
         return self.in_hbm or "S(1)" in self.layout
 
     @property
@@ -138,7 +138,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Parse `compiled.as_text()`. Raises `ValueError` when it is no HLO module."""
+    """Parse `compiled.as_text()`. Raises `ValueError` when the text isn't an HLO module."""
     computations: dict[str, Computation] = {}
     entry: str | None = None
     name: str | None = None

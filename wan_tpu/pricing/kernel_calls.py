@@ -23,7 +23,7 @@ _DTYPES = {
     "s32": "int32", "u32": "uint32", "bf16": "bfloat16", "f16": "float16", "f32": "float32",
     "f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2",
 }  # fmt: skip
-# What the compiler is told of a kernel: its code, compiler flags, how much VMEM it may use.
+# The parts of a kernel call's configuration: code, compiler flags, VMEM limit.
 _CONFIG = ("custom_call_config", "flag_configs", "scoped_memory_configs")
 # What the compiler of v7x decided of a program: where its arrays lie. Alone a kernel's lie elsewhere.
 _DECIDED = ("input_memory_space_colors", "output_memory_space_colors")
@@ -65,7 +65,7 @@ class KernelCall:
 
     @property
     def unread_bytes(self) -> float:
-        """The bytes of the operands that lie in slices which aren't read."""
+        """The bytes of the operands' slices that aren't read."""
         arrays = [self.operands[number] for number in self.stacks]
         return sum(math.prod(dims) * jnp.dtype(dtype).itemsize * (1 - 1 / dims[0]) for dtype, dims in arrays)
 
@@ -180,7 +180,7 @@ def _is_chosen(index: Any) -> bool:
 
 
 class _Macs(NamedTuple):
-    """Multiply-adds of a grid step: in the mean, and at most."""
+    """Multiply-adds of a grid step: mean and maximum."""
 
     mean: float
     most: float

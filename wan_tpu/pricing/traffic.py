@@ -102,7 +102,7 @@ def count_collective_bytes(instruction: Instruction, computation: Computation, k
 
 
 def count_hbm_bytes(instruction: Instruction, computation: Computation, module: Module) -> float:
-    """Return the HBM bytes that an instruction must read and write; what lies in VMEM is free.
+    """Return the HBM bytes that an instruction must read and write; data in VMEM is free.
 
     Slices count what they touch, updates in place the update. This is the least traffic: nothing is read twice, though
     a kernel may be given an array several times, to see several parts of it at once.

@@ -61,7 +61,7 @@ def call(module: torch.nn.Module, params: Params, method: Callable[..., Any], *a
     converted = to_jax(result)
     for leaf in jax.tree.leaves(converted):
         if not isinstance(leaf, jax.Array | str):
-            # A ModelOutput, for example, is no pytree to JAX: its tensors would leak out of the trace unconverted.
+            # To JAX a ModelOutput, for example, isn't a pytree: its tensors would leak out of the trace unconverted.
             raise TypeError(f"the method returned a {type(leaf).__name__}; return tensors in tuples, lists or dicts")
     return converted
 

@@ -50,7 +50,7 @@ def index_tensors(
         originals: See `Component.originals`.
 
     Raises:
-        CheckpointError: There are no such files, or it isn't clear which of several are meant.
+        CheckpointError: The files don't exist, or several candidates match.
         Unavailable: The bucket, the hub or the disk doesn't answer.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict(keep_vars=True).items()}

@@ -189,7 +189,7 @@ def open_component(checkpoint: Checkpoint, component: Component, dtype: str, mes
 
 
 def _blocks(name: str, weight: "_Weight", stored: dict[str, Stored]) -> tuple[Block, ...]:
-    """Return where a weight lies in the checkpoint's own files, in which each layer of a stack is a tensor.
+    """Return where a weight is stored in the checkpoint's own files, in which each layer of a stack is a tensor.
 
     Scales are computed from the weights that they belong to.
     """

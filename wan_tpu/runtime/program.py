@@ -120,7 +120,7 @@ class Program:
         leaves, tree = jax.tree.flatten(args)
         signature = (tree, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
         with _tracing:
-            # Results come back without axes of size 1 in their shardings, which is no reason to compile again.
+            # Results come back without axes of size 1 in their shardings; that must not trigger a recompilation.
             key = self._keys.get(signature) or (
                 tree,
                 tuple((leaf.shape, leaf.dtype, describe_sharding(leaf.sharding)) for leaf in leaves),
@@ -198,7 +198,7 @@ def _explain_memory(name: str, args: tuple[Any, ...] = ()) -> Iterator[None]:
 def place(tree: Any, mesh: Mesh) -> Any:
     """Copy host arrays (and numbers) to every device of `mesh`. With several processes, each passes the same values.
 
-    It is no collective: any thread may call it while a program runs. On the CPU an array may share the host's memory.
+    It isn't a collective: any thread may call it while a program runs. On the CPU an array may share the host's memory.
     """
     whole = replicated_sharding(mesh)
     if whole.is_fully_addressable:

@@ -31,7 +31,7 @@ def locate_torch_tensors(file: WeightFile) -> dict[str, Stored]:
         with zipfile.ZipFile(file.address) as archive:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
                 raise CheckpointError(f"{file.address} was packed by something else than torch.save; fetch it again")
-        # In this mode torch.load says where storages lie in place of reading them.
+        # In this mode torch.load returns the offsets of storages instead of reading them.
         with FakeTensorMode():
             content = torch.load(file.address, weights_only=True, map_location="cpu")
     except CheckpointError:

@@ -152,7 +152,7 @@ def read_curve(data: Any) -> Curve:
     """Return a curve from its JSON, {"ratios": [[1, 1], ...], "first_low", "shift", "boundary", "sigmas", "solver"}.
 
     Raises:
-        KeyError, TypeError, ValueError: It is no such JSON.
+        KeyError, TypeError, ValueError: The JSON doesn't describe a curve.
     """
     ratios = tuple((float(prompt), float(negative)) for prompt, negative in data["ratios"])
     first, boundary = data.get("first_low"), data.get("boundary")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from wan_tpu.errors import CheckpointError, Unavailable
 
-# What the same call will meet again, because it lies in the path or in the file's permissions. Everything else may pass
+# Errors that repeat, because the path or the file's permissions cause them. Everything else may pass
 # (EIO, ESTALE, ENOSPC, EMFILE, ...).
 _PERMANENT = {
     errno.ENOENT,
@@ -19,7 +19,7 @@ _PERMANENT = {
 
 
 def is_permanent(error: OSError) -> bool:
-    """Return whether an error lies in the path itself, so that the same call would meet it again."""
+    """Return whether the path itself causes an error, so that the same call would fail again."""
     return error.errno in _PERMANENT
 
 

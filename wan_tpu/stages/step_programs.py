@@ -88,7 +88,7 @@ def step_program(runtime: Runtime[Model], module: torch.nn.Module, reused: Reuse
             for part, (latents, history) in parts.items()
         }
         finite = jnp.stack([jnp.isfinite(latents).all() for latents, _ in following.values()]).all()
-        # Every device has the whole result: every process can read it, and the next step takes it as it lies.
+        # The result is replicated, so that every process can read it and the next step takes it without resharding.
         return (*jax.lax.with_sharding_constraint((following, finite), replicated_sharding(runtime.mesh)), residual)
 
     return runtime.program(_NAMES[reused], step)

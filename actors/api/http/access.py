@@ -105,7 +105,7 @@ class Access:
         return key is not None and key.revoked_at is None and not has_expired
 
     def get_name(self, owner: str) -> str:
-        """Return the name of a key, or "" if there is no such key."""
+        """Return the name of a key, or "" if it doesn't exist."""
         key = self._keys.get(owner)
         return "" if key is None else key.name
 

@@ -133,7 +133,7 @@ class Following(Generic[State]):
             follower.news.clear()
             if follower.end is not None:
                 raise follower.end
-            seen = follower.latest  # The latest may be another one once whoever follows comes back.
+            seen = follower.latest  # The latest may have changed by the time the consumer resumes.
             yield seen
             if self._has_ended(seen):
                 return

@@ -230,7 +230,7 @@ class Service:
             return self.acceptance.accept(job, contents, webhook_url=webhook_url, room=room)
 
     def _check_source(self, source: Job) -> None:
-        """Raise `HttpError` if a job's model is no longer this service's, since no worker would make its remix."""
+        """Raise `HttpError` if a job's model isn't served any more, since no worker would make its remix."""
         model = source.model or source.request["model"]
         if model != self.settings.model:
             message = f"{source.id} was made by {model!r}, which isn't offered; the model is {self.settings.model!r}"

@@ -12,7 +12,7 @@ from actors.jobs.tables import Job
 from actors.jobs.values import Room
 from wan_tpu.storage.base import Storage
 
-_LOOK_S = 5.0  # How long to look for a job after the answer to its commit was lost, before its client is told.
+_LOOK_S = 5.0  # How long to look for a job whose commit got no answer, before the client gets an error.
 _AGAIN_S = 0.25  # Between two looks.
 _REPEAT_S = 5  # When the client may repeat its request.
 

@@ -57,7 +57,7 @@ class Upload:
             limits: What it may cost.
 
         Raises:
-            InvalidRequest: It is no video, or too large.
+            InvalidRequest: It isn't a video, or it is too large.
         """
         self._scratch, self._limits = scratch, limits
         most = os.fstat(scratch).st_size

@@ -1,4 +1,4 @@
-"""A semaphore that serves keys fairly: whoever has used it least goes first."""
+"""A semaphore that serves keys fairly: the one that has used it least goes first."""
 
 import asyncio
 import contextlib

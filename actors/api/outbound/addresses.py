@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-# Global unicast, all of IPv6 that IANA has allocated. Anything else is no public host, or an IPv4 address in one of a
+# Global unicast, all of IPv6 that IANA has allocated. Anything else isn't a public host, or an IPv4 address in one of a
 # dozen disguises (mapped, translated, NAT64).
 _IPV6 = ipaddress.ip_network("2000::/3")
 # Addresses in IANA's registries of special-purpose addresses (2025) that aren't public hosts, as far as
