@@ -1,4 +1,4 @@
-"""The service's processes as Serve deployments: ingresses that answer HTTP, and a worker that has videos made.
+"""The service's processes as Serve deployments: ingresses that answer HTTP, and a worker that runs jobs.
 
 The worker is a separate application. An ingress that dies, or is replaced by a newer one, loses no job, and a worker
 that dies loses no connection. Each is upgraded on its own, and only the database connects them.
@@ -59,7 +59,7 @@ class Ingress:
 
 
 class ServiceWorker:
-    """Has videos made."""
+    """Runs jobs."""
 
     async def __init__(self, settings: ServiceSettings, spec: PipelineSpec) -> None:  # type: ignore[misc]  # Serve awaits it
         """Open the database and the storage, and start working."""
@@ -102,7 +102,7 @@ def make_ingress(settings: ServiceSettings, spec: PipelineSpec, *, replicas: int
 
 
 def make_worker(settings: ServiceSettings, spec: PipelineSpec) -> Any:
-    """Return the application that has videos made. One worker is enough, since slices are the bottleneck."""
+    """Return the application that runs jobs. One worker is enough, since slices are the bottleneck."""
     options = _make_options(settings, WORKER, NO_HTTP)
     return serve.deployment(num_replicas=1, **options)(ServiceWorker).bind(settings, spec)
 

@@ -10,7 +10,7 @@ from wan_tpu.spec import ModelSpec
 class CheckingPlanner:
     """Plans requests like a model, and rejects those whose adapters don't fit it. Each adapter is read once.
 
-    Adapters that this machine can't see are left to the slices, which may have them.
+    Adapters that this machine can't read are checked by the slices, which may have them.
     """
 
     def __init__(self, spec: ModelSpec, checkpoint: str) -> None:

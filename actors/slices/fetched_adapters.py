@@ -28,7 +28,7 @@ class FetchedAdapters:
         self._lock = threading.Lock()
         self._waiting: OrderedDict[ResolvedRequest, tuple[int, tuple[RequestedAdapter, ...]]] = (
             OrderedDict()
-        )  # With how many requests wait for them.
+        )  # Each with the number of requests that wait for it.
 
     def put(self, plan: RequestPlan, adapters: tuple[RequestedAdapter, ...]) -> None:
         """Hold a request's adapters, as `Runtime.fetch_adapters` returns them, until it takes them."""

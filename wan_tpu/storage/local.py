@@ -88,7 +88,7 @@ class LocalStorage(Storage):
             path.unlink(missing_ok=True)
 
     def clean(self, older_s: float) -> None:
-        """Remove hidden partial files that nobody has written to for so long."""
+        """Remove hidden partial files that weren't written to for so long."""
         for folder, _, files in os.walk(self._folder):
             for path in (Path(folder, name) for name in files if name.startswith(".") and name.endswith(_PARTIAL)):
                 with _writing(path, "delete"), contextlib.suppress(FileNotFoundError):
@@ -104,7 +104,7 @@ class LocalStorage(Storage):
                 _flush(file)
 
     def free(self) -> int | None:
-        """Return what the file system has left for this user."""
+        """Return the bytes that this user may still write to the file system."""
         with _writing(self._folder):
             disk = os.statvfs(next(path for path in (self._folder, *self._folder.parents) if path.exists()))
         return disk.f_bavail * disk.f_frsize

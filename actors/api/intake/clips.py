@@ -1,4 +1,4 @@
-"""Read a stranger's video in the process that parses uploads: ffmpeg decodes it there, within the process's limits."""
+"""Read an untrusted video in the process that parses uploads: ffmpeg decodes it there, within the process's limits."""
 
 import dataclasses
 import io
@@ -16,19 +16,19 @@ from wan_tpu.errors import InvalidRequest
 from wan_tpu.media.encoding import AAC, COLOURS, H264, SQUARE, TO_SDR, is_hdr
 from wan_tpu.media.image import has_shape
 
-# So near to the frames that a model that begins with them can't tell; half as much again as a finished video.
+# A model that begins with these frames can't tell the loss; files are 1.5 times as large as a finished video's.
 _FINE = "-crf 8"
 # In pieces, since a pipe can't be written to again; the first frame is still shown at 0.
 _TARGET = "-f mp4 -movflags frag_keyframe+delay_moov+default_base_moof -progress pipe:2 pipe:1"
 _PICTURE = "-f image2pipe -c:v ppm -progress pipe:2 pipe:1"
 _PROGRESS = re.compile(rb"^\w+=.*$", re.MULTILINE)
-_SPEAKER = re.compile(r"\[[^\[\]]*\] *")  # Which part of ffmpeg says something, and at which address of memory it is.
+_SPEAKER = re.compile(r"\[[^\[\]]*\] *")  # The component and address that ffmpeg puts before a message.
 _FRAMES = re.compile(rb"^frame=(\d+)$", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClipLimits:
-    """What a stranger's video may cost.
+    """Limits on decoding an untrusted video.
 
     Attributes:
         pixels: The most pixels of a frame.

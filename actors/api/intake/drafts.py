@@ -121,7 +121,7 @@ class Drafts:
         return Draft(job=job, webhook_url=fields.webhook_url, contents=[files[name] for name in FILES if name in files])
 
     def check(self, fields: CreateVideo, caller: Caller) -> None:
-        """Check what a body says about the job, not about the video; raises `InvalidRequest`, `HttpError`."""
+        """Check the fields about the job, not those about the video; raises `InvalidRequest`, `HttpError`."""
         self._check_model(fields.model)
         if fields.priority > caller.priority:
             message = f"priority is {fields.priority}; this key may ask for at most {caller.priority}"

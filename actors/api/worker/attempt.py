@@ -178,7 +178,7 @@ class Attempt:
         return names
 
     async def _store(self, name: str, content: bytes) -> None:
-        """Write a result, however long it takes: the next job couldn't store its video either."""
+        """Write a result, and retry without limit: the next job couldn't store its video either."""
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
@@ -280,7 +280,7 @@ class Attempt:
         log_event(log, job.status, job=job.id, code=job.error_code, seconds=round(seconds, 2), stages=stage_seconds)
 
     async def _insist(self, change: Callable[..., T], *args: Any) -> T:
-        """Call a function that uses the database or storage, again and again while they are unavailable.
+        """Call a function that uses the database or storage, and retry while they are unavailable.
 
         Raises:
             LeaseLost: The job isn't this worker's any more.

@@ -1,4 +1,4 @@
-"""Store a video's fragments while it is decoded, for clients that watch. Beside the work, which never waits for it."""
+"""Store a video's fragments while it is decoded, for clients that watch; decoding never waits for it."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ from wan_tpu.storage.base import Storage
 log = logging.getLogger(__name__)
 
 _MAX_HELD_BYTES = 100_000_000  # More than a long video has. A worker holds its finished mp4 as well.
-_AGAIN_S = 0.5  # Pause before the database is asked again.
+_AGAIN_S = 0.5  # Pause before the database is tried again.
 _LAST_S = 10.0  # How long a finished job waits until its last fragments are stored.
 
 
@@ -125,7 +125,7 @@ class Fragments:
         self._waiting.clear()
 
     async def _insist(self, change: Callable[..., Any], *args: Any) -> None:
-        """Change the database, however long it is unavailable: the job waits for it as well."""
+        """Change the database, and retry for as long as it is unavailable: the job waits for it as well."""
         while True:
             try:
                 return await asyncio.to_thread(change, *args)

@@ -16,8 +16,8 @@ from wan_tpu.errors import WanTpuError
 log = logging.getLogger(__name__)
 
 _URGENT = 2  # Jobs claimed beyond `concurrency` if they are more urgent than a running one.
-_LOOK_S = 0.5  # Pause between two looks for a job while none waits.
-_AGAIN_S = 2.0  # Pause after database or pipeline didn't answer.
+_LOOK_S = 0.5  # Pause between two polls of an empty queue.
+_AGAIN_S = 2.0  # Pause after the database or the pipeline failed to answer.
 # Threads beyond two per job, for its result and its fragments, so that leases are renewed even while storage hangs.
 _THREADS = 32
 
@@ -62,7 +62,7 @@ class JobWorker:
         above = min(running) if len(running) >= most else None
         try:
             async with self._claiming:
-                if self._must_check:  # So that finding out costs neither attempts of jobs nor hours of slices.
+                if self._must_check:  # So that an outage uses up neither jobs' attempts nor slices' time.
                     await self._context.engine.check_ready()
                     await asyncio.to_thread(self._context.storage.probe)
                     self._must_check = False
