@@ -40,7 +40,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.stream:
         pictures = _film_stream(args.address)
-        _save(args.output, pictures, STREAM_FPS, quality=40)
+        _save(args.output, pictures, STREAM_FPS, quality=75)
         return
     clips = _clips(args.demo)
     pictures = [_beside(shot, clips, index) for index, shot in enumerate(_film(args.address))]
@@ -116,14 +116,15 @@ def _film_stream(address: str) -> list[Image.Image]:
         card.wait_for()
         card.scroll_into_view_if_needed()
         due, after = time.monotonic(), 0
-        while after < 4 * STREAM_FPS:
+        while after < 2 * STREAM_FPS:
             time.sleep(max(0.0, due - time.monotonic()))
             due = max(due, time.monotonic() - 1) + 1 / STREAM_FPS
-            shots.append(_take_screenshot(page, card.bounding_box()))
+            box = card.bounding_box()
+            assert box is not None
+            shots.append(_take_screenshot(page, {**box, "height": 300}))  # Of one size, whatever is said below.
             after += card.get_by_role("button", name="play:").count()
         browser.close()
-    begin = next(index for index, shot in enumerate(shots) if shot.size == shots[-1].size)
-    return shots[begin:]
+    return shots
 
 
 def _take_screenshot(page: Page, clip: FloatRect | None = None) -> Image.Image:
