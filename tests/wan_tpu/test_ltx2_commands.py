@@ -105,6 +105,14 @@ def test_request_that_the_model_can_not_make_is_one_line(change, message, model,
     assert message in said and said.count("\n") == 1
 
 
+def test_picture_of_a_single_row_of_latents_is_refused_where_the_decoder_mirrors_it():
+    """diffusers' module of LTX-2.0 fails there; that of LTX-2.3 has zeros beyond the picture."""
+    for size in ({"width": 32, "height": 96}, {"width": 96, "height": 32}):
+        with pytest.raises(InvalidRequest, match="is 32; ltx-2 needs a multiple of 32, at least 64, nearest 64"):
+            published_spec("ltx-2").plan(GenerationRequest(**size))
+        assert published_spec("ltx-2.3").plan(GenerationRequest(**size)).request.frames == 121
+
+
 def test_steps_whose_noise_levels_are_all_one_are_refused():
     """A dev model's schedule is shifted by the number of tokens: diffusers divides by zero, and its video is NaN."""
     long = GenerationRequest(height=1088, width=1920, frames=257)

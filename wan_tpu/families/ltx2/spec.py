@@ -135,10 +135,15 @@ class Ltx2Spec(FamilySpec):
         if self.has_two_stages(request):
             multiple, needs = 2 * STRIDE, f"two stages need a multiple of {2 * STRIDE}"
             remedy = f", or give steps {len(published.DISTILLED_SIGMAS)} for one stage"
+        # A single row of latents can't be mirrored.
+        modes = (self.config.vae[f"{half}_spatial_padding_mode"] for half in ("encoder", "decoder"))
+        least = 2 * STRIDE if "reflect" in modes else STRIDE
         for name in ("height", "width"):
             value = getattr(request, name)
-            if value % multiple:
-                nearest = nearest_multiple(value, multiple)
+            if value < least:
+                needs += f", at least {least}"
+            if value % multiple or value < least:
+                nearest = max(least, nearest_multiple(value, multiple))
                 raise InvalidRequest(f"{name} is {value}; {needs}, nearest {nearest}{remedy}", name)
 
     def _check_settings(self, request: ResolvedRequest) -> None:
