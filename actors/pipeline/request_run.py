@@ -167,12 +167,12 @@ class RequestRun:
 
     def _note_chunk(self) -> None:
         """Have the chunks that are denoised decoded, unless that is under way; raise what fails the request there."""
-        before = self._decoding
-        if before is not None:
+        if (before := self._decoding) is not None:
             if not before.done() or (error := before.exception()) is None:
                 return
             if isinstance(error, RequestFailed):
                 raise error
+            self._decodings -= isinstance(error, StageMoved)  # Nothing has failed.
             self._avoid(getattr(error, "replica", None))
             log.warning("%s: %s; its chunks are decoded again", self._key, error)
         if self._decodings < self._limits.stage_attempts:  # Else all chunks are decoded once they are denoised.

@@ -131,7 +131,14 @@ class Extensions:
 
     async def _read_source(self, job: Job, incoming: IncomingRequest) -> _Source:
         """Read a video of this service and its last frame."""
-        incoming.add(await asyncio.to_thread(self._sources.measure, job, "video", FINAL_FRAME))
+        size_bytes = await asyncio.to_thread(self._sources.measure, job, "video", FINAL_FRAME)
+        if size_bytes > (most := self._settings.limits.bodies_bytes):
+            raise InvalidRequest(
+                f"{job.id} has {size_bytes / 1e6:.0f} MB, and a video of at most {most / 1e6:.0f} MB can be continued; "
+                "begin another one with its last frame",
+                VIDEO,
+            )
+        incoming.add(size_bytes)
         mp4, png = await asyncio.to_thread(self._sources.read, job, "video", FINAL_FRAME)
         frames, size = count_frames(job.request), "{width}x{height}".format(**job.request)
         return _Source(

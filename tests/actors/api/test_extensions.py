@@ -230,9 +230,13 @@ def test_what_cant_be_continued_is_refused_with_what_to_do(http, engine, setting
     error = extend(http, unfinished).json()["error"]
     assert (error["code"], error["param"]) == ("video_not_ready", "video") and "has completed" in error["message"]
     engine.go.set()
-    short = dataclasses.replace(settings, limits=dataclasses.replace(settings.limits, extended_s=1.0))
-    with served(short) as address, httpx.Client(base_url=address) as strict:
-        assert "would last more than 1 s" in extend(strict, first["id"]).json()["error"]["message"]
+    for limit, message in (
+        ({"extended_s": 1.0}, "would last more than 1 s"),
+        ({"bodies_bytes": 1000}, "a video of at most 0 MB can be continued"),
+    ):
+        short = dataclasses.replace(settings, limits=dataclasses.replace(settings.limits, **limit))
+        with served(short) as address, httpx.Client(base_url=address) as strict:
+            assert message in extend(strict, first["id"]).json()["error"]["message"]
 
 
 def test_models_of_text_alone_continue_nothing(settings):
