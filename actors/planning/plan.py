@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 PLOTS = (".png", ".svg", ".pdf")
 MAX_LAYOUTS = 8  # The most layouts that are listed.
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-_ABOUT = """Plan a published model on TPU slices: does it fit, how long does it take, on which mesh, and what does a
+_SUMMARY = """Plan a published model on TPU slices: does it fit, how long does it take, on which mesh, and what does a
 video cost?
 
     wan-tpu plan --model MODEL --slice v6e-8 --size 1280x720 --frames 81 --steps 40 [--json]
@@ -276,7 +276,7 @@ def _parse_positive(text: str) -> float:
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(prog="wan-tpu plan", description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="wan-tpu plan", description=_SUMMARY, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--model",
         "--model_id",

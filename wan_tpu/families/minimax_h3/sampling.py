@@ -12,7 +12,7 @@ from wan_tpu.request import Preset
 from wan_tpu.requested_adapter import RequestedAdapter
 
 
-def _distil(about: str, adapter: str, levels: tuple[float, ...], shift: float, *, text_only: bool = False) -> Preset:
+def _distil(summary: str, adapter: str, levels: tuple[float, ...], shift: float, *, text_only: bool = False) -> Preset:
     """Return a preset with noise levels, as they are before the shift."""
     settings = {
         "sigmas": tuple(shift * level / (1 + (shift - 1) * level) for level in levels),
@@ -20,7 +20,7 @@ def _distil(about: str, adapter: str, levels: tuple[float, ...], shift: float, *
         "loras": (RequestedAdapter(f"{adapter}.safetensors"),),
     }
     source = "https://huggingface.co/" + "/".join(adapter.split("/")[:2])
-    text = f"{about}, by an adapter that was distilled for them; not what the model itself makes"
+    text = f"{summary}, by an adapter that was distilled for them; not what the model itself makes"
     return Preset(text, source, tuple(settings.items()), text_only)
 
 
