@@ -242,3 +242,19 @@ def test_generators_are_closed_where_they_are_left():
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.AsyncFor | ast.comprehension) and getattr(node, "is_async", True):
                 assert not isinstance(node.iter, ast.Call), f"{file}: bind {ast.unparse(node.iter)} by aclosing"
+
+
+def test_http_clients_in_tests_say_how_long_they_wait():
+    """By default, httpx gives up after five seconds, which a busy machine may need for any answer."""
+    asking = {"Client", "AsyncClient", "get", "post", "put", "delete", "request", "stream"}
+    for file in (ROOT / "tests").rglob("*.py"):
+        source = file.read_text()
+        for node in ast.walk(ast.parse(source)) if "httpx." in source else ():
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and isinstance(node.func.value, ast.Name)
+                and (node.func.value.id, node.func.attr in asking) == ("httpx", True)
+            ):
+                named = {keyword.arg for keyword in node.keywords}
+                assert named & {"timeout", "transport"}, f"{file}:{node.lineno}"

@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import httpx
 import numpy as np
 import uvicorn
 
@@ -178,6 +179,11 @@ def working(settings: ServiceSettings, engine, *, name="worker-1", traces=None):
     with running(JobWorker(name, tools).run()):
         yield tools
     tools.database.close()
+
+
+def open_client(address, **more):
+    """Return a client that waits for an answer as long as a busy machine may take; httpx's own gives up after 5 s."""
+    return httpx.Client(base_url=address, timeout=60, **more)
 
 
 def create(http, headers=None, **fields):

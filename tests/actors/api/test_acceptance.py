@@ -22,7 +22,7 @@ from actors.jobs.tables import File, Job
 from actors.jobs.values import Room
 from actors.jobs.work import WorkQueue
 from tests.actors.api.relay import Relay
-from tests.actors.api.serving import MODEL, create, listening, served, working
+from tests.actors.api.serving import MODEL, create, listening, open_client, served, working
 from tests.actors.jobs.conftest import migrated_postgres, postgres_server  # noqa: F401 (fixtures)
 from tests.actors.small_spec import SPEC
 from tests.conftest import PHOTO
@@ -193,7 +193,7 @@ def test_whoever_may_follow_nothing_more_has_nothing_accepted(settings):
         job = create(http).json()["id"]
         with http.stream("GET", f"/v1/videos/{job}/events"):
             wait_for(lambda: service.following.count_followers(job))
-            refused = httpx.post(f"{http.base_url}/v1/videos/sync", json={"prompt": "y"})
+            refused = httpx.post(f"{http.base_url}/v1/videos/sync", json={"prompt": "y"}, timeout=60)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_streams")
         assert [video["id"] for video in http.get("/v1/videos").json()["data"]] == [job]
 
@@ -257,7 +257,7 @@ def test_a_repeated_request_never_gets_a_job_that_was_cancelled_or_deleted(http)
 
 def test_a_request_that_was_refused_and_is_repeated_gets_a_job_of_its_own(settings, database):
     """Two videos of one prompt were requested, so the second request mustn't get the first one's job."""
-    with served(dataclasses.replace(settings, queue_limit=1)) as address, httpx.Client(base_url=address) as http:
+    with served(dataclasses.replace(settings, queue_limit=1)) as address, open_client(address) as http:
         first = create(http).json()["id"]
         assert create(http).status_code == 429
         assert WorkQueue(database).claim("w").id == first  # This makes room in the queue.
@@ -281,7 +281,7 @@ def test_a_video_of_another_model_is_not_remixed(http, database):
     for model in ("model-before", None):  # None: accepted by an earlier version
         request = accepted.request | {"model": "model-before"}
         old, _ = store.submit(Job(owner="", model=model, request=request))
-        refused = http.post(f"/v1/videos/{old.id}/remix", json={"prompt": "y"})
+        refused = http.post(f"/v1/videos/{old.id}/remix", json={"prompt": "y"}, timeout=60)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "model_not_found")
         assert "model-before" in refused.json()["error"]["message"] and MODEL in refused.json()["error"]["message"]
-    assert http.post(f"/v1/videos/{job}/remix", json={"prompt": "y"}).status_code == 200
+    assert http.post(f"/v1/videos/{job}/remix", json={"prompt": "y"}, timeout=60).status_code == 200

@@ -7,7 +7,7 @@ import pytest
 
 from actors.api.catalogue import Catalogue
 from tests.actors.api import serving
-from tests.actors.api.serving import create, done, served
+from tests.actors.api.serving import create, done, open_client, served
 from tests.actors.small_spec import SmallSpec
 from wan_tpu.errors import InvalidInput
 from wan_tpu.families import published_spec
@@ -116,7 +116,7 @@ def test_a_cache_is_an_option_and_says_which_steps_it_skips(settings, engine):
     curve = Curve(((1, 1), (0.99, 0.99), (0.99, 0.99), (0.99, 0.99)), None, 5.0, None, MagCache(0.1, 1, 0.0))
     checkpoint = published_spec("wan2.1-t2v-1.3b").config
     spec = engine.model = dataclasses.replace(SmallSpec(checkpoint), own=CheckpointOverrides(curves=(curve,)))
-    with serving.working(settings, engine), served(settings, spec) as address, httpx.Client(base_url=address) as http:
+    with serving.working(settings, engine), served(settings, spec) as address, open_client(address) as http:
         assert http.get("/v1/models").json()["data"][0]["cache"] == "magcache:0.1,1,0"
         job = create(http, cache="magcache").json()
         assert (job["cache"], job["skipped_steps"]) == ("magcache", [2, 4])
@@ -135,7 +135,7 @@ def test_a_form_has_lists_as_json(http):
 
 
 def test_an_adapter_that_is_taken_from_the_catalogue_fails_its_jobs_by_name(offering, spec, engine):
-    with served(offering, spec) as address, httpx.Client(base_url=address) as http:
+    with served(offering, spec) as address, open_client(address) as http:
         job = create(http, loras=[{"name": "style"}]).json()["id"]
         without = dataclasses.replace(offering, catalogue=Catalogue())
         with serving.working(without, engine):

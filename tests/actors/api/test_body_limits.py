@@ -15,7 +15,7 @@ from actors.api.http.error_answers import HttpError
 from actors.api.intake.receiving import Bodies
 from actors.api.limits import ServiceLimits
 from tests.actors.api.conftest import NAME
-from tests.actors.api.serving import create, served
+from tests.actors.api.serving import create, open_client, served
 from tests.actors.api.test_hostile import Sent
 from tests.conftest import PHOTO
 from tests.waiting import wait_for
@@ -94,7 +94,7 @@ def test_an_image_that_is_fetched_makes_room_for_those_who_hold_less():
 
 def test_pictures_that_are_made_count_with_the_bodies(settings):
     files = {"input_reference": noise(512, "JPEG")}
-    with served(limited(settings, bodies_bytes=800_000)) as address, httpx.Client(base_url=address) as http:
+    with served(limited(settings, bodies_bytes=800_000)) as address, open_client(address) as http:
         refused = http.post("/v1/videos", data={"prompt": "x", "size": "1024x1024"}, files=files)
         assert (refused.status_code, refused.json()["error"]["code"]) == (413, "too_large")
         assert http.post("/v1/videos", data={"prompt": "x", "size": "64x64"}, files=files).status_code == 200

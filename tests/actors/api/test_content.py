@@ -13,7 +13,7 @@ import pytest
 
 from actors.jobs.retention import Retention
 from actors.jobs.work import WorkQueue
-from tests.actors.api.serving import create, served
+from tests.actors.api.serving import create, open_client, served
 from tests.waiting import wait_for
 from wan_tpu.storage.opening import open_storage
 
@@ -85,7 +85,7 @@ def test_deletion_during_a_download_does_not_cut_it(settings, database, part):
         with http.stream("GET", f"/v1/videos/{job}/content", headers=headers) as answer:
             chunks = answer.iter_raw()
             received = [next(chunks)]
-            with httpx.Client(base_url=http.base_url) as other:
+            with open_client(http.base_url) as other:
                 assert other.delete(f"/v1/videos/{job}").status_code == 200
             Retention(database, open_storage(settings.storage), settings.jobs).sweep()
             assert not (Path(settings.storage) / "video.mp4").exists()

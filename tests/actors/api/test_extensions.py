@@ -18,7 +18,7 @@ from actors.jobs.keys import make_key
 from actors.jobs.store import JobStore
 from actors.jobs.work import WorkQueue
 from tests.actors.api import serving
-from tests.actors.api.serving import change_limits, create, done, served, working
+from tests.actors.api.serving import change_limits, create, done, open_client, served, working
 from tests.actors.small_spec import SOUND_SPEC, SmallSpec
 from wan_tpu.media.joining import read_clip
 
@@ -139,7 +139,7 @@ def test_a_file_of_another_kind_gets_the_size_and_rate_of_what_follows(http, eng
 @pytest.mark.parametrize("form", [True, False])
 def test_sound_goes_on(form, settings, engine, tmp_path):
     engine.model = SOUND_SPEC
-    with working(settings, engine), served(settings, SOUND_SPEC) as address, httpx.Client(base_url=address) as http:
+    with working(settings, engine), served(settings, SOUND_SPEC) as address, open_client(address) as http:
         first = finished(http, create(http))
         mp4 = tmp_path / "sound.mp4"
         command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-f", "lavfi", "-i", "color=s=96x64:r=16:d=1"]
@@ -155,7 +155,7 @@ def test_a_model_that_sees_motion_gets_the_whole_video(settings, engine):
         takes_video = continues_video = True
 
     spec = engine.model = SeesMotion(serving.SPEC.config)
-    with working(settings, engine), served(settings, spec) as address, httpx.Client(base_url=address) as http:
+    with working(settings, engine), served(settings, spec) as address, open_client(address) as http:
         first = finished(http, create(http))
         source = content(http, first)
         second = finished(http, extend(http, first["id"], num_frames=5))
@@ -182,7 +182,7 @@ def test_a_source_may_be_deleted_once_the_job_is_accepted(http, engine):
 
 def test_a_killed_worker_s_successor_makes_the_whole_video(settings, engine, database):
     quick = change_limits(settings, lease_s=1.0)
-    with served(quick) as address, httpx.Client(base_url=address) as http:
+    with served(quick) as address, open_client(address) as http:
         with working(quick, engine):
             first = finished(http, create(http))
         second = extend(http, first["id"]).json()
@@ -194,7 +194,7 @@ def test_a_killed_worker_s_successor_makes_the_whole_video(settings, engine, dat
 
 def test_a_source_that_is_gone_fails_the_job_before_anything_is_computed(settings, engine, database):
     hasty = change_limits(settings, input_attempts=1)
-    with served(hasty) as address, httpx.Client(base_url=address) as http:
+    with served(hasty) as address, open_client(address) as http:
         with working(hasty, engine):
             first = finished(http, create(http))
         second = extend(http, first["id"]).json()["id"]
@@ -235,7 +235,7 @@ def test_what_cant_be_continued_is_refused_with_what_to_do(http, engine, setting
         ({"bodies_bytes": 1000}, "a video of at most 0 MB can be continued"),
     ):
         short = dataclasses.replace(settings, limits=dataclasses.replace(settings.limits, **limit))
-        with served(short) as address, httpx.Client(base_url=address) as strict:
+        with served(short) as address, open_client(address) as strict:
             assert message in extend(strict, first["id"]).json()["error"]["message"]
 
 
@@ -243,14 +243,14 @@ def test_models_of_text_alone_continue_nothing(settings):
     class TextOnly(SmallSpec):
         tasks = ("t2v",)
 
-    with served(settings, TextOnly(serving.SPEC.config)) as address, httpx.Client(base_url=address) as http:
+    with served(settings, TextOnly(serving.SPEC.config)) as address, open_client(address) as http:
         error = extend(http, "video_" + "0" * 48).json()["error"]
         assert error["param"] == "video" and "use an I2V checkpoint" in error["message"]
 
 
 def test_another_key_s_video_cant_be_continued(http, settings, database, engine):
     ann, bob = ({"Authorization": f"Bearer {make_key(database, name)}"} for name in ("ann", "bob"))
-    with served(settings) as address, httpx.Client(base_url=address) as keyed:
+    with served(settings) as address, open_client(address) as keyed:
         first = create(keyed, ann).json()["id"]
         keyed.headers = ann
         done(keyed, first)

@@ -4,7 +4,6 @@ import json
 import logging
 import re
 
-import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -12,7 +11,7 @@ from actors.api import estimates
 from actors.api.worker.traces import Traces
 from actors.jobs.keys import make_key
 from actors.observe.logs import JsonFormatter
-from tests.actors.api.serving import create, done, served, working
+from tests.actors.api.serving import create, done, open_client, served, working
 from tests.conftest import ROOT
 from tests.waiting import wait_for
 
@@ -51,7 +50,7 @@ def test_an_eta_comes_from_the_jobs_before(http, worker, engine, monkeypatch):
 def test_logs_are_json_without_prompts_or_keys(settings, database, engine, caplog):
     caplog.set_level(logging.INFO, "actors")
     key = make_key(database, "ann")
-    with served(settings) as address, httpx.Client(base_url=address) as http, working(settings, engine):
+    with served(settings) as address, open_client(address) as http, working(settings, engine):
         http.headers["Authorization"] = f"Bearer {key}"
         job = create(http, prompt="a secret wish").json()["id"]
         done(http, job)

@@ -24,7 +24,7 @@ from actors.jobs.keys import KeyLimits, list_keys, make_key, revoke_key
 from actors.jobs.store import JobStore
 from actors.jobs.work import WorkQueue
 from tests.actors.api.conftest import NAME
-from tests.actors.api.serving import create, done, served, working
+from tests.actors.api.serving import create, done, open_client, served, working
 from tests.actors.jobs.test_store import ask
 from tests.conftest import PHOTO
 from tests.waiting import wait_for
@@ -154,7 +154,7 @@ def test_key_with_most_memory_gives_it_back_first(settings, keys):
 
 def test_one_key_takes_neither_the_whole_queue_nor_the_front_of_it(settings, keys, database):
     ann, mallory = keys
-    with served(dataclasses.replace(settings, queue_limit=20)) as address, httpx.Client(base_url=address) as http:
+    with served(dataclasses.replace(settings, queue_limit=20)) as address, open_client(address) as http:
         assert [create(http, mallory).status_code for _ in range(11)] == [200] * 10 + [429]
         refused = create(http, mallory, priority=100)
         assert refused.status_code == 429
@@ -181,7 +181,7 @@ def test_a_key_has_so_many_jobs_made_at_a_time(database):
 
 
 def test_a_full_queue_is_seen_before_a_body_is_read_and_leaves_nothing(settings):
-    with served(dataclasses.replace(settings, queue_limit=1)) as address, httpx.Client(base_url=address) as http:
+    with served(dataclasses.replace(settings, queue_limit=1)) as address, open_client(address) as http:
         assert create(http).status_code == 200
         refused = half_a_body(http, {}, size=20_000_000)
         wait_for(lambda: refused.status == 429)
@@ -195,7 +195,7 @@ def test_a_repeated_request_needs_its_image_no_more(hooked, hook):
     """Before, a retry got 400 instead of the job if the image's server was gone by then."""
     image = PHOTO.read_bytes()
     hook.answers["/a.png"] = [b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(image) + image]
-    with served(hooked) as address, httpx.Client(base_url=address) as http:
+    with served(hooked) as address, open_client(address) as http:
         body = {"input_reference": {"image_url": f"https://{NAME}:{hook.port}/a.png"}}
         response = create(http, {"Idempotency-Key": "one"}, **body)
         assert response.status_code == 200, response.text
@@ -257,7 +257,7 @@ def test_however_many_follow_a_job_it_is_looked_at_once(settings, monkeypatch, e
         return [answer.result().text for answer in texts]
 
     engine.go.clear()
-    with served(settings) as address, working(settings, engine), httpx.Client(base_url=address) as http:
+    with served(settings) as address, working(settings, engine), open_client(address) as http:
         job = create(http).json()["id"]
         start = time.monotonic()
         texts = asyncio.run(follow(address, job))

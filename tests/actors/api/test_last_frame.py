@@ -10,7 +10,7 @@ from PIL import Image
 from actors.jobs.store import open_database
 from actors.jobs.tables import File
 from tests.actors.api import serving
-from tests.actors.api.serving import create, done, served
+from tests.actors.api.serving import create, done, open_client, served
 from tests.actors.api.test_service import as_data_url
 from tests.actors.small_spec import SmallSpec
 
@@ -77,7 +77,7 @@ def test_what_cant_be_is_refused(http, settings):
     both = {"input_reference": {"image_url": as_data_url(FIRST)}, "last_frame": {"image_url": "https://x.test/b.png"}}
     error = create(http, **both).json()["error"]
     assert error["param"] == "last_frame" and "files alone, or URLs" in error["message"]
-    with served(settings) as address, httpx.Client(base_url=address) as plain:
+    with served(settings) as address, open_client(address) as plain:
         error = create(plain, last_frame={"image_url": as_data_url(LAST)}).json()["error"]
         assert error["param"] == "last_frame" and "takes a first frame alone" in error["message"]
 

@@ -17,7 +17,7 @@ from actors.errors import RequestFailed
 from actors.jobs.keys import KeyLimits, limit_key, make_key
 from actors.jobs.values import CODES
 from actors.jobs.work import WorkQueue
-from tests.actors.api.serving import MODEL, create, done, served, working
+from tests.actors.api.serving import MODEL, create, done, open_client, served, working
 from tests.conftest import PHOTO
 from tests.waiting import wait_for
 
@@ -108,7 +108,7 @@ def test_errors_have_openai_s_form(client, service):
         client.videos.create(prompt="x", size="100x64")
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).owned_by == "wan-tpu"
-    answer = httpx.get(f"{service}/v1/nothing")
+    answer = httpx.get(f"{service}/v1/nothing", timeout=60)
     assert answer.status_code == 404 and answer.json()["error"]["type"] == "not_found_error"
 
 
@@ -199,12 +199,12 @@ def test_every_reason_of_a_failure_has_a_status_of_its_own(http, database):
 def test_one_that_takes_longer_is_polled_for_and_one_that_nobody_waits_for_is_cancelled(settings, engine):
     engine.go.clear()
     short = dataclasses.replace(settings, reliability=dataclasses.replace(settings.reliability, answer_s=0.5))
-    with served(short) as address, working(short, engine), httpx.Client(base_url=address) as http:
+    with served(short) as address, working(short, engine), open_client(address) as http:
         late = http.post("/v1/videos/sync", json={"prompt": "x"})
         assert late.status_code == 202
         assert late.json()["status"] in ("queued", "in_progress")  # A slow worker hasn't claimed it yet.
         wait_for(lambda: http.get(f"/v1/videos/{late.json()['id']}").json()["status"] == "in_progress")
-    with served(settings) as address, working(settings, engine), httpx.Client(base_url=address) as http:
+    with served(settings) as address, working(settings, engine), open_client(address) as http:
         with pytest.raises(httpx.TimeoutException):
             http.post("/v1/videos/sync", json={"prompt": "y"}, timeout=0.5)
 
@@ -239,7 +239,7 @@ def test_keys_do_what_their_scopes_say_and_an_operator_sees_all(settings, databa
     maker, reader = key("maker", "make", "read"), key("reader", "read", requests_per_minute=60)
     operator, gone = key("operator", "operate"), key("gone", "make", "read", days=0.001)
     priced = dataclasses.replace(settings, dollars={"denoise_high": 2.7, "denoise_low": 2.7})
-    with served(priced) as address, working(priced, engine), httpx.Client(base_url=address) as http:
+    with served(priced) as address, working(priced, engine), open_client(address) as http:
         job = create(http, maker).json()["id"]
         for who in (reader, operator):
             refused = create(http, who)

@@ -13,7 +13,7 @@ from PIL import Image
 from actors.api.catalogue import Catalogue
 from actors.jobs.keys import make_key
 from tests.actors.api.browsing import ask, audit, card_of, error_of, open_page, plays, shot, sync_api
-from tests.actors.api.serving import MODEL, SPEC, create, served, working
+from tests.actors.api.serving import MODEL, SPEC, create, open_client, served, working
 from tests.actors.api.test_sound import SoundEngine
 from tests.actors.small_spec import SOUND_SPEC
 from tests.conftest import PHOTO
@@ -201,7 +201,7 @@ def test_an_image_is_dropped_and_cancelled(page, worker, engine):
 )
 def test_the_page_is_made_for_the_model(browser, settings, model, parts, image, settings_of_it):
     with served(settings, published_spec(model)) as address:
-        create(httpx.Client(base_url=address), input_reference={"image_url": DATA_URL} if image else None)
+        create(open_client(address), input_reference={"image_url": DATA_URL} if image else None)
         page = open_page(browser, address)
         field = page.locator(".drop").filter(has_text="First frame")
         takes_image = "i2v" in published_spec(model).tasks
@@ -319,7 +319,7 @@ def test_a_key_is_asked_for_once_and_can_be_forgotten(browser, settings, databas
         card.get_by_role("button", name="play:").click()
         plays(page)
         content = f"{address}/v1/videos/{card.get_attribute('data-id')}/content"
-        assert httpx.get(content, headers={"Authorization": f"Bearer {key}"}).status_code == 307
+        assert httpx.get(content, headers={"Authorization": f"Bearer {key}"}, timeout=60).status_code == 307
         page.reload()
         page.locator("article").filter(has_text="with a key").wait_for()
         assert page.evaluate("[localStorage.length, sessionStorage.getItem('key')]") == [0, key]

@@ -7,7 +7,6 @@ import io
 import re
 import time
 
-import httpx
 import pytest
 from PIL import Image
 from starlette.requests import Request
@@ -17,7 +16,7 @@ from actors.jobs.keys import KeyLimits, make_key, revoke_key
 from actors.jobs.store import JobStore
 from actors.jobs.tables import Job
 from tests.actors.api import serving
-from tests.actors.api.serving import create, done, served
+from tests.actors.api.serving import create, done, open_client, served
 from tests.conftest import PHOTO
 from tests.waiting import wait_for
 from wan_tpu.families import published_spec
@@ -48,7 +47,7 @@ def test_the_same_key_and_body_is_the_same_job(http):
 
 
 def test_a_full_queue_says_when_to_come_back(settings):
-    with served(dataclasses.replace(settings, queue_limit=2)) as address, httpx.Client(base_url=address) as http:
+    with served(dataclasses.replace(settings, queue_limit=2)) as address, open_client(address) as http:
         assert [create(http).status_code for _ in range(3)] == [200, 200, 429]
         refused = create(http)
         assert refused.json()["error"]["type"] == "rate_limit_error"
@@ -57,7 +56,7 @@ def test_a_full_queue_says_when_to_come_back(settings):
 
 def test_size_beyond_the_slices_is_refused_with_the_nearest_that_fits(settings):
     small = dataclasses.replace(settings, largest=((480, 832, 81),))
-    with served(small) as address, httpx.Client(base_url=address) as http:
+    with served(small) as address, open_client(address) as http:
         for size, frames, nearest in (
             ("832x480", 81, None),
             ("1280x720", 81, "848x464 with 81 frames"),
@@ -116,7 +115,7 @@ def test_keys_see_their_own_jobs_only(settings, database):
     ann, bob = (make_key(database, name) for name in ("ann", "bob"))
     slow = make_key(database, "slow", KeyLimits(requests_per_minute=1.2))  # One in 50 s.
     often = make_key(database, "often", KeyLimits(requests_per_minute=60_000))
-    with served(settings) as address, httpx.Client(base_url=address) as http:
+    with served(settings) as address, open_client(address) as http:
 
         def of(key):
             return {"Authorization": f"Bearer {key}"}
@@ -205,7 +204,7 @@ def test_wrong_field_is_refused_under_its_name(http, field, value, message):
 
 
 def test_a_model_that_needs_an_image_says_so(settings):
-    with served(settings, published_spec("wan2.2-i2v-a14b")) as address, httpx.Client(base_url=address) as http:
+    with served(settings, published_spec("wan2.2-i2v-a14b")) as address, open_client(address) as http:
         answer = create(http)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input_reference")
         assert answer.json()["error"]["message"].startswith("input_reference: image is missing")
@@ -219,7 +218,7 @@ def test_a_model_that_needs_an_image_says_so(settings):
     ],
 )
 def test_a_video_has_the_shape_of_its_image_where_no_size_is_said(settings, name, default, sizes):
-    with served(settings, published_spec(name)) as address, httpx.Client(base_url=address) as http:
+    with served(settings, published_spec(name)) as address, open_client(address) as http:
         [model] = http.get("/v1/models").json()["data"]
         assert (model["follows_image"], model["defaults"]["size"]) == (True, default)
         for (width, height), expected in zip([(300, 300), (90, 160), (4000, 400)], sizes, strict=True):
@@ -231,7 +230,7 @@ def test_a_video_has_the_shape_of_its_image_where_no_size_is_said(settings, name
 
 def test_largest_size_holds_for_one_that_follows_an_image(settings):
     small = dataclasses.replace(settings, largest=((480, 832, 121),))
-    with served(small, published_spec("hunyuanvideo1.5-480p-i2v")) as address, httpx.Client(base_url=address) as http:
+    with served(small, published_spec("hunyuanvideo1.5-480p-i2v")) as address, open_client(address) as http:
         image = {"image_url": as_data_url(Image.new("RGB", (300, 300)))}
         refused = create(http, input_reference=image).json()["error"]["message"]
         assert "640x640 with 121 frames is larger" in refused and "624x624 with 121 frames" in refused
@@ -239,7 +238,7 @@ def test_largest_size_holds_for_one_that_follows_an_image(settings):
 
 def test_a_model_says_what_it_makes_and_within_which_limits(settings):
     small = dataclasses.replace(settings, largest=((480, 832, 81),))
-    with served(small, published_spec("wan2.2-ti2v-5b")) as address, httpx.Client(base_url=address) as http:
+    with served(small, published_spec("wan2.2-ti2v-5b")) as address, open_client(address) as http:
         [model] = http.get("/v1/models").json()["data"]
         assert http.get(f"/v1/models/{serving.MODEL}").json() == model
         assert http.get("/v1/models/another").status_code == 404
@@ -253,7 +252,7 @@ def test_a_model_says_what_it_makes_and_within_which_limits(settings):
 
 def test_a_page_elsewhere_may_ask_where_it_was_allowed_to(settings):
     there = "https://videos.example"
-    with served(dataclasses.replace(settings, origins=(there,))) as address, httpx.Client(base_url=address) as http:
+    with served(dataclasses.replace(settings, origins=(there,))) as address, open_client(address) as http:
         headers = "authorization, content-type, x-stainless-os"  # As OpenAI's Node client sends them.
         asked = {"Origin": there, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": headers}
         before = http.options("/v1/videos", headers=asked)
@@ -304,7 +303,7 @@ def test_no_part_of_an_address_reaches_the_database_unchecked(http, path):
 
 def test_bodies_end_where_they_must(settings):
     limits = dataclasses.replace(settings.limits, image_bytes=100_000, video_bytes=100_000)
-    with served(dataclasses.replace(settings, limits=limits)) as address, httpx.Client(base_url=address) as http:
+    with served(dataclasses.replace(settings, limits=limits)) as address, open_client(address) as http:
 
         def endless():
             for _ in range(200):

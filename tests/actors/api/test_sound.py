@@ -14,7 +14,7 @@ from actors.api.intake.create_video import count_frames
 from actors.api.settings import ServiceSettings
 from actors.jobs.store import JobStore, open_database
 from tests.actors.api import serving
-from tests.actors.api.serving import create, done, served, working
+from tests.actors.api.serving import create, done, open_client, served, working
 from tests.actors.api.test_service import as_data_url
 from tests.actors.small_spec import SOUND_SPEC
 from wan_tpu import GenerationRequest, InvalidRequest
@@ -145,7 +145,7 @@ def test_seconds_become_frames_that_the_model_makes(sound_http, seconds, frames)
 
 def test_size_that_does_not_fit_is_refused_with_a_length_that_the_model_makes(settings):
     small = dataclasses.replace(settings, largest=((64, 96, 39),))
-    with served(small, SOUND_SPEC) as address, httpx.Client(base_url=address) as http:
+    with served(small, SOUND_SPEC) as address, open_client(address) as http:
         assert create(http, num_frames=39).status_code == 200
         refused = create(http, num_frames=56).json()["error"]
         assert refused["param"] == "num_frames"

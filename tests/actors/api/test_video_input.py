@@ -7,7 +7,6 @@ import dataclasses
 import subprocess
 import time
 
-import httpx
 import imageio_ffmpeg
 import numpy as np
 import psutil
@@ -21,7 +20,7 @@ from actors.api.limits import ServiceLimits
 from actors.jobs.store import open_database
 from actors.jobs.tables import File
 from tests.actors.api import fetching, serving
-from tests.actors.api.serving import create, done, served, working
+from tests.actors.api.serving import create, done, open_client, served, working
 from tests.actors.small_spec import SmallSpec
 from tests.waiting import wait_for
 from wan_tpu.errors import InvalidRequest
@@ -48,7 +47,7 @@ def mp4():
 @pytest.fixture
 def http(settings, engine):
     spec = engine.model = TakesVideo(serving.SPEC.config)
-    with working(settings, engine), served(settings, spec) as address, httpx.Client(base_url=address) as client:
+    with working(settings, engine), served(settings, spec) as address, open_client(address) as client:
         client.timeout = 30
         yield client
 
@@ -59,7 +58,7 @@ def test_a_video_is_continued_from_its_end(settings, engine, mp4):
         frame_offset = 9
 
     spec = engine.model = Continues(serving.SPEC.config)
-    with working(settings, engine), served(settings, spec) as address, httpx.Client(base_url=address) as http:
+    with working(settings, engine), served(settings, spec) as address, open_client(address) as http:
         [model] = http.get("/v1/models").json()["data"]
         assert (model["takes_video"], model["continues_video"]) == (True, True)
         assert done(http, create(http, video=data_url(mp4)).json()["id"])["status"] == "completed"
@@ -114,20 +113,20 @@ def test_a_url_is_fetched_by_the_same_rules_as_an_image(hooked, hook, engine, mp
     spec = engine.model = TakesVideo(serving.SPEC.config)
     hook.answers["/a.mp4"] = fetching.answer(mp4)
     url = f"https://pictures.test:{hook.port}/a.mp4"
-    with working(hooked, engine), served(hooked, spec) as address, httpx.Client(base_url=address) as http:
+    with working(hooked, engine), served(hooked, spec) as address, open_client(address) as http:
         assert done(http, create(http, video={"video_url": url}).json()["id"])["status"] == "completed"
         assert b"Accept: video/*" in hook.requests[0]
         error = create(http, video=f"https://pictures.test:{hook.port}/none.mp4").json()["error"]
         assert error["param"] == "video" and error["message"].startswith("the video")
     small = dataclasses.replace(hooked, limits=dataclasses.replace(hooked.limits, video_bytes=1000))
-    with served(small, spec) as address, httpx.Client(base_url=address) as http:
+    with served(small, spec) as address, open_client(address) as http:
         assert "more than 1000 bytes" in create(http, video=url).json()["error"]["message"]
 
 
 def test_a_long_video_of_the_service_is_refused_before_it_is_loaded(http, engine, settings, mp4):
     job = done(http, create(http, video=data_url(mp4)).json()["id"])
     small = dataclasses.replace(settings, limits=dataclasses.replace(settings.limits, video_bytes=1000))
-    with served(small, engine.model) as address, httpx.Client(base_url=address) as strict:
+    with served(small, engine.model) as address, open_client(address) as strict:
         error = create(strict, video={"id": job["id"]}).json()["error"]
         assert error["param"] == "video" and "may have 1000; send a part of it" in error["message"]
 
@@ -156,7 +155,7 @@ def test_what_cant_be_is_refused(http, settings, mp4):
     ):
         error = create(http, **fields).json()["error"]
         assert error["param"] == param and message in error["message"], (fields.keys(), error)
-    with served(settings) as address, httpx.Client(base_url=address) as plain:
+    with served(settings) as address, open_client(address) as plain:
         error = create(plain, video=data_url(mp4)).json()["error"]
         assert error["param"] == "video" and "use a T2V checkpoint of Wan" in error["message"]
 

@@ -19,7 +19,7 @@ from actors.jobs.keys import make_key, revoke_key
 from actors.jobs.tables import StoredFragment
 from actors.jobs.work import WorkQueue
 from tests.actors.api import serving
-from tests.actors.api.serving import change_limits, create, done, served, working
+from tests.actors.api.serving import change_limits, create, done, open_client, served, working
 from tests.actors.api.test_outages_of_a_job import unwritable
 from tests.waiting import wait_for
 from wan_tpu.media import video
@@ -128,7 +128,7 @@ def test_late_viewer_sees_everything_at_any_ingress(http, settings, engine, work
     engine.decoded.release(3)
     job = create(http, num_frames=FRAMES).json()["id"]
     wait_for(lambda: len(engine.fragments[job]) == 3)
-    with served(settings) as other, httpx.Client(base_url=other) as client:
+    with served(settings) as other, open_client(other) as client:
         with watching(http, job) as (_, first), watching(client, job) as (_, second):
             for viewer in (first, second):
                 wait_for(lambda viewer=viewer: viewer.received == b"".join(engine.fragments[job]))
@@ -291,7 +291,7 @@ def test_video_that_fails_cuts_its_stream(http, engine, worker, end):
 def test_streams_are_limited_with_events_and_end_with_their_job_and_key(settings, database):
     ann = {"Authorization": f"Bearer {make_key(database, 'ann')}"}
     few = dataclasses.replace(settings, limits=dataclasses.replace(settings.limits, followers=2))
-    with served(few) as address, httpx.Client(base_url=address, headers=ann) as http:
+    with served(few) as address, open_client(address, headers=ann) as http:
         jobs = [create(http).json()["id"] for _ in range(2)]
         assert http.head(f"/v1/videos/{jobs[0]}/content", params={"stream": 1}).headers["content-type"] == "video/mp4"
         viewers = [Viewer(address, job, ann) for job in jobs]
@@ -312,7 +312,7 @@ def test_streams_are_limited_with_events_and_end_with_their_job_and_key(settings
 def test_streams_in_which_nothing_happens_cost_little(settings):
     """The target for 200 of them, of as many jobs: 50 MiB, and next to none of a core."""
     many = dataclasses.replace(settings, limits=dataclasses.replace(settings.limits, followers=100))
-    with served(many) as address, httpx.Client(base_url=address) as http, contextlib.ExitStack() as stack:
+    with served(many) as address, open_client(address) as http, contextlib.ExitStack() as stack:
         jobs = [create(http).json()["id"] for _ in range(60)]
         url, before, used_s = httpx.URL(address), None, None
         for job in jobs:

@@ -42,7 +42,7 @@ class Ingress:
 
     def _answers(self):
         try:
-            return httpx.get(f"{self.address}/health").status_code == 200
+            return httpx.get(f"{self.address}/health", timeout=60).status_code == 200
         except httpx.TransportError:
             return False
 

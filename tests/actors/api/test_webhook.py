@@ -7,7 +7,6 @@ import os
 import threading
 import time
 
-import httpx
 import openai
 import pytest
 import sqlalchemy
@@ -18,7 +17,7 @@ from actors.api.outbound.webhook import read_secret
 from actors.jobs import deliveries
 from actors.jobs.keys import make_key
 from tests.actors.api.conftest import NAME, OK
-from tests.actors.api.serving import create, done, served, working
+from tests.actors.api.serving import create, done, open_client, served, working
 from tests.waiting import wait_for
 from wan_tpu.errors import InvalidInput
 
@@ -30,7 +29,7 @@ def test_the_end_of_a_job_is_told_signed_and_again_when_it_has_to_be(
 ):
     monkeypatch.setattr(webhook, "_PAUSES_S", (0.2, 0.2, 0.2))
     hook.answers["/told?a=b"] = [NO, NO, OK]
-    with served(hooked) as address, httpx.Client(base_url=address) as http, working(hooked, engine):
+    with served(hooked) as address, open_client(address) as http, working(hooked, engine):
         job = create(http, webhook_url=f"https://{NAME}:{hook.port}/told?a=b").json()["id"]
         done(http, job)
         wait_for(lambda: len(hook.requests) == 3)
@@ -51,7 +50,7 @@ def test_the_end_of_a_job_is_told_signed_and_again_when_it_has_to_be(
 
 
 def test_a_failed_job_and_one_cancelled_while_it_waits_are_told_too(hooked, hook, engine):
-    with served(hooked) as address, httpx.Client(base_url=address) as http:
+    with served(hooked) as address, open_client(address) as http:
         job = create(http, webhook_url=f"https://{NAME}:{hook.port}/").json()["id"]
         http.post(f"/v1/videos/{job}/cancel")
         with working(hooked, engine):
@@ -62,7 +61,7 @@ def test_a_failed_job_and_one_cancelled_while_it_waits_are_told_too(hooked, hook
 def test_a_server_that_never_answers_well_is_given_up(hooked, hook, engine, monkeypatch):
     monkeypatch.setattr(webhook, "_PAUSES_S", (0.1,))
     hook.answers["/"] = [NO] * 9
-    with served(hooked) as address, httpx.Client(base_url=address) as http, working(hooked, engine) as tools:
+    with served(hooked) as address, open_client(address) as http, working(hooked, engine) as tools:
         create(http, webhook_url=f"https://{NAME}:{hook.port}/")
         given_up = tools.meters.webhooks.labels("given_up")
         wait_for(lambda: given_up._value.get() == 1)
@@ -83,7 +82,7 @@ def test_a_server_that_never_answers_well_is_given_up(hooked, hook, engine, monk
     ],
 )
 def test_an_address_that_can_t_be_right_is_refused_at_once(hooked, url):
-    with served(hooked) as address, httpx.Client(base_url=address) as http:
+    with served(hooked) as address, open_client(address) as http:
         answer = create(http, webhook_url=url)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "webhook_url")
 
@@ -118,7 +117,7 @@ def test_receivers_that_never_answer_hold_up_those_of_their_key_alone(hooked, ho
     hook.answers["/never"] = silent
     mallory, ann = ({"Authorization": f"Bearer {make_key(database, name)}"} for name in ("mallory", "ann"))
     few = dataclasses.replace(hooked, limits=dataclasses.replace(hooked.limits, webhooks=6, webhooks_of_a_key=4))
-    with served(few) as address, httpx.Client(base_url=address) as http, working(few, engine):
+    with served(few) as address, open_client(address) as http, working(few, engine):
         for _ in range(8):
             create(http, mallory, webhook_url=f"https://{NAME}:{hook.port}/never")
         wait_for(lambda: len(hook.requests) == 4)
@@ -144,7 +143,7 @@ def test_webhook_of_a_broken_server_cuts_off_no_other_and_is_counted(hooked, hoo
         writer.write(OK)
 
     hook.answers["/slow"], hook.answers["/broken"] = slow, broken
-    with served(hooked) as address, httpx.Client(base_url=address) as http, working(hooked, engine) as tools:
+    with served(hooked) as address, open_client(address) as http, working(hooked, engine) as tools:
         outcomes = {name: tools.meters.webhooks.labels(name)._value for name in ("failed", "delivered")}
         create(http, webhook_url=f"https://{NAME}:{hook.port}/slow")
         wait_for(lambda: hook.requests)
@@ -170,7 +169,7 @@ def test_delivery_that_fails_in_an_unknown_way_is_counted_and_tried_again(hooked
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(webhook, "_PAUSES_S", (0.1, 0.1))
         ready = dataclasses.replace(hooked, fetch=fetching)
-        with served(ready) as address, httpx.Client(base_url=address) as http, working(ready, engine) as tools:
+        with served(ready) as address, open_client(address) as http, working(ready, engine) as tools:
             create(http, webhook_url=f"https://{NAME}:{hook.port}/")
             wait_for(lambda: tools.meters.webhooks.labels("delivered")._value.get() == 1)
             assert tools.meters.webhooks.labels("failed")._value.get() == 1
@@ -188,7 +187,7 @@ def test_failed_claim_leaves_calls_under_way_alone(hooked, hook, database, engin
         writer.write(OK)
 
     hook.answers["/slow"] = slow
-    with served(hooked) as address, httpx.Client(base_url=address) as http, working(hooked, engine) as tools:
+    with served(hooked) as address, open_client(address) as http, working(hooked, engine) as tools:
         create(http, webhook_url=f"https://{NAME}:{hook.port}/slow")
         wait_for(lambda: hook.requests)
         with database.write() as session:

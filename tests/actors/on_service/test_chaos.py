@@ -168,7 +168,7 @@ def test_nothing_is_lost_and_nothing_done_twice(online):
     client, killer = Client(online.address), Killer(online, SEED)
     database = open_database(online.settings.database)
     keys = [{"Authorization": f"Bearer {make_key(database, name)}"} for name in ("ann", "bob", "cleo")]
-    wait_for(lambda: httpx.get(f"{online.address}/v1/models").status_code == 401)
+    wait_for(lambda: httpx.get(f"{online.address}/v1/models", timeout=60).status_code == 401)
     print(f"WAN_TPU_CHAOS_SEED={SEED}")
     killer.start()
     start, jobs, viewers = time.monotonic(), {}, []

@@ -74,7 +74,7 @@ def test_another_address_than_the_proxy_s_is_refused_at_once(online, host, other
     port = online.port
     with pytest.raises(ServiceStartFailed, match=rf"listens at 127\.0\.0\.1 port {port} .*--port {port}"):
         deploy_service(online.settings, online.spec, host=host, port=free_port() if other_port else port)
-    assert httpx.get(f"{online.address}/health").status_code == 200
+    assert httpx.get(f"{online.address}/health", timeout=60).status_code == 200
 
 
 def test_events_pass_haproxy_as_they_happen(online):
