@@ -15,12 +15,13 @@ OnEvent = Callable[[Span], object]
 
 @dataclass(frozen=True)
 class Fragment:
-    """A part of a video's fragmented mp4, sent while later frames are decoded. All parts, in order, are one file.
+    """A part of a video's fragmented mp4, sent while later frames are decoded. All parts in order form one file.
 
     Attributes:
-        run: Counts the decodings of a video. After a loss the decoder starts again, with the next run's fragment 0.
-        index: Counts the fragments of a run. The first one begins with the file's header.
-        content: Its bytes.
+        run: The number of this decoding of the video. A decoder that starts again after a loss begins a new run, whose
+            fragments are numbered from 0 again.
+        index: The fragment's number within its run. Fragment 0 begins with the file's header.
+        content: The fragment's bytes.
     """
 
     run: int
@@ -38,7 +39,7 @@ class GeneratedVideo:
     Attributes:
         mp4: The file.
         warnings: What the user should know, such as that a prompt was cut.
-        last_frame: The last frame before it was compressed, uint8 [H, W, 3], where the engine knows it.
+        last_frame: The last frame before compression, uint8 [H, W, 3], or None if the engine doesn't have it.
     """
 
     mp4: bytes
@@ -50,7 +51,7 @@ class Engine(Protocol):
     """Makes one video per call, and serves several calls at a time.
 
     Attributes:
-        model: Plans a request once, when it is let in; `model.plan(request)` refuses requests that can't be made.
+        model: Plans each request once, when it is admitted. `model.plan(request)` rejects requests that can't be met.
     """
 
     model: ModelSpec
@@ -64,18 +65,18 @@ class Engine(Protocol):
         priority: int = 0,
         on_fragment: OnFragment | None = None,
     ) -> GeneratedVideo:
-        """Return the video of a plan.
+        """Make the video that a plan describes, and return it.
 
-        Whatever the engine keeps in order to resume the request stays until `forget`.
+        The engine keeps whatever it needs to resume the request until `forget` is called.
 
         Args:
             plan: The request's plan.
             id: The request's name.
             on_event: Called with spans as they end, from any thread.
-            priority: The higher goes first.
-            on_fragment: Called with each fragment of the video while it is decoded, in order and from any thread; all
-                of them before this returns. It must not wait. None where nobody watches.
+            priority: Requests of higher priority go first.
+            on_fragment: Called with each fragment of the video while it is decoded, in order and from any thread. The
+                last call is made before this returns. It must not block. None if nobody is watching.
         """
 
     async def forget(self, id: str) -> None:
-        """Delete whatever is kept to resume a request, whose video or failure is durable by now. Never raises."""
+        """Delete what was kept to resume a request, once its video or failure has been stored durably. Never raises."""

@@ -18,19 +18,19 @@ class PipelineSettings:
 
     Attributes:
         checkpoint: A diffusers directory, at the same path on every host, or a hub id.
-        snapshots: A folder, or a bucket's address, for states of unfinished requests, which every host must reach.
+        snapshots: The folder or bucket for states of unfinished requests. Every host must be able to reach it.
         dtype: The precision of weights and activations.
         executables: Where compiled programs are stored, or None.
-        kernels: The kernels that every host uses, of `wan_tpu.switches`.
-        collectives: How every host sends data between devices, of `wan_tpu.switches`.
-        snapshot_every: Steps between two snapshots; steps that a lost slice has done since are repeated.
-        scale_wait_s: How long requests may wait for a pool before autoscaling adds a replica, by the measured time of
-            its stage.
-        scale_up_s: How long a pool must want more replicas before it gets them.
-        scale_down_s: How long a pool must want fewer replicas before it loses them.
-        scale_look_s: The time over which the wanted number is averaged.
-        warm_up: Requests whose programs every replica compiles before its first request; only their sizes matter.
-        chips: What the slices are made of. Every figure and picture says so unless they are real.
+        kernels: The kernels that every host uses (see `wan_tpu.switches`).
+        collectives: How every host sends data between devices (see `wan_tpu.switches`).
+        snapshot_every: Steps between two snapshots. When a slice is lost, the steps since the last one are repeated.
+        scale_wait_s: The longest wait for a pool, estimated from the measured time of its stage, that autoscaling
+            accepts before it adds a replica.
+        scale_up_s: How long more replicas must have been needed before a pool gets them.
+        scale_down_s: How long fewer replicas must have been needed before a pool loses some.
+        scale_look_s: The period over which the needed number of replicas is averaged.
+        warm_up: Requests whose programs every replica compiles before its first request. Only their sizes matter.
+        chips: What the slices are made of. Every figure and picture says so unless the chips are real.
         reliability: Time-outs and retries.
         host_class: The class that runs on every host of a slice, "module:name".
         name: The pipeline's name, which its applications and actors carry.
@@ -62,7 +62,7 @@ class PipelineSpec:
         layout: The pools, and the slices of each.
         settings: What all pools share.
         model: The model of the checkpoint.
-        lasting: Whether the pipeline stays when the driver that brought it up ends.
+        lasting: Whether the pipeline stays up after the driver that brought it up has ended.
     """
 
     layout: Layout

@@ -1,4 +1,4 @@
-"""The pipeline that a batch uses: one that runs on the cluster already, or its own until it ends."""
+"""Get the pipeline for a batch: one that already runs on the cluster, or one that lasts only as long as the batch."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,28 +12,29 @@ from actors.pipeline.pools import Tell, deploy, find_spec, shut_down, wait_until
 from actors.pipeline_spec import PipelineSpec
 from cluster.gang.placement import make_surviving
 
-# Requests have this long to finish when a batch takes its pipeline down; it has ended, so nobody waits for them.
+# When a batch takes its pipeline down, remaining requests have this long to finish. The batch has ended, so nobody is
+# waiting for them.
 DRAIN_S = 20.0
-ANSWER_S = 30.0  # The owner's actor has this long to answer.
+ANSWER_S = 30.0  # The actor that holds a pipeline's name has this long to answer.
 
 
 @contextlib.contextmanager
 def acquire_pipeline(
     name: str, spec: PipelineSpec | None, tell: Tell, *, precision: str | None
 ) -> Iterator[PipelineSpec]:
-    """Use the pipeline of that name; bring up the wanted one when there is none, and take it down at the end.
+    """Use the pipeline of that name if it runs; otherwise bring up `spec`, and take it down at the end.
 
-    A pipeline that a batch has brought up for itself is not shared, because it ends with that batch. If the batch was
-    killed, the next one takes the pipeline over if it is the one that it wants.
+    A pipeline that a batch has brought up for itself is not shared, because it ends with that batch. If that batch was
+    killed, the next batch takes the pipeline over, provided that its specification is the same.
 
     Args:
         name: The pipeline's name.
-        spec: The pipeline to bring up; None to use only one that runs.
+        spec: The pipeline to bring up; None to use only a pipeline that is already running.
         tell: Called with what is being waited for.
         precision: The precision that a running pipeline must compute in; None for any.
 
     Raises:
-        PipelineNotFound: The pipeline doesn't exist, or its specification differs. `deploy` raises others.
+        PipelineNotFound: The pipeline doesn't exist, or its specification differs. `deploy` raises further errors.
     """
     running = find_reusable(name, spec, precision)
     if running is not None and running.lasting:
@@ -60,7 +61,7 @@ def acquire_pipeline(
 
 
 def find_reusable(name: str, spec: PipelineSpec | None, precision: str | None) -> PipelineSpec | None:
-    """Return the running pipeline that would be used, or None to bring one up; raises `PipelineNotFound`."""
+    """Return the running pipeline to use, or None if one must be brought up; raises `PipelineNotFound`."""
     running = find_spec(name)
     if running is None:
         if spec is None:
@@ -74,12 +75,12 @@ def find_reusable(name: str, spec: PipelineSpec | None, precision: str | None) -
 
 
 def check_usable(running: PipelineSpec, spec: PipelineSpec | None, precision: str | None) -> None:
-    """Raise `PipelineNotFound` unless a running pipeline has the model, layout and precision of a command.
+    """Raise `PipelineNotFound` unless a running pipeline has the model, layout and precision that a command asks for.
 
     Args:
         running: The running pipeline.
-        spec: The pipeline that the command would bring up; None where it doesn't say.
-        precision: The precision that the command asks for; None where it doesn't say.
+        spec: The pipeline that the command would bring up; None if the command doesn't specify one.
+        precision: The precision that the command asks for; None if it doesn't specify any.
     """
     name, runs = running.settings.name, running.settings
     remedy = "to use it, or choose another --name"
@@ -114,15 +115,16 @@ def _build_not_shared(name: str, owner: str) -> PipelineNotFound:
 
 @contextlib.contextmanager
 def _own(pipeline: str) -> Iterator[None]:
-    """Own the name of a pipeline that this driver may bring up; raise `PipelineNotFound` where another owns it.
+    """Own the name of a pipeline that this driver may bring up; raise `PipelineNotFound` if another driver owns it.
 
-    A named actor that dies with this driver holds the name, so that others know whether a pipeline's batch is alive.
-    The actor outlives its node: otherwise the pipeline would be taken for one that a killed batch has left.
+    The name is held by a named actor that dies with this driver, which tells others whether a pipeline's batch is
+    alive. The actor is restarted when its node is lost. Otherwise the pipeline would look as if its batch had been
+    killed.
     """
     owner = f"Ray job {ray.get_runtime_context().get_job_id()}"
     try:
         actor = make_surviving(_Owner).options(name=f"{pipeline}-owner", namespace=NAMESPACE).remote(owner)
-    except ValueError:  # Another batch was a moment earlier.
+    except ValueError:  # Another batch took the name a moment ago.
         raise _build_not_shared(pipeline, _find_owner(pipeline) or "which has just begun") from None
     ray.get(actor.describe.remote())
     try:
@@ -132,11 +134,11 @@ def _own(pipeline: str) -> Iterator[None]:
 
 
 def _find_owner(pipeline: str) -> str | None:
-    """Return whose batch a pipeline belongs to, or None when no such batch is alive."""
+    """Return who runs the batch that a pipeline belongs to, or None when no such batch is alive."""
     try:
         actor: Any = ray.get_actor(f"{pipeline}-owner", namespace=NAMESPACE)
         return ray.get(actor.describe.remote(), timeout=ANSWER_S)
-    except ray.exceptions.GetTimeoutError:  # It isn't dead, but moves to another node.
+    except ray.exceptions.GetTimeoutError:  # The actor isn't dead; it is being moved to another node.
         return f"which hasn't answered for {ANSWER_S:g} s"
     except (ValueError, ray.exceptions.RayActorError):
         return None

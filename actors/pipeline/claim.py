@@ -39,7 +39,7 @@ def claim_start(pipeline: str) -> Iterator[None]:
 
 
 def _wait_until_free(name: str) -> None:
-    """Return when nobody has the name any more, so that the next command finds it free."""
+    """Wait until nobody holds the name, so that the next command can take it."""
     until = time.monotonic() + FREE_S
     while time.monotonic() < until:
         try:

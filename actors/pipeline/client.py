@@ -1,4 +1,4 @@
-"""A pipeline that may go away and come back while jobs wait; its driver is opened when needed, and again after that."""
+"""A client of a pipeline that may go away and come back while jobs wait: it reopens the driver whenever necessary."""
 
 import asyncio
 from collections import Counter
@@ -15,7 +15,7 @@ from actors.slices.snapshots import Snapshots, delete_snapshots
 from wan_tpu.plan import RequestPlan
 
 T = TypeVar("T")
-_READY_S = 20.0  # A check that normally takes milliseconds has this long.
+_READY_S = 20.0  # Time limit of the readiness check, which normally takes milliseconds.
 
 
 class PipelineClient:
@@ -24,7 +24,7 @@ class PipelineClient:
     def __init__(self, spec: PipelineSpec) -> None:
         self._spec, self.model = spec, spec.model
         self._snapshots = Snapshots(spec.settings.snapshots)
-        self._last: dict[str, PipelineDriver] = {}  # By id, of requests that aren't forgotten yet.
+        self._last: dict[str, PipelineDriver] = {}  # The latest driver of each request until `forget`, by id.
         self._lock = asyncio.Lock()
         self._current: PipelineDriver | None = None
         self._checking: asyncio.Future[None] | None = None
@@ -39,7 +39,7 @@ class PipelineClient:
         priority: int = 0,
         on_fragment: OnFragment | None = None,
     ) -> GeneratedVideo:
-        """Make one video, as `PipelineDriver.generate`; also raises `PipelineError` where there is no pipeline."""
+        """Make one video, as `PipelineDriver.generate` does; also raises `PipelineError` if there is no pipeline."""
         async with self._lock:
             if self._current is None:
                 self._current = await asyncio.to_thread(_call_explained, PipelineDriver, self._spec)
@@ -61,15 +61,15 @@ class PipelineClient:
                 await asyncio.to_thread(driver.close)
 
     async def forget(self, id: str) -> None:
-        """Delete the snapshots of a request whose end is recorded; those that can't be deleted now become orphans."""
+        """Delete the snapshots of a request whose outcome is recorded; any that can't be deleted now become orphans."""
         if (driver := self._last.pop(id, None)) is not None:
             await driver.forget(id)
         else:
             await asyncio.to_thread(delete_snapshots, self._snapshots.delete_all_of, id)
 
     async def check_ready(self) -> None:
-        """Raise `PipelineError` unless every pool has a replica that takes requests."""
-        if self._checking is None:  # Else the last check hasn't ended yet, and keeps its thread.
+        """Raise `PipelineError` unless every pool has a replica that accepts requests."""
+        if self._checking is None:  # Otherwise the last check is still running, and occupies its thread.
             self._checking = asyncio.get_running_loop().run_in_executor(None, _check, self._spec)
         await asyncio.wait([self._checking], timeout=_READY_S)
         if not self._checking.done():
@@ -87,7 +87,7 @@ def _check(spec: PipelineSpec) -> None:
     name = spec.settings.name
     alive = _call_explained(list_live_replicas, name, spec.layout)
     reported = _call_explained(lambda: StatusActor.connect(name).read_or_none())
-    if reported is None:  # The replicas' status is optional: without it, go on.
+    if reported is None:  # Without the status, which is optional, every live replica counts as ready.
         able = {replica.partition("/")[0] for replica in alive}
     else:
         unready = {name for name, replica in reported.replicas.items() if replica.activity not in ("idle", "busy")}
@@ -97,7 +97,7 @@ def _check(spec: PipelineSpec) -> None:
 
 
 def _call_explained(function: Callable[..., T], *args: Any) -> T:
-    """Call a function of Ray's or Serve's, whose errors vary while a cluster comes and goes; raises `PipelineError`."""
+    """Call Ray or Serve, and raise `PipelineError` for any of the various errors of a cluster that comes or goes."""
     try:
         return function(*args)
     except PipelineError:

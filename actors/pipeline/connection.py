@@ -15,24 +15,24 @@ class PipelineConnection:
     def __init__(
         self, spec: PipelineSpec, status: StatusActor, snapshots: Snapshots, handles: Mapping[str, Any]
     ) -> None:
-        """Use the caller's own `handles` of the pools, by name, which are shut down with the connection."""
+        """Use handles of the pools, by name. Only this connection may use them, since it shuts them down on closing."""
         self.settings, self.layout = spec.settings, spec.layout
         self.status, self.snapshots, self._handles = status, snapshots, handles
 
     @classmethod
     def open(cls, spec: PipelineSpec) -> "PipelineConnection":
-        """Connect to a pipeline whose pools run (`pools.deploy`)."""
+        """Connect to a pipeline whose pools are already running (see `pools.deploy`)."""
         name, pools = spec.settings.name, spec.layout.pools
         status, snapshots = StatusActor.connect(name), Snapshots(spec.settings.snapshots)
         attempts = spec.settings.reliability.handle_attempts
         return cls(spec, status, snapshots, {pool.name: open_handle(name, pool.name, attempts) for pool in pools})
 
     def open_stream(self, stage: str, program: str | None = None) -> Any:
-        """Return a handle to a stage's pool; of equally busy replicas, one that holds the program is preferred."""
+        """Return a handle to a stage's pool. Among equally busy replicas it prefers one that holds the program."""
         options: dict[str, Any] = {"stream": True} | ({} if program is None else {"multiplexed_model_id": program})
         return self._handles[self.layout.find_pool(stage).name].options(**options)
 
     def close(self) -> None:
-        """Release the pools; to be called before `ray.shutdown`, which the handles' threads don't notice."""
+        """Release the pools. Call this before `ray.shutdown`, which does not stop the handles' threads."""
         for pool in self._handles.values():
             pool.shutdown()

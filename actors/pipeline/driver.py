@@ -1,6 +1,6 @@
-"""The driver of a pipeline: takes each request through the pools. It holds no payloads.
+"""The driver of a pipeline takes each request through the pools. It holds no payloads.
 
-Its callers decide how many requests it has at a time, and the slices decide whose turn it is.
+Its callers decide how many requests it runs at a time, and the slices decide which request is next.
 """
 
 import asyncio
@@ -24,15 +24,15 @@ class PipelineDriver:
     def __init__(
         self, spec: PipelineSpec, connection: PipelineConnection | None = None, ref_store: RefStore | None = None
     ) -> None:
-        """Use this driver's own connection and store, or open them; then the pools must run (`pools.deploy`)."""
+        """Use the given connection and store, or open them, for which the pools must be running (`pools.deploy`)."""
         self.spec, self.model = spec, spec.model
         self._connection = connection or PipelineConnection.open(spec)
         self._ref_store = ref_store or RefStore()
         self._name = f"driver-{secrets.token_hex(8)}"
         self._inside: set[str] = set()
         self._renewing: asyncio.Task[None] | None = None
-        # By id, of requests that may have snapshots. One that was cancelled may have come again, and a slice may still
-        # write a snapshot of the first time.
+        # The requests that may have snapshots, by id. An id may have several scopes: when a cancelled request is
+        # submitted again, a slice may still be writing a snapshot for its first run.
         self._scopes: dict[str, list[tuple[str, RequestScope]]] = {}
 
     async def generate(
@@ -50,8 +50,10 @@ class PipelineDriver:
             plan: The request's plan, from `model`.
             id: The request's name in spans, logs and snapshots; an unfinished request continues from its snapshots.
             on_event: Called with a `Span` whenever a slice has done something for the request.
-            priority: The higher goes first; at the experts' slices it runs between two steps of a lower one.
-            on_fragment: Called with each fragment of the video while it is decoded, in order; None to have none made.
+            priority: Requests of higher priority go first. At the experts' slices they run between two steps of a
+                request of lower priority.
+            on_fragment: Called with each fragment of the video while it is decoded, in order. With None, no fragments
+                are made.
 
         Raises:
             RequestFailed: The video can't be made.
@@ -83,7 +85,7 @@ class PipelineDriver:
             self._connection.status.report_end(id, outcome)
 
     async def _renew(self) -> None:
-        """Tell the status repeatedly which requests are under way, so that it forgets those of a killed driver."""
+        """Report regularly which requests are under way, so that the status drops the requests of a killed driver."""
         while self._inside:
             await asyncio.sleep(RENEW_S)
             self._connection.status.report_requests(self._name, list(self._inside))
@@ -92,10 +94,10 @@ class PipelineDriver:
         """Delete the snapshots of a request whose video or failure is durable by now."""
         scopes = self._scopes.pop(id, [])
         for _, scope in scopes:
-            scope.finish()  # First, so that a slice that still writes a snapshot deletes it afterwards.
+            scope.finish()  # Before the deletion, so that a slice that is still writing a snapshot deletes it itself.
         for snapshots in dict.fromkeys(snapshots for snapshots, _ in scopes):
             await asyncio.to_thread(delete_snapshots, self._connection.snapshots.delete, snapshots)
 
     def close(self) -> None:
-        """Release the pools; to be called before `ray.shutdown`."""
+        """Release the pools. Call this before `ray.shutdown`."""
         self._connection.close()

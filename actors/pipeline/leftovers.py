@@ -1,4 +1,4 @@
-"""Snapshots that nobody resumes, because their driver was killed after a video's record and before their deletion."""
+"""Delete leftover snapshots: their driver recorded the video, but was killed before it could delete them."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -20,8 +20,8 @@ def delete_leftovers(settings: PipelineSettings, done: Callable[[], Mapping[str,
 
     Args:
         settings: The settings of the pipeline that the requests went through.
-        done: Returns a function for each id of a finished request, which plans it, images included. It is called only
-            if there are snapshots.
+        done: Returns, by id of each finished request, a function that plans the request, including its images. It is
+            called only if there are snapshots.
 
     Returns:
         How many requests had snapshots.
@@ -42,7 +42,7 @@ def delete_leftovers(settings: PipelineSettings, done: Callable[[], Mapping[str,
 def _delete(snapshots: Snapshots, id_: str, plan: Callable[[], RequestPlan], settings: PipelineSettings) -> bool:
     try:
         name = name_of(id_, plan().request, f"{settings.checkpoint} {settings.dtype}")
-    except WanTpuError:  # An image has gone since, so nobody knows whose snapshots these are.
+    except WanTpuError:  # An input image no longer exists, so the names of the request's snapshots can't be computed.
         return False
     deleted = False
     while (step := snapshots.find_newest(name)) is not None:

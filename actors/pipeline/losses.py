@@ -9,7 +9,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from actors.errors import InputLost, PipelineError, RequestFailed, StageLost
 from cluster.gang.watch import pick_telling_line
 
-# `BackPressureError` is among them, because other drivers use the same pools, which may be free after a wait.
+# `BackPressureError` is included because the pools may be busy with other drivers' requests, and free again later.
 _LOST = (
     RayActorError,
     DeploymentUnavailableError,
@@ -21,7 +21,7 @@ _LOST = (
 
 @contextlib.contextmanager
 def explain_losses() -> Iterator[None]:
-    """Raise a stage's error without Ray's wrapping, and Ray's own as `StageLost`, `InputLost` or `RequestFailed`."""
+    """Unwrap a stage's error, and turn Ray's own errors into `StageLost`, `InputLost` or `RequestFailed`."""
     try:
         yield
     except _LOST as error:

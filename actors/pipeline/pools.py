@@ -23,14 +23,15 @@ from cluster.gang.placement import select_off_hosts
 from cluster.layout import Layout, Pool
 from cluster.ray_private import knows_deployment
 
-# A replica takes all calls that come, because Serve's own queue has no priorities. A driver's callers limit the
-# requests, and the leader of a slice limits how many of them have arrays on its devices. Ray runs a thousand calls of
-# an actor at a time, among them health checks.
+# A replica accepts every call at once, because Serve's own queue has no priorities. The number of requests is limited
+# by a driver's callers, and the leader of a slice limits how many of them have arrays on its devices. This must stay
+# below the thousand calls that Ray runs of an actor at a time, which include health checks.
 MAX_CALLS = 900
 POLL_S = 0.25
-NEWS_S = 2.0  # If the status actor is silent for this long, Serve alone says what is being waited for.
-_HANDLE_S = 2.0  # A handle has this long to learn of its pool; then another is opened.
-# A name for the first deployment of an application that answers no HTTP; where Serve runs HAProxy, it would listen.
+NEWS_S = 2.0  # If the status actor doesn't answer within this time, progress messages rely on Serve alone.
+_HANDLE_S = 2.0  # If a handle hasn't learned of its pool's replicas after this time, another is opened.
+# Turns HAProxy off for the first deployment of an application that answers no HTTP. Where Serve runs HAProxy, the
+# deployment would otherwise listen.
 NO_HTTP = {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
 
 Tell = Callable[[str], object]
@@ -46,8 +47,8 @@ def deploy(spec: PipelineSpec, *, tell: Tell = lambda text: None) -> None:
         tell: Called repeatedly with a line that says what is being waited for.
 
     Raises:
-        PipelineExists: A pipeline of that name is there, or being brought up.
-        PipelineStartFailed: A pool can't be started; nothing is left of the pipeline.
+        PipelineExists: A pipeline of that name exists already, or is being brought up.
+        PipelineStartFailed: A pool can't be started. All pools have been shut down again.
     """
     with claim_start(spec.settings.name):
         _deploy(spec, tell)
@@ -74,8 +75,8 @@ def _deploy(spec: PipelineSpec, tell: Tell) -> None:
         serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
         wait_until_up(spec, tell)
     except BaseException:
-        # A replica that is starting can't be asked to end. All of them are this command's: none ran when this began,
-        # and nobody else can have begun since.
+        # Replicas are killed, because one that is still starting can't be asked to end. All of them belong to this
+        # command: none existed before, and the claim on the name has kept other commands from starting any.
         shut_down(name, drain_s=0)
         raise
 
@@ -83,7 +84,7 @@ def _deploy(spec: PipelineSpec, tell: Tell) -> None:
 def wait_until_up(spec: PipelineSpec, tell: Tell) -> None:
     """Return when every pool has at least its minimum of replicas; raise `PipelineStartFailed`.
 
-    Serve says when that is so. The status actor adds what each replica does, and which would be refused again.
+    Serve knows when that is so. The status actor adds what each replica is doing, and which failures are final.
     """
     status = StatusActor.find(spec.settings.name)
     applications = {pool.name: name_application(spec.settings.name, pool.name) for pool in spec.layout.pools}
@@ -96,7 +97,7 @@ def wait_until_up(spec: PipelineSpec, tell: Tell) -> None:
             if earlier is None:
                 earlier = set(refusals)
             if new := [replica for name, replica in refusals.items() if name not in earlier]:
-                # It would be refused again, while Serve tries three times.
+                # Serve would try three times, although every try would be refused.
                 raise PipelineStartFailed(f"pool {new[0].pool}: {new[0].detail}")
         present = serve.status().applications
         if missing := [pool for pool, name in applications.items() if name not in present]:
@@ -119,17 +120,18 @@ def name_application(pipeline: str, pool: str) -> str:
 
 
 def open_handle(pipeline: str, pool: str, attempts: int = ReliabilitySettings.handle_attempts) -> Any:
-    """Return a handle of a running pool that is the caller's own.
+    """Return a handle to a running pool that no other caller uses.
 
-    Serve shares one within a process: if one driver shut it down, it would no longer tell the pool of any load.
+    Serve shares one handle within a process. If one driver shut that down, it would stop reporting the load of the
+    other drivers to the pool.
 
     Args:
         pipeline: The pipeline's name.
         pool: The pool's name.
-        attempts: How many handles are opened, one after the other, until one learns which replicas the pool has.
+        attempts: The most handles to open, one after the other, until one learns which replicas the pool has.
 
     Raises:
-        PipelineStartFailed: None did.
+        PipelineStartFailed: No handle learned which replicas the pool has.
     """
     _quieten_serve()
     shared = serve.get_deployment_handle(pool, name_application(pipeline, pool))  # Raises where there is no such pool.
@@ -144,9 +146,9 @@ def open_handle(pipeline: str, pool: str, attempts: int = ReliabilitySettings.ha
 def _learns_of_pool(handle: Any) -> bool:
     """Wait until a handle knows its deployment, which takes milliseconds; return whether it does.
 
-    Serve may never tell it, and then every call waits forever: the first news for the listener that all handles of a
-    process share stops the handle's own listener. That may be news of the replicas alone, and then none of the
-    deployment follows.
+    Serve may never tell it, and then every call waits forever. All handles of a process share one listener, and its
+    first update stops the handle's own listener. If that update is about the replicas alone, the handle never hears
+    about the deployment.
     """
     handle.options()  # Creates its router.
     until = time.monotonic() + _HANDLE_S
@@ -171,7 +173,7 @@ def list_applications(pipeline: str) -> list[str]:
 
 
 def list_live_replicas(pipeline: str, layout: Layout) -> set[str]:
-    """Return the names, as the status has them, of replicas whose processes live."""
+    """Return the names of replicas whose processes are alive, in the form that the status uses."""
     pools = {f"SERVE_REPLICA::{name_application(pipeline, pool.name)}#{pool.name}#": pool.name for pool in layout.pools}
     names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
     return {
@@ -187,7 +189,7 @@ def shut_down(pipeline: str, *, drain_s: float = ReliabilitySettings.finish_s) -
 
     Args:
         pipeline: The pipeline's name.
-        drain_s: How long replicas may finish their requests, before they are killed.
+        drain_s: How long replicas may take to finish their requests before they are killed.
     """
     _quieten_serve()
     applications, status = list_applications(pipeline), StatusActor.find(pipeline)
@@ -199,7 +201,7 @@ def shut_down(pipeline: str, *, drain_s: float = ReliabilitySettings.finish_s) -
             _kill_replicas(applications)
         time.sleep(POLL_S)
     if status is not None:
-        status.close()  # This actor and no other: there may be another pipeline of that name by now.
+        status.close()  # Not looked up by name again: another pipeline may have taken the name by now.
 
 
 def build_application(pool: Pool, settings: PipelineSettings) -> Any:
@@ -216,7 +218,7 @@ def build_application(pool: Pool, settings: PipelineSettings) -> Any:
         "ray_actor_options": LEADER.build_ray_options() | {"label_selector": select_off_hosts()},
     }
     if variables := build_environment(reliability):
-        options["ray_actor_options"]["runtime_env"] = {"env_vars": variables}  # The leader's hosts inherit it.
+        options["ray_actor_options"]["runtime_env"] = {"env_vars": variables}  # The leader's hosts inherit these.
     if pool.replicas.minimum == pool.replicas.maximum:
         options["num_replicas"] = pool.replicas.minimum
     else:
@@ -237,13 +239,13 @@ def build_application(pool: Pool, settings: PipelineSettings) -> Any:
 
 
 class _Unused:
-    """The first deployment of a pool's application: nobody calls it, and it never has a replica.
+    """The first deployment of a pool's application. It is never called and never has a replica.
 
     HTTP requests go to the first deployment, and where Serve runs HAProxy it may have no router of its own (Ray 2.60).
     """
 
     def __init__(self, pool: Any) -> None:
-        """Take the deployment that is called, which makes it part of the application."""
+        """Take the pool's deployment as an argument, which is how Serve adds it to the application."""
 
 
 def _quieten_serve() -> None:
@@ -255,7 +257,7 @@ def _kill_replicas(applications: list[str]) -> None:
     """End replicas at once; their slices end with them."""
     for actor in ray.util.list_named_actors(all_namespaces=True):
         if any(actor["name"].startswith(f"SERVE_REPLICA::{name}#") for name in applications):
-            with contextlib.suppress(ValueError):  # It has gone already.
+            with contextlib.suppress(ValueError):  # The replica has ended already.
                 ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
 
 

@@ -32,7 +32,7 @@ from wan_tpu.storage.base import StorageError
 
 log = logging.getLogger(__name__)
 
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 15.0  # Seconds before a stage is tried again, growing from attempt to attempt.
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 15.0  # Waits before a stage is tried again grow from the first to the longest.
 
 
 class RequestRun:
@@ -56,7 +56,7 @@ class RequestRun:
             key: The caller's name for the request.
             plan: The request's plan.
             on_event: Called with spans.
-            priority: The higher goes first.
+            priority: Requests of higher priority go first.
             scope: Where the request's payloads wait between two stages.
             snapshots: The name of its snapshots, from `name_of`.
             on_fragment: Called with fragments of the video; None to have none made.
@@ -66,16 +66,16 @@ class RequestRun:
         self._sent = SliceRequest(
             key, plan.without_image(), scope, snapshots, priority, time.time(), fragments=on_fragment is not None
         )
-        self._on_fragment, self._run = on_fragment, -1  # The run whose fragments came last.
+        self._on_fragment, self._run = on_fragment, -1  # The run that the latest fragment belongs to.
         self._on_event, self._limits = on_event, connection.settings.reliability
         self._refused = False
-        self._attempts = self._moves = 0  # Since the last progress.
+        self._attempts = self._moves = 0  # Both count since the last progress.
         self._done: set[tuple[str, int | None]] = set()
         self._adapters_checked = not plan.request.loras
         self._machine = StageMachine(plan)
-        self._encoded: dict[Encode, RefHandle] = {}  # The inputs that the machine knows as encoded.
-        self._state: RefHandle | None = None  # Handed over by one pool, until the next has it on its devices.
-        # Of chunks that are denoised; when it fails, another takes its place once the next chunk is denoised.
+        self._encoded: dict[Encode, RefHandle] = {}  # Payloads of the inputs that the machine counts as encoded.
+        self._state: RefHandle | None = None  # Held from one pool's result until the next pool has it on its devices.
+        # Decodes chunks while later ones are denoised. If it fails, the next denoised chunk starts it again.
         self._decoding: asyncio.Task[StageResult] | None = None
         self._decodings = 0
         self._warnings: set[str] = set()  # Sorted at the end, because text and image are encoded at the same time.
@@ -95,17 +95,17 @@ class RequestRun:
         while True:
             try:
                 video = await self._go_through()
-                last_frame = None if video.last_frame is None else video.last_frame.copy()  # The store's is released.
+                last_frame = None if video.last_frame is None else video.last_frame.copy()  # Outlives the object store.
                 return GeneratedVideo(video.mp4.tobytes(), tuple(sorted(self._warnings)), last_frame)
             except RequestFailed as failed:
                 if not failed.elsewhere or self._refused:
                     raise
-                self._refused = True  # By one slice, while another may accept it.
+                self._refused = True  # Another slice may accept it; a second refusal is final.
                 self._avoid(failed.replica)
                 await asyncio.sleep(FIRST_WAIT_S)
             except (StageLost, InputLost) as lost:
                 self._avoid(getattr(lost, "replica", None))
-                if isinstance(lost, InputLost):  # Any payload may be the lost one, so all are computed again.
+                if isinstance(lost, InputLost):  # It isn't known which payload was lost, so all are computed again.
                     self._drop_inputs()
                     self._scope.drop(self._state)
                     self._state = None
@@ -117,10 +117,10 @@ class RequestRun:
 
     async def _go_through(self) -> EncodedVideo:
         """Run the operations of the stage machine until there is a video."""
-        if self._state is None:  # Else the pool before has handed over a state that nobody has taken yet.
+        if self._state is None:  # Otherwise the previous pool has handed over a state that is still waiting.
             self._machine = self._machine.at_step(await self._find_newest_snapshot())
         while not self._machine.is_finished:
-            # Chunks are decoded beside this, from the first one that is denoised: `_note_chunk`.
+            # Decoding is left out: `_note_chunk` starts it in parallel once the first chunk is denoised.
             match [operation for operation in self._machine.next if not isinstance(operation, Decode)]:
                 case [Step() | Finish() as operation]:
                     await self._denoise(operation.stage)
@@ -145,7 +145,7 @@ class RequestRun:
         return step
 
     async def _denoise(self, stage: str) -> None:
-        """Have one pool run all steps that it can, from the state handed over or else from the snapshot."""
+        """Have one pool run all steps that it can, from the state handed over or otherwise from the snapshot."""
         state, steps = self._state, self._plan.steps
         pool = self._connection.layout.find_pool(stage)
         texts: list[RefHandle | None] = [self._encoded[EncodeText(prompt)] for prompt in self._plan.prompts]
@@ -154,7 +154,7 @@ class RequestRun:
         def drop_payloads() -> None:
             self._scope.drop(state)
             self._state = None
-            # If this fails they are encoded again, which costs less than holding them in the store all the time.
+            # After a loss the inputs are encoded again, which costs less than holding them in the store all the time.
             if not self._machine.needs_inputs_beyond(pool.stages):
                 self._drop_inputs()
 
@@ -166,16 +166,16 @@ class RequestRun:
         self._machine = self._machine.at_step(result.step, is_finished=result.step == steps)
 
     def _note_chunk(self) -> None:
-        """Have the chunks that are denoised decoded, unless that is under way; raise what fails the request there."""
+        """Start decoding denoised chunks unless that is under way; raise `RequestFailed` if it has failed for good."""
         if (before := self._decoding) is not None:
             if not before.done() or (error := before.exception()) is None:
                 return
             if isinstance(error, RequestFailed):
                 raise error
-            self._decodings -= isinstance(error, StageMoved)  # Nothing has failed.
+            self._decodings -= isinstance(error, StageMoved)  # A move is no failure, so it doesn't count.
             self._avoid(getattr(error, "replica", None))
             log.warning("%s: %s; its chunks are decoded again", self._key, error)
-        if self._decodings < self._limits.stage_attempts:  # Else all chunks are decoded once they are denoised.
+        if self._decodings < self._limits.stage_attempts:  # Otherwise all chunks are decoded together at the end.
             self._decodings += 1
             self._decoding = asyncio.create_task(self._decode_chunks())
 
@@ -183,7 +183,7 @@ class RequestRun:
         pool = self._connection.open_stream(DECODER, self._plan.shapes[DECODER])
         try:
             return await self._follow(DECODER, pool.decode_chunks.remote(self._sent), is_beside=True)
-        except InputLost as lost:  # The state has all chunks, too.
+        except InputLost as lost:  # Nothing is encoded again, since the final state holds all chunks as well.
             raise StageLost(str(lost)) from None
 
     async def _decode(self) -> EncodedVideo:
@@ -191,7 +191,7 @@ class RequestRun:
         assert latents is not None
         if self._decoding is not None:
             self._connection.status.report_request(self._key, DECODER, steps=self._plan.steps)
-            decoding, self._decoding = self._decoding, None  # After a loss, all chunks are decoded together.
+            decoding, self._decoding = self._decoding, None  # If this fails, all chunks are decoded together.
             video = await decoding
         else:
             pool = self._connection.open_stream(DECODER, self._plan.shapes[DECODER])
@@ -201,14 +201,14 @@ class RequestRun:
                 [ref] = await self._scope.get(video.handle)
                 assert ref is not None
                 content = unpack(await ref)
-        except InputLost as lost:  # The video is lost, but its latents are still there.
+        except InputLost as lost:  # The video is lost, but its latents still exist.
             raise StageLost(str(lost)) from None
         self._scope.drop(latents)
         assert isinstance(content, EncodedVideo)
         return content
 
     async def _check_adapters(self) -> None:
-        """Have every pool that will use the request's adapters check them, because the driver may not reach them."""
+        """Have every pool that will use the adapters check them, because the driver itself may not reach the files."""
         pools = {self._connection.layout.find_pool(expert.stage).name: expert.stage for expert in self._plan.experts}
         try:
             with contextlib.suppress(TimeoutError):
@@ -238,7 +238,7 @@ class RequestRun:
                 for encoding in encodings:
                     assert isinstance(encoding, Encode)
                     group.create_task(self._encode_one(encoding))
-        except ExceptionGroup as several:  # Not `except*`, whose errors come out in a group again (Python 3.11.2).
+        except ExceptionGroup as several:  # Not `except*`, which wraps errors in a group again (Python 3.11.2).
             raise several.exceptions[0] from None
 
     async def _encode_one(self, encoding: Encode) -> None:
@@ -268,8 +268,8 @@ class RequestRun:
         Args:
             stage: The stage.
             events: Its stream.
-            on_inputs: Called when it has its inputs.
-            is_beside: Whether the request is at another stage, too, of which the status tells.
+            on_inputs: Called when the stage has its inputs.
+            is_beside: Whether the request is also at another stage, which is the one that the status shows.
         """
         status, steps, result = self._connection.status, self._plan.steps, None
         if not is_beside:
@@ -307,24 +307,24 @@ class RequestRun:
         return result
 
     def _tell(self, span: Span) -> None:
-        """Pass a span on; errors of the caller's function don't stop the request."""
+        """Pass a span on; errors in the caller's callback don't stop the request."""
         try:
             self._on_event(span)
         except Exception:
-            log.exception("%s: what watches it has failed", self._key)
+            log.exception("%s: the callback for its spans has failed", self._key)
 
     def _send_fragment(self, fragment: EncodedFragment) -> None:
-        """Pass a fragment on; errors of the caller's function don't stop the request."""
-        if fragment.index == 0:  # A decoder that has failed before its first fragment doesn't count.
+        """Pass a fragment on; errors in the caller's callback don't stop the request."""
+        if fragment.index == 0:  # A decoder that fails before its first fragment begins no run.
             self._run += 1
         try:
             if self._on_fragment is not None:
                 self._on_fragment(Fragment(self._run, fragment.index, fragment.content))
         except Exception:
-            log.exception("%s: the reader of its fragments has failed", self._key)
+            log.exception("%s: the callback for its fragments has failed", self._key)
 
     def _note_progress(self, stage: str, step: int | None) -> None:
-        """Reset the count of attempts if this hadn't been reached before."""
+        """Reset the count of attempts if the request gets this far for the first time."""
         if (stage, step) not in self._done:
             self._done.add((stage, step))
             self._attempts = self._moves = 0
@@ -341,7 +341,7 @@ class RequestRun:
         self._attempts += 1
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         if self._attempts >= self._limits.stage_attempts:
-            # It failed everywhere, so the request is to blame.
+            # The request failed on every slice that tried it, so the request is to blame.
             if isinstance(error, StageFailed) and not isinstance(error, MachineFailed):
                 raise RequestFailed(f"failed {self._attempts} times; the last: {reason}", "error")
             raise RequestFailed(f"given up after {self._attempts} attempts at one stage; the last: {reason}", "lost")

@@ -12,8 +12,8 @@ from actors.pipeline_spec import PipelineSpec
 from cluster.inventory import LiveSlice
 from cluster.layout import Pool, Replicas
 
-MAX_SHOWN = 20  # Requests, and replicas of a pool, that are listed for people.
-MAX_ON_LINE = 6  # Requests that are named in one line.
+MAX_SHOWN = 20  # The most requests, and the most replicas of a pool, that the text lists.
+MAX_ON_LINE = 6  # The most requests that are named in one line.
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class PoolStatus:
     Attributes:
         name: The pool's name.
         slice: The kind of its slices.
-        stages: The stages that it runs.
+        stages: The stages that the pool runs.
         wanted: The minimum and maximum of replicas.
-        replicas: Its replicas, by name.
-        queue: How many requests have reached its stages without a slice that computes them.
-        step_s: Mean seconds of its latest denoising steps, or None.
-        handoff_s: Mean seconds of its latest hand-offs, from the object store to the devices, or None.
-        handoff_bytes: Mean size of its latest hand-offs, or None.
-        differing: Software that isn't the same on all replicas, by its name and replica; their videos differ, too.
+        replicas: The pool's replicas, by name.
+        queue: How many requests have reached the pool's stages and wait for a slice.
+        step_s: Mean seconds of the latest denoising steps, or None.
+        handoff_s: Mean seconds of the latest hand-offs from the object store to the devices, or None.
+        handoff_bytes: Mean size of the latest hand-offs, or None.
+        differing: Software that isn't the same on all replicas, by its name and replica. Their videos differ as well.
     """
 
     name: str
@@ -54,12 +54,12 @@ class PipelineStatus:
         model: The checkpoint.
         layout: The layout's file.
         chips: "emulated" where CPU devices stand in for chips, "simulated" where nothing is computed.
-        pools: Its pools, in the order of the layout.
-        requests: Requests under way, by id; not all if there are very many.
+        pools: The pools, in the order of the layout.
+        requests: Requests under way, by id; incomplete if there are very many.
         under_way: How many requests are under way.
-        waiting: How many requests are not in the pipeline yet.
+        waiting: How many requests have not entered the pipeline yet.
         ended: How many requests have ended, by outcome.
-        silent: Whether the status actor doesn't answer, so that only the live replicas are known.
+        silent: Whether the status actor doesn't answer. If so, only the names of the live replicas are known.
     """
 
     name: str
@@ -91,9 +91,9 @@ def build_status(
 
     Args:
         spec: The pipeline's specification.
-        reported: The reports of its status actor, or None when that doesn't answer.
+        reported: The reports of its status actor, or None if that doesn't answer.
         slices: All slices of the cluster.
-        live: Names of the replicas that live (`pools.list_live_replicas`).
+        live: Names of the replicas that are alive (`pools.list_live_replicas`).
     """
     silent, reported = reported is None, reported or ReportedStatus()
     reported.replicas = {name: replica for name, replica in reported.replicas.items() if name in live}
@@ -121,7 +121,7 @@ def build_status(
 
 
 def format_status(status: PipelineStatus) -> str:
-    """Return a pipeline's status as lines for people."""
+    """Return a pipeline's status as human-readable lines."""
     now = time.time()
     note = "" if status.chips == "real" else f" ({status.chips}: the seconds are not a TPU's)"
     lines = [f"pipeline {status.name}: {status.model}{note}"]
@@ -155,7 +155,7 @@ def format_status(status: PipelineStatus) -> str:
 
 
 def describe_requests(reported: ReportedStatus) -> str:
-    """Return in one line where the requests are."""
+    """Return one line that says where the requests are."""
     parts = [
         f"{key} {request.stage}" + (f" {request.step}/{request.steps}" if request.step else "")
         for key, request in reported.requests.items()
@@ -195,7 +195,7 @@ def _find_differing(software: dict[str, dict[str, str]]) -> dict[str, dict[str, 
 
 
 def _format_age(now: float, moment: float) -> str:
-    """Return how long ago a moment was by another machine's clock, which may be ahead."""
+    """Return the age of a time stamp of another machine, whose clock may be ahead."""
     return f"{max(0.0, now - moment):.0f} s"
 
 
