@@ -54,7 +54,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name when it is first used: reading a request must not wait seconds for JAX and torch."""
+    """Import a public name on first use, so that code that only reads requests doesn't wait seconds for JAX."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'errors')}"), name)

@@ -26,9 +26,9 @@ from wan_tpu.storage.folder import BucketFolder, WeightFile
 INDEX = "model_index.json"
 MODULAR_INDEX = "modular_model_index.json"  # Modular pipelines of diffusers have it instead.
 OWN = "wan_tpu.json"
-# The files other than weights, in a checkpoint's folder and the folders in it.
+# Every file of a checkpoint that isn't a weight file, in its folder and one level below.
 OTHERS = ("*.json", "*.txt", "*.model", "*.jinja", "*.md", "*LICENSE*")
-# Some published checkpoints have further models in folders of their own, which aren't read.
+# Files one and two levels deep. Some published checkpoints contain further models in nested folders, which are ignored.
 _IN_FOLDERS, _DEEPER = "*/*", "*/*/*"
 
 
@@ -36,12 +36,12 @@ class Checkpoint:
     """A diffusers directory, on disk, in a bucket or on the Hugging Face hub; only JSON and safetensors are read."""
 
     def __init__(self, source: str | Path) -> None:
-        """Open `source`: a folder with a model_index.json or modular_model_index.json, or a bucket's, or a hub id.
+        """Open `source`: a folder or bucket with a model_index.json or modular_model_index.json, or a hub id.
 
         Weights are fetched when they are read.
 
         Raises:
-            CheckpointError: It is none of these, or its index is missing or damaged.
+            CheckpointError: `source` is none of these, or its index is missing or damaged.
             Unavailable: The bucket, the hub or the disk doesn't answer.
         """
         if not isinstance(source, str | Path) or not str(source):
@@ -68,7 +68,8 @@ class Checkpoint:
     def has(self, component: str) -> bool:
         """Return whether the index names this component (diffusers writes [null, null] for an absent one).
 
-        Entries of modular pipelines have a third part, which says where the component lies: in the folder of its name.
+        An entry of a modular pipeline has a third part, which names the component's folder. It must be the component's
+        name.
         """
         entry = self.index.get(component) or [None, None]
         parts = entry if isinstance(entry, list) and len(entry) in (2, 3) else []
@@ -88,10 +89,10 @@ class Checkpoint:
 
     @property
     def names(self) -> list[str]:
-        """Names of the checkpoint: the parts of its address, the last one first, and of the origin in its index.
+        """Names that may identify the checkpoint: the parts of its address, last one first, then those of its origin.
 
-        A symbolic link's own name comes before that of its target. diffusers writes the origin into the index, as
-        `others` does.
+        A symbolic link's own name comes before that of its target. The origin is recorded in the index, by diffusers
+        and by `others`.
         """
         origin = self.index.get("_name_or_path")
         address = dict.fromkeys([*reversed(self._asked_for.split("/")), *reversed(self.source.split("/"))])
@@ -106,13 +107,13 @@ class Checkpoint:
         return self._json(f"{component}/{file}")
 
     def read_own(self, *others: str) -> dict[str, Any]:
-        """Return the content of wan_tpu.json, which people may put beside a model's index; {} without the file.
+        """Return the content of wan_tpu.json, an optional file beside the model's index; {} if there is none.
 
         Args:
-            others: Keys of the model's family, beside those of `sampling`.
+            others: Keys that the model's family accepts in addition to those of `sampling`.
 
         Raises:
-            CheckpointError: It has other keys, or is damaged.
+            CheckpointError: The file has unknown keys, or is damaged.
         """
         content = self._json(OWN) if (self.folder / OWN).is_file() else {}
         allowed = ("defaults", "presets", "magcache", *others)
@@ -164,7 +165,7 @@ class Checkpoint:
             ) from None
 
     def _settings(self, where: str, fields: Any, allowed: Sequence[str]) -> dict[str, Any]:
-        """Return fields as a request has them, without those that are null; raises `CheckpointError` naming `where`."""
+        """Validate fields as those of a request and drop the null ones; raises `CheckpointError` naming `where`."""
         try:
             if unknown := sorted(set(fields) - set(allowed)):
                 raise InvalidRequest(f"{', '.join(unknown)} is no setting; allowed are {', '.join(allowed)}")
@@ -182,7 +183,7 @@ class Checkpoint:
         return adapter
 
     def path(self, component: str) -> Path:
-        """Return a component's folder on disk, without its weights; it is fetched when it isn't there."""
+        """Return a component's folder on disk, without its weights; fetch it if it is missing."""
         if not self._local:
             self._fetch([f"{component}/*.json"])
         return self.folder / component
@@ -263,7 +264,7 @@ class Checkpoint:
         return content
 
     def _fetch(self, patterns: Sequence[str], ignored: str | None = None) -> Path:
-        """Fetch files whose names match one of the patterns, and not that of `ignored` ones; return the folder."""
+        """Fetch the files that match one of the patterns but not `ignored`; return the folder."""
         if self._bucket is not None:
             return self._bucket.fetch(patterns, ignored)
         with explain_hub_errors(str(self._hub_id)):
@@ -287,7 +288,7 @@ def on_disk(path: Path) -> WeightFile:
     try:
         stat = path.stat()
         return WeightFile(str(path.absolute()), stat.st_size, read, _version(path, stat))
-    except OSError as error:  # Also for a link to nothing.
+    except OSError as error:  # Also raised for a dangling link.
         raise explain_disk_error(error, path) from None
 
 

@@ -1,8 +1,8 @@
-"""The device files of a TPU's chips: whether this machine has one, whatever JAX says."""
+"""The device files of TPU chips, which show whether this machine has a TPU even if JAX can't use it."""
 
 import glob
 
 
 def chip_files() -> list[str]:
-    """Return the files of this machine's chips: of newer generations in vfio, of older ones accel0 and so on."""
+    """Return this machine's chip files: newer generations appear in /dev/vfio, older ones as /dev/accel0 and so on."""
     return sorted(glob.glob("/dev/vfio/[0-9]*") + glob.glob("/dev/accel*"))

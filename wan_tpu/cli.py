@@ -15,10 +15,10 @@ from wan_tpu.errors import WanTpuError
 QUIET = {
     "DIFFUSERS_VERBOSITY": "error",
     "TRANSFORMERS_VERBOSITY": "error",
-    "GRPC_VERBOSITY": "NONE",  # Its failures are raised anyway; it prints a line for each process that is started.
+    "GRPC_VERBOSITY": "NONE",  # gRPC raises its failures anyway, and prints a line for every new process.
     "GRPC_ENABLE_FORK_SUPPORT": "0",
 }
-# JAX asks libtpu, where that is installed, which looks for the description of a TPU VM and prints ten lines of errors.
+# If libtpu is installed, JAX queries it; it then looks for a TPU VM's description and prints ten lines of errors.
 NO_TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v6e-8"}
 _GOOGLE = "0x1ae0"  # Google's number as a vendor of PCI devices.
 
@@ -41,7 +41,7 @@ def run(
     """
     known: tuple[type[Exception], ...] = (WanTpuError, *expected)
     _quiet_libraries()
-    warnings.filterwarnings("always", module="wan_tpu|actors")  # Each video shows its own, even if repeated.
+    warnings.filterwarnings("always", module="wan_tpu|actors")  # Show every video's warnings, even repeated ones.
     warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
     sys.unraisablehook = _keep_interrupt
     try:
@@ -61,13 +61,13 @@ def _quiet_libraries() -> None:
 
 
 def _has_tpu() -> bool:
-    """Return whether this machine may have a TPU: by its PCI devices, by which JAX knows it, or its device files."""
+    """Return whether this machine may have a TPU, judging by its PCI devices, as JAX does, or by its device files."""
     if chip_files():
         return True
     try:
         return any(file.read_text().strip() == _GOOGLE for file in Path("/sys/bus/pci/devices").glob("*/vendor"))
     except OSError:
-        return True  # Nobody can say, so nothing is changed.
+        return True  # It can't be determined, so nothing is changed.
 
 
 def _keep_interrupt(unraisable: "sys.UnraisableHookArgs") -> None:

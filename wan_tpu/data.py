@@ -33,9 +33,10 @@ class Conditioning:
         prompt: Arrays [1, ...] of the model's text encoders by name; most models have "text" [1, L, C].
         negative: The same for the negative prompt; None without guidance.
         image: CLIP features [1, L=257, C] (Wan 2.1 I2V).
-        image_latents: Mask and latents [1, 4+C, T, H, W], or latents of one frame or two, [1, C, 1 or 2, H, W].
+        image_latents: Mask and latents [1, 4+C, T, H, W], or the latents of one or two frames, [1, C, 1 or 2, H, W].
         video_latents: Float32 [1, C, T, H, W] of the video that the request begins with.
-        generator: The state of the request's generator, uint8, where later draws go on after those of the latents.
+        generator: The state of the request's random generator, uint8, if later draws continue after those for these
+            latents.
     """
 
     prompt: Arrays
@@ -54,7 +55,7 @@ class Conditioning:
 
     @property
     def has_last_image(self) -> bool:
-        """Whether the text encoder has read a last frame: its array "anchors" says for each image which end it is."""
+        """Whether the text encoder has read a last frame; its array "anchors" marks each image as first or last."""
         return "anchors" in self.prompt and bool((self.prompt["anchors"] == 1).any())
 
 
@@ -62,7 +63,7 @@ class Conditioning:
 class ImageCondition:
     """The part of a `Conditioning` that comes from images, or from a video.
 
-    It has the prompt's arrays where the model's text encoder reads the images with the prompt.
+    If the model's text encoder reads the images together with the prompt, it also holds the prompt's arrays.
     """
 
     image: Array | None = None
@@ -82,11 +83,11 @@ class DenoiseState:
         step: Steps done, counted over all experts.
         audio: The sound's latents, float32 [1, ...]; None for models without sound.
         audio_history: The solver's terms for them, of the same shape.
-        own_noise: Whether the caller gave the noise that the video's latents began as. Then the request's generator
-            hasn't drawn it, and later steps get other noise from it.
-        chunks: Where a video is denoised in chunks, the latents of those before this one, each float32 [1, C, T, H, W];
-            none once all are finished, since `latents` are then those of the whole video.
-        generator: The state of the request's generator, uint8, where each chunk draws from it; None elsewhere.
+        own_noise: Whether the caller supplied the initial noise of the video's latents. If so, the request's generator
+            hasn't drawn it, and later steps draw different noise from it.
+        chunks: For a video denoised in chunks, the latents of the chunks before this one, each float32 [1, C, T, H, W];
+            empty once all are finished, because `latents` then holds the whole video.
+        generator: The state of the request's random generator, uint8, if each chunk draws from it; otherwise None.
     """
 
     latents: Array
@@ -108,12 +109,12 @@ class DenoiseState:
     def of_parts(
         cls, parts: Mapping[str, tuple[Array, tuple[Array, ...]]], step: int, *, own_noise: bool = False
     ) -> "DenoiseState":
-        """Return the state with such parts after `step` steps."""
+        """Return the state that has these parts after `step` steps."""
         (latents, history), (audio, audio_history) = parts[VIDEO], parts.get(AUDIO, (None, ()))
         return cls(latents, history, step, audio, audio_history, own_noise)
 
     def with_parts(self, parts: Mapping[str, tuple[Array, tuple[Array, ...]]], step: int) -> "DenoiseState":
-        """Return the state with such parts after `step` steps; whatever else it has stays."""
+        """Return this state with new parts after `step` steps; everything else stays the same."""
         other = self.of_parts(parts, step, own_noise=self.own_noise)
         return dataclasses.replace(other, chunks=self.chunks, generator=self.generator)
 
@@ -140,7 +141,7 @@ class Video:
         return to_uint8(self.pixels)
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Write an mp4 (H.264, yuv420p, AAC) at `path`, whole or not at all, and return the path.
+        """Write an mp4 (H.264, yuv420p, AAC) to `path`, completely or not at all, and return the path.
 
         Raises:
             OutputError: The file exists and `overwrite` is false, or it can't be written.
@@ -160,7 +161,7 @@ def join_conditioning(image: ImageCondition, *texts: Arrays) -> Conditioning:
 
     Args:
         image: The part that comes from images.
-        texts: The arrays of the prompt and, under guidance, of the negative prompt; none where `image` has them.
+        texts: The arrays of the prompt and, with guidance, of the negative prompt; empty if `image` holds them.
     """
     first, *others = texts if image.prompt is None else (image.prompt,)
     negative = others[0] if others else None
@@ -168,7 +169,7 @@ def join_conditioning(image: ImageCondition, *texts: Arrays) -> Conditioning:
 
 
 def save_value(value: Conditioning | DenoiseState, path: Path, notes: dict[str, Any] | None = None) -> None:
-    """Write one stage value as a safetensors file, whole or not at all; bfloat16 is stored as such.
+    """Write one stage value as a safetensors file, completely or not at all; bfloat16 stays bfloat16.
 
     Args:
         value: The value.
@@ -185,7 +186,7 @@ def load_value(kind: type[Value], path: Path) -> tuple[Value, dict[str, Any]]:
     """Read a file that `save_value` wrote, and return the value and its notes.
 
     Raises:
-        InvalidInput: The file is missing, cut off or of another kind.
+        InvalidInput: The file is missing, truncated or holds another kind of value.
     """
     if not path.is_file():
         raise InvalidInput(f"{path} is missing; run the stage that writes it first")
@@ -206,7 +207,7 @@ def dump_value(value: Conditioning | DenoiseState, notes: dict[str, Any] | None 
 
 
 def parse_value(kind: type[Value], content: bytes, source: str) -> tuple[Value, dict[str, Any]]:
-    """Read the content of such a file, as `load_value` does; `source` is its name in messages."""
+    """Read the content of a file as `load_value` does; `source` is the file's name in messages."""
     try:
         size = int.from_bytes(content[:8], "little")  # The format: the header's length, the header as JSON, tensors.
         metadata = json.loads(content[8 : 8 + size])["__metadata__"]
@@ -216,7 +217,7 @@ def parse_value(kind: type[Value], content: bytes, source: str) -> tuple[Value, 
 
 
 def flatten(value: Any) -> dict[str, Array]:
-    """Return a stage's value as arrays by field, not copied; a field with several arrays has "history.0" and so on.
+    """Return a stage's value as arrays by field, without copies; several arrays of a field are "history.0" and so on.
 
     Fields that are None or False are omitted.
     """
@@ -233,7 +234,7 @@ def flatten(value: Any) -> dict[str, Array]:
 
 
 def rebuild(kind: type[Any], arrays: Mapping[str, Array]) -> Any:
-    """Return the value that `flatten` took apart; raises `KeyError`, `TypeError` where arrays are missing or wrong."""
+    """Rebuild a value from what `flatten` returned; raises `KeyError` or `TypeError` if arrays are missing or wrong."""
     fields: dict[str, Any] = {}
     for name, array in arrays.items():
         field, _, part = name.partition(".")
@@ -262,7 +263,7 @@ def _rebuild_value(
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file, whole or not at all; raises `OutputError`."""
+    """Write a file completely or not at all; raises `OutputError`."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_bytes(content)
@@ -274,5 +275,5 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write `content`, whole or not at all; raises `OutputError`."""
+    """Write `content` completely or not at all; raises `OutputError`."""
     write_whole(path, f"{json.dumps(content, indent=2, ensure_ascii=False)}\n".encode())

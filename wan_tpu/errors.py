@@ -1,4 +1,4 @@
-"""The exceptions of this package: one small tree, in which every message is one line with its remedy.
+"""The exceptions of this package: one small tree. Every message is a single line that includes the remedy.
 
 A type says whose fault it is: `InvalidRequest` blames the request, other `InvalidInput` the arguments of this process,
 `Unavailable` something outside that others share, and everything else this program or the machine that it runs on.
@@ -12,7 +12,7 @@ class WanTpuError(Exception):
 
 
 class InvalidInput(WanTpuError):
-    """An input of the caller's can't be used; the message says what would be accepted."""
+    """The caller's input can't be used; the message says what would be accepted."""
 
     exit_code = 2
 
@@ -29,8 +29,8 @@ class DoesNotFit(InvalidRequest):
     """The compiler or a device refused a program for lack of memory.
 
     Attributes:
-        needed_bytes: What the program needs on a device, where the refusal says so.
-        device_bytes: What a device has, likewise.
+        needed_bytes: The bytes that the program needs on a device, if the refusal states them.
+        device_bytes: The bytes that a device has, if the refusal states them.
     """
 
     def __init__(self, message: str, needed_bytes: int | None = None, device_bytes: int | None = None) -> None:
@@ -40,7 +40,7 @@ class DoesNotFit(InvalidRequest):
 
 
 class CompileFailed(WanTpuError):
-    """The compiler refused a program, but not for memory: it would refuse it on every device."""
+    """The compiler refused a program for a reason other than memory, so it would refuse it on every device."""
 
 
 class CheckpointError(InvalidInput):

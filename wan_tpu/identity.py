@@ -1,6 +1,6 @@
 """Identify the content of a video or an adapter, which may change under the same path or address.
 
-No JAX, no torch: drivers use it, and they compute nothing.
+This module imports neither JAX nor torch, because it is used by drivers, which compute nothing.
 """
 
 import dataclasses
@@ -33,8 +33,8 @@ class Source:
 
     Attributes:
         location: Absolute path, address in a bucket, or hub id.
-        version: Differs when the content does: a checksum, generations in a bucket, or a commit of the hub.
-        stamps: Stamps of its files on this machine. While they are the same, the content isn't read again.
+        version: Changes whenever the content does: a checksum, object generations in a bucket, or a hub commit.
+        stamps: Stamps of its files on this machine. As long as they are unchanged, the content isn't read again.
     """
 
     location: str
@@ -59,7 +59,8 @@ def identify(location: str) -> Source | None:
     """Identify the content of a video or an adapter.
 
     Returns:
-        The source; None where this machine can't say: the file isn't here, or the hub's commit isn't known.
+        The source, or None if it can't be identified here: the file isn't on this machine, or the hub commit is
+        unknown.
 
     Raises:
         Unavailable: The bucket doesn't answer now, or the disk fails.
@@ -78,11 +79,11 @@ def _ask(read: Callable[[], T], location: str) -> T | None:
     """Return what `read` returns; None where the file is missing, or this process may not read it.
 
     Raises:
-        Unavailable: The disk fails. To take that for "not here" would let changed content pass for unchanged.
+        Unavailable: The disk fails. Treating that as "not here" would let changed content pass as unchanged.
     """
     try:
         return read()
-    except ValueError:  # No file has such a name.
+    except ValueError:  # No file can have such a name.
         return None
     except OSError as error:
         if is_permanent(error):
@@ -91,12 +92,12 @@ def _ask(read: Callable[[], T], location: str) -> T | None:
 
 
 def _look(location: str) -> Stamps:
-    """Return the stamps of the files of a video or an adapter on this machine; none where it isn't here."""
+    """Return the stamps of the files of a video or an adapter on this machine; empty if it isn't here."""
     return _ask(lambda: _stamps(_files(Path(location))), location) or ()
 
 
 def _files(path: Path) -> list[Path]:
-    """Return the files of a video or an adapter. `Path.is_dir` and `Path.glob` may hide that the disk fails."""
+    """Return a video's or an adapter's files, without `Path.is_dir` and `Path.glob`, which may hide disk failures."""
     if stat.S_ISDIR(path.stat().st_mode):
         names = sorted(os.listdir(path))
         weights = [path / name for name in names if name.endswith(_ADAPTER_ENDING)]
@@ -136,7 +137,7 @@ _remembered_checksum = functools.lru_cache(_REMEMBERED)(_read_checksum)
 
 
 def _generations(location: str) -> list[str]:
-    """Return the generations of an adapter's objects; none where this machine has no access."""
+    """Return the generations of an adapter's objects; empty if this machine has no access to them."""
     folder, _, name = location.rpartition("/")
     single = name.endswith(_ADAPTER_ENDING)
     try:

@@ -1,4 +1,4 @@
-"""Tells people the licence of a model's weights, when they first open one that isn't free for everybody."""
+"""Show the licence of a model's weights the first time someone opens a model that isn't free for everybody."""
 
 import contextlib
 import sys
@@ -9,7 +9,7 @@ from wan_tpu.storage.folder import cache_folder
 
 
 def show_licence(model: ModelSpec) -> None:
-    """Print the licence of a model's family on stderr, once on this machine: a file in the cache says that it was."""
+    """Print the licence of a model's family on stderr, once per machine: a file in the cache records that."""
     family = family_of_spec(model)
     if family is None or not family.licence:
         return
@@ -17,6 +17,6 @@ def show_licence(model: ModelSpec) -> None:
     if marker.exists():
         return
     print(f"licence: {family.title} is under the {family.licence}", file=sys.stderr)
-    with contextlib.suppress(OSError):  # Then the next command says it again.
+    with contextlib.suppress(OSError):  # If it fails, the next command shows the licence again.
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch()

@@ -1,4 +1,4 @@
-"""What a model can make, and the refusal of requests for anything else. No JAX, no torch."""
+"""The limits of what a model can make, and the checks that refuse other requests. Imports no JAX and no torch."""
 
 import abc
 from typing import Literal
@@ -8,7 +8,7 @@ from wan_tpu.media.image import size_at_area
 from wan_tpu.request import NAMED_SIZES, Defaults, ResolvedRequest, nearest_multiple, parse_size
 from wan_tpu.suggest import did_you_mean
 
-WHOLE = 1.0  # The strength of a video that is continued: every step is run.
+WHOLE = 1.0  # The strength when a video is continued: every step runs.
 
 
 class ModelLimits(abc.ABC):
@@ -16,15 +16,17 @@ class ModelLimits(abc.ABC):
 
     Attributes:
         name: Name of the published model, or a description of a model that isn't one of them.
-        tasks: Which of "t2v" (text to video) and "i2v" (image and text to video) the model does.
+        tasks: Which of "t2v" (text to video) and "i2v" (image and text to video) the model supports.
         defaults: The model's published sampling settings.
         solvers: Names of the model's schedulers, the published one first.
         frame_stride: Video frames per latent frame.
-        frame_offset: The shortest video's frames; longer ones have a multiple of `frame_step` more.
-        audio_rate: Samples per second of the model's sound; None where it makes none.
-        last_images: Whether a request may, or must, have a last frame besides the first one, or may have it alone, too.
+        frame_offset: Frames of the shortest video; longer ones have a multiple of `frame_step` more.
+        audio_rate: Samples per second of the model's sound; None for models without sound.
+        last_images: Whether a request may or must have a last frame as well as a first one, or may have a last frame
+            only.
         takes_video: Whether a request may start from a video's frames.
-        continues_video: Whether it then goes on after them, instead of changing them: the video has no strength.
+        continues_video: Whether the new video then continues after those frames instead of changing them. Such a
+            request has no strength.
     """
 
     name: str
@@ -46,27 +48,27 @@ class ModelLimits(abc.ABC):
     @property
     @abc.abstractmethod
     def size_multiple(self) -> int:
-        """What heights and widths are multiples of, pixels."""
+        """The number of pixels that heights and widths must be multiples of."""
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Settings of a request that mean nothing to this model."""
+        """Settings of a request that this model doesn't have."""
         of_two_experts = ("guidance_scale_2", "switch_step") if len(self.denoise_stages) == 1 else ()
         return of_two_experts if self.audio_rate is not None else (*of_two_experts, "generate_audio")
 
     @property
     def frame_step(self) -> int:
-        """By how many frames the lengths of videos differ."""
+        """The difference between one valid video length and the next, in frames."""
         return self.frame_stride
 
     @property
     def follows_image(self) -> bool:
-        """Whether a video has the shape of its image unless a request says another."""
+        """Whether a video takes the shape of its image unless the request sets another."""
         return "i2v" in self.tasks
 
     @property
     def image_counts(self) -> tuple[int, ...]:
-        """How many images a request may have, the usual number of those with any first."""
+        """The numbers of images that a request may have; the first is the usual number, or 0 without image support."""
         if "i2v" not in self.tasks:
             return (0,)
         if self.last_images == "required":
@@ -77,27 +79,28 @@ class ModelLimits(abc.ABC):
     def shape_slack(self) -> int:
         """How many pixels a side may differ from the image's shape before the image is cropped.
 
-        Rounding to multiples leaves that much. It is stretched, as in diffusers' examples and in Wan's program.
+        Rounding to multiples causes differences of up to that much; such an image is stretched, as in diffusers'
+        examples and in Wan's program.
         """
         return self.size_multiple
 
     @property
     def usual_sizes(self) -> list[tuple[int, int]]:
-        """(height, width): the model's own, and the usual ones that it can make and that are no larger."""
+        """Suggested (height, width) pairs: the model's own, and common ones that it can make and that are no larger."""
         height, width = self.defaults.height, self.defaults.width
         usual = [(h, w) for h, w in map(parse_size, NAMED_SIZES) if h * w <= height * width]
         sizes = dict.fromkeys([(height, width), (width, height), *usual])
         return [(h, w) for h, w in sizes if not h % self.size_multiple and not w % self.size_multiple]
 
     def size_like(self, picture: tuple[int, int]) -> tuple[int, int]:
-        """Return the (height, width) of a video that follows an image of such a (height, width)."""
+        """Return the (height, width) of a video that takes the shape of an image, given the image's (height, width)."""
         return size_at_area(self.defaults.height * self.defaults.width, picture, self.size_multiple)
 
     def size_to_extend(self, picture: tuple[int, int]) -> tuple[int, int]:
-        """Return the (height, width) of a clip that continues a video of such a (height, width).
+        """Return the (height, width) of a clip that continues a video, given that video's (height, width).
 
-        It is the video's own, so that its frames needn't be encoded again, or the nearest that the model makes. A video
-        with larger frames than the model's own is shrunk to that many pixels.
+        It is the video's own size, so that its frames needn't be encoded again, or the nearest size that the model can
+        make. A video with larger frames than the model's own is shrunk to the model's number of pixels.
         """
         height, width = (nearest_multiple(side, self.size_multiple) for side in picture)
         is_larger = height * width > self.defaults.height * self.defaults.width
@@ -109,11 +112,11 @@ class ModelLimits(abc.ABC):
         return self.frame_offset + steps * self.frame_step
 
     def latent_frames(self, frames: int) -> int:
-        """Return how many latent frames the frames of a video become."""
+        """Return how many latent frames a video of that many frames has."""
         return (frames - self.frame_offset) // self.frame_stride + 1
 
     def first_step(self, request: ResolvedRequest) -> int:
-        """Return the first step that is run: the strength of a request's video leaves out those before."""
+        """Return the first step that is run; the strength of a request's video skips the steps before it."""
         return 0 if request.strength is None else request.steps - int(request.steps * request.strength)
 
     def check(self, request: ResolvedRequest, *, image: bool, last: bool, video: bool | None = None) -> None:
@@ -123,7 +126,7 @@ class ModelLimits(abc.ABC):
             request: The request, every field filled in.
             image: Whether it has a first frame.
             last: Whether it has a last frame.
-            video: Whether it begins as a video, where the request doesn't hold that any more.
+            video: Whether it starts from a video, in case the request no longer holds the video itself.
 
         Raises:
             InvalidRequest: It names the field, what is allowed and the nearest value that works.
@@ -167,7 +170,7 @@ class ModelLimits(abc.ABC):
             )
 
     def check_source(self, frames: int) -> None:
-        """Raise `InvalidRequest` if this model can't continue a video of so many frames by its motion."""
+        """Raise `InvalidRequest` if this model can't continue the motion of a video with that many frames."""
         if frames < self.frame_offset:
             raise InvalidRequest(
                 f"the video has {frames} frames, and {self.name} continues one of at least {self.frame_offset}; give a "

@@ -37,19 +37,19 @@ def load_pipeline(
     executables: str | Path | None = None,
     progress: Progress | None = None,
 ) -> "Pipeline":
-    """Open a checkpoint; its weights are read when a stage first needs them. The first time, tell a limiting licence.
+    """Open a checkpoint, and show a restrictive licence the first time. Weights are read when a stage first needs them.
 
     Args:
         path_or_id: Diffusers directory, or hub id, OWNER/NAME.
-        dtype: "bfloat16" or "float32", of weights and activations; latents are always float32. "int8" and "float8" are
-            bfloat16 with the linear layers of the transformer, matrices and inputs, in 8 bits; with "int8-attention"
-            and "float8-attention" attention's logits are in 8 bits, too.
+        dtype: Of weights and activations, "bfloat16" or "float32"; latents are always float32. "int8" and "float8" mean
+            bfloat16, except that the transformer's linear layers multiply 8-bit weights by 8-bit inputs.
+            "int8-attention" and "float8-attention" compute attention's logits in 8 bits, too.
         mesh: (dp, sp, tp), {"dp": ..., "sp": ..., "tp": ...} or a jax Mesh with these axes. An axis that is None or
             missing takes the default of `mesh.fill_shape`.
         keep_weights: False frees each component after its stage, to make one video in the least memory.
-        executables: Folder of compiled programs (scripts/precompile.py), here or in gs://, to load in place of
-            compiling. A program that it lacks, or has from another version, is compiled and kept there by JAX, and the
-            log says why. Loading runs code from the folder.
+        executables: Folder of compiled programs (scripts/precompile.py), here or in gs://, to load instead of
+            compiling. A program that is missing, or was built by another version, is compiled, and JAX keeps it there;
+            the log says why. Loading runs code from the folder.
         progress: `Console()` to show bars; silent by default.
 
     Raises:
@@ -73,7 +73,7 @@ class Pipeline:
         self._progress = progress
 
     def plan(self, request: GenerationRequest) -> RequestPlan:
-        """Return what a request takes of this model, with every field that it leaves open filled in.
+        """Plan a request: fill in every field that it leaves open, and determine what each stage has to do.
 
         Raises:
             InvalidRequest: The model can't make it.
@@ -93,7 +93,7 @@ class Pipeline:
             on_step: Called with a `StepEvent` after each denoising step; raising from it stops the run.
 
         Raises:
-            InvalidRequest: Before any work: the model can't make what the request asks for.
+            InvalidRequest: The model can't make what the request asks for. This is raised before any work is done.
             UnhealthyResult: A stage gave NaN or Inf; the error names stage and step.
         """
         if not isinstance(request, GenerationRequest):
@@ -135,18 +135,18 @@ class Pipeline:
         )
 
     def check_components(self, *names: str) -> None:
-        """Compare the files of components (of all by default) with their modules, by their headers alone.
+        """Compare the weight files of components (by default, all) with their modules, reading only the files' headers.
 
         Each component is checked once.
 
         Raises:
-            CheckpointError: It names what is missing, superfluous, of a wrong shape or cut off.
+            CheckpointError: Something is missing, superfluous, of the wrong shape or truncated; the message names it.
         """
         components = self.runtime.model.components
         self.runtime.check(name for name in components if not names or name in names)
 
     def fetch_adapters(self, plan: RequestPlan) -> RequestPlan:
-        """Return a plan with the present content of its adapters' files; no weights are needed for it.
+        """Return the plan with the current content of its adapters' files. The model's weights aren't needed for this.
 
         Raises:
             InvalidRequest: An adapter doesn't fit the model.
@@ -200,7 +200,7 @@ class Pipeline:
         return stages.decode_sound(self.runtime, np.asarray(state.audio))
 
     def schedule(self, request: ResolvedRequest) -> Schedule:
-        """Return the numbers of a resolved request's steps."""
+        """Return the schedule of a resolved request: the numbers of every step."""
         return self.runtime.model.spec.schedule(request)
 
 

@@ -1,4 +1,4 @@
-"""What one request takes of a model, stage by stage. No JAX, no torch: drivers, leaders and hosts all hold one."""
+"""The plan of one request: what each stage has to do. Drivers, leaders and hosts hold it, without JAX and torch."""
 
 import dataclasses
 from collections.abc import Collection
@@ -15,15 +15,16 @@ VIDEO, AUDIO = "video", "audio"  # The parts that a model denoises together: eac
 
 @dataclass(frozen=True)
 class Expert:
-    """A stretch of steps and the stage that runs it.
+    """A range of denoising steps and the stage that runs them.
 
     Attributes:
         stage: Name of the stage.
         start: Its first step, counted from 0 over all experts.
         stop: The first step after it.
-        guided: Whether it runs two branches, the prompt's and the negative prompt's.
-        enlarges: Whether the latents become larger, and get noise again, before its first step.
-        chunk: Which part of the video it denoises, where parts are denoised one after the other: from 0 to the last.
+        guided: Whether each step runs two branches, one for the prompt and one for the negative prompt.
+        enlarges: Whether the latents are upsampled, and noise is added again, before its first step.
+        chunk: Index of the part of the video that it denoises, counted from 0, if parts are denoised one after the
+            other.
     """
 
     stage: str
@@ -36,20 +37,22 @@ class Expert:
 
 @dataclass(frozen=True)
 class RequestPlan:
-    """What a request takes, stage by stage; made once by `wan_tpu.spec.ModelSpec.plan`.
+    """What a request needs, stage by stage; created once, by `wan_tpu.spec.ModelSpec.plan`.
 
     Attributes:
         request: The request with every field filled in.
-        prompts: Texts to encode: the prompt and, under guidance, the negative prompt; none where the text encoder reads
-            a request's images with its prompt.
-        has_image: Whether an image or a video is encoded, too. The plan may hold the request without its pixels.
+        prompts: Texts to encode: the prompt and, with guidance, the negative prompt; empty if the text encoder reads
+            the request's images together with its prompt.
+        has_image: Whether an image or a video is encoded, too, even if the plan holds the request without its pixels.
         images: How many images are encoded.
         experts: Which stage runs which steps, in order; experts without a step are left out.
         skipped: For each step, which branches reuse what an earlier step computed; None without a cache.
         decoder_chunks: How many latent frames the decoder takes at a time, chunk by chunk.
         has_sound: Whether the video has sound.
-        shapes: By stage, the name of the programs and adapters it needs. Another name means compiling or merging anew.
-        needs_prompt: Whether the model has nothing to attend to if the prompt is empty. Sizes are planned without one.
+        shapes: For each stage, a name for the programs and adapters that it needs. A different name means that
+            something must be compiled or merged first.
+        needs_prompt: Whether an empty prompt leaves the model nothing to attend to. Only `check_prompt` refuses one,
+            because sizes are planned without a prompt.
     """
 
     request: ResolvedRequest
@@ -65,7 +68,7 @@ class RequestPlan:
 
     @property
     def first_step(self) -> int:
-        """The first step that is run: a video's strength may leave out the ones before."""
+        """The first step that is run; a video's strength may skip the ones before it."""
         return self.experts[0].start
 
     @property
@@ -79,7 +82,7 @@ class RequestPlan:
         return tuple({expert.chunk: expert.stop for expert in self.experts}.values())
 
     def chunk_at(self, step: int) -> int:
-        """Return which chunk the latents after `step` steps are of: at its end still the one that is denoised."""
+        """Return the chunk that the latents belong to after `step` steps; after its last step, still that chunk."""
         return next(expert.chunk for expert in self.experts if step <= expert.stop)
 
     def count_denoised_chunks(self, step: int) -> int:
@@ -87,7 +90,7 @@ class RequestPlan:
         return sum(stop <= step for stop in self.chunk_stops)
 
     def decodable(self, step: int) -> int:
-        """Return how many of the decoder's chunks can be decoded after `step` steps: those of denoised chunks."""
+        """Return how many of the decoder's chunks can be decoded after `step` steps: those of fully denoised chunks."""
         return len(self.decoder_chunks) * self.count_denoised_chunks(step) // len(self.chunk_stops)
 
     def expert_at(self, step: int) -> Expert:
@@ -102,11 +105,11 @@ class RequestPlan:
         raise ValueError(f"no expert runs a step after {step}: {self.first_step} to {self.steps} are run")
 
     def experts_on(self, stages: Collection[str]) -> tuple[Expert, ...]:
-        """Return the experts of some stages, such as those that a pool hosts."""
+        """Return the experts that run on the given stages, such as those that a pool hosts."""
         return tuple(expert for expert in self.experts if expert.stage in stages)
 
     def size_of(self, expert: Expert) -> int:
-        """Return 0 for the first expert of its chunk and stage: others of that stage denoise larger latents."""
+        """Return an expert's position in its chunk and stage: each later expert of a stage denoises larger latents."""
         return [e for e in self.experts if (e.stage, e.chunk) == (expert.stage, expert.chunk)].index(expert)
 
     def check_prompt(self) -> None:
@@ -119,7 +122,7 @@ class RequestPlan:
             )
 
     def with_images(self, image: Image.Image | None = None, last_image: Image.Image | None = None) -> "RequestPlan":
-        """Return the plan with those images in place of its own: it stays small while they aren't needed."""
+        """Return the plan with these images; it is kept without them, and so small, while nobody needs them."""
         return self.with_request(dataclasses.replace(self.request, image=image, last_image=last_image))
 
     def without_image(self) -> "RequestPlan":
@@ -127,5 +130,5 @@ class RequestPlan:
         return self.with_request(dataclasses.replace(self.request, image=None, last_image=None, video=None))
 
     def with_request(self, request: ResolvedRequest) -> "RequestPlan":
-        """Return the plan for the same request with other images, adapters or seed, which change nothing about it."""
+        """Return the plan for the same request with other images, adapters or seed; they don't affect the plan."""
         return dataclasses.replace(self, request=request)

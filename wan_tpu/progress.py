@@ -1,4 +1,4 @@
-"""Show how far work is: a bar with the time left on a terminal, plain lines elsewhere."""
+"""Show progress: on a terminal a bar with the time left, elsewhere plain lines."""
 
 import sys
 import time
@@ -7,7 +7,7 @@ from typing import Protocol
 from tqdm import tqdm
 
 BYTES = "B"  # The unit of bars that count bytes.
-QUIET_S = 2.0  # Bars of bytes show nothing for so long: small files are read at once.
+QUIET_S = 2.0  # Bars of bytes stay silent for this long, because small files are read at once.
 
 
 class Bar(Protocol):
@@ -21,7 +21,7 @@ class Bar(Protocol):
 
 
 class Silent:
-    """Shows nothing, and is its own bars: the default of the Python interface."""
+    """Shows nothing, and serves as its own bar. It is the default of the Python interface."""
 
     def bar(self, stage: str, total: int, unit: str = "") -> Bar:
         """Start a stage of `total` units."""
@@ -47,14 +47,14 @@ class Console:
 
 
 class Progress(Protocol):
-    """Shows, or passes on, how far the stages are."""
+    """Shows or forwards the progress of the stages."""
 
     def bar(self, stage: str, total: int, unit: str = "") -> Bar:
         """Start a stage of `total` units, which are steps unless `unit` is another word, or `BYTES`."""
 
 
 def format_count(done: int, total: int, unit: str = "") -> str:
-    """Return how far something is, in a few characters."""
+    """Format progress in a few characters."""
     if unit != BYTES:
         return f"{done}/{total}"
     scale, name = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
@@ -74,7 +74,7 @@ class _TerminalBar:
 
 
 class _LineBar:
-    """Prints a line at the start, at every tenth, and at the end: at most a dozen for any length.
+    """Prints a line at the start, after every tenth of the work, and at the end: at most a dozen in all.
 
     For bytes it prints none in the first `QUIET_S`.
     """

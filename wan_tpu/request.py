@@ -62,7 +62,7 @@ class Defaults:
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """A named way to sample. It fills the fields that a request which names it leaves open.
+    """A named set of sampling settings. It fills the fields that a request which names it leaves open.
 
     Attributes:
         about: What it is, for people.
@@ -100,7 +100,7 @@ FILLED = (
 )
 
 
-_LEAST_NOISE = 1e-6  # Schedules divide by noise levels in float32, which has no much smaller ones.
+_LEAST_NOISE = 1e-6  # Schedules divide by noise levels in float32, which can't hold much smaller ones.
 
 
 def _check_text(text: str, info: ValidationInfo) -> str:
@@ -136,7 +136,7 @@ def _check_video(video: object) -> str | VideoContent:
     return str(Path(video).absolute())
 
 
-Number = int | float  # An integer stays an integer, so that digests and records have it as it was written.
+Number = int | float  # An integer stays an integer, so that digests and records show it as it was written.
 Text = Annotated[str, AfterValidator(_check_text)]
 # Decoded when the request is created, so that a damaged file fails before any model is loaded.
 Picture = Annotated[str | Path | Image.Image, PlainValidator(load_image)]
@@ -149,10 +149,10 @@ Adapters = Annotated[Sequence[RequestedAdapter | str | Mapping[str, Any]], Plain
     config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True),
 )
 class GenerationRequest:
-    """One video to make. Fields left `None` take the model's published settings (`resolve`).
+    """One video to make. Any field left `None` uses the model's published setting (`resolve`).
 
-    The text below a field describes it wherever it can be given: on the command line, over HTTP, in answers. A name in
-    backticks is another field, which each of these writes in its own way.
+    The string below a field is its description on the command line, over HTTP and in answers. A name in backticks is
+    another field, which each of these spells in its own way.
 
     In Python an image is a path or a `PIL.Image`; it becomes RGB here and is resized to the video's size later. An
     adapter is a `RequestedAdapter`, its text or its fields (`wan_tpu.requested_adapter.parse_adapter`).
@@ -162,43 +162,43 @@ class GenerationRequest:
     """
 
     prompt: Text = ""
-    """What the video shows; an empty text for nothing in particular. What is longer than the model reads is cut, with
+    """What the video shows; an empty text means nothing in particular. A prompt too long for the model is cut, with
     a warning."""
     negative_prompt: Text | None = None
-    """What to steer away from; an empty text for nothing. Unused without guidance."""
+    """What to steer away from; an empty text means nothing. Unused without guidance."""
     image: Picture | None = None
     """The first frame, for models that begin with an image."""
     last_image: Picture | None = None
     """The last frame, for models that lead from one image to another; MiniMax-H3 takes it without `image`, too."""
     video: Annotated[str | Path | VideoContent, PlainValidator(_check_video)] | None = None
-    """A file whose frames the video begins as, restyled (Wan's T2V models), or after whose end it goes on (Helios)."""
+    """A video file whose frames are restyled (Wan's T2V models), or that is continued after its last frame (Helios)."""
     strength: Number | None = Field(default=None, ge=0.001, le=1)
-    """How much of `video` is made anew: so large a part of the steps is run. 0.8 if omitted; Helios has none."""
+    """How much `video` changes: the share of the steps that are run. 0.8 if omitted; Helios doesn't have it."""
     height: int | None = Field(default=None, ge=SIZE_MULTIPLE, le=8192, multiple_of=SIZE_MULTIPLE)
-    """Pixels, a multiple of 16; of 32 for Wan 2.2 TI2V 5B and LTX-2, of 64 for LTX-2 in two stages."""
+    """In pixels, a multiple of 16; of 32 for Wan 2.2 TI2V 5B and LTX-2, of 64 for LTX-2 in two stages."""
     width: int | None = Field(default=None, ge=SIZE_MULTIPLE, le=8192, multiple_of=SIZE_MULTIPLE)
-    """Pixels, likewise."""
+    """In pixels, a multiple of the same numbers."""
     frames: int | None = Field(default=None, ge=1, le=2001)
-    """Length in frames: one more than a multiple of 4 for most models, of 8 for some."""
+    """Length in frames: one more than a multiple of 4 for most models, or of 8 for some."""
     fps: Number | None = Field(default=None, ge=0.1, le=240)
-    """Frames per second of the file. LTX-2 computes motion and sound for it, other models motion for their own rate."""
+    """Frames per second of the file. LTX-2 fits motion and sound to it; other models assume their own rate."""
     generate_audio: bool | None = None
-    """Whether the video has sound, for models that make it: they do if omitted."""
+    """Whether the video has sound, for models that can make it; true for those if omitted."""
     steps: int | None = Field(default=None, ge=1, le=MAX_STEPS)
-    """Denoising steps, over all experts. The video takes that much longer to make."""
+    """Number of denoising steps, over all experts. Time grows in proportion to it."""
     guidance_scale: Number | None = Field(default=None, ge=0, le=100)
     """How closely to follow the prompt, from the first step on. At most 1 turns guidance off, which halves the work
     and leaves a quarter of it for LTX-2.3."""
     guidance_scale_2: Number | None = Field(default=None, ge=0, le=100)
-    """The same for the low-noise expert, of models with two; `guidance_scale` if that alone is given."""
+    """The same for the low-noise expert of models with two experts; `guidance_scale` if only that is given."""
     shift: Number | None = Field(default=None, ge=0.01, le=100)
     """Timestep shift of the schedule: a higher one spends more of the steps at high noise."""
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
-    """Of the initial noise, drawn as diffusers draws it: the same seed and fields make the same video."""
+    """Seed of the initial noise, drawn as in diffusers: the same seed and fields make the same video."""
     solver: str | None = Field(default=None, examples=["unipc"])
-    """One of the model's solvers, its own if omitted."""
+    """One of the model's solvers; the published one if omitted."""
     loras: Adapters | None = None
-    """Adapters of the experts, in place of those that the preset brings."""
+    """Adapters to apply to the experts, in place of the preset's."""
     sigmas: Annotated[Sequence[float], PlainValidator(_check_sigmas)] | None = Field(
         default=None, examples=[[1.0, 0.75, 0.5, 0.25]]
     )
@@ -238,7 +238,7 @@ class GenerationRequest:
         settings |= {"negative_prompt": "", "loras": (), **fill_second_scale(preset)}
         own = {f.name: value for f in dataclasses.fields(self) if (value := getattr(self, f.name)) is not None}
         if defaults.generate_audio is None and self.generate_audio is False:
-            del own["generate_audio"]  # Of a model that makes no sound, which is the same as not saying so.
+            del own["generate_audio"]  # False for a model without sound is the same as leaving the field out.
         if self.video is not None:
             settings["strength"] = STRENGTH
         return ResolvedRequest(**override(settings, own))
@@ -251,7 +251,7 @@ class GenerationRequest:
         for name in IMAGES:
             if isinstance(image := fields[name], Image.Image):
                 fields[name] = f"{image.info.get('source', 'image')}, {image.width}x{image.height}"
-        # Records and digests of models without sound are those of the time when no model had it.
+        # Left out, so that records and digests of models without sound stay as they were before any model had sound.
         if self.generate_audio is None:
             del fields["generate_audio"]
         if not fields.get("hidden_frames"):
@@ -266,7 +266,7 @@ class ResolvedRequest(GenerationRequest):
     """A request with no field left open, as stages take it.
 
     Attributes:
-        hidden_frames: How many frames at the beginning aren't written, since another video ends with them.
+        hidden_frames: How many frames at the beginning aren't written, because the continued video ends with them.
 
     Raises:
         TypeError: A field that `resolve` fills is missing.
@@ -304,11 +304,11 @@ def fill_second_scale(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def override(settings: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with some in their place; the schedule's others follow from those.
+    """Return settings with some of them overridden, and the rest of the schedule adjusted to match.
 
     Args:
         settings: Fields of a request, such as a preset's.
-        own: The fields that take their place, as `GenerationRequest` has them.
+        own: The fields that override them, as `GenerationRequest` has them.
     """
     merged, own = dict(settings), fill_second_scale(own)
     if merged.get("sigmas") is not None:
@@ -325,7 +325,7 @@ def parse_size(text: str) -> tuple[int, int]:
     """Read WIDTHxHEIGHT into (height, width) in pixels; `GenerationRequest` checks the values.
 
     Raises:
-        InvalidRequest: It has another form, such as A*B, which programs read in either order.
+        InvalidRequest: The text has another form, such as A*B, which programs read in either order.
     """
     sides = _SIZE.fullmatch(text)
     if sides is None:

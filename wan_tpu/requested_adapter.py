@@ -1,4 +1,4 @@
-"""An adapter (LoRA) as a request names it. No JAX, no torch: every process reads it."""
+"""An adapter (LoRA) as a request names it. Every process uses this module, so it imports no JAX and no torch."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from wan_tpu.errors import InvalidRequest
 
 Which = Literal["high", "low", "both"]
 SCALES = (-10.0, 10.0)  # Lowest and highest scale. Sliders are used at negative scales; few adapters are used beyond 2.
-MOST = 8  # Adapters that a request may have.
+MOST = 8  # The largest number of adapters in a request.
 _FORM = "PATH[:SCALE][@high|@low|@both]"
 _TEXT = re.compile(r"(?P<path>.+?)(?::(?P<scale>[-+]?[0-9.]+(?:e[-+]?[0-9]+)?))?(?:@(?P<expert>\w+))?")
 
@@ -22,7 +22,7 @@ class RequestedAdapter:
 
     Attributes:
         path: A .safetensors file or a folder with one, here or in gs://, or OWNER/NAME[/FILE] of the Hugging Face hub.
-        scale: Its changes of the weights are multiplied by this.
+        scale: Factor by which its changes of the weights are multiplied.
         expert: Which of two experts it changes: "high" (noise), "low" or "both".
 
     Raises:

@@ -1,8 +1,8 @@
-"""What a request takes of a model, stage by stage: known from the model's configuration. No JAX, no torch.
+"""What a model needs for a request, as far as its configuration determines it. Imports no JAX and no torch.
 
-Every process has a spec, which it opens itself (`wan_tpu.families.open_spec`) or receives: commands, drivers,
-ingresses, workers. A family's own spec says how its models differ (`families/<name>/spec.py`); the part that all models
-share is here, and the limits of what a model can make are in `wan_tpu.model_limits`.
+Commands, drivers, ingresses and workers all hold a spec, which they open themselves (`wan_tpu.families.open_spec`) or
+receive. A family's own spec says how its models differ (`families/<name>/spec.py`); the part that all models share is
+here, and the limits of what a model can make are in `wan_tpu.model_limits`.
 """
 
 import abc
@@ -38,12 +38,12 @@ class ModelSpec(ModelLimits):
         components: Each stage with the names of the components that it runs, in the order in which a request passes
             the stages.
         heads: Attention heads of a transformer.
-        own: How the checkpoint itself says it is to be sampled.
+        own: The checkpoint's own sampling settings.
         reads_images: Whether the text encoder reads a request's images with its prompt.
         needs_prompt: Whether a request without images needs a prompt that isn't empty.
-        seeds_images: Whether the latents of images are drawn with a request's seed.
+        seeds_images: Whether the latents of images are sampled with a request's seed.
         boundary_ratio: The first of two experts runs the steps with t >= boundary_ratio x 1000; None with one expert.
-        chunk_frames: Latent frames of a chunk, where videos are denoised and decoded chunk after chunk; None elsewhere.
+        chunk_frames: Latent frames of a chunk, if videos are denoised and decoded chunk after chunk; otherwise None.
     """
 
     components: dict[str, tuple[str, ...]]
@@ -67,12 +67,12 @@ class ModelSpec(ModelLimits):
 
     @property
     def presets(self) -> Mapping[str, Preset]:
-        """Named ways to sample beside the model's defaults: published ones, and the checkpoint's own."""
+        """Presets, in addition to the model's defaults: the published ones and the checkpoint's own."""
         return dict(self.own.presets)
 
     @property
     def curves(self) -> Sequence[Curve]:
-        """How the model's residuals change, for each schedule that it was measured with. MagCache decides by them."""
+        """How the model's residuals change, one curve per measured schedule. MagCache decides by them."""
         return ()
 
     @abc.abstractmethod
@@ -84,11 +84,11 @@ class ModelSpec(ModelLimits):
         return {VIDEO: self.latent_shape(request)}
 
     def decoded_shape(self, request: ResolvedRequest) -> tuple[int, int, int, int, int]:
-        """Return [1, C, T, H, W] of the latents that are decoded, those that are denoised unless a family says so."""
+        """Return [1, C, T, H, W] of the latents that are decoded: the denoised ones, unless a family overrides this."""
         return self.latent_shape(request)
 
     def decoder_chunks(self, latent_frames: int) -> tuple[int, ...]:
-        """Return how many latent frames of a video the decoder takes at a time; one unless a family says otherwise."""
+        """Return how many latent frames the decoder takes each time; always one, unless a family overrides this."""
         return (1,) * latent_frames
 
     @abc.abstractmethod
@@ -97,10 +97,10 @@ class ModelSpec(ModelLimits):
 
     @abc.abstractmethod
     def schedule(self, request: ResolvedRequest) -> Schedule:
-        """Return the numbers of every step of a resolved request."""
+        """Return the schedule of a resolved request: the numbers of every step."""
 
     def schedules(self, request: ResolvedRequest) -> dict[str, Schedule]:
-        """Return the numbers of every step for each part of a request's latents; only the video's by default."""
+        """Return the schedule of each part of a request's latents; only the video's by default."""
         return {VIDEO: self.schedule(request)}
 
     @abc.abstractmethod
@@ -108,7 +108,7 @@ class ModelSpec(ModelLimits):
         """Return which stage runs which steps, in order; those with no step are left out."""
 
     def is_guided(self, request: ResolvedRequest) -> bool:
-        """Return whether there is guidance, so that the negative prompt is needed."""
+        """Return whether the request uses guidance and so needs the negative prompt."""
         return request.guidance_scale > 1
 
     def has_sound(self, request: ResolvedRequest) -> bool:
@@ -116,18 +116,18 @@ class ModelSpec(ModelLimits):
         return self.audio_rate is not None and bool(request.generate_audio)
 
     def prompts(self, request: ResolvedRequest) -> tuple[str, ...]:
-        """Return the texts whose embeddings a request needs: the prompt and, under guidance, the negative prompt."""
+        """Return the texts whose embeddings a request needs: the prompt and, with guidance, the negative prompt."""
         return (request.prompt, request.negative_prompt) if self.is_guided(request) else (request.prompt,)
 
     def shapes(self, request: ResolvedRequest, *, images: int) -> dict[str, str]:
-        """Name, by stage, the set of programs that a resolved request needs.
+        """Return, for each stage, a name for the set of programs that a resolved request needs.
 
         Args:
             request: The request; its pixels aren't needed.
             images: How many images it has.
         """
         size = f"{request.height}x{request.width}"
-        # The text encoder makes more rows of two images than of one.
+        # The text encoder produces more rows for two images than for one.
         several = f" of {images} images" if self.reads_images and images > 1 else ""
         task = f"i2v{several}" if images else "t2v"
         pictures = images or request.strength is not None
@@ -149,15 +149,14 @@ class ModelSpec(ModelLimits):
         video: bool | None = None,
         picture: tuple[int, int] | None = None,
     ) -> RequestPlan:
-        """Return what a request takes of this model, every field that it leaves open filled in.
+        """Return a request's plan, with every field that the request leaves open filled in.
 
         Args:
             request: The request.
-            image: Whether there is a first frame, where the request doesn't hold it (yet).
-            last: Whether there is a last frame, likewise.
-            video: Whether it begins as a video, likewise; then the request says its strength.
-            picture: The (height, width) of the first frame, or of the last one without a first, or of the video, if
-                known.
+            image: Whether there is a first frame, in case the request doesn't hold it (yet).
+            last: The same for a last frame.
+            video: The same for a video that it starts from; the request must then have a strength.
+            picture: The (height, width) of the first frame, else of the last frame, else of the video, if known.
 
         Raises:
             InvalidRequest: The model can't make it.
@@ -190,7 +189,7 @@ class ModelSpec(ModelLimits):
         return self.plan_resolved(resolved, image=image, last=last)
 
     def plan_resolved(self, request: ResolvedRequest, *, image: bool, last: bool = False) -> RequestPlan:
-        """Return the plan of a request with every field filled in, once `check` has let it through.
+        """Return the plan of a request that has every field filled in and has passed `check`.
 
         Args:
             request: The request; its pixels aren't needed.
@@ -214,7 +213,7 @@ class ModelSpec(ModelLimits):
         )
 
     def check(self, request: ResolvedRequest, *, image: bool, last: bool, video: bool | None = None) -> None:
-        """Refuse a request as `ModelLimits` does, and one whose preset isn't for its images.
+        """Refuse what `ModelLimits` refuses, and a request with images whose preset is for text only.
 
         Raises:
             InvalidRequest: The model can't make the video.
@@ -236,8 +235,8 @@ class ModelSpec(ModelLimits):
     def defaults_for(self, request: GenerationRequest, picture: tuple[int, int] | None) -> Defaults:
         """Return the settings that fill a request's open fields.
 
-        Where the request leaves the size open, the size has the picture's shape; where it leaves one side open, that
-        side follows.
+        If the request leaves the size open, the video takes the picture's shape; if it leaves one side open, that side
+        follows from the other.
 
         Args:
             request: The request.
@@ -254,7 +253,7 @@ class ModelSpec(ModelLimits):
         return dataclasses.replace(self.defaults, height=height, width=width)
 
     def plan_skips(self, request: ResolvedRequest) -> np.ndarray | None:
-        """Return which branches of which steps reuse what was computed before, bool [S, 2]; None without a cache."""
+        """Return which branches of each step reuse an earlier result, bool [S, 2]; None without a cache."""
         if request.cache is None:
             return None
         curve = self._curve_of(request)
@@ -272,7 +271,7 @@ class ModelSpec(ModelLimits):
         return [i + 1 for i in range(request.steps) if reused[i, : branches[i]].all()]
 
     def check_cache(self, request: ResolvedRequest) -> None:
-        """Raise `InvalidRequest` for a cache whose curve isn't known, or is of another schedule."""
+        """Raise `InvalidRequest` for a cache whose curve is unknown or belongs to another schedule."""
         if request.cache is None:
             return
         if request.strength is not None or (request.switch_step is not None and request.sigmas is None):
@@ -300,7 +299,7 @@ class ModelSpec(ModelLimits):
         )
 
     def _curve_of(self, request: ResolvedRequest) -> Curve | None:
-        """Return the curve that holds for a request's schedule."""
+        """Return the curve that applies to a request's schedule, if there is one."""
         if request.sigmas is None:
             schedule = (None, request.shift, self.boundary_ratio, request.solver)
             of_shift = (c for c in self.curves if (c.sigmas, c.shift, c.boundary, c.solver) == schedule)

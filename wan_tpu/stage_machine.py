@@ -1,4 +1,4 @@
-"""What comes next for a request: one value without I/O, asked by everything that makes videos.
+"""Decide what comes next for a request: a value without I/O, which everything that makes videos consults.
 
     RequestPlan ──► StageMachine ── next ──► an operation ──► an executor runs it
                         ▲                                            │
@@ -48,21 +48,21 @@ class Step:
 
 @dataclass(frozen=True)
 class Finish:
-    """Do to the latents what the model does after its last step, where that step was run."""
+    """Apply the model's final change to the latents, on the stage that ran the last step."""
 
     stage: str
 
 
 @dataclass(frozen=True)
 class HandOver:
-    """Leave the state for another executor, which hosts the stage of the next operation."""
+    """Hand the state over to the executor that hosts the stage of the next operation."""
 
     stage: str
 
 
 @dataclass(frozen=True)
 class DecodeSound:
-    """Decode the sound: before any frame, so that an mp4 can be written as frames come."""
+    """Decode the sound. This precedes all frames, so that an mp4 can be written while frames arrive."""
 
     stage: ClassVar[str] = DECODER
 
@@ -77,7 +77,7 @@ class Decode:
 
 @dataclass(frozen=True)
 class Save:
-    """End the video's file and put it where it was asked for."""
+    """Finish the video's file and put it at its destination."""
 
     stage: ClassVar[str] = DECODER
 
@@ -88,25 +88,25 @@ Operation = Encode | Step | Finish | DecodeSound | Decode | Save
 
 @dataclass(frozen=True)
 class StageMachine:
-    """How far a request is, and from that, what comes next.
+    """How far a request has progressed, which determines what comes next.
 
-    A video that is denoised in chunks has steps counted over all of them. Each chunk but the last can be decoded as
-    soon as its last step is done, while the next one is denoised; the last one when the latents are finished.
+    If a video is denoised in chunks, its steps are counted over all of them. Each chunk but the last can be decoded as
+    soon as its last step is done, while the next one is denoised; the last one once the latents are finished.
 
-    Denoising ends at the plan's last step and nowhere else, because its last sigma is what the decoder takes: latents
-    are finished only where `step` is the plan's `steps`. To end a request earlier, plan it with fewer steps. An
+    Denoising ends at the plan's last step and nowhere else, because the decoder expects latents at the last sigma: only
+    latents whose `step` is the plan's `steps` can be finished. To end a request earlier, plan it with fewer steps. An
     executor that stops in between (`LocalExecutor.work` with `stop`, a pool that hands over) has a state to resume
     from, and its machine still names the next step.
 
     Attributes:
         plan: The request's plan.
-        encoded: The encodings whose results are at hand.
-        step: How many steps the state at hand has done; None while there is none, so that denoising starts at the
-            plan's first step.
-        is_finished: Whether the latents at hand are what the decoder takes.
+        encoded: The encodings whose results are available.
+        step: How many steps the available state has been through; None while there is no state, so that denoising
+            starts at the plan's first step.
+        is_finished: Whether the available latents are ready for the decoder.
         has_decoded_sound: Whether the sound is decoded.
         decoded: How many of the decoder's chunks are decoded.
-        is_saved: Whether the video is where it was asked for.
+        is_saved: Whether the video is at its destination.
     """
 
     plan: RequestPlan
@@ -126,18 +126,18 @@ class StageMachine:
 
     @property
     def inputs(self) -> tuple[Encode, ...]:
-        """All encodings that the experts take, each once."""
+        """Every encoding that the experts need, without duplicates."""
         texts = tuple(EncodeText(prompt) for prompt in dict.fromkeys(self.plan.prompts))
         return (*texts, EncodeImage()) if self.plan.has_image else texts
 
     @property
     def steps_done(self) -> int:
-        """How many steps are done, those that the request leaves out included."""
+        """How many steps are done, including those that the request skips at the start."""
         return self.plan.first_step if self.step is None else self.step
 
     @property
     def next(self) -> tuple[Operation, ...]:
-        """The operations that can run now, at the same time where there are several; none once the video is saved."""
+        """The operations that can run now, concurrently if there are several; empty once the video is saved."""
         if self.is_saved:
             return ()
         if self.is_finished and self.plan.has_sound and not self.has_decoded_sound:
@@ -160,19 +160,19 @@ class StageMachine:
 
     @property
     def next_step(self) -> Step | Finish:
-        """The denoising operation that comes next, whether or not its inputs are at hand."""
+        """The denoising operation that comes next, whether or not its inputs are available."""
         done = self.steps_done
         if done == self.plan.steps:
             return Finish(self.plan.experts[-1].stage)
         return Step(self.plan.expert_at(done), done)
 
     def next_on(self, stages: Collection[str]) -> Step | Finish | HandOver:
-        """Return the next denoising operation of an executor that hosts some stages, and has all inputs."""
+        """Return the next denoising operation for an executor that hosts `stages` and has all inputs."""
         following = self.next_step
         return following if following.stage in stages else HandOver(following.stage)
 
     def steps_left_on(self, stages: Collection[str]) -> int:
-        """Return how many steps an executor that hosts some stages can run before the state is another's."""
+        """Return how many steps an executor that hosts `stages` can run before it must hand the state over."""
         steps = 0
         for expert in self.plan.experts:
             if expert.stop > self.steps_done:
@@ -182,14 +182,14 @@ class StageMachine:
         return steps
 
     def needs_inputs_beyond(self, stages: Collection[str]) -> bool:
-        """Return whether anyone else will need the inputs once the host of some stages has copies of them."""
+        """Return whether an executor other than the one that hosts `stages` will still need the inputs."""
         return any(expert.stage not in stages for expert in self.plan.experts if expert.stop > self.steps_done)
 
     def after(self, operation: Operation) -> "StageMachine":
-        """Return the machine after one of the operations that it named.
+        """Return the machine after one of the operations in `next`.
 
         Raises:
-            ValueError: It didn't name this one.
+            ValueError: The operation isn't in `next`.
         """
         if operation not in self.next:
             raise ValueError(f"{operation} can't come next; {self.next} can")
@@ -208,25 +208,25 @@ class StageMachine:
                 return dataclasses.replace(self, is_saved=True)
 
     def at_step(self, step: int | None, *, is_finished: bool = False, decoded: int = 0) -> "StageMachine":
-        """Return the machine with a state after that step at hand, or with none: a snapshot, a file, a lost host.
+        """Return the machine for a state after `step` (a snapshot or a file), or for no state (after a loss).
 
         Args:
-            step: The step, or None.
+            step: The number of steps that the state has been through; None without a state.
             is_finished: Whether the latents are what the decoder takes.
-            decoded: How many of the decoder's chunks are decoded all the same, maybe more than this state could give.
+            decoded: How many of the decoder's chunks are decoded anyway, perhaps more than this state would allow.
         """
         return dataclasses.replace(
             self, step=step, is_finished=is_finished, has_decoded_sound=False, decoded=decoded, is_saved=False
         )
 
     def without_decoded(self) -> "StageMachine":
-        """Return the machine with nothing decoded: the decoder is lost, and with it the video's file."""
+        """Return the machine with nothing decoded, after the decoder was lost and the video's file with it."""
         return dataclasses.replace(self, has_decoded_sound=False, decoded=0, is_saved=False)
 
     def with_inputs(self) -> "StageMachine":
-        """Return the machine with every encoding at hand."""
+        """Return the machine with every encoding available."""
         return dataclasses.replace(self, encoded=frozenset(self.inputs))
 
     def without_inputs(self) -> "StageMachine":
-        """Return the machine with no encoding at hand: released, or lost."""
+        """Return the machine with no encoding available, because they were released or lost."""
         return dataclasses.replace(self, encoded=frozenset())

@@ -1,4 +1,4 @@
-"""Suggest the flag, field, model or preset that was probably meant by an unknown name."""
+"""Suggest which flag, field, model or preset an unknown name was probably meant to be."""
 
 import difflib
 from collections.abc import Iterable

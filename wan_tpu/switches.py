@@ -1,4 +1,4 @@
-"""Switches that disable hand-written kernels or overlapped transfers, to find the piece that is wrong on a chip.
+"""Switches that disable hand-written kernels or overlapped transfers, to find out which piece misbehaves on a chip.
 
 They are environment variables: they hold for a whole process, on each host of a slice, and are read when a program is
 traced. Stored executables depend on them (`wan_tpu.aot.key`).
@@ -36,7 +36,7 @@ def set_switches(kernels: str | None = None, collectives: str | None = None) -> 
         collectives: "overlapped", or "synchronous" to compute nothing until a transfer has arrived.
 
     Raises:
-        InvalidInput: For any other value.
+        InvalidInput: A value is none of these.
     """
     if kernels is not None:
         _switched_off(kernels)  # Raises for an unknown kernel.
@@ -48,7 +48,7 @@ def set_switches(kernels: str | None = None, collectives: str | None = None) -> 
 
 
 def read_switches() -> dict[str, str]:
-    """Return the present switches, by their names on the command line."""
+    """Return the current switches, by their names on the command line."""
     return {"kernels": os.environ.get(KERNELS, OWN), "collectives": os.environ.get(COLLECTIVES, OVERLAPPED)}
 
 

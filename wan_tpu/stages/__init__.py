@@ -1,4 +1,4 @@
-"""The stages as functions over a runtime, each in pieces that can be driven from outside.
+"""The stages as functions over a runtime, split into pieces that an executor calls one by one.
 
 A stage has two kinds of pieces. Those that prepare inputs (`image_inputs`, `expert_inputs`, `device_state`,
 `decoder_inputs`) only copy to the devices: they contain no collective and may run on another thread while a step runs.

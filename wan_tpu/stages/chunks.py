@@ -1,4 +1,4 @@
-"""Between two experts of a video that is denoised chunk after chunk: a chunk begins, or its latents become larger."""
+"""Transitions between the experts of a video that is denoised in chunks: begin a chunk, or upsample its latents."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ def first_chunk(model: Model, plan: RequestPlan, generator: np.ndarray | None) -
         generator: As in `Conditioning`.
 
     Raises:
-        InvalidInput: The request has an image or a video, and the generator that has drawn for it is missing.
+        InvalidInput: The request has an image or a video, but the generator's state after encoding it is missing.
     """
     assert isinstance(model, ChunkedModel)
     if plan.has_image and generator is None:
@@ -37,7 +37,7 @@ def first_chunk(model: Model, plan: RequestPlan, generator: np.ndarray | None) -
 
 
 def enter_expert(runtime: Runtime[Model], plan: RequestPlan, expert: Expert, state: DenoiseState) -> DenoiseState:
-    """Return what the first step of an expert takes, from the state that the expert before it has left.
+    """Return the state for an expert's first step, from the state that the previous expert left.
 
     Args:
         runtime: The model on its devices.
@@ -64,7 +64,7 @@ def enter_expert(runtime: Runtime[Model], plan: RequestPlan, expert: Expert, sta
 
 
 def growing_program(runtime: Runtime[Model]) -> Program:
-    """Return the jitted (latents, noise, factors of both) -> larger latents with noise."""
+    """Return the jitted function (latents, noise, factors of both) -> upsampled latents with noise."""
 
     def run(latents, noise, factors):  # type: ignore[no-untyped-def]
         model = runtime.model
@@ -78,7 +78,7 @@ def growing_program(runtime: Runtime[Model]) -> Program:
 def place_history(
     runtime: Runtime[Model], plan: RequestPlan, state: DenoiseState, inputs: ExpertInputs
 ) -> dict[str, jax.Array]:
-    """Put on the devices what the steps of a state's chunk take of the chunks before it, by name."""
+    """Put on the devices what the steps of a state's chunk need from the earlier chunks, by name."""
     model = runtime.model
     assert isinstance(model, ChunkedModel)
     with runtime.on_host():
@@ -88,12 +88,12 @@ def place_history(
 
 
 def join_chunks(state: DenoiseState) -> DenoiseState:
-    """Return a state with the latents of all chunks in place of the last one's, on the host."""
+    """Return a state, on the host, whose latents are those of all chunks joined together."""
     return dataclasses.replace(state, latents=np.concatenate([*state.chunks, state.latents], axis=2), chunks=())
 
 
 def chunk_of(plan: RequestPlan, state: DenoiseState, index: int) -> np.ndarray:
-    """Return the latents [1, C, T, H, W] of a chunk that is denoised, on the host, from any state after it."""
+    """Return the latents [1, C, T, H, W] of a fully denoised chunk, on the host, from any later state."""
     is_finished = state.step == plan.steps and not state.chunks  # Then the latents are those of all chunks.
     latest = np.split(np.asarray(state.latents), len(plan.chunk_stops) if is_finished else 1, axis=2)
     chunk: np.ndarray = [*state.chunks, *latest][index]

@@ -36,21 +36,21 @@ def decoder_inputs(runtime: Runtime[Model], latents: np.ndarray) -> list[jax.Arr
 def decode_chunks(
     runtime: Runtime[Model], frames: Sequence[jax.Array], progress: Progress, colours: ColourRange | None = None
 ) -> Iterator[tuple[jax.Array, jax.Array]]:
-    """Decode chunks of latent frames; of a video that was denoised in chunks, all of some of those.
+    """Decode the decoder's chunks of latent frames, which belong to whole denoising chunks if the video has those.
 
     Args:
         runtime: The model on its devices.
         frames: The chunks, from `decoder_inputs`.
         progress: Shows a bar.
-        colours: Of the frames before. If they are given, these frames aren't the whole video: `finish_video` is called
-            after the last ones.
+        colours: The colour range of the frames before these. If it is given, these frames aren't the whole video, and
+            the caller must call `finish_video` after the last ones.
 
     Yields:
-        Pixels and planes of a chunk, as `vae_programs` describes them, whole on every device.
+        Pixels and planes of a chunk, as `vae_programs` describes them, with a complete copy on every device.
 
     Raises:
-        UnhealthyResult: For NaN and Inf, and after the last chunk for a video of a single colour: on every process,
-            whether or not it uses the pixels.
+        UnhealthyResult: A chunk has NaN or Inf, or the complete video has a single colour. It is raised on every
+            process, whether or not that process uses the pixels.
     """
     is_whole, colours = colours is None, ColourRange() if colours is None else colours
     bar = progress.bar("decoder", len(frames))

@@ -1,4 +1,4 @@
-"""The expert stages: a request on an expert, step by step. Its state stays on the devices between steps."""
+"""The expert stages: run a request on an expert, step by step. The state stays on the devices between steps."""
 
 import dataclasses
 import time
@@ -38,7 +38,7 @@ class StepEvent:
         stage: Such as "denoise_high" or "denoise_low".
         step: Counts from 1 to `steps` over all experts.
         steps: The request's steps.
-        timestep: As the model's published scheduler counts it: from 1000 towards 0, and of MiniMax-H3 from 0 towards 1.
+        timestep: As the model's published scheduler counts it: from 1000 towards 0, or from 0 towards 1 for MiniMax-H3.
         seconds: Seconds of this step, compilation included.
         skipped: Whether it reused the blocks' earlier results in every branch (`wan_tpu.schedules.magcache`).
         state: The state after it, with arrays on the devices; np.asarray(event.latents) copies the latents.
@@ -71,7 +71,7 @@ def initial_state(
         model: The model.
         plan: The request's plan.
         noise: Float32 [1, C, T, H, W]; by default the noise that diffusers draws for the request's seed.
-        video: Latents of the request's video, which are mixed with noise as far as the first step expects.
+        video: Latents of the request's video, which are mixed with as much noise as the first step expects.
         generator: As in `Conditioning`.
 
     Raises:
@@ -119,7 +119,7 @@ def device_state(runtime: Runtime[Model], plan: RequestPlan, state: DenoiseState
     """Put a state on the devices.
 
     Raises:
-        InvalidInput: It is another request's state. No request is to blame for that.
+        InvalidInput: The state belongs to another request. The caller, not the request, is at fault.
     """
     spec, request = runtime.model.spec, plan.request
     shapes, schedules = spec.latent_shapes(request, state.step), spec.schedules(request)
@@ -144,7 +144,7 @@ def to_host(state: DenoiseState) -> DenoiseState:
 def finish_state(
     model: Model, request: ResolvedRequest, state: DenoiseState, image_latents: np.ndarray | jax.Array | None
 ) -> DenoiseState:
-    """Return a state on the host; after the last step, with the model's last change of its latents before decoding."""
+    """Copy a state to the host; after the last step, also apply the model's final change to the latents."""
     state = to_host(state)
     if state.step < model.spec.experts(request)[-1].stop:
         return state
@@ -162,7 +162,7 @@ def expert_inputs(
         if conditioning.negative is None:
             raise InvalidInput("guidance needs the negative prompt's embeddings; run the encoder stage again with it")
         prompts.append(conditioning.negative)
-    dtype = DTYPES[runtime.dtype]  # The encoder may have run in another one.
+    dtype = DTYPES[runtime.dtype]  # The encoder may have used another one.
 
     def cast(array: np.ndarray) -> np.ndarray:
         return array.copy() if np.issubdtype(array.dtype, np.integer) else array.astype(dtype)
@@ -170,7 +170,7 @@ def expert_inputs(
     text = {name: cast(np.concatenate([arrays[name] for arrays in prompts])) for name in conditioning.prompt}
     image = None if conditioning.image is None else cast(conditioning.image)
     video_latents = conditioning.image_latents
-    if runtime.model.spec.continues_video and video_latents is None:  # Both are what the chunks see of it.
+    if runtime.model.spec.continues_video and video_latents is None:  # Chunks attend to either.
         video_latents = conditioning.video_latents
     latents = None if video_latents is None else np.array(video_latents)
     expected = runtime.model.image_latents_shapes(runtime.model.spec.latent_shapes(request, 0)[VIDEO])
@@ -185,13 +185,13 @@ def expert_inputs(
 
 
 class ExpertRun:
-    """A request on one expert, from the step that `state` has reached.
+    """Runs one request on one expert, from the step that `state` has reached.
 
     Attributes:
         expert: The expert.
         state: The state after the last finished step, on the devices. Each step replaces it and changes no array.
-        resumable: The latest state that another run can continue from. With a cache that is one before a step which
-            reuses nothing.
+        resumable: The latest state that another run can continue from. With a cache, it is the latest one before a step
+            that reuses nothing.
     """
 
     def __init__(
@@ -228,10 +228,10 @@ class ExpertRun:
         self._branches = 2 if expert.guided else 1
         skipped = ((False, False),) * request.steps if keeps_residuals else plan.skipped
         self._skipped = None if skipped is None else np.array(skipped)
-        self._residual: jax.Array | None = None  # Of the blocks, where it will be reused.
+        self._residual: jax.Array | None = None  # The blocks' residual, if a later step reuses it.
         self._next = self._enter(plan, inputs)
         if runtime.model.spec.chunk_frames is not None:
-            # The history holds what there is of an image, so that the programs are the same without one.
+            # If there is an image, the history holds it, so that requests with and without one run the same programs.
             keys, _ = self._conditioning
             self._conditioning = {**keys, **place_history(runtime, plan, self._next, inputs)}, None
 
@@ -249,7 +249,8 @@ class ExpertRun:
             numbers[VIDEO]["noise"] = self._noise(i)
         numbers = place(numbers, self._runtime.mesh)
         inputs = self._next.parts, numbers, self._conditioning
-        # Fetched for every step: a paused request's weights make room for others' adapters, and are merged again.
+        # Fetched for every step, because while a request is paused, its merged weights may be replaced by those of
+        # other requests' adapters, and must then be merged again.
         params = self._runtime.component(self.expert.stage, self._adapters).params
         before, residual, skipped = self.state, self._residual, self._skipped_branches(i)
         if self._skipped is None:
@@ -274,7 +275,7 @@ class ExpertRun:
         return StepEvent(stage, i + 1, schedule.steps, timestep, seconds, bool(skipped.all()), self.state)
 
     def _enter(self, plan: RequestPlan, inputs: ExpertInputs) -> DenoiseState:
-        """Return what the next step takes: the state, unless the expert changes that before its first step."""
+        """Return the state for the next step; before its first step, an expert may have to transform it."""
         state, expert = self.state, self.expert
         is_new_chunk = expert.chunk != plan.chunk_at(state.step)
         if state.step > expert.start or not (expert.enlarges or is_new_chunk):

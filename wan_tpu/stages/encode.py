@@ -37,8 +37,8 @@ class ImageInputs:
     Attributes:
         chunks: For the VAE, [1, 3, 1 or 4, H, W] in [-1, 1], H W in pixels.
         clip: [1, 3, 224, 224], where the model takes CLIP features.
-        read: The text encoder's inputs by component, where it reads the image with the prompt; also on the host.
-        warnings: What was said of the prompt that is read with the image.
+        read: The text encoder's inputs by component, if it reads the image together with the prompt; also on the host.
+        warnings: Warnings about the prompt that is read with the image.
         source_frames: How many frames the request's video has, where the model continues it.
     """
 
@@ -55,7 +55,7 @@ class ImageInputs:
 
 
 def crop_warnings(model: Model, request: ResolvedRequest) -> Iterator[str]:
-    """Yield a warning for each image or input video whose shape isn't the video's, so that a part of it is cut off."""
+    """Yield a warning for each image or input video that is cropped because its shape isn't the video's."""
     pictures = {name: getattr(request, name) for name in IMAGES}
     if request.video is not None:
         [pictures["the input video"]] = read_frames(request.video, 1)
@@ -71,9 +71,9 @@ def crop_warnings(model: Model, request: ResolvedRequest) -> Iterator[str]:
 def encode_prompt(runtime: Runtime[Model], prompt: str, warn: Warn) -> Arrays:
     """Return the text encoders' arrays for a prompt, by name (`Conditioning`); `warn` is called when it is cut.
 
-    Each call encodes a single prompt: its bits then depend on nothing else, and can be kept for other requests. Two
-    prompts at once would read the weights once: 24 ms against 2 x 16 on a v6e chip (docs/benchmarks.md), in a request
-    of a minute.
+    Each call encodes a single prompt, so that its result, bit for bit, depends on nothing else and can be cached for
+    other requests. Encoding two prompts at once would read the weights only once, but saves little: it takes 24 ms
+    instead of 2 x 16 on a v6e chip (docs/benchmarks.md), in a request of a minute.
     """
     for name in runtime.model.tokenizers:
         runtime.prepare(name)
@@ -97,7 +97,7 @@ def _embed(runtime: Runtime[Model], name: str, inputs: Sequence[jax.Array], *, i
 def text_program(runtime: Runtime[Model], name: str, *, images: bool = False) -> tuple[Program, tuple[Params, ...]]:
     """Return a jitted text encoder, (params, *tokens [1, L]) -> embeddings [1, L, C], or several, and its params.
 
-    They are the weights of the encoder and of the components that are joined with it.
+    The params are the weights of the encoder and of the components that are joined with it.
 
     Args:
         runtime: The model on its devices.
@@ -201,7 +201,8 @@ def vae_encode(runtime: Runtime[Model], chunks: Sequence[jax.Array]) -> Iterator
     _, first, later = vae_programs(runtime, "vae_encoder", loaded.module, len(chunks))
     cache: Cache = ()
     for i, pixels in enumerate(chunks):
-        # Nothing is cached between keyframes: each is a first chunk, as is any frame alone, which begins a video.
+        # Nothing is cached between keyframes: each is encoded as a first chunk, and so is any single frame, because it
+        # begins a video.
         if not cache or pixels.shape[2] == 1:
             moments, extremes, cache = first(loaded.params, pixels)
         else:

@@ -1,4 +1,4 @@
-"""Between two denoising stages: latents become larger, and get noise again."""
+"""Upsample the latents between two denoising stages, and add noise to them again."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ Parts = dict[str, tuple[jax.Array, tuple[jax.Array, ...]]]
 def enlarge(
     runtime: Runtime[Model], request: ResolvedRequest, expert: Expert, state: DenoiseState, image: jax.Array | None
 ) -> Parts:
-    """Return the parts that an expert's first step takes, from the state after the expert before.
+    """Return the latents' parts for an expert's first step, from the state after the previous expert.
 
     Args:
         runtime: The model on its devices.
@@ -44,7 +44,7 @@ def enlarge(
 def enlarging_program(runtime: Runtime[Model], expert: Expert) -> tuple[Program, tuple[dict[str, jax.Array], ...]]:
     """Return the jitted (params, latents, image, noises, sigmas) -> latents, all by part, and its params.
 
-    They are the weights of the stage's components behind the transformer.
+    The params are the weights of the stage's components after the transformer.
     """
     names = runtime.model.spec.components[expert.stage][1:]
     components = [runtime.component(name) for name in names]
@@ -53,7 +53,7 @@ def enlarging_program(runtime: Runtime[Model], expert: Expert) -> tuple[Program,
         loaded = [Loaded(part.module, weights) for part, weights in zip(components, params, strict=True)]
         video = latents[VIDEO]
         if image is not None:
-            video = video.at[:, :, :1].set(image)  # The image stayed as it was.
+            video = video.at[:, :, :1].set(image)  # Denoising leaves the image as it was.
         larger = {**latents, VIDEO: runtime.model.enlarge(loaded, runtime.mesh, video)}
         noisy = {part: (1 - sigmas[part]) * x + sigmas[part] * noises[part] for part, x in larger.items()}
         if image is not None:

@@ -74,7 +74,7 @@ class LocalExecutor:
             state: The state that an earlier run has reached; after the last step it holds finished latents.
             noise: Initial latents [1, C, T, H, W] in place of those drawn from the seed.
             warn: Called when a prompt or an image is cut.
-            around: Returns the context that an operation runs in.
+            around: Returns the context manager that an operation runs in.
 
         Raises:
             InvalidRequest: The noise doesn't have this request's shape.
@@ -118,7 +118,8 @@ class LocalExecutor:
         """Run operations, and yield each with its result.
 
         Args:
-            kinds: End when only operations of other kinds can come next. By default all kinds but `Save` are run.
+            kinds: The kinds of operations to run, by default all but `Save`. It ends when only other kinds can come
+                next.
             stop: End once this many steps are done.
 
         Yields:
@@ -234,7 +235,7 @@ class LocalExecutor:
         assert self._chunks is not None
         chunk = next(self._chunks)
         if (operation.chunk + 1) % per_chunk == 0:
-            next(self._chunks, None)  # The iterator ends its bar.
+            next(self._chunks, None)  # The iterator closes its bar.
         if operation.chunk + 1 == count:
             finish_video(self._runtime, self._colours)
         return chunk

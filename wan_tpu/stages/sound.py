@@ -16,7 +16,7 @@ def decode_sound(runtime: Runtime[Model], latents: np.ndarray) -> tuple[np.ndarr
     """Decode the sound's final latents: float32 [channels, samples] in [-1, 1], and their rate in samples a second.
 
     Raises:
-        UnhealthyResult: For NaN and Inf, on every process.
+        UnhealthyResult: The sound has NaN or Inf. It is raised on every process.
     """
     value = place(latents, runtime.mesh)
     for name in sound_decoders(runtime.model):
@@ -36,7 +36,7 @@ def sound_decoders(model: Model) -> tuple[str, ...]:
 
 
 def sound_program(runtime: Runtime[Model], name: str, module: torch.nn.Module) -> Program:
-    """Return a jitted decoder of sound: (params, what the one before returned) -> what the next takes, or samples."""
+    """Return a jitted sound decoder: (params, the previous one's result) -> the next one's input, or samples."""
 
     def run(*args):  # type: ignore[no-untyped-def]
         decoded = runtime.model.decode_sound(name, module, *args)

@@ -49,7 +49,7 @@ def _numbers_of(schedule: Schedule, i: int) -> dict[str, Any]:
     }
     if schedule.following is not None:
         numbers["timestep"] = np.array([schedule.timesteps[i], schedule.following[i]], np.float32)
-    # The programs of a flow have no alpha.
+    # The programs of flow models take no alpha.
     if schedule.alphas is not None:
         numbers["alpha"] = np.float32(schedule.alphas[i])
     return numbers
@@ -69,9 +69,9 @@ def step_program(runtime: Runtime[Model], module: torch.nn.Module, reused: Reuse
     Args:
         runtime: The model on its devices.
         module: The transformer.
-        reused: Which branches reuse a residual of the blocks (`residual_shape`). The step of "some" takes a residual
-            and the branches that reuse it, bool [B], and returns the new residual in place of None. The step of "all"
-            takes a residual in place of computing any block.
+        reused: Which branches reuse a residual of the blocks (`residual_shape`). With "some", the step also takes a
+            residual and the branches that reuse it, bool [B], and returns the new residual instead of None. With "all",
+            it takes a residual and computes no block.
     """
 
     def step(params, parts, numbers, conditioning, residual=None, skipped=None):  # type: ignore[no-untyped-def]

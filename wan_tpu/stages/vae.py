@@ -54,7 +54,7 @@ def vae_programs(
 def to_planes(pixels: jax.Array) -> jax.Array:
     """Convert pixels [1, 3, T, H, W] around [-1, 1] to ffmpeg's gbrp: uint8 [T, 3, H, W], green, blue and red.
 
-    They are rounded as in diffusers. A host takes 45 ms for it; a v6e-8 takes 16 ms to decode the same frames.
+    Pixels are rounded as in diffusers. A host would take 45 ms for this; a v6e-8 takes 16 ms to decode the same frames.
     """
     unit = jnp.clip(pixels[0].astype(jnp.float32), -1, 1) / 2 + 0.5
     red, green, blue = (unit * 255).round().astype(jnp.uint8)
