@@ -1,6 +1,6 @@
-"""A slice called from its leader's event loop: in threads, and with failures sorted by whose fault they are.
+"""Call a slice from its leader's event loop: calls run in threads, and each failure's type says whose fault it is.
 
-Some failures can't be attributed at once: `FailureTracker` counts them.
+Some failures can't be attributed at once; `FailureTracker` counts them.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ from cluster.gang.slice import Returned, Slice
 from wan_tpu.errors import CompileFailed, DoesNotFit, InvalidRequest, OutputError, Unavailable, UnhealthyResult
 
 THREADS = 32  # Each lane of the hosts takes one at a time, so that health checks never wait for requests.
-# Methods of hosts that read files which a request names by their paths.
+# Methods of hosts that read files whose paths come from a request.
 READING_FILES = ("check_adapters", "fetch_adapters", "prepare_encode")
 T = TypeVar("T")
-HANG_FACTOR = 20.0  # A call hangs when it takes this many times as long as the fastest of its kind.
-# Kinds of calls whose fastest time is remembered, the latest ones. Requests choose their sizes, so there may be many.
+HANG_FACTOR = 20.0  # A call counts as hung when it takes this many times as long as the fastest of its kind.
+# Only for the latest kinds of calls is the fastest time remembered, because requests may have any number of sizes.
 MAX_KINDS = 256
 
 
@@ -33,7 +33,7 @@ class AsyncSlice:
     """A `cluster.gang.slice.Slice` whose calls can be awaited."""
 
     def __init__(self, slice_: Slice, on_lost: Callable[[SliceLost], StageLost]) -> None:
-        """Call `on_lost` when the slice is lost; it returns the error for the caller."""
+        """Wrap a slice. When the slice is lost, `on_lost` is called and returns the error to raise."""
         self._slice = slice_
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="slice")
         self._on_lost = on_lost
@@ -43,29 +43,29 @@ class AsyncSlice:
     async def call(self, method: str, *args: Any, group: Group = "lockstep", like: Hashable | None = None) -> Returned:
         """Run a method of the hosts, as `Slice.call` does.
 
-        When cancelled, this waits until the call has ended: a step is never left alone.
+        When cancelled, this waits until the call has ended, so that no step runs unattended.
 
         Args:
             method: The method's name.
             args: Its arguments.
-            group: The lane that it runs in.
-            like: The key of calls that take equally long, for a method whose value begins with the seconds that it
-                spent compiling. A call that takes `HANG_FACTOR` times as long as the fastest like it, without
-                compiling, hangs, which ends the slice.
+            group: The lane that the call runs in.
+            like: A key shared by calls that take equally long. The method's value must begin with the seconds that it
+                spent compiling. A call counts as hung, which ends the slice, if its time without compiling is
+                `HANG_FACTOR` times that of the fastest call with the same key.
 
         Raises:
-            RequestFailed: It is the request's fault.
+            RequestFailed: The request is to blame.
             InputLost: A payload is gone.
             StageLost: The slice is gone, or something that all slices share can't be reached.
-            MachineFailed: A host's disk or its ffmpeg can't take the result.
-            StageFailed: It isn't known whose fault it is.
+            MachineFailed: A host's disk or ffmpeg failed on the result.
+            StageFailed: It isn't known what is to blame.
         """
         timeouts = self._slice.timeouts
         fastest = None if like is None else self._fastest.get((method, like))
         limit_s = timeouts.build_s if fastest is None else max(timeouts.hung_s, HANG_FACTOR * fastest)
         run = functools.partial(self._slice.call, method, *args, group=group, timeout_s=limit_s)
         try:
-            async with self._lanes[group]:  # Not in a thread, because many may wait for one slow download.
+            async with self._lanes[group]:  # Calls don't wait in threads: many may wait for one slow download.
                 start = time.monotonic()
                 result = await self.run(run)
             if like is not None:
@@ -81,13 +81,13 @@ class AsyncSlice:
             raise self._classify(method, cause, fitted=fastest is not None) from None
 
     def _classify(self, method: str, cause: BaseException | None, *, fitted: bool) -> PipelineError:
-        """Return the error that says whose fault a method's error is; `fitted` if a call like it had room before."""
-        # On a healthy slice, a call that had room before has it still.
+        """Return the error that says what is to blame; `fitted` says that the same kind of call has fit before."""
+        # A call that has fit before fits again on a healthy slice, so the request isn't to blame.
         if isinstance(cause, InvalidRequest) and not (isinstance(cause, DoesNotFit) and fitted):
             return RequestFailed(f"{method}: {cause}", "invalid", elsewhere=method in READING_FILES)
         if isinstance(cause, UnhealthyResult):
             return RequestFailed(f"{method}: {cause}", "unhealthy")
-        if isinstance(cause, CompileFailed):  # The compiler would refuse it everywhere.
+        if isinstance(cause, CompileFailed):  # The compiler would reject the program on every slice.
             return RequestFailed(f"{method}: {cause}", "error")
         if isinstance(cause, Unavailable):
             return StageLost(f"{self._slice.name}: {method}: {cause}")
@@ -95,11 +95,11 @@ class AsyncSlice:
         return kind(f"{self._slice.name}: {method}: {type(cause).__name__}: {cause}")
 
     async def side(self, method: str, *args: Any) -> Returned:
-        """Run a method in parallel with those in lockstep; otherwise as `call`."""
+        """Run a method in parallel with those in lockstep; otherwise the same as `call`."""
         return await self.call(method, *args, group="side")
 
     async def save(self, method: str, *args: Any) -> Returned:
-        """Run a method that copies a state out, which waits for no other kind of call; otherwise as `call`."""
+        """Run a method that copies a state out, without waiting for other kinds of calls; otherwise as `call`."""
         return await self.call(method, *args, group="save")
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -113,7 +113,7 @@ class AsyncSlice:
 async def to_the_end(work: Awaitable[T]) -> T:
     """Wait until work has ended, however often this is cancelled meanwhile, and only then raise the cancellation.
 
-    Serve may cancel a call more than once: when its caller does, and when the stream or the replica is closed.
+    Serve may cancel a call more than once: for its caller, and again when the stream or the replica is closed.
     """
     task, cancelled = asyncio.ensure_future(work), False
     while not task.done():
@@ -122,7 +122,7 @@ async def to_the_end(work: Awaitable[T]) -> T:
         except asyncio.CancelledError:
             cancelled |= not task.cancelled()
         except Exception:
-            break  # `result` raises it below.
+            break  # `result` raises the error below.
     if cancelled:
         if not task.cancelled():
             task.exception()  # Marks it as retrieved, since nobody else asks for it.
@@ -133,9 +133,9 @@ async def to_the_end(work: Awaitable[T]) -> T:
 class FailureTracker:
     """Counts the requests that a slice's stages have failed since they last succeeded.
 
-    A request that fails may be to blame itself, and is tried elsewhere. A slice on which several fail, and none
-    succeeds in between, is taken to be sick, and replaced: it fails so fast that it would be sent every request. Where
-    no request can be to blame, one that fails several times is enough.
+    A request that fails may itself be to blame, so it is tried elsewhere. A slice on which several requests fail, with
+    no success in between, is considered broken and is replaced. Otherwise it would attract every request, because it
+    fails so fast. If requests can't be to blame, several failures of a single one are enough.
     """
 
     def __init__(self, replica: str, attempts: int, replace: Callable[[str], None]) -> None:
@@ -143,15 +143,15 @@ class FailureTracker:
 
         Args:
             replica: Serve's name for the slice's leader.
-            attempts: When this many fail in a row, the slice is replaced.
-            replace: Called with why to replace the slice.
+            attempts: How many failures in a row replace the slice.
+            replace: Called with the reason to replace the slice.
         """
         self._replica, self._attempts, self._replace = replica, attempts, replace
         self._failing: dict[str, list[str]] = {}  # Keys of requests, by stage.
 
     @contextlib.contextmanager
     def track(self, stage: str, key: str) -> Iterator[None]:
-        """Count the request if the block fails in a way that may be the slice's fault."""
+        """Count the request if the block fails and the slice may be to blame."""
         try:
             yield
         except StageWaited:
@@ -172,7 +172,7 @@ class FailureTracker:
         self._failing.pop(stage, None)
 
     def _note(self, stage: str, key: str, *, again: bool) -> None:
-        """Count a request, a second time only if `again`."""
+        """Count a failed request. A request that was counted before is counted once more only if `again`."""
         failing = self._failing.setdefault(stage, [])
         if again or key not in failing:
             failing.append(key)

@@ -6,12 +6,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-# The metric that replicas report: the seconds that a request keeps the slice, over how long it may wait for one.
+# The metric that replicas report: the seconds that a request occupies the slice, divided by the wait that is allowed.
 LOAD = "stage_load"
 
 
 class SliceTime:
-    """The seconds for which a request keeps the slice: an average in which the latest counts most."""
+    """The seconds for which a request occupies the slice, as an average that favours the latest requests."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -19,7 +19,7 @@ class SliceTime:
 
     @contextlib.contextmanager
     def measure(self) -> Iterator[None]:
-        """Count the block's time as a request's; of several at once, each counts from when the one before has left."""
+        """Measure the block as one request. With overlapping requests, each counts from the end of the one before."""
         start = time.monotonic()
         try:
             yield
@@ -32,7 +32,7 @@ class SliceTime:
 def count_replicas_needed(context: Any) -> tuple[int, dict[str, Any]]:
     """Return how many replicas keep every wait within `PipelineSettings.scale_wait_s`, inside the pool's bounds.
 
-    With n requests at a pool whose stage takes s seconds, the last of them waits for n s / replicas.
+    With n requests at a pool whose stage takes s seconds, the last of them waits for n * s / replicas seconds.
     """
     reported = [value for value in (context.aggregated_metrics or {}).get(LOAD, {}).values() if value]
     load = sum(reported) / len(reported) if reported else 1.0

@@ -1,4 +1,4 @@
-"""The state of a slice that will be taken away, or was lost, and of the work that keeps its leader alive until then."""
+"""The drain of a slice that will be taken away, or that was lost, and the work for which its leader must stay alive."""
 
 import contextlib
 import time
@@ -15,11 +15,11 @@ class DrainState:
 
         Args:
             name: The leader's name, for messages.
-            hand_over_s: How much of a drain is kept free at its end, to copy a state out of the slice and write it.
+            hand_over_s: Time reserved at the end of a drain, to copy a state out of the slice and store it.
         """
         self._name, self._hand_over_s = name, hand_over_s
-        self._deadline: float | None = None  # In `time.monotonic()`.
-        self._keepers = 0  # Blocks that keep the leader alive.
+        self._deadline: float | None = None  # On the clock of `time.monotonic()`.
+        self._keepers = 0  # The number of blocks that keep the leader alive.
 
     @property
     def has_begun(self) -> bool:
@@ -28,11 +28,11 @@ class DrainState:
 
     @property
     def is_over(self) -> bool:
-        """Whether the slice is drained, and nothing runs on it any more."""
+        """Whether the slice is being drained and nothing runs on it any more."""
         return self.has_begun and not self._keepers
 
     def begin(self, left_s: float) -> None:
-        """Note that the slice will be taken away in `left_s` seconds, or sooner if an earlier call said so."""
+        """Note that the slice will be taken away in `left_s` seconds, or earlier if a previous call said so."""
         deadline = time.monotonic() + left_s
         self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)
 
@@ -51,7 +51,7 @@ class DrainState:
             raise self.build_refusal()
 
     def build_refusal(self) -> StageMoved:
-        """Return the error for a request that has not begun here."""
+        """Return the error for a request that hasn't begun on this slice."""
         return StageMoved(f"{self._name} is draining; another replica takes what comes")
 
     def is_too_late_for(self, needed_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""Adapters on one host, between the lane that may wait for the network and the lockstep, which may not."""
+"""Adapters on one host: the network lane fetches them, so that the lockstep never waits for the network."""
 
 import hashlib
 import threading
@@ -14,34 +14,34 @@ from wan_tpu.request import ResolvedRequest
 from wan_tpu.requested_adapter import RequestedAdapter
 from wan_tpu.runtime.runtime import FetchedAdapter
 
-MAX_WAITING = 64  # Requests whose adapters are held; no more than these wait for a place at one slice.
+MAX_WAITING = 64  # The most requests whose adapters are held. No more than this wait for a place on one slice.
 
 
 class FetchedAdapters:
     """The adapters of requests whose inputs aren't on the devices yet. Any thread may call its methods.
 
-    A request is known by its plan: when its adapters are fetched, it has no place on the devices, and no key there.
-    Equal plans share the adapters that were fetched last.
+    A request is identified by its plan, because it has no place on the devices yet, and so no key there. Requests with
+    equal plans share the adapters that were fetched last.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: OrderedDict[ResolvedRequest, tuple[int, tuple[RequestedAdapter, ...]]] = (
             OrderedDict()
-        )  # Each with the number of requests that wait for it.
+        )  # Adapters by plan, with the number of requests that will take them.
 
     def put(self, plan: RequestPlan, adapters: tuple[RequestedAdapter, ...]) -> None:
-        """Hold a request's adapters, as `Runtime.fetch_adapters` returns them, until it takes them."""
+        """Hold a request's adapters, as `Runtime.fetch_adapters` returns them, until `take`."""
         key = plan.without_image().request
         with self._lock:
             count, _ = self._waiting.pop(key, (0, ()))
             self._waiting[key] = count + 1, adapters
-            # The oldest are of requests that were cancelled, because nobody else waits so long.
+            # The oldest belong to cancelled requests, because no other request waits that long.
             while len(self._waiting) > MAX_WAITING:
                 self._waiting.popitem(last=False)
 
     def take(self, plan: RequestPlan) -> tuple[RequestedAdapter, ...]:
-        """Return and release a request's adapters; raise `Unavailable` where they are no longer held."""
+        """Return and release a request's adapters; raise `Unavailable` if they are no longer held."""
         if not plan.request.loras:
             return ()
         key = plan.without_image().request
@@ -55,7 +55,7 @@ class FetchedAdapters:
 
 
 def check_same_everywhere(adapters: tuple[RequestedAdapter, ...]) -> None:
-    """Compare the content that the hosts of a slice have fetched for a request.
+    """Check that all hosts of a slice have fetched the same content for a request.
 
     This is a collective: every process calls it, in the same order as its programs.
 

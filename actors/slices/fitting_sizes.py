@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from wan_tpu.errors import DoesNotFit
 from wan_tpu.request import ResolvedRequest
 
-MAX_SIZES = 64  # Sizes of videos that are remembered to fit, the largest ones.
+MAX_SIZES = 64  # Only the largest sizes that fit are remembered, up to this number.
 
 
 class FittingSizes:
@@ -18,10 +18,10 @@ class FittingSizes:
 
     @contextlib.contextmanager
     def track(self, request: ResolvedRequest) -> Iterator[None]:
-        """Note that a request's size fits if the block succeeds.
+        """Record that a request's size fits if the block succeeds.
 
         Raises:
-            DoesNotFit: The block raised it; the error now names the nearest size that does fit.
+            DoesNotFit: The block raised this error. Its message now names the nearest size that does fit.
         """
         size = (request.height, request.width, request.frames)
         try:

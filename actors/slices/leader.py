@@ -1,6 +1,6 @@
-"""The actor that leads one slice: a small process on a CPU node, a replica of Ray Serve.
+"""The actor that leads one slice: a small process on a CPU node, and a replica of a Ray Serve deployment.
 
-It takes the slice, watches over it, and ends with it. `actors.slices.stage_runner` runs the requests' stages there.
+It takes the slice, watches over it, and ends with it. `actors.slices.stage_runner` runs the requests' stages on it.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ from wan_tpu.request import ResolvedRequest
 log = logging.getLogger(__name__)
 
 MAX_ROUTED_PROGRAMS = 64  # Programs the router remembers per replica.
-END_DELAY_S = 0.5  # Delay of a leader's end after the loss of its slice, so that callers get their errors first.
-DRAIN_ANSWER_S = 2.0  # A health check waits this long for Ray to say whether the hosts are drained.
+END_DELAY_S = 0.5  # Time between the loss of a slice and the end of its leader, for errors to reach the callers.
+DRAIN_ANSWER_S = 2.0  # How long a health check waits for Ray to say whether the hosts are being drained.
 
 
 class SliceLeader:
@@ -46,22 +46,22 @@ class SliceLeader:
     ) -> None:
         """Take a slice, start its hosts, and have them read the weights of the pool's stages.
 
-        A leader may wait for days for its slice. Serve waits for it, and can end this process meanwhile.
+        A leader may have to wait days for its slice. Serve waits as well, and can end this process meanwhile.
         """
-        self._resources = contextlib.ExitStack()  # Released with this leader.
+        self._resources = contextlib.ExitStack()  # Closed when this leader is deleted.
         self._around = surroundings or Surroundings.of_replica(settings)
         self._settings, self._pool, self._stages = settings, pool.name, pool.stages
         self._name = f"{self._pool}/{self._around.replica}"
         self._status = self._around.status
         self._runner: StageRunner | None = None
         self._ended = False
-        self._start_s: dict[str, float] = {}  # Seconds of each phase of the start.
+        self._start_s: dict[str, float] = {}  # The seconds that each phase of the start took.
         self._drain = DrainState(self._name, settings.reliability.hand_over_s)
         self._drain_answer: asyncio.Future[float | None] | None = None
         self._where, self._software, start = "", dict[str, str](), time.monotonic()
         self._report("starting", f"takes a {pool.slice} and starts its hosts")
         snapshots = Snapshots(self._around.snapshots)
-        renewal = asyncio.create_task(self._renew_report())  # A start takes long, and may report nothing.
+        renewal = asyncio.create_task(self._renew_report())  # A start takes long, and may report nothing by itself.
         try:
             await asyncio.to_thread(self._start, pool, snapshots)
         finally:
@@ -90,7 +90,7 @@ class SliceLeader:
 
     def _start(self, pool: Pool, snapshots: Snapshots) -> None:
         settings = self._settings
-        with contextlib.ExitStack() as resources:  # Released again when the start fails.
+        with contextlib.ExitStack() as resources:  # Closed if the start fails.
             try:
                 snapshots.clean()
                 self._hosts = self._around.take(
@@ -107,9 +107,9 @@ class SliceLeader:
                 self._load()
             except Exception as error:
                 cause = error.__cause__ if isinstance(error, CallFailed) else error
-                is_final = isinstance(cause, InvalidInput)  # It would be refused again.
+                is_final = isinstance(cause, InvalidInput)  # Another start would fail in the same way.
                 self._report("refused" if is_final else "failed", str(cause if is_final else error))
-                raise  # The report stays, for whoever waits for this pool.
+                raise  # The report stays, so that whoever waits for this pool learns the reason.
             resources.callback(self._status.report_gone, self._name)
             self._resources = resources.pop_all()
 
@@ -154,7 +154,7 @@ class SliceLeader:
                 yield event
 
     async def check_adapters(self, request: SliceRequest) -> AsyncIterator[Event]:
-        """Check a request's adapters, as `StageRunner.check_adapters`: a stream like all calls, but without events."""
+        """Check a request's adapters, as `StageRunner.check_adapters`. The stream, like that of all calls, is empty."""
         await self._get_runner(request).check_adapters(request)
         no_events: tuple[Event, ...] = ()
         for event in no_events:
@@ -163,7 +163,7 @@ class SliceLeader:
     async def denoise(
         self, request: SliceRequest, inputs: list[RefHandle | None], state: RefHandle | None, step: int | None
     ) -> AsyncIterator[Event]:
-        """Run the steps that are left here, as `StageRunner.denoise`."""
+        """Run the remaining steps of this pool, as `StageRunner.denoise`."""
         await self._register_program(request.plan.shapes[request.plan.experts_on(self._stages)[0].stage])
         async with contextlib.aclosing(self._get_runner(request).denoise(request, inputs, state, step)) as events:
             async for event in events:
@@ -197,13 +197,13 @@ class SliceLeader:
             seconds: How long to trace.
 
         Returns:
-            The run's name, and how many bytes one host has written.
+            The run's name, and how many bytes one host wrote.
         """
         run = f"{self._pool}-{time.strftime('%Y-%m-%d-%H-%M-%S')}-{secrets.token_hex(2)}"
         try:
             await self._slice.side("start_profile", run)
             await asyncio.sleep(seconds)
-        except BaseException:  # Some of several hosts may have begun.
+        except BaseException:  # Some hosts may have begun their traces.
             with contextlib.suppress(Exception):
                 await self._slice.side("cancel_profile", run)
             raise
@@ -218,18 +218,18 @@ class SliceLeader:
 
     @serve.multiplexed(max_num_models_per_replica=MAX_ROUTED_PROGRAMS)
     async def _register_program(self, program: str) -> str:
-        """Note that this replica holds a program: Serve passes it on to `actors.slices.router`."""
+        """Record that this replica holds a program; Serve tells `actors.slices.router`."""
         return program
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Report how long requests keep the slice, for `actors.slices.autoscaling`."""
+        """Report how long requests occupy the slice, for `actors.slices.autoscaling`."""
         seconds = 0.0 if self._runner is None else self._runner.time.seconds
         return {LOAD: seconds / self._settings.scale_wait_s}
 
     async def check_health(self) -> None:
-        """End this leader when its slice is gone, or drained with nothing running on it; begin a drain that is due."""
+        """End this leader if its slice is lost, or drained and idle; begin a drain if the hosts will be taken away."""
         await self._slice.run(self._hosts.check)
-        self._status.report_replica(self._name, self._reported)  # A status actor that was restarted knows nothing.
+        self._status.report_replica(self._name, self._reported)  # A restarted status actor has lost earlier reports.
         if self._drain.is_over:
             self._close()
         elif (left_s := await self._read_seconds_left()) is not None:
@@ -251,7 +251,7 @@ class SliceLeader:
         self._adoption = asyncio.create_task(self._runner.published.adopt_all())
 
     async def _read_seconds_left(self) -> float | None:
-        """Return in how many seconds the hosts go away; None where they stay, or where Ray doesn't say now."""
+        """Return in how many seconds the hosts will be taken away; None if they stay, or if Ray doesn't say."""
         if self._drain_answer is None:
             nodes = [host.node_id for host in self._hosts.hosts]
             loop = asyncio.get_running_loop()
@@ -271,7 +271,7 @@ class SliceLeader:
         self._report("busy" if self._runner.work else "idle")
 
     def _report(self, activity: Activity, detail: str = "") -> None:
-        """Report to the status actor what this leader does."""
+        """Report to the status actor what this leader is doing."""
         if self._ended or self._drain.has_begun:
             return
         work = () if self._runner is None else tuple(self._runner.work)
@@ -279,7 +279,7 @@ class SliceLeader:
         self._status.report_replica(self._name, self._reported)
 
     def _end_lost(self, error: SliceLost) -> StageLost:
-        """End because the slice is lost; return the error for its callers."""
+        """End this leader because its slice is lost; return the error for its callers."""
         log.error("%s", error)
         self._end()
         return (StageFailed if isinstance(error, DeviceFailed) else StageLost)(str(error))
@@ -290,15 +290,15 @@ class SliceLeader:
             self._close()
 
     def _close(self) -> None:
-        """End, and give the slice back, which may take Ray a while."""
+        """End this leader, and give the slice back, which may take Ray a while."""
         self._end()
         asyncio.get_running_loop().run_in_executor(None, self._hosts.close)
 
     def _end(self) -> None:
-        """End this process, which leads nothing any more; Serve starts another at once."""
+        """End this process, which no longer leads a slice; Serve starts another at once."""
         if not self._ended:
             self._ended = True
-            # Requests that come before the end are sent on, at no cost: the loss has used up an attempt already.
+            # Requests that still arrive are sent elsewhere as in a drain, which costs them no attempt.
             self._drain.begin(0.0)
             self._status.report_gone(self._name)
             asyncio.get_running_loop().call_later(END_DELAY_S, self._around.end_process)

@@ -16,11 +16,12 @@ class HostProgress:
     """Reported while a method runs.
 
     Attributes:
-        item: The stage, component or program at hand.
-        done: Units that are done.
-        total: All units.
+        item: The stage, component or program in progress.
+        done: The number of units that are done.
+        total: The number of all units.
         unit: The unit, such as "B".
-        within_s: Seconds until the next report or the end, where a call may take longer than usual, as to compile.
+        within_s: The most seconds until the next report or the end, if a call may take longer than usual, such as for
+            compiling.
     """
 
     item: str
@@ -31,7 +32,7 @@ class HostProgress:
 
 
 class ReportedProgress:
-    """Passes progress on as reports: a `wan_tpu.progress.Progress`, and the `Bar` of one stage."""
+    """Sends progress as reports. It is both a `wan_tpu.progress.Progress` and the `Bar` of one stage."""
 
     def __init__(self, report: Report, item: str = "", total: int = 0, unit: str = "") -> None:
         self._report, self._item, self._total, self._unit, self._done = report, item, total, unit, 0
@@ -46,22 +47,23 @@ class ReportedProgress:
         self._report(HostProgress(self._item, self._done, self._total, self._unit))
 
     def close(self) -> None:
-        """Do nothing, because the method that reports ends, too."""
+        """Do nothing, because the end of the method that reports ends the stage as well."""
 
 
 @dataclass(frozen=True)
 class SliceRequest:
-    """A request, as its driver sends it to the slices that it passes.
+    """A request, as its driver sends it to the slices that run its stages.
 
     Attributes:
-        key: The caller's name for it.
-        plan: Its plan without the image, which only `encode_image` gets.
-        scope: Where its payloads wait between two stages.
-        snapshots: The name of its snapshots (`actors.slices.snapshots.name_of`).
-        priority: A request of a higher priority runs between two steps of this one.
-        came_s: When it came to its driver, in `time.time()`; of equal priority, the first to come goes first.
-        avoid: Leaders, by Serve's names for replicas, whose slices have failed it; others are preferred.
-        choices: Why the router would choose each replica, by Serve's names, filled in while a call is routed.
+        key: The caller's name for the request.
+        plan: The request's plan without the image, which only `encode_image` gets.
+        scope: Where the request's payloads wait between two stages.
+        snapshots: The name of the request's snapshots (`actors.slices.snapshots.name_of`).
+        priority: A request of higher priority runs between two steps of this one.
+        came_s: When the request reached its driver, by `time.time()`. Among requests of equal priority, the earliest
+            goes first.
+        avoid: Serve's names of the replicas whose slices have failed the request; other replicas are preferred.
+        choices: The router's reasons for choosing each replica, by Serve's names, filled in while a call is routed.
         fragments: Whether the decoder's stream carries the video's fragments.
     """
 
@@ -93,11 +95,11 @@ class StageResult:
 
 @dataclass(frozen=True)
 class InputsTaken:
-    """A stage has its inputs on the devices, so nobody needs their payloads any more.
+    """Reports that a stage has its inputs on the devices, so that their payloads aren't needed any more.
 
     Attributes:
-        seconds: How long it took to bring them there.
-        nbytes: How large they were.
+        seconds: How long the transfer took.
+        nbytes: The size of the inputs.
     """
 
     seconds: float
@@ -108,11 +110,11 @@ class InputsTaken:
 class EncodedFragment:
     """A fragment of the mp4 that a decoder is still encoding.
 
-    It is small and travels in the stream itself: a caller that has the stage's result has all fragments, too.
+    It is small enough to travel in the stream itself. So a caller that has the stage's result also has all fragments.
 
     Attributes:
-        index: Counts the fragments of this decoding.
-        content: Its bytes.
+        index: The fragment's number in this decoding.
+        content: The fragment's bytes.
     """
 
     index: int
@@ -121,10 +123,10 @@ class EncodedFragment:
 
 @dataclass(frozen=True)
 class ChunkDenoised:
-    """A chunk of a video that is denoised chunk after chunk can be decoded; the request's scope has its latents.
+    """Reports that a chunk of a video can be decoded, and that the request's scope has the chunk's latents.
 
     Attributes:
-        chunk: Which one, from 0.
+        chunk: The chunk's number, from 0.
     """
 
     chunk: int

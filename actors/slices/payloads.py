@@ -19,7 +19,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 @dataclass(frozen=True)
 class TextEmbedding:
-    """The embeddings of one prompt, [1, ...] each, by the encoders' names; a request with guidance has two."""
+    """The embeddings of one prompt by the encoders' names, each [1, ...]. A request with guidance has two of these."""
 
     values: Arrays
 
@@ -30,7 +30,7 @@ class EncodedVideo:
 
     Attributes:
         mp4: The file, uint8 [bytes].
-        last_frame: The last frame before it was compressed, uint8 [H, W, 3], if there is one.
+        last_frame: The last frame before compression, uint8 [H, W, 3], if it is known.
     """
 
     mp4: np.ndarray
@@ -43,13 +43,13 @@ KINDS = {kind.__name__: kind for kind in get_args(Value)}
 
 @dataclass(frozen=True)
 class Payload:
-    """A stage value as the store keeps it.
+    """A stage's value in the form in which the object store holds it.
 
     Attributes:
         kind: The name of the value's class.
         arrays: The value's arrays by field, as `wan_tpu.data.flatten` names them.
         bfloat16: Names of the arrays that are bfloat16, held as uint16.
-        step: How many steps of a `DenoiseState` are done, so that brokers needn't look inside.
+        step: How many steps of a `DenoiseState` are done, so that brokers needn't unpack it.
     """
 
     kind: str

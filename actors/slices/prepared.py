@@ -1,4 +1,4 @@
-"""Requests whose inputs lie on a host's devices, from one call of the host to the next."""
+"""Hold requests whose inputs are on a host's devices, from one call of the host to the next."""
 
 import contextlib
 import dataclasses
@@ -22,7 +22,7 @@ from wan_tpu.stages.chunks import chunk_of
 
 
 class OutOfOrder(WanTpuError):
-    """A host was called in an impossible order: its driver's or leader's mistake, never a request's."""
+    """A host was called in an impossible order, which is the fault of its driver or leader, never of a request."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +35,14 @@ class Encoding:
 
 @dataclasses.dataclass
 class Denoising:
-    """A request at the experts: inputs on the devices, and the run once it has begun.
+    """A request at the experts: its inputs on the devices, and its run once it has begun.
 
     Attributes:
         plan: The request's plan, with its adapters in host memory.
-        inputs: By expert: one without guidance takes the prompt alone, and latents of another size other positions.
+        inputs: The inputs by expert. They differ: an expert without guidance takes only the prompt, and latents of
+            another size need other positions.
         state: The state to begin from.
-        run: The expert that runs now, or None between two experts.
+        run: The run of the current expert, or None between two experts.
     """
 
     plan: RequestPlan
@@ -62,7 +63,7 @@ class Denoising:
         return self.state if run is None else run.resumable
 
     def copy_chunk(self, chunk: int) -> DenoiseState:
-        """Return the latents of a chunk of the video, on the host; raise `OutOfOrder` unless it is denoised."""
+        """Copy the latents of a chunk of the video to the host; raise `OutOfOrder` unless the chunk is denoised."""
         state, stop = self.last_state, self.plan.chunk_stops[chunk]
         if state.step < stop:
             raise OutOfOrder(f"chunk {chunk} is denoised after {stop} steps, and {state.step} are done")
@@ -76,9 +77,9 @@ class Decoding:
     Attributes:
         request: The request.
         frames: The latents, as `stages.decoder_inputs` returns them.
-        audio: The sound's latents; None where the video has none.
-        chunk: Which chunk of the video they are, where it is decoded chunk after chunk.
-        is_last: Whether the video ends with them.
+        audio: The sound's latents; None if the video has no sound.
+        chunk: The number of the chunk that the latents belong to, if the video is decoded chunk by chunk.
+        is_last: Whether this is the last chunk of the video.
     """
 
     request: ResolvedRequest
@@ -90,11 +91,11 @@ class Decoding:
 
 @dataclasses.dataclass
 class OpenVideo:
-    """A video that is decoded: its mp4, and everything that is followed over all of its chunks.
+    """A video that is being decoded: its mp4, and what is tracked across its chunks.
 
     Attributes:
         mp4: The mp4.
-        colours: The colours of all frames so far.
+        colours: The range of colours in all frames so far.
         chunks: How many chunks have been decoded.
     """
 
@@ -104,19 +105,19 @@ class OpenVideo:
 
 
 class OpenVideos:
-    """The videos of one host that some chunks are missing of, by the keys of their requests."""
+    """The videos of one host that still lack some chunks, by the keys of their requests."""
 
     def __init__(self) -> None:
         self._videos: dict[str, OpenVideo] = {}
 
     @contextlib.contextmanager
     def add_to(self, key: str, work: Decoding, on_fragment: Callable[[bytes], None] | None) -> Iterator[OpenVideo]:
-        """Yield a request's video for the block, which decodes one chunk; it stays open unless that is the last one.
+        """Yield a request's video to the block, which decodes one chunk. The video stays open until the last chunk.
 
         Args:
             key: The request's key.
             work: The chunk.
-            on_fragment: Called with fragments of the video; the first chunk decides.
+            on_fragment: Called with fragments of the video. It takes effect with the first chunk only.
         """
         request, video = work.request, self._videos.pop(key, None)
         if video is None:
@@ -132,14 +133,14 @@ class OpenVideos:
                 self._videos[key] = video
 
     def drop(self, key: str) -> None:
-        """Delete what there is of a video, if it is here."""
+        """Delete an unfinished video, if there is one of that key."""
         video = self._videos.pop(key, None)
         if video is not None:
             with video.mp4:
                 pass
 
     def list_keys(self) -> list[str]:
-        """Return the keys of all videos here."""
+        """Return the keys of all unfinished videos."""
         return sorted(self._videos)
 
 
@@ -152,7 +153,7 @@ class PreparedRequests:
     """The prepared requests of one host, by key.
 
     Attributes:
-        videos: Those whose last chunk isn't decoded.
+        videos: The videos whose last chunk hasn't been decoded.
     """
 
     def __init__(self) -> None:
@@ -164,25 +165,25 @@ class PreparedRequests:
         self._work[key] = work
 
     def get(self, key: str, kind: type[_Work]) -> _Work:
-        """Return a request's work; raise `OutOfOrder` unless it is of that kind."""
+        """Return a request's work; raise `OutOfOrder` unless there is work of that kind."""
         work = self._work.get(key)
         if not isinstance(work, kind):
             raise OutOfOrder(f"request {key} is not ready for this; call {_PREPARED_BY[kind]} first")
         return work
 
     def take(self, key: str, kind: type[_Work]) -> _Work:
-        """Return a request's work, as `get`, and release it."""
+        """Return a request's work as `get` does, and release it."""
         work = self.get(key, kind)
         del self._work[key]
         return work
 
     def drop(self, key: str) -> None:
-        """Release a request, if it is here."""
+        """Release a request, if one of that key is held."""
         self._work.pop(key, None)
         self.videos.drop(key)
 
     def list_keys(self) -> list[str]:
-        """Return the keys of all requests here."""
+        """Return the keys of all requests that are held."""
         return sorted({*self._work, *self.videos.list_keys()})
 
 
@@ -199,10 +200,10 @@ def unpack_as(kind: type[_Value], payload: Payload | None) -> _Value | None:
 def place_latents(
     runtime: Runtime[Model], request: ResolvedRequest, state: Payload, chunk: int | None = None
 ) -> Decoding:
-    """Put final latents on the devices, or with `chunk` those of that chunk of the video.
+    """Put final latents on the devices, or the latents of one chunk of the video if `chunk` is given.
 
     Raises:
-        OutOfOrder: They aren't what the request's decoder takes.
+        OutOfOrder: The latents don't have the shapes that the request's decoder takes.
     """
     spec, final = runtime.model.spec, unpack_as(DenoiseState, state)
     experts = spec.experts(request)

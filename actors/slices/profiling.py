@@ -15,26 +15,26 @@ PORT = "JAX_PROFILER_PORT"  # The environment variable that Ray sets.
 
 
 def open_to_dashboard() -> None:
-    """Let Ray's dashboard trace this process, if `PORT` names a port of this machine.
+    """Let Ray's dashboard trace this process, if the environment variable `PORT` names a port.
 
-    JAX's profiler listens there for anyone who can reach the machine, and asks for no token.
+    JAX's profiler then listens there for anyone who can reach the machine, without asking for a token.
     """
     if PORT in os.environ:
         init_jax_profiler()
 
 
 class HostProfile:
-    """One trace at a time. Each host of a slice writes its own; those of one run lie beside each other."""
+    """Runs one trace at a time. Each host of a slice writes its own, beside those of the other hosts of the run."""
 
     _folder: tempfile.TemporaryDirectory[str] | None = None
     _run = ""
 
     def start_profile(self, run: str) -> None:
-        """Begin a trace of that name; raise `InvalidInput` while another is under way."""
+        """Begin a trace of that name; raise `InvalidInput` if another is under way."""
         if self._folder is not None:
             raise InvalidInput("a profile of this slice is under way; try again when it has ended")
         folder = tempfile.TemporaryDirectory(prefix="wan-tpu-profile-")
-        jax.profiler.start_trace(folder.name)  # If this raises, another trace may still begin.
+        jax.profiler.start_trace(folder.name)  # Called first: if it raises, no trace is recorded as under way.
         self._folder, self._run = folder, run
 
     def cancel_profile(self, run: str) -> None:

@@ -1,11 +1,11 @@
 """A store of references to payloads between two stages: a stage stores a reference and gets a handle for the next.
 
 References don't travel through Serve's calls. As results of a stream they were freed while the receiver still had them
-(Ray 2.60: `ReferenceCountingAssertionError`, on a busy machine), and as arguments Ray holds them until the stage ends,
-long after it has its copy. Here a small actor holds them until nobody needs them. It gets them by a plain call, of
-which Ray's count is exact. Streams and drivers see handles only.
+(Ray 2.60: `ReferenceCountingAssertionError`, on a busy machine). As arguments, Ray holds them until the stage ends,
+long after the stage has its own copy. So a small actor holds them until nobody needs them. They reach it by a plain
+call, for which Ray counts references exactly. Streams and drivers see only handles.
 
-The actor belongs to the driver whose requests they are, and ends with it: what a killed driver leaves is freed.
+The actor belongs to the driver of the requests, and ends with it, so that the payloads of a killed driver are freed.
 """
 
 import asyncio
@@ -21,15 +21,15 @@ import ray
 from actors.errors import InputLost, StageLost
 from cluster.gang.placement import make_surviving
 
-ADOPT_S = 10.0  # One payload may take this long to reach the store's own node.
-ENDED = 10_000  # Requests remembered to have ended, so that a cancelled stage leaves nothing behind.
-DRIVER_S = 5.0  # Seconds between two checks whether the driver of a request is still there.
+ADOPT_S = 10.0  # Time limit for copying one payload to the store's own node.
+ENDED = 10_000  # The number of ended requests that are remembered, to reject payloads of a stage that was cancelled.
+DRIVER_S = 5.0  # Pause between two checks whether the driver of a request is still alive.
 
 log = logging.getLogger(__name__)
 
 
-# Stands for a payload that waits for its next stage, in streams that must not carry references. No handle is used
-# twice, so a store that was restarted, and has lost everything, has nothing under an old one.
+# Identifies a payload that waits for its next stage, in streams that must not carry references. Handles are never
+# reused, so a store that has lost everything in a restart finds nothing under an old handle.
 RefHandle = NewType("RefHandle", str)
 
 
@@ -40,14 +40,14 @@ class ObjectStore(Protocol):
         """Return an object."""
 
     def put(self, value: Any) -> Any:
-        """Return a reference to an object that the store keeps from now on."""
+        """Store an object and return a reference to it."""
 
 
 class RefStore:
     """One driver's store of references."""
 
     def __init__(self, actor: Any = None) -> None:
-        """Use an actor that holds the references, or start one."""
+        """Use the given actor to hold the references, or start one."""
         self._actor = make_surviving(_RefStoreActor).remote() if actor is None else actor
         self._numbers = itertools.count()
 
@@ -63,14 +63,14 @@ class RequestScope:
         self._actor, self._number = actor, number
 
     async def put(self, ref: ray.ObjectRef) -> RefHandle:
-        """Store a payload's reference. The caller's own must hold until this returns."""
+        """Store a payload's reference. The caller must keep its own reference until this returns."""
         return RefHandle(await self._actor.put.remote(self._number, [ref]))
 
     async def get(self, *handles: RefHandle | None) -> list[ray.ObjectRef | None]:
-        """Return the references of some handles, and None for None. They hold until the handles are dropped.
+        """Return the references of some handles, and None for None. They stay valid until the handles are dropped.
 
         Raises:
-            InputLost: The store has not, or no longer, the payload of a handle.
+            InputLost: The store doesn't have the payload of a handle, or has lost it.
         """
         keys = [handle for handle in handles if handle is not None]
         stored = await self._actor.get.remote(self._number, keys)
@@ -82,17 +82,17 @@ class RequestScope:
     async def add_chunk(self, chunk: int, handle: RefHandle) -> None:
         """Store which payload has the latents of a chunk of the video, until the request ends.
 
-        It is also copied to the store's node, because a decoder that starts again begins with the first chunk.
+        The payload is also copied to the store's node, because a decoder that starts again needs every chunk.
         """
         await self._actor.add_chunk.remote(self._number, chunk, handle)
         self._actor.adopt.remote(self._number, handle)
 
     async def find_chunk(self, chunk: int) -> ray.ObjectRef | None:
-        """Return the latents of a chunk of the video, or None while nobody has denoised it.
+        """Return the latents of a chunk of the video, or None until the chunk is denoised.
 
         Raises:
-            InputLost: The store had them, or those of the chunk before, and has lost them. The denoiser won't put them
-                there again, so nobody should wait for them.
+            InputLost: The store has lost the latents, or those of the previous chunk. The denoiser won't store them
+                again, so waiting for them is of no use.
         """
         is_lost, stored = await self._actor.find_chunk.remote(self._number, chunk)
         if is_lost:
@@ -100,30 +100,30 @@ class RequestScope:
         return stored[0] if stored else None
 
     async def check(self) -> None:
-        """Raise `StageLost` when the driver is gone, and with it everybody who waits for this request."""
+        """Raise `StageLost` if the driver is gone, since nobody else waits for this request."""
         try:
             await self._actor.__ray_ready__.remote()
         except ray.exceptions.ActorUnavailableError:
-            pass  # It may come back.
+            pass  # The actor may become available again.
         except ray.exceptions.RayActorError:
             raise StageLost("the driver of this request is gone") from None
 
     async def adopt(self, handle: RefHandle) -> None:
         """Copy a payload that is still needed to the store's node, so that it outlives the process that made it."""
-        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):  # The payload or the driver is gone.
+        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):  # The payload or the driver may be gone.
             async with asyncio.timeout(2 * ADOPT_S):
                 await self._actor.adopt.remote(self._number, handle)
 
     def drop(self, *handles: RefHandle | None) -> None:
-        """Release payloads that nobody needs any more; doesn't wait."""
+        """Release payloads that nobody needs any more, without waiting for the store."""
         self._actor.drop.remote(self._number, [handle for handle in handles if handle is not None])
 
     def close(self) -> None:
-        """Release all payloads, and those that come later; doesn't wait."""
+        """Release all payloads, including any that arrive later, without waiting for the store."""
         self._actor.end.remote(self._number)
 
     def finish(self) -> None:
-        """Note that nobody will resume the request, so snapshots still being saved are of no use; doesn't wait."""
+        """Note, without waiting, that nobody will resume the request. Snapshots still being saved then get deleted."""
         self._actor.finish.remote(self._number)
 
     async def is_finished(self) -> bool:
@@ -133,9 +133,9 @@ class RequestScope:
 
 @contextlib.asynccontextmanager
 async def watch_driver(scope: RequestScope) -> AsyncIterator[asyncio.Future[None]]:
-    """Watch a request's driver while the block runs, because Serve ends no stream whose reader was killed.
+    """Watch a request's driver while the block runs, because Serve doesn't end a stream whose reader was killed.
 
-    A driver that doesn't answer is not taken for dead.
+    A driver that doesn't answer isn't assumed to be dead.
 
     Yields:
         A future that raises `StageLost` once the driver is gone.
@@ -163,11 +163,11 @@ async def watch_driver(scope: RequestScope) -> AsyncIterator[asyncio.Future[None
 
 
 class _RefStoreActor:
-    """The store's process. When Ray restarts it, it is empty: old handles are lost, and never taken for new ones."""
+    """The store's process. After a restart by Ray it is empty, and no old handle is mistaken for a new one."""
 
     def __init__(self) -> None:
         self._scopes: dict[int, dict[str, ray.ObjectRef]] = {}
-        self._chunks: dict[int, dict[int, str]] = {}  # By the number of the scope: keys of its references.
+        self._chunks: dict[int, dict[int, str]] = {}  # Keys of references, by the scope's number and by chunk.
         self._ended, self._finished = _LatestNumbers(), _LatestNumbers()
 
     def put(self, scope: int, refs: list[ray.ObjectRef]) -> str:
@@ -189,7 +189,8 @@ class _RefStoreActor:
     def find_chunk(self, scope: int, chunk: int) -> tuple[bool, list[ray.ObjectRef]]:
         """Return whether a chunk is lost, and its reference if it is here.
 
-        Chunks are denoised in order, and a decoder is called once the first one is.
+        Chunks are denoised in order, and a decoder is called once the first one is denoised. So a chunk counts as lost
+        if even the previous one is missing.
         """
         chunks = self._chunks.get(scope, {})
         if chunk not in chunks:
@@ -198,13 +199,13 @@ class _RefStoreActor:
         return not refs, refs
 
     async def adopt(self, scope: int, key: str) -> None:
-        """Copy a payload; other calls are served meanwhile."""
+        """Copy a payload, while other calls are served."""
         ref = self._scopes.get(scope, {}).get(key)
         if ref is None:
             return
         async with asyncio.timeout(ADOPT_S):
             value = await ref
-        if key in (refs := self._scopes.get(scope, {})):  # It may have been dropped meanwhile.
+        if key in (refs := self._scopes.get(scope, {})):  # The payload may have been dropped meanwhile.
             refs[key] = ray.put(value)
 
     def drop(self, scope: int, keys: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Chooses the replica of a pool for a call: one with the fewest calls, and of those one that holds the program.
+"""Choose the replica of a pool for a call: the one with the fewest calls, and among equals one that holds the program.
 
 Replicas whose slices have failed the call's request before come last.
 """
@@ -20,20 +20,20 @@ from actors.slices.messages import SliceRequest
 log = logging.getLogger(__name__)
 
 ANSWER_S = 0.2  # Replicas that take longer to say how many calls they have are left out, if others have answered.
-ARRIVAL_S = 0.2  # A call that isn't known to have reached its replica by then was cancelled, or is lost.
-MAX_SAMPLED, MAX_ASKED = 24, 8  # Replicas compared, and asked, for one call: they bound what a call costs.
+ARRIVAL_S = 0.2  # After this time, a call that isn't known to have reached its replica counts as cancelled or lost.
+MAX_SAMPLED, MAX_ASKED = 24, 8  # The most replicas compared, and asked, for one call, to bound the cost of a call.
 
 Replica = TypeVar("Replica")
 Rank = Callable[[Replica], tuple[Any, ...]]
-ReplicaRank = tuple[bool, int, bool]  # As `rank_replica` returns it.
+ReplicaRank = tuple[bool, int, bool]  # The result of `rank_replica`.
 
 
 def sample(replicas: Sequence[Replica], rank: Rank[Replica]) -> Sequence[Replica]:
-    """Return the replicas to ask how many calls they have: all, or of very many some that are likely to have few.
+    """Return the replicas to ask how many calls they have: all, or if there are many, some that are likely to have few.
 
     Args:
         replicas: All replicas.
-        rank: Returns a replica's rank by what is known without asking; the lowest is the best.
+        rank: Returns a replica's rank as far as it is known without asking; the lowest is the best.
     """
     if len(replicas) <= MAX_ASKED:
         return replicas
@@ -53,11 +53,11 @@ def rank_replica(name: str, calls: int, *, holds_program: bool, avoid: Set[str])
 
 
 def explain_choice(ranks: Sequence[ReplicaRank], index: int, *, needs_program: bool = True) -> str:
-    """Return, for people, why a call went to one of the replicas that could be asked.
+    """Return a human-readable reason why a call went to one of the replicas that answered.
 
     Args:
-        ranks: The ranks of all that answered, the best first.
-        index: The place among them of the replica that took the call. Those before it were full.
+        ranks: The ranks of all replicas that answered, the best first.
+        index: The index in `ranks` of the replica that took the call. The replicas before it were full.
         needs_program: Whether the call needs a program, which some replicas hold already.
     """
     failed, calls, lacks_program = ranks[index]
@@ -80,29 +80,30 @@ def explain_choice(ranks: Sequence[ReplicaRank], index: int, *, needs_program: b
 class LeastLoadedRouter(FIFOMixin, MultiplexMixin, RequestRouter):
     """Asks replicas, or some of very many, how many calls they have before each call; calls go in order of arrival.
 
-    Serve's own router compares two replicas at random, by what it last knew of them, and for a call that needs a
-    certain program only replicas that hold it, as long as one of them takes calls: slices stand idle beside others
-    with one request at work and two in line. A replica compiles a program once, while a request that queues behind
-    another waits for its steps every time. Asking takes milliseconds, a stage seconds to minutes.
+    Serve's own router compares two random replicas, by what it last knew of them. For a call that needs a certain
+    program, it considers only replicas that hold the program, as long as one of them accepts calls. So slices would
+    stay idle beside others with one running and two waiting requests. A replica compiles a program only once, while
+    every request that queues behind another waits for all of its steps. Asking takes milliseconds, a stage seconds to
+    minutes.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Start as Serve starts routers: one in every process that has a handle."""
+        """Take Serve's arguments. Serve makes one router in every process that has a handle."""
         super().__init__(*args, **kwargs)
         self._turn = asyncio.Lock()
-        self._arrived = asyncio.Event()  # The latest call has reached its replica, which counts it for the next one.
+        self._arrived = asyncio.Event()  # Set when the latest call has reached its replica, which then counts it.
         self._arrived.set()
-        self._mine: Counter[ReplicaID] = Counter()  # This process's calls at each replica.
+        self._mine: Counter[ReplicaID] = Counter()  # The number of this process's calls at each replica.
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the replicas that answer, in the order in which to try them."""
+        """Return the replicas that answered, in the order in which to try them."""
         program, avoid = "", frozenset[str]()
         if pending_request is not None:
             program = pending_request.metadata.multiplexed_model_id
             avoid = next((arg.avoid for arg in pending_request.args if isinstance(arg, SliceRequest)), avoid)
-            pending_request.routing_context.should_backoff = True  # Else Serve asks again at once when all are full.
+            pending_request.routing_context.should_backoff = True  # Otherwise Serve retries without a pause.
 
         def rank(replica: RunningReplica, calls: int) -> ReplicaRank:
             holds = program in replica.multiplexed_model_ids
@@ -118,7 +119,7 @@ class LeastLoadedRouter(FIFOMixin, MultiplexMixin, RequestRouter):
                 candidates = sample(candidate_replicas, lambda replica: rank(replica, self._mine[replica.replica_id]))
                 calls = await self._count_calls(candidates)
                 limits = {replica.replica_id: replica.max_ongoing_requests for replica in candidates}
-                # One of them will get this call.
+                # If a replica has room, this call is sent to one, and the next call waits for its arrival.
                 if any(count < limits[name] for name, count in calls.items()):
                     self._arrived.clear()
         order = sorted(
@@ -131,7 +132,7 @@ class LeastLoadedRouter(FIFOMixin, MultiplexMixin, RequestRouter):
                 replica.replica_id.unique_id: explain_choice(ranks, i, needs_program=bool(program))
                 for i, replica in enumerate(order)
             }
-            # The replica that takes the call passes its reason on, with the first span.
+            # The replica that accepts the call reports the reason for its choice with the first span.
             pending_request.args = [
                 dataclasses.replace(arg, choices=choices) if isinstance(arg, SliceRequest) else arg
                 for arg in pending_request.args
@@ -139,7 +140,7 @@ class LeastLoadedRouter(FIFOMixin, MultiplexMixin, RequestRouter):
         return [[replica] for replica in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Count a call that Serve has sent to a replica, and log why it went there."""
+        """Count a call that Serve has sent to a replica, and log the reason for the choice."""
         super().on_request_routed(pending_request, replica_id, result)
         self._mine[replica_id] += 1
         for arg in pending_request.args:
@@ -168,6 +169,6 @@ class LeastLoadedRouter(FIFOMixin, MultiplexMixin, RequestRouter):
         done, silent = await asyncio.wait(tasks, timeout=min(ANSWER_S, limit_s))
         if not done:
             done, silent = await asyncio.wait(tasks, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        for answer in silent:  # The others needn't wait for these, at every call.
+        for answer in silent:  # Otherwise every call would wait for these replicas.
             answer.cancel()
         return {tasks[each]: each.result() for each in done if not each.cancelled() and each.exception() is None}

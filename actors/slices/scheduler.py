@@ -7,17 +7,17 @@ import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
-# Requests that may be paused at a time: their text keys stay on the devices, beside those of the request that runs.
+# The most requests that are paused at a time. Their text keys stay on the devices beside those of the running request.
 MAX_PAUSED = 1
-# Requests with arrays on the devices at a time: the one that computes, the next one, and one whose results leave.
+# The most requests with arrays on the devices: one that computes, the next one, and one whose results are copied out.
 MAX_PLACES = 3
 
 
 class Admission:
-    """A request's place in a queue: waited for, or granted."""
+    """A request's place in a queue, which is granted or still waited for."""
 
     def __init__(self, priority: int, came_s: float, number: int) -> None:
-        """Queue by priority, then by when it came and its number; a paused request keeps that order."""
+        """Queue by priority, then by time of arrival, then by number. A paused request keeps its position."""
         self.priority = priority
         self.order = (-priority, came_s, number)
         self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -27,27 +27,27 @@ class Admission:
 
 
 class PriorityQueue:
-    """Lets a bounded number of requests inside; the others wait by priority, then in the order of arrival.
+    """Admits a bounded number of requests. The others wait, ordered by priority and then by arrival.
 
-    The cost of a request here doesn't grow with the number of those inside.
+    The cost of an admission doesn't grow with the number of admitted requests.
     """
 
     def __init__(self, limit: int, urgent: int = 0) -> None:
-        """Let `limit` requests inside at a time, and `urgent` more if each is more urgent than another inside."""
+        """Admit `limit` requests at a time, and up to `urgent` more that are more urgent than an admitted one."""
         self._limit, self._urgent = limit, urgent
         self._inside: set[Admission] = set()
-        self._priorities: Counter[int] = Counter()  # Of the requests inside.
-        self._heap: list[Admission] = []  # Those that wait, and some that have left since.
+        self._priorities: Counter[int] = Counter()  # How many admitted requests have each priority.
+        self._heap: list[Admission] = []  # The waiting requests, and some that have stopped waiting.
         self._waiting: set[Admission] = set()
         self._numbers = itertools.count()
 
     @contextlib.asynccontextmanager
     async def enter(self, priority: int = 0, came_s: float = 0.0) -> AsyncIterator[Admission]:
-        """Wait until there is room, and take it for the block.
+        """Wait until there is room, and hold it for the block.
 
         Args:
-            priority: The higher goes first.
-            came_s: When the request came, if it may have waited elsewhere before.
+            priority: Requests of higher priority go first.
+            came_s: When the request arrived, if it may have waited elsewhere before.
         """
         admission = Admission(priority, came_s, next(self._numbers))
         try:
@@ -58,7 +58,7 @@ class PriorityQueue:
             self._remove(admission)
 
     def evict(self, error: Callable[[], Exception]) -> None:
-        """Raise an error in all requests that wait; those inside go on."""
+        """Raise an error in all waiting requests; admitted requests go on."""
         waiting, self._heap = sorted(self._waiting), []
         self._waiting.clear()
         for admission in waiting:
@@ -67,7 +67,7 @@ class PriorityQueue:
 
     @property
     def _first(self) -> Admission | None:
-        """The request that is admitted next, or None."""
+        """The request to admit next, or None."""
         while self._heap and self._heap[0] not in self._waiting:
             heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None
@@ -78,7 +78,7 @@ class PriorityQueue:
         self._admit()
 
     def _remove(self, admission: Admission) -> None:
-        """Forget a request, whether it waits or is inside."""
+        """Remove a request, whether it is waiting or admitted."""
         self._waiting.discard(admission)
         self._exit(admission)
         self._admit()
@@ -105,34 +105,35 @@ class PriorityQueue:
 
 
 class StepScheduler(PriorityQueue):
-    """Chooses, between two steps, whose denoising step is next on a slice: one request's at a time.
+    """Chooses, after each denoising step, which request runs the next step on a slice. Only one runs at a time.
 
-    A place is room for a request's arrays on the devices. Whatever waits for anything but the devices waits outside.
+    A place is room for a request's arrays on the devices. A request that waits for anything but the devices, such as a
+    download, doesn't hold a place.
 
     Attributes:
-        device: Held for one call of the slice. Encoding and decoding go between two steps of a request, urgent ones
-            first.
-        places: The places of requests that denoise.
+        device: Held for one call of the slice. Encoding and decoding run between two steps of a request, urgent
+            requests first.
+        places: The places of requests that are denoised.
         other_places: The places of requests that are encoded or decoded.
     """
 
     def __init__(self, max_paused: int = MAX_PAUSED) -> None:
-        """Let at most `max_paused` requests be paused at a time."""
+        """Allow at most `max_paused` requests to be paused at a time."""
         super().__init__(limit=1)
         self.device = PriorityQueue(limit=1)
         self.places = PriorityQueue(MAX_PLACES, max_paused)
         self.other_places = PriorityQueue(MAX_PLACES, max_paused)
         self._max_paused = max_paused
-        self._paused: set[Admission] = set()  # Until they run again, or are removed.
+        self._paused: set[Admission] = set()  # Requests are in here until they run again or are removed.
 
     def must_pause(self, admission: Admission) -> bool:
-        """Return whether the request that runs must pause, now that it is between two steps."""
+        """Return whether the running request, which is between two steps, must pause."""
         self._paused.discard(admission)
         first = self._first
         return first is not None and first.priority > admission.priority and len(self._paused) < self._max_paused
 
     def pause(self, admission: Admission) -> asyncio.Future[None]:
-        """Let the more urgent request run; return a future that is done, or raises, when this one may go on."""
+        """Let the more urgent request run. The returned future is done when this request may go on, or raises."""
         self._exit(admission)
         self._paused.add(admission)
         admission.granted = asyncio.get_running_loop().create_future()
@@ -140,7 +141,7 @@ class StepScheduler(PriorityQueue):
         return admission.granted
 
     def evict(self, error: Callable[[], Exception]) -> None:
-        """Raise an error in all that wait for a step or a place, or are paused; the request that runs goes on."""
+        """Raise an error in all requests that are paused, or wait for a step or a place; the running one goes on."""
         for queue in (self.places, self.other_places):
             queue.evict(error)
         super().evict(error)

@@ -1,8 +1,8 @@
-"""States of unfinished requests, kept where they survive the slice that computed them.
+"""States of unfinished requests, stored where they survive the slice that computed them.
 
-There is one object per request and step, "ID.DIGEST.0012.safetensors". The newest counts; older ones are deleted when
-it is complete. A request is known by its id and by a digest of everything that decides its states, so that an id which
-is used again for another request doesn't resume from them.
+There is one object per request and step, "ID.DIGEST.0012.safetensors". Only the newest is used; older ones are deleted
+when it is complete. A request is identified by its id and by a digest of everything that determines its states, so that
+another request with the same id doesn't resume from them.
 """
 
 import asyncio
@@ -32,26 +32,27 @@ from wan_tpu.storage.opening import open_storage
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-PARTIAL_S = 3600.0  # Nobody still writes an incomplete file of this age.
-_WRITERS = 8  # Threads that storage may keep waiting; calls of the slice have threads of their own.
-_FINISHED_S = 60.0  # A driver has this long to say whether its request is finished; after that an orphan may stay.
-_MAX_ID_BYTES = MAX_PART_BYTES - len(f".{'0' * 16}.0000.safetensors")  # Bytes of a file's name that the id may take.
+PARTIAL_S = 3600.0  # At this age, an incomplete file counts as abandoned.
+_WRITERS = 8  # Threads that may wait for storage. Calls of the slice have threads of their own.
+_FINISHED_S = 60.0  # How long a driver may take to say whether its request is finished; then an orphan may remain.
+_MAX_ID_BYTES = MAX_PART_BYTES - len(f".{'0' * 16}.0000.safetensors")  # The most bytes of an id in a file's name.
 NAME = re.compile(r"(?P<id>.+)\.[0-9a-f]{16}\.(?P<step>\d+)\.safetensors")
 
 
 def name_of(id: str, request: ResolvedRequest, model: str) -> str:
     """Return the name of a request's snapshots.
 
-    This reads the files of its video and adapters, or asks their bucket, so it may block: call it in a thread.
+    This reads the files of the request's video and adapters, or asks their bucket. It may block, so call it in a
+    thread.
 
     Args:
         id: The request's id.
-        request: Everything that decides its states, except for the model.
-        model: The rest, such as checkpoint and dtype.
+        request: The request, which determines the states together with the model.
+        model: Everything about the model that determines the states, such as checkpoint and dtype.
     """
     fields = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
     images = [fields.pop(name) for name in IMAGES]
-    del fields["hidden_frames"]  # It changes the file, not the states.
+    del fields["hidden_frames"]  # This field changes the mp4, not the states.
     if fields["generate_audio"] is None:  # Models without sound keep the names that snapshots had before there was any.
         del fields["generate_audio"]
     digest = hashlib.sha256(json.dumps([model, fields], sort_keys=True, default=str).encode())
@@ -65,11 +66,11 @@ def name_of(id: str, request: ResolvedRequest, model: str) -> str:
 
 
 def _read_version(path: str) -> str | None:
-    """Return the version of a video's or an adapter's content; None where this process can't tell.
+    """Return the version of a video's or an adapter's content; None if this process can't determine it.
 
-    A source that doesn't answer now fails no request: its hosts may reach it, and if they can't, they say so. The name
-    then has the path alone. A later run that does know the version starts from the beginning, which costs steps but
-    mixes nothing.
+    A source that doesn't answer doesn't fail the request, because the hosts may be able to reach it, and report it if
+    they can't. The name then contains only the path. A later run that does know the version starts from the beginning.
+    That repeats steps, but never mixes the states of different contents.
     """
     try:
         source = identify(path)
@@ -80,25 +81,25 @@ def _read_version(path: str) -> str | None:
 
 
 class Snapshots:
-    """All snapshots of a pipeline. `request` is the name that `name_of` returns."""
+    """All snapshots of a pipeline. In its methods, `request` is the name that `name_of` returns."""
 
     def __init__(self, location: str | Storage) -> None:
-        """Use a storage, or open a folder or a bucket."""
+        """Use the given storage, or open a folder or a bucket."""
         self._storage = open_storage(location) if isinstance(location, str) else location
 
     def find_newest(self, request: str) -> int | None:
-        """Return after which step the newest snapshot of a request was taken, or None."""
+        """Return the number of steps done in the newest snapshot of a request, or None if there is no snapshot."""
         return max(self._list_steps(request), default=None)
 
     def save(self, request: str, step: int, state: DenoiseState) -> None:
-        """Keep a state and delete those before it."""
+        """Store a state, then delete the request's older ones."""
         self._storage.write(_name(request, step), dump_value(state))
         for older in self._list_steps(request):
             if older < step:
                 self.forget(request, older)
 
     def load(self, request: str, step: int) -> Payload:
-        """Return a snapshot; raises `Missing` when it is gone."""
+        """Return a snapshot; raises `Missing` if it doesn't exist any more."""
         name = _name(request, step)
         value, _ = parse_value(DenoiseState, self._storage.read(name), self._storage.location(name))
         return pack(value)
@@ -113,12 +114,12 @@ class Snapshots:
             self.forget(request, step)
 
     def delete_all_of(self, id: str) -> None:
-        """Delete all snapshots of an id, of whatever request."""
+        """Delete all snapshots of an id, whichever request they belong to."""
         for name in self.list_names(id):
             self._storage.delete(name)
 
     def clean(self) -> None:
-        """Remove files that a killed leader left incomplete, if storage answers; writing a snapshot takes seconds."""
+        """Remove incomplete files of killed leaders, if storage answers. A complete snapshot takes seconds to write."""
         try:
             self._storage.clean(PARTIAL_S)
         except StorageError as error:
@@ -139,7 +140,7 @@ class Snapshots:
 
 
 def build_stem(id: str) -> str:
-    """Return an id as file names have it: itself, or its beginning and a digest if it is too long."""
+    """Return the form of an id in file names: the id itself, or if it is too long, its beginning and a digest."""
     content = id.encode()
     if len(content) <= _MAX_ID_BYTES:
         return id
@@ -156,7 +157,7 @@ def delete_snapshots(delete: Callable[[str], None], name: str) -> None:
 
 
 class Snapshotter:
-    """Copies states out of one slice and saves them, while steps go on. `host_key` is a request's key on the hosts."""
+    """Copies states out of one slice and saves them while steps go on. `host_key` is a request's key on the hosts."""
 
     def __init__(
         self,
@@ -165,25 +166,25 @@ class Snapshotter:
         store: ObjectStore,
         keep_leader: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """Save a slice's states; `keep_leader` is entered while one is written, so that the leader doesn't end."""
+        """Save a slice's states. While one is being written, `keep_leader` keeps the leader from ending."""
         self._slice, self._snapshots, self._store, self._keep_leader = slice_, snapshots, store, keep_leader
         self._threads = ThreadPoolExecutor(_WRITERS, thread_name_prefix="snapshots")
-        self._copying: dict[str, asyncio.Task[None]] = {}  # By the key on the hosts.
-        self._writing: dict[str, asyncio.Task[None]] = {}  # By the name of the request's snapshots.
+        self._copying: dict[str, asyncio.Task[None]] = {}  # Copies under way, by the request's key on the hosts.
+        self._writing: dict[str, asyncio.Task[None]] = {}  # Writes under way, by the name of the request's snapshots.
 
     def start(self, host_key: str, request: SliceRequest, *, skip: bool = True) -> None:
-        """Copy the state out and save it while steps go on; with `skip`, not while the one before is being saved."""
+        """Copy the state out and save it while steps go on; with `skip`, only if the previous save has ended."""
         before = self._copying.get(host_key)
         if not skip or (before is None and request.snapshots not in self._writing):
             self._copying[host_key] = asyncio.create_task(self._copy(host_key, request, before))
 
     async def settle(self, host_key: str) -> None:
-        """Wait until no copy of a request is under way; writing what was copied may go on."""
+        """Wait until no state of a request is being copied out. States that were copied may still be written."""
         while (copying := self._copying.get(host_key)) is not None:
             await asyncio.wait([copying])
 
     async def take(self, host_key: str, request: SliceRequest) -> int | None:
-        """Save the state before this returns; return after which step it was taken, or None when it isn't saved."""
+        """Save the state and wait for that; return the number of steps done in it, or None if saving failed."""
         step, ref = await self._slice.save("snapshot", host_key)
         return step if await self._write(request, step, ref) else None
 
@@ -195,7 +196,7 @@ class Snapshotter:
         task.add_done_callback(lambda done: self._writing.pop(name) if self._writing.get(name) is done else None)
 
     async def load(self, name: str, step: int) -> Any:
-        """Put a snapshot into the object store; raise `StageLost` when it can't be used: there may be a newer one."""
+        """Put a snapshot into the object store; raise `StageLost` if it can't be used, as there may be a newer one."""
         return await self._in_thread(self._read, name, step)
 
     async def _copy(self, host_key: str, request: SliceRequest, before: asyncio.Task[None] | None) -> None:
@@ -204,7 +205,7 @@ class Snapshotter:
                 await asyncio.wait([before])
             step, ref = await self._slice.save("snapshot", host_key)
             self.keep(request, step, ref)
-        except Exception as error:  # A snapshot is insurance: the request goes on without it.
+        except Exception as error:  # Snapshots only save repeated work, so the request goes on without one.
             log.warning("no snapshot of %s: %s", host_key, error)
         finally:
             if self._copying.get(host_key) is asyncio.current_task():
@@ -217,10 +218,10 @@ class Snapshotter:
             await self._write(request, step, ref)
 
     async def _write(self, request: SliceRequest, step: int, ref: Any) -> bool:
-        """Save a state, and return whether that succeeded; the request goes on in any case."""
+        """Save a state, and return whether that succeeded. Failures don't stop the request."""
         try:
             await self._in_thread(self._save, request, step, ref)
-            if await _is_finished(request):  # Its snapshots were deleted while this one was being written.
+            if await _is_finished(request):  # The request's snapshots were deleted while this one was being written.
                 await self._in_thread(self._snapshots.forget, request.snapshots, step)
                 return False
         except Exception as error:
@@ -241,16 +242,16 @@ class Snapshotter:
             return self._store.put(self._snapshots.load(name, step))
         except Missing:
             raise StageLost(f"the snapshot after step {step} of {name} has been replaced by a newer one") from None
-        except StorageError as away:  # As far as is known, the snapshot is still there.
+        except StorageError as away:  # The snapshot may still exist, so it isn't deleted.
             raise StageLost(f"a snapshot can't be read now: {away}") from None
         except InvalidInput as damaged:
-            with contextlib.suppress(StorageError):  # If it stays, the next reader rejects it again.
+            with contextlib.suppress(StorageError):  # If this fails, the next reader rejects the snapshot again.
                 self._snapshots.forget(name, step)
             raise StageLost(f"a snapshot can't be used and was deleted: {damaged}") from None
 
 
 async def _is_finished(request: SliceRequest) -> bool:
-    """Return whether nobody will resume a request; False where its driver doesn't say."""
+    """Return whether nobody will resume a request; False if its driver doesn't answer."""
     try:
         async with asyncio.timeout(_FINISHED_S):
             return await request.scope.is_finished()

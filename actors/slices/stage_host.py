@@ -1,12 +1,12 @@
-"""The actor on every host of a slice: the weights and programs of a pool's stages, run a piece at a time.
+"""The actor on every host of a slice: it holds the weights and programs of a pool's stages, and runs them call by call.
 
-Methods are of two kinds. Those in lockstep run on every host with the same arguments in the same order, because the
-programs they call exchange data between hosts; they return how many seconds they spent compiling. Those on the side
-only copy between host and devices, so a second thread may run them while a step computes. A request that can't be run
-(`InvalidRequest`), has no room (`DoesNotFit`) or gives NaN (`UnhealthyResult`) raises the same error on every host, and
-the host goes on with the next one.
+There are two kinds of methods. Lockstep methods run on every host with the same arguments in the same order, because
+their programs exchange data between hosts; they return how many seconds they spent compiling. Side methods only copy
+between host and devices, so a second thread may run them while a step computes. A request that is invalid
+(`InvalidRequest`), doesn't fit (`DoesNotFit`) or produces NaN (`UnhealthyResult`) raises the same error on every host,
+and the host goes on with the next request.
 
-A request has a key, the caller's name for it, under which its inputs and its state are held on the devices.
+A request's inputs and state are held on the devices under a key, which is the caller's name for the request.
 """
 
 import dataclasses
@@ -39,11 +39,11 @@ from wan_tpu.stages.decode import finish_video
 from wan_tpu.stages.encode import crop_warnings
 from wan_tpu.switches import OVERLAPPED, OWN, set_switches
 
-COMPILE_S = 1800.0  # A program may take this long to compile.
+COMPILE_S = 1800.0  # Time limit for compiling one program.
 
 
 class StageHost(HostProfile):
-    """One host of a slice that runs a pool's stages; with several hosts, created after `jax.distributed` is joined."""
+    """One host of a slice that runs a pool's stages. With several hosts, create it after joining `jax.distributed`."""
 
     def __init__(
         self,
@@ -60,13 +60,13 @@ class StageHost(HostProfile):
 
         Args:
             checkpoint: A diffusers directory, or a hub id.
-            hosted: The pool's stages, of `ModelSpec.stages`.
+            hosted: The pool's stages, a part of `ModelSpec.stages`.
             mesh: Sizes of dp, sp and tp over all devices of the slice; None for the default.
             dtype: The precision of weights and activations.
             executables: The folder of compiled programs, or None.
-            kernels: The kernels that this whole process uses, of `wan_tpu.switches`.
-            collectives: How this whole process sends data between devices, of `wan_tpu.switches`.
-            report: Called with a `HostProgress` now and then; by default it reaches the leader of the slice.
+            kernels: The kernels that this whole process uses (see `wan_tpu.switches`).
+            collectives: How this whole process sends data between devices (see `wan_tpu.switches`).
+            report: Called with a `HostProgress` now and then; by default this reports to the leader of the slice.
 
         Raises:
             InvalidInput: An argument doesn't fit the checkpoint or the devices. `open_runtime` raises others.
@@ -75,7 +75,7 @@ class StageHost(HostProfile):
         self._report, self._progress = report, ReportedProgress(report)
         self._runtime = open_runtime(checkpoint, dtype, mesh, executables=executables, progress=self._progress)
         self._runtime.on_compile = self._report_compiling
-        self._reported = HostProgress("", 0, 1)  # The last one, which `_report_compiling` repeats.
+        self._reported = HostProgress("", 0, 1)  # The latest report, which `_report_compiling` repeats.
         self._spec, self._stages = self._runtime.model.spec, hosted
         known = self._spec.components
         unknown = [stage for stage in hosted if stage not in known]
@@ -92,13 +92,13 @@ class StageHost(HostProfile):
         self._sizes = FittingSizes()
 
     def software(self) -> dict[str, str]:
-        """Return everything that decides the numbers this host computes: code, packages and flags."""
+        """Return everything that affects the numbers that this host computes: code, packages and flags."""
         return describe_build()
 
     # ---- In lockstep.
 
     def load(self) -> None:
-        """Read the weights and tokenizers of all stages, after a check of every file's headers."""
+        """Check every file's headers, then read the weights and tokenizers of all stages."""
         self._runtime.check(self._components)
         for name in self._components:
             self._runtime.component(name)
@@ -108,10 +108,10 @@ class StageHost(HostProfile):
         """Compile every program that a request like this one needs here, with any number of images.
 
         Returns:
-            What doesn't fit the memory with other numbers of images than the usual one.
+            Descriptions of what doesn't fit the memory with an unusual number of images.
 
         Raises:
-            DoesNotFit: A program doesn't fit with the usual number.
+            DoesNotFit: A program doesn't fit with the usual number of images.
         """
         image, last = "t2v" not in self._spec.tasks, self._spec.last_images == "required"
         plan = self._spec.plan(request, image=request.image is not None or image, last=last)
@@ -125,13 +125,13 @@ class StageHost(HostProfile):
             return compile_all(self._runtime, plan.request, stages_here, report)
 
     def _report_compiling(self, program: str | None) -> None:
-        """Tell the leader that a program is compiled, or that it is done: else it would take the call to hang."""
+        """Tell the leader that a program is being compiled, or that this is done, lest the call be counted as hung."""
         self._report(dataclasses.replace(self._reported, within_s=COMPILE_S if program else None))
 
     def encode_text(self, prompt: str) -> Output:
         """Encode one prompt: ((compile_s, warnings), `TextEmbedding`).
 
-        The embedding's bits depend on prompt, model, dtype and mesh alone.
+        The embedding's bits depend only on prompt, model, dtype and mesh.
         """
         self._check_stage(ENCODER)
         before, warnings = self._runtime.compile_s, list[str]()
@@ -150,8 +150,8 @@ class StageHost(HostProfile):
     def begin(self, key: str) -> tuple[float]:
         """Compute the text's keys for the expert that runs the next step: (compile_s,).
 
-        Called once for each expert: a pool that hosts both is called again at the boundary, and continues from the
-        state here.
+        This is called once for each expert. A pool that hosts both experts is called again at the boundary, and
+        continues from the state that it holds.
         """
         before, work = self._runtime.compile_s, self._prepared.get(key, Denoising)
         state = work.last_state
@@ -161,13 +161,13 @@ class StageHost(HostProfile):
         expert = operation.expert
         if adapters := work.plan.request.adapters_for(expert.stage):
             check_same_everywhere(adapters)
-        work.state, work.run = state, None  # Frees the other expert's keys first.
+        work.state, work.run = state, None  # Frees the other expert's text keys first.
         with self._sizes.track(work.plan.request):
             work.run = stages.ExpertRun(self._runtime, work.plan, expert, work.inputs[expert], state)
         return (self._runtime.compile_s - before,)
 
     def step(self, key: str) -> tuple[float, int]:
-        """Run the next step of a request that has begun: (compile_s, how many are done)."""
+        """Run the next step of a request that has begun: (compile_s, number of steps done)."""
         before, work = self._runtime.compile_s, self._prepared.get(key, Denoising)
         run = work.run
         if run is None or run.state.step >= run.expert.stop:
@@ -175,16 +175,16 @@ class StageHost(HostProfile):
         with self._sizes.track(work.plan.request):
             event = run.step()
         if event.step == run.expert.stop:
-            work.state, work.run = run.state, None  # Frees its keys.
+            work.state, work.run = run.state, None  # Frees the expert's text keys.
         return self._runtime.compile_s - before, event.step
 
     def decode(self, key: str) -> Output:
-        """Decode the latents of `prepare_decode`, and compress frames as they come: as above, an `EncodedVideo`.
+        """Decode the latents of `prepare_decode` and compress the frames: ((compile_s, warnings), `EncodedVideo`).
 
-        There is none before the last chunk of a video.
+        Before the last chunk of a video, None takes the place of the `EncodedVideo`.
 
         Raises:
-            OutputError: On every host, when the first one can't write the mp4.
+            OutputError: The first host can't write the mp4. All hosts raise this.
         """
         before, work = self._runtime.compile_s, self._prepared.take(key, Decoding)
         sizes, fragments = self._sizes.track(work.request), self._fragments.fill(key)
@@ -193,7 +193,7 @@ class StageHost(HostProfile):
             if work.audio is not None:
                 video.set_audio(*stages.decode_sound(self._runtime, work.audio))
             for _, planes in stages.decode_chunks(self._runtime, work.frames, self._progress, decoded.colours):
-                # A failure is kept to the end, because the other hosts wait in the next chunk's exchange.
+                # A failure is raised only at the end, because the other hosts wait for this one in the next exchange.
                 if self._first:
                     video.add(np.asarray(planes))
             if work.is_last:
@@ -215,14 +215,14 @@ class StageHost(HostProfile):
         self._runtime.fetch_adapters(plan.request.loras, self._stages_of(plan))
 
     def fetch_adapters(self, plan: RequestPlan) -> None:
-        """Read a request's adapters into host memory, from wherever they are; `prepare_denoise` takes them from there.
+        """Read a request's adapters from files or the network into host memory, where `prepare_denoise` takes them.
 
-        The request runs with this content on this slice, whatever becomes of the files meanwhile.
+        On this slice the request runs with this content, even if the files change meanwhile.
         """
         self._fetched.put(plan, self._runtime.fetch_adapters(plan.request.loras, self._stages_of(plan)))
 
     def prepare_encode(self, key: str, request: ResolvedRequest) -> int:
-        """Put the encoder's inputs for a request's image, and the prompt read with it, on the devices.
+        """Put the encoder's inputs on the devices: a request's image, and the prompt if it is encoded with the image.
 
         Returns:
             The bytes of all inputs.
@@ -244,15 +244,15 @@ class StageHost(HostProfile):
     ) -> int:
         """Put a request's inputs for the experts on the devices.
 
-        A request's adapters have been fetched before: neither this nor any step asks a disk or the network for them.
+        The request's adapters must have been fetched before. Neither this nor any step reads them from disk or network.
 
         Args:
             key: The request's key.
             plan: The request's plan.
-            prompt: The prompt's `TextEmbedding`; None where the image's condition has it.
-            negative: The negative prompt's, or None.
+            prompt: The prompt's `TextEmbedding`; None if the image's condition includes it.
+            negative: The negative prompt's `TextEmbedding`, or None.
             image: The image's `ImageCondition`, or None.
-            state: The `DenoiseState` to continue from; None for the one before the first step.
+            state: The `DenoiseState` to continue from; None to start before the first step.
 
         Returns:
             The bytes of all payloads.
@@ -284,8 +284,8 @@ class StageHost(HostProfile):
     ) -> int:
         """Put final latents, from the last expert's `collect`, on the devices; return their bytes.
 
-        With `fragments`, `decode` keeps those of the mp4 for `take_fragments`. With `chunk` they are that chunk's, from
-        `copy_chunk`, and the mp4 stays open under this key until the last one.
+        With `fragments`, `decode` keeps the mp4's fragments for `take_fragments`. With `chunk`, the latents are those
+        of that chunk, from `copy_chunk`, and the mp4 stays open under this key until the last chunk.
         """
         self._prepared.put(key, place_latents(self._runtime, request, state, chunk))
         if fragments and self._first:
@@ -293,16 +293,16 @@ class StageHost(HostProfile):
         return state.nbytes
 
     def take_fragments(self, key: str) -> tuple[list[bytes], bool]:
-        """Wait a while for fragments of a video that is decoded; return them, and whether others may follow."""
+        """Wait a while for fragments of a video that is being decoded; return them, and whether others may follow."""
         return self._fragments.take(key)
 
     def snapshot(self, key: str) -> Output:
-        """Copy out the latest state to resume from, while the next step may run: (step, `DenoiseState`)."""
+        """Copy out the latest state that can be resumed: (step, `DenoiseState`). The next step may run meanwhile."""
         state = self._prepared.get(key, Denoising).resumable
         return self._output(state.step, lambda: stages.to_host(state))
 
     def copy_chunk(self, key: str, chunk: int) -> Output:
-        """Copy out the latents of a chunk that is denoised: (its last step, `DenoiseState`)."""
+        """Copy out the latents of a denoised chunk: (the chunk's last step, `DenoiseState`)."""
         work = self._prepared.get(key, Denoising)
         return self._output(work.plan.chunk_stops[chunk], lambda: work.copy_chunk(chunk))
 
@@ -323,7 +323,7 @@ class StageHost(HostProfile):
         return self._output(state.step, result)
 
     def drop(self, key: str) -> None:
-        """Release a request, if it is here; none of its steps may be running."""
+        """Release a request, if it is held here; none of its steps may be running."""
         self._prepared.drop(key)
         self._fragments.drop(key)
 

@@ -1,8 +1,8 @@
-"""Requests on their way through the stages of one pool, on its slice.
+"""Run requests through the stages of one pool, on one slice.
 
-While the slice computes for one request, the next one's inputs are fetched and put on the devices, and the results of
-the one before leave. Every stage is a stream of events that ends with one `StageResult`. Payloads wait in the request's
-scope; streams carry handles of them.
+While the slice computes for one request, the inputs of the next are fetched and put on the devices, and the results of
+the previous one are copied out. Every stage is a stream of events that ends with one `StageResult`. Payloads are held
+in the request's scope; streams carry only their handles.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ from wan_tpu.plan import DECODER, ENCODER, Expert, RequestPlan
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.stage_machine import HandOver, StageMachine, Step
 
-LOOK_S = 0.05  # Seconds between two looks for the next chunk of latents.
+LOOK_S = 0.05  # Pause between two checks whether the next chunk of latents is there.
 
 
 class StageRunner(SliceVisits):
     """The stages of one slice."""
 
     async def encode_text(self, request: SliceRequest, prompt: str) -> AsyncGenerator[Event, None]:
-        """Encode a prompt: one `TextEmbedding`."""
+        """Encode a prompt; the result is a `TextEmbedding`."""
         with self._serve(request, ENCODER):
             spans, warnings, ref = await self._compute(request, ENCODER, "one prompt", "encode_text", prompt)
             spans[0] = dataclasses.replace(spans[0], chosen=self._explain_choice(request))
@@ -40,12 +40,12 @@ class StageRunner(SliceVisits):
             yield StageResult(await self.published.publish(request.scope, ref), warnings=warnings)
 
     async def encode_image(self, request: SliceRequest, full_request: ResolvedRequest) -> AsyncGenerator[Event, None]:
-        """Encode the image of a request, which `full_request` brings: one `ImageCondition`."""
+        """Encode the image that `full_request` contains; the result is an `ImageCondition`."""
         shape = request.plan.shapes[ENCODER]
         with self._serve(request, ENCODER):
             async with self._enter_visit(request, self.scheduler.other_places) as visit:
                 start = Start()
-                # A video is read from a shared disk, which may keep the lane waiting.
+                # A video is read from a shared disk, which may be slow and would hold up the side lane.
                 group: Group = "side" if full_request.video is None else "network"
                 nbytes = (await self._slice.call("prepare_encode", visit.host_key, full_request, group=group)).value
                 yield self._make_first_span(request, ENCODER, start, nbytes)
@@ -57,7 +57,7 @@ class StageRunner(SliceVisits):
             yield StageResult(await self.published.publish(request.scope, ref), warnings=warnings)
 
     async def check_adapters(self, request: SliceRequest) -> None:
-        """Raise the error that a request's adapters would meet here; called before anything is computed."""
+        """Raise the error that a request's adapters would cause here. Called before anything is computed."""
         stage = request.plan.experts_on(self._where.stages)[0].stage
         with self._serve(request, stage):
             await self._slice.call("check_adapters", request.plan, group="network")
@@ -65,14 +65,14 @@ class StageRunner(SliceVisits):
     async def denoise(
         self, request: SliceRequest, inputs: list[RefHandle | None], state: RefHandle | None, step: int | None
     ) -> AsyncGenerator[Event, None]:
-        """Run all steps of this pool's experts that are left: one `DenoiseState`.
+        """Run all remaining steps of this pool's experts; the result is a `DenoiseState`.
 
         Args:
             request: The request.
             inputs: Prompt, negative prompt or None, image or None.
-            state: The state that the pool before has reached, or None.
-            step: How many steps are done, or None. Without a state, the snapshot after that step is loaded. After the
-                last step there is nothing to run.
+            state: The state that the previous pool has reached, or None.
+            step: How many steps are done, or None. Without a state, the snapshot after that step is loaded. If all
+                steps are done, nothing is run.
 
         Raises:
             StageMoved: The slice will be taken away before the last step can be done; a snapshot has been taken.
@@ -81,7 +81,7 @@ class StageRunner(SliceVisits):
         machine = StageMachine(plan).with_inputs().at_step(step)
         stage = machine.next_step.stage
         with self._serve(request, stage), contextlib.closing(ChunksPublished()) as publishing:
-            # Whatever may wait for the network comes before the place, which other requests could use meanwhile.
+            # Everything that may wait for the network is done before taking a place, which others can use meanwhile.
             fetch = Start()
             refs = await scope.get(*inputs, state)
             loaded = None
@@ -95,10 +95,10 @@ class StageRunner(SliceVisits):
                 start = Start()
                 refs[-1] = loaded or refs[-1]
                 nbytes = (await self._slice.side("prepare_denoise", visit.host_key, plan, *refs)).value
-                # Those of an earlier run may be lost, with the slice or with the driver.
+                # Chunks that an earlier run published may be lost, together with its slice or driver.
                 starts_over = loaded is None or len(plan.chunk_stops) == 1
                 chunks = 0 if starts_over else plan.count_denoised_chunks(machine.steps_done)
-                del refs, loaded  # Else the store would keep them until the last step.
+                del refs, loaded  # Otherwise the object store would keep them until the last step.
                 yield self._make_first_span(request, stage, start, nbytes)
                 yield InputsTaken(fetched_s + start.elapsed_s, nbytes)
                 for chunk in range(chunks):
@@ -115,7 +115,7 @@ class StageRunner(SliceVisits):
                 yield event
             handle = await self.published.publish(scope, ref)
             if isinstance(machine.at_step(done).next_on(stages), HandOver):
-                # The next pool starts from this; if that is lost before its first snapshot, nothing is done twice.
+                # If the next pool is lost before its first snapshot, no step of this pool has to be repeated.
                 self._snapshotter.keep(request, done, ref)
             yield self._make_span(key, plan.experts_on(stages)[-1].stage, "fetch", start)
             yield StageResult(handle, done)
@@ -130,7 +130,7 @@ class StageRunner(SliceVisits):
             try:
                 self._drain.check()
                 admission = await stack.enter_async_context(scheduler.enter(request.priority, request.came_s))
-            except StageMoved as moved:  # A state that the pool before has handed over is on this slice alone now.
+            except StageMoved as moved:  # A state that the previous pool handed over now exists only on this slice.
                 raise moved if machine.step is None else await self._save_and_move(host_key, request) from None
             driver_gone = await stack.enter_async_context(watch_driver(request.scope))
             with self._list_work(key, machine.next_step.stage):
@@ -160,7 +160,7 @@ class StageRunner(SliceVisits):
                         self._snapshotter.start(host_key, request)
 
     async def decode(self, request: SliceRequest, state: RefHandle) -> AsyncGenerator[Event, None]:
-        """Decode final latents: one `EncodedVideo`, and before it the fragments that a request asks for."""
+        """Decode final latents. The result is an `EncodedVideo`, after the fragments if the request asks for them."""
         plan = request.plan
         with self._serve(request, DECODER):
             fetch = Start()
@@ -187,10 +187,9 @@ class StageRunner(SliceVisits):
             yield StageResult(await self.published.publish(request.scope, video), warnings=warnings)
 
     async def decode_chunks(self, request: SliceRequest) -> AsyncGenerator[Event, None]:
-        """Decode a video chunk after chunk, each as soon as it is denoised: events as those of `decode`.
+        """Decode a video chunk by chunk, each as soon as it is denoised. The events are those of `decode`.
 
-        A place is taken only while a chunk is decoded. The mp4 stays open on the hosts from the first chunk to the
-        last.
+        A place is held only while a chunk is decoded. The mp4 stays open on the hosts from the first chunk to the last.
         """
         plan, next_fragment = request.plan, 0
         count, patience_s = len(plan.chunk_stops), self._where.patience_s
@@ -198,7 +197,7 @@ class StageRunner(SliceVisits):
             async with self._open_visit(request) as visit:
                 for chunk in range(count):
                     ref = await self._wait_for_chunk(request, chunk)
-                    # Only before the first chunk can another replica take the video.
+                    # Another replica can take over the video only before the first chunk is decoded.
                     patience_s = None if chunk else patience_s
                     async with self._take_place(request, self.scheduler.other_places, patience_s):
                         start = Start()
@@ -226,9 +225,9 @@ class StageRunner(SliceVisits):
     async def _publish_chunk(
         self, request: SliceRequest, host_key: str, chunk: int, publishing: ChunksPublished
     ) -> None:
-        """Copy the latents of a chunk that is denoised to where `decode_chunks` finds them.
+        """Copy the latents of a denoised chunk to the request's scope, where `decode_chunks` finds them.
 
-        The slice goes on while the request's scope doesn't answer.
+        The slice goes on computing even if the scope doesn't answer.
         """
         _, ref = await self._slice.save("copy_chunk", host_key, chunk)
 
@@ -248,9 +247,9 @@ class StageRunner(SliceVisits):
     async def _pause(
         self, admission: Admission, host_key: str, request: SliceRequest, driver_gone: asyncio.Future[None]
     ) -> None:
-        """Let a more urgent request run, and return when this one may go on; a drain moves it at once."""
+        """Let a more urgent request run, and return when this one may go on. A drain moves this one at once."""
         turn = self.scheduler.pause(admission)
-        self._snapshotter.start(host_key, request, skip=False)  # It may be long before this request runs again.
+        self._snapshotter.start(host_key, request, skip=False)  # It may take long until this request runs again.
         await asyncio.wait([turn, driver_gone], return_when=asyncio.FIRST_COMPLETED)
         if not turn.done():
             driver_gone.result()
@@ -268,6 +267,6 @@ class StageRunner(SliceVisits):
 
 
 def _find_step_kind(plan: RequestPlan, expert: Expert) -> Hashable | None:
-    """Return the key of steps that take equally long; None under a cache, which skips some of them."""
+    """Return the key of steps that take equally long; None with a cache, which skips the work of some steps."""
     kind = plan.shapes[expert.stage], expert.stage, expert.guided, plan.size_of(expert)
     return None if plan.request.cache else kind

@@ -1,4 +1,4 @@
-"""The surroundings of a slice's leader: Serve, Ray and the cluster, or a simulation's stand-ins for them."""
+"""What a slice's leader depends on: Serve, Ray and the cluster, or a simulation's stand-ins for them."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -37,8 +37,8 @@ class Surroundings:
         replica: Serve's name for this process.
         status: The pipeline's status actor.
         snapshots: Where states of unfinished requests are stored.
-        take: Waits for a slice and starts its hosts, as `cluster.gang.slice.take`.
-        find_drain_s: Returns in how many seconds hosts go away, as `cluster.draining.find_drain_s`.
+        take: Waits for a slice and starts its hosts, as `cluster.gang.slice.take` does.
+        find_drain_s: Returns in how many seconds hosts will be taken away, as `cluster.draining.find_drain_s` does.
         store: Ray's object store.
         end_process: Ends this process at once.
     """

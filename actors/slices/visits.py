@@ -1,4 +1,4 @@
-"""Requests on one slice: their places, their arrays on the hosts, their turns on the devices, and their spans."""
+"""Track requests on one slice: their places, their arrays on the hosts, their turns on the devices, and their spans."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ from actors.slices.snapshots import Snapshotter
 
 @dataclasses.dataclass(frozen=True)
 class PoolOfSlice:
-    """The facts about a slice that don't change: its pool, and what its spans are marked with.
+    """Constant facts about a slice: its pool, and what its spans are labelled with.
 
     Attributes:
         pool: The pool's name.
@@ -29,8 +29,8 @@ class PoolOfSlice:
         name: The leader's name, in spans and messages.
         chips: What the slice is made of.
         snapshot_every: Steps between two snapshots.
-        patience_s: How long a request may wait for a place here before it looks for another replica; None where the
-            pool has no other.
+        patience_s: How long a request may wait for a place here before it tries another replica; None if the pool has
+            only one replica.
     """
 
     pool: str
@@ -43,7 +43,7 @@ class PoolOfSlice:
 
 @dataclasses.dataclass
 class Visit:
-    """A request on the hosts: the key of its arrays there, and whether they have been taken out by now."""
+    """A request on the hosts: the key of its arrays there, and whether they have been taken out already."""
 
     host_key: str
     is_empty: bool = False
@@ -53,10 +53,10 @@ class SliceVisits:
     """The requests that visit one slice.
 
     Attributes:
-        work: The stage and the request of everything that is computed or paused.
-        scheduler: Decides whose turn it is.
-        time: How long requests keep the slice.
-        published: Payloads that may still wait for their next stage.
+        work: The stage and the request of everything that is running or paused.
+        scheduler: Decides which request runs next.
+        time: How long requests occupy the slice.
+        published: Payloads that their next stage may not have fetched yet.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class SliceVisits:
         failures: FailureTracker,
         on_work: Callable[[], object],
     ) -> None:
-        """Serve a pool's stages; `on_work` is called whenever `work` has changed."""
+        """Serve a pool's stages. `on_work` is called whenever `work` changes."""
         self._where, self._slice, self._snapshotter = where, slice_, snapshotter
         self._drain, self._failures, self._on_work = drain, failures, on_work
         self.work: list[tuple[str, str]] = []
@@ -79,13 +79,13 @@ class SliceVisits:
 
     @contextlib.contextmanager
     def _serve(self, request: SliceRequest, stage: str) -> Iterator[None]:
-        """Keep the leader alive until a stage has ended, and count failures that may be the slice's."""
+        """Keep the leader alive until a stage has ended, and count failures for which the slice may be to blame."""
         with self._drain.keep_leader(), self._failures.track(stage, request.key):
             yield
 
     @contextlib.asynccontextmanager
     async def _enter_visit(self, request: SliceRequest, places: PriorityQueue) -> AsyncIterator[Visit]:
-        """Take a place on the devices; at the end, drop what the hosts hold of the request, however it ends."""
+        """Take a place on the devices for the block. However that ends, the hosts then drop the request's arrays."""
         async with self._take_place(request, places, self._where.patience_s), self._open_visit(request) as visit:
             yield visit
 
@@ -93,7 +93,7 @@ class SliceVisits:
     async def _take_place(
         self, request: SliceRequest, places: PriorityQueue, patience_s: float | None = None
     ) -> AsyncIterator[None]:
-        """Take a place on the devices for the block; raise `StageWaited` if none is free in `patience_s`."""
+        """Take a place on the devices for the block; raise `StageWaited` if none is free within `patience_s`."""
         async with contextlib.AsyncExitStack() as stack:
             try:
                 async with asyncio.timeout(patience_s):
@@ -105,10 +105,9 @@ class SliceVisits:
 
     @contextlib.asynccontextmanager
     async def _open_visit(self, request: SliceRequest) -> AsyncIterator[Visit]:
-        """Yield the request's key on the hosts; at the end, drop what they hold under it, however it ends.
+        """Yield the request's key on the hosts. However the block ends, the hosts then drop the request's arrays.
 
-        The key is this visit's alone, because a driver that has lost sight of a request may have sent it here once
-        more.
+        Every visit has a key of its own, because a driver that has lost track of a request may send it here again.
         """
         visit = Visit(f"{request.key} {next(self._visits)}")
         try:
@@ -131,7 +130,7 @@ class SliceVisits:
         arg: str,
         has_begun: asyncio.Event | None = None,
     ) -> tuple[list[Span], tuple[str, ...], Any]:
-        """Keep the devices for one call, which sets `has_begun`; return its spans, warnings and payload."""
+        """Hold the devices for one call, and set `has_begun` then; return the call's spans, warnings and payload."""
         async with self.scheduler.device.enter(request.priority):
             self._drain.check()
             with self._list_work(request.key, stage):
@@ -142,12 +141,12 @@ class SliceVisits:
                 return self._make_spans(request.key, stage, start, compile_s), tuple(warnings), ref
 
     def _make_spans(self, key: str, stage: str, start: Start, compile_s: float, step: int | None = None) -> list[Span]:
-        """Return the spans of a call of the slice since `start`: compiling, and computing."""
+        """Return the spans of a call that began at `start`, for compiling and for computing."""
         return split_compute(self._make_span(key, stage, "compute", start, step=step), compile_s)
 
     @contextlib.contextmanager
     def _list_work(self, key: str, stage: str) -> Iterator[None]:
-        """Have `work` list a request for the block, and count the time that it keeps the slice."""
+        """List a request in `work` during the block, and measure how long it occupies the slice."""
         self.work.append((stage, key))
         self._on_work()
         try:
@@ -159,12 +158,12 @@ class SliceVisits:
             self._on_work()
 
     def _make_first_span(self, request: SliceRequest, stage: str, start: Start, nbytes: int) -> Span:
-        """Return the span of bringing a request's inputs to the devices, which also says why it came to this slice."""
+        """Return the span of moving a request's inputs to the devices. It also says why this slice was chosen."""
         fetched = self._make_span(request.key, stage, "fetch", start, nbytes=nbytes)
         return dataclasses.replace(fetched, chosen=self._explain_choice(request))
 
     def _explain_choice(self, request: SliceRequest) -> str:
-        """Return why the router chose this slice; "" where it doesn't say."""
+        """Return why the router chose this slice, or "" if it gave no reason."""
         return request.choices.get(self._where.name.removeprefix(f"{self._where.pool}/"), "")
 
     def _make_span(
