@@ -13,19 +13,19 @@ from actors.jobs.keys import OPERATE, PRIORITIES, list_keys, match_key
 from actors.jobs.tables import ApiKey
 from actors.jobs.values import Room
 
-REFRESH_S = 0.5  # Between two reads of the keys, so that a revoked key stops working within a second.
-BURST_S = 10.0  # A key may send as many requests at once as its rate allows in this time.
+REFRESH_S = 0.5  # Pause between two reads of the keys, so that a revoked key stops working within a second.
+BURST_S = 10.0  # A key may send as many requests at once as its rate allows within this time.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Caller:
-    """Who sends a request, and what it may do.
+    """The sender of a request, and what the sender may do.
 
     Attributes:
-        owner: Owner of the jobs that it makes: the key's id, or "" if there are no keys.
-        sees: Whose jobs it may see and cancel; None for everybody's.
-        room: How many of its jobs may wait.
-        priority: The highest priority that its jobs may have.
+        owner: Owner of the jobs that the caller creates: the key's id, or "" if there are no keys.
+        sees: The owner whose jobs the caller may see and cancel; None for everybody's.
+        room: How many of the caller's jobs may wait.
+        priority: The highest priority that the caller's jobs may have.
         rate: Headers that report its rate limit.
     """
 
@@ -52,7 +52,7 @@ class Access:
         """Read the keys; raises `StoreUnavailable`."""
         self._database, self._queue_limit, self._limits = database, queue_limit, limits
         self._lock = threading.Lock()
-        self._spent: dict[str, float] = {}  # Until when a key's rate is used up, by time.monotonic().
+        self._spent: dict[str, float] = {}  # The time, by time.monotonic(), until which a key's rate is used up.
         self.refresh()
 
     def refresh(self) -> None:

@@ -54,14 +54,14 @@ async def parse_body(
         incoming: The request's share of the memory.
         reader: Starts processes that parse large bodies and images.
         work: Threads that parse small bodies.
-        purpose: What the body is for: for another purpose the same body has another digest.
+        purpose: What the body is for. The digest depends on it, so the same body differs between purposes.
 
     Yields:
         The parsed body.
 
     Raises:
         InvalidRequest: The body is invalid.
-        HttpError: It is of an unsupported type, or can't be received.
+        HttpError: The body is of an unsupported type, or can't be received.
     """
     content_type = request.headers.get("content-type", "")
     kind = parse_media_type(content_type)
@@ -78,7 +78,7 @@ async def parse_body(
                 reading = await stack.enter_async_context(reader.read(content_type, body, incoming.key))
                 parts = reading.parts
         uploads = {} if reading is None else reading.uploads
-        if not uploads:  # Free the process before a file is fetched, which needs a process, too.
+        if not uploads:  # Free this process before a file is fetched, which needs a process as well.
             await stack.aclose()
         incoming.add(len(parts.text))
         fields, digest = await work.run(incoming.key, _validate, parts, uploads, purpose)
@@ -89,14 +89,14 @@ def _validate(parts: Parts, uploads: dict[str, str], purpose: str) -> tuple[Crea
     """Validate a body; return its fields and digest. Raises `InvalidRequest`."""
     fields = parse_json(parts.text)
     files = [name for name in FILES if getattr(fields, name) is not None]
-    if uploads and files:  # A request that waited for a process while it held another could block others.
+    if uploads and files:  # A request that holds one process while it waits for another could block other requests.
         file = next(iter(uploads))
         kind = "an id" if files[0] == VIDEO and fields.video.id is not None else "a URL"
         message = f"{files[0]} was sent as {kind}, and {file} as a file; send files alone, or URLs"
         raise InvalidRequest(message, files[0])
     text = json.dumps(
         fields.model_dump(exclude_none=True), sort_keys=True
-    )  # Versions with more fields compute the same digest.
+    )  # Unset fields are left out, so that a version with more fields computes the same digest.
     return fields, hashlib.sha256(f"{purpose}{text}\0{json.dumps(uploads)}".encode()).hexdigest()
 
 

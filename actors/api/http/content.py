@@ -40,8 +40,8 @@ async def send(
         name: The file's name there.
         media_type: The file's type.
         filename: The name that the client may save it under.
-        url_s: If set, clients are redirected to a signed URL of the storage, valid for that many seconds, if any.
-            Scripts of the web page aren't, since they can't read from there.
+        url_s: If set, clients are redirected to a signed URL that is valid for that many seconds, if the storage can
+            sign URLs. Scripts of the web page aren't redirected, since they can't read from another origin.
         stall_s: A client that reads nothing for this long is disconnected.
 
     Raises:
@@ -79,7 +79,7 @@ async def send(
         return Response(None, status, headers, media_type)
     file = await run_in_threadpool(storage.open, name, start)
     try:
-        first = await run_in_threadpool(file.read, min(CHUNK, stop - start))  # Raises before the answer begins.
+        first = await run_in_threadpool(file.read, min(CHUNK, stop - start))  # Fails, if at all, before the answer.
     except BaseException:
         file.close()
         raise
@@ -87,7 +87,7 @@ async def send(
 
 
 class TimedResponse(StreamingResponse):
-    """Sends what a generator yields. A client that stops reading is disconnected, so that it can't hold memory."""
+    """Sends what a generator yields. A client that stops reading is disconnected, since its answer occupies memory."""
 
     def __init__(
         self, chunks: AsyncGenerator[bytes, None], stall_s: float, status: int, headers: Mapping[str, str], kind: str
@@ -138,12 +138,12 @@ class _Download(TimedResponse):
 
 
 async def read_chunks(file: OpenFile, first: bytes = b"", size: int = sys.maxsize) -> AsyncGenerator[bytes, None]:
-    """Yield what is left of an open file, in chunks.
+    """Yield the rest of an open file in chunks.
 
     Args:
         file: The file.
-        first: What was read of it already.
-        size: How many bytes to yield at most, those of `first` included.
+        first: The bytes that were read already.
+        size: The most bytes to yield, including those of `first`.
     """
     chunk = first or await run_in_threadpool(file.read, min(CHUNK, size))
     while chunk:

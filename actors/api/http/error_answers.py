@@ -28,7 +28,7 @@ from wan_tpu.storage.base import StorageError
 
 log = logging.getLogger(__name__)
 
-# Statuses for clients that wait for a video whose job failed, by the job's error code.
+# HTTP statuses by a job's error code, for clients that wait for the video of a job that has failed.
 FAILURES = {
     INVALID: 400,
     DEADLINE: 408,
@@ -61,7 +61,7 @@ class HttpError(Exception):
 
 
 def answer(error: Exception, request_id: str = "") -> Response:
-    """Return the answer for an error. For unexpected errors it only names the `request_id` of the log's entry."""
+    """Return the answer for an error. For an unexpected error it contains only the `request_id` of the log entry."""
     message, headers = str(error), {}
     code: str | None
     status, code, param = 500, "internal_error", None
@@ -77,13 +77,13 @@ def answer(error: Exception, request_id: str = "") -> Response:
         case StoreUnavailable() | StorageError():
             status, code, headers["Retry-After"] = 503, "unavailable", str(_AGAIN_S)
             log_event(log, "unavailable", logging.WARNING, reason=message)
-            message = "the service can't reach its database or storage now; try again"  # Addresses are not for clients.
+            message = "the service can't reach its database or storage now; try again"  # Hides internal addresses.
         case JobError():
             status, code = 409, "conflict"
         case InvalidRequest():
             status, code = 400, "invalid_value"
             param = "size" if error.field in ("height", "width") else NAMES.get(error.field or "", error.field)
-            if error.field in NAMES:  # The message uses the field's internal name.
+            if error.field in NAMES:  # The message has only the internal name of the field, so the API's is added.
                 message = f"{param}: {message}"
         case InvalidInput():
             status, code = 400, "invalid_value"

@@ -1,4 +1,4 @@
-"""Follow jobs for clients: one query reads all followed jobs every so often, however many clients follow them."""
+"""Follow jobs for clients. One query at regular intervals reads all followed jobs, however many clients there are."""
 
 import asyncio
 import contextlib
@@ -18,20 +18,20 @@ from wan_tpu.errors import WanTpuError
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
-_WATCH_S = 0.15  # Fragments are shown this late.
+_WATCH_S = 0.15  # Pause between two reads of new fragments, which clients see this much later at most.
 _AGAIN_S = 5
 
 EstimatedJob = tuple[Job, float | None]  # A job, and in how many seconds it will be done, if that is known.
-State = TypeVar("State")  # What is read of a job.
+State = TypeVar("State")  # The state of a job that followers receive.
 
 
 def follow_jobs(look: Callable[[Iterable[str]], dict[str, EstimatedJob]], access: Access) -> "Following[EstimatedJob]":
-    """Return what follows the progress of jobs."""
+    """Return a `Following` of the progress of jobs."""
     return Following(look, access, every_s=_LOOK_S, has_ended=lambda seen: seen[0].has_ended, is_news=_has_changed)
 
 
 def follow_watched(look: Callable[[Iterable[str]], dict[str, Watched]], access: Access) -> "Following[Watched]":
-    """Return what follows the stored fragments of jobs."""
+    """Return a `Following` of the stored fragments of jobs."""
     return Following(
         look, access, every_s=_WATCH_S, has_ended=lambda seen: seen.has_ended, is_news=lambda before, now: before != now
     )
@@ -71,7 +71,7 @@ class _Follower(Generic[State]):
 
 
 class Following(Generic[State]):
-    """Reads the jobs that streams follow. A revoked key loses its streams."""
+    """Reads the jobs that streams follow. The streams of a revoked key are ended."""
 
     def __init__(
         self,
@@ -85,11 +85,11 @@ class Following(Generic[State]):
         """Set up without any followers.
 
         Args:
-            look: Returns those of the given ids that exist as jobs. It is called in threads.
+            look: Returns the jobs with the given ids, except those that don't exist. It is called in threads.
             access: Knows which keys are valid.
-            every_s: Pause between two looks.
-            has_ended: Whether a job won't change any more.
-            is_news: Whether a job differs from what was seen of it before.
+            every_s: Pause between two calls of `look`.
+            has_ended: Returns whether a job won't change any more.
+            is_news: Returns whether a job differs from its state before.
         """
         self._look, self._access, self._every_s = look, access, every_s
         self._has_ended, self._is_news = has_ended, is_news
@@ -104,9 +104,9 @@ class Following(Generic[State]):
 
         Args:
             job: The job's id.
-            seen: The job as it was just seen, which comes first.
+            seen: The job's state as just read, which is yielded first.
             owner: The key that follows it.
-            idle_s: After so many seconds without a change, the latest state comes once more; None for never.
+            idle_s: After this many seconds without a change, the latest state is yielded again; None for never.
 
         Yields:
             An iterator over the job's states. It raises `JobNotFound` if the job is deleted, and `HttpError` 401 if
@@ -133,7 +133,7 @@ class Following(Generic[State]):
             follower.news.clear()
             if follower.end is not None:
                 raise follower.end
-            seen = follower.latest  # The latest may have changed by the time the consumer resumes.
+            seen = follower.latest  # Kept, because `latest` may change before the consumer resumes.
             yield seen
             if self._has_ended(seen):
                 return
@@ -152,10 +152,10 @@ class Following(Generic[State]):
             except WanTpuError as error:
                 log_event(log, "events wait", logging.WARNING, reason=str(error))
                 continue
-            except Exception:  # Followers keep waiting.
+            except Exception:  # Followers keep waiting, and the next read may succeed.
                 log.exception("events wait")
                 continue
-            for job in jobs:  # Not those followed only since, which weren't read.
+            for job in jobs:  # Jobs that were followed only after the read began are left for the next one.
                 for follower in self._followers.get(job, ()):
                     self._tell(follower, job, jobs_now.get(job))
         self._looking = None

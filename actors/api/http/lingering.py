@@ -1,16 +1,16 @@
-"""Let a client read its answer when it is answered before all of its body has arrived.
+"""Make sure that a client can read its answer if that is sent before the whole body has arrived.
 
-A server that closes a connection with unread bytes makes the kernel reset it, and a reset discards what the client has
-not read yet: the answer. So the rest of the body is read, and discarded, for a while (nginx calls this
-`lingering_close`). Many clients read only after they have sent everything.
+When a server closes a connection with unread bytes, the kernel resets it. A reset discards what the client hasn't read
+yet, which is the answer, because many clients read only after they have sent everything. So the rest of the body is
+read and discarded for a while (nginx calls this `lingering_close`).
 """
 
 import asyncio
 
 from starlette.types import Message, Receive, Send
 
-_LINGER_S = 5.0  # How long the rest of a body is read at most.
-_IDLE_S = 1.0  # How long its next part may take: as long as an answer may be on its way.
+_LINGER_S = 5.0  # The longest time for which the rest of a body is read.
+_IDLE_S = 1.0  # The longest wait for the next part of a body, which allows for the time an answer is under way.
 
 
 async def end_answer(message: Message, receive: Receive, send: Send) -> None:
@@ -19,7 +19,7 @@ async def end_answer(message: Message, receive: Receive, send: Send) -> None:
     Args:
         message: The last part, of type http.response.body.
         receive: Receives the rest of the body.
-        send: Sends to the server. It closes the connection when it is given the end of the answer.
+        send: Sends to the server, which closes the connection after the end of the answer.
     """
     await send({**message, "more_body": True})
     try:

@@ -18,9 +18,9 @@ log = logging.getLogger(__name__)
 
 _QUIET = ("/health", "/ready", "/metrics")  # Machines request these every few seconds, so they aren't logged.
 _SCHEMES = ("http", "https")
-_METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))  # Others are counted together.
-_MAX_UNREAD = 65_536  # Bytes of an unwanted body that the server still reads to keep the connection.
-# Sent with every answer. Only our own page needs to allow more, and has a policy of its own.
+_METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))  # Others are counted as "other".
+_MAX_UNREAD = 65_536  # The most bytes of a rejected body that the server still reads to keep the connection.
+# Sent with every answer. Only our own web page needs to allow more, and it has a policy of its own.
 _GUARDS = {"x-content-type-options": "nosniff", "x-frame-options": "DENY"}
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 
@@ -72,14 +72,14 @@ class Middleware:
                 await send(message)
 
         try:
-            if len(headers.getlist("authorization")) > 1:  # Proxies may count it for different keys.
+            if len(headers.getlist("authorization")) > 1:  # Proxies might attribute the request to different keys.
                 raise HttpError(400, "more than one Authorization header was sent; send one", code="invalid_value")
             self._check_site(headers)
             await self._app(scope, receive_noting_end, send_observed)
-        except DownloadCut as error:  # The server closes the connection of an answer that isn't whole.
+        except DownloadCut as error:  # The server closes the connection, because the answer is incomplete.
             log_event(log, "download cut", job=_find_job(scope), request=state["request_id"], reason=str(error))
-        except Exception as error:  # Whatever it is, the process goes on.
-            if status:  # Part of an answer has been sent.
+        except Exception as error:  # No error of a request may end the process.
+            if status:  # Part of an answer has been sent, so no other answer is possible.
                 raise
             await answer(error, state["request_id"])(scope, receive, send_observed)
 

@@ -14,7 +14,7 @@ from actors.jobs.keys import MAKE, OPERATE, READ
 from wan_tpu.errors import InvalidRequest
 
 _KEY_LENGTH = 255
-_NO_BODY = 1024  # Largest body accepted, unread, by routes that take none: some clients send {}.
+_NO_BODY = 1024  # The largest body that routes without a body ignore rather than reject, as some clients send {}.
 
 
 async def get_service(request: Request) -> Service:

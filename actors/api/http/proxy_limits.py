@@ -1,8 +1,8 @@
-"""Middleware for Serve's own proxy when there is no HAProxy: the same limits, as far as it can enforce them.
+"""Middleware for Serve's own proxy without HAProxy: it applies the same limits, as far as a middleware can.
 
-Serve's proxy reads whole bodies into memory as fast as they arrive, and so does the replica behind it. Here they are
-counted and paced until their request ends. Since this sees only complete requests, it can't limit connections that send
-nothing, or headers that take forever.
+Serve's proxy reads whole bodies into memory as fast as they arrive, and so does the replica behind it. This middleware
+counts and paces them until their request ends. A middleware sees a request only when its headers are complete, so it
+can't limit connections that send nothing, or that send their headers slowly.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from cluster.provision.haproxy import BOUNDS, KEY, SERVES_HEADERS
 
 _AGAIN_S = 2
 _WINDOW_S = 10.0  # The window in which `BOUNDS` count requests.
-_NAMES = 10_000  # Addresses and keys that are remembered before idle ones are forgotten.
+_NAMES = 10_000  # When more addresses and keys than this are remembered, idle ones are forgotten.
 
 
 def middlewares() -> list[Middleware]:
@@ -65,7 +65,7 @@ class ProxyLimits:
                 await self._app(scope, exchange.receive, exchange.send)
             exchange.check()
         except HttpError as error:
-            if exchange.has_begun:  # Part of an answer has been sent.
+            if exchange.has_begun:  # Part of an answer has been sent, so no other answer is possible.
                 return
             refusal = answer(error)
             if not with_body:
@@ -88,7 +88,7 @@ def _normalize_key(authorization: str | None) -> str | None:
 
 
 def _group_address(address: str) -> str:
-    """Return what counts as one address: for IPv6 its /64, all of which belongs to one client."""
+    """Return the group in which an address is counted: for IPv6 its /64, which belongs to one client."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -104,7 +104,7 @@ class _Exchange:
     Attributes:
         begun: Whether the answer has begun.
         body: The request's share of the memory, if it has a body.
-        counted: Ends the counting of the body when it is closed, for a small body as soon as it has arrived.
+        counted: Stops counting the body when this is closed; a small body is counted only until it has arrived.
     """
 
     def __init__(self, receive: Receive, send: Send, small: int) -> None:
@@ -115,7 +115,7 @@ class _Exchange:
         self._failure: HttpError | None = None
 
     async def receive(self) -> Message:
-        """Return the next part. If the body may not go on, Serve sees a client that has disconnected."""
+        """Return the next part of the body. If the body must not go on, tell Serve that the client has disconnected."""
         body = self.body
         if body is None or body.arrived:
             return await self._receive()
@@ -141,7 +141,7 @@ class _Exchange:
             await self._send(message)
 
     def check(self) -> None:
-        """Raise the error that replaces an answer that was held back, if any."""
+        """Raise the error to answer with instead of an answer of Serve's that was held back, if there is one."""
         if self._failure is not None:
             raise self._failure
         if self._is_unavailable:
@@ -155,7 +155,7 @@ class _Clients:
     def __init__(self, bounds: Mapping[str, int]) -> None:
         self._at_once, self._requests, self._of_a_key, self._of_a_key_at_once = bounds.values()
         self._under_way: dict[str, int] = defaultdict(int)
-        self._used_until: dict[str, float] = {}  # Until when a client's rate is used up.
+        self._used_until: dict[str, float] = {}  # The time until which a client's rate is used up.
 
     @contextlib.contextmanager
     def count(self, address: str, key: str | None) -> Iterator[None]:
@@ -178,7 +178,7 @@ class _Clients:
                     del self._under_way[name]
 
     def _wait_s(self, name: str, requests: int, at_once: int) -> float:
-        """Count a request and return 0, or if it may not pass, return in how many seconds one may."""
+        """Count a request and return 0; or if it must be rejected, return after how many seconds one may be sent."""
         if at_once and self._under_way.get(name, 0) >= at_once:
             return _AGAIN_S
         if not requests:

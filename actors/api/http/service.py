@@ -47,19 +47,19 @@ from wan_tpu.storage.opening import open_storage
 log = logging.getLogger(__name__)
 
 _WORKERS = 2  # Threads for work that takes processor time, such as planning a request.
-_MISSED = 4  # After so many check-ins that couldn't be written, the ingress reports that it isn't ready.
+_MISSED = 4  # After this many check-ins that couldn't be written, the ingress reports that it isn't ready.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Accepted:
-    """An accepted job as it was then, and its private key, if only this request waits for it."""
+    """A job in the state in which it was accepted, and its private key if only this request waits for it."""
 
     seen: EstimatedJob
     private: str | None = None
 
 
 class Service:
-    """Opened once in every ingress process. Methods named `..._now` wait for the database, so call them in threads."""
+    """Everything that an ingress process opens once. Methods named `..._now` block on the database: call in threads."""
 
     def __init__(self, settings: ServiceSettings, spec: ModelSpec) -> None:
         """Open everything; raises `InvalidInput` if something can't be used."""
@@ -91,7 +91,7 @@ class Service:
         alone: bool = False,
         extends: bool = False,
     ) -> Accepted:
-        """Accept a job, or raise the reason why not. After any error but `MaybeAccepted`, nothing was accepted.
+        """Accept a job, or raise the reason for rejecting it. No error but `MaybeAccepted` leaves an accepted job.
 
         Cheap checks come first: the queue before the body, and all fields before the files.
 
@@ -99,8 +99,8 @@ class Service:
             request: The request, whose body is read here.
             caller: Whose job it becomes.
             idempotency_key: Repeated requests with this key get the same job.
-            alone: Whether to cancel the job when this request's client is gone. The job then gets a private key.
-            extends: Whether the body's video is to be continued.
+            alone: Whether to cancel the job if this request's client disconnects. The job then gets a private key.
+            extends: Whether the job continues the body's video.
         """
         drafts = self.extensions if extends else self.drafts
         with self._note_refusals(request) as is_retry:
@@ -143,7 +143,7 @@ class Service:
 
     @contextlib.contextmanager
     def _note_refusals(self, request: Request) -> Iterator[bool]:
-        """Yield whether an earlier try of a request may have been accepted; note it if certainly none was."""
+        """Yield whether an earlier try of a request may have been accepted. Record a try that certainly was not."""
         is_retry = self.retries.repeats(request)
         try:
             yield is_retry
@@ -155,7 +155,7 @@ class Service:
             raise
 
     async def _look(self, job: Job, new: bool) -> EstimatedJob:
-        """Return an accepted job as it is now. This doesn't fail, since the job has been accepted."""
+        """Return an accepted job's current state. Errors are suppressed, since the job has been accepted anyway."""
         size = "{width}x{height}x{frames}".format(**job.request)
         steps, owner = job.request["steps"], job.owner or None
         log_event(log, "accepted" if new else "known", job=job.id, owner=owner, size=size, steps=steps)
@@ -171,7 +171,7 @@ class Service:
         return job_now, self.forecast.estimate_eta_s(job_now)
 
     def look_at_all_now(self, jobs: Iterable[str]) -> dict[str, EstimatedJob]:
-        """Return those of the given ids that exist as jobs, by id."""
+        """Return the jobs with the given ids, by id, except those that don't exist."""
         return {job.id: (job, self.forecast.estimate_eta_s(job)) for job in self.store.look_at_all(jobs)}
 
     def read_usage_now(self, caller: Caller, first: str, last: str) -> list[KeyUsage]:
@@ -203,7 +203,7 @@ class Service:
 
     def count_workers_now(self) -> int:
         """Return the number of workers; raises if database or storage can't be read or written."""
-        with contextlib.suppress(Missing):  # This also shows that the storage answers.
+        with contextlib.suppress(Missing):  # Any answer shows that the storage can be reached.
             self.storage.size("ready")
         self._check_disk()
         longest_s = _MISSED * self._limits.check_in_s

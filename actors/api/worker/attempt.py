@@ -37,14 +37,14 @@ from wan_tpu.storage.base import Missing, Storage, StorageError
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0  # Pauses between two attempts to store a result.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0  # Pauses between attempts to store a result grow from first to longest.
 
 
 _GONE = "an image or a video of it isn't in storage any more; send the request again"
 
 
 class InputGone(Exception):
-    """Storage works, but doesn't have an input of the job, so that another attempt wouldn't find it either."""
+    """Storage works but doesn't have an input of the job, so another attempt wouldn't find it either."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +52,9 @@ class JobResults:
     """The stored results of a job.
 
     Attributes:
-        names: Their names in storage, by variant.
+        names: The names of the results in storage, by variant.
         warnings: What the job's owner should know about the video.
-        watchable: Whether all fragments of the video are stored, too.
+        watchable: Whether all fragments of the video are stored as well.
     """
 
     names: dict[str, str]
@@ -71,7 +71,7 @@ class Attempt:
         Args:
             context: What the worker's process shares.
             job: The claimed job.
-            pause: Stops claims for so many seconds, and returns when no claim is under way.
+            pause: Stops new claims for a number of seconds, and returns when no claim is under way.
         """
         self._context, self._job, self._pause = context, job, pause
         self._queue, self._storage, self._limits = context.queue, context.storage, context.settings.reliability
@@ -79,7 +79,7 @@ class Attempt:
         self._tracker = Tracker(self._job, context.pace.get(self._job.request), self._chips, context.settings.dollars)
         self._fragments = Fragments(self._queue, self._storage, self._job)
         self._start_s, self._start = time.time(), time.monotonic()
-        self._stop_code: str | None = None  # Why the job must stop, once it must.
+        self._stop_code: str | None = None  # Why the job must stop, or None while it may go on.
         self._lease_lost = False
 
     async def run(self) -> None:
@@ -90,7 +90,7 @@ class Attempt:
         try:
             await asyncio.wait([making])
             await self._record_end(making)  # The lease is renewed until the end is recorded.
-        except BaseException as error:  # The worker shuts down, or can't record the end: another worker will try.
+        except BaseException as error:  # The worker shuts down, or can't record the end, so another worker will try.
             making.cancel()
             is_final = isinstance(error, Exception)
             if is_final:
@@ -116,13 +116,13 @@ class Attempt:
             request = await self._insist(_rebuild_request, self._job, self._storage, self._context.settings.catalogue)
         except Missing:
             raise InputGone(_GONE) from None
-        except StorageError as error:  # Raised as the pipeline's error, or every waiting job would fail.
+        except StorageError as error:  # Not the job's fault: as a job's own error it would fail every waiting job.
             raise PipelineError("its inputs can't be read now") from error
         engine = self._context.engine
-        plan = engine.model.plan(request)  # Planned now, since jobs outlive upgrades and their adapters may have moved.
+        plan = engine.model.plan(request)  # Jobs outlive upgrades, and adapters may have moved, so no plan is stored.
         self._tracker.weigh_steps(engine.model, plan)
         extends = "source_frames" in self._job.request
-        if extends and self._job.input_image is not None:  # The first frame, which the source ends with.
+        if extends and self._job.input_image is not None:  # The first frame is the source's last one.
             plan = plan.with_request(dataclasses.replace(plan.request, hidden_frames=1))
         async with self._fragments.storing() as fragments:
             video = await engine.generate(
@@ -138,7 +138,7 @@ class Attempt:
             return JobResults(names, video.warnings, watchable=await fragments.finish())
 
     async def _choose_reader(self, fragments: Fragments, plan: RequestPlan) -> OnFragment | None:
-        """Return what takes the fragments of a video that continues another one; None if it can't be streamed."""
+        """Return the callback for fragments of a video that continues another one; None if it can't be streamed."""
         if plan.request.generate_audio:
             return None
         source, frames = await self._read_source(), self._job.request["source_frames"]
@@ -153,7 +153,7 @@ class Attempt:
             raise InputGone(_GONE) from None
 
     async def _join(self, video: GeneratedVideo) -> GeneratedVideo:
-        """Return the video that the job continues, and what was made, as one video."""
+        """Return one video that consists of the video that the job continues and the new part."""
         source = await self._read_source()
         return dataclasses.replace(video, mp4=await asyncio.to_thread(join_contents, source, video.mp4))
 
@@ -164,7 +164,7 @@ class Attempt:
             request = self._job.request
             size = {"height": int(request["height"]), "width": int(request["width"]), "frames": count_frames(request)}
             results |= await asyncio.to_thread(make_previews, video.mp4, **size)
-            if "i2v" in self._context.engine.model.tasks:  # Other models continue no video.
+            if "i2v" in self._context.engine.model.tasks:  # Other models can't continue a video from its last frame.
                 last_frame = await asyncio.to_thread(make_last_frame, video, size["frames"])
                 results["final_frame"] = last_frame
         prefix = f"{self._job.id}.{self._job.attempts}"  # Names are unique to this attempt and content.
@@ -178,7 +178,7 @@ class Attempt:
         return names
 
     async def _store(self, name: str, content: bytes) -> None:
-        """Write a result, and retry without limit: the next job couldn't store its video either."""
+        """Write a result, retrying without limit, since the next job couldn't store its video either."""
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
@@ -214,7 +214,7 @@ class Attempt:
                 return
             except StoreUnavailable as error:
                 log_event(log, "lease not renewed", logging.WARNING, job=self._job.id, reason=str(error))
-            except Exception:  # If this persists, the lease runs out; if not, it is renewed next time.
+            except Exception:  # If the error persists, the lease runs out; otherwise it is renewed next time.
                 log.exception("lease not renewed", extra={"fields": {"job": self._job.id}})
             else:
                 if stop_code is not None and self._stop_code is None:
@@ -245,7 +245,7 @@ class Attempt:
         return self._queue.complete(self._job, results.names, results.warnings, watchable=results.watchable)
 
     async def _fail(self, error: BaseException) -> Job | None:
-        """Fail the job if the error is its own fault, else give it back. Return the job if it has ended."""
+        """Fail the job if it is to blame for the error, otherwise give it back. Return the job if it has ended."""
         if isinstance(error, LeaseLost):
             raise error
         code, message = _blame(error)
@@ -284,7 +284,7 @@ class Attempt:
 
         Raises:
             LeaseLost: The job isn't this worker's any more.
-            StorageError: Storage was unavailable as often as an input is read.
+            StorageError: Storage was unavailable `input_attempts` times.
         """
         attempt, uncertain = 0, False
         while True:
@@ -292,7 +292,7 @@ class Attempt:
                 return await asyncio.to_thread(change, *args)
             except LeaseLost:
                 if uncertain and (job := await asyncio.to_thread(self._context.store.get, self._job.id)).has_ended:
-                    return job  # type: ignore[return-value] # Ended by the change whose answer was lost.
+                    return job  # type: ignore[return-value] # An earlier try ended it, but its answer was lost.
                 raise
             except (StoreUnavailable, StorageError) as error:
                 uncertain |= isinstance(error, CommitUncertain)
@@ -313,14 +313,14 @@ def _rebuild_request(job: Job, storage: Storage, catalogue: Catalogue) -> Genera
         fields[field] = None if name is None else Image.open(io.BytesIO(storage.read(name))).convert("RGB")
     if job.input_video is not None:
         if "source_frames" in job.request and job.input_image is not None:
-            storage.size(job.input_video)  # It is only read at the end; if it is gone, nothing needs to be computed.
+            storage.size(job.input_video)  # The video is read only at the end; if it is gone, computing is of no use.
         else:
             fields["video"] = VideoContent(storage.read(job.input_video))
     return GenerationRequest(**fields)
 
 
 def _blame(error: BaseException) -> tuple[str | None, str]:
-    """Return the code of a failure, or None if the job isn't to blame, and the reason."""
+    """Return the error code if the job is to blame, or None if it isn't, and the reason."""
     match error:
         case RequestFailed(code="invalid" | "unhealthy"):
             return error.code, str(error)
@@ -334,8 +334,8 @@ def _blame(error: BaseException) -> tuple[str | None, str]:
             return INPUT_LOST, str(error)
         case InvalidRequest():
             return INVALID, str(error)
-        case WanTpuError():  # Something that jobs share failed: the pipeline, storage, a hub.
+        case WanTpuError():  # Something that all jobs share failed, such as the pipeline, storage or a hub.
             return None, str(error)
-    if type(error).__module__.split(".")[0] == "ray":  # The slices can't be reached, which isn't the job's fault.
+    if type(error).__module__.split(".")[0] == "ray":  # The slices can't be reached, for which no job is to blame.
         return None, f"{type(error).__name__}: {error}"
     return INTERNAL_ERROR, f"{type(error).__name__}: {error}"

@@ -15,7 +15,7 @@ from actors.jobs.work import WorkQueue
 from actors.slices.snapshots import Snapshots
 from wan_tpu.storage.opening import open_storage
 
-_RECENT = 20  # Completed jobs from which the durations by size are known at the start.
+_RECENT = 20  # The number of completed jobs from which a new worker learns the durations by size.
 
 
 class WorkerEngine(Engine, Protocol):
@@ -29,8 +29,8 @@ class WorkerContext:
     """Opened once in a worker's process.
 
     Attributes:
-        snapshots: Snapshots that the engine has stored of unfinished jobs.
-        traces: Exports traces of the jobs that end, if wanted.
+        snapshots: The snapshots of unfinished jobs that the engine has stored.
+        traces: Exports traces of jobs that have ended; None if traces are off.
         previews: Whether to make pictures of the videos. Simulated videos aren't mp4 files and have none.
     """
 

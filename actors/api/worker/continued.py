@@ -1,4 +1,4 @@
-"""The fragments of a video that continues another one: that one's, at once, and then those of the new part."""
+"""The fragments of a video that continues another one: those of the source at once, then those of the new part."""
 
 import asyncio
 
@@ -9,10 +9,10 @@ from wan_tpu.media.fragments import ContinuedVideo, NotContinued
 
 
 class ContinuedFragments:
-    """Passes on the fragments of the whole video."""
+    """Passes on the fragments of the whole video, which are those of the source and of the new part."""
 
     def __init__(self, whole: ContinuedVideo, fragments: Fragments) -> None:
-        """Pass on those of the source.
+        """Pass on the fragments of the source.
 
         Args:
             whole: The source.
@@ -23,7 +23,7 @@ class ContinuedFragments:
         self._begin(0)
 
     def add(self, fragment: Fragment) -> None:
-        """Take the next fragment of the new part, in any thread."""
+        """Take the next fragment of the new part. Any thread may call this."""
         self._begin(fragment.run)
         try:
             content = self._whole.append(fragment.content)
@@ -33,7 +33,7 @@ class ContinuedFragments:
         self._fragments.add(Fragment(fragment.run, len(self._whole.fragments) + fragment.index, content))
 
     def _begin(self, run: int) -> None:
-        """Pass on the source's fragments once more when a decoder has begun again, since they are a run's first."""
+        """Pass on the source's fragments again, because every run of a decoder must begin with them."""
         if run > self._run:
             self._run = run
             for index, content in enumerate(self._whole.fragments):
@@ -41,9 +41,9 @@ class ContinuedFragments:
 
 
 async def continue_fragments(source: bytes, frames: int, fps: float, fragments: Fragments) -> ContinuedFragments | None:
-    """Return what takes the fragments of a video that continues another one; None if the two can't be one stream."""
+    """Return a receiver for fragments that continue a source video; None if the two can't form one stream."""
     try:
         whole = await asyncio.to_thread(ContinuedVideo, source, frames, fps)
     except (NotContinued, WanTpuError):
-        return None  # Whoever watches gets the finished video.
+        return None  # Clients that watch get the finished video instead.
     return ContinuedFragments(whole, fragments)

@@ -15,10 +15,10 @@ from wan_tpu.errors import WanTpuError
 
 log = logging.getLogger(__name__)
 
-_URGENT = 2  # Jobs claimed beyond `concurrency` if they are more urgent than a running one.
+_URGENT = 2  # The most jobs claimed beyond `concurrency`, each more urgent than a running one.
 _LOOK_S = 0.5  # Pause between two polls of an empty queue.
 _AGAIN_S = 2.0  # Pause after the database or the pipeline failed to answer.
-# Threads beyond two per job, for its result and its fragments, so that leases are renewed even while storage hangs.
+# Besides two threads per job, for its result and its fragments. Leases are thus renewed even while storage hangs.
 _THREADS = 32
 
 
@@ -30,7 +30,7 @@ class JobWorker:
         self._running: dict[str, tuple[asyncio.Task[None], int]] = {}  # Attempt and priority, by job.
         self._job_ended = asyncio.Event()
         self._paused_until = 0.0  # On the clock of time.monotonic().
-        self._must_check = True  # Whether to check engine and storage before the next claim, since one of them failed.
+        self._must_check = True  # Whether to check engine and storage before the next claim, as after a failure.
         self._claiming = asyncio.Lock()
 
     async def run(self) -> None:
@@ -51,7 +51,7 @@ class JobWorker:
 
     async def _pause(self, seconds: float) -> None:
         self._paused_until = time.monotonic() + seconds
-        async with self._claiming:  # A claim under way could take the job that is about to be given back.
+        async with self._claiming:  # Otherwise a claim under way could take a job that is about to be given back.
             self._must_check = True
 
     async def _claim(self) -> Job | None:
@@ -62,7 +62,7 @@ class JobWorker:
         above = min(running) if len(running) >= most else None
         try:
             async with self._claiming:
-                if self._must_check:  # So that an outage uses up neither jobs' attempts nor slices' time.
+                if self._must_check:  # During an outage, claims would use up jobs' attempts and slices' time.
                     await self._context.engine.check_ready()
                     await asyncio.to_thread(self._context.storage.probe)
                     self._must_check = False
@@ -70,14 +70,14 @@ class JobWorker:
                 return await asyncio.to_thread(claim, self.name, above=above, model=model)
         except WanTpuError as error:
             log_event(log, "no claim", logging.WARNING, reason=str(error))
-        except Exception:  # If this worker ended, others would take over the queue and end likewise.
+        except Exception:  # If this ended the worker, the others would hit the same error and end one by one.
             log.exception("no claim")
         self._paused_until = time.monotonic() + _AGAIN_S
         return None
 
     async def _start(self, job: Job, tasks: asyncio.TaskGroup) -> None:
         before = self._running.get(job.id)
-        if before is not None:  # Its lease had run out. The engine must have dropped it before it starts again.
+        if before is not None:  # The job's lease had run out. The engine must drop the job before it starts again.
             before[0].cancel()
             await asyncio.wait([before[0]])
         self._running[job.id] = tasks.create_task(self._attempt(job)), job.priority
@@ -86,7 +86,7 @@ class JobWorker:
     async def _attempt(self, job: Job) -> None:
         try:
             await Attempt(self._context, job, self._pause).run()
-        except Exception:  # Other attempts go on.
+        except Exception:  # An error in one attempt must not stop the others.
             log.exception("attempt")
         finally:
             del self._running[job.id]

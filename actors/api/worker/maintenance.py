@@ -1,4 +1,4 @@
-"""Maintenance that every worker does. Several may do it at once."""
+"""Maintenance that every worker does. Several workers may do it at the same time."""
 
 import asyncio
 import functools

@@ -1,4 +1,4 @@
-"""Make the pictures of a finished video, which decodes all of it."""
+"""Make the preview pictures of a finished video, for which the whole video is decoded."""
 
 import io
 import subprocess
@@ -29,7 +29,7 @@ def make_previews(mp4: bytes, *, height: int, width: int, frames: int) -> dict[s
 def make_last_frame(video: GeneratedVideo, frames: int) -> bytes:
     """Return a video's last frame (PNG), from which another one can continue it.
 
-    It is as it was before the mp4 lost some of it, where the engine has kept that.
+    This is the frame before the lossy compression of the mp4, if the engine has kept it.
     """
     frame = video.last_frame
     picture = read_end(video.mp4, frames) if frame is None else Image.fromarray(frame)

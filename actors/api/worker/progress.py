@@ -14,7 +14,7 @@ from wan_tpu.spec import ModelSpec
 _NEW = 0.3  # Weight of the latest measurement against earlier ones.
 _NEVER_COMPLETE = 99.9
 
-Step = tuple[str, int]  # A step's stage and its work, to which its seconds are nearly proportional.
+Step = tuple[str, int]  # A step's stage and its work, which is nearly proportional to the seconds that it takes.
 
 
 class Tracker:
@@ -27,24 +27,24 @@ class Tracker:
 
         Args:
             job: The job, whose costs are updated.
-            pace: The measured seconds of its size, which are updated.
+            pace: The measured seconds for videos of the job's size, which are updated.
             chips: Number of chips of a stage's slice, by stage.
-            dollars: Price per hour of one of these chips, by stage, where known.
+            dollars: Price per hour of one of these chips, by stage, if known.
         """
         self._job, self._pace, self._chips, self._dollars = job, pace, chips, dollars or {}
-        # For each step its stage and its work, None for those that aren't run.
+        # Stage and work of each step; None for steps that aren't run.
         self._steps: list[Step | None] = [("", 1)] * int(job.request["steps"])
         self._measured: dict[Step, list[float]] = {}
         before = job.progress or Progress(stage=ENCODER)
         self._stage, self._step, self._percent = ENCODER, 0, before.percent
         self._decoded, self._is_first_attempt, self._in_chunks = False, job.attempts <= 1, False
-        # When each stage of this attempt began and ended by its slice's clock, and for how many seconds it computed.
+        # Per stage of this attempt: when it began and ended by its slice's clock, and for how many seconds it computed.
         self.times: dict[str, tuple[float, float, float]] = {}
 
     def weigh_steps(self, model: ModelSpec, plan: RequestPlan) -> None:
-        """Follow the steps of a plan. They are weighed by the tokens that they compute, until they have been measured.
+        """Follow the steps of a plan. Until they are measured, they are weighted by the tokens that they compute.
 
-        Steps of a stage that enlarges latents take several times as long as those before.
+        Steps on enlarged latents take several times as long as the steps before them.
         """
         self._steps, self._in_chunks = [None] * plan.first_step, len(plan.chunk_stops) > 1
         for expert in plan.experts:
@@ -53,7 +53,7 @@ class Tracker:
 
     def note(self, span: Span) -> None:
         """Add a slice's span."""
-        # Of chunks that are denoised, also before the first step of an attempt that goes on from a snapshot.
+        # Chunks are decoded while later ones are denoised. After a resume this may even precede the first step.
         is_beside = span.stage == DECODER and self._step < len(self._steps) and (self._in_chunks or self._step > 0)
         if not is_beside:
             self._stage = span.stage
@@ -103,12 +103,12 @@ class Tracker:
             pace.wait += _NEW * (max(1.0, seconds / max(sum(mine.values()), 1e-9)) - pace.wait)
 
     def _weights(self) -> list[float]:
-        """Return how many times longer than the mean step each one takes."""
+        """Return how long each step takes, in multiples of the mean step."""
         works = [work for _, work in filter(None, self._steps)]
         mean = statistics.fmean(works)
         return [0.0 if step is None else self._pace.weights.get(step, step[1] / mean) for step in self._steps]
 
     @property
     def stage_seconds(self) -> dict[str, float]:
-        """Seconds that this attempt has computed, by stage."""
+        """Seconds that this attempt has spent computing, by stage."""
         return {stage: seconds for stage, (_, _, seconds) in self.times.items() if seconds}

@@ -42,8 +42,8 @@ class Traces:
         Args:
             job: The job.
             stages: When each stage began and ended, and the seconds that it computed, by stage.
-            start_s: When the attempt began, as Unix seconds.
-            end_s: When it ended.
+            start_s: When the attempt began, in Unix seconds.
+            end_s: When the attempt ended.
         """
         request = job.request
         root = self._tracer.start_span(
