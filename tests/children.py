@@ -1,4 +1,4 @@
-"""Processes of tests that compute: forks of one that has imported torch, JAX and diffusers, which takes seconds."""
+"""Child processes for tests, forked from one that has imported torch, JAX and diffusers, because that takes seconds."""
 
 import importlib.util
 import multiprocessing
@@ -31,11 +31,12 @@ def start_module(
     """Start `python -m module arguments`.
 
     Args:
-        module: a module that may import what it likes, and starts JAX itself
-        arguments: of its command line
-        environment: in place of this process's; what JAX reads when it is imported must be as it is here
-        output: the file that gets what it prints
-        errors: the file that gets its errors, where they don't go to `output` as well
+        module: The module. It may import anything, and initialises JAX itself.
+        arguments: Its command line's arguments.
+        environment: Replaces this process's environment. Variables that JAX reads when it is imported must be the same
+            as here.
+        output: The file for its standard output.
+        errors: The file for its standard error; None to write both to `output`.
     """
     command = [module, *map(str, arguments)]
     process = _FORKS.Process(target=_run, args=(command, dict(environment), output, errors), daemon=True)
@@ -46,7 +47,7 @@ def start_module(
 def run_module(
     module: str, *arguments: object, environment: Mapping[str, str] = os.environ, output: Path | None = None
 ) -> None:
-    """Do as `start_module` does, and wait. Fails the test where the module fails."""
+    """Run a module as `start_module` does, and wait for its end. If the module fails, so does the test."""
     process = start_module(module, *arguments, environment=environment, output=output)
     process.join(SECONDS)
     process.kill()
@@ -54,7 +55,7 @@ def run_module(
 
 
 def run_command(*arguments: object, environment: Mapping[str, str] = os.environ) -> subprocess.CompletedProcess[str]:
-    """Run `wan-tpu arguments`, without the seconds that its imports take; return its exit code and what it printed."""
+    """Run `wan-tpu arguments` without waiting seconds for its imports; return its exit code and its output."""
     with tempfile.TemporaryDirectory() as folder:
         output, errors = Path(folder, "output"), Path(folder, "errors")
         process = start_module("actors.cli", *arguments, environment=environment, output=output, errors=errors)
@@ -67,10 +68,10 @@ def run_command(*arguments: object, environment: Mapping[str, str] = os.environ)
 
 
 def run_on_devices(module: str, *arguments: object, count: int) -> None:
-    """Do as `run_module` does, with that many virtual CPU devices.
+    """Run a module as `run_module` does, with that many virtual CPU devices.
 
-    With WAN_TPU_TEST_PLATFORMS (`make test-tpu`) the module runs on all devices of the machine, in this process, since
-    no other one could have them. The test is skipped where there is only one.
+    With WAN_TPU_TEST_PLATFORMS (`make test-tpu`) the module runs on all devices of the machine. It then runs in this
+    process, because only one process can use them. With a single device, the test is skipped.
     """
     if "WAN_TPU_TEST_PLATFORMS" not in os.environ:
         run_module(module, *arguments, environment=with_devices(count))

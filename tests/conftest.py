@@ -1,4 +1,4 @@
-"""Shared by all tests: CPU only (but for `make test-tpu`), no network, small checkpoints made once a session."""
+"""Shared by all tests: CPU only (except for `make test-tpu`), no network, small checkpoints built once per session."""
 
 import os
 import sys
@@ -7,16 +7,20 @@ os.environ["JAX_PLATFORMS"] = os.environ.get("WAN_TPU_TEST_PLATFORMS", "cpu")
 # Tests, and the processes that they start, compile the same small programs again and again.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.abspath(f"{__file__}/../../build/compiled-for-tests")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-# Unoptimised code computes the same and is compiled six times as fast; what tests compile runs once or twice.
+# Unoptimised code computes the same and compiles six times as fast. Most programs in tests run only once or twice.
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-if sys.version_info < (3, 12):  # JAX 0.10; that of newer Pythons ends the process for a flag that it doesn't know
+# This Python has JAX 0.10, which knows the flag. Newer versions of JAX end the process for a flag that they don't know.
+if sys.version_info < (3, 12):
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
-os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # its 15 is below what computes beside
-# numpy's and torch's threads spin while they wait for each other: beside other tests that took ten times as long.
+# Ray's default of 15 would give its workers less time than the tests that compute in parallel get.
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
+# The threads of numpy and torch spin while they wait for each other. With other tests in parallel, this took ten times
+# as long.
 os.environ["OPENBLAS_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["DIFFUSERS_VERBOSITY"] = os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # as commands set it
-os.environ["IMAGEIO_FFMPEG_NO_PREVENT_SIGINT"] = "1"  # else reading a video back forks in Python, beside JAX's threads
+os.environ["DIFFUSERS_VERBOSITY"] = os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # Commands set these as well.
+# Otherwise imageio would fork in Python to read a video, which is unsafe with JAX's threads.
+os.environ["IMAGEIO_FFMPEG_NO_PREVENT_SIGINT"] = "1"
 
 import functools
 import gc
@@ -35,22 +39,22 @@ from cluster.emulation import fork_server, ray_nodes
 from wan_tpu import GenerationRequest, Pipeline, StepEvent, load_pipeline
 from wan_tpu.tiny import make_checkpoint
 
-# pytest-xdist's workers ignore Ctrl-C, and what they start would inherit that.
+# pytest-xdist's workers ignore Ctrl-C, and the processes that they start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-gc.set_threshold(100_000)  # JAX makes many objects that last: each look at them is for nothing
+gc.set_threshold(100_000)  # JAX makes many long-lived objects, so most garbage collections find nothing.
 
 ROOT = Path(__file__).parent.parent
-STAGES = ("encoder", "denoise_high", "denoise_low", "decoder")  # of a model of two experts
+STAGES = ("encoder", "denoise_high", "denoise_low", "decoder")  # The stages of a model with two experts.
 PHOTO = ROOT / "examples" / "cat.png"
 
 
 def with_devices(count: int) -> dict[str, str]:
-    """The environment of a child process with that many virtual CPU devices."""
+    """Return the environment of a child process with that many virtual CPU devices."""
     return os.environ | {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={count}"}
 
 
-# They share pipelines, each of which takes seconds to be traced and compiled.
+# These tests run in one process, because they share pipelines, each of which takes seconds to trace and compile.
 SHARING = (
     "tests/actors/test_bucket.py",
     "tests/actors/test_one_process.py",
@@ -65,13 +69,13 @@ SHARING = (
 
 
 def starts_clusters(nodeid: str) -> bool:
-    """Whether a test is among those that start Ray clusters and clock them: tests/cluster, and most of tests/actors."""
+    """Return whether a test starts Ray clusters and measures times: tests/cluster, and most of tests/actors."""
     computing = ("tests/actors/api/", "tests/actors/jobs/", "tests/actors/slices/test_stage_host.py", *SHARING)
     return nodeid.startswith(("tests/cluster/", "tests/actors/")) and not nodeid.startswith(computing)
 
 
-HEAVY = ("tests/kernels/test_bundles.py", "tests/test_packaging.py")  # half a minute of one core each
-PLAN = "tests/wan_tpu/test_plan_command.py"  # two minutes of one core: beside clusters it would starve if it gave way
+HEAVY = ("tests/kernels/test_bundles.py", "tests/test_packaging.py")  # Each takes half a minute on one core.
+PLAN = "tests/wan_tpu/test_plan_command.py"  # Takes two minutes on one core, so it would starve at low priority.
 
 
 class Scheduling(LoadFileScheduling):
@@ -84,10 +88,12 @@ class Scheduling(LoadFileScheduling):
             return super()._split_scope(nodeid)
         slices = ("slices/", "on_slices/", "test_spot.py", "test_meters.py")
         first = (*(f"tests/actors/{name}" for name in slices), PLAN)
-        return "clusters: slices" if nodeid.startswith(first) else "clusters: all others"  # about as long
+        # Both groups take about equally long.
+        return "clusters: slices" if nodeid.startswith(first) else "clusters: all others"
 
 
-# Each part of one family, and the rarer kernels. Without them every family's whole videos are compared with diffusers'.
+# Tests of the single parts of a family, and of rarely used kernels. The remaining tests still compare whole videos of
+# every family with those of diffusers.
 IN_DEPTH = re.compile(
     r"tests/(wan_tpu/test_(cogvideox|helios|hunyuan15|ltx2|minimax_h3)_(?!parity|pipeline)"
     r"|kernels/test_(low_precision|sparse_attention)|cluster/test_slice_faults)"
@@ -96,16 +102,16 @@ IN_DEPTH = re.compile(
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
-    """pytest-xdist's own groups are nothing to pytest 9.2."""
+    """Return the scheduler, because pytest-xdist's own groups have no effect with pytest 9.2."""
     return Scheduling(config, log)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what isn't asked for
+@pytest.hookimpl(tryfirst=True)  # The marks must be set before pytest deselects tests by mark.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave what goes into depth to `make test-long`, and order the rest so that files end together.
+    """Mark in-depth tests for `make test-long`, and order the others so that all processes end at about the same time.
 
-    What starts clusters comes first, which takes longest, then what computes most. What loads libtpu into this process
-    comes last: with it, JAX's profiler crashes on a machine without a TPU.
+    Tests that start clusters come first, because they take longest, then those that compute most. Tests that load
+    libtpu into this process come last, because JAX's profiler then crashes on a machine without a TPU.
     """
     for item in items:
         if IN_DEPTH.match(item.nodeid):
@@ -121,17 +127,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Have no garbage collection look at what was imported."""
+    """Exclude everything that was imported from garbage collections."""
     gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
-    """Nor the last ones, pytest's five and Python's own: they take seconds in each of pytest-xdist's processes."""
+    """Make the final garbage collections of pytest and Python cheap: they took seconds in each of xdist's processes."""
     gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Let what computes give way, in several processes, to what starts clusters: that waits half of its time."""
+    """Lower the priority of tests that compute, if several processes run, in favour of those that start clusters.
+
+    The latter spend half of their time waiting, and measure times.
+    """
     computes = not starts_clusters(item.nodeid) and not item.nodeid.startswith(PLAN)
     if "PYTEST_XDIST_WORKER" in os.environ and computes and os.nice(0) == 0:
         os.nice(10)
@@ -139,7 +148,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def token(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The token of the Ray clusters that tests start: none is written into the home folder."""
+    """The token of the Ray clusters that tests start, so that none is written into the home folder."""
     path = tmp_path_factory.mktemp("token") / "auth_token"
     path.write_text("of-the-tests-" * 5)
     with pytest.MonkeyPatch.context() as patch:
@@ -150,7 +159,7 @@ def token(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def forks(token: Path) -> Iterator[Path]:
-    """Where a server listens whose forks are workers of emulated clusters: what they import was imported once."""
+    """The socket of a server that forks the workers of emulated clusters, after it has imported their modules once."""
     with tempfile.TemporaryDirectory(prefix="wan-") as folder:
         path = Path(folder) / "forks"
         with ray_nodes.environment():
@@ -162,7 +171,7 @@ def forks(token: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Returns the folder of a small checkpoint of a kind; read it, don't change it."""
+    """A function that returns the folder of a small checkpoint of a kind. Tests must not change it."""
 
     @functools.cache
     def build(kind: str) -> Path:
@@ -173,17 +182,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 @pytest.fixture(scope="session")
 def pipeline(checkpoint: Callable[[str], Path]) -> Callable[..., Pipeline]:
-    """Returns the pipeline of a kind and dtype; programs and weights are shared by all tests."""
+    """A function that returns the pipeline of a kind and dtype. All tests share its programs and weights."""
 
     @functools.cache
-    def loaded(kind: str, dtype: str = "float32") -> Pipeline:
+    def load(kind: str, dtype: str = "float32") -> Pipeline:
         return load_pipeline(checkpoint(kind), dtype=dtype, mesh=(1, 1, 1))
 
-    return loaded
+    return load
 
 
-def denoised(pipe: Pipeline, request: GenerationRequest, noise: np.ndarray | None = None) -> list[StepEvent]:
-    """Return what is told of a request's steps, their latents among it. Nothing is decoded."""
+def record_steps(pipe: Pipeline, request: GenerationRequest, noise: np.ndarray | None = None) -> list[StepEvent]:
+    """Denoise a request's video without decoding it, and return the events of its steps, which have the latents."""
     plan, events = pipe.plan(request), list[StepEvent]()
     conditioning = pipe.encode(plan)
     state = pipe.initial_state(plan, noise, conditioning)

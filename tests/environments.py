@@ -1,4 +1,4 @@
-"""Environments with nothing but what a requirement asks for, of links to what is installed here: nothing is fetched."""
+"""Virtual environments with only the required distributions, which are linked from this one and not downloaded."""
 
 import importlib.metadata
 import os
@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 
 
 def build_wheel(folder: Path) -> Path:
-    """Build this project's wheel, beside its sources rather than among them; return its path."""
+    """Build this project's wheel outside its source folder; return the wheel's path."""
     source = folder / "source"
     source.mkdir()
     for name in ("actors", "cluster", "kernels", "wan_tpu", "pyproject.toml", "README.md", "LICENSE"):
@@ -28,7 +28,7 @@ def build_wheel(folder: Path) -> Path:
 
 
 def make_environment(folder: Path, wheel: Path, *extras: str) -> Path:
-    """Install a wheel into a new environment, with the extras' requirements; return its Python."""
+    """Install a wheel with some extras into a new environment; return the path of the environment's Python."""
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
     install = ["install", "--no-deps", "--no-compile", "--quiet", str(wheel)]
@@ -42,7 +42,7 @@ def make_environment(folder: Path, wheel: Path, *extras: str) -> Path:
 def _required_by(
     project: importlib.metadata.Distribution, extras: Iterable[str]
 ) -> list[importlib.metadata.Distribution]:
-    """Return what a distribution requires, directly or not, as it is installed here."""
+    """Return the installed distributions that a distribution requires, directly or indirectly."""
     required: dict[str, importlib.metadata.Distribution] = {}
     seen = {(canonicalize_name(project.name), extra) for extra in ("", *extras)}
     open_ends = list(seen)
@@ -61,7 +61,7 @@ def _required_by(
 
 
 def _link(packages: Path, distributions: list[importlib.metadata.Distribution]) -> None:
-    """Link distributions' files. A folder that several distributions share, such as google, is linked file by file."""
+    """Link the files of distributions. A folder that several of them share, such as google, is linked file by file."""
     owners = Counter(
         top
         for distribution in importlib.metadata.distributions()
@@ -70,7 +70,7 @@ def _link(packages: Path, distributions: list[importlib.metadata.Distribution]) 
     for distribution in distributions:
         for file in distribution.files or ():
             top = file.parts[0]
-            if top in ("..", "__pycache__"):  # programs, which these environments do without
+            if top in ("..", "__pycache__"):  # Scripts, which these environments don't need, and caches.
                 continue
             shown = Path(top) if owners[top] == 1 else Path(*file.parts)
             target = packages / shown

@@ -1,6 +1,6 @@
-"""Run by test_one_more_field.py, in a process of its own: a request has a field more here, by one line in its file.
+"""Run by test_one_more_field.py in a separate process, where one more line in a file gives requests one more field.
 
-Everything else is the program as it is. usage: one_more_field.py FOLDER, an empty one
+The rest of the program is unchanged. usage: one_more_field.py FOLDER, which must be empty
 """
 
 import importlib.util
@@ -13,7 +13,7 @@ LINE = '    sharpness: Number | None = Field(default=None, ge=0, le=2, descripti
 
 
 def add_field(folder: Path) -> None:
-    """Have `wan_tpu.request` read from a copy of its file that has the line."""
+    """Import `wan_tpu.request` from a copy of its file that has the additional line."""
     before, last_field, after = (ROOT / "wan_tpu/request.py").read_text().partition("    preset: str | None = None\n")
     assert last_field
     copy = folder / "request.py"
@@ -24,7 +24,7 @@ def add_field(folder: Path) -> None:
 
 
 def on_the_command_line():
-    """The value that an option gives, what --help says of it, and what is said of a value that is too large."""
+    """Return the value that an option sets, its text in --help, and the error for a value that is too large."""
     from wan_tpu.commands import arguments
     from wan_tpu.commands.parser import Parser
     from wan_tpu.errors import InvalidRequest
@@ -48,7 +48,7 @@ def on_the_command_line():
 
 
 def in_a_manifest(folder):
-    """The value that each of two lines has in its plan, and whether both have the digest of one."""
+    """Return the value in the plan of each of two lines, and whether both lines have the same digest."""
     from actors.batch.manifest import read_manifest
     from tests.actors.small_spec import SPEC
 
@@ -62,7 +62,7 @@ def in_a_manifest(folder):
 
 
 def over_http(folder):
-    """What the API says of the field, and what becomes of it from a body to the request that the worker has planned."""
+    """Return the API's description of the field, and its value from a request's body to the plan of the worker."""
     import httpx
 
     from actors.api.settings import ServiceSettings

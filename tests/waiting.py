@@ -1,16 +1,16 @@
-"""How long tests wait: a wait that ends well costs nothing, so one limit serves all of them, on slow machines too."""
+"""Wait in tests. All tests share one generous time limit, which suits slow machines and costs fast ones nothing."""
 
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
-SECONDS = 600  # that anything may take on a busy machine, a slice lost and built again included
+SECONDS = 600  # Allows for anything on a busy machine, including a lost slice that is built again.
 
 Found = TypeVar("Found")
 
 
 def wait_for(find: Callable[[], Found], awaited: str = "it") -> Found:
-    """Return what a function finds as soon as it finds something."""
+    """Call a function until it returns something, and return that."""
     give_up = time.monotonic() + SECONDS
     while not (value := find()):
         assert time.monotonic() < give_up, f"{awaited} doesn't come in {SECONDS} s"

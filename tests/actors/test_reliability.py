@@ -54,6 +54,7 @@ NOT_FOR_OPERATORS = {
         actors/observe/status_actor.py:ANSWER_S
         actors/observe/status_actor.py:CLOSE_S actors/pipeline/acquire.py:ANSWER_S actors/pipeline/claim.py:FREE_S
         actors/pipeline/client.py:_READY_S actors/pipeline/pools.py:NEWS_S actors/pipeline/pools.py:_HANDLE_S
+        actors/slices/handover.py:PUBLISHED_S
         actors/slices/leader.py:DRAIN_ANSWER_S actors/slices/references.py:ADOPT_S actors/slices/router.py:ANSWER_S
         actors/slices/router.py:ARRIVAL_S actors/slices/snapshots.py:_FINISHED_S actors/jobs/database.py:LOCK_WAIT_S
         cluster/draining.py:ANSWER_S cluster/gang/host_actor.py:_CONNECT_S cluster/gang/machine_place.py:_METADATA_S
@@ -67,6 +68,7 @@ NOT_FOR_OPERATORS = {
         actors/api/http/access.py:BURST_S actors/api/http/error_answers.py:FAILURES
         actors/api/http/error_answers.py:_AGAIN_S actors/api/http/following.py:_AGAIN_S
         actors/api/http/lingering.py:_IDLE_S actors/api/http/lingering.py:_LINGER_S
+        actors/api/http/watching.py:_SILENCE_S
         actors/api/http/proxy_limits.py:_AGAIN_S actors/api/http/proxy_limits.py:_WINDOW_S
         actors/api/intake/acceptance.py:_REPEAT_S actors/api/intake/fair_semaphore.py:_HALF_LIFE_S
         actors/api/intake/fair_semaphore.py:_HEAVY_S actors/api/intake/receiving.py:_AGAIN_S

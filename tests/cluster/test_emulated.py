@@ -148,7 +148,7 @@ def test_a_machine_whose_name_leads_nowhere_is_told(tmp_path, monkeypatch):
 
 def test_a_node_that_does_not_start_tells_the_end_of_its_logs(tmp_path, caplog):
     more_than_any_machine_has = Settings(head_store_mib=10**8)
-    with pytest.raises(ClusterStartFailed, match=r"(?s)head didn't start: .*memory.*\ngcs_server.out: "):
+    with pytest.raises(ClusterStartFailed, match=r"(?s)head didn't start: .*object store.*\ngcs_server.out: "):
         EmulatedCluster.start((EmulatedSlice("a", SliceSpec("v6e-1")),), more_than_any_machine_has, folder=tmp_path)
     assert not list(tmp_path.iterdir())
     assert "once more" not in caplog.text

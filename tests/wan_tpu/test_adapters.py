@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import denoised
+from tests.conftest import record_steps
 from tests.wan_tpu import adapter_files as files
 from tests.wan_tpu.adapter_weights import KIND, RELATIVE, assert_same, merged, request
 from tests.wan_tpu.test_parity import PIXEL_TOLERANCE
@@ -202,7 +202,7 @@ def test_a_video_is_that_of_diffusers_with_the_same_pair(checkpoint, pipeline, t
         prompt="a cat", height=64, width=96, num_frames=9, num_inference_steps=4, guidance_scale=1.0,
         latents=torch.from_numpy(noise), callback_on_step_end=keep, output_type="np",
     ).frames[0]  # fmt: skip
-    before = denoised(ours, request(), noise)[-1].latents
+    before = record_steps(ours, request(), noise)[-1].latents
 
     events = []
     video = ours.generate(asked, noise=noise, on_step=lambda event: events.append(event.latents))
@@ -212,4 +212,4 @@ def test_a_video_is_that_of_diffusers_with_the_same_pair(checkpoint, pipeline, t
         assert np.abs(got - wanted).max() <= RELATIVE * np.abs(wanted).max()
     assert np.abs(video.pixels - frames).max() <= PIXEL_TOLERANCE
     assert np.abs(events[-1] - before).max() > 0.01
-    assert np.array_equal(denoised(ours, request(), noise)[-1].latents, before)  # the base again, to the bit
+    assert np.array_equal(record_steps(ours, request(), noise)[-1].latents, before)  # the base again, to the bit

@@ -15,7 +15,7 @@ from actors.batch.manifest import read_manifest
 from actors.batch.one_process import OneProcessEngine
 from actors.cli import main
 from actors.commands import serve_config
-from tests.conftest import denoised
+from tests.conftest import record_steps
 from tests.wan_tpu import adapter_files as files
 from tests.wan_tpu.adapter_weights import KIND, merged, request
 from wan_tpu import load_pipeline
@@ -215,5 +215,5 @@ def test_one_request_in_the_least_memory(checkpoint, pipeline, transformer, tmp_
     lean = load_pipeline(checkpoint(KIND), "float32", (1, 1, 1), keep_weights=False)
     for loras in ([path], [], [f"{path}:0.5@low"]):
         asked = request(loras=loras, steps=2)
-        latents, expected = (denoised(pipe, asked)[-1].latents for pipe in (lean, pipeline(KIND)))
+        latents, expected = (record_steps(pipe, asked)[-1].latents for pipe in (lean, pipeline(KIND)))
         assert np.array_equal(latents, expected)

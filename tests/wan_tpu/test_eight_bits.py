@@ -10,7 +10,7 @@ import torch
 
 from actors.cli import main
 from scripts.demo_model.variants import EIGHT_BITS, round_rows
-from tests.conftest import PHOTO, denoised
+from tests.conftest import PHOTO, record_steps
 from tests.wan_tpu import adapter_files as files
 from tests.wan_tpu.test_parity import run_diffusers
 from wan_tpu import GenerationRequest, load_pipeline
@@ -90,7 +90,7 @@ def test_latents_are_those_of_diffusers_with_rounded_layers(precision, exact, ch
     noise, expected = by_diffusers(checkpoint(KIND), precision, monkeypatch)
     monkeypatch.setitem(components.DTYPES, precision, components.DTYPES["float32"])
     latents = [
-        event.latents for event in denoised(load_pipeline(checkpoint(KIND), precision, (1, 1, 1)), REQUEST, noise)
+        event.latents for event in record_steps(load_pipeline(checkpoint(KIND), precision, (1, 1, 1)), REQUEST, noise)
     ]
     assert len(latents) == len(expected)
     for step, (ours, theirs, dense) in enumerate(zip(latents, expected, exact, strict=True)):
@@ -219,7 +219,7 @@ def test_every_family_has_8_bits(kind, precision, pipeline):
     request = GenerationRequest(
         prompt="a cat", image=PHOTO if "i2v" in kind else None, height=64, width=64, frames=9, steps=2, seed=3
     )
-    latents, exact = (denoised(pipeline(kind, each), request)[-1].latents for each in (precision, "bfloat16"))
+    latents, exact = (record_steps(pipeline(kind, each), request)[-1].latents for each in (precision, "bfloat16"))
     assert 0 < apart(latents, exact) < 0.05
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import PHOTO, denoised
+from tests.conftest import PHOTO, record_steps
 from wan_tpu.media.image import load_image
 from wan_tpu.request import GenerationRequest
 
@@ -61,7 +61,7 @@ def test_a_prompt_of_another_length_compiles_nothing(pipeline):
     pipe = pipeline(KINDS[0])
 
     def compile_s_after(prompt, negative):
-        denoised(pipe, GenerationRequest(prompt=prompt, negative_prompt=negative, frames=9, steps=1))
+        record_steps(pipe, GenerationRequest(prompt=prompt, negative_prompt=negative, frames=9, steps=1))
         return pipe.runtime.compile_s
 
     before = compile_s_after('a "sign"', "")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers.hooks.mag_cache import MagCacheConfig, apply_mag_cache
 
-from tests.conftest import PHOTO, denoised
+from tests.conftest import PHOTO, record_steps
 from tests.wan_tpu.test_parity import LATENT_TOLERANCE
 from wan_tpu import GenerationRequest, cli, load_pipeline
 from wan_tpu.commands.calibrate import calibrate
@@ -145,7 +145,7 @@ def test_latents_are_those_of_diffusers_with_its_hook(folder, pipe):
         image=ours.image, prompt="a cat", height=64, width=96, num_frames=9, num_inference_steps=STEPS,
         guidance_scale=3.5, latents=torch.from_numpy(noise), callback_on_step_end=keep, output_type="latent",
     )  # fmt: skip
-    events, exact = (denoised(pipe, asked, noise) for asked in (request(), request(cache=None)))
+    events, exact = (record_steps(pipe, asked, noise) for asked in (request(), request(cache=None)))
     decided = np.array(plan.skipped)
     assert 2 <= decided.all(1).sum() < STEPS and (decided[:, 0] != decided[:, 1]).any()
     assert [event.skipped for event in events] == decided.all(1).tolist()
@@ -187,7 +187,7 @@ def test_a_run_goes_on_from_the_latest_step_that_reuses_nothing(pipe):
 
 
 def test_cached_steps_are_another_program_that_leaves_the_exact_one_alone(pipe):
-    before, _, after = (denoised(pipe, request(**of)) for of in ({"cache": None}, {}, {"cache": None}))
+    before, _, after = (record_steps(pipe, request(**of)) for of in ({"cache": None}, {}, {"cache": None}))
     assert np.array_equal(before[-1].latents, after[-1].latents)
     spec = pipe.runtime.model.spec
     names = [spec.plan(request(cache=cache)).shapes["denoise_high"] for cache in ("magcache", None)]
@@ -195,7 +195,7 @@ def test_cached_steps_are_another_program_that_leaves_the_exact_one_alone(pipe):
 
 
 def test_unguided_experts_skip_by_the_prompts_branch(pipe):
-    events = denoised(pipe, request(guidance_scale=1.0))
+    events = record_steps(pipe, request(guidance_scale=1.0))
     decided = np.array(pipe.plan(request(guidance_scale=1.0)).skipped)
     assert [event.skipped for event in events] == decided[:, 0].tolist()
 
@@ -261,7 +261,7 @@ def test_explicit_sigmas_have_a_curve_of_their_own(folder, tmp_path):
     pipe = load_pipeline(copy, "float32", (1, 1, 1))
     fields = {"steps": None, "guidance_scale": 1.0, "shift": None, "cache": "magcache:10,1,0"}
     fields |= {"sigmas": [1, 0.9, 0.7, 0.4], "switch_step": 2, "solver": "euler"}
-    events = denoised(pipe, request(**fields))
+    events = record_steps(pipe, request(**fields))
     assert [event.skipped for event in events] == [False, True, False, True]
     for other in ({"switch_step": 1}, {"sigmas": [1, 0.9, 0.7, 0.3]}):
         with pytest.raises(InvalidRequest, match="these sigmas and this switch of experts"):

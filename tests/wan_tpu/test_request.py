@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from tests.actors.small_spec import SOUND_SPEC
-from tests.conftest import denoised
+from tests.conftest import record_steps
 from tests.wan_tpu.test_parity import LATENT_TOLERANCE
 from wan_tpu import GenerationRequest, InvalidInput, InvalidRequest, load_pipeline
 from wan_tpu.commands.sizes import read_size, read_size_with_frames
@@ -278,5 +278,5 @@ def test_guidance_of_two_experts_is_that_of_diffusers(high, low, pipeline, their
         output_type="latent",
     ).frames.numpy()  # fmt: skip
     assert [(expert.start, expert.stop) for expert in pipe.plan(request).experts] == [(0, 1), (1, 2)]
-    ours = denoised(pipe, request, noise)[-1].latents
+    ours = record_steps(pipe, request, noise)[-1].latents
     assert np.abs(ours - expected).max() <= LATENT_TOLERANCE * np.abs(expected).max()

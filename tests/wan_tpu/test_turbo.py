@@ -17,7 +17,7 @@ from diffusers.models.transformers import transformer_wan
 
 from actors.cli import main
 from tests.children import run_on_devices
-from tests.conftest import PHOTO, denoised
+from tests.conftest import PHOTO, record_steps
 from wan_tpu import CheckpointError, GenerationRequest, InvalidRequest, load_pipeline
 from wan_tpu.families import open_spec, published_spec
 from wan_tpu.families.wan.components import ORIGINALS
@@ -106,7 +106,7 @@ def run_diffusers(folder, monkeypatch):
 
 @pytest.fixture(scope="module")
 def steps(pipeline):
-    return denoised(pipeline(KIND), REQUEST)
+    return record_steps(pipeline(KIND), REQUEST)
 
 
 def test_latents_are_those_of_diffusers_with_the_papers_attention(checkpoint, steps, monkeypatch):
@@ -178,7 +178,7 @@ def test_published_files_are_converted(published, dense, steps, tmp_path):
     assert (config["attention"], config["kept_blocks"]) == ("sla", 0.3)
     ours = load_pipeline(tmp_path / "turbo", dtype="float32", mesh=(1, 1, 1))
     ours.check_components()
-    np.testing.assert_array_equal(denoised(ours, REQUEST)[-1].latents, steps[-1].latents)
+    np.testing.assert_array_equal(record_steps(ours, REQUEST)[-1].latents, steps[-1].latents)
 
 
 def test_files_that_are_no_experts_are_refused(published, dense, tmp_path):
