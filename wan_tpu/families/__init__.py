@@ -55,7 +55,7 @@ def spec_of(checkpoint: Checkpoint) -> ModelSpec:
 
 
 def _check_own_defaults(spec: ModelSpec, checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint's defaults for settings that its model ignores, as such requests are refused."""
+    """Refuse a checkpoint's defaults for settings that its model doesn't have, just as such requests are refused."""
     own = dict(spec.own.defaults)
     if not set(own) & set(spec.unused):
         return

@@ -11,21 +11,21 @@ from wan_tpu.request import ResolvedRequest
 
 
 class ChunkedModel(abc.ABC):
-    """What such a family's `wan_tpu.families.model.Model` has besides.
+    """The additional functions of such a family's `wan_tpu.families.model.Model`.
 
-    Its latents have no part but the video, and `finish` leaves them as they are: chunks are decoded, and are the next
-    chunk's input, as their last step leaves them.
+    Its latents have no part but the video, and `finish` leaves them unchanged: each chunk is decoded, and passed to the
+    next chunk, exactly as its last step left it.
     """
 
     @abc.abstractmethod
     def chunk_noise(
         self, request: ResolvedRequest, expert: Expert, generator: np.ndarray | None, images: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Draw the noise that a chunk begins as, or that is mixed into latents before an expert that enlarges them.
+        """Draw a chunk's initial noise, or the noise that is mixed into latents before an expert that enlarges them.
 
         Args:
             request: The request; its pixels aren't needed.
-            expert: The expert whose first step takes it.
+            expert: The expert whose first step uses the noise.
             generator: The state of the request's generator (`torch.Generator.get_state`), uint8; None if nothing has
                 been drawn.
             images: How many images the request has.
@@ -36,7 +36,7 @@ class ChunkedModel(abc.ABC):
 
     @abc.abstractmethod
     def renoising(self, request: ResolvedRequest, expert: Expert) -> tuple[float, float]:
-        """Return the factors of the enlarged latents and of the noise before an expert that enlarges them."""
+        """Return the factors by which the enlarged latents and the noise are multiplied when an expert mixes them."""
 
     @abc.abstractmethod
     def enlarge_chunk(self, latents: jax.Array) -> jax.Array:
@@ -44,20 +44,20 @@ class ChunkedModel(abc.ABC):
 
     @abc.abstractmethod
     def count_step(self, request: ResolvedRequest, expert: Expert, *, branches: int, images: int) -> int:
-        """Return the operations of one of an expert's steps, which sees the chunks before at the finished size."""
+        """Return the operations of one step of an expert, which attends to the earlier chunks at their final size."""
 
     def count_source(self, request: ResolvedRequest) -> int:
         """Return how many frames a request's video has; called only if the model continues videos.
 
         Raises:
-            InvalidRequest: They are too few, or the file can't be read.
+            InvalidRequest: The frames are too few, or the file can't be read.
         """
         raise NotImplementedError
 
     def condition(
         self, moments: np.ndarray, request: ResolvedRequest, source_frames: int | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return what chunks see of a request's image or video; called only if the model takes any.
+        """Return the condition that chunks use from a request's image or video; called only if the model takes any.
 
         Args:
             moments: The VAE encoder's output [1, 2C, T, H, W] for `Model.video_condition`.
@@ -73,10 +73,10 @@ class ChunkedModel(abc.ABC):
     def chunk_history(
         self, request: ResolvedRequest, chunks: Sequence[np.ndarray], image_latents: np.ndarray | None
     ) -> dict[str, np.ndarray]:
-        """Return what all steps of a chunk take of the chunks before it, by name; `velocity` gets it with the keys.
+        """Return what all steps of a chunk need from earlier chunks, by name; `velocity` gets it with the keys.
 
         Args:
             request: The request.
-            chunks: The latents of the chunks before, each float32 [1, C, T, H, W].
+            chunks: The latents of the earlier chunks, each float32 [1, C, T, H, W].
             image_latents: As in `Conditioning`, or its `video_latents`.
         """

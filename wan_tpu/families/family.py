@@ -1,4 +1,4 @@
-"""The registration of a model family, `FAMILY` of its folder. Every process reads it, so it needs no JAX or torch."""
+"""The registration of a model family, `FAMILY` in its folder. Every process reads it, so it imports no JAX or torch."""
 
 import importlib
 from collections.abc import Mapping
@@ -19,9 +19,9 @@ class Family:
         spec: The `ModelSpec`'s class, which takes a configuration, or with `open` a checkpoint.
         model: "module:class" of its `wan_tpu.families.model.Model`, which needs JAX and torch.
         small: "module:function" that writes small checkpoints (`wan_tpu.tiny`), which needs diffusers.
-        with_experts: "module:class" of a checkpoint with other experts, from files of another format. It takes (source,
-            files, the attention density of sparse experts). None if the family has none.
-        licence: The weights' licence in a sentence, if not everybody may use them free of charge.
+        with_experts: "module:class" of a checkpoint whose experts are replaced by files of another format. It takes
+            (source, files, the attention density of sparse experts). None if the family has none.
+        licence: The weights' licence in a sentence, if they aren't free of charge for everybody.
         display_name: The name that this licence asks user interfaces to show, if it asks for one.
     """
 

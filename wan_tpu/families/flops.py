@@ -13,7 +13,7 @@ def count_step(model: Model, request: ResolvedRequest, expert: Expert, *, branch
         model: The model.
         request: The request.
         expert: The expert.
-        branches: Of guidance.
+        branches: Number of guidance branches.
         images: How many images the request has.
     """
     if isinstance(model, ChunkedModel):

@@ -32,9 +32,9 @@ class StepInputs(NamedTuple):
 
     Attributes:
         latents: The video's, float32 [1, C, T, H, W].
-        timestep: float32 scalar, or [2] with the following one if the schedule has it (`Schedule.following`).
+        timestep: float32 scalar, or [2] with the next step's as well if the schedule has it (`Schedule.following`).
         guidance: float32 scalar, or a vector where the schedule has several scales.
-        keys: From `Model.text_keys`, and `Model.constants`.
+        keys: From `Model.text_keys` and `Model.constants`.
         image_latents: As in `Conditioning`.
         audio: The sound's latents, float32 [1, ...], and their timestep; None for models without sound.
     """
@@ -48,7 +48,7 @@ class StepInputs(NamedTuple):
 
 
 def apply_guidance(branches: jax.Array, guidance: jax.Array) -> jax.Array:
-    """Combine the predictions of the prompt's and the negative prompt's branch, [B, ...], into one, [...]."""
+    """Combine the predictions of the prompt's and the negative prompt's branches, [B, ...], into one, [...]."""
     if len(branches) == 1:
         return branches[0]
     conditional, unconditional = branches
@@ -58,20 +58,22 @@ def apply_guidance(branches: jax.Array, guidance: jax.Array) -> jax.Array:
 class Model(SeededNoise, abc.ABC):
     """One model of a family.
 
-    Functions that take `module` and `params` are traced by `jax.jit`; all others run on the host. The inputs of a step
-    besides the latents, "keys", are a dict of arrays that only the family looks into.
+    Functions that take `module` and `params` are traced by `jax.jit`; all others run on the host. A step's inputs other
+    than the latents, the "keys", are a dict of arrays that only the family interprets.
 
     Attributes:
-        spec: What is known of the model without JAX.
-        config: A dataclass of everything that determines its programs, for the key of compiled ones.
-        checkpoint: Has the tokenizers and the image processor; None for a published model, which can only be compiled.
-        latents_dtype: The dtype of latents to decode: float32 where the VAE denormalises them; None for its weights'.
+        spec: Everything about the model that is known without JAX.
+        config: A dataclass of everything that determines its programs; it is a part of the key of compiled programs.
+        checkpoint: The source of tokenizers and the image processor; None for a published model, which can only be
+            compiled.
+        latents_dtype: The dtype of the latents to decode: float32 if the VAE denormalises them; None for the dtype of
+            its weights.
     """
 
     latents_dtype: Any = None
 
     def __init__(self, spec: Any, checkpoint: Checkpoint | None = None) -> None:
-        """Make the model of a spec and its `config`."""
+        """Create the model from a spec and its `config`."""
         self.spec = spec
         self.config: Any = spec.config
         self.checkpoint = checkpoint
@@ -79,7 +81,7 @@ class Model(SeededNoise, abc.ABC):
     @property
     @abc.abstractmethod
     def components(self) -> dict[str, Component]:
-        """Every component, by the name of its work."""
+        """Every component, by the name of its role."""
 
     @property
     @abc.abstractmethod
@@ -100,11 +102,11 @@ class Model(SeededNoise, abc.ABC):
 
     @property
     def prompt_shapes(self) -> dict[str, tuple[tuple[int, ...], bool]]:
-        """Shapes of the arrays of `prompt_arrays`, without the first axis, and whether they are integers, by name."""
+        """For each array of `prompt_arrays`, its shape without the first axis, and whether it holds integers."""
         return {"text": (self.text_shape, False)}
 
     def image_prompt_shapes(self, request: ResolvedRequest, images: int) -> dict[str, tuple[tuple[int, ...], bool]]:
-        """Return the same for a prompt that the text encoder reads with a number of images."""
+        """Return the same for a prompt that the text encoder reads together with that number of images."""
         return self.prompt_shapes
 
     def image_token_shapes(self, request: ResolvedRequest, images: int) -> dict[str, tuple[jax.ShapeDtypeStruct, ...]]:
@@ -122,11 +124,11 @@ class Model(SeededNoise, abc.ABC):
         raise NotImplementedError
 
     def image_latents_shape(self, latent_shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the shape of a request's image condition from that of its latents; None if the model takes none."""
+        """Return the shape of a request's image condition for latents of a shape; None if the model takes no image."""
         return None
 
     def image_latents_shapes(self, latent_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of a request's image condition by the number of images, one if it doesn't depend on it."""
+        """Return the image condition's shape for each number of images; a single shape if it doesn't depend on that."""
         usual = self.image_latents_shape(latent_shape)
         return () if usual is None else (usual,)
 
@@ -147,7 +149,7 @@ class Model(SeededNoise, abc.ABC):
         return {"text_encoder": self.open_tokenizer("tokenizer", self.config.text_encoder)}
 
     def open_tokenizer(self, folder: str, encoder: Mapping[str, Any]) -> Tokenizer:
-        """Return the tokenizer in a folder of the checkpoint, for a text encoder of a configuration."""
+        """Return the tokenizer in a folder of the checkpoint, for a text encoder with the configuration `encoder`."""
         assert self.checkpoint is not None
         return Tokenizer(self.checkpoint.path(folder), encoder["vocab_size"])
 
@@ -157,10 +159,10 @@ class Model(SeededNoise, abc.ABC):
         return None
 
     def prepare(self, component: str) -> None:
-        """Read what the host needs for a component besides its weights: a tokenizer, or the image processor.
+        """Read what the host needs for a component in addition to its weights: a tokenizer, or the image processor.
 
         Raises:
-            CheckpointError: The checkpoint has no working one.
+            CheckpointError: The checkpoint has no working tokenizer or image processor.
             Unavailable: The disk or the machine fails.
         """
         if component in self.tokenizers:
@@ -173,7 +175,7 @@ class Model(SeededNoise, abc.ABC):
     def tokenize(self, prompt: str) -> tuple[dict[str, tuple[np.ndarray, ...]], list[str]]:
         """Return each text encoder's inputs, int32 [1, L], by component, and a warning if the prompt was cut.
 
-        Encoders that have nothing to read in this prompt are left out.
+        Encoders for which this prompt contains nothing to read are left out.
         """
 
     def tokenize_with_images(self, request: ResolvedRequest) -> tuple[dict[str, tuple[np.ndarray, ...]], list[str]]:
@@ -184,7 +186,7 @@ class Model(SeededNoise, abc.ABC):
         raise NotImplementedError
 
     def joined_with(self, component: str, *, images: bool = False) -> tuple[str, ...]:
-        """Return the components that run in a text encoder's program, behind it; more if it reads images."""
+        """Return the components that run after a text encoder, in the same program; more if it reads images."""
         return ()
 
     @abc.abstractmethod
@@ -193,14 +195,14 @@ class Model(SeededNoise, abc.ABC):
 
         Args:
             component: The text encoder.
-            loaded: It, and the components that are joined with it.
+            loaded: The text encoder, and the components that are joined with it.
             tokens: From `tokenize`.
         """
 
     def prompt_arrays(
         self, tokens: Mapping[str, tuple[np.ndarray, ...]], encoded: Mapping[str, Any]
     ) -> dict[str, np.ndarray]:
-        """Return the experts' inputs for a prompt, by name, [1, ...]; both arguments are by component."""
+        """Return the experts' inputs for a prompt, by name, [1, ...]; both arguments are keyed by component."""
         return {"text": encoded["text_encoder"]}
 
     def clip_pixels(self, request: ResolvedRequest) -> np.ndarray:
@@ -231,14 +233,14 @@ class Model(SeededNoise, abc.ABC):
         return {}
 
     def renoise(self, request: ResolvedRequest, expert: Expert, *, has_image: bool) -> dict[str, np.ndarray]:
-        """Return the noise that is mixed into each part of the latents before an expert that enlarges them, float32."""
+        """Return the float32 noise that is mixed into each part of the latents before an expert that enlarges them."""
         raise NotImplementedError
 
     def enlarge(self, loaded: Sequence[Loaded], mesh: Mesh, latents: jax.Array) -> jax.Array:
         """Return larger latents for the next expert, float32; called only if an expert enlarges them.
 
         Args:
-            loaded: The components of the expert's stage behind the transformer.
+            loaded: The components of the expert's stage that follow the transformer.
             mesh: The devices.
             latents: Float32 [1, C, T, H, W].
         """
@@ -247,12 +249,12 @@ class Model(SeededNoise, abc.ABC):
     def constants(
         self, request: ResolvedRequest, latent_shape: tuple[int, ...], text: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        """Return arrays that every step takes besides the keys of the text, computed on the host; none by default.
+        """Return arrays that every step needs in addition to the text's keys, computed on the host; none by default.
 
         Args:
             request: The request.
-            latent_shape: Of the video.
-            text: From `prompt_arrays`, of the prompt.
+            latent_shape: The shape of the video's latents.
+            text: From `prompt_arrays`, for the prompt.
         """
         return {}
 
@@ -265,7 +267,7 @@ class Model(SeededNoise, abc.ABC):
         text: Mapping[str, jax.Array],
         image: jax.Array | None,
     ) -> dict[str, jax.Array]:
-        """Return what an expert computes from the prompts once per request: the keys of all its steps.
+        """Return what an expert computes from the prompts once per request: the keys for all of its steps.
 
         Args:
             module: The expert.
@@ -277,16 +279,16 @@ class Model(SeededNoise, abc.ABC):
         """
 
     def key_shapes(self, mesh: Mesh, keys: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the arrays of `text_keys` with their shardings, to compile a step without them; whole by default."""
+        """Return the shapes and shardings of the `text_keys`, to compile a step without them; replicated by default."""
         whole = replicated_sharding(mesh)
         return {name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=whole) for name, value in keys.items()}
 
     @abc.abstractmethod
     def velocity(self, module: torch.nn.Module, params: Params, mesh: Mesh, inputs: StepInputs) -> dict[str, jax.Array]:
-        """Return the transformer's prediction with guidance for each part of the latents, float32, of their shape."""
+        """Return the transformer's guided prediction for each part of the latents, float32, in the latents' shape."""
 
     def residual_shape(self, mesh: Mesh, branches: int, latent_shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return shape and sharding of what the blocks add to the tokens; called only if the model has `curves`."""
+        """Return the shape and sharding of what the blocks add to the tokens; called only if the model has `curves`."""
         raise NotImplementedError
 
     def cached_velocity(
@@ -310,7 +312,7 @@ class Model(SeededNoise, abc.ABC):
         raise NotImplementedError
 
     def finish(self, latents: np.ndarray, image_latents: np.ndarray | None, request: ResolvedRequest) -> np.ndarray:
-        """Return the latents to decode, after the last step; those that it left by default."""
+        """Return the latents to decode, given those after the last step; by default, the same ones."""
         return latents
 
     # ---- The decoder stage.
@@ -324,7 +326,7 @@ class Model(SeededNoise, abc.ABC):
         """Return the functions that decode latents to pixels [1, 3, T, H, W] around [-1, 1], chunk by chunk."""
 
     def decode_sound(self, component: str, module: torch.nn.Module, params: Params, value: jax.Array) -> jax.Array:
-        """Run one of the components that decode sound, on the latents or on what the one before returned.
+        """Run one of the components that decode sound, on the latents or on the previous component's result.
 
         Called only if the model has sound. The last one returns samples, float32 [channels, samples] in [-1, 1].
         """

@@ -28,7 +28,7 @@ class SeededNoise:
 
         Args:
             request: The request; its pixels aren't needed.
-            noise: Used as the video's noise in place of one that is drawn.
+            noise: The video's noise, to use instead of drawing it.
             images: How many images the request has.
         """
         return {VIDEO: self.initial_noise(request) if noise is None else noise}
@@ -36,12 +36,12 @@ class SeededNoise:
     def step_noise(self, request: ResolvedRequest, *, own_noise: bool = False) -> Callable[[int], np.ndarray]:
         """Return a function that draws a step's fresh noise, float32 [1, C, T, H, W], as diffusers does.
 
-        It is used if the schedule has fresh noise, for steps in order, since all come from one generator. For a step
-        before the last one, the noise is drawn again from the start.
+        It is used if the schedule has fresh noise. Steps should be asked for in order, because all noise comes from one
+        generator: to go back to an earlier step, all noise is drawn again from the beginning.
 
         Args:
             request: The request.
-            own_noise: Whether the caller gave the initial noise, so that the generator hasn't drawn it.
+            own_noise: Whether the caller supplied the initial noise, so that the generator hasn't drawn it.
         """
         draws = self.spec.schedule(request).draws
         draw_count, generator = 0, self._step_generator(request, own_noise)

@@ -1,1 +1,1 @@
-"""Operations on one device's arrays and between devices; each picks its kernel by the platform."""
+"""Operations on one device's arrays and between devices; each picks its implementation by platform."""

@@ -16,12 +16,12 @@ from wan_tpu_kernels.flash_operands import LowPrecision
 from wan_tpu_kernels.low_precision import round_keys_reference, round_queries_reference
 
 # Query rows whose scores are formed at once on CPU: with 2,000 keys, 256 rows of float32 scores are 2 MB, which stay in
-# the cache of one core. It was measured: 55 ms, against 125 ms in one piece (2x4 heads, 2,000 tokens, D=128).
+# the cache of one core. Measured: 55 ms, against 125 ms in one piece (2x4 heads, 2,000 tokens, D=128).
 CPU_QUERY_BLOCK = 256
 
 
 def query_scale(head_width: int) -> float:
-    """Return the factor of queries, applied while they are float32, with which attention is softmax to base two."""
+    """Return the factor by which float32 queries are multiplied, so that attention is a softmax to base two."""
     return head_width**-0.5 * math.log2(math.e)
 
 
@@ -45,7 +45,7 @@ def attention(
         return flash_attention(q, k, v, heads=heads, kv_len=kv_len, scale=scale)
     if q.ndim == 3:
         return jax.lax.map(lambda x: attention(*x, heads=heads, platform=platform, kv_len=kv_len), (q, k, v))
-    # A number of keys that only the program knows is an array: one program then serves any number.
+    # If the number of keys is an array, it is known only when the program runs, and one program serves any number.
     count = kv_len if isinstance(kv_len, jax.Array) else None
     if count is None:
         k, v = k[:kv_len], v[:kv_len]
@@ -97,7 +97,7 @@ def attention_part(
 
 
 def _round_to_8_bits(q: jax.Array, k: jax.Array, heads: int, kv_len: int, dtype: str) -> tuple[jax.Array, jax.Array]:
-    """Return queries and keys as 8 bits represent them, without the mean key, which softmax does not see."""
+    """Return queries and keys as 8 bits represent them, without the mean key, which doesn't affect softmax."""
     keys, unit = round_keys_reference(k[None], kv_len, jnp.dtype(dtype), heads=heads)
     terms, scales = round_queries_reference(q[None], unit, jnp.dtype(dtype), heads=heads)
     whole = jnp.stack([term[0].astype(jnp.float32) for term in terms]).sum(axis=0)

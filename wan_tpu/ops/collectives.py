@@ -24,8 +24,8 @@ def gather_rows(
 
     On TPU v6e an all-gather blocks the core (up to libtpu 0.0.51; only its SparseCore could take it over), while a
     ragged all-to-all is sent in the background: every device sends all its rows to every other, straight to their
-    destination. On other platforms, for rows that don't fill tiles, and where nothing is to be overlapped, an
-    all-gather is used.
+    destination. An all-gather is used on other platforms, for rows that don't fill tiles, and if nothing is to be
+    overlapped.
 
     Args:
         x: [L, C], or with `layer` the rows of several layers, [D, L, C].
@@ -52,10 +52,10 @@ def gather_rows(
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class SplitWeight:
-    """One layer's matrix in the array of all layers', of which each device has some rows.
+    """One layer's matrix within the array of all layers, of which each device has some rows.
 
-    It is gathered when somebody asks for it. The compiler takes the array of all layers for what is sent, and would
-    start that as early as it can, in place of anything else: `gather_during` says when.
+    It is gathered on request. To the compiler, what is sent is the array of all layers, which is available from the
+    start, so it would start sending as early as possible, ahead of everything else: `gather_during` determines when.
 
     Attributes:
         stack: This device's rows of all layers, [D, L, C].
@@ -70,14 +70,14 @@ class SplitWeight:
     platform: str
 
     def gather(self, layer: jax.Array) -> jax.Array:
-        """Return the whole matrix; `layer` is this one's, or what a barrier made of it."""
+        """Return the whole matrix; `layer` is this one's index, possibly passed through a barrier."""
         return gather_rows(self.stack, self.axes, self.platform, layer=layer)
 
 
 def gather_during(
     weights: Mapping[str, SplitWeight], inputs: T, compute: Callable[[T], R]
 ) -> tuple[R, dict[str, jax.Array]]:
-    """Return what is computed of the inputs, and matrices that are gathered meanwhile, neither sooner nor later."""
+    """Return the result computed from the inputs, and matrices that are gathered exactly while it is computed."""
     if not weights:
         return compute(inputs), {}
     layers = {name: weight.layer for name, weight in weights.items()}

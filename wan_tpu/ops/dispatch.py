@@ -50,7 +50,7 @@ class Ops(NamedTuple):
 
 
 def ops_for(platform: str) -> Ops:
-    """Return the operations for "tpu", "gpu" or "cpu"; those that `wan_tpu.switches` turns off are in plain XLA."""
+    """Return the operations for "tpu", "gpu" or "cpu"; kernels that `wan_tpu.switches` turns off become plain XLA."""
     return Ops(
         **{name: kernel if uses_kernel(name, platform) else plain for name, (kernel, plain) in IMPLEMENTATIONS.items()}
     )

@@ -4,13 +4,14 @@ These functions are called inside `jax.shard_map`. All-to-all over 'tp', or over
 "some tokens of all heads" into "more tokens of some heads"; the parts of K and V on other axes are gathered (1/G of the
 heads by then).
 
-Values are sent while queries are computed, and queries while keys are. Then attention runs in three rounds. The first
-has as few heads as fill a register: the others' keys arrive while it is computed. During the second the results of the
-first are sent back, and during the third, which has few heads again, those of the second. Left to itself, the compiler
-would send all this sequentially, before and after attention; barriers specify what must have arrived when.
+Values are sent while queries are computed, and queries while keys are computed. Then attention runs in three rounds.
+The first has as few heads as fill a register: the other heads' keys arrive while it is computed. During the second
+round, the results of the first are sent back, and during the third, which again has few heads, those of the second.
+Left to itself, the compiler would send all this sequentially, before and after attention; barriers specify what must
+have arrived when.
 
-Keys and queries may change places. Where keys are gathered as well, the first round then hides the other keys'
-gathering and the other queries' exchange: it hides one transfer of each kind, and not one behind the other.
+Keys and queries may swap places. If keys are gathered as well, the first round then hides the gathering of the other
+keys and the exchange of the other queries: one transfer of each kind at the same time, not one after the other.
 
 Shapes: L tokens, N heads, D head width, t tokens of one device, G head groups, K tokens that every device has.
 """
@@ -50,8 +51,8 @@ def head_groups(mesh: Mesh, heads: int, axes: tuple[str, ...] = ("tp",)) -> int:
 def key_parts(mesh: Mesh, heads: int, width: int, axes: tuple[str, ...] = ("tp",)) -> tuple[int, ...]:
     """Return the columns of each part of a device's keys, which are sent one part at a time.
 
-    The first part has as few as fill a register, since nothing hides its transfer. Where nothing is sent, there is one
-    part with all.
+    The first part has only as many as fill a register, because nothing hides its transfer. If nothing is sent, a single
+    part has all columns.
     """
     columns, unit = heads // head_groups(mesh, heads, axes) * width, max(LANES, width)
     if axis_size(mesh, axes) == 1 or columns < 2 * unit or columns % unit:
@@ -66,8 +67,8 @@ class Projections:
     Attributes:
         query, key, value: Return [G, t, N*D/G], queries times `query_scale`: heads in groups, one for each device that
             splits them ([t, N*D] if there is one).
-        last: What is computed last, "key" or "query". That function returns the same in one part or two, as in
-            `key_parts`: each has a part of every group's heads. If it is queries, keys may be in parts, too.
+        last: What is computed last, "key" or "query". That function returns its result in one part or two, as in
+            `key_parts`: each has a part of every group's heads. If queries are last, keys may be in parts, too.
     """
 
     query: Callable[[Any], Any]
@@ -77,11 +78,11 @@ class Projections:
 
 
 class ReplicatedTokens(NamedTuple):
-    """Tokens that every device of a branch has, in the device's own heads: [K, N*D/G] each.
+    """Tokens that every device of a branch has, each device with its own heads: [K, N*D/G] each.
 
     Attributes:
         q, k, v: Their queries, keys and values.
-        after: How many of the spread tokens come before them; the spread ones behind are padding.
+        after: How many of the spread tokens come before them; spread tokens after them are padding.
     """
 
     q: jax.Array
@@ -95,7 +96,7 @@ class AttentionOutput(NamedTuple):
 
     Attributes:
         tokens: The result for this device's tokens, [G, t, columns] for each round, a part of every group's heads.
-        others: The result for the replicated tokens, in this device's heads, [K, N*D/G]; None if there are none.
+        others: The result for the replicated tokens, for this device's heads, [K, N*D/G]; None if there are none.
         beside: The weights that were gathered.
     """
 
@@ -124,12 +125,13 @@ def exchanged_attention(
         rows: [t, C].
         projections: Compute queries, keys and values of the rows.
         heads: N.
-        kv_len: Number of real tokens, of all devices and `others`; padding lies behind them.
+        kv_len: Number of real tokens on all devices and in `others`; padding follows them.
         token_axes: Mesh axes that tokens are spread over, slowest first, `head_axes` last (`TokenLayout`).
         head_axes: Mesh axes that split heads during attention.
         platform: "tpu", "gpu" or "cpu".
-        beside: Weights of later layers, by rounds: their gathering continues while a round is computed. That of
-            `SplitWeight` also begins with the round. There are as many rounds if heads allow it, and at least three.
+        beside: Weights of later layers, one mapping per round: their gathering continues while that round is computed,
+            and for a `SplitWeight` it also begins with the round. There are as many rounds if there are enough heads,
+            and at least three.
         others: Tokens that every device has.
         sparse: Attends to some keys only; kv_len is then a Python number, and there are no others.
         qk: An 8-bit type of logits; kv_len is then a Python number.
@@ -139,7 +141,7 @@ def exchanged_attention(
     tokens = _project_and_send(rows, projections, heads, kv_len, spread_axes, head_axes, platform, others, len(beside))
     before = jax.lax.axis_index(spread_axes) * len(tokens.q[0]) if spread_axes else 0
     tokens = dataclasses.replace(tokens, qk=qk, sparse=sparse, first_query=before)
-    if is_synchronous():  # Everything arrives before attention begins, and each round's result before the next.
+    if is_synchronous():  # Everything arrives before attention begins, and each round's result before the next round.
         q, k, v = _barrier((tokens.q, tokens.k, tokens.v))
         tokens = dataclasses.replace(tokens, q=q, k=k, v=v)
     layers = [{name: w.layer for name, w in weights.items() if isinstance(w, SplitWeight)} for weights in beside]
@@ -164,10 +166,10 @@ def exchanged_attention(
         gathered |= weights
     for number in range(len(tokens.rounds), len(beside)):
         gathered |= _gather_split(beside[number], layers[number])
-    # Sparse attention itself repeats what is wrong, because nothing is exchanged in it.
+    # Sparse attention repeats wrong results by itself, because it exchanges nothing.
     if not uses_kernel("attention", platform) or sparse is not None:
         return _join_rounds(results, gathered)
-    # Either all devices repeat it or none does, because devices exchange data in it.
+    # Either all devices repeat attention or none does, because it exchanges data between devices.
     wrong = jax.lax.psum((~jnp.stack(checks).all()).astype(jnp.int32), AXES) > 0
 
     def repeat() -> tuple[_RoundResult, ...]:
@@ -192,12 +194,12 @@ class _HeadTokens:
 
     Attributes:
         v: [L, N*D/G].
-        q, k: The same in one part or two, of the heads of the first round and of the others.
+        q, k: The same in one part or in two: the heads of the first round, and the others.
         others: Queries of the replicated tokens, [K, N*D/G].
         width: D.
         kv_len, platform, sparse, qk: As for `exchanged_attention`.
         middle: How many rounds there are between the first and the last, if there are enough heads.
-        first_query: The index of q's first token among all.
+        first_query: The index of q's first token among all tokens.
     """
 
     q: list[jax.Array]
@@ -222,11 +224,11 @@ class _HeadTokens:
         return [few, *(end - start for start, end in itertools.pairwise(ends) if end > start), few]
 
     def attend(self, number: int, softmax: Literal["optimistic", "online"]) -> tuple[_RoundResult, jax.Array]:
-        """Return a round's result, [L, columns] and the others', and whether it is right."""
+        """Return a round's result, [L, columns] and that for the replicated tokens, and whether it is right."""
         first = sum(self.rounds[:number])
 
         def find(parts: list[jax.Array]) -> tuple[jax.Array, int]:
-            """Return the part that has the round's heads, and the first of them in it."""
+            """Return the part that holds the round's heads, and the index of the first of them in it."""
             return (parts[1], first - self.rounds[0]) if number and len(parts) > 1 else (parts[0], first)
 
         (queries, first_query), (part, first_key) = find(self.q), find(self.k)
@@ -262,7 +264,8 @@ class _HeadTokens:
         attended, right = attend_with(queries, first_query)
         if self.others is None:
             return (attended, None), right
-        # The others attend separately: appending these few to the queries and cutting them off again would move all.
+        # The replicated tokens attend separately: appending these few queries and cutting them off again would move all
+        # queries.
         other, other_right = attend_with(self.others, first)
         return (attended, other), right & other_right
 
@@ -280,7 +283,7 @@ def _project_and_send(
 ) -> _HeadTokens:
     """Compute values, queries and keys of rows in this order, each sent while the next are computed.
 
-    Values and keys are gathered over `spread_axes`, which exchange nothing.
+    Over `spread_axes`, nothing is exchanged: values and keys are gathered.
     """
 
     def send(x: jax.Array) -> jax.Array:
@@ -312,7 +315,7 @@ def _project_and_send(
 
 
 def _insert_rows(rows: jax.Array, others: jax.Array, after: int) -> jax.Array:
-    """Return rows with others after the first `after`, each written once; XLA's own concatenation takes longer.
+    """Insert other rows after the first `after` rows, writing each row once; XLA's own concatenation takes longer.
 
     Whole tiles are written, because libtpu 0.0.50.1 aborts on a write that starts inside a tile.
     """
@@ -325,7 +328,7 @@ def _insert_rows(rows: jax.Array, others: jax.Array, after: int) -> jax.Array:
 
 
 def _send_back(attended: jax.Array, other: jax.Array | None, axes: tuple[str, ...]) -> _RoundResult:
-    """Turn [L, columns] of this device's heads into [G, t, columns] of its tokens; the others' rows stay."""
+    """Turn [L, columns] of this device's heads into [G, t, columns] of its tokens; replicated tokens stay."""
     groups = _size(axes)
     return attended if groups == 1 else _exchange(attended.reshape(groups, -1, attended.shape[1]), axes), other
 

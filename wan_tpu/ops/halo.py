@@ -2,7 +2,7 @@
 
 Everything but `cut_picture`, `HaloCut.pad` and the sizes runs inside one `jax.shard_map` over every axis of the mesh. A
 picture whose size doesn't divide is padded on the right and at the bottom. The padding stays zero as long as all code
-that writes pictures asks `HaloCut.inside` for the picture's own columns and rows.
+that writes pictures respects `HaloCut.inside`, the picture's own columns and rows.
 
 Shapes: T frames, X columns, Y rows, C channels; W H width and height of the whole picture.
 """
@@ -30,7 +30,7 @@ def strip_spec(mesh: Mesh) -> P:
 
 @dataclass(frozen=True)
 class HaloCut:
-    """Strips of a picture of one size, and of all its enlargements by whole numbers.
+    """Strips of a picture of one size, and of its enlargements by whole numbers.
 
     Attributes:
         mesh: The devices.
@@ -70,7 +70,7 @@ class HaloCut:
         return jnp.clip(self.width * scale - first_column, 0, x.shape[1]), rows
 
     def hold_rows(self, x: jax.Array) -> jax.Array:
-        """Return a strip [T, X, Y, C] with just as many rows of padding as fill the last tile at its own size.
+        """Return a strip [T, X, Y, C] with only as many padding rows as fill the last tile at its current size.
 
         An enlarged strip has many times the padding of the smallest: 34 rows of latents are stored as 48; enlarged by
         eight, these are 384, though the picture's own 272 fill whole tiles.
@@ -97,7 +97,7 @@ class HaloCut:
         return jnp.where(index == 0, start, before), jnp.where(at_end, end, after)
 
     def extend(self, x: jax.Array, padding: Padding) -> jax.Array:
-        """Return a strip [T, X, Y, C] with what lies beyond its picture where padding begins."""
+        """Return a strip [T, X, Y, C] whose padding begins with the values that belong beyond the picture."""
         if padding == "zeros":
             return x
         columns, rows = self.inside(x)

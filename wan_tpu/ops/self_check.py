@@ -63,7 +63,7 @@ class KernelResult:
         name, kernel: The case's name and kernel.
         off: The largest difference, relative to the reference's largest value; NaN if there is a NaN.
         tolerance: The largest difference that roundings explain.
-        seconds: The time that both took, compiling included.
+        seconds: The time that both took, including compilation.
         shapes: Shapes of the arguments.
     """
 
@@ -150,7 +150,7 @@ def _attention_cases(draw: "_Draw", queries: int, keys: int) -> Iterator[KernelC
     heads = {"heads": 2}
     yield KernelCase("attention", "attention", (q, k, v), heads)
     yield KernelCase("attention, padded keys", "attention", (q, k, v), heads | {"kv_len": keys - 90})
-    # The last key outweighs all others, so the fast way overflows, which must be noticed.
+    # The last key outweighs all others, so the fast method overflows, which must be noticed.
     late = k.at[-1].set(64 * q.mean(axis=0) / jnp.abs(q.mean(axis=0)).max())
     yield KernelCase("attention, an overflow", "attention", (q, late, v), heads)
     # The tolerance is the cost of rounding logits to 8 bits.

@@ -1,8 +1,8 @@
 """Sparse-linear attention (SLA, arXiv 2509.24006) of some heads on one device: few keys exactly, all keys linearly.
 
 A block of 128 queries attends to the blocks of 64 keys whose mean key has the largest product with the mean query. (The
-paper first subtracts the mean of all keys, which adds the same to all of a query's products and chooses the same
-blocks.) Linear attention over all keys, through a trained matrix, makes up for what softmax attention misses.
+paper first subtracts the mean of all keys, which changes all of a query's products by the same amount and so chooses
+the same blocks.) Linear attention over all keys, through a trained matrix, makes up for what softmax attention misses.
 
 Shapes: L tokens, N heads, D head width; token-major, [L, N * D].
 """
@@ -63,7 +63,7 @@ def sparse_linear_attention(
         heads: N.
         first_heads: The first head to use of q, k and v.
         kv_len: Tokens from here on are ignored.
-        first_query: The token that q begins with, a whole number of blocks behind the first one of k.
+        first_query: The index of q's first token in k, a multiple of the block size.
         platform: "tpu", "gpu" or "cpu".
         interpret: Runs the kernels on any platform, interpreted.
 
@@ -72,7 +72,7 @@ def sparse_linear_attention(
     """
     kernels, width = uses_kernel("sparse_attention", platform) or bool(interpret), len(layer.bias)
     if kernels:
-        first_tiles(first_heads, heads, width)  # This raises for heads that kernels can't have.
+        first_tiles(first_heads, heads, width)  # This raises for heads that the kernels don't support.
     first_q, first_k, _ = first_heads
     sizes: dict[str, Any] = {"heads": heads, "kv_len": kv_len}
     choice: dict[str, Any] = {"first_heads": (first_q, first_k), "kernels": kernels, "interpret": interpret}

@@ -32,7 +32,7 @@ def _declare_removed_overloads() -> torch.library.Library:
     return library
 
 
-_library = _declare_removed_overloads()  # The declarations last as long as this object.
+_library = _declare_removed_overloads()  # The declarations live as long as this object.
 
 import torchax  # noqa: E402
 from torchax import interop  # noqa: E402
@@ -61,7 +61,8 @@ def call(module: torch.nn.Module, params: Params, method: Callable[..., Any], *a
     converted = to_jax(result)
     for leaf in jax.tree.leaves(converted):
         if not isinstance(leaf, jax.Array | str):
-            # To JAX a ModelOutput, for example, isn't a pytree: its tensors would leak out of the trace unconverted.
+            # JAX doesn't see a ModelOutput, for example, as a pytree: its tensors would leak out of the trace
+            # unconverted.
             raise TypeError(f"the method returned a {type(leaf).__name__}; return tensors in tuples, lists or dicts")
     return converted
 

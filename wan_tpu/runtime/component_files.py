@@ -18,8 +18,8 @@ from wan_tpu.storage.folder import WeightFile
 _ENDING, _INDEX = ".safetensors", ".safetensors.index.json"
 _STEMS = "diffusion_pytorch_model", "model"  # Names of the files that diffusers and transformers read, without endings.
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
-# Names of the further tensors in files of 8-bit or 4-bit weights, after a layer's name or alone: those of ComfyUI,
-# DeepSeek and compressed-tensors, bitsandbytes, GPTQ.
+# Names of the extra tensors in files with 8-bit or 4-bit weights, alone or after a layer's name, as ComfyUI, DeepSeek
+# and compressed-tensors, bitsandbytes, and GPTQ write them.
 QUANTISED = re.compile(
     r"(^|\.)(scaled_fp8|comfy_quant|scale_weight|scale_input|weight_scale|weight_scale_inv|weight_scale_2|input_scale|"
     r"int8_weight|absmax|quant_map|quant_state\.\w+|SCB|qweight|qzeros)$"
@@ -71,10 +71,10 @@ def index_tensors(
 
 
 def _weight_files(checkpoint: Checkpoint, component: str) -> Iterator[WeightFile]:
-    """Yield the files that diffusers or transformers would read, wherever they lie. It raises as `index_tensors`."""
+    """Yield the files that diffusers or transformers would read, wherever they are; raises as `index_tensors`."""
     folder, indexes = f"{checkpoint.source}/{component}", _read_indexes(checkpoint.path(component))
     files = checkpoint.weights(component, _list_needed(indexes)) or checkpoint.weights(component)
-    # Files of torch.save take the place of those in the folder.
+    # Files written by torch.save replace those in the folder.
     stands_in = any(name.endswith(SUFFIXES) for name in files)
     names = sorted(files) if stands_in else _choose(files, indexes, folder)
     for name in names:
@@ -99,7 +99,7 @@ def _read_indexes(folder: Path) -> dict[str, list[str]]:
 
 
 def _list_needed(indexes: Mapping[str, list[str]]) -> list[str]:
-    """Return the files that `_choose` takes from a folder in which diffusers or transformers named them."""
+    """Return the files that `_choose` would pick from a folder with the names of diffusers or transformers."""
     for stem in _STEMS:
         if stem in indexes:
             return [f"{stem}{_ENDING}"] * (stem == _STEMS[1]) + indexes[stem]
@@ -109,8 +109,8 @@ def _list_needed(indexes: Mapping[str, list[str]]) -> list[str]:
 def _choose(files: Collection[str], indexes: Mapping[str, list[str]], folder: str) -> list[str]:
     """Return the names of the files that hold a component's weights; no others beside them are read.
 
-    They are the files with the names that diffusers and transformers use. Without such names they are all files, which
-    must then be a single variant: one file, or the shards of one.
+    These are the files named as diffusers and transformers name them. If there are none, all files are read, which must
+    then be a single variant: one file, or the shards of one.
     """
     indexed = {name for names in indexes.values() for name in names}
     variants: dict[str, list[str]] = {}
@@ -143,12 +143,12 @@ def check_tensors(module: torch.nn.Module, tied: Mapping[str, str], stored: dict
 
     Args:
         module: The component.
-        tied: Parameters that share the values of others, and those others' names. Files have either name, or both.
-        stored: The tensors of the files. A shared value that has one of its names gets the other, too.
+        tied: Parameters that share another one's values, with the name of that one. Files have either name, or both.
+        stored: The tensors of the files. A shared value that is stored under one name is added under the other, too.
         folder: The files' folder, for messages.
 
     Raises:
-        CheckpointError: Tensors are missing, unknown or of another shape, or they are quantised; it names them.
+        CheckpointError: Tensors are missing, unknown, of another shape, or quantised; the message names them.
     """
     expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict(keep_vars=True).items()}
     ignored = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()

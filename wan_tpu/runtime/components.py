@@ -26,12 +26,12 @@ from wan_tpu.runtime.weights import Block, Show, Weight, read_weights
 from wan_tpu_kernels.low_precision import can_multiply, largest_value
 
 _BFLOAT16, _INT8, _FLOAT8 = (np.dtype(kind) for kind in (ml_dtypes.bfloat16, np.int8, ml_dtypes.float8_e4m3fn))
-_AND_ATTENTION = "-attention"  # Ending of a precision in which attention's logits are in 8 bits, too.
-# By precision: the dtype of activations and most weights; below, that of large matrices where they are in 8 bits.
+_AND_ATTENTION = "-attention"  # Suffix of precisions that also compute attention's logits in 8 bits.
+# For each precision, the dtype of activations and of most weights; below, the dtype of large matrices in 8 bits.
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": _BFLOAT16}
 DTYPES |= dict.fromkeys(("int8", "float8", "int8-attention", "float8-attention"), _BFLOAT16)
 MATRICES = {"int8": _INT8, "float8": _FLOAT8, "int8-attention": _INT8, "float8-attention": _FLOAT8}
-SCALE = "_scale"  # Ending of the name of an 8-bit weight's scales: float32, one for each of its rows.
+SCALE = "_scale"  # Suffix of the name of an 8-bit weight's scales: float32, one for each row of the weight.
 
 
 @dataclass(frozen=True)
@@ -41,27 +41,26 @@ class Component:
     Attributes:
         folder: Its folder in the checkpoint.
         build: Builds the module as diffusers or transformers define it.
-        adapt: Changes the module before use: replaces pieces, drops parts that this component doesn't run.
+        adapt: Changes the module before use: replaces some parts, and drops those that this component doesn't run.
         scanned: Paths of block lists to stack and scan.
-        rules: Sharding of every weight that is left after `adapt`.
-        float32: Name parts (between dots) of weights that stay in float32 whatever the dtype.
+        rules: Sharding of every weight that remains after `adapt`.
+        float32: Name parts (between dots) of weights that stay in float32 at every precision.
         renames: (pattern, replacement) applied to the names in the files.
         changes: (pattern, function) applied to the values of weights whose whole name matches, as they are read.
         originals: (pattern, replacement) that turn a parameter's name into its name in the model's first publication;
-            files of adapters use either. Parameters that get the same name were one matrix there: queries, keys,
-            values.
-        original_rows: (pattern, function) of modules whose rows lie in another order in that publication. The pattern
-            matches a module's original name, with dots or underscores; the function takes a matrix [O, ...] of a file
-            and its name there, and returns it with the rows as they are here.
-        aliases: (pattern, replacement) that turn an original name into the name that other programs, and so trainers,
-            use.
-        absent: Patterns of modules that this model's siblings have and this one has no use for: changes of them have no
-            effect and are no error.
-        header_alpha: Whether "alpha" in an adapter's header is that of all its modules, as diffusers reads it for some
+            files of adapters use either. Parameters that map to the same name were a single matrix there: queries, keys
+            and values.
+        original_rows: (pattern, function) for modules whose rows are in another order in that publication. The pattern
+            matches a module's original name, with dots or underscores; the function takes a matrix [O, ...] from a file
+            and its name there, and returns it with the rows in our order.
+        aliases: (pattern, replacement) that turn an original name into the one that other programs and trainers use.
+        absent: Patterns of modules that related models have and this one doesn't use: an adapter's changes to them have
+            no effect, but aren't an error.
+        header_alpha: Whether "alpha" in an adapter's header applies to all its modules; diffusers reads it for some
             models only.
-        matrices: Pattern of the weights [O, I] that may be in 8 bits, with a scale for each output; "" for none.
-        logits: Whether its attention's logits may be in 8 bits. A loaded module's attribute `logits_dtype` says which
-            they are; None where they aren't.
+        matrices: Pattern of the weights [O, I] that may be in 8 bits, with one scale per output; "" for none.
+        logits: Whether attention's logits may be in 8 bits. A loaded module's attribute `logits_dtype` is their 8-bit
+            type, or None.
     """
 
     folder: str
@@ -81,11 +80,11 @@ class Component:
     logits: bool = False
 
     def offers(self, precision: str) -> bool:
-        """Return whether a model of this component has a precision."""
+        """Return whether a model with this component offers a precision."""
         return bool(self.matrices) and (self.logits or not precision.endswith(_AND_ATTENTION))
 
     def kept_as(self, precision: str) -> str:
-        """Return the precision of this component in a model of that precision."""
+        """Return the precision that this component has in a model of the given precision."""
         if precision not in MATRICES:
             return precision
         return precision.removesuffix(_AND_ATTENTION) if self.matrices else DTYPES[precision].name
@@ -110,10 +109,10 @@ class ComponentFiles(NamedTuple):
 
     Attributes:
         module: The module, on the meta device.
-        tables: Tables that the module computed for itself and no file holds.
-        weights: All other weights, persistent buffers included, with the places that they are read from.
+        tables: Tables that the module has computed itself and that no file holds.
+        weights: All other weights, including persistent buffers, with the places to read them from.
         plain: Names of the weights in a converted file.
-        cuts: How the weights lie in a converted file.
+        cuts: How the weights are laid out in a converted file.
     """
 
     module: torch.nn.Module
@@ -140,7 +139,7 @@ def load_component(
         show: Returns the bar that counts the bytes which this process reads.
 
     Raises:
-        CheckpointError: As `open_component`, before any weight is read; or a file is damaged.
+        CheckpointError: As for `open_component`, before any weight is read, or because a file is damaged.
         Unavailable: A file can't be read now.
     """
     contents = open_component(checkpoint, component, dtype, mesh)
@@ -152,12 +151,12 @@ def open_component(checkpoint: Checkpoint, component: Component, dtype: str, mes
     """Build a component, and compare it with the headers of its files.
 
     Raises:
-        CheckpointError: It names the tensors that are missing, superfluous, of a wrong shape or cut off.
+        CheckpointError: Tensors are missing, superfluous, of the wrong shape or truncated; the message names them.
         Unavailable: A file can't be read now.
     """
     try:
         module = _build(component)
-    except (OSError, MemoryError):  # This machine's errors.
+    except (OSError, MemoryError):  # These are the machine's errors, not the checkpoint's.
         raise
     except Exception as error:  # A constructor can raise anything for a damaged config.json.
         reason = str(error).splitlines()[0] if str(error) else repr(error)
@@ -189,7 +188,7 @@ def open_component(checkpoint: Checkpoint, component: Component, dtype: str, mes
 
 
 def _blocks(name: str, weight: "_Weight", stored: dict[str, Stored]) -> tuple[Block, ...]:
-    """Return where a weight is stored in the checkpoint's own files, in which each layer of a stack is a tensor.
+    """Return where a weight is stored in the checkpoint's own files, which hold each layer of a stack separately.
 
     Scales are computed from the weights that they belong to.
     """
@@ -213,7 +212,7 @@ def _change(component: Component, plain: str, precision: str) -> Callable[[np.nd
 
 
 def round_to_8_bits(value: np.ndarray, kind: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Round a matrix to 8 bits; return it, and the scales, float32 [O], that its rows are to be multiplied with.
+    """Round a matrix to 8 bits; return it with its scales, float32 [O], by which its rows must be multiplied.
 
     A row that isn't finite has a scale that isn't finite.
     """
@@ -225,7 +224,7 @@ def round_to_8_bits(value: np.ndarray, kind: np.dtype) -> tuple[np.ndarray, np.n
 
 
 def abstract_component(component: Component, dtype: str, mesh: Mesh) -> Loaded:
-    """Build a component with shapes and shardings in place of weights, to compile it without a checkpoint."""
+    """Build a component that has shapes and shardings instead of weights, to compile it without a checkpoint."""
     module = _build(component)
     component.adapt(module, mesh)
     params: dict[str, Any] = {}
@@ -247,7 +246,7 @@ def _build(component: Component) -> torch.nn.Module:
     for alias, name in _tied_names(module).items():
         parent, _, leaf = alias.rpartition(".")
         module.get_submodule(parent).register_parameter(leaf, module.get_parameter(name))
-    # Tables that a checkpoint's files hold (persistent buffers) are read from there, as parameters are.
+    # Tables that a checkpoint's files hold (persistent buffers) are read from there, like parameters.
     stored = module.state_dict(keep_vars=True)
     for name, table in list(module.named_buffers()):
         if name in stored:
@@ -257,12 +256,12 @@ def _build(component: Component) -> torch.nn.Module:
 
 
 def _tied_names(module: torch.nn.Module) -> dict[str, str]:
-    """Return the parameters that share others' values, and those others, as transformers declares it."""
+    """Return the parameters that share another one's values, with that one's name, as transformers declares them."""
     return getattr(module, "_tied_weights_keys", None) or {}
 
 
 def _scan(module: torch.nn.Module, paths: Sequence[str]) -> dict[str, int]:
-    """Stack the block lists at `paths` whose blocks are equal; return how deep each is."""
+    """Stack the block lists at `paths` whose blocks are equal; return the depth of each."""
     depths = {path: scan_blocks(module, path) for path in paths}
     return {path: depth for path, depth in depths.items() if depth is not None}
 
@@ -276,7 +275,7 @@ def _plain_name(name: str, depths: dict[str, int]) -> tuple[str, int | None]:
 
 
 def _check_chip(component: Component, precision: str, mesh: Mesh) -> None:
-    """Raise `InvalidInput` for a precision that a TPU, real or described, can't multiply in."""
+    """Raise `InvalidInput` for a precision that the TPU, present or only described, can't multiply in."""
     device = mesh.devices.flat[0]
     if device.platform != "tpu" or not component.matrices or precision not in MATRICES:
         return
@@ -292,7 +291,7 @@ class _Weight(NamedTuple):
     """A weight as the mesh holds it; plain and depth as `_plain_name` returns them.
 
     Attributes:
-        axis: The first dimension of its shape that its rule shards.
+        axis: The first dimension of the weight's shape that its rule shards.
     """
 
     plain: str
@@ -308,7 +307,7 @@ def _weights(
 ) -> Iterator[tuple[str, _Weight | torch.Tensor]]:
     """Stack a module's blocks; yield everything that `functional_call` needs by name: weights, and the module's tables.
 
-    Non-persistent buffers are included, tied duplicates left out.
+    Non-persistent buffers are included; tied duplicates are left out.
     """
     _check_chip(component, precision, mesh)
     depths = _scan(module, component.scanned)

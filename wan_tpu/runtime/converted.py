@@ -1,8 +1,8 @@
-"""Components in the form that programs take: in their dtype, stacked, permuted, cut as meshes cut them, with checksums.
+"""Components stored as programs need them: in the final dtype, stacked, permuted, cut into shards, with checksums.
 
-`wan-tpu weights convert` writes them beside a component's config.json. Each layer of a large weight lies in pieces
-along the dimension that its rule shards, one after the other: a process reads whole pieces, those of its shards. A
-small weight is a single piece.
+`wan-tpu weights convert` writes them beside a component's config.json. Each layer of a large weight is stored as
+consecutive pieces along the dimension that its rule shards, so that a process reads only the whole pieces of its own
+shards. A small weight is a single piece.
 """
 
 import json
@@ -17,11 +17,11 @@ from wan_tpu.runtime.tensor_files import Stored, locate_tensors
 from wan_tpu.runtime.weights import Block
 
 FILE, MANIFEST = "wan_tpu.safetensors", "wan_tpu.safetensors.json"
-# Version of the file's layout: which weights it holds, and how. It changes when any of that does; a test holds it.
+# Version of the file's layout: which weights it holds, and how. It must change when any of that does; a test checks it.
 LAYOUT = 1
-PIECES = 16  # The fewest pieces of a large weight: the devices along one axis of the widest mesh.
-PIECE_BYTES = 16 * 2**20  # The most bytes of a piece, where a weight can be cut that small.
-SMALL_BYTES = 2**20  # The most bytes of a weight that is read whole.
+PIECES = 16  # The minimum number of pieces of a large weight: the devices along one axis of the widest mesh.
+PIECE_BYTES = 16 * 2**20  # The maximum size of a piece, if the weight can be cut that small.
+SMALL_BYTES = 2**20  # The maximum size of a weight that is stored as a single piece.
 AGAIN = "convert the checkpoint again"
 
 
@@ -31,7 +31,7 @@ class WeightCut:
 
     Attributes:
         shape: The weight's shape, as the program has it.
-        layers: Whether its first dimension is that of a stack.
+        layers: Whether its first dimension is the layers of a stack.
         axis: The dimension of `shape` along which its pieces are cut.
         pieces: Pieces of each layer; 0 for a weight in one piece.
     """
@@ -78,8 +78,8 @@ def cut_weight(shape: tuple[int, ...], itemsize: int, axis: int | None, *, layer
     Args:
         shape: The weight's shape, as the program has it.
         itemsize: Bytes of a number.
-        axis: The dimension that its rule shards; None where every device has the weight whole.
-        layers: Whether the first dimension is that of a stack.
+        axis: The dimension that its rule shards; None if every device has the whole weight.
+        layers: Whether the first dimension is the layers of a stack.
     """
     depth = shape[0] if layers else 1
     layer_bytes = math.prod(shape) // max(depth, 1) * itemsize
@@ -94,7 +94,7 @@ def cut_weight(shape: tuple[int, ...], itemsize: int, axis: int | None, *, layer
 
 @dataclass(frozen=True)
 class Converted:
-    """A converted component's file and manifest. `blocks` raises `CheckpointError` for a weight that they lack."""
+    """A converted component's file and manifest. `blocks` raises `CheckpointError` for a weight missing there."""
 
     folder: str
     stored: dict[str, Stored]
@@ -125,7 +125,7 @@ class Converted:
         return cls(where, locate_tensors(files[FILE]), manifest["tensors"])
 
     def blocks(self, name: str, shape: tuple[int, ...]) -> tuple[Block, ...]:
-        """Return where the pieces of a weight lie, whose shape in the program is `shape`."""
+        """Return where the pieces of a weight are, given the weight's shape in the program."""
         stored, entry = self.stored.get(name), self.manifest.get(name)
         if stored is None or entry is None:
             raise CheckpointError(f"{self.folder}/{FILE} lacks {name}; {AGAIN}")
@@ -152,7 +152,7 @@ def describe(
     """Return a manifest as JSON.
 
     Args:
-        cuts: How each weight lies in the file, by the weight's name.
+        cuts: The layout of each weight in the file, by the weight's name.
         checksums: The checksums of each weight's pieces, by the weight's name.
         dtype: The precision that the component was converted to.
         size: Bytes of the file.

@@ -1,4 +1,4 @@
-"""Write a checkpoint's weights as programs take them, in the layout of `wan_tpu.runtime.converted`."""
+"""Write a checkpoint's weights as programs need them, in the layout of `wan_tpu.runtime.converted`."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ from wan_tpu.storage.folder import WeightFile
 # safetensors' names of dtypes.
 _KINDS = {"float32": "F32", "bfloat16": "BF16", "int8": "I8", "float8_e4m3fn": "F8_E4M3"}
 _HEADER_ALIGNED = 4096  # The weights begin at a multiple of this many bytes.
-_COPIED_BYTES = 16 * 2**20  # Bytes of an adapter's file that are in memory at a time.
+_COPIED_BYTES = 16 * 2**20  # How much of an adapter's file is in memory at a time.
 
 
 def convert(
@@ -49,7 +49,7 @@ def convert(
         The folders that were already there, complete, from an earlier attempt with the same files.
 
     Raises:
-        CheckpointError: The source can't be read, before anything is written; or it changes meanwhile.
+        CheckpointError: The source can't be read (raised before anything is written), or it changes meanwhile.
     """
     mesh = Mesh(np.array(jax.local_devices(backend="cpu")[:1]).reshape(1, 1, 1), ("dp", "sp", "tp"))
     folders = {component.folder: _Folder(checkpoint, component, dtype) for component in components.values()}
@@ -94,12 +94,12 @@ class _Folder:
         self._version = self._version_of(self._files)
 
     def _version_of(self, files: Mapping[str, WeightFile]) -> str:
-        """Return a checksum that differs when the files' content does."""
+        """Return a checksum that changes whenever the files' content does."""
         versions = {name: file.version for name, file in files.items()}
         return hashlib.sha256(f"{self._config} {json.dumps(versions, sort_keys=True)}".encode()).hexdigest()
 
     def check_unchanged(self) -> None:
-        """Raise `CheckpointError` if the source's files have changed: the file that was written may mix old and new."""
+        """Raise `CheckpointError` if the source has changed: the written file may then mix old and new content."""
         if self._version_of({name: weight_file(file.address) for name, file in self._files.items()}) != self._version:
             raise CheckpointError(f"{self._source} was changed while it was converted; convert it again")
 
@@ -110,7 +110,7 @@ class _Folder:
 
 
 def _is_there(name: str, folder: _Folder, destination: Storage) -> bool:
-    """Return whether a component was completely written, from the same files and as it would be written now."""
+    """Return whether a component is already complete, written from the same files and in the current layout."""
     if not destination.has(f"{name}/{FILE}"):
         return False
     try:

@@ -8,7 +8,7 @@ import numpy as np
 
 from wan_tpu.errors import UnhealthyResult
 
-SINGLE_COLOUR_RANGE = 1 / 255  # One level of 8 bits: a video that varies less has a single colour.
+SINGLE_COLOUR_RANGE = 1 / 255  # One 8-bit level: a video that varies less than this counts as a single colour.
 
 
 def check_finite(values: np.ndarray | bool, where: str) -> None:
@@ -26,7 +26,7 @@ def keep_inf(limit: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array
 
 
 class ColourRange:
-    """Follows the smallest and largest value of each colour channel over a stream of frames."""
+    """Tracks the smallest and largest value of each colour channel over a stream of frames."""
 
     def __init__(self) -> None:
         self._low = np.full(3, np.inf)

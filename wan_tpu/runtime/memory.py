@@ -1,6 +1,7 @@
 """Decide whether something fits a device's memory: one rule for plans, layouts and adapters.
 
-What stays of all parts must fit together with the most that any one needs while it runs, since they run one by one.
+The resident memory of all parts must fit together with the largest working memory of any part, since parts run one at a
+time.
 """
 
 import re
@@ -14,8 +15,8 @@ class MemoryNeed(NamedTuple):
     """The memory that a part of a model needs on one device.
 
     Attributes:
-        resident_bytes: What stays while the part is loaded: weights, and programs from their first call on.
-        working_bytes: What it needs besides while it runs: arguments, results and temporaries.
+        resident_bytes: Memory in use while the part is loaded: its weights, and its programs after their first call.
+        working_bytes: Additional memory in use while it runs: arguments, results and temporaries.
     """
 
     resident_bytes: int
@@ -36,18 +37,19 @@ def fits(parts: Iterable[MemoryNeed], device_bytes: float) -> bool:
 class DeviceRoom:
     """Works out from `Device.memory_stats()` how much of a device's memory is left for more weights.
 
-    Arrays are in use; what programs need besides them while they run is reserved, which on a TPU is counted apart: of
-    31.246 GiB of a v6e 2.648 were in use, 27.251 reserved, and 1.347 free (EnzymeAD/Enzyme-JAX, pull request 2422).
-    The highest use isn't compared with the limit, because it never falls, even after weights have been released.
+    Arrays count as "in use". The further memory that programs need while they run counts as "reserved", which a TPU
+    reports separately: of the 31.246 GiB of a v6e, 2.648 were in use, 27.251 reserved, and 1.347 free
+    (EnzymeAD/Enzyme-JAX, pull request 2422). The highest use isn't compared with the limit, because it never falls,
+    even after weights have been released.
     """
 
     def __init__(self) -> None:
-        self._highest = 0  # Use that has been seen, in bytes.
+        self._highest = 0  # The highest use seen so far, in bytes.
         self._at_change = 0  # Use when weights were last loaded or released.
-        self._work = 0  # The most that requests' arrays have taken besides the weights.
+        self._work = 0  # The most that requests' arrays have needed in addition to the weights.
 
     def bytes_left(self, memory: Mapping[str, int]) -> int:
-        """Return the bytes that weights may take, so that requests still find what they have needed at most so far."""
+        """Return the bytes left for weights once the most that requests have needed so far is set aside."""
         used, highest = memory["bytes_in_use"], memory["peak_bytes_in_use"]
         if highest > self._highest:
             self._work = max(self._work, highest - (self._at_change or used))
@@ -62,10 +64,10 @@ class DeviceRoom:
 
 
 def read_refusal(message: str) -> tuple[int | None, int | None]:
-    """Return how much memory a program needs on a device, and how much there is, from the TPU compiler's refusal.
+    """Read from the TPU compiler's refusal how much memory a program needs on a device, and how much there is.
 
-    "... the total memory required for HLO temporaries (64.00G) exceeds available HBM (31.24G)": arguments and results
-    are in that figure. Of kernels' VMEM it says "Used 20.1M of 16.0M vmem", which is no matter of HBM.
+    In "... the total memory required for HLO temporaries (64.00G) exceeds available HBM (31.24G)", the figure includes
+    arguments and results. "Used 20.1M of 16.0M vmem" is about a kernel's VMEM, not HBM.
     """
     match = re.search(r"\(([\d.]+)([GMK])\) exceeds available HBM \(([\d.]+)([GMK])\)", message)
     if not match:

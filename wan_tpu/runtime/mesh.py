@@ -1,7 +1,7 @@
-"""The device mesh and how arrays lie on it.
+"""The device mesh and how arrays are sharded over it.
 
 Axes: 'dp' splits guidance branches; 'sp' and 'tp' split tokens and weights, and during self-attention 'tp' splits heads
-in place of tokens.
+instead of tokens.
 """
 
 import math
@@ -42,7 +42,7 @@ def make_mesh(shape: MeshLike, *, heads: int, devices: Sequence[jax.Device] | No
         shape: (dp, sp, tp), {"dp": ..., ...}, or a finished mesh with these axes. An axis that is None or missing takes
             the default of `fill_shape`.
         heads: Attention heads of the transformer.
-        devices: The devices to take, all by default.
+        devices: The devices to use, all by default.
 
     Raises:
         MeshError: The shape needs more devices than there are, or leaves a process without one.
@@ -70,7 +70,7 @@ def _mesh(devices: Iterable[jax.Device], shape: MeshShape, heads: int) -> Mesh:
 
 
 def _check_processes(mesh: Mesh, devices: int) -> None:
-    """Refuse a mesh that leaves a process without a device: that process couldn't take part in the programs."""
+    """Refuse a mesh that leaves a process without a device, because that process couldn't take part in the programs."""
     idle = set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat}
     if idle:
         raise MeshError(
@@ -85,7 +85,7 @@ def _all_devices() -> list[jax.Device]:
         devices = jax.devices()
     except RuntimeError as error:
         raise MeshError(f"JAX finds no device ({str(error).splitlines()[0]}); {advice}") from None
-    # Without libtpu, JAX falls back to the CPU with a warning at most.
+    # Without libtpu, JAX falls back to the CPU, at most with a warning.
     if devices[0].platform == "cpu" and chip_files() and "cpu" not in os.environ.get("JAX_PLATFORMS", ""):
         raise MeshError(f"this machine has a TPU ({chip_files()[0]}), and JAX only its CPU; {advice}")
     return devices
@@ -103,7 +103,7 @@ def fill_shape(shape: Sequence[int | None], devices: int, heads: int) -> MeshSha
         heads: Attention heads of the transformer.
 
     Raises:
-        MeshError: It isn't such a shape, or it needs more devices than there are.
+        MeshError: `shape` isn't a valid shape, or it needs more devices than there are.
     """
     sizes = tuple(shape) if isinstance(shape, Sequence) else ()
     if len(sizes) != 3 or any(n is not None and (type(n) is not int or n < 1) for n in sizes):
@@ -129,7 +129,7 @@ class Rule(NamedTuple):
 
 
 def rule_of(rules: Sequence[Rule], name: str) -> Rule:
-    """Return the rule for the weight of that name in the checkpoint; raises `MeshError` unless exactly one matches."""
+    """Return the rule for a weight, by its name in the checkpoint; raises `MeshError` unless exactly one matches."""
     matching = [rule for rule in rules if re.fullmatch(rule.pattern, name)]
     if len(matching) != 1:
         raise MeshError(f"weight {name} matches {len(matching)} sharding rules, it must be exactly one")
@@ -157,7 +157,7 @@ def weight_spec(mesh: Mesh, rules: Sequence[Rule], name: str, shape: Sequence[in
 
 
 def axis_size(mesh: Mesh, axes: str | tuple[str, ...]) -> int:
-    """Return how many devices lie along an axis, or along several together."""
+    """Return the number of devices along an axis, or along several axes together."""
     return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
 
 
@@ -167,7 +167,7 @@ def replicated_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def describe_sharding(sharding: Any) -> str:
-    """Describe how an array lies on the mesh: P("tp") and P("tp", None) are the same, axes of size 1 don't count."""
+    """Describe a sharding in canonical form: P("tp") and P("tp", None) are equal, and axes of size 1 are ignored."""
     if not isinstance(sharding, NamedSharding):
         return str(sharding)
     sizes = sharding.mesh.shape
@@ -184,8 +184,8 @@ class TokenLayout(NamedTuple):
     Attributes:
         branch_axis: 'dp', or None when every device has a part of every branch.
         token_axes: The axes that split L, slowest first, those of heads last.
-        padded: L rounded up so that every device has equally many tokens, in whole hardware tiles.
-        head_axes: The axes that split heads in place of tokens during self-attention.
+        padded: L rounded up so that every device has the same number of tokens, in whole hardware tiles.
+        head_axes: The axes that split heads instead of tokens during self-attention.
     """
 
     branch_axis: str | None
@@ -200,15 +200,15 @@ class TokenLayout(NamedTuple):
 
 
 def token_layout(mesh: Mesh, branches: int, tokens: int, heads: int = 0, block: int = 1) -> TokenLayout:
-    """Return how tokens lie on a mesh: 'dp' splits branches, or tokens where there are too few branches.
+    """Return the layout of tokens on a mesh: 'dp' splits branches, or tokens if there are too few branches.
 
     Args:
         mesh: The mesh.
         branches: B, the branches of guidance.
         tokens: L, the tokens of a branch.
-        heads: Heads of self-attention. Where 'dp' splits tokens and divides the heads, it splits these, too: gathering
-            keys and values over 'dp' takes three times as long as the exchange (docs/benchmarks.md).
-        block: So many consecutive tokens lie on one device, whatever the mesh.
+        heads: Heads of self-attention. If 'dp' splits tokens and its size divides the heads, it splits heads as well,
+            because gathering keys and values over 'dp' takes three times as long as the exchange (docs/benchmarks.md).
+        block: Number of consecutive tokens that always stay on one device, whatever the mesh.
     """
     split = branches % mesh.shape["dp"] == 0
     axes = SHARDS if split else AXES

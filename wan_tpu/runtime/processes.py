@@ -1,4 +1,4 @@
-"""Messages between the processes of one mesh, outside of their programs."""
+"""Messages between the processes of one mesh, separate from their programs."""
 
 import jax
 import numpy as np
@@ -10,7 +10,7 @@ MESSAGE_BYTES = 1024  # The longest message; longer ones are cut.
 def share_first(message: str) -> str:
     """Return the first process's message on every process, at most `MESSAGE_BYTES` bytes of it.
 
-    A collective: every process calls it, in the same order as its programs.
+    This is a collective: every process must call it, in the same order relative to its programs.
     """
     if jax.process_count() == 1:
         return message

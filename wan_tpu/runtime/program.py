@@ -17,9 +17,9 @@ from wan_tpu.runtime.mesh import describe_sharding, replicated_sharding
 from wan_tpu.switches import is_synchronous
 
 # By default TPUs with new SparseCores (v7x) run these collectives there. An all-to-all then overlaps with nothing, and
-# JAX 0.10 can't read the program's schedule for a plan. Both ways are predicted to take the same time (2.140 and
-# 2.142 s for a step of A14B on v7x-4), so programs run as they are priced: on the TensorCore, in the background. For
-# other TPUs the compiler produces the same program with these options as without.
+# JAX 0.10 can't read the program's schedule for a plan. Both variants are predicted to take the same time (2.140 and
+# 2.142 s for a step of A14B on v7x-4), so programs run them the way that plans price them: on the TensorCore, in the
+# background. For other TPUs the compiler produces the same program with and without these options.
 _OFFLOADED = (
     "all_gather",
     "all_reduce",
@@ -35,19 +35,20 @@ ON_TENSOR_CORE: dict[str, str | bool] = {
 
 
 def compiler_options(mesh: Mesh, *, sparse_cores: bool = False) -> dict[str, str | bool] | None:
-    """Return the compiler's options for a mesh's devices; None where there are none.
+    """Return the compiler's options for a mesh's devices; None if there are none.
 
     With `sparse_cores`, SparseCores may run collectives, which is the compiler's default: `wan-tpu doctor` tries both.
     """
     if mesh.devices.flat[0].platform != "tpu":
         return None
-    # Off by default in libtpu. With it, the exchange of q is sent while k is projected, and so on.
+    # This is off by default in libtpu. With it, q is exchanged while k is projected, and so on.
     options: dict[str, str | bool] = {"xla_tpu_enable_async_all_to_all": "false" if is_synchronous() else "true"}
     return options | ({} if sparse_cores else ON_TENSOR_CORE)
 
 
-# A program, such as the denoising step, keeps executables for this many sizes. The least recently used one is dropped,
-# and compiled or loaded again when it is needed. Without a bound they would fill the host and the TPU.
+# Each program, such as the denoising step, keeps executables for this many sizes. The least recently used one is
+# dropped, and compiled or loaded again when it is needed. Without a limit, executables would fill the memory of the
+# host and the TPU.
 MAX_SIZES = 16
 
 _tracing = threading.Lock()  # A module's weights are swapped while it is traced: one thread at a time.
@@ -57,13 +58,13 @@ class ExecutableStore(Protocol):
     """A store of compiled programs: `wan_tpu.aot.executables.Executables`."""
 
     def get(self, name: str, args: Any, mesh: Mesh, build: Callable[[], Any]) -> Any:
-        """Return the executable of a program for arguments like these; `build` is called when none is stored."""
+        """Return a program's executable for such arguments; `build` is called if none is stored."""
 
 
 class Program:
     """A jitted function over one mesh that times its own compilations.
 
-    Recompiles for: new array shapes, dtypes or shardings, and nothing else (numbers are passed as arrays).
+    It recompiles for new array shapes, dtypes or shardings, and for nothing else (numbers are passed as arrays).
     """
 
     def __init__(
@@ -82,10 +83,10 @@ class Program:
         Args:
             function: The function to compile.
             mesh: The devices that it runs on.
-            exact: Multiply float32 in float32. TPUs and GPUs otherwise use bfloat16 or TF32 passes.
-            results: Shardings, or formats, of the results where they matter (a tree, or its beginning).
+            exact: Multiply float32 values in float32; otherwise TPUs and GPUs use bfloat16 or TF32 passes.
+            results: Shardings or formats of the results, if they matter (a pytree, or a prefix of one).
             name: The program's name.
-            executables: Where a compiled program is looked for, under `name`, before one is compiled.
+            executables: Where to look for a compiled program, under `name`, before compiling one.
             on_compile: Called with the name before the program is compiled, and with None after.
         """
         self.function = function
@@ -95,15 +96,15 @@ class Program:
         self._precision = "highest" if exact else "default"
         self._name, self._on_compile = name, on_compile
         self._executables = executables
-        self._compiled: dict[Any, Any] = {}  # The one used last comes last.
-        self._keys: dict[Any, Any] = {}  # By shardings as they are spelled, which is quicker to look up.
+        self._compiled: dict[Any, Any] = {}  # The most recently used one comes last.
+        self._keys: dict[Any, Any] = {}  # Keyed by shardings as they are written, which is quicker to look up.
         self.compile_s = 0.0  # Summed over all compilations.
 
     def __call__(self, *args: Any) -> Any:
         """Run the program; array leaves must be on the mesh (`place`).
 
         Raises:
-            DoesNotFit: A device has no room. On a TPU it may be raised only by `fetch`.
+            DoesNotFit: A device has too little memory. On a TPU this may be raised only later, by `fetch`.
             CompileFailed: The compiler refuses the program for another reason.
         """
         compiled = self.compile(*args)
@@ -166,10 +167,10 @@ class Program:
 
 
 def fetch(result: jax.Array, name: str) -> np.ndarray:
-    """Wait for a result of the program called `name`, whole on every device, and copy it to the host.
+    """Wait for a result of the program `name`, of which every device has a complete copy, and copy it to the host.
 
     Raises:
-        DoesNotFit: A device had no room for the program that computes it.
+        DoesNotFit: A device had too little memory for the program that computes it.
     """
     with _explain_memory(name):
         return np.asarray(result)
@@ -177,7 +178,7 @@ def fetch(result: jax.Array, name: str) -> np.ndarray:
 
 @contextmanager
 def _explain_memory(name: str, args: tuple[Any, ...] = ()) -> Iterator[None]:
-    """Raise `DoesNotFit` where the compiler or a device refuses a program, with arguments `args`, for memory."""
+    """Raise `DoesNotFit` if the compiler or a device refuses a program with arguments `args` for lack of memory."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -185,7 +186,7 @@ def _explain_memory(name: str, args: tuple[Any, ...] = ()) -> Iterator[None]:
         # JAX has a single class for all errors of compilers and devices.
         if not message.startswith("RESOURCE_EXHAUSTED"):
             raise
-        # Where there are several arguments, the first one is the weights.
+        # If there are several arguments, the first one is the weights.
         of = "".join(f" of {x.dtype} {list(x.shape)}" for x in jax.tree.leaves(args[1:] or args)[:1])
         needed, available = read_refusal(message)
         if needed is None or available is None:
@@ -198,7 +199,8 @@ def _explain_memory(name: str, args: tuple[Any, ...] = ()) -> Iterator[None]:
 def place(tree: Any, mesh: Mesh) -> Any:
     """Copy host arrays (and numbers) to every device of `mesh`. With several processes, each passes the same values.
 
-    It isn't a collective: any thread may call it while a program runs. On the CPU an array may share the host's memory.
+    This isn't a collective: any thread may call it while a program runs. On the CPU an array may share the host's
+    memory.
     """
     whole = replicated_sharding(mesh)
     if whole.is_fully_addressable:

@@ -33,7 +33,7 @@ class HasComponents(Protocol):
 
     @property
     def components(self) -> dict[str, Component]:
-        """Every component, by the name of the work that it does."""
+        """Every component, by the name of its role."""
 
     @property
     def same_weights(self) -> Mapping[str, str]:
@@ -45,10 +45,10 @@ class HasComponents(Protocol):
 
 @dataclass(frozen=True)
 class FetchedAdapter(RequestedAdapter):
-    """An adapter of a request with the content of its file when it was fetched. The file isn't read again.
+    """A request's adapter with its file's content at the time it was fetched. The file isn't read again.
 
     Attributes:
-        checksum: A checksum of the content, wherever the file lies.
+        checksum: A checksum of the content, independent of where the file is.
         adapter: The content, a `wan_tpu.adapters.adapter.Adapter`.
     """
 
@@ -78,7 +78,7 @@ class AdapterStore(Protocol):
     def merge(
         self, runtime: "Runtime[Any]", name: str, base: Loaded, adapters: tuple[FetchedAdapter, ...], *, keep: bool
     ) -> Loaded:
-        """Apply adapters to a component; with `keep`, its base stays as it is."""
+        """Apply adapters to a component; with `keep`, its base weights stay unchanged."""
 
     def drop(self, name: str) -> None:
         """Release the merged weights of a component."""
@@ -96,8 +96,8 @@ def check_precision(model: HasComponents, precision: str) -> None:
 
 M = TypeVar("M", bound=HasComponents)
 
-# Programs that a runtime keeps. Some have a request's numbers in their names; without those, a model's stages have
-# about thirty names.
+# The number of programs that a runtime keeps. Some have a request's numbers in their names; apart from those, a model's
+# stages have about thirty names.
 MAX_PROGRAMS = 64
 
 
@@ -109,7 +109,7 @@ class Runtime(Generic[M]):
         mesh: The devices.
         dtype: The precision.
         load_s: Seconds spent reading weights and tokenizers, by component.
-        host_s: Seconds in which the host worked and the devices had nothing to compute.
+        host_s: Seconds during which the host worked while the devices were idle.
         programs: The latest `MAX_PROGRAMS` programs by name; each knows how many seconds its compilations took.
         on_compile: Called with the name of a program before it is compiled, and with None after.
     """
@@ -125,15 +125,15 @@ class Runtime(Generic[M]):
         adapters: AdapterStore | None = None,
         progress: Progress = Silent(),  # noqa: B008 (has no state)
     ) -> None:
-        """Start without weights and programs.
+        """Start without any weights or programs.
 
         Args:
             model: The model.
             mesh: The devices.
             dtype: The precision.
             keep_weights: Keep a component's weights after its stage (a server), or free them (a single request).
-            executables: Where compiled programs are looked for before they are compiled.
-            adapters: Applies adapters. Without it no request may have any.
+            executables: Where to look for compiled programs before compiling them.
+            adapters: Applies adapters. Without it, no request may have any.
             progress: Shows the bytes of weights that are read.
 
         Raises:
@@ -150,7 +150,7 @@ class Runtime(Generic[M]):
         self._adapters = adapters
         self._progress = progress
         self._components: dict[str, Loaded] = {}
-        self._abstract: dict[str, Loaded] = {}  # Shapes of components whose adapters were read before their weights.
+        self._abstract: dict[str, Loaded] = {}  # Shapes of components whose adapters were read before the weights.
         self._checked: set[str] = set()
         self._prepared: set[str] = set()
         self._loading = threading.Lock()
@@ -164,8 +164,8 @@ class Runtime(Generic[M]):
 
         Args:
             name: The component's name.
-            adapters: Adapters to apply. Those from `fetch_adapters` are applied as they were fetched, others as their
-                files are now.
+            adapters: Adapters to apply. Those from `fetch_adapters` have the content that was fetched; the files of
+                others are read now.
         """
         name = self.model.same_weights.get(name, name)
         if not adapters:
@@ -176,7 +176,8 @@ class Runtime(Generic[M]):
         if merged is None:
             base = self._base(name)
             if not self._keep_weights:
-                # Its weights are changed in place. If that is interrupted, nobody else may get half-changed weights.
+                # The weights are changed in place. If that is interrupted, no other request may get half-changed
+                # weights.
                 with self._loading:
                     self._components.pop(name, None)
             merged = self._adapters.merge(self, name, base, fetched, keep=self._keep_weights)
@@ -185,10 +186,10 @@ class Runtime(Generic[M]):
     def fetch_adapters(
         self, adapters: tuple[RequestedAdapter, ...], names: Sequence[str]
     ) -> tuple[RequestedAdapter, ...]:
-        """Return adapters with the present content of their files; those for no named component are unchanged.
+        """Return adapters with their files' current content; those for none of the `names` are unchanged.
 
-        Any thread may call it. It may wait for a disk or the network; `component` doesn't wait for adapters that this
-        returned.
+        Any thread may call this. It may wait for a disk or the network; `component` never waits for adapters returned
+        here.
 
         Args:
             adapters: The adapters of a request.
@@ -211,7 +212,7 @@ class Runtime(Generic[M]):
         return self._adapters.fetch(self.model.components[name], self._weights_or_shapes(name), adapter)
 
     def _weights_or_shapes(self, name: str) -> Loaded:
-        """Return a component's weights if they are here, else their shapes, which suffice to read an adapter."""
+        """Return a component's weights if they are loaded, else their shapes, which are enough to read an adapter."""
         if (loaded := self._components.get(name)) is not None:
             return loaded
         if name not in self._abstract:
@@ -241,7 +242,7 @@ class Runtime(Generic[M]):
 
     @contextlib.contextmanager
     def on_host(self) -> Iterator[None]:
-        """Count the block's seconds as the host's, in which the devices wait."""
+        """Count the time spent in the block as the host's, during which the devices wait."""
         start = time.perf_counter()
         try:
             yield
@@ -249,7 +250,7 @@ class Runtime(Generic[M]):
             self.host_s += time.perf_counter() - start
 
     def check(self, names: Iterable[str]) -> None:
-        """Compare the headers of components' files with their modules, each once; raises `CheckpointError`."""
+        """Compare the headers of components' files with their modules, once per component; raises `CheckpointError`."""
         with self._loading:
             for name in set(names) - self._checked:
                 assert self.model.checkpoint is not None
@@ -257,7 +258,7 @@ class Runtime(Generic[M]):
                 self._checked.add(name)
 
     def done_with(self, name: str) -> None:
-        """Free a component's weights, unless they are kept. Programs stay: they hold no weights."""
+        """Free a component's weights, unless they are kept. Its programs stay, because they hold no weights."""
         name = self.model.same_weights.get(name, name)
         if not self._keep_weights:
             self._components.pop(name, None)
@@ -265,7 +266,7 @@ class Runtime(Generic[M]):
                 self._adapters.drop(name)
 
     def program(self, name: str, function: Callable[..., Any], results: Any = None) -> Program:
-        """Return the program of this name, which wraps the `function` that it was first asked for with."""
+        """Return the program of this name, which wraps the `function` passed when it was first requested."""
         with self._naming:
             program = self.programs.pop(name, None)
             if program is None:

@@ -27,8 +27,8 @@ KINDS: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-# The first bytes of files that people have by mistake instead of weights, and the remedy. `_OTHER_FORMATS` are refused
-# only where safetensors are expected.
+# The first bytes of files that people often have instead of weights by mistake, and the remedy. `_OTHER_FORMATS` are
+# refused only where safetensors are expected.
 _STAND_INS = {
     b"version https://git-lfs": "a pointer of Git LFS; `git lfs pull`, or `hf download`, fetches the file itself",
     b"<!doctype": "a web page; where it was downloaded from, a login may be wanted",
@@ -38,7 +38,7 @@ _OTHER_FORMATS = {
     b"pk\x03\x04": "an archive, as torch.save writes it; save its tensors with safetensors.torch.save_file",
     b"gguf": "a GGUF file; give the same model in bfloat16, float16 or float32, as safetensors",
 }
-_LENGTH_BYTES = 8  # Bytes of the number at the start of a file, the length of its header.
+_LENGTH_BYTES = 8  # Size of the number at the start of a file, which is the length of its header.
 _MAX_DIMENSIONS = 64  # Dimensions that torch and numpy allow a tensor.
 _MAX_HEADER_BYTES = 100_000_000  # The longest header that safetensors allows.
 
@@ -60,7 +60,7 @@ def read_metadata(file: WeightFile) -> dict[str, str]:
 
 
 def locate_tensors(file: WeightFile) -> dict[str, Stored]:
-    """Return where the tensors of a file lie, by name; raises `CheckpointError` when it is damaged or cut off."""
+    """Return where the tensors of a file are, by name; raises `CheckpointError` if it is damaged or truncated."""
     try:
         length = int.from_bytes(file.read(0, _LENGTH_BYTES), "little")
         start = _LENGTH_BYTES + length
@@ -77,7 +77,7 @@ def locate_tensors(file: WeightFile) -> dict[str, Stored]:
 
 
 def refuse_other_content(file: WeightFile, contents: Mapping[bytes, str] = _STAND_INS) -> None:
-    """Raise `CheckpointError` for a file that isn't weights in spite of its name: fetching it again won't help."""
+    """Raise `CheckpointError` for a file that doesn't hold weights, despite its name: fetching it again won't help."""
     beginning = file.read(0, min(file.size, 64)).lstrip().lower() if file.size else b""
     for start, advice in contents.items():
         if beginning.startswith(start):

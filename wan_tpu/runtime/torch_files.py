@@ -1,4 +1,4 @@
-"""Locate the tensors of a file of torch.save without reading their values."""
+"""Locate the tensors of a file written by torch.save without reading their values."""
 
 import zipfile
 
@@ -14,15 +14,15 @@ SUFFIXES = (".pth", ".pt")
 
 
 def locate_torch_tensors(file: WeightFile) -> dict[str, Stored]:
-    """Return where the tensors of a file on this machine lie, by name.
+    """Return where the tensors of a file on this machine are, by name.
 
     The file may be a dictionary of tensors, or have one as its "state_dict". Nothing but tensors is unpickled.
 
     Raises:
-        CheckpointError: It is damaged, holds something else, or a tensor isn't contiguous.
+        CheckpointError: The file is damaged or holds something else, or a tensor isn't contiguous.
         Unavailable: The disk or this machine fails; the file may be intact.
     """
-    # Where nothing can be read, this raises an error that says why; `is_zipfile` would return False.
+    # If nothing can be read, this raises an error that says why, whereas `is_zipfile` would return False.
     file.read(0, 1)
     try:
         if not zipfile.is_zipfile(file.address):

@@ -1,4 +1,4 @@
-"""Read weights from files or buckets onto a mesh: each process reads its own devices' part, in many ranges at once."""
+"""Read weights from files or buckets onto a mesh: each process reads its own devices' parts, many ranges at once."""
 
 import contextlib
 import itertools
@@ -21,10 +21,10 @@ from wan_tpu.progress import Bar, Silent
 from wan_tpu.runtime.tensor_files import Stored
 from wan_tpu.storage.streaming import can_stream
 
-RANGE_BYTES = 16 * 2**20  # Bytes of one range; much larger ones aren't read faster.
-RING_BYTES = 256 * 2**20  # The most bytes of ranges in flight; fewer where there is little to read.
+RANGE_BYTES = 16 * 2**20  # Size of a range; much larger ones aren't read any faster.
+RING_BYTES = 256 * 2**20  # The maximum size of all ranges in flight; less if there is little to read.
 
-# The dtypes of weights in numpy and in torch; numpy has the first two from ml_dtypes.
+# The dtypes of weights in numpy and in torch; numpy gets the first two from ml_dtypes.
 _FROM_ML_DTYPES = {np.dtype(ml_dtypes.bfloat16): torch.bfloat16, np.dtype(ml_dtypes.float8_e4m3fn): torch.float8_e4m3fn}
 _TORCH = {np.dtype(np.float32): torch.float32, np.dtype(np.int8): torch.int8} | _FROM_ML_DTYPES
 
@@ -34,7 +34,7 @@ Show = Callable[[int], Bar]  # Takes the number of bytes that will be read.
 
 @dataclass(frozen=True)
 class Block:
-    """Contiguous bytes of a file that are a part of a weight.
+    """Contiguous bytes of a file that hold a part of a weight.
 
     Attributes:
         file: Path or address of the file.
@@ -43,7 +43,7 @@ class Block:
         start: Where the block begins in the weight, in the weight's dimensions.
         shape: Its shape there.
         stored_shape: Its shape in the file, before the weight's change.
-        crc32c: Checksum of its bytes, where it is known. Such a block is read whole.
+        crc32c: Checksum of its bytes, if known. Such a block is always read as a whole.
     """
 
     file: str
@@ -62,7 +62,7 @@ class Weight:
     Attributes:
         shape: Its shape.
         kind: Its dtype.
-        sharding: How it lies on the mesh.
+        sharding: How it is sharded over the mesh.
         blocks: The blocks that it is read from.
         change: Applied to a whole block's values. It may move values between shards.
     """
@@ -77,7 +77,7 @@ class Weight:
 def read_weights(weights: Mapping[str, Weight], show: Show = lambda total: Silent()) -> dict[str, jax.Array]:
     """Read weights, and put each on its mesh when it is complete.
 
-    Host memory holds the few weights that are incomplete, and the ranges in flight.
+    Host memory holds only the few incomplete weights and the ranges in flight.
 
     Args:
         weights: The weights by name.
@@ -143,7 +143,7 @@ def _stream(ranges: Sequence[FileChunks], memory_limit: int) -> Generator[tuple[
 
 
 def _read_ranges(file: FileChunks) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Yield ranges of a file one by one, as `_stream` does; raises `ValueError` where it is too short."""
+    """Yield ranges of a file one by one, as `_stream` does; raises `ValueError` if the file is too short."""
     source = weight_file(file.path)
     for index, (start, size) in enumerate(zip(file.offsets, file.sizes, strict=True)):
         content = source.read(start, start + size)
@@ -182,7 +182,7 @@ class _Read(NamedTuple):
 
 
 class _Assembly:
-    """Puts the shards of one weight together, those of this process's devices."""
+    """Assembles the shards of one weight that this process's devices hold."""
 
     def __init__(self, weight: Weight) -> None:
         self._weight = weight
@@ -256,7 +256,7 @@ class _Assembly:
 
 
 def _overlap(limits: Limits, start: tuple[int, ...], shape: tuple[int, ...]) -> Limits | None:
-    """Return where a shard and a block overlap, in the weight's dimensions; None where they don't."""
+    """Return where a shard and a block overlap, in the weight's dimensions; None if they don't."""
     both = tuple(
         (max(low, first), min(high, first + size))
         for (low, high), first, size in zip(limits, start, shape, strict=True)

@@ -64,7 +64,7 @@ class History:
 
 
 class RepeatedStart(History):
-    """A history of convolutions before whose first frame stand two copies of it, instead of zeros."""
+    """A history for convolutions whose first frame is preceded by two copies of itself instead of zeros."""
 
     def past(self, x: jax.Array) -> jax.Array:
         """Return the two or more frames before x [T, X, Y, C], and remember x for the next chunk."""
@@ -83,7 +83,7 @@ def channels_first(x: jax.Array) -> jax.Array:
 class Chunks(abc.ABC):
     """One half (encoder or decoder) of a VAE as two pure functions: of the first chunk of frames, and of later ones.
 
-    A program is compiled for each shape of a chunk; what it leaves for the next chunk stays on the devices.
+    A program is compiled for each shape of a chunk; the cache that it leaves for the next chunk stays on the devices.
     """
 
     mesh: Mesh
@@ -113,7 +113,7 @@ class Chunks(abc.ABC):
     @property
     @abc.abstractmethod
     def out_format(self) -> Format:
-        """The output's layout, whole on every device."""
+        """The output's layout, replicated on every device."""
 
     @property
     @abc.abstractmethod
@@ -136,8 +136,8 @@ class CausalChunks(Chunks):
         scale: Pixels of the input (after `before`) per pixel of the latents, in height and width.
         later_frames: Frames of every chunk after the first; 0 if there is only one chunk.
         history: Provides the frames before the first one.
-        history_of: Makes the history from the number of chunks, if it keeps something of every chunk.
-        planes: Makes planes [C, T, X, Y] of what `run` returns, the rows and columns of which may be more.
+        history_of: Creates the history for a number of chunks, if it keeps something from every chunk.
+        planes: Turns what `run` returns into planes [C, T, X, Y], which may have more rows and columns.
     """
 
     module: torch.nn.Module
@@ -179,7 +179,7 @@ class CausalChunks(Chunks):
 
     @property
     def out_format(self) -> Format:
-        """The output's layout: column after column, as in the strips; it is transposed on its way to the host."""
+        """The output's layout: column by column, as in the strips; it is transposed on its way to the host."""
         return Format(Layout((0, 1, 2, 4, 3)), replicated_sharding(self.mesh))
 
     @property

@@ -1,4 +1,4 @@
-"""The common part of the specs of this package's families. No JAX, no torch."""
+"""The common part of the specs of this package's families. It imports no JAX and no torch."""
 
 import dataclasses
 import functools
@@ -25,14 +25,14 @@ class Publication(Protocol):
 
 @dataclass(frozen=True)
 class FamilySpec(ModelSpec):
-    """A spec that a checkpoint's configuration determines, of a model with one expert unless a family says otherwise.
+    """A spec determined by a checkpoint's configuration; the model has one expert unless a family overrides this.
 
     Attributes:
         config: Everything that determines the model's programs, a dataclass of the family.
         own: The checkpoint's own sampling settings.
         published: The family's module of that name.
         read_config: Reads a checkpoint's configuration; raises `CheckpointError` for one that the family doesn't run.
-        own_keys: What the family reads in a checkpoint's `wan_tpu.json` besides the sampling settings.
+        own_keys: Keys that the family reads in a checkpoint's `wan_tpu.json` in addition to the sampling settings.
         spatial_stride: Pixels per pixel of the latents, in height and width.
 
     Raises:

@@ -40,7 +40,7 @@ class ImageProcessor:
             shape = _process(processor, [Image.new("RGB", (64, 48))]).shape[1:]
             if shape != self._shape:
                 raise ValueError(f"it makes images of {shape}, the image encoder takes {self._shape}")
-        except MemoryError:  # This machine's error.
+        except MemoryError:  # This is the machine's error, not the checkpoint's.
             raise
         except Exception as error:
             raise explain_unusable(error, self._folder / _CONFIG, "image processor") from error

@@ -19,16 +19,17 @@ from wan_tpu_kernels.low_precision import Rounded
 T = TypeVar("T")  # One array, or several.
 # How a large matrix, stacked over the layers, is split: its outputs over the devices of a branch.
 SPLIT = P(None, SHARDS, None)
-# The axes along which `scan_gathering_layers` gathers a matrix's parts. Where 'sp' splits tokens alone, it has copies.
+# The axes along which `scan_gathering_layers` gathers a matrix's parts. Where 'sp' splits only tokens, it holds copies.
 _GATHERED: Mapping[P, tuple[str, ...]] = {SPLIT: SHARDS, P(None, "tp", None): ("tp",)}
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class StackedWeight:
-    """One layer's matrix in the array of all layers', from which `linear` reads it in place.
+    """One layer's matrix within the array of all layers, from which `linear` reads it in place.
 
-    It has no leaves, so that barriers, loops and conditionals that pass a layer's weights on leave the array alone.
+    It has no pytree leaves, so that barriers, loops and conditionals that pass on a layer's weights leave the array
+    alone.
 
     Attributes:
         stack: [depth, O, I].
@@ -61,14 +62,14 @@ def scan_layers(
         layer: Takes (hidden, weights of the layer, its index) and returns hidden.
         hidden: The input of the first layer.
         stacked: This device's part of the weights, [depth, ...].
-        specs: How the weights are split, by name. Those with `SPLIT` are gathered, and used by `linear` alone: where
+        specs: How the weights are split, by name. Those with `SPLIT` are gathered, and used only by `linear`: if
             nothing has to be gathered, the layer gets them as `StackedWeight`.
         depth: Number of layers.
         ahead: Names of weights that are gathered a layer early, because they are used before or right after the part
             that takes longest.
         platform: "tpu", "gpu" or "cpu".
-        linear_only: Names of further matrices that are used by `linear` alone where each device has all weights. XLA
-            would copy the array of all layers' matrices where it prefers another layout for its own products (v7x).
+        linear_only: Names of further matrices that only `linear` uses if each device has all weights. Otherwise XLA
+            would copy the array of all layers' matrices if it prefers another layout for its own products (v7x).
     """
     axes = {name: SHARDS for name in stacked if specs[name] == SPLIT}
 
@@ -103,11 +104,11 @@ def scan_gathering_layers(
     ahead: Sequence[str],
     platform: str,
 ) -> T:
-    """Run every layer on `hidden`; each decides when its weights are gathered, which are then read in place.
+    """Run every layer on `hidden`; each layer decides when its weights are gathered, and reads them in place.
 
     Args:
-        layer: Takes hidden, the layer's weights, those of the next layer that it shall gather, and its index. Returns
-            hidden and these. It gets all other split weights as `SplitWeight`.
+        layer: Takes hidden, the layer's weights, the next layer's weights that it must gather, and its index. Returns
+            hidden and the gathered weights. It gets all other split weights as `SplitWeight`.
         hidden, stacked, specs, depth, platform: As for `scan_layers`.
         ahead: Names of weights that the layer before gathers.
     """
@@ -138,7 +139,7 @@ def _split_axes(stacked: Params, specs: Mapping[str, P]) -> dict[str, tuple[str,
 
 
 def _list_whole(axes: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Return the names of matrices that every device has whole."""
+    """Return the names of matrices of which every device has a complete copy."""
     return [name for name, along in axes.items() if math.prod(map(jax.lax.axis_size, along)) == 1]
 
 
@@ -168,7 +169,7 @@ def linear(ops: Ops, weights: Params, name: str, x: Any, **options: Any) -> jax.
 def in_float32() -> contextlib.AbstractContextManager[Any]:
     """Return the context in which products of float32 values are exact, whatever the precision of the model.
 
-    Else a TPU or a GPU rounds them, and keeping those weights in float32 would be in vain.
+    Otherwise a TPU or a GPU rounds them, and keeping those weights in float32 would be pointless.
     """
     return jax.default_matmul_precision("highest")
 

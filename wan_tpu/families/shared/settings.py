@@ -83,7 +83,8 @@ def check_supported(
         component: The component's name.
         config: Its configuration.
         defaults: Settings that matter, and their defaults.
-        supported: Settings that must differ from their defaults; all others must equal them.
+        supported: Settings that must have another value than their default, with that value; all others must equal
+            their default.
 
     Raises:
         CheckpointError: A setting has another value.

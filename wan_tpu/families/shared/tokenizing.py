@@ -41,7 +41,7 @@ class Tokenizer:
                 if self._tokenizer is None:
                     self._tokenizer = self._read()
                 yield self._tokenizer
-        except MemoryError:  # This machine's error.
+        except MemoryError:  # This is the machine's error, not the checkpoint's.
             raise
         except Exception as error:
             # The tokenizers package raises bare Exception, for damaged files as well as for a failing disk.

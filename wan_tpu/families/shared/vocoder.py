@@ -5,7 +5,8 @@ antialiased activations, which double a signal's rate and halve it again, need n
 A convolution is a loop over its taps, each a matrix product: a TPU's compiler takes 15 seconds for a convolution of a
 long signal to one or two channels, and one for such a loop.
 
-Each device computes a part of the samples, from its rows and all that reach it: nothing is exchanged before the end.
+Each device computes a part of the samples, from its own rows and all rows that affect them: nothing is exchanged before
+the end.
 
 Shapes: N signals, T rows of a signal, C I O channels, K taps of a filter.
 """
@@ -25,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from wan_tpu.runtime.bridge import Params
 
 EXACT = jax.lax.Precision.HIGHEST
-RATIO = 2  # How many times the rate of a signal an activation has.
+RATIO = 2  # Factor by which an activation raises a signal's rate.
 
 
 class Weights:
@@ -84,8 +85,8 @@ class Window:
     """The rows of a signal that an array [T, C] holds; its rows outside of the signal are meaningless.
 
     Attributes:
-        first: The number of its first row; negative before the signal.
-        total: The signal's rows.
+        first: The index of its first row; negative before the signal begins.
+        total: The number of rows of the signal.
     """
 
     first: jax.Array | int
@@ -196,7 +197,7 @@ def run_blocks(
     window: Window,
     dilations: Sequence[Sequence[int]],
 ) -> jax.Array:
-    """Return the mean of what residual blocks make of a signal [T, C].
+    """Return the mean of the residual blocks' results for a signal [T, C].
 
     Loops run all blocks, their layers, a layer's two halves and a convolution's taps, so that each is compiled once:
     unrolled, published vocoders would keep a TPU's compiler busy for over ten minutes. Convolutions of fewer taps than

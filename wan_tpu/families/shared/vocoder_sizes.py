@@ -16,7 +16,7 @@ class SizeKeys(NamedTuple):
         block_taps: Taps of each residual block of a stage.
         dilations: Dilations of each block's layers.
         factors: How many times each stage raises the rate.
-        taps: Taps of the transposed convolution that does it.
+        taps: Taps of the transposed convolution that raises it.
     """
 
     block_taps: str
@@ -41,7 +41,7 @@ def check_sizes(file: str, settings: Mapping[str, Any], keys: SizeKeys) -> None:
 
 
 def measure_reach(settings: Mapping[str, Any], keys: SizeKeys, filter_taps: int) -> float:
-    """Return on how many rows on each side samples depend.
+    """Return how many rows on each side a sample depends on.
 
     Args:
         settings: The configuration.

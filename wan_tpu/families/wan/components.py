@@ -48,7 +48,7 @@ _IMAGE_WEIGHTS = (
     r"blocks[._]\d+[._](attn2|cross_attn)[._](add_[kv]_proj|norm_added_k|[kv]_img|norm_k_img)",
     r"(img_emb|condition_embedder[._]image_embedder)[._].*",
 )
-SPARSE = ("attention", "kept_blocks")  # Keys of a transformer's configuration that diffusers doesn't have.
+SPARSE = ("attention", "kept_blocks")  # Keys of a transformer's configuration that are unknown to diffusers.
 # CLIP (0.6 G parameters) is replicated on every device, as is the VAE (0.13 to 0.7 G).
 WHOLE_RULES = (Rule(r".*", ()),)
 

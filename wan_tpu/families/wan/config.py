@@ -9,7 +9,7 @@ from wan_tpu.errors import CheckpointError
 from wan_tpu.families.shared.settings import ENCODERS, FLOW_MATCH_EULER, UNIPC, check_supported, complete_config
 from wan_tpu.families.wan.published import PUBLISHED, TRANSFORMER_14B, VAE_21, WanConfig
 
-# Settings of published VAEs that diffusers' class never had, and warns of.
+# Settings of published VAEs that diffusers' class never had, and warns about.
 _IGNORED_SETTINGS = ("clip_output",)
 _RESOLUTION = re.compile(r"(?<!\d)(480|720)p", re.IGNORECASE)
 
@@ -18,7 +18,7 @@ def read_config(checkpoint: Checkpoint) -> WanConfig:
     """Read a checkpoint's configuration.
 
     Raises:
-        CheckpointError: Wan pipelines, or this project, don't run it.
+        CheckpointError: Wan pipelines, or this project, don't support the configuration.
     """
     index = checkpoint.index
     for component in ("tokenizer", "text_encoder", "transformer", "vae", "scheduler"):
@@ -62,7 +62,7 @@ def read_config(checkpoint: Checkpoint) -> WanConfig:
 
 
 def read_own_model(checkpoint: Checkpoint) -> str | None:
-    """Return the published model that wan_tpu.json names, for models whose files are the same."""
+    """Return the published model that wan_tpu.json names, which tells apart models whose files are the same."""
     name = checkpoint.read_own("model").get("model")
     if name is not None and name not in list(PUBLISHED):
         raise CheckpointError(f"{checkpoint.folder / OWN} has model {name!r}; it is one of {', '.join(PUBLISHED)}")
@@ -94,7 +94,7 @@ def _check_attention(checkpoint: Checkpoint, transformer: dict[str, Any]) -> Non
 
 
 def _read_resolution(checkpoint: Checkpoint) -> str:
-    """Return "480p" or "720p" if wan_tpu.json or the checkpoint's path says so, the nearest part of it first."""
+    """Return "480p" or "720p" if wan_tpu.json or a name of the checkpoint says so; the first such name decides."""
     model = read_own_model(checkpoint)
     names: Iterable[str] = checkpoint.names if model is None else [PUBLISHED[model].resolution]
     for name in names:

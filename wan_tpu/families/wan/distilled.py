@@ -1,4 +1,4 @@
-"""A Wan checkpoint with other experts, as TurboDiffusion publishes them: files of torch.save with Wan's own names."""
+"""A Wan checkpoint with replaced experts, as TurboDiffusion publishes them: torch.save files with Wan's own names."""
 
 import json
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ _PIPELINE = "WanImageToVideoPipeline"
 
 
 class WithExperts(Checkpoint):
-    """A checkpoint whose experts are read from files; everything else, including their sizes, is the base's."""
+    """A checkpoint whose experts are read from files; everything else, including their sizes, comes from the base."""
 
     def __init__(self, base: str | Path, experts: Sequence[str | Path], attention_density: float | None = None) -> None:
         """Check that the experts fit the base.
 
         Args:
             base: As for `Checkpoint`.
-            experts: Files, that of high noise first.
-            attention_density: That of sparse experts, see `WanConfig`; as published by default.
+            experts: Files, the high-noise expert's first.
+            attention_density: The density of sparse experts (see `WanConfig`); the published one by default.
 
         Raises:
             CheckpointError: The base can't have these experts.

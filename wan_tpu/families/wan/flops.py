@@ -20,7 +20,7 @@ class WanFlops:
         self._config = config
 
     def encoder(self, request: ResolvedRequest, *, prompts: int) -> int:
-        """Count the encoding of prompts and the image; CLIP, at most 0.1 % of it, is left out."""
+        """Count the encoding of prompts and the image; CLIP, at most 0.1 % of this, is left out."""
         ids = torch.ones(1, TEXT_TOKENS, dtype=torch.int32, device="meta")
         build = text_encoder(self._config.text_encoder_class, self._config.text_encoder).build
         total = prompts * count(build, lambda module: module.encoder(inputs_embeds=module.shared(ids)))

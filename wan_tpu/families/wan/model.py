@@ -115,9 +115,9 @@ class WanModel(Model):
         return call(loaded[0].module, loaded[0].params, method, *tokens) * tokens[1][:, :, None]
 
     def clip_pixels(self, request: ResolvedRequest) -> np.ndarray:
-        """Return the image, or both, as CLIP takes them, float32 [1 or 2, 3, 224, 224] (sizes from the checkpoint).
+        """Return the image or images as CLIP expects them, float32 [1 or 2, 3, 224, 224] (sizes from the checkpoint).
 
-        CLIP sees the frame that the video begins with: the middle of an image that has another shape.
+        CLIP sees the video's first frame, which is the middle of an image whose shape differs from the video's.
         """
         size, slack = (request.height, request.width), self.spec.shape_slack
         images = [
@@ -138,7 +138,7 @@ class WanModel(Model):
         return ImageProcessor(transformers.CLIPImageProcessor, folder, self.image_pixels_shape[1:])
 
     def encode_image(self, module: torch.nn.Module, params: Params, pixels: jax.Array) -> jax.Array:
-        """Encode pixels [n, 3, 224, 224] as features [n, L, C] of CLIP's last layer but one, the last that is kept."""
+        """Encode pixels [n, 3, 224, 224] as features [n, L, C] of CLIP's last layer but one, the last one kept."""
 
         def method(module: torch.nn.Module, pixels: torch.Tensor) -> torch.Tensor:
             vision = getattr(module, "vision_model", module)
@@ -152,8 +152,8 @@ class WanModel(Model):
     def video_condition(self, request: ResolvedRequest) -> list[np.ndarray]:
         """Return the chunks of pixels that the VAE encodes for an image: float32 [1, 3, 1 or 4, H, W] in [-1, 1].
 
-        They are the image, then grey (zero) frames up to the request's length, the last of which may be an image again;
-        TI2V 5B takes only the image. For a video they are its frames.
+        The chunks hold the image, then grey (zero) frames up to the request's length, the last of which may be replaced
+        by the last image; TI2V 5B takes only the image. For a video, the chunks hold its frames.
         """
         if request.video is not None:
             pictures = read_frames(request.video, request.frames, step=self.spec.frame_step)
@@ -170,7 +170,7 @@ class WanModel(Model):
         return chunks
 
     def prepare_frame(self, request: ResolvedRequest, image: object) -> np.ndarray:
-        """Return an image as the VAE takes it, of the request's size, float32 [1, 3, 1, H, W] in [-1, 1]."""
+        """Return an image as the VAE expects it, at the request's size, float32 [1, 3, 1, H, W] in [-1, 1]."""
         assert isinstance(image, Image.Image)
         processor = VideoProcessor(vae_scale_factor=self.spec.spatial_stride)
         image = fit_image(image, request.height, request.width, slack=self.spec.shape_slack)
@@ -238,7 +238,7 @@ class WanModel(Model):
         return self.cached_velocity(module, params, mesh, inputs, None)[0]
 
     def residual_shape(self, mesh: Mesh, branches: int, latent_shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return shape and sharding of the residual that `cached_velocity` returns, [B, L, C]."""
+        """Return the shape and sharding of the residual that `cached_velocity` returns, [B, L, C]."""
         tokens = self.spec.tokens(latent_shape)
         return transformer.residual_shape(mesh, self.config.transformer, branches, tokens, dtype)
 

@@ -1,4 +1,4 @@
-"""The published Wan models: configurations, with which they compile without weights, and sampling settings.
+"""The published Wan models: their configurations, which suffice to compile them, and their sampling settings.
 
 Sources: the config.json files of the Wan-AI/*-Diffusers repositories on the Hugging Face hub (diffusers'
 scripts/convert_wan_to_diffusers.py has the same values), google/umt5-xxl and laion/CLIP-ViT-H-14 for the encoders;
@@ -23,8 +23,8 @@ class WanConfig:
     Attributes:
         shift: The shift of the scheduler's flow schedule.
         solver: Our name of the scheduler's class, "unipc" or "euler".
-        resolution: "480p" or "720p" where the checkpoint's name says so: Wan 2.1 I2V was published as two models whose
-            files say the same. "" where it doesn't.
+        resolution: "480p" or "720p" if the checkpoint's name says so, otherwise "". It matters because Wan 2.1 I2V was
+            published as two models with the same configuration files.
     """
 
     transformer: dict[str, Any]
@@ -41,7 +41,7 @@ class WanConfig:
 
     @property
     def attention_density(self) -> float | None:
-        """The share of the blocks of keys that sparse-linear attention keeps; None if attention is to all keys."""
+        """The share of the blocks of keys that sparse-linear attention keeps; None for attention to all keys."""
         return self.transformer["kept_blocks"] if self.transformer.get("attention") == "sla" else None
 
     @property
@@ -162,7 +162,7 @@ SAMPLING: dict[str, tuple[int, int, int, int, int, float, float]] = {
 def recognise(config: WanConfig) -> str:
     """Return the name of the published model with a configuration, or `CUSTOM`.
 
-    A Wan 2.1 I2V whose name has neither 480p nor 720p is taken for 480p.
+    A Wan 2.1 I2V whose name has neither 480p nor 720p is assumed to be the 480p model.
     """
     for name, published in PUBLISHED.items():
         fixed = {key: value for key, value in published.transformer.items() if key != "kept_blocks"}

@@ -78,7 +78,7 @@ ORIGINAL_SHIFTS = {
 
 
 def original_preset(name: str) -> dict[str, Preset]:
-    """Return the preset with the settings of Wan's own program, by its name; nothing for a custom model."""
+    """Return the preset with the settings of Wan's own program, by the preset's name; empty for a custom model."""
     if name not in ORIGINAL_SHIFTS:
         return {}
     defaults = dict(zip(published.FIELDS, published.SAMPLING[name], strict=True))

@@ -36,7 +36,7 @@ _IMAGE_ENCODER: dict[str, Any] = {
     "patch_size": 14,
     "projection_dim": 16,
 }
-# Keys that classes got after the published files had been written, with their defaults.
+# Keys that were added to the classes after the published files had been written, with their defaults.
 _LATER: dict[str, dict[str, Any]] = {
     "model_index.json": {"boundary_ratio": None, "expand_timesteps": False, "transformer_2": [None, None]},
     "transformer/config.json": {"pos_embed_seq_len": None},

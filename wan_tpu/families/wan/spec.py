@@ -67,7 +67,7 @@ class WanSpec(FamilySpec):
 
     @property
     def components(self) -> dict[str, tuple[str, ...]]:  # type: ignore[override]
-        """The components of each stage; a stage that denoises has the transformer of the same name."""
+        """The components of each stage; a denoising stage has the transformer of the same name."""
         encoder = ["text_encoder", "vae_encoder"] if self.tasks == ("t2v",) else ["text_encoder"]
         if "i2v" in self.tasks:
             encoder += ["image_encoder", "vae_encoder"] if self.takes_image_features else ["vae_encoder"]
@@ -114,11 +114,11 @@ class WanSpec(FamilySpec):
 
     @property
     def size_multiple(self) -> int:
-        """Heights and widths are multiples of this, in pixels."""
+        """The number of pixels that heights and widths must be multiples of."""
         return self.spatial_stride * self.patch[1]
 
     def check(self, request: ResolvedRequest, *, image: bool, last: bool, video: bool | None = None) -> None:
-        """Check a request as every model does, and that rCM has noise levels for its steps.
+        """Check a request as every model does, and check that rCM has noise levels for its steps.
 
         Raises:
             InvalidRequest: The model can't make the video.
@@ -138,8 +138,8 @@ class WanSpec(FamilySpec):
     def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:
         """Return the experts of a resolved request with their steps, without experts that have none.
 
-        As in diffusers, the first expert's scale decides whether there is guidance at all. With a scale of 1, the
-        second expert computes only the prompt's branch.
+        As in diffusers, the first expert's guidance scale decides whether there is guidance at all. With a scale of 1,
+        the second expert computes only the prompt's branch.
         """
         ends = [max(end, self.first_step(request)) for end in (0, self._high_noise_steps(request), request.steps)]
         guided = self.is_guided(request)

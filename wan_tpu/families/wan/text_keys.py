@@ -62,6 +62,6 @@ def text_keys(
 
 
 def key_sharding(mesh: Mesh, name: str, branches: int) -> NamedSharding:
-    """Return the sharding of keys or values [depth, B, L, C]: they are whole wherever their branch is computed."""
+    """Return the sharding of keys or values [depth, B, L, C]: every device of a branch has a complete copy."""
     axis = None if name.startswith("image") else token_layout(mesh, branches, 1).branch_axis
     return NamedSharding(mesh, P(None, axis))

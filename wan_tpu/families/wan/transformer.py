@@ -36,7 +36,7 @@ from wan_tpu.runtime.mesh import SHARDS, Rule, TokenLayout, token_layout, weight
 # Everything else, with embeddings and output (0.6 % of a 14B model), is whole on every device.
 MATRICES = r"blocks\..*\.(attn[12]\.(to_q|to_k|to_v|to_out\.0|add_k_proj|add_v_proj)|ffn\.net\.(0\.proj|2))\.weight"
 RULES = (Rule(MATRICES, (SHARDS, None)), Rule(rf"(?!{MATRICES}$).*", ()))
-LINEAR = "attn1.proj_l"  # A block's trained matrix of sparse-linear attention, by its authors' name.
+LINEAR = "attn1.proj_l"  # A block's trained matrix for sparse-linear attention, under its authors' name.
 
 
 class Reuse(NamedTuple):
@@ -78,7 +78,7 @@ def velocity(
         params: Its weights.
         mesh: The devices.
         latents: [1, C, T, H, W], in the dtype to compute in, the same for every branch.
-        times: [M] timesteps; of two, the first is for the first `first_tokens` tokens.
+        times: [M] timesteps; if there are two, the first one is for the first `first_tokens` tokens.
         first_tokens: Number of tokens with the first of two timesteps.
         keys: From `text_keys`; their B is the number of branches.
         reuse: The residual that may be reused.
@@ -121,7 +121,7 @@ class WanInputs(NamedTuple):
         head: Shift and scale before the output, [2, M, C].
         keys: From `text_keys`.
         blocks: The stacked weights of the layers.
-        outer: The weights around the layers.
+        outer: The weights outside the layers.
         reuse: The residual that may be reused.
     """
 
@@ -136,7 +136,7 @@ class WanInputs(NamedTuple):
 
 
 class WanStep:
-    """One step's blocks inside a `jax.shard_map`; a transformer that differs overrides what does."""
+    """One step's blocks inside a `jax.shard_map`; a transformer that differs overrides the methods that differ."""
 
     def __init__(
         self, module: Any, mesh: Mesh, layout: TokenLayout, first_tokens: int, tokens: int, density: float | None = None
@@ -218,11 +218,11 @@ class WanStep:
         return self._ops.linear(inputs.tokens, weight, bias)
 
     def scale_keys(self, keys: tuple[jax.Array, ...], w: Params, first_rows: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the keys of self-attention, in parts as in `Projections.key`, as they are attended to."""
+        """Return the keys of self-attention as they are attended to, in parts as in `Projections.key`."""
         return keys
 
     def text_gate(self, channels: int, first_rows: jax.Array) -> dict[str, Any]:
-        """Return options of `linear` that let only some rows take what cross-attention returns; none by default."""
+        """Return options of `linear` that apply cross-attention's result to some rows only; none by default."""
         return {}
 
     def _layer_keys(self, keys: TextKeys, layer: jax.Array) -> TextKeys:
@@ -297,7 +297,7 @@ class WanStep:
 
         Args:
             x, keys, w, first_rows: As for `_block`.
-            rows: How many rows attend, the first ones; all if None.
+            rows: How many of the first rows attend; all if None.
         """
         ops, eps = self._ops, self._eps
         normed = x[:rows]
@@ -314,8 +314,8 @@ class WanStep:
         return linear(ops, w, "attn2.to_out.0", attended, residual=x, **self.text_gate(x.shape[1], first_rows))
 
 
-# Weights used before or right after self-attention, which takes most of a layer: they are gathered during that of the
-# layer before.
+# Weights used before or right after self-attention, which takes most of a layer's time: they are gathered during the
+# previous layer's self-attention.
 _AHEAD = tuple(f"attn1.{name}.weight" for name in ("to_q", "to_k", "to_v", "to_out.0"))
 _BESIDE = ("ffn.net.0.proj.weight", "ffn.net.2.weight")  # Weights gathered while self-attention is computed.
 # Weights that only `text_keys` uses, once per request.
@@ -337,7 +337,7 @@ def head_modulation(module: Any, embedding: torch.Tensor) -> jax.Array:
 
 
 def _outer(module: Any) -> Params:
-    """Return the weights around the blocks, with the patch embedding's convolution as a matrix [C, patch values]."""
+    """Return the weights outside the blocks, with the patch embedding's convolution as a matrix [C, patch values]."""
     weight = to_jax(module.patch_embedding.weight)
     return {
         "patch_embedding.weight": weight.reshape(weight.shape[0], -1),

@@ -31,8 +31,8 @@ from wan_tpu.ops.halo import HaloCut
 from wan_tpu.runtime.bridge import to_jax
 from wan_tpu_kernels.vae.causal_conv import zero_outside
 
-# Queries of the middle block whose scores are formed at once (a column of a strip has 45 to 160): with the 14,400 keys
-# of a frame of 1280x720, 180 queries' float32 scores are 10 MB, which stay in VMEM.
+# The number of queries in the middle block whose scores are computed at once (a column of a strip has 45 to 160): with
+# the 14,400 keys of a frame of 1280x720, the float32 scores of 180 queries are 10 MB, which stay in VMEM.
 QUERIES = 180
 
 
