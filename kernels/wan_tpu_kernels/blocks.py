@@ -9,11 +9,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 MIB = 2**20
 LANES = 128
-FALLBACK = 2048, 1024  # Largest rows and keys of a block of a fallback, see `plan_blocks`.
+FALLBACK = 2048, 1024  # The most rows and keys in a block of a fallback, see `plan_blocks`.
 # The fixed cost of a block of queries, in rows: between 30 (v5p) and 133 (v6e, where 37 x 2,048 keys take 551,914
 # bundles for 4,736 rows and 1,088,766 for 9,472, so 113 a row and 15,062 for none).
 BLOCK_ROWS = 64
-# The most rows of a block where heads share a tile's lanes: on v6e they take 1,453 bundles per million scores, against
+# The most rows of a block when heads share a tile's lanes: on v6e this takes 1,453 bundles per million scores, against
 # 1,480 with 9,472 rows.
 SHARED_ROWS = 3328
 
@@ -25,7 +25,7 @@ class Schedule:
     Attributes:
         chunk: Keys of a unit.
         columns: Queries of a unit; None for all of the block.
-        ahead: By how many units logits are computed early.
+        ahead: How many units ahead of the softmax logits are computed.
         mxu_sums: Whether the weights are added up by a row of ones in the second matmul, which frees the vector unit
             and costs a sixteenth of that matmul; else the vector unit does it.
     """
@@ -134,12 +134,12 @@ def plan_blocks(
         dtype: That of Q and K as the kernel gets them (int8 or float8 with low-precision logits).
         chip: Such as "v6e"; the current one by default.
         shared: Heads that share a tile's lanes.
-        fallback: Whether the call is the "online" that repeats another way. It hardly ever runs, so it gets blocks of
+        fallback: Whether the call is the "online" repeat of another method. It hardly ever runs, so it gets blocks of
             at most `FALLBACK` rows and keys, which compile in an eighth of the time (2.0 s of CPU against 16 for v6e)
             and run a ninth slower.
-        pad: Whether queries and keys may be padded to a block. Else one block has all queries if they are fewer (and
-            fill registers), and keys are divided into shorter blocks. A batch of 4 x 1,808 x 1,797 with 32 heads of 64
-            takes 0.43 ms on v6e, not 0.58, and isn't copied.
+        pad: Whether queries and keys may be padded to a block. Otherwise one block has all queries if they are fewer
+            than a block (and fill registers), and keys are divided into shorter blocks. A batch of 4 x 1,808 x 1,797
+            with 32 heads of 64 takes 0.43 ms on v6e, not 0.58, and isn't copied.
     """
     row = TABLE.get((chip or this_chip(), jnp.dtype(dtype).name), DEFAULT)
     if shared > 1:

@@ -1,4 +1,4 @@
-"""Exact softmax attention for TPU, without a causal mask: one function, three ways to keep exp2 in range.
+"""Exact softmax attention for TPU, without a causal mask: one function, three methods to keep exp2 in range.
 
 Let s_ij = scale log2(e) q_i.k_j, so that the output is sum_j 2^(s_ij - c_i) v_j / sum_j 2^(s_ij - c_i) for any shift
 c_i. The usual shift is the row's maximum, which is known only after the last key: hence the running maximum, the
@@ -8,7 +8,7 @@ the shift only has to be near the maximum.
 "bounded": no shift. By Cauchy-Schwarz |s_ij| <= B = scale log2(e) max|q_i| max|k_j|. If B <= 64, every weight lies in
     [2^-64, 2^64]: none is flushed, and the sum is at most Lk 2^64 < 2^95 for any length below 2^31. The output's
     accumulator is at most max|v| times the sum, finite if max|v| <= 2^31. All three maxima are computed from the input
-    at run time, in one pass over each; where the proof fails, another way is taken.
+    at run time, in one pass over each; where the proof fails, another method is used.
 "optimistic": c_i = 32 + the maximum over the first 256 keys. That is a logit of the row, so its term is 2^-32 and the
     sum is at least 2^-32: a term flushed to zero (below 2^-126) is less than 2^-94 of the sum, and with Lk < 2^31 keys
     the flushed terms together are less than 2^-63 of it. Only overflow can go wrong: some s_ij exceeds c_i + 95 or
@@ -84,11 +84,11 @@ def flash_attention(
             rest into q while q is still float32 (`wan_tpu.ops.attention.query_scale`).
         kv_len: Number of real keys, all by default; the rest of K and V is never read. A Python number is compiled in;
             an int32 scalar, from 1 to Lk, is known only when the program runs, and can't be combined with `qk`.
-        softmax: "bounded" takes that way where its proof holds at run time, else "online". "optimistic" is repeated
+        softmax: "bounded" uses that method where its proof holds at run time, else "online". "optimistic" is repeated
             with "online" where it overflowed. "auto" is the fastest: "optimistic", because the proof's passes over Q, K
             and V cost what "bounded" saves. All are exact.
         qk: Computes Q K^T from int8 or float8: Q with a scale per row, K with one per head, after the mean of K is
-            subtracted, which softmax does not see. This is an approximation; it is off by default, and can't be
+            subtracted, which doesn't affect softmax. This is an approximation; it is off by default, and can't be
             combined with "bounded".
         block_sizes: Those of `plan_blocks` by default.
         interpret: As for `pallas_call`.
@@ -128,7 +128,7 @@ def flash_attention_unchecked(
     qk: LowPrecision | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute softmax(scale Q K^T) V in one way only, and check the result.
+    """Compute softmax(scale Q K^T) V with one method only, and check the result.
 
     Args:
         q: [Lq, at least N * D].
@@ -138,7 +138,7 @@ def flash_attention_unchecked(
             registers.
         width: D.
         scale, kv_len, qk, interpret: As for `flash_attention`.
-        softmax: The way; "online" is always right.
+        softmax: The method; "online" is always right.
 
     Returns:
         The output [Lq, N * D], and a boolean scalar: False if it is wrong and must be repeated with "online".
@@ -213,7 +213,7 @@ class _Call:
     def run_once(
         self, q: jax.Array, k: jax.Array, v: jax.Array, softmax: str, first: tuple[int, int, int]
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Return the result of one way, and its check if it has one; `first` are the first tiles of Q, K and V."""
+        """Return the result of one method, and its check if it has one; `first` are the first tiles of Q, K and V."""
         plan = functools.partial(plan_blocks, q.shape[1], self.kv_len, dtype=self.qk or q.dtype, shared=self.shared)
         blocks, rows = plan().blocks, q.shape[1]
         if self.kv_len <= blocks.online.chunk:
@@ -225,8 +225,8 @@ class _Call:
         return out[:, :rows], check[0] if check else None
 
     def run(self, q: jax.Array, k: jax.Array, v: jax.Array, softmax: Softmax) -> jax.Array:
-        """Return the right result, repeated with "online" where another way fails."""
-        # Of a batch, sequences are short; copies of Q, K and V to pad them would take a good part of the time.
+        """Return a correct result, repeating with "online" if another method fails."""
+        # Sequences in a batch are short, so copying Q, K and V to pad them would take a large part of the time.
         kind, pad = self.qk or q.dtype, q.shape[0] == 1
         plan = functools.partial(plan_blocks, q.shape[1], self.kv_len, dtype=kind, shared=self.shared, pad=pad)
         blocks = self.block_sizes or plan().blocks
@@ -296,7 +296,7 @@ class _Call:
 
 
 def repeat_if(wrong: jax.Array, result: T, repeat: Callable[[], T]) -> T:
-    """Return `result`, or if the boolean scalar `wrong` is true, what `repeat` returns instead."""
+    """Return `result`, or the result of `repeat` if the boolean scalar `wrong` is true."""
     return lax.while_loop(lambda state: state[0], lambda _: (jnp.asarray(False), repeat()), (wrong, result))[1]
 
 

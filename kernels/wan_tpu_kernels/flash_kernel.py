@@ -8,9 +8,9 @@ A grid step is unrolled into units of `chunk` keys x `columns` queries. The comp
 program order, so the logits of the unit `ahead` positions later are written before the softmax of the current one:
 their matmul then runs while this unit's exponentials do.
 
-Heads narrower than the 128 lanes of a tile share one. Q is stored once for each of them, with zeros in the others'
-lanes, so that K Q^T is that head's alone; in V^T each head has its own rows. Nothing is moved, and a matrix unit that
-is 256 deep takes no longer for it. (A NaN in K comes out of all heads of its tile: 0 * NaN is NaN.)
+Heads narrower than the 128 lanes of a tile share a tile. Q is stored once for each of them, with zeros in the other
+heads' lanes, so that K Q^T belongs to that head alone; in V^T each head has its own rows. Nothing is moved, and a
+matrix unit that is 256 deep takes no longer for this. (A NaN in K comes out of all heads of its tile: 0 * NaN is NaN.)
 
 Letters: B batch, N heads, Lq Lk tokens, D head width, bq bkv rows of a block, S heads that share a tile's lanes.
 """
@@ -107,7 +107,7 @@ def run_grid_step(*refs: Ref, tile: AttentionTile, terms: int, scaled: bool) -> 
 
         if tile.last_keys == tile.blocks.block_kv:
             add_counted()
-        else:  # The last block is never whole.
+        else:  # The last block is always incomplete.
             pl.when(step < last)(add_counted)
             pl.when(step == last)(add_part)
     elif tile.last_keys == tile.blocks.block_kv:

@@ -1,4 +1,4 @@
-"""What flash attention takes: its arguments checked, and its arrays arranged as tiles need them."""
+"""Check flash attention's arguments, and arrange its arrays as tiles need them."""
 
 from typing import Literal, get_args
 

@@ -1,4 +1,4 @@
-"""The call of the tile program of flash attention: which blocks a grid step has, and what the call costs.
+"""Call the tile program of flash attention: which blocks a grid step gets, and what the call costs.
 
 Letters: B batch, N heads, Lq Lk tokens, D head width, S heads that share a tile's lanes.
 """
@@ -34,8 +34,8 @@ def flash_tiles(
         k, v: [B, Lk, N * D].
         rows_of: Each query's factor of 8-bit logits, [B * N / S, S, Lq], else None. float32 multiplies the logits, in
             place of the multiplier. int32 is added to the logits, which are whole numbers, and makes them float32: it
-            holds the bits of `low_precision.MAGIC` times their scale, a power of two. Softmax does not see what that
-            adds to all logits of a query.
+            holds the bits of `low_precision.MAGIC` times their scale, a power of two. Softmax isn't affected by what
+            that adds to all logits of a query.
         tile: The static settings.
         heads: N. Q, K and V may hold more.
         interpret: As for `pallas_call`.

@@ -1,7 +1,7 @@
 """Normalisation of queries or keys head by head, then rotary embedding, in one pass over HBM.
 
-Heads narrower than the 128 lanes of a register share one. Their means are a product with a block-diagonal matrix of
-ones, which the otherwise idle matrix unit returns spread over each head's lanes, and a rotation is two rolls and a
+Heads narrower than the 128 lanes of a register share a register. Their means are a product with a block-diagonal matrix
+of ones, which the otherwise idle matrix unit returns spread over each head's lanes, and a rotation is two rolls and a
 select. Channels are paired (i, i + D/2) in each head, as in rms_norm_rope.py.
 
 Shapes: L rows (tokens), N heads, D head width, S heads in the lanes of one register.

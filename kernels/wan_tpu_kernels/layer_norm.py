@@ -40,7 +40,7 @@ def layer_norm(
         scale, shift: [M, C], one row for each segment of the rows of x.
         eps: Added to the variance.
         first_rows: Ends (exclusive) of the first M - 1 segments of rows, [M - 1], or a number for two segments.
-        rows: How many rows are normalised, the first ones; all of x if None.
+        rows: How many of the first rows are normalised; all of x if None.
         rounded: An 8-bit type, to return `Rounded` rows of it.
         centred: False leaves the mean in: x / sqrt(mean square + eps) * scale + shift.
         dtype: The result's.

@@ -58,10 +58,10 @@ def linear(
         weight: [O, I], or with `layer` the weights of several layers, [D, O, I].
         bias: [O], or None.
         scales: [O] float32, the factors of the rows of an 8-bit weight.
-        layer: int32 [], which of the weights is read. A slice of them would be a copy, because XLA doesn't fuse it with
-            a kernel.
+        layer: int32 [], which of the weights is read. Slicing them beforehand would make a copy, because XLA doesn't
+            fuse a slice with a kernel.
         activation: None, "gelu_tanh" or "swiglu".
-        residual: [L, O], or with more rows: they are part of the result, which then takes the residual's place.
+        residual: [L, O], or with more rows, which are then part of the result; the result overwrites the residual.
         gate: [M, O], only with a residual; ones by default. It has one row for each segment of the rows of x.
         first_rows: Ends (exclusive) of the first M - 1 segments of rows, [M - 1], or a number for two segments.
         groups: With more than one, the result is [groups, L, O/groups].
@@ -215,7 +215,7 @@ def linear_reference(
 
 
 def _kernel(*refs, layers, steps, parts, activation, biased, rounded, fused_residual, rows, precision):  # type: ignore[no-untyped-def]
-    refs = refs[layers:]  # Which layer is read concerns only the pipeline that brings the tiles.
+    refs = refs[layers:]  # Only the pipeline that fetches the tiles needs to know which layer is read.
     x_refs, (w_ref, *others) = refs[: parts or 1], refs[parts or 1 :]
     bias_refs, others = (others[:1], others[1:]) if biased else ([], others)
     scale_refs, others = (others[:2], others[2:]) if rounded else ([], others)
@@ -269,7 +269,7 @@ def _kernel(*refs, layers, steps, parts, activation, biased, rounded, fused_resi
             residual_ref, patterns_ref, numbers_ref = residual_refs
             gate = read_modulation(patterns_ref, numbers_ref, first_row, y.shape[0], here)
             changed = residual_ref[:, here].astype(jnp.float32) + gate * y
-            if rows is not None:  # The last block has rows that stay as they are.
+            if rows is not None:  # The last block has rows that must not change.
                 row = first_row + jax.lax.broadcasted_iota(jnp.int32, (y.shape[0], 1), 0)
                 changed = jnp.where(row < rows, changed, residual_ref[:, here].astype(jnp.float32))
             y = changed
@@ -279,7 +279,7 @@ def _kernel(*refs, layers, steps, parts, activation, biased, rounded, fused_resi
         if o_ref.ndim == 2:
             o_ref[:, pl.ds(pl.multiple_of(start, chunk), chunk)] = y
             return
-        width = o_ref.shape[2]  # Columns of a group: they may end amid those of an iteration.
+        width = o_ref.shape[2]  # Columns of a group, which may end in the middle of an iteration's columns.
         for lane in range(0, chunk, LANES):
             group, column = (start + lane) // width, (start + lane) % width
             o_ref[group, :, pl.ds(pl.multiple_of(column, LANES), LANES)] = y[:, lane : lane + LANES]
@@ -296,7 +296,7 @@ def _silu(x: jax.Array) -> jax.Array:
 
 
 def _result_dtype(inputs: Any, scales: jax.Array | None, dtype: Any, *others: jax.Array | None) -> Any:
-    """Return the dtype of a result: `dtype`, or that of inputs that aren't in 8 bits, or of another array."""
+    """Return a result's dtype: `dtype`, else that of inputs that aren't in 8 bits, else that of another array."""
     dtypes = [inputs] if scales is None else [array.dtype for array in others if array is not None]
     return jnp.dtype(next(candidate for candidate in (dtype, *dtypes, jnp.bfloat16) if candidate is not None))
 

@@ -1,4 +1,4 @@
-"""Tiles of linear layers: those that take the least time by a model of the matrix units and of HBM.
+"""Choose the tiles of linear layers that take the least time, by a model of the matrix units and of HBM.
 
 Larger tiles read less from HBM, and a tile with all inputs is computed without adding to sums in VMEM. Neither the rows
 nor the outputs of a layer are multiples of every size, so the best tile isn't the largest one that fits.
@@ -23,7 +23,7 @@ OUTPUTS_8, INPUTS_8 = 2560, 16384  # Those of 8-bit weights, with which a step h
 MXU_COLUMNS = 256  # Columns and rows of v6e's and v7x's MXU (v5p has 128): 1152 outputs take as long as 1280.
 UNROLLED = 1024  # Outputs that aren't whole iterations are one; the code of more takes minutes to compile.
 COLUMNS_8 = 512  # Columns of one iteration with 8-bit weights, if a tile has a multiple of them.
-MACS_A_BYTE = 280  # What v6e's matrix units multiply while HBM delivers a byte: 459e12 / 1.64e12.
+MACS_A_BYTE = 280  # Multiply-adds of v6e's matrix units while HBM delivers a byte: 459e12 / 1.64e12.
 HBM_SHARE = 0.9  # Of the published bandwidth.
 # An iteration takes about 250 cycles more than its products, before the first and after the last; a step of the grid
 # about 500 more than its bundles. Sums in VMEM take as long as multiplying this many more inputs; integers are also
@@ -42,7 +42,7 @@ class Layer(NamedTuple):
         groups: G.
         in_bytes: Bytes of an input value.
         out_bytes: Bytes of an output value, and of one of the residual.
-        joined: Whether groups of columns are put side by side in VMEM, all inputs at once.
+        joined: Whether groups of columns are put side by side in VMEM, with all inputs at once.
         halves: Products for each output: two with "swiglu".
         added: Whether there is a residual.
     """
@@ -129,9 +129,9 @@ def _count_macs(layer: Layer, tile: LinearTile, macs_a_byte: float) -> float:
     weights = layer.halves * tile.outputs * tile.inputs * layer.in_bytes
     x = tile.rows * tile.inputs * layer.in_bytes
     results = tile.rows * tile.outputs * layer.out_bytes * (1 + layer.added)
-    # Between tiles of the same rows the last part of the inputs stays.
+    # Between tiles with the same rows, the last part of the inputs stays in VMEM.
     traffic = parts * weights + (parts - 1) * x + results
     each = max(parts * step, traffic * macs_a_byte)
-    # The next rows arrive during the last step of these.
+    # The next rows arrive during the last step of the current ones.
     waits = max(0.0, (weights + x + results) * macs_a_byte - step)
     return pl.cdiv(layer.rows, tile.rows) * (columns * each + waits)

@@ -37,7 +37,7 @@ class Rounded(NamedTuple):
 
 
 def largest_value(dtype: Any) -> float:
-    """Return the largest value of an 8-bit type whose negative the type has, too."""
+    """Return the largest value of an 8-bit type whose negative is also a value of the type."""
     return float(jnp.iinfo(dtype).max if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).max)
 
 
@@ -148,8 +148,9 @@ def round_keys(
 ) -> tuple[jax.Array, jax.Array]:
     """Subtract the mean key from keys and round them to 8 bits, with one scale per head.
 
-    Without the mean key all logits of a query move by the same amount, which softmax does not see. The remainder needs
-    fewer bits where channels have a bias, as K of trained models has (SageAttention, arXiv:2410.02367, section 4.2).
+    Subtracting the mean key changes all logits of a query by the same amount, which doesn't affect softmax. The
+    remainder needs fewer bits where channels have a bias, as K of trained models has (SageAttention, arXiv:2410.02367,
+    section 4.2).
 
     Args:
         k: [B, Lk, at least (first + tiles) * shared * D], laid out like Q of `round_queries`.

@@ -1,7 +1,7 @@
 """Per-channel vectors that differ between segments of a sequence's rows.
 
 Wan 2.2 TI2V 5B gives the tokens of the first image the timestep 0 and all others the current timestep; MiniMax-H3 has
-modulations of its own for video, keyframes, sound and text. That takes a few vectors, not one for every token.
+modulations of its own for video, keyframes, sound and text. This needs only a few vectors, not one for every token.
 
 Choosing between vectors row by row would take the vector unit one select per segment and register. Nearly all registers
 have rows of one segment only, so a kernel loads what the eight rows of a register need from a few patterns instead: one
@@ -27,7 +27,7 @@ def modulation_row(values: jax.Array, start: jax.Array | int, rows: int, first_r
         start: Index of the first row.
         rows: Number of rows.
         first_rows: The ends (exclusive) of the first M - 1 segments of rows, in order: [M - 1], or a number for two
-            segments. Of a single modulation there is no end to look at.
+            segments. It is ignored for a single modulation.
     """
     index = start + jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
     return _choose(values, _count_ends(_segment_ends(values, first_rows), index))

@@ -19,7 +19,7 @@ from wan_tpu_kernels.columns import ColumnParts, Columns
 from wan_tpu_kernels.tiles import by_rows, even_block, pass_over, sublanes, vmem_bytes
 
 ROWS, ROWS_AT_ONCE = 512, 64  # Rows of a tile, and of one iteration of the inner loop, as in layer_norm.py.
-ROWS_OF_TABLES = 128  # Rows of a tile where every head has angles: its tables are four times as wide in bytes as x.
+ROWS_OF_TABLES = 128  # Rows of a tile if every head has its own angles: the tables then have four times the bytes of x.
 
 
 def rms_norm_rope(
@@ -40,7 +40,7 @@ def rms_norm_rope(
         weight: [N*D].
         tables: Cosines and sines [L, D] of each row's angles, as [cos, cos] and [-sin, sin]; None for no rotation.
         eps: Added to the mean square.
-        head: D, where every head has angles of its own: tables are [L, N*D].
+        head: D, if every head has its own angles; tables are then [L, N*D].
         groups, parts: The layout of the result's columns, see columns.py.
         interpret: As for `pallas_call`.
     """
@@ -114,7 +114,7 @@ def _kernel(x_ref, weight_ref, *refs, eps, columns, rotated, head):  # type: ign
 
 
 def _swap_halves(x: jax.Array, width: int) -> jax.Array:
-    """Return [rows, columns] with the halves of every head of `width` columns in each other's place."""
+    """Return [rows, columns] with the two halves of every head of `width` columns swapped."""
     columns, half = x.shape[1], width // 2
     if columns == width:
         return pltpu.roll(x, half, 1)

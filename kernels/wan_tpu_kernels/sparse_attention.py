@@ -68,7 +68,7 @@ def sparse_attention(
         count=count,
         multiplier=(width**-0.5 if scale is None else scale) * math.log2(math.e),
     )
-    unused = -(-count // TOGETHER) * TOGETHER - count  # Entries that stand for no block.
+    unused = -(-count // TOGETHER) * TOGETHER - count  # Padding entries, which stand for no block.
     lists = jnp.pad(blocks, ((0, 0), (0, 0), (0, steps * STEP // QUERIES - blocks.shape[2]), (0, unused)))
     lists = lists.reshape(batch * heads * steps, PAIRS, -1)
     short = -(-real // KEYS) * KEYS - k.shape[1]

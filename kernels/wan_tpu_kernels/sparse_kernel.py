@@ -34,8 +34,8 @@ PAIR = 2 * QUERIES  # Queries that are computed at once.
 PAIRS = 2  # Pairs per grid step: 3 to 5 % faster than one, according to the compiler.
 STEP = PAIRS * PAIR  # Queries of a grid step.
 TOGETHER = 4  # Blocks of keys in a chunk, which is computed at once: 256 keys, the depth of the matrix unit.
-UNROLLED = 48  # Chunks that are unrolled; longer lists loop over as many.
-AHEAD = 3  # How many chunks early logits are computed, before their weights.
+UNROLLED = 48  # Chunks that are unrolled; longer lists loop over groups of this many.
+AHEAD = 3  # How many chunks ahead of their weights logits are computed.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,7 +268,7 @@ class _Pair:
     def _rows(self, ref: Ref, chunk: Any, block: int, last: bool) -> jax.Array:
         """Return the rows [256, S D] of K or V that A (0) or B (1) attends to, zero where there is no real key."""
         rows = jnp.concatenate([ref[pl.ds(self._start(chunk, block, i), KEYS), :] for i in range(TOGETHER)], axis=0)
-        # Rows behind the last key may be NaN, and 0 * NaN is NaN.
+        # Rows after the last key may be NaN, and 0 * NaN is NaN.
         return jnp.where(self._is_key(chunk, block, rows.shape), rows, jnp.zeros_like(rows)) if last else rows
 
     def _start(self, chunk: Any, block: int, i: int) -> Any:

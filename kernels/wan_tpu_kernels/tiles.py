@@ -51,5 +51,5 @@ def by_rows(rows: int, largest: int, multiple: int, run: Callable[[jax.Array, in
 
 
 def pass_over(x: jax.Array) -> pl.CostEstimate:
-    """Return the cost of reading x and writing as much, by which XLA schedules transfers beside a kernel."""
+    """Return the cost of reading x and writing as much, which XLA uses to schedule transfers alongside a kernel."""
     return pl.CostEstimate(flops=8 * x.size, transcendentals=0, bytes_accessed=2 * x.size * x.dtype.itemsize)

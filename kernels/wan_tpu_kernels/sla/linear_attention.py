@@ -57,7 +57,7 @@ def add_linear(
         bias: [D].
         heads: N.
         first_heads: The first head to use of q, k and v.
-        scale: The factor of q; the inverse of attention's, where that was folded into q.
+        scale: The factor of q: the inverse of attention's scale if that was folded into q.
         kv_len: Number of real keys; the rest of K and V is never read.
         interpret: As for `pallas_call`.
 
@@ -199,7 +199,7 @@ def _summary_kernel(k_ref: Ref, v_ref: Ref, values_ref: Ref, keys_ref: Ref, *, t
 
     k, v = k_ref[...].astype(jnp.float32), v_ref[...]
     real = tile.kv_len - pl.program_id(1) * k.shape[0]
-    if tile.kv_len % k.shape[0]:  # Rows behind the last key may be NaN.
+    if tile.kv_len % k.shape[0]:  # Rows after the last key may be NaN.
         is_key = lax.broadcasted_iota(jnp.int32, k.shape, 0) < real
         k, v = jnp.where(is_key, k, 0.0), jnp.where(is_key, v, jnp.zeros_like(v))
     powers = tile.powers(k)

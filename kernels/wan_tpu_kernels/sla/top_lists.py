@@ -43,7 +43,7 @@ def top_lists(scores: jax.Array, count: int, *, interpret: Any = False) -> jax.A
     lists, rows, columns = scores.shape
     if not 1 <= count <= rows:
         raise ValueError(f"count must be from 1 to {rows}, the scores of a list, got {count}")
-    # The rows added as padding lose against all others, which come before them.
+    # The rows added as padding lose against all others, even equal ones, because those come first.
     scores = jnp.pad(scores, ((0, 0), (0, -rows % LANES), (0, 0)), constant_values=-jnp.inf)
     rows, length = scores.shape[1], -(-count // LANES) * LANES
     positions = pl.pallas_call(
@@ -79,7 +79,7 @@ def _kernel(scores_ref: Ref, out_ref: Ref, sums_ref: Ref, lists_ref: Ref, *, cou
         return jnp.sum(mask.astype(jnp.float32), axis=0, keepdims=True)
 
     def raise_threshold(i: jax.Array, threshold: jax.Array) -> jax.Array:
-        # The search starts from the smallest number, whose sign the first bit turns.
+        # The search starts from the smallest number; its first bit flips the sign.
         candidate = threshold + jnp.left_shift(1, 31 - i)
         return jnp.where(count_true(key >= candidate) >= count, candidate, threshold)
 
@@ -92,7 +92,7 @@ def _kernel(scores_ref: Ref, out_ref: Ref, sums_ref: Ref, lists_ref: Ref, *, cou
         candidate = end + jnp.left_shift(1, position_bits - 1 - i)
         return jnp.where(count_true(equal & (position < candidate)) < missing, candidate, end)
 
-    # The last position before which there are too few: the one that is missing lies there.
+    # The last position before which there are too few: the missing one is at this position.
     end = lax.fori_loop(0, position_bits, raise_end, jnp.zeros(row, jnp.int32))
     sums_ref[...] = (above | (equal & (position <= end))).astype(jnp.float32)
     _cumulate(sums_ref)

@@ -1,9 +1,9 @@
-"""A causal 3D convolution for TPU with the normalisation before it, its halo and what follows, in one pass over HBM.
+"""A causal 3D convolution for TPU, with its halo and the operations before and after it, in one pass over HBM.
 
-A video VAE is little else than such convolutions with elementwise operations between them. XLA's own take 10 s and more
-each to compile, and the matrix units wait for the operations between them. Here a tile's neighbourhood is normalised
-once into VMEM, laid out so that all taps are the inputs of one matrix product, and everything that follows the product
-is applied before it is written (docs/kernels.md has the cycles).
+A video VAE is little more than such convolutions with elementwise operations between them. XLA's own convolutions take
+10 s and more each to compile, and the matrix units wait for the operations between them. Here a tile's neighbourhood is
+normalised once into VMEM, laid out so that all taps are the inputs of one matrix product, and everything that follows
+the product is applied before it is written (docs/kernels.md has the cycles).
 
 Some VAEs aren't causal: their windows reach as far forwards as backwards. Then all frames of a video are one call, and
 a tile has some of them and the frame on either side.
@@ -25,7 +25,8 @@ from wan_tpu_kernels.vae.conv_kernel import normalise, run_grid_step
 from wan_tpu_kernels.vae.conv_shape import conv_matrix, conv_shape
 
 Edges = tuple[jax.Array | None, jax.Array | None]
-# What lies beyond a picture, by numpy's names: zeros, the last pixel again, or the pixels before the last, mirrored.
+# The values beyond a picture, by numpy's names: zeros, the last pixel repeated, or the pixels before the last,
+# mirrored.
 Padding = Literal["zeros", "edge", "reflect"]
 
 
@@ -54,17 +55,17 @@ def causal_conv(
         x: [T, X, Y, C], zero outside of the picture; Y is a multiple of 16.
         weight: [kt, kx, ky, C, O].
         bias: [O].
-        past: [at least P, X, Y, C], the last P = kt - stride of which are used. Without it, kt must be 1, unless the
-            windows are centred.
+        past: [at least P, X, Y, C], of which the last P = kt - stride frames are used. Without it, kt must be 1, unless
+            the windows are centred.
         edges: The column before the first and the one after the last, [P + T, 1, Y, C] each (with centred windows
             [T, 1, Y, C]); zeros by default.
         norm: [C]. x, past and edges are divided by their root mean square over the channels, multiplied by this and
             passed through SiLU.
-        norm_after: [O]. The same is done to the result.
+        norm_after: [O]. The same operation applied to the result.
         residual: [T', X, Y, O], added to the result, before `norm_after`.
         before: Columns and rows of a window before its pixel; after it are kx - 1 - before and ky - 1 - before.
         stride: Stride of the windows in time.
-        padding: What lies before the first and after the last of the Y rows.
+        padding: The values before the first and after the last of the Y rows.
         centred: Whether a window of three frames has its own frame in the middle. The first and the last frame are
             repeated beyond the video, and there are no past frames.
         norm_eps: Added to the mean square of both norms.

@@ -77,7 +77,7 @@ def run_grid_step(*inputs, shape, norm, norm_after, residual, padding, norm_eps,
     def wanted_products(index, _):  # type: ignore[no-untyped-def]
         pl.when(index // parts * shape.group < frames_left)(lambda: products(index, None))
 
-    # The number of iterations is a constant, so that those who count the kernel's bundles see it.
+    # The number of iterations is a constant, so that tools that count the kernel's bundles can see it.
     each = products if frames_left is None else wanted_products
     jax.lax.fori_loop(0, shape.out_frames // shape.group * parts, each, None)
 
@@ -101,7 +101,7 @@ def _fill(source, edge_refs, edge_frame, seen_ref, frame, frames_left, norm, ste
                 beyond = row == (0 if shift < 0 else shape.y - 1)
                 outside = {"zeros": 0.0, "edge": x}.get(padding)
                 if outside is None:
-                    outside = pltpu.roll(x, shift % shape.y, 0)  # The row on the other side.
+                    outside = pltpu.roll(x, shift % shape.y, 0)  # The row beyond the other edge.
                 seen = jnp.where(beyond, outside, pltpu.roll(x, -shift % shape.y, 0))
             seen_ref[frame, column, :, tap * shape.lanes : (tap + 1) * shape.lanes] = seen.astype(seen_ref.dtype)
 

@@ -15,7 +15,7 @@ ROWS = 16  # Sublanes of a bfloat16 tile: Y must be a multiple of it.
 PIXELS = 4096  # The most pixels of a tile: at 720 rows, a third as many again are normalised for its edges.
 # The most pixels of one product: enough rows to share the weights in the matrix unit, and little code to compile.
 PIXELS_AT_ONCE = 512
-SLABS = (8, 4, 2, 1)  # Frames of a tile of centred windows, which sees one more on either side.
+SLABS = (8, 4, 2, 1)  # Frames of a tile with centred windows, which reads one more on either side.
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class ConvShape:
 def conv_matrix(weight: jax.Array, shape: ConvShape) -> jax.Array:
     """Return the matrix of a pixel's products, [inputs, all outputs].
 
-    It has zeros for unused lanes, and where frames don't meet.
+    It has zeros for unused lanes, and for frames that aren't multiplied with each other.
     """
     unused = (0, shape.lanes - shape.c)
     padded = jnp.pad(weight.reshape(shape.kt, -1, shape.c, shape.o), ((0, 0), (0, 0), unused, (0, 0)))
@@ -130,7 +130,7 @@ def conv_shape(
     of the outputs at a time.
 
     Raises:
-        ValueError: The arrays don't belong together, or rows don't fill tiles.
+        ValueError: The arrays' shapes don't fit together, or rows don't fill tiles.
     """
     kt, kx, ky, c, o = weight.shape
     all_frames, columns, y = x.shape[:3]

@@ -96,8 +96,8 @@ def norm_silu(
     Args:
         x: [T, X, Y, C]; Y is a multiple of 16.
         scale, shift: [C].
-        around: [T', X', Y', 2 C], s and b of each latent pixel; a pixel takes those of the nearest one. If the number
-            of frames is odd and above one, the first latent frame is for the first frame alone.
+        around: [T', X', Y', 2 C], s and b of each latent pixel; a pixel uses those of the nearest latent pixel. If the
+            number of frames is odd and above one, the first latent frame is for the first frame only.
         columns, rows: Size of the picture; values beyond it are returned as zero.
         interpret: As for `pallas_call`.
 
@@ -153,7 +153,7 @@ def norm_silu_reference(
 
 
 def latent_frame(frames: int, latents: int) -> Callable[[jax.Array | int], jax.Array | int]:
-    """Return a function from a frame to its latent frame; if `frames` is odd and above one, the first is alone."""
+    """Return a function from frames to latent frames; if `frames` is odd and above one, the first has its own."""
     if frames == 1 or frames % 2 == 0:
         return lambda frame: frame // (frames // latents)
     each = (frames - 1) // (latents - 1)
@@ -190,7 +190,7 @@ def _is_inside(start: jax.Array, count: int, column: jax.Array, columns: jax.Arr
 
 
 def _moments_kernel(x_ref, columns_ref, o_ref, *, rows):  # type: ignore[no-untyped-def]
-    """Sum in one pass the differences, and their squares, from a value near the mean; one far off would cost bits."""
+    """Sum differences from a value near the mean, and their squares, in one pass; a distant value would lose bits."""
     block, height, channels = x_ref.shape
     size = _rows_at_once(height, channels)
     pieces, first = height // size, pl.program_id(1) * block
