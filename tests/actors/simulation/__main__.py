@@ -1,4 +1,4 @@
-"""Run one seed of a simulation, and tell its story: python -m tests.actors.simulation SEED [--service]."""
+"""Run one seed of a simulation and print what happened: python -m tests.actors.simulation SEED [--service]."""
 
 import argparse
 import sys

@@ -1,11 +1,11 @@
-"""What stands for storage: slow, full or down at times."""
+"""A stand-in for storage that is slow, full or down at times."""
 
 from tests.actors.simulation.world import Process, World
 from wan_tpu.storage.base import Missing, StorageError
 
 
 class Bucket:
-    """Storage: slow, full, or down at times. All processes share it."""
+    """Storage that is slow, full, or down at times. All processes share it."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -15,7 +15,7 @@ class Bucket:
 
 
 class BucketOfProcess:
-    """`Storage`, for one process."""
+    """The `Storage` of one process."""
 
     def __init__(self, bucket: Bucket, process: Process) -> None:
         self._bucket, self._process = bucket, process

@@ -1,4 +1,4 @@
-"""What must hold when a simulated run is over."""
+"""Check what must hold when a simulated run is over."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ KILLED = "its driver was killed"
 
 
 def check_submission(run: "Run", submission: Submission) -> Iterator[str]:
-    """Yield what is wrong with how a request ended, and with the steps that were computed for it."""
+    """Yield the problems with a request's outcome and with the steps that were computed for it."""
     kind = submission.plan.request.prompt.split()[0]
     expected = {"bad": "invalid", "nan": "unhealthy"}.get(kind)
     if submission.ended != 1:
@@ -25,11 +25,11 @@ def check_submission(run: "Run", submission: Submission) -> Iterator[str]:
         yield f"{submission.id} has become another video"
     done = [step for step, _, _ in run.world.steps[submission.id]]
     repeated, excuses = len(done) - len(set(done)), run.world.excuses[submission.id]
-    # What a loss costs, where snapshots can be written: the steps since the last one, which was being written.
-    # What nobody waits for any more is noticed after some seconds.
+    # If snapshots can be written, a loss costs the steps since the last complete one. If a driver is killed, more are
+    # computed, because slices notice only after some seconds that nobody waits for the request.
     each = {why: run.spec.settings.snapshot_every + (11 if why == KILLED else 1) for _, why in excuses}
     worst = sum(each[why] for _, why in excuses) if not run.bucket.was_ill else 0
-    # Without a snapshot, a drain takes a request back to the last one that could be written.
+    # If a drained slice can't write a snapshot, the request goes back to the last one that could be written.
     unexplained = not excuses and not (run.bucket.was_ill and run.was_drained)
     if repeated and (unexplained or repeated > worst > 0):
         yield f"{submission.id}: {repeated} steps were repeated: {run.world.steps[submission.id]}; reasons: {excuses}"
@@ -41,7 +41,7 @@ def check_submission(run: "Run", submission: Submission) -> Iterator[str]:
 
 
 def check_fragments(submission: Submission) -> Iterator[str]:
-    """Yield what is wrong with the fragments of a video: each run repeats the last one's, and the last is complete."""
+    """Yield the problems with a video's fragments. Every run must begin like the last one, which must be complete."""
     whole, runs = expected_fragments(submission.plan), defaultdict(list)
     for fragment in submission.fragments or ():
         if fragment.run < len(runs) - 1:
@@ -57,8 +57,8 @@ def check_fragments(submission: Submission) -> Iterator[str]:
     )
 
 
-def leftovers(run: "Run") -> dict[str, Any]:
-    """Return what is there still, though nobody makes anything."""
+def find_leftovers(run: "Run") -> dict[str, Any]:
+    """Return everything that is still held, queued or stored, although no video is being made."""
     left: dict[str, Any] = defaultdict(list)
     for pool in run.pools.values():
         if len(pool.ready) != len(pool.replicas):
@@ -83,7 +83,7 @@ def leftovers(run: "Run") -> dict[str, Any]:
         if driver.engine._inside or driver.ref_store._scopes:
             left["in a driver"].append((driver.process.name, driver.engine._inside, driver.ref_store._scopes))
     run.status.refresh()
-    # One whose driver was killed before it could name it is remembered for an hour.
+    # The status keeps a request for an hour if its driver was killed before reporting its end.
     named = {submission.id for submission in run.submissions if not submission.is_orphaned}
     if requests := run.status.read().requests.keys() & named:
         left["said to be under way"] = sorted(requests)

@@ -1,4 +1,4 @@
-"""What breaks in a simulated run: one function for each fault. A fault that finds nothing to break does nothing."""
+"""The faults of a simulated run, one function each. A fault does nothing if there is nothing to break."""
 
 import functools
 from collections.abc import Callable
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def break_something(run: "Run") -> None:
-    """Let one fault happen to a replica, or to what all share, both by chance."""
+    """Cause one random fault, either in a random replica or in something that all processes share."""
     chance = run.world.random
     pool = run.pools[chance.choice(sorted(run.pools))]
     replica = chance.choice(pool.replicas)
@@ -35,7 +35,7 @@ def kill_leader(run: "Run", pool: PoolOfReplicas, replica: Replica) -> None:
 def kill_hosts(run: "Run", pool: PoolOfReplicas, replica: Replica) -> None:
     if replica.slice is not None:
         run.world.tell(f"hosts of {replica.slice_name} are killed")
-        pool.lost(replica, "its hosts were killed")
+        pool.lose(replica, "its hosts were killed")
 
 
 def fail_devices(run: "Run", pool: PoolOfReplicas, replica: Replica) -> None:

@@ -1,4 +1,4 @@
-"""What stands for Ray's object store and its actors. Both take time, and fail with the processes that own them."""
+"""Stand-ins for Ray's object store and its actors. Both take time, and fail with the processes that own them."""
 
 import asyncio
 import types
@@ -14,7 +14,7 @@ from tests.actors.simulation.world import CALL_S, Process
 
 
 class Object:
-    """A reference to an object of the store, lost with the process that owns it."""
+    """A reference to an object in the store, which is lost with the process that owns it."""
 
     __slots__ = ("is_evicted", "owner", "value")
 
@@ -23,7 +23,7 @@ class Object:
 
     @property
     def is_lost(self) -> bool:
-        """Whether nobody can have it any more."""
+        """Whether the object can't be read any more."""
         return self.is_evicted or (self.owner is not None and self.owner.dead)
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -48,14 +48,14 @@ class Objects:
         return ref.value
 
     def put(self, value: Any) -> Object:
-        """Keep an object."""
+        """Store an object."""
         self._process.loop.block(CALL_S)
         self._process.check_thread()
         return Object(self._process, value)
 
 
 class ActorHandle:
-    """A handle to an actor: its methods return what can be awaited. It may be silent for a while, or dead."""
+    """A handle to an actor. Its methods return awaitables. The actor may not answer for a while, or be dead."""
 
     def __init__(self, loop: VirtualTime, process: Process, actor: Any) -> None:
         self._loop, self._process, self._actor = loop, process, actor
@@ -85,7 +85,7 @@ class _Method:
         if handle._process.dead:
             if not future.done():
                 future.set_exception(ActorDiedError())
-                future.exception()  # nobody need look at it
+                future.exception()  # Marks the error as retrieved, since the caller may not await the future.
         elif handle.silent_until_s > handle._loop.now:
             handle._loop.call_later(handle.silent_until_s - handle._loop.now, self._answer, future, args)
         else:
@@ -95,7 +95,7 @@ class _Method:
 
 
 class RefStoreActor(_RefStoreActor):
-    """The real one, but for what Ray does in it."""
+    """The real actor, except for the method that uses Ray."""
 
     def adopt(self, scope: int, key: str) -> None:
         there = self._scopes.get(scope, {})
@@ -104,7 +104,7 @@ class RefStoreActor(_RefStoreActor):
 
 
 class StatusHandle(ActorHandle):
-    """The status actor, as one process reports to it while that lives. It is told at once: nobody waits for it."""
+    """A handle to the status actor for one process. Reports arrive at once, as long as the process is alive."""
 
     def __init__(self, board: StatusBoard, process: Process) -> None:
         super().__init__(process.loop, process, board)

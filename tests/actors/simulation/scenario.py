@@ -1,4 +1,4 @@
-"""One simulated run: pools, drivers, requests and faults, all by a seed; and what must hold when it is over."""
+"""One simulated run, determined by a seed: pools, drivers, requests and faults, and checks when it is over."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ from actors.slices.references import RefStore
 from actors.slices.snapshots import Snapshots
 from cluster.layout import Layout
 from tests.actors.simulation.bucket import Bucket, BucketOfProcess
-from tests.actors.simulation.checks import KILLED, check_submission, leftovers
+from tests.actors.simulation.checks import KILLED, check_submission, find_leftovers
 from tests.actors.simulation.faults import break_something
 from tests.actors.simulation.ray_objects import ActorHandle, RefStoreActor, StatusHandle
 from tests.actors.simulation.serve import Handle, PoolOfReplicas, Replica
@@ -38,15 +38,15 @@ LAYOUTS = {
     "three pools": {"ends": ["encoder", "decoder"], "high": ["denoise_high"], "low": ["denoise_low"]},
     "one pool": {"whole": ["encoder", "denoise_high", "denoise_low", "decoder"]},
 }
-FAULTS_S = 60.0  # Until when something may break; what is left then must be made.
-SETTLE_S = 120.0  # What may take this long after the last fault: uploads, replicas that come back, orphans.
-HEALTH_S = 5.0  # Between two looks at a replica: what isn't under test needn't be simulated so often.
-LIMIT_S = 4000.0  # A run that lasts longer hangs.
+FAULTS_S = 60.0  # Faults happen until then; afterwards all remaining requests must be completed.
+SETTLE_S = 120.0  # Time after the last fault for uploads, replacement replicas and the removal of orphans.
+HEALTH_S = 5.0  # Pause between health checks of a replica, which aren't under test, so a few of them are enough.
+LIMIT_S = 4000.0  # A run that takes longer counts as hung.
 
 
 @dataclasses.dataclass
 class Driver:
-    """A process that has videos made."""
+    """A driver's process."""
 
     process: Process
     engine: PipelineDriver
@@ -71,11 +71,11 @@ class Run:
         spec: PipelineSpec | None = None,
         in_chunks: bool = False,
     ) -> None:
-        """What is left open is decided by the world's chance."""
+        """Set up a run. Whatever isn't specified is chosen at random."""
         chance = world.random
         self.world, self.faults, self._in_chunks = world, faults, in_chunks
         self.status, self.bucket = StatusBoard(PipelineMeters(), world.loop.time), Bucket(world)
-        self.spec = spec or self._any_spec(layout_name, slices)
+        self.spec = spec or self._choose_spec(layout_name, slices)
         self.pools = {
             pool.name: PoolOfReplicas(
                 world, pool, self.spec.settings, self.status, self.bucket, pool.replicas.maximum, health_s
@@ -84,14 +84,14 @@ class Run:
         }
         for pool in self.pools.values():
             pool.on_loss = self._excuse
-        self.drivers = [self._driver(i) for i in range(drivers or chance.randint(1, 3))]
+        self.drivers = [self._start_driver(i) for i in range(drivers or chance.randint(1, 3))]
         self.submissions = [
-            self._submission(i) for i in range(chance.randint(10, 60) if requests is None else requests)
+            self._choose_submission(i) for i in range(chance.randint(10, 60) if requests is None else requests)
         ]
         self._numbers, self.was_drained = len(self.drivers), False
         self.problems: list[str] = []
 
-    def _any_spec(self, layout_name: str | None, slices: int | None) -> PipelineSpec:
+    def _choose_spec(self, layout_name: str | None, slices: int | None) -> PipelineSpec:
         chance = self.world.random
         layout = LAYOUTS[layout_name or chance.choice(sorted(LAYOUTS))]
         pools = "\n".join(
@@ -102,7 +102,7 @@ class Run:
         settings = PipelineSettings("checkpoint", "snapshots", snapshot_every=chance.choice((2, 5)))
         return PipelineSpec(Layout.parse(f"pools:\n{pools}\n", "here"), settings, MODEL, lasting=True)
 
-    def _driver(self, number: int, process: Process | None = None) -> Driver:
+    def _start_driver(self, number: int, process: Process | None = None) -> Driver:
         world = self.world
         process = process or Process(world.loop, f"driver {number}")
         actor = RefStoreActor()
@@ -114,7 +114,7 @@ class Run:
         engine = PipelineDriver(self.spec, connection, RefStore(handle))
         return Driver(process, engine, actor, handle, world.loop.create_future())
 
-    def _submission(self, number: int) -> Submission:
+    def _choose_submission(self, number: int) -> Submission:
         chance = self.world.random
         prompt, is_bad = f"video {number}", chance.random()
         if self.faults and is_bad < 0.03:
@@ -132,30 +132,30 @@ class Run:
     # ---- a run
 
     async def run(self) -> None:
-        """Have everything made, with faults meanwhile; then look at what is left."""
+        """Run all requests, with faults meanwhile, and then check the outcomes and what is left over."""
         if self.faults:
             for _ in range(self.world.random.randint(0, 5)):
                 self.world.later(self.world.random.uniform(0, FAULTS_S), functools.partial(break_something, self))
         async with asyncio.timeout(LIMIT_S):
             await asyncio.gather(*(self._client(submission) for submission in self.submissions))
         until_s = max(FAULTS_S, self.world.loop.now, self.world.hung_until_s) + SETTLE_S
-        while self.world.loop.now < until_s and (self.world.loop.now < FAULTS_S or leftovers(self)):
+        while self.world.loop.now < until_s and (self.world.loop.now < FAULTS_S or find_leftovers(self)):
             await asyncio.sleep(1.0)
             await self._remove_orphans()
         for submission in self.submissions:
             self.problems += check_submission(self, submission)
-        self.problems += [f"left: {kind}: {values}" for kind, values in leftovers(self).items()]
+        self.problems += [f"left: {kind}: {values}" for kind, values in find_leftovers(self).items()]
 
     async def _remove_orphans(self) -> None:
         """Remove snapshots of ended requests whose drivers were killed before they could, as workers do."""
         snapshots = Snapshots(BucketOfProcess(self.bucket, Process(self.world.loop, "maintenance")))  # type: ignore[arg-type]
-        with contextlib.suppress(StorageError):  # The next round tries it again, as a worker's maintenance does.
+        with contextlib.suppress(StorageError):  # The next round tries again, as a worker's maintenance does.
             for submission in self.submissions:
                 if submission.is_orphaned:
                     await asyncio.to_thread(snapshots.delete_all_of, submission.id)
 
     async def _client(self, submission: Submission) -> None:
-        """Have one video made, as batches and workers do: again when it was lost, forgotten when it is durable."""
+        """Have one video made as batches and workers do: retry it if it is lost, and forget it once it is durable."""
         await asyncio.sleep(submission.at_s)
         while not submission.ended:
             submission.driver = driver = self.world.random.choice(self.drivers)
@@ -176,7 +176,7 @@ class Run:
                         await self._forget(submission, driver)
                         continue
             await asyncio.wait([making, driver.death], return_when=asyncio.FIRST_COMPLETED)
-            if not making.done():  # its driver was: another one makes it
+            if not making.done():  # The driver was killed, so another one makes the video.
                 continue
             if not making.cancelled() and (error := making.exception()) is not None:
                 self.problems.append(f"{submission.id} has failed in an unknown way: {error!r}")
@@ -218,7 +218,7 @@ class Run:
             if submission.fragments is not None:
                 submission.fragments = fragments
             self.world.tell(f"{submission.id} is made")
-            await asyncio.sleep(self.world.random.choice((0.0, 0.5)))  # until it is durable
+            await asyncio.sleep(self.world.random.choice((0.0, 0.5)))  # The time until the video is durable.
             if driver.process.dead:
                 await asyncio.get_running_loop().create_future()
         submission.ended += 1
@@ -236,19 +236,19 @@ class Run:
         self.world.tell(f"{gone.process.name} is killed")
         gone.process.dead = True
         gone.death.set_result(None)
-        written = {id_ for pool in self.pools.values() for replica in pool.ready for id_ in _written_by(replica)}
+        written = {id_ for pool in self.pools.values() for replica in pool.ready for id_ in _list_written(replica)}
         for submission in self.submissions:
             if submission.driver is gone and not submission.ended:
                 self.excuse(submission.id, KILLED)
                 submission.is_orphaned = True
-            # Nobody goes on deleting its snapshots, and who still writes one can't ask any more whether it is needed.
+            # The deletion of its snapshots stops. A slice that still writes one can't ask whether it is needed.
             is_forgotten = submission.forgetting is None or submission.forgetting.done()
             submission.is_orphaned |= submission.driver is gone and (submission.id in written or not is_forgotten)
-        self.drivers[at] = self._driver(self._numbers)
+        self.drivers[at] = self._start_driver(self._numbers)
         self._numbers += 1
 
     def _excuse(self, replica: Replica, why: str) -> None:
-        """Note whose steps may be repeated: what is lost is on the hosts, on its way, or waits for its next stage."""
+        """Note which requests may repeat steps: those whose payloads a replica holds, sends or has published."""
         held = [] if replica.slice is None else replica.slice.host.list_keys()
         lost = {name.rpartition(" ")[0] for name in held}
         lost |= {stream._args[0].key for stream in replica.streams}
@@ -259,22 +259,22 @@ class Run:
                     lost.add(scopes.get(number, ""))
         for id_ in lost:
             self.excuse(id_, why)
-        written = _written_by(replica)
+        written = _list_written(replica)
         for submission in self.submissions:
-            submission.is_orphaned |= submission.id in written  # nobody asks any more whether it is still needed
+            submission.is_orphaned |= submission.id in written  # Nobody checks any more whether it is still needed.
 
     def excuse(self, id_: str, why: str) -> None:
-        """Note why steps of a request may be repeated."""
+        """Note a reason why steps of a request may be repeated."""
         self.world.excuses[id_].append((self.world.loop.now, why))
 
     def excuse_all(self, why: str) -> None:
-        """Note why steps of any request may be repeated."""
+        """Note a reason why steps of any unfinished request may be repeated."""
         for submission in self.submissions:
             if not submission.ended:
                 self.excuse(submission.id, why)
 
 
-def _written_by(replica: Replica) -> set[str]:
+def _list_written(replica: Replica) -> set[str]:
     """Return the ids of the requests of which a replica is writing a snapshot."""
     runner = getattr(replica.leader, "_runner", None)
     return set() if runner is None else {name.rpartition(".")[0] for name in runner._snapshotter._writing}
@@ -290,19 +290,19 @@ class Result:
     story: list[tuple[float, str]]
 
     def tell(self) -> str:
-        """Return what happened and what is wrong, for people."""
+        """Return what happened and what is wrong as text."""
         lines = [f"{when:8.2f} s  {event}" for when, event in self.story]
         return "\n".join([f"seed {self.seed}:", *lines, "wrong:", *(f"  {problem}" for problem in self.problems)])
 
 
 @contextlib.contextmanager
-def little_garbage() -> Iterator[Callable[[], object]]:
-    """Look for garbage now and then, at a call of what this gives, and through nothing that was there before.
+def limit_garbage_collection() -> Iterator[Callable[[], object]]:
+    """Collect garbage only when the yielded function is called, and ignore objects that existed before.
 
-    Going through all of Ray's modules after each run would take as long as the run.
+    Examining all of Ray's modules after each run would take as long as the run.
     """
     calls, hook = itertools.count(1), sys.unraisablehook
-    sys.unraisablehook = lambda unraisable: None  # Coroutines of killed processes are found in the midst of things.
+    sys.unraisablehook = lambda unraisable: None  # Coroutines of killed processes are collected half-way through.
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -316,7 +316,7 @@ def little_garbage() -> Iterator[Callable[[], object]]:
 
 
 def simulate(seed: int, *, requests: int | None = None, faults: bool = True, in_chunks: bool = False) -> Result:
-    """Run one world to its end; with `in_chunks`, its videos are denoised chunk after chunk."""
+    """Run one world to its end. With `in_chunks`, its videos are denoised chunk by chunk."""
     random.seed(seed)
     with virtual_time() as loop:
         world = World(loop, seed)

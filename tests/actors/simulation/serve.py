@@ -1,4 +1,4 @@
-"""What stands for Ray Serve: pools of replicas that are started, asked for their health, replaced; and handles."""
+"""Stand-ins for Ray Serve: pools whose replicas are started, health-checked and replaced, and handles to the pools."""
 
 import asyncio
 import itertools
@@ -25,7 +25,7 @@ from tests.actors.simulation.world import CALL_S, Process, World
 
 
 class Leader(SliceLeader):
-    """A leader whose programs Serve isn't told of."""
+    """A leader that doesn't report its programs to Serve."""
 
     async def _register_program(self, shape: str) -> str:  # type: ignore[override]
         return shape
@@ -55,18 +55,18 @@ class Replica:
         return self.slice
 
     def take_no_calls(self) -> None:
-        """Have nothing more routed here."""
+        """Stop routing calls to this replica."""
         if self in self.pool.ready:
             self.pool.ready.remove(self)
 
     def kill(self, why: str) -> None:
-        """End the process at once; its slice ends with it, and what it owns is lost."""
+        """End the process at once. Its slice ends with it, and the objects that it owns are lost."""
         if self.process.dead:
             return
         self.pool.world.tell(f"{self.process.name} ends: {why}")
         self.process.dead = True
         self.take_no_calls()
-        self.pool.lost(self, why)
+        self.pool.lose(self, why)
         for stream in list(self.streams):
             stream.fail(ActorDiedError())
         self.pool.replace(self)
@@ -91,7 +91,7 @@ class Replica:
         if self.process.dead:
             return
         pool.ready.append(self)
-        pool.freed()
+        pool.route_waiting()
         while not self.process.dead and pool.health_s:
             await asyncio.sleep(pool.health_s)
             try:
@@ -102,7 +102,7 @@ class Replica:
 
 
 class PoolOfReplicas:
-    """A deployment. As many replicas as there are slices; one that ends is replaced."""
+    """A deployment with one replica per slice. A replica that ends is replaced."""
 
     def __init__(
         self,
@@ -116,22 +116,22 @@ class PoolOfReplicas:
     ) -> None:
         self.world, self.pool, self.settings, self.status, self.bucket = world, pool, settings, status, bucket
         self.health_s = health_s
-        self.make_host: Callable[[tuple[str, ...]], Any] | None = None  # what computes there; simulated ones if None
-        self.deadlines: dict[str, float] = {}  # of slices that are drained, when they are taken away
+        self.make_host: Callable[[tuple[str, ...]], Any] | None = None  # Makes hosts; None for simulated ones.
+        self.deadlines: dict[str, float] = {}  # When each slice that is being drained is taken away.
         self.waiting: deque[Stream] = deque()
-        self.ready: list[Replica] = []  # those that take calls
+        self.ready: list[Replica] = []  # The replicas that accept calls.
         self._names = itertools.count()
         self.on_loss: Callable[[Replica, str], object] = lambda replica, why: None
         self.replicas = [self._start(f"{pool.name}-{i}") for i in range(slices)]
 
-    def lost(self, replica: Replica, why: str) -> None:
-        """Note what is lost with a replica or its slice, and lose it."""
+    def lose(self, replica: Replica, why: str) -> None:
+        """Lose a replica's slice, after noting what is lost with it."""
         self.on_loss(replica, why)
         if replica.slice is not None:
             replica.slice.lose(SliceLost(f"{replica.slice_name}: {why}"))
 
     def let_go(self, replica: Replica) -> None:
-        """Have a replica end once it has nothing to do, as where there are too many."""
+        """Have a replica end once it is idle, as when a pool is scaled down."""
         self.world.tell(f"{replica.process.name} is to go")
         replica.take_no_calls()
 
@@ -144,7 +144,7 @@ class PoolOfReplicas:
         look()
 
     def replace(self, gone: Replica) -> None:
-        """Start another one in place of a replica; on a new slice where its own was taken away."""
+        """Start a replica in place of another, on a new slice if the old one was taken away."""
 
         def start() -> None:
             if gone not in self.replicas:
@@ -160,28 +160,28 @@ class PoolOfReplicas:
         self.replicas.append(self._start(f"{self.pool.name}-new-{len(self.replicas)}"))
 
     def drain(self, replica: Replica, left_s: float) -> None:
-        """Announce that the slice of a replica is taken away, and take it."""
+        """Announce that a replica's slice will be taken away, and take it away."""
         name = replica.slice_name
         self.world.tell(f"{name} is drained, {left_s:.0f} s are left")
         self.deadlines[name] = self.world.loop.now + left_s
 
         def take() -> None:
             if not replica.process.dead and replica.slice is not None and not replica.slice.is_lost:
-                self.lost(replica, "it was taken away")
+                self.lose(replica, "it was taken away")
 
         self.world.later(left_s, take)
 
-    def freed(self) -> None:
-        """Give calls that wait to replicas."""
+    def route_waiting(self) -> None:
+        """Route waiting calls to replicas that are ready."""
         while self.waiting and (ready := self.ready):
             stream = self.waiting.popleft()
-            stream.begin(_best(ready, stream._args[0]))
+            stream.begin(_choose_best(ready, stream._args[0]))
 
     def _start(self, slice_name: str) -> Replica:
         return Replica(self, f"r{next(self._names)}", slice_name)
 
 
-def _best(ready: list[Replica], request: SliceRequest) -> Replica:
+def _choose_best(ready: list[Replica], request: SliceRequest) -> Replica:
     """Return the replica that `actors.slices.router` prefers."""
     avoid = request.avoid
 
@@ -217,7 +217,7 @@ class _Remote:
 
 
 class Stream:
-    """A call of a replica whose results come one after the other."""
+    """A call of a replica that returns a stream of results."""
 
     def __init__(self, pool: PoolOfReplicas, driver: Process, method: str, args: tuple[Any, ...]) -> None:
         self._pool, self._driver, self._method, self._args = pool, driver, method, args
@@ -234,12 +234,12 @@ class Stream:
         if self._is_over or self._driver.dead:
             return
         if ready := self._pool.ready:
-            self.begin(_best(ready, self._args[0]))
+            self.begin(_choose_best(ready, self._args[0]))
         else:
             self._pool.waiting.append(self)
 
     def begin(self, replica: Replica) -> None:
-        """Have a replica do it."""
+        """Run the call on a replica."""
         if self._is_over or self._driver.dead:
             return
         self._replica = replica
@@ -255,18 +255,18 @@ class Stream:
                 self._tell()
         except BaseException as error:
             if not replica.process.dead:
-                # As Ray hands an exception of a remote method to its caller.
+                # Ray wraps the exception of a remote method in the same way.
                 self._end(RayTaskError(self._method, "", error) if isinstance(error, Exception) else error)
         else:
             if not replica.process.dead:
                 self._end(StopAsyncIteration())
 
     def fail(self, error: BaseException) -> None:
-        """End it for whoever waits."""
+        """End the stream with an error for whoever reads it."""
         self._end(error)
 
     def cancel(self) -> None:
-        """Have it end, a moment later."""
+        """Cancel the call, which ends a moment later."""
         self._is_over = True
         if self._task is not None:
             self._loop.call_later(CALL_S, self._task.cancel)

@@ -1,4 +1,4 @@
-"""Workers of a service in a simulated world: leases, attempts, maintenance and SQLite are real, and processes die."""
+"""A service's workers in a simulated world. Leases, attempts, maintenance and SQLite are real, and processes die."""
 
 import asyncio
 import contextlib
@@ -33,8 +33,8 @@ from tests.actors.simulation.world import Process, World
 from wan_tpu.request import GenerationRequest
 
 SETTINGS = JobSettings(abandoned_s=40.0)
-LASTS_S = 700.0  # A service whose jobs aren't done by then hangs.
-TIDY_S = 130.0  # What is left over is removed by then.
+LASTS_S = 700.0  # A service whose jobs aren't done by then counts as hung.
+TIDY_S = 130.0  # Time for leftover files and snapshots to be removed.
 FAULTS = (
     "worker",
     "worker",
@@ -52,7 +52,7 @@ FAULTS = (
 
 
 class DatabaseOfProcess(Database):
-    """The database, as one process reaches it: it takes time, it is away at times, and an answer may get lost."""
+    """One process's access to the database: it takes time, fails at times, and the answer to a commit may get lost."""
 
     def __init__(self, address: str, service: "Service", process: Process) -> None:
         super().__init__(address)
@@ -60,7 +60,7 @@ class DatabaseOfProcess(Database):
 
     @contextlib.contextmanager
     def write(self) -> Iterator[Session]:
-        with self._reached():
+        with self._connect():
             with super().write() as session:
                 yield session
         if self._service.answers_are_lost and self._service.world.random.random() < 0.3:
@@ -68,12 +68,12 @@ class DatabaseOfProcess(Database):
 
     @contextlib.contextmanager
     def read(self) -> Iterator[Session]:  # type: ignore[override]
-        with self._reached(), super().read() as session:
+        with self._connect(), super().read() as session:
             yield session
 
     @contextlib.contextmanager
-    def _reached(self) -> Iterator[None]:
-        # Nothing happens between the two: other processes wait for a transaction, not beside it.
+    def _connect(self) -> Iterator[None]:
+        # The wait comes before the transaction, because no other process may run during a transaction.
         self._process.loop.block(self._service.world.random.choice((0.002, 0.01)))
         self._process.check_thread()
         if self._service.database_is_away:
@@ -106,16 +106,16 @@ class Service:
         self.store = JobStore(DatabaseOfProcess(address, self, self.client), SETTINGS)
         self.workers = [self.start_worker() for _ in range(chance.randint(1, 3))]
         self.jobs = jobs
-        self.asked: dict[str, Any] = {}  # plans, by id
+        self.asked: dict[str, Any] = {}  # The plans of all jobs, by id.
         self.cancelled: set[str] = set()
         self.problems: list[str] = []
-        self.watchable = 0  # Jobs all of whose fragments were stored.
+        self.watchable = 0  # The number of jobs of which all fragments were stored.
 
     def start_worker(self) -> Worker:
-        """Start a worker, in the place of one that has ended."""
+        """Start a worker, as a replacement for one that has ended."""
         self._numbers += 1
         process = Process(self.world.loop, f"worker {self._numbers}")
-        engine = self.run._driver(1000 + self._numbers, process).engine
+        engine = self.run._start_driver(1000 + self._numbers, process).engine
         engine.check_ready = self._ready  # type: ignore[attr-defined]
 
         async def work() -> None:
@@ -127,7 +127,7 @@ class Service:
     def _tools(self, engine: Any, process: Process) -> WorkerContext:
         snapshots = Snapshots(BucketOfProcess(self.run.bucket, process))  # type: ignore[arg-type]
         while True:
-            self.opening = process  # It opens both before it waits for anything.
+            self.opening = process  # The worker opens database and storage before it waits for anything.
             try:
                 tools = WorkerContext(self.settings, engine, snapshots, previews=False)
                 tools.queue.complete = functools.partial(self._complete, tools.queue.complete)  # type: ignore[method-assign]
@@ -136,11 +136,11 @@ class Service:
                 self.world.loop.block(1.0)
 
     def open_database(self, _address: str) -> DatabaseOfProcess:
-        """Open the database for the worker that starts."""
+        """Open the database for the worker that is starting."""
         return DatabaseOfProcess(self.address, self, self.opening)
 
     def open_storage(self, _location: str) -> Any:
-        """Open the storage of results for the worker that starts."""
+        """Open the storage of results for the worker that is starting."""
         return BucketOfProcess(self.storage, self.opening)
 
     async def _ready(self) -> None:
@@ -149,7 +149,7 @@ class Service:
     # ---- a run
 
     async def live(self) -> None:
-        """Have all jobs made, with faults meanwhile; then look at what there is."""
+        """Run all jobs, with faults meanwhile, and then check the outcomes and what is left over."""
         chance = self.world.random
         for _ in range(chance.randint(0, 5)):
             self.world.later(chance.uniform(0, FAULTS_S), self._break)
@@ -179,7 +179,7 @@ class Service:
             try:
                 await asyncio.to_thread(self.store.submit, job)
                 break
-            except CommitUncertain:  # it may be there
+            except CommitUncertain:  # The job may have been accepted.
                 break
             except StoreUnavailable:
                 await asyncio.sleep(2.0)
@@ -235,7 +235,7 @@ class Service:
         elif kind == "leader":
             replica.kill("somebody kills it")
         elif kind == "hosts" and replica.slice is not None:
-            pool.lost(replica, "its hosts were killed")
+            pool.lose(replica, "its hosts were killed")
 
     # ---- what must hold
 
@@ -256,7 +256,7 @@ class Service:
             self.problems.append(f"files are recorded that aren't there: {sorted(files ^ kept)}")
 
     def _complete(self, complete: Callable[..., Job], claimed: Job, *args: Any, **options: Any) -> Job:
-        """Complete a job, and look whether one that is said to be watchable is: its fragments don't stay long."""
+        """Complete a job. If it is watchable, check its fragments now, because they are deleted soon."""
         job = complete(claimed, *args, **options)
         fragments = list_fragments(Database(self.address), job.id)
         content = b"".join(self.storage.content.get(fragment.name, b"") for fragment in fragments)
@@ -280,10 +280,10 @@ class Service:
 
 
 def simulate_service(seed: int, folder: Path, empty: Path, jobs: int = 12) -> Result:
-    """Run one service to its end; empty: a database file with the schema."""
+    """Run one service to its end. `empty` is a database file that has only the schema."""
     address = shutil.copy(empty, folder / f"{seed}.sqlite")
     with virtual_time() as loop, pytest.MonkeyPatch.context() as patch:
-        # Idle workers look for jobs and orphans less and more often than in production: both cost time here.
+        # Idle workers look for jobs less often than in production, and for orphans more often, to save test time.
         patch.setattr(job_worker, "_LOOK_S", 2.0)
         patch.setattr(maintenance, "_ORPHANS_S", 60.0)
         world = World(loop, seed)

@@ -1,4 +1,4 @@
-"""What stands for a gang of TPU hosts: calls take time and fail on demand, results are digests of their inputs."""
+"""A stand-in for a gang of TPU hosts. Calls take time and fail on demand; results are digests of their inputs."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ from wan_tpu.request import ResolvedRequest
 
 
 class Host:
-    """What `StageHost` does, of which nothing is computed: results are digests of what went into them."""
+    """A stand-in for `StageHost` that computes nothing: results are digests of their inputs."""
 
     def __init__(self, world: World, slice_: "Slice", stages: tuple[str, ...]) -> None:
         self._world, self._slice, self._stages = world, slice_, stages
@@ -28,7 +28,7 @@ class Host:
         self.open_videos: dict[str, list[bytes]] = {}
 
     def load(self) -> None:
-        """Nothing is read."""
+        """Do nothing, as there are no weights to read."""
 
     def encode_text(self, prompt: str) -> Output:
         return Output((0.0, []), pack(TextEmbedding({"text": array(digest("text", prompt))})))
@@ -152,18 +152,18 @@ class Host:
 
 
 def fragments_of(request: ResolvedRequest, chunks: Sequence[bytes]) -> list[bytes]:
-    """Return the fragments of a video, from the latents of its chunks."""
+    """Return the fragments of a video, which depend on the latents of its chunks."""
     content = b"".join(digest("video", request.seed, latents) for latents in chunks)
     return [content[start : start + 4] for start in range(0, len(content), 4)]
 
 
 def reads_image(request: ResolvedRequest) -> bool:
-    """Return whether the text encoder reads a request's image with its prompt, by what tells it apart from others."""
+    """Return whether the text encoder reads a request's image together with its prompt."""
     return request.image is not None and request.guidance_scale <= 1
 
 
 def expected_fragments(plan: RequestPlan) -> list[bytes]:
-    """Return the fragments that a request must become, wherever and however often its parts are computed."""
+    """Return the fragments that a request must produce, wherever and however often its parts are computed."""
     request = plan.request
     inputs = b"".join(digest("text", prompt) for prompt in plan.prompts)
     if request.image is not None or request.video is not None:
@@ -179,12 +179,12 @@ def expected_fragments(plan: RequestPlan) -> list[bytes]:
 
 
 def video_of(plan: RequestPlan) -> bytes:
-    """Return the video that a request must become."""
+    """Return the video that a request must produce."""
     return b"".join(expected_fragments(plan))
 
 
 class Slice:
-    """A gang of hosts that one leader has. Times and failures are those of the world."""
+    """A leader's gang of hosts. The world determines how long calls take and when they fail."""
 
     emulated = False
 
@@ -197,15 +197,15 @@ class Slice:
         self.start_s = {"placed": 0.0}
         self.host = host or Host(world, self, stages)
         self.is_sick = False
-        self.next_fault: str | None = None  # of the next call in lockstep: "device", "hang"
-        self.on_loss: Callable[[str], object] = lambda why: None  # called before what its hosts hold is gone
+        self.next_fault: str | None = None  # The fault of the next lockstep call: "device" or "hang".
+        self.on_loss: Callable[[str], object] = lambda why: None  # Called before the hosts lose what they hold.
         self._lost: SliceLost | None = None
         self._waiting = Waiting(world.loop)
         self._lanes = {group: Lane(world.loop) for group in GROUPS}
 
     @property
     def is_lost(self) -> bool:
-        """Whether it is gone."""
+        """Whether the gang was destroyed."""
         return self._lost is not None
 
     def describe(self) -> str:
@@ -260,7 +260,7 @@ class Slice:
         self.lose(SliceLost(f"{self.name} is closed"))
 
     def lose(self, why: SliceLost) -> SliceLost:
-        """Destroy the gang; whoever waits for a call of it hears why. What its hosts held is gone."""
+        """Destroy the gang with everything that its hosts hold; waiting callers get the error."""
         if self._lost is None:
             self._lost = why
             self.on_loss(str(why))
@@ -280,11 +280,11 @@ class Slice:
 def find_drain_s(
     world: World, process: Process, deadlines: dict[str, float]
 ) -> Callable[[Iterable[str]], float | None]:
-    """Return what tells a leader how long its hosts are there: a question to Ray, which may not answer for a while."""
+    """Return the function that asks Ray in how many seconds hosts are taken away. Ray may not answer for a while."""
 
-    def left(nodes: Iterable[str]) -> float | None:
+    def find_seconds_left(nodes: Iterable[str]) -> float | None:
         world.loop.block(max(CALL_S, world.ray_is_silent_until_s - world.loop.now))
         process.check_thread()
         return min((deadlines[node] - world.loop.now for node in nodes if node in deadlines), default=None)
 
-    return left
+    return find_seconds_left

@@ -1,4 +1,4 @@
-"""Requests of a simulated run: what is submitted when, and what became of it."""
+"""The requests of a simulated run: what is submitted when, and with which outcome."""
 
 import asyncio
 import dataclasses
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 MODEL = SimulatedSpec(PUBLISHED["wan2.2-i2v-a14b"])
 PICTURES = "image", "read image"  # Kinds of requests that begin with a picture.
-CHUNKS = 3  # Of a video that is denoised chunk after chunk.
+CHUNKS = 3  # The number of chunks of a video that is denoised chunk by chunk.
 UNGUIDED = "plain", "read image"
 _PICTURE = Image.new("RGB", (8, 8))
 
 
 @dataclasses.dataclass
 class Submission:
-    """A request that somebody submits, and what became of it."""
+    """A submitted request and its outcome."""
 
     id: str
     plan: RequestPlan
@@ -33,7 +33,7 @@ class Submission:
     at_s: float
     cancel_s: float | None = None
     video: bytes | None = None
-    fragments: list[Fragment] | None = None  # None if nobody watches it.
+    fragments: list[Fragment] | None = None  # None if nobody watches the video.
     failure: str | None = None
     ended: int = 0
     first_step_s: float | None = None
@@ -49,14 +49,14 @@ def _plan(steps: int, kind: str) -> RequestPlan:
     plan = MODEL.plan(request, image=kind in PICTURES)
     if kind == "read image":
         plan = dataclasses.replace(plan, prompts=())
-    if kind == "video":  # the first steps are left out
+    if kind == "video":  # The first steps are skipped.
         first = steps // 3
         experts = [
             dataclasses.replace(each, start=max(first, each.start)) for each in plan.experts if each.stop > first
         ]
         plan = dataclasses.replace(plan, experts=tuple(experts), has_image=True)
         plan = dataclasses.replace(plan, request=dataclasses.replace(plan.request, video=__file__, strength=0.7))
-    if kind == "chunks":  # Three, each denoised by both stages.
+    if kind == "chunks":  # Three chunks, each denoised by both stages.
         experts = [
             dataclasses.replace(each, start=each.start + chunk * steps, stop=each.stop + chunk * steps, chunk=chunk)
             for chunk in range(CHUNKS)
@@ -68,9 +68,9 @@ def _plan(steps: int, kind: str) -> RequestPlan:
 
 
 def plan_of(steps: int, kind: str, prompt: str, seed: int) -> RequestPlan:
-    """Return the plan of a request: of a text, with an image, with a video of which it is a change, or unguided.
+    """Return the plan of a request: from text alone, with an image, as a change of a video, or without guidance.
 
-    Of a "read image" the text encoder makes the prompt's embeddings, so that there are none of the prompt alone.
+    For a "read image", the text encoder embeds the prompt together with the image, and not the prompt alone.
     """
     plan = _plan(steps, kind)
     image: Any = _PICTURE if kind in PICTURES else None

@@ -1,4 +1,4 @@
-"""Videos that are denoised chunk after chunk: each is decoded while the next one is denoised, whatever is lost."""
+"""Videos denoised chunk by chunk: each chunk is decoded while the next one is denoised, even after losses."""
 
 import asyncio
 import logging
@@ -6,14 +6,14 @@ import logging
 import pytest
 
 from actors.errors import RequestFailed
-from tests.actors.simulation.checks import check_fragments, leftovers
-from tests.actors.simulation.scenario import LAYOUTS, Run, little_garbage, simulate
+from tests.actors.simulation.checks import check_fragments, find_leftovers
+from tests.actors.simulation.scenario import LAYOUTS, Run, limit_garbage_collection, simulate
 from tests.actors.simulation.slices import video_of
 from tests.actors.simulation.submissions import CHUNKS, Submission, plan_of
 from tests.actors.simulation.virtual_time import virtual_time
 from tests.actors.simulation.world import SECONDS, World
 
-STEPS = 3  # Of a chunk.
+STEPS = 3  # The number of steps per chunk.
 PLAN = plan_of(STEPS, "chunks", "video 7", 7)
 VIDEOS = 200
 
@@ -27,7 +27,7 @@ def quiet():
 
 
 def make(layout="four pools", at_s=None, fault=None):
-    """Make one video, with a fault after some seconds; return the run, the fragments with their times, the seconds."""
+    """Make one video with a fault after some seconds; return the run, the fragments with their times, and the time."""
     with virtual_time() as loop:
 
         async def live():
@@ -47,7 +47,7 @@ def make(layout="four pools", at_s=None, fault=None):
             seconds = loop.time() - start_s
             await run.drivers[0].engine.forget("r")
             await asyncio.sleep(30.0)
-            assert not leftovers(run)
+            assert not find_leftovers(run)
             if not making.cancelled():
                 assert making.result().mp4 == video_of(PLAN)
                 submission = Submission("r", PLAN, 0, 0.0, fragments=[fragment for _, fragment in fragments])
@@ -66,7 +66,7 @@ def test_chunk_is_decoded_while_the_next_one_is_denoised(layout):
     run, fragments, seconds = make(layout)
     decoded, steps = run.world.decoded["r"], run.world.steps["r"]
     assert [chunks for chunks, _, _ in decoded] == [1, 2, 3]
-    assert len({slice_ for _, _, slice_ in decoded}) == 1  # The file stays open there.
+    assert len({slice_ for _, _, slice_ in decoded}) == 1  # One slice decodes all chunks, because the file stays open.
     ends_s = [when for _, when, _ in steps][STEPS - 1 :: STEPS]
     for i in range(CHUNKS - 1):
         assert ends_s[i] < decoded[i][1] < ends_s[i + 1]
@@ -105,7 +105,7 @@ def test_decoder_that_is_lost_at_any_point_costs_no_step():
         run, _, _ = make(at_s=at_s, fault=lose)
         assert [step for step, _, _ in run.world.steps["r"]] == list(range(1, CHUNKS * STEPS + 1))
         repeated += len(run.world.decoded["r"]) > CHUNKS
-    assert repeated > 3  # It was lost in the midst of the video.
+    assert repeated > 3  # The loss happened in the middle of the video.
 
 
 @pytest.mark.parametrize("pool", ["high", "low"])
@@ -171,7 +171,7 @@ def test_slice_goes_on_for_others_while_a_driver_s_store_is_silent():
             for engine, id in ((first, "first"), (second, "second")):
                 await engine.forget(id)
             await asyncio.sleep(30.0)
-            assert not leftovers(run)
+            assert not find_leftovers(run)
 
         loop.run_until_complete(live())
 
@@ -188,7 +188,7 @@ def test_chunk_that_can_t_be_decoded_ends_the_request_before_all_steps_are_done(
             assert len(run.world.steps["r"]) <= 2 * STEPS
             await engine.forget("r")
             await asyncio.sleep(30.0)
-            assert not leftovers(run)
+            assert not find_leftovers(run)
 
         loop.run_until_complete(live())
 
@@ -202,7 +202,7 @@ def test_cancelled_request_ends_both_at_any_point():
 
 def test_every_video_in_chunks_is_its_own_whatever_breaks():
     videos = 0
-    with little_garbage() as collect:
+    with limit_garbage_collection() as collect:
         for seed in range(1000):
             result = simulate(seed, in_chunks=True)
             assert not result.problems, result.tell()

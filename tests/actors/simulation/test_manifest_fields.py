@@ -1,6 +1,6 @@
-"""Every field of a manifest's line goes through the pipeline, with real models: the video of one process, bit for bit.
+"""With every field of a manifest's line, the pipeline makes the same video as one process, bit for bit.
 
-Leaders, driver and what runs on their hosts are real, as is what they compute; Ray and time are simulated.
+Models, leaders, drivers and the code on their hosts are real; Ray and time are simulated.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ LINES = {
         {"prompt": "a cat", "image": "PHOTO", "cache": "magcache", "preset": "quick", **SIZE | {"steps": 12}},
         {"prompt": "a cat", "image": "PHOTO", "last_image": "PHOTO", **SIZE},
     ],
-    # One prompt, which the text encoder reads with each line's own images.
+    # All lines have the same prompt, which the text encoder reads together with each line's own images.
     "minimax-h3": [
         READ,
         {"image": "PHOTO", **READ},
@@ -69,12 +69,12 @@ LINES = {
         {"image": "PHOTO", "last_image": "OTHER", **READ},
     ],
 }
-RATIOS = [[0.97, 0.97]] * 3 + [[0.97, 1.5]] + [[0.97, 0.97]] * 8  # Some steps are left out, others aren't.
+RATIOS = [[0.97, 0.97]] * 3 + [[0.97, 1.5]] + [[0.97, 0.97]] * 8  # With these, some steps are skipped, others aren't.
 
 
 @pytest.fixture(scope="module")
 def files(checkpoint, tmp_path_factory):
-    """What lines name, and where it lies."""
+    """The files that lines name, by name."""
     folder = tmp_path_factory.mktemp("inputs")
     pixels = np.random.default_rng(0).random((5, 32, 48, 3), np.float32)
     kind = diffusers.WanTransformer3DModel
@@ -96,7 +96,7 @@ def test_all_fields_are_among_the_lines():
 
 
 def test_programs_are_named_by_how_many_images_a_text_encoder_reads():
-    """Else a slice that has run the one has room and time for the other, as far as its leader knows."""
+    """Otherwise a leader would expect a program for another number of images to need the same memory and time."""
 
     def names(model, size, stages):
         spec, asked = published_spec(model), GenerationRequest(prompt="a cat", **size)
@@ -111,9 +111,9 @@ def test_programs_are_named_by_how_many_images_a_text_encoder_reads():
 
 @pytest.fixture(scope="module")
 def opened(checkpoint, pipeline, tmp_path_factory):
-    """Returns the folder of a model and its pipeline in one process.
+    """A function that returns the folder of a model and its pipeline in one process.
 
-    That of two experts has sampling of its own, and that with sound a fourth of the samples.
+    The model with two experts has sampling settings of its own, and the one with sound has a quarter of the samples.
     """
 
     def model(kind):
@@ -177,7 +177,7 @@ def test_lines_become_the_videos_of_one_process(kind, opened, files, tmp_path, m
                 steps.append(span.step)
                 if steps == [1, 2, 3]:
                     pool = run.pools[span.pool]
-                    pool.lost(pool.replicas[0], "its hosts were killed")
+                    pool.lose(pool.replicas[0], "its hosts were killed")
 
         making = [engine.generate(entry.load(), id=entry.id, on_event=lose_hosts_once) for entry in manifest.entries]
         return {entry.id: video for entry, video in zip(manifest.entries, await asyncio.gather(*making), strict=True)}
@@ -188,5 +188,5 @@ def test_lines_become_the_videos_of_one_process(kind, opened, files, tmp_path, m
     for id, video in wanted.items():
         assert videos[id].mp4 == video.mp4
         assert sorted(videos[id].warnings) == sorted(video.warnings)
-    # From a snapshot, which has neither prompt nor images: they were encoded again.
+    # After the resume from a snapshot, which has neither prompt nor images, both were encoded again.
     assert steps[:4] == [1, 2, 3, 3]

@@ -1,4 +1,4 @@
-"""A minute of Helios, played while it is made: no frame comes later than it is needed, as `wan-tpu plan` says."""
+"""A one-minute Helios video can be played while it is made, as `wan-tpu plan` predicts: no frame comes too late."""
 
 import asyncio
 import dataclasses
@@ -24,7 +24,7 @@ LAYOUT = "pools:\n" + "".join(
     f"  {name}: {{stages: [{stage}], slice: v6e-1, replicas: {{min: 1, max: 1}}}}\n"
     for name, stage in (("text", "encoder"), ("denoise", "denoise"), ("vae", "decoder"))
 )
-# By chip: seconds of a step at each size, the smallest first, and of a chunk's decoding (docs/benchmarks.md).
+# Seconds of a step at each size, the smallest first, and seconds of decoding a chunk, by chip (docs/benchmarks.md).
 V6E_8 = (0.019, 0.029, 0.069), 0.04
 V6E_1 = (0.06, 0.12, 0.40), 0.30
 
@@ -38,7 +38,7 @@ def quiet():
 
 
 def arrive(step_s, decode_s):
-    """Make a video, and return when each chunk's last fragment has come, from the request on."""
+    """Make a video, and return the seconds from the request until each chunk's last fragment arrived."""
     request = GenerationRequest(prompt="waves", frames=FRAMES, fps=FPS, height=384, width=640, seed=1)
     plan = SPEC.plan(request)
     # Simulated hosts count the steps of all chunks.

@@ -11,13 +11,13 @@ import time
 
 import pytest
 
-from tests.actors.simulation.scenario import Run, little_garbage
+from tests.actors.simulation.scenario import Run, limit_garbage_collection
 from tests.actors.simulation.submissions import plan_of
 from tests.actors.simulation.virtual_time import virtual_time
 from tests.actors.simulation.world import SECONDS, World
 
 STEPS = 4
-LOAD = 0.8  # The part of the experts' slices that is busy.
+LOAD = 0.8  # The fraction of time for which the experts' slices are busy.
 
 
 @pytest.fixture(autouse=True)
@@ -28,12 +28,12 @@ def quiet():
     logging.disable(before)
 
 
-def cost(slices, requests, load=LOAD, profiler=None):
-    """Return a request's CPU seconds with this many slices, once all replicas run, and the virtual seconds.
+def measure_cost(slices, requests, load=LOAD, profiler=None):
+    """Return the CPU seconds per request with this many slices, once all replicas run, and the virtual seconds.
 
-    A profiler counts the calls of functions while requests come and go.
+    A profiler, if given, counts function calls while requests are served.
     """
-    with virtual_time() as loop, little_garbage():
+    with virtual_time() as loop, limit_garbage_collection():
         figures = []
 
         async def live():
@@ -56,7 +56,7 @@ def cost(slices, requests, load=LOAD, profiler=None):
             for number in range(requests):
                 waiting.append(loop.create_task(generate(number)))
                 await asyncio.sleep(every_s)
-                if number % 4000 == 3999:  # A day of them would fill the memory of a test.
+                if number % 4000 == 3999:  # Records of a whole day's requests would fill a test's memory.
                     done, _ = await asyncio.wait(waiting[:3000])
                     assert all(task.exception() is None for task in done)
                     del waiting[:3000]
@@ -71,16 +71,16 @@ def cost(slices, requests, load=LOAD, profiler=None):
 
 
 def count_calls(slices):
-    """Return how many functions are called for a request: what it costs on any machine."""
+    """Return the number of function calls per request, which doesn't depend on the machine."""
     with cProfile.Profile() as profiler:
         profiler.disable()
-        cost(slices, 300, profiler=profiler)
+        measure_cost(slices, 300, profiler=profiler)
     return pstats.Stats(profiler).total_calls / 300
 
 
 @pytest.mark.long
 def test_request_is_as_much_work_with_a_thousand_slices_as_with_ten():
-    """Counted, not clocked: seconds also grow with the memory of the requests under way, which caches don't hold."""
+    """This counts calls, because seconds also grow when the requests under way don't fit into the CPU's caches."""
     calls = {slices: count_calls(slices) for slices in (10, 1000)}
     print({slices: f"{count:.0f} calls" for slices, count in calls.items()})
     assert calls[1000] < 1.1 * calls[10], calls
@@ -88,14 +88,14 @@ def test_request_is_as_much_work_with_a_thousand_slices_as_with_ten():
 
 @pytest.mark.soak
 def test_request_costs_little_whatever_the_number_of_slices():
-    cost(10, 300)  # Fills what is cached.
+    measure_cost(10, 300)  # Fills what is cached.
     for slices, load in ((10, LOAD), (1000, LOAD * 10 / 1000), (100, LOAD), (1000, LOAD)):
-        seconds = min(cost(slices, 1000, load)[0] for _ in range(3))
+        seconds = min(measure_cost(slices, 1000, load)[0] for _ in range(3))
         print(f"{slices} slices, {load * slices:.0f} busy: {1000 * seconds:.2f} ms a request")
 
 
 @pytest.mark.soak
 def test_thousand_slices_work_a_simulated_day():
     requests = int(os.environ.get("WAN_TPU_SIMULATED_DAY", "20000"))
-    seconds, virtual_s = cost(1000, requests)
+    seconds, virtual_s = measure_cost(1000, requests)
     print(f"{requests} requests over 1,000 slices: {1000 * seconds:.2f} ms each, {virtual_s / 3600:.2f} virtual hours")

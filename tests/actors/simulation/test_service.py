@@ -1,4 +1,4 @@
-"""Jobs of a service of which everything fails at times: each ends once, with its video or a reason of its own."""
+"""In a service where everything fails at times, each job ends once, with its video or a reason of its own."""
 
 import logging
 import os
@@ -9,7 +9,7 @@ import pytest
 from actors.api.worker.attempt import Attempt
 from actors.jobs.store import open_database
 from actors.jobs.work import WorkQueue
-from tests.actors.simulation.scenario import little_garbage
+from tests.actors.simulation.scenario import limit_garbage_collection
 from tests.actors.simulation.service import simulate_service
 
 SEEDS, JOBS = range(4), 12
@@ -17,7 +17,7 @@ SEEDS, JOBS = range(4), 12
 
 @pytest.fixture(autouse=True)
 def quiet():
-    """Workers tell of every loss in logs."""
+    """Silence the workers, which log every loss."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     yield
@@ -31,7 +31,7 @@ def simulate(tmp_path):
 
 
 def first_failure(simulate, seeds, until_s=float("inf")):
-    with little_garbage() as collect:
+    with limit_garbage_collection() as collect:
         for tried, seed in enumerate(seeds, 1):
             result = simulate(seed)
             if result.problems or time.perf_counter() > until_s:

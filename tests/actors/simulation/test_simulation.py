@@ -1,6 +1,6 @@
-"""The distributed half under a virtual clock: real leaders, schedulers, snapshots and drivers, and everything breaks.
+"""The distributed half under a virtual clock: real leaders, schedulers, snapshots and drivers, with faults everywhere.
 
-A seed that fails prints its story; `python -m tests.actors.simulation SEED` runs it again.
+A failing seed prints what happened; `python -m tests.actors.simulation SEED` runs it again.
 """
 
 import asyncio
@@ -16,20 +16,20 @@ from actors.errors import RequestFailed
 from actors.pipeline.request_run import RequestRun
 from actors.slices.async_slice import AsyncSlice, to_the_end
 from actors.slices.leader import SliceLeader
-from tests.actors.simulation.scenario import little_garbage, simulate
+from tests.actors.simulation.scenario import limit_garbage_collection, simulate
 from tests.actors.simulation.virtual_time import virtual_time
 from wan_tpu.errors import OutputError
 from wan_tpu.stage_machine import StageMachine
 
 VIDEOS = 2000
-# First those that have found something: storage that is down at the end, a drain that begins late, a full disk of the
-# only slice, a call that hangs and whose driver was killed, a cancelled request that comes again.
+# The first seeds have uncovered defects: storage that is down at the end, a drain that begins late, a full disk on the
+# only slice, a hung call whose driver was killed, a cancelled request that is submitted again.
 SEEDS = (127, 435, 1785, 2385, 2510, 4201, *range(1000))
 
 
 @pytest.fixture(autouse=True)
 def quiet():
-    """Thousands of drains and losses are told of in logs."""
+    """Silence the logs, which would report thousands of drains and losses."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     yield
@@ -37,9 +37,9 @@ def quiet():
 
 
 def first_failure(seeds, *, videos=10**9, until_s=float("inf"), **named):
-    """Run seeds until one fails, or so many videos were made; return the failing run, and how many were made."""
+    """Run seeds until one fails or enough videos were made; return the failing run, and the number of videos."""
     videos_made = 0
-    with little_garbage() as collect:
+    with limit_garbage_collection() as collect:
         for seed in seeds:
             result = simulate(seed, **named)
             videos_made += result.videos
@@ -82,7 +82,7 @@ def test_a_run_that_ends_in_the_midst_of_work_warns_of_nothing():
 
 @pytest.mark.soak
 def test_no_new_seed_fails():
-    """For a quarter of an hour; the figures are in docs/benchmarks.md."""
+    """This runs for a quarter of an hour; the figures are in docs/benchmarks.md."""
     start, first = time.perf_counter(), int(time.time())
     seconds = float(os.environ.get("WAN_TPU_SIMULATION_S", "60"))
     cpu = time.process_time()
@@ -93,11 +93,11 @@ def test_no_new_seed_fails():
     assert failed is None, failed.tell()
 
 
-# ---- it can tell: each of these was in the code, and each is found
+# ---- The simulation can fail: each of these defects was once in the code, and is detected.
 
 
 def starts_at_the_first_step(patch):
-    """A video to change begins in the middle of the schedule; it was begun at step 0."""
+    """A video to be changed begins in the middle of the schedule, but was begun at step 0."""
     patch.setattr(StageMachine, "steps_done", property(lambda machine: machine.step or 0))
 
 
@@ -132,7 +132,7 @@ def forgets_while_it_writes(patch):
 
 
 def raises_into_the_work(patch):
-    """What was told of a step raised when somebody had set the clock, and failed the request."""
+    """Reporting a step raised an error after somebody had set the clock, which failed the request."""
     patch.setattr(RequestRun, "_tell", lambda run, span: run._on_event(span))
     patch.setattr("actors.observe.span.Start.elapsed_s", property(lambda start: time.time() - start.wall_s))
 

@@ -15,7 +15,7 @@ ARRIVES_S = 30.0
 @pytest.mark.parametrize("layout", ["four pools", "two pools", "one pool"])
 @pytest.mark.parametrize("drivers", [1, 2, 3])
 def test_urgent_request_waits_for_no_more_than_a_step_and_its_own_encoding(drivers, layout):
-    """Its driver came last, and others' requests wait at all slices."""
+    """The urgent request's driver came last, and requests of other drivers wait at all slices."""
     with virtual_time() as loop:
         began = []
 
@@ -43,5 +43,5 @@ def test_urgent_request_waits_for_no_more_than_a_step_and_its_own_encoding(drive
             await asyncio.wait(waiting)
 
         loop.run_until_complete(live())
-    # Where one pool does it all, its prompts are encoded between two steps of the others, too.
+    # With a single pool, the urgent request's prompts are also encoded between two steps of the other requests.
     assert began[0] < 3 * SECONDS["step"] + 1.0

@@ -1,4 +1,4 @@
-"""Requests that wait at a slice: they take another one that is free, and leave one that is about to go."""
+"""Requests that wait at a slice move to another that is free, and leave one that will be taken away."""
 
 import asyncio
 
@@ -14,8 +14,8 @@ from wan_tpu.errors import InvalidRequest, Unavailable
 STEPS = 10
 
 
-def lasting(scenario, slices=4, layout="two pools"):
-    """Run a scenario over a pipeline without faults; return what it returns, and how many virtual seconds it took."""
+def run_scenario(scenario, slices=4, layout="two pools"):
+    """Run a scenario on a pipeline without faults; return its result, and how many virtual seconds it took."""
     with virtual_time() as loop:
 
         async def live():
@@ -33,7 +33,7 @@ def make(run, number, **named):
 
 
 def test_requests_that_wait_at_a_busy_slice_take_those_that_come_later():
-    """As after a preemption of all slices but one: what waits there was bound to it while there was no other."""
+    """After all slices but one were preempted, the requests that wait at that one must use slices that come back."""
 
     async def scenario(run):
         pool = run.pools["experts"]
@@ -46,12 +46,12 @@ def test_requests_that_wait_at_a_busy_slice_take_those_that_come_later():
             pool.grow()
         await asyncio.gather(*waiting)
 
-    _, seconds = lasting(scenario)
-    assert seconds < 15 + 12 * STEPS * SECONDS["step"] / 4 + 30  # and not 120 s on the one that was there
+    _, seconds = run_scenario(scenario)
+    assert seconds < 15 + 12 * STEPS * SECONDS["step"] / 4 + 30  # It would take 120 s on the first slice alone.
 
 
 def test_slice_that_is_drained_without_a_deadline_does_not_draw_requests():
-    """It has the fewest calls, since it refuses them."""
+    """Such a slice has the fewest calls, since it refuses them."""
 
     async def scenario(run):
         pool = run.pools["experts"]
@@ -67,7 +67,7 @@ def test_slice_that_is_drained_without_a_deadline_does_not_draw_requests():
         await asyncio.wait([long])
         return took_s
 
-    took_s, _ = lasting(scenario, slices=2)
+    took_s, _ = run_scenario(scenario, slices=2)
     assert took_s < 6 * STEPS * SECONDS["step"] + 15
 
 
@@ -88,7 +88,7 @@ def test_file_that_one_slice_cannot_read_is_asked_of_another(error, outcome):
         await asyncio.gather(*waiting)
         return "made"
 
-    assert lasting(scenario, slices=2)[0] == outcome
+    assert run_scenario(scenario, slices=2)[0] == outcome
 
 
 def test_file_that_no_slice_can_read_is_the_request_s_fault():
@@ -101,5 +101,5 @@ def test_file_that_no_slice_can_read_is_the_request_s_fault():
         await run.drivers[0].engine.generate(plan_of(2, "image", "video", 1), id="request")
 
     with pytest.raises(RequestFailed, match="no such file") as raised:
-        lasting(scenario, slices=2)
+        run_scenario(scenario, slices=2)
     assert raised.value.code == "invalid"

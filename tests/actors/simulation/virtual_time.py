@@ -1,9 +1,9 @@
-"""An event loop whose time is virtual, with threads that are greenlets: a run is one thread, and the same every time.
+"""An event loop with virtual time whose threads are greenlets. A run uses one real thread and is deterministic.
 
-Code under test is unchanged: it sleeps, sets time-outs, waits in executors and reads clocks as always. Where nothing is
-ready, time jumps to what is due next. A function in an executor runs in a greenlet; a stand-in that takes time there
-calls `VirtualTime.block`, which lets the loop go on meanwhile. The same call from the loop itself would stop it, in
-production for real seconds: that is an error here.
+The code under test is unchanged: it sleeps, sets time-outs, waits in executors and reads clocks as always. When nothing
+is ready, time jumps to the next scheduled event. A function in an executor runs in a greenlet. A stand-in that takes
+time there calls `VirtualTime.block`, and the loop goes on meanwhile. It is an error to call that from the loop itself,
+because in production the loop would then stop for real seconds.
 """
 
 import asyncio
@@ -20,19 +20,19 @@ from typing import Any
 
 import greenlet
 
-START_S = 1_790_000_000.0  # What the clock on the wall shows when a run begins.
+START_S = 1_790_000_000.0  # The wall clock's time when a run begins.
 
 
 class Stuck(AssertionError):
-    """Somebody waits, and nothing will ever happen."""
+    """Something is waiting although nothing will ever happen."""
 
 
 class LoopBlocked(AssertionError):
-    """A call that takes time was made from the event loop, not from a thread."""
+    """A call that takes time was made from the event loop instead of a thread."""
 
 
 class _Task(asyncio.tasks._CTask):  # type: ignore[name-defined, misc]
-    """Has a hash that doesn't depend on where it lies in memory: sets of tasks are walked in the same order always."""
+    """A task whose hash doesn't depend on its address, so that sets of tasks are always iterated in the same order."""
 
     _number = 0
 
@@ -46,7 +46,7 @@ class _Task(asyncio.tasks._CTask):  # type: ignore[name-defined, misc]
 
 
 class VirtualTime(asyncio.BaseEventLoop):
-    """The loop. `wall_offset_s`: what somebody has set the clock on the wall by."""
+    """The event loop. `wall_offset_s` is the number of seconds by which the wall clock was adjusted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,10 +55,10 @@ class VirtualTime(asyncio.BaseEventLoop):
         self._due: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._numbers = itertools.count()
         self._hub = greenlet.getcurrent()
-        self.blocked: list[str] = []  # where a call that takes time was made from the loop
-        self.forsaken: list[greenlet.greenlet] = []  # threads of processes that were killed: they never go on
+        self.blocked: list[str] = []  # The places where a call that takes time was made from the loop.
+        self.forsaken: list[greenlet.greenlet] = []  # Threads of killed processes, which never continue.
         self.set_task_factory(lambda loop, coro, **named: _Task(coro, loop=loop, **named))
-        self.set_exception_handler(lambda loop, context: None)  # tasks of killed processes are never looked at
+        self.set_exception_handler(lambda loop, context: None)  # Nobody awaits the tasks of killed processes.
 
     def time(self) -> float:
         return self.now
@@ -72,13 +72,13 @@ class VirtualTime(asyncio.BaseEventLoop):
         return self.call_at(self.now + delay, callback, *args, context=context)
 
     def _write_to_self(self) -> None:
-        pass  # Nothing has to be woken by another thread.
+        pass  # There is no other thread that would have to wake the loop.
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        pass  # it is passed over when it is due
+        pass  # A cancelled timer is skipped when it is due.
 
     def _run_once(self) -> None:
-        """Run what is ready; where nothing is, let time jump to what is due next."""
+        """Run everything that is ready. If nothing is, let time jump to the next scheduled event."""
         ready = self._ready  # type: ignore[attr-defined]
         while not ready:
             if not self._due:
@@ -113,13 +113,13 @@ class VirtualTime(asyncio.BaseEventLoop):
         return future
 
     def block(self, seconds: float) -> None:
-        """Have the thread that calls this wait."""
+        """Make the calling thread wait."""
         if seconds > 0:
             self.call_later(seconds, self._thread().switch)
             self._hub.switch()
 
     def wait_for_ever(self) -> None:
-        """Never let the thread that calls this go on."""
+        """Make the calling thread wait for ever."""
         self.forsaken.append(self._thread())
         self._hub.switch()
 
@@ -133,20 +133,20 @@ class VirtualTime(asyncio.BaseEventLoop):
 
 
 class Waiting:
-    """Threads that wait for something, at most so long."""
+    """Threads that wait for something, each with a time limit."""
 
     def __init__(self, loop: VirtualTime) -> None:
         self._loop = loop
         self._threads: dict[greenlet.greenlet, asyncio.TimerHandle] = {}
 
     def wait(self, seconds: float) -> None:
-        """Wait so long, or until `wake`."""
+        """Wait for that long, or until `wake` is called."""
         thread = self._loop._thread()
         self._threads[thread] = self._loop.call_later(max(0.0, seconds), self._resume, thread)
         self._loop._hub.switch()
 
     def wake(self) -> None:
-        """Let all go on."""
+        """Wake all waiting threads."""
         for thread, timer in self._threads.items():
             timer.cancel()
             self._loop.call_soon(thread.switch)
@@ -158,7 +158,7 @@ class Waiting:
 
 
 class Lane:
-    """A lock of threads, first come first served."""
+    """A lock for threads, granted in the order of arrival."""
 
     def __init__(self, loop: VirtualTime) -> None:
         self._loop = loop
@@ -180,7 +180,7 @@ class Lane:
 
 @contextlib.contextmanager
 def virtual_time() -> Iterator[VirtualTime]:
-    """Give a loop, by whose time this process's clocks go until the block ends."""
+    """Yield a loop. Until the block ends, this process's clocks show the loop's time."""
     loop = VirtualTime()
     before = time.time, time.monotonic
     time.time = lambda: START_S + loop.now + loop.wall_offset_s
@@ -190,7 +190,7 @@ def virtual_time() -> Iterator[VirtualTime]:
         yield loop
     finally:
         asyncio.set_event_loop(None)
-        loop.close()  # First, so that what tasks leave unfinished isn't handed to the loop.
+        loop.close()  # Closed first, so that unfinished tasks can't schedule anything on the loop.
         _end_tasks(loop)
         loop._due.clear()
         loop.forsaken.clear()
@@ -198,11 +198,11 @@ def virtual_time() -> Iterator[VirtualTime]:
 
 
 def _end_tasks(loop: VirtualTime) -> None:
-    """End what a run has left in the midst of its work, such as processes that were killed.
+    """End the unfinished tasks of a run, such as those of killed processes.
 
-    Garbage collection would do so at any time later, and warn of coroutines that clean up where no loop runs any more.
+    Garbage collection would end them at some later time, and warn about coroutines that clean up without a loop.
     """
-    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None  # What cleans up needs the loop, and fails.
+    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None  # Clean-up code fails without the loop.
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
