@@ -74,5 +74,5 @@ class Columns:
         return tuple(jnp.split(x, ends, axis=-1))
 
     def unwrap(self, arrays: Sequence[jax.Array]) -> ColumnParts:
-        """Return a kernel's list of results as callers expect it: a tuple if there are parts, else the one array."""
+        """Return a kernel's list of results as callers expect it: a tuple if there are parts, else the only array."""
         return tuple(arrays) if self.parts else arrays[0]

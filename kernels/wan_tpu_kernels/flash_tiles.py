@@ -52,7 +52,7 @@ def flash_tiles(
     grid = (batch, tiles, -(-q_len // blocks.block_q), tile.kv_steps)
 
     def key_block(j: jax.Array, counts: Sequence[Ref]) -> jax.Array:
-        """Return the block of keys at step j: beyond the last real block that one again, which is already in VMEM."""
+        """Return the block of keys at step j; beyond the last real block, that one again, which is already in VMEM."""
         return jnp.minimum(j, lax.div(counts[0][0] - 1, blocks.block_kv)) if counts else j
 
     queries = pl.BlockSpec((None, blocks.block_q, lanes), lambda b, h, i, j, *_: (b, i, first[0] + h))

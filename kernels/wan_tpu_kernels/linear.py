@@ -96,7 +96,7 @@ def linear(
         )
 
     def inputs_at(j: int, k: int) -> Any:
-        """Return the part of the inputs of a step: there and back again, so that the rows at a turn stay in VMEM."""
+        """Return the part of the inputs of a step: back and forth, so that the rows at a turn stay in VMEM."""
         return jnp.where(j % 2 == 0, k, steps - 1 - k) if steps > 1 else 0
 
     columns = pl.BlockSpec((halves, block_outputs), lambda i, j, k, *_: (0, j))

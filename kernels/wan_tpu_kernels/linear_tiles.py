@@ -21,7 +21,7 @@ from wan_tpu_kernels.tiles import even_block, vmem_bytes
 ROWS, OUTPUTS, INPUTS = 1216, 2048, 8960
 OUTPUTS_8, INPUTS_8 = 2560, 16384  # Those of 8-bit weights, with which a step has half as many bundles.
 MXU_COLUMNS = 256  # Columns and rows of v6e's and v7x's MXU (v5p has 128): 1152 outputs take as long as 1280.
-UNROLLED = 1024  # Outputs that aren't whole iterations are one; the code of more takes minutes to compile.
+UNROLLED = 1024  # The most outputs of a single, uneven iteration; the code of more takes minutes to compile.
 COLUMNS_8 = 512  # Columns of one iteration with 8-bit weights, if a tile has a multiple of them.
 MACS_A_BYTE = 280  # Multiply-adds of v6e's matrix units while HBM delivers a byte: 459e12 / 1.64e12.
 HBM_SHARE = 0.9  # Of the published bandwidth.

@@ -209,7 +209,7 @@ def round_keys_reference(k: jax.Array, kv_len: int, dtype: Any, *, heads: int) -
 
 
 def _token_block(rows: int, unit: int) -> int:
-    """Return the rows of a tile: a multiple of `unit` if there are enough rows, and no more than there are."""
+    """Return the number of rows of a tile: a multiple of `unit` if there are enough rows, and at most `rows`."""
     return even_block(rows, min(TOKENS, max(unit, rows // unit * unit)), unit)
 
 

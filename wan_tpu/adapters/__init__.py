@@ -1,1 +1,1 @@
-"""Adapters (LoRA): files as they are found in the wild, and experts' weights with them applied."""
+"""Adapters (LoRA): read their files in all common formats, and apply them to experts' weights."""

@@ -20,7 +20,7 @@ from wan_tpu.runtime.weights import as_numpy
 log = logging.getLogger(__name__)
 
 _MODULATION = "scale_shift_table"  # Diffusers' name of the parameter that `diff_m` changes.
-_FUSED = re.compile(r"_([qkv])(_proj)?\.\w+$")  # to_q and add_q_proj, which are one matrix with others in some names.
+_FUSED = re.compile(r"_([qkv])(_proj)?\.\w+$")  # to_q and add_q_proj, which some formats fuse with others.
 _LEAVES = {"diff": "weight", "diff_b": "bias", "up_bias": "bias", "diff_m": _MODULATION}
 
 
@@ -29,10 +29,10 @@ class Factors:
     """A low-rank change of a weight: gain * (up @ down), in each layer of a stack. R ranks, O outputs, I inputs.
 
     Attributes:
-        up: [depth, O, R], or [O, R] where the weight isn't a stack. In the weight's dtype, or bfloat16 where the weight
-            has 8 bits.
+        up: [depth, O, R], or [O, R] if the weight isn't a stack. In the weight's dtype, or bfloat16 if the weight has 8
+            bits.
         down: [depth, R, I] or [R, I], in the dtype of `up`.
-        gain: float32 [depth, R] or [R]; zero where a layer has fewer ranks, or none.
+        gain: float32 [depth, R] or [R]; zero for ranks that a layer doesn't have.
     """
 
     up: np.ndarray
@@ -70,7 +70,7 @@ class _Slot(NamedTuple):
         weight: The name of the program's weight.
         layer: The layer in a stack, or None without one.
         shape: The parameter's shape.
-        change: What reorders the parameter's rows for the program, if anything does.
+        change: The function that reorders the parameter's rows for the program, if they are reordered.
         part: The parameter's place among those that some files fuse into one matrix: queries, then keys, then values.
     """
 
@@ -90,7 +90,7 @@ class _Weight(NamedTuple):
 
 
 class Targets:
-    """The weights of an expert that an adapter may change, by every name that files have for them."""
+    """The weights of an expert that an adapter may change, by every name that files use for them."""
 
     def __init__(self, component: Component, loaded: Loaded) -> None:
         self._weights: dict[str, _Weight] = {}
@@ -123,7 +123,7 @@ class Targets:
         names = own, original, original_name(original, component.aliases)
         leaf = own.rpartition(".")[2]
         known = {(name.rpartition(".")[0], leaf) for name in names}
-        # A parameter that isn't a module's weight or bias goes by its whole name, too.
+        # A parameter that isn't a module's weight or bias is also listed under its whole name.
         if leaf not in ("weight", "bias"):
             known |= {(name, "weight") for name in names}
         for module, leaf in known | {(module.replace(".", "_"), leaf) for module, leaf in known}:

@@ -30,7 +30,7 @@ def check(checkpoint: str, adapters: Iterable[RequestedAdapter]) -> None:
 
 
 def check_visible(checkpoint: str, adapters: Iterable[RequestedAdapter]) -> None:
-    """Check the adapters whose files this machine can see now; the slices check the others, which they may have."""
+    """Check the adapters whose files this machine can read now; slices, which may have the other files, check those."""
     for adapter in adapters:
         with contextlib.suppress(Unavailable):
             if Path(adapter.path).exists() or (is_bucket(adapter.path) and identify(adapter.path) is not None):
@@ -39,7 +39,7 @@ def check_visible(checkpoint: str, adapters: Iterable[RequestedAdapter]) -> None
 
 @functools.lru_cache(1)
 def _load_targets(checkpoint: str) -> dict[str, "Targets"]:
-    """Return what adapters may change of each of a model's experts."""
+    """Return the weights that adapters may change, for each of a model's experts."""
     # Imported here because JAX and torch take seconds to load, and JAX reads the environment when it is imported.
     import jax
     import numpy as np

@@ -2,7 +2,7 @@
 
 Formats: peft's and diffusers' `lora_A`, `lora_B`; kohya's and musubi-tuner's `lora_down`, `lora_up` with `alpha`, and
 their names in which underscores stand for dots; whole differences `diff` (weight), `diff_b` (bias), `diff_m`
-(modulation) as LightX2V and Kijai publish them, LyCORIS' `w_norm` and `b_norm`. Alpha may also stand in the header
+(modulation) as LightX2V and Kijai publish them, LyCORIS' `w_norm` and `b_norm`. Alpha may also be in the header
 (`lora_adapter_metadata`, diffusers; `alpha`, LightX2V) or beside the file (adapter_config.json, peft).
 """
 
@@ -32,10 +32,11 @@ from wan_tpu.storage.addresses import is_bucket
 from wan_tpu.storage.folder import BucketFolder, WeightFile
 
 PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # Peft always saves both.
-LARGEST = 8 * 2**30  # The largest file in bytes. A difference of every weight of a 14B model would have 28 GiB.
+LARGEST = 8 * 2**30  # The largest file in bytes. Whole differences for every weight of a 14B model would be 28 GiB.
 _LARGEST_ALPHA = 1e30  # Far beyond any real alpha, and float32 can hold it.
 _ENDING = ".safetensors"
-# What programs put before a module's name: peft, DistributedDataParallel, ComfyUI, DiffSynth, diffusers, OneTrainer.
+# Prefixes of a module's name, as written by peft, DistributedDataParallel, ComfyUI, DiffSynth, diffusers and
+# OneTrainer.
 _PREFIXES = (
     "base_model.model.",
     "module.",
@@ -45,10 +46,10 @@ _PREFIXES = (
     "transformer.",
     "lora_transformer.",
 )
-# Before names whose dots are underscores: kohya, musubi-tuner, OneTrainer, LyCORIS. VideoX-Fun writes one more "_".
+# Prefixes of names with underscores for dots: kohya, musubi-tuner, OneTrainer, LyCORIS. VideoX-Fun writes one more "_".
 _FLAT_PREFIX = re.compile(r"^(lora_unet|lora_transformer|lycoris)_{1,2}")
-_COMPILED = "_orig_mod."  # torch.compile puts it in names, of the whole module or of its blocks.
-# What follows a module's name. Of `lora_A.default.weight`, "default" is the name that peft gave the adapter.
+_COMPILED = "_orig_mod."  # torch.compile inserts this into the names of the whole module or of its blocks.
+# The end of a name, after the module's. In `lora_A.default.weight`, "default" is peft's name for the adapter.
 _LEAF = r"(\.(?!weight$|bias$)\w+)?(\.weight)?$"
 _PARTS = (
     ("down", re.compile(rf"\.(lora_A|lora_down|lora\.down|lora_linear_layer\.down){_LEAF}")),
@@ -80,14 +81,14 @@ class ModuleChange:
 
 
 class AdapterFile(NamedTuple):
-    """An adapter's weights, and the adapter_config.json that belongs to them, where there is one."""
+    """An adapter's weights, and the adapter_config.json that belongs to them, if there is one."""
 
     weights: WeightFile
     config: WeightFile | None
 
     @property
     def version(self) -> str:
-        """A text that changes when either file does."""
+        """A string that changes whenever either file does."""
         return " ".join(file.version for file in self if file is not None)
 
 
@@ -96,7 +97,7 @@ def find(path: str) -> AdapterFile:
 
     Raises:
         InvalidRequest: There is none, or more than one.
-        Unavailable: The bucket, the hub or the disk doesn't answer: the request may be right.
+        Unavailable: The bucket, the hub or the disk doesn't answer; the request may still be valid.
     """
     with _attribute_errors(path):
         if is_bucket(path):
@@ -110,16 +111,16 @@ def find(path: str) -> AdapterFile:
 
 
 def read(file: AdapterFile, path: str, *, header_alpha: bool = False) -> dict[str, ModuleChange]:
-    """Read what a file changes, by module as the file names it, without its prefix.
+    """Read the changes in a file, keyed by module name as the file spells it, without its prefix.
 
     Args:
         file: From `find`.
-        path: What the request calls it, for messages.
-        header_alpha: Whether "alpha" in the header holds for all modules that have none of their own.
+        path: The request's name for it, for messages.
+        header_alpha: Whether "alpha" in the header applies to all modules without one of their own.
 
     Raises:
-        InvalidRequest: Tensors aren't understood, are quantised, belong to no pair, have shapes that no factor has, or
-            hold no finite numbers; it names them.
+        InvalidRequest: Tensors are unknown, quantised, unpaired, of an impossible shape, or not finite; the message
+            names them.
         Unavailable: The bucket or the disk doesn't answer, or the file was replaced meanwhile.
     """
     if file.weights.size > LARGEST:
@@ -130,7 +131,7 @@ def read(file: AdapterFile, path: str, *, header_alpha: bool = False) -> dict[st
         try:
             values, config = read_tensors(locate_tensors(file.weights)), _read_config(file)
         except CheckpointError:
-            _check_unchanged(file)  # It may be damaged only because somebody is writing it.
+            _check_unchanged(file)  # It may look damaged only because it is being written.
             raise
         _check_unchanged(file)
     changes: dict[str, ModuleChange] = {}
@@ -178,7 +179,7 @@ def read(file: AdapterFile, path: str, *, header_alpha: bool = False) -> dict[st
 
 
 def compute_checksum(changes: Mapping[str, ModuleChange]) -> str:
-    """Return a checksum of what `read` returned: the same for the same content, wherever it lies."""
+    """Return a checksum of what `read` returned: the same for the same content, wherever the file is."""
     digest = hashlib.sha256()
     for module, change in sorted(changes.items()):
         for part, value in sorted(change.tensors.items()):
@@ -189,7 +190,7 @@ def compute_checksum(changes: Mapping[str, ModuleChange]) -> str:
 
 @contextlib.contextmanager
 def _attribute_errors(path: str) -> Iterator[None]:
-    """Name the adapter in what the block raises: `InvalidRequest` where its file is at fault, else `Unavailable`."""
+    """Name the adapter in the block's errors: `InvalidRequest` if its file is at fault, otherwise `Unavailable`."""
     try:
         yield
     except CheckpointError as error:
@@ -204,7 +205,7 @@ def _attribute_errors(path: str) -> Iterator[None]:
 
 
 def refuse(path: str, problem: str, names: list[str]) -> None:
-    """Raise `InvalidRequest` if there are names. `problem` has {} where the first few of them go."""
+    """Raise `InvalidRequest` if there are names; the first few of them replace the {} in `problem`."""
     if names:
         examples = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise InvalidRequest(f"adapter {path} {problem.format(examples)}", "loras")
@@ -234,7 +235,7 @@ def _find_on_disk(path: Path) -> AdapterFile:
 
 
 def _check_unchanged(file: AdapterFile) -> None:
-    """Raise `Unavailable` if a file was replaced since `find` returned it: what was read may be a mixture of both."""
+    """Raise `Unavailable` if a file was replaced since `find` returned it: the content read may mix old and new."""
     address = file.weights.address
     try:
         if is_bucket(address):
@@ -266,18 +267,18 @@ def _fetch_from_hub(path: str) -> AdapterFile:
                 raise CheckpointError(f"the repository has {', '.join(names[:8]) or 'no such file'}; name one of these")
             file = names[0]
         weights = Path(huggingface_hub.hf_hub_download(repository, file))
-        # The repository's other files are ignored, since hosts differ in which of them they have in their caches.
+        # The repository's other files are ignored, because hosts have different ones in their caches.
         config = None
         if PurePosixPath(file).name == PEFT_FILE:
             commit = weights.parents[len(PurePosixPath(file).parents) - 1].name  # .../snapshots/COMMIT/FILE
             beside = str(PurePosixPath(file).with_name(PEFT_CONFIG))
-            with contextlib.suppress(RemoteEntryNotFoundError):  # Others use the file's name, too.
+            with contextlib.suppress(RemoteEntryNotFoundError):  # Other programs use this file name, too.
                 config = on_disk(Path(huggingface_hub.hf_hub_download(repository, beside, revision=commit)))
     return AdapterFile(on_disk(weights), config)
 
 
 def _describe_misfit(part: str, value: torch.Tensor) -> str | None:
-    """Return what a tensor should be, if no module could have it as that part; its size is compared later."""
+    """Describe what a tensor should be, if no module could have it as that part; sizes are compared later."""
     if part == "alpha":
         return None if value.numel() == 1 else "one number"
     if not value.is_floating_point():
@@ -300,7 +301,7 @@ def _parse_name(name: str) -> tuple[str, str | None]:
 
 
 def _read_config(file: AdapterFile) -> dict[str, Any]:
-    """Read what the header or adapter_config.json says of ranks and alpha; {} where there is neither."""
+    """Read ranks and alpha from the header or from adapter_config.json; {} if there is neither."""
     text = read_metadata(file.weights).get("lora_adapter_metadata")
     config: Any = {}
     try:
@@ -317,7 +318,7 @@ def _read_config(file: AdapterFile) -> dict[str, Any]:
 
 
 def _compute_gain(module: str, change: ModuleChange, config: Mapping[str, Any]) -> float:
-    """Return what up @ down is multiplied by: alpha / rank, or alpha / sqrt(rank) where peft says so; else one."""
+    """Return the factor of up @ down: alpha / rank, or alpha / sqrt(rank) if peft says so; one without an alpha."""
     rank = change.tensors["down"].shape[0]
     if "alpha" in change.tensors:
         return float(change.tensors["alpha"].float()) / rank

@@ -1,7 +1,7 @@
 """Experts' weights with adapters applied: base + sum of scale * gain * (up @ down), written beside the base.
 
-The base isn't changed, so a request without adapters gets the same bits as before. Merged weights are kept while there
-is room, and files up to a number of bytes of host memory. No device needs another device's data to merge.
+The base isn't changed, so a request without adapters gets the same bits as before. Merged weights are kept while
+devices have room for them, and files up to a limit of host memory. No device needs another device's data to merge.
 """
 
 import functools
@@ -26,14 +26,14 @@ from wan_tpu.runtime.program import Program
 from wan_tpu.runtime.runtime import FetchedAdapter, Runtime
 from wan_tpu_kernels.low_precision import to_8_bits
 
-HOST_BYTES = 8 * 2**30  # Adapters kept in host memory, besides running requests': 14 pairs of rank 64 of A14B.
-MAX_MERGED = 2  # Merged sets to keep per expert where a device doesn't report its memory.
+HOST_BYTES = 8 * 2**30  # Bytes of adapters kept in host memory, besides running requests': 14 pairs of rank 64.
+MAX_MERGED = 2  # Merged sets to keep per expert if a device doesn't report its memory.
 Content = tuple[tuple[str, float], ...]  # Checksums and scales of adapters.
 RANKS = 16  # Factors are padded to this times a power of two, so that few programs are compiled.
 
 
 class AdapterCache:
-    """The adapters of a runtime: their files in host memory, and the weights that they were applied to."""
+    """The adapters of a runtime: their files' content in host memory, and the weights merged with them."""
 
     def __init__(self, host_bytes: int = HOST_BYTES) -> None:
         self._host_bytes = host_bytes
@@ -44,17 +44,17 @@ class AdapterCache:
         self._lock = threading.Lock()
 
     def fetch(self, component: Component, base: Loaded, adapter: RequestedAdapter) -> FetchedAdapter:
-        """Return an adapter with what its file holds now; arguments and errors are those of `read`."""
+        """Return an adapter with its file's current content; arguments and errors are those of `read`."""
         content = self.read(component, base, adapter)
         return FetchedAdapter(adapter.path, adapter.scale, adapter.expert, checksum=content.checksum, adapter=content)
 
     def read(self, component: Component, base: Loaded, adapter: RequestedAdapter) -> Adapter:
-        """Return what a file changes, read if it isn't in memory; on any thread.
+        """Return a file's changes, reading it if it isn't in memory. Any thread may call this.
 
         Args:
-            component: What it changes.
+            component: The component that it changes.
             base: The component's weights, or their shapes.
-            adapter: Where the file lies.
+            adapter: The adapter, with its file's location.
 
         Raises:
             InvalidRequest: There is no such file, or it doesn't fit the component.
@@ -95,7 +95,7 @@ class AdapterCache:
             name: The component.
             base: The component's weights.
             adapters: The adapters, with the content of their files.
-            keep: Whether the base stays; otherwise each of its weights is released as soon as it has been changed.
+            keep: Whether to keep the base; otherwise each of its weights is released as soon as it has been merged.
         """
         scaled_adapters = [(adapter.adapter, adapter.scale) for adapter in adapters]
         self._make_room(runtime, name, base)
@@ -131,14 +131,14 @@ class AdapterCache:
 
 
 def _identify(adapters: Sequence[FetchedAdapter]) -> Content:
-    """Return what determines the merged weights: adapters' checksums and scales, not their names or locations."""
+    """Return the key of merged weights: the adapters' checksums and scales, not their names or locations."""
     return tuple((adapter.checksum, adapter.scale) for adapter in adapters)
 
 
 def _change_weight(
     runtime: Runtime[Any], params: Params, weight: str, adapters: Sequence[tuple[Adapter, float]]
 ) -> Params:
-    """Return one weight with all adapters applied, laid out as it is; with its scales, where it is in 8 bits."""
+    """Return one weight with all adapters applied, in the same layout; with its scales if it is in 8 bits."""
     base, scales = params[weight], params.get(weight + SCALE)
     mesh, spec = runtime.mesh, _full_spec(base)
     factors = [(adapter.factors[weight], scale) for adapter, scale in adapters if weight in adapter.factors]
@@ -211,7 +211,7 @@ def _full_spec(base: Any) -> P:
 
 
 def _split_spec(spec: P, dimensions: int) -> tuple[P, P, P]:
-    """Return where up, down and gain lie, for a weight that lies like `spec`: what a device needs is on it."""
+    """Return the shardings of up, down and gain for a weight sharded by `spec`: each device has what it needs."""
     stack = spec[: dimensions - 2]
     inputs = spec[-1] if len(spec) == dimensions else None
     return P(*stack, spec[dimensions - 2], None), P(*stack, None, inputs), P(*stack, None)

@@ -1,1 +1,1 @@
-"""Compile programs ahead of time, for devices that are here or only described, and keep the executables."""
+"""Compile programs ahead of time, for devices that are present or only described, and store the executables."""

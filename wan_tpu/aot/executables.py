@@ -1,10 +1,10 @@
-"""Compiled programs in a folder, here or in a bucket: made ahead of time, loaded in place of compiling.
+"""Compiled programs in a folder, here or in a bucket: built ahead of time, and loaded instead of compiling.
 
 One file holds one program: a line of JSON with everything that it was compiled from, then the serialised executable. A
-file is used only where all of that is the same; otherwise the program is compiled, and the log says why.
+file is used only if all of that is the same; otherwise the program is compiled, and the log says why.
 
-Beside them, in `COMPILED`, JAX keeps the programs that had to be compiled all the same, under its own key: the next
-process that uses the folder loads them.
+Beside them, in `COMPILED`, JAX keeps the programs that had to be compiled anyway, under its own keys: the next process
+that uses the folder loads them.
 
 Loading runs code from the files: use only folders that you trust.
 """
@@ -63,7 +63,7 @@ class Executables:
             raise OutputError(f"can't make the folder {folder} ({error.strerror})") from None
 
     def keep_compiled(self) -> None:
-        """Have JAX keep what it compiles, unless it has another place for it: the next start then compiles nothing."""
+        """Have JAX keep what it compiles, unless it already has a place for that: the next start compiles nothing."""
         if not self._folder.jax_can_write:
             _log.warning("what has to be compiled is not kept: JAX can't write to %s", self._folder.location())
         elif jax.config.values["jax_compilation_cache_dir"] is None:
@@ -116,7 +116,7 @@ class Executables:
 
 @contextlib.contextmanager
 def _without_jax_cache() -> Iterator[None]:
-    """Disable JAX's own cache of compiled programs: those from it can't be stored again whole (CPU, JAX 0.10)."""
+    """Disable JAX's own cache of compiled programs: its programs can't be stored again completely (CPU, JAX 0.10)."""
     before = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # Without this, the new setting has no effect.

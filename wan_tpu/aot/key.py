@@ -1,4 +1,4 @@
-"""Everything that a compiled program depends on, so that a stored one is used only where all of it is the same."""
+"""Everything that a compiled program depends on: a stored one is used only if all of this is the same."""
 
 import dataclasses
 import functools
@@ -48,7 +48,7 @@ def describe_program(name: str, args: Any, mesh: Mesh, settings: str) -> dict[st
 
 
 def describe_build() -> dict[str, str]:
-    """Describe what compiles programs here: sources, versions, flags."""
+    """Describe the environment that compiles programs here: sources, versions, flags."""
     versions = {package: installed_version(package) for package in PACKAGES}
     flags = {name: " ".join(os.environ.get(name, "").split()) for name in ENVIRONMENT}
     options = {name: str(getattr(jax.config, name)) for name in OPTIONS}
@@ -77,7 +77,7 @@ def digest(text: str) -> str:
 
 
 def list_differences(stored: Ingredients, expected: Ingredients) -> list[str]:
-    """List, for people, the differences between two sets of ingredients."""
+    """List the differences between two sets of ingredients, in words for people."""
     return [
         f"{name} is {expected.get(name) or 'absent'}, was {stored.get(name) or 'absent'}"
         for name in sorted({*stored, *expected})
@@ -96,7 +96,7 @@ def settings(config: Any, dtype: str) -> str:
 
 
 def _sort(config: Any) -> Any:
-    """Sort a configuration, without the fields that say where it comes from (_name_or_path, _diffusers_version...)."""
+    """Sort a configuration, and drop the fields about its origin (_name_or_path, _diffusers_version, ...)."""
     if not isinstance(config, dict):
         return config
     return {name: _sort(config[name]) for name in sorted(config) if not name.startswith("_")}

@@ -21,9 +21,9 @@ class Precompiled:
 
     Attributes:
         name: Its name.
-        compile_s: Seconds of compiling it, 0 when it was there before.
-        seconds: Seconds in all.
-        refusal: Why there is none, for a number of images with which it doesn't fit the memory.
+        compile_s: Seconds spent compiling it; 0 if it was already there.
+        seconds: Seconds in total.
+        refusal: Why the program isn't stored: with this number of images it doesn't fit into memory.
     """
 
     name: str
@@ -41,10 +41,10 @@ def compile_all(
         runtime: The model on its devices.
         request: The request.
         stages: The stages whose programs are compiled.
-        on_program: Called with each program's name, its number and how many they are, before it is compiled.
+        on_program: Called before each program is compiled, with its name, its number and the number of programs.
 
     Returns:
-        What doesn't fit the memory with other numbers of images than the usual one.
+        Descriptions of the programs that don't fit into memory with an unusual number of images.
 
     Raises:
         DoesNotFit: A program doesn't fit with the usual number.
@@ -70,7 +70,7 @@ def compile_all(
 def precompile(
     model: Model, request: ResolvedRequest, mesh: Mesh, dtype: str, folder: str, *, stages: Sequence[str] | None = None
 ) -> Iterator[Precompiled]:
-    """Compile every program of a resolved request for a mesh, described or real, and store each in a folder.
+    """Compile every program of a resolved request for a mesh, real or described, and store each in a folder.
 
     This includes the programs for every number of images that the model accepts.
 
@@ -79,7 +79,7 @@ def precompile(
         request: The request whose programs are compiled.
         mesh: The devices that they will run on.
         dtype: The precision.
-        folder: Where they are stored. Programs that it already has are left alone.
+        folder: Where to store them. Programs that are already there are left alone.
         stages: As in `stage_programs`.
 
     Yields:

@@ -34,7 +34,7 @@ from wan_tpu.stages import (
 )
 
 STEP, SKIPPED = "denoise step", "denoise step, skipped"
-# Where latents become larger between experts, once or twice.
+# Names of steps on smaller latents, if these are enlarged between experts, once or twice.
 FIRST_STEP, SMALLEST_STEP = "denoise step, smaller", "denoise step, smallest"
 ENLARGE, FIRST_ENLARGE = "enlarge latents", "enlarge latents, smaller"
 DENOISE_PROGRAMS = SMALLEST_STEP, FIRST_ENLARGE, FIRST_STEP, ENLARGE, STEP, SKIPPED
@@ -46,7 +46,7 @@ StagePrograms = dict[str, tuple[Program, tuple[Any, ...], int]]
 
 
 class AbstractRuntime(Runtime):
-    """A runtime with shapes in place of weights: its programs can be compiled, not run."""
+    """A runtime with shapes instead of weights: its programs can be compiled, but not run."""
 
     def __init__(self, model: Model, mesh: Mesh, dtype: str, *, executables: Executables | None = None) -> None:
         super().__init__(model, mesh, dtype, keep_weights=True, executables=executables)
@@ -65,7 +65,7 @@ def stage_programs(
     """Return the programs of a resolved request, in the order in which they first run.
 
     Args:
-        runtime: A runtime for the mesh; it may hold shapes in place of weights.
+        runtime: A runtime for the mesh; it may hold shapes instead of weights.
         request: The request.
         stages: The stages whose programs are returned; all of the model's if None.
         images: How many images the request has, one of `ModelSpec.image_counts`; the usual number if None.
@@ -86,7 +86,7 @@ def stage_programs(
     programs |= _adapters(runtime, request, experts)
     if experts:
         programs["text keys"] = _keys(runtime, request, experts, images)
-    # Experts run the same program where their latents have the same size.
+    # Experts whose latents have the same size run the same program.
     names = name_steps(runtime.model, request, all_experts)
     for name in dict.fromkeys(names.values()):
         if group := [expert for expert in experts if names[expert] == name]:
@@ -110,10 +110,10 @@ def name_steps(model: Model, request: ResolvedRequest, experts: Sequence[Expert]
 def programs_by_images(
     runtime: Runtime, request: ResolvedRequest, stages: Sequence[str] | None = None
 ) -> dict[int, list[tuple[str, Program, tuple[Any, ...]]]]:
-    """Return name, program and arguments of all that a request needs, by its number of images, the usual one first.
+    """Return the programs that a request needs, with names and arguments, by number of images, the usual one first.
 
-    A program depends on how many images there are, not on which end of the video they are. Of other numbers than the
-    usual one, only those that differ from its programs are returned.
+    A program depends on how many images there are, not on which end of the video they are at. For unusual numbers of
+    images, only the programs that differ from those of the usual number are returned.
 
     Args:
         runtime, request, stages: As for `stage_programs`.
@@ -123,7 +123,7 @@ def programs_by_images(
     result = {usual: [(name, program, arguments) for name, (program, arguments, _) in programs.items()]}
     depends = len(runtime.model.image_latents_shapes(runtime.model.spec.latent_shapes(request, 0)[VIDEO])) > 1
     for images in others:
-        if images and not depends:  # A model whose latents of one image and of two are alike has no other programs.
+        if images and not depends:  # A model whose latents are alike for one and two images needs no other programs.
             continue
         kind = "two images" if images else "no image"
         result[images] = []
@@ -181,7 +181,7 @@ def _prompt_shapes(model: Model, request: ResolvedRequest, images: int) -> dict[
 def _adapters(runtime: Runtime, request: ResolvedRequest, experts: list[Expert]) -> StagePrograms:
     """Return the programs that apply a request's adapters.
 
-    Without the adapters' files it is assumed that they change every matrix of the layers, with rank `RANK`.
+    Without the adapters' files, they are assumed to change every matrix of the layers, with rank `RANK`.
     """
     programs: StagePrograms = {}
     for expert in experts:
@@ -191,7 +191,7 @@ def _adapters(runtime: Runtime, request: ResolvedRequest, experts: list[Expert])
         for weight, base in params.items():
             if base.ndim != 3 or not weight.endswith(".weight"):
                 continue
-            # The rules give all matrices of a shape the same sharding.
+            # The rules give all matrices of the same shape the same sharding.
             name = f"{ADAPTERS} {list(base.shape)}" + (" in 8 bits" if weight + SCALE in params else "")
             program, arguments, calls = programs.get(name) or (
                 *abstract_merge(runtime, base, params.get(weight + SCALE), RANK),
@@ -267,7 +267,7 @@ def _denoise(
 
 
 def _sound(runtime: Runtime, request: ResolvedRequest) -> StagePrograms:
-    """Return the programs that decode a request's sound; none where the model, or the request, has no sound."""
+    """Return the programs that decode a request's sound; none if the model or the request has no sound."""
     model = runtime.model
     programs: StagePrograms = {}
     if not model.spec.has_sound(request):
@@ -290,9 +290,9 @@ def _vae(runtime: Runtime, name: str, shapes: Sequence[tuple[int, ...]]) -> Stag
     x, *others = (_array(runtime, shape, dtype) for shape in shapes)
     half, first, later = vae_programs(runtime, name, loaded.module, 1 + len(others))
     cache = half.cache_shapes(loaded.params, x) if others else ()
-    if not cache and name == "vae_encoder":  # Nothing is cached between keyframes: each is a first chunk.
+    if not cache and name == "vae_encoder":  # Nothing is cached between keyframes: each is encoded as a first chunk.
         return {f"{name} first": (first, (loaded.params, x), 1 + len(others))}
-    # A chunk that was denoised by itself is decoded by itself, with a first one of its own.
+    # A chunk that was denoised separately is decoded separately, starting with a first chunk of latent frames.
     per_chunk = (runtime.model.spec.chunk_frames if name == DECODER else None) or len(shapes)
     programs: StagePrograms = {f"{name} first": (first, (loaded.params, x), len(shapes) // per_chunk)}
     for shape in dict.fromkeys(other.shape for other in others):

@@ -1,4 +1,4 @@
-"""Describe a TPU slice that isn't there, so that programs can be compiled for it."""
+"""Describe a TPU slice that isn't present, so that programs can be compiled for it."""
 
 import importlib.util
 import os
@@ -10,7 +10,7 @@ from jax.experimental import topologies
 
 from wan_tpu.errors import InvalidInput
 
-# Without these, libtpu asks a metadata server where it runs, and takes a lock for the chips.
+# Without these, libtpu asks a metadata server where it is running, and locks the chips.
 ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -24,7 +24,7 @@ _ADDED_BY_JAX = "--xla_tpu_use_enhanced_launch_barrier"
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device as JAX counts them: a chip, or half of one.
+    """One device as JAX counts devices: a chip, or half of one.
 
     Attributes:
         name: The chip's name.
@@ -33,7 +33,7 @@ class Hardware:
         peak_flops: Dense bfloat16 operations a second.
         hbm_bytes: Memory that programs may use.
         hbm_bytes_per_s: Bandwidth of that memory.
-        grid_step_s: Seconds that a step of a kernel's grid takes beyond its bundles, where that was measured.
+        grid_step_s: Seconds that a step of a kernel's grid takes beyond its bundles, if that was measured.
     """
 
     name: str
@@ -58,7 +58,7 @@ class DescribedSlice:
         link_bytes_per_s: Bandwidth of one ICI link in one direction.
         core_bytes_per_s: Bandwidth between the devices of one chip in one direction.
         cores: TensorCores of one JAX device; they share the parallel axes of a kernel's grid.
-        calibrated: A text that says which of these figures were measured; empty if all are published ones.
+        calibrated: Says which of these figures were measured; empty if all are published ones.
     """
 
     name: str

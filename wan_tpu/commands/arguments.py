@@ -31,7 +31,7 @@ _READ_AS: dict[Any, dict[str, Any]] = {
     bool: {"action": argparse.BooleanOptionalAction},
     list[float]: {"type": float, "nargs": "+"},
 }
-# Fields whose option on the command line has another name or form.
+# Fields whose command-line option has a different name or form.
 _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "height": (
         "--size",
@@ -159,7 +159,7 @@ def check_outputs(video: Path, *, overwrite: bool, inputs: Sequence[str | Path |
 
 
 def profiler_from(args: argparse.Namespace) -> "Profiler | None":
-    """Return the profiler that the arguments ask for, if they do."""
+    """Return the profiler that the arguments ask for, or None."""
     if not args.profile:
         return None
     check_folder(args.profile_output_path, "--profile_output_path")

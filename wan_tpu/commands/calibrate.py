@@ -54,13 +54,13 @@ def calibrate(argv: Sequence[str]) -> None:
     content = json.loads(file.read_text()) if file.exists() else {}
     others = [other for other in content.get("magcache", []) if _schedule_of(other) != _schedule_of(curve)]
     text = json.dumps(content | {"magcache": [*others, curve]}, indent=2)
-    # Each step's two ratios stand on one line.
+    # Put each step's two ratios on one line.
     file.write_text(re.sub(r"\[\s+([-\d.]+),\s+([-\d.]+)\s+\]", r"[\1, \2]", text) + "\n")
     print(f"wrote the curve of {resolved.steps} steps into {file}; videos take it with --cache magcache")
 
 
 def _schedule_of(curve: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the schedule that a curve holds for, which tells it from others."""
+    """Return the schedule that a curve applies to, which distinguishes it from other curves."""
     sigmas = curve.get("sigmas")
     steps = (curve["shift"],) if sigmas is None else (tuple(sigmas), curve["first_low"])
     return (curve.get("solver", "unipc"), *steps)

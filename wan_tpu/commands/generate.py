@@ -71,21 +71,21 @@ def generate(argv: Sequence[str]) -> None:
 
 
 def _read_end(args: argparse.Namespace) -> "Image.Image":
-    """Return the last frame of the video to extend; raises `InvalidInput` where arguments name another beginning."""
+    """Return the last frame of the video to extend; raises `InvalidInput` if arguments name another beginning."""
     for name in ("image", "video"):
         if getattr(args, name) is not None:
             raise InvalidInput(f"--extend begins with the last frame of {args.extend}; leave --{name} out")
-    read_clip(args.extend)  # What can't be joined is refused before anything is computed.
+    read_clip(args.extend)  # Refuse videos that can't be joined before computing anything.
     frame = read_last_frame(args.extend)
     frame.info["source"] = f"the last frame of {args.extend}"
     return frame
 
 
 def plan_extension(spec: "ModelSpec", request: "GenerationRequest", video: Path, frame: "Image.Image") -> "RequestPlan":
-    """Plan what continues a video, in its size by default.
+    """Plan the clip that continues a video, by default at the video's size.
 
-    Models that see its motion go on after its last frames. For others, and for a video that is too short, its last
-    frame is the first one of what follows, which isn't written again.
+    Models that take motion into account continue after its last frames. For other models, and for a video that is too
+    short, the clip starts with the video's last frame, which isn't written a second time.
     """
     spec.check_extension()
     if request.height is None and request.width is None:

@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"-\.?[0-9]")
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports wrong arguments like all bad input: in one line, with the option or value that was probably meant.
+    """Reports wrong arguments like any other bad input: in one line, with the option or value that was probably meant.
 
     Dashes and underscores in an option's name are interchangeable. Options can't be abbreviated: an option that is
     added later would make an abbreviation ambiguous.
@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
         raise InvalidInput(f"{message}; see {self.prog} --help")
 
     def non_defaults(self, args: argparse.Namespace) -> dict[str, Any]:
-        """Return the arguments that aren't their defaults, by name."""
+        """Return the arguments that differ from their defaults, by name."""
         return {name: value for name, value in vars(args).items() if value != self.get_default(name)}
 
     def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
         for word in rest:
             name, equals, value = word.partition("=")
             if word == "--" or (self._subparsers is not None and not word.startswith("-")):
-                # The rest has no options, or belongs to another parser.
+                # The remaining words contain no options, or belong to another parser.
                 return [*result, word, *rest]
             if not name.startswith("-") or name == "-" or " " in name or _NUMBER.match(name):
                 result.append(word)
@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Built(Exception):
-    """Carries a parser out of the command that has built it."""
+    """Carries a parser out of the command that built it."""
 
     def __init__(self, parser: Parser) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class _Built(Exception):
 
 
 def parser_of(command: Callable[[Sequence[str]], object]) -> Parser:
-    """Return the parser that a command reads its arguments with; nothing of the command is run after that."""
+    """Return the parser that a command reads its arguments with, without running the rest of the command."""
     token = _only_built.set(True)
     try:
         command([])

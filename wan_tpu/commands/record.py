@@ -27,18 +27,18 @@ from wan_tpu.versions import list_versions
 
 @dataclasses.dataclass
 class StageRecord:
-    """The seconds of one stage, and its operations.
+    """The time that one stage took, and its operations.
 
     Attributes:
         stage: Name of the stage.
-        total_s: All of its seconds.
+        total_s: Seconds in total.
         load_s: Seconds spent reading weights.
         compile_s: Seconds spent compiling.
-        host_s: Seconds of the steady state in which the host worked and the devices waited: tokenizing, preparing
-            images, copying from stage to stage, and ending the mp4. Work that the host does while the devices compute
-            isn't counted.
-        count: Counts the multiplications and additions of the models in this stage, by torch on the meta device. It is
-            called when the video is finished, because it takes time.
+        host_s: Seconds of the steady state during which the host worked and the devices waited: tokenizing, preparing
+            images, copying from stage to stage, and finishing the mp4. Work that the host does while the devices
+            compute isn't counted.
+        count: Counts the multiplications and additions of the models in this stage, with torch on the meta device. It
+            is called once the video is finished, because it takes time.
     """
 
     stage: str
@@ -50,7 +50,7 @@ class StageRecord:
 
     @property
     def run_s(self) -> float:
-        """Seconds of the steady state: those left after reading weights and compiling."""
+        """Seconds of the steady state: the total without reading weights and compiling."""
         return max(self.total_s - self.load_s - self.compile_s, 1e-9)
 
     @functools.cached_property
@@ -60,7 +60,7 @@ class StageRecord:
 
     @property
     def tflops_per_s(self) -> float:
-        """The rate that was achieved in the steady state."""
+        """The rate achieved in the steady state."""
         return self.flops / self.run_s / 1e12
 
     def to_json(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class StageRecord:
 
 
 class Recorder:
-    """Times the stages of one run over a runtime, and keeps its warnings."""
+    """Times the stages of one run on a runtime, and keeps its warnings."""
 
     def __init__(self, runtime: Runtime, plan: RequestPlan, warnings: Sequence[str] = ()) -> None:
         """Start the clock; `warnings` are those of the run's earlier stages, in other processes."""
@@ -113,7 +113,7 @@ class Recorder:
         return sum(self.runtime.load_s.values())
 
     def _video(self) -> StageRecord:
-        """Return the record of the whole video; work between its stages, such as drawing noise, is the host's."""
+        """Return the record of the whole video; work between its stages, such as drawing noise, is host time."""
         records = list(self.stages.values())
         total_s, load_s, compile_s, host_s = (
             sum(getattr(record, name) for record in records) for name in ("total_s", "load_s", "compile_s", "host_s")
@@ -149,7 +149,7 @@ class Recorder:
         flops, images = 0, self._plan.images
         for expert, steps in experts.items():
             flops += steps * count_step(model, request, expert, branches=1 + expert.guided, images=images)
-        # A text encoder that reads the prompt with the images has no operation for the prompt alone.
+        # A text encoder that reads the prompt together with the images has no separate operation for the prompt.
         if any(isinstance(operation, EncodeText | EncodeImage) for operation in operations):
             flops += model.flops.encoder(request, prompts=prompts)
         if any(isinstance(operation, Decode) for operation in operations):
@@ -169,7 +169,7 @@ class Recorder:
         warnings.warn(message, stacklevel=2)
 
     def save(self, path: Path, request: ResolvedRequest) -> None:
-        """Write the record as JSON, whole or not at all."""
+        """Write the record as JSON, completely or not at all."""
         write_json(
             path,
             {
@@ -185,7 +185,7 @@ class Recorder:
 
 
 def describe(runtime: Runtime) -> dict[str, Any]:
-    """Return where and how a runtime runs."""
+    """Describe where and how a runtime runs."""
     device = runtime.mesh.devices.flat[0]
     return {
         "model": runtime.model.checkpoint.source if runtime.model.checkpoint else None,
@@ -217,7 +217,7 @@ class Profiler:
 
         Args:
             event: The step that was done.
-            is_last: Whether it was its expert's last one. No trace goes beyond it.
+            is_last: Whether it was its expert's last one. A trace never continues after it.
         """
         self._seen += 1
         if self._tracing and (self._seen > self.STEPS or is_last):
@@ -227,7 +227,7 @@ class Profiler:
             self._tracing = True
 
     def stop(self) -> None:
-        """End the trace, if one runs."""
+        """End the trace, if one is running."""
         if self._tracing:
             jax.profiler.stop_trace()
             self._tracing = False

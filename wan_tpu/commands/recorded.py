@@ -38,7 +38,7 @@ def denoise_recorded(
 def decode_to_files(
     run: LocalExecutor, recorder: Recorder, request: ResolvedRequest, outputs: tuple[Path, Path, Path], overwrite: bool
 ) -> None:
-    """Decode the latents, and write the mp4 and the contact sheet as the frames come."""
+    """Decode the latents, and write the mp4 and the contact sheet as the frames arrive."""
     sheet, hidden = ContactSheet(request.frames, request.fps), request.hidden_frames
     with recorder.stage("decoder") as record:
         with VideoWriter(outputs[0], fps=request.fps, overwrite=overwrite) as writer:

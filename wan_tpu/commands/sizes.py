@@ -1,4 +1,4 @@
-"""Sizes on the command line: WIDTHxHEIGHT. HEIGHT*WIDTH is read, too, and a note says which side is which."""
+"""Sizes on the command line: WIDTHxHEIGHT. HEIGHT*WIDTH is accepted, too, with a note that says which side is which."""
 
 import re
 import sys
@@ -24,7 +24,7 @@ def read_size_with_frames(option: str, text: str) -> tuple[int, int, int]:
 
 
 def _with_x(option: str, text: str) -> str:
-    """Return a size with its width first; where it could be misread, say on stderr which side is which."""
+    """Return a size with its width first; if it could be misread, say on stderr which side is which."""
     match = _STARRED.fullmatch(text)
     if match is None:
         return text

@@ -1,8 +1,8 @@
 """The stages as separate processes with files between them, to debug them and to retry from any point.
 
 stage1  ->  generation_config.json, stage1_embeddings.safetensors
-stage2  ->  stage2_latents.safetensors   (also the state at the boundary, with the settings it was made with)
-stage3  ->  the video
+stage2  ->  stage2_latents.safetensors   (also the state at the boundary, with the settings that produced it) stage3  ->
+the video
 """
 
 import argparse
@@ -40,7 +40,7 @@ class Run:
         model_id: The checkpoint.
         dtype: The precision.
         request: The request, every field filled in.
-        warnings: What the record of the video says about its prompts and images.
+        warnings: Warnings about the prompts and images, for the video's record.
     """
 
     id: str
@@ -50,7 +50,7 @@ class Run:
     warnings: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values. The image is used in stage 1 alone, and left out."""
+        """Return plain JSON values. The image is left out, because only stage 1 uses it."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return fields | {"request": self.request.to_json()}
 
@@ -235,10 +235,10 @@ def _read_state(folder: Path, run_id: str | None) -> tuple[DenoiseState, Run]:
 
 
 def _on_pipeline(run: Run, pipe: "Pipeline", *, resumed: bool) -> Run:
-    """Return a run with the model and precision of the pipeline that makes its latents.
+    """Return a run with the model and precision of the pipeline that computes its latents.
 
     Raises:
-        InvalidInput: A resumed run began with another precision.
+        InvalidInput: A resumed run was started with another precision.
     """
     assert pipe.runtime.model.checkpoint is not None
     now = dataclasses.replace(run, model_id=pipe.runtime.model.checkpoint.source, dtype=pipe.runtime.dtype)
@@ -247,7 +247,7 @@ def _on_pipeline(run: Run, pipe: "Pipeline", *, resumed: bool) -> Run:
             f"--precision is {now.dtype}, and --resume goes on with what it began with, {run.dtype}; "
             "leave --precision out"
         )
-    # The same checkpoint may lie elsewhere by now, or be converted.
+    # The same checkpoint may have been moved or converted in the meantime.
     if resumed and now.model_id != run.model_id:
         warnings.warn(
             f"goes on with the weights of {now.model_id}; it began with those of {run.model_id}", stacklevel=2
@@ -256,9 +256,9 @@ def _on_pipeline(run: Run, pipe: "Pipeline", *, resumed: bool) -> Run:
 
 
 def _with_overrides(run: Run, args: argparse.Namespace) -> Run:
-    """Return a run with the sampling options of stage 2 in place of the settings of stage 1, as they override a preset.
+    """Return a run whose settings are overridden by the sampling options of stage 2, as they override a preset.
 
-    A switch of experts that stage 1 was given doesn't outlive another schedule either.
+    A switch step given in stage 1 is dropped as well if the schedule changes.
     """
     options = {name: value for name in arguments.SAMPLING if (value := getattr(args, name)) is not None}
     if args.resume and options:

@@ -1,13 +1,13 @@
-"""Boxes of an mp4, and what changes in them when others come before them."""
+"""Read the boxes of an mp4, and adjust them when other boxes are put before them."""
 
 import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-FREE = struct.pack(">I4s", 8, b"free")  # An empty box, which players skip between any others of a file.
+FREE = struct.pack(">I4s", 8, b"free")  # An empty box, which players skip anywhere in a file.
 HEADER = struct.Struct(">I4s")  # A box begins with its length and its kind.
-_TO_OFFSETS = (b"moov", b"trak", b"mdia", b"minf", b"stbl")  # From the file to the places of its samples.
-_FIELDS = {b"stsd": 8, b"avc1": 78}  # Bytes of other content before a box's own boxes.
+_TO_OFFSETS = (b"moov", b"trak", b"mdia", b"minf", b"stbl")  # The path from the file to its samples' offsets.
+_FIELDS = {b"stsd": 8, b"avc1": 78}  # Bytes of other content before the boxes inside a box.
 
 
 class Box(NamedTuple):
@@ -20,7 +20,7 @@ class Box(NamedTuple):
 
 
 def list_boxes(data: bytes | bytearray, start: int = 0, stop: int | None = None) -> Iterator[Box]:
-    """Yield the boxes one after the other; the last one may end beyond the data. Of what is no mp4, yield nothing."""
+    """Yield the boxes in order; the last one may end beyond the data. Yield nothing if the data isn't an mp4."""
     stop = len(data) if stop is None else stop
     while start + HEADER.size <= stop:
         size, kind = HEADER.unpack_from(data, start)
@@ -31,7 +31,7 @@ def list_boxes(data: bytes | bytearray, start: int = 0, stop: int | None = None)
 
 
 def shift_samples(head: bytes, by: int) -> bytes:
-    """Return the beginning of an mp4, up to its samples, for a file in which so many bytes come before it."""
+    """Return the beginning of an mp4, up to its samples, adjusted for `by` more bytes in front of it."""
     data = bytearray(head)
     for table in _find_offsets(data, 0, len(data), _TO_OFFSETS):
         number = struct.Struct(">I" if table.kind == b"stco" else ">Q")
@@ -53,7 +53,7 @@ def find_box(data: bytes | bytearray, *path: bytes) -> Box | None:
 
 
 def read_track(head: bytes) -> tuple[int, bytes] | None:
-    """Return units of time in a second, and the decoder's settings, of a file with H.264 and nothing else; or None."""
+    """Return the time units per second and the decoder's settings of a file with only H.264; None for others."""
     index = find_box(head, b"moov")
     header = find_box(head, b"moov", b"trak", b"mdia", b"mdhd")
     settings = find_box(head, *_TO_OFFSETS, b"stsd", b"avc1", b"avcC")
@@ -61,13 +61,13 @@ def read_track(head: bytes) -> tuple[int, bytes] | None:
         return None
     if sum(box.kind == b"trak" for box in list_boxes(head, index.content, index.stop)) != 1:
         return None
-    is_long = head[header.content] == 1  # The version, which decides how long the times before are.
+    is_long = head[header.content] == 1  # The version, which determines the length of the preceding times.
     [units] = struct.unpack_from(">I", head, header.content + (20 if is_long else 12))
     return units, head[settings.content : settings.stop]
 
 
 def shift_times(fragment: bytes, by: int) -> bytes:
-    """Return a fragment of a file with one track as it is shown so many units of time later."""
+    """Return a fragment of a file with one track, delayed by that many units of time."""
     data = bytearray(fragment)
     time = find_box(data, b"moof", b"traf", b"tfdt")
     assert time is not None

@@ -2,16 +2,16 @@
 
 import re
 
-# Pixels become BT.709 with a limited range at every size, and the file says so. Players guess by the number of lines
-# where a file says nothing, and most of them guess BT.709 from 720 lines on, BT.601 below.
+# Pixels become BT.709 with a limited range at every size, and the file says so. If a file says nothing, players guess
+# by the number of lines, and most of them guess BT.709 from 720 lines on, and BT.601 below.
 COLOURS = (
     "scale=out_color_matrix=bt709:out_range=tv,format=yuv420p,"
     "setparams=range=tv:colorspace=bt709:color_primaries=bt709:color_trc=bt709"
 )
-# Pixels become square, as `COLOURS` and whoever reads raw frames take them to be.
+# Pixels become square, which `COLOURS` and every reader of raw frames assume.
 SQUARE = "scale=round(iw*sar):ih,setsar=1"
-# Videos of phones are often HDR. After these filters they look as on a usual display: brightness up to that of paper
-# hardly changes, and what is brighter is compressed.
+# Videos of phones are often HDR. These filters make them look right on an ordinary display: brightness up to that of
+# paper hardly changes, and anything brighter is compressed.
 TO_SDR = (
     "zscale=t=linear:npl=203,format=gbrpf32le,tonemap=mobius:desat=0,zscale=p=bt709:t=bt709:m=bt709:r=tv,format=yuv444p"
 )
@@ -23,12 +23,12 @@ H264 = (
     "-c:v libx264 -preset veryfast -crf 17 -x264-params "
     "subme=1:bframes=1:rc-lookahead=2:sync-lookahead=0:sliced-threads=1:threads=8:partitions=i8x8,i4x4"
 )
-# Half as much again as ffmpeg's default of 128 kbit/s, and still little beside the frames.
+# Half as much again as ffmpeg's default of 128 kbit/s, but still little compared with the frames.
 AAC = "-c:a aac -b:a 192k"
-# PQ and HLG, as ffmpeg prints their curves after matrix and primaries, without which they can't be converted.
+# PQ and HLG, whose curves ffmpeg prints after matrix and primaries; without those they can't be converted.
 _HDR = re.compile(rb"Video: .{0,300}?\b(?:bt2020nc|bt709)/(?:bt2020|smpte432|bt709)/(?:smpte2084|arib-std-b67)\b")
 
 
 def is_hdr(described: bytes) -> bool:
-    """Return whether a video is HDR, from what ffmpeg prints of its streams."""
+    """Return whether a video is HDR, from ffmpeg's description of its streams."""
     return _HDR.search(described) is not None

@@ -1,7 +1,7 @@
-"""A video's fragmented mp4, cut into fragments while ffmpeg writes it; and those of a video that goes on.
+"""Cut a video's fragmented mp4 into fragments while ffmpeg writes it, and append those of a continuation.
 
-A player can begin with the first fragments, long before the last frame is there. Fragments need no keyframes of their
-own, so the frames are encoded as they are without them.
+A player can start with the first fragments, long before the last frame exists. Fragments need no keyframes of their
+own, so frames are encoded exactly as they would be without fragments.
 """
 
 import os
@@ -15,17 +15,17 @@ import imageio_ffmpeg
 from wan_tpu.errors import Unavailable
 from wan_tpu.media.boxes import HEADER, find_box, read_track, shift_times
 
-# Chromium begins to play after two fragments, but has waited 11 s with one for every frame.
+# Chromium starts to play after two fragments, but waited 11 s when every frame was a fragment.
 FRAGMENT_FRAMES = 16
-# The header comes with the first fragment, when the encoder's delay is known; else the first frame would be late by
-# it. The index at the end is left out, because only a file that is complete would have it.
+# The header is written with the first fragment, when the encoder's delay is known; otherwise the first frame would be
+# late by that delay. The index at the end is left out, because only a complete file would have it.
 _MOVFLAGS = "+delay_moov+default_base_moof+skip_trailer"
 _READ_BYTES = 2**16
-_CUT_S = 60.0  # Cutting copies packets: only a machine that hangs takes so long.
+_CUT_S = 60.0  # Cutting only copies packets: it takes this long only on a machine that hangs.
 
 
 class NotContinued(Exception):
-    """Two videos can't be fragments of one file."""
+    """Two videos can't be combined as fragments of one file."""
 
 
 class FragmentPipe:
@@ -58,12 +58,12 @@ class FragmentPipe:
         return [*streams, "-flags", "+global_header", "-f", "tee", f"[f=mp4:movflags=+faststart]{name}|{target}"]
 
     def start(self) -> None:
-        """Begin to read. By now ffmpeg has the other end, or couldn't be started."""
+        """Start reading. By now ffmpeg has the other end, or couldn't be started."""
         os.close(self.descriptor)
         self._thread.start()
 
     def join(self) -> None:
-        """Wait until the last fragment has been passed on, after the end of ffmpeg."""
+        """Wait, after ffmpeg has ended, until the last fragment has been passed on."""
         self._thread.join()
 
     def _read(self) -> None:
@@ -79,7 +79,7 @@ class FragmentSplitter:
 
     def __init__(self) -> None:
         self._bytes = bytearray()
-        self._box = 0  # Where the first box begins that isn't complete.
+        self._box = 0  # Where the first incomplete box begins.
 
     def add(self, data: bytes) -> list[bytes]:
         """Return the fragments that the next bytes complete."""
@@ -98,10 +98,10 @@ class FragmentSplitter:
 
 
 class ContinuedVideo:
-    """A video without sound, and what continues it, as the fragments of one file.
+    """A video without sound, and its continuation, as the fragments of one file.
 
     Attributes:
-        fragments: Those of the video.
+        fragments: The fragments of the video.
     """
 
     def __init__(self, source: bytes, frames: int, fps: float) -> None:
@@ -113,7 +113,7 @@ class ContinuedVideo:
             fps: Frames per second.
 
         Raises:
-            NotContinued: It can't be continued in fragments.
+            NotContinued: The video can't be continued in fragments.
             Unavailable: The machine fails.
         """
         command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", "-", "-map", "0", "-c", "copy"]
@@ -129,7 +129,7 @@ class ContinuedVideo:
         self._lasts = round(frames * self._track[0] / fps)
 
     def append(self, fragment: bytes) -> bytes:
-        """Return a fragment of what continues the video as one of the whole; raises `NotContinued`."""
+        """Return a fragment of the continuation as a fragment of the whole file; raises `NotContinued`."""
         if find_box(fragment, b"moov") is not None:
             if read_track(fragment) != self._track:
                 raise NotContinued("what continues the video has sound, or is encoded with other settings")
@@ -142,6 +142,6 @@ class ContinuedVideo:
 def _lasts_us(fps: float) -> int:
     """Return how long a fragment lasts, in microseconds.
 
-    It is half a frame less, so that no rounding moves the cut behind the next frame.
+    It is half a frame shorter, so that no rounding moves the cut past the next frame.
     """
     return int((FRAGMENT_FRAMES - 0.5) / fps * 1e6)

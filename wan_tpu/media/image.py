@@ -1,4 +1,4 @@
-"""Read input images: any common format, made upright and RGB, within limits."""
+"""Read input images in any common format, within limits, and make them upright and RGB."""
 
 import math
 from pathlib import Path
@@ -12,16 +12,16 @@ from wan_tpu.sources.disk import is_permanent
 if TYPE_CHECKING:
     import numpy as np
 
-# The decoders of Pillow that files are given to, wherever the files come from: the formats that cameras, phones,
-# browsers and scanners write. Every further decoder is one more for strangers to attack; that of EPS runs another
+# The only Pillow decoders that are used, whatever the source of a file: the formats that cameras, phones, browsers and
+# scanners write. Every further decoder would be one more for strangers to attack; that of EPS even runs another
 # program.
 FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "GIF", "BMP", "TIFF")
 KINDS = "PNG, JPEG, WebP, AVIF, GIF, BMP or TIFF"
 # 64 megapixels decode to 192 MB of RGB; the largest model input is below 1 megapixel.
 MAX_PIXELS = 64_000_000
-# Models know shapes near those of films and phones. A video shows the middle of a longer image.
+# Models were trained on aspect ratios near those of films and phones. A video shows the middle of a longer image.
 _LONGEST = 4.0
-_MARGIN = 16  # Pixels around what is resized, more than any filter looks at.
+_MARGIN = 16  # Pixels kept around the resized area, more than any filter reads.
 
 
 def load_image(source: str | Path | Image.Image) -> Image.Image:
@@ -32,7 +32,7 @@ def load_image(source: str | Path | Image.Image) -> Image.Image:
 
     Raises:
         InvalidRequest: The file is missing, damaged or too large.
-        Unavailable: The disk that it lies on fails.
+        Unavailable: The disk that holds it fails.
     """
     if isinstance(source, Image.Image):
         return _to_rgb(source)
@@ -58,7 +58,7 @@ def decode_image(file: BinaryIO, source: str) -> Image.Image:
 
     Args:
         file: The open file.
-        source: Its name for people. The image has it in `info["source"]`, too.
+        source: Its name for people, which is also stored in the image's `info["source"]`.
 
     Raises:
         InvalidRequest: The image is damaged or too large.
@@ -72,7 +72,7 @@ def decode_image(file: BinaryIO, source: str) -> Image.Image:
     except Image.DecompressionBombError:
         raise InvalidRequest(f"image {source} is too large; {_LIMIT}") from None
     except (OSError, SyntaxError, ValueError) as error:
-        # An error of the operating system has a number, Pillow's own have none.
+        # The operating system's errors have a number; Pillow's own have none.
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise InvalidRequest(f"image {source} is damaged ({error}); save it again as PNG or JPEG") from None
@@ -148,14 +148,14 @@ def fit_image(
 
 
 def resize_middle(image: Image.Image, height: int, width: int, resample: Image.Resampling) -> Image.Image:
-    """Return the middle of an image, as large as it can be in the shape of the result, resized.
+    """Resize the middle of an image, taking as much of it as fits the result's shape.
 
-    It is what cropping an image that covers the result leaves of it. But of a long and narrow image, such as 1x10000,
-    that would take gigabytes.
+    The result is the same as resizing the image to cover the result and then cropping it, but that would take gigabytes
+    for a long and narrow image, such as 1x10000.
     """
     part_w, part_h = min(image.width, image.height * width / height), min(image.height, image.width * height / width)
     left, top = (image.width - part_w) / 2, (image.height - part_h) / 2
-    # Pillow's boxes are float32, so that far from the corner they would be off by pixels.
+    # Pillow's boxes are float32, so far from the corner they would be off by whole pixels.
     x, y = max(0, math.floor(left) - _MARGIN), max(0, math.floor(top) - _MARGIN)
     right, bottom = math.ceil(left + part_w) + _MARGIN, math.ceil(top + part_h) + _MARGIN
     part = image.crop((x, y, min(image.width, right), min(image.height, bottom)))

@@ -1,4 +1,4 @@
-"""Videos that go on: a video's last frame, and a video joined with the clip that continues it."""
+"""Continue videos: read a video's last frame, and join a video with the clip that continues it."""
 
 import contextlib
 import io
@@ -18,7 +18,7 @@ from wan_tpu.errors import InvalidRequest, OutputError, Unavailable
 from wan_tpu.media.encoding import AAC, COLOURS, H264, SQUARE, TO_SDR, is_hdr
 from wan_tpu.media.video import check_ffmpeg
 
-# Joining copies packets, and encodes little beside the sound: only a disk or a machine that hangs takes so long.
+# Joining copies packets and encodes little besides the sound: it takes this long only if a disk or a machine hangs.
 _TIMEOUT_S = 600.0
 _FACT = re.compile(r"#(\w+) (\d+)[:,]\s*(.+)")
 
@@ -29,11 +29,11 @@ class Clip:
 
     Attributes:
         path: The file.
-        settings: What must be equal in two files for their packets to form one stream: codec, size and the like.
+        settings: Codec, size and everything else that must be equal in two files whose packets are to form one stream.
         rate: Frames per second; the average of a file whose rate varies.
-        is_even: Whether its frames follow each other at that rate exactly, from the file's start on.
+        is_even: Whether its frames follow each other at exactly that rate from the start of the file.
         frames: How many frames it has.
-        lasts: Seconds until its last frame ends, from where its sound may begin.
+        lasts: Seconds from where its sound may begin until its last frame ends.
         sound: Rate and channel layout of its sound, if it has any.
     """
 
@@ -56,7 +56,7 @@ def read_clip(path: Path) -> Clip:
     """Return the description of a video file; raises `InvalidRequest`, `OutputError`, `Unavailable`."""
     text = _run(["-i", _place(path), "-map", "0:V:0", "-map", "0:a:0?", "-c", "copy", "-f", "framehash", "-"], path)
     facts: dict[str, dict[str, str]] = {"0": {}, "1": {}}
-    frames: list[tuple[int, int]] = []  # When each frame begins, and how long it lasts.
+    frames: list[tuple[int, int]] = []  # The start and the duration of each frame.
     for line in text.decode().splitlines():
         if (fact := _FACT.match(line)) is not None:
             facts[fact[2]][fact[1]] = fact[3]
@@ -65,7 +65,7 @@ def read_clip(path: Path) -> Clip:
             frames.append((int(timestamp), int(duration)))
     frames.sort()
     times = [timestamp for timestamp, _ in frames]
-    # Of a single frame, only how long it lasts says anything.
+    # A single frame has only its duration to tell the rate.
     span, steps = (times[-1] - times[0], len(times) - 1) if len(times) > 1 else (frames[0][1] if frames else 0, 1)
     if span <= 0:
         raise InvalidRequest(f"video {path} has no frames that last; save it again as an mp4", "video")
@@ -80,10 +80,10 @@ def read_clip(path: Path) -> Clip:
 def join_videos(source: Path, segment: Path, output: Path) -> None:
     """Write a video that shows one file and then another, in the size and at the rate of the second.
 
-    Packets are copied where both files were encoded with the same settings; else all frames are encoded again. Sound
-    is encoded again in any case, since its packets begin and end between frames. The sound of a file is cut or padded
-    to its frames, and a file without any is silent where the other has some. A file whose frames begin after its sound
-    shows the first one from the beginning.
+    Packets are copied where both files were encoded with the same settings; else all frames are encoded again. Sound is
+    always encoded again, because its packets begin and end between frames. The sound of a file is cut or padded to its
+    frames, and a file without any is silent where the other has some. A file whose frames begin after its sound shows
+    the first one from the beginning.
 
     Args:
         source: The file that comes first.
@@ -98,7 +98,7 @@ def join_videos(source: Path, segment: Path, output: Path) -> None:
     check_ffmpeg()
     first, second = read_clip(source), read_clip(segment)
     alike = first.is_even and second.is_even and (first.settings, first.rate) == (second.settings, second.rate)
-    # The source's frames at the segment's rate: the sound must last exactly as long.
+    # The number of the source's frames at the segment's rate; the sound must last exactly that long.
     frames = first.frames if alike else max(1, round(first.lasts * second.rate))
     lasts = frames / second.rate
     filters, maps = ([], _COPIED) if alike else (_encode_frames(first, second, frames), _ENCODED)
@@ -131,7 +131,7 @@ def read_last_frame(path: Path) -> Image.Image:
     check_ffmpeg()
     with _open_folder() as folder:
         picture = folder / "last.ppm"
-        # The last seconds are enough of nearly all videos; the frames of some end long before their sound.
+        # The last seconds suffice for nearly all videos, but some have frames that end long before their sound.
         for start in (["-sseof", "-3"], []):
             target = ["-map", "0:V:0", "-fps_mode", "passthrough", "-vf", ",".join([SQUARE, *_list_sdr_filters(path)])]
             target += ["-pix_fmt", "rgb24", "-update", "1", str(picture)]
@@ -144,9 +144,9 @@ def read_last_frame(path: Path) -> Image.Image:
 
 
 def read_end(content: bytes, frames: int) -> Image.Image:
-    """Return the last frame, RGB, of a video in memory that has so many frames; raises `InvalidRequest`, `Unavailable`.
+    """Return the last of the `frames` frames of a video in memory, RGB; raises `InvalidRequest`, `Unavailable`.
 
-    The video is read from a pipe, so an mp4 has to say first what is in it, as those of this program do.
+    The video is read from a pipe, so an mp4 must have its index at the beginning, as those of this program do.
     """
     last = ["-vf", f"select=eq(n\\,{frames - 1})", "-fps_mode", "passthrough", "-f", "image2pipe", "-c:v", "ppm", "-"]
     picture = _run(["-threads", "1", "-i", "-", "-map", "0:V:0", *last], Path("upload"), content)
@@ -157,16 +157,16 @@ def read_end(content: bytes, frames: int) -> Image.Image:
         return image
 
 
-# Sound begins before the first frame, with what its encoder needs; without -copyts, frames would begin later by that.
+# Sound begins before the first frame, by its encoder's delay; without -copyts, the frames would be late by that much.
 _COPIED = ["-map", "2:v", "-c:v", "copy", "-copyts"]
 _ENCODED = ["-map", "[frames]", *H264.split()]
 
 
 def _encode_frames(source: Clip, segment: Clip, frames: int) -> list[str]:
-    """Return filters that bring so many frames of a source, and all of a segment, to the segment's size and rate."""
+    """Return filters that convert `frames` frames of a source, and all of a segment, to the segment's size and rate."""
     width, height = segment.size
     fit = f"scale={width}:{height}:force_original_aspect_ratio=increase:flags=lanczos,crop={width}:{height},setsar=0"
-    # The last frame stays until there are so many, however the source counts the time that it lasts.
+    # The last frame is repeated until there are enough frames, however the source states its duration.
     rated = f"tpad=stop=-1:stop_mode=clone,fps={segment.rate}:start_time=0,trim=end_frame={frames}"
     before = ",".join([rated, SQUARE, fit, *_list_sdr_filters(source.path), COLOURS])
     after = f"{fit},fps={segment.rate},{COLOURS}"
@@ -174,7 +174,7 @@ def _encode_frames(source: Clip, segment: Clip, frames: int) -> list[str]:
 
 
 def _list_sdr_filters(path: Path) -> list[str]:
-    """Return the filters that an HDR video needs to look as on a usual display; none for others."""
+    """Return the filters that make an HDR video look right on an ordinary display; none for other videos."""
     command = [imageio_ffmpeg.get_ffmpeg_exe(), "-hide_banner", "-nostdin", "-i", _place(path)]
     described = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False).stderr
     return [TO_SDR] if is_hdr(described) else []
@@ -186,7 +186,7 @@ def _join_sound(clips: Sequence[Clip], sound: tuple[str, str], source_s: Fractio
     filters = []
     for index, (clip, lasts) in enumerate(zip(clips, (source_s, clips[1].frames / clips[1].rate), strict=True)):
         silence = f"anullsrc=r={rate}:cl={layout}:d={float(lasts):.9f}"
-        # What is missing at its beginning or within it becomes silence, so that the rest stays in step.
+        # Gaps at the beginning or within the sound become silence, so that the rest stays in sync.
         filter_ = f"[{index}:a:0]aresample={rate}:async=1:first_pts=0,aformat=channel_layouts={layout}"
         cut = f"apad=whole_dur={float(lasts):.9f}" + (f",atrim=end={float(lasts):.9f}" if index == 0 else "")
         filters.append(f"{silence if clip.sound is None else f'{filter_},{cut}'}[a{index}]")
@@ -194,14 +194,14 @@ def _join_sound(clips: Sequence[Clip], sound: tuple[str, str], source_s: Fractio
 
 
 def _part(clip: Clip) -> str:
-    """Return a file's lines in a list of files to join, with how long its frames last: its sound may end later."""
+    """Return a file's lines in a list of files to join, with its frames' duration: its sound may end later."""
     name = str(clip.path.absolute()).replace("'", "'\\''")
     return f"file '{name}'\nduration {float(clip.frames / clip.rate):.9f}\n"
 
 
 @contextlib.contextmanager
 def _open_folder(parent: Path | None = None) -> Iterator[Path]:
-    """Open a folder for temporary files; raises `OutputError`, also within the block, if the disk takes none."""
+    """Open a folder for temporary files; raises `OutputError`, also within the block, if the disk can't hold them."""
     try:
         with tempfile.TemporaryDirectory(dir=parent, prefix=".joining.") as folder:
             yield Path(folder)
@@ -211,12 +211,12 @@ def _open_folder(parent: Path | None = None) -> Iterator[Path]:
 
 
 def _place(path: Path) -> str:
-    """Return a path as ffmpeg takes it: to it, a colon in a relative one means a protocol."""
+    """Return a path that ffmpeg can use: it reads a colon in a relative path as a protocol."""
     return str(path.absolute())
 
 
 def _run(arguments: Sequence[str], path: Path, content: bytes = b"") -> bytes:
-    """Run ffmpeg over a content and return its output; `path` is the file that its errors are about."""
+    """Run ffmpeg with `content` as its input, and return its output; errors name the file `path`."""
     command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", *arguments]
     try:
         done = subprocess.run(command, input=content, capture_output=True, timeout=_TIMEOUT_S, check=False)

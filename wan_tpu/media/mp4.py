@@ -12,11 +12,11 @@ from wan_tpu.media.video import VideoWriter
 
 
 class Mp4:
-    """Encodes frames as they come. A context manager: its temporary file is deleted with it.
+    """Encodes frames as they arrive. It is a context manager, which deletes the temporary file at its end.
 
     Attributes:
-        failure: The error that stopped it. It is kept, not raised: the host that writes must go on decoding with the
-            others.
+        failure: The error that stopped it. It is kept, not raised, because the host that writes must go on decoding
+            with the others.
         content: The whole file, after `finish`.
     """
 
@@ -40,7 +40,7 @@ class Mp4:
 
     @property
     def last_frame(self) -> np.ndarray | None:
-        """The frame that came last, uint8 [H, W, 3]; None before the first."""
+        """The latest frame, uint8 [H, W, 3]; None before the first."""
         return None if self._last is None else np.ascontiguousarray(self._last[[2, 0, 1]].transpose(1, 2, 0))
 
     def set_audio(self, audio: np.ndarray, rate: int) -> None:
@@ -55,7 +55,7 @@ class Mp4:
             return
         try:
             if self._writer is None:
-                # An encoder goes back in an mp4 to complete it, so it needs a file.
+                # An encoder seeks back in an mp4 to complete it, so it needs a file.
                 self._folder = tempfile.TemporaryDirectory()
                 path = Path(self._folder.name) / "video.mp4"
                 self._writer = VideoWriter(path, fps=self._fps, planes=True, on_fragment=self._on_fragment)

@@ -13,7 +13,7 @@ from wan_tpu.media.video import check_ffmpeg
 from wan_tpu.media.video_content import VideoContent
 from wan_tpu.sources.disk import is_permanent
 
-# Few frames are read, however long the video is: only a disk or a machine that hangs takes so long.
+# Few frames are read, however long the video is: this takes so long only if a disk or a machine hangs.
 _TIMEOUT_S = 600.0
 _PICTURES = ["-pix_fmt", "rgb24", "-vcodec", "ppm"]
 # A machine or its operator ends a process by these signals. Others, such as SIGSEGV, come from a damaged file.
@@ -30,7 +30,7 @@ def read_frames(video: str | Path | VideoContent, count: int, *, step: int = 1) 
     Args:
         video: The path of the file, or its content.
         count: How many frames.
-        step: By how many frames the lengths differ that may be asked for instead, if it has fewer.
+        step: The difference between valid lengths, to suggest another one if the video has fewer frames.
 
     Raises:
         InvalidRequest: The file is missing or damaged, or has fewer frames.
@@ -51,7 +51,7 @@ def read_frames(video: str | Path | VideoContent, count: int, *, step: int = 1) 
 
 
 def count_frames(video: str | Path | VideoContent) -> int:
-    """Return how many frames `read_frames` could read of a video; the errors are its own."""
+    """Return how many frames `read_frames` could read from a video; raises what `read_frames` raises."""
     check_ffmpeg()
     if _is_gif(video):
         return len(_gif_frames(Path(str(video))))
@@ -59,19 +59,19 @@ def count_frames(video: str | Path | VideoContent) -> int:
 
 
 def read_ends(video: str | Path | VideoContent, start: int) -> list[Image.Image]:
-    """Return a video's first frame, and all from the one with number `start` on; the errors are `read_frames`'s."""
+    """Return a video's first frame, and all frames from number `start` on; raises what `read_frames` raises."""
     check_ffmpeg()
     if _is_gif(video):
         frames = _gif_frames(Path(str(video)))
         return [frames[0], *frames[start:]]
-    # Frames are left out after they are timed: a filter before that would have others repeated in their place.
+    # Frames are dropped after they are timed: if a filter dropped them earlier, others would be repeated instead.
     left_out = ["-bsf:v", f"noise=amount=0:drop='between(n,1,{start - 1})'"] if start > 1 else []
     frames = _split_pictures(_run_ffmpeg(video, [*_PICTURES, *left_out]))
     return frames if start else [frames[0], *frames]
 
 
 def _is_gif(video: str | Path | VideoContent) -> bool:
-    """Return whether a video is a GIF by its name, and raise what keeps a file from being read."""
+    """Return whether a video is a GIF, by its name; raise an error if the file can't be read."""
     if isinstance(video, VideoContent):
         return False
     _check_readable(Path(video))
@@ -90,13 +90,13 @@ def _gif_frames(path: Path, count: int | None = None) -> list[Image.Image]:
 
 
 def _run_ffmpeg(path: str | Path | VideoContent, options: list[str]) -> bytes:
-    """Return the frames of a video as ffmpeg writes them with some options, at least one."""
+    """Return the frames of a video, at least one, as ffmpeg writes them with the given options."""
     content = path.content if isinstance(path, VideoContent) else None
     place = str(path) if content is None else "-"
     command = [imageio_ffmpeg.get_ffmpeg_exe(), "-loglevel", "error", "-i", place]
     command += [*options, "-f", "image2pipe", "-"]
     try:
-        # Without an input of its own, ffmpeg would read keys from the terminal.
+        # Without any input, ffmpeg would read key presses from the terminal.
         process = subprocess.run(command, input=content or b"", capture_output=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         raise Unavailable(
@@ -115,7 +115,7 @@ def _run_ffmpeg(path: str | Path | VideoContent, options: list[str]) -> bytes:
 
 
 def _split_pictures(pictures: bytes) -> list[Image.Image]:
-    """Return the pictures that lie one behind the other; one that is cut off at the end is left out."""
+    """Split concatenated pictures; a truncated one at the end is left out."""
     frames, rest = [], memoryview(pictures)
     while rest:
         # A picture is "P6\n<width> <height>\n255\n" and its pixels.
@@ -131,7 +131,7 @@ def _split_pictures(pictures: bytes) -> list[Image.Image]:
 
 
 def _check_readable(path: Path) -> None:
-    """Raise the error that keeps a file from being read. ffmpeg would report it only as text."""
+    """Raise an error if a file can't be read. ffmpeg would report it only as text."""
     try:
         with path.open("rb") as file:
             file.read(1)

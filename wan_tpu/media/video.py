@@ -1,4 +1,4 @@
-"""Write the results that people look at, an mp4 and a contact sheet, each whole or not at all."""
+"""Write the results that people look at, an mp4 and a contact sheet, each completely or not at all."""
 
 import errno
 import os
@@ -41,7 +41,7 @@ def check_output(path: str | Path, *, overwrite: bool, inputs: Iterable[str | Pa
     Args:
         path: Where the file is to be written.
         overwrite: Whether a file there may be replaced.
-        inputs: Files and folders that are read: none of them, and nothing in such a folder, is ever overwritten.
+        inputs: Files and folders that are read. Neither they nor anything in such a folder is ever overwritten.
 
     Raises:
         OutputError: It is an input, the file exists and may not be replaced, or the folder can't be written to.
@@ -78,7 +78,7 @@ def check_folder(folder: Path, option: str) -> None:
 
 
 class VideoWriter:
-    """Encodes frames as they come: H.264, yuv420p, BT.709, faststart, with AAC where there is sound.
+    """Encodes frames as they arrive: H.264, yuv420p, BT.709, faststart, with AAC if there is sound.
 
     A context manager: the file appears at `path` when the block ends normally; an exception leaves nothing behind.
     """
@@ -95,12 +95,12 @@ class VideoWriter:
         """Check that the file can be written.
 
         Args:
-            path: Where the mp4 is to appear.
+            path: Where the mp4 will appear.
             fps: Frames per second.
             overwrite: Whether a file there may be replaced.
-            planes: Frames are [3, H, W], green, blue and red, in place of [H, W, 3], red, green and blue.
+            planes: Frames are [3, H, W], green, blue and red, instead of [H, W, 3], red, green and blue.
             on_fragment: Called with the fragments of a second mp4 of the same frames and sound, as `FragmentPipe`. The
-                file at `path` is the same with and without.
+                file at `path` is the same with and without this.
 
         Raises:
             OutputError: As `check_output`; or there is no ffmpeg, or the path isn't that of an mp4.
@@ -112,7 +112,7 @@ class VideoWriter:
         self._fps = fps
         self._overwrite = overwrite
         self._planes = planes
-        # Absolute: to ffmpeg, a colon in a relative path means a protocol.
+        # The path is absolute, because ffmpeg reads a colon in a relative path as a protocol.
         self._partial = self.path.absolute().with_name(f".{self.path.name}.partial.mp4")
         self._audio: tuple[np.ndarray, int] | None = None
         self._on_fragment = on_fragment
@@ -155,7 +155,8 @@ class VideoWriter:
         if self._audio is None:
             return self._run(video, target)
         audio, rate = self._audio
-        # A file without a name, not a second pipe: whichever input ffmpeg wants next, the other one never blocks it.
+        # This is an unnamed file, not a second pipe, so that whichever input ffmpeg wants next, the other one never
+        # blocks it.
         with tempfile.TemporaryFile() as samples:
             try:
                 samples.write(np.ascontiguousarray(audio.T, "<f4").data)
@@ -167,8 +168,8 @@ class VideoWriter:
             return self._run([*video, *sound], [*target, *AAC.split()], descriptors=[samples.fileno()])
 
     def _run(self, sources: list[str], target: list[str], descriptors: Sequence[int] = ()) -> "subprocess.Popen[bytes]":
-        # Not imageio's writer: it starts ffmpeg through a Python fork, which is unsafe beside JAX's threads, and
-        # loses track of it when Ctrl-C comes meanwhile. A session of its own keeps Ctrl-C away from it.
+        # imageio's writer isn't used: it starts ffmpeg through a Python fork, which is unsafe beside JAX's threads, and
+        # loses track of ffmpeg on Ctrl-C. A separate session keeps Ctrl-C away from ffmpeg.
         command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-loglevel", "error", *sources, *target]
         output = ["-movflags", "+faststart", str(self._partial)]
         if self._on_fragment is not None:
@@ -229,7 +230,7 @@ class ContactSheet:
         self._frames: list[np.ndarray] = []
 
     def add(self, frames: np.ndarray) -> None:
-        """Look at the next frames, uint8 [T, H, W, 3], and keep the wanted ones."""
+        """Add the next frames, uint8 [T, H, W, 3], and keep those for the sheet."""
         for frame in frames:
             if self._seen in self._indices:
                 self._frames.append(frame)

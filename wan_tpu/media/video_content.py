@@ -1,4 +1,4 @@
-"""A video file in memory, as a request takes it to a process that shares no disk with the one that read it."""
+"""A video file in memory, in which form a request carries it to processes that share no disk."""
 
 import dataclasses
 import functools

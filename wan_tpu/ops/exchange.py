@@ -40,7 +40,7 @@ from wan_tpu_kernels.flash_operands import LowPrecision
 TILE_ROWS = 16  # Rows of bfloat16 in a tile of a TPU's registers.
 
 T = TypeVar("T")
-_RoundResult = tuple[jax.Array, jax.Array | None]  # A round's result for the spread tokens, and for the others.
+_RoundResult = tuple[jax.Array, jax.Array | None]  # A round's result for spread tokens, and for replicated ones.
 
 
 def head_groups(mesh: Mesh, heads: int, axes: tuple[str, ...] = ("tp",)) -> int:

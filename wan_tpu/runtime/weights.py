@@ -127,7 +127,7 @@ def read_tensors(stored: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
 
 
 def _stream(ranges: Sequence[FileChunks], memory_limit: int) -> Generator[tuple[int, int, torch.Tensor], None, None]:
-    """Yield ranges of files as they arrive: the file's number, the range's, and its bytes until the next range."""
+    """Yield ranges of files as they arrive: file number, range number, and bytes, which are valid until the next."""
     streamable = [file for file in ranges if can_stream(file.path)]
     ends = {file.path: max(map(sum, zip(file.offsets, file.sizes, strict=True))) for file in ranges}
     try:

@@ -1,1 +1,1 @@
-"""Schedules: the work of a scheduler in every step, as a table of numbers."""
+"""Schedules: what a scheduler does in every step, as a table of numbers."""

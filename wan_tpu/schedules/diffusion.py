@@ -25,7 +25,7 @@ class NoiseSchedule:
         beta_start, beta_end: The first and last betas, whose square roots grow linearly.
         snr_shift: Divisor of the signal-to-noise ratio.
         zero_snr: Whether the last timestep is pure noise.
-        final_one: Whether a video is clean after its last step, not only as clean as at timestep 0.
+        final_one: Whether a video is completely clean after its last step, instead of only as clean as at timestep 0.
         spacing: How steps are spread over the timesteps, one of `SPACINGS`.
     """
 
@@ -59,12 +59,12 @@ class NoiseSchedule:
         if self.spacing == "leading":
             return np.arange(steps)[::-1] * (TRAIN_TIMESTEPS // steps)
         spaced = np.round(np.arange(TRAIN_TIMESTEPS, 0, -TRAIN_TIMESTEPS / steps)).astype(np.int64)
-        # For 62 numbers of steps, 61 for example, rounding yields one step too many, which ends at timestep -1.
-        # diffusers runs it, with the noise level of timestep 999, on a video that is clean by then.
+        # For 62 step counts, 61 for example, rounding yields one step too many, which ends at timestep -1. diffusers
+        # runs that step, with the noise level of timestep 999, on a video that is already clean.
         return spaced[:steps] - 1
 
     def levels(self, steps: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (timesteps, the signal's share at each, its share after it); all of diffusers' steps are equal."""
+        """Return (timesteps, the signal's share at each one, its share after each step); diffusers' steps are equal."""
         timesteps, share = self.timesteps(steps), self.alphas_squared()
         following = timesteps - TRAIN_TIMESTEPS // steps
         final = 1.0 if self.final_one else share[0]
@@ -84,8 +84,8 @@ def ddim(noise: NoiseSchedule, steps: int) -> Schedule:
 def dpm(noise: NoiseSchedule, steps: int) -> Schedule:
     """Return the schedule of DPM-Solver++ of second order with noise, over (x, clean, previous clean, noise).
 
-    The first step is of first order, as is one that ends at timestep 0 or below. Before a step of second order,
-    diffusers draws noise for the first order, too, so the second of two arrays is used.
+    The first step is of first order, and so is a step that ends at timestep 0 or below. Before a second-order step,
+    diffusers draws noise for the first order, too, so the second of the two arrays is used.
     """
     timesteps, here, there = noise.levels(steps)
     with np.errstate(
@@ -93,7 +93,7 @@ def dpm(noise: NoiseSchedule, steps: int) -> Schedule:
     ):  # The first step has no signal; after the last there is no noise.
         before, after = (0.5 * np.log(share / (1 - share)) for share in (here, there))
         h = after - before
-        ratio = np.diff(before) / h[1:]  # The previous step's length by this one's.
+        ratio = np.diff(before) / h[1:]  # The previous step's length divided by this one's.
         noise_ratio = np.sqrt((1 - there) / (1 - here)) * np.exp(-h)
         fresh = np.sqrt(1 - there) * np.sqrt(1 - np.exp(-2 * h))
     x0_weight = -np.expm1(-2 * h) * np.sqrt(there)

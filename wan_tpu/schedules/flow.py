@@ -24,7 +24,7 @@ def _shift(sigmas: np.ndarray, shift: float) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def euler(steps: int, shift: float, first: int = 0) -> Schedule:
-    """Return the schedule of Euler's method for a timestep shift; it has no history, whichever step is run first."""
+    """Return the schedule of Euler's method for a timestep shift. It needs no history, whichever step is run first."""
     # diffusers shifts the training grid, spaces the steps between its ends, and shifts once more.
     last = _shift(np.array(1 / TRAIN_TIMESTEPS, np.float32), shift)
     return _euler(np.linspace(TRAIN_TIMESTEPS, float(last) * TRAIN_TIMESTEPS, steps) / TRAIN_TIMESTEPS, shift)
@@ -34,7 +34,7 @@ def euler(steps: int, shift: float, first: int = 0) -> Schedule:
 def euler_even(steps: int, shift: float) -> Schedule:
     """Return the schedule of Euler's method on equal steps down to 0, shifted once.
 
-    Pipelines do this that pass sigmas to diffusers' scheduler, linspace(1, 0, steps + 1) without the 0.
+    This is what pipelines do that pass sigmas to diffusers' scheduler: linspace(1, 0, steps + 1) without the 0.
     """
     return _euler(np.linspace(1, 0, steps + 1)[:-1], shift)
 
@@ -53,7 +53,7 @@ def euler_at(noise: tuple[float, ...], first: int = 0) -> Schedule:
     return make_schedule(sigmas * np.float32(TRAIN_TIMESTEPS), sigmas.astype(np.float64), matrices)
 
 
-# The angles that rCM's model was distilled for: its noise has the share sin, its video the share cos.
+# The angles that rCM's model was distilled for: sin is the share of the noise, cos the share of the video.
 RCM_ANGLES = (math.atan(200), 1.5, 1.4, 1.0)
 
 

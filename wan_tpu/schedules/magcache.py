@@ -1,9 +1,9 @@
-"""MagCache: some steps reuse what a transformer's blocks added in the step before. It is lossy, and off by default.
+"""MagCache: some steps reuse what a transformer's blocks added in the previous step. It is lossy, and off by default.
 
-Ma et al. 2025 (arXiv 2506.09045; github.com/Zehong-Ma/MagCache). The residual, which all blocks together add to the
-tokens, changes its magnitude from step to step by a ratio that depends on the step and hardly on prompt or seed. Where
-these ratios show that the error accumulates slowly, the blocks are skipped and the last residual is added instead.
-Which steps are skipped is known before the first one.
+Ma et al. 2025 (arXiv 2506.09045; github.com/Zehong-Ma/MagCache). The magnitude of the residual, which is what all
+blocks together add to the tokens, changes from step to step by a ratio that depends on the step and hardly on the
+prompt or the seed. While these ratios show that the error accumulates slowly, the blocks are skipped and the last
+residual is added instead. Which steps are skipped is known before the first one.
 
 Decisions are those of diffusers' `MagCacheConfig`, in its float32 arithmetic, for each branch of guidance separately.
 """
@@ -22,7 +22,7 @@ _TEXT = re.compile(r"magcache(?::(?P<threshold>[0-9.]+)(?:,(?P<skip>[0-9]+)(?:,(
 
 @dataclass(frozen=True)
 class MagCache:
-    """Settings that decide which steps are skipped; None takes the model's published value.
+    """Settings that decide which steps are skipped; None means the model's published value.
 
     Attributes:
         threshold: The error that may accumulate.
@@ -45,12 +45,12 @@ class Curve:
     """The change of a model's residuals from step to step, measured for one schedule.
 
     Attributes:
-        ratios: [S, 2]: of each step, for the prompt's and the negative prompt's branch.
+        ratios: [S, 2]: for each step, the ratios of the prompt's and the negative prompt's branches.
         first_low: The first step of the low-noise expert; None with one expert.
-        shift, boundary, solver: Those of the schedule; other schedules have other curves.
+        shift, boundary, solver: The schedule's settings; other schedules have other curves.
         defaults: The published settings.
-        sigmas: The noise levels of the measurement, if they were set explicitly, as presets do. The curve is then
-            valid only for these, its `first_low` and its solver, whatever shift and boundary are.
+        sigmas: The noise levels of the measurement, if they were set explicitly, as presets do. The curve is then valid
+            only for these, its `first_low` and its solver, but for any shift and boundary.
     """
 
     ratios: tuple[tuple[float, float], ...]
@@ -145,7 +145,7 @@ def _resample(ratios: np.ndarray, length: int) -> np.ndarray:
     return resampled
 
 
-DEFAULTS = MagCache(0.06, 2, 0.2)  # The settings of curves that have none of their own.
+DEFAULTS = MagCache(0.06, 2, 0.2)  # The settings of curves without settings of their own.
 
 
 def read_curve(data: Any) -> Curve:

@@ -19,8 +19,8 @@ class Schedule:
 
     Attributes:
         timesteps: float32 [S], the transformer's input.
-        alphas: float64 [S] of clean = alpha x - sigma prediction; None for a flow model, whose alphas are all 1.
-        sigmas: float64 [S].
+        alphas: float64 [S], alpha in clean = alpha x - sigma prediction; None for a flow model, whose alphas are all 1.
+        sigmas: float64 [S], sigma in the same formula.
         matrices: float64 [S, K+1, K+2+N]: (next x, *next history) = matrix @ (x, clean, *history, *noise).
         guidance: float64 [S], the scale of classifier-free guidance, or [S, ...] for a family with several.
         draws: For each step, how many arrays of noise are drawn from the request's generator; the last N are used.
@@ -51,7 +51,7 @@ class Schedule:
 
     @property
     def history_terms(self) -> int:
-        """Number of arrays that a step hands to the next besides the latents, K."""
+        """Number of arrays that a step passes to the next in addition to the latents, K."""
         return self.matrices.shape[1] - 1
 
     @property

@@ -1,1 +1,1 @@
-"""The sources of a model's files, whose errors are classified by whose fault they are."""
+"""The sources of a model's files. Their errors are classified by whose fault they are."""

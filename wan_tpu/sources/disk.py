@@ -5,8 +5,8 @@ from pathlib import Path
 
 from wan_tpu.errors import CheckpointError, Unavailable
 
-# Errors that repeat, because the path or the file's permissions cause them. Everything else may pass
-# (EIO, ESTALE, ENOSPC, EMFILE, ...).
+# Permanent errors, caused by the path or the file's permissions. All others may be temporary (EIO, ESTALE, ENOSPC,
+# EMFILE, ...).
 _PERMANENT = {
     errno.ENOENT,
     errno.ENOTDIR,
@@ -43,11 +43,11 @@ def explain_unusable(
     Args:
         error: What the library raised.
         path: The file, or the folder of the files, that it reads.
-        part: What it should make of them, for people.
-        read_again: Whether to read the files again, to see if the disk fails.
+        part: What the library should load from them, for people.
+        read_again: Whether to read the files again, to find out whether the disk fails.
     """
     try:
-        if isinstance(error, OSError) and error.errno is not None:  # transformers raises others itself.
+        if isinstance(error, OSError) and error.errno is not None:  # transformers itself raises OSErrors without one.
             raise error
         if read_again:
             for file in path.iterdir() if path.is_dir() else [path]:

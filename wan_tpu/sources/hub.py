@@ -24,8 +24,8 @@ def explain_hub_errors(repository: str) -> Iterator[None]:
         repository: The id of what is fetched, for messages.
 
     Raises:
-        CheckpointError: The hub has no such repository or file, doesn't let this account read it, or this process was
-            told to stay offline (HF_HUB_OFFLINE).
+        CheckpointError: The hub has no such repository or file, doesn't let this account read it, or this process must
+            stay offline (HF_HUB_OFFLINE).
         Unavailable: The hub, the network on the way to it, or the disk that keeps the files fails.
     """
     try:
@@ -45,7 +45,7 @@ def explain_hub_errors(repository: str) -> Iterator[None]:
 
 
 def explain_missing_index(source: str, *, is_hub: bool) -> CheckpointError:
-    """Return the exception for a source without a model_index.json, which says where one with it is to be found."""
+    """Return the exception for a source without a model_index.json; it says where to find one that has it."""
     advice = "give a folder in diffusers' form, or a hub id; single files and models as first published are not read"
     if is_hub:
         name = source.partition("/")[2]
@@ -58,7 +58,7 @@ def explain_missing_index(source: str, *, is_hub: bool) -> CheckpointError:
 
 def _is_permanent(error: BaseException | None) -> bool:
     if isinstance(error, LocalEntryNotFoundError):
-        # The client has looked into its cache after a failure, which is the cause; it names none where it is offline.
+        # The client looked into its cache after a failure, which is the cause; if it is offline, it names no cause.
         return _is_permanent(error.__cause__) or constants.is_offline_mode()
     if isinstance(error, HfHubHTTPError):
         return is_refusal(error.response.status_code)

@@ -1,6 +1,6 @@
-"""HTTP statuses by whose fault they are: the caller's, or the server's."""
+"""Classify HTTP statuses by whose fault they are: the caller's or the server's."""
 
-_TRY_AGAIN = {408, 429}  # Time-outs and "too many requests", below 500, of a server that is busy.
+_TRY_AGAIN = {408, 429}  # Time-outs and "too many requests": below 500, but caused by a busy server.
 
 
 def is_refusal(status: int) -> bool:

@@ -1,4 +1,4 @@
-"""Tell addresses of buckets from paths of this machine. It imports nothing heavy, so that every command may use it."""
+"""Tell bucket addresses from local paths. It imports nothing heavy, so that every command may use it."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ FORMS = "gs://bucket/prefix or s3://bucket/prefix"
 
 
 def is_bucket(location: str) -> bool:
-    """Return whether a location is the address of a bucket, or of something in one."""
+    """Return whether a location is the address of a bucket or of something in a bucket."""
     return location.startswith(SCHEMES)
 
 
@@ -19,7 +19,7 @@ def split_bucket(address: str) -> tuple[str, str, str]:
 
 
 def split_location(location: str) -> tuple[str, str]:
-    """Return the folder or prefix and the name of one file: what `open_storage(folder)` then reads."""
+    """Split the location of a file into its folder or prefix, for `open_storage`, and its name there."""
     if is_bucket(location):
         scheme, bucket, path = split_bucket(location)
         folder, _, name = path.rpartition("/")
@@ -29,12 +29,12 @@ def split_location(location: str) -> tuple[str, str]:
 
 
 def absolute(location: str) -> str:
-    """Return a path that means the same in every working folder; an address, or nothing, as it is."""
+    """Return a path that means the same in every working folder; addresses and "" are returned unchanged."""
     if not location or "://" in location or is_damaged(location):
         return location
     return str(Path(location).expanduser().absolute())
 
 
 def is_damaged(location: str) -> bool:
-    """Return whether it is an address that went through `Path`, which leaves one slash of two."""
+    """Return whether it is an address that went through `Path`, which collapses two slashes into one."""
     return location.startswith(tuple(scheme.removesuffix("//") for scheme in SCHEMES)) and not is_bucket(location)

@@ -1,6 +1,6 @@
 """The interface of all storage, its errors, and the rules for names.
 
-A *name* is a relative path with forward slashes, such as "clips/cat.mp4". What is written appears whole or not at all.
+A *name* is a relative path with forward slashes, such as "clips/cat.mp4". Files appear completely or not at all.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ CONTENT_TYPES |= {".webp": "image/webp", ".jpg": "image/jpeg"}
 
 
 class StorageError(Unavailable):
-    """Something can't be read or written at its location, perhaps only for now; this says nothing of its content."""
+    """Something can't be read or written at its location, perhaps only temporarily, whatever its content is."""
 
     exit_code = 2
 
@@ -37,7 +37,7 @@ class Missing(Refused):
 
 
 class OpenFile(Protocol):
-    """Content that is read in pieces, to its end also where its name is deleted meanwhile. Close it in the end.
+    """Content that is read in pieces, to the end even if its name is deleted meanwhile. The caller must close it.
 
     In a bucket a deleted object can be read for as long as its connection lasts.
     """
@@ -94,19 +94,19 @@ class Storage(Protocol):
         """Write and remove a small file, so that a place that can't be written to is known before any work."""
 
     def free(self) -> int | None:
-        """Return how many bytes can still be written; None where there is no known limit."""
+        """Return how many bytes can still be written; None if no limit is known."""
         return None
 
     def url(self, name: str, seconds: float, filename: str) -> str | None:
-        """Return an address from which anybody can download a name for so long; None where there is none."""
+        """Return an address from which anybody can download a name for that many seconds; None if there is none."""
         return None
 
     @contextlib.contextmanager
     def claim(self, names: Iterable[str]) -> Iterator[None]:
-        """Hold the place for one writer of `names`, and remove what a killed one left half written.
+        """Lock the place for one writer of `names`, and remove what a killed writer left half written.
 
-        Only a folder can be held (the lock ends with its process, however that ends); in a bucket nothing is ever half
-        written, two writers do double work but no harm, and a lock there would outlive a killed process.
+        Only a folder can be locked (the lock ends with its process, however that ends). In a bucket nothing is ever
+        half written, two writers do double work but no harm, and a lock would outlive a killed process.
         """
         yield
 
@@ -119,9 +119,9 @@ class StoredObject(NamedTuple):
 
 
 class BucketStorage(Storage):
-    """The objects below a prefix of a bucket: what the services that keep buckets have in common.
+    """The objects below a prefix of a bucket: the common part of all bucket services.
 
-    Every call that may be repeated without harm is repeated for `outage_s`, with growing pauses, on errors that pass.
+    Every call that may be repeated without harm is repeated for `outage_s`, with growing pauses, on temporary errors.
     """
 
     scheme: ClassVar[str]
@@ -156,11 +156,11 @@ class BucketStorage(Storage):
 
     @abstractmethod
     def objects(self, prefix: str = "") -> dict[str, StoredObject]:
-        """Return all objects whose names start with `prefix`, hidden ones, too."""
+        """Return all objects whose names start with `prefix`, including hidden ones."""
 
     @abstractmethod
     def read_version(self, name: str, version: str, start: int, stop: int) -> bytes:
-        """Return bytes of an object as it was listed; raises `Missing` when it isn't that any more."""
+        """Return bytes of an object in the listed version; raises `Missing` if it has changed since."""
 
     @abstractmethod
     def download(self, name: str, version: str, path: Path) -> None:
@@ -179,7 +179,7 @@ class BucketStorage(Storage):
         self.remove(name)
 
     def write(self, name: str, content: bytes) -> None:
-        """Upload the object: it is there when the upload has ended well, whatever was there stays until then."""
+        """Upload the object: it appears once the upload has succeeded; until then the previous content stays."""
         self.upload(check_name(name), content)
 
     def delete(self, name: str) -> None:
@@ -189,11 +189,11 @@ class BucketStorage(Storage):
 
     @abstractmethod
     def upload(self, name: str, content: bytes) -> None:
-        """Write an object whose name was checked, or is hidden."""
+        """Write an object whose name has been checked, or is hidden."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove an object whose name was checked, or is hidden."""
+        """Remove an object whose name has been checked, or is hidden."""
 
 
 def outage_s() -> float:
@@ -208,12 +208,12 @@ def outage_s() -> float:
 
 
 def content_type(name: str) -> str:
-    """Return the media type that an object is served with, by its name's ending."""
+    """Return the media type that an object is served with, by its name's suffix."""
     return CONTENT_TYPES.get("." + name.rpartition(".")[2], "application/octet-stream")
 
 
 def first_line(error: Exception) -> str:
-    """Return what a client's exception says, short enough for a message."""
+    """Return the message of a client's exception, short enough for one of ours."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 

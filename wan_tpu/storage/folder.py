@@ -1,4 +1,4 @@
-"""A bucket as a folder of this machine: weights are read from it in ranges, other files are fetched when needed.
+"""A bucket as a local folder: weights are read from it in ranges, other files are fetched when needed.
 
 Fetched files are kept in WAN_TPU_CACHE (by default ~/.cache/wan-tpu), and fetched again only when the object has
 changed.
@@ -43,10 +43,10 @@ class WeightFile(NamedTuple):
 
 
 class BucketFolder:
-    """The objects below an address such as gs://bucket/prefix, as a folder of this machine.
+    """The objects below an address such as gs://bucket/prefix, as a local folder.
 
-    Every method raises `CheckpointError` when the bucket refuses, and `Unavailable` when it doesn't answer, or when the
-    disk here can't keep what it gave.
+    Every method raises `CheckpointError` if the bucket refuses, and `Unavailable` if it doesn't answer, or if the local
+    disk can't hold what was fetched.
     """
 
     def __init__(self, address: str) -> None:
@@ -55,12 +55,12 @@ class BucketFolder:
         scheme, bucket, prefix = split_bucket(self.address)
         if not bucket or not prefix:
             raise CheckpointError(f"{address} names no folder of a bucket; give {scheme}bucket/folder")
-        # Buckets of two services may have the same name, so each service has a folder.
+        # Buckets of two services may have the same name, so each service has its own folder.
         service = "buckets" if scheme == "gs://" else f"{scheme.removesuffix('://')}-buckets"
         self.folder = cache_folder() / service / bucket / prefix
 
     def files(self, folder: str = "") -> dict[str, WeightFile]:
-        """Return the objects in this folder, or in one in it, by their names there, to read ranges of them."""
+        """Return the objects in this folder, or in a subfolder, by their names there, to read ranges of them."""
         prefix = f"{folder}/" if folder else ""
         with self._explain_errors():
             objects = {name: stored for name, stored in self._objects.items() if name.startswith(prefix)}
@@ -90,8 +90,8 @@ class BucketFolder:
         """Fetch all files whose names match one of the patterns ("*.json", "vae/*"); return the folder.
 
         Args:
-            patterns: The patterns, in which * stands for slashes, too.
-            ignored: The pattern of files that aren't fetched nevertheless.
+            patterns: The patterns, in which * also matches slashes.
+            ignored: The pattern of files that aren't fetched even if they match.
         """
 
         def is_wanted(name: str) -> bool:
@@ -138,7 +138,7 @@ class BucketFolder:
 
     @contextlib.contextmanager
     def _explain_errors(self) -> Iterator[None]:
-        """Turn errors of storage, and of the disk here, into those of checkpoints, by whose fault it is."""
+        """Turn errors of storage and of the local disk into those of checkpoints, by whose fault they are."""
         try:
             yield
         except Refused as error:

@@ -1,7 +1,7 @@
 """Google Cloud Storage, with Google's own client.
 
-Retries are the client's: every call here may be repeated without harm, so the client repeats it, with growing pauses,
-on errors that pass. STORAGE_EMULATOR_HOST sends everything to an emulator, as that client does it.
+The client does the retries: every call here may be repeated without harm, so the client repeats it, with growing
+pauses, on temporary errors. STORAGE_EMULATOR_HOST redirects the client to an emulator.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ class GcsStorage(BucketStorage):
         self._bucket = self._client.bucket(bucket)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Return the content of the object; of the whole one the client compares its checksum."""
+        """Return the content of the object; the client verifies the checksum of a whole one."""
         where = self.location(check_name(name))
         if stop is not None and stop <= start:
             return b""
@@ -103,7 +103,7 @@ class GcsStorage(BucketStorage):
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[BinaryIO]:
-        """Give a file that is uploaded as it is written, without a copy here."""
+        """Provide a file that is uploaded as it is written, without a local copy."""
         with self._explain_errors("write", self.location(check_name(name))):
             with self._blob(name).open("wb", content_type=content_type(name), retry=_retry()) as file:
                 yield file
@@ -176,10 +176,10 @@ class GcsStorage(BucketStorage):
 
 
 def _is_refused(error: auth.GoogleAuthError) -> bool:
-    """Return whether the server that grants access has answered no, and would answer so again."""
+    """Return whether the server that grants access has refused, and would refuse again."""
     if isinstance(error, auth.DefaultCredentialsError):
-        # Its subclasses say what is wrong with credentials that were found. Without a key file, they come from the
-        # machine's metadata server, whose silence, as when a pod has just started, can't be told from its absence.
+        # Its subclasses say what is wrong with credentials that exist. Without a key file, they come from the machine's
+        # metadata server, whose silence, as when a pod has just started, can't be told from its absence.
         return type(error) is not auth.DefaultCredentialsError or "GOOGLE_APPLICATION_CREDENTIALS" in os.environ
     if isinstance(error, auth.RefreshError):
         return not error.retryable and not isinstance(error.__cause__, auth.TransportError)
@@ -187,7 +187,7 @@ def _is_refused(error: auth.GoogleAuthError) -> bool:
 
 
 class _OpenObject:
-    """An object that is downloaded as it is read, and from where it was where the connection breaks."""
+    """An object that is downloaded as it is read; if the connection breaks, the download resumes where it was."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ class LocalStorage(Storage):
         """Use a folder. With `private`, only its user can read its files, whatever the umask and the folder allow."""
         self._folder = Path(folder).expanduser().absolute()
         self._private = private
-        self._one_at_a_time = threading.Lock()  # A write that doesn't fit takes all the room until it fails.
+        self._one_at_a_time = threading.Lock()  # A write that doesn't fit uses up all the space until it fails.
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return functools.partial(LocalStorage, private=self._private), (str(self._folder),)
@@ -51,13 +51,13 @@ class LocalStorage(Storage):
             return path.stat().st_size
 
     def write(self, name: str, content: bytes) -> None:
-        """Write beside it, flush to the disk, rename: a reader sees the old file or the new one."""
+        """Write a temporary file, flush it to disk and rename it: a reader sees the old file or the new one."""
         with self._one_at_a_time, self.writing(name) as file:
             file.write(content)
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[BinaryIO]:
-        """Open a file beside it, which is flushed to the disk and renamed at the end."""
+        """Open a file beside it, which is flushed to disk and renamed at the end."""
         path = self._path(name)
         with _writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ class LocalStorage(Storage):
             path.unlink(missing_ok=True)
 
     def clean(self, older_s: float) -> None:
-        """Remove hidden partial files that weren't written to for so long."""
+        """Remove hidden partial files that haven't been written to for that long."""
         for folder, _, files in os.walk(self._folder):
             for path in (Path(folder, name) for name in files if name.startswith(".") and name.endswith(_PARTIAL)):
                 with _writing(path, "delete"), contextlib.suppress(FileNotFoundError):
@@ -143,7 +143,7 @@ class LocalStorage(Storage):
 
     @contextlib.contextmanager
     def _partial(self, path: Path) -> Iterator[tuple[Path, BinaryIO]]:
-        """Give the path of a hidden file beside `path`, and the file, to be written to; it is gone afterwards."""
+        """Provide a hidden file beside `path`, with its path, to write to; it no longer exists afterwards."""
         partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{_PARTIAL}")
         try:
             with open(partial, "wb", opener=_for_its_user_only if self._private else None) as file:
@@ -156,9 +156,9 @@ class LocalStorage(Storage):
 
 
 def _for_its_user_only(path: str, flags: int) -> int:
-    """Open a file that no other user can read, whatever the process's umask and the folder are.
+    """Open a file that no other user can read, whatever the process's umask and the folder allow.
 
-    Prompts, pictures and latents are in them, and not every process that writes snapshots is the service's own.
+    Files contain prompts, pictures and latents, and not every process that writes snapshots belongs to the service.
     """
     return os.open(path, flags, 0o600)
 

@@ -13,10 +13,10 @@ def open_storage(location: str | Path, *, private: bool = True) -> Storage:
 
     Args:
         location: The path, or the address.
-        private: Whether files in a folder are for their user only; in a bucket its own rules say who may read.
+        private: Whether files in a folder are readable by their user only; a bucket has its own rules.
 
     Raises:
-        InvalidInput: It has another scheme.
+        InvalidInput: The address has another scheme.
         StorageError: Credentials are missing.
     """
     text = str(location)

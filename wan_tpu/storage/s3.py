@@ -1,6 +1,6 @@
-"""Amazon S3, and what speaks its protocol, with Amazon's own client.
+"""Amazon S3, and services that speak its protocol, with Amazon's own client.
 
-Credentials and region are found as that client finds them; AWS_ENDPOINT_URL sends everything to another service.
+The client finds credentials and region in its usual way; AWS_ENDPOINT_URL redirects everything to another service.
 """
 
 import contextlib
@@ -41,8 +41,8 @@ except ImportError:
 
 PART_BYTES = 32 * 2**20  # Size of a part of an upload. S3 takes 10,000 parts, each but the last of at least 5 MiB.
 _PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
-MAX_CLIENTS = 16  # Buckets whose clients are kept.
-# The client makes one attempt: `_repeat` repeats it, for as long as an outage may last.
+MAX_CLIENTS = 16  # The number of buckets whose clients are kept.
+# The client makes a single attempt; `repeat` repeats it for as long as an outage may last.
 _CONFIG = Config(
     connect_timeout=10, read_timeout=60, max_pool_connections=32, retries={"mode": "standard", "total_max_attempts": 1}
 )
@@ -71,7 +71,7 @@ class S3Storage(BucketStorage):
             self.client = _make_client(bucket, frozenset(settings.items()))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Return the content of the object; of the whole one the client compares its checksum."""
+        """Return the content of the object; the client verifies the checksum of a whole one."""
         where = check_name(name)
         if stop is not None and stop <= start:
             return b""
@@ -113,7 +113,7 @@ class S3Storage(BucketStorage):
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[BinaryIO]:
-        """Give a file that is uploaded in parts as it is written, without a copy here."""
+        """Provide a file that is uploaded in parts as it is written, without a local copy."""
         upload = _Upload(self, check_name(name))
         try:
             yield cast(BinaryIO, upload)
@@ -123,7 +123,7 @@ class S3Storage(BucketStorage):
             raise
 
     def upload(self, name: str, content: bytes) -> None:
-        """Upload the object, at once: a large one is at most 5 GB."""
+        """Upload the object in a single call, which allows at most 5 GB."""
         self.call("write", name, lambda key: self.client.put_object(
             Bucket=self.bucket, Key=key, Body=content, ContentType=content_type(name)
         ))  # fmt: skip
@@ -133,7 +133,7 @@ class S3Storage(BucketStorage):
         self.call("delete", name, lambda key: self.client.delete_object(Bucket=self.bucket, Key=key))
 
     def clean(self, older_s: float) -> None:
-        """Remove the parts of uploads that began longer ago than that, and never ended."""
+        """Remove the parts of uploads that began longer ago than that and never finished."""
         before = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=older_s)
         for upload in self._list("list_multipart_uploads", "Uploads"):
             if upload["Initiated"] <= before:
@@ -148,7 +148,7 @@ class S3Storage(BucketStorage):
             return signed
 
     def call(self, action: str, name: str, ask: Callable[[str], T]) -> T:
-        """Return what `ask` returns for the key of an object, asked until an outage has lasted too long."""
+        """Return what `ask` returns for an object's key, repeating it until an outage has lasted too long."""
         with self._explain_errors(action, self.location(name)):
             return repeat(lambda: ask(self.key(name)))
 
@@ -212,11 +212,11 @@ class S3Storage(BucketStorage):
 def _make_client(bucket: str, settings: frozenset[tuple[str, str]]) -> Any:
     """Return a client of Amazon's service; raise `NoCredentialsError`.
 
-    Making one takes longer than a read, so that of a bucket is kept: threads may share it.
+    Creating a client takes longer than a read, so each bucket's client is kept; threads may share it.
 
     Args:
-        bucket: The bucket that it is for, whose region it learns.
-        settings: The environment's variables that it is made from.
+        bucket: The bucket that it is for; the client learns the bucket's region.
+        settings: The environment variables that configure it.
     """
     session = boto3.session.Session()
     if session.get_credentials() is None:
@@ -225,7 +225,7 @@ def _make_client(bucket: str, settings: frozenset[tuple[str, str]]) -> Any:
 
 
 class _Upload(io.RawIOBase):
-    """An object that is written in pieces: in parts, of which nothing is to be seen before the last is there."""
+    """An object that is written in parts; none of them is visible before the last one is complete."""
 
     def __init__(self, storage: S3Storage, name: str, number: str = "") -> None:
         self._storage, self._name, self._number = storage, name, number
@@ -251,7 +251,7 @@ class _Upload(io.RawIOBase):
         return None
 
     def abort(self) -> None:
-        """Have its parts removed; where the service doesn't answer, `S3Storage.clean` does so later."""
+        """Have its parts removed; if the service doesn't answer, `S3Storage.clean` does so later."""
         if self._number:
             with contextlib.suppress(StorageError):
                 self._call("abort_multipart_upload")
@@ -273,7 +273,7 @@ class _Upload(io.RawIOBase):
 
 
 class _OpenObject:
-    """An object that is downloaded as it is read, and from where it was where the connection breaks."""
+    """An object that is downloaded as it is read; if the connection breaks, the download resumes where it was."""
 
     def __init__(self, storage: S3Storage, name: str, version: str, start: int) -> None:
         self._storage, self._name, self._version, self._position = storage, name, version, start
@@ -302,7 +302,7 @@ class _OpenObject:
 
 
 def repeat(call: Callable[[], T]) -> T:
-    """Return what a call returns; one that fails for now is repeated, with growing pauses, for `outage_s`."""
+    """Return what a call returns; on temporary errors it is repeated, with growing pauses, for `outage_s`."""
     until, pause_s = time.monotonic() + base.outage_s(), _PAUSE_S
     while True:
         try:

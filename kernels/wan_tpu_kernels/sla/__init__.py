@@ -1,1 +1,1 @@
-"""Around sparse attention: which keys it attends to, and the linear attention that makes up for the others."""
+"""The parts around sparse attention: the choice of keys, and linear attention to make up for the others."""
