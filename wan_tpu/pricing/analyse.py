@@ -1,10 +1,10 @@
 """Predict how long a compiled TPU program takes, from its scheduled HLO.
 
-Two figures are kept apart. The *estimate* sums the compiler's own estimated cycles. The *floor* gives every item that
-is no matrix product the time its HBM bytes need and nothing else. Some of the compiler's estimates are placeholders
-(for transposing copies), and no program reaches the floor: the truth lies between. Both add the cycles of the Pallas
-kernels, which the compiler doesn't estimate, and what collectives and copies between HBM and VMEM take beyond the
-work that is scheduled while they are under way.
+There are two figures. The *estimate* sums the compiler's own estimated cycles. The *floor* gives every item that isn't
+a matrix product only the time that its HBM traffic needs. Some of the compiler's estimates are placeholders (for
+transposing copies), and no program reaches the floor: the truth lies between. Both add the cycles of the Pallas
+kernels, which the compiler doesn't estimate, and the time of collectives and of copies between HBM and VMEM that isn't
+hidden by work scheduled meanwhile.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -18,7 +18,7 @@ from wan_tpu.pricing.hlo import Computation, Instruction, Module, parse
 from wan_tpu.pricing.ici import Interconnect
 from wan_tpu.pricing.kernel_calls import KernelCall, read_kernel_call
 
-UNKNOWN = 2**63 - 1  # The compiler's mark on a fusion whose cycles it can't estimate.
+UNKNOWN = 2**63 - 1  # The compiler's value for a fusion whose cycles it can't estimate.
 KernelCycles = Callable[[KernelCall], float | None]
 
 
@@ -48,13 +48,13 @@ def analyse(
 
 @dataclass
 class _Channels:
-    """Channels that move data in parallel with the TensorCore, each one transfer at a time in the order of starts."""
+    """Channels that move data in parallel with the TensorCore, each doing one transfer at a time, in start order."""
 
     free: dict[Hashable, Times] = field(default_factory=dict)  # when each has done all that was started
     under_way: dict[str, tuple[Times, Times]] = field(default_factory=dict)  # name -> (finish, duration)
 
     def start(self, name: str, now: Times, busy: Mapping[Any, float]) -> None:
-        """Start a transfer; busy: for how long it keeps each channel that it uses."""
+        """Start a transfer; `busy` says for how long it occupies each channel that it uses."""
         finish, duration = now, max(busy.values(), default=0.0)
         for channel, seconds in busy.items():
             self.free[channel] = now.or_later(self.free.get(channel, ZERO)) + Times(seconds, seconds)
@@ -70,7 +70,7 @@ class _Channels:
 
 
 def _categorize_kernel(name: str) -> str:
-    """Return what a kernel is counted as, by its name: of `kernels/`, or another attention (splash)."""
+    """Return the category of a kernel by its name: one of `kernels/`, or another attention (splash)."""
     known = {"attention": "attention", "top_lists": "attention", "splash": "attention"}
     known |= {"linear": "matmul", "causal_conv": "convolution"}
     return next((category for start, category in known.items() if start in name), "vector")
@@ -78,7 +78,7 @@ def _categorize_kernel(name: str) -> str:
 
 @dataclass
 class _Walk:
-    """Goes through the schedules of a program's computations and adds an item for each instruction."""
+    """Walks the schedules of a program's computations and adds an item for each instruction."""
 
     module: Module
     hardware: Hardware
@@ -105,7 +105,8 @@ class _Walk:
     def trips(self, loop: Instruction, computation: Computation) -> int:
         """Return how often a loop runs: XLA's own note, or the constant its counter is compared with.
 
-        One without, which holds kernels, repeats what went wrong: it runs where these are the kernels preferred.
+        A loop without either that holds kernels repeats a failed attempt: it runs if its kernels are the preferred
+        ones.
         """
         known = traffic.read_trip_count(loop)
         if known is None:
@@ -202,7 +203,7 @@ class _Run:
         if category == "kernel":
             call = read_kernel_call(instruction, self.computation)
             nbytes -= call.unread_bytes
-            # A kernel's copies run in parallel with its instructions: the longer of the two.
+            # A kernel's copies run in parallel with its instructions, so the longer of the two counts.
             alone = max(walk.seconds_of_kernel(call), nbytes / hardware.hbm_bytes_per_s)
             kernel_category = _categorize_kernel(call.name)
             moved_in_all = nbytes * self.executions

@@ -1,8 +1,8 @@
-"""Count the instructions of TPU kernels by compiling them for a chip that is described, not present.
+"""Count the instructions of TPU kernels by compiling them for a chip that is only described, not present.
 
 A TPU TensorCore is statically scheduled: it issues one bundle of instructions a cycle, so the bundles of a kernel's
-inner region predict its time when nothing stalls. libtpu holds the whole compiler. A child process compiles a function
-with the compiler told to write its final bundles to a folder; this module reads them.
+inner region predict its time when nothing stalls. libtpu contains the whole compiler. A child process compiles a
+function and has the compiler write its final bundles to a folder; this module reads them.
 
 Needs libtpu. The child runs this file by its path and imports nothing of the package, so that it starts quickly.
 """
@@ -31,7 +31,8 @@ COMPILER_ENVIRONMENT = {
 ROOT = str(Path(__file__).parents[2])
 _BUNDLE = re.compile(r"^\s*0x[0-9a-f]+\s+(\w+)?:\s*(>*)", re.MULTILINE)  # its label, how many loops are around it
 _PRODUCT = " vmatmul"  # The instruction of the matrix units on every chip.
-# Unless passes are chosen, all write their text, which takes 2.5 times the compile time and 200 MB for each kernel.
+# Unless passes are selected, all of them write their text, which takes 2.5 times the compile time and 200 MB per
+# kernel.
 PASSES = "final_bundles|final_hlo-static-per-bundle-utilization"
 
 
@@ -50,7 +51,7 @@ class KernelBundles:
         name: The kernel's name.
         total: All its bundles.
         hot: The region with the most bundles of its own: the body of the kernel's main loop, or of its main grid step.
-        around: The bundles of the loops around it that run whenever it does, to go on to the next grid step.
+        around: The bundles of the enclosing loops that run whenever it does, to advance to the next grid step.
         slot_bound: The most instructions that any issue slot must take, by its capacity: no schedule is shorter.
         slots: The share of each slot's capacity that is used.
         loops: Bodies by the iterations of the loops around them, outermost first. The grid's loop, where it has several
@@ -122,7 +123,7 @@ def _read(folder: Path) -> list[KernelBundles]:
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """What is under one `pl.when` or in one loop (a loop's body is counted once), from one bundle to before another."""
+    """The bundles under one `pl.when` or in one loop (its body counted once), from `start` up to before `stop`."""
 
     start: int
     end: int
@@ -201,8 +202,8 @@ def _make_body(bundles: list[Bundle]) -> Body:
 def find_hot_bundles(regions: list[Region], bundles: list[Bundle]) -> tuple[Body, int]:
     """Return the region with the most bundles of its own, and how many of the loops around it always run with it.
 
-    Where nearly all is its own, all of it counts: a few bundles of bounds checks and waits form regions, too. What
-    holds a loop is no such region, its loop may be.
+    If nearly all of a region is its own, all of it counts, because a few bundles of bounds checks and waits form
+    regions, too. A region that contains a loop doesn't qualify, but the loop may.
     """
     own: dict[Region, list[Bundle]] = {}
     for region in regions:

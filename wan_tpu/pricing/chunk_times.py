@@ -1,4 +1,4 @@
-"""Predicts when the chunks of a video are there that is decoded chunk after chunk while it is denoised."""
+"""Predict when the chunks of a video become available if it is decoded chunk by chunk while it is denoised."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +12,7 @@ from wan_tpu.spec import ModelSpec
 
 # From one stage to the next: the median of 0.1 to 0.4 MB between pools of slices is up to 0.066 s (docs/benchmarks.md).
 HAND_OVER_S = 0.066
-LOOK_S = 0.05  # At most this long a denoised chunk waits until its decoder looks for it.
+LOOK_S = 0.05  # The longest that a denoised chunk waits until its decoder looks for it.
 
 
 def predict_playback(
@@ -30,7 +30,7 @@ def predict_playback(
         request: The request.
         stages: All stages of the model.
         steps: The name of each expert's step.
-        decodes_beside: Whether another slice of the kind decodes a chunk while the next one is denoised.
+        decodes_beside: Whether another slice of the same kind decodes a chunk while the next one is denoised.
     """
     seconds = {program.name: _seconds(program) for stage in stages for program in stage.programs}
     encoder = next((stage for stage in stages if stage.name == ENCODER), None)
@@ -61,7 +61,7 @@ def predict_playback(
 def _expert_seconds(
     spec: ModelSpec, request: ResolvedRequest, expert: Expert, step: str, prices: Mapping[str, float]
 ) -> float:
-    """Return the seconds of one stretch of a chunk's steps."""
+    """Return the seconds of one expert's steps of a chunk."""
     enlarge = (ENLARGE if step == STEP else FIRST_ENLARGE) if expert.enlarges else None
     before_s = prices.get(KEYS, 0.0) + (prices[enlarge] if enlarge is not None else 0.0)
     return before_s + prices[step] * (expert.stop - expert.start) + expert_seconds(spec, request, expert)

@@ -1,7 +1,8 @@
 """Compile one program of a model for a described slice, in a separate process, and store the compiler's report.
 
-A process of its own, because a full-size program takes gigabytes to compile and the compiler may crash instead of
-refusing. What is kept: the scheduled HLO, the memory it needs, the seconds it took, under a key of all that changes it.
+A separate process is used because a full-size program takes gigabytes to compile, and because the compiler may crash
+instead of refusing. The scheduled HLO, the memory it needs and the seconds it took are stored under a key of everything
+that affects them.
 """
 
 import dataclasses
@@ -72,9 +73,9 @@ class Compiled:
         compile_cpu_s: The same summed over the cores, which depends less on what else the machine does.
         weights_bytes: Its weights.
         other_bytes: Its other arguments, results and temporaries.
-        over_bytes: By how much it exceeds the memory, if that is why it can't be compiled.
+        over_bytes: The bytes by which it exceeds the memory, if that is why it can't be compiled.
         refused: Why it can't be compiled, or empty.
-        code_bytes: The program itself, which stays on the device from its first call on.
+        code_bytes: The size of the program itself, which stays on the device after its first call.
     """
 
     compile_s: float
@@ -92,7 +93,7 @@ class Compiled:
 
 
 def compile_job(job: Job, cache: Path) -> tuple[Compiled, str]:
-    """Return what the compiler says of a job and its scheduled HLO (empty when refused), from the cache if it can."""
+    """Return the compiler's report on a job and the scheduled HLO (empty if refused), from the cache if possible."""
     result, hlo = cache / f"{job.digest}.json", cache / f"{job.digest}.hlo.gz"
     known = _read(result, hlo)
     if known is None:
@@ -116,7 +117,7 @@ def is_known(job: Job, cache: Path) -> bool:
 
 
 def _read(result: Path, hlo: Path) -> tuple[Compiled, str] | None:
-    """Return what is kept of a job; None where there is nothing, or it is damaged."""
+    """Return the stored result of a job; None if there is none, or if it is damaged."""
     try:
         compiled = Compiled(**json.loads(result.read_text()))
         return compiled, "" if compiled.refused else gzip.decompress(hlo.read_bytes()).decode()
@@ -158,7 +159,7 @@ def _compile(job: Job, result: Path) -> None:
 
 
 def describe_refusal(error: DoesNotFit, seconds: tuple[float, float], weights: int) -> Compiled:
-    """Return what the compiler refused, with what it says of the memory that it wants."""
+    """Return the report of a refused program, with the memory that the compiler says it needs."""
     needed, available = error.needed_bytes, error.device_bytes
     if needed is None or available is None:
         return Compiled(*seconds, weights, refused=str(error))

@@ -1,7 +1,8 @@
-"""Seconds of a video in which the host works and the devices wait, predicted from a request's size.
+"""Predict, from a request's size, the seconds during which the host works and the devices wait.
 
-Of one core: `python scripts/bench_host.py` measures them (docs/benchmarks.md). What the host does while the devices
-compute takes no time of a video: drawing a later step's noise, and encoding all frames but the last.
+They are seconds of one core, as measured by `python scripts/bench_host.py` (docs/benchmarks.md). Work that the host
+does while the devices compute costs a video no time: drawing a later step's noise, and encoding all frames but the
+last.
 """
 
 import math
@@ -16,7 +17,7 @@ _PIXEL_S = 7e-8  # of an image, or a video's frame, to begin with
 _NOISE_S = 4e-9  # for each number
 _CORRELATED_NOISE_S = 5.5e-9  # for each number of the noise that enlarged latents get
 _COPY_S = 1e-9  # for each number that one stage hands to the next
-_HISTORY = 2  # Frames of the history of a chunk, by those of the chunk.
+_HISTORY = 2  # Frames of a chunk's history, as a multiple of the chunk's own.
 _CALL_S = 0.0028  # from a step to the next, which a slice's leader calls for
 _MP4_S = 9e-8  # for each pixel of a frame: from the last one to the finished file
 # For each pixel of all frames, where a decoder returns them at once: 9.3 ns of a core with sound (2026-11-28), of eight
@@ -44,12 +45,12 @@ def host_seconds(spec: ModelSpec, request: ResolvedRequest, images: int | None =
 
 
 def expert_seconds(spec: ModelSpec, request: ResolvedRequest, expert: Expert) -> float:
-    """Return the host's seconds for one stretch of a chunk's steps: its noise, the history, and the calls.
+    """Return the host's seconds for one expert's steps of a chunk: its noise, the history, and the calls.
 
     Args:
         spec: A model that denoises a video chunk after chunk.
         request: The request.
-        expert: The stretch.
+        expert: The expert.
     """
     finished = math.prod(spec.latent_shape(request))
     own = math.prod(spec.latent_shapes(request, expert.stop)[VIDEO])

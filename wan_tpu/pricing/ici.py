@@ -1,8 +1,8 @@
 """The time of a collective on the links between chips.
 
-Traffic is put on the real links: members of a group stand at their coordinates in the slice, every hop is routed
-dimension by dimension over the shorter way, groups of one collective run at once, and the busiest link sets the time.
-Latency is not modelled: it is microseconds, the collectives that matter here take hundreds.
+Traffic is assigned to the real links: members of a group have their coordinates in the slice, every hop is routed
+dimension by dimension over the shorter way, all groups of a collective run at once, and the busiest link determines the
+time. Latency is not modelled: it is microseconds, whereas the collectives that matter here take hundreds.
 """
 
 import itertools
@@ -40,7 +40,7 @@ class Interconnect:
     wraps: Coordinate = (0, 0, 0, 0)
 
     def seconds(self, kind: str, groups: Sequence[Sequence[int]], data_bytes: float) -> float:
-        """Return the time of one collective that has the links to itself; arguments as of `busy`."""
+        """Return the time of one collective that has the links to itself; the arguments are those of `busy`."""
         return max(self.busy(kind, groups, data_bytes).values(), default=0.0)
 
     def busy(self, kind: str, groups: Sequence[Sequence[int]], data_bytes: float) -> dict[Link, float]:
@@ -86,7 +86,7 @@ class Interconnect:
         return (here + (1 if forward <= size - forward else -1)) % size
 
     def _order_ring(self, kind: str, group: Sequence[int]) -> list[int]:
-        """Order a group so that neighbours are close: a cycle through a block of chips where there is one."""
+        """Order a group so that neighbours are close: as a cycle through a block of chips if it is one."""
         if kind in ("all-to-all", "ragged-all-to-all", "collective-permute"):
             return list(group)
         candidates = [_order_snake(self.coordinates, group, flipped) for flipped in (False, True)]

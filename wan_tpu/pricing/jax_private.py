@@ -1,6 +1,6 @@
-"""All that pricing uses of JAX without being public: any version may change it.
+"""Everything that pricing uses of JAX that isn't public: any version may change it.
 
-`jax.extend` reads MLIR. The dialect in which Pallas writes kernels for TPUs is registered by jaxlib alone.
+`jax.extend` reads MLIR. Only jaxlib registers the dialect in which Pallas writes kernels for TPUs.
 """
 
 from jax.extend.lowering import JaxIrContext, upstream_dialects

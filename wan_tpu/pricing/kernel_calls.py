@@ -1,4 +1,4 @@
-"""Read the Pallas calls of a compiled program: what they run, and a program of each alone, to count its bundles."""
+"""Read the Pallas calls of a compiled program, and turn each into a program of its own, to count its bundles."""
 
 import base64
 import hashlib
@@ -25,7 +25,8 @@ _DTYPES = {
 }  # fmt: skip
 # The parts of a kernel call's configuration: code, compiler flags, VMEM limit.
 _CONFIG = ("custom_call_config", "flag_configs", "scoped_memory_configs")
-# What the compiler of v7x decided of a program: where its arrays lie. Alone a kernel's lie elsewhere.
+# Decisions of v7x's compiler about where a program's arrays are. In a program of its own, a kernel's arrays are
+# elsewhere.
 _DECIDED = ("input_memory_space_colors", "output_memory_space_colors")
 Array = tuple[str, tuple[int, ...]]  # dtype as JAX names it, dimensions
 
@@ -40,14 +41,15 @@ class KernelCall:
         parallel: Whether the cores of a chip may share each grid axis.
         operands: The arrays that it reads.
         results: The arrays that it writes.
-        macs: The multiply-adds of a grid step's matrix products; of alternatives under conditions, the largest. Those
+        macs: The multiply-adds of a grid step's matrix products; of conditional alternatives, only the largest. Those
             of 8-bit numbers count half, which is the most that matrix units gain from them.
-        busy: The multiply-adds of all grid steps as a share of as many of the costliest: a last block may be partial.
+        busy: The multiply-adds of all grid steps, relative to all steps costing as much as the costliest: a last block
+            may be partial.
         repeats: The iterations in each grid step of the innermost loop of constant length, or 1 without one. Loops
             under conditions, such as those over a last block, don't count.
         loops: How many loops run at every grid step.
-        stacks: The numbers of the operands of which all grid steps read one slice along the first dimension, that of an
-            index which is an operand too.
+        stacks: The numbers of the operands of which all grid steps read the same slice of the first dimension, chosen
+            by an index that is another operand.
         config: The compiler's configuration of the kernel, including its body.
     """
 
@@ -109,14 +111,14 @@ def read_kernel_call(instruction: Instruction, computation: Computation) -> Kern
 
 
 def load_saved(path: str) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
-    """Return a program of one saved call alone, and its arguments, as `bundles.count_bundles` wants them."""
+    """Return a program with only one saved call, and its arguments, as `bundles.count_bundles` expects them."""
     call = json.loads(Path(path).read_text())
     operands, results = (
         [jax.ShapeDtypeStruct(dims, dtype) for dtype, dims in call[side]] for side in ("operands", "results")
     )
 
     def run(*arguments: jax.Array) -> Any:
-        # Version 1 of the custom-call interface takes its configuration as the text that stood in the program.
+        # Version 1 of the custom-call interface takes its configuration as the text from the program.
         alone = jax.ffi.ffi_call(
             "tpu_custom_call", results, custom_call_api_version=1, legacy_backend_config=call["config"]
         )
@@ -127,7 +129,7 @@ def load_saved(path: str) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct
 
 @dataclass(frozen=True)
 class _Mosaic:
-    """What a kernel's own module says; the fields are those of `KernelCall`."""
+    """The contents of a kernel's own module; the fields are those of `KernelCall`."""
 
     grid: tuple[int, ...]
     parallel: tuple[bool, ...]
@@ -206,7 +208,7 @@ def _count_macs(operation: Any, grid: tuple[int, ...]) -> _Macs:
 def _sum_macs(region: Any, grid: tuple[int, ...]) -> _Macs:
     """Count what a region holds; of what stands under conditions the largest, in the mean each as often as it runs.
 
-    A condition that isn't on a grid index may hold always, but not two of them at once.
+    A condition that isn't on a grid index may always hold, but no two of them hold at once.
     """
     mean = most = largest = unknown = 0.0
     for child in (inner.operation for block in region for inner in block):
@@ -223,7 +225,7 @@ def _sum_macs(region: Any, grid: tuple[int, ...]) -> _Macs:
 
 
 def _compute_share(condition: Any, grid: tuple[int, ...]) -> float | None:
-    """Return in which part of all grid steps a condition holds, None where it isn't one on a grid index."""
+    """Return the share of grid steps in which a condition holds; None if it isn't a condition on a grid index."""
     operation = getattr(condition.owner, "operation", None)
     if operation is None or not _is(operation, "arith.cmpi"):
         return None

@@ -1,4 +1,4 @@
-"""Cycles of Pallas calls: each kernel is compiled alone, once, and its bundles are counted and kept."""
+"""Cycles of Pallas calls: each kernel is compiled alone, once, and its bundle counts are stored."""
 
 import functools
 import json
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepBundles:
-    """Bundles of one grid step: where its matrix products are, and the rest, which runs at every step, too.
+    """Bundles of one grid step: those around its matrix products, and the rest, which also runs at every step.
 
     idle: of the former, those before the first product and after the last of each run of a loop
     """
@@ -36,13 +36,14 @@ CountBundles = Callable[[KernelCall, str, int], StepBundles]
 
 
 class KernelPrices:
-    """Bundles a grid step of every kernel asked for, kept in a folder; call it to price a Pallas call.
+    """Bundles per grid step of every requested kernel, stored in a folder; call it to price a Pallas call.
 
-    A TensorCore issues one bundle a cycle, so bundles of the grid's body x iterations is the time when nothing stalls.
-    On some chips the compiler schedules products faster than the matrix units take them at their peak (v5p, v5e; linear
-    layers on v7x): they wait for the units then, which stand still before the first product and after the last. A
-    schedule that is no shorter than its products at their peak is believed: on v6e it queues some of them. Grid steps
-    that do less than the costliest, such as those with a part of a block of keys, count by products.
+    A TensorCore issues one bundle per cycle, so the bundles of the grid's body times its iterations is the time when
+    nothing stalls. On some chips the compiler schedules products faster than the matrix units can accept them at their
+    peak (v5p, v5e; linear layers on v7x): products then wait for the units, which are idle before the first product and
+    after the last. A schedule that is no shorter than its products at their peak is taken as it is: on v6e some of them
+    are queued. Grid steps that do less than the costliest, such as those with a part of a block of keys, count in
+    proportion to their products.
     """
 
     def __init__(self, folder: Path, hardware: Hardware, cores: int, count: CountBundles) -> None:
@@ -85,7 +86,7 @@ class KernelPrices:
 
 @functools.cache
 def _describe_counter() -> str:
-    """Name what counts: the compiler and the code that reads its output."""
+    """Identify the counter: the compiler, and the code that reads its output."""
     code = [Path(file).read_text() for file in (bundles.__file__, kernel_calls.__file__, __file__)]
     return key.digest(repr([installed_version("libtpu"), *code]))
 
@@ -93,8 +94,8 @@ def _describe_counter() -> str:
 def count_alone(call: KernelCall, host: str, steps: int) -> StepBundles:
     """Compile a call alone for a chip of a host, whose core runs `steps` grid steps, and return the bundles of one.
 
-    That is the hot region and what stands around it in the grid's loop. Where the hot region is the body of a loop,
-    which stands in the code once, it is run again and again; several loops in a step count as often as each runs.
+    These are the hot region and the bundles around it in the grid's loop. If the hot region is the body of a loop, it
+    counts once per iteration, although its code exists only once; several loops in a step count as often as each runs.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "call.json"

@@ -20,7 +20,7 @@ KEYS = "text keys"
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of one call; `paths` says which branch attention takes: every head optimistic, or every head online."""
+    """Seconds of one call; attention takes one branch everywhere: every head optimistic, or every head online."""
 
     total: Times
     by_category: dict[str, Times]
@@ -29,7 +29,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class ProgramPlan:
-    """One program: how often it runs for a video, what it needs, what it takes (None when it can't be compiled)."""
+    """One program: how often it runs per video, the memory it needs, and its time (None if it can't be compiled)."""
 
     name: str
     calls: int
@@ -46,7 +46,7 @@ class StagePlan:
         name: The stage.
         programs: Its programs.
         flops: The operations of the whole stage for one video, on all devices.
-        host_s: The seconds for one video in which the devices wait for the host.
+        host_s: The seconds of one video during which the devices wait for the host.
     """
 
     name: str
@@ -56,7 +56,7 @@ class StagePlan:
 
     @property
     def seconds(self) -> Times | None:
-        """Seconds a video of the devices, heads optimistic; None when a program can't be compiled."""
+        """Seconds of the devices for one video, with optimistic heads; None if a program can't be compiled."""
         total = Times(0.0, 0.0)
         for program in self.programs:
             if program.optimistic is None:
@@ -70,9 +70,9 @@ class StageNeeds(NamedTuple):
 
     Attributes:
         seconds: Seconds of the slice.
-        resident_bytes: What stays on a device: weights and programs, by name. Stages on one slice share those that have
-            the same name.
-        working_bytes: What a device needs besides while the stage runs.
+        resident_bytes: Memory in permanent use on a device: weights and programs, by name. Stages on one slice share
+            those with the same name.
+        working_bytes: Additional memory in use on a device while the stage runs.
     """
 
     seconds: float
@@ -81,14 +81,14 @@ class StageNeeds(NamedTuple):
 
 
 def add_memory(needs: Iterable[StageNeeds]) -> list[MemoryNeed]:
-    """Return what stages need on one slice; weights and programs that they share are counted once."""
+    """Return the memory that stages need on one slice; weights and programs that they share count once."""
     needs = list(needs)
     shared = {name: count for need in needs for name, count in need.resident_bytes.items()}
     return [MemoryNeed(sum(shared.values())), *(MemoryNeed(0, need.working_bytes) for need in needs)]
 
 
 def find_owner(program: ProgramPlan) -> str:
-    """Return what a program shares its weights with."""
+    """Return the name of the program whose weights a program shares."""
     owner = program.name.split(" first")[0].split(" later")[0]
     # These come before the step.
     return STEP if owner in (KEYS, SKIPPED, FIRST_STEP, SMALLEST_STEP) or owner.startswith(ADAPTERS) else owner
@@ -116,10 +116,10 @@ class Plan:
         request: What is generated.
         tokens: Tokens of the video's latents.
         stages: The stages.
-        experts: How many of the denoising stages have weights of their own.
-        same_weights: The stages that have another one's, by name.
+        experts: The number of denoising stages with weights of their own.
+        same_weights: The stages that use another stage's weights, with that stage's name.
         images: How many images the request has; the usual number if None.
-        playbacks: How a video plays that is made chunk after chunk, by where its chunks are decoded.
+        playbacks: How a video that is made chunk by chunk plays, by where its chunks are decoded.
     """
 
     model: str
@@ -134,7 +134,7 @@ class Plan:
     playbacks: Mapping[str, Playback] = field(default_factory=dict)
 
     def needs(self, experts: Sequence[Expert]) -> dict[str, StageNeeds]:
-        """Return what each stage of the model takes, its experts one by one, those left out that can't be compiled.
+        """Return what each stage of the model needs, expert by expert, without those that can't be compiled.
 
         Args:
             experts: The experts of the request that the plan's stages run.
@@ -148,8 +148,8 @@ class Plan:
                 continue
             has_sizes = any(program.name == FIRST_STEP for program in stage.programs)
             for name in dict.fromkeys(expert.stage for expert in experts):
-                # A stage may run several stretches of steps. Each program's calls are shared by number of steps among
-                # those that run it.
+                # A stage may run several ranges of steps. Each program's calls are divided among the ranges that run
+                # it, in proportion to their steps.
                 own = [expert for expert in experts if expert.stage == name]
                 shares = []
                 for program in stage.programs:
@@ -163,7 +163,7 @@ class Plan:
     def _add_programs(
         self, shares: Sequence[tuple[ProgramPlan, float]], host_s: float, expert_weights: str = STEP
     ) -> StageNeeds:
-        """Return what programs take together.
+        """Return what programs need together.
 
         Args:
             shares: The programs, each with the share of its calls that counts.
@@ -188,14 +188,14 @@ class Plan:
 
     @property
     def copies(self) -> int:
-        """How often an expert's weights are there: with adapters, its own and the changed ones."""
+        """The number of copies of an expert's weights: with adapters, the original and the merged ones."""
         return 1 + any(program.name.startswith(ADAPTERS) for program in self.programs)
 
     @property
     def parts(self) -> list[MemoryNeed]:
         """The memory of a device that holds all weights and programs.
 
-        The programs of a VAE half share their weights, so do a step and the text's keys; experts don't.
+        The programs of a VAE half share their weights, and so do a step and the text's keys; experts don't.
         """
         weights: dict[str, int] = {}
         for program in self.programs:
@@ -206,12 +206,12 @@ class Plan:
 
     @property
     def resident_gib(self) -> float:
-        """GiB a device with all weights and programs resident."""
+        """GiB per device with all weights and programs resident."""
         return needed_bytes(self.parts) / GIB
 
     @property
     def largest_gib(self) -> float:
-        """GiB a device when weights are freed after their stage: the neediest program alone."""
+        """GiB per device if weights are freed after their stage: that of the largest program alone."""
         return max(program.compiled.total_bytes for program in self.programs) / GIB
 
 

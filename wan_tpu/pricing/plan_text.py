@@ -134,7 +134,8 @@ def _format_memory(program: ProgramPlan, memory: float, width: int) -> str:
     elif compiled.refused:
         fits = f"NO: {compiled.refused}"
     else:
-        # Arguments, results and temporaries added up are more than the compiler needs, which shares memory among them.
+        # The sum of arguments, results and temporaries is more than the compiler needs, because it shares memory among
+        # them.
         fits = f"yes, {memory - total:.1f} GiB free" if total < memory else "yes, just"
     start = f"{program.name:<{width}}{program.calls:>6}{weights:>9.2f}{other:>8.2f}{code:>6.2f}{total:>5.1f}"
     return f"{start}{compiled.compile_s:>7.0f} s{compiled.compile_cpu_s:>6.0f} s   {fits}"

@@ -82,7 +82,7 @@ class Planner:
         self._prices = KernelPrices(cache, described.hardware, described.cores, count)
 
     def plan(self, mesh: Sequence[int | None], only: str | None = None, stages: Sequence[str] | None = None) -> Plan:
-        """Return the plan on a mesh, axes that are None as by default; `only` keeps one program, `stages` some stages'.
+        """Return the plan on a mesh (None: default axes); `only` keeps one program, `stages` those of some stages.
 
         Raises `MeshError` when the mesh doesn't fit slice or model, `InvalidRequest` when no program is called `only`.
         """
@@ -109,7 +109,7 @@ class Planner:
         )
 
     def mesh(self, mesh: Sequence[int | None]) -> Mesh:
-        """Return a mesh over all devices of the slice, axes that are None as by default; raises `MeshError`."""
+        """Return a mesh over all devices of the slice, with defaults for axes that are None; raises `MeshError`."""
         devices = self._slice.devices()
         placed = make_mesh(mesh, heads=self._model.spec.heads, devices=devices)
         if placed.size < len(devices):
@@ -120,7 +120,7 @@ class Planner:
         return placed
 
     def meshes(self) -> Iterator[MeshShape]:
-        """Yield every mesh over all devices of the slice that model and request divide over."""
+        """Yield every mesh over all devices of the slice that the model and the request can be divided over."""
         devices = self._slice.devices()
         for dp in (1, 2) if self._model.spec.is_guided(self._request) else (1,):
             for tp in (n for n in range(1, len(devices) + 1) if len(devices) % (dp * n) == 0):
@@ -128,7 +128,7 @@ class Planner:
                     yield MeshShape(dp, len(devices) // (dp * tp), tp)
 
     def job(self, program: str, mesh: MeshShape) -> Job:
-        """Return what is compiled for a program; steps and guidance change the expert's programs only."""
+        """Return the job that compiles a program; steps and guidance affect only the expert's programs."""
         usual = self._model.spec.defaults
         sampled = self._request if program in (KEYS, *DENOISE_PROGRAMS) else usual
         settings: dict[str, Any] = {name: getattr(self._request, name) for name in ("height", "width", "frames")}
@@ -164,7 +164,7 @@ class Planner:
         return Prediction(cost.total, cost.by_category(), cost.unpriced)
 
     def _predict_playbacks(self, stages: Sequence[StagePlan]) -> dict[str, Playback]:
-        """Return how a video in chunks plays, by where they are decoded; nothing where some program has no price."""
+        """Return how a video in chunks plays, by where they are decoded; empty if some program has no price."""
         spec = self._model.spec
         if spec.chunk_frames is None:
             return {}
@@ -190,7 +190,7 @@ class Planner:
         encoder = [program for program in programs if program not in denoise + decoder]
         host_s = host_seconds(self._model.spec, self._request, self._images)
         if encoder:
-            # Only whether there are images matters here, not what is on them.
+            # Only the number of images matters here, not their content.
             pictures: dict[str, Any] = dict.fromkeys(IMAGES[:images], Image.new("RGB", (1, 1)))
             operations = flops.encoder(dataclasses.replace(self._request, **pictures), prompts=branches)
             yield StagePlan("encoder", tuple(encoder), operations, host_s["encoder"])

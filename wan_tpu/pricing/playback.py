@@ -1,4 +1,4 @@
-"""How a video plays that is decoded chunk after chunk: when each chunk is there, and when it is needed."""
+"""How a video that is decoded chunk by chunk plays: when each chunk is available, and when it is needed."""
 
 import itertools
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Playback:
-    """When the chunks of a video are there, in seconds from the request's arrival at idle slices.
+    """When the chunks of a video are available, in seconds from the request's arrival at idle slices.
 
     Attributes:
         first_frame_s: When the first frame is decoded.
@@ -20,12 +20,12 @@ class Playback:
 
     @property
     def start_s(self) -> float:
-        """When a client begins to play that starts as soon as it has the first chunk."""
+        """When a client that plays as soon as it has the first chunk starts to play."""
         return self.arrivals_s[0]
 
     @property
     def lag_s(self) -> float:
-        """How much later than such a client needs it the latest chunk is there: how long it waits, in all."""
+        """The longest delay of a chunk after such a client needs it, which is how long the client waits in all."""
         due = itertools.count(self.start_s, self.chunk_s)
         return max(arrival - at for arrival, at in zip(self.arrivals_s, due, strict=False))
 

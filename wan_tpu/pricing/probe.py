@@ -1,7 +1,7 @@
-"""A kernel whose bundles are known exactly, by which a chip's speed is measured.
+"""A kernel whose bundles are known exactly, to measure a chip's speed.
 
-It shows the clock, and what a grid step takes beyond its bundles. Its work is elementwise and stays in registers, so
-nothing can stall: what it takes is its bundles. Sixteen registers keep every arithmetic slot busy.
+It shows the clock rate, and what a grid step takes in addition to its bundles. Its work is elementwise and stays in
+registers, so nothing can stall: its time is its bundles. Sixteen registers keep every arithmetic slot busy.
 """
 
 import functools
@@ -47,7 +47,7 @@ def _iterate(iterations: int, x: Any, y: Any, out: Any) -> None:
 
 
 def count_probe(host: str) -> tuple[float, float]:
-    """Return the bundles of an iteration, and those that a grid step takes besides, as this libtpu compiles them.
+    """Return the bundles of an iteration, and the additional ones of a grid step, as this libtpu compiles them.
 
     host is the compiler's name of a host's chips. Raises `CompileError`.
     """
@@ -58,6 +58,6 @@ def count_probe(host: str) -> tuple[float, float]:
 
 
 def type_of_8_bits(device: jax.Device) -> Any:
-    """Return the 8-bit type whose products a TPU computes at twice the rate of bfloat16; None where it has none."""
+    """Return the 8-bit type that a TPU multiplies at twice the rate of bfloat16; None if it has none."""
     with jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("x",))):
         return next((dtype for dtype in (jnp.int8, jnp.float8_e4m3fn) if can_multiply(dtype)), None)

@@ -9,7 +9,7 @@ import numpy as np
 from wan_tpu.pricing import ici
 from wan_tpu.pricing.hlo import Computation, Instruction, Module, Shape
 
-# Nothing runs for these: they rename memory or belong to the structure of the program.
+# These run nothing: they rename memory or belong to the structure of the program.
 FREE = frozenset(
     ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "partition-id", "replica-id", "after-all",
      "opt-barrier", "add-dependency", "domain")
@@ -43,7 +43,7 @@ def categorize(instruction: Instruction, module: Module) -> str:
 
 
 def walk_inside(instruction: Instruction, module: Module) -> Iterator[Instruction]:
-    """Yield the instruction and, for a fusion or an asynchronous wrapper, all that it holds."""
+    """Yield the instruction and, for a fusion or an asynchronous wrapper, everything that it contains."""
     yield instruction
     if instruction.opcode in ("fusion", "async-start", "call"):
         for name in instruction.list_called("calls") + instruction.list_called("to_apply"):
@@ -63,22 +63,22 @@ def find_collective_kind(instruction: Instruction, module: Module) -> str | None
 
 
 def begins_collective(instruction: Instruction) -> bool:
-    """Whether a fusion starts a collective that others carry."""
+    """Return whether a fusion starts a collective that other fusions carry on."""
     return instruction.opcode == "fusion" and instruction.name.startswith("async-collective-start")
 
 
 def ends_collective(instruction: Instruction) -> bool:
-    """Whether a fusion waits for a collective that others have carried."""
+    """Return whether a fusion waits for a collective that other fusions have carried on."""
     return instruction.opcode == "fusion" and instruction.name.startswith("async-collective-done")
 
 
 def carries_collective(instruction: Instruction) -> bool:
-    """Whether a fusion computes something while it sees to a collective that was started before it."""
+    """Return whether a fusion computes something while it carries on a collective that was started earlier."""
     return instruction.opcode == "fusion" and instruction.list_called("calls")[0].startswith("async_collective_fusion")
 
 
 def name_channel(instruction: Instruction, module: Module) -> str:
-    """Return what start and end of a collective have in common that fusions in between carry: its channel."""
+    """Return the channel of a collective, which its start, its end and the fusions that carry it have in common."""
     for inner in walk_inside(instruction, module):
         match = re.search(r"channel_id=(\d+)", inner.attributes)
         if inner.opcode.removesuffix("-start") in ici.KINDS and match:
@@ -87,9 +87,9 @@ def name_channel(instruction: Instruction, module: Module) -> str:
 
 
 def count_collective_bytes(instruction: Instruction, computation: Computation, kind: str) -> float:
-    """Return the bytes that `Interconnect.seconds` wants: gathered for an all-gather, put in for all others.
+    """Return the bytes that `Interconnect.seconds` expects: gathered for an all-gather, sent for all others.
 
-    A ragged all-to-all says how many rows go where in arrays; its result is what comes in, and here as much goes out.
+    A ragged all-to-all has the numbers of rows in arrays; its result is what is received, and here as much is sent.
     """
     if kind == "ragged-all-to-all":
         return _get_shapes(instruction.operands[1], computation)[0].bytes
@@ -104,8 +104,8 @@ def count_collective_bytes(instruction: Instruction, computation: Computation, k
 def count_hbm_bytes(instruction: Instruction, computation: Computation, module: Module) -> float:
     """Return the HBM bytes that an instruction must read and write; data in VMEM is free.
 
-    Slices count what they touch, updates in place the update. This is the least traffic: nothing is read twice, though
-    a kernel may be given an array several times, to see several parts of it at once.
+    Slices count what they touch, and in-place updates count the update. This is the least possible traffic: nothing is
+    read twice, although a kernel may get an array several times, to see several parts of it at once.
     """
     if instruction.opcode == "fusion":
         return _count_fusion_bytes(instruction, computation, module)
@@ -145,7 +145,7 @@ def _count_fusion_bytes(fusion: Instruction, computation: Computation, module: M
 
 
 def _count_read_bytes(parameter: Instruction, body: Computation, module: Module, whole: float) -> float:
-    """Bytes of a fusion's parameter that are read: parts of it where only slices are taken."""
+    """Return the bytes that are read from a fusion's parameter: only parts of it if only slices are used."""
     total = 0.0
     for user, seen_as in _walk_users(parameter, body):
         if user.opcode in _PARTIAL and user.operands[0] == seen_as:
@@ -159,7 +159,7 @@ def _count_read_bytes(parameter: Instruction, body: Computation, module: Module,
 
 
 def _walk_users(instruction: Instruction, body: Computation) -> Iterator[tuple[Instruction, str]]:
-    """Yield who uses a value, and under which name, looking through what renames it."""
+    """Yield the users of a value, and the name that they use, looking through renames."""
     for user in body.users.get(instruction.name, []):
         if user.opcode in _RENAMES or _ALIASED in user.attributes:
             yield from _walk_users(user, body)
