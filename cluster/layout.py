@@ -26,7 +26,7 @@ from cluster.slice_spec import SliceSpec
 from cluster.yaml_values import parse_yaml, validate
 
 SHIPPED = Path(__file__).parent / "layouts"
-MAX_COUNT = 1000  # The most replicas of a pool, or devices along an axis; a larger number is a typing error.
+MAX_COUNT = 1000  # The most replicas of a pool, or devices along an axis. A larger number must be a typing error.
 
 _Count = Annotated[int, Field(strict=True, ge=1, le=MAX_COUNT)]
 _STRICT = ConfigDict(extra="forbid")
@@ -64,7 +64,7 @@ class Replicas:
 
 
 def _read_bounds(bounds: Any) -> Any:
-    """Return both bounds, for which a file has one number, or min and max."""
+    """Return both bounds of a file's value, which is one number, or min and max."""
     return {"max": bounds.get("min", 1)} | bounds if isinstance(bounds, dict) else {"min": bounds, "max": bounds}
 
 

@@ -1,4 +1,4 @@
-"""Whether one more job may wait, and when its turn is among those that do."""
+"""Decide whether one more job may wait, and at which position in the queue."""
 
 import math
 from typing import Any

@@ -20,8 +20,8 @@ from actors.jobs.tables import Delivery, File, Job
 from actors.jobs.values import CANCELLED, Counts, JobSettings, Room, Status, is_id
 
 MAX_PAGE = 100
-PAGE_CHARACTERS = 1_000_000  # All requests on a page together, as stored in the database. Answers have fewer bytes.
-_RETRY_WINDOW_S = 120.0  # Jobs older than this aren't matched with requests that clients repeat by themselves.
+PAGE_CHARACTERS = 1_000_000  # The most characters of all stored requests on a page. Answers have fewer bytes.
+_RETRY_WINDOW_S = 120.0  # Jobs older than this aren't matched with requests that clients repeat automatically.
 _ATTACH_MARGIN_S = 60.0  # A file that is due for removal within this time can't become an input any more.
 
 
@@ -41,7 +41,7 @@ def open_database(address: str | Path) -> Database:
 
 
 def make_private_key() -> str:
-    """Return an idempotency key that no client can send. Its holder is the only request that waits for the job."""
+    """Return an idempotency key that no client can send, so that only the request that has it waits for the job."""
     return PRIVATE + secrets.token_hex(16)
 
 
@@ -107,9 +107,9 @@ class JobStore:
             owner: Whose request it is.
             idempotency_key: Names the request, if the client sent one.
             body_digest: Of the request's body.
-            is_retry: Whether the client says that it repeats the request, as clients do by themselves after an error. A
+            is_retry: Whether the client says that it repeats the request, as clients do automatically after an error. A
                 recent job with the same body then counts as this request's even without a key, unless it has failed or
-                was cancelled. From then on it is shared: no single request waits for it.
+                was cancelled. The job is then shared: more than one request may wait for it.
 
         Raises:
             IdempotencyConflict: The key was used with another body.
@@ -137,7 +137,7 @@ class JobStore:
             return self._find(session, job, owner, BY_ID_WITH_POSITION)
 
     def look_at_all(self, jobs: Iterable[str]) -> Sequence[Job]:
-        """Return those of the given ids that exist as jobs, with their positions."""
+        """Return the jobs with the given ids, with their positions, except those that don't exist."""
         query = select(Job).options(WITH_POSITION).where(Job.id.in_(list(jobs)), Job.deleted_at.is_(None))
         with self._database.read() as session:
             return session.scalars(query).all()
@@ -182,7 +182,7 @@ class JobStore:
             jobs = session.scalars(
                 select(Job).options(WITH_POSITION).where(Job.sequence.in_(sequences)).order_by(by_age)
             ).all()
-        if sequences and not jobs:  # All of them were deleted in between, so the page now begins with later ones.
+        if sequences and not jobs:  # All of these jobs were deleted meanwhile, so the page begins with later ones.
             return self.list(owner, after=after, limit=limit, order=order, status=status)
         return Page(jobs=tuple(jobs), more=len(rows) > count)
 
@@ -278,7 +278,7 @@ class JobStore:
         self, session: Session, job: str, owner: str | None, query: Select[Job] = BY_ID, *, deleted: bool = False
     ) -> Job:
         row = None
-        if is_id(job):  # The database isn't asked for anything else, since PostgreSQL rejects some texts.
+        if is_id(job):  # Other texts aren't looked up, because PostgreSQL rejects some of them.
             row = session.scalars(query, {"wanted": job}).one_or_none()
         hidden = row is not None and row.deleted_at is not None and not deleted
         if row is None or hidden or owner not in (None, row.owner):

@@ -42,8 +42,8 @@ def read_stored(stored: dict[str, Any]) -> dict[str, Any]:
 def count_frames(request: dict[str, Any]) -> int:
     """Return how many frames the finished video of a job's request has.
 
-    One that continues another video shows that one's frames, too, of which the last is its own first frame if it was
-    made from that frame as its image.
+    A video that continues another one contains the other's frames as well. The other's last frame is also its own first
+    frame, and counts once, if it was made from that frame as its image.
     """
     frames: int = request["frames"] + max(0, request.get("source_frames", 0) - ("input_size" in request))
     return frames

@@ -22,7 +22,7 @@ from actors.jobs.values import Progress, Status, make_id
 
 
 class Table(MappedAsDataclass, DeclarativeBase):
-    """What the tables have in common."""
+    """The base class of all tables."""
 
     type_annotation_map: ClassVar = {float: Float}  # SQLAlchemy would use Double otherwise.
 
@@ -61,12 +61,12 @@ class Job(Table, kw_only=True):
         model: Name of the model that the job was accepted for; None if a program before schema 0004 accepted it.
         input_image: Name of the first frame in storage, recorded with `Retention.reserve` before it was written.
         input_last_image: The same for the last frame.
-        input_video: The same for the video that the job begins as; with `source_frames` in its request, that it
+        input_video: The same for the video that the new video begins as or, if the request has `source_frames`, that it
             continues.
         priority: Jobs of higher priority are claimed first; owners of equal priority take turns (round-robin).
         round: Number of the turn in that round-robin: in each round one job of every owner is claimed.
         deadline: A job that hasn't ended by then fails with code "deadline_exceeded".
-        idempotency_key: A request of the same owner with the same key and body is the same job.
+        idempotency_key: A request of the same owner with the same key and body refers to the same job.
         body_digest: Digest of the body that the client sent, for that comparison.
         attempts: How often the job was claimed.
         losses: How often its worker was lost.
@@ -76,8 +76,8 @@ class Job(Table, kw_only=True):
         stage_seconds: Measured seconds by stage, summed over attempts, as a worker last reported them.
         dollars: Cost of the chip-seconds, where prices are known.
         watched_at: When a client first asked to watch the video while it is decoded. Fragments are stored only then.
-        fragments: How many fragments were stored, by all attempts together. None before the first one, and once the
-            rest can't be stored: then nobody can go on watching.
+        fragments: How many fragments all attempts together have stored. None before the first one, and also after one
+            couldn't be stored, because nobody can go on watching then.
         remixed_from: Id of the job whose request this one repeats with another prompt.
         expires_at: When the job and its files are removed.
         deleted_at: When the owner deleted the job. It is hidden from then on, but lists can still continue after it.

@@ -1,4 +1,4 @@
-"""What clients that watch videos while they are decoded need to know of jobs. It is read often, so it is little."""
+"""The part of jobs that is read for clients that watch videos being decoded. It is small, because it is read often."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ _UNENDED: tuple[Status, ...] = ("queued", "in_progress")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Watched:
-    """A job as somebody who watches it sees it; the fields are those of `Job`."""
+    """The part of a job that its watchers need; the fields are those of `Job`."""
 
     status: Status
     attempts: int
@@ -34,7 +34,7 @@ def begin_to_watch(database: Database, job: str) -> None:
 
 
 def look_at_watched(database: Database, jobs: Iterable[str]) -> dict[str, Watched]:
-    """Return those of the given ids that exist as jobs."""
+    """Return the jobs with the given ids, except those that don't exist."""
     columns = select(Job.id, Job.status, Job.attempts, Job.fragments)
     with database.read() as session:
         rows = session.execute(columns.where(Job.id.in_(list(jobs)), Job.deleted_at.is_(None))).all()
@@ -42,7 +42,7 @@ def look_at_watched(database: Database, jobs: Iterable[str]) -> dict[str, Watche
 
 
 def list_fragments(database: Database, job: str) -> list[StoredFragment]:
-    """Return the stored fragments of a job's latest run in order: of its latest attempt that has any."""
+    """Return the stored fragments of the latest run, in order, of the latest attempt that has stored any."""
     stored = select(StoredFragment).where(StoredFragment.job == job)
     attempt = select(func.max(StoredFragment.attempt)).where(StoredFragment.job == job)
     with database.read() as session:

@@ -55,7 +55,7 @@ class WorkQueue:
         token = secrets.token_hex(16)
         try:
             return self._claim(worker, token, above, model)
-        except CommitUncertain:  # The claim may have succeeded, and then no other worker would make the video.
+        except CommitUncertain:  # The claim may have succeeded, and no other worker could then make the video.
             with self._database.read() as session:
                 return session.scalars(select(Job).where(Job.lease_token == token)).one_or_none()
 
@@ -95,34 +95,34 @@ class WorkQueue:
         """
         with self._database.write() as session:
             job = self._lock_claimed(session, claimed)
-            for name in names:  # They exist already if the answer to an earlier commit was lost.
+            for name in names:  # The rows exist already if the answer to an earlier commit was lost.
                 session.merge(File(name=name, job=job.id, attempt=job.attempts))
 
     def publish_fragment(self, claimed: Job, fragment: StoredFragment) -> None:
         """Show clients that watch a fragment whose name was announced and whose file is stored."""
         with self._database.write() as session:
             job = self._lock_claimed(session, claimed)
-            if session.get(StoredFragment, fragment.name) is None:  # It may have been, if the answer was lost.
+            if session.get(StoredFragment, fragment.name) is None:  # An earlier try may have added it.
                 session.merge(fragment)
                 job.fragments = (job.fragments or 0) + 1
 
     def abandon_fragments(self, claimed: Job) -> None:
-        """Let clients that watch know that no more fragments come."""
+        """Tell clients that watch that no more fragments will come."""
         with self._database.write() as session:
             self._lock_claimed(session, claimed).fragments = None
 
     def complete(
         self, claimed: Job, results: Mapping[str, str], warnings: Sequence[str] = (), *, watchable: bool = False
     ) -> Job:
-        """End a job with its results, unless it was to stop: then it fails with its `stop_code`.
+        """End a job with its results; but if it was told to stop, fail it with its `stop_code`.
 
-        Files that it wrote and that aren't results are scheduled for deletion.
+        Files that the job wrote and that aren't results are scheduled for deletion.
 
         Args:
             claimed: The job.
             results: Names that were announced, by variant.
             warnings: What the job's owner should know about the video.
-            watchable: Whether all fragments of its last run are stored, for clients that watch them still.
+            watchable: Whether all fragments of the last run are stored, so that clients can watch to the end.
         """
         with self._database.write() as session:
             job, now = self._lock_claimed(session, claimed), self._database.now(session)
@@ -188,10 +188,10 @@ class WorkQueue:
         return None
 
     def _may_run(self, session: Session, owner: str) -> bool:
-        """Return whether a key may have one more job running. If so, its row stays locked, so that others count it.
+        """Return whether a key may have one more job running. If so, its row stays locked until the job is counted.
 
-        The row of a key that may not is unlocked at once: workers visit keys in different orders, and would otherwise
-        wait for each other's locks.
+        If not, the row is unlocked at once. Workers visit keys in different orders, and would otherwise wait for each
+        other's locks.
         """
         query = select(ApiKey.running).where(ApiKey.id == owner, ApiKey.running.is_not(None)).with_for_update()
         with session.begin_nested() as locked:
@@ -205,7 +205,7 @@ class WorkQueue:
     def _lock_claimed(self, session: Session, claimed: Job) -> Job:
         """Lock a claimed job's row and copy the worker's progress and costs into it; raises `LeaseLost`.
 
-        The worker's copy learns whether somebody watches.
+        In return, the worker's copy gets the row's `watched_at`.
         """
         mine = (Job.id == claimed.id) & (Job.status == "in_progress") & (Job.lease_token == claimed.lease_token)
         job = session.scalars(select(Job).where(mine).with_for_update()).one_or_none()

@@ -1,6 +1,6 @@
 """Wait until a TPU host's chips are free for a new process, and explain why JAX can't start on them.
 
-The process that used them before may not be gone yet, and it may have left a lock behind.
+The process that used them before may still be ending, or may have left a lock behind.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ POLL_S = 0.1
 # What libtpu says when it can't start, as quoted in bug reports (vllm-project/tpu-inference 2257, levanter 1127,
 # transformers 28204). Opening an older device, /dev/accel*, that another process has open gives EPERM.
 _BUSY = re.compile(r"Device or resource busy|already in use|/dev/accel\d+\)?: Operation not permitted|libtpu_lockfile")
-# What XLA, gloo and JAX's coordination service say on one host when another process of its slice is gone.
+# Messages of XLA, gloo and JAX's coordination service on one host when another process of its slice is gone.
 _OF_OTHERS = re.compile(
     r"(?i)\bpeer\b|connection (reset|closed|refused)|failed to connect|socket closed|deadline_exceeded|barrier|"
     r"coordinat"
@@ -77,7 +77,7 @@ def classify_start_failure(place: str, error: Exception) -> SliceError:
         error: What JAX raised.
 
     Returns:
-        `ChipsBusy`, which is worth another try, only if another process has the chips; `OtherHostGone` if the host
+        `ChipsBusy`, after which another try makes sense, if another process has the chips; `OtherHostGone` if the host
         waited for another one in vain; otherwise `WrongHost`.
     """
     reason = next(iter(str(error).splitlines()), type(error).__name__)
@@ -91,14 +91,14 @@ def classify_start_failure(place: str, error: Exception) -> SliceError:
 
 
 def speaks_of_others(error: Exception) -> bool:
-    """Return whether an error says that another host is gone, which is then to blame, not the host that raised."""
+    """Return whether an error says that another host is gone. Then that host is to blame, not the one that raised."""
     if isinstance(error, OtherHostGone):
         return True
     return isinstance(error, DeviceError) and _OF_OTHERS.search(str(error)) is not None
 
 
 def list_holders(paths: Iterable[str]) -> dict[int, str]:
-    """Return a file that each other process has open of these, by process id. Other users' processes aren't seen."""
+    """Return the other processes that have one of some files open, and the file. Other users' processes aren't seen."""
     files, users = set(paths), dict[int, str]()
     for folder in Path("/proc").glob("[0-9]*/fd"):
         pid = int(folder.parent.name)

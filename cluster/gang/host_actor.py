@@ -21,8 +21,8 @@ from cluster.gang.devices import classify_start_failure, wait_for_chips
 from cluster.gang.machine_place import read_machine_place
 from cluster.gang.protocol import GROUPS, Group, GroupRunner, HostPlace, Outcome, Pulse
 
-COORDINATOR_PORTS = (21_000, 31_000)  # Below the ports of outgoing connections on Linux, 32,768 and up.
-CHIPS_S = 60.0  # How long the process that had the chips before may take to be gone.
+COORDINATOR_PORTS = (21_000, 31_000)  # Below the ports of outgoing connections on Linux, which start at 32,768.
+CHIPS_S = 60.0  # How long the previous user of the chips may take to end.
 _CONNECT_S = 0.5  # How long one try to reach the coordinator may take.
 
 
@@ -120,12 +120,12 @@ class HostActor:
         return self._process
 
     def _wait_for_chips(self) -> None:
-        """Wait for the gang that had this host before: its processes were killed, and may need a moment to be gone."""
+        """Wait until the processes of the previous gang have ended. They were killed, which may take a moment."""
         if not self._place.emulated and "jax" not in sys.modules:
             wait_for_chips(CHIPS_S)
 
     def _build(self, host_class: type | str, *args: Any) -> dict[str, str]:
-        """Build the object; return what it computes with, if its class says so: a gang's hosts must be alike."""
+        """Build the object; return the software that it uses, if its class reports that, since hosts must be alike."""
         self._wait_for_chips()
         if not self._place.emulated:
             _check_chips(self._place)
@@ -138,7 +138,8 @@ class HostActor:
 def _find_free_port(ip: str) -> int:
     """Return a port that no process listens on, outside the range from which the system assigns ports.
 
-    The system might assign one of those to another process before JAX listens there, and JAX would then end this one.
+    The system might assign a port of that range to another process before JAX listens there. JAX would then end this
+    process.
     """
     for port in random.sample(range(*COORDINATOR_PORTS), 20):
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -148,7 +149,7 @@ def _find_free_port(ip: str) -> int:
 
 
 def _emulate(devices: int, hosts: int) -> None:
-    """Let JAX, which isn't imported yet, show this many CPU devices."""
+    """Make JAX, which isn't imported yet, offer this many CPU devices."""
     # XLA splits some sums by its number of threads. With the same number everywhere, any number of hosts gives the same
     # bits.
     os.environ["NPROC"] = str(max(os.cpu_count() or 1, devices * hosts))

@@ -1,7 +1,7 @@
 """Compare what the machines of a slice say about their places in it with the labels of their Ray nodes.
 
-libtpu goes by the machine, placement by the labels. Where they differ, hosts would wait for each other until a time-out
-that names none of them.
+libtpu uses the machine's own data, placement uses the labels. If they differ, hosts would wait for each other until a
+time-out whose message names none of them.
 """
 
 import os
@@ -53,7 +53,7 @@ def read_metadata(path: str) -> str | None:
 
 
 def check_machine_places(hosts: Sequence[HostPlace], machines: Sequence[MachinePlace]) -> None:
-    """Check that each machine's own place is that of its node's labels.
+    """Check that each machine's own place agrees with the labels of its node.
 
     Args:
         hosts: The hosts according to the labels, in the order of worker ids.

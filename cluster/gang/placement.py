@@ -1,4 +1,4 @@
-"""Reserve whole slices, and place what must not run on them elsewhere."""
+"""Reserve whole slices, and place elsewhere what must not run on their hosts."""
 
 import time
 import uuid
@@ -37,12 +37,12 @@ def reserve(spec: SliceSpec, name: str, timeout_s: float | None, tell: Tell = la
     Args:
         spec: Its kind.
         name: The holder's name, which `wan-tpu status` shows.
-        timeout_s: How long to wait until one is free, or exists at all: queued machines may take days. None waits for
-            ever.
-        tell: Is called again and again with what is being waited for.
+        timeout_s: How long to wait until a slice is free. It may not exist yet, as queued machines may take days. None
+            to wait for ever.
+        tell: Called repeatedly with a line that says what is being waited for.
 
     Raises:
-        SliceStartTimeout: None was free in time; the message lists the slices of that kind and their missing hosts.
+        SliceStartTimeout: No slice was free in time; the message lists the slices of that kind and their missing hosts.
         WrongHost: The hosts' labels don't say which place in the slice each has.
     """
     # A single host needs no other one near it, and its node may have no slice name and no head resource.
@@ -119,7 +119,7 @@ def _build_place(spec: SliceSpec, worker_id: int, node: dict[str, Any]) -> HostP
 
 
 def explain_other_machines(spec: SliceSpec, nodes: Sequence[dict[str, Any]]) -> str | None:
-    """Explain that a cluster has slices of a kind, but of machines of another size; None if that isn't so."""
+    """Explain that a cluster has slices of this kind only with machines of another size; None if that isn't so."""
     chips = {
         node["Resources"].get("TPU", 0)
         for node in nodes

@@ -25,12 +25,12 @@ class Timeouts:
         start_s: Until every host's process answers.
         join_s: Until jax.distributed has joined the hosts.
         build_s: Until every host has built its object, for which it reads weights and may compile, or has reported
-            progress, and then until the next report.
+            progress; then until the next report.
         heartbeat_s: A host that doesn't answer for this long counts as hung. Hosts answer while they compute.
-        grace_s: For the other hosts to raise when one has, and for a killed process to be gone.
-        hung_s: The least time after which a gang counts as hung in a call of a kind that has taken a small part of it
-            before. Hosts that wait for each other in a collective would answer heartbeats for ever.
-        poll_s: Between two heartbeats, and so between two looks at the progress.
+        grace_s: For the other hosts to raise after one has raised, and for a killed process to end.
+        hung_s: The shortest time after which a gang can count as hung in a call whose kind took far less before. Hosts
+            that wait for each other in a collective would answer heartbeats for ever.
+        poll_s: Between two heartbeats, and so between two updates of the progress.
         chips_s: Until another process has released a host's chips. The slice is started again and again meanwhile.
     """
 
@@ -98,7 +98,7 @@ class Pulse:
         busy_s: How long its call has been running; None if it is idle.
         reports: How many times the call has reported progress.
         progress: The latest report.
-        joining: While it joins the others, what it does or waits for: a predicate for messages, such as "imports JAX".
+        joining: What the host does or waits for while it joins the others, as a predicate such as "imports JAX".
     """
 
     busy_s: float | None
@@ -125,7 +125,7 @@ class Outcome:
 
 
 class GroupRunner:
-    """Runs the calls of one group, one at a time, and answers meanwhile how far the running call is."""
+    """Runs the calls of one group, one at a time, and reports the progress of the running call meanwhile."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -176,7 +176,7 @@ _runner: contextvars.ContextVar[GroupRunner | None] = contextvars.ContextVar("ru
 
 
 def report(value: Any) -> None:
-    """Tell the leader how far the running call is.
+    """Report the progress of the running call to the leader.
 
     Args:
         value: Anything small that can be pickled. The leader may see only the latest one. An attribute `within_s`

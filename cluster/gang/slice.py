@@ -35,9 +35,9 @@ def take(
     tell: Tell = lambda text: None,
     **keywords: Any,
 ) -> "Slice":
-    """Build a `Slice`, again and again while another process holds the chips of one of its hosts.
+    """Build a `Slice`, retrying while another process holds the chips of one of its hosts.
 
-    Arguments and errors are those of `Slice`. `ChipsBusy` is an error's cause only after `timeouts.chips_s`.
+    Arguments and errors are those of `Slice`. An error has the cause `ChipsBusy` only after `timeouts.chips_s`.
     """
     until = time.monotonic() + timeouts.chips_s
     while True:
@@ -87,8 +87,8 @@ class Slice:
             *args: Its arguments.
             name: Who holds the slice, "pool/replica", as `wan-tpu status` shows it.
             timeouts: How long each phase may take.
-            on_progress: Gets what the first host reports while it is built.
-            tell: Is called with what is being waited for while no slice is free.
+            on_progress: Called with the reports of the first host while its object is built.
+            tell: Called with what is being waited for while no slice is free.
 
         Raises:
             SliceStartTimeout: A phase took too long; the message names the phase and the missing host.
@@ -157,13 +157,13 @@ class Slice:
             group: Calls of one group run one after the other. All groups but "lockstep" are for methods without
                 collectives, which may run in parallel with the lockstep.
             timeout_s: After this time without an end or a report, the call counts as hung.
-            on_progress: Gets what the method reports on the first host, perhaps not all of it.
+            on_progress: Called with the reports of the method on the first host; some may be skipped.
 
         Raises:
             CallFailed: Every host raised, or one of them outside the lockstep. The slice lives on.
             SliceLost: The gang was destroyed.
-            DeviceFailed: A device failed, or waits for another one for ever, so what devices hold is in doubt. The gang
-                was destroyed.
+            DeviceFailed: A device failed, or waits for another one for ever, so the devices' contents can't be trusted.
+                The gang was destroyed.
         """
         outcomes, payloads = self._call_all(group, method, args, group, timeout_s=timeout_s, on_progress=on_progress)
         return Returned(outcomes[0].value, payloads[0])
@@ -211,7 +211,7 @@ class Slice:
             raise self._lose(f"{self.name}: {late} for {limit_s:g} s") from None
 
     def close(self) -> None:
-        """End all hosts, even stopped ones, and release the slice. Ray ends the processes within a second."""
+        """Kill all hosts, even suspended ones, and release the slice. Ray ends the processes within a second."""
         self._lose(f"{self.name} is closed")
 
     def __enter__(self) -> Self:
@@ -258,7 +258,7 @@ class Slice:
         self._members = tuple(by_process[process] for process in range(self.spec.hosts))
 
     def _check_alike(self, software: Sequence[dict[str, str]]) -> dict[str, str]:
-        """Return what all hosts compute with; raise `SliceError` if they differ: results would be half wrong."""
+        """Return the software that all hosts use; raise `SliceError` if it differs, which makes results unreliable."""
         for process, other in enumerate(software[1:], 1):
             if different := sorted(name for name in software[0] if software[0][name] != other.get(name)):
                 name = different[0]
@@ -315,7 +315,7 @@ class Slice:
             raise SliceLost(str(self._lost))
 
     def _lose(self, why: str, kind: type[SliceLost] = SliceLost) -> SliceLost:
-        """Destroy the gang if it isn't yet; return the error for which it was destroyed first."""
+        """Destroy the gang unless that has happened; return the error for which it was first destroyed."""
         with self._state:
             if self._lost is None:
                 self._lost = kind(why)

@@ -1,7 +1,7 @@
 """Follow one call on all hosts of a gang until every outcome is in, or the gang must be given up.
 
-The end of one host ends others: JAX joins all processes at worker 0 and ends them once that is gone, and an exchange
-with a host that is gone fails on the others. The error names the host to blame, whichever end is noticed first.
+When one host ends, others end as well: all JAX processes join at worker 0 and end when it is gone, and an exchange with
+a lost host fails on the others. The error names the host to blame, whichever end is noticed first.
 """
 
 import time
@@ -42,7 +42,7 @@ class GangFailed(Exception):
 
 
 class OutOfTime(Exception):
-    """Time is up; the message says which hosts haven't answered, and how far those are that are joining the others."""
+    """Time is up. The message names the hosts that haven't answered, and says how far joining hosts have got."""
 
 
 def find_culprit(errors: Mapping[int, Exception]) -> int:
@@ -72,7 +72,7 @@ class Watch:
             group: The group whose heartbeats are watched; None while the hosts can't answer any yet.
             timeout_s: How long the call may take until its end or the first member's next report. A report with an
                 attribute `within_s` that isn't None allows that long until the next one instead.
-            on_progress: Gets the first member's reports, perhaps not all of them.
+            on_progress: Called with the first member's reports; some may be skipped.
         """
         now = time.monotonic()
         self._members = members
@@ -146,7 +146,7 @@ class Watch:
                 self._errors[index] = outcome.error
 
     def _check_dead(self) -> None:
-        """Raise `GangFailed` for a host that died: worker 0 if it is dead too; another only once worker 0 has answered.
+        """Raise `GangFailed` for a host that died. If worker 0 is dead too, blame it; otherwise wait for its answer.
 
         When worker 0 is killed, JAX ends the others, and their end may be noticed first. If worker 0 doesn't answer,
         for instance because its machine is gone, its missing heartbeats will show that in time.
@@ -161,8 +161,8 @@ class Watch:
     def _check_grace(self) -> None:
         """Raise `GangFailed` for a host that raised while others went on.
 
-        If its error blames another host, this waits for hosts that have been silent since: one of them is dead or hung,
-        as will be known in time.
+        If its error blames another host, wait for hosts that have been silent since: one of them is dead or hung, which
+        will be noticed in time.
         """
         if not self._symmetric or not self._errors or time.monotonic() - self._failed_at < self._timeouts.grace_s:
             return
@@ -185,7 +185,7 @@ class Watch:
                 except RayActorError as error:
                     self._note_death(index, error)
                     continue
-                # An idle host's call has ended, or hasn't begun, and then its report is that of the call before.
+                # If a host is idle, its call has ended or hasn't begun, and its report may be from the previous call.
                 if index == 0 and pulse.busy_s is not None:
                     self._report(pulse.reports, pulse.progress)
                 self._joining[index] = pulse.joining
