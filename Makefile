@@ -1,6 +1,6 @@
-# All a newcomer needs. Every target sets up what it uses, on a machine with make and a Python from 3.11 to 3.13.
+# Everything that a newcomer needs. Each target installs what it uses; only make and Python 3.11 to 3.13 are required.
 SUITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
-unexport PYTHONDONTWRITEBYTECODE # where it is set, every process of a test would compile this project's modules again
+unexport PYTHONDONTWRITEBYTECODE # If it were set, every process of a test would compile this project's modules again.
 PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
 	$$python -c "$(SUITS)" 2> /dev/null && echo $$python && break; done)
 VENV ?= .venv
@@ -21,11 +21,12 @@ help:
 	@echo "make bench  time the small model against diffusers on this CPU"
 	@echo "make clean  remove what the targets above made"
 
-# Folders of packages whose modules are hardly ever imported.
+# Folders in packages whose modules are hardly ever imported, so that they aren't compiled ahead of time.
 UNUSED := /(tests|testing|models|pipelines|modular_pipelines|_inductor|physics|networkx|fontTools|moto|pip|rllib|tune|train)/
 
-# PyTorch's own CPU wheels first: the default Linux wheel brings gigabytes of CUDA that no TPU host needs. pip passes
-# over an index that can't be reached. It would compile all modules, on one core, in half of its time; some are no Python.
+# PyTorch's own CPU wheels come first: the default Linux wheel brings gigabytes of CUDA that no TPU host needs. pip
+# skips an index that it can't reach. It would spend half of its time compiling all modules on one core, so compileall
+# does that on all cores, and ignores the few files that aren't valid Python.
 $(VENV)/installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "No Python from 3.11 to 3.13 with its venv module is here. As root, on Debian 12, Debian 13 or \
 	Ubuntu 24.04: apt install python3-venv. Elsewhere: make PYTHON=/path/to/python3.13"; exit 1; }
@@ -40,26 +41,26 @@ set-up: $(VENV)/installed
 demo: $(VENV)/installed
 	$(BIN)/python scripts/demo.py
 
-# In four processes on two cores: two for what starts clusters, which waits half of its time, two for what computes.
+# Four processes suit two cores: two for tests that start clusters, which wait half of their time, and two for others.
 TESTS := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder tests
 
 test: $(VENV)/installed
 	$(TESTS)
 
-# Kills, and the commands as processes of their own: minutes of waiting that every change needn't pay for.
+# Tests that kill processes, or run commands in separate processes. They take minutes, too long for every change.
 test-long: $(VENV)/installed
 	$(TESTS) -m "long and not soak"
 
-# Faster than one after the other: what both load is loaded once.
+# Faster than running both one after the other, because common set-up is done only once.
 test-all: $(VENV)/installed
 	$(TESTS) -m "not soak"
 
-# On the other pair of JAX and libtpu: `make test-short PYTHON=python3.11 VENV=build/python3.11`.
+# To test with the other versions of JAX and libtpu: `make test-short PYTHON=python3.11 VENV=build/python3.11`.
 test-short: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/kernels tests/wan_tpu/test_parity.py
 	$(BIN)/python -m pytest -n 0 -m "not soak" tests/wan_tpu/test_plan_command.py
 
-# New seeds of the simulations for a quarter of an hour, then real kills and attacks, as docs/benchmarks.md has figures of.
+# New seeds of the simulations for a quarter of an hour, then real kills and attacks; docs/benchmarks.md has figures.
 soak: export WAN_TPU_SIMULATION_S ?= 450
 soak: export WAN_TPU_CHAOS_JOBS ?= 120
 soak: export WAN_TPU_CHAOS_KILLS ?= 40
@@ -68,9 +69,9 @@ soak: export WAN_TPU_EXAMPLES ?= 60
 soak: $(VENV)/installed
 	$(BIN)/python -m pytest -s -m soak tests
 
-# On a TPU VM: kernels, models against diffusers, and meshes of as many of its chips as there are, which one process has
-# at a time. `WAN_TPU_TEST_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 make test-tpu` rehearses it without a TPU, kernels
-# interpreted.
+# On a TPU VM: kernels, models against diffusers, and meshes over all of its chips. Tests run one after the other,
+# because only one process can use the chips. `WAN_TPU_TEST_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 make test-tpu` is a
+# rehearsal without a TPU, in which kernels are interpreted.
 test-tpu: export WAN_TPU_TEST_PLATFORMS ?= tpu,cpu
 test-tpu: $(VENV)/installed
 	$(BIN)/python -m pytest -n 0 tests/kernels --ignore tests/kernels/test_bundles.py -m "not soak"
