@@ -11,9 +11,9 @@ class RequestFailed(PipelineError):
     """The request can't be made; other requests aren't affected.
 
     Attributes:
-        code: "invalid": it doesn't fit the model; "unhealthy": a stage gave NaN; "error": a stage raised something
-            else, wherever it was tried; "lost": slices were lost under it again and again.
-        elsewhere: Whether another slice may accept it, as when a file is missing on one: try it there.
+        code: "invalid": the request doesn't fit the model; "unhealthy": a stage produced NaN; "error": a stage raised
+            another error wherever it was tried; "lost": slices that ran the request were lost repeatedly.
+        elsewhere: Whether to try another slice, as when a file is missing on one of them.
         replica: Serve's name for the leader that failed it, once that is known.
     """
 
@@ -62,7 +62,7 @@ class StageFailed(StageLost):
 
 
 class MachineFailed(StageFailed):
-    """A host of the slice can't do its part, as when its disk is full: no request is to blame, on however many slices.
+    """A host of the slice can't do its part, as when its disk is full. No request is to blame, even if all slices fail.
 
     As with its base class, a slice that fails every request is replaced.
     """

@@ -1,4 +1,4 @@
-"""What the processes beside the slices take. Ray places them by it, and the pods without TPUs are sized by it."""
+"""The resources of processes outside the slices, by which Ray places them and pods without TPUs are sized."""
 
 import math
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from cluster.chips import GIB
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a process may take of its machine.
+    """The resources that a process may use on its machine.
 
     Attributes:
-        cpus: How many CPUs Ray counts for it.
-        memory_bytes: Its memory at most, and that of the processes it starts.
+        cpus: How many CPUs Ray counts for the process.
+        memory_bytes: The most memory that the process and its children take.
     """
 
     cpus: float
@@ -44,8 +44,8 @@ def build_ingress(limited_bytes: int) -> Footprint:
 def count_machines(processes: Sequence[Footprint], machine: Footprint) -> int:
     """Return how many machines have room for some processes, in whatever order Ray places them.
 
-    Ray asks for another machine once none has room for a process. Of each machine there is by then, more is taken than
-    what it has minus the largest process: of its CPUs, or of its memory.
+    Ray adds a machine only when no existing one has room for a process. By then, the free part of every existing
+    machine is smaller than the largest process, in CPUs or in memory.
 
     Args:
         processes: The processes, none of which is larger than a machine.

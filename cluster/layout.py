@@ -204,7 +204,7 @@ class _File:
     emulate: dict[Literal["devices_per_host"], _Count] | None = None
 
 
-# What to write instead, by the last key on the way to what is wrong.
+# What to write instead, by the last key on the path to the invalid value.
 _REMEDIES: dict[Any, str] = {
     _File: "write pools, and emulate for an emulated cluster",
     "pools": "write pools: {NAME: {stages: [...], slice: v6e-8}}, with replicas and mesh where needed",

@@ -21,7 +21,7 @@ def check_port(host: str, port: int) -> None:
     requests.
 
     Raises:
-        PortTaken: It can't; the message names the process that listens there, and a free port.
+        PortTaken: The port is taken; the message names the process that listens there, and a free port.
     """
     problem = _try_port(host, port)
     if problem is None:

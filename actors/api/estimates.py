@@ -28,8 +28,8 @@ class Seconds:
         encode: Seconds of the encoder for a job.
         step: Seconds of a denoising step, the mean over all stages.
         decode: Seconds of the decoder for a job.
-        wait: How many times longer than the sum of these a job takes, because it shares the slices with others.
-        weights: How many times longer than the mean step one takes, by its stage and its work, where that was measured.
+        wait: A job's duration divided by the sum of these. It is above 1 because jobs share the slices.
+        weights: A step's duration divided by that of the mean step, by its stage and its work, if measured.
     """
 
     encode: float
@@ -59,12 +59,12 @@ class Pace:
             denoising = sum(seconds for stage, seconds in used.items() if stage not in (ENCODER, DECODER))
             seconds = Seconds(used.get(ENCODER, 0.0), denoising / steps, used.get(DECODER, 0.0))
             if denoising and job.started_at and job.ended_at:
-                if job.attempts == 1:  # Otherwise time in which nothing ran would count, too.
+                if job.attempts == 1:  # Otherwise the time between two attempts would count as well.
                     seconds.wait = max(1.0, (job.ended_at - job.started_at) / sum(used.values()))
                 self._known[_count_pixels(job.request)] = seconds
 
     def estimate_job_s(self, request: Mapping[str, Any]) -> float:
-        """Return the seconds from a job's claim to its end, among as many other jobs as earlier ones had."""
+        """Return the seconds from a job's claim to its end, assuming that slices are as busy as for earlier jobs."""
         seconds = self.get(request)
         return seconds.estimate_alone_s(request["steps"]) * seconds.wait
 

@@ -8,8 +8,8 @@ A line has the fields of `GenerationRequest`, and
     loras   relative paths may be below that folder, too
     output  the mp4's name in the output folder; "<id>.mp4" if omitted
 
-What lines have in common is planned, kept and read once: neither the work on a line nor the memory it takes grows with
-the number of lines before it.
+Whatever lines have in common is planned, stored and read only once. Neither the work on a line nor its memory grows
+with the number of earlier lines.
 """
 
 import dataclasses

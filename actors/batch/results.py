@@ -186,7 +186,7 @@ def _make_changed(record: Result, entry: Entry, part: str, storage: Storage) -> 
 
 
 def _find_changed_part(record: Result, entry: Entry, provenance: Provenance) -> str | None:
-    """Return which part of a video's origin differs, if any. What either side doesn't know counts as equal."""
+    """Return which part of a video's origin differs, if any. A part that either side doesn't know counts as equal."""
     if record.id != entry.id:
         return "id"
     if record.request != entry.digest:

@@ -123,7 +123,7 @@ def _measure_busiest(
     groups: Sequence[Sequence[int]],
     function: Callable[..., Any],
 ) -> Finding:
-    """Return bytes a second of the link that a collective keeps busy longest, from the difference of two sizes."""
+    """Return the bytes per second of the link that a collective keeps busy longest, by comparing two sizes."""
     program, sharding = _compile(function, mesh), NamedSharding(mesh, P(AXIS))
     seconds, predicted = [], []
     for megabytes in (1, 2) if machine.is_rehearsal else (32, 128):

@@ -35,14 +35,14 @@ def check_executables(machine: Machine) -> Iterator[Finding]:
 
 
 def compile_to(folder: Path, kind: str = "") -> None:
-    """Compile the program for a kind of slice, described; for this machine's own devices without one. Store it."""
+    """Compile and store the program: for a described slice if `kind` is given, otherwise for this machine's devices."""
     mesh = _make_mesh(describe_slice(SliceSpec(kind)).devices() if kind else jax.local_devices())
     x = jax.ShapeDtypeStruct((8, 128), np.float32, sharding=replicated_sharding(mesh))
     _make_program(folder, mesh, save=True).compile(x)
 
 
 def _compile_elsewhere(folder: Path, kind: str) -> str:
-    """Have another process, which has no chips, compile the program; return what it said where it failed."""
+    """Have another process, which has no chips, compile the program; return its message if that fails."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", __name__, str(folder), kind]
     try:

@@ -1,6 +1,6 @@
-"""One denoising step and one chunk of the VAE at full size, with weights made on the devices, and their prediction.
+"""Time one denoising step and one VAE chunk at full size, with weights made on the devices, and predict both times.
 
-Without a TPU it is a small model's.
+Without a TPU, a small model is used.
 """
 
 import math
@@ -67,8 +67,8 @@ def check_step(machine: Machine) -> Iterator[Finding]:
 def _time(name: str, runtime: AbstractRuntime, program: Program, arguments: tuple[Any, ...], *, trace: bool) -> Finding:
     """Compile a program, run it with generated arguments, and report its time and memory.
 
-    Where a `trace` is asked for, it says on which operations the seconds are spent. It isn't on a machine without a
-    TPU: JAX's profiler ends a process there that has loaded libtpu, as prices do.
+    A `trace` shows which operations take how long. It isn't possible on a machine without a TPU, where JAX's profiler
+    ends a process that has loaded libtpu, as pricing does.
     """
     try:
         program.compile(*arguments)

@@ -75,7 +75,7 @@ def check_lock_file(path: Path) -> Iterator[Finding]:
 
 
 def _has_capability(number: int) -> bool:
-    """Return whether a capability is in effect for this process: a user other than root may hold it in vain."""
+    """Return whether a capability is effective for this process. Users other than root may have it without effect."""
     words = next(line for line in STATUS.read_text().splitlines() if line.startswith("CapEff:")).split()
     return bool(int(words[1], 16) >> number & 1)
 

@@ -1,1 +1,1 @@
-"""What people watch: spans, status, metrics, timelines, the console's line, logs."""
+"""Observability: spans, status, metrics, timelines, the progress line on the console, logs."""

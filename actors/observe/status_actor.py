@@ -75,7 +75,7 @@ class StatusActor:
         _store_spec(spec)
 
     def report_replica(self, name: str, status: ReplicaStatus) -> None:
-        """Report what a replica does; without another report within a minute it is taken to be gone."""
+        """Report what a replica is doing. Without another report within a minute, it counts as gone."""
         self._report("report_replica", name, status)
 
     def report_start(self, pool: str, phases: Mapping[str, float]) -> None:
@@ -103,9 +103,9 @@ class StatusActor:
             stage: Its stage.
             step: How many of its steps are done.
             steps: How many steps it has.
-            seconds: How long the step that it has just done took.
-            slice_: The leader of the slice that has the stage; "" while none has begun with it.
-            chosen: Why the router chose that slice, where this is its first report.
+            seconds: How long the step that has just ended took.
+            slice_: The leader of the slice that runs the stage; "" until one has begun.
+            chosen: Why the router chose that slice, in the first report from there.
         """
         self._report("report_request", key, stage, step, steps, seconds, slice_, chosen)
 
@@ -168,7 +168,7 @@ def _store_spec(spec: PipelineSpec) -> None:
 
 
 def read_spec(pipeline: str) -> PipelineSpec | None:
-    """Return a pipeline's specification, or None where there never was one; the status actor isn't asked."""
+    """Return a pipeline's specification without asking the status actor; None if there never was such a pipeline."""
     content = internal_kv._internal_kv_get(pipeline, namespace=NAMESPACE)
     return None if content is None else pickle.loads(content)
 

@@ -13,9 +13,9 @@ EXPIRY_S = 60.0  # A report that nobody has renewed for this long is forgotten, 
 UNNAMED_EXPIRY_S = 3600.0  # Expiry of a request that no driver has renewed yet, which may wait for long.
 FAILED_EXPIRY_S = 600.0  # Expiry of a failed replica: its process is gone, but its reason is still of use.
 MAX_FAILED = 20  # Failed replicas that are remembered.
-MAX_LISTED = 2000  # Requests that readers get one by one; they get counts of all others.
-MAX_SOFTWARE = 100  # Different sets of software that replicas share.
-MAX_SAMPLES = 50  # The latest steps and hand-offs of a stage, which averages are taken over.
+MAX_LISTED = 2000  # The most requests that readers get individually; of all others they get counts.
+MAX_SOFTWARE = 100  # The most different sets of software that replicas share.
+MAX_SAMPLES = 50  # Averages are taken over this many of the latest steps and hand-offs of a stage.
 
 Activity = Literal["starting", "loading", "compiling", "idle", "busy", "draining", "failed", "refused", "unknown"]
 Outcome = Literal["done", "failed", "cancelled"]
@@ -33,11 +33,11 @@ class ReplicaStatus:
 
     Attributes:
         pool: The pool's name.
-        where: Its slice and hosts.
-        activity: What it does.
-        detail: More about that; why it failed (and is tried again), or was refused (and isn't).
-        work: Stage and request of everything that its slice computes, or has paused.
-        since: When that was reported, in `time.time()`.
+        where: The replica's slice and hosts.
+        activity: What the replica is doing.
+        detail: Details of the activity. If it failed (and is tried again) or was refused (and is not), the reason.
+        work: Stage and request of everything that the slice computes or has paused.
+        since: When that was reported, by `time.time()`.
         software: The code, packages and flags that its hosts compute with, by name.
     """
 
@@ -59,11 +59,11 @@ class RequestStatus:
     """A request under way.
 
     Attributes:
-        came: When it came.
-        stage: Its stage; "waiting" before the first.
-        step: How many of its steps are done.
-        steps: How many steps it has.
-        slice: The leader of the slice that has the stage; "" while none has begun with it.
+        came: When the request arrived.
+        stage: The request's stage; "waiting" before the first.
+        step: How many of the request's steps are done.
+        steps: How many steps the request has.
+        slice: The leader of the slice that runs the stage; "" until one has begun.
         chosen: Why the router chose that slice.
     """
 

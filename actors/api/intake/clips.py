@@ -16,13 +16,13 @@ from wan_tpu.errors import InvalidRequest
 from wan_tpu.media.encoding import AAC, COLOURS, H264, SQUARE, TO_SDR, is_hdr
 from wan_tpu.media.image import has_shape
 
-# A model that begins with these frames can't tell the loss; files are 1.5 times as large as a finished video's.
+# At this quality the loss makes no difference to a model; files are 1.5 times as large as those of finished videos.
 _FINE = "-crf 8"
-# In pieces, since a pipe can't be written to again; the first frame is still shown at 0.
+# The mp4 is fragmented, since a pipe can't be rewound to complete the header. The first frame is still shown at 0.
 _TARGET = "-f mp4 -movflags frag_keyframe+delay_moov+default_base_moof -progress pipe:2 pipe:1"
 _PICTURE = "-f image2pipe -c:v ppm -progress pipe:2 pipe:1"
 _PROGRESS = re.compile(rb"^\w+=.*$", re.MULTILINE)
-_SPEAKER = re.compile(r"\[[^\[\]]*\] *")  # The component and address that ffmpeg puts before a message.
+_SPEAKER = re.compile(r"\[[^\[\]]*\] *")  # The name and address of a component, which ffmpeg puts before a message.
 _FRAMES = re.compile(rb"^frame=(\d+)$", re.MULTILINE)
 
 
@@ -32,8 +32,8 @@ class ClipLimits:
 
     Attributes:
         pixels: The most pixels of a frame.
-        cpu_s: Processor time of each look at it.
-        seconds: How long one that is continued may last.
+        cpu_s: Processor time of each run of ffmpeg.
+        seconds: The longest video that may be continued.
     """
 
     pixels: int
@@ -42,22 +42,22 @@ class ClipLimits:
 
 
 class Upload:
-    """A video of a client, in a file in memory that ffmpeg can go back and forth in.
+    """A client's video, in a seekable file in memory.
 
     Attributes:
         size: (height, width) of a frame, upright.
     """
 
     def __init__(self, content: bytes, scratch: int, limits: ClipLimits) -> None:
-        """Look at the first frame.
+        """Decode the first frame.
 
         Args:
             content: The file.
             scratch: Descriptor of a file in memory, of the largest size that a video may have.
-            limits: What it may cost.
+            limits: Limits on decoding it.
 
         Raises:
-            InvalidRequest: It isn't a video, or it is too large.
+            InvalidRequest: The file isn't a video, or is too large.
         """
         self._scratch, self._limits = scratch, limits
         most = os.fstat(scratch).st_size
@@ -65,7 +65,7 @@ class Upload:
             raise InvalidRequest(f"the video has more than {most} bytes; shrink it first", VIDEO)
         if not content:
             raise InvalidRequest("the video is empty; send an mp4, or what else ffmpeg reads", VIDEO)
-        # This process may write no files. Shrinking one and mapping it isn't writing.
+        # This process may not write to files, but it may shrink a file and map it into memory.
         os.ftruncate(scratch, len(content))
         with mmap.mmap(scratch, len(content)) as memory:
             memory[:] = content
@@ -78,14 +78,14 @@ class Upload:
         """Return the first frames in another size, without sound, as an mp4.
 
         Args:
-            frames: How many.
+            frames: The number of frames.
             height: The height to fit them to.
-            width: The width.
+            width: The width to fit them to.
             slack: Frames whose shape differs by fewer pixels of a side are resized without being cropped.
-            step: By how many frames the lengths differ that may be asked for instead, if it has fewer.
+            step: The difference between permitted lengths, to suggest a shorter one if the video has fewer frames.
 
         Raises:
-            InvalidRequest: It has fewer frames.
+            InvalidRequest: The video has fewer frames.
         """
         fit = ",".join([*self._fit(height, width, slack), COLOURS])
         options = ["-frames:v", str(frames), "-fps_mode", "cfr", "-vf", fit, *H264.split(), *_FINE.split()]
@@ -98,12 +98,12 @@ class Upload:
         return mp4
 
     def convert(self, *, height: int, width: int, slack: int, fps: float) -> tuple[bytes, int]:
-        """Return all of it, with its sound, as an mp4 in another size and at another rate, and how many frames it has.
+        """Return the whole video with its sound, as an mp4 of another size and rate, and its number of frames.
 
-        Frames and sound begin together, whichever of them comes first in the file.
+        Frames and sound begin together, even if one of them begins later in the file.
 
         Raises:
-            InvalidRequest: It lasts too long.
+            InvalidRequest: The video is too long.
         """
         most = int(self._limits.seconds * fps)
         sound = ["-map", "0:a:0?", "-ac", "2", "-af", "aresample=async=1:first_pts=0", *AAC.split()]
@@ -125,8 +125,8 @@ class Upload:
         return [SQUARE, f"scale={size}:flags=lanczos{crop},setsar=0", *self._to_sdr]
 
     def _run(self, options: list[str]) -> "subprocess.CompletedProcess[bytes]":
-        """Run ffmpeg over the file. Without options it only says what is in it."""
-        # Only this file can be read: what a playlist or a list of files in it names is neither opened nor fetched.
+        """Run ffmpeg on the file. Without options, ffmpeg only describes the file's content."""
+        # ffmpeg can read only this file. Anything that a playlist in it refers to is neither opened nor fetched.
         source = f"-protocol_whitelist fd -max_pixels {self._limits.pixels} -threads 1 -fd {self._scratch} -i fd:"
         level = "error" if options else "info"
         command = [imageio_ffmpeg.get_ffmpeg_exe(), "-nostdin", "-v", level, "-filter_threads", "1", *source.split()]
@@ -141,7 +141,7 @@ class Upload:
         )
 
     def _decode(self, options: list[str], *, least: int = 1) -> tuple[bytes, int]:
-        """Run ffmpeg over the frames; return what it writes, and how many frames that are, at `least` so many."""
+        """Run ffmpeg on the frames; return its output and the number of frames, which must be `least` or more."""
         done = self._run(["-map", "0:V:0?", *options])
         counts = _FRAMES.findall(done.stderr)
         if done.returncode < 0:

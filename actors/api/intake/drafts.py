@@ -69,7 +69,7 @@ class Drafts:
                 if source is None:
                     continue
                 reading, source_name = source
-                if follows and not files:  # Only now is the video's size known, from the first of its inputs.
+                if follows and not files:  # The video's size is known only now, from the first of its inputs.
                     plan = await self._work.run(owner, self._resolve, plan.request, body, reading.sizes[source_name])
                 resolved = plan.resolved
                 size = {"height": resolved.height, "width": resolved.width, "slack": spec.shape_slack}
@@ -145,7 +145,7 @@ class Drafts:
     async def _open(
         self, body: ParsedBody, name: str, incoming: IncomingRequest, caller: Caller
     ) -> AsyncIterator[tuple[Reading, str] | None]:
-        """Open the file of a field as `open_file` does, also that of a video that is named by its id."""
+        """Open the file of a field as `open_file` does, or the video that a field names by its id."""
         reference = body.fields.video
         if name != VIDEO or reference is None or reference.id is None:
             async with open_file(body, name, incoming, self._reader, self._settings.fetch) as source:
@@ -204,7 +204,7 @@ class Drafts:
 
 
 def confirm_seconds(seconds: str | None, request: ResolvedRequest, spec: ModelSpec) -> str | None:
-    """Return the length that a client asked for, as answers repeat it; None where the video's isn't nearly that.
+    """Return the length that a client asked for, for answers to repeat, or None if the video's length differs much.
 
     A model's shortest video may be seconds longer.
     """

@@ -22,8 +22,8 @@ from wan_tpu.errors import InvalidRequest
 from wan_tpu.request import GenerationRequest, override
 from wan_tpu.spec import ModelSpec
 
-_BEGINNINGS = (IMAGE, "strength")  # Fields by which a video begins in another way.
-_OF_ONE_VIDEO = ("seed", "frames", "strength")  # Settings that what continues a video doesn't inherit.
+_BEGINNINGS = (IMAGE, "strength")  # Fields that would make a video begin in another way.
+_OF_ONE_VIDEO = ("seed", "frames", "strength")  # Settings that a continuation doesn't inherit.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,9 +31,9 @@ class _Source:
     """The video that is continued.
 
     Attributes:
-        frames: How many frames it has.
-        files: It, and its last frame as the first one of what follows, by the names of a body's fields.
-        beside: Fields of the new job's request that say where it is from.
+        frames: The number of its frames.
+        files: The video, and its last frame as the first frame of the new part, by the names of a body's fields.
+        beside: Fields of the new job's request that refer to the video.
     """
 
     frames: int
@@ -64,7 +64,7 @@ class Extensions:
             plan, source = await self._read_upload(body, plan, incoming, caller)
         files, origin = source.files, source.beside
         if self._spec.continues_video and source.frames >= self._spec.frame_offset:
-            # The worker passes the video on in place of its last frame, and all frames that are made are new.
+            # The model continues the video itself rather than its last frame, so all frames that it makes are new.
             files = {VIDEO: files[VIDEO]}
             origin = {name: value for name, value in origin.items() if name != SIZES[IMAGE]}
         most = self._settings.limits.extended_s
@@ -94,7 +94,7 @@ class Extensions:
                 )
 
     def _inherit(self, fields: CreateVideo, source: Job) -> CreateVideo:
-        """Return a body's fields with the settings of the video that it continues, where it says none."""
+        """Return a body's fields, in which missing settings are those of the video that it continues."""
         request = source.request
         size = f"{request['width']}x{request['height']}"
         for name, value in (("size", size), ("fps", request["fps"])):
@@ -150,7 +150,7 @@ class Extensions:
     async def _read_upload(
         self, body: ParsedBody, plan: Planned, incoming: IncomingRequest, caller: Caller
     ) -> tuple[Planned, _Source]:
-        """Encode a client's video again, in the size and at the rate of what follows, and plan that."""
+        """Re-encode a client's video in the size and at the rate of the new part, and plan that part."""
         async with open_file(body, VIDEO, incoming, self._reader, self._settings.fetch) as opened_file:
             assert opened_file is not None
             reading, name = opened_file

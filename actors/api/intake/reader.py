@@ -25,7 +25,7 @@ _CHILD = "actors.api.intake.reader_process"
 
 
 class Reading:
-    """What a process has read.
+    """The content that a process has read.
 
     Attributes:
         parts: The fields. Files stay in the process.
@@ -69,15 +69,15 @@ class Reading:
         """Return the first frames of the video as an mp4 that this program has encoded itself, without sound.
 
         Args:
-            frames: How many.
-            height: The height to fit them to, as `make_picture` does.
-            width: The width.
-            slack: As of `make_picture`.
-            step: By how many frames the lengths differ that may be asked for instead, if it has fewer.
-            count: As of `make_picture`.
+            frames: The number of frames.
+            height: The height to fit them to, as in `make_picture`.
+            width: The width to fit them to.
+            slack: As in `make_picture`.
+            step: The difference between permitted lengths, to suggest a shorter one if the video has fewer frames.
+            count: As in `make_picture`.
 
         Raises:
-            InvalidRequest: It has fewer frames, or the process has used up its resources.
+            InvalidRequest: The video has fewer frames, or the process has used up its resources.
         """
         self._run.extend(self._limits.video_wait_s)
         fit = {"height": height, "width": width, "slack": slack}
@@ -87,12 +87,12 @@ class Reading:
     async def convert_video(
         self, *, height: int, width: int, slack: int, fps: float, count: Callable[[int], None]
     ) -> tuple[bytes, int, bytes]:
-        """Return all of the video, with its sound, as such an mp4; its number of frames; and the last one as a PNG.
+        """Return the whole video with its sound as such an mp4, its number of frames, and its last frame as a PNG.
 
-        The arguments are as of `cut_video`, and the frames per second.
+        The arguments are those of `cut_video`, and the frames per second.
 
         Raises:
-            InvalidRequest: It lasts too long, or the process has used up its resources.
+            InvalidRequest: The video is too long, or the process has used up its resources.
         """
         self._run.extend(self._limits.video_wait_s)
         fit = {"height": height, "width": width, "slack": slack}
@@ -107,7 +107,7 @@ class Reading:
 
 
 class Reader:
-    """Starts reading processes, for which keys take turns."""
+    """Starts reading processes, which keys get in turn."""
 
     def __init__(self, limits: ServiceLimits) -> None:
         self.limits = limits

@@ -43,12 +43,12 @@ _NICE = 5  # Lower priority than the processes that answer HTTP.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReaderLimits:
-    """What the process gets, and may use.
+    """The descriptors that the process gets, and the limits that it runs under.
 
     Attributes:
         file: Descriptor of the file that is read.
         scratch: Descriptor of another one in memory, of the largest size that a video may have.
-        memory: Bytes; the ffmpeg that it starts for a video gets as many.
+        memory: Bytes of memory. The ffmpeg that the process starts for a video gets as many.
         cpu_s: Processor time; ffmpeg gets `video_cpu_s`.
         video_pixels: The most pixels of a video's frame.
         video_s: How long a video that is continued may last.
@@ -117,7 +117,7 @@ class _Files:
             self.sizes[VIDEO] = list(self._video.size)
 
     def make(self, name: str, **options: Any) -> tuple[bytes, int]:
-        """Return a file as it is wanted, and how many frames it has; raises `InvalidRequest`."""
+        """Return a file in the requested form, and its number of frames; raises `InvalidRequest`."""
         if name == END and self._converted is not None:
             from wan_tpu.media.joining import read_end
 

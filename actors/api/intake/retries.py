@@ -1,4 +1,4 @@
-"""Recognize requests that clients repeat by themselves after an error, as OpenAI's does."""
+"""Recognize requests that clients repeat automatically after an error, as OpenAI's client does."""
 
 import hashlib
 import time
@@ -23,7 +23,7 @@ class Retries:
         self._order: deque[tuple[float, bytes]] = deque()
 
     def refuse(self, request: Request) -> None:
-        """Note that neither this try of a request nor an earlier one was accepted, and that the client knows."""
+        """Record that neither this try of a request nor an earlier one was accepted, and that the client knows."""
         now, key = time.monotonic(), _make_key(request, _read_count(request))
         self._forget(now)
         self._refused.setdefault(key, deque()).append(now)
