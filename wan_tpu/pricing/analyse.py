@@ -219,7 +219,7 @@ class _Run:
         return self._add(instruction, category, seconds, **more)
 
     def _add(self, instruction: Instruction, category: str, seconds: Times, **more: Any) -> Times:
-        """Add an item; seconds are those of one execution, `more` the fields of all of them. Return the seconds."""
+        """Add an item and return its seconds, those of one execution; the fields in `more` are for all executions."""
         item = Item(
             name=instruction.name,
             category=category,

@@ -49,7 +49,7 @@ class Job:
 
     @property
     def digest(self) -> str:
-        """The name of the result: source, versions, flags, model, shapes, topology and mesh; what is kept of it."""
+        """The result's key: a digest of source, versions, flags, model, shapes, topology, mesh and what is stored."""
         question = dataclasses.asdict(self) | {"slice": (self.slice.topology, self.slice.host_bounds)}
         answers = [field.name for field in dataclasses.fields(Compiled)]
         return key.digest(json.dumps([question, key.describe_build(), answers], sort_keys=True))

@@ -206,7 +206,7 @@ def _count_macs(operation: Any, grid: tuple[int, ...]) -> _Macs:
 
 
 def _sum_macs(region: Any, grid: tuple[int, ...]) -> _Macs:
-    """Count what a region holds; of what stands under conditions the largest, in the mean each as often as it runs.
+    """Count a region's products: as maximum, the largest conditional one; as mean, each as often as it runs.
 
     A condition that isn't on a grid index may always hold, but no two of them hold at once.
     """

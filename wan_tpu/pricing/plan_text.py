@@ -87,7 +87,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
 
 
 def draw(plans: Sequence[Plan], path: Path) -> None:
-    """Draw the denoise step's seconds by kind of work, stacked, a bar for each plan: estimate beside floor."""
+    """Draw the denoise step's seconds, stacked by kind of work: for each plan, estimate and floor side by side."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

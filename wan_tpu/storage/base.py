@@ -164,7 +164,7 @@ class BucketStorage(Storage):
 
     @abstractmethod
     def download(self, name: str, version: str, path: Path) -> None:
-        """Write an object as it was listed to a file and check its checksum; raises as `read_version`, or `OSError`."""
+        """Write an object in its listed version to a file, and verify it; raises as `read_version`, or `OSError`."""
 
     def list(self, prefix: str = "") -> dict[str, int]:
         """Return objects below the prefix."""

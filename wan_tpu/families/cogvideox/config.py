@@ -43,7 +43,7 @@ def read_config(checkpoint: Checkpoint) -> CogVideoXConfig:
     """Read a checkpoint's configuration.
 
     Raises:
-        CheckpointError: CogVideoX pipelines, or this project, don't run it.
+        CheckpointError: CogVideoX pipelines, or this project, don't support the configuration.
     """
     for component in ("tokenizer", "text_encoder", "transformer", "vae", "scheduler"):
         if not checkpoint.has(component):

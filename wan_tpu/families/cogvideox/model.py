@@ -43,7 +43,7 @@ class CogVideoXModel(Model):
 
     @functools.cached_property
     def components(self) -> dict[str, Component]:
-        """Every component, by the name of its work; the checkpoint's "vae" serves two."""
+        """Every component, by the name of its role; the checkpoint's "vae" serves two."""
         parts = {
             "text_encoder": text_encoder(self.config.text_encoder_class, self.config.text_encoder),
             DENOISE: components.transformer(self.config),
@@ -71,7 +71,7 @@ class CogVideoXModel(Model):
         return {"text_encoder": ((1, TEXT_TOKENS),)}
 
     def image_latents_shape(self, latent_shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the shape of an image's latents; the frames behind it are zeros."""
+        """Return the shape of an image's latents; the frames after it are zeros."""
         return (*latent_shape[:2], 1, *latent_shape[3:]) if "i2v" in self.spec.tasks else None
 
     # ---- The encoder stage.
@@ -165,7 +165,7 @@ class CogVideoXModel(Model):
         return _make_chunks(module, mesh, vae.decoder, scale=1, later_frames=LATER_FRAMES)
 
     def _draw_image(self, request: ResolvedRequest) -> tuple[np.ndarray, torch.Generator]:
-        """Return the noise of an image's latents, which comes before all other, and the generator that has drawn it."""
+        """Return the noise of an image's latents, which is drawn before all other noise, and the generator after it."""
         generator, shape = torch.Generator("cpu").manual_seed(request.seed), self.spec.latent_shape(request)
         if "i2v" not in self.spec.tasks:
             return np.zeros((*shape[:2], 1, *shape[3:]), np.float32), generator

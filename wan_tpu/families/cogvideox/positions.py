@@ -15,7 +15,7 @@ def rope_angles(config: Mapping[str, Any], grid: Sequence[int]) -> list[np.ndarr
     """Return the angles along each axis of a grid of tokens [T, H, W]: float32 [T, D/8], [H, 3D/16], [W, 3D/16]."""
     width = config["attention_head_dim"]
     places = [np.arange(size, dtype=np.float64) for size in grid]
-    if config.get("patch_size_t") is None:  # 1.0 scales the grid into the one that it was trained with.
+    if config.get("patch_size_t") is None:  # 1.0 scales the grid to the one that it was trained with.
         trained = [config[f"sample_{side}"] // config["patch_size"] for side in ("height", "width")]
         places[1:] = _fit_grid(grid[1:], trained)
     sizes = (width // 4, width // 8 * 3, width // 8 * 3)

@@ -1,4 +1,4 @@
-"""The published CogVideoX models: configurations, with which they compile without weights, and sampling settings.
+"""The published CogVideoX models: configurations, which suffice to compile them, and sampling settings.
 
 Sources: the config.json files of the THUDM/CogVideoX* repositories on the Hugging Face hub, google/t5-v1_1-xxl for the
 encoder; sampling settings from the models' cards and inference/cli_demo.py of github.com/THUDM/CogVideo.

@@ -69,7 +69,7 @@ class CogVideoXSpec(FamilySpec):
 
     @property
     def size_multiple(self) -> int:
-        """Heights and widths are multiples of this, in pixels."""
+        """The number of pixels that heights and widths must be multiples of."""
         return _STRIDE * self.patch[1]
 
     @property
@@ -78,7 +78,7 @@ class CogVideoXSpec(FamilySpec):
         return super().follows_image and not self.config.transformer["use_learned_positional_embeddings"]
 
     def size_like(self, picture: tuple[int, int]) -> tuple[int, int]:
-        """Return the size of the models' cards: the shorter side is that of the model's own size, the longer at most.
+        """Return the size of the model cards: the shorter side of the model's own size, and at most the longer one.
 
         If that has more rows or columns than there are positions, return the model's own size.
         """
@@ -90,7 +90,7 @@ class CogVideoXSpec(FamilySpec):
         return (height, width) if height <= rows and width <= columns else own
 
     def check_size(self, request: ResolvedRequest) -> None:
-        """Check the size as every model does, and that the model has positions for it.
+        """Check the size as every model does, and check that the model has positions for it.
 
         Raises:
             InvalidRequest: The model can't make a video of this size.

@@ -35,8 +35,8 @@ RULES = (
     Rule(_SPLIT, (SHARDS, None)),
     Rule(rf"(?!{_SPLIT}$).*", ()),
 )
-# Weights used before or right after attention, which takes most of a layer: they are gathered during that of the layer
-# before.
+# Weights used before or right after attention, which takes most of a layer's time: they are gathered during the
+# previous layer's attention.
 _AHEAD = tuple(f"attn1.{name}.weight" for name in ("to_q", "to_k", "to_v", "to_out.0"))
 _BESIDE = ("ff.net.0.proj.weight", "ff.net.2.weight")  # Weights gathered while attention is computed.
 _HEAD_EPS = 1e-6  # Epsilon of the norms of queries and keys: a constant of diffusers' block.
@@ -54,7 +54,7 @@ def embed_text(module: torch.nn.Module, params: Params, mesh: Mesh, text: jax.Ar
 
 
 def text_sharding(mesh: Mesh, branches: int) -> NamedSharding:
-    """Return the sharding of the text's tokens: they are whole wherever their branch is computed."""
+    """Return the sharding of the text's tokens: every device of a branch has all of them."""
     return NamedSharding(mesh, P(token_layout(mesh, branches, 1).branch_axis))
 
 
@@ -108,7 +108,7 @@ class _Inputs(NamedTuple):
         embedding: [E], of the time, after its activation.
         head: Shift and scale before the output, [2, C].
         blocks: The stacked weights of the layers.
-        outer: The weights around the layers.
+        outer: The weights outside the layers.
     """
 
     values: jax.Array
@@ -164,7 +164,7 @@ class _Step:
     def _local(self, inputs: _Inputs) -> jax.Array:
         ops, outer = self._ops, inputs.outer
         start = jax.lax.axis_index(self._layout.token_axes) * len(inputs.values)
-        text_rows = TEXT_TOKENS - start  # The number of this device's first rows that are the text's.
+        text_rows = TEXT_TOKENS - start  # How many of this device's first rows belong to the text.
 
         def embed(text: jax.Array) -> jax.Array:
             """Return this device's tokens [t, C], with the text's [226, C]."""
@@ -229,7 +229,7 @@ class _Step:
             w: The layer's weights.
             attention_table, feed_forward_table: [2, 3, C], from `_modulations`.
             tables: As in `_Inputs`.
-            text_rows: Number of first rows that are the text's.
+            text_rows: How many of the first rows belong to the text.
         """
         ops = self._ops
 
@@ -315,7 +315,7 @@ def _rope_tables(config: Any, grid: list[int], length: int) -> tuple[jax.Array, 
 
 
 def _outer(module: Any) -> Params:
-    """Return the weights around the blocks, with the patch embedding as a matrix [C, patch values]."""
+    """Return the weights outside the blocks, with the patch embedding as a matrix [C, patch values]."""
     weight = to_jax(module.patch_embed.proj.weight)
     bias = module.patch_embed.proj.bias
     return {

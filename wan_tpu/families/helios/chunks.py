@@ -1,4 +1,4 @@
-"""How a video is divided: chunks of nine latent frames, and in each chunk segments of growing size.
+"""Divide a video into chunks of nine latent frames, and each chunk into segments of growing size.
 
 A chunk is denoised after the ones before, which it sees as its history. All functions here are pure; `noise.py` beside
 this file draws. For each chunk, in order:
@@ -23,11 +23,11 @@ from wan_tpu.families.helios.published import CHUNK_FRAMES, HISTORY, PyramidConf
 from wan_tpu.families.helios.schedule import mixing_factors, stage_schedule
 from wan_tpu.schedules.schedule import Schedule
 
-if TYPE_CHECKING:  # Specs list segments, too, and need no JAX.
+if TYPE_CHECKING:  # Specs list segments, too, without JAX.
     import jax
 
 Array = TypeVar("Array", np.ndarray, "jax.Array")
-# What `make_history` names, the farthest first, which is also the order of their tokens.
+# The names in the result of `make_history`, farthest first, which is also the order of their tokens.
 LONG, MID, SHORT = "history_long", "history_mid", "history_short"
 
 
@@ -38,8 +38,8 @@ class Segment:
     Attributes:
         shape: [1, C, T, H, W] of the latents.
         schedule: The numbers of its steps, which begin without a solver history (zeros).
-        mixing: The factors of the enlarged latents of the segment before, and of the noise that is added to them; None
-            for the first segment.
+        mixing: The factors of the previous segment's enlarged latents, and of the noise that is added to them; None for
+            the first segment.
     """
 
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class Segment:
 
 
 def count_chunks(frames: int, frame_stride: int = 4) -> int:
-    """Return how many chunks a video of so many frames takes, the last of which is made whole."""
+    """Return how many chunks a video of that many frames needs; the last one is always made completely."""
     return max(1, -(-frames // ((CHUNK_FRAMES - 1) * frame_stride + 1)))
 
 
@@ -87,11 +87,11 @@ def enlarge(latents: Array) -> Array:
 def make_history(
     shape: Sequence[int], chunks: Sequence[np.ndarray], condition: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
-    """Return what all steps of a chunk see of the chunks before it: the last frames, and always the first.
+    """Return what all steps of a chunk see of the earlier chunks: the last frames, and always the first one.
 
     Args:
         shape: [1, C, T, H, W] of a chunk.
-        chunks: The chunks before, each of that shape.
+        chunks: The earlier chunks, each of that shape.
         condition: [1, C, 20, H, W]: a first frame in place of the first chunk's, and the frames before that chunk.
 
     Returns:
@@ -103,7 +103,7 @@ def make_history(
     anchor, start = np.split(zeros if condition is None else condition, [1], axis=2)
     if condition is None and len(chunks):
         anchor = chunks[0][:, :, :1]
-    seen = chunks[-frames // shape[2] :]  # A long video's others aren't copied for every chunk.
+    seen = chunks[-frames // shape[2] :]  # A long video's other chunks aren't copied every time.
     before = np.concatenate([start, *seen], axis=2)[:, :, -frames:]
     long, mid, last = np.split(before, np.cumsum(HISTORY[:-1]), axis=2)
     return {LONG: long, MID: mid, SHORT: np.concatenate([anchor, last], axis=2)}

@@ -19,7 +19,7 @@ from wan_tpu.runtime.components import Component
 
 
 def components(config: HeliosConfig) -> dict[str, Component]:
-    """Return every component, by the name of its work; the checkpoint's "vae" serves two."""
+    """Return every component, by the name of its role; the checkpoint's "vae" serves two."""
 
     def vae_half(*dropped: str) -> Component:
         return vae_component(lambda: AutoencoderKLWan.from_config(config.vae), vae.CHANGES, dropped)
@@ -55,7 +55,7 @@ def transformer(config: HeliosConfig) -> Component:
 
 
 def _build(settings: Mapping[str, Any]) -> HeliosTransformer3DModel:
-    """Return diffusers' module, with another name for a weight's whose ending means the scales of an 8-bit weight."""
+    """Return diffusers' module, renaming a weight whose suffix would mean the scales of an 8-bit weight."""
     module = HeliosTransformer3DModel.from_config(settings)
     if settings["is_amplify_history"]:
         for block in module.blocks:

@@ -1,4 +1,4 @@
-"""The history that a request's image or video is: what the first chunk sees before it.
+"""Turn a request's image or video into the history that the first chunk sees before it.
 
 An image is the anchor, and its last latent frame as a still video of a chunk's length is the frame before the first
 chunk. Of a video, the first frame is the anchor, and the frames before the first chunk are its last ones. All of them
@@ -16,7 +16,7 @@ from wan_tpu.families.helios.published import CHUNK_FRAMES, HISTORY
 
 NOISE = (0.111, 0.135)  # The least and the largest share of noise: defaults of the pipelines.
 ANCHORED = 1 + sum(HISTORY)  # Frames of a condition: the anchor, and the history without it.
-# Chunks at the end of a video that the history can hold frames of; those before are neither read nor encoded.
+# Number of chunks at the end of a video whose frames fit into the history; earlier ones are neither read nor encoded.
 SOURCE_CHUNKS = -(-sum(HISTORY) // CHUNK_FRAMES)
 
 Statistics = tuple[np.ndarray, np.ndarray]  # Mean and standard deviation of latents, [1, C, 1, 1, 1] each.
@@ -26,9 +26,9 @@ def condition_on_image(moments: np.ndarray, statistics: Statistics, generator: t
     """Return the condition of an image, float32 [1, C, 20, H, W]: the anchor, then the frames before the first chunk.
 
     Args:
-        moments: [1, 2C, 9, H, W], what the VAE makes of a still video of the image.
-        statistics: Of the latents.
-        generator: The request's.
+        moments: [1, 2C, 9, H, W], the VAE's output for a still video of the image.
+        statistics: The latents' mean and standard deviation.
+        generator: The request's random generator.
     """
     anchor = _draw_latents(moments[:, :, :1], statistics, generator)
     still = _draw_latents(moments, statistics, generator)[:, :, -1:]
@@ -42,14 +42,14 @@ def condition_on_video(
     """Return the condition of a video, float32 [1, C, 20, H, W]: the anchor, then the video's last frames.
 
     Args:
-        moments: [1, 2C, 1 + 9N, H, W], what the VAE makes of the video's first frame, and of each of its last N chunks.
-        statistics: Of the latents.
+        moments: [1, 2C, 1 + 9N, H, W], the VAE's output for the video's first frame and for each of its last N chunks.
+        statistics: The latents' mean and standard deviation.
         chunks: How many whole chunks the video has, at least N. The noise of those before the last N is drawn, too.
-        generator: The request's.
+        generator: The request's random generator.
     """
     anchor = _draw_latents(moments[:, :, :1], statistics, generator)
     ends = np.split(moments[:, :, 1:], range(CHUNK_FRAMES, moments.shape[2] - 1, CHUNK_FRAMES), axis=2)
-    # The earlier ones stand for any: only their draws count.
+    # The values of earlier chunks don't matter: only their draws count.
     padded = [ends[0]] * (chunks - len(ends)) + ends
     latents = [_draw_latents(chunk, statistics, generator) for chunk in padded]
     anchor = _mix_noise(anchor, 1, generator)
@@ -74,13 +74,13 @@ def _mix_noise(latents: np.ndarray, shares: int, generator: torch.Generator) -> 
 
 
 def _join(anchor: np.ndarray, *latents: np.ndarray) -> np.ndarray:
-    """Return the anchor, and the last frames behind it, zeros where there are fewer than the history has."""
+    """Return the anchor followed by the last frames, with zeros if there are fewer than the history has."""
     before = np.concatenate(latents, axis=2)[:, :, -sum(HISTORY) :]
     zeros = np.zeros((*before.shape[:2], sum(HISTORY) - before.shape[2], *before.shape[3:]), np.float32)
     return np.concatenate([anchor, zeros, before], axis=2)
 
 
 def source_starts(frames: int, chunk_frames: int) -> Sequence[int]:
-    """Return at which of a video's frames each chunk begins that is encoded, the last of which ends with the video."""
+    """Return the first frame of each chunk of a video that is encoded; the last chunk ends with the video."""
     count = min(SOURCE_CHUNKS, frames // chunk_frames)
     return range(frames - count * chunk_frames, frames, chunk_frames)

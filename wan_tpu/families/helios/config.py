@@ -8,7 +8,7 @@ from wan_tpu.families.helios.published import TRANSFORMER, HeliosConfig, Pyramid
 from wan_tpu.families.shared.settings import ENCODERS, check_supported, complete_config
 from wan_tpu.families.wan.published import VAE_21
 
-# Settings of the transformer that change what it computes beyond its sizes, with the values that are supported.
+# Settings, other than sizes, that change what the transformer computes, with their supported values.
 _TRANSFORMER = {
     "patch_size": [1, 2, 2],
     "cross_attn_norm": True,
@@ -38,7 +38,7 @@ def read_config(checkpoint: Checkpoint) -> HeliosConfig:
     """Read a checkpoint's configuration.
 
     Raises:
-        CheckpointError: Helios pipelines, or this project, don't run it.
+        CheckpointError: Helios pipelines, or this project, don't support the configuration.
     """
     for component in ("tokenizer", "text_encoder", "transformer", "vae", "scheduler"):
         if not checkpoint.has(component):

@@ -21,7 +21,7 @@ class HeliosFlops:
         self._config = config
 
     def encoder(self, request: ResolvedRequest, *, prompts: int) -> int:
-        """Count the encoding of prompts, and of an image or as much of a video as is encoded."""
+        """Count the encoding of prompts, and of an image or of the part of a video that is encoded."""
         ids = torch.ones(1, TEXT_TOKENS, dtype=torch.int32, device="meta")
         build = text_encoder(self._config.text_encoder_class, self._config.text_encoder).build
         total = prompts * count(build, lambda module: module.encoder(inputs_embeds=module.shared(ids)))
@@ -47,8 +47,8 @@ class HeliosFlops:
 
         Args:
             latent_shape: [1, C, T, H, W] of the latents.
-            branches: Of guidance.
-            images: Add nothing: an image is in the history's place.
+            branches: Number of guidance branches.
+            images: Has no effect: an image takes the place of the history.
             finished_shape: [1, C, T, H, W] of a finished chunk, whose size the history has; that of the latents if
                 None.
         """
@@ -99,7 +99,7 @@ def _extrapolate(work: Callable[[int], int]) -> int:
     """Count the work of a chunk from that of its first two latent frames, and of three: all others are like the third.
 
     Args:
-        work: Returns it for a number of latent frames.
+        work: Returns the work for a number of latent frames.
     """
     two, three = work(2), work(3)
     return three + (CHUNK_FRAMES - 3) * (three - two)

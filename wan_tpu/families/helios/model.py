@@ -40,7 +40,7 @@ class HeliosModel(ChunkedModel, WanModel):
 
     @functools.cached_property
     def components(self) -> dict[str, Component]:
-        """Every component, by the name of its work."""
+        """Every component, by the name of its role."""
         return components.components(self.config)
 
     @functools.cached_property
@@ -56,7 +56,7 @@ class HeliosModel(ChunkedModel, WanModel):
     # ---- The image, or the video, before the first chunk.
 
     def image_latents_shape(self, latent_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the first frame and of the history that a request brings, at the finished size."""
+        """Return the shape of the first frame and the history that a request provides, at the final size."""
         height, width = (side << (self.spec.sizes - 1) for side in latent_shape[3:])
         return (*latent_shape[:2], conditioning.ANCHORED, height, width)
 
@@ -93,7 +93,7 @@ class HeliosModel(ChunkedModel, WanModel):
     def condition(
         self, moments: np.ndarray, request: ResolvedRequest, source_frames: int | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first frame and the history that a request brings, and the state of its generator after them."""
+        """Return the first frame and the history that a request provides, and its generator's state after them."""
         generator = self._first_generator(request)
         statistics = self._latent_statistics()
         if source_frames is None:
@@ -112,7 +112,7 @@ class HeliosModel(ChunkedModel, WanModel):
     def chunk_noise(
         self, request: ResolvedRequest, expert: Expert, generator: np.ndarray | None, images: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Draw the noise that a chunk begins as, or that its latents get when they are enlarged."""
+        """Draw a chunk's initial noise, or the noise that is added when its latents are enlarged."""
         drawn = self._first_generator(request)
         if generator is not None:
             drawn.set_state(torch.from_numpy(np.array(generator)))
@@ -137,7 +137,7 @@ class HeliosModel(ChunkedModel, WanModel):
     def chunk_history(
         self, request: ResolvedRequest, before: Sequence[np.ndarray], image_latents: np.ndarray | None
     ) -> dict[str, np.ndarray]:
-        """Return the last frames of the chunks before, and the first one of all."""
+        """Return the last frames of the earlier chunks, and the very first frame."""
         return chunks.make_history(self.spec.latent_shape(request), before, image_latents)
 
     def count_step(self, request: ResolvedRequest, expert: Expert, *, branches: int, images: int) -> int:
@@ -180,7 +180,7 @@ def guide_scaled(branches: jax.Array, guidance: jax.Array) -> jax.Array:
 
     Args:
         branches: The prompt's and, under guidance, the negative prompt's, which is scaled to fit the prompt's best.
-        guidance: [2]: the scale, and 0 where a step leaves the latents as they are.
+        guidance: [2]: the scale, and 0 if the step leaves the latents unchanged.
     """
     scale, changes = guidance
     if len(branches) == 1:

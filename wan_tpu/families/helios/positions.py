@@ -1,7 +1,7 @@
 """The angles of a Helios transformer's tokens, on the host: an argument of its programs.
 
-A chunk lies behind its history on one time axis that begins anew with every chunk, so its tables never change. Tokens
-of the mid and long history stand for several positions: their cosines and sines are the means of those positions'.
+A chunk follows its history on a time axis that starts again with every chunk, so its tables never change. Tokens of the
+mid and long history stand for several positions: their cosines and sines are the means of those positions'.
 
 Shapes: T H W frames, rows and columns, L tokens, D head width.
 """
@@ -14,7 +14,7 @@ import numpy as np
 
 from wan_tpu.families.helios.published import HISTORY
 
-POOLED = {"long": 4, "mid": 2}  # How many positions along each axis one token stands for.
+POOLED = {"long": 4, "mid": 2}  # How many positions along each axis one token represents.
 
 
 def rotary_tables(

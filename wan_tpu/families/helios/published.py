@@ -1,4 +1,4 @@
-"""The published Helios models: configurations, with which they compile without weights, and sampling settings.
+"""The published Helios models: configurations, which suffice to compile them, and sampling settings.
 
 Helios (arXiv 2603.04379) is Wan 2.1 T2V 14B that continues a video: its text encoder and VAE are Wan's, and its
 transformer has three more patch embeddings, for the frames before. Sources: the model_index.json and config.json files
@@ -15,7 +15,7 @@ from wan_tpu.request import Defaults
 
 CUSTOM = "a custom Helios"
 CHUNK_FRAMES = 9  # Latent frames of a chunk, 33 frames: a default of the pipelines that no file has.
-# Latent frames of the long, mid and short history, besides the anchor: likewise a default of the pipelines.
+# Latent frames of the long, mid and short history, without the anchor: also a default of the pipelines.
 HISTORY = (16, 2, 1)
 
 
@@ -24,12 +24,12 @@ class PyramidConfig:
     """The settings of a HeliosScheduler or HeliosDMDScheduler that differ between models.
 
     Attributes:
-        stages: Sizes that a chunk is denoised at, each twice the one before; 1 denoises it at its own size only.
+        stages: Number of sizes at which a chunk is denoised, each twice the previous one; 1 means its own size only.
         stage_range: The share of the training schedule at which each stage begins, and 1.
         gamma: How strongly the noise between stages is correlated within the square that a pixel becomes.
-        shift: Of the training schedule.
+        shift: The shift of the training schedule.
         dynamic: Whether each stage's schedule is shifted by its number of tokens.
-        shift_type: How: "exponential" or "linear".
+        shift_type: How it is shifted: "exponential" or "linear".
         shift_tokens, shifts: Two numbers of tokens and their shifts; all others lie on the line through them.
         solver: "unipc", "euler", or "dmd" for a distilled model, which makes a whole estimate in every step.
     """
@@ -88,7 +88,7 @@ PUBLISHED: dict[str, HeliosConfig] = {
     "helios-mid": _configuration(PyramidConfig(dynamic=True), scaled_guidance=True),
     "helios-distilled": _configuration(PyramidConfig(dynamic=True, shift_type="linear", solver="dmd")),
 }
-# Steps of a chunk, and of each stage where there are several; the scale of guidance.
+# Steps of a chunk, or of each stage if there are several; the scale of guidance.
 SAMPLING: dict[str, tuple[int, float]] = {
     "helios-base": (50, 5.0),
     "helios-mid": (60, 5.0),

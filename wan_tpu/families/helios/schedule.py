@@ -1,4 +1,4 @@
-"""The schedules of a chunk's stages, and what joins one stage to the next, on the host in float64.
+"""The schedules of a chunk's stages, and the transition from one stage to the next, on the host in float64.
 
 A chunk is denoised at up to three sizes. Each stage runs through a range of the training timesteps of its own, with
 noise levels that fall from 0.999 to 0; before the next one its latents are enlarged and get noise again, whose share
@@ -43,7 +43,7 @@ def stage_schedule(pyramid: PyramidConfig, stage: int, steps: int, tokens: int, 
 
 
 def mixing_factors(pyramid: PyramidConfig, stage: int) -> tuple[float, float]:
-    """Return the factors of the enlarged latents and of the noise that a stage after the first begins as."""
+    """Return the factors of the enlarged latents and of the noise that a stage after the first one starts from."""
     signal = 1 - _training_sigmas(pyramid)[int(pyramid.stage_range[stage] * TRAIN_TIMESTEPS)]
     alpha = 1 / (math.sqrt(1 + 1 / pyramid.gamma) * (1 - signal) + signal)
     return alpha, alpha * (1 - signal) / math.sqrt(pyramid.gamma)
@@ -57,7 +57,7 @@ def _levels(pyramid: PyramidConfig, stage: int, steps: int, tokens: int) -> tupl
         return sigmas[:-1] * TRAIN_TIMESTEPS, sigmas
     highest, lowest = _stage_ends(pyramid)[stage]
     distilled = pyramid.solver == "dmd"
-    # The schedule of a distilled model has one more step, which isn't run: its estimates are whole before.
+    # The schedule of a distilled model has one more step, which isn't run, because its estimates are already complete.
     points = steps + distilled
     grid = np.linspace(highest, lowest, TRAIN_TIMESTEPS + 1)[:-1]
     levels = np.linspace(HIGHEST, 0, TRAIN_TIMESTEPS + 1)[:-1]
@@ -70,7 +70,7 @@ def _levels(pyramid: PyramidConfig, stage: int, steps: int, tokens: int) -> tupl
 
 
 def _shift(pyramid: PyramidConfig, sigmas: np.ndarray, tokens: int) -> np.ndarray:
-    """Move noise levels up, the further the more tokens there are; 0 stays 0."""
+    """Raise noise levels, by more the more tokens there are; 0 stays 0."""
     if not pyramid.dynamic:
         return sigmas
     (few, many), (least, most) = pyramid.shift_tokens, pyramid.shifts
@@ -112,7 +112,7 @@ def _stage_ends(pyramid: PyramidConfig) -> list[tuple[float, float]]:
 def _dmd(timesteps: np.ndarray, sigmas: np.ndarray) -> Schedule:
     """Return the steps of a distilled model as matrices over (x, x0, start).
 
-    Each makes a whole estimate x0, and mixes it with what the stage has begun as.
+    Each step makes a complete estimate x0, and mixes it with the latents that the stage started from.
     """
     rounded = np.trunc(timesteps)
     nearest = np.abs(timesteps - rounded[:, None]).argmin(axis=1)  # Levels are looked up by the integer timestep.

@@ -59,7 +59,7 @@ class HeliosSpec(FamilySpec):
 
     @property
     def solvers(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The checkpoint's own: distilled models have no other, and the rest are published with one."""
+        """The checkpoint's own solver: distilled models allow no other, and all others are published with one."""
         return (self.config.pyramid.solver,)
 
     @property
@@ -84,7 +84,7 @@ class HeliosSpec(FamilySpec):
 
     @property
     def sizes(self) -> int:
-        """At how many sizes a chunk is denoised, each twice the one before."""
+        """The number of sizes at which a chunk is denoised, each twice the previous one."""
         return self.config.pyramid.stages
 
     @property
@@ -105,7 +105,7 @@ class HeliosSpec(FamilySpec):
     # ---- Shapes.
 
     def latent_frames(self, frames: int) -> int:
-        """Return how many latent frames the frames of a video become."""
+        """Return how many latent frames a video of that many frames has."""
         return frames // self.frame_step * CHUNK_FRAMES
 
     def latent_shape(self, request: ResolvedRequest) -> tuple[int, int, int, int, int]:
@@ -123,7 +123,7 @@ class HeliosSpec(FamilySpec):
         return {VIDEO: self.segments(request, 0)[stretch % self.sizes].shape}
 
     def tokens(self, latent_shape: tuple[int, ...]) -> int:
-        """Return L, the tokens of a chunk, without those of the chunks before."""
+        """Return L, the tokens of a chunk, without those of earlier chunks."""
         return math.prod(n // p for n, p in zip(latent_shape[2:], self.patch, strict=True))
 
     # ---- Steps.
@@ -138,7 +138,7 @@ class HeliosSpec(FamilySpec):
         return _list_segments(self.config.pyramid, shape, self.patch, each, chunk)
 
     def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:
-        """Return the one expert as often as it begins a chunk, or another size."""
+        """Return the only expert, once for each chunk and each size at which it denoises."""
         first, later = (tuple(segment.schedule.steps for segment in self.segments(request, chunk)) for chunk in (0, 1))
         return _list_experts(first, later, request.frames // self.frame_step, guided=self.is_guided(request))
 
@@ -165,7 +165,7 @@ def _list_segments(
 
 @functools.lru_cache(maxsize=64)
 def _list_experts(first: tuple[int, ...], later: tuple[int, ...], chunks: int, *, guided: bool) -> tuple[Expert, ...]:
-    """Return the stretches of steps, from the steps at each size in the first chunk and in later ones."""
+    """Return the ranges of steps, given the steps at each size in the first chunk and in later ones."""
     steps = [*first, *later * (chunks - 1)]
     stops = itertools.accumulate(steps)
     return tuple(
@@ -193,7 +193,7 @@ def _join_schedules(
         patch: Latent frames, rows and columns of a token.
         steps: Steps at each size.
         chunks: How many chunks there are.
-        scale: Of guidance; None without it.
+        scale: The scale of guidance; None without guidance.
         scaled_guidance: Whether guidance is CFG-Zero*.
     """
 

@@ -1,8 +1,8 @@
-"""A Helios transformer: Wan's, which sees the frames before a chunk as more tokens.
+"""A Helios transformer: Wan's, which sees the frames before a chunk as additional tokens.
 
-Frames long ago share tokens: four times as many in each direction as for the chunk, then twice. All these tokens come
-behind the chunk's. They have the timestep 0, take nothing from the text, and where the model was trained so, their keys
-are scaled, by head. Everything else is Wan's `WanStep`.
+Distant frames share tokens: a token covers four times as much in each direction as one of the chunk, then twice as
+much. All these tokens come behind the chunk's. They have the timestep 0, take nothing from the text, and where the
+model was trained so, their keys are scaled, by head. Everything else is Wan's `WanStep`.
 
 Shapes: B branches of guidance, T H W latent frames, height, width, L tokens, t tokens of one device, N heads, D head
 width, C = N*D channels.
@@ -25,7 +25,7 @@ from wan_tpu.runtime.bridge import Params, call, to_jax
 from wan_tpu.runtime.mesh import token_layout
 from wan_tpu_kernels.columns import Columns
 
-# Attention pads queries that are fewer than a block to a multiple of `QUERY_ROWS`, which would copy them.
+# If there are fewer queries than a block, attention pads them to a multiple of `QUERY_ROWS`, which would copy them.
 QUERY_ROWS, BLOCK_ROWS = 256, 8192
 LARGEST_SCALE = 10.0  # Of history keys, a constant of diffusers' module.
 # The history by distance, with the module that embeds it and the size of its patches in the chunk's.
@@ -92,14 +92,14 @@ def _embed(module: Any, name: str, latents: jax.Array, scale: int) -> jax.Array:
 
 
 class HistoryStep(WanStep):
-    """One step's blocks, whose first rows are the chunk's, and the others the history's."""
+    """One step's blocks; the first rows belong to the chunk, the others to the history."""
 
     def embed(self, inputs: WanInputs) -> jax.Array:
         """Return the hidden state before the first layer, [t, C]: the tokens, which have been embedded."""
         return inputs.tokens
 
     def scale_keys(self, keys: tuple[jax.Array, ...], w: Params, first_rows: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the keys of self-attention, those of the history scaled if the model was trained so."""
+        """Return the keys of self-attention, with the history's keys scaled if the model was trained that way."""
         if "attn1.history_gain" not in w:
             return keys
         factors = 1 + jax.nn.sigmoid(w["attn1.history_gain"].astype(jnp.float32)) * (LARGEST_SCALE - 1)
@@ -111,14 +111,14 @@ class HistoryStep(WanStep):
         )
 
     def text_gate(self, channels: int, first_rows: jax.Array) -> dict[str, Any]:
-        """Return the options of `linear` that keep the text from the history."""
+        """Return the options of `linear` that stop text from affecting the history."""
         gate = jnp.broadcast_to(jnp.array([[1.0], [0.0]], jnp.float32), (2, channels))
         return {"gate": gate, "first_rows": first_rows}
 
     def attend_to_text(
         self, x: jax.Array, keys: TextKeys, w: Params, first_rows: jax.Array, *, rows: int | None = None
     ) -> jax.Array:
-        """Return the hidden state after cross-attention, which is the chunk's alone where one device has all tokens."""
+        """Return the hidden state after cross-attention, which is only for the chunk if one device has all tokens."""
         chunk = -(-self._first // QUERY_ROWS) * QUERY_ROWS
         rows = chunk if chunk < len(x) == self._layout.padded else None
         return super().attend_to_text(x, keys, w, first_rows, rows=rows)

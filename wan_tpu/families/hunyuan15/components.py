@@ -119,7 +119,7 @@ def glyph_encoder(config: HunyuanConfig) -> Component:
 
 
 def image_encoder(config: HunyuanConfig) -> Component:
-    """Return SigLIP without the head that pools a picture to one vector."""
+    """Return SigLIP without the head that pools a picture into a single vector."""
 
     def adapt(module: torch.nn.Module, mesh: Mesh) -> None:
         module.use_head = False

@@ -28,7 +28,7 @@ def read_config(checkpoint: Checkpoint) -> HunyuanConfig:
     """Read a checkpoint's configuration.
 
     Raises:
-        CheckpointError: HunyuanVideo-1.5 pipelines, or this project, don't run it.
+        CheckpointError: HunyuanVideo-1.5 pipelines, or this project, don't support the configuration.
     """
     if not checkpoint.has("transformer"):
         raise CheckpointError(f"{checkpoint.source} has no transformer; give a complete checkpoint")

@@ -1,4 +1,4 @@
-"""The context of HunyuanVideo-1.5's transformer besides the video, made in every step: image, quoted text, prompt.
+"""The context of HunyuanVideo-1.5's transformer, computed in every step: image, quoted text and prompt.
 
 diffusers masks padding tokens. Here the real tokens come first, in diffusers' order, and their number is an array: so
 one program serves prompts of every length, and padding takes no part in anything.
@@ -36,7 +36,7 @@ class Encodings(NamedTuple):
 
 
 def make_context(module: Any, encodings: Encodings, timestep: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the tokens besides the video's, [B, K, C], and the number of real ones, int32 [B]; the others are zero.
+    """Return the context's tokens, [B, K, C], and the number of real ones, int32 [B]; the others are zero.
 
     Args:
         module: The transformer, inside `wan_tpu.runtime.bridge.call`.
@@ -57,7 +57,7 @@ def make_context(module: Any, encodings: Encodings, timestep: jax.Array) -> tupl
 
 
 def embed_time(module: Any, timestep: jax.Array, following: jax.Array, dtype: torch.dtype) -> jax.Array:
-    """Return the embedding of a step, [1, C]; the step-distilled model also embeds the timestep that follows."""
+    """Return the embedding of a step, [1, C]; the step-distilled model also embeds the next timestep."""
     embed = module.time_embed
     embedding = embed.timestep_embedder(embed.time_proj(to_torch(timestep)).to(dtype))
     if embed.use_meanflow:

@@ -20,11 +20,11 @@ class HunyuanFlops:
     """Floating-point operations (a multiply-add is two) of each stage of one model."""
 
     def __init__(self, config: HunyuanConfig, context_tokens: int) -> None:
-        """Count a model whose transformer sees `context_tokens` tokens besides the video's, padding included."""
+        """Count a model whose transformer sees `context_tokens` tokens in addition to the video's, padding included."""
         self._config, self._context_tokens = config, context_tokens
 
     def encoder(self, request: ResolvedRequest, *, prompts: int) -> int:
-        """Count the encoding of prompts, of the quoted text of the request's own, and of the image."""
+        """Count the encoding of prompts, of the quoted text in the request's own prompt, and of the image."""
         config = self._config
         total = prompts * count(
             lambda: t5.from_transformers(transformers.Qwen2_5_VLTextModel, config.text_encoder),

@@ -45,7 +45,7 @@ class HunyuanModel(Model):
 
     @functools.cached_property
     def components(self) -> dict[str, Component]:
-        """Every component, by the name of its work; the checkpoint's "vae" serves two."""
+        """Every component, by the name of its role; the checkpoint's "vae" serves two."""
         config = self.config
         parts = {
             "text_encoder": components.text_encoder(config),
@@ -100,7 +100,7 @@ class HunyuanModel(Model):
         return 1, (siglip["image_size"] // siglip["patch_size"]) ** 2, siglip["hidden_size"]
 
     def image_latents_shape(self, latent_shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the shape of an image's latents; the frames behind it are zeros."""
+        """Return the shape of an image's latents; the frames after it are zeros."""
         return (*latent_shape[:2], 1, *latent_shape[3:]) if "i2v" in self.spec.tasks else None
 
     # ---- The encoder stage.

@@ -1,4 +1,4 @@
-"""The published HunyuanVideo-1.5 models: configurations, to compile them without weights, and sampling settings.
+"""The published HunyuanVideo-1.5 models: configurations, which suffice to compile them, and sampling settings.
 
 Sources: scripts/convert_hunyuan_video1_5_to_diffusers.py of github.com/huggingface/diffusers, which made the
 HunyuanVideo-1.5-Diffusers-* repositories on the Hugging Face hub; Qwen/Qwen2.5-VL-7B-Instruct, google/byt5-small with

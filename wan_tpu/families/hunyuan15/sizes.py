@@ -1,4 +1,4 @@
-"""The default size of a video: it has the shape of the image, and the area that a model knows.
+"""Choose the default size of a video: the shape of the image, at an area that the model was trained on.
 
 Source: hyvideo/utils/data_utils.py of github.com/Tencent-Hunyuan/HunyuanVideo-1.5, and diffusers'
 HunyuanVideo15ImageProcessor, which both give the same sizes.
@@ -27,7 +27,7 @@ def list_sizes(target: int) -> tuple[tuple[int, int], ...]:
 
 
 def default_size(target: int, height: float, width: float) -> tuple[int, int]:
-    """Return the (height, width) for an image's: the size of the nearest shape that is no further from a square.
+    """Return the (height, width) for an image's: the size with the nearest shape that is no further from square.
 
     Shapes beyond all sizes get the longest one.
     """

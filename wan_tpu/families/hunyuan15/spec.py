@@ -48,7 +48,7 @@ class HunyuanSpec(FamilySpec):
         return (str(self.config.transformer["task_type"]),)
 
     def size_like(self, picture: tuple[int, int]) -> tuple[int, int]:
-        """Return the size for an image, of those that the model knows."""
+        """Return the size for an image, among those that the model was trained on."""
         return default_size(int(self.config.transformer["target_size"]), *picture)
 
     def is_guided(self, request: ResolvedRequest) -> bool:
@@ -65,7 +65,7 @@ class HunyuanSpec(FamilySpec):
 
     @property
     def context_tokens(self) -> int:
-        """The largest number of tokens besides the video's: of image, quoted text and prompt."""
+        """The largest number of context tokens: those of image, quoted text and prompt."""
         image = self.config.image_encoder
         image_tokens = 0 if image is None else (image["image_size"] // image["patch_size"]) ** 2
         return published.TEXT_TOKENS + published.GLYPH_TOKENS + int(image_tokens)

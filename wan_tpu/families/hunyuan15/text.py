@@ -53,7 +53,7 @@ def tokenize_glyphs(shared: Tokenizer, prompt: str) -> tuple[np.ndarray, np.ndar
 def encode_prompt(module: torch.nn.Module, params: Params, ids: jax.Array, mask: jax.Array) -> jax.Array:
     """Return Qwen's embeddings of the prompt, [B, 1000, C], from its chat's ids and mask [B, 1108].
 
-    They are those of the last layer but two (`components.text_encoder`), without those of the instructions' start.
+    They come from the last layer but two (`components.text_encoder`), without those of the instructions at the start.
     """
 
     def method(module: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

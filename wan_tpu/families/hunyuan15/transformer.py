@@ -41,8 +41,8 @@ RULES = (
     Rule(rf"{_BLOCK}{_SUMS}", (None, "tp")),
     Rule(rf"(?!{_BLOCK}({_VIDEO}|{_HEADS}\.(weight|bias|weight_scale)|{_SUMS})$).*", ()),
 )
-# Weights used before or right after attention, which takes most of a layer: they are gathered during that of the layer
-# before.
+# Weights used before or right after attention, which takes most of a layer's time: they are gathered during the
+# previous layer's attention.
 _AHEAD = tuple(f"attn.{name}.weight" for name in ("to_q", "to_k", "to_v", "to_out.0"))
 _BESIDE = ("ff.net.0.proj.weight", "ff.net.2.weight")  # Weights gathered while attention is computed.
 _EPS = 1e-6  # Epsilon of every norm: a constant of diffusers' block.
@@ -105,7 +105,7 @@ class _Inputs(NamedTuple):
         embedding: [C], of the time, after its activation.
         head: Scale and shift before the output, [2, C].
         blocks: The stacked weights of the layers.
-        outer: The weights around the layers.
+        outer: The weights outside the layers.
     """
 
     values: jax.Array
@@ -280,7 +280,7 @@ def _rope_tables(config: Any, grid: tuple[int, ...], length: int) -> tuple[jax.A
 
 
 def _outer(module: Any) -> Params:
-    """Return the weights around the blocks, with the patch embedding as a matrix [C, channels of the input]."""
+    """Return the weights outside the blocks, with the patch embedding as a matrix [C, channels of the input]."""
     weight = to_jax(module.x_embedder.proj.weight)
     return {
         "x_embedder.weight": weight.reshape(weight.shape[0], -1),

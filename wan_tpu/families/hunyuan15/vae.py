@@ -21,7 +21,7 @@ from wan_tpu.ops.halo import HaloCut
 from wan_tpu.runtime.bridge import to_jax
 from wan_tpu_kernels.vae.causal_conv import zero_outside
 
-# Queries of the middle block whose scores are formed at once, for all keys of a video.
+# The number of queries in the middle block whose scores are computed at once, for all keys of a video.
 QUERIES = 128
 
 # How each weight is laid out when it is read; the first pattern that matches its whole name decides.
@@ -29,7 +29,7 @@ CHANGES: tuple[tuple[str, Callable[[np.ndarray], np.ndarray]], ...] = ((r".*\.we
 
 
 class AttentionHistory(RepeatedStart):
-    """The last frames of convolutions, and the middle's keys and values of the whole video, for later chunks.
+    """The convolutions' last frames, and the middle block's keys and values of the whole video, for later chunks.
 
     The keys and values are whole pictures on every device; each chunk gathers only its own frames.
     """

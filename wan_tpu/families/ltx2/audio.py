@@ -74,7 +74,7 @@ def vocoder(config: Ltx2Config) -> Component:
     """Return the vocoder.
 
     Raises:
-        CheckpointError: Its configuration asks for something that no published vocoder does.
+        CheckpointError: Its configuration asks for something that no published vocoder has.
     """
     settings = config.vocoder
     _check_vocoder(settings)
@@ -196,7 +196,7 @@ def _make_mel(settings: Any, weights: Weights, samples: jax.Array, window: Windo
 
 
 def _reach(module: Any) -> int:
-    """Return from how many mel frames on each side samples depend on a frame, at most."""
+    """Return the largest number of mel frames on each side that a frame's samples depend on."""
     if isinstance(module, LTX2Vocoder):
         return math.ceil(_reach_of_one(module.config, ""))
     settings = module.config
@@ -207,7 +207,7 @@ def _reach(module: Any) -> int:
 
 
 def _reach_of_one(settings: Any, prefix: str) -> float:
-    """Return the same of one vocoder, in frames of its own."""
+    """Return the same for one vocoder, in its own frames."""
     filter_taps = settings[f"{prefix}antialias_kernel_size"] if settings[f"{prefix}antialias"] else 0
     return measure_reach(settings, _name_sizes(prefix), filter_taps)
 

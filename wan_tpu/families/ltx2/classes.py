@@ -1,4 +1,4 @@
-"""The defaults of the classes that LTX-2's parts are, for keys that a configuration lacks.
+"""The defaults of the classes of LTX-2's parts, for keys that a configuration lacks.
 
 Published files have only the keys that their class had when they were written. Source: diffusers 0.42.1.
 """

@@ -21,7 +21,7 @@ _ORIGINALS = (
 
 
 def transformer(config: Ltx2Config) -> Component:
-    """Return the transformer; its pairs of channels for RoPE are as our kernels have them."""
+    """Return the transformer, with its pairs of channels for RoPE in the order of our kernels."""
     return Component(
         folder="transformer",
         build=lambda: LTX2VideoTransformer3DModel.from_config(config.transformer),

@@ -84,7 +84,7 @@ def read_config(checkpoint: Checkpoint) -> Ltx2Config:
     """Read a checkpoint's configuration.
 
     Raises:
-        CheckpointError: LTX-2 pipelines, or this project, don't run it.
+        CheckpointError: LTX-2 pipelines, or this project, don't support the configuration.
     """
     for component in ("tokenizer", *_CLASSES):
         if not checkpoint.has(component):
@@ -175,7 +175,7 @@ def _read_upsampler(checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 
 def _is_distilled(checkpoint: Checkpoint, version: str, scheduler: dict[str, Any]) -> bool:
-    """Return whether wan_tpu.json names a distilled model, else whether the scheduler or the nearest name says so."""
+    """Return whether wan_tpu.json names a distilled model; without that, whether the scheduler or a name says so."""
     model = checkpoint.read_own("model").get("model")
     if model is not None:
         if model not in MODELS:

@@ -74,7 +74,7 @@ def connectors(config: Ltx2Config) -> Component:
 def project_state(
     connectors: Loaded, hidden: jax.Array, mask: jax.Array, layer: int | jax.Array
 ) -> dict[str, jax.Array]:
-    """Return what a hidden state adds to the projections' outputs, float32 [B, L, O] by the projection's name.
+    """Return a hidden state's contribution to the projections' outputs, float32 [B, L, O], by projection name.
 
     Args:
         connectors: The connectors.

@@ -1,4 +1,4 @@
-"""Guidance of LTX-2: which evaluations of the transformer a step takes, and how they are combined. No JAX, no torch.
+"""Guidance of LTX-2: which evaluations a step needs, and how they are combined. Imports no JAX and no torch.
 
 Shapes: E evaluations, L tokens, C channels.
 """
@@ -14,8 +14,8 @@ class Evaluation:
     """One evaluation of the transformer.
 
     Attributes:
-        text: Which text it takes: 0 the prompt, 1 the negative prompt.
-        perturbed_blocks: The layers whose self-attention is left out, so that values pass unmixed.
+        text: Which text it uses: 0 for the prompt, 1 for the negative prompt.
+        perturbed_blocks: The layers whose self-attention is skipped, so that values pass through unmixed.
         is_isolated: Whether video and sound don't attend to each other.
     """
 
@@ -26,7 +26,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Guidance:
-    """The strengths of a model's guidance besides a request's `guidance_scale`, which is the video's.
+    """The strengths of a model's guidance in addition to a request's `guidance_scale`, which is the video's.
 
     Attributes:
         audio_scale: The scale of the sound; None for the request's.

@@ -45,7 +45,7 @@ class Ltx2Model(Model):
 
     @functools.cached_property
     def components(self) -> dict[str, Component]:
-        """Every component, by the name of its work; the checkpoint's "vae" serves two."""
+        """Every component, by the name of its role; the checkpoint's "vae" serves two."""
         config = self.config
         parts = {
             "text_encoder": text.text_encoder(config),
@@ -103,7 +103,7 @@ class Ltx2Model(Model):
         return {"text_encoder": (ids, mask)}, warnings
 
     def joined_with(self, component: str, *, images: bool = False) -> tuple[str, ...]:
-        """Return the connectors: they take all of Gemma's hidden states, which so never leave the devices."""
+        """Return the connectors. They need all of Gemma's hidden states, which therefore never leave the devices."""
         return ("connectors",)
 
     def encode_text(self, component: str, loaded: Sequence[Loaded], *tokens: jax.Array) -> dict[str, jax.Array]:
@@ -151,7 +151,7 @@ class Ltx2Model(Model):
     def initial_noises(self, request: ResolvedRequest, noise: np.ndarray | None, images: int) -> dict[str, np.ndarray]:
         """Return the noise of video and sound, drawn in this order.
 
-        The video's is drawn even where `noise` takes its place: diffusers mixes latents that it is given with a noise
+        The video's noise is drawn even if `noise` replaces it: diffusers mixes latents that it is given with a noise
         whose weight is 0.
         """
         generator = torch.Generator("cpu").manual_seed(request.seed)
@@ -215,8 +215,8 @@ class Ltx2Model(Model):
         latents, (sound, time) = inputs.latents, inputs.audio
         times = time[None]
         if inputs.image_latents is not None:
-            # The image has no noise: tokens of the first latent frame have timestep 0. In a second stage that frame is
-            # what became of the image when the latents were enlarged.
+            # The image has no noise: tokens of the first latent frame have timestep 0. In a second stage, that frame is
+            # the image as enlarged with the latents.
             if inputs.image_latents.shape[3:] == latents.shape[3:]:
                 latents = latents.at[:, :, :1].set(inputs.image_latents)
             times = jnp.stack([jnp.zeros_like(time), time])
@@ -236,7 +236,7 @@ class Ltx2Model(Model):
         tokens = latents[0].reshape(latents.shape[1], -1).T
         velocity = combine(videos, tokens, sigma, inputs.guidance[0]).T.reshape(latents.shape)
         if inputs.image_latents is not None:
-            velocity = velocity.at[:, :, :1].set(0)  # The image stays as it is.
+            velocity = velocity.at[:, :, :1].set(0)  # The image must not change.
         return {VIDEO: velocity, AUDIO: combine(sounds, sound[0], sigma, inputs.guidance[1])[None]}
 
     def finish(self, latents: np.ndarray, image_latents: np.ndarray | None, request: ResolvedRequest) -> np.ndarray:

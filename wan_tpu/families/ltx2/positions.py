@@ -91,7 +91,7 @@ def _as_tables(cos: torch.Tensor, sin: torch.Tensor) -> np.ndarray:
 
 
 def _keep_axis(tables: np.ndarray, axis: int, heads: int) -> np.ndarray:
-    """Return the tables with zeros where a channel's angle isn't this axis's.
+    """Return the tables, with zeros for channels whose angle belongs to another axis.
 
     Over all heads, the axes take turns, from the end of the channels; what is left in front doesn't rotate, as the
     first axis's table says.

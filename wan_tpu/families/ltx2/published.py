@@ -1,4 +1,4 @@
-"""The published LTX-2 models: configurations, to compile them without weights, and sampling settings.
+"""The published LTX-2 models: configurations, which suffice to compile them, and sampling settings.
 
 Sources: scripts/convert_ltx2_to_diffusers.py of github.com/huggingface/diffusers at 58eb52c0 (2026-08-23), which made
 Lightricks/LTX-2, rootonchair/LTX-2-19b-distilled, diffusers/LTX-2.3-Diffusers and diffusers/LTX-2.3-Distilled-Diffusers
@@ -18,7 +18,8 @@ CUSTOM = "a custom LTX-2"
 DISTILLED_SIGMAS = (1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875)
 SECOND_STAGE_SIGMAS = (0.909375, 0.725, 0.421875)
 
-# (height, width) offered besides a model's own: diffusers' examples, doubled or not, and 720p in multiples of 64.
+# (height, width) offered in addition to a model's own: diffusers' examples, doubled or not, and 720p in multiples of
+# 64.
 SIZES = ((1024, 1536), (704, 1280), (512, 768))
 
 # fmt: off

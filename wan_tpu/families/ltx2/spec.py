@@ -19,7 +19,7 @@ REFINE = "refine"
 AUDIO_RATE, LONGEST_S = 25, 60  # Latents of the sound a second; the longest video: three times what it was trained on.
 STRIDE = 32  # Pixels per pixel of the latents, which is a token.
 AUDIO_STRIDE = 4  # Mel frames, and mel bins, of a latent of the sound.
-_LARGEST_EXPONENT = 80  # Beyond it float32 has no such shift; all noise levels are 1 long before.
+_LARGEST_EXPONENT = 80  # Beyond it the shift overflows float32; all noise levels are 1 long before.
 
 
 class Ltx2Spec(FamilySpec):
@@ -53,7 +53,7 @@ class Ltx2Spec(FamilySpec):
 
     @property
     def size_multiple(self) -> int:
-        """What two stages need, where there are two by default; a request for one stage may have multiples of 32."""
+        """The multiple for two stages if that is the default; a request for one stage may have multiples of 32."""
         return STRIDE if self.config.upsampler is None else 2 * STRIDE
 
     @property
@@ -93,7 +93,7 @@ class Ltx2Spec(FamilySpec):
         return int(self.config.connectors[heads] * self.config.connectors[width])
 
     def audio_tokens(self, frames: int, fps: float) -> int:
-        """Return A, as many latents as last as long as the video, rounded."""
+        """Return A, the rounded number of latents that last as long as the video."""
         audio = self.config.audio_vae
         return round(frames / fps * (audio["sample_rate"] / audio["mel_hop_length"] / AUDIO_STRIDE))
 
@@ -115,7 +115,7 @@ class Ltx2Spec(FamilySpec):
         return math.prod(latent_shape[2:])
 
     def decoder_chunks(self, latent_frames: int) -> tuple[int, ...]:
-        """Return one chunk with all frames: the decoder looks ahead."""
+        """Return a single chunk with all frames, because the decoder looks ahead."""
         return (latent_frames,)
 
     def shapes(self, request: ResolvedRequest, *, images: int) -> dict[str, str]:
@@ -129,7 +129,7 @@ class Ltx2Spec(FamilySpec):
         return names | {DECODER: f"{DECODER} {whole}x{request.frames} {sound}"}
 
     def check_size(self, request: ResolvedRequest) -> None:
-        """Raise `InvalidRequest` for a size that the model, or half of which its first stage, can't make."""
+        """Raise `InvalidRequest` for a size that the model can't make, or whose half its first stage can't make."""
         multiple, needs = STRIDE, f"{self.name} needs a multiple of {STRIDE}"
         remedy = ""
         if self.has_two_stages(request):
@@ -175,7 +175,7 @@ class Ltx2Spec(FamilySpec):
         return self.config.upsampler is not None and request.sigmas is None and request.steps == steps
 
     def is_guided(self, request: ResolvedRequest) -> bool:
-        """Return whether there is guidance, of every kind that the model has."""
+        """Return whether there is guidance, of any kind that the model has."""
         return request.guidance_scale > 1
 
     def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:

@@ -65,7 +65,7 @@ def text_encoder(config: Ltx2Config) -> Component:
     """Return Gemma 3's language model, without the vision tower.
 
     Raises:
-        CheckpointError: Its configuration asks for something that Gemma 3 doesn't do.
+        CheckpointError: Its configuration asks for something that Gemma 3 doesn't have.
     """
     if options := [key for key in _UNSUPPORTED if config.text_encoder.get(key)]:
         raise CheckpointError(
@@ -131,7 +131,7 @@ def encode_prompt(encoder: Loaded, connectors: Loaded, ids: jax.Array, mask: jax
 def count_flops(config: Ltx2Config) -> int:
     """Count the operations of encoding a prompt (a multiply-add is two) on transformers' and diffusers' own modules."""
     ids = torch.ones(1, TEXT_TOKENS, dtype=torch.int32, device="meta")
-    masks = dict.fromkeys(_KINDS)  # Without these, transformers would look into the tokens' values to make masks.
+    masks = dict.fromkeys(_KINDS)  # Without these, transformers would read the tokens' values to build masks.
     gemma = count(
         text_encoder(config).build,
         lambda module: module(inputs_embeds=module.embed_tokens(ids), attention_mask=masks, use_cache=False),

@@ -38,7 +38,7 @@ _EPS = 1e-6  # Epsilon of the norm before the output: a constant of diffusers' m
 
 
 class Conditions(NamedTuple):
-    """The inputs that a step's evaluations share, besides the latents.
+    """The inputs, other than the latents, that a step's evaluations share.
 
     Attributes:
         times: float32 [M], timesteps of the video's tokens; of two, the first is for the first latent frame.
@@ -74,7 +74,7 @@ def predict(
         mesh: The devices.
         video: Latents [1, channels, T, H, W], in the dtype to compute in.
         audio: Latents as tokens [A, channels].
-        conditions: What all evaluations share.
+        conditions: The inputs that all evaluations share.
         evaluations: The evaluations.
         cross_timestep: Whether the attention between the streams is modulated by the other's timestep (LTX-2.3).
     """

@@ -59,7 +59,7 @@ def vae_half(config: Ltx2Config, dropped: str) -> Component:
     """Return the VAE without the half named in `dropped`.
 
     Raises:
-        CheckpointError: The configuration has what no published model has.
+        CheckpointError: The configuration has a value that no published model has.
     """
     _check(config.vae)
     half = vae_component(functools.partial(_build, config), _changes(config.vae), (dropped,))
@@ -67,7 +67,7 @@ def vae_half(config: Ltx2Config, dropped: str) -> Component:
 
 
 def statistics(config: Ltx2Config) -> Component:
-    """Return what is left of the VAE without its halves: `latents_mean` and `latents_std`, float32 [C]."""
+    """Return the parts of the VAE that belong to neither half: `latents_mean` and `latents_std`, float32 [C]."""
     return dataclasses.replace(vae_component(functools.partial(_build, config), (), HALVES), float32=STATISTICS)
 
 
@@ -192,7 +192,7 @@ def decoder(module: Any, cut: HaloCut, x: jax.Array, history: History) -> jax.Ar
 
 
 def _statistics(module: Any) -> tuple[jax.Array, jax.Array]:
-    """Return what latents are multiplied by, and then moved by, for the decoder, float32 [C]."""
+    """Return the factor and the offset that are applied to latents for the decoder, float32 [C]."""
     mean, deviation = to_jax(module.latents_mean), to_jax(module.latents_std)
     return mean, deviation / module.config.scaling_factor
 

@@ -1,4 +1,4 @@
-"""The defaults of the classes that MiniMax-H3's parts are, for keys that a configuration lacks.
+"""The defaults of the classes of MiniMax-H3's parts, for keys that a configuration lacks.
 
 Published files have only the keys that their class had when they were written. Sources: diffusers 0.42.1, whose
 defaults are the published model's values, and transformers 5.24.

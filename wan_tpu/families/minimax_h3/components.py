@@ -66,12 +66,12 @@ def transformer(config: MiniMaxH3Config) -> Component:
 
 
 def _swap_halves(rows: torch.Tensor, name: str) -> torch.Tensor:
-    """Put the values before their gates."""
+    """Reorder the rows so that values come before their gates."""
     return torch.cat(rows.chunk(2)[::-1])
 
 
 def _group_rows(heads: int, rows: torch.Tensor, name: str) -> torch.Tensor:
-    """Put all queries before all keys and values.
+    """Reorder the rows so that all queries come first, then all keys and values.
 
     Only DiffSynth leaves them as the model's own files have them, head by head; its files are those with "default".
     """

@@ -63,7 +63,7 @@ def read_config(checkpoint: Checkpoint) -> MiniMaxH3Config:
     """Read a checkpoint's configuration.
 
     Raises:
-        CheckpointError: MiniMax-H3's pipeline, or this project, doesn't run it.
+        CheckpointError: MiniMax-H3's pipeline, or this project, doesn't support the configuration.
     """
     for component in ("tokenizer", *_CLASSES):
         if not checkpoint.has(component):
@@ -180,7 +180,7 @@ def _read_encoder(checkpoint: Checkpoint, part: str) -> dict[str, Any]:
 
 
 def _read_picture(checkpoint: Checkpoint) -> dict[str, int]:
-    """Return the limits of the image processor; the published ones where the checkpoint has none."""
+    """Return the limits of the image processor; the published ones if the checkpoint has none."""
     files = [file for file in _PROCESSOR_FILES if (checkpoint.path("processor") / file).is_file()]
     if not files:
         return dict(classes.PICTURE)

@@ -1,4 +1,4 @@
-"""The text as MiniMax-H3's transformer takes it: embedded, and refined by two layers of its own, once per request.
+"""The text as MiniMax-H3's transformer needs it: embedded, and refined by two separate layers, once per request.
 
 Padding takes no part in it, and the number of real rows is an array: one program serves texts of every length.
 
@@ -24,7 +24,7 @@ def refine_text(module: torch.nn.Module, params: Params, mesh: Mesh, text: jax.A
         params: Its weights.
         mesh: The devices.
         text: The text encoder's output, [R, text channels].
-        real: bool [R], which rows are no padding.
+        real: bool [R], which rows aren't padding.
     """
 
     def method(module: Any, text: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,7 @@ def refine_text(module: torch.nn.Module, params: Params, mesh: Mesh, text: jax.A
 
 
 def _attend(attention: Any, rows: torch.Tensor, real: jax.Array) -> jax.Array:
-    """Return attention's output of all rows, [R, C]; padding is seen by none."""
+    """Return attention's output for all rows, [R, C]; no row attends to padding."""
     query, key, value = (
         projection(rows).unflatten(-1, (attention.heads, -1))
         for projection in (attention.to_q, attention.to_k, attention.to_v)

@@ -85,8 +85,8 @@ def _conv(conv: Any, cut: HaloCut, x: jax.Array, *, residual: jax.Array | None =
 def _downsample(block: Any, cut: HaloCut, x: jax.Array) -> jax.Array:
     """Apply a convolution to every second column and row; `downsampling_taps` has folded its weight.
 
-    Squares of four pixels are channels here. Beyond the last one comes that one again: of its pixels only those count
-    that mirror the picture's.
+    Squares of four pixels are channels here. The last square is repeated beyond the edge: of its pixels only those
+    count that mirror the picture's.
     """
     frames, columns, rows, channels = x.shape
     squares = x.reshape(frames, columns // 2, 2, rows // 2, 2 * channels).transpose(0, 1, 3, 2, 4)

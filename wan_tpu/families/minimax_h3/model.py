@@ -47,7 +47,7 @@ class MiniMaxH3Model(Model):
 
     @functools.cached_property
     def components(self) -> dict[str, Component]:
-        """Every component, by the name of its work."""
+        """Every component, by the name of its role."""
         return {
             "text_encoder": text.text_encoder(self.config),
             "vision": tower.vision(self.config),
@@ -110,7 +110,7 @@ class MiniMaxH3Model(Model):
         return {"text_encoder": (ids, np.array([[count]], np.int32))}, warnings
 
     def tokenize_with_images(self, request: ResolvedRequest) -> tuple[dict[str, tuple[np.ndarray, ...]], list[str]]:
-        """Return a prompt with its keyframes, each behind a label, and a warning if the prompt was cut."""
+        """Return a prompt with its keyframes, each preceded by a label, and a warning if the prompt was cut."""
         anchors = [ANCHORS.index(end) for end, name in zip(ANCHORS, IMAGES, strict=True) if getattr(request, name)]
         shared, keyframes = self.tokenizers["text_encoder"], self._fit_keyframes(request)
         tokens, warnings = presentation.present(self.config, shared, request.prompt, keyframes, anchors)
@@ -153,7 +153,7 @@ class MiniMaxH3Model(Model):
         return [frame.transpose(2, 0, 1)[None, :, None] for frame in frames]
 
     def image_latents(self, moments: np.ndarray, request: ResolvedRequest) -> np.ndarray:
-        """Return the keyframes' latents with the first noise of the request, float32 [1, C, 1 or 2, H, W]."""
+        """Return the keyframes' latents, mixed with the request's first noise, float32 [1, C, 1 or 2, H, W]."""
         latents = vae.image_latents(self.config, moments)
         generator = torch.Generator("cpu").manual_seed(request.seed)
         time = np.float32(KEYFRAME_TIME)
@@ -176,7 +176,7 @@ class MiniMaxH3Model(Model):
     def initial_noises(self, request: ResolvedRequest, noise: np.ndarray | None, images: int) -> dict[str, np.ndarray]:
         """Return the noise of video and sound, drawn in this order after the keyframes'.
 
-        Of the video none is drawn where `noise` takes its place.
+        None is drawn for the video if `noise` replaces it.
         """
         generator = torch.Generator("cpu").manual_seed(request.seed)
         self._draw_keyframes(request, images, generator)
@@ -187,7 +187,7 @@ class MiniMaxH3Model(Model):
     def constants(
         self, request: ResolvedRequest, latent_shape: tuple[int, ...], text: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        """Return where every row of the sequence lies, which the length of the text moves, and how many are real."""
+        """Return every row's position, which depends on the text's length, and the number of real rows."""
         _, _, frames, height, width = latent_shape
         _, *patch = self.config.transformer["patch_size"]
         [rows], [[count]] = text["positions"], text["count"]
@@ -212,7 +212,7 @@ class MiniMaxH3Model(Model):
         text: Mapping[str, jax.Array],
         image: jax.Array | None,
     ) -> dict[str, jax.Array]:
-        """Return the text's rows as the sequence has them, [R, C], and the number of real ones."""
+        """Return the text's rows in the order of the sequence, [R, C], and the number of real ones."""
         [rows], [[count]] = text["text"], text["count"]
         return {"text": context.refine_text(module, params, mesh, rows, jnp.arange(len(rows)) < count), "count": count}
 

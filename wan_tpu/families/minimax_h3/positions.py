@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-# How many times 5/3 each latent frame lasts, in turn: the VAE makes five of seventeen frames.
+# How many times 5/3 each latent frame lasts, in turn: the VAE turns seventeen frames into five.
 _FRAMES = (1, 4, 4, 4, 4)
 _RATE = 5.0 / 3.0
 _SPACE = 32  # The side of a square video.
@@ -64,7 +64,7 @@ def place_rows(
         text: The index of each row of the text, [R], rows of images first.
         count: The number of real rows of the text, those of images included; media begin at that time.
         vision: The number of rows of images.
-        anchors: For each keyframe, "first" or "last": the end of the video that it is.
+        anchors: For each keyframe, "first" or "last": which end of the video it is.
     """
     frames, height, width = grid
     area = np.sqrt(height * width)

@@ -1,4 +1,4 @@
-"""Few steps for MiniMax-H3, by adapters that were distilled for them.
+"""Presets of MiniMax-H3 with few steps, by adapters that were distilled for them.
 
 LightX2V trained its Turbo at 1344x768 with Euler's method, at shift 6 for the video and 3, the model's own, for the
 sound: github.com/ModelTC/Minimax-H3-Turbo, and github.com/ModelTC/LightX2V, configs/minimax_h3/dmd. FastVideo trained

@@ -15,10 +15,10 @@ from wan_tpu.request import Preset, ResolvedRequest, nearest_multiple
 from wan_tpu.schedules import flow
 from wan_tpu.schedules.schedule import Schedule
 
-FPS = 24  # The only rate of frames that the model was trained on.
+FPS = 24  # The only frame rate that the model was trained on.
 SHORTEST, LONGEST = 124, 345  # Frames: of what the VAE can decode, the first from 5 s on, and the last up to 15 s.
 AUDIO_RATE, CHANNELS = 40, 2  # Latents of the sound a second, for each of its channels.
-WIDEST = 4  # The width of the widest video over its height.
+WIDEST = 4  # The width of the widest video, divided by its height.
 STRIDE = 16  # Pixels per pixel of the latents, four of which are a token.
 
 
@@ -61,7 +61,7 @@ class MiniMaxH3Spec(FamilySpec):
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Guidance is part of the weights, and the rate of frames of what they were trained on."""
+        """Guidance is part of the weights, and so is the frame rate that they were trained on."""
         return "guidance_scale", "guidance_scale_2", "switch_step", "fps"
 
     @property
@@ -85,11 +85,11 @@ class MiniMaxH3Spec(FamilySpec):
         return super().nearest_frames(min(frames, LONGEST))
 
     def latent_frames(self, frames: int) -> int:
-        """Return how many latent frames the frames of a video become, 5 n + 2 for 17 n + 5."""
+        """Return how many latent frames a video of that many frames has: 5 n + 2 for 17 n + 5."""
         return (frames - CLIP_LATENTS) // CLIP_FRAMES * CLIP_LATENTS + 2
 
     def audio_tokens(self, frames: int) -> int:
-        """Return 2 A: for both channels, as many latents as last as long as the video, rounded."""
+        """Return 2 A: for both channels, the rounded number of latents that last as long as the video."""
         return CHANNELS * round(frames / FPS * AUDIO_RATE)
 
     def latent_shapes(self, request: ResolvedRequest, step: int) -> dict[str, tuple[int, ...]]:

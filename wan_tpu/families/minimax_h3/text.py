@@ -57,7 +57,7 @@ class VisionOutput(NamedTuple):
 
 
 def tokenize_prompt(shared: Tokenizer, prompt: str) -> tuple[np.ndarray, int, list[str]]:
-    """Return a prompt's ids, int32 [1, R], how many of them are real, and a warning if the prompt was cut.
+    """Return a prompt's ids, int32 [1, R], the number of real ones, and a warning if the prompt was cut.
 
     Raises:
         CheckpointError: The tokenizer doesn't work.
@@ -81,12 +81,12 @@ def read_words(tokenizer: Any, prompt: str, room: int) -> tuple[list[int], list[
 
 
 def pad_rows(ids: Sequence[int], rows: int) -> list[int]:
-    """Return ids with padding behind them."""
+    """Return ids followed by padding."""
     return [*ids, *[0] * (rows - len(ids))]
 
 
 def text_encoder(config: MiniMaxH3Config) -> Component:
-    """Return Qwen3-VL's language model without the layers and the norm behind the one whose output is taken."""
+    """Return Qwen3-VL's language model without the layers and the norm after the layer whose output is used."""
 
     def build() -> torch.nn.Module:
         module = t5.from_transformers(transformers.Qwen3VLTextModel, config.text_encoder)
@@ -152,7 +152,7 @@ def encode_prompt(
 
 
 def _put(hidden: jax.Array, starts: jax.Array, values: jax.Array) -> jax.Array:
-    """Put values [k, n, C] in the place of the rows [R, C] that begin at `starts`."""
+    """Replace the rows [R, C] that begin at `starts` by values [k, n, C]."""
     for start, rows in zip(starts, values.astype(hidden.dtype), strict=True):
         hidden = jax.lax.dynamic_update_slice_in_dim(hidden, rows, start, axis=0)
     return hidden

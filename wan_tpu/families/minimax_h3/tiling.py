@@ -20,9 +20,9 @@ class Line(NamedTuple):
     """Tiles along one direction.
 
     Attributes:
-        starts: Where each begins.
-        size: How long each is.
-        overlaps: How much each but the first shares with the one before.
+        starts: Where each tile begins.
+        size: How long each tile is.
+        overlaps: How much each tile but the first shares with the previous one.
     """
 
     starts: tuple[int, ...]
@@ -39,11 +39,11 @@ class Line(NamedTuple):
 
 
 def lay_line(length: int, size: int, overlap: int) -> Line:
-    """Return the fewest tiles that cover a length.
+    """Return the smallest number of tiles that cover a length.
 
     Args:
         length: The length.
-        size: A tile's; a shorter length is one tile.
+        size: The size of a tile; a shorter length is a single tile.
         overlap: The least that neighbours share.
     """
     if length <= size:
@@ -84,8 +84,8 @@ class Tiling:
     def join(self, tiles: jax.Array) -> jax.Array:
         """Join tiles [N, ..., h, w] to a picture [..., H, W], float32.
 
-        Each fades in over what it shares with the one above it, and the result over what the one before it has there.
-        Where four meet, the one across takes no part.
+        Each tile is blended over its overlap with the tile above, and the result over its overlap with the tile before.
+        Where four tiles meet, the diagonal one isn't used.
         """
         per_row = len(self.columns.starts)
         strips = []

@@ -38,7 +38,7 @@ _MODULATION = "adaln_proj.linear"
 
 
 class Rows(NamedTuple):
-    """The rows of a sequence before their projections, and where they lie.
+    """The rows of a sequence before their projections, with their positions.
 
     Attributes:
         video: Float32 [video, channels], tokens of the video.
@@ -60,7 +60,7 @@ class Rows(NamedTuple):
 def predict(
     module: torch.nn.Module, params: Params, mesh: Mesh, rows: Rows, layout: Layout, times: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the velocities of the video's tokens and of the sound's latents, float32, each as `rows` has them.
+    """Return the velocities of the video's tokens and of the sound's latents, float32, in the layout of `rows`.
 
     Args:
         module: The transformer.
@@ -110,7 +110,7 @@ class _Inputs(NamedTuple):
         embedding: Float32 [E, channels], of the timesteps, after its activation.
         head: Shift and scale of each timestep before the output, float32 [E, 2, C].
         blocks: The stacked weights of the layers.
-        outer: The weights around the layers.
+        outer: The weights outside the layers.
     """
 
     video: jax.Array
@@ -212,7 +212,7 @@ class _Step:
         ends: jax.Array,
         count: jax.Array,
     ) -> tuple[jax.Array, Params]:
-        """Run one layer, as in diffusers' MiniMaxH3TransformerBlock, and gather what the next one begins with.
+        """Run one layer, as in diffusers' MiniMaxH3TransformerBlock, and gather the next one's first weights.
 
         Args:
             x: [t, C].
@@ -295,7 +295,7 @@ def _turn(config: Any, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _collect_outer(module: Any) -> Params:
-    """Return the weights around the blocks, both heads as one matrix."""
+    """Return the weights outside the blocks, both heads as one matrix."""
     heads = module.proj_out, module.audio_proj_out
     return {
         "proj_in.weight": to_jax(module.proj_in.weight),

@@ -38,7 +38,7 @@ from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.components import Component
 from wan_tpu.runtime.mesh import Rule, replicated_sharding
 
-# What diffusers normalises pixels by: mean and deviation of ImageNet's red, green and blue.
+# The mean and deviation by which diffusers normalises pixels: those of ImageNet's red, green and blue.
 PIXEL_MEAN, PIXEL_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 STRIDE = 16  # Pixels per pixel of the latents.
 FADED = 5  # Frames that fade into the next clip's.
@@ -65,7 +65,7 @@ def vae_half(config: MiniMaxH3Config, dropped: str) -> Component:
     """Return the VAE without the half named in `dropped`, replicated on every device.
 
     Raises:
-        CheckpointError: The configuration has what the published model hasn't.
+        CheckpointError: The configuration has a value that the published model doesn't have.
     """
     _check(config.vae)
     # The decoder's table of frequencies isn't used: `vit` makes its own angles.
@@ -139,7 +139,7 @@ class TiledClips(Chunks):
 
     @property
     def cache_format(self) -> Format:
-        """The layout of each entry of the cache, which every device has all of."""
+        """The layout of each entry of the cache, of which every device has a complete copy."""
         return self.out_format
 
     @property
@@ -154,7 +154,7 @@ class TiledClips(Chunks):
     def map_tiles(
         self, run: Callable[[Params, jax.Array], jax.Array], params: Params, tiles: jax.Array, *, most: int
     ) -> jax.Array:
-        """Return run(params, tiles) of all tiles, [N, ...], whole on each device.
+        """Return run(params, tiles) for all tiles, [N, ...], replicated on every device.
 
         Args:
             run: Takes tiles of one device, [n, ...].
@@ -251,13 +251,13 @@ class KeyframeEncoder(TiledClips):
         return tiling.join(moments)[None], ()
 
     def run_next(self, params: Params, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Encode another keyframe, which has nothing to do with the first one."""
+        """Encode another keyframe, independently of the first one."""
         return self.run_first(params, x)
 
 
 def _to_unit_range(pixels: jax.Array) -> jax.Array:
     """Turn normalised pixels [3, T, H, W] into the range around -1 to 1, as other VAEs decode them."""
-    # Not clipped, as in diffusers: that comes after the check for Inf.
+    # As in diffusers, values are clipped later, after the check for Inf.
     return (pixels * _column(PIXEL_DEVIATION) + _column(PIXEL_MEAN)) * 2 - 1
 
 
@@ -272,7 +272,7 @@ def _column(values: Any) -> jax.Array:
 def image_latents(config: MiniMaxH3Config, moments: np.ndarray) -> np.ndarray:
     """Draw normalised latents of keyframes from the encoder's output [1, 2C, T, H, W], float32 [1, C, T, H, W].
 
-    Each keyframe has noise of its own generator with the same seed. As in diffusers, the latents are rounded to
+    Each keyframe's noise comes from its own generator with the same seed. As in diffusers, the latents are rounded to
     float16 before they are normalised.
     """
     mean, deviation = _statistics(config)

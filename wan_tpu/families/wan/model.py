@@ -50,7 +50,7 @@ class WanModel(Model):
 
     @functools.cached_property
     def components(self) -> dict[str, Component]:
-        """Every component, by the name of its work; the checkpoint's "vae" serves two."""
+        """Every component, by the name of its role; the checkpoint's "vae" serves two."""
         config = self.config
         parts = {
             "text_encoder": text_encoder(config.text_encoder_class, config.text_encoder),

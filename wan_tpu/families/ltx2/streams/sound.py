@@ -29,8 +29,8 @@ class SoundStream:
     Attributes:
         config: The transformer's configuration.
         mesh: The devices.
-        layout: How the video's tokens lie on them.
-        tokens: How many the video has.
+        layout: How the video's tokens are laid out on them.
+        tokens: The number of the video's tokens.
         platform: "tpu", "gpu" or "cpu".
         tables: This device's columns of cosines and sines [A, n], for attention to itself and to the video.
         start: The first of this device's tokens of the video.

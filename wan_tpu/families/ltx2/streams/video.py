@@ -47,7 +47,7 @@ class VideoStream:
         Args:
             config: The transformer's configuration.
             mesh: The devices.
-            layout: How the tokens lie on them.
+            layout: How the tokens are laid out on them.
             grid: Latent frames, height and width.
             split: How the weights of the layers are split, by name.
             rope: From `positions.make_tables`.

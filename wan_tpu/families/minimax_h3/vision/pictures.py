@@ -1,4 +1,4 @@
-"""Keyframes as Qwen3-VL's vision tower takes them: their size and their patches. Neither torch nor JAX is needed.
+"""Prepare keyframes for Qwen3-VL's vision tower: their size and their patches. It imports neither torch nor JAX.
 
 The numbers are those of transformers' Qwen2VLImageProcessorPil with the settings of Qwen3-VL.
 
@@ -67,7 +67,7 @@ def token_grid(config: MiniMaxH3Config, height: int, width: int) -> tuple[int, i
 
 
 def vision_rows(config: MiniMaxH3Config, height: int, width: int) -> int:
-    """Return how many rows of the text a keyframe of this size takes, its marks included."""
+    """Return how many rows of the text a keyframe of this size takes, including its marks."""
     return math.prod(token_grid(config, height, width)) + MARKS
 
 

@@ -1,4 +1,4 @@
-"""A prompt with its keyframes as MiniMax-H3's text encoder reads it: each keyframe behind a label, then the prompt.
+"""A prompt with its keyframes, as MiniMax-H3's text encoder reads it: each keyframe after a label, then the prompt.
 
 Shapes: R rows, V of them of keyframes (their marks included), k keyframes, h w rows and columns of their tokens.
 """
@@ -120,7 +120,7 @@ def _number(tokenizer: Any, token: str) -> int:
 def _place(parts: Sequence[Sequence[int]], is_block: Sequence[bool], grid: tuple[int, int], rows: int) -> np.ndarray:
     """Return time, height and width of every row, int32 [3, R].
 
-    A row of text is one step behind the one before it in all three. A keyframe has a single time, its tokens have rows
+    A row of text is one step after the previous row in all three. A keyframe has a single time, its tokens have rows
     and columns from there, and what follows is behind the longer side.
     """
     columns, now = [], 0

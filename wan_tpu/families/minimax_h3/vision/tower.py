@@ -1,4 +1,4 @@
-"""Qwen3-VL's vision tower: patches of keyframes become tokens for the text encoder, at its input and behind layers.
+"""Qwen3-VL's vision tower: turns patches of keyframes into tokens for the text encoder, for its input and layers.
 
 Shapes: k keyframes of one size, h w rows and columns of tokens, n = h * w, p = 4 n patches, C channels of the tower, O
 of the text encoder, N heads, D head width.
@@ -80,7 +80,7 @@ def encode_pictures(tower: Loaded, patches: jax.Array) -> tuple[jax.Array, jax.A
     hidden = hidden + places.astype(hidden.dtype)
     rotation = _turn(module.config, grid)
     blocks = module.blocks
-    # Outputs of blocks that are used have a place each; all others are written to one place behind them.
+    # Each block output that is used has its own place; all others are written to one place after them.
     used = list(module.config.deepstack_visual_indexes)
     slots = np.array([used.index(i) if i in used else len(used) for i in range(blocks.depth)], np.int32)
 
@@ -111,7 +111,7 @@ def _flatten(hidden: jax.Array) -> jax.Array:
 
 
 def normalise(patches: jax.Array) -> jax.Array:
-    """Return patches of pixels from 0 to 255 as the tower takes them, float32 [k, p, values] around [-1, 1].
+    """Return patches of pixels from 0 to 255 as the tower expects them, float32 [k, p, values] around [-1, 1].
 
     A patch has two frames, which are the same for an image.
     """
@@ -121,7 +121,7 @@ def normalise(patches: jax.Array) -> jax.Array:
 
 
 def _embed(embedding: torch.nn.Module, patches: torch.Tensor) -> torch.Tensor:
-    """Do what the convolution does, whose kernel is as large as a patch."""
+    """Compute the convolution, whose kernel is as large as a patch, as a matrix product."""
     weight = embedding.proj.weight
     return torch.nn.functional.linear(patches.to(weight.dtype), weight.flatten(1), embedding.proj.bias)
 
@@ -195,12 +195,12 @@ def count_flops(config: MiniMaxH3Config, grid: tuple[int, int], images: int) -> 
     Args:
         config: The model's configuration.
         grid: Rows and columns of tokens of each.
-        images: How many they are.
+        images: The number of images.
     """
     patches = MERGE**2 * math.prod(grid)
 
     def run(module: Any) -> None:
-        # What transformers would compute from values, which there are none of here.
+        # Values that transformers would compute from tensors, which have no values here.
         module(
             torch.empty(patches, 2 * CHANNELS * PATCH**2),
             grid_thw=None,
