@@ -1,9 +1,9 @@
-"""Attack a running service with ten clients, each in its own way, while forty others go on; say what these notice.
+"""Attack a service with ten clients, each in its own way, and report what forty ordinary clients notice of it.
 
 python scripts/attack_service.py --url http://127.0.0.1:8000 --database service/jobs.sqlite --seconds 300
 
-The keys of all clients are made in the database of the service, and revoked at the end. What is measured first is the
-same load without an attack. With `--json` the figures are one line.
+All clients' keys are created in the service's database, and revoked at the end. The same load is first measured without
+an attack. With `--json` the figures are one line.
 """
 
 import argparse
@@ -37,7 +37,7 @@ KINDS = ("poll", "submit", "upload", "list")
 
 
 class Notes:
-    """What the clients have noticed: seconds by kind of request, answers that weren't as they should be, their jobs."""
+    """What the clients noticed: seconds by kind of request, unexpected answers, and their jobs."""
 
     def __init__(self) -> None:
         self.took: dict[str, list[float]] = {kind: [] for kind in KINDS}
@@ -52,7 +52,7 @@ class Notes:
 
 
 async def client(url: str, key: str, notes: Notes, until: float) -> None:
-    """Ask now and then, as a program does that has videos made."""
+    """Send requests now and then, as a program that has videos made would."""
     mine = notes.jobs.setdefault(key, [])
     image = picture(256, 256)
     headers = {"Authorization": f"Bearer {key}"}
@@ -92,7 +92,7 @@ def send_request(
 
 
 async def keep_busy(url: str, key: str, until: float) -> None:
-    """Have the slices busy: with and without an attack they are."""
+    """Keep the slices busy, with and without an attack."""
     async with aiohttp.ClientSession(url, headers={"Authorization": f"Bearer {key}"}) as http:
         while time.monotonic() < until:
             async with http.get("/v1/videos", params={"status": "queued", "limit": "8"}) as answer:
@@ -104,7 +104,7 @@ async def keep_busy(url: str, key: str, until: float) -> None:
 
 
 async def go_on(url: str, keys: list[str], seconds: float) -> Notes:
-    """Have all clients at work for so long; the last key's alone keeps the slices busy."""
+    """Run all clients for that many seconds; only the last key's client keeps the slices busy."""
     *keys, busy = keys
     notes, until = Notes(), time.monotonic() + seconds
     await asyncio.gather(keep_busy(url, busy, until), *(client(url, key, notes, until) for key in keys))
@@ -124,7 +124,7 @@ def connector(key: str) -> aiohttp.TCPConnector:
 
 
 async def post(url: str, key: str, body: bytes, kind: str = "application/json") -> None:
-    """Send a body, whatever is answered."""
+    """Send a body, and ignore the answer."""
     headers = {"Authorization": f"Bearer {key}", "Content-Type": kind}
     with contextlib.suppress(aiohttp.ClientError, TimeoutError):
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60), connector=connector(key)) as http:
@@ -133,14 +133,14 @@ async def post(url: str, key: str, body: bytes, kind: str = "application/json") 
 
 
 async def again(send: Callable[[], Awaitable[object]], pause_s: float = 0.2) -> None:
-    """Do it for ever."""
+    """Repeat a call for ever."""
     while True:
         await send()
         await asyncio.sleep(pause_s)
 
 
 async def hold(url: str, many: int, sent: bytes) -> None:
-    """Open connections that send so much and then nothing, anew when they are closed."""
+    """Open connections that send `sent` and then nothing; reopen them when they are closed."""
     parts = urlsplit(url)
 
     async def hold_once() -> None:
@@ -156,7 +156,7 @@ async def hold(url: str, many: int, sent: bytes) -> None:
 
 
 def half_body(url: str, key: str, sent: int) -> bytes:
-    """Return a request whose body isn't sent to its end."""
+    """Return a request whose body is incomplete."""
     lines = ["POST /v1/videos HTTP/1.1", f"Host: {urlsplit(url).netloc}", f"Authorization: Bearer {key}"]
     lines += ["Content-Type: application/json", "Content-Length: 26000000", "", ""]
     return "\r\n".join(lines).encode() + b"x" * sent
@@ -219,7 +219,7 @@ def attacks(url: str, keys: list[str]) -> list[Awaitable[object]]:
 
 
 def costly(url: str, key: str) -> list[Awaitable[object]]:
-    """Return what one client does that asks for the most work an answer, at its limits."""
+    """Return the actions of a client that causes the most work per answer, at its limits."""
     headers = {"Authorization": f"Bearer {key}"}
     long = "a cat " * 5300  # 32,000 characters
 
@@ -247,7 +247,7 @@ def costly(url: str, key: str) -> list[Awaitable[object]]:
 
 
 def attack(url: str, keys: list[str], one_key: bool) -> None:
-    """Attack until this process is ended, with what the others leave of the processors: attackers have their own."""
+    """Attack until this process is ended, at low priority, since real attackers have processors of their own."""
     global _local
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     _local = urlsplit(url).hostname == "127.0.0.1"
@@ -296,7 +296,7 @@ async def main(args: argparse.Namespace) -> None:
     names = [f"{args.name} {i}" for i in range(CLIENTS + 11)]
     keys = [make_key(database, name) for name in names]
     try:
-        await asyncio.sleep(2)  # By then the service knows the keys.
+        await asyncio.sleep(2)  # The service knows the keys by then.
         before = await go_on(args.url, keys[: CLIENTS + 1], args.quiet_s)
         async with run_attack(args.url, keys[CLIENTS + 1 :], args.one_key):
             during = await go_on(args.url, keys[: CLIENTS + 1], args.seconds)

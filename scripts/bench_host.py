@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Time what the host does for one video while the devices wait: tokenizing, the image, noise, copies, the mp4's end.
+"""Time the host's work on one video while the devices wait: tokenizing, the image, noise, copies, the mp4's end.
 
 The video has the defaults of Wan 2.2 I2V A14B, 81 frames, at 1280x720 and at 832x480. No checkpoint is needed: a
 tokenizer with as many words as UMT5's is generated. The figures are those of each part's best run, and

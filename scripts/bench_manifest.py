@@ -36,7 +36,7 @@ def write_manifest(path: Path, lines: int) -> None:
 
 
 def measure(lines: int, folder: Path) -> dict[str, float]:
-    """Return seconds and memory, by what took them; memory is the highest so far, of the whole process."""
+    """Return seconds and memory of each part; memory is the highest so far of the whole process."""
     path, output, figures = folder / "requests.jsonl", LocalStorage(folder / "out"), {"lines": float(lines)}
     write_manifest(path, lines)
     figures["manifest_mb"] = path.stat().st_size / 1e6

@@ -6,8 +6,8 @@
     python scripts/bench_pipeline.py --real          the small model, computed (emulated)
     python scripts/bench_pipeline.py --soak 1000     many small requests: does memory grow?
 
-The first compares the layout with the same chips as whole-pipeline replicas. Durations are divided by --speed, what
-the orchestration costs is not: it is measured in real seconds, and stated for speed 1 too.
+The first compares the layout with the same chips as whole-pipeline replicas. Durations are divided by --speed, but the
+cost of the orchestration isn't: it is measured in real seconds, and also stated for speed 1.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def run_simulated(args: argparse.Namespace, folder: Path) -> None:
-    """Measure a layout, and its chips as whole-pipeline replicas, with hosts that wait."""
+    """Measure a layout, and the same chips as whole-pipeline replicas, with hosts that only wait."""
     planned = dataclasses.replace(FOUR_STEPS if args.four_steps else Planned(), speed=args.speed)
     plan = planned.save(folder / "plan.json")
     usual = "a14b-four-steps-v6e" if args.four_steps else "a14b-balanced-v6e"
@@ -77,7 +77,7 @@ def run_simulated(args: argparse.Namespace, folder: Path) -> None:
         snapshot_every=max(1, round(5 * args.speed)),  # as often in real time as at speed 1
     )
     count = args.requests or 48
-    # As the preset lightning, whose adapters a host that waits can't read.
+    # The settings of the preset lightning, whose adapters a simulated host can't read.
     few = {"sigmas": SIGMAS, "switch_step": 2, "solver": "euler", "guidance_scale": 1.0}
     sampling: dict[str, Any] = few if args.four_steps else {"preset": "original"}
     requests = {
@@ -186,7 +186,7 @@ def emulate(layout: Layout) -> Layout:
 def whole(layout: Layout) -> Layout:
     """Return the expert slices of a layout as replicas of the whole pipeline.
 
-    What encoder and decoder had of their own is too small for that, and left out.
+    The encoder's and decoder's own slices are too small for that, and are left out.
     """
     experts = [pool for pool in layout.pools if any(stage.startswith("denoise") for stage in pool.stages)]
     count = sum(pool.replicas.minimum for pool in experts)

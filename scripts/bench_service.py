@@ -1,12 +1,12 @@
-"""Ask a running service at a steady rate, and say how long answers took; then list its jobs page by page.
+"""Send requests to a running service at a steady rate, and report response times; then list its jobs page by page.
 
 python scripts/bench_service.py --url http://127.0.0.1:8000 --rate 300 --seconds 20
 python scripts/bench_service.py --simulated --rate 300 --seconds 30 --ingresses 2
 python scripts/bench_service.py --simulated --seconds 0 --list 10000
 
-One request in `--submit_every` submits a job, the others ask for one that was submitted. Requests are sent when they
-are due, whether or not earlier ones were answered: a service that falls behind shows it. `--simulated` brings a service
-up on an emulated cluster of this machine, whose slices only wait, and takes it down again.
+One request in `--submit_every` submits a job, the others ask for a submitted one. Requests are sent when they are due,
+whether or not earlier ones have been answered, so that a service that falls behind shows it. `--simulated` starts a
+service on an emulated cluster of this machine, whose slices only wait, and stops it again.
 """
 
 import argparse
@@ -93,7 +93,7 @@ def tell(took: dict[str, list[float]], wrong: list[str], seconds: float) -> None
 
 
 def shares(times: list[float]) -> str:
-    """Return half, 95 %, 99 % and the longest of some seconds, in milliseconds."""
+    """Return the median, the 95th and 99th percentiles and the maximum of some seconds, in milliseconds."""
     cuts = statistics.quantiles([1000 * value for value in times], n=100)
     percentiles = ", ".join(f"{name} {cuts[at]:.1f} ms" for name, at in (("half", 49), ("95 %", 94), ("99 %", 98)))
     return f"{percentiles}, longest {1000 * max(times):.1f} ms"
@@ -114,7 +114,7 @@ async def fill(http: aiohttp.ClientSession, jobs: int) -> None:
 
 
 async def pages(http: aiohttp.ClientSession, memory_mib: Callable[[], float] | None) -> None:
-    """List all jobs in pages of 100, and print how many, how long a page took, and what the ingress holds meanwhile."""
+    """List all jobs in pages of 100, and print their number, the time per page, and the ingress's memory."""
     times: list[float] = []
     seen: set[str] = set()
     after = ""

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Watch videos of real sizes while they are decoded, and say what that costs: waiting, bytes and processor time.
+"""Watch videos of real sizes while they are decoded, and report the cost: waiting, bytes and processor time.
 
 python scripts/bench_streams.py
 python scripts/bench_streams.py --case "Helios in int8, v6e-1" --viewers 4
 
-Everything from the frames on is real: encoder, fragments, database, storage, an ingress as a process of its own, and
-viewers over HTTP. The frames are drawn (a textured picture that pans, with film grain), and come as fast as a decoder
-is predicted to make them (docs/benchmarks.md). A viewer plays from the first fragment on and stalls where the next
-picture isn't there in time.
+Everything after the frames is real: encoder, fragments, database, storage, an ingress in its own process, and viewers
+over HTTP. The frames are drawn (a textured picture that pans, with film grain), and arrive as fast as a decoder is
+predicted to make them (docs/benchmarks.md). A viewer plays from the first fragment on, and stalls if the next picture
+doesn't arrive in time.
 """
 
 import argparse
@@ -48,7 +48,8 @@ class Case:
     """A model's video.
 
     Attributes:
-        model: Whose request it is; TurboWan's differs from A14B's in size and steps only, and takes images only.
+        model: The model that the request is for; TurboWan's differs from A14B's only in size and steps, and takes only
+            images.
         pieces: How many frames come at a time, first and later.
         every_s: The time between two pieces.
         chunk: How many frames are denoised at a time; 0 for all.
@@ -76,12 +77,12 @@ CASES = {
 
 
 class DrawingEngine:
-    """Draws frames in place of a model, at a decoder's pace."""
+    """Draws frames instead of running a model, at a decoder's pace."""
 
     def __init__(self, case: Case) -> None:
         self.model, self._case = published_spec(case.model), case
         self.go = asyncio.Event()
-        self.came: list[float] = []  # When each frame was there.
+        self.came: list[float] = []  # When each frame was ready.
         self.mp4_bytes, self.encoder_s = 0, 0.0
         self._picture = draw_picture(2 * case.height, 2 * case.width)
         self._drawn = [self._draw(index) for index in range(case.frames)]
@@ -138,7 +139,7 @@ class DrawingEngine:
 
 
 def pieces_of(case: Case) -> Iterator[tuple[int, int]]:
-    """Yield first and last frame of what comes at a time; every chunk begins anew."""
+    """Yield the first and last frame of each group that arrives together; every chunk starts a new group."""
     first, later = case.pieces
     start = 0
     while start < case.frames:
@@ -149,7 +150,7 @@ def pieces_of(case: Case) -> Iterator[tuple[int, int]]:
 
 
 def draw_picture(height: int, width: int) -> np.ndarray:
-    """Return a picture with structures of all sizes, int16 [3, H, W]: noise, the finer the weaker."""
+    """Return a picture with structures of all sizes, int16 [3, H, W]: noise that is weaker the finer it is."""
     draw, picture = np.random.default_rng(0), np.zeros((3, height, width))
     for size in (1, 2, 4, 8, 16, 32, 64, 128):
         noise = draw.normal(size=(3, height // size + 2, width // size + 2)) * size**0.75
@@ -163,7 +164,7 @@ def serve(settings: ServiceSettings, model: str, port: int) -> None:
 
 
 def watch(address: str, job: str, arrivals: "Queue[list[tuple[float, int]]]") -> None:
-    """Watch a video, and put when each of its fragments came and how long it is: the body of a process."""
+    """Watch a video, and report when each fragment arrived and its length: the body of a process."""
     splitter, came = FragmentSplitter(), []
     with httpx.stream("GET", f"{address}/v1/videos/{job}/content?stream=1", timeout=600) as answer:
         for data in answer.iter_raw():
@@ -172,11 +173,11 @@ def watch(address: str, job: str, arrivals: "Queue[list[tuple[float, int]]]") ->
 
 
 def stall(case: Case, arrivals: list[float]) -> tuple[int, float]:
-    """Return how often a viewer waits who plays from the first fragment on, and how long in all."""
+    """Return how often, and how long in all, a viewer who plays from the first fragment on has to wait."""
     count, late = 0, 0.0
     for index, came in enumerate(arrivals):
         due = arrivals[0] + index * FRAGMENT_FRAMES / case.fps + late
-        if came > due + 0.04:  # Within a frame's time, the picture before is shown a little longer.
+        if came > due + 0.04:  # For less than a frame's time, the previous picture is just shown longer.
             count, late = count + 1, late + came - due
     return count, late
 
@@ -201,7 +202,7 @@ async def measure(name: str, case: Case, viewers: int) -> None:
             clients = [processes.Process(target=watch, args=(address, job, arrivals)) for _ in range(viewers)]
             for client in clients:
                 client.start()
-            await asyncio.sleep(4 + viewers)  # By then the worker knows of them.
+            await asyncio.sleep(4 + viewers)  # The worker knows of them by then.
             before_s = cpu_s(ingress.pid)
             engine.go.set()
             results = [await asyncio.to_thread(arrivals.get) for _ in clients]

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Time how fast processes read layers of Wan 14B from files in memory: as published, float32, and converted.
 
-The processes are those of one emulated slice of eight devices, and each reads the shards of its own devices. The script
-prints the bytes that each read, its GB a second, and how much more than its shards its memory held, for the best run.
+The processes form one emulated slice of eight devices, and each reads the shards of its own devices. The script prints,
+for the best run, the bytes that each process read, its GB per second, and its memory relative to its shards.
 """
 
 import argparse
@@ -59,7 +59,7 @@ make_checkpoint(Path(sys.argv[1]), "wan2.1-t2v-14b", transformer=widths | {"num_
 
 
 def run(checkpoint: str, processes: int) -> tuple[float, ...]:
-    """Return GB a second and GB read, GB of shards, memory by those: of the slowest process."""
+    """Return the slowest process's GB per second, GB read, GB of shards, and memory divided by the shards."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -118,7 +118,7 @@ def measure(checkpoint: str, rank: int, processes: int, coordinator: str) -> Non
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
     before = kib("VmRSS")
     params = load_component(Checkpoint(checkpoint), model.components["denoise"], "bfloat16", mesh, show).params
-    seconds = time.perf_counter() - starts[0]  # The clock starts once headers are read and the module is built.
+    seconds = time.perf_counter() - starts[0]  # The clock starts after headers are read and the module is built.
     peak_bytes = 1024 * (kib("VmHWM") - before)
     own = sum(
         sum({str(shard.index): shard.data.nbytes for shard in array.addressable_shards}.values())

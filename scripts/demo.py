@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Run five requests through four slices of an emulated cluster, and draw which slice computed what when.
 
-The model is small, trained on coloured things that move; all else is the program that runs the published one on TPUs.
+The model is small, trained on coloured things that move; everything else is the program that runs published models on
+TPUs.
 """
 
 import contextlib
@@ -44,8 +45,8 @@ FOLDER = ROOT / "demo"
 LAYOUT = "emulated-demo"
 CHECKPOINT = ROOT / "examples" / "small-wan2.2-i2v"
 MANIFEST = ROOT / "examples" / "scenes.jsonl"
-# What the hosts inherit. Compiling is a third of the CPU time: programs for one video needn't be good (20 s become
-# 10 s; the steps take 1.6 s more), and the next run finds them.
+# Environment variables of the hosts. Compiling is a third of the CPU time: programs for one video needn't be optimised
+# (20 s become 10 s; the steps take 1.6 s more), and the next run reuses them.
 ENVIRONMENT = {
     "XLA_FLAGS": "--xla_backend_optimization_level=0",
     "JAX_COMPILATION_CACHE_DIR": str(ROOT / "build" / "demo-programs"),
@@ -54,7 +55,7 @@ ENVIRONMENT = {
 
 
 def demo(argv: Sequence[str]) -> int:
-    """Make cluster, pipeline and videos; end it all; return the exit code."""
+    """Start a cluster and a pipeline, make the videos, shut everything down, and return the exit code."""
     Parser(prog="demo.py", description=__doc__).parse_args(argv)
     start = time.monotonic()
     os.environ.update(ENVIRONMENT)

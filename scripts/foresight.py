@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-r"""Predict the times of other people's programs, whose measured times are published, and print both to compare them.
+r"""Predict the times of other people's programs whose measured times are published, and print both for comparison.
 
     python scripts/foresight.py --pedia gpu-tpu-pedia --maxdiffusion maxdiffusion --packages folder --plot foresight.png
 
@@ -118,7 +118,7 @@ def _span(least: float, most: float) -> str:
 
 
 def _error(predicted: float, row: Row) -> str:
-    """Return how far a prediction is from what was measured; within it, 0."""
+    """Return how far a prediction is from the measured range; 0 within it."""
     nearest = min(max(predicted, row.measured[0]), row.measured[1])
     return f"{100 * (predicted / nearest - 1):+.0f} %"
 

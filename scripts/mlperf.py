@@ -132,7 +132,7 @@ def _value(text: str) -> Any:
 
 
 def requests_of(prompts: Sequence[str], changed: Mapping[str, Any]) -> list[GenerationRequest]:
-    """Return what the benchmark asks for; changed: fields that differ from its setting."""
+    """Return the benchmark's requests; `changed` holds fields that differ from its setting."""
     allowed = sorted(field.name for field in dataclasses.fields(GenerationRequest))
     if unknown := sorted(set(changed) - set(allowed)):
         raise InvalidInput(f"--change {unknown[0]} is no field of a request; allowed are {', '.join(allowed)}")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make clips of held-out scenes with a checkpoint and say how good they are: figures with intervals, contact sheets.
+"""Make clips of held-out scenes with a checkpoint and report their quality: figures with intervals, contact sheets.
 
 Exit code 1 when a figure is below its limit.
 """

@@ -13,7 +13,8 @@ from kernel_tables.attention_kernels import Row, ours
 from cluster.chips import CHIPS
 from wan_tpu_kernels.blocks import MIB, BlockSizes, Schedule
 
-# Rows of Q: 256 n that leave little of 75,776 over; the last two are maxdiffusion's (its pull request 452).
+# Rows of Q: multiples of 256 that divide 75,776 with little left over; the last two are maxdiffusion's (its pull
+# request 452).
 BLOCKS = ((3328, 2560), (2816, 2560), (9472, 2048), (9472, 1024), (6400, 2048))
 SCHEDULES = (
     Schedule(512),

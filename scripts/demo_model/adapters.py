@@ -1,4 +1,4 @@
-"""Train the two adapters that are shipped with the small model: one teaches something, one makes it quicker.
+"""Train the two adapters that are shipped with the small model: one teaches it something, one makes it faster.
 
 zigzag      things that zigzag and turn purple (`zigzag`), by flow matching on rendered clips
 four-steps  four unguided steps of Euler's method. From each of the four noise levels the adapted expert goes straight
@@ -84,7 +84,7 @@ def fit(
     name: str,
     warm_up: int = 30,
 ) -> None:
-    """Train an adapter by AdamW, with a rise of the learning rate and a cosine down; prints the loss now and then."""
+    """Train an adapter by AdamW, with warm-up and cosine decay of the learning rate; print the loss now and then."""
     parameters = [parameter for layer in layers.values() for parameter in (layer.down, layer.up)]
     optimiser = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
     began, seen = time.monotonic(), []

@@ -35,7 +35,7 @@ _RARE = -12.0  # log probability of a letter: below that of any word
 
 
 def train_tokenizer(seed: int) -> transformers.T5TokenizerFast:
-    """Return a T5 tokenizer (unigram) of the training set's words; any other word is spelt in letters.
+    """Return a T5 tokenizer (unigram) with the training set's words; any other word is spelled in letters.
 
     The words are counted, not found by expectation maximisation: tokenizers' trainer, on a grammar of 60 words, keeps
     letters and drops words.
@@ -82,7 +82,7 @@ class PaddedText(WanAttnProcessor):
 def embed(
     encoder: transformers.UMT5EncoderModel, tokenizer: transformers.T5TokenizerFast, sentences: list[str]
 ) -> torch.Tensor:
-    """Return embeddings [B, L + 1, C], zero behind each sentence, the last row for all padding (`PaddedText`)."""
+    """Return embeddings [B, L + 1, C], zero after each sentence; the last row is for all padding (`PaddedText`)."""
     tokens = tokenizer(sentences, padding=True, pad_to_multiple_of=_MULTIPLE, return_tensors="pt").to(encoder.device)
     hidden = encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state
     return torch.nn.functional.pad(hidden * tokens.attention_mask[..., None], (0, 0, 0, 1))
@@ -96,7 +96,7 @@ class Latents:
     """Encoded clips of one width, normalised.
 
     Attributes:
-        clips: [2, N, Z, T, H, W]: those that the captions ask for, and their opposites.
+        clips: [2, N, Z, T, H, W]: the clips that the captions describe, and their opposites.
         conditions: [N, ...].
         scenes: The N scenes as drawn.
     """
@@ -240,7 +240,7 @@ def generate(
 def noise_levels(rng: np.random.Generator, size: int, *, high: bool) -> torch.Tensor:
     """Return noise levels [B] of one side of the boundary, as often as the sampler visits them."""
     boundary = sizes.BOUNDARY / (sizes.SHIFT - (sizes.SHIFT - 1) * sizes.BOUNDARY)
-    # Evenly spread with one offset: a batch sees all levels, which steadies the loss.
+    # Levels are spread evenly with one offset, so that a batch sees all levels, which steadies the loss.
     s = (np.arange(size) + rng.random()) / size
     s = boundary + s * (1 - boundary) if high else s * boundary
     return torch.from_numpy(sizes.SHIFT * s / (1 + (sizes.SHIFT - 1) * s)).float()

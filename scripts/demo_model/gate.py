@@ -35,7 +35,7 @@ Figures = dict[str, Estimate]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How requests are sampled. Fields as in a request; None leaves one to the checkpoint, or to the preset."""
+    """How requests are sampled. Fields are those of a request; None leaves a field to the checkpoint or the preset."""
 
     steps: int | None = sizes.STEPS
     guidance: float | None = sizes.GUIDANCE
@@ -48,7 +48,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class ScoredClip:
-    """One clip, float32 [T, H, W, 3], and what is right about it."""
+    """One clip, float32 [T, H, W, 3], and its score."""
 
     scene: Scene
     clip: np.ndarray
@@ -134,7 +134,7 @@ def write(folder: Path, clips: Sequence[ScoredClip], figures: Figures) -> None:
     with (folder / "clips.jsonl").open("w") as file:
         for each in clips:
             file.write(json.dumps({"caption": caption(each.scene), **asdict(each.score)}) + "\n")
-    # By sub-scores first, then by how close the motion came to the one asked for.
+    # Sorted by sub-scores, then by how close the motion came to the requested one.
     ordered = sorted(clips, key=lambda each: (each.score.whole, -abs(each.score.amplitude - 1)))
     for name, chosen in (("worst", ordered[:_ON_A_SHEET]), ("best", ordered[::-1][:_ON_A_SHEET])):
         save_rows(folder / f"{name}.png", [each.clip for each in chosen], [_title(each) for each in chosen])

@@ -11,14 +11,14 @@ _Z = 1.959964  # the normal distribution's 97.5 % point
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure and the interval it lies in with 95 %."""
+    """A figure and its 95 % interval."""
 
     value: float
     low: float
     high: float
 
     def text(self, scale: float = 100, digits: int = 0) -> str:
-        """Return such as "87 (79 to 92)"; `scale` 100 for percent."""
+        """Format as "87 (79 to 92)"; `scale` is 100 for percent."""
         value, low, high = (f"{scale * x:.{digits}f}" for x in (self.value, self.low, self.high))
         return f"{value} ({low} to {high})"
 

@@ -1,7 +1,7 @@
 """Scenes the small model learns: one to three things on a floor under a sky, one of which moves; and their captions.
 
-Deterministic: a seed and an index give a scene, on any machine. What moves is the sentence's choice alone: both
-directions of every kind start from the same pictures.
+Scenes are deterministic: a seed and an index give the same scene on any machine. Only the sentence decides how things
+move: both directions of every kind start from the same pictures.
 
 Units: pixels (y downwards), angles in radians (clockwise on the screen), t the fraction of the clip that has passed.
 """
@@ -63,7 +63,7 @@ _FOOT = {"ball": 1.0, "box": _BOX_HALF, "triangle": _TRIANGLE_INNER, "star": _ST
 
 @dataclass(frozen=True)
 class Thing:
-    """One thing where it is at first: centre x, y and radius in pixels."""
+    """One thing at its starting point: centre x, y and radius in pixels."""
 
     shape: str
     colour: str
@@ -74,7 +74,7 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """All of a clip: what is seen, how the actor moves, and which wording its sentence has.
+    """The content of a clip: what is visible, how the actor moves, and how its sentence is worded.
 
     direction  -1 or +1, named in `KINDS`
     others     things that stand still; in an orbit the first one is its centre
@@ -216,7 +216,7 @@ def _distance(
 def background(scene: Scene) -> np.ndarray:
     """Return floor and sky without things, float32 [H, W, 3] in [0, 255].
 
-    Stripes and a cloud, because a picture that drifts sideways shows on nothing else.
+    It has stripes and a cloud, because nothing else reveals a picture that drifts sideways.
     """
     y, x = _grid(scene.width)
     picture = np.empty((HEIGHT, scene.width, 3), np.float32)

@@ -1,4 +1,4 @@
-"""Say what is right about a clip: first frame, colour, outline, direction, kind and speed of motion, background.
+"""Score a clip: its first frame, colour, outline, direction, kind and speed of motion, and background.
 
 Things are recognised by colour and outline and followed without a network, so that a person can check it. Every limit
 below was chosen on rendered scenes, clean and damaged (tests/quality/test_score.py), not on the model.
@@ -34,7 +34,7 @@ from .scenes import (
     render,
 )
 
-_LEAST_SHARE = 0.35  # A thing counts in pixels that it covers by this share; noise of 28 dB reaches less.
+_LEAST_SHARE = 0.35  # A thing counts in pixels of which it covers at least this share; noise of 28 dB stays below it.
 _LARGEST_MISMATCH = 0.3  # The largest distance of a pixel from the best mixture of background and colour.
 _GATE = 1.9  # Pixels further from a thing than this many radii aren't its own; the tips of a star are at 1.3.
 
@@ -44,8 +44,8 @@ class Track:
     """Where a thing is in each frame.
 
     Attributes:
-        states: x and y of the centre and the radius in pixels, float64 [T, 3]; those of the frame before where the
-            thing isn't seen.
+        states: x and y of the centre and the radius in pixels, float64 [T, 3]; those of the previous frame if the thing
+            isn't seen.
         seen: Whether there is enough of its colour, and not far too much, bool [T].
     """
 
@@ -63,7 +63,7 @@ def smooth(frames: np.ndarray) -> np.ndarray:
 def shares(frames: np.ndarray, scene: Scene) -> dict[str, np.ndarray]:
     """Return how much of each pixel is of each colour, by its name; float32 [T, H, W] in [0, 1].
 
-    A pixel is taken for a mixture of the scene's background and one colour, that which leaves the least over.
+    A pixel is modelled as a mixture of the scene's background and one colour, the one with the smallest residual.
     """
     still = background(scene) / 255
     apart = frames - still
@@ -98,7 +98,7 @@ def follow(thing: Thing, share: np.ndarray) -> Track:
 def _locate(weights: np.ndarray, x: float, y: float, radius: float, shape: str) -> tuple[float, float, float] | None:
     """Return centre and radius of the blob of weights [H, W]: of all at first, then of what is near its middle."""
     rows, columns = np.mgrid[: weights.shape[0], : weights.shape[1]] + 0.5
-    # Nearer to where it was counts more: strays of its colour elsewhere mustn't drag the first guess away.
+    # Pixels near the previous place count more, so that strays of the colour elsewhere don't drag the first guess away.
     near = weights / (1 + (np.hypot(columns - x, rows - y) / (3 * radius)) ** 2)
     for _ in range(3):
         total = near.sum()
@@ -141,7 +141,7 @@ def still_part(frames: np.ndarray, scene: Scene) -> float:
     changes = []
     for frame, covered in zip(softer[1:], spread[1:], strict=True):
         free = ~(covered | spread[0])
-        # A picture full of what isn't background isn't steady.
+        # A picture that is mostly not background isn't steady.
         changes.append(np.sqrt(np.square(frame - softer[0])[free].mean()) if free.mean() > 0.3 else 1.0)
     return float(np.max(changes))
 
@@ -159,7 +159,7 @@ _OTHERS_MOVE = 3.0  # pixels that what stands still may be off: half its radius
 
 @dataclass(frozen=True)
 class Score:
-    """What is right about one clip; beside it the figures that say so.
+    """The verdicts about one clip, with the figures that they are based on.
 
     kind_seen        the kind and direction whose path is nearest, such as ("roll", 1)
     likeness_db      PSNR against the clip as it is rendered: what a flawless model would make

@@ -51,7 +51,7 @@ class Schedule:
         batch: Clips in a step.
         muon_rate, adam_rate: Peaks of the learning rates, which rise over `warm_up` steps and fall as a cosine to a
             fiftieth.
-        ema: Decay of the averaged weights, which are kept in the end.
+        ema: Decay of the averaged weights, which are the final result.
         save_every: Steps between two states that are saved.
         sheet_every: Steps between two contact sheets; 0 for none.
     """

@@ -1,4 +1,4 @@
-"""What both stages of training share: the learning rate, averaged weights, a log, and a state to go on from."""
+"""The common parts of both training stages: learning rate, averaged weights, log, and a state to resume from."""
 
 import json
 import math
@@ -112,7 +112,7 @@ def train(
 
 
 def learning_rate(schedule: Schedule, step: int) -> float:
-    """Return which part of its peak a step's learning rate is: a rise, then a cosine down to a fiftieth."""
+    """Return a step's learning rate as a share of its peak: a warm-up, then a cosine down to a fiftieth."""
     if step < schedule.warm_up:
         return (step + 1) / schedule.warm_up
     passed = (step - schedule.warm_up) / max(1, schedule.steps - schedule.warm_up)

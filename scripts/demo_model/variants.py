@@ -1,7 +1,7 @@
-"""Pipelines that the gate compares with the right one: cheaper sampling, and mistakes made on purpose.
+"""Pipelines that the gate compares with the correct one: cheaper sampling, and deliberate mistakes.
 
-Checks of shapes and NaN never see these mistakes; the gate has to. Cheaper are fewer steps, adapters, a cache and
-8 bits, and there are mistakes with adapters, too.
+Checks of shapes and NaN never notice these mistakes, so the gate has to. Cheaper sampling means fewer steps, adapters,
+a cache or 8 bits; some mistakes involve adapters, too.
 """
 
 import dataclasses

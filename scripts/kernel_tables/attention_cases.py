@@ -85,7 +85,7 @@ def _head(length: int) -> jax.ShapeDtypeStruct:
 
 
 def sparse(tokens: int, blocks: int) -> Case:
-    """Return sparse_tiles of `tokens`, whole grid steps, to themselves, by lists of that many blocks of keys."""
+    """Return sparse self-attention of `tokens`, in whole grid steps, with lists of that many blocks of keys."""
     x = jax.ShapeDtypeStruct((1, tokens, D), jnp.bfloat16)
     padded = -(-blocks // TOGETHER) * TOGETHER
     lists = jax.ShapeDtypeStruct((tokens // STEP, PAIRS, STEP // QUERIES // PAIRS * padded), jnp.int32)

@@ -1,4 +1,4 @@
-"""The convolution of a video VAE, at given sizes, as `bundles.count_bundles` wants it.
+"""The convolution of a video VAE, at given sizes, as `bundles.count_bundles` expects it.
 
 The file is run by its path in a process that imports nothing of the package.
 """

@@ -1,1 +1,1 @@
-"""Programs whose measured times others have published, built again from the settings that they name."""
+"""Programs whose measured times others have published, rebuilt from the published settings."""

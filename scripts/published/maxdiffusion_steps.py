@@ -60,7 +60,7 @@ class Setting:
 def step(checkout: Path, mesh: Mesh, setting: Setting) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return a guided step of Wan 2.2 A14B at 1280x720 and 81 frames, and its arguments, `jax.ShapeDtypeStruct`s.
 
-    Needs flax and what else that package imports; ImportError says what is missing.
+    This needs flax and everything else that the package imports; ImportError says what is missing.
     """
     import yaml
 

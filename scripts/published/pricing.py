@@ -1,4 +1,4 @@
-"""What compiles a published program for a slice and prices it."""
+"""Compile a published program for a slice, and price it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from wan_tpu.pricing.cost import Cost, Times
 from wan_tpu.pricing.ici import interconnect_of
 from wan_tpu.pricing.kernel_prices import KernelPrices, count_alone
 
-# These numbers of layers are compiled; a step of all layers is extrapolated from them in a straight line.
+# These numbers of layers are compiled; a step with all layers is extrapolated from them linearly.
 LAYERS = (2, 4)
 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -31,7 +31,7 @@ class Row:
     Attributes:
         title: The program.
         slice: The slice that it ran on.
-        measured: The seconds: the least and the most, where several were published.
+        measured: The measured seconds, as the smallest and the largest published value.
         source: Where it was published.
         predict: Compiles and prices the program for that slice.
         differs: Known differences from the published run, besides versions of JAX and libtpu.
@@ -97,6 +97,6 @@ class Pricing:
         return cost
 
     def step(self, layers: int, of: Callable[[int], Program], mesh: Mesh) -> Times:
-        """Return the seconds of a step of `layers` layers, where `of` returns the program with a number of layers."""
+        """Return the seconds of a step with `layers` layers; `of` returns the program with a number of layers."""
         few, more = (self.cost(mesh, of(count)).total for count in LAYERS)
         return few + (more + few * -1) * ((layers - LAYERS[0]) / (LAYERS[1] - LAYERS[0]))

@@ -1,1 +1,1 @@
-"""Hosts that wait instead of computing, and what is measured with them."""
+"""Hosts that wait instead of computing, and measurements with them."""

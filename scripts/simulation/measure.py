@@ -1,4 +1,4 @@
-"""Figures of a pipeline under load: how near its throughput is to what its slowest pool allows, and what is lost."""
+"""Figures of a pipeline under load: how close its throughput is to its slowest pool's limit, and what is lost."""
 
 import asyncio
 import itertools
@@ -15,7 +15,7 @@ from wan_tpu.request import GenerationRequest
 
 @dataclass
 class Load:
-    """What was seen of some requests: spans, and when each ended (`time.time()`), by id."""
+    """The observations of a run: spans, and when each request ended (`time.time()`), by id."""
 
     requests: int
     in_flight: int
@@ -24,7 +24,7 @@ class Load:
 
     @property
     def full(self) -> tuple[float, float]:
-        """From when every slice has had work until requests run out: what is measured."""
+        """The measured period: from when every slice has had work until requests run out."""
         first: dict[str, float] = {}
         for span in self.spans:
             if span.kind == "compute":
@@ -41,7 +41,7 @@ class Load:
 async def run(
     pipeline: PipelineDriver, requests: Mapping[str, GenerationRequest], in_flight: int
 ) -> tuple[Load, dict[str, bytes]]:
-    """Make all videos, so many at a time; more than twice as many, or the pipeline is never full for long."""
+    """Make all videos, `in_flight` at a time; with fewer than twice as many, the pipeline is never full for long."""
     load, videos, room = Load(len(requests), in_flight), {}, asyncio.Semaphore(in_flight)
 
     async def generate(key: str, request: GenerationRequest) -> None:
@@ -76,7 +76,7 @@ class PoolFigures:
 
     @property
     def bound_s(self) -> float:
-        """Seconds between two videos if nothing but this pool counted."""
+        """Seconds between two videos if only this pool limited the rate."""
         return self.video_s / self.replicas
 
 

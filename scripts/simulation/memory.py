@@ -1,4 +1,4 @@
-"""What a pipeline on an emulated cluster holds in memory, process by process, and whether that grows."""
+"""Measure what a pipeline on an emulated cluster holds in memory, process by process, and whether that grows."""
 
 import io
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class Sample:
 
 
 def sample(folder: Path, done: int) -> Sample:
-    """Look at this process, the driver, and at all of the emulated cluster whose temporary folder is given."""
+    """Measure this process, the driver, and the emulated cluster with the given temporary folder."""
     private_mib = {"driver": _private_mib(psutil.Process())}
     for process in processes(folder):
         try:
@@ -52,7 +52,7 @@ def sample(folder: Path, done: int) -> Sample:
 
 
 def store_mib() -> float:
-    """Return what objects take in the stores of all nodes, as their raylets last told it (about once in 0.1 s)."""
+    """Return the size of all nodes' object stores, as last reported by their raylets (about every 0.1 s)."""
     total, free = ray.cluster_resources(), ray.available_resources()
     return (total.get("object_store_memory", 0) - free.get("object_store_memory", 0)) / MIB
 

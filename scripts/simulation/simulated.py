@@ -4,8 +4,8 @@ With it the orchestration can be measured alone: pools, replicas, pipeline, Serv
 production, `PipelineSettings.host_class` names this class, `checkpoint` a `Planned` file, and the pipeline's model is
 `MODEL`. It imports neither JAX nor torch.
 
-Values show what has happened to them, so that a request with another's payload, or with one out of order, fails:
-latents are filled with the request's seed, a state knows its step, a text embedding its prompt.
+Values record their history, so that a request that gets another's payload, or one out of order, fails: latents are
+filled with the request's seed, a state knows its step, and a text embedding knows its prompt.
 """
 
 import dataclasses
@@ -90,7 +90,7 @@ class Planned:
 
 @dataclasses.dataclass
 class _Work:
-    """A request's inputs, copied out of the object store as onto devices, and how far it is."""
+    """A request's inputs, copied out of the object store as if onto devices, and its progress."""
 
     request: ResolvedRequest
     arrays: list[np.ndarray]
@@ -264,7 +264,7 @@ class SimulatedHost:
 
 
 class _Lasting:
-    """Makes a block last so long, what is done in it included."""
+    """Makes a block last that long, including the work done in it."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.perf_counter() + seconds

@@ -1,4 +1,4 @@
-"""Many small requests through the real pools, hosts simulated: does anything grow?"""
+"""Send many small requests through the real pools, with simulated hosts, to see whether anything grows."""
 
 import asyncio
 import dataclasses
