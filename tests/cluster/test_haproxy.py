@@ -81,12 +81,12 @@ def test_it_listens_where_it_was_told_to_and_nowhere_else(written, tmp_path):
     starter = subprocess.Popen([sys.executable, "-c", STARTER, *start], stderr=subprocess.DEVNULL)
     children = []
 
-    def started():
+    def has_started():
         children[:] = [child for child in psutil.Process(starter.pid).children() if child.name() == "haproxy"]
         return bool(children and children[0].net_connections("inet"))
 
     try:
-        wait_for(started, "its port")
+        wait_for(has_started, "its port")
         assert {(c.laddr.ip, c.laddr.port) for c in children[0].net_connections("inet")} == {("127.0.0.1", port)}
         with pytest.raises(urllib.error.HTTPError, match="503") as away:  # There is no application yet.
             urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/videos/one", timeout=5)

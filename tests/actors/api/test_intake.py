@@ -32,13 +32,13 @@ def picture(width=40, height=30, mode="RGB"):
     return image.convert(mode)
 
 
-def saved(image, kind="PNG", **options):
+def encode_as(image, kind="PNG", **options):
     out = io.BytesIO()
     image.save(out, kind, **options)
     return out.getvalue()
 
 
-def decoded(content, limits=LIMITS, *, size=None, slack=16):
+def read_image(content, limits=LIMITS, *, size=None, slack=16):
     """Return the PNG that a process makes of an image, by default in the image's own size."""
 
     async def make():
@@ -51,7 +51,7 @@ def decoded(content, limits=LIMITS, *, size=None, slack=16):
 
 def test_two_images_come_out_one_by_one_each_with_its_own_size():
     first, second = (Image.effect_noise(size, 50).convert("RGB") for size in ((30, 20), (64, 48)))
-    body = form((IMAGE, NAMED, saved(first)), (LAST, NAMED, saved(second)), ("prompt", "", b"x"))
+    body = form((IMAGE, NAMED, encode_as(first)), (LAST, NAMED, encode_as(second)), ("prompt", "", b"x"))
 
     async def read_both():
         with open_memory_file(body) as file:
@@ -66,7 +66,7 @@ def test_two_images_come_out_one_by_one_each_with_its_own_size():
 
 
 def test_a_bad_last_frame_is_said_to_be_that():
-    body = form((IMAGE, NAMED, saved(Image.new("RGB", (30, 20)))), (LAST, NAMED, b"nothing"))
+    body = form((IMAGE, NAMED, encode_as(Image.new("RGB", (30, 20)))), (LAST, NAMED, b"nothing"))
     with pytest.raises(InvalidRequest) as raised:
         read(FORM_X, body)
     assert raised.value.field == LAST
@@ -103,8 +103,8 @@ def a_png(width, height, *chunks, depth=8, colours=2):
 )
 def test_images_come_back_as_plain_rgb(kind, mode):
     source = picture(mode=mode)
-    content = saved(source, kind, **({"lossless": True} if kind == "WEBP" else {}))
-    result = decoded(content)
+    content = encode_as(source, kind, **({"lossless": True} if kind == "WEBP" else {}))
+    result = read_image(content)
     assert Image.open(io.BytesIO(result)).size == (40, 30)
     again = Image.open(io.BytesIO(result))
     assert (again.format, again.mode) == ("PNG", "RGB")
@@ -117,8 +117,8 @@ def test_image_comes_back_upright_and_without_its_metadata():
     exif[0x010F] = "CAMERA-OF-ANN"
     notes = PngImagePlugin.PngInfo()
     notes.add_text("Comment", "SECRET-NOTE")
-    for content in (saved(picture(), "JPEG", exif=exif), saved(picture(), exif=exif, pnginfo=notes)):
-        result = decoded(content + b"<script>TRAILING</script>")
+    for content in (encode_as(picture(), "JPEG", exif=exif), encode_as(picture(), exif=exif, pnginfo=notes)):
+        result = read_image(content + b"<script>TRAILING</script>")
         assert Image.open(io.BytesIO(result)).size == (30, 40)
         assert Image.open(io.BytesIO(result)).info == {}
         for secret in (b"CAMERA", b"SECRET", b"TRAILING"):
@@ -127,8 +127,8 @@ def test_image_comes_back_upright_and_without_its_metadata():
 
 def broken():
     """Return functions that make hostile or unsupported content, by name."""
-    good = saved(picture())
-    jpeg = saved(picture(), "JPEG")
+    good = encode_as(picture())
+    jpeg = encode_as(picture(), "JPEG")
     rows = zlib.compress(b"".join(b"\0" + bytes(90) for _ in range(30)))
     return {
         "empty": lambda: b"",
@@ -137,13 +137,13 @@ def broken():
         "svg": lambda: b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"/></svg>',
         "postscript": lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n(/etc/passwd) run",
         "pdf": lambda: b"%PDF-1.4\n",
-        "tga": lambda: saved(picture(), "TGA"),
-        "jpeg 2000": lambda: saved(picture(), "JPEG2000"),
-        "gif half": lambda: saved(picture(), "GIF")[:200],
-        "bmp half": lambda: saved(picture(), "BMP")[:200],
-        "tiff half": lambda: saved(picture(), "TIFF", compression="tiff_lzw")[:200],
-        "avif half": lambda: saved(picture(), "AVIF")[:200],
-        "ico": lambda: saved(picture(32, 32), "ICO"),
+        "tga": lambda: encode_as(picture(), "TGA"),
+        "jpeg 2000": lambda: encode_as(picture(), "JPEG2000"),
+        "gif half": lambda: encode_as(picture(), "GIF")[:200],
+        "bmp half": lambda: encode_as(picture(), "BMP")[:200],
+        "tiff half": lambda: encode_as(picture(), "TIFF", compression="tiff_lzw")[:200],
+        "avif half": lambda: encode_as(picture(), "AVIF")[:200],
+        "ico": lambda: encode_as(picture(32, 32), "ICO"),
         "zeros": lambda: bytes(10_000),
         "noise": lambda: random.Random(1).randbytes(10_000),
         "png signature": lambda: good[:8],
@@ -189,7 +189,7 @@ def test_broken_images_are_refused_with_a_reason(name):
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_images_are_refused_by_the_process(name):
     with pytest.raises(InvalidRequest) as refused:
-        decoded(BROKEN[name]())
+        read_image(BROKEN[name]())
     assert "Traceback" not in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
 
@@ -198,7 +198,7 @@ def test_hostile_images_are_refused_by_the_process(name):
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL.TiffImagePlugin")
 def test_a_corrupted_file_is_an_image_or_refused():
     """All kinds of damage occur: flipped bits, repeated and missing parts."""
-    source, rng = [saved(picture(), kind) for kind in FORMATS], random.Random(2)
+    source, rng = [encode_as(picture(), kind) for kind in FORMATS], random.Random(2)
     outcomes = {True: 0, False: 0}
     for _ in range(1000):
         try:
@@ -221,14 +221,14 @@ def _damaged(rng, source):
 
 @pytest.mark.long
 def test_the_largest_image_that_is_taken_fits_into_the_memory_of_the_process():
-    result = decoded(saved(Image.new("RGB", (8000, 8000), "teal"), compress_level=1))
+    result = read_image(encode_as(Image.new("RGB", (8000, 8000), "teal"), compress_level=1))
     assert Image.open(io.BytesIO(result)).size == (8000, 8000)
 
 
 def test_time_is_limited_and_nothing_is_left_running():
-    content = saved(Image.new("RGB", (6000, 6000), "teal"), compress_level=1)
+    content = encode_as(Image.new("RGB", (6000, 6000), "teal"), compress_level=1)
     with pytest.raises(InvalidRequest, match="more memory or time"):
-        decoded(content, ServiceLimits(reader_s=0.05))
+        read_image(content, ServiceLimits(reader_s=0.05))
     mine = psutil.Process().children()  # Other processes may belong to other tests.
     assert not [child for child in mine if "actors.api.intake.reader_process" in child.cmdline()]
 
@@ -236,17 +236,17 @@ def test_time_is_limited_and_nothing_is_left_running():
 def test_the_process_that_decodes_knows_no_secrets(monkeypatch):
     """A poisoned interpreter setting in the environment doesn't reach the process."""
     monkeypatch.setenv("PYTHONHOME", "/nonexistent")  # A Python that sees this can't start.
-    assert Image.open(io.BytesIO(decoded(saved(picture())))).width == 40
+    assert Image.open(io.BytesIO(read_image(encode_as(picture())))).width == 40
     assert REFUSED not in (0, 1, 2)  # Python itself exits with these.
 
 
 def test_too_many_bytes_are_not_even_decoded():
     with pytest.raises(InvalidRequest, match="more than 2000000 bytes"):
-        decoded(bytes(2_000_001))
+        read_image(bytes(2_000_001))
 
 
 def test_data_url_is_decoded_whatever_its_form():
-    content = saved(picture())
+    content = encode_as(picture())
     encoded = base64.b64encode(content).decode()
     assert decode_data_url(f"data:image/png;base64,{encoded}") == content
     assert decode_data_url(f"data:image/png;name=a.png;base64,{encoded.replace('+', '%2B')}") == content
@@ -279,7 +279,7 @@ def test_url_without_an_image_is_refused(url):
 )
 def test_an_image_is_brought_to_the_size_of_its_video_as_diffusers_does(size, slack, crop):
     source, (height, width) = picture(123, 91), size
-    ours = Image.open(io.BytesIO(decoded(saved(source), size=size, slack=slack)))
+    ours = Image.open(io.BytesIO(read_image(encode_as(source), size=size, slack=slack)))
     processor = VaeImageProcessor(vae_scale_factor=8)
     theirs = processor.resize(source, height, width, resize_mode="crop" if crop else "default")
     assert ours.tobytes() == theirs.tobytes()
@@ -296,7 +296,7 @@ def form(*parts, end="--x--\r\n"):
 
 
 NAMED = '; filename="a.png"'
-FILE = ("input_reference", NAMED, saved(picture()))
+FILE = ("input_reference", NAMED, encode_as(picture()))
 FORM_X = f"{FORM}; boundary=x"
 
 

@@ -111,7 +111,7 @@ def test_a_request_has_its_own_adapters_and_others_have_none(running, undisturbe
     assert runs["adapted"].video() != undisturbed
 
 
-def saved(running, id, step, latents):
+def save_snapshot(running, id, step, latents):
     """Leave a snapshot as if the request had been here before; return its name."""
     settings = running.pipeline.spec.settings
     model = load_pipeline(settings.checkpoint, "float32", (1, 1, 1))
@@ -124,7 +124,7 @@ def saved(running, id, step, latents):
 
 
 def test_latents_that_are_nan_fail_their_request_on_both_hosts_and_no_other(running, undisturbed):
-    saved(running, "nan", 50, lambda latents: latents * np.nan)
+    save_snapshot(running, "nan", 50, lambda latents: latents * np.nan)
     nan = running.start("nan", SHORT)
     beside = running.start("beside", SHORT)
     with pytest.raises(RequestFailed, match=r"step: denoise_low, step 51 of 100") as raised:
@@ -135,7 +135,7 @@ def test_latents_that_are_nan_fail_their_request_on_both_hosts_and_no_other(runn
 
 
 def test_a_damaged_snapshot_is_deleted_and_not_used(running, undisturbed, settings):
-    name = saved(running, "damaged", 50, lambda latents: latents)
+    name = save_snapshot(running, "damaged", 50, lambda latents: latents)
     storage = Snapshots(settings.snapshots)._storage
     storage.write(f"{name}.0050.safetensors", storage.read(f"{name}.0050.safetensors")[:5000])
     making = running.start("damaged", SHORT)
