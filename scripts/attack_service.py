@@ -179,7 +179,7 @@ def picture(width: int, height: int, kind: str = "PNG") -> bytes:
 
 
 async def follow(url: str, key: str, many: int) -> None:
-    """Follow one job so many times."""
+    """Open `many` event streams of one job."""
     headers = {"Authorization": f"Bearer {key}"}
     timeout = aiohttp.ClientTimeout(None)
     async with aiohttp.ClientSession(url, headers=headers, connector=connector(key), timeout=timeout) as http:

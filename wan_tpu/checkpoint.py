@@ -175,7 +175,7 @@ class Checkpoint:
         return {name: getattr(request, name) for name in fields if getattr(request, name) is not None}
 
     def _resolve_path(self, adapter: Any) -> Any:
-        """Return an adapter's text, or fields, with the checkpoint's address in place of "./" in its path."""
+        """Return an adapter's text or fields with the "./" of its path replaced by the checkpoint's address."""
         if isinstance(adapter, dict) and isinstance(adapter.get("path"), str):
             return adapter | {"path": self._resolve_path(adapter["path"])}
         if isinstance(adapter, str) and adapter.startswith("./"):

@@ -34,7 +34,7 @@ def run(
     Args:
         command: The command.
         argv: Its arguments, by default those of this process.
-        expected: Exceptions besides `WanTpuError` that it raises on purpose.
+        expected: Exceptions, in addition to `WanTpuError`, that it raises on purpose.
 
     Returns:
         The exit code: 2 for bad input; an exception's `exit_code`, 1 without one.

@@ -89,7 +89,7 @@ class Pipeline:
 
         Args:
             request: The video to make.
-            noise: Initial latents [1, C, T, H, W] in place of those drawn from the seed.
+            noise: Initial latents [1, C, T, H, W], to use instead of those drawn from the seed.
             on_step: Called with a `StepEvent` after each denoising step; raising from it stops the run.
 
         Raises:

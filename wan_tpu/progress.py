@@ -41,7 +41,7 @@ class Console:
         self._unit = unit
 
     def bar(self, stage: str, total: int, unit: str = "") -> Bar:
-        """Start a stage of `total` units; `unit` is a word for them, or `BYTES`, in place of the console's."""
+        """Start a stage of `total` units; `unit` is a word for them, or `BYTES`, and overrides the console's."""
         kind = _TerminalBar if sys.stderr.isatty() else _LineBar
         return kind(stage, total, unit or self._unit)
 

@@ -177,7 +177,7 @@ class GenerationRequest:
     height: int | None = Field(default=None, ge=SIZE_MULTIPLE, le=8192, multiple_of=SIZE_MULTIPLE)
     """In pixels, a multiple of 16; of 32 for Wan 2.2 TI2V 5B and LTX-2, of 64 for LTX-2 in two stages."""
     width: int | None = Field(default=None, ge=SIZE_MULTIPLE, le=8192, multiple_of=SIZE_MULTIPLE)
-    """In pixels, a multiple of the same numbers."""
+    """In pixels, a multiple as for `height`."""
     frames: int | None = Field(default=None, ge=1, le=2001)
     """Length in frames: one more than a multiple of 4 for most models, or of 8 for some."""
     fps: Number | None = Field(default=None, ge=0.1, le=240)
@@ -198,11 +198,11 @@ class GenerationRequest:
     solver: str | None = Field(default=None, examples=["unipc"])
     """One of the model's solvers; the published one if omitted."""
     loras: Adapters | None = None
-    """Adapters to apply to the experts, in place of the preset's."""
+    """Adapters to apply to the experts, instead of the preset's."""
     sigmas: Annotated[Sequence[float], PlainValidator(_check_sigmas)] | None = Field(
         default=None, examples=[[1.0, 0.75, 0.5, 0.25]]
     )
-    """The noise level of each step, falling from at most 1 to a millionth at least, in place of `steps` and `shift`."""
+    """The noise level of each step, falling from at most 1 to at least a millionth, instead of `steps` and `shift`."""
     switch_step: int | None = Field(default=None, ge=0, le=MAX_STEPS)
     """The low-noise expert's first step, counted from 0, of models with two experts."""
     cache: Annotated[str, AfterValidator(lambda cache: str(parse_magcache(cache)))] | None = Field(

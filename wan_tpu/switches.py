@@ -32,7 +32,7 @@ def set_switches(kernels: str | None = None, collectives: str | None = None) -> 
     """Set the switches of this process, before its programs are traced; None leaves one as it is.
 
     Args:
-        kernels: "own", "reference" for plain operations in place of all kernels, or "reference:linear,attention".
+        kernels: "own", "reference" for plain operations instead of all kernels, or "reference:linear,attention".
         collectives: "overlapped", or "synchronous" to compute nothing until a transfer has arrived.
 
     Raises:

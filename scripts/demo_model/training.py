@@ -18,7 +18,7 @@ from .sizes import Schedule
 
 @dataclass(frozen=True)
 class Run:
-    """Where and how long: stages stop, saved, `seconds` after they began, and go on when called again.
+    """Where and how long to train: stages save and stop `seconds` after they began, and resume when called again.
 
     compiled  whether inductor fuses what lies between the products: half of an expert's step on a CPU; asks for g++
     """

@@ -12,7 +12,7 @@ TEETH, TOOTH = 2, 12.0  # how often it goes up and down, and how far, pixels
 
 
 def draw_zigzag(seed: int, index: int, *, held_out: bool = False, width: int | None = None) -> Scene:
-    """Return scene `index`: as the model's own of a roll without a purple thing, but for what its actor does."""
+    """Return scene `index`: a roll from the model's own scenes, without purple things, but with another motion."""
     number = 0
     while True:
         scene = draw_scene(seed + 1000 + 100_000 * number, index, held_out=held_out, width=width)

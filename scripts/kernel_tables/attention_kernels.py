@@ -76,7 +76,7 @@ def ours(
 
 
 def sparse(chip: str, blocks: int, tokens: int = 75_776) -> Row:
-    """Count block-sparse attention with so many blocks of keys in a list: a grid step is 512 queries."""
+    """Count block-sparse attention with `blocks` blocks of keys in a list: a grid step is 512 queries."""
     options = {"tokens": tokens, "blocks": blocks}
     return _count(chip, "sparse", STEP, blocks * KEYS, options, f"{blocks} blocks")
 

@@ -34,7 +34,7 @@ class Row:
         measured: The measured seconds, as the smallest and the largest published value.
         source: Where it was published.
         predict: Compiles and prices the program for that slice.
-        differs: Known differences from the published run, besides versions of JAX and libtpu.
+        differs: Known differences from the published run, apart from the versions of JAX and libtpu.
     """
 
     title: str

@@ -40,7 +40,7 @@ class HasComponents(Protocol):
         """Components that share another component's weights, by name."""
 
     def prepare(self, component: str) -> None:
-        """Read the files, such as a tokenizer's, that the host needs for a component besides its weights."""
+        """Read the files, other than weights, that the host needs for a component, such as a tokenizer's."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ class Runtime(Generic[M]):
             return self._components[name]
 
     def prepare(self, name: str) -> None:
-        """Read, once, the files that the host needs for a component besides its weights; raises `CheckpointError`."""
+        """Read once the files, other than weights, that the host needs for a component; raises `CheckpointError`."""
         with self._loading:
             if name not in self._prepared:
                 start = time.perf_counter()

@@ -72,7 +72,7 @@ class LocalExecutor:
             progress: Shows a bar for each stage.
             conditioning: The encoder's earlier result for the request.
             state: The state that an earlier run has reached; after the last step it holds finished latents.
-            noise: Initial latents [1, C, T, H, W] in place of those drawn from the seed.
+            noise: Initial latents [1, C, T, H, W], to use instead of those drawn from the seed.
             warn: Called when a prompt or an image is cut.
             around: Returns the context manager that an operation runs in.
 

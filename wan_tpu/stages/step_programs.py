@@ -20,7 +20,7 @@ from wan_tpu.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class ExpertInputs:
-    """An expert's inputs besides the state, on the devices.
+    """An expert's inputs other than the state, on the devices.
 
     Attributes:
         text: Arrays [B, ...] of the prompt and, under guidance, of the negative prompt, by name.

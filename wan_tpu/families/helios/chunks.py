@@ -92,7 +92,7 @@ def make_history(
     Args:
         shape: [1, C, T, H, W] of a chunk.
         chunks: The earlier chunks, each of that shape.
-        condition: [1, C, 20, H, W]: a first frame in place of the first chunk's, and the frames before that chunk.
+        condition: [1, C, 20, H, W]: a first frame that replaces the first chunk's, and the frames before that chunk.
 
     Returns:
         Arrays float32 [1, C, 16, H, W], [1, C, 2, H, W] and [1, C, 2, H, W], the last of which begins with the first

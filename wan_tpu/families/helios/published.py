@@ -30,7 +30,7 @@ class PyramidConfig:
         shift: The shift of the training schedule.
         dynamic: Whether each stage's schedule is shifted by its number of tokens.
         shift_type: How it is shifted: "exponential" or "linear".
-        shift_tokens, shifts: Two numbers of tokens and their shifts; all others lie on the line through them.
+        shift_tokens, shifts: Two numbers of tokens and their shifts; all others are on the line through them.
         solver: "unipc", "euler", or "dmd" for a distilled model, which makes a whole estimate in every step.
     """
 

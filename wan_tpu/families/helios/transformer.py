@@ -1,8 +1,8 @@
 """A Helios transformer: Wan's, which sees the frames before a chunk as additional tokens.
 
 Distant frames share tokens: a token covers four times as much in each direction as one of the chunk, then twice as
-much. All these tokens come behind the chunk's. They have the timestep 0, take nothing from the text, and where the
-model was trained so, their keys are scaled, by head. Everything else is Wan's `WanStep`.
+much. All these tokens follow the chunk's. They have the timestep 0, take nothing from the text, and if the model was
+trained that way, their keys are scaled per head. Everything else is Wan's `WanStep`.
 
 Shapes: B branches of guidance, T H W latent frames, height, width, L tokens, t tokens of one device, N heads, D head
 width, C = N*D channels.

@@ -188,7 +188,7 @@ class _Step:
             layer,
             tuple((inputs.video, inputs.audio) for _ in self._evaluations),
             inputs.blocks,
-            # For the text's keys and values, columns are gathered in place of the matrices.
+            # For the text's keys and values, columns are gathered instead of the matrices.
             {name: P() if re.fullmatch(rf"{TEXT}\.weight", name) else spec for name, spec in self._split.items()},
             depth=len(inputs.blocks["scale_shift_table"]),
             ahead=AHEAD,

@@ -11,7 +11,7 @@ def chunk_lengths(latent_frames: int) -> tuple[int, ...]:
     """Return how many of a video's 5 n + 2 latent frames each chunk of the decoder takes.
 
     A chunk has `CLIPS` clips, the last one maybe fewer. The first chunk takes three latent frames more, two that its
-    last clip needs and another, and the last takes one less: so the number of latent frames at hand says whether a
+    last clip needs and another, and the last takes one less: so the number of available latent frames tells whether a
     chunk is the last.
     """
     clips = (latent_frames - DECODED_LATENTS) // CLIP_LATENTS + 1

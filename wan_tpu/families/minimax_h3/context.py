@@ -17,7 +17,7 @@ from wan_tpu.runtime.bridge import Params, call, to_jax, to_torch
 
 
 def refine_text(module: torch.nn.Module, params: Params, mesh: Mesh, text: jax.Array, real: jax.Array) -> jax.Array:
-    """Return the text's rows as the transformer's sequence has them, [R, C].
+    """Return the text's rows in the order of the transformer's sequence, [R, C].
 
     Args:
         module: The transformer.

@@ -1,8 +1,8 @@
 """The transformer that decodes MiniMax-H3's video: tiles of latents to tiles of pixels, as in diffusers.
 
-Each pixel of the latents is a token. Behind a tile's tokens stand the learned registers, a token of zeros, and padding
-that isn't looked at. All tokens of a device's tiles are the rows of one array; only attention knows the tiles. As in
-diffusers, the sums of the layers stay in float32.
+Each pixel of the latents is a token. A tile's tokens are followed by the learned registers, a token of zeros, and
+padding that isn't looked at. All tokens of a device's tiles are the rows of one array; only attention knows the tiles.
+As in diffusers, the sums of the layers stay in float32.
 
 Shapes: N tiles, T h w latent frames, height and width of a tile, L tokens of a tile with padding, C channels of the
 latents, D head width, S channels of the tokens.

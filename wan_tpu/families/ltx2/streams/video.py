@@ -131,7 +131,7 @@ class VideoStream:
             )
 
         def pass_values(_: None) -> AttentionOutput:
-            """Return the values in place of attention's result, in the same layout."""
+            """Return the values instead of attention's result, in the same layout."""
             values, widths = value(rows), _list_round_columns(self._key_parts, self._width)
             ends = [sum(widths[: i + 1]) for i in range(len(widths) - 1)]
             return AttentionOutput(tuple(jnp.split(values, ends, axis=-1)), None, {name: w[name] for name in BESIDE})
