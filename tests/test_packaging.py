@@ -68,6 +68,7 @@ def test_wheel_has_our_packages_and_their_data_only(wheel):
     assert {"actors/api/http/page.html", "cluster/layouts/four-pools.yaml", "cluster/costs/prices.yaml"} <= set(files)
 
 
+@pytest.mark.soak
 def test_command_without_its_extra_says_which_to_install(core, tmp_path):
     done = run_python(core, tmp_path, "-c", RUN_ALL, json.dumps([command for command, _ in NEEDS_AN_EXTRA]))
     assert (done.returncode, done.stdout) == (0, f"{[2] * len(NEEDS_AN_EXTRA)}\n"), done.stderr

@@ -44,7 +44,7 @@ def test_folder_that_hosts_do_not_have_is_named(cluster, all_free, tmp_path):
     assert f"{tmp_path}/none is no folder on this host; make it there" in done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_worker_with_the_wrong_index_is_named(cluster, all_free, tmp_path):
     cluster.kill_host("two", 1)
     wait_for(lambda: ray.available_resources().get("TPU") == CHIPS - TWO_HOSTS.chips_per_host, "Ray has noticed")

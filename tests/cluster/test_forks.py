@@ -86,6 +86,7 @@ def server(cluster):
     return process
 
 
+@pytest.mark.soak
 def test_a_fork_is_the_worker_that_it_stands_for(forking):
     same, changed, another = workers(
         forking,

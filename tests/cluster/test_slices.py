@@ -122,7 +122,7 @@ class SlowToBuild:
         time.sleep(60)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_ten_starts_and_stops_leave_nothing(cluster):
     pids = []
     for _ in range(10):

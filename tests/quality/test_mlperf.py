@@ -33,7 +33,7 @@ def noise(tmp_path):
     return drawn.numpy()
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_loadgen_asks_for_every_prompt_once_from_the_same_latents(asked, noise, pipeline, tmp_path, capsys):
     more = ["--trial", "3", "--accuracy", "--fixed_latent", str(tmp_path / "fixed_latent.pt")]
     assert run(mlperf.main, [*asked, *more]) == 0

@@ -285,7 +285,7 @@ def large(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("large") / "checkpoint", "wan2.1-t2v-14b", transformer=expert)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_peak_memory_of_loading_stays_below_1_3_times_the_component(large):
     """On CPU the component itself is in host memory too: what is left for the reader is 0.3 of it."""
     done = subprocess.run(

@@ -75,7 +75,7 @@ def assert_cut(record):
     assert "the model reads 512: cut after" in warning
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_adapters_and_sigmas_stage_by_stage(checkpoint, tmp_path):
     """As in one command; stage 2 may be told others."""
     folder, out = tmp_path / "stages", tmp_path / "video.mp4"
@@ -260,7 +260,7 @@ sys.exit(cli.run(command))
 """
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_libraries_are_quiet(checkpoint, tmp_path):
     """Each is as a user has it: their variables, which the tests set for all, are left out."""
     names = ("JAX_PLATFORMS", *cli.QUIET, *cli.NO_TPU)

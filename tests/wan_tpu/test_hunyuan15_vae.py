@@ -112,7 +112,7 @@ def test_tiles_that_there_are_not_are_refused(said, message, tiled_folder, tmp_p
 
 
 @pytest.mark.meshes
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("tiled", "mesh"),
     [pytest.param(False, (2, 2, 2), marks=pytest.mark.soak), (True, (1, 2, 2))],

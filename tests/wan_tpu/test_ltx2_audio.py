@@ -178,6 +178,7 @@ def test_parts_of_a_spectrogram_give_parts_of_the_samples(folder, theirs):
     assert relative(joined[: len(whole)], whole) < 1e-4
 
 
+@pytest.mark.soak
 def test_devices_share_the_samples(folders, tmp_path):
     mel = torch.randn(1, 2, 201, 16, generator=torch.Generator().manual_seed(4))
     np.save(tmp_path / "mel.npy", mel.numpy())

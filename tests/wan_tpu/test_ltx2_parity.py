@@ -228,7 +228,7 @@ def test_sound_can_be_left_out(pipelines):
     assert np.array_equal(with_sound.pixels, without.pixels)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_second_stage_with_adapters_reads_the_transformer_once(folders, tmp_path, monkeypatch):
     """On the command line weights aren't kept: adapters are merged in place, and both stages use what was merged."""
     weights = {

@@ -118,6 +118,7 @@ def test_prompts_become_the_texts_that_diffusers_makes(name, folder, theirs, our
     assert ours.program._cache_size() == 1  # One program serves all prompts.
 
 
+@pytest.mark.soak
 @pytest.mark.meshes
 @pytest.mark.parametrize("folder", ["2.3", pytest.param("2.0", marks=pytest.mark.soak)], indirect=True)
 def test_several_devices_make_the_texts_of_one(folder, tmp_path):

@@ -45,7 +45,7 @@ def read(path):
     return np.stack(frames), np.concatenate(blocks, axis=1) if blocks else None, dict(streams), rates
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_generate_writes_a_video_with_sound(video_file):
     frames, sound, seconds, rates = read(video_file)
     assert frames.shape == (124, 32, 64, 3) and rates == [32000]

@@ -14,8 +14,6 @@ from tests.conftest import ROOT
 from tests.waiting import wait_for
 from wan_tpu.pipeline import load_pipeline
 
-pytestmark = pytest.mark.long
-
 MODEL, BALL = ROOT / "examples" / "small-wan2.2-i2v", ROOT / "examples" / "ball.png"
 FRAMES, FIRST_FRAMES = 97, 17
 # When the first picture of a video is on the screen, in milliseconds.
@@ -59,6 +57,7 @@ class _Bar:
         pass
 
 
+@pytest.mark.soak
 def test_first_picture_is_on_screen_half_a_second_after_its_frames_are_decoded(browser, settings):
     decoded = Decoded()
     pipe = load_pipeline(MODEL, "float32", progress=decoded)

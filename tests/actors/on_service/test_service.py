@@ -77,6 +77,7 @@ def test_another_address_than_the_proxy_s_is_refused_at_once(online, host, other
     assert httpx.get(f"{online.address}/health", timeout=60).status_code == 200
 
 
+@pytest.mark.soak
 def test_events_pass_haproxy_as_they_happen(online):
     with online.client() as client, httpx.Client(base_url=online.address, timeout=SECONDS) as http:
         video = create(client, STEPS)
