@@ -49,45 +49,63 @@ def frames(path):
     return iio.imread(path, plugin="FFMPEG")
 
 
-@pytest.mark.parametrize(("before", "after"), [(None, None), (440, 880), (440, None), (None, 880)])
-def test_packets_of_both_files_are_unchanged_and_sound_stays_in_step(before, after, tmp_path):
-    source, segment = write(tmp_path / "a.mp4", 9, pitch=before), write(tmp_path / "b.mp4", 8, first=9, pitch=after)
-    output = tmp_path / "it's: both.mp4"
-    join_videos(source, segment, output)
-    assert packets(output) == packets(source) + packets(segment)
-    assert np.array_equal(frames(output), np.concatenate([frames(source), frames(segment)]))
-    clip = read_clip(output)
-    assert (clip.frames, clip.rate, clip.is_even) == (17, 8, True)
-    assert clip.sound == (None if before is after is None else (str(RATE), "stereo"))
-    if clip.sound is None:
-        return
-    samples, cut = sound(output)[:, 0], RATE * 9 // 8
-    assert len(samples) == pytest.approx(RATE * 17 / 8, abs=1024)
-    for part, pitch in ((samples[: cut - 480], before), (samples[cut + 480 : 2 * cut - 3000], after)):
+def assert_pitches(path, ends, pitches):
+    """Check that a file's sound has one pitch (None: silence) up to each of the ends, counted in frames of 1/8 s."""
+    samples, start = sound(path)[:, 0], 0
+    assert len(samples) == pytest.approx(RATE * ends[-1] / 8, abs=1024)
+    for end, pitch in zip(ends, pitches, strict=True):
+        # An encoder smears sound over a boundary by a few hundred samples, and the end of the file by a packet.
+        stop = RATE * end // 8 - (480 if end < ends[-1] else 3000)
+        part, start = samples[start + (480 if start else 0) : stop], RATE * end // 8
         loudest = np.argmax(np.abs(np.fft.rfft(part))) * RATE / len(part)
-        assert loudest == pytest.approx(pitch, abs=2) if pitch is not None else np.abs(part).max() < 0.01
+        assert loudest == pytest.approx(pitch, abs=3) if pitch is not None else np.abs(part).max() < 0.01
+
+
+ONE_TONE = [(440, None, None), (None, 880, None), (None, None, 660)]
+
+
+@pytest.mark.parametrize("pitches", [(None, None, None), (440, 880, 660), *ONE_TONE])
+def test_packets_of_all_files_are_unchanged_and_sound_stays_in_step(pitches, tmp_path):
+    lengths, ends = (9, 8, 6), (9, 17, 23)
+    clips = [
+        write(tmp_path / f"{end}.mp4", length, first=end - length, pitch=pitch)
+        for length, end, pitch in zip(lengths, ends, pitches, strict=True)
+    ]
+    output = tmp_path / "it's: all.mp4"
+    join_videos(clips, output)
+    assert packets(output) == [packet for path in clips for packet in packets(path)]
+    assert np.array_equal(frames(output), np.concatenate([frames(path) for path in clips]))
+    clip = read_clip(output)
+    assert (clip.frames, clip.rate, clip.is_even) == (23, 8, True)
+    assert clip.sound == ((str(RATE), "stereo") if any(pitches) else None)
+    if any(pitches):
+        assert_pitches(output, ends, pitches)
 
 
 def test_a_joined_file_is_continued_again_without_encoding(tmp_path):
-    parts = [write(tmp_path / f"{i}.mp4", 4, first=4 * i, pitch=440).read_bytes() for i in range(3)]
+    parts = [write(tmp_path / f"{i}.mp4", 4, first=4 * i, pitch=440).read_bytes() for i in range(4)]
     whole = tmp_path / "whole.mp4"
-    whole.write_bytes(join_contents(join_contents(parts[0], parts[1]), parts[2]))
-    assert packets(whole) == [packet for i in range(3) for packet in packets(tmp_path / f"{i}.mp4")]
+    whole.write_bytes(join_contents([join_contents(parts[:2]), *parts[2:]]))
+    assert packets(whole) == [packet for i in range(4) for packet in packets(tmp_path / f"{i}.mp4")]
     assert read_clip(whole).is_even
 
 
-def test_files_with_other_settings_are_encoded_again_in_the_segments_size(tmp_path):
-    other, segment = tmp_path / "other.mkv", write(tmp_path / "b.mp4", 8, pitch=880)
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-f", "lavfi", "-i", "testsrc=s=96x80:r=30:d=2"]
-    subprocess.run([*command, "-f", "lavfi", "-i", "sine=d=2", "-c:v", "mpeg4", other], check=True)
-    join_videos(other, segment, tmp_path / "both.mp4")
-    clip = read_clip(tmp_path / "both.mp4")
-    assert (clip.size, clip.rate, clip.frames, clip.sound) == ((48, 32), 8, 16 + 8, (str(RATE), "stereo"))
-    ends = frames(tmp_path / "both.mp4")[-8:].astype(int) - frames(segment)
-    assert np.abs(ends).mean() < 6  # The frames are noise, encoded twice.
-    again = write(tmp_path / "c.mp4", 4)
-    join_videos(tmp_path / "both.mp4", again, tmp_path / "all.mp4")
-    assert packets(tmp_path / "all.mp4") == packets(tmp_path / "both.mp4") + packets(again)
+@pytest.mark.parametrize("pitches", ONE_TONE)
+def test_files_with_other_settings_are_encoded_again_like_the_last_one(pitches, tmp_path):
+    tone = [] if pitches[0] is None else ["-f", "lavfi", "-i", f"sine={pitches[0]}:d=2:r={RATE}", "-ac", "2"]
+    other = make(tmp_path / "other.mkv", *tone, "-c:v", "mpeg4", source="testsrc=s=96x80:r=30:d=2")
+    middle = write(tmp_path / "b.mp4", 8, pitch=pitches[1])
+    last = write(tmp_path / "c.mp4", 8, first=20, pitch=pitches[2])
+    join_videos([other, middle, last], tmp_path / "all.mp4")
+    clip = read_clip(tmp_path / "all.mp4")
+    assert (clip.size, clip.rate, clip.frames, clip.is_even) == ((48, 32), 8, 16 + 8 + 8, True)
+    shown = frames(tmp_path / "all.mp4").astype(int)
+    for start, path in ((16, middle), (24, last)):
+        assert np.abs(shown[start : start + 8] - frames(path)).mean() < 6  # The frames are noise, encoded twice.
+    assert_pitches(tmp_path / "all.mp4", (16, 24, 32), pitches)
+    again = write(tmp_path / "d.mp4", 4)
+    join_videos([tmp_path / "all.mp4", again], tmp_path / "more.mp4")
+    assert packets(tmp_path / "more.mp4") == packets(tmp_path / "all.mp4") + packets(again)
 
 
 def make(path, *options, source="color=gray:s=48x32:r=30:d=1"):
@@ -100,17 +118,15 @@ def make(path, *options, source="color=gray:s=48x32:r=30:d=1"):
 def test_frames_that_begin_after_their_sound_stay_in_step(tmp_path):
     late = ["-f", "lavfi", "-i", "sine=440:d=1.5", "-vf", "setpts=PTS+0.5/TB"]
     source, segment = make(tmp_path / "late.mp4", *late), write(tmp_path / "b.mp4", 8, pitch=880)
-    join_videos(source, segment, tmp_path / "both.mp4")
+    join_videos([source, segment], tmp_path / "both.mp4")
     clip = read_clip(tmp_path / "both.mp4")
     assert (clip.frames, clip.is_even, clip.lasts) == (12 + 8, True, 20 / 8)
-    samples, cut = sound(tmp_path / "both.mp4")[:, 0], RATE * 12 // 8
-    for part, pitch in ((samples[: cut - 480], 440), (samples[cut + 480 : 2 * cut - 3000], 880)):
-        assert np.argmax(np.abs(np.fft.rfft(part))) * RATE / len(part) == pytest.approx(pitch, abs=3)
+    assert_pitches(tmp_path / "both.mp4", (12, 20), (440, 880))
 
 
 def test_a_file_of_one_short_frame_is_continued(tmp_path):
     source, segment = make(tmp_path / "a.mp4", source="color=gray:s=48x32:r=60:d=0.016"), write(tmp_path / "b.mp4", 4)
-    join_videos(source, segment, tmp_path / "both.mp4")
+    join_videos([source, segment], tmp_path / "both.mp4")
     assert read_clip(tmp_path / "both.mp4").frames == 1 + 4
 
 
@@ -131,9 +147,9 @@ def test_pixels_become_square_and_hdr_becomes_what_a_usual_display_shows(tmp_pat
 def test_a_disk_that_takes_no_files_isn_t_the_video_s_fault(tmp_path, monkeypatch):
     part = write(tmp_path / "a.mp4", 4)
     with pytest.raises(OutputError, match=r"can't write in .*elsewhere \(No such file"):
-        join_videos(part, part, tmp_path / "elsewhere" / "both.mp4")
+        join_videos([part, part], tmp_path / "elsewhere" / "both.mp4")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "elsewhere"))
-    for attempt in (lambda: join_contents(part.read_bytes(), part.read_bytes()), lambda: read_last_frame(part)):
+    for attempt in (lambda: join_contents([part.read_bytes()] * 2), lambda: read_last_frame(part)):
         with pytest.raises(OutputError, match="make room"):
             attempt()
 
@@ -151,7 +167,7 @@ def test_what_is_no_video_is_refused(content, tmp_path):
         with pytest.raises(InvalidRequest, match="can't be read"):
             read(path)
     with pytest.raises(InvalidRequest, match="can't be read"):
-        join_videos(path, path, tmp_path / "b.mp4")
+        join_videos([path, path], tmp_path / "b.mp4")
     assert not (tmp_path / "b.mp4").exists()
 
 

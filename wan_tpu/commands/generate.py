@@ -65,7 +65,7 @@ def generate(argv: Sequence[str]) -> None:
         with tempfile.TemporaryDirectory(dir=outputs[0].absolute().parent, prefix=f".{outputs[0].name}.") as folder:
             segment = Path(folder, "segment.mp4")
             decode_to_files(run, recorder, plan.request, (segment, *outputs[1:]), overwrite=args.overwrite)
-            join_videos(args.extend, segment, outputs[0])
+            join_videos([args.extend, segment], outputs[0])
     recorder.save(outputs[2], plan.request)
     report(outputs, recorder)
 

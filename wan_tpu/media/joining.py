@@ -1,4 +1,4 @@
-"""Continue videos: read a video's last frame, and join a video with the clip that continues it."""
+"""Continue videos: read a video's last frame, and join a video with the clips that continue it."""
 
 import contextlib
 import io
@@ -77,17 +77,16 @@ def read_clip(path: Path) -> Clip:
     return Clip(path, tuple(sorted(video.items())), rate, is_even, len(times), lasts, sound_format)
 
 
-def join_videos(source: Path, segment: Path, output: Path) -> None:
-    """Write a video that shows one file and then another, in the size and at the rate of the second.
+def join_videos(clips: Sequence[Path], output: Path) -> None:
+    """Write a video that shows files one after another, in the size and at the rate of the last one.
 
-    Packets are copied where both files were encoded with the same settings; else all frames are encoded again. Sound is
-    always encoded again, because its packets begin and end between frames. The sound of a file is cut or padded to its
-    frames, and a file without any is silent where the other has some. A file whose frames begin after its sound shows
-    the first one from the beginning.
+    Packets are copied where all files were encoded with the same settings; else all frames are encoded again. Sound is
+    always encoded again, once, because its packets begin and end between frames. The sound of a file is cut or padded
+    to its frames, and a file without any is silent where another has some. A file whose frames begin after its sound
+    shows the first one from the beginning.
 
     Args:
-        source: The file that comes first.
-        segment: The file that continues it.
+        clips: The files, in the order in which they are shown.
         output: The mp4, which appears once it is complete. A file there is replaced.
 
     Raises:
@@ -96,33 +95,35 @@ def join_videos(source: Path, segment: Path, output: Path) -> None:
         Unavailable: The machine fails.
     """
     check_ffmpeg()
-    first, second = read_clip(source), read_clip(segment)
-    alike = first.is_even and second.is_even and (first.settings, first.rate) == (second.settings, second.rate)
-    # The number of the source's frames at the segment's rate; the sound must last exactly that long.
-    frames = first.frames if alike else max(1, round(first.lasts * second.rate))
-    lasts = frames / second.rate
-    filters, maps = ([], _COPIED) if alike else (_encode_frames(first, second, frames), _ENCODED)
-    sound = second.sound or first.sound
+    files = [read_clip(path) for path in clips]
+    last = files[-1]
+    alike = all(clip.is_even and (clip.settings, clip.rate) == (last.settings, last.rate) for clip in files)
+    filters = [] if alike else _encode_frames(files)
+    # The list of files is the input after the files themselves. Sound begins before the first frame, by its encoder's
+    # delay; without -copyts, the frames would be late by that much.
+    maps = ["-map", f"{len(files)}:v", "-c:v", "copy", "-copyts"] if alike else ["-map", "[frames]", *H264.split()]
+    sound = next((clip.sound for clip in reversed(files) if clip.sound is not None), None)
     if sound is not None:
-        filters += _join_sound((first, second), sound, lasts)
+        filters += _join_sound(files, sound)
         maps = [*maps, "-map", "[sound]", *AAC.split()]
     with _open_folder(output.absolute().parent) as folder:
         script, partial = folder / "parts", folder / "joined.mp4"
-        script.write_text(f"ffconcat version 1.0\n{_part(first)}{_part(second)}")
-        command = ["-i", _place(source), "-i", _place(segment)]
+        script.write_text("ffconcat version 1.0\n" + "".join(_part(clip) for clip in files))
+        command = [argument for path in clips for argument in ("-i", _place(path))]
         command += ["-f", "concat", "-safe", "0", "-auto_convert", "0", "-i", _place(script)] if alike else []
         command += ["-filter_complex", ";".join(filters)] if filters else []
         _run([*command, *maps, "-movflags", "+faststart", str(partial)], output)
         os.replace(partial, output)
 
 
-def join_contents(source: bytes, segment: bytes) -> bytes:
-    """Return `join_videos` of two mp4 files in memory."""
+def join_contents(clips: Sequence[bytes]) -> bytes:
+    """Return `join_videos` of mp4 files in memory."""
     with _open_folder() as folder:
-        first, second, output = (folder / name for name in ("source.mp4", "segment.mp4", "joined.mp4"))
-        first.write_bytes(source)
-        second.write_bytes(segment)
-        join_videos(first, second, output)
+        paths = [folder / f"{index}.mp4" for index in range(len(clips))]
+        for path, content in zip(paths, clips, strict=True):
+            path.write_bytes(content)
+        output = folder / "joined.mp4"
+        join_videos(paths, output)
         return output.read_bytes()
 
 
@@ -157,20 +158,22 @@ def read_end(content: bytes, frames: int) -> Image.Image:
         return image
 
 
-# Sound begins before the first frame, by its encoder's delay; without -copyts, the frames would be late by that much.
-_COPIED = ["-map", "2:v", "-c:v", "copy", "-copyts"]
-_ENCODED = ["-map", "[frames]", *H264.split()]
-
-
-def _encode_frames(source: Clip, segment: Clip, frames: int) -> list[str]:
-    """Return filters that convert `frames` frames of a source, and all of a segment, to the segment's size and rate."""
-    width, height = segment.size
+def _encode_frames(clips: Sequence[Clip]) -> list[str]:
+    """Return filters that convert the frames of files to the size and the rate of the last file, and join them."""
+    (width, height), rate = clips[-1].size, clips[-1].rate
     fit = f"scale={width}:{height}:force_original_aspect_ratio=increase:flags=lanczos,crop={width}:{height},setsar=0"
-    # The last frame is repeated until there are enough frames, however the source states its duration.
-    rated = f"tpad=stop=-1:stop_mode=clone,fps={segment.rate}:start_time=0,trim=end_frame={frames}"
-    before = ",".join([rated, SQUARE, fit, *_list_sdr_filters(source.path), COLOURS])
-    after = f"{fit},fps={segment.rate},{COLOURS}"
-    return [f"[0:V:0]{before}[v0]", f"[1:V:0]{after}[v1]", "[v0][v1]concat=n=2[frames]"]
+    filters = []
+    for index, clip in enumerate(clips):
+        # The last frame is repeated until there are enough frames, however the file states its duration.
+        rated = f"tpad=stop=-1:stop_mode=clone,fps={rate}:start_time=0,trim=end_frame={_count_frames(clip, rate)}"
+        steps = [rated, SQUARE, fit, *_list_sdr_filters(clip.path), COLOURS]
+        filters.append(f"[{index}:V:0]{','.join(steps)}[v{index}]")
+    return [*filters, "".join(f"[v{index}]" for index in range(len(clips))) + f"concat=n={len(clips)}[frames]"]
+
+
+def _count_frames(clip: Clip, rate: Fraction) -> int:
+    """Return the number of a file's frames at another rate. Its sound must last exactly that long."""
+    return clip.frames if clip.is_even and clip.rate == rate else max(1, round(clip.lasts * rate))
 
 
 def _list_sdr_filters(path: Path) -> list[str]:
@@ -180,17 +183,24 @@ def _list_sdr_filters(path: Path) -> list[str]:
     return [TO_SDR] if is_hdr(described) else []
 
 
-def _join_sound(clips: Sequence[Clip], sound: tuple[str, str], source_s: Fraction) -> list[str]:
-    """Return filters that join the sound of two files, the first of which lasts `source_s`."""
+def _join_sound(clips: Sequence[Clip], sound: tuple[str, str]) -> list[str]:
+    """Return filters that join the sound of files, each of which lasts as long as its frames at the last one's rate."""
     rate, layout = sound
     filters = []
-    for index, (clip, lasts) in enumerate(zip(clips, (source_s, clips[1].frames / clips[1].rate), strict=True)):
-        silence = f"anullsrc=r={rate}:cl={layout}:d={float(lasts):.9f}"
+    for index, clip in enumerate(clips):
+        lasts = f"{float(_count_frames(clip, clips[-1].rate) / clips[-1].rate):.9f}"
+        if clip.sound is None:
+            filters.append(f"anullsrc=r={rate}:cl={layout}:d={lasts}[a{index}]")
+            continue
         # Gaps at the beginning or within the sound become silence, so that the rest stays in sync.
-        filter_ = f"[{index}:a:0]aresample={rate}:async=1:first_pts=0,aformat=channel_layouts={layout}"
-        cut = f"apad=whole_dur={float(lasts):.9f}" + (f",atrim=end={float(lasts):.9f}" if index == 0 else "")
-        filters.append(f"{silence if clip.sound is None else f'{filter_},{cut}'}[a{index}]")
-    return [*filters, "[a0][a1]concat=n=2:v=0:a=1[sound]"]
+        steps = [
+            f"aresample={rate}:async=1:first_pts=0",
+            f"aformat=channel_layouts={layout}",
+            f"apad=whole_dur={lasts}",
+        ]
+        steps += [f"atrim=end={lasts}"] if clip is not clips[-1] else []
+        filters.append(f"[{index}:a:0]{','.join(steps)}[a{index}]")
+    return [*filters, "".join(f"[a{index}]" for index in range(len(clips))) + f"concat=n={len(clips)}:v=0:a=1[sound]"]
 
 
 def _part(clip: Clip) -> str:
