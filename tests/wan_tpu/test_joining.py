@@ -1,5 +1,6 @@
 """Videos that go on: the last frame, files joined with and without encoding again, and `generate --extend`."""
 
+import asyncio
 import json
 import subprocess
 
@@ -85,7 +86,7 @@ def test_packets_of_all_files_are_unchanged_and_sound_stays_in_step(pitches, tmp
 def test_a_joined_file_is_continued_again_without_encoding(tmp_path):
     parts = [write(tmp_path / f"{i}.mp4", 4, first=4 * i, pitch=440).read_bytes() for i in range(4)]
     whole = tmp_path / "whole.mp4"
-    whole.write_bytes(join_contents([join_contents(parts[:2]), *parts[2:]]))
+    whole.write_bytes(asyncio.run(join_contents([asyncio.run(join_contents(parts[:2])), *parts[2:]])))
     assert packets(whole) == [packet for i in range(4) for packet in packets(tmp_path / f"{i}.mp4")]
     assert read_clip(whole).is_even
 
@@ -149,7 +150,7 @@ def test_a_disk_that_takes_no_files_isn_t_the_video_s_fault(tmp_path, monkeypatc
     with pytest.raises(OutputError, match=r"can't write in .*elsewhere \(No such file"):
         join_videos([part, part], tmp_path / "elsewhere" / "both.mp4")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "elsewhere"))
-    for attempt in (lambda: join_contents([part.read_bytes()] * 2), lambda: read_last_frame(part)):
+    for attempt in (lambda: asyncio.run(join_contents([part.read_bytes()] * 2)), lambda: read_last_frame(part)):
         with pytest.raises(OutputError, match="make room"):
             attempt()
 

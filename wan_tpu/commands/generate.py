@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import InvalidInput
 from wan_tpu.media.joining import join_videos, read_clip, read_last_frame
 from wan_tpu.media.reading import count_frames
+from wan_tpu.media.temporary import open_folder
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -62,8 +62,8 @@ def generate(argv: Sequence[str]) -> None:
     if args.extend is None:
         decode_to_files(run, recorder, plan.request, outputs, overwrite=args.overwrite)
     else:
-        with tempfile.TemporaryDirectory(dir=outputs[0].absolute().parent, prefix=f".{outputs[0].name}.") as folder:
-            segment = Path(folder, "segment.mp4")
+        with open_folder(outputs[0].absolute().parent) as folder:
+            segment = folder / "segment.mp4"
             decode_to_files(run, recorder, plan.request, (segment, *outputs[1:]), overwrite=args.overwrite)
             join_videos([args.extend, segment], outputs[0])
     recorder.save(outputs[2], plan.request)

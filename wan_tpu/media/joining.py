@@ -1,21 +1,23 @@
 """Continue videos: read a video's last frame, and join a video with the clips that continue it."""
 
+import asyncio
 import contextlib
 import io
 import os
 import re
 import subprocess
-import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-import imageio_ffmpeg
 from PIL import Image
 
 from wan_tpu.errors import InvalidRequest, OutputError, Unavailable
 from wan_tpu.media.encoding import AAC, COLOURS, H264, SQUARE, TO_SDR, is_hdr
+from wan_tpu.media.ffmpeg import run_ffmpeg
+from wan_tpu.media.temporary import open_folder
 from wan_tpu.media.video import check_ffmpeg
 
 # Joining copies packets and encodes little besides the sound: it takes this long only if a disk or a machine hangs.
@@ -77,7 +79,7 @@ def read_clip(path: Path) -> Clip:
     return Clip(path, tuple(sorted(video.items())), rate, is_even, len(times), lasts, sound_format)
 
 
-def join_videos(clips: Sequence[Path], output: Path) -> None:
+def join_videos(clips: Sequence[Path], output: Path, *, cancelled: threading.Event | None = None) -> None:
     """Write a video that shows files one after another, in the size and at the rate of the last one.
 
     Packets are copied where all files were encoded with the same settings; else all frames are encoded again. Sound is
@@ -88,6 +90,7 @@ def join_videos(clips: Sequence[Path], output: Path) -> None:
     Args:
         clips: The files, in the order in which they are shown.
         output: The mp4, which appears once it is complete. A file there is replaced.
+        cancelled: Another thread may set this to make the call fail soon.
 
     Raises:
         InvalidRequest: A file can't be read as a video.
@@ -112,19 +115,17 @@ def join_videos(clips: Sequence[Path], output: Path) -> None:
         command = [argument for path in clips for argument in ("-i", _place(path))]
         command += ["-f", "concat", "-safe", "0", "-auto_convert", "0", "-i", _place(script)] if alike else []
         command += ["-filter_complex", ";".join(filters)] if filters else []
-        _run([*command, *maps, "-movflags", "+faststart", str(partial)], output)
+        _run([*command, *maps, "-movflags", "+faststart", str(partial)], output, cancelled=cancelled)
         os.replace(partial, output)
 
 
-def join_contents(clips: Sequence[bytes]) -> bytes:
-    """Return `join_videos` of mp4 files in memory."""
-    with _open_folder() as folder:
-        paths = [folder / f"{index}.mp4" for index in range(len(clips))]
-        for path, content in zip(paths, clips, strict=True):
-            path.write_bytes(content)
-        output = folder / "joined.mp4"
-        join_videos(paths, output)
-        return output.read_bytes()
+async def join_contents(clips: Sequence[bytes]) -> bytes:
+    """Return `join_videos` of mp4 files in memory; when cancelled, it leaves no process behind."""
+    cancelled = threading.Event()
+    try:
+        return await asyncio.to_thread(_join_contents, clips, cancelled)
+    finally:
+        cancelled.set()
 
 
 def read_last_frame(path: Path) -> Image.Image:
@@ -158,6 +159,16 @@ def read_end(content: bytes, frames: int) -> Image.Image:
         return image
 
 
+def _join_contents(clips: Sequence[bytes], cancelled: threading.Event) -> bytes:
+    with _open_folder() as folder:
+        paths = [folder / f"{index}.mp4" for index in range(len(clips))]
+        for path, content in zip(paths, clips, strict=True):
+            path.write_bytes(content)
+        output = folder / "joined.mp4"
+        join_videos(paths, output, cancelled=cancelled)
+        return output.read_bytes()
+
+
 def _encode_frames(clips: Sequence[Clip]) -> list[str]:
     """Return filters that convert the frames of files to the size and the rate of the last file, and join them."""
     (width, height), rate = clips[-1].size, clips[-1].rate
@@ -178,9 +189,8 @@ def _count_frames(clip: Clip, rate: Fraction) -> int:
 
 def _list_sdr_filters(path: Path) -> list[str]:
     """Return the filters that make an HDR video look right on an ordinary display; none for other videos."""
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-hide_banner", "-nostdin", "-i", _place(path)]
-    described = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False).stderr
-    return [TO_SDR] if is_hdr(described) else []
+    described = run_ffmpeg(["-hide_banner", "-i", _place(path)], timeout_s=_TIMEOUT_S)
+    return [TO_SDR] if is_hdr(described.stderr) else []
 
 
 def _join_sound(clips: Sequence[Clip], sound: tuple[str, str]) -> list[str]:
@@ -213,8 +223,8 @@ def _part(clip: Clip) -> str:
 def _open_folder(parent: Path | None = None) -> Iterator[Path]:
     """Open a folder for temporary files; raises `OutputError`, also within the block, if the disk can't hold them."""
     try:
-        with tempfile.TemporaryDirectory(dir=parent, prefix=".joining.") as folder:
-            yield Path(folder)
+        with open_folder(parent) as folder:
+            yield folder
     except OSError as error:
         place = parent or "the folder for temporary files"
         raise OutputError(f"can't write in {place} ({error.strerror or error}); make room there") from None
@@ -225,11 +235,13 @@ def _place(path: Path) -> str:
     return str(path.absolute())
 
 
-def _run(arguments: Sequence[str], path: Path, content: bytes = b"") -> bytes:
+def _run(
+    arguments: Sequence[str], path: Path, content: bytes = b"", *, cancelled: threading.Event | None = None
+) -> bytes:
     """Run ffmpeg with `content` as its input, and return its output; errors name the file `path`."""
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", *arguments]
+    command = ["-y", "-v", "error", *arguments]
     try:
-        done = subprocess.run(command, input=content, capture_output=True, timeout=_TIMEOUT_S, check=False)
+        done = run_ffmpeg(command, content, timeout_s=_TIMEOUT_S, cancelled=cancelled)
     except subprocess.TimeoutExpired:
         raise Unavailable(f"ffmpeg doesn't finish {path} within {_TIMEOUT_S:g} s; check this machine") from None
     except OSError as error:

@@ -1,13 +1,13 @@
 """An mp4 that one host of a slice encodes while all of its hosts decode."""
 
-import tempfile
+import contextlib
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 
 from wan_tpu.errors import OutputError
+from wan_tpu.media.temporary import open_folder
 from wan_tpu.media.video import VideoWriter
 
 
@@ -30,7 +30,7 @@ class Mp4:
         self.failure: OutputError | OSError | None = None
         self.content = b""
         self._fps, self._on_fragment, self._hidden_frames = fps, on_fragment, hidden_frames
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder = contextlib.ExitStack()
         self._audio: tuple[np.ndarray, int] | None = None
         self._last: np.ndarray | None = None
         self._writer: VideoWriter | None = None
@@ -56,8 +56,7 @@ class Mp4:
         try:
             if self._writer is None:
                 # An encoder seeks back in an mp4 to complete it, so it needs a file.
-                self._folder = tempfile.TemporaryDirectory()
-                path = Path(self._folder.name) / "video.mp4"
+                path = self._folder.enter_context(open_folder()) / "video.mp4"
                 self._writer = VideoWriter(path, fps=self._fps, planes=True, on_fragment=self._on_fragment)
                 if self._audio is not None:
                     self._writer.set_audio(*self._audio)
@@ -83,5 +82,4 @@ class Mp4:
         # A writer that wasn't finished, for whatever reason, leaves no file.
         if self._writer is not None:
             self._writer.__exit__(kind or OutputError, error, trace)
-        if self._folder is not None:
-            self._folder.cleanup()
+        self._folder.close()

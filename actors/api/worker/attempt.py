@@ -155,7 +155,7 @@ class Attempt:
     async def _join(self, video: GeneratedVideo) -> GeneratedVideo:
         """Return one video that consists of the video that the job continues and the new part."""
         source = await self._read_source()
-        return dataclasses.replace(video, mp4=await asyncio.to_thread(join_contents, [source, video.mp4]))
+        return dataclasses.replace(video, mp4=await join_contents([source, video.mp4]))
 
     async def _store_results(self, video: GeneratedVideo) -> dict[str, str]:
         """Store a video and its previews; return their names in storage."""

@@ -1,0 +1,90 @@
+"""What a cancelled join and a killed process leave behind: no running ffmpeg, and files only for a while."""
+
+import asyncio
+import subprocess
+import sys
+import time
+
+import imageio_ffmpeg
+import psutil
+import pytest
+
+from wan_tpu.media.joining import join_contents, join_videos
+from wan_tpu.media.temporary import open_folder
+
+KILLED = """
+import sys
+from pathlib import Path
+import numpy as np
+from wan_tpu.media.joining import join_videos
+from wan_tpu.media.mp4 import Mp4
+with Mp4(8) as mp4:
+    mp4.add(np.zeros((1, 3, 32, 48), np.uint8))
+    join_videos([Path(path) for path in sys.argv[1:3]], Path(sys.argv[3]))
+"""
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory):
+    """Two files that take half a minute to join, since the first must be encoded again at the rate of the second."""
+    folder = tmp_path_factory.mktemp("clips")
+    paths = [folder / "hour.mp4", folder / "segment.mp4"]
+    for path, source in zip(paths, ("s=48x32:r=1:d=3600", "s=48x32:r=60:d=1"), strict=True):
+        command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-f", "lavfi", "-i", f"color=gray:{source}", path]
+        subprocess.run(command, check=True)
+    return paths
+
+
+def find_join(process):
+    """Wait until a process joins files, and return all processes that it has started."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        children = process.children()
+        for child in children:
+            try:
+                if "ffmpeg" in child.name() and any("joined.mp4" in word for word in child.cmdline()):
+                    return children
+            except psutil.NoSuchProcess:
+                continue
+        time.sleep(0.02)
+    raise AssertionError("no file is joined")
+
+
+def wait_for_end(processes):
+    _, running = psutil.wait_procs(processes, timeout=10)
+    assert not running
+
+
+def test_cancelled_join_ends_its_ffmpeg(clips, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    async def cancel():
+        joining = asyncio.create_task(join_contents([path.read_bytes() for path in clips]))
+        processes = await asyncio.to_thread(find_join, psutil.Process())
+        joining.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await joining
+        await asyncio.to_thread(wait_for_end, processes)
+
+    asyncio.run(cancel())  # Which also waits for the thread.
+    assert not list(tmp_path.iterdir())
+
+
+def test_killed_process_leaves_no_ffmpeg_and_its_files_are_removed(clips, tmp_path, monkeypatch):
+    temporary, results = tmp_path / "temporary", tmp_path / "results"
+    temporary.mkdir()
+    results.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    output = results / "joined.mp4"
+    with subprocess.Popen([sys.executable, "-c", KILLED, *clips, output]) as process:
+        children = find_join(psutil.Process(process.pid))
+        assert len(children) == 2  # One that joins files, and one that encodes frames.
+        process.kill()
+    wait_for_end(children)
+    left = [*temporary.iterdir(), *results.iterdir()]
+    assert len(left) == 2
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    join_videos(clips[1:], output)
+    with open_folder() as first, open_folder() as second:
+        assert sorted(temporary.iterdir()) == sorted([first, second])
+        assert list(results.iterdir()) == [output]
