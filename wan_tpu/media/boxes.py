@@ -7,7 +7,8 @@ from typing import NamedTuple
 FREE = struct.pack(">I4s", 8, b"free")  # An empty box, which players skip anywhere in a file.
 HEADER = struct.Struct(">I4s")  # A box begins with its length and its kind.
 _TO_OFFSETS = (b"moov", b"trak", b"mdia", b"minf", b"stbl")  # The path from the file to its samples' offsets.
-_FIELDS = {b"stsd": 8, b"avc1": 78}  # Bytes of other content before the boxes inside a box.
+_FIELDS = {b"stsd": 8, b"avc1": 78, b"mp4a": 28}  # Bytes of other content before the boxes inside a box.
+_INDEX = frozenset({b"moov", b"trak", b"mdia", b"minf", b"stbl", *_FIELDS})  # Boxes of an index that have boxes inside.
 
 
 class Box(NamedTuple):
@@ -41,39 +42,34 @@ def shift_samples(head: bytes, by: int) -> bytes:
     return bytes(data)
 
 
-def find_box(data: bytes | bytearray, *path: bytes) -> Box | None:
-    """Return the first box under a path of kinds, if there is one."""
-    start, stop, inner = 0, len(data), None
+def find_box(data: bytes | bytearray, *path: bytes, inside: Box | None = None) -> Box | None:
+    """Return the first box under a path of kinds, which begins at the file or inside a box, if there is one."""
     for kind in path:
-        inner = next((box for box in list_boxes(data, start, stop) if box.kind == kind), None)
-        if inner is None:
+        start, stop = 0, len(data)
+        if inside is not None:
+            start, stop = inside.content + _FIELDS.get(inside.kind, 0), inside.stop
+        inside = next((box for box in list_boxes(data, start, stop) if box.kind == kind), None)
+        if inside is None:
             return None
-        start, stop = inner.content + _FIELDS.get(kind, 0), inner.stop
-    return inner
+    return inside
 
 
-def read_track(head: bytes) -> tuple[int, bytes] | None:
-    """Return the time units per second and the decoder's settings of a file with only H.264; None for others."""
-    index = find_box(head, b"moov")
-    header = find_box(head, b"moov", b"trak", b"mdia", b"mdhd")
-    settings = find_box(head, *_TO_OFFSETS, b"stsd", b"avc1", b"avcC")
-    if index is None or header is None or settings is None:
-        return None
-    if sum(box.kind == b"trak" for box in list_boxes(head, index.content, index.stop)) != 1:
-        return None
-    is_long = head[header.content] == 1  # The version, which determines the length of the preceding times.
-    [units] = struct.unpack_from(">I", head, header.content + (20 if is_long else 12))
-    return units, head[settings.content : settings.stop]
+def make_box(kind: bytes, *contents: bytes | bytearray) -> bytes:
+    """Return a box of the given contents, one after the other."""
+    return HEADER.pack(HEADER.size + sum(map(len, contents)), kind) + b"".join(contents)
 
 
-def shift_times(fragment: bytes, by: int) -> bytes:
-    """Return a fragment of a file with one track, delayed by that many units of time."""
-    data = bytearray(fragment)
-    time = find_box(data, b"moof", b"traf", b"tfdt")
-    assert time is not None
-    number = struct.Struct(">Q" if data[time.content] == 1 else ">I")
-    number.pack_into(data, time.content + 4, number.unpack_from(data, time.content + 4)[0] + by)
-    return bytes(data)
+def remove_boxes(data: bytes, kind: bytes) -> bytes:
+    """Return the boxes of a header without those of one kind at any depth."""
+    boxes = []
+    for box in list_boxes(data):
+        content = data[box.content : box.stop]
+        if box.kind in _INDEX:
+            fields = _FIELDS.get(box.kind, 0)
+            content = content[:fields] + remove_boxes(content[fields:], kind)
+        if box.kind != kind:
+            boxes.append(make_box(box.kind, content))
+    return b"".join(boxes)
 
 
 def _find_offsets(data: bytearray, start: int, stop: int, path: tuple[bytes, ...]) -> Iterator[Box]:

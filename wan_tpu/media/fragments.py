@@ -1,4 +1,4 @@
-"""Cut a video's fragmented mp4 into fragments while ffmpeg writes it, and append those of a continuation.
+"""Cut a video's fragmented mp4 into fragments while ffmpeg writes it, or a finished video in the same way.
 
 A player can start with the first fragments, long before the last frame exists. Fragments need no keyframes of their
 own, so frames are encoded exactly as they would be without fragments.
@@ -7,13 +7,13 @@ own, so frames are encoded exactly as they would be without fragments.
 import os
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import imageio_ffmpeg
 
 from wan_tpu.errors import Unavailable
-from wan_tpu.media.boxes import HEADER, find_box, read_track, shift_times
+from wan_tpu.media.boxes import HEADER
 
 # Chromium starts to play after two fragments, but waited 11 s when every frame was a fragment.
 FRAGMENT_FRAMES = 16
@@ -21,11 +21,8 @@ FRAGMENT_FRAMES = 16
 # late by that delay. The index at the end is left out, because only a complete file would have it.
 _MOVFLAGS = "+delay_moov+default_base_moof+skip_trailer"
 _READ_BYTES = 2**16
-_CUT_S = 60.0  # Cutting only copies packets: it takes this long only on a machine that hangs.
-
-
-class NotContinued(Exception):
-    """Two videos can't be combined as fragments of one file."""
+_ALL_PACKETS = ("-map", "0", "-c", "copy")
+_CUT_S = 60.0  # Cutting copies packets and encodes little besides sound: it takes this long only if a machine hangs.
 
 
 class FragmentPipe:
@@ -97,46 +94,24 @@ class FragmentSplitter:
         return complete
 
 
-class ContinuedVideo:
-    """A video without sound, and its continuation, as the fragments of one file.
+def cut_video(mp4: bytes, fps: float, streams: Sequence[str] = _ALL_PACKETS) -> list[bytes]:
+    """Return the fragments of a finished video, cut where `FragmentPipe` cuts it; none if ffmpeg can't read it.
 
-    Attributes:
-        fragments: The fragments of the video.
+    Args:
+        mp4: The video, which begins with its header.
+        fps: Frames per second.
+        streams: ffmpeg's options for what the fragments contain. Without them, all packets are copied.
+
+    Raises:
+        Unavailable: The machine fails.
     """
-
-    def __init__(self, source: bytes, frames: int, fps: float) -> None:
-        """Cut a finished video into fragments, without encoding it again.
-
-        Args:
-            source: The mp4.
-            frames: How many frames it has.
-            fps: Frames per second.
-
-        Raises:
-            NotContinued: The video can't be continued in fragments.
-            Unavailable: The machine fails.
-        """
-        command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", "-", "-map", "0", "-c", "copy"]
-        command += ["-flags", "+global_header", "-movflags", _MOVFLAGS, "-frag_duration", str(_lasts_us(fps))]
-        try:
-            done = subprocess.run([*command, "-f", "mp4", "-"], input=source, capture_output=True, timeout=_CUT_S)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise Unavailable(f"ffmpeg can't cut a video here now ({error}); check this machine") from None
-        self.fragments = FragmentSplitter().add(done.stdout)
-        self._track = read_track(done.stdout)
-        if done.returncode or not self.fragments or self._track is None:
-            raise NotContinued("the video has sound, or isn't H.264")
-        self._lasts = round(frames * self._track[0] / fps)
-
-    def append(self, fragment: bytes) -> bytes:
-        """Return a fragment of the continuation as a fragment of the whole file; raises `NotContinued`."""
-        if find_box(fragment, b"moov") is not None:
-            if read_track(fragment) != self._track:
-                raise NotContinued("what continues the video has sound, or is encoded with other settings")
-            begin = find_box(fragment, b"moof")
-            assert begin is not None
-            fragment = fragment[begin.start :]
-        return shift_times(fragment, self._lasts)
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", "-", *streams, "-flags", "+global_header"]
+    command += ["-movflags", _MOVFLAGS, "-frag_duration", str(_lasts_us(fps)), "-f", "mp4", "-"]
+    try:
+        done = subprocess.run(command, input=mp4, capture_output=True, timeout=_CUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unavailable(f"ffmpeg can't cut a video here now ({error}); check this machine") from None
+    return [] if done.returncode else FragmentSplitter().add(done.stdout)
 
 
 def _lasts_us(fps: float) -> int:

@@ -139,10 +139,8 @@ class Attempt:
 
     async def _choose_reader(self, fragments: Fragments, plan: RequestPlan) -> OnFragment | None:
         """Return the callback for fragments of a video that continues another one; None if it can't be streamed."""
-        if plan.request.generate_audio:
-            return None
-        source, frames = await self._read_source(), self._job.request["source_frames"]
-        continued = await continue_fragments(source, frames, plan.request.fps, fragments)
+        rate = self._context.engine.model.audio_rate if plan.has_sound else None
+        continued = await continue_fragments([await self._read_source()], plan.request.fps, rate, fragments)
         return None if continued is None else continued.add
 
     async def _read_source(self) -> bytes:

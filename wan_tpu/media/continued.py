@@ -1,0 +1,162 @@
+"""Show videos that continue each other as the fragments of one file, without encoding their frames again.
+
+The file's sound is a row of packets without gaps. Each part begins with the packet nearest to its first frame, so its
+sound is early or late by at most half a packet, however many parts there are. That first packet only prepares the
+decoder for the next one; it replaces the end of the sound before it, and whatever follows it is decoded exactly.
+"""
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+from wan_tpu.media.boxes import FREE, find_box
+from wan_tpu.media.encoding import AAC
+from wan_tpu.media.fragments import cut_video
+from wan_tpu.media.samples import PACKET, delay, describe_packets, read_samples, write_fragment
+from wan_tpu.media.tracks import Track, Tracks, normalise_header, read_tracks
+
+# Packets of silence, by the number of channels. They are the same at every rate.
+_SILENCE = {1: bytes.fromhex("01182007"), 2: bytes.fromhex("211004608c1c")}
+
+
+class NotContinued(Exception):
+    """Two videos can't be combined as fragments of one file."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A place in a file: how many fragments, frames and packets of sound precede it."""
+
+    fragments: int = 0
+    frames: int = 0
+    packets: int = 0
+
+
+class ContinuedVideo:
+    """A video of several parts, of which the last one may still be decoded, as the fragments of one file.
+
+    A finished part gets the same fragments, byte for byte, as it got while it was decoded.
+
+    Attributes:
+        fragments: The fragments of all finished parts.
+    """
+
+    def __init__(self, fps: float, sound_rate: int | None = None) -> None:
+        """Begin a video without parts.
+
+        Args:
+            fps: Frames per second.
+            sound_rate: Samples per second of the sound of parts that will be decoded; None if they won't have any.
+        """
+        self.fragments: list[bytes] = []
+        self._fps, self._sound_rate = fps, sound_rate
+        self._tracks: Tracks | None = None
+        self._end = _Place()
+        self._decoding: _Part | None = None
+
+    def add_part(self, mp4: bytes) -> None:
+        """Append a finished part: the video that is continued, or a part whose fragments have been appended.
+
+        Args:
+            mp4: The part, as `VideoWriter` writes it.
+
+        Raises:
+            NotContinued: It can't follow the other parts.
+            Unavailable: The machine fails.
+        """
+        contents = cut_video(mp4, self._fps)
+        if not contents:
+            raise NotContinued("the video can't be read")
+        if self._tracks is None and self._sound_rate is not None:
+            contents = self._match_sound(mp4, contents, self._sound_rate)
+        part = _Part(self._tracks, self._end, self._fps)
+        self.fragments += [part.append(content) for content in contents]
+        self._tracks, self._end, self._decoding = part.tracks, part.end, None
+
+    def append(self, fragment: bytes) -> bytes:
+        """Return a fragment of the part that is being decoded as a fragment of the whole file.
+
+        With a fragment that has a header, the part begins again: its decoder was lost.
+
+        Raises:
+            NotContinued: The part can't follow the other ones.
+        """
+        if self._decoding is None or find_box(fragment, b"moov") is not None:
+            self._decoding = _Part(self._tracks, self._end, self._fps)
+        return self._decoding.append(fragment)
+
+    def _match_sound(self, mp4: bytes, contents: list[bytes], rate: int) -> list[bytes]:
+        """Return the fragments of the first part, whose sound gets that rate, and is silence if it has none."""
+        tracks = read_tracks(contents[0])
+        if tracks is None or (tracks.sound is not None and tracks.sound.units == rate):
+            return contents
+        frames = sum(len(read_samples(content)[tracks.video.number].sizes) for content in contents)
+        silence = f"anullsrc=r={rate}:cl=stereo:d={frames / self._fps:.9f}"
+        sound = ["-f", "lavfi", "-i", silence, "-map", "0:V:0", "-map", "1:a"]
+        if tracks.sound is not None:
+            sound = ["-map", "0:V:0", "-map", "0:a:0", "-af", f"aresample={rate}:async=1:first_pts=0", "-ac", "2"]
+        return cut_video(mp4, self._fps, [*sound, "-c:v", "copy", *AAC.split()])
+
+
+class _Part:
+    """Turns the fragments of one part into fragments of the whole file.
+
+    Attributes:
+        tracks: The tracks of the whole file; None before its first header.
+        end: Where the next part begins, if no more fragments come.
+    """
+
+    def __init__(self, tracks: Tracks | None, begin: _Place, fps: float) -> None:
+        self.tracks, self.end = tracks, begin
+        self._begin, self._fps = begin, fps
+        self._packets: deque[bytes] = deque()  # Packets of sound that belong to frames that haven't come.
+        self._has_sound = False
+
+    def append(self, fragment: bytes) -> bytes:
+        """Return a fragment of the part as a fragment of the whole file."""
+        head = self._read_header(fragment) if find_box(fragment, b"moov") is not None else b""
+        assert self.tracks is not None
+        samples, moved = read_samples(fragment), []
+        video, sound = self.tracks.video, self.tracks.sound
+        if (frames := samples.get(video.number)) is not None:
+            self.end = replace(self.end, frames=self.end.frames + len(frames.sizes))
+            moved.append(delay(frames, round(self._begin.frames * video.units / self._fps)))
+        if sound is not None:
+            if sound.number in samples:
+                self._packets += samples[sound.number].split()
+            if packets := self._take_packets(sound):
+                moved.append(describe_packets(packets, sound, self.end.packets * PACKET))
+                self.end = replace(self.end, packets=self.end.packets + len(packets))
+        if not moved:
+            return FREE
+        self.end = replace(self.end, fragments=self.end.fragments + 1)
+        return head + write_fragment(self.end.fragments, moved)
+
+    def _read_header(self, fragment: bytes) -> bytes:
+        """Check a part's header, and return that of the whole file if the file begins with this part."""
+        tracks, begin = read_tracks(fragment), find_box(fragment, b"moof")
+        if tracks is None or begin is None:
+            raise NotContinued("the video has other tracks than H.264 and AAC")
+        head = b""
+        if self.tracks is None:
+            self.tracks, head = tracks, normalise_header(fragment[: begin.start])
+        if tracks.video != self.tracks.video or tracks.sound not in (None, self.tracks.sound):
+            raise NotContinued("what continues the video is encoded with other settings")
+        sound, self._has_sound = self.tracks.sound, tracks.sound is not None
+        if sound is not None:
+            if sound.start != PACKET or sound.channels not in _SILENCE:
+                raise NotContinued("the video's sound doesn't begin as ours does")
+            # The sound of the part before may end before its frames.
+            missing = self._count_packets(sound) - self.end.packets
+            self._packets += [_SILENCE[sound.channels]] * missing
+        return head
+
+    def _take_packets(self, sound: Track) -> list[bytes]:
+        """Return the packets that the frames need up to here, or fewer if more haven't come."""
+        count = self._count_packets(sound) - self.end.packets
+        if not self._has_sound:
+            return [_SILENCE[sound.channels]] * count
+        return [self._packets.popleft() for _ in range(min(count, len(self._packets)))]
+
+    def _count_packets(self, sound: Track) -> int:
+        """Return how many packets of the whole file precede the end of the frames that have come."""
+        return round(self.end.frames / self._fps * sound.units / PACKET)
