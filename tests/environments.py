@@ -54,9 +54,9 @@ def _required_by(
             distribution = required[name] = importlib.metadata.distribution(name)
         for requirement in map(Requirement, distribution.requires or ()):
             if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
-                wanted = {(canonicalize_name(requirement.name), extra) for extra in ("", *requirement.extras)}
-                open_ends += wanted - seen
-                seen |= wanted
+                requirements = {(canonicalize_name(requirement.name), extra) for extra in ("", *requirement.extras)}
+                open_ends += requirements - seen
+                seen |= requirements
     return list(required.values())
 
 
@@ -72,9 +72,9 @@ def _link(packages: Path, distributions: list[importlib.metadata.Distribution]) 
             top = file.parts[0]
             if top in ("..", "__pycache__"):  # Scripts, which these environments don't need, and caches.
                 continue
-            shown = Path(top) if owners[top] == 1 else Path(*file.parts)
-            target = packages / shown
-            source = distribution.locate_file(shown)
+            path = Path(top) if owners[top] == 1 else Path(*file.parts)
+            target = packages / path
+            source = distribution.locate_file(path)
             if not target.exists() and os.path.exists(source):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.symlink_to(source)

@@ -39,10 +39,10 @@ def on_the_command_line():
         request("3")
     except InvalidRequest as error:
         refused = str(error)
-    shown = " ".join(parser.format_help().split())
+    help_text = " ".join(parser.format_help().split())
     return {
         "value": request("1.5").sharpness,
-        "help": "--sharpness SHARPNESS of edges, in 100 % of --frames" in shown,
+        "help": "--sharpness SHARPNESS of edges, in 100 % of --frames" in help_text,
         "refused": refused,
     }
 
@@ -75,13 +75,13 @@ def over_http(folder):
         database=str(folder / "jobs.sqlite"), storage=str(folder / "results"), model=serving.MODEL
     )
     engine = serving.Engine(folder / "frames")
-    with serving.served(settings) as address, httpx.Client(base_url=address, timeout=30) as http:
+    with serving.serve(settings) as address, httpx.Client(base_url=address, timeout=30) as http:
         schemas = http.get("/openapi.json").json()["components"]["schemas"]
         refused = serving.create(http, sharpness=3).json()["error"]
         job = serving.create(http, sharpness="1.5", seed=1).json()
         other = serving.create(http, seed=1).json()
         with serving.working(settings, engine):
-            videos = [serving.done(http, each["id"]) for each in (job, other)]
+            videos = [serving.wait_for_end(http, each["id"]) for each in (job, other)]
     database = open_database(settings.database)
     stored = JobStore(database).get(job["id"]).request
     database.close()

@@ -155,21 +155,21 @@ def test_nothing_outside_its_folder_names_a_family():
     """Neither its modules, nor its classes, nor its models: all is found by what families register."""
     files = {file: file.read_text() for package in PACKAGES for file in FOLDERS[package].rglob("*.py")}
     for family in FAMILIES.values():
-        named = re.compile("|".join(map(re.escape, (family.transformer, family.example, *family.published))))
+        names_of_family = re.compile("|".join(map(re.escape, (family.transformer, family.example, *family.published))))
         for file, text in files.items():
             if (ROOT / "wan_tpu" / "families" / family.name) in file.parents:
                 continue
             used = {name for name in names(file) if name.startswith(f"wan_tpu.families.{family.name}")}
             assert not used or BUILT_ON.get(file.parent.name) == family.name, f"{file} imports {used}"
-            match = named.search(text)
+            match = names_of_family.search(text)
             assert not match, f"{file} names {match[0]}"
 
 
 def test_folders_hold_a_handful_of_modules():
     for top in (*FOLDERS.values(), ROOT / "scripts"):
         for folder in (top, *(path for path in top.rglob("*") if path.is_dir())):
-            held = [file.name for file in folder.glob("*.py") if file.name != "__init__.py"]
-            assert len(held) <= MODULES_OF_A_FOLDER, f"{folder} holds {len(held)} modules: {sorted(held)}"
+            modules = [file.name for file in folder.glob("*.py") if file.name != "__init__.py"]
+            assert len(modules) <= MODULES_OF_A_FOLDER, f"{folder} holds {len(modules)} modules: {sorted(modules)}"
 
 
 def test_no_file_is_longer_than_a_reader_keeps_in_mind():
@@ -256,5 +256,5 @@ def test_http_clients_in_tests_say_how_long_they_wait():
                 and isinstance(node.func.value, ast.Name)
                 and (node.func.value.id, node.func.attr in asking) == ("httpx", True)
             ):
-                named = {keyword.arg for keyword in node.keywords}
-                assert named & {"timeout", "transport"}, f"{file}:{node.lineno}"
+                keywords = {keyword.arg for keyword in node.keywords}
+                assert keywords & {"timeout", "transport"}, f"{file}:{node.lineno}"

@@ -14,15 +14,15 @@ _FOLDERS = itertools.count()
 
 @pytest.fixture(scope="session")
 def emulator():
-    yield from _started(gcs_server.Emulator())
+    yield from _start(gcs_server.Emulator())
 
 
 @pytest.fixture(scope="session")
 def s3_emulator():
-    yield from _started(s3_server.Emulator())
+    yield from _start(s3_server.Emulator())
 
 
-def _started(emulator):
+def _start(emulator):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in emulator.environment.items():
             patch.setenv(name, value)

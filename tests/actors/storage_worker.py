@@ -35,10 +35,10 @@ def main() -> None:
             os.close(reader)
             try:
                 prepare(folder)
-                said = write(folder)
+                answers = write(folder)
             except MountsRefused as error:
-                said = [f"refused: {error}"]
-            os.write(writer, json.dumps([case, *said]).encode())
+                answers = [f"refused: {error}"]
+            os.write(writer, json.dumps([case, *answers]).encode())
             os._exit(0)
         os.close(writer)
         with os.fdopen(reader) as pipe:
@@ -50,15 +50,15 @@ def main() -> None:
 def write(folder: Path) -> list[str]:
     """Returns what the storage said, and what it left."""
     storage = open_storage(folder)
-    said = []
+    answers = []
     try:
         storage.probe()
-        said.append("probe: well")
+        answers.append("probe: well")
         storage.write("small.txt", b"small")
         storage.write("large.mp4", bytes(3_000_000))
     except StorageError as error:
-        said.append(str(error))
-    return [*said, str(sorted(os.listdir(folder)))]
+        answers.append(str(error))
+    return [*answers, str(sorted(os.listdir(folder)))]
 
 
 def limit(folder: Path) -> None:

@@ -36,7 +36,7 @@ def test_a_pipeline_of_the_same_model_precision_and_pools_is_used():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "precision", "message"),
+    ("settings", "precision", "message"),
     [
         (pipeline(checkpoint="/models/other"), None, "runs /models/wan, not /models/other; leave --model out"),
         (None, "int8", "computes in bfloat16, not int8; leave --precision out"),
@@ -44,9 +44,9 @@ def test_a_pipeline_of_the_same_model_precision_and_pools_is_used():
         (pipeline("a14b-balanced-v6e"), None, "has the pools of .*four-pools.yaml, not of .*a14b-balanced-v6e.yaml"),
     ],
 )
-def test_a_pipeline_that_makes_other_videos_is_refused(wanted, precision, message):
+def test_a_pipeline_that_makes_other_videos_is_refused(settings, precision, message):
     with pytest.raises(PipelineNotFound, match=message):
-        check_usable(RUNS, wanted, precision)
+        check_usable(RUNS, settings, precision)
 
 
 def arguments(*argv):
@@ -111,10 +111,10 @@ def test_snapshots_of_requests_that_are_done_are_deleted(tmp_path):
 def test_nothing_is_planned_where_there_are_no_snapshots(tmp_path):
     settings = dataclasses.replace(RUNS.settings, snapshots=str(tmp_path / "none"))
 
-    def done():
+    def fail_if_called():
         raise AssertionError("asked")
 
-    assert delete_leftovers(settings, done) == 0
+    assert delete_leftovers(settings, fail_if_called) == 0
 
 
 def test_snapshots_that_can_not_be_looked_at_stop_nothing(tmp_path, caplog):

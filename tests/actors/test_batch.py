@@ -189,8 +189,8 @@ def test_only_records_that_are_there_are_read(gcs, emulator, tmp_path):
     settled = [result for _, result in settle(gcs, entries, provenance=Provenance(), remake_changed=False)]
     assert settled.count(None) == 50
     assert settled[0].error is not None
-    asked = [line for line in emulator.seen if "/o" in line]  # The client also looks at the bucket now and then.
-    assert len(asked) == 2, asked  # The listing, and cat.json.
+    requests = [line for line in emulator.seen if "/o" in line]  # The client also looks at the bucket now and then.
+    assert len(requests) == 2, requests  # The listing, and cat.json.
 
 
 def test_an_output_that_cannot_be_written_is_said_before_any_work(batch, tmp_path):

@@ -23,7 +23,7 @@ ASKED = GenerationRequest(prompt="a cat", height=32, width=32, frames=5, steps=2
 
 
 @pytest.fixture
-def uploaded(checkpoint, bucket, tmp_path, monkeypatch):
+def checkpoint_address(checkpoint, bucket, tmp_path, monkeypatch):
     """A small checkpoint's address in the bucket."""
     monkeypatch.setenv("WAN_TPU_CACHE", str(tmp_path / "cache"))
     folder, written = checkpoint(KIND), bucket.storage
@@ -40,26 +40,28 @@ def downloads(bucket):
     return [line for line in bucket.emulator.seen if line.startswith("GET") and "list-type" not in line]
 
 
-def test_the_video_is_that_of_the_folder_and_weights_are_read_where_they_are(uploaded, pipeline, bucket, tmp_path):
+def test_the_video_is_that_of_the_folder_and_weights_are_read_where_they_are(
+    checkpoint_address, pipeline, bucket, tmp_path
+):
     bucket.emulator.seen.clear()
-    assert open_spec(uploaded).tasks == ("t2v",)
+    assert open_spec(checkpoint_address).tasks == ("t2v",)
     assert not [line for line in downloads(bucket) if "safetensors" in line]
-    video = load_pipeline(uploaded, dtype="float32", mesh=(1, 1, 1)).generate(ASKED)
+    video = load_pipeline(checkpoint_address, dtype="float32", mesh=(1, 1, 1)).generate(ASKED)
     assert np.array_equal(video.pixels, pipeline(KIND).generate(ASKED).pixels)
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
     bucket.emulator.seen.clear()
-    Checkpoint(uploaded).path("transformer")
+    Checkpoint(checkpoint_address).path("transformer")
     assert not downloads(bucket)  # all else is here
 
 
 # After gs:// in one process, weights in s3:// are read range by range, which takes minutes from moto's server.
 @pytest.mark.long
 @pytest.mark.parametrize("bucket", ["gs", pytest.param("s3", marks=pytest.mark.soak)], indirect=True)
-def test_a_checkpoint_is_converted_from_one_bucket_folder_to_another(uploaded, bucket, pipeline, tmp_path):
+def test_a_checkpoint_is_converted_from_one_bucket_folder_to_another(checkpoint_address, bucket, pipeline, tmp_path):
     expected = pipeline(KIND, "bfloat16").generate(ASKED).pixels
     there, here = f"{bucket.address}/converted", tmp_path / "converted"
     for destination in (there, str(here)):
-        assert main(["weights", "convert", uploaded, destination]) == 0
+        assert main(["weights", "convert", checkpoint_address, destination]) == 0
     video = load_pipeline(there, mesh=(1, 1, 1)).generate(ASKED)
     assert np.array_equal(video.pixels, expected)
     objects = open_storage(there)
@@ -70,32 +72,32 @@ def test_a_checkpoint_is_converted_from_one_bucket_folder_to_another(uploaded, b
 
 @pytest.mark.long
 def test_a_second_start_with_the_same_bucket_compiles_nothing(gcs_prefix, emulator, checkpoint):
-    kept, objects = f"{gcs_prefix}/executables", []
+    executables, objects = f"{gcs_prefix}/executables", []
     for _ in range(2):
-        run_module("tests.actors.kept_programs_worker", checkpoint(KIND), kept)
-        listed = storage.Client().list_blobs("videos", prefix=f"{kept.removeprefix('gs://videos/')}/compiled/")
-        objects.append({blob.name for blob in listed if blob.name.endswith("-cache")})
+        run_module("tests.actors.kept_programs_worker", checkpoint(KIND), executables)
+        blobs = storage.Client().list_blobs("videos", prefix=f"{executables.removeprefix('gs://videos/')}/compiled/")
+        objects.append({blob.name for blob in blobs if blob.name.endswith("-cache")})
     assert objects[0] and objects[0] == objects[1]
 
 
-def test_changed_object_is_fetched_again(uploaded, bucket):
-    before = Checkpoint(uploaded)
+def test_changed_object_is_fetched_again(checkpoint_address, bucket):
+    before = Checkpoint(checkpoint_address)
     assert before.index["_class_name"] == "WanPipeline"
     written = bucket.storage
     written.write("small/wan_tpu.json", b'{"defaults": {"steps": 3}}')
-    assert dict(Checkpoint(uploaded).sampling().defaults) == {"steps": 3}
+    assert dict(Checkpoint(checkpoint_address).sampling().defaults) == {"steps": 3}
     written.write("small/wan_tpu.json", b'{"defaults": {"steps": 4}}')
     bucket.emulator.seen.clear()
-    assert dict(Checkpoint(uploaded).sampling().defaults) == {"steps": 4}
+    assert dict(Checkpoint(checkpoint_address).sampling().defaults) == {"steps": 4}
     assert len(downloads(bucket)) == 1
     written.delete("small/wan_tpu.json")
-    assert dict(Checkpoint(uploaded).sampling().defaults) == {}
+    assert dict(Checkpoint(checkpoint_address).sampling().defaults) == {}
 
 
-def test_two_processes_fetch_a_file_once(uploaded, bucket):
+def test_two_processes_fetch_a_file_once(checkpoint_address, bucket):
     bucket.emulator.seen.clear()
     code = "import sys; from wan_tpu.checkpoint import Checkpoint; Checkpoint(sys.argv[1]).path('transformer')"
-    both = [subprocess.Popen([sys.executable, "-c", code, uploaded], cwd=ROOT) for _ in range(2)]
+    both = [subprocess.Popen([sys.executable, "-c", code, checkpoint_address], cwd=ROOT) for _ in range(2)]
     assert [process.wait(120) for process in both] == [0, 0]
     fetched = [line.partition("?")[0] for line in downloads(bucket)]
     assert len(fetched) == len(set(fetched)) > 5
@@ -118,11 +120,11 @@ def test_missing_checkpoint_is_named_with_its_remedy(address, message, emulator,
         open_spec(address)
 
 
-def test_a_file_that_is_cut_off_is_not_kept(uploaded, bucket, tmp_path):
+def test_a_file_that_is_cut_off_is_not_kept(checkpoint_address, bucket, tmp_path):
     bucket.emulator.failures[:] = [(404, "Not Found", "before")] * 3
     with pytest.raises(CheckpointError, match="there is no bucket"):
-        Checkpoint(uploaded)
+        Checkpoint(checkpoint_address)
     assert not list((tmp_path / "cache").rglob("model_index.json"))
     bucket.emulator.failures.clear()
-    assert Checkpoint(uploaded).index["_class_name"] == "WanPipeline"
+    assert Checkpoint(checkpoint_address).index["_class_name"] == "WanPipeline"
     shutil.rmtree(Path(tmp_path / "cache"))

@@ -116,8 +116,8 @@ def test_objects_that_were_replaced_are_not_mixed(bucket, tmp_path):
     storage.write("a.bin", b"behind")
     assert storage.objects()["a.bin"].version != version
     if bucket.scheme == "gs://":  # Whose emulator keeps no generations, so what is asked for is looked at.
-        asked = [line for line in bucket.emulator.seen if "alt=media" in line and "a.bin" in line]
-        assert len(asked) == 2 and all(f"generation={version}" in line for line in asked)
+        reads = [line for line in bucket.emulator.seen if "alt=media" in line and "a.bin" in line]
+        assert len(reads) == 2 and all(f"generation={version}" in line for line in reads)
         return
     with pytest.raises(Missing, match="was replaced meanwhile"):
         storage.read_version("a.bin", version, 1, 3)
@@ -167,17 +167,17 @@ def test_address_in_google_s_bucket_is_signed_for_a_while(gcs, tmp_path):
     account = {"client_email": "wan@project.iam.gserviceaccount.com", "token_uri": "https://x/", "private_key": pem}
     gcs._client._credentials = service_account.Credentials.from_service_account_info(account)
     url = urlsplit(gcs.url("a/cat.mp4", 90, "video_1.mp4"))
-    asked = parse_qs(url.query)
-    assert url.path.endswith("/a/cat.mp4") and asked["X-Goog-Expires"] == ["90"]
-    assert asked["response-content-disposition"] == ['inline; filename="video_1.mp4"']
-    assert asked["X-Goog-Credential"][0].startswith(account["client_email"])
+    parameters = parse_qs(url.query)
+    assert url.path.endswith("/a/cat.mp4") and parameters["X-Goog-Expires"] == ["90"]
+    assert parameters["response-content-disposition"] == ['inline; filename="video_1.mp4"']
+    assert parameters["X-Goog-Credential"][0].startswith(account["client_email"])
     # Google's description of what is signed: https://cloud.google.com/storage/docs/authentication/signatures
-    signature = bytes.fromhex(asked["X-Goog-Signature"][0])
+    signature = bytes.fromhex(parameters["X-Goog-Signature"][0])
     query = url.query.partition("&X-Goog-Signature")[0]
     canonical = "\n".join(["GET", url.path, query, f"host:{url.netloc}", "", "host", "UNSIGNED-PAYLOAD"])
-    scope = "/".join(asked["X-Goog-Credential"][0].split("/")[1:])
+    scope = "/".join(parameters["X-Goog-Credential"][0].split("/")[1:])
     digest = hashlib.sha256(canonical.encode()).hexdigest()
-    text = "\n".join([asked["X-Goog-Algorithm"][0], asked["X-Goog-Date"][0], scope, digest])
+    text = "\n".join([parameters["X-Goog-Algorithm"][0], parameters["X-Goog-Date"][0], scope, digest])
     key.public_key().verify(signature, text.encode(), padding.PKCS1v15(), hashes.SHA256())
 
 

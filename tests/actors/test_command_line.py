@@ -55,7 +55,7 @@ PLAN = ["plan", "--model", "wan2.1-t2v-1.3b", "--slice", "v6e-4"]
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "error"),
     [
         (["cluster", "up", "--emulate", "emulated-small", "--folder", "/proc/x"], "/proc/x can't be made (No such"),
         (["serve", "--write_config", "/proc/x/c.yaml"], "can't write /proc/x/c.yaml (No such"),
@@ -74,11 +74,11 @@ PLAN = ["plan", "--model", "wan2.1-t2v-1.3b", "--slice", "v6e-4"]
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
-def test_impossible_output_or_slice_is_refused_before_anything_is_computed(argv, said, capsys, monkeypatch, tmp_path):
+def test_impossible_output_or_slice_is_refused_before_anything_is_computed(argv, error, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(argv) in (1, 2)
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and said in line
+    assert line.startswith("error: ") and error in line
 
 
 BRINGS_UP = ["--layout", "emulated-small", "--model", str(SMALL)]
@@ -100,14 +100,14 @@ BRINGS_UP = ["--layout", "emulated-small", "--model", str(SMALL)]
 )
 def test_advice_to_start_a_cluster_works_as_it_is_typed(argv, tmp_path, capsys, monkeypatch):
     started = []
-    monkeypatch.setattr(EmulatedCluster, "start", lambda *args, **named: started.append((args, named)) or Started())
+    monkeypatch.setattr(EmulatedCluster, "start", lambda *args, **options: started.append((args, options)) or Started())
     folder = tmp_path / "my state"
     assert main([*argv, "--folder", str(folder)]) == 2
     message = capsys.readouterr().err
     assert f"no emulated cluster in {folder}; " in message
     assert main(shlex.split(message.partition("wan-tpu ")[2])) == 0
-    [((slices, _), named)] = started
-    assert named["folder"] == folder
+    [((slices, _), options)] = started
+    assert options["folder"] == folder
     expected = Layout.load("emulated-small" if "emulated-small" in argv else "emulated-demo")
     assert slices == list_emulated_slices(expected)
     assert not folder.exists()
@@ -127,8 +127,8 @@ class Started:
 
 def test_without_a_command_all_are_listed(capsys):
     assert main([]) == 2
-    shown = capsys.readouterr().err
-    assert all(name in shown for name in COMMANDS)
+    message = capsys.readouterr().err
+    assert all(name in message for name in COMMANDS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -136,8 +136,8 @@ def test_every_argument_of_a_command_has_help(name):
     for action in all_actions(parser_of(find_command(name))):
         option = "/".join(action.option_strings) or action.dest
         assert action.help and action.help != argparse.SUPPRESS, option
-        said = action.help % (vars(action) | {"prog": name})
-        assert not re.search(r"default:? default|default:? None", said), f"{option}: {said}"
+        help_text = action.help % (vars(action) | {"prog": name})
+        assert not re.search(r"default:? default|default:? None", help_text), f"{option}: {help_text}"
 
 
 def test_a_flag_that_commands_share_has_one_name():
@@ -198,17 +198,17 @@ def test_options_of_commands_that_messages_and_prose_name_are_there():
 
 def test_models_and_layouts_are_listed(capsys):
     assert main(["models", "--json"]) == 0
-    listed = json.loads(capsys.readouterr().out)
-    assert [model["model"] for model in listed] == list(list_published())
-    [wan] = [model for model in listed if model["model"] == "wan2.2-i2v-a14b"]
-    shown = {"makes": "image to video", "size": "1280x720", "frames": 81, "seconds": 5.1, "steps": 40}
-    assert wan.items() >= shown.items() and "lightning" in wan["presets"]
+    models = json.loads(capsys.readouterr().out)
+    assert [model["model"] for model in models] == list(list_published())
+    [wan] = [model for model in models if model["model"] == "wan2.2-i2v-a14b"]
+    facts = {"makes": "image to video", "size": "1280x720", "frames": 81, "seconds": 5.1, "steps": 40}
+    assert wan.items() >= facts.items() and "lightning" in wan["presets"]
     licensed = [name for family in FAMILIES.values() if family.licence for name in family.published]
-    assert [model["model"] for model in listed if model["licence"]] == licensed
+    assert [model["model"] for model in models if model["licence"]] == licensed
     assert main(["layouts", "--json"]) == 0
-    listed = {layout["layout"]: layout for layout in json.loads(capsys.readouterr().out)}
-    assert list(listed) == list_shipped()
-    assert listed["four-pools"]["chips"] == "21 to 105" and listed["emulated-demo"]["emulated"] == "yes"
+    layouts = {layout["layout"]: layout for layout in json.loads(capsys.readouterr().out)}
+    assert list(layouts) == list_shipped()
+    assert layouts["four-pools"]["chips"] == "21 to 105" and layouts["emulated-demo"]["emulated"] == "yes"
     for argv, row in (
         (["models"], r"turbowan2.2-i2v-a14b +image to video +1280x720 +81 +5.1 +4 +turbo"),
         (["models"], r"ltx-2.3-distilled +text or image to video with sound +1920x1088 +121 +5.0 +11"),
@@ -224,17 +224,17 @@ def test_a_licence_is_said_once_and_where_models_are_listed(capsys, tmp_path, mo
     monkeypatch.setenv("WAN_TPU_CACHE", str(tmp_path))
     show_licence(published_spec("wan2.2-i2v-a14b"))
     assert capsys.readouterr().err == ""
-    said = "LTX-2 is under the LTX-2 Community License of 2026-01-05 (github.com/Lightricks/LTX-2)"
+    licence = "LTX-2 is under the LTX-2 Community License of 2026-01-05 (github.com/Lightricks/LTX-2)"
     layout = Layout.load("emulated-demo")
     checkpoint = make_checkpoint(tmp_path / "ltx", "ltx-2.3")
     for expected in (True, False):
         with pytest.raises(LayoutError):  # This layout is for two experts.
             build_spec(layout, PipelineSettings(str(checkpoint), str(tmp_path)))
-        assert (said in capsys.readouterr().err) == expected
+        assert (licence in capsys.readouterr().err) == expected
     monkeypatch.setenv("WAN_TPU_CACHE", str(tmp_path / "other"))
     for expected in (True, False):
         load_pipeline(checkpoint, "float32", (1, 1, 1))
-        assert (said in capsys.readouterr().err) == expected
+        assert (licence in capsys.readouterr().err) == expected
     assert main(["models"]) == 0
     assert "Licence of LTX-2: LTX-2 Community License" in capsys.readouterr().out
 

@@ -23,7 +23,7 @@ def machine(tmp_path):
     return Machine(tmp_path, is_rehearsal=True)
 
 
-def examined(machine, *parts):
+def list_findings(machine, *parts):
     return [finding for part in examine(machine, parts, lambda part, finding: None) for finding in part.findings]
 
 
@@ -43,14 +43,14 @@ def check_rehearsal(folder, *parts):
     assert "4 of 'cpu': they stand in for chips" in done.stdout
     assert "0 to mend" in done.stdout or "nothing wrong was found" in done.stdout
     assert "a secret" not in bundle
-    said = json.loads(bundle)
-    assert said["environment"]["JAX_TEST_LEVEL"] == "4"
-    assert said["versions"]["jax"] and said["devices"]["rehearsal"]
+    report = json.loads(bundle)
+    assert report["environment"]["JAX_TEST_LEVEL"] == "4"
+    assert report["versions"]["jax"] and report["devices"]["rehearsal"]
     with pytest.raises(InvalidInput, match="was measured on cpu, which says nothing of a TPU"):
         load_calibration(folder / "doctor.json")
-    assert said["calibration"]["link_bytes_per_s"] > 0 and said["date"]
+    assert report["calibration"]["link_bytes_per_s"] > 0 and report["date"]
     assert not [file for file in folder.iterdir() if file.name != "doctor.json"]
-    [parts] = said["hosts"]
+    [parts] = report["hosts"]
     return {part["name"]: [finding["verdict"] for finding in part["findings"]] for part in parts}
 
 
@@ -73,10 +73,10 @@ def test_rehearsal_of_everything_finds_nothing_wrong(tmp_path):
 def test_kernel_that_is_off_by_a_tile_is_named(machine, monkeypatch):
     right, reference = self_check.KERNELS["attention"]
 
-    def shifted(*arrays, **options):
+    def shift(*arrays, **options):
         return jnp.roll(right(*arrays, **options), 16, axis=0)
 
-    monkeypatch.setitem(self_check.KERNELS, "attention", (shifted, reference))
+    monkeypatch.setitem(self_check.KERNELS, "attention", (shift, reference))
     finding = next(check_kernels(machine))
     assert (finding.name, finding.verdict) == ("attention", "fail")
     assert "use --kernels reference:attention meanwhile" in finding.advice
@@ -126,7 +126,7 @@ def test_full_disk_is_named(tmp_path):
 
 def test_one_worker_of_a_larger_slice_is_told_what_to_run(machine, monkeypatch):
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "t1v-0,t1v-1")
-    findings = examined(machine, "rates", "kernels")
+    findings = list_findings(machine, "rates", "kernels")
     assert [finding.verdict for finding in findings] == ["fail", "fail"]
     assert findings[0].measured == "this is one of 2 hosts of a TPU slice"
     assert "start a Ray cluster on all of them" in findings[0].advice
@@ -134,7 +134,7 @@ def test_one_worker_of_a_larger_slice_is_told_what_to_run(machine, monkeypatch):
 
 def test_check_that_fails_itself_is_a_finding_and_stops_no_other(machine, monkeypatch):
     monkeypatch.setattr("actors.doctor.host.check_host", lambda machine: 1 / 0)
-    broken, encoding = examined(machine, "host", "mp4")
+    broken, encoding = list_findings(machine, "host", "mp4")
     assert (broken.name, broken.verdict) == ("host", "fail")
     assert "ZeroDivisionError" in broken.measured and "attach the report" in broken.advice
     assert encoding.name == "mp4"
@@ -157,6 +157,6 @@ def test_tpu_that_jax_passes_over_is_no_rehearsal(tmp_path, monkeypatch):
     """JAX goes on on the CPU where libtpu isn't installed, or doesn't start."""
     monkeypatch.setattr("actors.doctor.jax_start.list_device_files", lambda: ["/dev/vfio/0"])
     monkeypatch.delenv("JAX_PLATFORMS")
-    findings = examined(Machine(tmp_path), "jax", "kernels")
+    findings = list_findings(Machine(tmp_path), "jax", "kernels")
     assert [finding.verdict for finding in findings] == ["fail"]
     assert "this machine has a TPU (/dev/vfio/0), and JAX only its CPU" in findings[0].measured

@@ -14,16 +14,16 @@ def test_lines_come_with_news_and_never_stop(monkeypatch, capsys):
     monkeypatch.setattr(live, "TERMINAL_S", 0.02)
     monkeypatch.setattr(live, "NEWS_S", 0.05)
     monkeypatch.setattr(live, "SILENCE_S", 0.3)
-    with LiveConsole() as shown:
-        shown.tell("reads weights")
+    with LiveConsole() as console:
+        console.tell("reads weights")
         time.sleep(1.0)
-        bar = shown.bar("batch", 4)
+        bar = console.bar("batch", 4)
         bar.step()
-        shown.look = lambda: "cat-1 decoder"
+        console.look = lambda: "cat-1 decoder"
         time.sleep(0.3)
         bar.close()
         logging.getLogger("actors.pipeline.driver").warning("cat-1: a slice was lost")
-        shown.print_line("done")
+        console.print_line("done")
     lines = [line.partition(" s  ")[2] for line in capsys.readouterr().err.splitlines()]
     assert 2 <= lines.count("reads weights") <= 5
     assert any(
@@ -36,13 +36,13 @@ def test_work_goes_on_when_its_terminal_is_gone(monkeypatch):
     monkeypatch.setattr(live, "TERMINAL_S", 0.01)
     full = open("/dev/full", "w")  # noqa: SIM115 (every write fails, as on a full disk, and so does closing it)
     monkeypatch.setattr(live.sys, "stderr", full)
-    with LiveConsole() as shown:
+    with LiveConsole() as console:
         logging.getLogger("actors.pipeline.driver").warning("cat-1: a slice was lost")
-        shown.print_line("done")
+        console.print_line("done")
         monkeypatch.setattr(live, "SILENCE_S", 0.0)
-        shown.tell("reads weights")
+        console.tell("reads weights")
         time.sleep(0.1)
-        assert shown._thread.is_alive()
+        assert console._thread.is_alive()
     with contextlib.suppress(OSError):
         full.close()
 

@@ -122,16 +122,16 @@ def test_kustomize_renders_what_is_printed_and_an_overlay_that_stays(tmp_path, c
     service = ["--service", "--layout", "four-pools", *OF_THE_HUB, *DATABASE, "--results", "gs://b/r"]
     public = ["--snapshots", "gs://b/s", "--hostname", "videos.example.com", "--certificate_map", "certificates"]
     assert main(["manifests", *IMAGE, *service, *public]) == 0
-    expected = identified(capsys.readouterr().out)
+    expected = index_manifests(capsys.readouterr().out)
     assert main(["manifests", *IMAGE, *service, *public, "--kustomize", str(tmp_path)]) == 0
     assert "access.yaml" in capsys.readouterr().out
-    assert identified(rendered(tmp_path / "base")) == expected
+    assert index_manifests(render(tmp_path / "base")) == expected
     production = tmp_path / "overlays" / "production"
-    assert identified(rendered(production)) == expected
+    assert index_manifests(render(production)) == expected
     file = production / "kustomization.yaml"
     file.write_text(file.read_text().replace("newTag: '1'", "newTag: '2'"))
     assert main(["manifests", *IMAGE, *service, *public, "--kustomize", str(tmp_path)]) == 0
-    overlaid = identified(rendered(production))
+    overlaid = index_manifests(render(production))
     assert overlaid != expected
     spec = overlaid["RayService", "wan-tpu"]["spec"]["rayClusterConfig"]
     for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
@@ -142,7 +142,7 @@ def test_kustomize_renders_what_is_printed_and_an_overlay_that_stays(tmp_path, c
 def test_overlay_leaves_an_image_without_a_tag_as_it_is(image, tmp_path):
     assert main(["manifests", "--image", image, "--layout", "four-pools", *MODEL, "--kustomize", str(tmp_path)]) == 0
     assert "images:" not in (tmp_path / "overlays" / "production" / "kustomization.yaml").read_text()
-    overlaid = identified(rendered(tmp_path / "overlays" / "production"))
+    overlaid = index_manifests(render(tmp_path / "overlays" / "production"))
     head = overlaid["RayCluster", "wan-tpu"]["spec"]["headGroupSpec"]
     assert head["template"]["spec"]["containers"][0]["image"] == image
 
@@ -181,8 +181,8 @@ def test_overlay_turns_the_base_into_what_the_same_arguments_print(overlay, tmp_
     printed = capsys.readouterr().out
     overlaid = ["--kustomize", str(tmp_path), "--overlay", overlay]
     assert main(["manifests", "--image", "registry/wan-tpu:2", *service, *argv, *overlaid]) == 0
-    rendered_objects = identified(rendered(tmp_path / "overlays" / overlay))
-    assert rendered_objects == identified(printed.replace("registry/wan-tpu:1", "registry/wan-tpu:2"))
+    rendered_objects = index_manifests(render(tmp_path / "overlays" / overlay))
+    assert rendered_objects == index_manifests(printed.replace("registry/wan-tpu:1", "registry/wan-tpu:2"))
     for item in rendered_objects.values():
         check(item)
     spec = rendered_objects["RayService", "wan-tpu"]["spec"]["rayClusterConfig"]
@@ -206,14 +206,14 @@ def test_overlay_is_small_and_fails_where_the_base_has_other_groups(tmp_path, ca
     base = tmp_path / "base" / "pipeline.yaml"
     base.write_text(base.read_text().replace("groupName: v6e-4", "groupName: v6e-1"))
     with pytest.raises(subprocess.CalledProcessError):
-        rendered(folder)
+        render(folder)
 
 
-def identified(text):
+def index_manifests(text):
     return {(item["kind"], item["metadata"]["name"]): item for item in yaml.safe_load_all(text)}
 
 
-def rendered(folder):
+def render(folder):
     kubectl = Path(sys.executable).with_name("kubectl")
     return subprocess.run([kubectl, "kustomize", folder], check=True, capture_output=True, text=True).stdout
 

@@ -71,14 +71,14 @@ def test_operators_see_starts_replicas_requests_batches_and_chips(tmp_path, monk
                 batch.count_compute(span.stage, span.seconds)
             chips = ChipMeters(("encoder", "decoder"))
 
-            def shown():
+            def show_figures():
                 batch.show_lines(["done", "done", "failed"], 5)
                 chips.show({"duty_cycle_pct": ["12.50", "99.00"], "hbm_capacity_usage": ["1024", "2048"]})
                 time.sleep(2.5)
                 seen = figures()
                 return seen if seen.keys() >= SHOWN else None
 
-            seen = wait_for(shown, "the figures")
+            seen = wait_for(show_figures, "the figures")
             shut_down(spec.settings.name)
         finally:
             leave()

@@ -67,7 +67,7 @@ def file(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def invented(file, monkeypatch):
+def invented_chip(file, monkeypatch):
     """All that is done to the package: it reads one more file."""
     monkeypatch.setitem(CHIPS, "v99", load_chip(file))
 

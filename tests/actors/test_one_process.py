@@ -113,10 +113,10 @@ def test_batch_command_writes_videos_records_and_a_timeline(checkpoint, tmp_path
         "timeline.png",
         "timeline.trace.json",
     ]
-    said = capfd.readouterr().err
-    assert "dog: line 2 " in said
-    assert "batch: 1/1" in said
-    assert "error: 3 requests: 1 made, 2 bad lines" in said
+    messages = capfd.readouterr().err
+    assert "dog: line 2 " in messages
+    assert "batch: 1/1" in messages
+    assert "error: 3 requests: 1 made, 2 bad lines" in messages
     record = json.loads((output / "cat.json").read_text())
     assert list(record["stage_s"]) == ["encoder", "denoise_high", "denoise_low", "decoder"]
     assert (record["model"], record["precision"]) == (str(checkpoint(KIND)), "float32")

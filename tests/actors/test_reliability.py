@@ -144,8 +144,8 @@ def test_every_setting_is_documented():
     for field in dataclasses.fields(ReliabilitySettings):
         name, default = field.name.removesuffix("_s").removesuffix("_attempts"), field.default
         unit = "" if field.name.endswith("_attempts") else " s"
-        shown = "none" if default is None else f"{default:g}{unit}"
-        assert f"| `{name}` | {shown} |" in tables, f"{name}, {shown}"
+        value = "none" if default is None else f"{default:g}{unit}"
+        assert f"| `{name}` | {value} |" in tables, f"{name}, {value}"
 
 
 @pytest.mark.parametrize(

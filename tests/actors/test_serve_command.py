@@ -35,7 +35,7 @@ def test_a_public_address_needs_a_key(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--port", "0"], "--port is 0"),
         (["--queue_limit", "0"], "--queue_limit is 0"),
@@ -50,12 +50,12 @@ def test_a_public_address_needs_a_key(tmp_path):
         (["--largest", "1280x720"], "WIDTHxHEIGHTxFRAMES"),
     ],
 )
-def test_impossible_option_is_refused_before_anything_starts(options, said, tmp_path, capsys, checkpoint):
+def test_impossible_option_is_refused_before_anything_starts(options, message, tmp_path, capsys, checkpoint):
     model = str(checkpoint("wan2.2-i2v-a14b"))
     common = ["--layout", LAYOUT, "--model_id", model, "--address", "127.0.0.1:1", "--folder", str(tmp_path)]
     common += ["--snapshots", str(tmp_path)]
     assert main(["serve", *common, *options]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_the_head_of_a_real_cluster_is_not_this_machine(tmp_path, capsys, checkpoint, monkeypatch):
@@ -105,8 +105,8 @@ def test_a_config_says_what_the_command_line_says(tmp_path, capsys, checkpoint):
         "1280x720x81",
     ]
     assert main(["serve", *options, "--write_config", str(file)]) == 0
-    said = capsys.readouterr().out
-    assert "serve deploy" in said and "0.0.0.0:8000" in said and "calls no webhooks" in said
+    output = capsys.readouterr().out
+    assert "serve deploy" in output and "0.0.0.0:8000" in output and "calls no webhooks" in output
     content = yaml.safe_load(file.read_text())
     ServeDeploySchema.model_validate(content)
     assert content["http_options"] == {"host": "0.0.0.0", "port": 8000}
@@ -154,9 +154,9 @@ def test_a_layout_hosts_the_stages_of_the_model(checkpoint, capsys, tmp_path):
     options = ["--layout", LAYOUT, "--model_id", str(checkpoint("wan2.1-t2v-1.3b")), "--address", "127.0.0.1:1"]
     options += ["--snapshots", str(tmp_path)]
     assert main(["serve", *options]) == 2
-    said = capsys.readouterr().err
-    assert "pool high: the model has no stage denoise_high; it has encoder, denoise, decoder" in said
-    assert "emulated-one-expert, " in said and "one-machine-one-expert" in said
+    message = capsys.readouterr().err
+    assert "pool high: the model has no stage denoise_high; it has encoder, denoise, decoder" in message
+    assert "emulated-one-expert, " in message and "one-machine-one-expert" in message
 
 
 def test_a_config_names_places_that_every_machine_reaches(tmp_path, capsys):

@@ -36,7 +36,7 @@ def cluster(tmp_path_factory, forks):
 
 
 @contextlib.contextmanager
-def stopped(cluster, word):
+def stop_process(cluster, word):
     """Stop the head's process whose command line has a word, as a machine that swaps or hangs does."""
 
     def find_processes():
@@ -56,7 +56,7 @@ def test_status_actor_that_is_silent_stops_nobody(cluster):
     status = StatusActor.create("quiet", SPEC)
     status.report_replica("all/0", ReplicaStatus("all", "", "idle", "", (), time.time()))
     wait_for(lambda: status.read().replicas, "the first report")
-    with stopped(cluster, "_StatusActor"):
+    with stop_process(cluster, "_StatusActor"):
         start = time.monotonic()
         with pytest.raises(StatusSilent, match="status of pipeline 'quiet' can't be read now"):
             status.read(timeout_s=0.5)
@@ -105,7 +105,7 @@ def test_drain_is_unknown_while_the_control_store_is_silent(cluster):
     assert find_drain_s([node]) is None
     drain(cluster, node, 1000)
     assert 900 < wait_for(lambda: find_drain_s([node]), "the drain") < 1000
-    with stopped(cluster, "gcs_server"):
+    with stop_process(cluster, "gcs_server"):
         start = time.monotonic()
         assert find_drain_s([node], timeout_s=0.5) is None
         assert time.monotonic() - start < 5

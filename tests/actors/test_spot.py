@@ -79,7 +79,7 @@ def visits(making):
     return ranges
 
 
-def computed(making):
+def count_computations(making):
     """Return how often each stage has computed something for a request, steps aside."""
     return Counter(span.stage for span in making.spans if span.kind == "compute" and span.step is None)
 
@@ -114,10 +114,10 @@ class Cloud:
                 slice_.notice()
                 self.notices += 1
             self._next = now + self._chance.uniform(*EVERY_S)
-        gone = [slice_ for slice_ in self.slices if slice_.look()]
-        if self.dark and self._dark_until is None and len(gone) == len(self.slices):
+        lost = [slice_ for slice_ in self.slices if slice_.look()]
+        if self.dark and self._dark_until is None and len(lost) == len(self.slices):
             self._dark_until = now + NONE_S
-        for slice_ in gone:
+        for slice_ in lost:
             if not self.dark and now >= self._back.setdefault(slice_, now + self._chance.uniform(*AWAY_S)):
                 del self._back[slice_]
                 slice_.boot()
@@ -133,17 +133,17 @@ def test_hosts_come_and_go_and_no_step_is_done_twice(cluster, spec):
     undisturbed = running.start("undisturbed", REQUEST)
     expected = undisturbed.video()
 
-    cloud, requests, said = Cloud(slices, SECONDS), [], set()
+    cloud, requests, waiting_pools = Cloud(slices, SECONDS), [], set()
     late = time.monotonic() + SECONDS + LATE_S
     while not cloud.over or not all(request.future.done() for request in requests):
-        assert time.monotonic() < late, f"requests don't end; waiting: {said}"
+        assert time.monotonic() < late, f"requests don't end; waiting: {waiting_pools}"
         if not cloud.over and sum(not request.future.done() for request in requests) < AT_ONCE:
             requests.append(running.start(f"video-{len(requests)}", REQUEST))
         cloud.look()
         if cloud.dark:
             replicas = StatusActor.connect(spec.settings.name).read().replicas.values()
-            said.update(replica.pool for replica in replicas if "waits for a free" in replica.detail)
-            cloud.noticed = said == {pool.name for pool in spec.layout.pools}
+            waiting_pools.update(replica.pool for replica in replicas if "waits for a free" in replica.detail)
+            cloud.noticed = waiting_pools == {pool.name for pool in spec.layout.pools}
         time.sleep(0.2)
 
     moved, again = 0, Counter()
@@ -152,7 +152,7 @@ def test_hosts_come_and_go_and_no_step_is_done_twice(cluster, spec):
         ranges = [range(first, last + 1) for _, first, last in visits(request)]
         assert [step for steps in ranges for step in steps] == list(range(1, REQUEST.steps + 1)), visits(request)
         moved += len({span.slice for span in request.spans if span.step is not None}) - 2
-        again += computed(request) - computed(undisturbed)
+        again += count_computations(request) - count_computations(undisturbed)
     assert cloud.noticed
     print(f"{cloud.notices} notices, {len(requests)} videos, {moved} moved under way, computed again: {dict(again)}")
     running.close()

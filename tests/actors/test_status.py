@@ -38,8 +38,8 @@ def test_replicas_that_are_alike_are_not():
 def test_status_is_there_though_its_actor_is_silent():
     status = build_status(SPEC, None, [], {"all/0", "all/1"})
     assert status.silent and list(status.pools[0].replicas) == ["all/0", "all/1"]
-    shown = format_status(status)
-    assert "its status actor doesn't answer" in shown and "unknown" in shown
+    text = format_status(status)
+    assert "its status actor doesn't answer" in text and "unknown" in text
 
 
 def test_many_replicas_and_requests_are_counted():
@@ -48,17 +48,17 @@ def test_many_replicas_and_requests_are_counted():
     seen = ReportedStatus(replicas=replicas, requests=requests, unlisted={"denoise": 7, "waiting": 1000})
     status = build_status(SPEC, seen, [], set(replicas))
     assert (status.under_way, status.waiting, status.pools[0].queue) == (57, 1000, 57)
-    shown = format_status(status)
-    assert len(shown.splitlines()) < 2 * MAX_SHOWN + 10
-    assert "    and 230 idle" in shown and "57 under way, 1000 waiting" in shown
+    text = format_status(status)
+    assert len(text.splitlines()) < 2 * MAX_SHOWN + 10
+    assert "    and 230 idle" in text and "57 under way, 1000 waiting" in text
     assert describe_requests(seen).endswith(" · 51 more · 1000 waiting")
 
 
 def test_request_is_listed_with_its_slice_and_why_that_was_chosen():
     chosen = "0 calls, others 2; holds the program"
     requests = {"cat": RequestStatus(time.time(), "denoise", 3, 8, "all/0", chosen)}
-    shown = format_status(build_status(SPEC, ReportedStatus(requests=requests), [], set()))
-    [line] = [line for line in shown.splitlines() if line.startswith("  cat")]
+    text = format_status(build_status(SPEC, ReportedStatus(requests=requests), [], set()))
+    [line] = [line for line in text.splitlines() if line.startswith("  cat")]
     assert line.split() == f"cat denoise step 3/8 0 s all/0: {chosen}".split()
 
 
@@ -70,7 +70,7 @@ def test_replica_whose_clock_is_ahead_was_not_seen_in_the_future():
 def test_slices_that_are_gone_are_counted():
     spec, host = SliceSpec("v6e-1"), LiveHost(0, "node", "10.0.0.1", None)
     present = [LiveSlice(f"b-{i}", spec.pod_type, spec, (host,), None) for i in range(3)]
-    gone = [LiveSlice(f"a-{i:03}", spec.pod_type, spec, (), None) for i in range(250)]
-    listed, more = _select_shown(gone + present)
-    assert [slice_.name for slice_ in listed] == [slice_.name for slice_ in gone[:MAX_GONE] + present]
+    absent = [LiveSlice(f"a-{i:03}", spec.pod_type, spec, (), None) for i in range(250)]
+    selection, more = _select_shown(absent + present)
+    assert [slice_.name for slice_ in selection] == [slice_.name for slice_ in absent[:MAX_GONE] + present]
     assert more == 250 - MAX_GONE

@@ -147,11 +147,11 @@ def test_report_takes_as_long_with_a_thousand_replicas_as_with_one(now):
 
 
 def test_figures_follow_what_is_known(board, now, monkeypatch):
-    shown = []
-    monkeypatch.setattr(status_board.PipelineMeters, "show", lambda self, *counts: shown.append(counts))
+    counts_shown = []
+    monkeypatch.setattr(status_board.PipelineMeters, "show", lambda self, *counts: counts_shown.append(counts))
     board.report_replica("experts/a", replica("busy"))
     board.report_requests("driver-1", ["cat", "dog"])
     board.refresh()
     now[0] += EXPIRY_S + 1
     board.refresh()
-    assert shown == [({("experts", "busy"): 1}, {"waiting": 2}), ({}, {})]
+    assert counts_shown == [({("experts", "busy"): 1}, {"waiting": 2}), ({}, {})]

@@ -35,7 +35,7 @@ class Following(threading.Thread):
     def run(self):
         self.code = main(self._argv)
 
-    def ended(self):
+    def wait_for_code(self):
         self.join(30)
         assert not self.is_alive()
         return self.code
@@ -50,7 +50,7 @@ def test_a_log_is_shown_once_however_often_its_connection_breaks(server, capfd):
         server.log += f"line {number}\n"
     wait_for(lambda: server.tails > 3, "the follower")
     server.status, server.exit_code = "FAILED", 1
-    assert following.ended() == 1
+    assert following.wait_for_code() == 1
     out, err = capfd.readouterr()
     assert out == "first\nline 0\nline 1\nline 2\n"
     assert "Traceback" not in err
@@ -68,7 +68,7 @@ def test_the_job_s_end_decides_the_exit_code_after_an_outage(server, capfd, stat
     server.log += "last\n"
     server.status, server.exit_code = status, exit_code
     server.open()
-    assert following.ended() == code
+    assert following.wait_for_code() == code
     out, err = capfd.readouterr()
     assert out == "first\nlast\n"
     assert err.count("the job goes on, and this tries again") == 1
@@ -80,7 +80,7 @@ def test_a_follower_that_gives_up_says_how_to_attach_again(server, capfd, monkey
     following = Following(server, "--attach", JOB)
     wait_for(lambda: server.tails, "the follower")
     server.close()
-    assert following.ended() == 3
+    assert following.wait_for_code() == 3
     last = capfd.readouterr().err.splitlines()[-1]
     assert last.startswith(f"error: no answer from {server.address} (")
     assert f"wan-tpu submit --attach {JOB}; end it: --stop {JOB}" in last
@@ -92,7 +92,7 @@ def test_a_connection_that_is_silent_is_made_again(server, capfd, monkeypatch):
     following = Following(server, "--attach", JOB)
     wait_for(lambda: server.tails > 2, "the third connection")
     server.log, server.status = "all is well\n", "SUCCEEDED"
-    assert following.ended() == 0
+    assert following.wait_for_code() == 0
     assert capfd.readouterr().out == "all is well\n"
 
 
@@ -101,18 +101,18 @@ def test_questions_that_are_never_answered_are_given_up(server, capfd, monkeypat
     monkeypatch.setattr(submit, "SILENCE_S", 0.1)
     monkeypatch.setattr(submit, "GIVE_UP_S", 0.3)
     server.silent = True
-    assert Following(server, "--attach", JOB).ended() == 3
+    assert Following(server, "--attach", JOB).wait_for_code() == 3
     assert "(nothing within 0.1 s); given up after 0.3 s" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [["--attach", "nobody"], ["--stop", "nobody"]])
 def test_a_job_that_is_not_known_is_said(server, capfd, argv):
-    assert Following(server, *argv).ended() == 2
+    assert Following(server, *argv).wait_for_code() == 2
     assert f"the cluster knows no job 'nobody'; it knows {JOB}" in capfd.readouterr().err
 
 
 def test_a_job_is_stopped(server, capfd):
-    assert Following(server, "--stop", JOB).ended() == 0
+    assert Following(server, "--stop", JOB).wait_for_code() == 0
     assert capfd.readouterr().out == f"job {JOB}: stopped\n"
 
 

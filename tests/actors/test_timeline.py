@@ -73,7 +73,7 @@ def test_trace_opens_in_viewers():
     """What viewers need: complete events in microseconds, named processes and threads, nothing overlapping in one."""
     overlapping = [*SPANS, span("high/0", "cat-3", "compute", 7, 9)]
     trace = json.loads(build_trace(overlapping))
-    named = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
     pools = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
     assert list(pools.values()) == ["encoder", "high", "low"]
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
@@ -83,7 +83,7 @@ def test_trace_opens_in_viewers():
         assert event["dur"] > 0
         assert 0 <= event["ts"] <= 10e6
         threads.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
-    assert sorted(named[key] for key in threads) == sorted(
+    assert sorted(names[key] for key in threads) == sorted(
         ["encoder/0", "high/0", "high/0 2", "high/0 transfers", "high/0 transfers 2", "low/0"]
     )
     for times in threads.values():

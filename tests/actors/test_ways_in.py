@@ -52,8 +52,8 @@ def cluster(tmp_path_factory, checkpoint, forks, emulator):  # its nodes find th
 def test_a_batch_brings_up_its_own_pipeline_and_the_next_one_finishes_what_a_kill_has_left(cluster, tmp_path):
     out = tmp_path / "out"
     lines = tmp_path / "in.jsonl"
-    wanted = {"long": {"steps": 100}, "short": {"steps": 2}}
-    options = ["--manifest", manifest(lines, **MINUTES, **wanted), "--output", str(out)]
+    entries = {"long": {"steps": 100}, "short": {"steps": 2}}
+    options = ["--manifest", manifest(lines, **MINUTES, **entries), "--output", str(out)]
     driver = cluster.start("drive", *cluster.pipeline, *options, "--warm_up", "96x64x5")
     try:
         status = cluster.stepping(driver)
@@ -66,7 +66,7 @@ def test_a_batch_brings_up_its_own_pipeline_and_the_next_one_finishes_what_a_kil
         driver.send_signal(signal.SIGKILL)
         driver.communicate()
     # What is left of it is taken over, by a job on the cluster; a bad line is reported and stops nothing.
-    manifest(lines, **wanted, bad={"frames": 6})
+    manifest(lines, **entries, bad={"frames": 6})
     code, log, err = cluster.run("submit", *cluster.pipeline, *options, "--warm_up", "96x64x5", "--timeline")
     assert code == 1, (log, err)
     assert "line 3 " in log
@@ -123,8 +123,8 @@ def test_a_pipeline_that_stays_serves_jobs_that_come_and_go(cluster, tmp_path):
     assert following.returncode == 130
     assert f"wan-tpu submit --attach {job}" in err
     assert cluster.status()["pipeline"]["requests"]
-    code, said, _ = cluster.run("submit", "--stop", job)
-    assert (code, said) == (0, f"job {job}: stopped\n")
+    code, output, _ = cluster.run("submit", "--stop", job)
+    assert (code, output) == (0, f"job {job}: stopped\n")
     code, log, err = cluster.run("submit", "--attach", job)
     assert (code, err) == (130, f"job {job} was stopped\n")
     assert log.endswith("\ninterrupted\n")  # it wasn't killed

@@ -63,7 +63,7 @@ def _pod(kind, name, group, cluster, in_service, version):
         labels["ray.io/serve"] = "true"
     containers = group["template"]["spec"]["containers"]
     ray = containers[0]
-    probes = {name: ray.get(name) or _injected(kind, in_service, version) for name in PROBES}
+    probes = {name: ray.get(name) or _inject_probe(kind, in_service, version) for name in PROBES}
     ports = {port["name"]: port["containerPort"] for port in ray.get("ports", ())}
     spec = group["template"]["spec"]
     waits = [_wait_for_head(ray, cluster)] if kind == "worker" else []
@@ -86,7 +86,7 @@ def _wait_for_head(ray, cluster):
     }
 
 
-def _injected(kind, in_service, version):
+def _inject_probe(kind, in_service, version):
     """Return the probe that the operator adds if a container has none; version 1.5 knows only commands."""
     if version >= (1, 6) and not (in_service and kind == "worker"):
         return {"httpGet": {"path": "/api/healthz", "port": 52365}}

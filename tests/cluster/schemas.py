@@ -18,8 +18,8 @@ def strict(schema):
     if not isinstance(schema, dict):
         return schema
     closed = {key: strict(value) for key, value in schema.items()}
-    named = isinstance(schema.get("properties"), dict) and schema.get("type") == "object"
-    if named and not schema.get("x-kubernetes-preserve-unknown-fields") and "additionalProperties" not in schema:
+    is_object = isinstance(schema.get("properties"), dict) and schema.get("type") == "object"
+    if is_object and not schema.get("x-kubernetes-preserve-unknown-fields") and "additionalProperties" not in schema:
         closed["additionalProperties"] = False
     return closed
 

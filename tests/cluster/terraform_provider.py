@@ -52,8 +52,8 @@ def _build_messages():
         for field, number, kind in fields:
             label = 3 if kind.startswith("*") else 1
             kind = kind.removeprefix("*")
-            named = {} if kind in _TYPES else {"type_name": f".terraform.{kind}"}
-            message.field.add(name=field, number=number, label=label, type=_TYPES.get(kind, 11), **named)
+            type_name = {} if kind in _TYPES else {"type_name": f".terraform.{kind}"}
+            message.field.add(name=field, number=number, label=label, type=_TYPES.get(kind, 11), **type_name)
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return {
@@ -114,7 +114,7 @@ class Provider:
         nothing = self.messages["Nothing"]
         methods = {
             "GetSchema": (nothing, lambda _: self._schemas),
-            "PrepareProviderConfig": (self.messages["Configuration"], lambda asked: asked),
+            "PrepareProviderConfig": (self.messages["Configuration"], lambda request: request),
             "ValidateResourceTypeConfig": (nothing, lambda _: nothing()),
             "Configure": (nothing, lambda _: nothing()),
             "Stop": (nothing, lambda _: nothing()),
@@ -124,7 +124,7 @@ class Provider:
             "tfplugin5.Provider",
             {
                 name: grpc.unary_unary_rpc_method_handler(
-                    lambda asked, _, answer=answer: answer(asked),
+                    lambda request, _, answer=answer: answer(request),
                     request_deserializer=message.FromString,
                     response_serializer=lambda reply: reply.SerializeToString(),
                 )

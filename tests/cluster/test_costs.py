@@ -45,7 +45,7 @@ def terms(tmp_path_factory):
     return Terms(Prices.load(path), busy=0.8, cold_start_s=864, starts_a_day=1)  # A hundredth of the day is lost.
 
 
-def simulated(replicas, seconds, an_hour, count=100_000):
+def simulate_mean_wait_s(replicas, seconds, an_hour, count=100_000):
     """Return the mean wait of videos that arrive at random."""
     generator, free, now, waited = random.Random(0), [0.0] * replicas, 0.0, 0.0
     for _ in range(count):
@@ -61,7 +61,9 @@ def simulated(replicas, seconds, an_hour, count=100_000):
 def test_waits_are_those_of_a_simulated_queue(replicas, busy):
     seconds = 108.0
     an_hour = busy * replicas * 3600 / seconds
-    assert estimate_wait_s(replicas, seconds, an_hour) == pytest.approx(simulated(replicas, seconds, an_hour), rel=0.1)
+    assert estimate_wait_s(replicas, seconds, an_hour) == pytest.approx(
+        simulate_mean_wait_s(replicas, seconds, an_hour), rel=0.1
+    )
 
 
 def test_a_layout_makes_what_its_slowest_pool_makes(terms):

@@ -21,7 +21,7 @@ from cluster.footprints import LEADER, WORKER, Footprint, count_machines
 from cluster.layout import Layout
 from cluster.provision import kubernetes
 from cluster.provision.kubernetes import CPU_GROUP
-from tests.cluster.test_kubernetes import REAL, TARGET, launched
+from tests.cluster.test_kubernetes import REAL, TARGET, choose_launches
 
 STORED = ServiceSettings(database="postgresql://db/jobs", storage="gs://b/results", model="m")
 MANIFESTS = ["manifests", "--image", "registry/wan-tpu:1", "--layout", "four-pools"]
@@ -29,7 +29,7 @@ HUB = ["--model_id", "Wan-AI/Wan2.2-I2V-A14B-Diffusers"]
 SERVICE = ["--service", *HUB, "--snapshots", "gs://b/s", "--results", "gs://b/r", "--database", "postgresql:///jobs"]
 
 
-def sized(ingresses, limits=STORED.limits):
+def make_target(ingresses, limits=STORED.limits):
     return dataclasses.replace(TARGET, processes=(*[limits.ingress] * ingresses, WORKER))
 
 
@@ -54,7 +54,7 @@ def test_service_s_processes_fit_the_pods_that_may_be_launched(name, cluster):
     """Twice as many do, too, as while it is updated; and nothing of a TPU is launched for them."""
     layout = Layout.load(name)
     for ingresses in (1, 8):
-        target = sized(ingresses)
+        target = make_target(ingresses)
         [pods] = [
             group["maxReplicas"]
             for group in kubernetes.ray_cluster(layout, target)["workerGroupSpecs"]
@@ -63,12 +63,12 @@ def test_service_s_processes_fit_the_pods_that_may_be_launched(name, cluster):
         once = list(requests_of(layout, ingresses))
         for requests in (once, 2 * once):
             by_count = ResourceRequestUtil.group_by_count(requests)
-            counts, infeasible = launched(layout, target, resource_requests=by_count)
+            counts, infeasible = choose_launches(layout, target, resource_requests=by_count)
             assert not infeasible and {*counts} == {CPU_GROUP} and counts[CPU_GROUP] <= pods
 
 
 def test_processes_and_the_object_store_fit_the_container():
-    spec = kubernetes.ray_cluster(Layout.load(REAL[0]), sized(1))
+    spec = kubernetes.ray_cluster(Layout.load(REAL[0]), make_target(1))
     for group in (spec["headGroupSpec"], spec["workerGroupSpecs"][0]):
         [container] = group["template"]["spec"]["containers"]
         params, limit = group["rayStartParams"], int(container["resources"]["limits"]["memory"].removesuffix("Gi"))
@@ -95,7 +95,7 @@ def test_pods_are_enough_in_whatever_order_ray_places_processes():
 
 def test_ingress_larger_than_a_pod_is_refused():
     with pytest.raises(LayoutError, match=r"an ingress may take 17\.4 GiB by its limits.*offers 11; lower --limit"):
-        kubernetes.ray_cluster(Layout.load(REAL[0]), sized(1, ServiceLimits(readers=9)))
+        kubernetes.ray_cluster(Layout.load(REAL[0]), make_target(1, ServiceLimits(readers=9)))
 
 
 def test_ingresses_are_counted_in_the_pods(capsys):

@@ -58,16 +58,16 @@ WORKERS = textwrap.dedent(
 
 
 @pytest.fixture(scope="module")
-def imported(tmp_path_factory):
+def module_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("modules") / "imported.py"
     path.write_text("import os\n\nPID = os.getpid()\n")
     return path
 
 
 @pytest.fixture(scope="module")
-def forking(imported, tmp_path_factory):
+def forking(module_file, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{imported.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        patch.setenv("PYTHONPATH", f"{module_file.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
         with EmulatedCluster.start((), folder=tmp_path_factory.mktemp("cluster"), imports="imported") as running:
             yield running
 
@@ -77,8 +77,8 @@ def workers(cluster, *runtime_envs):
     command = [sys.executable, "-c", WORKERS, cluster.address, *map(json.dumps, runtime_envs)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
-    said = done.stdout[done.stdout.index("[{") :]  # Ray may print something too, even in the middle of the line.
-    return json.JSONDecoder().raw_decode(said)[0]
+    output = done.stdout[done.stdout.index("[{") :]  # Ray may print something too, even in the middle of the line.
+    return json.JSONDecoder().raw_decode(output)[0]
 
 
 def server(cluster):
@@ -106,13 +106,13 @@ def test_a_fork_is_the_worker_that_it_stands_for(forking):
 
 
 @pytest.mark.long
-def test_code_that_has_changed_is_imported_anew(forking, imported):
-    before = imported.stat()
-    os.utime(imported, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+def test_code_that_has_changed_is_imported_anew(forking, module_file):
+    before = module_file.stat()
+    os.utime(module_file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
     try:
         assert workers(forking, {})[0]["imported_by"] is None
     finally:
-        os.utime(imported, ns=(before.st_atime_ns, before.st_mtime_ns))
+        os.utime(module_file, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def test_workers_start_without_the_server(forking):

@@ -36,7 +36,7 @@ def free_port():
 
 
 @pytest.fixture
-def written(tmp_path):
+def written_config(tmp_path):
     """Return the port and the file of a configuration that Serve has written."""
     return write_config(tmp_path)
 
@@ -52,8 +52,8 @@ def write_config(tmp_path, servers=()):
         )
         api = HAProxyApi(config, config_file_path=str(tmp_path / "config"))
         if servers:
-            named = [ServerConfig(name=f"s{port}", host="127.0.0.1", port=port) for port in servers]
-            api.backend_configs = {"app": BackendConfig(name="app", path_prefix="/", app_name="app", servers=named)}
+            configs = [ServerConfig(name=f"s{port}", host="127.0.0.1", port=port) for port in servers]
+            api.backend_configs = {"app": BackendConfig(name="app", path_prefix="/", app_name="app", servers=configs)}
         api._generate_config_file_internal()
         return config.frontend_port, tmp_path / "config"
 
@@ -72,8 +72,8 @@ def test_serve_still_writes_each_line_that_is_changed(tmp_path, narrowed):
     assert re.search(narrowed, file.read_text(), re.MULTILINE)
 
 
-def test_it_listens_where_it_was_told_to_and_nowhere_else(written, tmp_path):
-    port, file = written
+def test_it_listens_where_it_was_told_to_and_nowhere_else(written_config, tmp_path):
+    port, file = written_config
     before = file.read_text()
     assert "frontend prometheus" in before and "listen stats" in before and "    log 127.0.0.1:514" in before
     variables = haproxy.environment(tmp_path)
@@ -97,8 +97,8 @@ def test_it_listens_where_it_was_told_to_and_nowhere_else(written, tmp_path):
     wait_for(lambda: not children[0].is_running() or children[0].status() == psutil.STATUS_ZOMBIE, "its end")
 
 
-def test_an_address_has_so_many_connections_and_headers_so_much_time(written, tmp_path, monkeypatch):
-    port, file = written
+def test_an_address_has_so_many_connections_and_headers_so_much_time(written_config, tmp_path, monkeypatch):
+    port, file = written_config
     monkeypatch.setenv("WAN_TPU_CONNECTIONS_OF_AN_ADDRESS", "20")
     start = haproxy.environment(tmp_path)["RAY_SERVE_HAPROXY_BINARY_PATH"]
     started = subprocess.Popen([start, "-db", "-f", str(file), "-dR"], stderr=subprocess.DEVNULL)
@@ -166,7 +166,7 @@ def exchange(port, *lines):
         return b""
 
 
-def parsed(answer):
+def parse_answer(answer):
     head, _, body = answer.partition(b"\r\n\r\n")
     return int(head.split()[1]), head.lower(), json.loads(body)
 
@@ -183,10 +183,10 @@ def test_headers_that_are_for_serve_come_from_no_client(tmp_path):
             b"X-Request-Disconnect-Disabled: ?0",
             b"Idempotency-Key: kept",
         )
-        reached = dict(parsed(exchange(port, *sent))[2])
+        reached = dict(parse_answer(exchange(port, *sent))[2])
         assert reached["idempotency-key"] == "kept" and reached["x-request-disconnect-disabled"] == "?1"
         assert not {name for name in reached if name.startswith(("x-request-t", "serve", "x-session", "x-request-i"))}
-        assert dict(parsed(exchange(port, b"X-Request-Id: mine-1"))[2])["x-request-id"] == "mine-1"
+        assert dict(parse_answer(exchange(port, b"X-Request-Id: mine-1"))[2])["x-request-id"] == "mine-1"
 
 
 def test_a_key_is_one_key_however_it_is_written(tmp_path, monkeypatch):
@@ -202,13 +202,13 @@ def test_a_key_is_one_key_however_it_is_written(tmp_path, monkeypatch):
             b"Bearer \xa0%s\xa0",
         )
         for spelling in spellings:
-            assert parsed(exchange(port, b"Authorization: " + spelling % ann))[0] == 200
+            assert parse_answer(exchange(port, b"Authorization: " + spelling % ann))[0] == 200
         for spelling in spellings:
-            status, head, body = parsed(exchange(port, b"Authorization: " + spelling % ann))
+            status, head, body = parse_answer(exchange(port, b"Authorization: " + spelling % ann))
             assert (status, body["error"]["code"]) == (429, "rate_limit_exceeded") and b"retry-after: 10" in head
-        assert parsed(exchange(port, b"Authorization: Bearer " + bob))[0] == 200
+        assert parse_answer(exchange(port, b"Authorization: Bearer " + bob))[0] == 200
         for first, second in ((ann, bob), (bob, ann)):
-            status, _, body = parsed(
+            status, _, body = parse_answer(
                 exchange(port, b"Authorization: Bearer " + first, b"authorization: Bearer " + second)
             )
             assert (status, body["error"]["code"]) == (400, "invalid_value")
@@ -222,7 +222,7 @@ def test_trusted_proxy_s_clients_are_bounded_each_by_itself(tmp_path, monkeypatc
     with in_front_of_echo(tmp_path) as port:
 
         def ask(client, before=b""):
-            return parsed(exchange(port, b"X-Forwarded-For: " + before + client + b", 34.117.0.9"))[0]
+            return parse_answer(exchange(port, b"X-Forwarded-For: " + before + client + b", 34.117.0.9"))[0]
 
         assert [ask(b"198.51.100.1") for _ in range(7)] == [200] * 5 + [429] * 2
         assert ask(b"198.51.100.2") == 200
@@ -235,12 +235,12 @@ def test_header_of_a_proxy_that_is_not_trusted_says_nothing(tmp_path, monkeypatc
     monkeypatch.setenv("WAN_TPU_REQUESTS_OF_AN_ADDRESS", "5")
     monkeypatch.setenv("WAN_TPU_TRUSTED_PROXIES", "35.191.0.0/16")
     with in_front_of_echo(tmp_path) as port:
-        answers = [parsed(exchange(port, b"X-Forwarded-For: 198.51.100.%d" % i))[0] for i in range(8)]
+        answers = [parse_answer(exchange(port, b"X-Forwarded-For: 198.51.100.%d" % i))[0] for i in range(8)]
         assert answers.count(429) >= 3
 
 
-def test_addresses_of_an_ipv6_network_are_one_and_client_that_reads_nothing_is_left(written, tmp_path):
-    narrow = cluster.provision.haproxy.narrow(written[1].read_text(), tmp_path / "503.http")
+def test_addresses_of_an_ipv6_network_are_one_and_client_that_reads_nothing_is_left(written_config, tmp_path):
+    narrow = cluster.provision.haproxy.narrow(written_config[1].read_text(), tmp_path / "503.http")
     assert "track-sc0 src,ipmask(32,64)" in narrow
     assert "timeout client 60s" in narrow and "timeout client 3600s" not in narrow
 

@@ -20,7 +20,7 @@ DOCKERFILE = ROOT / "cluster" / "Dockerfile"
 
 
 @pytest.fixture(params=["service", "cluster", "job"])
-def rendered(request):
+def rendered_cluster(request):
     """Return a cluster's spec, the name that KubeRay gives it, and the RayService that it belongs to."""
     layout = Layout.parse(KINDS, "kinds")
     if request.param == "service":
@@ -36,10 +36,10 @@ def rendered_pods(rendered, version=(1, 7)):
     return pods_of(spec, cluster, in_service=service is not None, version=version)
 
 
-def test_head_service_selects_the_head_alone(rendered):
-    spec, cluster, service = rendered
+def test_head_service_selects_the_head_alone(rendered_cluster):
+    spec, cluster, service = rendered_cluster
     [head, *others] = services_of(spec, cluster, service)
-    pods = rendered_pods(rendered)
+    pods = rendered_pods(rendered_cluster)
     assert [name for name, pod in pods.items() if head.selects(pod)] == ["headgroup"]
     assert head.ports["serve"] == SERVE_PORT and head.ports["dashboard"] == 8265
     for other in others:
@@ -49,9 +49,9 @@ def test_head_service_selects_the_head_alone(rendered):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_probe_is_one_that_the_image_can_answer(rendered, version):
+def test_every_probe_is_one_that_the_image_can_answer(rendered_cluster, version):
     """Neither wget nor curl is in the image, and no path asks for the cluster's token."""
-    for name, pod in rendered_pods(rendered, version).items():
+    for name, pod in rendered_pods(rendered_cluster, version).items():
         for probe in PROBES:
             assert "exec" not in pod.probes[probe], (name, probe)
             path = pod.probes[probe]["httpGet"]["path"]
@@ -59,10 +59,10 @@ def test_every_probe_is_one_that_the_image_can_answer(rendered, version):
             assert path == ("/api/healthz" if name == "headgroup" else "/api/local_raylet_healthz")
 
 
-def test_worker_waits_for_the_head_by_a_service_that_selects_it(rendered):
+def test_worker_waits_for_the_head_by_a_service_that_selects_it(rendered_cluster):
     """Its command is `ray` in a login shell, whose PATH has none of the image's."""
-    spec, cluster, service = rendered
-    services, pods = {item.name: item for item in services_of(spec, cluster, service)}, rendered_pods(rendered)
+    spec, cluster, service = rendered_cluster
+    services, pods = {item.name: item for item in services_of(spec, cluster, service)}, rendered_pods(rendered_cluster)
     for name, pod in pods.items():
         waiting = [container for container in pod.init_containers if container["name"] == WAITS]
         assert len(waiting) == (name != "headgroup")
@@ -77,8 +77,8 @@ def test_worker_waits_for_the_head_by_a_service_that_selects_it(rendered):
     assert {"ray", "python"} <= set(linked.split())
 
 
-def test_what_stands_beside_selects_the_pods_that_it_is_for(rendered):
-    pods = rendered_pods(rendered)
+def test_what_stands_beside_selects_the_pods_that_it_is_for(rendered_cluster):
+    pods = rendered_pods(rendered_cluster)
     objects = {
         (item["kind"], item["metadata"]["name"]): item for item in kubernetes.supporting(TARGET, http=True).values()
     }
@@ -95,8 +95,8 @@ def test_what_stands_beside_selects_the_pods_that_it_is_for(rendered):
         assert budget["minAvailable"] == 1 and "maxUnavailable" not in budget
 
 
-def test_ports_of_the_policy_and_of_the_monitor_are_those_of_containers(rendered):
-    pods = rendered_pods(rendered)
+def test_ports_of_the_policy_and_of_the_monitor_are_those_of_containers(rendered_cluster):
+    pods = rendered_pods(rendered_cluster)
     objects = {item["kind"]: item for item in kubernetes.supporting(TARGET, http=True).values()}
     assert all(pod.ports["metrics"] == 8080 for pod in pods.values())
     assert objects["PodMonitoring"]["spec"]["endpoints"][0]["port"] == "metrics"
@@ -141,9 +141,9 @@ def test_load_balancer_reaches_the_head_that_serves():
     assert gateway["metadata"]["annotations"] == {"networking.gke.io/certmap": "certificates"}
 
 
-def test_pods_are_nobody_privileged_and_stay_where_they_are(rendered):
-    spec, _, _ = rendered
-    for pod in rendered_pods(rendered).values():
+def test_pods_are_nobody_privileged_and_stay_where_they_are(rendered_cluster):
+    spec, _, _ = rendered_cluster
+    for pod in rendered_pods(rendered_cluster).values():
         assert pod.spec["securityContext"]["runAsNonRoot"] and pod.spec["securityContext"]["runAsUser"] == 1000
         assert pod.spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         for container in pod.containers:

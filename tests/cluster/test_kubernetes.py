@@ -82,10 +82,10 @@ def node_types(layout, target):
     }
 
 
-def launched(layout, target=TARGET, **asked):
+def choose_launches(layout, target=TARGET, **demands):
     """Return what the autoscaler launches, with the pod of leaders that always exists, and what it can't launch."""
     request = SchedulingRequest(
-        disable_launch_config_check=True, node_type_configs=node_types(layout, target), max_num_nodes=100, **asked
+        disable_launch_config_check=True, node_type_configs=node_types(layout, target), max_num_nodes=100, **demands
     )
     reply = ResourceDemandScheduler().schedule(request)
     infeasible = [*reply.infeasible_gang_resource_requests, *reply.infeasible_resource_requests]
@@ -120,12 +120,12 @@ def waiting(cluster):
 
 @pytest.mark.parametrize("kind", MISSING, ids=str)
 def test_a_slice_that_is_waited_for_is_launched_whole(waiting, kind):
-    counts, infeasible = launched(Layout.parse(KINDS, "kinds"), gang_resource_requests=[waiting[kind.pod_type]])
+    counts, infeasible = choose_launches(Layout.parse(KINDS, "kinds"), gang_resource_requests=[waiting[kind.pod_type]])
     assert (counts, infeasible) == ({CPU_GROUP: 1, kind.pod_type: kind.hosts}, [])
 
 
 def test_slices_that_are_waited_for_at_once_are_all_launched(waiting):
-    counts, infeasible = launched(Layout.parse(KINDS, "kinds"), gang_resource_requests=list(waiting.values()))
+    counts, infeasible = choose_launches(Layout.parse(KINDS, "kinds"), gang_resource_requests=list(waiting.values()))
     assert (counts, infeasible) == ({CPU_GROUP: 1} | {kind.pod_type: kind.hosts for kind in MISSING}, [])
 
 
@@ -152,7 +152,7 @@ def test_nothing_of_a_tpu_is_launched_for_leaders(cluster):
     elsewhere = [(label, LABEL_OPERATOR_NOT_IN, operands.removeprefix("!in(").removesuffix(")").split(","))]
     request = ResourceRequestUtil.make({"CPU": 0.1}, label_selectors=[elsewhere])
     by_count = ResourceRequestUtil.group_by_count([request] * 60)
-    counts, infeasible = launched(Layout.parse(KINDS, "kinds"), resource_requests=by_count)
+    counts, infeasible = choose_launches(Layout.parse(KINDS, "kinds"), resource_requests=by_count)
     assert (counts, infeasible) == ({CPU_GROUP: math.ceil(60 / 40)}, [])
 
 

@@ -29,7 +29,7 @@ def parse(content):
     return Layout.parse(content if isinstance(content, str) else yaml.safe_dump(content), "some.yaml")
 
 
-def changed(pool, **changes):
+def change_pool(pool, **changes):
     content = {"pools": {name: dict(fields) for name, fields in GOOD["pools"].items()}}
     content["pools"][pool] |= changes
     return content
@@ -106,29 +106,41 @@ A_COUNT = "write a whole number from 1 to 1000"
         (GOOD | {"pols": {}}, "it has the unknown key 'pols'; write pools, and emulate"),
         ({"pools": {"a b": {}}}, "pools: a b: name is 'a b'; a pool's name is made of"),
         ("pools:\n  a: {}\n  a: {}", "'a' is there twice"),
-        (changed("ends", stage=["encoder"]), "pools: ends has the unknown key 'stage'; write pools: {NAME: {stages: "),
-        (changed("ends", stages="encoder"), "pools: ends: stages is 'encoder'; write a list of names"),
-        (changed("ends", stages=[]), r"pools: ends: stages is \[\]; write a list of names"),
-        (changed("ends", stages=["encoder", "denoise_low"]), "pool experts: stage denoise_low is .* also in pool ends"),
-        (changed("ends", stages=["encoder", "encoder"]), "pool ends: stage encoder is there twice"),
-        (changed("ends", slice="v6e-6"), "pools: ends: slice: there is no v6e-6; nearest: v6e-8"),
         (
-            changed("ends", slice=None),
+            change_pool("ends", stage=["encoder"]),
+            "pools: ends has the unknown key 'stage'; write pools: {NAME: {stages: ",
+        ),
+        (change_pool("ends", stages="encoder"), "pools: ends: stages is 'encoder'; write a list of names"),
+        (change_pool("ends", stages=[]), r"pools: ends: stages is \[\]; write a list of names"),
+        (
+            change_pool("ends", stages=["encoder", "denoise_low"]),
+            "pool experts: stage denoise_low is .* also in pool ends",
+        ),
+        (change_pool("ends", stages=["encoder", "encoder"]), "pool ends: stage encoder is there twice"),
+        (change_pool("ends", slice="v6e-6"), "pools: ends: slice: there is no v6e-6; nearest: v6e-8"),
+        (
+            change_pool("ends", slice=None),
             "pools: ends: slice: None is no slice; write a generation and a size, such as v6",
         ),
-        (changed("ends", replicas=0), f"pools: ends: replicas: min is 0; {A_COUNT}"),
-        (changed("ends", replicas=1001), f"replicas: min is 1001; {A_COUNT}"),
-        (changed("ends", replicas=True), f"replicas: min is True; {A_COUNT}"),
-        (changed("ends", replicas="3"), f"replicas: min is '3'; {A_COUNT}"),
-        (changed("ends", replicas={"min": 3, "max": 2}), "pools: ends: replicas: min is 3, max 2; exchange them"),
-        (changed("ends", replicas={"mi": 3}), "replicas has the unknown key 'mi'; write one number, or {min: 1, max"),
+        (change_pool("ends", replicas=0), f"pools: ends: replicas: min is 0; {A_COUNT}"),
+        (change_pool("ends", replicas=1001), f"replicas: min is 1001; {A_COUNT}"),
+        (change_pool("ends", replicas=True), f"replicas: min is True; {A_COUNT}"),
+        (change_pool("ends", replicas="3"), f"replicas: min is '3'; {A_COUNT}"),
+        (change_pool("ends", replicas={"min": 3, "max": 2}), "pools: ends: replicas: min is 3, max 2; exchange them"),
         (
-            changed("experts", mesh={"dp": 3}),
+            change_pool("ends", replicas={"mi": 3}),
+            "replicas has the unknown key 'mi'; write one number, or {min: 1, max",
+        ),
+        (
+            change_pool("experts", mesh={"dp": 3}),
             "pool experts: mesh dp 3 takes 3 devices, v6e-8 has 8; make the product 8",
         ),
-        (changed("experts", mesh={"dp": 1, "sp": 1, "tp": 4}), "mesh dp 1 x sp 1 x tp 4 takes 4 devices, v6e-8 has 8"),
-        (changed("experts", mesh={"pp": 2}), "pools: experts: mesh: pp is 2; write sizes of dp, sp and tp"),
-        (changed("experts", batch=2), "pools: experts has the unknown key 'batch'"),
+        (
+            change_pool("experts", mesh={"dp": 1, "sp": 1, "tp": 4}),
+            "mesh dp 1 x sp 1 x tp 4 takes 4 devices, v6e-8 has 8",
+        ),
+        (change_pool("experts", mesh={"pp": 2}), "pools: experts: mesh: pp is 2; write sizes of dp, sp and tp"),
+        (change_pool("experts", batch=2), "pools: experts has the unknown key 'batch'"),
         (GOOD | {"emulate": {"devices_per_host": 0}}, f"emulate: devices_per_host is 0; {A_COUNT}"),
         (GOOD | {"emulate": {"devices": 1}}, "emulate: devices is 'devices'; write emulate: {devices_per_host: 1}"),
         (GOOD | {"emulate": {}}, r"mesh dp 2 x tp 4 takes 8 devices, v6e-8 has 1 when it is emulated \(8 when not\)"),
@@ -152,7 +164,7 @@ def test_wrong_layout_is_refused_with_the_remedy(content, message):
 def test_a_layout_hosts_the_stages_of_a_model(stages, message):
     parse(GOOD).check_stages(STAGES)
     with pytest.raises(LayoutError, match=message):
-        parse(changed("ends", stages=stages)).check_stages(STAGES)
+        parse(change_pool("ends", stages=stages)).check_stages(STAGES)
 
 
 def test_files_and_shipped_names(tmp_path):

@@ -20,7 +20,7 @@ from ray.serve._private.router import AsyncioRouter
 from ray.serve.schema import ServeStatus
 
 
-def printed(code, environment=os.environ):
+def run_code(code, environment=os.environ):
     """Return what another process prints, in which nothing of Ray has been used yet."""
     command = [sys.executable, "-c", code]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
@@ -46,7 +46,7 @@ show()
 """
     # Without the settings that clusters of other tests have left in this process.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    assert printed(code, environment) == ["False", "True", "True", "True", "False", "False"]
+    assert run_code(code, environment) == ["False", "True", "True", "True", "False", "False"]
 
 
 def test_serve_keeps_its_client_when_ray_is_shut_down(cluster):
@@ -62,7 +62,7 @@ connect("{cluster.address}")
 leave()
 print(context._global_client is not None)
 """
-    assert printed(code) == ["True", "False"]
+    assert run_code(code) == ["True", "False"]
 
 
 def test_serve_does_not_say_where_its_proxy_listens():

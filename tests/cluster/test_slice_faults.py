@@ -86,8 +86,8 @@ def test_hosts_that_have_not_joined_are_told_from_those_that_have(cluster, all_f
 def test_hosts_that_jax_counts_as_the_same_process_are_named(cluster, all_free, monkeypatch):
     run_phase = Slice._run_phase
 
-    def count_as_one(self, phase, *args, **named):
-        ended = run_phase(self, phase, *args, **named)
+    def count_as_one(self, phase, *args, **options):
+        ended = run_phase(self, phase, *args, **options)
         return [Outcome(0)] * 2 if phase == "join" else ended
 
     monkeypatch.setattr(Slice, "_run_phase", count_as_one)
@@ -235,20 +235,20 @@ def test_a_call_that_nobody_waits_for_any_more(cluster, all_free):
 @pytest.mark.long
 def test_a_side_call_hears_why_the_slice_was_lost(cluster, all_free):
     running = Slice(TWO_HOSTS, SmallHost, name="low/0", timeouts=QUICK)
-    heard = []
+    errors = []
 
     def side():
         try:
             running.call("slow", 100, 0.5, group="side")
         except SliceLost as error:
-            heard.append(str(error))
+            errors.append(str(error))
 
     thread = threading.Thread(target=side)
     thread.start()
     time.sleep(0.5)
     error, _ = lost_in(running, "fail", (0,))
     thread.join(timeout=10)
-    assert heard == [str(error)]
+    assert errors == [str(error)]
     all_free(*running.pids)
 
 

@@ -40,8 +40,8 @@ def parse(text):
 def resources_of(text):
     """Yield the type, the name and the content of each resource."""
     for block in parse(text).get("resource", ()):
-        for kind, named in block.items():
-            for name, content in named.items():
+        for kind, resources in block.items():
+            for name, content in resources.items():
                 yield kind, name, content
 
 

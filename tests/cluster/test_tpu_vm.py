@@ -65,8 +65,8 @@ def test_what_is_not_to_be_had_is_refused(text, message):
     ],
 )
 def test_names_that_a_shell_would_take_apart_are_refused(option, message, tmp_path, capsys):
-    asked = ["--layout", "four-pools", "--image", "i", "--project", "p", "--zone", "z", "--account", "a@b", option]
-    assert main(["hosts", str(tmp_path), *asked]) == 2
+    arguments = ["--layout", "four-pools", "--image", "i", "--project", "p", "--zone", "z", "--account", "a@b", option]
+    assert main(["hosts", str(tmp_path), *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 

@@ -16,7 +16,7 @@ SMALL = [f"--change={field}={value}" for field, value in {"height": 64, "width":
 
 
 @pytest.fixture
-def asked(checkpoint, tmp_path):
+def arguments(checkpoint, tmp_path):
     """Arguments of a test with three prompts on a small model."""
     prompts = tmp_path / "samples.txt"
     prompts.write_text("\n".join(PROMPTS) + "\n\n")
@@ -34,14 +34,14 @@ def noise(tmp_path):
 
 
 @pytest.mark.soak
-def test_loadgen_asks_for_every_prompt_once_from_the_same_latents(asked, noise, pipeline, tmp_path, capsys):
+def test_loadgen_asks_for_every_prompt_once_from_the_same_latents(arguments, noise, pipeline, tmp_path, capsys):
     more = ["--trial", "3", "--accuracy", "--fixed_latent", str(tmp_path / "fixed_latent.pt")]
-    assert run(mlperf.main, [*asked, *more]) == 0
+    assert run(mlperf.main, [*arguments, *more]) == 0
     videos = tmp_path / "out" / "videos"
     names = {f"{prompt.replace('/', '-')}-0.mp4" for prompt in PROMPTS}
     assert {path.name for path in videos.iterdir()} == names
-    said = json.loads((tmp_path / "out" / "mlperf_log_accuracy.json").read_text())
-    hashes = {each["qsl_idx"]: bytes.fromhex(each["data"]) for each in said}
+    log = json.loads((tmp_path / "out" / "mlperf_log_accuracy.json").read_text())
+    hashes = {each["qsl_idx"]: bytes.fromhex(each["data"]) for each in log}
     for index, prompt in enumerate(PROMPTS):
         file = videos / f"{prompt.replace('/', '-')}-0.mp4"
         assert hashes[index] == hashlib.sha256(file.read_bytes()).digest()
@@ -54,15 +54,15 @@ def test_loadgen_asks_for_every_prompt_once_from_the_same_latents(asked, noise, 
 
 @pytest.mark.long  # LoadGen spins meanwhile
 @pytest.mark.parametrize(
-    ("scenario", "said"),
+    ("scenario", "message"),
     [
         ("Offline", "Samples per second"),
         pytest.param("SingleStream", "90.0th percentile latency", marks=pytest.mark.soak),
     ],
 )
-def test_it_is_timed(scenario, said, asked, capsys):
-    assert run(mlperf.main, [*asked, "--trial", "2", "--scenario", scenario]) == 0
-    assert said in capsys.readouterr().out
+def test_it_is_timed(scenario, message, arguments, capsys):
+    assert run(mlperf.main, [*arguments, "--trial", "2", "--scenario", scenario]) == 0
+    assert message in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def test_it_is_timed(scenario, said, asked, capsys):
         (["--prompts", "/dev/null"], "/dev/null has none"),
     ],
 )
-def test_what_cannot_be_asked_is_said(asked, more, message, capsys):
-    assert run(mlperf.main, [*asked, *more]) == 2
+def test_what_cannot_be_asked_is_said(arguments, more, message, capsys):
+    assert run(mlperf.main, [*arguments, *more]) == 2
     assert message in capsys.readouterr().err
 
 

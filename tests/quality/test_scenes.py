@@ -15,11 +15,11 @@ def test_no_combination_is_in_both_sets():
         scenes = [draw_scene(0, i, held_out=held_out) for i in range(600)]
         return {(scene.actor.colour, scene.actor.shape, scene.kind, scene.direction) for scene in scenes}
 
-    trained, kept = combinations(held_out=False), combinations(held_out=True)
-    assert not trained & kept
-    assert len(kept) == 4 * len(KINDS) * 2  # one colour of each shape, kind and direction
+    trained, held_out = combinations(held_out=False), combinations(held_out=True)
+    assert not trained & held_out
+    assert len(held_out) == 4 * len(KINDS) * 2  # one colour of each shape, kind and direction
     for i in range(4):  # each part of a combination was seen in others
-        assert {combination[i] for combination in kept} == {combination[i] for combination in trained}
+        assert {combination[i] for combination in held_out} == {combination[i] for combination in trained}
 
 
 def test_both_directions_start_with_the_same_picture_and_other_words():

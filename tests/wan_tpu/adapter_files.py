@@ -49,7 +49,7 @@ def factors(module, names, rank=4, seed=0, scale=0.3):
     return pairs
 
 
-def named(pairs, names, prefix, down="lora_down", up="lora_up", *, alpha=None, underscores=False):
+def name_tensors(pairs, names, prefix, down="lora_down", up="lora_up", *, alpha=None, underscores=False):
     """Return a file's tensors; names: what each module is called there."""
     tensors = {}
     for own, (lower, upper) in pairs.items():
@@ -154,7 +154,7 @@ def save_made_up(path, random):
         if random.random() < 0.02:
             fields[random.choice(list(fields))] = random.choice(_VALUES)
         header[name], data = fields, data + content
-    said = {
+    settings = {
         key: random.choice(_VALUES)
         for key in ("lora_alpha", "alpha_pattern", "use_rslora", "use_dora")
         if random.random() < 0.2
@@ -163,14 +163,14 @@ def save_made_up(path, random):
     config.unlink(missing_ok=True)
     if random.random() < 0.3:
         header["__metadata__"] = {
-            "lora_adapter_metadata": json.dumps({f"transformer.{key}": value for key, value in said.items()})
+            "lora_adapter_metadata": json.dumps({f"transformer.{key}": value for key, value in settings.items()})
         }
     elif random.random() < 0.1:
         header["__metadata__"] = random.choice(
             [None, [], {"lora_adapter_metadata": 3}, {"lora_adapter_metadata": "[]"}]
         )
     elif random.random() < 0.5:
-        config.write_text(json.dumps(random.choice([said, said, said, *_VALUES])))
+        config.write_text(json.dumps(random.choice([settings, settings, settings, *_VALUES])))
     encoded = json.dumps(header).encode()
     content = bytearray(len(encoded).to_bytes(8, "little") + encoded + data)
     if random.random() < 0.15:

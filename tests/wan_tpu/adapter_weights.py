@@ -13,7 +13,7 @@ RELATIVE = 1e-5  # to the largest value: float32 rounding of a merged weight, an
 KIND = "wan2.2-t2v-a14b"
 
 
-def merged(pipe, stage, *loras):
+def merge_weights(pipe, stage, *loras):
     """Return an expert's weights with adapters applied, under diffusers' names and in its order of rows."""
     runtime = pipe.runtime
     loaded = runtime.component(stage, tuple(map(parse_adapter, loras)))

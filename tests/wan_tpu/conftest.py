@@ -15,4 +15,4 @@ def transformer(checkpoint):
 @pytest.fixture
 def good(transformer):
     names = {"blocks.0.attn1.to_q": "blocks.0.self_attn.q", "blocks.1.ffn.net.2": "blocks.1.ffn.2"}
-    return files.named(files.factors(transformer, names), names, "diffusion_model.", alpha=4)
+    return files.name_tensors(files.factors(transformer, names), names, "diffusion_model.", alpha=4)

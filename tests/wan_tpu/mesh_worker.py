@@ -43,7 +43,7 @@ request = GenerationRequest(
 transformer = WanTransformer3DModel.from_pretrained(folder, subfolder="transformer")
 names = adapter_files.blocks(transformer, adapter_files.WAN)
 factors = adapter_files.factors(transformer, names)
-tensors = adapter_files.named(factors, names, "diffusion_model.", alpha=4)
+tensors = adapter_files.name_tensors(factors, names, "diffusion_model.", alpha=4)
 tensors["diffusion_model.blocks.1.self_attn.q.diff_b"] = torch.arange(128.0)
 tensors["diffusion_model.patch_embedding.diff"] = torch.ones_like(transformer.patch_embedding.weight)
 adapter = adapter_files.save(tensors, f"{out}.safetensors")

@@ -64,12 +64,12 @@ class Reference:
     def _record(self, name: str, scheduler: diffusers.MiniMaxH3Scheduler) -> None:
         step = scheduler.step
 
-        def recorded(*args, **kwargs):
+        def step_and_record(*args, **kwargs):
             result = step(*args, **kwargs)
             self.steps[name].append(result[0].numpy().copy())
             return result
 
-        scheduler.step = recorded
+        scheduler.step = step_and_record
 
     def set_schedules(self, **schedules: tuple[float, list[float] | None]) -> None:
         """Set the shifts of "video" and "sound", and their noise levels before it (None: the usual)."""

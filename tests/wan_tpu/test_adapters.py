@@ -9,11 +9,11 @@ import torch
 
 from tests.conftest import record_steps
 from tests.wan_tpu import adapter_files as files
-from tests.wan_tpu.adapter_weights import KIND, RELATIVE, assert_same, merged, request
+from tests.wan_tpu.adapter_weights import KIND, RELATIVE, assert_same, merge_weights, request
 from tests.wan_tpu.test_parity import PIXEL_TOLERANCE
 
 
-def fused(folder, path, stage, scale=1.0, **more):
+def fuse_with_diffusers(folder, path, stage, scale=1.0, **more):
     """Return what diffusers makes of an expert with an adapter."""
     pipe = diffusers.WanPipeline.from_pretrained(folder)
     second = stage == "denoise_low"
@@ -47,15 +47,15 @@ def test_files_in_wans_names_are_applied_as_diffusers_does(form, stage, checkpoi
     prefix, down, up, alpha, underscores = FORMATS[form]
     names = files.blocks(transformer, files.WAN)
     factors = files.factors(transformer, names)
-    tensors = files.named(factors, names, prefix, down, up, alpha=alpha, underscores=underscores)
+    tensors = files.name_tensors(factors, names, prefix, down, up, alpha=alpha, underscores=underscores)
     path = files.save(tensors, tmp_path / "lora.safetensors")
     expert = stage.removeprefix("denoise_")
 
-    got = merged(pipeline(KIND), stage, f"{path}:0.7@{expert}")
+    got = merge_weights(pipeline(KIND), stage, f"{path}:0.7@{expert}")
 
-    expected = fused(checkpoint(KIND), path, stage, 0.7)
+    expected = fuse_with_diffusers(checkpoint(KIND), path, stage, 0.7)
     assert_same(got, expected)
-    base = merged(pipeline(KIND), stage)
+    base = merge_weights(pipeline(KIND), stage)
     assert (got["blocks.1.attn1.to_q.weight"] - base["blocks.1.attn1.to_q.weight"]).abs().max() > 0.01
     other = "low" if expert == "high" else "high"
     assert pipeline(KIND).plan(request(loras=[f"{path}@{other}"])).request.adapters_for(stage) == ()
@@ -67,22 +67,22 @@ def test_files_of_other_trainers_are_applied(form, pipeline, transformer, tmp_pa
     names = files.blocks(transformer, files.WAN)
     factors = files.factors(transformer, names)
     written = {name: name if own else original for name, original in names.items()}
-    tensors = files.named(factors, written, prefix, down, up, alpha=alpha, underscores=underscores)
+    tensors = files.name_tensors(factors, written, prefix, down, up, alpha=alpha, underscores=underscores)
     path = files.save(tensors, tmp_path / "x.safetensors")
     expected = files.by_hand(transformer.state_dict(), factors, 1.0 if alpha is None else alpha / 4)
-    assert_same(merged(pipeline(KIND), "denoise_high", path), expected)
+    assert_same(merge_weights(pipeline(KIND), "denoise_high", path), expected)
 
 
 def test_factors_without_weight_in_their_names_and_norms_of_lycoris_are_applied(pipeline, transformer, tmp_path):
     state, norm = transformer.state_dict(), "blocks.0.norm2"
     factors = files.factors(transformer, ["blocks.0.attn1.to_q"])
-    tensors = files.named(factors, {"blocks.0.attn1.to_q": "blocks.0.attn1.to_q"}, "")
+    tensors = files.name_tensors(factors, {"blocks.0.attn1.to_q": "blocks.0.attn1.to_q"}, "")
     tensors = {name.removesuffix(".weight"): value for name, value in tensors.items()}
     tensors |= {f"{norm}.w_norm": torch.ones(48), f"{norm}.b_norm": torch.full((48,), 2.0)}
     expected = files.by_hand(state, factors, 1.0)
     expected |= {f"{norm}.weight": state[f"{norm}.weight"] + 1, f"{norm}.bias": state[f"{norm}.bias"] + 2}
     path = files.save(tensors, tmp_path / "x.safetensors")
-    assert_same(merged(pipeline(KIND), "denoise_high", path), expected)
+    assert_same(merge_weights(pipeline(KIND), "denoise_high", path), expected)
 
 
 def test_what_diffusers_saves_is_applied_as_it_does(checkpoint, pipeline, tmp_path):
@@ -106,18 +106,18 @@ def test_what_diffusers_saves_is_applied_as_it_does(checkpoint, pipeline, tmp_pa
     )
     pipe.fuse_lora(components=["transformer"])
     pipe.unload_lora_weights()
-    assert_same(merged(pipeline(KIND), "denoise_high", str(tmp_path)), pipe.transformer.state_dict())
+    assert_same(merge_weights(pipeline(KIND), "denoise_high", str(tmp_path)), pipe.transformer.state_dict())
 
 
 def test_peft_adapter_folder(pipeline, transformer, tmp_path):
     """peft's own file has alpha beside it alone."""
     names = files.blocks(transformer, {"attn1.to_q": "attn1.to_q"})
     factors = files.factors(transformer, names)
-    tensors = files.named(factors, names, "base_model.model.", "lora_A", "lora_B")
+    tensors = files.name_tensors(factors, names, "base_model.model.", "lora_A", "lora_B")
     files.save(tensors, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 6, "use_rslora": True}))
     expected = files.by_hand(transformer.state_dict(), factors, 6 / 2)
-    assert_same(merged(pipeline(KIND), "denoise_high", str(tmp_path)), expected)
+    assert_same(merge_weights(pipeline(KIND), "denoise_high", str(tmp_path)), expected)
 
 
 def test_what_diffusers_drops_is_applied(pipeline, transformer, tmp_path):
@@ -125,7 +125,7 @@ def test_what_diffusers_drops_is_applied(pipeline, transformer, tmp_path):
     state = transformer.state_dict()
     names = files.blocks(transformer, files.WAN) | files.WAN_OUTER
     factors = files.factors(transformer, names)
-    tensors = files.named(factors, names, "diffusion_model.", alpha=4)
+    tensors = files.name_tensors(factors, names, "diffusion_model.", alpha=4)
     differences = {
         "blocks.0.norm2.weight": "blocks.0.norm3.diff",
         "blocks.0.norm2.bias": "blocks.0.norm3.diff_b",
@@ -148,20 +148,21 @@ def test_what_diffusers_drops_is_applied(pipeline, transformer, tmp_path):
     for own, name in differences.items():
         expected[own] = expected[own] + tensors[f"diffusion_model.{name}"]
         twice[own] = twice[own] + 0.5 * tensors[f"diffusion_model.{name}"]
-    assert_same(merged(pipeline(KIND), "denoise_high", path), expected)
-    assert_same(merged(pipeline(KIND), "denoise_high", f"{path}:0.5"), twice)
+    assert_same(merge_weights(pipeline(KIND), "denoise_high", path), expected)
+    assert_same(merge_weights(pipeline(KIND), "denoise_high", f"{path}:0.5"), twice)
 
 
 def test_bias_of_peft_follows_alpha(pipeline, transformer, tmp_path):
-    factors = files.factors(transformer, ["blocks.0.attn1.to_q"])
-    tensors = files.named(factors, {"blocks.0.attn1.to_q": "blocks.0.attn1.to_q"}, "transformer.", "lora_A", "lora_B")
+    layer = "blocks.0.attn1.to_q"
+    factors = files.factors(transformer, [layer])
+    tensors = files.name_tensors(factors, {layer: layer}, "transformer.", "lora_A", "lora_B")
     bias = torch.arange(48.0)
     tensors |= {"transformer.blocks.0.attn1.to_q.lora_B.bias": bias}
     header = {"lora_adapter_metadata": json.dumps({"transformer.r": 4, "transformer.lora_alpha": 2})}
     path = files.save(tensors, tmp_path / "x.safetensors", header)
     expected = files.by_hand(transformer.state_dict(), factors, 0.5)
     expected["blocks.0.attn1.to_q.bias"] = expected["blocks.0.attn1.to_q.bias"] + 0.5 * bias
-    assert_same(merged(pipeline(KIND), "denoise_high", path), expected)
+    assert_same(merge_weights(pipeline(KIND), "denoise_high", path), expected)
 
 
 def test_several_adapters_add_up(pipeline, transformer, tmp_path):
@@ -170,21 +171,21 @@ def test_several_adapters_add_up(pipeline, transformer, tmp_path):
     first = files.factors(transformer, ["blocks.0.attn1.to_q", "blocks.1.ffn.net.2"], rank=4)
     second = files.factors(transformer, ["blocks.1.attn1.to_q"], rank=24, seed=1)
     names = {name: name for name in (*first, *second)}
-    first_path = files.save(files.named(first, names, ""), tmp_path / "one.safetensors")
-    second_path = files.save(files.named(second, names, "", alpha=12), tmp_path / "two.safetensors")
+    first_path = files.save(files.name_tensors(first, names, ""), tmp_path / "one.safetensors")
+    second_path = files.save(files.name_tensors(second, names, "", alpha=12), tmp_path / "two.safetensors")
     expected = files.by_hand(files.by_hand(state, first, 2.0), second, -0.5 * 12 / 24)
-    assert_same(merged(pipeline(KIND), "denoise_high", f"{first_path}:2", f"{second_path}:-0.5"), expected)
+    assert_same(merge_weights(pipeline(KIND), "denoise_high", f"{first_path}:2", f"{second_path}:-0.5"), expected)
 
 
 def test_a_video_is_that_of_diffusers_with_the_same_pair(checkpoint, pipeline, transformer, tmp_path):
     names = files.blocks(transformer, files.WAN)
     paths = {}
     for seed, expert in enumerate(("high", "low")):
-        tensors = files.named(files.factors(transformer, names, seed=seed), names, "diffusion_model.", alpha=4)
+        tensors = files.name_tensors(files.factors(transformer, names, seed=seed), names, "diffusion_model.", alpha=4)
         paths[expert] = files.save(tensors, tmp_path / f"{expert}.safetensors")
     ours = pipeline(KIND)
-    asked = request(loras=[f"{path}@{expert}" for expert, path in paths.items()])
-    noise = np.random.default_rng(0).standard_normal(ours.runtime.model.spec.latent_shape(ours.plan(asked).request))
+    adapted = request(loras=[f"{path}@{expert}" for expert, path in paths.items()])
+    noise = np.random.default_rng(0).standard_normal(ours.runtime.model.spec.latent_shape(ours.plan(adapted).request))
     noise = noise.astype(np.float32)
     pipe = diffusers.WanPipeline.from_pretrained(checkpoint(KIND))
     pipe.set_progress_bar_config(disable=True)
@@ -205,11 +206,11 @@ def test_a_video_is_that_of_diffusers_with_the_same_pair(checkpoint, pipeline, t
     before = record_steps(ours, request(), noise)[-1].latents
 
     events = []
-    video = ours.generate(asked, noise=noise, on_step=lambda event: events.append(event.latents))
+    video = ours.generate(adapted, noise=noise, on_step=lambda event: events.append(event.latents))
 
     assert len(events) == len(expected) == 4
-    for got, wanted in zip(events, expected, strict=True):
-        assert np.abs(got - wanted).max() <= RELATIVE * np.abs(wanted).max()
+    for got, reference in zip(events, expected, strict=True):
+        assert np.abs(got - reference).max() <= RELATIVE * np.abs(reference).max()
     assert np.abs(video.pixels - frames).max() <= PIXEL_TOLERANCE
     assert np.abs(events[-1] - before).max() > 0.01
     assert np.array_equal(record_steps(ours, request(), noise)[-1].latents, before)  # the base again, to the bit

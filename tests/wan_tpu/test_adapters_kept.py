@@ -17,7 +17,7 @@ from actors.cli import main
 from actors.commands import serve_config
 from tests.conftest import record_steps
 from tests.wan_tpu import adapter_files as files
-from tests.wan_tpu.adapter_weights import KIND, merged, request
+from tests.wan_tpu.adapter_weights import KIND, merge_weights, request
 from wan_tpu import load_pipeline
 from wan_tpu.adapters import merging
 from wan_tpu.adapters.adapter import Targets
@@ -34,7 +34,7 @@ def test_host_memory_is_bounded_and_files_that_change_are_read_again(pipeline, t
     component, base = runtime.model.components["denoise_high"], runtime.component("denoise_high")
     factors = files.factors(transformer, ["blocks.0.attn1.to_q"])
     names = {"blocks.0.attn1.to_q": "blocks.0.attn1.to_q"}
-    paths = [files.save(files.named(factors, names, ""), tmp_path / f"{i}.safetensors") for i in range(3)]
+    paths = [files.save(files.name_tensors(factors, names, ""), tmp_path / f"{i}.safetensors") for i in range(3)]
     size = Targets(component, base).adapter(paths[0], read(find(paths[0]), paths[0])).nbytes
     adapters = AdapterCache(host_bytes=2 * size)
     first = [adapters.read(component, base, RequestedAdapter(path)) for path in paths[:2]]
@@ -42,7 +42,7 @@ def test_host_memory_is_bounded_and_files_that_change_are_read_again(pipeline, t
     adapters.read(component, base, RequestedAdapter(paths[2]))  # the second was used longest ago
     assert adapters.read(component, base, RequestedAdapter(paths[0])) is first[0]
     assert adapters.read(component, base, RequestedAdapter(paths[1])) is not first[1]
-    files.save(files.named(files.factors(transformer, names, seed=5), names, ""), tmp_path / "1.safetensors")
+    files.save(files.name_tensors(files.factors(transformer, names, seed=5), names, ""), tmp_path / "1.safetensors")
     again = adapters.read(component, base, RequestedAdapter(paths[1]))
     name = "blocks.template.attn1.to_q.weight"
     assert not np.array_equal(again.factors[name].up, first[1].factors[name].up)
@@ -87,7 +87,7 @@ def test_room_for_weights_has_what_requests_took_and_comes_back_with_weights_tha
 
 def save_factors(transformer, path, seed):
     names = files.blocks(transformer, {"attn1.to_q": "attn1.to_q"})
-    return files.save(files.named(files.factors(transformer, names, seed=seed), names, ""), path)
+    return files.save(files.name_tensors(files.factors(transformer, names, seed=seed), names, ""), path)
 
 
 def test_replaced_file_is_used_by_the_next_request(pipeline, transformer, tmp_path):
@@ -96,8 +96,8 @@ def test_replaced_file_is_used_by_the_next_request(pipeline, transformer, tmp_pa
     weight = "blocks.template.attn1.to_q.weight"
 
     def weights(seed):
-        asked = (parse_adapter(save_factors(transformer, path, seed)),)
-        return loaded(stage, asked).params[weight]
+        adapters = (parse_adapter(save_factors(transformer, path, seed)),)
+        return loaded(stage, adapters).params[weight]
 
     first, second = weights(0), weights(1)
     assert np.abs(np.asarray(first) - np.asarray(second)).max() > 0.01
@@ -111,7 +111,7 @@ def test_alpha_that_was_replaced_beside_a_file_is_used(pipeline, transformer, tm
     weights = []
     for alpha in (4, 8):
         (tmp_path / "adapter_config.json").write_text(json.dumps({"lora_alpha": alpha}))
-        weights.append(merged(pipeline(KIND), "denoise_high", path)["blocks.0.attn1.to_q.weight"])
+        weights.append(merge_weights(pipeline(KIND), "denoise_high", path)["blocks.0.attn1.to_q.weight"])
     assert (weights[0] - weights[1]).abs().max() > 0.01
 
 
@@ -181,7 +181,7 @@ class Stopped(BaseException):
 def test_base_is_whole_after_a_merge_in_place_was_interrupted(checkpoint, pipeline, transformer, tmp_path, monkeypatch):
     """At any of its weights, before it is changed or after."""
     names = files.blocks(transformer, files.WAN)
-    path = files.save(files.named(files.factors(transformer, names), names, ""), tmp_path / "x.safetensors")
+    path = files.save(files.name_tensors(files.factors(transformer, names), names, ""), tmp_path / "x.safetensors")
     lean = load_pipeline(checkpoint(KIND), "float32", (1, 1, 1), keep_weights=False).runtime
     whole, change = pipeline(KIND).runtime, merging._change_weight
 
@@ -211,9 +211,9 @@ def test_base_is_whole_after_a_merge_in_place_was_interrupted(checkpoint, pipeli
 def test_one_request_in_the_least_memory(checkpoint, pipeline, transformer, tmp_path):
     """Without kept weights the base is changed in place, and read again for the next."""
     names = files.blocks(transformer, files.WAN)
-    path = files.save(files.named(files.factors(transformer, names), names, ""), tmp_path / "x.safetensors")
+    path = files.save(files.name_tensors(files.factors(transformer, names), names, ""), tmp_path / "x.safetensors")
     lean = load_pipeline(checkpoint(KIND), "float32", (1, 1, 1), keep_weights=False)
     for loras in ([path], [], [f"{path}:0.5@low"]):
-        asked = request(loras=loras, steps=2)
-        latents, expected = (record_steps(pipe, asked)[-1].latents for pipe in (lean, pipeline(KIND)))
+        adapted = request(loras=loras, steps=2)
+        latents, expected = (record_steps(pipe, adapted)[-1].latents for pipe in (lean, pipeline(KIND)))
         assert np.array_equal(latents, expected)

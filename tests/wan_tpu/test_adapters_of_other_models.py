@@ -10,7 +10,7 @@ import torch
 from diffusers.loaders import lora_conversion_utils
 
 from tests.wan_tpu import adapter_files as files
-from tests.wan_tpu.adapter_weights import KIND, assert_same, merged
+from tests.wan_tpu.adapter_weights import KIND, assert_same, merge_weights
 
 
 def test_image_modules_of_wan_2_1_and_their_absence_in_others(checkpoint, pipeline, tmp_path, caplog):
@@ -23,18 +23,18 @@ def test_image_modules_of_wan_2_1_and_their_absence_in_others(checkpoint, pipeli
         "condition_embedder.image_embedder.ff.net.2": "img_emb.proj.3",
     }
     factors = files.factors(transformer, names | outer)
-    tensors = files.named(factors, names | outer, "diffusion_model.", alpha=4)
+    tensors = files.name_tensors(factors, names | outer, "diffusion_model.", alpha=4)
     norm = "blocks.0.attn2.norm_added_k.weight"
     tensors["diffusion_model.blocks.0.cross_attn.norm_k_img.diff"] = torch.ones(transformer.state_dict()[norm].shape)
     path = files.save(tensors, tmp_path / "i2v.safetensors")
     expected = files.by_hand(transformer.state_dict(), factors, 1.0)
     expected[norm] = expected[norm] + 1
-    assert_same(merged(pipeline(kind), "denoise", path), expected)
+    assert_same(merge_weights(pipeline(kind), "denoise", path), expected)
 
     other = diffusers.WanTransformer3DModel.from_pretrained(checkpoint(KIND), subfolder="transformer_2")
     alone = {name: value for name, value in factors.items() if name in files.blocks(other, files.WAN)}
     with caplog.at_level("WARNING"):
-        got = merged(pipeline(KIND), "denoise_low", f"{path}@low")
+        got = merge_weights(pipeline(KIND), "denoise_low", f"{path}@low")
     assert_same(got, files.by_hand(other.state_dict(), alone, 1.0))
     assert "7 modules" in caplog.text  # two in each of two layers, two outside, a norm
 
@@ -55,7 +55,7 @@ def test_cogvideox_as_diffusers_has_it(checkpoint, pipeline, tmp_path):
     )
     pipe.fuse_lora(components=["transformer"])
     pipe.unload_lora_weights()
-    assert_same(merged(pipeline(kind), "denoise", str(tmp_path)), pipe.transformer.state_dict())
+    assert_same(merge_weights(pipeline(kind), "denoise", str(tmp_path)), pipe.transformer.state_dict())
 
 
 def test_cogvideox_as_videox_fun_writes_it(checkpoint, pipeline, tmp_path):
@@ -66,9 +66,9 @@ def test_cogvideox_as_videox_fun_writes_it(checkpoint, pipeline, tmp_path):
         f"transformer_blocks.1.{name}" for name in ("attn1.to_q", "attn1.to_out.0", "ff.net.0.proj", "norm1.linear")
     ]
     factors = files.factors(transformer, names)
-    tensors = files.named(factors, {name: name for name in names}, "lora_unet__", alpha=2, underscores=True)
+    tensors = files.name_tensors(factors, {name: name for name in names}, "lora_unet__", alpha=2, underscores=True)
     path = files.save(tensors, tmp_path / "x.safetensors")
-    assert_same(merged(pipeline(kind), "denoise", path), files.by_hand(transformer.state_dict(), factors, 0.5))
+    assert_same(merge_weights(pipeline(kind), "denoise", path), files.by_hand(transformer.state_dict(), factors, 0.5))
 
 
 HUNYUAN = {
@@ -93,7 +93,7 @@ def test_hunyuan_in_its_own_names(underscores, checkpoint, pipeline, tmp_path):
     transformer = kind_of.from_pretrained(checkpoint(kind), subfolder="transformer")
     factors = files.factors(transformer, HUNYUAN)
     prefix = "lora_unet_" if underscores else "diffusion_model."
-    tensors = files.named(factors, HUNYUAN, prefix, alpha=2, underscores=underscores)
+    tensors = files.name_tensors(factors, HUNYUAN, prefix, alpha=2, underscores=underscores)
     refiner = "context_embedder.token_refiner.refiner_blocks.0.attn"
     block = "transformer_blocks.0.attn"
     for names, name in (
@@ -107,7 +107,7 @@ def test_hunyuan_in_its_own_names(underscores, checkpoint, pipeline, tmp_path):
         down = next(iter(fused.values()))[0]
         factors |= {name: (down, up) for name, (_, up) in fused.items()}
         whole = {"x": (down, torch.cat([up for _, up in fused.values()]))}
-        tensors |= files.named(whole, {"x": name}, prefix, alpha=2, underscores=underscores)
+        tensors |= files.name_tensors(whole, {"x": name}, prefix, alpha=2, underscores=underscores)
     comfy = {
         f"{block}.to_out.0": "double_blocks.0.img_attn.proj",
         "transformer_blocks.1.ff.net.0.proj": "double_blocks.1.img_mlp.0",
@@ -115,9 +115,9 @@ def test_hunyuan_in_its_own_names(underscores, checkpoint, pipeline, tmp_path):
     factors |= files.factors(transformer, list(comfy), seed=2)
     tensors = {name: value for name, value in tensors.items() if not re.search("0.img_attn.proj", name)}
     more = {name: factors[name] for name in comfy}
-    tensors |= files.named(more, comfy, prefix, alpha=2, underscores=underscores)
+    tensors |= files.name_tensors(more, comfy, prefix, alpha=2, underscores=underscores)
     path = files.save(tensors, tmp_path / "x.safetensors")
-    assert_same(merged(pipeline(kind), "denoise", path), files.by_hand(transformer.state_dict(), factors, 0.5))
+    assert_same(merge_weights(pipeline(kind), "denoise", path), files.by_hand(transformer.state_dict(), factors, 0.5))
 
 
 # Of each kind of module, by the names of LTX-2's own files.
@@ -159,7 +159,7 @@ def test_ltx2_as_diffusers_loads_it(original, checkpoint, pipeline, tmp_path):
     factors = files.factors(pipe.transformer, LTX2)
     names = LTX2 if original else {name: name for name in LTX2}
     prefix = "diffusion_model." if original else "transformer."
-    path = files.save(files.named(factors, names, prefix, "lora_A", "lora_B"), tmp_path / "ltx2.safetensors")
+    path = files.save(files.name_tensors(factors, names, prefix, "lora_A", "lora_B"), tmp_path / "ltx2.safetensors")
     before = {name: value.clone() for name, value in pipe.transformer.state_dict().items()}
     pipe.load_lora_weights(path)
     pipe.fuse_lora(components=["transformer"], lora_scale=0.5)
@@ -170,7 +170,7 @@ def test_ltx2_as_diffusers_loads_it(original, checkpoint, pipeline, tmp_path):
     }
     # Both stages run the same transformer.
     for stage in ("denoise", "refine"):
-        assert_same(merged(pipeline(kind), stage, f"{path}:0.5"), expected)
+        assert_same(merge_weights(pipeline(kind), stage, f"{path}:0.5"), expected)
 
 
 def h3_modules(transformer):
@@ -224,7 +224,7 @@ def test_minimax_h3_as_diffusers_converts_it(prefix, ends, alpha, checkpoint, pi
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
     pairs = {name: (draw(3, inputs) / inputs**0.5, draw(outputs, 3) / 5) for name, (outputs, inputs) in modules.items()}
     names = {name: name for name in modules}
-    tensors = files.named(pairs, names, prefix, *ends, alpha=alpha, underscores=prefix == "lora_unet_")
+    tensors = files.name_tensors(pairs, names, prefix, *ends, alpha=alpha, underscores=prefix == "lora_unet_")
     path = files.save(tensors, tmp_path / "h3.safetensors")
     converted = convert_h3(tensors, transformer.config.attention_head_dim)
     factors = {
@@ -234,10 +234,10 @@ def test_minimax_h3_as_diffusers_converts_it(prefix, ends, alpha, checkpoint, pi
     }
     assert len(factors) == len(modules) + 2 * 3
     state = transformer.state_dict()
-    assert_same(merged(pipeline(kind), "denoise", path), files.by_hand(state, factors, 1.0))
+    assert_same(merge_weights(pipeline(kind), "denoise", path), files.by_hand(state, factors, 1.0))
     if ends == ("lora_A", "lora_B") and not prefix:  # In diffusers' own names the rows are as they are.
         own = files.save(converted, tmp_path / "own.safetensors")
-        assert_same(merged(pipeline(kind), "denoise", own), files.by_hand(state, factors, 1.0))
+        assert_same(merge_weights(pipeline(kind), "denoise", own), files.by_hand(state, factors, 1.0))
 
 
 @pytest.mark.long
@@ -257,4 +257,4 @@ def test_minimax_h3_as_fastvideo_writes_it(checkpoint, pipeline, tmp_path):
         expected[f"{name}.weight"] = expected[f"{name}.weight"] + up @ down
         tensors |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
     path = files.save(tensors, tmp_path / "fasth3.safetensors")
-    assert_same(merged(pipeline(kind), "denoise", path), expected)
+    assert_same(merge_weights(pipeline(kind), "denoise", path), expected)

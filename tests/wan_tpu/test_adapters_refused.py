@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.wan_tpu import adapter_files as files
-from tests.wan_tpu.adapter_weights import KIND, merged
+from tests.wan_tpu.adapter_weights import KIND, merge_weights
 from wan_tpu import GenerationRequest
 from wan_tpu.adapters.adapter import Targets
 from wan_tpu.adapters.files import find, read
@@ -19,7 +19,7 @@ from wan_tpu.errors import InvalidRequest
 def refusal(pipeline, tensors, tmp_path, metadata=None):
     path = files.save(tensors, tmp_path / "bad.safetensors", metadata)
     with pytest.raises(InvalidRequest) as raised:
-        merged(pipeline(KIND), "denoise_high", path)
+        merge_weights(pipeline(KIND), "denoise_high", path)
     assert raised.value.field == "loras"
     return str(raised.value)
 
@@ -42,13 +42,13 @@ def test_what_isnt_understood_is_refused_by_name(name, good, pipeline, tmp_path)
 
 def test_other_models_are_refused_by_name(good, pipeline, tmp_path):
     far = {name.replace("blocks.0", "blocks.30"): value for name, value in good.items()}
-    said = refusal(pipeline, far, tmp_path)
-    assert "diffusion_model.blocks.30.self_attn.q.lora_down.weight" in said and "another model" in said
+    message = refusal(pipeline, far, tmp_path)
+    assert "diffusion_model.blocks.30.self_attn.q.lora_down.weight" in message and "another model" in message
     wide = {name: torch.cat([value, value]) if "up" in name else value for name, value in good.items()}
-    said = refusal(pipeline, wide, tmp_path)
-    assert "blocks.0.self_attn.q.lora_up.weight [96, 4]" in said and "[48, 48]" in said
-    said = refusal(pipeline, good | {"diffusion_model.patch_embedding.diff": torch.ones(48, 99, 1, 2, 2)}, tmp_path)
-    assert "patch_embedding.diff [48, 99, 1, 2, 2]" in said
+    message = refusal(pipeline, wide, tmp_path)
+    assert "blocks.0.self_attn.q.lora_up.weight [96, 4]" in message and "[48, 48]" in message
+    message = refusal(pipeline, good | {"diffusion_model.patch_embedding.diff": torch.ones(48, 99, 1, 2, 2)}, tmp_path)
+    assert "patch_embedding.diff [48, 99, 1, 2, 2]" in message
 
 
 def test_damaged_files_are_refused(good, pipeline, tmp_path):
@@ -63,10 +63,10 @@ def test_damaged_files_are_refused(good, pipeline, tmp_path):
     cut = tmp_path / "cut.safetensors"
     cut.write_bytes((tmp_path / "bad.safetensors").read_bytes()[:-5])
     with pytest.raises(InvalidRequest, match="cut off"):
-        merged(pipeline(KIND), "denoise_high", str(cut))
-    for path, said in ((str(tmp_path), "name one of these"), ("/nowhere/x.safetensors", "check the path")):
-        with pytest.raises(InvalidRequest, match=said):
-            merged(pipeline(KIND), "denoise_high", path)
+        merge_weights(pipeline(KIND), "denoise_high", str(cut))
+    for path, message in ((str(tmp_path), "name one of these"), ("/nowhere/x.safetensors", "check the path")):
+        with pytest.raises(InvalidRequest, match=message):
+            merge_weights(pipeline(KIND), "denoise_high", path)
 
 
 Q = "diffusion_model.blocks.0.self_attn.q"
@@ -102,13 +102,13 @@ def test_tensors_of_impossible_shapes_are_refused_by_name(name, value, good, pip
     ],
 )
 def test_quantised_adapters_are_refused_with_what_works(name, value, good, pipeline, tmp_path):
-    said = refusal(pipeline, good | {name: value}, tmp_path)
-    assert f"holds quantised weights ({name})" in said
-    assert "the same adapter in bfloat16" in said and "fetch it again" not in said
+    message = refusal(pipeline, good | {name: value}, tmp_path)
+    assert f"holds quantised weights ({name})" in message
+    assert "the same adapter in bfloat16" in message and "fetch it again" not in message
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({"lora_alpha": "much"}, "lora_alpha is 'much'"),
         ({"lora_alpha": [8]}, r"lora_alpha is [8]"),
@@ -120,16 +120,16 @@ def test_quantised_adapters_are_refused_with_what_works(name, value, good, pipel
         ("[" * 100_000, "alpha is damaged"),
     ],
 )
-def test_impossible_alphas_of_a_configuration_are_refused(config, said, good, pipeline, tmp_path):
+def test_impossible_alphas_of_a_configuration_are_refused(config, message, good, pipeline, tmp_path):
     pairs = {name: value for name, value in good.items() if not name.endswith("alpha")}
     path = files.save(pairs, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text(config if isinstance(config, str) else json.dumps(config))
-    if not said:  # null is as good as nothing
-        merged(pipeline(KIND), "denoise_high", path)
+    if not message:  # null is as good as nothing
+        merge_weights(pipeline(KIND), "denoise_high", path)
         return
     with pytest.raises(InvalidRequest) as raised:
-        merged(pipeline(KIND), "denoise_high", path)
-    assert said in str(raised.value)
+        merge_weights(pipeline(KIND), "denoise_high", path)
+    assert message in str(raised.value)
     assert raised.value.field == "loras"
 
 
@@ -149,7 +149,7 @@ def test_made_up_files_are_read_or_refused_whole(pipeline, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("loras", "said"),
+    ("loras", "message"),
     [
         ([{"path": "a", "scale": float("nan")}], "number"),
         (["a:99"], "nearest 10"),
@@ -161,8 +161,8 @@ def test_made_up_files_are_read_or_refused_whole(pipeline, tmp_path):
         (["a"] * 9, "allowed are 8"),
     ],
 )
-def test_requests_with_impossible_adapters_are_refused(loras, said):
-    with pytest.raises(InvalidRequest, match=said) as raised:
+def test_requests_with_impossible_adapters_are_refused(loras, message):
+    with pytest.raises(InvalidRequest, match=message) as raised:
         GenerationRequest(loras=loras)
     assert raised.value.field == "loras"
 

@@ -91,12 +91,12 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path):
 def test_shardings_that_are_the_same_are_written_the_same():
     described = AbstractMesh((1, 4), ("dp", "tp"))  # four devices nobody has here
 
-    def placed(*axes):
+    def describe(*axes):
         return key.describe_sharding(NamedSharding(described, P(*axes)))
 
-    assert placed("tp") == placed("tp", None) == placed(("dp", "tp"))
-    assert placed("dp") == placed(None, None) == placed()
-    assert len({placed("tp"), placed(None, "tp"), placed()}) == 3
+    assert describe("tp") == describe("tp", None) == describe(("dp", "tp"))
+    assert describe("dp") == describe(None, None) == describe()
+    assert len({describe("tp"), describe(None, "tp"), describe()}) == 3
 
 
 def test_source_that_makes_programs_is_in_the_key():

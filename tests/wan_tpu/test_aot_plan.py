@@ -114,18 +114,17 @@ def test_a_job_survives_the_way_to_its_process_and_its_key_says_what_changes_it(
 @pytest.mark.long
 def test_what_a_crash_left_half_written_is_compiled_again(tmp_path):
     job = Job("unknown", STEP, SLICE, (2, 1, 2), SETTINGS, "bfloat16")
-    kept = tmp_path / f"{job.digest}.hlo.gz"
-    kept.with_name(f"{job.digest}.json").write_text(json.dumps(dataclasses.asdict(Compiled(1.0, 2.0, 3))))
-    kept.write_bytes(gzip.compress(b"HloModule"))
+    program_file = tmp_path / f"{job.digest}.hlo.gz"
+    program_file.with_name(f"{job.digest}.json").write_text(json.dumps(dataclasses.asdict(Compiled(1.0, 2.0, 3))))
+    program_file.write_bytes(gzip.compress(b"HloModule"))
     assert compile_job(job, tmp_path) == (Compiled(1.0, 2.0, 3), "HloModule")
-    kept.write_bytes(kept.read_bytes()[:-10])
+    program_file.write_bytes(program_file.read_bytes()[:-10])
     assert "KeyError: 'unknown'" in compile_job(job, tmp_path)[0].refused  # by the process that compiles
 
 
 def test_other_steps_and_guidance_compile_the_experts_programs_again_and_no_others(tmp_path):
     def digest(program: str, **fields: float) -> str:
-        asked = GenerationRequest(height=480, width=832, frames=81, **fields)
-        request = asked.resolve(published_spec(MODEL).defaults)
+        request = GenerationRequest(height=480, width=832, frames=81, **fields).resolve(published_spec(MODEL).defaults)
         planner = Planner(MODEL, request, SLICE, dtype="bfloat16", cache=tmp_path, report=print)
         return planner.job(program, MeshShape(2, 1, 2)).digest
 

@@ -98,7 +98,7 @@ def layers(x, weights):
 
 
 @pytest.fixture(scope="module")
-def compiled(mesh):
+def compiled_layers(mesh):
     def array(*shape, spec):
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
 
@@ -108,8 +108,10 @@ def compiled(mesh):
     return program.compile(array(TOKENS, WIDTH, spec=P()), weights)
 
 
-def test_a_scanned_layer_is_found_with_its_work_and_its_collective(compiled, mesh, v6e_4):
-    cost = analyse(compiled.as_text(), v6e_4.hardware, interconnect_of(v6e_4, mesh), kernel_cycles=lambda call: None)
+def test_a_scanned_layer_is_found_with_its_work_and_its_collective(compiled_layers, mesh, v6e_4):
+    cost = analyse(
+        compiled_layers.as_text(), v6e_4.hardware, interconnect_of(v6e_4, mesh), kernel_cycles=lambda call: None
+    )
     assert cost.unpriced == ()
     assert cost.matmul_flops == LAYERS * 2 * 2 * TOKENS * WIDTH * WIDTH  # of 4 WIDTH hidden units a quarter each
     [(body, trips)] = cost.loops()
@@ -122,11 +124,11 @@ def test_a_scanned_layer_is_found_with_its_work_and_its_collective(compiled, mes
     assert sum(item.seconds.estimate + item.hidden_s.estimate for item in moved) == pytest.approx(links, rel=1e-3)
 
 
-def test_a_tpu_program_is_stored(compiled, mesh, tmp_path):
+def test_a_tpu_program_is_stored(compiled_layers, mesh, tmp_path):
     """It can't be loaded without a TPU: only that it is whole, under its key, is tested."""
     stored = Executables(tmp_path, "settings", save=True)
     argument = jax.ShapeDtypeStruct((2,), jnp.float32, sharding=NamedSharding(mesh, P()))
-    assert stored.get("layers", (argument,), mesh, lambda: compiled) is compiled
+    assert stored.get("layers", (argument,), mesh, lambda: compiled_layers) is compiled_layers
     [file] = tmp_path.glob(f"*{SUFFIX}")
     head, _, payload = file.read_bytes().partition(b"\n")
     assert b"TPU v6 lite" in head

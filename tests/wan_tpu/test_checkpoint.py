@@ -119,23 +119,23 @@ def test_quantised_weights_are_refused_with_what_works(name, copy):
 
 
 @pytest.mark.parametrize(
-    ("offsets", "said"),
+    ("offsets", "message"),
     [([[0, 8], [4, 12]], "overlap at byte 4"), ([[0, 8], [12, 20]], "leave a hole at byte 8"), ([[4, 12]], "hole")],
 )
-def test_tensors_that_overlap_or_leave_holes_are_refused(offsets, said, tmp_path):
+def test_tensors_that_overlap_or_leave_holes_are_refused(offsets, message, tmp_path):
     """As the format's own reader refuses them."""
     fields = {str(i): {"dtype": "F32", "shape": [2], "data_offsets": span} for i, span in enumerate(offsets)}
     header = json.dumps(fields).encode()
     file = tmp_path / "x.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(max(last for _, last in offsets)))
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         locate_tensors(on_disk(file))
     with pytest.raises(safetensors.SafetensorError):
         safetensors.torch.load_file(file)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (
             b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n",
@@ -147,10 +147,10 @@ def test_tensors_that_overlap_or_leave_holes_are_refused(offsets, said, tmp_path
         (b"", "damaged or cut off"),
     ],
 )
-def test_what_is_no_file_of_weights_is_named(content, said, tmp_path):
+def test_what_is_no_file_of_weights_is_named(content, message, tmp_path):
     file = tmp_path / "x.safetensors"
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         locate_tensors(on_disk(file))
 
 

@@ -26,7 +26,7 @@ STEPS = 12  # Four for each chunk.
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch):
+def registered_family(monkeypatch):
     monkeypatch.setitem(FAMILIES, chunked_toy.FAMILY.transformer, chunked_toy.FAMILY)
 
 

@@ -82,7 +82,7 @@ def test_adapters_and_sigmas_stage_by_stage(checkpoint, tmp_path):
     source = checkpoint("wan2.2-i2v-a14b")
     transformer = diffusers.WanTransformer3DModel.from_pretrained(source, subfolder="transformer")
     names = adapter_files.blocks(transformer, adapter_files.WAN)
-    factors = adapter_files.named(adapter_files.factors(transformer, names), names, "diffusion_model.")
+    factors = adapter_files.name_tensors(adapter_files.factors(transformer, names), names, "diffusion_model.")
     path = adapter_files.save(factors, tmp_path / "lora.safetensors")
     index = REQUEST.index("--steps")
     argv = [*REQUEST[:index], *REQUEST[index + 2 :], "--model_id", str(source), "--solver", "euler"]
@@ -125,7 +125,7 @@ def test_adapters_and_sigmas_stage_by_stage(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "field", "said"),
+    ("options", "field", "message"),
     [
         (["--steps", "2"], "strength", "strength 0.3 of 2 steps is none"),
         (["--sigmas", "1", "0.5"], "strength", "strength 0.3 of 2 steps is none"),
@@ -133,7 +133,7 @@ def test_adapters_and_sigmas_stage_by_stage(checkpoint, tmp_path):
         (["--cache", "magcache"], "cache", "not of strength"),
     ],
 )
-def test_stage_2_checks_what_began_as_a_video(options, field, said, checkpoint, tmp_path):
+def test_stage_2_checks_what_began_as_a_video(options, field, message, checkpoint, tmp_path):
     source = checkpoint("wan2.2-t2v-a14b")
     request = GenerationRequest(prompt="a dog", strength=0.3, steps=8).resolve(open_spec(source).defaults)
     run = staged.Run("id", str(source), "float32", request, ())
@@ -141,7 +141,7 @@ def test_stage_2_checks_what_began_as_a_video(options, field, said, checkpoint, 
     latents = np.zeros((1, 16, 1, 4, 4), np.float32)
     conditioning = Conditioning({"text": np.zeros((1, 4, 4), np.float32)}, video_latents=latents)
     save_value(conditioning, tmp_path / staged.EMBEDDINGS, {"id": run.id})
-    with pytest.raises(InvalidRequest, match=said) as raised:
+    with pytest.raises(InvalidRequest, match=message) as raised:
         staged.denoise(["--input_dir", str(tmp_path), "--dp", "1", *options])
     assert raised.value.field == field
 
@@ -207,8 +207,8 @@ def test_staged_equals_one_command(video_file, checkpoint, tmp_path, capsys):
 def test_sound_is_asked_for_or_left_out_by_an_option():
     parser = Parser(prog="generate")
     add_request_arguments(parser)
-    for options, asked in (([], None), (["--generate-audio"], True), (["--no-generate-audio"], False)):
-        assert request_from(parser.parse_args(["--prompt", "a cat", *options])).generate_audio is asked
+    for options, expected in (([], None), (["--generate-audio"], True), (["--no-generate-audio"], False)):
+        assert request_from(parser.parse_args(["--prompt", "a cat", *options])).generate_audio is expected
 
 
 def test_existing_output_is_kept(video_file, checkpoint, capsys):
@@ -269,15 +269,15 @@ def test_libraries_are_quiet(checkpoint, tmp_path):
     wrong = [*REQUEST, "--frames", "6", "--output", str(tmp_path / "video.mp4")]
     generated = ["-m", "actors.cli", "generate", "--model", str(checkpoint("wan2.2-i2v-a14b")), *wrong]
     for argv, expected in ((["-c", FORKS_BESIDE_GRPC], r""), (generated, r"error: .*4n \+ 1.*\n")):
-        shown = subprocess.run([sys.executable, *argv], cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert re.fullmatch(expected, shown.stderr), shown.stderr
+        process = subprocess.run([sys.executable, *argv], cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert re.fullmatch(expected, process.stderr), process.stderr
 
 
 def test_console_script_lists_its_commands():
     command = Path(sys.executable).with_name("wan-tpu")
-    shown = subprocess.run([command, "--help"], capture_output=True, text=True, check=True).stdout
+    output = subprocess.run([command, "--help"], capture_output=True, text=True, check=True).stdout
     for name in ("generate", "stage1", "stage2", "stage3"):
-        assert name in shown
+        assert name in output
     wrong = subprocess.run([command, "fly"], capture_output=True, text=True, env=os.environ, check=False)
     assert wrong.returncode == 2
     assert "choose from" in wrong.stderr

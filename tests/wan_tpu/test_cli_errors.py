@@ -112,9 +112,9 @@ def test_a_later_component_is_refused_before_any_compute(checkpoint, tmp_path, c
     file = next((folder / "transformer_2").glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-100])
     assert cli.run(generate, ["--model_id", str(folder), *REQUEST, "--output", str(tmp_path / "video.mp4")]) == 2
-    shown = capsys.readouterr().err
-    assert "transformer_2" in shown
-    assert "encoder:" not in shown  # no stage began
+    output = capsys.readouterr().err
+    assert "transformer_2" in output
+    assert "encoder:" not in output  # no stage began
 
 
 # What an unhealthy text encoder does is shown on slices, in tests/actors/on_slices/test_pipeline.py.

@@ -29,7 +29,7 @@ TABLE = ("cogvideox-5b-i2v", "dpm")  # Of positions, trained, beside those that 
 assert {kind for kind, _ in [*NAMED, *OTHERS, TABLE]} == set(PUBLISHED)
 
 
-def asked(kind, solver):
+def make_request(kind, solver):
     return GenerationRequest(
         prompt="A cat in the rain", negative_prompt="blurred", seed=5, solver=solver, guidance_scale=6.0,
         image=PHOTO if kind.endswith("i2v") else None, **SIZE,
@@ -45,7 +45,7 @@ def asked(kind, solver):
     ],
 )
 def test_same_latents_and_pixels_as_diffusers(kind, solver, checkpoint, pipeline):
-    request, latents = asked(kind, solver), []
+    request, latents = make_request(kind, solver), []
     video = pipeline(kind).generate(request, on_step=lambda event: latents.append(event.latents))
 
     theirs = diffusers.DiffusionPipeline.from_pretrained(checkpoint(kind))
@@ -71,7 +71,7 @@ def test_same_latents_and_pixels_as_diffusers(kind, solver, checkpoint, pipeline
 
 def test_a_run_that_goes_on_from_a_state_draws_the_noise_that_comes_next(pipeline):
     pipe = pipeline("cogvideox1.5-5b-i2v")
-    plan = pipe.plan(asked("cogvideox1.5-5b-i2v", "dpm"))
+    plan = pipe.plan(make_request("cogvideox1.5-5b-i2v", "dpm"))
     conditioning, start = pipe.encode(plan), pipe.initial_state(plan)
     whole = pipe.denoise(plan, conditioning, start)
     resumed = pipe.denoise(plan, conditioning, pipe.denoise(plan, conditioning, start, stop=2))
@@ -82,7 +82,7 @@ def test_a_run_that_goes_on_from_a_state_draws_the_noise_that_comes_next(pipelin
     ("kind", "stop"), [("cogvideox1.5-5b-i2v", 2), pytest.param("cogvideox-5b", None, marks=pytest.mark.long)]
 )
 def test_noise_of_ones_own_leaves_the_generator_s_to_the_steps(kind, stop, checkpoint, pipeline):
-    pipe, request = pipeline(kind), asked(kind, "dpm")
+    pipe, request = pipeline(kind), make_request(kind, "dpm")
     plan = pipe.plan(request)
     noise = np.random.default_rng(7).standard_normal(pipe.initial_state(plan).latents.shape).astype(np.float32)
     conditioning, state = pipe.encode(plan), pipe.initial_state(plan, noise)
@@ -124,7 +124,7 @@ def test_bfloat16_stays_within_its_bound(pipeline):
     latents = {}
     for dtype in ("float32", "bfloat16"):
         pipe = pipeline("cogvideox1.5-5b-i2v", dtype)
-        latents[dtype] = record_steps(pipe, asked("cogvideox1.5-5b-i2v", "ddim"))[-1].latents
+        latents[dtype] = record_steps(pipe, make_request("cogvideox1.5-5b-i2v", "ddim"))[-1].latents
     error = latents["bfloat16"] - latents["float32"]
     assert np.sqrt((error**2).mean()) <= bound * np.sqrt((latents["float32"] ** 2).mean())
 

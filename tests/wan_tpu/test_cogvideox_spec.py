@@ -81,7 +81,7 @@ def test_full_size(kind, tokens, padding):
 
 
 @pytest.mark.parametrize(
-    ("kind", "asked", "message"),
+    ("kind", "fields", "message"),
     [
         ("cogvideox1.5-5b", {"frames": 85}, r"frames is 85; it must be 8n \+ 1, nearest 81"),
         ("cogvideox1.5-5b", {"height": 2416}, "height is 2416; cogvideox1.5-5b knows positions of at most 2400"),
@@ -92,9 +92,9 @@ def test_full_size(kind, tokens, padding):
         ("cogvideox-2b", {"steps": 1000, "frames": 0}, "frames is 0"),
     ],
 )
-def test_what_a_model_does_not_make_is_refused_with_what_it_does(kind, asked, message):
+def test_what_a_model_does_not_make_is_refused_with_what_it_does(kind, fields, message):
     with pytest.raises(InvalidRequest, match=message):
-        CogVideoXSpec(PUBLISHED[kind]).plan(GenerationRequest(**asked), image=kind.endswith("i2v"))
+        CogVideoXSpec(PUBLISHED[kind]).plan(GenerationRequest(**fields), image=kind.endswith("i2v"))
 
 
 def test_a_scheduler_that_predicts_noise_is_refused(tmp_path):

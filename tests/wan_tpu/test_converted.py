@@ -191,7 +191,7 @@ def spoil(folder, change, component="vae"):
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
 
 
-def damaged(folder):
+def damage(folder):
     path = folder / "vae" / FILE
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
@@ -201,7 +201,7 @@ def damaged(folder):
 @pytest.mark.parametrize(
     ("spoiled", "dtype", "message"),
     [
-        (damaged, "bfloat16", r"vae/wan_tpu.safetensors is damaged: of .*, bytes \d+ to \d+; delete it, and convert"),
+        (damage, "bfloat16", r"vae/wan_tpu.safetensors is damaged: of .*, bytes \d+ to \d+; delete it, and convert"),
         (lambda f: (f / "vae" / MANIFEST).unlink(), "bfloat16", "its conversion wasn't finished"),
         (lambda f: spoil(f, {"layout": 0}), "bfloat16", f"converted for layout 0, this version reads {LAYOUT}"),
         (lambda f: spoil(f, {"bytes": 7}), "bfloat16", "bytes of 7; convert the checkpoint again"),

@@ -113,12 +113,12 @@ def test_nothing_is_overwritten_unless_asked(tmp_path):
 
 
 def test_an_error_while_writing_leaves_nothing(tmp_path):
-    def broken():
+    def break_off():
         yield from moving_square().frames
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError), VideoWriter(tmp_path / "video.mp4", fps=8) as writer:
-        writer.write(broken())
+        writer.write(break_off())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -172,9 +172,9 @@ def test_contact_sheet_shows_first_and_last_frame_with_their_numbers_and_no_empt
 
 @pytest.mark.parametrize("total", [1, 2, 5, 9, 11, 12, 81])
 def test_sheets_have_full_rows_from_the_first_frame_to_the_last(total):
-    shown = fill_rows(total, 12)
-    assert shown == sorted(set(shown)) and (shown[0], shown[-1]) == (0, total - 1)
-    assert len(shown) == min(total, 12) // 4 * 4 if total >= 4 else len(shown) == total
+    indices = fill_rows(total, 12)
+    assert indices == sorted(set(indices)) and (indices[0], indices[-1]) == (0, total - 1)
+    assert len(indices) == min(total, 12) // 4 * 4 if total >= 4 else len(indices) == total
 
 
 @pytest.mark.parametrize("colour", [0.0, 1.0, 0.5])

@@ -57,14 +57,14 @@ def mesh():
 
 @pytest.mark.parametrize("kind", UNUSED)
 def test_all_tensors_of_all_files_are_read(kind, checkpoint, mesh):
-    opened, held, read = Checkpoint(checkpoint(kind)), {}, set()
+    opened, tensors, read = Checkpoint(checkpoint(kind)), {}, set()
     for path in opened.path("").rglob("*.safetensors"):
         with safe_open(path, "pt") as file:
             names = file.keys()
-            held |= {f"{path.parent.name}/{name}": file.get_tensor(name) for name in names}
+            tensors |= {f"{path.parent.name}/{name}": file.get_tensor(name) for name in names}
     for component in open_model(opened).components.values():
         part, stored = open_component(opened, component, "float32", mesh), {}
-        for name in held:
+        for name in tensors:
             renamed = name.removeprefix(f"{component.folder}/")
             for pattern, replacement in component.renames:
                 renamed = re.sub(pattern, replacement, renamed)
@@ -74,9 +74,9 @@ def test_all_tensors_of_all_files_are_read(kind, checkpoint, mesh):
             plain = part.plain[name]
             count = len(weight.blocks) if "*" in plain else 1
             read |= {stored[plain.replace("*", str(layer), 1)] for layer in range(count)}
-    assert {name for name in held if not re.fullmatch(UNUSED[kind], name)} == read
+    assert {name for name in tensors if not re.fullmatch(UNUSED[kind], name)} == read
     # Where all numbers of a tensor are ones or zeros, it could be ignored without a difference.
-    assert [name for name, tensor in held.items() if tensor.unique().numel() == 1 < tensor.numel()] == []
+    assert [name for name, tensor in tensors.items() if tensor.unique().numel() == 1 < tensor.numel()] == []
 
 
 def test_a_trained_table_is_read_as_the_file_has_it(checkpoint, mesh):

@@ -28,12 +28,12 @@ COMMAND = ["--dtype", "float32", "--dp", "1", "--sp", "1", "--tp", "1"]
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch):
+def registered_family(monkeypatch):
     monkeypatch.setitem(FAMILIES, toy_family.FAMILY.transformer, toy_family.FAMILY)
 
 
 @pytest.fixture
-def folder(tmp_path, registered):
+def folder(tmp_path, registered_family):
     return make_checkpoint(tmp_path / "toy", "toy-large")
 
 
@@ -101,7 +101,7 @@ def test_layouts_and_the_service_know_its_stages(folder):
     spec = open_spec(folder)
     layout = Layout.parse("pools: {all: {stages: [encoder, rough, fine, decoder], slice: v6e-1}}", "mine")
     layout.check_stages(spec.stages)
-    shown = models.describe_model(ServiceSettings(database="", storage="", model="mine"), spec, 0)
-    assert (shown.stages, shown.defaults["size"]) == (["encoder", "rough", "fine", "decoder"], "96x64")
+    description = models.describe_model(ServiceSettings(database="", storage="", model="mine"), spec, 0)
+    assert (description.stages, description.defaults["size"]) == (["encoder", "rough", "fine", "decoder"], "96x64")
     with pytest.raises(InvalidRequest, match="image was given"):
         spec.plan(GenerationRequest(**REQUEST), image=True)

@@ -64,8 +64,8 @@ def test_latents_after_each_step_of_three_chunks_are_those_of_diffusers(kind, tm
     folder = make_checkpoint(tmp_path, kind)
     settings, options = KINDS[kind]
     spec = HeliosSpec.open(Checkpoint(folder))
-    wanted = GenerationRequest(prompt="a cat", height=HEIGHT, width=WIDTH, frames=33 * CHUNKS, seed=SEED, **settings)
-    request = wanted.resolve(spec.defaults, {})
+    fields = GenerationRequest(prompt="a cat", height=HEIGHT, width=WIDTH, frames=33 * CHUNKS, seed=SEED, **settings)
+    request = fields.resolve(spec.defaults, {})
     text = TEXT if spec.is_guided(request) else TEXT[:1]
     branches = helios_worker.make_predictor(folder, make_mesh((1, 1, 1), heads=helios_worker.HEADS))
     guide = guide_scaled if spec.config.scaled_guidance else apply_guidance

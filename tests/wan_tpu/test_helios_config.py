@@ -91,9 +91,9 @@ def test_every_tensor_of_the_checkpoint_has_one_place(folder):
             plain = part.plain[name]
             count = len(weight.blocks) if "*" in plain else 1
             read += [f"{component.folder}/{plain.replace('*', str(layer), 1)}" for layer in range(count)]
-    held = []
+    tensors = []
     for path in opened.path("").rglob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            held += [f"{path.parent.name}/{name}" for name in file.keys()]  # noqa: SIM118
-    assert "transformer/blocks.1.attn1.history_key_scale" in held
-    assert sorted(name.replace("history_key_scale", "history_gain") for name in held) == sorted(read)
+            tensors += [f"{path.parent.name}/{name}" for name in file.keys()]  # noqa: SIM118
+    assert "transformer/blocks.1.attn1.history_key_scale" in tensors
+    assert sorted(name.replace("history_key_scale", "history_gain") for name in tensors) == sorted(read)

@@ -140,12 +140,12 @@ def test_a_run_resumes_bit_for_bit_within_a_chunk_and_between_two(name, steps, p
 
 def test_videos_that_cant_be_continued_are_refused(requests, runs, pipeline, tmp_path):
     pipe, source = pipeline(KIND), requests["video"].video
-    for fields, field, said in (
+    for fields, field, message in (
         ({"video": source, "strength": 0.5}, "strength", "without changing it; leave strength out"),
         ({"strength": 1.0}, "strength", "without a video"),
         ({"video": source, "image": requests["image"].image}, "video", "leave one out"),
     ):
-        with pytest.raises(InvalidRequest, match=said) as raised:
+        with pytest.raises(InvalidRequest, match=message) as raised:
             pipe.plan(dataclasses.replace(REQUEST, **fields))
         assert raised.value.field == field
     short = Video(np.zeros((32, 16, 16, 3), np.float32), 24.0).save(tmp_path / "short.mp4")

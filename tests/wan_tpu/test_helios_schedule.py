@@ -84,8 +84,8 @@ def test_each_step_is_that_of_diffusers(pyramid):
             expected, times = run_theirs(pyramid, stage, steps, tokens, velocities, start, amplified)
             schedule = stage_schedule(pyramid, stage, steps, tokens, amplified=amplified)
             assert np.abs(schedule.timesteps - times).max() <= 1e-4
-            for got, wanted in zip(run_ours(schedule, velocities, start), expected, strict=True):
-                assert np.abs(got - wanted).max() <= 2e-6 * np.abs(wanted).max()
+            for got, reference in zip(run_ours(schedule, velocities, start), expected, strict=True):
+                assert np.abs(got - reference).max() <= 2e-6 * np.abs(reference).max()
 
 
 @pytest.mark.parametrize("pyramid", [pyramid for pyramid in PYRAMIDS if pyramid.stages > 1], ids=str)

@@ -18,12 +18,12 @@ TIME = 640.0
 RNG = np.random.default_rng(0)
 
 
-def drawn(*shape):
+def draw_normal(*shape):
     return RNG.standard_normal(shape).astype(np.float32)
 
 
-TEXT = drawn(2, 20, 32)
-CHUNKS = [drawn(*SHAPE) for _ in range(2)]
+TEXT = draw_normal(2, 20, 32)
+CHUNKS = [draw_normal(*SHAPE) for _ in range(2)]
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +62,15 @@ def ours(folder):
 @pytest.mark.parametrize(("shape", "chunk"), [*((shape, SHAPE) for shape in segment_shapes(SHAPE, 3)), (ODD, ODD)])
 def test_velocity_is_that_of_diffusers_at_each_size(shape, chunk, theirs, ours):
     """The first chunk has a history of zeros; the third one's also holds frames of the first."""
-    latents = drawn(*shape)
+    latents = draw_normal(*shape)
     for count in (0, 2):
-        history = make_history(chunk, [drawn(*chunk) for _ in range(count)])
+        history = make_history(chunk, [draw_normal(*chunk) for _ in range(count)])
         expected, velocities = theirs(latents, history), ours(latents, TIME, history, TEXT)
         assert np.abs(velocities - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
 def test_each_part_of_the_history_changes_the_velocity(ours):
-    latents, history = drawn(*segment_shapes(SHAPE, 3)[0]), make_history(SHAPE, CHUNKS)
+    latents, history = draw_normal(*segment_shapes(SHAPE, 3)[0]), make_history(SHAPE, CHUNKS)
     before = ours(latents, TIME, history, TEXT)
     for name in history:
         changed = ours(latents, TIME, history | {name: -history[name]}, TEXT)
@@ -79,7 +79,7 @@ def test_each_part_of_the_history_changes_the_velocity(ours):
 
 def test_several_devices_compute_the_same(folder, theirs, tmp_path):
     """Of one branch, whose tokens lie on all devices: the last ones only have some of the history."""
-    latents, history = drawn(*segment_shapes(SHAPE, 3)[1]), make_history(SHAPE, CHUNKS)
+    latents, history = draw_normal(*segment_shapes(SHAPE, 3)[1]), make_history(SHAPE, CHUNKS)
     np.savez(tmp_path / "in.npz", latents=latents, time=TIME, text=TEXT[:1], **history)
     run_on_devices(helios_worker.__name__, folder, tmp_path / "in.npz", tmp_path / "out.npy", count=8)
     expected, velocities = theirs(latents, history)[:1], np.load(tmp_path / "out.npy")

@@ -77,12 +77,12 @@ def test_another_length_is_another_program_of_the_decoder():
 
 def test_a_size_that_is_asked_for_is_kept():
     spec, image = HunyuanSpec(PUBLISHED["hunyuanvideo1.5-480p-i2v"]), load_image(PHOTO)
-    asked = spec.plan(GenerationRequest(image=image, height=480, width=848)).request
-    assert (asked.height, asked.width) == (480, 848)
+    request = spec.plan(GenerationRequest(image=image, height=480, width=848)).request
+    assert (request.height, request.width) == (480, 848)
 
 
 @pytest.mark.parametrize(
-    ("picture", "asked", "size"),
+    ("picture", "fields", "size"),
     [
         ((600, 400), {"height": 480}, (480, 320)),
         ((600, 400), {"width": 480}, (720, 480)),
@@ -90,9 +90,9 @@ def test_a_size_that_is_asked_for_is_kept():
         (None, {"height": 480}, (480, 848)),
     ],
 )
-def test_of_one_side_the_other_has_the_image_s_shape(picture, asked, size):
+def test_of_one_side_the_other_has_the_image_s_shape(picture, fields, size):
     spec = HunyuanSpec(PUBLISHED["hunyuanvideo1.5-480p-i2v"])
-    planned = spec.plan(GenerationRequest(**asked), image=True, picture=picture).request
+    planned = spec.plan(GenerationRequest(**fields), image=True, picture=picture).request
     assert (planned.height, planned.width) == size
 
 
@@ -125,16 +125,16 @@ def test_full_size(kind, tokens):
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("fields", "message"),
     [
         ({"frames": 120}, r"frames is 120; it must be 4n \+ 1, nearest 121"),
         ({"solver": "unipc"}, "solver 'unipc' is unknown; choose one of euler"),
         ({"guidance_scale_2": 3.0}, "guidance_scale_2 is 3; hunyuanvideo1.5-480p-t2v has none: leave it out"),
     ],
 )
-def test_what_a_model_does_not_make_is_refused_with_what_it_does(asked, message):
+def test_what_a_model_does_not_make_is_refused_with_what_it_does(fields, message):
     with pytest.raises(InvalidRequest, match=message):
-        HunyuanSpec(PUBLISHED["hunyuanvideo1.5-480p-t2v"]).plan(GenerationRequest(**asked))
+        HunyuanSpec(PUBLISHED["hunyuanvideo1.5-480p-t2v"]).plan(GenerationRequest(**fields))
 
 
 @pytest.mark.parametrize(

@@ -102,9 +102,9 @@ def test_missing_tokenizer_is_named(tmp_path, folder):
 
 
 def test_tokenizer_is_read_once(folder, monkeypatch):
-    kept = Tokenizer(folder / "tokenizer_2", 384)
-    first = tokenize(kept, "a cat", 4)
+    tokenizer = Tokenizer(folder / "tokenizer_2", 384)
+    first = tokenize(tokenizer, "a cat", 4)
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", None)
-    ids, mask, warnings = tokenize(kept, "a cat", 16)
+    ids, mask, warnings = tokenize(tokenizer, "a cat", 16)
     assert (ids[0, :6].tolist(), mask.sum(), warnings) == ([100, 35, 102, 100, 119, 1], 6, [])
     assert "cut after" in first[2][0]

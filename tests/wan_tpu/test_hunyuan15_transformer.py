@@ -21,7 +21,7 @@ TEXT, GLYPHS, IMAGE = 20, 7, 9
 RNG = np.random.default_rng(0)
 
 
-def drawn(*shape):
+def draw_normal(*shape):
     return RNG.standard_normal(shape).astype(np.float32)
 
 
@@ -60,12 +60,12 @@ def test_context_equals_that_of_diffusers_without_padding(text, glyphs, image, t
         seen["hidden"], seen["context"], seen["time"], seen["mask"] = args[:4]
 
     hook = theirs.transformer_blocks[0].register_forward_pre_hook(look)
-    embeddings, glyph_embeddings = drawn(2, TEXT, 32), drawn(2, GLYPHS, 24)
-    pictures = drawn(1, IMAGE, 16)
+    embeddings, glyph_embeddings = draw_normal(2, TEXT, 32), draw_normal(2, GLYPHS, 24)
+    pictures = draw_normal(1, IMAGE, 16)
     masks = [np.arange(length) < np.array(counts)[:, None] for length, counts in ((TEXT, text), (GLYPHS, glyphs))]
     following = torch.tensor([300.0, 300.0]) if theirs.config.use_meanflow else None
     theirs(
-        torch.from_numpy(drawn(2, 9, 1, 2, 3)), torch.tensor([640.5, 640.5]), torch.from_numpy(embeddings),
+        torch.from_numpy(draw_normal(2, 9, 1, 2, 3)), torch.tensor([640.5, 640.5]), torch.from_numpy(embeddings),
         torch.from_numpy(masks[0].astype(np.float32)), following, torch.from_numpy(glyph_embeddings),
         torch.from_numpy(masks[1].astype(np.float32)),
         torch.from_numpy(np.repeat(pictures, 2, 0) if image else np.zeros((2, IMAGE, 16), np.float32)),
@@ -94,12 +94,12 @@ def folder(request, tmp_path_factory):
 
 def inputs():
     """Latents, and two branches of other lengths."""
-    return drawn(1, 9, 3, 3, 5), {
-        "text": drawn(2, TEXT, 32),
+    return draw_normal(1, 9, 3, 3, 5), {
+        "text": draw_normal(2, TEXT, 32),
         "text_tokens": np.array([6, 20], np.int32),
-        "glyphs": drawn(2, GLYPHS, 24),
+        "glyphs": draw_normal(2, GLYPHS, 24),
         "glyph_tokens": np.array([7, 0], np.int32),
-        "image": drawn(1, IMAGE, 16),
+        "image": draw_normal(1, IMAGE, 16),
     }
 
 

@@ -103,10 +103,10 @@ def test_tiles_are_those_of_diffusers(height, width, tiling, tiled_folder):
         assert np.abs(ours - expected).max() <= 1e-4 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize(("said", "message"), [({"vae_tile": 100}, "multiple of 64"), ({"tile": 64}, "says tile")])
-def test_tiles_that_there_are_not_are_refused(said, message, tiled_folder, tmp_path):
+@pytest.mark.parametrize(("settings", "message"), [({"vae_tile": 100}, "multiple of 64"), ({"tile": 64}, "says tile")])
+def test_tiles_that_there_are_not_are_refused(settings, message, tiled_folder, tmp_path):
     copy = shutil.copytree(tiled_folder, tmp_path / "copy")
-    (copy / "wan_tpu.json").write_text(json.dumps(said))
+    (copy / "wan_tpu.json").write_text(json.dumps(settings))
     with pytest.raises(CheckpointError, match=message):
         open_spec(copy)
 

@@ -100,9 +100,9 @@ def test_files_with_other_settings_are_encoded_again_like_the_last_one(pitches, 
     join_videos([other, middle, last], tmp_path / "all.mp4")
     clip = read_clip(tmp_path / "all.mp4")
     assert (clip.size, clip.rate, clip.frames, clip.is_even) == ((48, 32), 8, 16 + 8 + 8, True)
-    shown = frames(tmp_path / "all.mp4").astype(int)
+    joined = frames(tmp_path / "all.mp4").astype(int)
     for start, path in ((16, middle), (24, last)):
-        assert np.abs(shown[start : start + 8] - frames(path)).mean() < 6  # The frames are noise, encoded twice.
+        assert np.abs(joined[start : start + 8] - frames(path)).mean() < 6  # The frames are noise, encoded twice.
     assert_pitches(tmp_path / "all.mp4", (16, 24, 32), pitches)
     again = write(tmp_path / "d.mp4", 4)
     join_videos([tmp_path / "all.mp4", again], tmp_path / "more.mp4")
@@ -173,14 +173,14 @@ def test_what_is_no_video_is_refused(content, tmp_path):
 
 
 def test_hidden_frames_aren_t_written_nor_is_their_sound(tmp_path):
-    shown = np.stack([np.roll(NOISE, i, axis=1) for i in range(9)])
+    pixels = np.stack([np.roll(NOISE, i, axis=1) for i in range(9)])
     tone = np.stack([np.sin(np.arange(RATE * 9 // 8) / 9)] * 2).astype(np.float32)
     with Mp4(8, hidden_frames=5) as mp4:
         mp4.set_audio(tone, RATE)
-        for chunk in (shown[:1], shown[1:5], shown[5:]):
+        for chunk in (pixels[:1], pixels[1:5], pixels[5:]):
             mp4.add(chunk[..., [1, 2, 0]].transpose(0, 3, 1, 2))
         mp4.finish()
-    assert np.array_equal(mp4.last_frame, shown[-1])
+    assert np.array_equal(mp4.last_frame, pixels[-1])
     (tmp_path / "a.mp4").write_bytes(mp4.content)
     write(tmp_path / "b.mp4", 4, first=5)
     assert packets(tmp_path / "a.mp4") == packets(tmp_path / "b.mp4")
@@ -191,7 +191,7 @@ def test_a_video_in_memory_has_the_frames_of_the_file(tmp_path):
     path = write(tmp_path / "a.mp4", 9)
     content = VideoContent(path.read_bytes())
     both = zip(read_frames(path, 9), read_frames(content, 9), strict=True)
-    assert all(np.array_equal(np.asarray(read), np.asarray(kept)) for read, kept in both)
+    assert all(np.array_equal(np.asarray(read), np.asarray(expected)) for read, expected in both)
     with pytest.raises(InvalidRequest, match=r"video of \d+ bytes, SHA-256 .* has 9 frames.* ask for 6"):
         read_frames(content, 10, step=4)
     request = GenerationRequest(prompt="x", video=content)

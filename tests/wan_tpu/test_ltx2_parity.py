@@ -221,8 +221,8 @@ def test_bfloat16_stays_within_its_bound(pipelines):
 def test_sound_can_be_left_out(pipelines):
     pipe = pipelines("ltx-2.3")
     with_sound, without = (
-        pipe.generate(GenerationRequest(prompt="A cat", steps=2, generate_audio=wanted, **SIZE))
-        for wanted in (None, False)
+        pipe.generate(GenerationRequest(prompt="A cat", steps=2, generate_audio=has_sound, **SIZE))
+        for has_sound in (None, False)
     )
     assert with_sound.audio is not None and without.audio is None
     assert np.array_equal(with_sound.pixels, without.pixels)
@@ -238,9 +238,9 @@ def test_second_stage_with_adapters_reads_the_transformer_once(folders, tmp_path
     save_file({f"transformer.{name}": value for name, value in weights.items()}, tmp_path / "adapter.safetensors")
     request = {"prompt": "A cat", "height": 64, "width": 128, "frames": 9, "seed": 5}
     adapters = {"loras": [str(tmp_path / "adapter.safetensors")]}
-    kept = load_pipeline(folders("ltx-2.3-distilled"), "float32", mesh=(1, 1, 1))
-    expected = kept.generate(GenerationRequest(**request, **adapters))
-    plain = kept.generate(GenerationRequest(**request))
+    pipe = load_pipeline(folders("ltx-2.3-distilled"), "float32", mesh=(1, 1, 1))
+    expected = pipe.generate(GenerationRequest(**request, **adapters))
+    plain = pipe.generate(GenerationRequest(**request))
     assert np.abs(expected.pixels - plain.pixels).max() > 1e-3
 
     pipe = load_pipeline(folders("ltx-2.3-distilled"), "float32", mesh=(1, 1, 1), keep_weights=False)

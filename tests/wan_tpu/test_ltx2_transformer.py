@@ -29,7 +29,7 @@ def theirs(folder):
 def draw_inputs(config, *, has_image):
     rng = np.random.default_rng(0)
 
-    def drawn(*shape):
+    def draw_normal(*shape):
         return rng.standard_normal(shape).astype(np.float32)
 
     text = (config.caption_channels,) * 2
@@ -37,10 +37,10 @@ def draw_inputs(config, *, has_image):
         text = config.cross_attention_dim, config.audio_cross_attention_dim
     evaluations = 4 if config.perturbed_attn else 2
     return {
-        "video": drawn(1, config.in_channels, *GRID),
-        "audio": drawn(SOUND, config.audio_in_channels),
-        "text": drawn(2, TEXT, text[0]),
-        "audio_text": drawn(2, TEXT, text[1]),
+        "video": draw_normal(1, config.in_channels, *GRID),
+        "audio": draw_normal(SOUND, config.audio_in_channels),
+        "text": draw_normal(2, TEXT, text[0]),
+        "audio_text": draw_normal(2, TEXT, text[1]),
         "times": np.float32([0, TIME] if has_image else [TIME]),
         "evaluations": np.int32(evaluations),
     }

@@ -104,8 +104,8 @@ def folder(checkpoint, tmp_path_factory):
     first = spec.experts(spec.plan(GenerationRequest(steps=STEPS, **SIZE), image=True).request)[0].stop
     ratios = np.full((STEPS, 2), 0.97)
     ratios[3, 1] = ratios[first + 5, 0] = 1.5
-    said = {"ratios": ratios.tolist(), "first_low": first, "shift": 5.0, "boundary": 0.9}
-    (copy / "wan_tpu.json").write_text(json.dumps({"magcache": [said]}))
+    curve = {"ratios": ratios.tolist(), "first_low": first, "shift": 5.0, "boundary": 0.9}
+    (copy / "wan_tpu.json").write_text(json.dumps({"magcache": [curve]}))
     return copy
 
 
@@ -115,8 +115,8 @@ def pipe(folder):
 
 
 def request(**more):
-    asked = {"prompt": "a cat", "image": PHOTO, "steps": STEPS, "guidance_scale": 3.5, "cache": "magcache:0.1,2,0.2"}
-    return GenerationRequest(**SIZE | asked | more)
+    fields = {"prompt": "a cat", "image": PHOTO, "steps": STEPS, "guidance_scale": 3.5, "cache": "magcache:0.1,2,0.2"}
+    return GenerationRequest(**SIZE | fields | more)
 
 
 def test_latents_are_those_of_diffusers_with_its_hook(folder, pipe):
@@ -145,12 +145,12 @@ def test_latents_are_those_of_diffusers_with_its_hook(folder, pipe):
         image=ours.image, prompt="a cat", height=64, width=96, num_frames=9, num_inference_steps=STEPS,
         guidance_scale=3.5, latents=torch.from_numpy(noise), callback_on_step_end=keep, output_type="latent",
     )  # fmt: skip
-    events, exact = (record_steps(pipe, asked, noise) for asked in (request(), request(cache=None)))
+    events, exact = (record_steps(pipe, settings, noise) for settings in (request(), request(cache=None)))
     decided = np.array(plan.skipped)
     assert 2 <= decided.all(1).sum() < STEPS and (decided[:, 0] != decided[:, 1]).any()
     assert [event.skipped for event in events] == decided.all(1).tolist()
-    for event, wanted in zip(events, expected, strict=True):
-        assert np.abs(event.latents - wanted).max() <= LATENT_TOLERANCE * np.abs(wanted).max()
+    for event, latents in zip(events, expected, strict=True):
+        assert np.abs(event.latents - latents).max() <= LATENT_TOLERANCE * np.abs(latents).max()
     assert np.abs(events[-1].latents - exact[-1].latents).max() > 1e-3  # it is lossy
 
 
@@ -206,14 +206,14 @@ def test_calibration_measures_what_diffusers_does(checkpoint, tmp_path, capsys):
     reference = diffusers.WanImageToVideoPipeline.from_pretrained(copy)
     reference.set_progress_bar_config(disable=True)
     reference.scheduler = diffusers.UniPCMultistepScheduler.from_config(reference.scheduler.config, flow_shift=5.0)
-    asked = request(cache=None, steps=6, seed=3)
+    uncached = request(cache=None, steps=6, seed=3)
     spec = open_spec(copy)
-    experts = spec.plan(asked).experts
+    experts = spec.plan(uncached).experts
     for expert, module in zip(experts, (reference.transformer, reference.transformer_2), strict=True):
         steps = expert.stop - expert.start
         apply_mag_cache(module, MagCacheConfig(calibrate=True, num_inference_steps=steps))
     reference(
-        image=asked.image, prompt="a cat", height=64, width=96, num_frames=9, num_inference_steps=6,
+        image=uncached.image, prompt="a cat", height=64, width=96, num_frames=9, num_inference_steps=6,
         guidance_scale=3.5, generator=torch.Generator().manual_seed(3), output_type="latent",
     )  # fmt: skip
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("[1.0")]
@@ -271,7 +271,7 @@ def test_explicit_sigmas_have_a_curve_of_their_own(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"cache": "teacache"}, "magcache:0.06,2,0.2"),
         ({"cache": "magcache:x"}, "magcache:0.06,2,0.2"),
@@ -283,9 +283,9 @@ def test_explicit_sigmas_have_a_curve_of_their_own(folder, tmp_path):
         ({"switch_step": 3}, "another switch_step without sigmas"),
     ],
 )
-def test_settings_that_no_curve_is_for_are_refused(pipe, fields, said):
+def test_settings_that_no_curve_is_for_are_refused(pipe, fields, message):
     cleared = {"steps": None} if "sigmas" in fields else {}
-    with pytest.raises(InvalidRequest, match=said) as raised:
+    with pytest.raises(InvalidRequest, match=message) as raised:
         pipe.plan(request(**cleared | fields))
     assert raised.value.field == "cache"
 
@@ -300,7 +300,7 @@ def test_damaged_curve_is_refused(folder, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     damaged = ({"ratios": []}, {"ratios": [[1, 1]], "first_low": 5, "shift": 5}, {"ratios": [[1]], "shift": 5}, 3)
-    for said in (*damaged, {"ratios": [[1, 1]], "shift": 5, "sigmas": [1.0, 0.5]}):
-        (copy / "wan_tpu.json").write_text(json.dumps({"magcache": [said]}))
+    for curve in (*damaged, {"ratios": [[1, 1]], "shift": 5, "sigmas": [1.0, 0.5]}):
+        (copy / "wan_tpu.json").write_text(json.dumps({"magcache": [curve]}))
         with pytest.raises(CheckpointError, match="calibrate it again"):
             open_spec(copy)

@@ -44,8 +44,8 @@ def test_video_says_its_colours(bars):
         entries = "stream=color_range,color_space,color_transfer,color_primaries"
         command = ["ffprobe", "-v", "error", "-show_entries", entries, "-of", "csv=p=0", str(path)]
         assert subprocess.check_output(command, text=True).split() == ["tv,bt709,bt709,bt709"]
-    said = subprocess.run([FFMPEG, "-hide_banner", "-i", str(path)], capture_output=True, text=True).stderr
-    assert "yuv420p(tv, bt709, progressive)" in said  # which means the matrix, the primaries and the transfer
+    output = subprocess.run([FFMPEG, "-hide_banner", "-i", str(path)], capture_output=True, text=True).stderr
+    assert "yuv420p(tv, bt709, progressive)" in output  # which means the matrix, the primaries and the transfer
     assert b"colrnclx\0\1\0\1\0\1\0" in path.read_bytes()  # in the container, for players that don't look further
 
 
@@ -85,9 +85,9 @@ def test_browser_shows_the_colours(bars):
     }"""
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
-        shown = browser.new_page().evaluate(draw, source)
+        pixels = browser.new_page().evaluate(draw, source)
         browser.close()
-    errors = np.abs(middles(np.array(shown).reshape(height, width, 4)[..., :3]) - COLOURS).max(0)
+    errors = np.abs(middles(np.array(pixels).reshape(height, width, 4)[..., :3]) - COLOURS).max(0)
     # Without a GPU, Chromium multiplies what makes blue by at most 2, where BT.709 has 2.11.
     assert (errors <= [TOLERANCE, TOLERANCE, 12]).all(), errors
 

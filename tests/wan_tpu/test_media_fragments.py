@@ -52,16 +52,16 @@ def kinds(content):
     return boxes
 
 
-def decoded(path, *streams):
+def hash_frames(path, *streams):
     """Return the hash and the time of every decoded frame, and of every block of sound."""
     command = [FFMPEG, "-v", "error", "-i", path, *streams, "-f", "framehash", "-"]
     return [line for line in subprocess.check_output(command).splitlines() if not line.startswith(b"#")]
 
 
-def described(path):
-    said = subprocess.run([FFMPEG, "-hide_banner", "-i", path], capture_output=True, text=True).stderr
-    video = re.search(r"yuv420p\(.*?\), 64x48.*?([\d.]+) fps", said)
-    return video.group(0).split(", ")[0], video.group(1), re.findall(r"(Audio: aac \(LC\)).*?(\d+ Hz, \w+)", said)
+def describe(path):
+    output = subprocess.run([FFMPEG, "-hide_banner", "-i", path], capture_output=True, text=True).stderr
+    video = re.search(r"yuv420p\(.*?\), 64x48.*?([\d.]+) fps", output)
+    return video.group(0).split(", ")[0], video.group(1), re.findall(r"(Audio: aac \(LC\)).*?(\d+ Hz, \w+)", output)
 
 
 @pytest.mark.parametrize(
@@ -80,12 +80,12 @@ def test_joined_fragments_are_the_finished_video(tmp_path, frames, fps, sound, c
     whole, joined = tmp_path / "whole.mp4", tmp_path / "joined.mp4"
     whole.write_bytes(finished)
     joined.write_bytes(b"".join(fragments))
-    pictures = decoded(joined, "-map", "0:v")
-    assert pictures == decoded(whole, "-map", "0:v") and len(pictures) == frames
+    pictures = hash_frames(joined, "-map", "0:v")
+    assert pictures == hash_frames(whole, "-map", "0:v") and len(pictures) == frames
     if sound:
-        heard, expected = (decoded(path, "-map", "0:a") for path in (joined, whole))
-        assert heard[: len(expected) - 1] == expected[:-1]  # A file alone says where the last block of sound ends.
-    assert described(joined) == described(whole)
+        blocks, expected = (hash_frames(path, "-map", "0:a") for path in (joined, whole))
+        assert blocks[: len(expected) - 1] == expected[:-1]  # A file alone says where the last block of sound ends.
+    assert describe(joined) == describe(whole)
     again = []
     encode(frames, fps, sound, again.append)
     assert again == fragments, "the same frames give other bytes"

@@ -53,17 +53,17 @@ def describe(path):
 def test_each_channel_has_its_tone_at_its_time(tmp_path, rate):
     path, audio = tmp_path / "video.mp4", tones(rate)
     path.write_bytes(encode(audio, rate))
-    heard = decode(path)
+    decoded = decode(path)
     # The last of AAC's blocks of 1024 samples is filled up.
-    assert audio.shape[1] <= heard.shape[1] < audio.shape[1] + 1024
+    assert audio.shape[1] <= decoded.shape[1] < audio.shape[1] + 1024
     for channel, hertz in enumerate((LEFT, RIGHT)):
-        spectrum = np.abs(np.fft.rfft(heard[channel, :rate]))
+        spectrum = np.abs(np.fft.rfft(decoded[channel, :rate]))
         assert spectrum.argmax() == hertz
         # The other tone of the two is 40 dB softer at least.
         assert spectrum[LEFT + RIGHT - hertz] < spectrum[hertz] / 100
     # The middle, away from the edges: AAC is lossy, but it neither shifts nor scales what it keeps.
     middle = slice(rate // 2, rate * 3 // 2)
-    assert np.abs(heard[:, middle] - audio[:, middle]).max() < 0.1
+    assert np.abs(decoded[:, middle] - audio[:, middle]).max() < 0.1
 
 
 def test_file_says_what_it_holds(tmp_path):

@@ -103,5 +103,5 @@ def test_request_that_the_model_can_not_make_is_one_line(change, message, model,
     command = [*model, "--prompt", PROMPT, *SETTINGS, "--output", str(tmp_path / "video.mp4")]
     capsys.readouterr()
     assert cli.run(generate, [*command, *change]) == 2
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert message in output and output.count("\n") == 1

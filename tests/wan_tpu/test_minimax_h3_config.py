@@ -314,9 +314,9 @@ def test_files_between_stages_say_which_keyframes_there_are(anchors, expected):
 
 @pytest.mark.parametrize("images", KEYFRAMES, ids=lambda images: " and ".join(images))
 def test_preset_distilled_from_text_alone_takes_no_keyframes(images):
-    asked = GenerationRequest(prompt="a cat", preset="fasth3", **images)
+    request = GenerationRequest(prompt="a cat", preset="fasth3", **images)
     with pytest.raises(InvalidRequest, match=r"image was given, and preset fasth3 .* give preset turbo-4 or turbo-8"):
-        SPEC.plan(asked)
+        SPEC.plan(request)
     assert SPEC.plan(GenerationRequest(prompt="a cat", preset="turbo-4", **images)).images == len(images)
 
 

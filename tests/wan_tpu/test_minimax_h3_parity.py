@@ -112,7 +112,7 @@ def test_turbo_is_that_of_diffusers_with_the_same_file(pipe, reference, tmp_path
     ]
     assert len(names) == 6 * (3 + 2)
     pairs = files.factors(transformer, names, rank=16, scale=2)
-    tensors = files.named(pairs, dict(zip(names, names, strict=True)), "", "lora_A.default", "lora_B.default")
+    tensors = files.name_tensors(pairs, dict(zip(names, names, strict=True)), "", "lora_A.default", "lora_B.default")
     path = files.save(tensors, tmp_path / "turbo.safetensors", metadata={"alpha": "8"})
     reference.set_schedules(video=(6.0, None))
     reference.pipeline.load_lora_weights(path)
@@ -132,7 +132,7 @@ def test_fasth3_is_diffusers_with_its_changes_at_its_noise_levels(pipe, referenc
     names = [f"transformer_blocks.{layer}.attn.{name}" for layer in range(3) for name in ("to_q", "to_out.0")]
     pairs = files.factors(transformer, [*names, "transformer_blocks.1.adaln_proj.linear"])
     changed, tensors = files.by_hand(state, pairs, 1.0), {}
-    tensors = files.named(pairs, {name: name for name in pairs}, "", "lora_A", "lora_B")
+    tensors = files.name_tensors(pairs, {name: name for name in pairs}, "", "lora_A", "lora_B")
     draw = torch.Generator().manual_seed(1)
     for name in ("norm_out.norm.weight", "proj_in.weight", "audio_proj_in.bias", "proj_out.weight"):
         difference = state[name].std() * torch.randn(state[name].shape, generator=draw) / 4

@@ -38,15 +38,15 @@ def draw_inputs(config, *, words, anchors=(), vision=0):
     """Draw a sequence with a text of `words` real rows and `vision` rows of images, which come after two words."""
     rng = np.random.default_rng(0)
 
-    def drawn(*shape):
+    def draw_normal(*shape):
         return rng.standard_normal(shape).astype(np.float32)
 
     images = np.arange(2, 2 + vision)
     others = np.setdiff1d(np.arange(vision + words), images)
     inputs = {
-        "video": drawn(1, config.in_channels, *GRID),
-        "sound": drawn(SOUND, config.audio_in_channels),
-        "text": drawn(vision + TEXT, config.text_dim),
+        "video": draw_normal(1, config.in_channels, *GRID),
+        "sound": draw_normal(SOUND, config.audio_in_channels),
+        "text": draw_normal(vision + TEXT, config.text_dim),
         "positions": np.pad(np.concatenate([images, others]), (0, TEXT - words)).astype(np.int32),
         "count": np.int32(vision + words),
         "vision": np.int32(vision),
@@ -54,7 +54,7 @@ def draw_inputs(config, *, words, anchors=(), vision=0):
         "times": np.float32(TIMES[: 3 if anchors else 2]),
     }
     if anchors:
-        inputs["keyframes"] = drawn(1, config.in_channels, len(anchors), *GRID[1:])
+        inputs["keyframes"] = draw_normal(1, config.in_channels, len(anchors), *GRID[1:])
     return inputs
 
 

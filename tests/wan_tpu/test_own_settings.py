@@ -28,7 +28,7 @@ def test_a_model_of_ones_own_has_its_own_defaults(copy):
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("defaults", "message"),
     [
         ({"hight": 64}, "hight is no setting; allowed are height, width"),
         ({"height": 65}, "height is 65"),
@@ -36,27 +36,27 @@ def test_a_model_of_ones_own_has_its_own_defaults(copy):
         ([64], "in defaults"),
     ],
 )
-def test_own_defaults_that_are_wrong_are_named(copy, said, message):
-    (copy / "wan_tpu.json").write_text(json.dumps({"defaults": said}))
+def test_own_defaults_that_are_wrong_are_named(copy, defaults, message):
+    (copy / "wan_tpu.json").write_text(json.dumps({"defaults": defaults}))
     with pytest.raises(CheckpointError, match=f"wan_tpu.json: .*{message}"):
         open_spec(copy)
 
 
 def test_a_model_of_ones_own_has_its_own_presets(copy):
-    said = {
+    preset = {
         "about": "in two steps",
         "source": "here",
         "settings": {"sigmas": [1, 0.5], "loras": ["./a.safetensors:0.5@high"]},
     }
-    (copy / "wan_tpu.json").write_text(json.dumps({"presets": {"fast": said}}))
+    (copy / "wan_tpu.json").write_text(json.dumps({"presets": {"fast": preset}}))
     spec = open_spec(copy)
     request = spec.plan(GenerationRequest(preset="fast"), image="i2v" in spec.tasks).request
     assert (request.steps, request.sigmas) == (2, (1.0, 0.5))
     assert request.loras == (RequestedAdapter(f"{copy.resolve()}/a.safetensors", 0.5, "high"),)
     for wrong, message in (
         ({"about": "x"}, "presets fast needs about, source and settings"),
-        (said | {"settings": {"prompt": "a"}}, "prompt is no setting"),
-        (said | {"settings": {"sigmas": [2]}}, "in presets fast, sigmas"),
+        (preset | {"settings": {"prompt": "a"}}, "prompt is no setting"),
+        (preset | {"settings": {"sigmas": [2]}}, "in presets fast, sigmas"),
     ):
         (copy / "wan_tpu.json").write_text(json.dumps({"presets": {"fast": wrong}}))
         with pytest.raises(CheckpointError, match=message):

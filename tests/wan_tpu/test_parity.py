@@ -138,8 +138,8 @@ def test_a_video_is_restyled_as_diffusers_does(strength, solver, checkpoint, pip
     events = []
     video = ours.generate(request, on_step=events.append)
     assert [event.step for event in events] == list(range(8 - int(8 * strength) + 1, 9))
-    for event, wanted in zip(events, expected, strict=True):
-        assert np.abs(event.latents - wanted).max() <= LATENT_TOLERANCE * np.abs(wanted).max()
+    for event, reference in zip(events, expected, strict=True):
+        assert np.abs(event.latents - reference).max() <= LATENT_TOLERANCE * np.abs(reference).max()
     assert np.abs(video.pixels - frames).max() <= PIXEL_TOLERANCE
 
 
@@ -148,14 +148,14 @@ def test_videos_that_cant_be_begun_with_are_refused(pipeline, tmp_path):
     noise = tmp_path / "noise.mp4"
     noise.write_bytes(b"nothing" * 100)
     settings = {"height": 64, "width": 96, "frames": 5, "steps": 4, "guidance_scale": 1.0}
-    for fields, field, said in (
+    for fields, field, message in (
         ({"video": tmp_path / "none.mp4"}, "video", "is not a file"),
         ({"video": source, "strength": 0.1}, "strength", "at least 0.25"),
         ({"strength": 0.5}, "strength", "without a video"),
         ({"video": source, "frames": 9}, "frames", "has 6 frames, and 9 are asked for; ask for 5"),
         ({"video": noise}, "video", "can't be read"),
     ):
-        with pytest.raises(InvalidRequest, match=said) as raised:
+        with pytest.raises(InvalidRequest, match=message) as raised:
             pipeline("wan2.1-t2v-1.3b").generate(GenerationRequest(**settings | fields))
         assert raised.value.field == field
     with pytest.raises(InvalidRequest, match="use a T2V checkpoint"):

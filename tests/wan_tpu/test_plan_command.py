@@ -47,10 +47,10 @@ for argv in json.load(sys.stdin):
 """
 
 
-def answers(*asked):
+def answers(*requests):
     """What `wan-tpu plan` says: (exit code, stdout, stderr) of each. In one process: it takes seconds to import."""
     command = [sys.executable, "-c", ASK]
-    done = subprocess.run(command, cwd=ROOT, input=json.dumps(asked), capture_output=True, text=True, check=True)
+    done = subprocess.run(command, cwd=ROOT, input=json.dumps(requests), capture_output=True, text=True, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -61,7 +61,7 @@ def step_of(model, kind, size, frames, folder):
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory):
+def plan_answers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plans")
     step = step_of("wan2.1-t2v-1.3b", "v7x-1", "256x256", 17, folder)
     on_v6e = step_of("wan2.1-t2v-1.3b", "v6e-4", "256x256", 17, folder)
@@ -77,32 +77,32 @@ def said(tmp_path_factory):
 
 
 @pytest.mark.long
-def test_plan_says_what_fits(said):
+def test_plan_says_what_fits(plan_answers):
     """On the smallest model at a small size; the second time nothing is compiled."""
-    code, out, _ = said[0]
+    code, out, _ = plan_answers[0]
     assert code == 0
     assert "wan2.1-t2v-1.3b, 256x256, 17 frames (1280 tokens)" in out
     assert "denoise step" in out
     assert "yes, " in out
-    assert ["compiling denoise step" in err for _, _, err in said[:2]] == [True, False]
+    assert ["compiling denoise step" in err for _, _, err in plan_answers[:2]] == [True, False]
 
 
 @pytest.mark.long
-def test_plan_is_priced_with_what_a_doctor_measured_and_says_so(said):
+def test_plan_is_priced_with_what_a_doctor_measured_and_says_so(plan_answers):
     """A step is compute-bound: at half the clock it takes nearly twice as long. Nothing is compiled again."""
-    before, after = (json.loads(said[number][1])["plans"][0] for number in (1, -2))
-    assert "compiling" not in said[-2][2]
+    before, after = (json.loads(plan_answers[number][1])["plans"][0] for number in (1, -2))
+    assert "compiling" not in plan_answers[-2][2]
     assert "doctor.json, v7x, 2026-12-01):\n  clock: 1.1 GHz in place of 2.2\n" in after["slice"]["calibrated"]
     seconds = [plan["stages"][0]["programs"][0]["optimistic"]["total"]["estimate"] for plan in (before, after)]
     assert 1.8 < seconds[1] / seconds[0] <= 2.001
-    code, _, err = said[-1]
+    code, _, err = plan_answers[-1]
     assert code == 2 and "compiling" not in err
     assert "was measured on v7x, and v6e-4 has v6e; run wan-tpu doctor on a v6e, or plan for a slice of v7x" in err
 
 
 @pytest.mark.long
-def test_a_small_model_s_step_takes_what_it_took(said):
-    check_step(said[1], *SMALL_STEP)
+def test_a_small_model_s_step_takes_what_it_took(plan_answers):
+    check_step(plan_answers[1], *SMALL_STEP)
 
 
 @pytest.mark.soak
@@ -122,8 +122,8 @@ def check_step(answer, seconds, gib):
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", range(len(REFUSED)), ids=[argv[-1] for argv, _ in REFUSED])
-def test_plan_refuses_what_it_does_not_know(said, case):
-    code, _, err = said[2 + case]
+def test_plan_refuses_what_it_does_not_know(plan_answers, case):
+    code, _, err = plan_answers[2 + case]
     assert code == 2
     assert REFUSED[case][1] in err
     assert "Traceback" not in err and "compiling" not in err

@@ -125,7 +125,7 @@ def test_experts_switch_where_the_request_says():
 
 
 @pytest.mark.parametrize(
-    ("fields", "field", "said"),
+    ("fields", "field", "message"),
     [
         ({"sigmas": []}, "sigmas", "falling"),
         ({"sigmas": [0.5, 0.9]}, "sigmas", "0.9 after 0.5"),
@@ -140,8 +140,8 @@ def test_experts_switch_where_the_request_says():
         ({"preset": 3}, "preset", "string"),
     ],
 )
-def test_meaningless_settings_are_refused(fields, field, said):
-    with pytest.raises(InvalidRequest, match=said) as raised:
+def test_meaningless_settings_are_refused(fields, field, message):
+    with pytest.raises(InvalidRequest, match=message) as raised:
         plan(**fields)
     assert raised.value.field == field
 

@@ -74,7 +74,7 @@ OPENED = {
 
 
 @pytest.fixture
-def opened(tmp_path):
+def open_repository(tmp_path):
     """Opens a repository's files from a folder called as it is or otherwise; `...` in place of a value: no such key."""
 
     def open_files(repository, changed=None, name=None):
@@ -92,8 +92,8 @@ def default_plan(spec, **fields):
 
 
 @pytest.mark.parametrize("repository", REPOSITORIES)
-def test_a_published_checkpoint_opens_as_what_it_is(repository, opened):
-    spec = opened(repository)
+def test_a_published_checkpoint_opens_as_what_it_is(repository, open_repository):
+    spec = open_repository(repository)
     name, size, steps, shift, scales, starts = OPENED[repository]
     plan = default_plan(spec)
     request = plan.request
@@ -114,8 +114,8 @@ WITHOUT_FILES = {"turbowan2.2-i2v-a14b", "helios-base", "helios-mid", "helios-di
 
 
 def test_every_published_model_is_among_them():
-    named = {name for name, *_ in OPENED.values()}
-    assert named | WITHOUT_FILES == {name for name in list_published() if not name.startswith("toy")}
+    names = {name for name, *_ in OPENED.values()}
+    assert names | WITHOUT_FILES == {name for name in list_published() if not name.startswith("toy")}
     assert set(OPENED) == set(REPOSITORIES)
     assert all(published_spec(name).name == name for name in list_published())
 
@@ -168,13 +168,13 @@ def test_what_an_encoder_leaves_out_is_what_transformers_class_takes(kind):
         (HUNYUAN_I2V, "image_encoder", "image_encoder"),
     ],
 )
-def test_encoder_whose_file_leaves_keys_out_has_the_defaults_of_its_class(repository, component, part, opened):
+def test_encoder_whose_file_leaves_keys_out_has_the_defaults_of_its_class(repository, component, part, open_repository):
     kind = REPOSITORIES[repository]["model_index.json"][component][1]
-    spec = opened(repository, {f"{component}/config.json": dict.fromkeys(ENCODERS[kind], ...)})
+    spec = open_repository(repository, {f"{component}/config.json": dict.fromkeys(ENCODERS[kind], ...)})
     config = getattr(spec.config, part)
     assert {name: config[name] for name in ENCODERS[kind]} == ENCODERS[kind]
     with pytest.raises(CheckpointError, match=f"'many' in {component}/config.json; give something like"):
-        opened(repository, {f"{component}/config.json": dict.fromkeys(ENCODERS[kind], "many")})
+        open_repository(repository, {f"{component}/config.json": dict.fromkeys(ENCODERS[kind], "many")})
 
 
 SCHEDULER_FILE = "scheduler/scheduler_config.json"
@@ -202,15 +202,16 @@ SCHEDULER_FILE = "scheduler/scheduler_config.json"
         (I2V_A14B, {"wan_tpu.json": {"model": "wan2.2-t2v-a14b"}}, "the configuration is that of wan2.2-i2v-a14b"),
     ],
 )
-def test_a_checkpoint_that_diffusers_runs_otherwise_is_refused(repository, changed, message, opened):
+def test_a_checkpoint_that_diffusers_runs_otherwise_is_refused(repository, changed, message, open_repository):
     with pytest.raises(CheckpointError, match=message):
-        opened(repository, changed)
+        open_repository(repository, changed)
 
 
-def test_experts_are_compared_by_what_they_say(opened):
+def test_experts_are_compared_by_what_they_say(open_repository):
     """One may leave out what the other says, as long as it is the class's default."""
     assert (
-        opened(I2V_A14B, {"transformer/config.json": {"pos_embed_seq_len": ..., "eps": ...}}).name == "wan2.2-i2v-a14b"
+        open_repository(I2V_A14B, {"transformer/config.json": {"pos_embed_seq_len": ..., "eps": ...}}).name
+        == "wan2.2-i2v-a14b"
     )
 
 
@@ -225,11 +226,11 @@ def test_experts_are_compared_by_what_they_say(opened):
         ({}, "mine", "480p"),
     ],
 )
-def test_which_of_two_equal_models_it_is_says_its_name(changed, name, model, opened):
-    assert opened("Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", changed, name).name == f"wan2.1-i2v-14b-{model}"
+def test_which_of_two_equal_models_it_is_says_its_name(changed, name, model, open_repository):
+    assert open_repository("Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", changed, name).name == f"wan2.1-i2v-14b-{model}"
 
 
-def test_a_copy_says_which_model_it_is_of(tmp_path, opened):
+def test_a_copy_says_which_model_it_is_of(tmp_path, open_repository):
     """As `weights convert` writes it, whatever its folder is called."""
     source = write(tmp_path / "Wan2.1-I2V-14B-720P", REPOSITORIES["Wan-AI/Wan2.1-I2V-14B-720P-Diffusers"])
     copy = tmp_path / "copy"
@@ -241,9 +242,9 @@ def test_a_copy_says_which_model_it_is_of(tmp_path, opened):
     assert Checkpoint(copy).index["_name_or_path"] == str(source)
 
 
-def test_the_solver_is_the_scheduler_s(opened):
+def test_the_solver_is_the_scheduler_s(open_repository):
     euler = dict.fromkeys(REPOSITORIES[I2V_A14B][SCHEDULER_FILE], ...) | EULER | {"shift": 4.0}
-    spec = opened(I2V_A14B, {SCHEDULER_FILE: euler})
+    spec = open_repository(I2V_A14B, {SCHEDULER_FILE: euler})
     plan = default_plan(spec, steps=7)
     assert (plan.request.solver, plan.request.shift, spec.solvers) == ("euler", 4.0, ("euler", "unipc"))
     theirs = diffusers.FlowMatchEulerDiscreteScheduler.from_config(EULER | {"shift": 4.0})
@@ -252,15 +253,15 @@ def test_the_solver_is_the_scheduler_s(opened):
     assert default_plan(spec, solver="unipc").request.solver == "unipc"
 
 
-def test_another_revision_makes_what_today_s_makes(opened):
-    spec = opened("zai-org/CogVideoX1.5-5B, earlier")
+def test_another_revision_makes_what_today_s_makes(open_repository):
+    spec = open_repository("zai-org/CogVideoX1.5-5B, earlier")
     portrait = spec.plan(GenerationRequest(height=1360, width=768)).request
     assert (portrait.height, portrait.width) == (1360, 768)
 
 
-def test_settings_that_no_class_has_are_not_handed_to_it(opened):
+def test_settings_that_no_class_has_are_not_handed_to_it(open_repository):
     """diffusers warns of TI2V 5B's clip_output each time that it builds a VAE."""
-    assert "clip_output" not in opened("Wan-AI/Wan2.2-TI2V-5B-Diffusers").config.vae
+    assert "clip_output" not in open_repository("Wan-AI/Wan2.2-TI2V-5B-Diffusers").config.vae
 
 
 @pytest.mark.parametrize("name", sampling.ORIGINAL_SHIFTS)
@@ -283,6 +284,6 @@ def test_name_of_a_link_counts_and_stored_executables_are_of_no_name(tmp_path):
     """The two Wan 2.1 I2V are the same files: a name tells their resolution, and changes no program."""
     folder = write(tmp_path / "model", REPOSITORIES["Wan-AI/Wan2.1-I2V-14B-720P-Diffusers"])
     (tmp_path / "Wan2.1-I2V-720P").symlink_to(folder)
-    unnamed, named = (open_model(Checkpoint(tmp_path / name)) for name in ("model", "Wan2.1-I2V-720P"))
-    assert (unnamed.spec.name, named.spec.name) == ("wan2.1-i2v-14b-480p", "wan2.1-i2v-14b-720p")
-    assert settings(unnamed.config, "bfloat16") == settings(named.config, "bfloat16")
+    unnamed, linked = (open_model(Checkpoint(tmp_path / name)) for name in ("model", "Wan2.1-I2V-720P"))
+    assert (unnamed.spec.name, linked.spec.name) == ("wan2.1-i2v-14b-480p", "wan2.1-i2v-14b-720p")
+    assert settings(unnamed.config, "bfloat16") == settings(linked.config, "bfloat16")

@@ -78,10 +78,10 @@ def test_model_says_how_many_frames_it_makes(frames, nearest, latent_frames):
 
 
 def test_video_has_sound_if_the_model_makes_it_unless_a_request_says_no():
-    def resolved(spec, **fields):
+    def resolve(spec, **fields):
         return spec.plan(GenerationRequest(**fields)).request
 
-    assert [resolved(SOUND_SPEC, generate_audio=asked).generate_audio for asked in (None, True, False)] == [
+    assert [resolve(SOUND_SPEC, generate_audio=choice).generate_audio for choice in (None, True, False)] == [
         True,
         True,
         False,
@@ -89,10 +89,10 @@ def test_video_has_sound_if_the_model_makes_it_unless_a_request_says_no():
     silent = published_spec("wan2.1-t2v-14b")
     # Neither records nor digests of models without sound say anything about it.
     for fields in ({}, {"generate_audio": False}):
-        assert "generate_audio" not in resolved(silent, **fields).to_json()
+        assert "generate_audio" not in resolve(silent, **fields).to_json()
     assert "generate_audio" not in GenerationRequest().to_json()
-    for asked in (True, False):
-        assert resolved(SOUND_SPEC, generate_audio=asked).to_json()["generate_audio"] is asked
+    for choice in (True, False):
+        assert resolve(SOUND_SPEC, generate_audio=choice).to_json()["generate_audio"] is choice
 
 
 def test_every_field_is_described_and_every_number_has_limits():
@@ -122,8 +122,8 @@ def test_size_on_the_command_line_says_which_side_is_which_where_it_can_be_mista
     assert read_size_with_frames("--largest", "1280x720x81") == (720, 1280, 81)
     assert capsys.readouterr().err == ""
     assert read_size("--size", "1280*720") == (1280, 720)
-    assert "--size 1280*720 is HEIGHT*WIDTH here: 720 wide and 1280 high" in (said := capsys.readouterr().err)
-    assert "720x1280 can't be mistaken" in said
+    assert "--size 1280*720 is HEIGHT*WIDTH here: 720 wide and 1280 high" in (message := capsys.readouterr().err)
+    assert "720x1280 can't be mistaken" in message
     assert read_size_with_frames("--largest", "1280*720*81") == (1280, 720, 81)
     assert "720x1280x81 can't be mistaken" in capsys.readouterr().err
     for text in ("1280x720", "1280*720", "1280x720x", "1280x720xmany", "x", ""):

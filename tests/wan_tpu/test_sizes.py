@@ -19,10 +19,10 @@ from wan_tpu.stages.encode import crop_warnings
 PICTURES = [(720, 1280), (1280, 720), (4032, 3024), (3024, 4032), (300, 451), (1000, 1000), (2400, 1080), (777, 333)]
 
 
-def size_for(model, picture, **asked):
+def size_for(model, picture, **fields):
     spec = published_spec(model)
     last = spec.last_images == "required"
-    planned = spec.plan(GenerationRequest(**asked), image=True, last=last, picture=picture).request
+    planned = spec.plan(GenerationRequest(**fields), image=True, last=last, picture=picture).request
     return planned.height, planned.width
 
 
@@ -78,8 +78,8 @@ def test_size_that_is_said_is_kept_and_one_side_leads_to_the_other():
 def test_video_that_begins_with_another_has_its_shape(tmp_path):
     with VideoWriter(tmp_path / "phone.mp4", fps=8) as writer:
         writer.write(np.zeros((5, 128, 72, 3), np.uint8))
-    for asked, size in (({}, (1280, 720)), ({"height": 640}, (640, 352)), ({"height": 480, "width": 832}, (480, 832))):
-        request = GenerationRequest(video=tmp_path / "phone.mp4", **asked)
+    for fields, size in (({}, (1280, 720)), ({"height": 640}, (640, 352)), ({"height": 480, "width": 832}, (480, 832))):
+        request = GenerationRequest(video=tmp_path / "phone.mp4", **fields)
         model = published_model("wan2.1-t2v-14b")
         planned = model.spec.plan(request).request
         assert (planned.height, planned.width) == size
@@ -143,11 +143,11 @@ def test_circle_stays_a_circle_where_another_shape_is_asked_for(name):
         assert abs(np.ptp(rows) - np.ptp(columns)) <= 1 and np.ptp(rows) > 200
 
 
-@pytest.mark.parametrize("asked", [{}, {"height": 1088}, {"width": 960}])
+@pytest.mark.parametrize("fields", [{}, {"height": 1088}, {"width": 960}])
 @pytest.mark.parametrize("picture", PICTURES)
-def test_half_of_a_size_that_follows_an_image_can_be_made_where_there_are_two_stages(picture, asked):
+def test_half_of_a_size_that_follows_an_image_can_be_made_where_there_are_two_stages(picture, fields):
     spec = published_spec("ltx-2.3-distilled")
-    request = spec.plan(GenerationRequest(**asked), image=True, picture=picture).request
+    request = spec.plan(GenerationRequest(**fields), image=True, picture=picture).request
     assert [request.height % 64, request.width % 64] == [0, 0] and request.steps == 11
     assert all(height % 64 == width % 64 == 0 for height, width in spec.usual_sizes)
     assert {(1088, 1920), (704, 1280), (1280, 704), (512, 768)} <= {*spec.usual_sizes}

@@ -20,14 +20,14 @@ def softmax(x):
     return weights / weights.sum(-1, keepdims=True)
 
 
-def by_formula(q, k, v, kept, weight, bias):
+def by_formula(q, k, v, share, weight, bias):
     """arXiv 2509.24006 for one head, [L, D] float64: blocks by means, softmax over them, and the linear part."""
     blocks = [np.arange(i, min(i + KEYS, len(k))) for i in range(0, len(k), KEYS)]
     means = np.stack([(k - k.mean(0))[rows].mean(0) for rows in blocks])
     out = np.empty_like(v)
     for start in range(0, len(q), QUERIES):
         rows = slice(start, start + QUERIES)
-        best = np.argsort(-(means @ q[rows].mean(0)), kind="stable")[: int(kept * len(blocks))]
+        best = np.argsort(-(means @ q[rows].mean(0)), kind="stable")[: int(share * len(blocks))]
         keys = np.concatenate([blocks[i] for i in best])
         out[rows] = softmax(q[rows] @ k[keys].T * q.shape[1] ** -0.5) @ v[keys]
     phi_q, phi_k = softmax(q), softmax(k)
@@ -35,7 +35,7 @@ def by_formula(q, k, v, kept, weight, bias):
     return out + linear @ weight.T + bias
 
 
-def drawn(tokens, heads, width, dtype, seed=0):
+def draw_inputs(tokens, heads, width, dtype, seed=0):
     """q, k, v [L, N * D], and the linear part's weight and bias."""
     rng = np.random.default_rng(seed)
     q, k, v = (rng.standard_normal((tokens, heads * width)).astype(dtype).astype(np.float64) for _ in "qkv")
@@ -46,7 +46,7 @@ def drawn(tokens, heads, width, dtype, seed=0):
 @pytest.mark.parametrize(("heads", "width", "tokens"), [(2, 128, 900), (2, 64, 640)])
 def test_it_is_the_papers(heads, width, tokens, interpret):
     """With padding behind the tokens, which is NaN, and tokens that fill no whole block."""
-    q, k, v, weight, bias = drawn(tokens, heads, width, jnp.float32)
+    q, k, v, weight, bias = draw_inputs(tokens, heads, width, jnp.float32)
     scale, padding = query_scale(width), ((0, 1024 - tokens), (0, 0))
     arrays = [np.pad(x, padding, constant_values=np.nan).astype(np.float32) for x in (q * scale, k, v)]
     got = ATTENTION(
@@ -64,7 +64,7 @@ def test_it_is_the_papers(heads, width, tokens, interpret):
 
 
 def test_some_heads_of_many_are_used_in_place():
-    q, k, v, weight, bias = drawn(700, 3, 128, jnp.float32)
+    q, k, v, weight, bias = draw_inputs(700, 3, 128, jnp.float32)
     how = SparseLinear(0.4, jnp.asarray(weight), jnp.asarray(bias))
     inputs = [x.astype(np.float32) for x in (q * query_scale(128), k, v)]
     more = {"kv_len": 700, "platform": "cpu"}
@@ -79,7 +79,7 @@ def test_some_heads_of_many_are_used_in_place():
 @pytest.mark.parametrize("interpret", [False, True], ids=["plain", "kernels"])
 def test_queries_may_begin_behind_the_first_key(interpret):
     """As on a device that has a part of the tokens, the last of which is padding."""
-    q, k, v, weight, bias = drawn(1024, 1, 128, jnp.float32)
+    q, k, v, weight, bias = draw_inputs(1024, 1, 128, jnp.float32)
     how = SparseLinear(0.4, jnp.asarray(weight), jnp.asarray(bias))
     expected = by_formula(q[:900], k[:900], v[:900], 0.4, weight, bias)[512:]
     q, k, v = (x.astype(np.float32) for x in (q * query_scale(128), k, v))
@@ -89,9 +89,9 @@ def test_queries_may_begin_behind_the_first_key(interpret):
 
 
 def test_one_block_is_kept_at_least():
-    q, k, _, weight, bias = drawn(300, 1, 128, jnp.float32)
-    for kept, count in ((0.01, 1), (1, 5)):
-        how = SparseLinear(kept, jnp.asarray(weight), jnp.asarray(bias))
+    q, k, _, weight, bias = draw_inputs(300, 1, 128, jnp.float32)
+    for share, count in ((0.01, 1), (1, 5)):
+        how = SparseLinear(share, jnp.asarray(weight), jnp.asarray(bias))
         lists = as_program(choose_blocks)(q, k, how, heads=1, kv_len=300, kernels=False)
         assert lists.shape == (1, 1, 3, count)
 
@@ -139,8 +139,8 @@ def test_counts_out_of_range_are_refused():
 @pytest.mark.parametrize("kv_len", [1024, 1400])
 def test_the_linear_part_in_bfloat16(heads, width, kv_len):
     """Of several blocks of keys, whole ones and others; large logits, whose powers need their maximum."""
-    q, k, v, weight, bias = drawn(1500, heads, width, jnp.bfloat16)
-    sparse, *_ = drawn(1500, heads, width, jnp.bfloat16, seed=1)
+    q, k, v, weight, bias = draw_inputs(1500, heads, width, jnp.bfloat16)
+    sparse, *_ = draw_inputs(1500, heads, width, jnp.bfloat16, seed=1)
     k[kv_len:], v[kv_len:] = np.nan, np.nan
     arrays = [*(x.astype(jnp.bfloat16) for x in (sparse, 60 * q, k, v)), weight, bias]
     got = as_program(add_linear)(*arrays, heads=heads, kv_len=kv_len, interpret=INTERPRET)

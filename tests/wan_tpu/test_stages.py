@@ -74,11 +74,11 @@ def test_a_snapshot_stays_as_it_was_while_steps_go_on(pipeline):
     start_state.latents[:] = np.nan  # what was put on the devices is a copy
     run.step()
     snapshot = stages.to_host(run.state)
-    kept = snapshot.latents.copy()
+    before = snapshot.latents.copy()
     run.step()
-    assert np.isfinite(kept).all()
-    assert np.array_equal(snapshot.latents, kept)
-    assert not np.array_equal(stages.to_host(run.state).latents, kept)
+    assert np.isfinite(before).all()
+    assert np.array_equal(snapshot.latents, before)
+    assert not np.array_equal(stages.to_host(run.state).latents, before)
 
 
 def test_a_prompt_has_the_same_bits_alone_and_with_others(pipeline):

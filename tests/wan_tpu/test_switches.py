@@ -74,7 +74,7 @@ def test_tpu_programs_send_as_they_are_told(kind):
     mesh = Mesh(np.array(devices), ("x",))
     x = jax.ShapeDtypeStruct((4096, 512), np.float32, sharding=jax.sharding.NamedSharding(mesh, P("x")))
 
-    def compiled():
+    def compile_program():
         def local(x):
             y = jax.lax.all_to_all(x, "x", split_axis=0, concat_axis=0, tiled=True)
             return gather_rows(y, ("x",), "tpu") + 1
@@ -82,11 +82,11 @@ def test_tpu_programs_send_as_they_are_told(kind):
         whole = jax.shard_map(local, mesh=mesh, in_specs=P("x"), out_specs=P(), check_vma=False)
         return Program(whole, mesh, exact=True).compile(x).as_text()
 
-    overlapped = compiled()
+    overlapped = compile_program()
     assert "all-to-all-start" in overlapped and "ragged-all-to-all" in overlapped
     assert "sparsecore" not in overlapped  # What runs is what is priced.
     set_switches(collectives="synchronous")
-    synchronous = compiled()
+    synchronous = compile_program()
     assert "all-to-all-start" not in synchronous and "ragged-all-to-all" not in synchronous
 
 

@@ -32,7 +32,7 @@ REQUEST = GenerationRequest(
 )  # 480 tokens: four blocks of queries, eight of keys, the last of each not full
 
 
-def paper_attention(query, key, value, kept, linear):
+def paper_attention(query, key, value, share, linear):
     """arXiv 2509.24006 in torch: [B, L, N, D], as diffusers has them."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     tokens, blocks = q.shape[2], math.ceil(k.shape[2] / KEYS)
@@ -41,7 +41,7 @@ def paper_attention(query, key, value, kept, linear):
         return torch.stack([part.mean(2) for part in x.split(size, dim=2)], dim=2)
 
     scores = means(q, QUERIES) @ means(k - k.mean(2, keepdim=True), KEYS).mT
-    best = scores.topk(int(kept * blocks), dim=-1).indices
+    best = scores.topk(int(share * blocks), dim=-1).indices
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
     mask = chosen.repeat_interleave(QUERIES, 2)[:, :, :tokens].repeat_interleave(KEYS, 3)[..., :tokens]
     sparse = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -53,13 +53,13 @@ def paper_attention(query, key, value, kept, linear):
 class PaperProcessor(transformer_wan.WanAttnProcessor):
     """diffusers' self-attention, with the paper's in place of attention to all keys."""
 
-    def __init__(self, kept, linear, monkeypatch):
+    def __init__(self, share, linear, monkeypatch):
         super().__init__()
-        self.kept, self.linear, self.monkeypatch = kept, linear, monkeypatch
+        self.share, self.linear, self.monkeypatch = share, linear, monkeypatch
 
     def __call__(self, *args, **more):
         def attend(query, key, value, **_):
-            return paper_attention(query, key, value, self.kept, self.linear)
+            return paper_attention(query, key, value, self.share, self.linear)
 
         with self.monkeypatch.context() as patch:
             patch.setattr(transformer_wan, "dispatch_attention_fn", attend)
@@ -71,7 +71,7 @@ def run_diffusers(folder, monkeypatch):
     pipe = diffusers.WanImageToVideoPipeline.from_pretrained(folder)
     pipe.set_progress_bar_config(disable=True)
     for name in ("transformer", "transformer_2"):
-        kept = json.loads((folder / name / "config.json").read_text())["kept_blocks"]
+        share = json.loads((folder / name / "config.json").read_text())["kept_blocks"]
         [file] = (folder / name).glob("*.safetensors")
         stored = safetensors.torch.load_file(file)
         for index, block in enumerate(getattr(pipe, name).blocks):
@@ -80,7 +80,7 @@ def run_diffusers(folder, monkeypatch):
             )
             weights = {part: stored[f"blocks.{index}.attn1.proj_l.{part}"] for part in ("weight", "bias")}
             linear.load_state_dict(weights)
-            block.attn1.set_processor(PaperProcessor(kept, linear, monkeypatch))
+            block.attn1.set_processor(PaperProcessor(share, linear, monkeypatch))
     # TurboDiffusion's numbers: its script has them as angles.
     angles = np.array([math.atan(200), 1.5, 1.4, 1.0])
     sigmas = np.sin(angles) / (np.sin(angles) + np.cos(angles))
@@ -112,8 +112,8 @@ def steps(pipeline):
 def test_latents_are_those_of_diffusers_with_the_papers_attention(checkpoint, steps, monkeypatch):
     latents = run_diffusers(checkpoint(KIND), monkeypatch)
     assert [step.stage for step in steps] == ["denoise_high"] * 2 + ["denoise_low"] * 2
-    for step, wanted in zip(steps, latents, strict=True):
-        assert np.abs(step.latents - wanted).max() <= TOLERANCE * np.abs(wanted).max()
+    for step, reference in zip(steps, latents, strict=True):
+        assert np.abs(step.latents - reference).max() <= TOLERANCE * np.abs(reference).max()
     assert steps[-1].latents.std() > 0.05
 
 
@@ -147,7 +147,7 @@ def save_as_published(folder, name, path):
 
 
 @pytest.fixture(scope="module")
-def published(checkpoint, tmp_path_factory):
+def published_files(checkpoint, tmp_path_factory):
     folder = tmp_path_factory.mktemp("published")
     return [
         save_as_published(checkpoint(KIND), name, folder / f"{name}.pth") for name in ("transformer", "transformer_2")
@@ -167,11 +167,11 @@ def dense(checkpoint, tmp_path_factory):
 
 
 @pytest.mark.long
-def test_published_files_are_converted(published, dense, steps, tmp_path):
+def test_published_files_are_converted(published_files, dense, steps, tmp_path):
     (dense / "wan_tpu.json").write_text('{"defaults": {"steps": 40}}')  # of the dense model
     args = ["weights", "convert", str(dense), str(tmp_path / "turbo"), "--dtype", "float32", "--kept_blocks", "0.3"]
     assert main(args) == 2, "of nothing"
-    assert main([*args, "--experts", *map(str, published)]) == 0
+    assert main([*args, "--experts", *map(str, published_files)]) == 0
     spec = open_spec(str(tmp_path / "turbo"))
     assert spec.presets.keys() == {"turbo"} and spec.defaults.steps == 4
     config = json.loads((tmp_path / "turbo" / "transformer_2" / "config.json").read_text())
@@ -181,8 +181,8 @@ def test_published_files_are_converted(published, dense, steps, tmp_path):
     np.testing.assert_array_equal(record_steps(ours, REQUEST)[-1].latents, steps[-1].latents)
 
 
-def test_files_that_are_no_experts_are_refused(published, dense, tmp_path):
-    high, low = published
+def test_files_that_are_no_experts_are_refused(published_files, dense, tmp_path):
+    high, low = published_files
     with pytest.raises(CheckpointError, match=r"has 2 experts .* and 1 are given"):
         WithExperts(dense, [high], 0.1)
     with pytest.raises(CheckpointError, match="is no file of torch"):

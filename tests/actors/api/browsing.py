@@ -13,7 +13,7 @@ PHONE = {"width": 320, "height": 640}
 SCHEMES = {"light": "rgb(247, 246, 243)", "dark": "rgb(19, 19, 21)"}
 
 
-def shot(page, name):
+def save_screenshot(page, name):
     """Save a screenshot if screenshots are wanted."""
     if folder := os.environ.get("WAN_TPU_SCREENSHOTS"):
         test = os.environ["PYTEST_CURRENT_TEST"].split("::")[1].split(" ")[0]
@@ -64,10 +64,10 @@ def audit(page, phone=False):
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == ground
         results = axe.Axe().run(page)
         assert results.violations_count == 0, results.generate_report()
-        shot(page, scheme)
+        save_screenshot(page, scheme)
     if phone:
         page.set_viewport_size(PHONE)
         results = axe.Axe().run(page)
         assert results.violations_count == 0, results.generate_report()
         assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
-        shot(page, "phone")
+        save_screenshot(page, "phone")

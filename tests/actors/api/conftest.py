@@ -52,11 +52,11 @@ class Server:
 
     async def start(self, address="127.0.0.1", port=0):
         self._context.sni_callback = lambda _socket, name, _context: self.names.append(name)
-        server = await asyncio.start_server(self._accepted, address, port, ssl=self._context)
+        server = await asyncio.start_server(self._serve_connection, address, port, ssl=self._context)
         self.port = server.sockets[0].getsockname()[1]
         return server
 
-    async def _accepted(self, reader, writer):
+    async def _serve_connection(self, reader, writer):
         self.connections += 1
         try:
             head = await reader.readuntil(b"\r\n\r\n")
@@ -119,7 +119,7 @@ def engine(tmp_path):
 @pytest.fixture
 def service(settings):
     """Return the address of a service without a worker."""
-    with serving.served(settings) as address:
+    with serving.serve(settings) as address:
         yield address
 
 
@@ -158,20 +158,20 @@ def browser():
 @pytest.fixture
 def page(browser, service):
     """Open the page of a service. Requests to other servers and errors on its console fail the test."""
-    from tests.actors.api.browsing import shot  # It needs playwright, which other tests don't.
+    from tests.actors.api.browsing import save_screenshot  # It needs playwright, which other tests don't.
 
     tab = browser.new_page()
     tab.set_default_timeout(15_000)
     problems = []
-    tab.on("request", lambda asked: asked.url.startswith((service, "data:", "blob:")) or problems.append(asked.url))
+    tab.on("request", lambda sent: sent.url.startswith((service, "data:", "blob:")) or problems.append(sent.url))
     tab.on("pageerror", lambda error: problems.append(str(error)))
     tab.on(
         "console",
-        lambda said: said.type == "error" and not re.search(EXPECTED, said.text) and problems.append(said.text),
+        lambda entry: entry.type == "error" and not re.search(EXPECTED, entry.text) and problems.append(entry.text),
     )
     tab.goto(service)
     yield tab
-    shot(tab, "end")
+    save_screenshot(tab, "end")
     tab.close()
     assert problems == []
 
@@ -199,7 +199,7 @@ def hook(new_server):
 
 
 @pytest.fixture
-def hooked(settings, hook, trust, tmp_path):
+def hook_settings(settings, hook, trust, tmp_path):
     fetching = FetchSettings(
         allowed=(ipaddress.ip_network("127.0.0.1/32"),), ports=frozenset({443, hook.port}), resolver=here, trust=trust
     )

@@ -19,14 +19,14 @@ def answer(content=b"", status="200 OK", **headers):
 
 def resolver(**names):
     """Returns a resolver of names with "_" for ".", and the list of what it was asked."""
-    asked = []
+    lookups = []
 
     async def resolve(host, port):
-        asked.append(host)
+        lookups.append(host)
         addresses = names[host.replace(".", "_")]
         return addresses.pop(0) if addresses and isinstance(addresses[0], list) else addresses
 
-    return resolve, asked
+    return resolve, lookups
 
 
 @contextlib.asynccontextmanager
@@ -35,17 +35,17 @@ async def running(server, settings, *, address=HERE, port=0):
         yield dataclasses.replace(settings, ports=settings.ports | {server.port}), f"https://{NAME}:{server.port}"
 
 
-async def fetched(url, settings):
+async def fetch_bytes(url, settings):
     into = io.BytesIO()
     await fetch(url, settings, into)
     return into.getvalue()
 
 
-def got(server, settings, path="/cat.png", **changes):
+def run_and_fetch(server, settings, path="/cat.png", **changes):
     """Run a server and fetch a path from it."""
 
     async def do():
         async with running(server, settings) as (ready, base):
-            return await fetched(base + path, dataclasses.replace(ready, **changes))
+            return await fetch_bytes(base + path, dataclasses.replace(ready, **changes))
 
     return asyncio.run(do())

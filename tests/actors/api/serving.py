@@ -50,7 +50,7 @@ def running(work):
 
 
 @contextlib.contextmanager
-def served(settings, spec=SPEC):
+def serve(settings, spec=SPEC):
     """Serve the application with uvicorn, and yield its address."""
     with listening(make_app(Service(settings, spec))) as address:
         yield address
@@ -190,14 +190,19 @@ def create(http, headers=None, **fields):
     return http.post("/v1/videos", json={"prompt": "a cat", **fields}, headers=headers or {})
 
 
-def done(http, job):
-    def ended():
+def wait_for_end(http, job):
+    def poll():
         video = http.get(f"/v1/videos/{job}").json()
         return video["status"] in ("completed", "failed") and video
 
-    return wait_for(ended, "the end of the job")
+    return wait_for(poll, "the end of the job")
 
 
-def change_limits(settings, **changed):
+def change_limits(settings, **changes):
+    """Return a service's settings with other limits."""
+    return dataclasses.replace(settings, limits=dataclasses.replace(settings.limits, **changes))
+
+
+def change_reliability(settings, **changes):
     """Return a service's settings with other time-outs or attempts."""
-    return dataclasses.replace(settings, reliability=dataclasses.replace(settings.reliability, **changed))
+    return dataclasses.replace(settings, reliability=dataclasses.replace(settings.reliability, **changes))

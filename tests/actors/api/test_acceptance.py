@@ -22,7 +22,7 @@ from actors.jobs.tables import File, Job
 from actors.jobs.values import Room
 from actors.jobs.work import WorkQueue
 from tests.actors.api.relay import Relay
-from tests.actors.api.serving import MODEL, create, listening, open_client, served, working
+from tests.actors.api.serving import MODEL, change_limits, create, listening, open_client, serve, working
 from tests.actors.jobs.conftest import migrated_postgres, postgres_server  # noqa: F401 (fixtures)
 from tests.actors.small_spec import SPEC
 from tests.conftest import PHOTO
@@ -65,7 +65,7 @@ def job_with_image():
     return Job(owner="ann", request={}, input_image="input-a.png")
 
 
-def attached(database):
+def list_attachments(database):
     with database.read() as session:
         return {file.name: file.job for file in session.query(File)}
 
@@ -75,7 +75,7 @@ def test_a_job_whose_commit_lost_its_answer_is_accepted_with_its_image(accept, r
     job, new = accept(job_with_image())
     assert new and relay.lose is None
     assert JobStore(direct).get(job.id).input_image == "input-a.png"
-    assert attached(direct) == {"input-a.png": job.id}
+    assert list_attachments(direct) == {"input-a.png": job.id}
     assert (tmp_path / "results" / "input-a.png").read_bytes() == b"image"
 
 
@@ -83,7 +83,7 @@ def test_a_job_whose_commit_never_arrived_leaves_nothing(accept, relay, direct, 
     relay.lose, relay.after = "request", 1
     with pytest.raises(CommitUncertain):
         accept(job_with_image())
-    assert JobStore(direct).list().jobs == () and attached(direct) == {}
+    assert JobStore(direct).list().jobs == () and list_attachments(direct) == {}
     assert not (tmp_path / "results" / "input-a.png").exists()
 
 
@@ -104,12 +104,12 @@ def test_nothing_is_undone_while_nobody_says_whether_a_job_was_accepted(accept, 
     with pytest.raises(MaybeAccepted, match="same Idempotency-Key") as uncertain:
         accept(job)
     assert uncertain.value.status == 503 and "Retry-After" in uncertain.value.headers
-    assert attached(direct) == {"input-a.png": job.id} and JobStore(direct).get(job.id)
+    assert list_attachments(direct) == {"input-a.png": job.id} and JobStore(direct).get(job.id)
     assert (tmp_path / "results" / "input-a.png").exists()
 
 
 @contextlib.contextmanager
-def locked(settings):
+def lock_database(settings):
     """Keep others from writing to the database until the block ends."""
     with contextlib.closing(sqlite3.connect(settings.database, isolation_level=None)) as connection:
         connection.execute("BEGIN IMMEDIATE")
@@ -118,15 +118,15 @@ def locked(settings):
 
 
 def test_a_database_that_is_locked_for_long_costs_an_upload_only_time(settings):
-    quick = dataclasses.replace(settings, limits=dataclasses.replace(settings.limits, reader_s=2.0))
+    quick = change_limits(settings, reader_s=2.0)
     answers = []
-    with served(quick) as address, httpx.Client(base_url=address, timeout=60) as http:
+    with serve(quick) as address, open_client(address) as http:
 
         def send():
             files = {"input_reference": PHOTO.read_bytes()}
             answers.append(http.post("/v1/videos", data={"prompt": "x"}, files=files))
 
-        with locked(settings):
+        with lock_database(settings):
             sending = threading.Thread(target=send)
             sending.start()
             sending.join(2.5)
@@ -149,10 +149,10 @@ def test_an_accepted_job_is_answered_from_what_is_at_hand(http, monkeypatch):
 
 
 @contextlib.contextmanager
-def opened(settings):
+def open_service(settings):
     """Serve the application, and yield a client."""
     service = Service(settings, SPEC)
-    with listening(make_app(service)) as address, httpx.Client(base_url=address, timeout=60) as http:
+    with listening(make_app(service)) as address, open_client(address) as http:
         yield service, http
 
 
@@ -188,8 +188,8 @@ def status(http, job):
 
 
 def test_whoever_may_follow_nothing_more_has_nothing_accepted(settings):
-    few = dataclasses.replace(settings, limits=dataclasses.replace(settings.limits, followers=1))
-    with opened(few) as (service, http):
+    few = change_limits(settings, followers=1)
+    with open_service(few) as (service, http):
         job = create(http).json()["id"]
         with http.stream("GET", f"/v1/videos/{job}/events"):
             wait_for(lambda: service.following.count_followers(job))
@@ -199,7 +199,7 @@ def test_whoever_may_follow_nothing_more_has_nothing_accepted(settings):
 
 
 def test_a_job_under_an_idempotency_key_outlives_its_client(settings):
-    with opened(settings) as (service, http):
+    with open_service(settings) as (service, http):
         waiting = Waiting(http, service, {"Idempotency-Key": "k"})
         wait_for(lambda: service.following.count_followers(waiting.job) == 1)
         waiting.hang_up()
@@ -209,7 +209,7 @@ def test_a_job_under_an_idempotency_key_outlives_its_client(settings):
 
 
 def test_a_job_that_was_there_before_outlives_whoever_waits_for_it(settings):
-    with opened(settings) as (service, http):
+    with open_service(settings) as (service, http):
         job = create(http, {"Idempotency-Key": "k"}, prompt="x").json()["id"]
         waiting = Waiting(http, service, {"Idempotency-Key": "k"})
         wait_for(lambda: service.following.count_followers(job) == 1)
@@ -218,7 +218,7 @@ def test_a_job_that_was_there_before_outlives_whoever_waits_for_it(settings):
 
 
 def test_a_job_outlives_its_client_where_a_repeated_call_or_a_stream_waits_for_it(settings):
-    with opened(settings) as (service, http):
+    with open_service(settings) as (service, http):
         first = Waiting(http, service)
         wait_for(lambda: service.following.count_followers(first.job) == 1)
         second = Waiting(http, service, AGAIN)
@@ -235,7 +235,7 @@ def test_a_job_outlives_its_client_where_a_repeated_call_or_a_stream_waits_for_i
 
 
 def test_a_call_that_is_repeated_after_its_job_was_cancelled_gets_a_video(settings, engine):
-    with opened(settings) as (service, http):
+    with open_service(settings) as (service, http):
         first = Waiting(http, service)
         wait_for(lambda: service.following.count_followers(first.job) == 1)
         first.hang_up()
@@ -257,7 +257,7 @@ def test_a_repeated_request_never_gets_a_job_that_was_cancelled_or_deleted(http)
 
 def test_a_request_that_was_refused_and_is_repeated_gets_a_job_of_its_own(settings, database):
     """Two videos of one prompt were requested, so the second request mustn't get the first one's job."""
-    with served(dataclasses.replace(settings, queue_limit=1)) as address, open_client(address) as http:
+    with serve(dataclasses.replace(settings, queue_limit=1)) as address, open_client(address) as http:
         first = create(http).json()["id"]
         assert create(http).status_code == 429
         assert WorkQueue(database).claim("w").id == first  # This makes room in the queue.

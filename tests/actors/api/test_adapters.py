@@ -2,12 +2,11 @@
 
 import dataclasses
 
-import httpx
 import pytest
 
 from actors.api.catalogue import Catalogue
 from tests.actors.api import serving
-from tests.actors.api.serving import create, done, open_client, served
+from tests.actors.api.serving import create, open_client, serve, wait_for_end
 from tests.actors.small_spec import SmallSpec
 from wan_tpu.errors import InvalidInput
 from wan_tpu.families import published_spec
@@ -42,15 +41,15 @@ def offering(settings):
 @pytest.fixture
 def http(offering, spec, engine):
     engine.model = spec
-    with serving.working(offering, engine), served(offering, spec) as address:
-        with httpx.Client(base_url=address, timeout=30) as client:
+    with serving.working(offering, engine), serve(offering, spec) as address:
+        with open_client(address) as client:
             yield client
 
 
 def test_a_job_has_the_adapters_files_and_its_client_their_names(http, engine):
     job = create(http, loras=[{"name": "style", "scale": 0.5}, {"name": "fast"}]).json()
     assert job["loras"] == [{"name": "style", "scale": 0.5}, {"name": "fast", "scale": 1.0}]
-    assert done(http, job["id"])["status"] == "completed"
+    assert wait_for_end(http, job["id"])["status"] == "completed"
     assert engine.asked[-1].loras == (
         RequestedAdapter("/adapters/style.safetensors", 0.25),
         RequestedAdapter("/a/high.safetensors", 1.0, "high"),
@@ -63,12 +62,12 @@ def test_a_preset_sets_what_is_left_open_and_brings_its_adapters(http, engine):
     job = create(http, preset="fast").json()
     assert (job["preset"], job["num_inference_steps"], job["solver"]) == ("fast", 2, "euler")
     assert (job["sigmas"], job["loras"]) == ([1.0, 0.5], [{"name": "fast", "scale": 1.0}])
-    assert done(http, job["id"])["status"] == "completed"
+    assert wait_for_end(http, job["id"])["status"] == "completed"
     assert [lora.path for lora in engine.asked[-1].loras] == ["/a/high.safetensors", "/a/low.safetensors"]
     assert engine.asked[-1].sigmas == (1.0, 0.5)
     other = create(http, preset="fast", num_inference_steps=5, loras=[{"name": "style"}], switch_step=1).json()
     assert (other["num_inference_steps"], other["sigmas"], other["switch_step"]) == (5, None, 1)
-    assert done(http, other["id"])["status"] == "completed"
+    assert wait_for_end(http, other["id"])["status"] == "completed"
     assert engine.asked[-1].loras == (RequestedAdapter("/adapters/style.safetensors", 0.5),)
     plain = create(http, preset="plain").json()
     assert (plain["guidance_scale"], plain["loras"]) == (1.0, [])
@@ -90,7 +89,7 @@ def test_a_model_says_what_there_is(http):
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "said"),
+    ("fields", "param", "message"),
     [
         ({"loras": [{"name": "/etc/passwd"}]}, "loras", "there are: style, fast"),
         ({"loras": [{"name": "style", "scale": 99}]}, "loras.0.scale", "less than or equal to 10"),
@@ -105,22 +104,22 @@ def test_a_model_says_what_there_is(http):
         ({"switch_step": 9}, "switch_step", "0 to 4"),
     ],
 )
-def test_adapter_that_isn_t_offered_is_refused(fields, param, said, http):
+def test_adapter_that_isn_t_offered_is_refused(fields, param, message, http):
     answer = create(http, **fields)
     assert answer.status_code == 400
     error = answer.json()["error"]
-    assert error["param"] == param and said in error["message"], error
+    assert error["param"] == param and message in error["message"], error
 
 
 def test_a_cache_is_an_option_and_says_which_steps_it_skips(settings, engine):
     curve = Curve(((1, 1), (0.99, 0.99), (0.99, 0.99), (0.99, 0.99)), None, 5.0, None, MagCache(0.1, 1, 0.0))
     checkpoint = published_spec("wan2.1-t2v-1.3b").config
     spec = engine.model = dataclasses.replace(SmallSpec(checkpoint), own=CheckpointOverrides(curves=(curve,)))
-    with serving.working(settings, engine), served(settings, spec) as address, open_client(address) as http:
+    with serving.working(settings, engine), serve(settings, spec) as address, open_client(address) as http:
         assert http.get("/v1/models").json()["data"][0]["cache"] == "magcache:0.1,1,0"
         job = create(http, cache="magcache").json()
         assert (job["cache"], job["skipped_steps"]) == ("magcache", [2, 4])
-        assert done(http, job["id"])["status"] == "completed"
+        assert wait_for_end(http, job["id"])["status"] == "completed"
         assert engine.asked[-1].cache == "magcache"
         assert create(http).json()["skipped_steps"] == []
         assert create(http, cache="magcache", shift=3).json()["error"]["param"] == "cache"
@@ -135,11 +134,11 @@ def test_a_form_has_lists_as_json(http):
 
 
 def test_an_adapter_that_is_taken_from_the_catalogue_fails_its_jobs_by_name(offering, spec, engine):
-    with served(offering, spec) as address, open_client(address) as http:
+    with serve(offering, spec) as address, open_client(address) as http:
         job = create(http, loras=[{"name": "style"}]).json()["id"]
         without = dataclasses.replace(offering, catalogue=Catalogue())
         with serving.working(without, engine):
-            ended = done(http, job)
+            ended = wait_for_end(http, job)
         assert ended["status"] == "failed" and "no adapter 'style' here" in ended["error"]["message"]
 
 
@@ -149,12 +148,12 @@ def test_a_catalogue_is_read_from_what_an_operator_gives():
     assert [lora.expert for lora in catalogue.adapters["lightning"]] == ["high", "low"]
     assert list(catalogue.list_presets(A14B)) == ["original", "lightning"]
     assert list(Catalogue().list_presets(A14B)) == ["original"]  # It has no adapters.
-    for arguments, said in (
+    for arguments, message in (
         (["=x"], "no name"),
         (["a=x:200"], "nearest 10"),
         (["style"], "whose adapters are published are lightning"),
     ):
-        with pytest.raises(InvalidInput, match=said):
+        with pytest.raises(InvalidInput, match=message):
             Catalogue.parse(arguments).complete_for(A14B)
     with pytest.raises(InvalidInput, match="leave @high out"):
         Catalogue.parse(["a=x@high"]).complete_for(published_spec("wan2.1-t2v-14b"))

@@ -10,12 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import httpx
 import openapi_spec_validator
 import pytest
 
 from actors.api.http.bodies import parse_json
-from tests.actors.api.serving import served, working
+from tests.actors.api.serving import open_client, serve, working
 from tests.actors.jobs import postgres
 from tests.waiting import wait_for
 
@@ -34,8 +33,8 @@ def test_the_description_is_valid_and_says_what_everything_is(http):
     assert len(operations) >= 14
     for operation in operations:
         assert " " in operation["summary"] and operation["description"].endswith(".")
-        said = [*operation.get("parameters", []), *operation["responses"].values()]
-        assert all(part.get("description", "Successful Response") != "Successful Response" for part in said), operation
+        parts = [*operation.get("parameters", []), *operation["responses"].values()]
+        assert all(part.get("description", "Successful Response") != "Successful Response" for part in parts), operation
         assert {"400", "401", "429", "500", "503"} <= operation["responses"].keys()
     for name, schema in described["components"]["schemas"].items():
         for field, description in schema["properties"].items():
@@ -65,14 +64,14 @@ def test_whatever_is_asked_is_answered(database, settings, engine, tmp_path, rec
     limits = dataclasses.replace(settings.limits, image_bytes=200_000, video_bytes=200_000)
     impatient = dataclasses.replace(settings.reliability, answer_s=3.0)
     few = dataclasses.replace(settings, database=database, queue_limit=50, limits=limits, reliability=impatient)
-    with served(few) as address, working(few, engine), httpx.Client(base_url=address, timeout=30) as http:
+    with serve(few) as address, working(few, engine), open_client(address) as http:
         command = [program, "run", f"{address}/openapi.json", "--checks", CHECKS, "--max-examples", EXAMPLES]
         command += ["--phases", PHASES, "--continue-on-failure", "--no-color", "--seed", SEED]
         command += ["--request-timeout", "30", "--warnings", "off", "--no-shrink"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=3000)
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
         cases = int(re.search(r"([\d,]+) generated", done.stdout)[1].replace(",", ""))
-        answers = answered(http)
+        answers = count_answers(http)
         print(f"{cases} cases made up, {sum(answers.values())} requests answered: {dict(sorted(answers.items()))}")
         record_property("requests", sum(answers.values()))
         assert sum(answers.values()) >= cases >= 5 * int(EXAMPLES)  # Requests that were generated twice are left out.
@@ -81,7 +80,7 @@ def test_whatever_is_asked_is_answered(database, settings, engine, tmp_path, rec
         wait_for(lambda: http.get(f"/v1/videos/{job}").json()["status"] == "completed")
 
 
-def answered(http):
+def count_answers(http):
     """Return how many requests the service itself has counted, by status."""
     counted = collections.Counter()
     for status, count in re.findall(r'wan_http_seconds_count{.*status="(\d+)"} (\S+)', http.get("/metrics").text):

@@ -2,11 +2,9 @@
 
 import asyncio
 import base64
-import dataclasses
 import io
 import threading
 
-import httpx
 import pytest
 from PIL import Image
 from starlette.datastructures import Headers
@@ -15,7 +13,7 @@ from actors.api.http.error_answers import HttpError
 from actors.api.intake.receiving import Bodies
 from actors.api.limits import ServiceLimits
 from tests.actors.api.conftest import NAME
-from tests.actors.api.serving import create, open_client, served
+from tests.actors.api.serving import change_limits, create, open_client, serve
 from tests.actors.api.test_hostile import Sent
 from tests.conftest import PHOTO
 from tests.waiting import wait_for
@@ -31,20 +29,16 @@ def answer_of(image):
     return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(image) + image
 
 
-def limited(settings, **limits):
-    return dataclasses.replace(settings, limits=dataclasses.replace(settings.limits, **limits))
-
-
-def test_a_long_request_that_names_an_image_has_it_fetched(hooked, hook):
+def test_a_long_request_that_names_an_image_has_it_fetched(hook_settings, hook):
     """Before, a request kept the only process of its key while it waited for another."""
     hook.answers["/a.png"] = answer_of(PHOTO.read_bytes())
     texts = {"prompt": "x" * 30_000, "negative_prompt": "y" * 10_000}
     image = {"image_url": f"https://{NAME}:{hook.port}/a.png"}
-    with served(hooked) as address, httpx.Client(base_url=address, timeout=25) as http:
+    with serve(hook_settings) as address, open_client(address) as http:
         assert create(http, **texts, input_reference=image).status_code == 200
 
 
-def test_images_that_are_fetched_count_with_the_bodies(hooked, hook):
+def test_images_that_are_fetched_count_with_the_bodies(hook_settings, hook):
     image, go_on = noise(300), threading.Event()
     assert 200_000 < len(image) < 400_000
 
@@ -59,7 +53,10 @@ def test_images_that_are_fetched_count_with_the_bodies(hooked, hook):
     hook.answers["/slow.png"], hook.answers["/a.png"] = slowly, answer_of(image)
     answers = []
     body = {"input_reference": {"image_url": f"https://{NAME}:{hook.port}/slow.png"}}
-    with served(limited(hooked, bodies_bytes=400_000)) as address, httpx.Client(base_url=address, timeout=60) as http:
+    with (
+        serve(change_limits(hook_settings, bodies_bytes=400_000)) as address,
+        open_client(address) as http,
+    ):
         first = threading.Thread(target=lambda: answers.append(create(http, **body)))
         first.start()
         wait_for(lambda: hook.requests)
@@ -94,7 +91,7 @@ def test_an_image_that_is_fetched_makes_room_for_those_who_hold_less():
 
 def test_pictures_that_are_made_count_with_the_bodies(settings):
     files = {"input_reference": noise(512, "JPEG")}
-    with served(limited(settings, bodies_bytes=800_000)) as address, open_client(address) as http:
+    with serve(change_limits(settings, bodies_bytes=800_000)) as address, open_client(address) as http:
         refused = http.post("/v1/videos", data={"prompt": "x", "size": "1024x1024"}, files=files)
         assert (refused.status_code, refused.json()["error"]["code"]) == (413, "too_large")
         assert http.post("/v1/videos", data={"prompt": "x", "size": "64x64"}, files=files).status_code == 200

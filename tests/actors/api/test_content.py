@@ -1,19 +1,17 @@
 """Downloads: the cost of clients that read slowly or not at all, and that a deletion cuts none off."""
 
 import contextlib
-import dataclasses
 import logging
 import socket
 import time
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 
 from actors.jobs.retention import Retention
 from actors.jobs.work import WorkQueue
-from tests.actors.api.serving import create, open_client, served
+from tests.actors.api.serving import change_limits, create, open_client, serve
 from tests.waiting import wait_for
 from wan_tpu.storage.opening import open_storage
 
@@ -23,8 +21,8 @@ SIZE = 24_000_000  # More than the kernel's buffers of a connection hold.
 @contextlib.contextmanager
 def serving_a_video(settings, database, **limits):
     """Serve one completed video; yield a client, the video's id and its bytes."""
-    limited = dataclasses.replace(settings, limits=dataclasses.replace(settings.limits, **limits))
-    with served(limited) as address, httpx.Client(base_url=address, timeout=20) as http:
+    limited = change_limits(settings, **limits)
+    with serve(limited) as address, open_client(address) as http:
         job, queue = create(http).json()["id"], WorkQueue(database)
         video = bytes(range(256)) * (SIZE // 256)
         claimed = queue.claim("w")

@@ -45,7 +45,7 @@ class Loop:
 def loop(monkeypatch):
     measured, run = Loop(), asyncio.events.Handle._run
 
-    def timed(handle):
+    def measure_run(handle):
         if threading.get_ident() != measured.thread:
             return run(handle)
         start = time.thread_time()
@@ -56,7 +56,7 @@ def loop(monkeypatch):
             if took > measured.longest[0]:
                 measured.longest = took, repr(handle)
 
-    monkeypatch.setattr(asyncio.events.Handle, "_run", timed)
+    monkeypatch.setattr(asyncio.events.Handle, "_run", measure_run)
     gc.collect()
     gc.disable()  # A collection falls on whichever thread runs, and this process holds far more than an ingress.
     yield measured
@@ -64,9 +64,9 @@ def loop(monkeypatch):
 
 
 @pytest.fixture
-def http(hooked, loop):
+def http(hook_settings, loop):
     listening = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(make_app(Service(hooked, SPEC)), loop="asyncio", log_level="warning")
+    config = uvicorn.Config(make_app(Service(hook_settings, SPEC)), loop="asyncio", log_level="warning")
     server = uvicorn.Server(config)
 
     def serve():
@@ -141,10 +141,10 @@ def pages(http, hook):
 def test_no_callback_of_an_ingress_takes_long(http, hook, loop, database, requests):
     if requests is pages:
         long_jobs(http, database, 100)
-    asked = requests(http, hook)
+    calls = requests(http, hook)
     loop.reset()
     with ThreadPoolExecutor(10) as threads:
-        for answer in threads.map(lambda ask: ask(), asked):
+        for answer in threads.map(lambda ask: ask(), calls):
             assert answer is None or answer.status_code < 500, answer.text
     took, handle = loop.longest
     assert 0 < took < MOST_S, handle

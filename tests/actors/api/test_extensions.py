@@ -18,14 +18,14 @@ from actors.jobs.keys import make_key
 from actors.jobs.store import JobStore
 from actors.jobs.work import WorkQueue
 from tests.actors.api import serving
-from tests.actors.api.serving import change_limits, create, done, open_client, served, working
+from tests.actors.api.serving import change_reliability, create, open_client, serve, wait_for_end, working
 from tests.actors.small_spec import SOUND_SPEC, SmallSpec
 from wan_tpu.media.joining import read_clip
 
 
 @pytest.fixture
 def http(settings, engine):
-    with working(settings, engine), served(settings) as address, httpx.Client(base_url=address, timeout=30) as client:
+    with working(settings, engine), serve(settings) as address, httpx.Client(base_url=address, timeout=30) as client:
         yield client
 
 
@@ -34,9 +34,9 @@ def extend(http, source, headers=None, **fields):
     return http.post("/v1/videos/extensions", json=body, headers=headers or {})
 
 
-def finished(http, answer):
+def wait_for_video(http, answer):
     assert answer.status_code == 200, answer.text
-    video = done(http, answer.json()["id"])
+    video = wait_for_end(http, answer.json()["id"])
     assert video["status"] == "completed", video
     return video
 
@@ -66,24 +66,24 @@ def clip(mp4, tmp_path):
 
 
 def test_a_chain_of_extensions_by_id(http, engine, tmp_path):
-    first = finished(http, create(http, seed=1, num_inference_steps=3, guidance_scale=2))
+    first = wait_for_video(http, create(http, seed=1, num_inference_steps=3, guidance_scale=2))
     source = content(http, first)
-    second = finished(http, extend(http, first["id"], seed=9, seconds="1"))
+    second = wait_for_video(http, extend(http, first["id"], seed=9, seconds="1"))
     whole = content(http, second)
-    [_, asked] = engine.asked
-    assert (asked.steps, asked.guidance_scale, asked.seed, asked.frames) == (3, 2, 9, 17)
+    [_, request] = engine.asked
+    assert (request.steps, request.guidance_scale, request.seed, request.frames) == (3, 2, 9, 17)
     end = Image.open(io.BytesIO(content(http, first, "final_frame")))
-    assert np.array_equal(np.asarray(end), frames(source)[-1]) and np.array_equal(np.asarray(asked.image), end)
-    assert packets(whole) == packets(source) + packets(engine.video(asked))
+    assert np.array_equal(np.asarray(end), frames(source)[-1]) and np.array_equal(np.asarray(request.image), end)
+    assert packets(whole) == packets(source) + packets(engine.video(request))
     assert len(packets(whole)) == 9 + 17 - 1
     assert (second["extended_from_video_id"], second["num_frames"], second["size"]) == (first["id"], 17, "96x64")
     assert (second["seconds"], second["video_size"]) == ("1.56", "96x64")
     assert content(http, second, "input_video") == source
     assert len(frames(content(http, second))) == 25
-    third = finished(http, extend(http, second["id"], num_frames=5))
+    third = wait_for_video(http, extend(http, second["id"], num_frames=5))
     assert packets(content(http, third))[:25] == packets(whole) and clip(content(http, third), tmp_path).frames == 29
     assert third["seconds"] == "1.81"
-    again = finished(http, http.post(f"/v1/videos/{third['id']}/remix", json={"prompt": "otherwise"}))
+    again = wait_for_video(http, http.post(f"/v1/videos/{third['id']}/remix", json={"prompt": "otherwise"}))
     assert packets(content(http, again))[:25] == packets(whole)
     assert (again["remixed_from_video_id"], again["prompt"]) == (third["id"], "otherwise")
 
@@ -96,13 +96,13 @@ def test_the_last_frame_is_kept_as_it_was_before_it_was_compressed(http, engine,
         return dataclasses.replace(await generate(plan, **options), last_frame=drawn)
 
     monkeypatch.setattr(engine, "generate", generate_with_last_frame)
-    first = finished(http, create(http))
-    finished(http, extend(http, first["id"]))
+    first = wait_for_video(http, create(http))
+    wait_for_video(http, extend(http, first["id"]))
     assert np.array_equal(np.asarray(engine.asked[-1].image), drawn)
 
 
 def test_openai_s_client_sends_a_file_or_an_id(http, engine):
-    first = finished(http, create(http, seed=1))
+    first = wait_for_video(http, create(http, seed=1))
     with OpenAI(base_url=str(http.base_url).rstrip("/") + "/v1", api_key="none", max_retries=0) as client:
         by_id = client.videos.extend(
             prompt="on", seconds="1", video=omit, extra_body={"video": {"id": first["id"]}, "seed": "3"}
@@ -125,28 +125,28 @@ def test_a_file_of_another_kind_gets_the_size_and_rate_of_what_follows(http, eng
     command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-f", "lavfi", "-i", "testsrc=s=100x66:r=30:d=1"]
     subprocess.run([*command, "-f", "lavfi", "-i", "sine=d=1", "-c:v", "mpeg4", path], check=True)
     form = {"prompt": (None, "on"), "video": ("a.mkv", path.read_bytes()), "num_frames": (None, "5")}
-    video = finished(http, http.post("/v1/videos/extensions", files=form))
+    video = wait_for_video(http, http.post("/v1/videos/extensions", files=form))
     assert (video["size"], video["video_size"], video["extended_from_video_id"]) == ("96x64", "100x66", None)
     result = clip(content(http, video), tmp_path)
     assert (result.frames, result.rate, result.size, result.sound) == (16 + 5 - 1, 16, (96, 64), ("44100", "stereo"))
     whole = frames(content(http, video))
     assert np.array_equal(np.asarray(engine.asked[-1].image), frames(content(http, video, "input_video"))[-1])
     # Its end is shown there, and not only its colours, of which the file has a quarter as many pixels.
-    shown = [Image.fromarray(frame).resize((96, 64)) for frame in iio.imread(path, plugin="FFMPEG")]
-    assert np.argmin([np.abs(whole[15] - np.asarray(frame, int)).mean() for frame in shown]) >= 27
+    pictures = [Image.fromarray(frame).resize((96, 64)) for frame in iio.imread(path, plugin="FFMPEG")]
+    assert np.argmin([np.abs(whole[15] - np.asarray(frame, int)).mean() for frame in pictures]) >= 27
 
 
 @pytest.mark.parametrize("form", [True, False])
 def test_sound_goes_on(form, settings, engine, tmp_path):
     engine.model = SOUND_SPEC
-    with working(settings, engine), served(settings, SOUND_SPEC) as address, open_client(address) as http:
-        first = finished(http, create(http))
+    with working(settings, engine), serve(settings, SOUND_SPEC) as address, open_client(address) as http:
+        first = wait_for_video(http, create(http))
         mp4 = tmp_path / "sound.mp4"
         command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-f", "lavfi", "-i", "color=s=96x64:r=16:d=1"]
         subprocess.run([*command, "-f", "lavfi", "-i", "sine=d=1", mp4], check=True)
         file = {"prompt": (None, "on"), "video": ("a.mp4", mp4.read_bytes())}
         answer = http.post("/v1/videos/extensions", files=file) if form else extend(http, first["id"])
-        result = clip(content(http, finished(http, answer)), tmp_path)
+        result = clip(content(http, wait_for_video(http, answer)), tmp_path)
         assert (result.frames, result.sound is not None) == ((16 if form else 22) + 21, True)
 
 
@@ -155,57 +155,57 @@ def test_a_model_that_sees_motion_gets_the_whole_video(settings, engine):
         takes_video = continues_video = True
 
     spec = engine.model = SeesMotion(serving.SPEC.config)
-    with working(settings, engine), served(settings, spec) as address, open_client(address) as http:
-        first = finished(http, create(http))
+    with working(settings, engine), serve(settings, spec) as address, open_client(address) as http:
+        first = wait_for_video(http, create(http))
         source = content(http, first)
-        second = finished(http, extend(http, first["id"], num_frames=5))
-        asked = engine.asked[-1]
-        assert (asked.image, asked.strength, asked.hidden_frames, asked.video.content) == (None, 1, 0, source)
-        assert packets(content(http, second)) == packets(source) + packets(engine.video(asked))
+        second = wait_for_video(http, extend(http, first["id"], num_frames=5))
+        request = engine.asked[-1]
+        assert (request.image, request.strength, request.hidden_frames, request.video.content) == (None, 1, 0, source)
+        assert packets(content(http, second)) == packets(source) + packets(engine.video(request))
         assert second["num_frames"] == 5 and len(packets(content(http, second))) == 9 + 5
         assert content(http, second, "input_video") == source
-        again = finished(http, http.post(f"/v1/videos/{second['id']}/remix", json={"prompt": "otherwise"}))
+        again = wait_for_video(http, http.post(f"/v1/videos/{second['id']}/remix", json={"prompt": "otherwise"}))
         assert packets(content(http, again))[:9] == packets(source) and engine.asked[-1].video.content == source
-        third = finished(http, create(http, video={"id": first["id"]}))
-        assert third["strength"] == 1 and finished(http, extend(http, third["id"]))["num_frames"] == 9
+        third = wait_for_video(http, create(http, video={"id": first["id"]}))
+        assert third["strength"] == 1 and wait_for_video(http, extend(http, third["id"]))["num_frames"] == 9
 
 
 def test_a_source_may_be_deleted_once_the_job_is_accepted(http, engine):
-    first = finished(http, create(http))
+    first = wait_for_video(http, create(http))
     source = packets(content(http, first))
     engine.go.clear()
     second = extend(http, first["id"])
     http.delete(f"/v1/videos/{first['id']}").raise_for_status()
     engine.go.set()
-    assert packets(content(http, finished(http, second)))[:9] == source
+    assert packets(content(http, wait_for_video(http, second)))[:9] == source
 
 
 def test_a_killed_worker_s_successor_makes_the_whole_video(settings, engine, database):
-    quick = change_limits(settings, lease_s=1.0)
-    with served(quick) as address, open_client(address) as http:
+    quick = change_reliability(settings, lease_s=1.0)
+    with serve(quick) as address, open_client(address) as http:
         with working(quick, engine):
-            first = finished(http, create(http))
+            first = wait_for_video(http, create(http))
         second = extend(http, first["id"]).json()
         assert WorkQueue(database, reliability=quick.reliability).claim("killed").id == second["id"]
         with working(quick, engine):
-            assert done(http, second["id"])["attempts"] == 2
+            assert wait_for_end(http, second["id"])["attempts"] == 2
         assert len(packets(content(http, second))) == 17
 
 
 def test_a_source_that_is_gone_fails_the_job_before_anything_is_computed(settings, engine, database):
-    hasty = change_limits(settings, input_attempts=1)
-    with served(hasty) as address, open_client(address) as http:
+    hasty = change_reliability(settings, input_attempts=1)
+    with serve(hasty) as address, open_client(address) as http:
         with working(hasty, engine):
-            first = finished(http, create(http))
+            first = wait_for_video(http, create(http))
         second = extend(http, first["id"]).json()["id"]
         Path(settings.storage, JobStore(database).get(second).input_video).unlink()
         with working(hasty, engine):
-            assert done(http, second)["error"]["code"] == "input_lost"
+            assert wait_for_end(http, second)["error"]["code"] == "input_lost"
     assert len(engine.asked) == 1
 
 
 def test_what_cant_be_continued_is_refused_with_what_to_do(http, engine, settings):
-    first = finished(http, create(http))
+    first = wait_for_video(http, create(http))
     image = {"image_url": "https://example.com/a.png"}
     for fields, param, message in (
         ({"size": "64x96"}, "size", "leave it out"),
@@ -235,7 +235,7 @@ def test_what_cant_be_continued_is_refused_with_what_to_do(http, engine, setting
         ({"bodies_bytes": 1000}, "a video of at most 0 MB can be continued"),
     ):
         short = dataclasses.replace(settings, limits=dataclasses.replace(settings.limits, **limit))
-        with served(short) as address, open_client(address) as strict:
+        with serve(short) as address, open_client(address) as strict:
             assert message in extend(strict, first["id"]).json()["error"]["message"]
 
 
@@ -243,23 +243,23 @@ def test_models_of_text_alone_continue_nothing(settings):
     class TextOnly(SmallSpec):
         tasks = ("t2v",)
 
-    with served(settings, TextOnly(serving.SPEC.config)) as address, open_client(address) as http:
+    with serve(settings, TextOnly(serving.SPEC.config)) as address, open_client(address) as http:
         error = extend(http, "video_" + "0" * 48).json()["error"]
         assert error["param"] == "video" and "use an I2V checkpoint" in error["message"]
 
 
 def test_another_key_s_video_cant_be_continued(http, settings, database, engine):
     ann, bob = ({"Authorization": f"Bearer {make_key(database, name)}"} for name in ("ann", "bob"))
-    with served(settings) as address, open_client(address) as keyed:
+    with serve(settings) as address, open_client(address) as keyed:
         first = create(keyed, ann).json()["id"]
         keyed.headers = ann
-        done(keyed, first)
+        wait_for_end(keyed, first)
         assert extend(keyed, first, bob).json()["error"]["code"] == "video_not_found"
         assert extend(keyed, first, ann).status_code == 200
 
 
 def test_the_same_body_on_another_route_is_another_request(http):
-    first = finished(http, create(http))
+    first = wait_for_video(http, create(http))
     headers = {"Idempotency-Key": "once"}
     assert extend(http, first["id"], headers).json()["id"] == extend(http, first["id"], headers).json()["id"]
     body = {"prompt": "it goes on", "video": {"id": first["id"]}}

@@ -38,12 +38,12 @@ def test_request_cancelled_while_a_place_gets_free_takes_none():
                 order.append(key)
 
         async with turns.take_turn("ann"):
-            gone = asyncio.create_task(take("bob"))
+            cancelled = asyncio.create_task(take("bob"))
             await asyncio.sleep(0)
-            gone.cancel()  # The place is free before Bob's task runs again.
-        await asyncio.wait([gone])
+            cancelled.cancel()  # The place is free before Bob's task runs again.
+        await asyncio.wait([cancelled])
         async with asyncio.timeout(5):
             await take("cleo")
-        return order, gone.cancelled()
+        return order, cancelled.cancelled()
 
     assert asyncio.run(all_()) == (["cleo"], True)

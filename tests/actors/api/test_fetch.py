@@ -14,7 +14,7 @@ import pytest
 from actors.api.outbound import client
 from actors.api.outbound.client import FetchError, FetchSettings, check_url, fetch, load_default_trust
 from tests.actors.api.conftest import NAME
-from tests.actors.api.fetching import ELSEWHERE, HERE, answer, fetched, got, resolver, running
+from tests.actors.api.fetching import ELSEWHERE, HERE, answer, fetch_bytes, resolver, run_and_fetch, running
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def settings(trust):
 def test_an_image_arrives(new_server, settings):
     server = new_server()
     server.answers = {"/cat.png?size=2": answer(b"image")}
-    assert got(server, settings, "/cat.png?size=2#top") == b"image"
+    assert run_and_fetch(server, settings, "/cat.png?size=2#top") == b"image"
     (request,) = server.requests
     assert f"host: {NAME}:{server.port}".encode() in request.lower()
     assert server.names == [NAME]  # The certificate is requested by name, though the connection goes to an address.
@@ -39,8 +39,8 @@ def test_chunks_arrive(new_server, settings):
         "/cat.png": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nima\r\n2\r\nge\r\n0\r\n\r\n",
         "/old.png": b"HTTP/1.0 200 OK\r\n\r\nimage",  # The content ends with the connection.
     }
-    assert got(server, settings) == b"image"
-    assert got(server, settings, "/old.png") == b"image"
+    assert run_and_fetch(server, settings) == b"image"
+    assert run_and_fetch(server, settings, "/old.png") == b"image"
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_other_urls_are_refused(settings, url):
     find, _ = resolver(pictures_test=[HERE])
     closed = dataclasses.replace(settings, resolver=find, allowed=(ipaddress.ip_network("127.0.0.0/8"),))
     with pytest.raises(FetchError):
-        asyncio.run(fetched(url, closed))
+        asyncio.run(fetch_bytes(url, closed))
 
 
 @pytest.mark.parametrize("addresses", [[ELSEWHERE], [HERE, ELSEWHERE], ["::ffff:127.0.0.1"], ["169.254.169.254"], []])
@@ -81,7 +81,7 @@ def test_a_name_that_leads_inside_is_not_connected_to(new_server, settings, addr
     async def do():
         async with running(server, settings, address=ELSEWHERE) as (ready, base):
             find, _ = resolver(pictures_test=addresses)
-            await fetched(base + "/cat.png", dataclasses.replace(ready, resolver=find))
+            await fetch_bytes(base + "/cat.png", dataclasses.replace(ready, resolver=find))
 
     with pytest.raises(FetchError, match=r"public|no address"):
         asyncio.run(do())
@@ -94,25 +94,25 @@ def test_a_name_that_leads_inside_is_not_connected_to(new_server, settings, addr
 def test_spellings_of_an_address_lead_no_further(settings, host):
     real = dataclasses.replace(settings, resolver=FetchSettings().resolver, allowed=())
     with pytest.raises(FetchError, match=r"not a public address|no address"):
-        asyncio.run(fetched(f"https://{host}/", real))
+        asyncio.run(fetch_bytes(f"https://{host}/", real))
 
 
 def test_the_address_that_was_checked_is_the_one_connected_to(new_server, settings):
     """A name that resolves to something else a moment later (DNS rebinding) gains nothing."""
     good, evil = new_server(), new_server()
     good.answers, evil.answers = {"/cat.png": answer(b"image")}, {"/cat.png": answer(b"secret")}
-    find, asked = resolver(pictures_test=[[HERE], [ELSEWHERE]])
+    find, lookups = resolver(pictures_test=[[HERE], [ELSEWHERE]])
 
     async def do():
         async with running(good, settings) as (ready, base), running(evil, settings, address=ELSEWHERE, port=good.port):
             ready = dataclasses.replace(ready, resolver=find)
-            first = await fetched(base + "/cat.png", ready)
+            first = await fetch_bytes(base + "/cat.png", ready)
             with pytest.raises(FetchError, match="public"):
-                await fetched(base + "/cat.png", ready)
+                await fetch_bytes(base + "/cat.png", ready)
             return first
 
     assert asyncio.run(do()) == b"image"
-    assert asked == [NAME, NAME]
+    assert lookups == [NAME, NAME]
     assert evil.connections == 0
 
 
@@ -135,7 +135,7 @@ def test_redirects_are_followed_and_checked_again(new_server, settings):
                 "/round": answer(status="302 Found", Location="/round"),
                 "/none": answer(status="302 Found", Location="https://[x"),
             }
-            assert await fetched(base + "/moved", ready) == b"image"
+            assert await fetch_bytes(base + "/moved", ready) == b"image"
             for path, reason in {
                 "/inside": "public internet",
                 "/plain": "only https",
@@ -144,7 +144,7 @@ def test_redirects_are_followed_and_checked_again(new_server, settings):
                 "/none": "can't be read",
             }.items():
                 with pytest.raises(FetchError, match=reason):
-                    await fetched(base + path, ready)
+                    await fetch_bytes(base + path, ready)
 
     asyncio.run(do())
     assert inside.connections == 0
@@ -190,7 +190,7 @@ def test_answer_that_is_no_image_of_an_allowed_size_is_refused(new_server, setti
     server = new_server()
     server.answers = {"/cat.png": response}
     with pytest.raises(FetchError, match=reason):
-        got(server, settings)
+        run_and_fetch(server, settings)
 
 
 async def broken_record(writer):
@@ -236,7 +236,7 @@ def test_whatever_a_server_does_is_a_fetch_error(new_server, settings, case):
     server = new_server()
     server.answers = {"/cat.png": HOSTILE[case]}
     with pytest.raises(FetchError):
-        got(server, settings)
+        run_and_fetch(server, settings)
     assert server.connections == 1
 
 
@@ -248,7 +248,7 @@ def test_a_server_that_speaks_no_tls_is_refused(settings):
 
         async with await asyncio.start_server(plain, HERE, 0) as server:
             port = server.sockets[0].getsockname()[1]
-            await fetched(f"https://{NAME}:{port}/", dataclasses.replace(settings, ports=frozenset({port})))
+            await fetch_bytes(f"https://{NAME}:{port}/", dataclasses.replace(settings, ports=frozenset({port})))
 
     with pytest.raises(FetchError, match=r"TLS|certificate|answer"):
         asyncio.run(do())
@@ -293,7 +293,7 @@ def test_the_tls_context_is_not_made_in_the_event_loop(settings, monkeypatch):
         closed = dataclasses.replace(settings, trust=None, ports=frozenset({1}))
         for _ in range(3):
             with pytest.raises(FetchError, match="can't be reached"):
-                await fetched(f"https://{NAME}:1/", closed)
+                await fetch_bytes(f"https://{NAME}:1/", closed)
 
     asyncio.run(do())
     assert len(threads) == 1 and threads[0] is not threading.main_thread()
@@ -304,7 +304,7 @@ def test_slow_servers_are_given_up_in_time(new_server, settings):
     server.answers = {"/cat.png": dripping}
     began = time.monotonic()
     with pytest.raises(FetchError, match=r"did not come within 1 s"):
-        got(server, settings, timeout_s=1.0)
+        run_and_fetch(server, settings, timeout_s=1.0)
     assert time.monotonic() - began < 15
 
 
@@ -312,14 +312,14 @@ def test_certificates_are_checked(new_server, settings):
     wrong = new_server("other.test")
     wrong.answers = {"/cat.png": answer(b"image")}
     with pytest.raises(FetchError, match="no certificate that is trusted"):
-        got(wrong, settings)
+        run_and_fetch(wrong, settings)
     server = new_server()
     server.answers = {"/cat.png": answer(b"image")}
     with pytest.raises(FetchError, match="no certificate that is trusted"):
-        got(server, settings, trust=ssl.create_default_context())
+        run_and_fetch(server, settings, trust=ssl.create_default_context())
     assert server.requests == []
 
 
 def test_a_server_that_is_not_there(settings):
     with pytest.raises(FetchError, match="can't be reached"):
-        asyncio.run(fetched(f"https://{NAME}:1/", dataclasses.replace(settings, ports=frozenset({1}))))
+        asyncio.run(fetch_bytes(f"https://{NAME}:1/", dataclasses.replace(settings, ports=frozenset({1}))))

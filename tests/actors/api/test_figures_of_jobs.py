@@ -11,14 +11,14 @@ from actors.api import estimates
 from actors.api.worker.traces import Traces
 from actors.jobs.keys import make_key
 from actors.observe.logs import JsonFormatter
-from tests.actors.api.serving import create, done, open_client, served, working
+from tests.actors.api.serving import create, open_client, serve, wait_for_end, working
 from tests.conftest import ROOT
 from tests.waiting import wait_for
 
 
 def test_metrics_and_readiness_tell_of_the_worker(http, worker):
     for _ in range(2):
-        done(http, create(http).json()["id"])
+        wait_for_end(http, create(http).json()["id"])
     wait_for(lambda: "wan_step_seconds_count" in http.get("/metrics").text)
     text = wait_for(
         lambda: (
@@ -37,7 +37,7 @@ def test_metrics_and_readiness_tell_of_the_worker(http, worker):
 
 def test_an_eta_comes_from_the_jobs_before(http, worker, engine, monkeypatch):
     monkeypatch.setattr(estimates, "_LOOK_EVERY_S", 0.1)
-    done(http, create(http).json()["id"])
+    wait_for_end(http, create(http).json()["id"])
     engine.go.clear()
     ids = [create(http).json()["id"] for _ in range(8)]
     waiting = wait_for(lambda: (v := http.get(f"/v1/videos/{ids[-1]}").json())["queue_position"] == 3 and v)
@@ -50,10 +50,10 @@ def test_an_eta_comes_from_the_jobs_before(http, worker, engine, monkeypatch):
 def test_logs_are_json_without_prompts_or_keys(settings, database, engine, caplog):
     caplog.set_level(logging.INFO, "actors")
     key = make_key(database, "ann")
-    with served(settings) as address, open_client(address) as http, working(settings, engine):
+    with serve(settings) as address, open_client(address) as http, working(settings, engine):
         http.headers["Authorization"] = f"Bearer {key}"
         job = create(http, prompt="a secret wish").json()["id"]
-        done(http, job)
+        wait_for_end(http, job)
     lines = [json.loads(JsonFormatter().format(record)) for record in caplog.records]
     life = [line["event"] for line in lines if line.get("job") == job]
     assert life.index("accepted") < life.index("begun") < life.index("completed")
@@ -62,7 +62,7 @@ def test_logs_are_json_without_prompts_or_keys(settings, database, engine, caplo
 
 def test_jobs_that_wait_for_a_compiler_are_counted(http, worker, engine):
     engine.compile_s = 90.0
-    video = done(http, create(http).json()["id"])
+    video = wait_for_end(http, create(http).json()["id"])
     assert sum(video["stage_seconds"].values()) < 90  # The job computes this long.
     text = wait_for(lambda: "wan_compile_seconds_count{" in (t := http.get("/metrics").text) and t)
     [family] = [f for f in text_string_to_metric_families(text) if f.name == "wan_compile_seconds"]
@@ -73,7 +73,7 @@ def test_jobs_that_wait_for_a_compiler_are_counted(http, worker, engine):
 def test_the_dashboard_asks_for_figures_that_there_are(http, worker, engine):
     """Every name and label in Grafana's queries is in the real /metrics."""
     engine.compile_s = 90.0
-    done(http, create(http).json()["id"])
+    wait_for_end(http, create(http).json()["id"])
     there = ("wan_jobs_ended_total{", "wan_compile_seconds_count{")
     text = wait_for(lambda: all(name in (t := http.get("/metrics").text) for name in there) and t)
     families = list(text_string_to_metric_families(text))
@@ -99,9 +99,9 @@ def test_the_dashboard_asks_for_figures_that_there_are(http, worker, engine):
                 assert f'"{name.removeprefix("ray_").removesuffix("_total")}"' in of_ray, query
                 continue
             assert name in labels, query
-            asked = [word for match in re.findall(r"by \(([^)]*)\)", query) for word in match.split(", ")]
-            asked += re.findall(r"(\w+)=~", query)
-            assert set(asked) <= labels[name] | {"le"}, query
+            names = [word for match in re.findall(r"by \(([^)]*)\)", query) for word in match.split(", ")]
+            names += re.findall(r"(\w+)=~", query)
+            assert set(names) <= labels[name] | {"le"}, query
 
 
 def test_a_job_is_a_trace_when_that_is_wanted(http, settings, engine):
@@ -110,12 +110,12 @@ def test_a_job_is_a_trace_when_that_is_wanted(http, settings, engine):
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     assert Traces.from_environment() is None
-    kept, provider = InMemorySpanExporter(), trace.TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(kept))
+    exporter, provider = InMemorySpanExporter(), trace.TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
     with working(settings, engine, traces=Traces(provider)):
         job = create(http).json()["id"]
-        done(http, job)
-        spans = wait_for(lambda: len(finished := kept.get_finished_spans()) == 5 and finished)
+        wait_for_end(http, job)
+        spans = wait_for(lambda: len(finished := exporter.get_finished_spans()) == 5 and finished)
     *stages, root = spans
     assert (root.name, root.attributes["job"], root.attributes["status"]) == ("video", job, "completed")
     assert [span.name for span in stages] == ["encoder", "denoise_high", "denoise_low", "decoder"]

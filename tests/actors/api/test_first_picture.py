@@ -4,12 +4,11 @@ import contextlib
 import dataclasses
 import time
 
-import httpx
 import pytest
 
 from actors.batch.one_process import OneProcessEngine
 from tests.actors.api.browsing import ask, open_page
-from tests.actors.api.serving import done, served, working
+from tests.actors.api.serving import open_client, serve, wait_for_end, working
 from tests.conftest import ROOT
 from tests.waiting import wait_for
 from wan_tpu.pipeline import load_pipeline
@@ -66,8 +65,8 @@ def test_first_picture_is_on_screen_half_a_second_after_its_frames_are_decoded(b
     with (
         contextlib.closing(SmallEngine(pipe)) as engine,
         working(settings, engine),
-        served(settings, spec) as address,
-        httpx.Client(base_url=address, timeout=60) as http,
+        serve(settings, spec) as address,
+        open_client(address) as http,
     ):
         late_s = []
         for _ in range(4):
@@ -77,12 +76,12 @@ def test_first_picture_is_on_screen_half_a_second_after_its_frames_are_decoded(b
             page.reload()
             page.locator("[name=input_reference]").set_input_files(BALL)
             job = ask(page, "a red ball rolls", Frames=FRAMES).get_attribute("data-id")
-            shown = wait_for(lambda page=page: page.evaluate(SHOWN), "the first picture") / 1000
+            shown_s = wait_for(lambda page=page: page.evaluate(SHOWN), "the first picture") / 1000
             page.close()
-            assert done(http, job)["status"] == "completed"
-            late_s.append(shown - decoded.times[FIRST_FRAMES // 4])
+            assert wait_for_end(http, job)["status"] == "completed"
+            late_s.append(shown_s - decoded.times[FIRST_FRAMES // 4])
             print(
-                f"{late_s[-1]:.2f} s after frame {FIRST_FRAMES}, {shown - decoded.times[-1]:.2f} s after the last one"
+                f"{late_s[-1]:.2f} s after frame {FIRST_FRAMES}, {shown_s - decoded.times[-1]:.2f} s after the last one"
             )
             http.delete(f"/v1/videos/{job}").raise_for_status()
     assert sorted(late_s[1:])[1] < 0.5  # The first one waits for its programs to be compiled.

@@ -164,34 +164,34 @@ def test_sound_is_asked_for_in_every_client_s_form(sound):
 
 @pytest.mark.parametrize("client", WITH_LISTS)
 def test_lists_are_the_same_in_every_client_s_form(client):
-    asked, _ = understood(*WITH_LISTS[client]())
-    assert (asked.sigmas, [lora.model_dump() for lora in asked.loras]) == ([1.0, 0.5], LORAS)
-    assert asked == understood(*in_json(**LISTS))[0]
+    request, _ = understood(*WITH_LISTS[client]())
+    assert (request.sigmas, [lora.model_dump() for lora in request.loras]) == ([1.0, 0.5], LORAS)
+    assert request == understood(*in_json(**LISTS))[0]
 
 
 @pytest.mark.parametrize("client", WITH_IMAGE)
 def test_an_image_is_the_same_in_every_client_s_form(client):
-    asked, uploads = understood(*WITH_IMAGE[client]())
-    assert (asked, uploads) == (parse_json(json.dumps(ASKED)), {"input_reference": PNG})
+    request, uploads = understood(*WITH_IMAGE[client]())
+    assert (request, uploads) == (parse_json(json.dumps(ASKED)), {"input_reference": PNG})
 
 
 def test_an_image_elsewhere_is_the_same_in_every_form():
     there = "https://pictures.test/a.png"
     for reference in (there, {"image_url": there}, {"image_url": {"url": there}}, [there]):
-        asked, _ = understood(*in_json(prompt="x", input_reference=reference, last_frame=reference))
-        assert asked.input_reference.image_url == asked.last_frame.image_url == there
+        request, _ = understood(*in_json(prompt="x", input_reference=reference, last_frame=reference))
+        assert request.input_reference.image_url == request.last_frame.image_url == there
     for name in ("input_reference", "input_reference[image_url]", "input_reference[image_url][url]"):
         assert understood(*fields(("prompt", "x"), (name, there)))[0].input_reference.image_url == there
 
 
 def test_what_openai_s_client_sends_is_the_same_in_json(client, http):
     """The same idempotency key with any different field would be rejected."""
-    asked, key = {"prompt": "a cat", "size": "96x64", "seconds": "1"}, {"Idempotency-Key": "the same"}
+    fields, key = {"prompt": "a cat", "size": "96x64", "seconds": "1"}, {"Idempotency-Key": "the same"}
     extras = {"guidance_scale": 3.5, "sigmas": [1.0, 0.75, 0.25], "input_reference": IMAGE}
-    video = client.videos.create(**asked, extra_body=extras, extra_headers=key)
+    video = client.videos.create(**fields, extra_body=extras, extra_headers=key)
     assert (video.prompt, video.size, video.num_frames) == ("a cat", "96x64", 17)
     assert (video.num_inference_steps, video.guidance_scale, video.input_size) == (3, 3.5, "64x64")
-    again = http.post("/v1/videos", json=asked | extras | {"priority": None}, headers=key)
+    again = http.post("/v1/videos", json=fields | extras | {"priority": None}, headers=key)
     assert (again.status_code, again.json()["id"]) == (200, video.id)
 
 
@@ -310,12 +310,12 @@ def any_part(rng):
 
 
 def test_whatever_is_sent_is_understood_or_refused():
-    rng, taken = random.Random(3), 0
+    rng, accepted_count = random.Random(3), 0
     for number in range(1500):
         fields = {rng.choice(NAMES): any_value(rng) for _ in range(rng.randrange(5))}
         parts = [any_part(rng) for _ in range(rng.randrange(6))] + [('name="prompt"', b"x")]
         with contextlib.suppress(InvalidRequest):
-            asked, _ = understood(*(in_json(**{"prompt": "x"} | fields) if number % 2 else in_form(*parts)))
-            assert asked.model_dump_json().encode()
-            taken += 1
-    assert taken > 100
+            request, _ = understood(*(in_json(**{"prompt": "x"} | fields) if number % 2 else in_form(*parts)))
+            assert request.model_dump_json().encode()
+            accepted_count += 1
+    assert accepted_count > 100

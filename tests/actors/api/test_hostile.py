@@ -24,7 +24,7 @@ from actors.jobs.keys import KeyLimits, list_keys, make_key, revoke_key
 from actors.jobs.store import JobStore
 from actors.jobs.work import WorkQueue
 from tests.actors.api.conftest import NAME
-from tests.actors.api.serving import create, done, open_client, served, working
+from tests.actors.api.serving import change_limits, create, open_client, serve, wait_for_end, working
 from tests.actors.jobs.test_store import ask
 from tests.conftest import PHOTO
 from tests.waiting import wait_for
@@ -37,10 +37,10 @@ def keys(database):
 
 
 @contextlib.contextmanager
-def asked(settings, **limits):
+def open_limited(settings, **limits):
     """Serve the application with some limits, and yield a client."""
-    limited = dataclasses.replace(settings, limits=dataclasses.replace(settings.limits, **limits))
-    with served(limited) as address, httpx.Client(base_url=address, timeout=60) as http:
+    limited = change_limits(settings, **limits)
+    with serve(limited) as address, open_client(address) as http:
         yield http
 
 
@@ -93,7 +93,7 @@ LARGE = {
 def test_a_large_body_costs_the_service_neither_memory_nor_time(settings, name):
     """Before, 27 MB of JSON took 4.6 GB and blocked everybody for seconds. A third of it is enough to see that."""
     waits, ended = [], threading.Event()
-    with asked(settings) as http:
+    with open_limited(settings) as http:
 
         def poll():
             with httpx.Client(base_url=http.base_url, timeout=60) as other:
@@ -119,7 +119,7 @@ def test_images_are_stored_in_the_size_of_their_video(settings, database):
     """Before, ten JPEGs of 8000 x 8000 took 5 GB in the worker, for videos of 64 x 64."""
     big = io.BytesIO()
     Image.effect_noise((3000, 3000), 80).convert("RGB").save(big, "JPEG", quality=90)
-    with asked(settings) as http:
+    with open_limited(settings) as http:
         answer = http.post(
             "/v1/videos", data={"prompt": "x", "size": "64x64"}, files={"input_reference": big.getvalue()}
         )
@@ -130,7 +130,7 @@ def test_images_are_stored_in_the_size_of_their_video(settings, database):
 
 def test_bodies_that_never_end_are_counted_by_key_and_given_up(settings, keys):
     ann, mallory = keys
-    with asked(settings, bodies=4, body_s=2.0) as http:
+    with open_limited(settings, bodies=4, body_s=2.0) as http:
         started = [half_a_body(http, mallory) for _ in range(6)]
         wait_for(lambda: [sent.status for sent in started].count(429) == 2)
         assert create(http, ann).status_code == 200
@@ -142,19 +142,19 @@ def test_bodies_that_never_end_are_counted_by_key_and_given_up(settings, keys):
 
 def test_key_with_most_memory_gives_it_back_first(settings, keys):
     ann, mallory = keys
-    with asked(settings, bodies_bytes=1_000_000, image_bytes=600_000) as http:
-        held = [half_a_body(http, mallory, 500_000, 400_000) for _ in range(2)]
+    with open_limited(settings, bodies_bytes=1_000_000, image_bytes=600_000) as http:
+        connections = [half_a_body(http, mallory, 500_000, 400_000) for _ in range(2)]
         time.sleep(0.3)
         answer = http.post("/v1/videos", headers=ann, data={"prompt": "x"}, files={"input_reference": b"x" * 450_000})
         assert answer.status_code == 400  # It was read to its end, and is no image.
-        assert [sent.status for sent in held].count(408) == 1
-        for sent in held:
+        assert [sent.status for sent in connections].count(408) == 1
+        for sent in connections:
             sent.close()
 
 
 def test_one_key_takes_neither_the_whole_queue_nor_the_front_of_it(settings, keys, database):
     ann, mallory = keys
-    with served(dataclasses.replace(settings, queue_limit=20)) as address, open_client(address) as http:
+    with serve(dataclasses.replace(settings, queue_limit=20)) as address, open_client(address) as http:
         assert [create(http, mallory).status_code for _ in range(11)] == [200] * 10 + [429]
         refused = create(http, mallory, priority=100)
         assert refused.status_code == 429
@@ -181,7 +181,7 @@ def test_a_key_has_so_many_jobs_made_at_a_time(database):
 
 
 def test_a_full_queue_is_seen_before_a_body_is_read_and_leaves_nothing(settings):
-    with served(dataclasses.replace(settings, queue_limit=1)) as address, open_client(address) as http:
+    with serve(dataclasses.replace(settings, queue_limit=1)) as address, open_client(address) as http:
         assert create(http).status_code == 200
         refused = half_a_body(http, {}, size=20_000_000)
         wait_for(lambda: refused.status == 429)
@@ -191,17 +191,17 @@ def test_a_full_queue_is_seen_before_a_body_is_read_and_leaves_nothing(settings)
     assert [path for path in Path(settings.storage).rglob("*") if path.is_file()] == []
 
 
-def test_a_repeated_request_needs_its_image_no_more(hooked, hook):
+def test_a_repeated_request_needs_its_image_no_more(hook_settings, hook):
     """Before, a retry got 400 instead of the job if the image's server was gone by then."""
     image = PHOTO.read_bytes()
     hook.answers["/a.png"] = [b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(image) + image]
-    with served(hooked) as address, open_client(address) as http:
+    with serve(hook_settings) as address, open_client(address) as http:
         body = {"input_reference": {"image_url": f"https://{NAME}:{hook.port}/a.png"}}
         response = create(http, {"Idempotency-Key": "one"}, **body)
         assert response.status_code == 200, response.text
         assert create(http, **body).status_code == 400  # The image is gone.
         assert create(http, {"Idempotency-Key": "one"}, **body).json()["id"] == response.json()["id"]
-    assert len(list(Path(hooked.storage).rglob("*.png"))) == 1
+    assert len(list(Path(hook_settings.storage).rglob("*.png"))) == 1
 
 
 def test_a_client_that_repeats_a_request_by_itself_makes_one_job(http):
@@ -212,14 +212,14 @@ def test_a_client_that_repeats_a_request_by_itself_makes_one_job(http):
 
 
 def test_a_full_disk_is_said_before_anything_is_accepted(settings):
-    with asked(settings, free_bytes=2**60) as http:
+    with open_limited(settings, free_bytes=2**60) as http:
         for answer in (http.get("/ready"), create(http)):
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
         assert http.get("/metrics").status_code == 200
 
 
 def test_client_that_hangs_up_is_no_failure_of_the_service(settings, caplog):
-    with asked(settings) as http:
+    with open_limited(settings) as http:
         half_a_body(http, {}).close()
         assert wait_for(lambda: 'status="499"' in http.get("/metrics").text)
         assert 'status="500"' not in http.get("/metrics").text
@@ -228,7 +228,7 @@ def test_client_that_hangs_up_is_no_failure_of_the_service(settings, caplog):
 
 def test_a_stream_ends_with_its_key(settings, keys, database):
     ann, _ = keys
-    with asked(settings, followers=2) as http:
+    with open_limited(settings, followers=2) as http:
         job = create(http, ann).json()["id"]
         path = f"/v1/videos/{job}/events"
         with http.stream("GET", path, headers=ann) as stream, http.stream("GET", path, headers=ann):
@@ -257,7 +257,7 @@ def test_however_many_follow_a_job_it_is_looked_at_once(settings, monkeypatch, e
         return [answer.result().text for answer in texts]
 
     engine.go.clear()
-    with served(settings) as address, working(settings, engine), open_client(address) as http:
+    with serve(settings) as address, working(settings, engine), open_client(address) as http:
         job = create(http).json()["id"]
         start = time.monotonic()
         texts = asyncio.run(follow(address, job))
@@ -295,7 +295,7 @@ def test_whatever_is_wrong_the_log_says_under_which_request(http, worker, engine
     assert (answer.status_code, answer.headers["x-request-id"]) == (404, "mine-1")
     response = create(http, {"x-request-id": "no\tid"})
     assert response.headers["x-request-id"].startswith("req_")
-    assert done(http, response.json()["id"])["status"] == "completed"
+    assert wait_for_end(http, response.json()["id"])["status"] == "completed"
     assert json.loads(http.get("/v1/models").text)["object"] == "list"
 
 

@@ -125,7 +125,7 @@ def test_image_comes_back_upright_and_without_its_metadata():
             assert secret not in result
 
 
-def broken():
+def make_hostile_files():
     """Return functions that make hostile or unsupported content, by name."""
     good = encode_as(picture())
     jpeg = encode_as(picture(), "JPEG")
@@ -163,19 +163,19 @@ def broken():
         ),
         "jpeg half header": lambda: jpeg[:200],
         "jpeg no tables": lambda: jpeg[:2] + jpeg[-500:],
-        "jpeg claims 65500 x 65500": lambda: _resized(jpeg, 65500),
+        "jpeg claims 65500 x 65500": lambda: _claim_size(jpeg, 65500),
         "webp signature": lambda: b"RIFF\x10\0\0\0WEBPVP8 ",
         "webp lossless garbage": lambda: b"RIFF\x40\0\0\0WEBPVP8L\x30\0\0\0\x2f" + bytes(range(47)),
     }
 
 
-def _resized(jpeg, side):
+def _claim_size(jpeg, side):
     """Return a JPEG whose frame header claims another size."""
     start = jpeg.index(b"\xff\xc0") + 5
     return jpeg[:start] + struct.pack(">HH", side, side) + jpeg[start + 4 :]
 
 
-BROKEN = broken()
+BROKEN = make_hostile_files()
 HOSTILE = ("png 4 gigapixels", "png 65 megapixels", "png text bomb", "svg", "jpeg claims 65500 x 65500")
 
 
@@ -202,7 +202,7 @@ def test_a_corrupted_file_is_an_image_or_refused():
     outcomes = {True: 0, False: 0}
     for _ in range(1000):
         try:
-            result = clean(_damaged(rng, source))
+            result = clean(_damage(rng, source))
         except InvalidRequest:
             outcomes[False] += 1
         else:
@@ -211,7 +211,7 @@ def test_a_corrupted_file_is_an_image_or_refused():
     assert min(outcomes.values()) > 50
 
 
-def _damaged(rng, source):
+def _damage(rng, source):
     content = bytearray(rng.choice(source))
     for _ in range(rng.randint(1, 8)):
         at = rng.randrange(len(content))

@@ -2,7 +2,6 @@
 
 import io
 
-import httpx
 import numpy as np
 import pytest
 from PIL import Image
@@ -10,7 +9,7 @@ from PIL import Image
 from actors.jobs.store import open_database
 from actors.jobs.tables import File
 from tests.actors.api import serving
-from tests.actors.api.serving import create, done, open_client, served
+from tests.actors.api.serving import create, open_client, serve, wait_for_end
 from tests.actors.api.test_service import as_data_url
 from tests.actors.small_spec import SmallSpec
 
@@ -34,8 +33,8 @@ class LastFramesAlone(SmallSpec):
 @pytest.fixture
 def http(settings, engine, request):
     spec = engine.model = getattr(request, "param", LastFrames)(serving.SPEC.config)
-    with serving.working(settings, engine), served(settings, spec) as address:
-        with httpx.Client(base_url=address, timeout=30) as client:
+    with serving.working(settings, engine), serve(settings, spec) as address:
+        with open_client(address) as client:
             yield client
 
 
@@ -48,13 +47,13 @@ def test_both_frames_reach_the_pipeline_in_the_videos_size(form, http, engine, s
         images = {"input_reference": FIRST, "last_frame": LAST}
         job = create(http, **{name: {"image_url": as_data_url(image)} for name, image in images.items()}).json()
     assert (job["input_size"], job["last_frame_size"]) == ("96x64", "48x32")
-    assert done(http, job["id"])["status"] == "completed"
-    asked = engine.asked[-1]
-    assert np.array_equal(np.asarray(asked.image), np.asarray(FIRST))
-    assert np.array_equal(np.asarray(asked.last_image), np.asarray(LAST.resize((96, 64), Image.Resampling.LANCZOS)))
+    assert wait_for_end(http, job["id"])["status"] == "completed"
+    request = engine.asked[-1]
+    assert np.array_equal(np.asarray(request.image), np.asarray(FIRST))
+    assert np.array_equal(np.asarray(request.last_image), np.asarray(LAST.resize((96, 64), Image.Resampling.LANCZOS)))
     remixed = http.post(f"/v1/videos/{job['id']}/remix", json={"prompt": "other"}).json()
-    assert done(http, remixed["id"])["status"] == "completed"
-    assert np.array_equal(np.asarray(engine.asked[-1].last_image), np.asarray(asked.last_image))
+    assert wait_for_end(http, remixed["id"])["status"] == "completed"
+    assert np.array_equal(np.asarray(engine.asked[-1].last_image), np.asarray(request.last_image))
     http.delete(f"/v1/videos/{job['id']}")
     with open_database(settings.database).read() as session:
         assert all(file.delete_at is not None for file in session.query(File) if file.job == job["id"])
@@ -65,7 +64,7 @@ def test_both_frames_reach_the_pipeline_in_the_videos_size(form, http, engine, s
 def test_last_frame_alone_gives_the_video_its_shape(http, engine):
     job = create(http, last_frame={"image_url": as_data_url(FIRST.rotate(90, expand=True))}).json()
     assert (job["size"], job["input_size"], job["last_frame_size"]) == ("64x96", None, "64x96")
-    assert done(http, job["id"])["status"] == "completed"
+    assert wait_for_end(http, job["id"])["status"] == "completed"
     assert engine.asked[-1].image is None
     assert np.array_equal(np.asarray(engine.asked[-1].last_image), np.asarray(FIRST.rotate(90, expand=True)))
     assert http.get("/v1/models").json()["data"][0]["last_frames"] == "alone"
@@ -77,7 +76,7 @@ def test_what_cant_be_is_refused(http, settings):
     both = {"input_reference": {"image_url": as_data_url(FIRST)}, "last_frame": {"image_url": "https://x.test/b.png"}}
     error = create(http, **both).json()["error"]
     assert error["param"] == "last_frame" and "files alone, or URLs" in error["message"]
-    with served(settings) as address, open_client(address) as plain:
+    with serve(settings) as address, open_client(address) as plain:
         error = create(plain, last_frame={"image_url": as_data_url(LAST)}).json()["error"]
         assert error["param"] == "last_frame" and "takes a first frame alone" in error["message"]
 

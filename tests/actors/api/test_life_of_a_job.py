@@ -10,7 +10,7 @@ from actors.jobs.store import JobStore
 from actors.jobs.tables import Job
 from actors.jobs.work import WorkQueue
 from actors.slices.snapshots import Snapshots
-from tests.actors.api.serving import change_limits, create, done, working
+from tests.actors.api.serving import change_reliability, create, wait_for_end, working
 from tests.waiting import wait_for
 
 
@@ -54,7 +54,7 @@ def test_cancelling_stops_the_work(http, worker, engine):
     wait_for(lambda: http.get(f"/v1/videos/{running}").json()["status"] == "in_progress")
     assert http.delete(f"/v1/videos/{running}").status_code == 409
     http.post(f"/v1/videos/{running}/cancel").raise_for_status()
-    ended = done(http, running)
+    ended = wait_for_end(http, running)
     assert (ended["status"], ended["error"]["code"]) == ("failed", "cancelled")
     wait_for(lambda: engine.under_way == 0)
     assert http.post(f"/v1/videos/{running}/cancel").json()["status"] == "failed"
@@ -69,7 +69,7 @@ def test_cancelling_what_waits(http):
 def test_passed_deadline_stops_a_running_job(http, worker, engine):
     engine.go.clear()
     job = create(http, deadline=time.time() + 1.5).json()["id"]
-    assert done(http, job)["error"]["code"] == "deadline_exceeded"
+    assert wait_for_end(http, job)["error"]["code"] == "deadline_exceeded"
     wait_for(lambda: engine.under_way == 0)
 
 
@@ -87,17 +87,17 @@ def test_an_urgent_job_is_taken_when_all_places_are_taken(http, settings, engine
         assert engine.priorities == [1, 1, 5, 5]
         engine.go.set()
         for job in normal + urgent:
-            assert done(http, job)["status"] == "completed"
+            assert wait_for_end(http, job)["status"] == "completed"
     assert [request.prompt for request in engine.asked][4:] == ["u2", "n2", "n3"]
 
 
 def test_a_lost_worker_s_job_is_done_by_another(http, settings, database, engine):
-    quick = change_limits(settings, lease_s=2.0)
+    quick = change_reliability(settings, lease_s=2.0)
     job = create(http).json()["id"]
     queue = WorkQueue(database, reliability=quick.reliability)
     assert queue.claim("lost").id == job  # This worker is never heard from again.
     with working(quick, engine):
-        video = done(http, job)
+        video = wait_for_end(http, job)
     assert (video["status"], video["attempts"]) == ("completed", 2)
 
 
@@ -109,7 +109,7 @@ def test_a_worker_that_leaves_gives_its_jobs_back(http, settings, engine):
     assert http.get(f"/v1/videos/{job}").json()["status"] == "queued"
     engine.go.set()
     with working(settings, engine, name="worker-2"):
-        assert done(http, job)["attempts"] == 2
+        assert wait_for_end(http, job)["attempts"] == 2
 
 
 def test_snapshots_of_jobs_that_nobody_goes_on_with_are_removed(http, database, tmp_path):
@@ -131,4 +131,4 @@ def test_a_job_waits_for_a_worker_of_the_model_that_it_was_accepted_for(http, se
         wait_for(lambda: JobStore(database).get(other.id).status == "completed")
         assert JobStore(database).get(job).status == "queued"  # It came first, though.
     with working(settings, engine):
-        assert done(http, job)["status"] == "completed"
+        assert wait_for_end(http, job)["status"] == "completed"

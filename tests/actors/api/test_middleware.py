@@ -14,7 +14,7 @@ from actors.api.limits import ServiceLimits
 from actors.jobs.keys import KeyLimits, list_keys, make_key
 from actors.jobs.store import JobStore
 from actors.jobs.work import WorkQueue
-from tests.actors.api.serving import create, open_client, served
+from tests.actors.api.serving import create, open_client, serve
 from tests.actors.api.test_hostile import Sent
 from tests.actors.jobs.test_store import ask
 from tests.actors.small_spec import SPEC
@@ -63,7 +63,7 @@ def test_metrics_name_keys_only_to_who_shows_one(settings, database):
         claimed = queue.claim("w")
         queue.announce(claimed, [f"{name}.mp4"])
         queue.complete(claimed, {"video": f"{name}.mp4"})
-    with served(settings) as address, open_client(address) as http:
+    with serve(settings) as address, open_client(address) as http:
         strangers = http.get("/metrics")
         assert strangers.status_code == 200 and "wan_http_seconds" in strangers.text
         assert not any(word in strangers.text for word in ("wan_key", *ids.values()))
@@ -83,7 +83,7 @@ def test_metrics_without_keys_have_all_figures(http, database):
 def test_second_authorization_header_is_refused(settings, database):
     """A proxy could count the requests for one of the keys, while this service used the other."""
     ann, bob = make_key(database, "ann"), make_key(database, "bob")
-    with served(settings) as address, open_client(address) as http:
+    with serve(settings) as address, open_client(address) as http:
         both = [("Authorization", f"Bearer {ann}"), ("authorization", f"Bearer {bob}")]
         for headers in (both, both[::-1], [both[0], both[0]]):
             assert http.get("/v1/videos", headers=headers).status_code == 400
@@ -110,7 +110,7 @@ def test_retry_after_is_never_too_early(database, rate):
 @pytest.mark.parametrize("keys", [False, True])
 def test_no_answer_can_be_framed(settings, database, path, keys):
     headers = bearer(make_key(database, "ann")) if keys else {}
-    with served(settings) as address, open_client(address) as http:
+    with serve(settings) as address, open_client(address) as http:
         assert http.get(path, headers=headers).headers["x-frame-options"] == "DENY"
 
 

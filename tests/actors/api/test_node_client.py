@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from actors.api.catalogue import Catalogue
-from tests.actors.api.serving import served, working
+from tests.actors.api.serving import serve, working
 from tests.conftest import ROOT
 
 CLIENT = "openai@7.59.0"  # The newest that was tried.
@@ -50,7 +50,7 @@ def test_node_s_client_has_a_video_made(settings, engine, tmp_path):
     (tmp_path / "client.mjs").write_text(SCRIPT)
     offering = dataclasses.replace(settings, catalogue=Catalogue.parse(["style=/a/style.safetensors", "other=/a/x"]))
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
-    with served(offering) as address, working(offering, engine):
+    with serve(offering) as address, working(offering, engine):
         command = [node, "client.mjs", f"{address}/v1", str(ROOT / "examples" / "ball.png")]
         ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr

@@ -21,14 +21,14 @@ from wan_tpu.families import published_spec
 SPEC = published_spec("wan2.2-i2v-a14b")
 
 
-def submit(database, **asked):
-    request = make_request(CreateVideo(prompt="a cat", **asked), SPEC, seed=7).resolve(SPEC.defaults)
+def submit(database, **fields):
+    request = make_request(CreateVideo(prompt="a cat", **fields), SPEC, seed=7).resolve(SPEC.defaults)
     return JobStore(database).submit(Job(owner="ann", request=request.to_json() | {"model": "wan2.2-i2v-a14b"}))[0]
 
 
-def as_openai(shown):
+def as_openai(video):
     """Parse an object strictly with OpenAI's client: all required fields exist, and all types are right."""
-    return OpenAIVideo.model_validate_json(shown.model_dump_json(), strict=True)
+    return OpenAIVideo.model_validate_json(video.model_dump_json(), strict=True)
 
 
 def test_a_video_in_every_state_is_one_to_openai_s_client(database):
@@ -158,11 +158,11 @@ def test_an_error_that_names_an_odd_field_is_still_an_answer():
 
 
 def test_requested_fields_reach_the_pipeline():
-    asked = CreateVideo(
+    body = CreateVideo(
         prompt="a cat", negative_prompt="dogs", size="832x480", num_frames=49, fps=12, num_inference_steps=8,
         guidance_scale=4, guidance_scale_2=3, shift=2, seed=11, solver="euler",
     )  # fmt: skip
-    request = make_request(asked, SPEC, seed=0)
+    request = make_request(body, SPEC, seed=0)
     assert request.to_json() == {
         "prompt": "a cat", "negative_prompt": "dogs", "image": None, "height": 480, "width": 832, "frames": 49,
         "fps": 12, "steps": 8, "guidance_scale": 4, "guidance_scale_2": 3, "shift": 2, "seed": 11, "solver": "euler",

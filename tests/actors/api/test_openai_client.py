@@ -17,7 +17,7 @@ from actors.errors import RequestFailed
 from actors.jobs.keys import KeyLimits, limit_key, make_key
 from actors.jobs.values import CODES
 from actors.jobs.work import WorkQueue
-from tests.actors.api.serving import MODEL, create, done, open_client, served, working
+from tests.actors.api.serving import MODEL, change_reliability, create, open_client, serve, wait_for_end, working
 from tests.conftest import PHOTO
 from tests.waiting import wait_for
 
@@ -84,8 +84,8 @@ def test_pages_of_a_list(client):
 def test_delete(client, worker):
     video = client.videos.create_and_poll(prompt="soon gone")
     assert len(worker.store.get(video.id).results) == 4
-    gone = client.videos.delete(video.id)
-    assert (gone.id, gone.deleted, gone.object) == (video.id, True, "video.deleted")
+    deletion = client.videos.delete(video.id)
+    assert (deletion.id, deletion.deleted, deletion.object) == (video.id, True, "video.deleted")
     for ask in (client.videos.retrieve, client.videos.delete, client.videos.download_content):
         with pytest.raises(openai.NotFoundError) as refused:
             ask(video.id)
@@ -113,10 +113,10 @@ def test_errors_have_openai_s_form(client, service):
 
 
 def test_a_size_that_the_slices_refuse_fails_alone_and_names_the_nearest_that_fits(client, worker, engine):
-    said = "1280x720 with 81 frames doesn't fit the memory of the slice; the nearest known to fit is 832x480 with 81"
-    engine.failure = RequestFailed(said, "invalid")
+    message = "1280x720 with 81 frames doesn't fit the memory of the slice; the nearest known to fit is 832x480 with 81"
+    engine.failure = RequestFailed(message, "invalid")
     video = client.videos.create_and_poll(prompt="too large")
-    assert (video.status, video.error.code, video.error.message, video.attempts) == ("failed", "invalid", said, 1)
+    assert (video.status, video.error.code, video.error.message, video.attempts) == ("failed", "invalid", message, 1)
     engine.failure, engine.warnings = None, ("the prompt was cut",)
     other = client.videos.create_and_poll(prompt="small")
     assert (other.status, other.warnings) == ("completed", ["the prompt was cut"])
@@ -159,7 +159,7 @@ def test_unsupported_endpoint_names_one_that_does_something_like_it(client):
 
 
 def test_an_alias_is_the_model(settings):
-    with served(dataclasses.replace(settings, aliases=("sora-2",))) as address:
+    with serve(dataclasses.replace(settings, aliases=("sora-2",))) as address:
         with OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
             assert client.videos.create(prompt="x", model="sora-2").model == MODEL
             assert client.models.retrieve("sora-2").id == MODEL
@@ -181,11 +181,11 @@ def test_every_reason_of_a_failure_has_a_status_of_its_own(http, database):
     statuses = {"invalid": 400, "deadline_exceeded": 408, "cancelled": 409, "lost": 503, "input_lost": 503}
     work = WorkQueue(database)
 
-    def failed(code):
+    def ask_for(code):
         return http.post("/v1/videos/sync", json={"prompt": code})
 
     with ThreadPoolExecutor(len(CODES)) as pool:
-        answers = {code: pool.submit(failed, code) for code in CODES}
+        answers = {code: pool.submit(ask_for, code) for code in CODES}
         for _ in CODES:
             job = wait_for(lambda: work.claim("w"))
             work.fail(job, job.request["prompt"], "no")
@@ -198,26 +198,26 @@ def test_every_reason_of_a_failure_has_a_status_of_its_own(http, database):
 
 def test_one_that_takes_longer_is_polled_for_and_one_that_nobody_waits_for_is_cancelled(settings, engine):
     engine.go.clear()
-    short = dataclasses.replace(settings, reliability=dataclasses.replace(settings.reliability, answer_s=0.5))
-    with served(short) as address, working(short, engine), open_client(address) as http:
+    short = change_reliability(settings, answer_s=0.5)
+    with serve(short) as address, working(short, engine), open_client(address) as http:
         late = http.post("/v1/videos/sync", json={"prompt": "x"})
         assert late.status_code == 202
         assert late.json()["status"] in ("queued", "in_progress")  # A slow worker hasn't claimed it yet.
         wait_for(lambda: http.get(f"/v1/videos/{late.json()['id']}").json()["status"] == "in_progress")
-    with served(settings) as address, working(settings, engine), open_client(address) as http:
+    with serve(settings) as address, working(settings, engine), open_client(address) as http:
         with pytest.raises(httpx.TimeoutException):
             http.post("/v1/videos/sync", json={"prompt": "y"}, timeout=0.5)
 
-        def cancelled():
+        def is_cancelled():
             [newest, *_] = http.get("/v1/videos").json()["data"]
             return newest["prompt"] == "y" and newest["status"] == "failed" and newest["error"]["code"] == "cancelled"
 
-        wait_for(cancelled)
+        wait_for(is_cancelled)
 
 
 def test_heads_and_slashes_are_answered_as_clients_expect(http, worker):
     job = create(http).json()["id"]
-    done(http, job)
+    wait_for_end(http, job)
     whole = http.get(f"/v1/videos/{job}/content")
     head = http.head(f"/v1/videos/{job}/content")
     assert (head.status_code, head.content) == (200, b"")
@@ -237,9 +237,9 @@ def test_keys_do_what_their_scopes_say_and_an_operator_sees_all(settings, databa
         return {"Authorization": f"Bearer {make_key(database, name, KeyLimits(scopes=scopes, **limits))}"}
 
     maker, reader = key("maker", "make", "read"), key("reader", "read", requests_per_minute=60)
-    operator, gone = key("operator", "operate"), key("gone", "make", "read", days=0.001)
+    operator, expiring = key("operator", "operate"), key("gone", "make", "read", days=0.001)
     priced = dataclasses.replace(settings, dollars={"denoise_high": 2.7, "denoise_low": 2.7})
-    with served(priced) as address, working(priced, engine), open_client(address) as http:
+    with serve(priced) as address, working(priced, engine), open_client(address) as http:
         job = create(http, maker).json()["id"]
         for who in (reader, operator):
             refused = create(http, who)
@@ -259,9 +259,9 @@ def test_keys_do_what_their_scopes_say_and_an_operator_sees_all(settings, databa
         assert f'wan_key_videos_total{{key="{mine["key"]}"}} 1.0' in http.get("/metrics", headers=operator).text
         http.delete(f"/v1/videos/{job}", headers=operator)
         assert http.get("/v1/usage", headers=maker).json()["data"] == [mine]  # Usage outlives the job.
-        assert http.get("/v1/videos", headers=gone).status_code == 200
+        assert http.get("/v1/videos", headers=expiring).status_code == 200
         limit_key(database, "gone", {"days": -1.0})
-        expired = wait_for(lambda: (a := http.get("/v1/videos", headers=gone)).status_code == 401 and a)
+        expired = wait_for(lambda: (a := http.get("/v1/videos", headers=expiring)).status_code == 401 and a)
         assert "expired" in expired.json()["error"]["message"]
         schemes = http.get("/openapi.json").json()["components"]["securitySchemes"]
         assert [scheme["scheme"] for scheme in schemes.values()] == ["bearer"]

@@ -10,30 +10,30 @@ from sqlalchemy import text
 from actors.api.worker import attempt, job_worker
 from actors.errors import PipelineNotFound
 from actors.jobs.work import WorkQueue
-from tests.actors.api.serving import change_limits, create, done, working
+from tests.actors.api.serving import change_reliability, create, wait_for_end, working
 from tests.conftest import PHOTO
 from tests.waiting import wait_for
 
 
 def test_a_pipeline_that_is_away_costs_no_job(http, settings, engine, monkeypatch):
     async def ready():
-        asked.append(None)
-        if len(asked) in (2, 3):  # After the first job has failed.
+        calls.append(None)
+        if len(calls) in (2, 3):  # After the first job has failed.
             raise engine.failure
-        if len(asked) > 3:
+        if len(calls) > 3:
             engine.failure = None  # It is back, and claimed no job before that.
 
-    settings = change_limits(settings, pipeline_pause_s=0.1)
+    settings = change_reliability(settings, pipeline_pause_s=0.1)
     monkeypatch.setattr(job_worker, "_AGAIN_S", 0.1)
-    engine.failure, engine.check_ready, asked = PipelineNotFound("there is no pipeline"), ready, []
+    engine.failure, engine.check_ready, calls = PipelineNotFound("there is no pipeline"), ready, []
     job = create(http).json()["id"]
     with working(settings, engine):
-        assert done(http, job)["status"] == "completed"
+        assert wait_for_end(http, job)["status"] == "completed"
     assert http.get(f"/v1/videos/{job}").json()["attempts"] == 2
 
 
 def test_an_image_that_can_t_be_read_for_a_while_costs_no_job(http, settings, engine):
-    settings = change_limits(settings, pipeline_pause_s=0.1, input_attempts=1)
+    settings = change_reliability(settings, pipeline_pause_s=0.1, input_attempts=1)
     video = http.post("/v1/videos", data={"prompt": "a cat"}, files={"input_reference": PHOTO.read_bytes()}).json()
     [image] = Path(settings.storage).rglob("*.png")
     away = image.rename(f"{settings.storage}-away")
@@ -42,7 +42,7 @@ def test_an_image_that_can_t_be_read_for_a_while_costs_no_job(http, settings, en
         wait_for(lambda: http.get(f"/v1/videos/{video['id']}").json()["attempts"] > 1)
         image.rmdir()
         away.rename(image)
-        assert done(http, video["id"])["status"] == "completed"
+        assert wait_for_end(http, video["id"])["status"] == "completed"
 
 
 @contextlib.contextmanager
@@ -72,7 +72,7 @@ def test_a_result_that_can_t_be_stored_for_a_while_costs_no_job(http, settings, 
             statuses = [http.get(f"/v1/videos/{job}").json()["status"] for job in jobs]
             assert (statuses, len(engine.asked)) == (["in_progress", "queued", "queued"], 1)
         for job in jobs:
-            assert done(http, job)["status"] == "completed"
+            assert wait_for_end(http, job)["status"] == "completed"
     assert len(engine.asked) == 3
 
 
@@ -82,12 +82,12 @@ def test_nothing_is_begun_while_results_have_no_place(http, settings, engine, ca
         wait_for(lambda: caplog.text.count("no claim") > 1)
         assert not engine.asked
     with working(settings, engine):
-        assert done(http, job)["status"] == "completed"
+        assert wait_for_end(http, job)["status"] == "completed"
 
 
 def test_a_slow_storage_costs_no_lease(http, settings, database, engine):
     """As many results as there are threads wait for a disk that hangs for longer than a lease lasts."""
-    quick = change_limits(dataclasses.replace(settings, concurrency=40), lease_s=5.0)
+    quick = change_reliability(dataclasses.replace(settings, concurrency=40), lease_s=5.0)
     jobs = [create(http).json()["id"] for _ in range(40)]
     engine.go.clear()
     with working(quick, engine) as tools:
@@ -98,7 +98,7 @@ def test_a_slow_storage_costs_no_lease(http, settings, database, engine):
             time.sleep(6)
             another = WorkQueue(database, reliability=quick.reliability)
             assert another.requeue_lost() == []
-        assert [done(http, job)["attempts"] for job in jobs] == [1] * len(jobs)
+        assert [wait_for_end(http, job)["attempts"] for job in jobs] == [1] * len(jobs)
 
 
 @contextlib.contextmanager
@@ -113,26 +113,26 @@ def refusing(database, change, when):
 
 
 def test_an_end_that_can_t_be_recorded_is_tried_again(http, settings, database, engine, caplog):
-    settings = change_limits(settings, pipeline_pause_s=1.0)
+    settings = change_reliability(settings, pipeline_pause_s=1.0)
     with refusing(database, "status", "new.status = 'completed'"), working(settings, engine):
         job = create(http).json()["id"]
         wait_for(lambda: http.get(f"/v1/videos/{job}").json()["attempts"] > 1)
     with working(settings, engine):
-        assert done(http, job)["status"] == "completed"
+        assert wait_for_end(http, job)["status"] == "completed"
     assert http.delete(f"/v1/videos/{job}").status_code == 200
     assert "IntegrityError" in caplog.text
 
 
 def test_an_end_that_is_always_refused_is_not_tried_without_end(http, settings, database, engine):
-    settings = change_limits(settings, pipeline_pause_s=0.1, job_attempts=2)
+    settings = change_reliability(settings, pipeline_pause_s=0.1, job_attempts=2)
     with refusing(database, "status", "new.status = 'completed'"), working(settings, engine):
-        job = done(http, create(http).json()["id"])
+        job = wait_for_end(http, create(http).json()["id"])
     assert (job["status"], job["attempts"], job["error"]["code"]) == ("failed", 2, "internal_error")
 
 
 def test_renewal_that_fails_oddly_is_not_the_last(http, settings, database, engine, caplog):
     engine.go.clear()
-    quick = change_limits(settings, lease_s=4.0)
+    quick = change_reliability(settings, lease_s=4.0)
     with working(quick, engine):
         job = create(http).json()["id"]
         wait_for(lambda: http.get(f"/v1/videos/{job}").json()["step"])
@@ -140,4 +140,4 @@ def test_renewal_that_fails_oddly_is_not_the_last(http, settings, database, engi
             wait_for(lambda: "lease not renewed" in caplog.text)
         time.sleep(5)
         engine.go.set()
-        assert done(http, job)["attempts"] == 1
+        assert wait_for_end(http, job)["attempts"] == 1

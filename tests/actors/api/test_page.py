@@ -12,8 +12,8 @@ from PIL import Image
 
 from actors.api.catalogue import Catalogue
 from actors.jobs.keys import make_key
-from tests.actors.api.browsing import ask, audit, card_of, error_of, open_page, plays, shot, sync_api
-from tests.actors.api.serving import MODEL, SPEC, create, open_client, served, working
+from tests.actors.api.browsing import ask, audit, card_of, error_of, open_page, plays, save_screenshot, sync_api
+from tests.actors.api.serving import MODEL, SPEC, create, open_client, serve, working
 from tests.actors.api.test_sound import SoundEngine
 from tests.actors.small_spec import SOUND_SPEC
 from tests.conftest import PHOTO
@@ -32,7 +32,7 @@ def test_from_the_prompt_to_the_video(page, worker, engine):
     card = ask(page, "A cat looks up", size="96 x 64", Frames=9, Steps=4, Seed=SEED)
     sync_api.expect(card).to_contain_text("step 1 of 4")
     first = int(card.get_by_role("progressbar").get_attribute("aria-valuenow"))
-    shot(page, "under-way")
+    save_screenshot(page, "under-way")
     page.reload()
     card = card_of(page, "A cat looks up")
     sync_api.expect(card).to_contain_text("step 1 of 4")
@@ -156,12 +156,12 @@ def test_a_preset_and_an_adapter_are_chosen(browser, settings, engine):
     preset = Preset("in two steps", "https://here", (("sigmas", (1.0, 0.5)), ("loras", (RequestedAdapter("x"),))))
     spec = engine.model = dataclasses.replace(SPEC, own=CheckpointOverrides(presets=(("fast", preset),)))
     offering = dataclasses.replace(settings, catalogue=Catalogue.parse(["fast=/a/fast", "style=/a/style"]))
-    with served(offering, spec) as address, working(offering, engine):
+    with serve(offering, spec) as address, working(offering, engine):
         page = open_page(browser, address)
         page.get_by_text("Fine-tuning").click()
         page.get_by_label("Preset").select_option("fast")
         sync_api.expect(page.get_by_text("in two steps")).to_be_visible()
-        shot(page, "chosen")
+        save_screenshot(page, "chosen")
         card = ask(page, "A cat in a hurry")
         card.get_by_role("button", name="play:").wait_for()
         assert (engine.asked[0].steps, [lora.path for lora in engine.asked[0].loras]) == (2, ["/a/fast"])
@@ -200,7 +200,7 @@ def test_an_image_is_dropped_and_cancelled(page, worker, engine):
     ],
 )
 def test_the_page_is_made_for_the_model(browser, settings, model, parts, image, settings_of_it):
-    with served(settings, published_spec(model)) as address:
+    with serve(settings, published_spec(model)) as address:
         create(open_client(address), input_reference={"image_url": DATA_URL} if image else None)
         page = open_page(browser, address)
         field = page.locator(".drop").filter(has_text="First frame")
@@ -216,8 +216,8 @@ def test_the_page_is_made_for_the_model(browser, settings, model, parts, image, 
         if image:
             page.get_by_label("Prompt", exact=True).fill("Without one")
             page.get_by_role("button", name="Make video").click()
-            said = error_of(page, page.locator("[name=input_reference]"))
-            sync_api.expect(said).to_have_text("This model starts from an image: add one.")
+            message = error_of(page, page.locator("[name=input_reference]"))
+            sync_api.expect(message).to_have_text("This model starts from an image: add one.")
         assert page.get_by_label("Frames", exact=True).get_attribute("step") == str(published_spec(model).frame_step)
         sound = sync_api.expect(page.get_by_label("Sound", exact=True))
         sound.to_be_hidden() if published_spec(model).audio_rate is None else sound.to_be_checked()
@@ -226,11 +226,11 @@ def test_the_page_is_made_for_the_model(browser, settings, model, parts, image, 
         assert re.fullmatch(r"\d+(\.\d)? s at \d+ fps", page.locator("#length").inner_text())
         page.get_by_text("Fine-tuning").click()
         for label in ("Frames a second", "Negative prompt"):
-            shown = page.get_by_label(label, exact=True)
-            sync_api.expect(shown).to_be_visible(visible="h3" not in model)
+            field = page.get_by_label(label, exact=True)
+            sync_api.expect(field).to_be_visible(visible="h3" not in model)
         for label in ("Guidance", "Guidance, high noise", "Guidance, low noise", "Shift"):
-            shown = page.get_by_label(label, exact=True)
-            sync_api.expect(shown).to_be_visible() if label in settings_of_it else sync_api.expect(shown).to_be_hidden()
+            field = page.get_by_label(label, exact=True)
+            sync_api.expect(field).to_be_visible() if label in settings_of_it else sync_api.expect(field).to_be_hidden()
         page.locator("article").get_by_role("button", name="Reuse").click()
         for name in ("guidance_scale_2", "shift"):  # Fields that the model lacks aren't sent.
             field = page.locator(f"input[name={name}]")
@@ -240,15 +240,15 @@ def test_the_page_is_made_for_the_model(browser, settings, model, parts, image, 
 
 def test_sound_is_asked_for_and_heard_where_the_model_makes_it(browser, settings, tmp_path):
     engine = SoundEngine(tmp_path)
-    with served(settings, SOUND_SPEC) as address, working(settings, engine):
+    with serve(settings, SOUND_SPEC) as address, working(settings, engine):
         page = open_page(browser, address)
         sound = page.get_by_label("Sound", exact=True)
         sync_api.expect(sound).to_be_checked()
         audit(page, phone=True)
         page.get_by_label("Frames", exact=True).fill("23")
         page.get_by_role("button", name="Make video").click()
-        said = error_of(page, page.locator("[name=num_frames]"))
-        sync_api.expect(said).to_have_text("This model makes 22 or 39 frames.")
+        message = error_of(page, page.locator("[name=num_frames]"))
+        sync_api.expect(message).to_have_text("This model makes 22 or 39 frames.")
         loud = ask(page, "A bell rings", Frames=22)
         loud.get_by_role("button", name="play:").wait_for()
         sound.uncheck()
@@ -304,7 +304,7 @@ def test_a_key_is_asked_for_once_and_can_be_forgotten(browser, settings, databas
     """And its video plays where other clients are sent to a bucket, where no script may read."""
     key = make_key(database, "ann")
     monkeypatch.setattr(LocalStorage, "url", lambda *_: "https://storage.example/made.mp4")
-    with served(dataclasses.replace(settings, url_s=60)) as address, working(settings, engine):
+    with serve(dataclasses.replace(settings, url_s=60)) as address, working(settings, engine):
         page = open_page(browser, address)
         dialog = page.get_by_role("dialog", name="This service wants a key")
         field = dialog.get_by_label("Key", exact=True)

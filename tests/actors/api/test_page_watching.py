@@ -1,7 +1,7 @@
 """The page plays a video while it is decoded, in a real browser."""
 
-from tests.actors.api.browsing import ask, open_page, plays, shot, sync_api
-from tests.actors.api.serving import DecodingEngine, served, working
+from tests.actors.api.browsing import ask, open_page, plays, save_screenshot, sync_api
+from tests.actors.api.serving import DecodingEngine, serve, working
 from tests.actors.small_spec import SOUND_SPEC
 from tests.waiting import wait_for
 
@@ -9,7 +9,7 @@ from tests.waiting import wait_for
 def test_video_plays_while_it_is_decoded_and_goes_on_as_the_finished_file(browser, settings, tmp_path):
     engine = DecodingEngine(tmp_path)
     engine.model = SOUND_SPEC
-    with served(settings, SOUND_SPEC) as address, working(settings, engine):
+    with serve(settings, SOUND_SPEC) as address, working(settings, engine):
         page = open_page(browser, address)
         card = ask(page, "A cat is decoded", Frames=124, **{"Frames a second": 40})
         sync_api.expect(card.locator("video")).to_be_attached()
@@ -21,7 +21,7 @@ def test_video_plays_while_it_is_decoded_and_goes_on_as_the_finished_file(browse
             "opacity", "0"
         )  # The picture takes the place of words.
         assert b"mp4a" in next(iter(engine.fragments.values()))[0]  # With its sound.
-        shot(page, "decoded")
+        save_screenshot(page, "decoded")
         engine.decoded.release(6)
         card.get_by_role("button", name="play:").wait_for()
         last = "document.querySelector('article video.playing').duration"

@@ -22,7 +22,7 @@ def job(database):
     return JobStore(database).submit(Job(owner="ann", request=REQUEST))[0]
 
 
-def ended(job, took, attempts=1, **changed):
+def make_ended_job(job, took, attempts=1, **changed):
     """Return a job that computed for `SECONDS` and ended `took` seconds after it was claimed."""
     times = {"started_at": 1000.0, "ended_at": 1000.0 + took}
     return dataclasses.replace(job, stage_seconds=SECONDS, attempts=attempts, **times, **changed)
@@ -33,7 +33,7 @@ def span(stage, seconds, step=None, kind="compute"):
 
 
 def test_percent_and_eta_are_weighted_by_measured_seconds(job):
-    tracker = Tracker(job, Pace([ended(job, 25.0)]).get(REQUEST), CHIPS)
+    tracker = Tracker(job, Pace([make_ended_job(job, 25.0)]).get(REQUEST), CHIPS)
     seen = [tracker.estimate()]
     tracker.note(span("encoder", 1.0))
     for step in range(1, 11):
@@ -51,7 +51,7 @@ def test_percent_and_eta_are_weighted_by_measured_seconds(job):
 
 
 def test_chunks_that_are_decoded_between_two_steps_end_no_video(job):
-    tracker = Tracker(job, Pace([ended(job, 25.0)]).get(REQUEST), CHIPS)
+    tracker = Tracker(job, Pace([make_ended_job(job, 25.0)]).get(REQUEST), CHIPS)
     tracker.note(span("encoder", 1.0))
     tracker.note(span("denoise_high", 2.0, 1))
     before = tracker.estimate()
@@ -64,8 +64,8 @@ def test_chunks_that_are_decoded_again_before_the_first_step_end_no_video(job):
     model = published_spec("helios-distilled")
     plan = model.plan(GenerationRequest(prompt="a cat", height=128, width=128, frames=66))
     assert len(plan.chunk_stops) > 1
-    tracker = Tracker(job, Pace([ended(job, 25.0)]).get(REQUEST), CHIPS)
-    tracker.weigh_steps(model, plan)
+    tracker = Tracker(job, Pace([make_ended_job(job, 25.0)]).get(REQUEST), CHIPS)
+    tracker.begin_segment(model, plan)
     before = tracker.estimate()
     tracker.note(span("decoder", 0.5))
     assert tracker.estimate() == before
@@ -80,7 +80,7 @@ def test_steps_of_a_stage_that_enlarges_weigh_more_by_their_tokens_and_then_as_t
 
     def watch():
         tracker = Tracker(two_stages, pace, CHIPS)
-        tracker.weigh_steps(model, plan)
+        tracker.begin_segment(model, plan)
         seen = []
         for step in range(1, 12):
             tracker.note(span("denoise", 1.0, step) if step <= 8 else span("refine", 5.0, step))
@@ -96,7 +96,7 @@ def test_steps_of_a_stage_that_enlarges_weigh_more_by_their_tokens_and_then_as_t
 
 
 def test_percent_never_falls_when_steps_are_done_again(job):
-    tracker = Tracker(job, Pace([ended(job, 25.0)]).get(REQUEST), CHIPS)
+    tracker = Tracker(job, Pace([make_ended_job(job, 25.0)]).get(REQUEST), CHIPS)
     tracker.note(span("denoise_high", 2.0, 6))
     before = tracker.estimate()
     again = Tracker(dataclasses.replace(job, progress=before, attempts=2), Pace().get(REQUEST), CHIPS)
@@ -106,7 +106,7 @@ def test_percent_never_falls_when_steps_are_done_again(job):
 
 
 def test_waiting_for_others_on_the_slices_counts_but_not_what_a_lost_job_stood_still(job):
-    crowded, lost = ended(job, 50.0), ended(job, 5000.0, attempts=2)
+    crowded, lost = make_ended_job(job, 50.0), make_ended_job(job, 5000.0, attempts=2)
     assert Tracker(job, Pace([crowded]).get(REQUEST), CHIPS).estimate().eta_s == 50.0
     assert Tracker(job, Pace([lost]).get(REQUEST), CHIPS).estimate().eta_s == 25.0
     pace = Pace([crowded]).get(REQUEST)
@@ -118,6 +118,6 @@ def test_waiting_for_others_on_the_slices_counts_but_not_what_a_lost_job_stood_s
 
 
 def test_an_unknown_size_is_guessed_by_its_tokens(job):
-    seconds = Pace([ended(job, 25.0)]).get(REQUEST | {"height": 128})
+    seconds = Pace([make_ended_job(job, 25.0)]).get(REQUEST | {"height": 128})
     assert (seconds.encode, seconds.step, seconds.decode) == (2.0, 4.0, 8.0)
     assert Pace().get(REQUEST).step > 0  # From published figures, until the first job has ended.

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, StreamingRespon
 from actors.api.http.proxy_limits import ProxyLimits, middlewares
 from actors.api.limits import ServiceLimits
 from cluster.provision import haproxy
-from tests.actors.api.serving import listening
+from tests.actors.api.serving import listening, open_client
 from tests.actors.api.test_hostile import Sent
 from tests.actors.on_service.conftest import free_port
 from tests.actors.on_slices.running import title
@@ -67,18 +67,18 @@ async def serve_like(scope, receive, send):
 
 
 @contextlib.contextmanager
-def fronted(**bounds):
+def serve_limited(**bounds):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in bounds.items():
             patch.setenv(name, str(value))
         app = ProxyLimits(serve_like, LIMITS)
-    with listening(app) as address, httpx.Client(base_url=address, timeout=30) as http:
+    with listening(app) as address, open_client(address) as http:
         yield http
 
 
 @pytest.fixture(scope="module")
 def http():
-    with fronted() as http:
+    with serve_limited() as http:
         yield http
 
 
@@ -107,10 +107,10 @@ def test_refusal_of_the_application_is_answered_before_the_body_is_there(http):
 
 def test_bodies_that_never_end_are_given_up_and_the_most_greedy_first(http):
     lines = ["POST / HTTP/1.1", "Content-Length: 1990000"]
-    held = [Sent(http, [*lines, "Authorization: Bearer mallory"], bytes(1_500_000)) for _ in range(2)]
+    connections = [Sent(http, [*lines, "Authorization: Bearer mallory"], bytes(1_500_000)) for _ in range(2)]
     joe = Sent(http, [*lines, "Authorization: Bearer joe"], bytes(1_500_000))  # Then there is no room for all three.
-    wait_for(lambda: any(b"was given up" in sent.answered for sent in held))
-    wait_for(lambda: [sent.status for sent in (*held, joe)] == [408] * 3)
+    wait_for(lambda: any(b"was given up" in sent.answered for sent in connections))
+    wait_for(lambda: [sent.status for sent in (*connections, joe)] == [408] * 3)
     assert b"did not arrive" in joe.answered
     slow = [Sent(http, [*lines, "Authorization: Bearer mallory"], b"x") for _ in range(4)]
     wait_for(lambda: sorted(str(sent.status) for sent in slow) == ["408", "408", "408", "429"])
@@ -140,7 +140,7 @@ def test_serve_s_own_refusal_is_a_json_503_with_retry_after(http):
     ],
 )
 def test_client_above_its_rate_is_answered_with_429(bounds, headers):
-    with fronted(**bounds) as http:
+    with serve_limited(**bounds) as http:
         answers = [http.get("/missing", headers=headers) for _ in range(40)]
         passed = sum(answer.status_code == 404 for answer in answers)
         assert 20 <= passed < 40 and code(answers[-1]) == (429, "rate_limit_exceeded")
@@ -150,7 +150,7 @@ def test_client_above_its_rate_is_answered_with_429(bounds, headers):
 
 
 def test_key_has_no_more_than_its_requests_at_once():
-    with fronted(WAN_TPU_CONCURRENT_OF_A_KEY=2) as http, contextlib.ExitStack() as stack:
+    with serve_limited(WAN_TPU_CONCURRENT_OF_A_KEY=2) as http, contextlib.ExitStack() as stack:
         for _ in range(2):
             stack.enter_context(http.stream("GET", "/stream", headers={"Authorization": "Bearer ann"}))
         assert http.get("/missing", headers={"Authorization": "Bearer ann"}).status_code == 429
@@ -159,7 +159,7 @@ def test_key_has_no_more_than_its_requests_at_once():
 
 def test_a_key_is_one_key_however_it_is_written():
     ann = f"wan_{'a' * 16}_{'a' * 64}"
-    with fronted(WAN_TPU_REQUESTS_OF_A_KEY=3) as http:
+    with serve_limited(WAN_TPU_REQUESTS_OF_A_KEY=3) as http:
         spellings = (f"Bearer {ann}", f"Bearer   {ann}", f"bearer \t{ann}", f"Bearer {ann}")
         statuses = [http.get("/missing", headers={"Authorization": spelling}).status_code for spelling in spellings]
         assert statuses == [404, 404, 404, 429]
@@ -183,7 +183,7 @@ def test_addresses_of_an_ipv6_network_are_one():
 
 
 def test_retry_after_is_as_long_as_that_takes():
-    with fronted(WAN_TPU_REQUESTS_OF_AN_ADDRESS=2) as http:
+    with serve_limited(WAN_TPU_REQUESTS_OF_AN_ADDRESS=2) as http:
         refused = [http.get("/missing") for _ in range(3)][-1]
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")  # Two in ten seconds.
 
@@ -238,13 +238,13 @@ def test_serves_own_proxy_holds_no_more_of_bodies_than_its_limits():
             assert len(processes) == 2
             before, most = sum(process.memory_info().rss for process in processes), 0
             lines = ["POST / HTTP/1.1", "Content-Length: 27000000"]
-            held = [Sent(http, [*lines, f"Authorization: Bearer {i % 4}"], image) for i in range(30)]
+            connections = [Sent(http, [*lines, f"Authorization: Bearer {i % 4}"], image) for i in range(30)]
             for _ in range(20):
                 assert http.post("/", content=b"small").text == "5"
                 most = max(most, sum(process.memory_info().rss for process in processes) - before)
             assert most < 400e6  # 250 were seen; 600 MB were sent, which both would hold
-            assert {sent.status for sent in held} <= {None, 408, 429, 503}
-            for sent in held:
+            assert {sent.status for sent in connections} <= {None, 408, 429, 503}
+            for sent in connections:
                 sent.close()
     finally:
         serving.stdin.close()

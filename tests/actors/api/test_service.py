@@ -16,7 +16,7 @@ from actors.jobs.keys import KeyLimits, make_key, revoke_key
 from actors.jobs.store import JobStore
 from actors.jobs.tables import Job
 from tests.actors.api import serving
-from tests.actors.api.serving import create, done, open_client, served
+from tests.actors.api.serving import create, open_client, serve, wait_for_end
 from tests.conftest import PHOTO
 from tests.waiting import wait_for
 from wan_tpu.families import published_spec
@@ -47,7 +47,7 @@ def test_the_same_key_and_body_is_the_same_job(http):
 
 
 def test_a_full_queue_says_when_to_come_back(settings):
-    with served(dataclasses.replace(settings, queue_limit=2)) as address, open_client(address) as http:
+    with serve(dataclasses.replace(settings, queue_limit=2)) as address, open_client(address) as http:
         assert [create(http).status_code for _ in range(3)] == [200, 200, 429]
         refused = create(http)
         assert refused.json()["error"]["type"] == "rate_limit_error"
@@ -56,7 +56,7 @@ def test_a_full_queue_says_when_to_come_back(settings):
 
 def test_size_beyond_the_slices_is_refused_with_the_nearest_that_fits(settings):
     small = dataclasses.replace(settings, largest=((480, 832, 81),))
-    with served(small) as address, open_client(address) as http:
+    with serve(small) as address, open_client(address) as http:
         for size, frames, nearest in (
             ("832x480", 81, None),
             ("1280x720", 81, "848x464 with 81 frames"),
@@ -73,13 +73,13 @@ def test_size_beyond_the_slices_is_refused_with_the_nearest_that_fits(settings):
 
 def test_content_is_served_in_ranges_and_by_its_etag(http, worker):
     job = create(http).json()["id"]
-    assert done(http, job)["status"] == "completed"
+    assert wait_for_end(http, job)["status"] == "completed"
     url = f"/v1/videos/{job}/content"
     whole = http.get(url)
     size, etag = len(whole.content), whole.headers["etag"]
     assert (whole.headers["content-type"], whole.headers["accept-ranges"]) == ("video/mp4", "bytes")
-    for asked, start, stop in (("0-99", 0, 100), ("100-", 100, size), ("-50", size - 50, size), ("0-9999999", 0, size)):
-        part = http.get(url, headers={"Range": f"bytes={asked}"})
+    for span, start, stop in (("0-99", 0, 100), ("100-", 100, size), ("-50", size - 50, size), ("0-9999999", 0, size)):
+        part = http.get(url, headers={"Range": f"bytes={span}"})
         assert part.status_code == 206 and part.content == whole.content[start:stop]
         assert part.headers["content-range"] == f"bytes {start}-{stop - 1}/{size}"
     assert http.get(url, headers={"Range": f"bytes={size}-"}).status_code == 416
@@ -99,23 +99,23 @@ def test_download_is_redirected_to_the_bucket(tmp_path):
         def url(self, name, seconds, filename):
             return f"https://storage.example/{name}?for={seconds:g}&as={filename}"
 
-    def sent(storage, url_s, *headers):
-        asked = Request({"type": "http", "method": "GET", "headers": [*headers]})
-        return asyncio.run(send(asked, storage, "made.mp4", "video/mp4", "video_1.mp4", url_s, stall_s=30.0))
+    def answer(storage, url_s, *headers):
+        request = Request({"type": "http", "method": "GET", "headers": [*headers]})
+        return asyncio.run(send(request, storage, "made.mp4", "video/mp4", "video_1.mp4", url_s, stall_s=30.0))
 
     (tmp_path / "made.mp4").write_bytes(b"video")
-    away = sent(Bucket(tmp_path), 60)
+    away = answer(Bucket(tmp_path), 60)
     assert away.status_code == 307
     assert away.headers["location"] == "https://storage.example/made.mp4?for=60&as=video_1.mp4"
-    assert sent(Bucket(tmp_path), None).status_code == sent(LocalStorage(tmp_path), 60).status_code == 200
-    assert sent(Bucket(tmp_path), 60, (b"x-requested-with", b"page")).status_code == 200  # The page's scripts can't.
+    assert answer(Bucket(tmp_path), None).status_code == answer(LocalStorage(tmp_path), 60).status_code == 200
+    assert answer(Bucket(tmp_path), 60, (b"x-requested-with", b"page")).status_code == 200  # The page's scripts can't.
 
 
 def test_keys_see_their_own_jobs_only(settings, database):
     ann, bob = (make_key(database, name) for name in ("ann", "bob"))
     slow = make_key(database, "slow", KeyLimits(requests_per_minute=1.2))  # One in 50 s.
     often = make_key(database, "often", KeyLimits(requests_per_minute=60_000))
-    with served(settings) as address, open_client(address) as http:
+    with serve(settings) as address, open_client(address) as http:
 
         def of(key):
             return {"Authorization": f"Bearer {key}"}
@@ -166,9 +166,9 @@ def test_from_the_first_key_on_a_running_service_requires_one(http, database):
 
 def test_the_page_of_the_api_asks_no_other_server(http):
     page = http.get("/docs").text
-    wanted = re.findall(r"""(?:src|href)=["']([^"']+)""", page)
-    assert len(wanted) >= 2
-    for address in wanted:
+    addresses = re.findall(r"""(?:src|href)=["']([^"']+)""", page)
+    assert len(addresses) >= 2
+    for address in addresses:
         assert address.startswith("/"), address
         assert http.get(address).status_code == 200
     assert http.get("/openapi.json").json()["info"]["title"] == "wan-tpu"
@@ -204,7 +204,7 @@ def test_wrong_field_is_refused_under_its_name(http, field, value, message):
 
 
 def test_a_model_that_needs_an_image_says_so(settings):
-    with served(settings, published_spec("wan2.2-i2v-a14b")) as address, open_client(address) as http:
+    with serve(settings, published_spec("wan2.2-i2v-a14b")) as address, open_client(address) as http:
         answer = create(http)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input_reference")
         assert answer.json()["error"]["message"].startswith("input_reference: image is missing")
@@ -218,7 +218,7 @@ def test_a_model_that_needs_an_image_says_so(settings):
     ],
 )
 def test_a_video_has_the_shape_of_its_image_where_no_size_is_said(settings, name, default, sizes):
-    with served(settings, published_spec(name)) as address, open_client(address) as http:
+    with serve(settings, published_spec(name)) as address, open_client(address) as http:
         [model] = http.get("/v1/models").json()["data"]
         assert (model["follows_image"], model["defaults"]["size"]) == (True, default)
         for (width, height), expected in zip([(300, 300), (90, 160), (4000, 400)], sizes, strict=True):
@@ -230,7 +230,7 @@ def test_a_video_has_the_shape_of_its_image_where_no_size_is_said(settings, name
 
 def test_largest_size_holds_for_one_that_follows_an_image(settings):
     small = dataclasses.replace(settings, largest=((480, 832, 121),))
-    with served(small, published_spec("hunyuanvideo1.5-480p-i2v")) as address, open_client(address) as http:
+    with serve(small, published_spec("hunyuanvideo1.5-480p-i2v")) as address, open_client(address) as http:
         image = {"image_url": as_data_url(Image.new("RGB", (300, 300)))}
         refused = create(http, input_reference=image).json()["error"]["message"]
         assert "640x640 with 121 frames is larger" in refused and "624x624 with 121 frames" in refused
@@ -238,7 +238,7 @@ def test_largest_size_holds_for_one_that_follows_an_image(settings):
 
 def test_a_model_says_what_it_makes_and_within_which_limits(settings):
     small = dataclasses.replace(settings, largest=((480, 832, 81),))
-    with served(small, published_spec("wan2.2-ti2v-5b")) as address, open_client(address) as http:
+    with serve(small, published_spec("wan2.2-ti2v-5b")) as address, open_client(address) as http:
         [model] = http.get("/v1/models").json()["data"]
         assert http.get(f"/v1/models/{serving.MODEL}").json() == model
         assert http.get("/v1/models/another").status_code == 404
@@ -252,10 +252,14 @@ def test_a_model_says_what_it_makes_and_within_which_limits(settings):
 
 def test_a_page_elsewhere_may_ask_where_it_was_allowed_to(settings):
     there = "https://videos.example"
-    with served(dataclasses.replace(settings, origins=(there,))) as address, open_client(address) as http:
-        headers = "authorization, content-type, x-stainless-os"  # As OpenAI's Node client sends them.
-        asked = {"Origin": there, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": headers}
-        before = http.options("/v1/videos", headers=asked)
+    with serve(dataclasses.replace(settings, origins=(there,))) as address, open_client(address) as http:
+        names = "authorization, content-type, x-stainless-os"  # As OpenAI's Node client sends them.
+        preflight = {
+            "Origin": there,
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": names,
+        }
+        before = http.options("/v1/videos", headers=preflight)
         assert (before.status_code, before.headers["access-control-allow-origin"]) == (200, there)
         assert create(http, {"Origin": there}).headers["access-control-allow-origin"] == there
         assert create(http, {"Origin": "https://evil.example"}).status_code == 403
@@ -303,7 +307,7 @@ def test_no_part_of_an_address_reaches_the_database_unchecked(http, path):
 
 def test_bodies_end_where_they_must(settings):
     limits = dataclasses.replace(settings.limits, image_bytes=100_000, video_bytes=100_000)
-    with served(dataclasses.replace(settings, limits=limits)) as address, open_client(address) as http:
+    with serve(dataclasses.replace(settings, limits=limits)) as address, open_client(address) as http:
 
         def endless():
             for _ in range(200):
@@ -321,8 +325,8 @@ def test_image_in_the_json_is_kept_at_the_video_s_size(http, settings, database)
     response = create(http, input_reference={"image_url": url})
     assert response.status_code == 200
     job = JobStore(database).get(response.json()["id"])
-    kept = Image.open(f"{settings.storage}/{job.input_image}")
-    assert (kept.format, kept.size) == ("PNG", (96, 64))  # The size is the video's.
+    image = Image.open(f"{settings.storage}/{job.input_image}")
+    assert (image.format, image.size) == ("PNG", (96, 64))  # The size is the video's.
     assert response.json()["input_size"] == "{}x{}".format(*Image.open(PHOTO).size)
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import subprocess
 
-import httpx
 import imageio_ffmpeg
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from actors.api.intake.create_video import count_frames
 from actors.api.settings import ServiceSettings
 from actors.jobs.store import JobStore, open_database
 from tests.actors.api import serving
-from tests.actors.api.serving import create, done, open_client, served, working
+from tests.actors.api.serving import create, open_client, serve, wait_for_end, working
 from tests.actors.api.test_service import as_data_url
 from tests.actors.small_spec import SOUND_SPEC
 from wan_tpu import GenerationRequest, InvalidRequest
@@ -39,13 +38,13 @@ class SoundEngine(serving.Engine):
 
 @pytest.fixture
 def sound_http(settings):
-    with served(settings, SOUND_SPEC) as address, httpx.Client(base_url=address, timeout=30) as http:
+    with serve(settings, SOUND_SPEC) as address, open_client(address) as http:
         yield http
 
 
 def streams(content):
-    said = subprocess.run([imageio_ffmpeg.get_ffmpeg_exe(), "-i", "-"], input=content, capture_output=True)
-    return [kind for kind in ("Video: h264", "Audio: aac") if kind in said.stderr.decode()]
+    ffmpeg = subprocess.run([imageio_ffmpeg.get_ffmpeg_exe(), "-i", "-"], input=content, capture_output=True)
+    return [kind for kind in ("Video: h264", "Audio: aac") if kind in ffmpeg.stderr.decode()]
 
 
 def stored_request(settings, id):
@@ -57,11 +56,11 @@ def stored_request(settings, id):
 
 
 def test_video_has_sound_unless_a_request_asks_for_none(sound_http, settings, tmp_path):
-    asked = [{}, {"generate_audio": True}, {"generate_audio": False}]
-    jobs = [create(sound_http, **fields).json() for fields in asked]
+    requests = [{}, {"generate_audio": True}, {"generate_audio": False}]
+    jobs = [create(sound_http, **fields).json() for fields in requests]
     assert [job["generate_audio"] for job in jobs] == [True, True, False]
     with working(settings, SoundEngine(tmp_path)):
-        videos = [done(sound_http, job["id"]) for job in jobs]
+        videos = [wait_for_end(sound_http, job["id"]) for job in jobs]
     assert [(video["status"], video["generate_audio"]) for video in videos] == [
         ("completed", True),
         ("completed", True),
@@ -126,13 +125,13 @@ def test_request_that_such_a_model_can_not_make_is_refused_with_what_it_has(fiel
 
 def test_answer_names_the_size_and_length_of_the_video_that_is_made(settings):
     first, last = ({"image_url": as_data_url(Image.new("RGB", (96, 64), colour))} for colour in ("red", "blue"))
-    with served(settings, H3) as address, httpx.Client(base_url=address, timeout=30) as http:
+    with serve(settings, H3) as address, open_client(address) as http:
         video = create(http, input_reference=first, last_frame=last, seconds="10").json()
         assert (video["size"], video["input_size"], video["last_frame_size"]) == ("1152x768", "96x64", "96x64")
         assert (video["num_frames"], video["fps"], video["seconds"]) == (243, 24, "10")
         assert stored_request(settings, video["id"])["frames"] == 243
-        for asked, seconds in (({}, "5.17"), ({"seconds": "1"}, "5.17"), ({"seconds": "5"}, "5")):
-            video = create(http, **asked).json()
+        for fields, seconds in (({}, "5.17"), ({"seconds": "1"}, "5.17"), ({"seconds": "5"}, "5")):
+            video = create(http, **fields).json()
             assert (video["num_frames"], video["seconds"], video["size"]) == (124, seconds, "1344x768")
         video = create(http, last_frame=last).json()
         assert (video["size"], video["input_size"], video["last_frame_size"]) == ("1152x768", None, "96x64")
@@ -145,7 +144,7 @@ def test_seconds_become_frames_that_the_model_makes(sound_http, seconds, frames)
 
 def test_size_that_does_not_fit_is_refused_with_a_length_that_the_model_makes(settings):
     small = dataclasses.replace(settings, largest=((64, 96, 39),))
-    with served(small, SOUND_SPEC) as address, open_client(address) as http:
+    with serve(small, SOUND_SPEC) as address, open_client(address) as http:
         assert create(http, num_frames=39).status_code == 200
         refused = create(http, num_frames=56).json()["error"]
         assert refused["param"] == "num_frames"

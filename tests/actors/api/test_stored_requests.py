@@ -4,7 +4,6 @@ import dataclasses
 import io
 import json
 
-import httpx
 import pytest
 from PIL import Image
 from sqlalchemy import text
@@ -18,7 +17,7 @@ from actors.jobs.stored_request import VERSION
 from actors.jobs.tables import Job
 from actors.jobs.values import Room
 from tests.actors.api import serving
-from tests.actors.api.serving import create, done
+from tests.actors.api.serving import create, open_client, wait_for_end
 from tests.waiting import wait_for
 from wan_tpu.families import published_spec
 from wan_tpu.requested_adapter import RequestedAdapter
@@ -64,7 +63,7 @@ EARLIER = (
 def submit(settings, database):
     """Returns a function that stores a job as it stands there; its images are all the same."""
 
-    def submitted(stored):
+    def submit_stored(stored):
         request, png = json.loads(stored), io.BytesIO()
         FRAME.save(png, "PNG")
         names = [name if request.get(name) else None for name in ("image", "last_image")]
@@ -76,35 +75,35 @@ def submit(settings, database):
             session.execute(text("UPDATE jobs SET request = :stored WHERE id = :id"), {"stored": stored, "id": job.id})
         return job.id
 
-    return submitted
+    return submit_stored
 
 
 @pytest.mark.parametrize("stored", [OF_A_TEXT, OF_AN_IMAGE, OF_TWO_IMAGES, EARLIER])
 def test_jobs_of_earlier_versions_are_shown_and_planned_as_they_were_stored(stored, submit, settings, engine):
     """This holds even if a model's published settings have changed since."""
-    wanted = json.loads(stored)
-    spec = engine.model = published_spec(wanted["model"])
+    expected = json.loads(stored)
+    spec = engine.model = published_spec(expected["model"])
     engine.failure = RequestFailed("it is planned, and not made here", "invalid")
     settings = dataclasses.replace(settings, model=spec.name, catalogue=Catalogue({"lightning": LIGHTNING}))
     job = submit(stored)
-    sizes = wanted.pop("image"), wanted.pop("last_image", None)
-    with serving.served(settings, spec) as address, httpx.Client(base_url=address, timeout=30) as http:
+    sizes = expected.pop("image"), expected.pop("last_image", None)
+    with serving.serve(settings, spec) as address, open_client(address) as http:
         video = http.get(f"/v1/videos/{job}").json()
-        assert (video["prompt"], video["seed"]) == (wanted["prompt"], wanted["seed"])
-        assert (video["num_frames"], video["num_inference_steps"]) == (wanted["frames"], wanted["steps"])
-        assert (video["sigmas"], video["loras"]) == (wanted.get("sigmas"), wanted.get("loras", []))
+        assert (video["prompt"], video["seed"]) == (expected["prompt"], expected["seed"])
+        assert (video["num_frames"], video["num_inference_steps"]) == (expected["frames"], expected["steps"])
+        assert (video["sigmas"], video["loras"]) == (expected.get("sigmas"), expected.get("loras", []))
         assert (video["input_size"], video["last_frame_size"]) == sizes
         with serving.working(settings, engine):
-            done(http, job)
+            wait_for_end(http, job)
             again = http.post(f"/v1/videos/{job}/remix", json={"prompt": "another"}).json()
             assert (again["input_size"], again["last_frame_size"]) == sizes
-            done(http, again["id"])
+            wait_for_end(http, again["id"])
     first, remixed = engine.asked
     planned = first.to_json()
-    assert planned["sigmas"] == (tuple(wanted["sigmas"]) if wanted.get("sigmas") else None)
-    same = wanted.keys() - {"model", "seconds", "skipped", "loras", "sigmas"}
-    assert {name: planned[name] for name in same} == {name: wanted[name] for name in same}
-    assert first.loras == (LIGHTNING if wanted.get("loras") else ())
+    assert planned["sigmas"] == (tuple(expected["sigmas"]) if expected.get("sigmas") else None)
+    same = expected.keys() - {"model", "seconds", "skipped", "loras", "sigmas"}
+    assert {name: planned[name] for name in same} == {name: expected[name] for name in same}
+    assert first.loras == (LIGHTNING if expected.get("loras") else ())
     assert [image is None for image in (first.image, first.last_image)] == [size is None for size in sizes]
     assert remixed.to_json() == planned | {"prompt": "another"}
 

@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import contextlib
-import dataclasses
 import subprocess
 import time
 
@@ -20,7 +19,7 @@ from actors.api.limits import ServiceLimits
 from actors.jobs.store import open_database
 from actors.jobs.tables import File
 from tests.actors.api import fetching, serving
-from tests.actors.api.serving import create, done, open_client, served, working
+from tests.actors.api.serving import change_limits, create, open_client, serve, wait_for_end, working
 from tests.actors.small_spec import SmallSpec
 from tests.waiting import wait_for
 from wan_tpu.errors import InvalidRequest
@@ -47,7 +46,7 @@ def mp4():
 @pytest.fixture
 def http(settings, engine):
     spec = engine.model = TakesVideo(serving.SPEC.config)
-    with working(settings, engine), served(settings, spec) as address, open_client(address) as client:
+    with working(settings, engine), serve(settings, spec) as address, open_client(address) as client:
         client.timeout = 30
         yield client
 
@@ -58,12 +57,12 @@ def test_a_video_is_continued_from_its_end(settings, engine, mp4):
         frame_offset = 9
 
     spec = engine.model = Continues(serving.SPEC.config)
-    with working(settings, engine), served(settings, spec) as address, open_client(address) as http:
+    with working(settings, engine), serve(settings, spec) as address, open_client(address) as http:
         [model] = http.get("/v1/models").json()["data"]
         assert (model["takes_video"], model["continues_video"]) == (True, True)
-        assert done(http, create(http, video=data_url(mp4)).json()["id"])["status"] == "completed"
-        [asked] = engine.asked
-        assert (asked.strength, asked.frames, len(shown_to(engine, 16))) == (1, 9, 16)
+        assert wait_for_end(http, create(http, video=data_url(mp4)).json()["id"])["status"] == "completed"
+        [request] = engine.asked
+        assert (request.strength, request.frames, len(shown_to(engine, 16))) == (1, 9, 16)
         error = create(http, video=data_url(mp4), strength=0.5).json()["error"]
         assert error["param"] == "strength" and "leave strength out" in error["message"]
         short = film("-pix_fmt", "yuv420p", source="testsrc=s=96x64:r=16:d=0.5")
@@ -87,12 +86,16 @@ def test_every_form_reaches_the_pipeline(http, engine, mp4, tmp_path, settings):
     jobs = [http.post("/v1/videos", files=form).json()]
     jobs += [create(http, video=data_url(mp4)).json(), create(http, video={"video_url": data_url(mp4)}).json()]
     for job in jobs:
-        assert (done(http, job["id"])["status"], job["video_size"], job["size"]) == ("completed", "96x64", "96x64")
+        assert (wait_for_end(http, job["id"])["status"], job["video_size"], job["size"]) == (
+            "completed",
+            "96x64",
+            "96x64",
+        )
         assert np.abs(shown_to(engine) - sent).mean() < 1.5
     assert [request.strength for request in engine.asked] == [0.5, 0.8, 0.8] and jobs[0]["strength"] == 0.5
     assert [request.image for request in engine.asked] == [None] * 3
-    kept = http.get(f"/v1/videos/{jobs[0]['id']}/content", params={"variant": "input_video"})
-    assert kept.headers["content-type"] == "video/mp4" and kept.content == engine.asked[0].video.content
+    content = http.get(f"/v1/videos/{jobs[0]['id']}/content", params={"variant": "input_video"})
+    assert content.headers["content-type"] == "video/mp4" and content.content == engine.asked[0].video.content
     with OpenAI(base_url=str(http.base_url).rstrip("/") + "/v1", api_key="none", max_retries=0) as client:
         by_id = client.videos.create(prompt="rain", extra_body={"video": {"id": jobs[0]["id"]}, "num_frames": "5"})
         assert client.videos.poll(by_id.id).status == "completed"
@@ -101,7 +104,7 @@ def test_every_form_reaches_the_pipeline(http, engine, mp4, tmp_path, settings):
     first = np.stack([np.asarray(frame, int) for frame in read_frames(tmp_path / "source.mp4", 5)])
     assert np.abs(shown_to(engine, 5) - first).max() <= 4
     remixed = http.post(f"/v1/videos/{jobs[0]['id']}/remix", json={"prompt": "other"}).json()
-    assert done(http, remixed["id"])["status"] == "completed"
+    assert wait_for_end(http, remixed["id"])["status"] == "completed"
     assert engine.asked[-1].video == engine.asked[0].video and engine.asked[-1].strength == 0.5
     http.delete(f"/v1/videos/{jobs[0]['id']}")
     with open_database(settings.database).read() as session:
@@ -109,24 +112,24 @@ def test_every_form_reaches_the_pipeline(http, engine, mp4, tmp_path, settings):
     assert http.get("/v1/models").json()["data"][0]["takes_video"] is True
 
 
-def test_a_url_is_fetched_by_the_same_rules_as_an_image(hooked, hook, engine, mp4):
+def test_a_url_is_fetched_by_the_same_rules_as_an_image(hook_settings, hook, engine, mp4):
     spec = engine.model = TakesVideo(serving.SPEC.config)
     hook.answers["/a.mp4"] = fetching.answer(mp4)
     url = f"https://pictures.test:{hook.port}/a.mp4"
-    with working(hooked, engine), served(hooked, spec) as address, open_client(address) as http:
-        assert done(http, create(http, video={"video_url": url}).json()["id"])["status"] == "completed"
+    with working(hook_settings, engine), serve(hook_settings, spec) as address, open_client(address) as http:
+        assert wait_for_end(http, create(http, video={"video_url": url}).json()["id"])["status"] == "completed"
         assert b"Accept: video/*" in hook.requests[0]
         error = create(http, video=f"https://pictures.test:{hook.port}/none.mp4").json()["error"]
         assert error["param"] == "video" and error["message"].startswith("the video")
-    small = dataclasses.replace(hooked, limits=dataclasses.replace(hooked.limits, video_bytes=1000))
-    with served(small, spec) as address, open_client(address) as http:
+    small = change_limits(hook_settings, video_bytes=1000)
+    with serve(small, spec) as address, open_client(address) as http:
         assert "more than 1000 bytes" in create(http, video=url).json()["error"]["message"]
 
 
 def test_a_long_video_of_the_service_is_refused_before_it_is_loaded(http, engine, settings, mp4):
-    job = done(http, create(http, video=data_url(mp4)).json()["id"])
-    small = dataclasses.replace(settings, limits=dataclasses.replace(settings.limits, video_bytes=1000))
-    with served(small, engine.model) as address, open_client(address) as strict:
+    job = wait_for_end(http, create(http, video=data_url(mp4)).json()["id"])
+    small = change_limits(settings, video_bytes=1000)
+    with serve(small, engine.model) as address, open_client(address) as strict:
         error = create(strict, video={"id": job["id"]}).json()["error"]
         assert error["param"] == "video" and "may have 1000; send a part of it" in error["message"]
 
@@ -155,7 +158,7 @@ def test_what_cant_be_is_refused(http, settings, mp4):
     ):
         error = create(http, **fields).json()["error"]
         assert error["param"] == param and message in error["message"], (fields.keys(), error)
-    with served(settings) as address, open_client(address) as plain:
+    with serve(settings) as address, open_client(address) as plain:
         error = create(plain, video=data_url(mp4)).json()["error"]
         assert error["param"] == "video" and "use a T2V checkpoint of Wan" in error["message"]
 

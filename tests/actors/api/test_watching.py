@@ -19,7 +19,7 @@ from actors.jobs.keys import make_key, revoke_key
 from actors.jobs.tables import StoredFragment
 from actors.jobs.work import WorkQueue
 from tests.actors.api import serving
-from tests.actors.api.serving import change_limits, create, done, open_client, served, working
+from tests.actors.api.serving import create, open_client, serve, wait_for_end, working
 from tests.actors.api.test_outages_of_a_job import unwritable
 from tests.waiting import wait_for
 from wan_tpu.media import video
@@ -82,7 +82,7 @@ def count_frames(content):
     return len(decoded.stdout) // (64 * 96)
 
 
-def stored(settings):
+def list_fragments(settings):
     """Return the names of the fragments in storage."""
     return [name for name in open_storage(settings.storage).list() if "-0" in name]
 
@@ -93,11 +93,11 @@ def test_video_is_watched_while_it_is_decoded(http, settings, engine, worker):
         assert (viewer.answer.status_code, viewer.answer.headers["content-type"]) == (200, "video/mp4")
         assert viewer.answer.headers["cache-control"] == "no-store"
         wait_for(lambda: http.get(f"/v1/videos/{job}").json()["step"])  # By then the worker knows of the viewer.
-        assert (viewer.received, stored(settings)) == (b"", [])
+        assert (viewer.received, list_fragments(settings)) == (b"", [])
         engine.go.set()
         for count in range(1, 4):
             engine.decoded.release()
-            wait_for(lambda count=count: len(stored(settings)) == count)
+            wait_for(lambda count=count: len(list_fragments(settings)) == count)
             wait_for(lambda: viewer.received == b"".join(engine.fragments[job]))
         assert 0 < count_frames(viewer.received) < FRAMES  # What has come so far is a valid file.
         assert http.get(f"/v1/videos/{job}").json()["status"] == "in_progress"
@@ -120,15 +120,15 @@ def test_video_is_watched_while_it_is_decoded(http, settings, engine, worker):
 def test_job_that_nobody_watches_stores_no_fragments(http, settings, engine, worker):
     engine.decoded.release(5)
     job = create(http, num_frames=FRAMES).json()["id"]
-    assert done(http, job)["status"] == "completed"
-    assert stored(settings) == []
+    assert wait_for_end(http, job)["status"] == "completed"
+    assert list_fragments(settings) == []
 
 
 def test_late_viewer_sees_everything_at_any_ingress(http, settings, engine, worker):
     engine.decoded.release(3)
     job = create(http, num_frames=FRAMES).json()["id"]
     wait_for(lambda: len(engine.fragments[job]) == 3)
-    with served(settings) as other, open_client(other) as client:
+    with serve(settings) as other, open_client(other) as client:
         with watching(http, job) as (_, first), watching(client, job) as (_, second):
             for viewer in (first, second):
                 wait_for(lambda viewer=viewer: viewer.received == b"".join(engine.fragments[job]))
@@ -181,7 +181,7 @@ def test_other_pictures_never_follow_after_a_loss(http, engine, worker, caplog):
         engine.decoded.release(7)
         received, cut = viewer.end()
         assert (b"".join(engine.fragments[job][:4]).startswith(received), cut) == (True, True)
-    assert done(http, job)["status"] == "completed"
+    assert wait_for_end(http, job)["status"] == "completed"
     assert [record.fields["reason"] for record in caplog.records if record.getMessage() == "download cut"] == [
         "the video was decoded again, with other bytes"
     ]
@@ -189,10 +189,10 @@ def test_other_pictures_never_follow_after_a_loss(http, engine, worker, caplog):
 
 @pytest.mark.parametrize("same", [True, False])
 def test_killed_worker_s_successor_continues_only_the_same_bytes(http, settings, database, engine, same):
-    quick = change_limits(settings, lease_s=1.5)
+    quick = serving.change_reliability(settings, lease_s=1.5)
     engine.decoded.release(5)
     with working(quick, engine):
-        done(http, create(http, num_frames=FRAMES, seed=3).json()["id"])
+        wait_for_end(http, create(http, num_frames=FRAMES, seed=3).json()["id"])
     job = create(http, num_frames=FRAMES, seed=3 if same else 4).json()["id"]
     [contents] = engine.fragments.values()
     queue = WorkQueue(database, reliability=quick.reliability)
@@ -204,7 +204,7 @@ def test_killed_worker_s_successor_continues_only_the_same_bytes(http, settings,
         engine.decoded.release(5)
         with working(quick, engine):
             content, cut = viewer.end()
-            assert done(http, job)["attempts"] == 2
+            assert wait_for_end(http, job)["attempts"] == 2
     assert (content, cut) == (b"".join(contents if same else contents[:2]), not same)
 
 
@@ -227,7 +227,7 @@ def test_storage_that_fails_ends_the_stream_and_not_the_job(http, settings, engi
             engine.decoded.release(4)
             received, cut = viewer.end()
         assert (received, cut) == (engine.fragments[job][0], True)
-        assert done(http, job)["status"] == "completed"
+        assert wait_for_end(http, job)["status"] == "completed"
     assert "fragments end" in caplog.text
 
 
@@ -242,13 +242,13 @@ def decode_digests(content):
 def test_continued_video_brings_its_source_at_once_and_then_the_new_part(http, settings, engine, worker, losses):
     engine.decoded.release(2)
     source = create(http, num_frames=25).json()["id"]
-    assert done(http, source)["status"] == "completed"
+    assert wait_for_end(http, source)["status"] == "completed"
     engine.go.clear()
     engine.losses = losses
     body = {"prompt": "it goes on", "video": {"id": source}, "num_frames": 33, "seed": 7}
     job = http.post("/v1/videos/extensions", json=body).raise_for_status().json()["id"]
     with watching(http, job) as (_, viewer):
-        wait_for(lambda: len(stored(settings)) == 2 and viewer.received)
+        wait_for(lambda: len(list_fragments(settings)) == 2 and viewer.received)
         wait_for(lambda: count_frames(viewer.received) == 25)
         engine.go.set()
         engine.decoded.release(5)
@@ -261,7 +261,7 @@ def test_continued_video_brings_its_source_at_once_and_then_the_new_part(http, s
 def test_continued_video_of_other_settings_is_cut_before_its_new_part(http, settings, engine, worker, monkeypatch):
     source = create(http).json()["id"]
     engine.decoded.release(1)
-    assert done(http, source)["status"] == "completed"
+    assert wait_for_end(http, source)["status"] == "completed"
     monkeypatch.setattr(video, "H264", video.H264.replace("bframes=1", "bframes=0"))
     body = {"prompt": "it goes on", "video": {"id": source}, "num_frames": 17}
     job = http.post("/v1/videos/extensions", json=body).raise_for_status().json()["id"]
@@ -270,7 +270,7 @@ def test_continued_video_of_other_settings_is_cut_before_its_new_part(http, sett
         engine.decoded.release(1)
         received, cut = viewer.end()
     assert (count_frames(received), cut) == (9, True)
-    assert done(http, job)["status"] == "completed"
+    assert wait_for_end(http, job)["status"] == "completed"
 
 
 @pytest.mark.parametrize("end", ["cancel", "failure"])
@@ -290,8 +290,8 @@ def test_video_that_fails_cuts_its_stream(http, engine, worker, end):
 
 def test_streams_are_limited_with_events_and_end_with_their_job_and_key(settings, database):
     ann = {"Authorization": f"Bearer {make_key(database, 'ann')}"}
-    few = dataclasses.replace(settings, limits=dataclasses.replace(settings.limits, followers=2))
-    with served(few) as address, open_client(address, headers=ann) as http:
+    few = serving.change_limits(settings, followers=2)
+    with serve(few) as address, open_client(address, headers=ann) as http:
         jobs = [create(http).json()["id"] for _ in range(2)]
         assert http.head(f"/v1/videos/{jobs[0]}/content", params={"stream": 1}).headers["content-type"] == "video/mp4"
         viewers = [Viewer(address, job, ann) for job in jobs]
@@ -311,8 +311,8 @@ def test_streams_are_limited_with_events_and_end_with_their_job_and_key(settings
 
 def test_streams_in_which_nothing_happens_cost_little(settings):
     """The target for 200 of them, of as many jobs: 50 MiB, and next to none of a core."""
-    many = dataclasses.replace(settings, limits=dataclasses.replace(settings.limits, followers=100))
-    with served(many) as address, open_client(address) as http, contextlib.ExitStack() as stack:
+    many = serving.change_limits(settings, followers=100)
+    with serve(many) as address, open_client(address) as http, contextlib.ExitStack() as stack:
         jobs = [create(http).json()["id"] for _ in range(60)]
         url, before, used_s = httpx.URL(address), None, None
         for job in jobs:
@@ -331,16 +331,16 @@ def test_streams_in_which_nothing_happens_cost_little(settings):
 
 
 def test_fragment_reaches_its_viewer_soon_after_it_is_stored(http, settings, database):
-    job, queue, taken = create(http).json()["id"], WorkQueue(database), []
+    job, queue, delays_s = create(http).json()["id"], WorkQueue(database), []
     claimed = queue.claim("w")
     with watching(http, job) as (_, viewer):
         for number in range(8):
             publish(queue, settings, claimed, number, bytes([number]) * 50_000)
             start = time.monotonic()
             wait_for(lambda number=number: len(viewer.received) == (number + 1) * 50_000)
-            taken.append(viewer.times[-1] - start)
+            delays_s.append(viewer.times[-1] - start)
         http.post(f"/v1/videos/{job}/cancel").raise_for_status()
         queue.fail(claimed, "invalid", "")
         assert viewer.end()[1]
-    print(f"a fragment takes {sorted(taken)[4]:.2f} s, at most {max(taken):.2f}")
-    assert sorted(taken)[4] < 0.3
+    print(f"a fragment takes {sorted(delays_s)[4]:.2f} s, at most {max(delays_s):.2f}")
+    assert sorted(delays_s)[4] < 0.3

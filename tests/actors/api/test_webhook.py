@@ -17,7 +17,7 @@ from actors.api.outbound.webhook import read_secret
 from actors.jobs import deliveries
 from actors.jobs.keys import make_key
 from tests.actors.api.conftest import NAME, OK
-from tests.actors.api.serving import create, done, open_client, served, working
+from tests.actors.api.serving import create, open_client, serve, wait_for_end, working
 from tests.waiting import wait_for
 from wan_tpu.errors import InvalidInput
 
@@ -25,13 +25,13 @@ NO = b"HTTP/1.1 503 Later\r\nContent-Length: 0\r\n\r\n"
 
 
 def test_the_end_of_a_job_is_told_signed_and_again_when_it_has_to_be(
-    hooked, hook, database, engine, tmp_path, monkeypatch
+    hook_settings, hook, database, engine, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(webhook, "_PAUSES_S", (0.2, 0.2, 0.2))
     hook.answers["/told?a=b"] = [NO, NO, OK]
-    with served(hooked) as address, open_client(address) as http, working(hooked, engine):
+    with serve(hook_settings) as address, open_client(address) as http, working(hook_settings, engine):
         job = create(http, webhook_url=f"https://{NAME}:{hook.port}/told?a=b").json()["id"]
-        done(http, job)
+        wait_for_end(http, job)
         wait_for(lambda: len(hook.requests) == 3)
         wait_for(lambda: deliveries.count_waiting(database) == 0)
         assert deliveries.claim(database) is None
@@ -49,19 +49,19 @@ def test_the_end_of_a_job_is_told_signed_and_again_when_it_has_to_be(
         webhooks.unwrap(body + b" ", headers, secret=secret)
 
 
-def test_a_failed_job_and_one_cancelled_while_it_waits_are_told_too(hooked, hook, engine):
-    with served(hooked) as address, open_client(address) as http:
+def test_a_failed_job_and_one_cancelled_while_it_waits_are_told_too(hook_settings, hook, engine):
+    with serve(hook_settings) as address, open_client(address) as http:
         job = create(http, webhook_url=f"https://{NAME}:{hook.port}/").json()["id"]
         http.post(f"/v1/videos/{job}/cancel")
-        with working(hooked, engine):
+        with working(hook_settings, engine):
             wait_for(lambda: hook.requests)
     assert b'"video.failed"' in hook.requests[0]
 
 
-def test_a_server_that_never_answers_well_is_given_up(hooked, hook, engine, monkeypatch):
+def test_a_server_that_never_answers_well_is_given_up(hook_settings, hook, engine, monkeypatch):
     monkeypatch.setattr(webhook, "_PAUSES_S", (0.1,))
     hook.answers["/"] = [NO] * 9
-    with served(hooked) as address, open_client(address) as http, working(hooked, engine) as tools:
+    with serve(hook_settings) as address, open_client(address) as http, working(hook_settings, engine) as tools:
         create(http, webhook_url=f"https://{NAME}:{hook.port}/")
         given_up = tools.meters.webhooks.labels("given_up")
         wait_for(lambda: given_up._value.get() == 1)
@@ -81,14 +81,14 @@ def test_a_server_that_never_answers_well_is_given_up(hooked, hook, engine, monk
         "https://[fe80::1]/",
     ],
 )
-def test_an_address_that_can_t_be_right_is_refused_at_once(hooked, url):
-    with served(hooked) as address, open_client(address) as http:
+def test_an_address_that_can_t_be_right_is_refused_at_once(hook_settings, url):
+    with serve(hook_settings) as address, open_client(address) as http:
         answer = create(http, webhook_url=url)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "webhook_url")
 
 
-def test_webhook_at_a_private_address_is_never_connected_to(hooked, hook):
-    closed = dataclasses.replace(hooked.fetch, allowed=(), subject="webhook")
+def test_webhook_at_a_private_address_is_never_connected_to(hook_settings, hook):
+    closed = dataclasses.replace(hook_settings.fetch, allowed=(), subject="webhook")
     with pytest.raises(FetchError, match="not a public address"):
         asyncio.run(webhook.post(f"https://{NAME}:{hook.port}/", (b"{}", {}), closed))
     assert hook.connections == 0
@@ -108,7 +108,7 @@ def test_the_secret_is_made_once_and_for_its_owner_only(tmp_path):
             read_secret(file)
 
 
-def test_receivers_that_never_answer_hold_up_those_of_their_key_alone(hooked, hook, database, engine):
+def test_receivers_that_never_answer_hold_up_those_of_their_key_alone(hook_settings, hook, database, engine):
     """Before, four that didn't answer made another client's webhook 77 s late."""
 
     async def silent(writer):
@@ -116,8 +116,10 @@ def test_receivers_that_never_answer_hold_up_those_of_their_key_alone(hooked, ho
 
     hook.answers["/never"] = silent
     mallory, ann = ({"Authorization": f"Bearer {make_key(database, name)}"} for name in ("mallory", "ann"))
-    few = dataclasses.replace(hooked, limits=dataclasses.replace(hooked.limits, webhooks=6, webhooks_of_a_key=4))
-    with served(few) as address, open_client(address) as http, working(few, engine):
+    few = dataclasses.replace(
+        hook_settings, limits=dataclasses.replace(hook_settings.limits, webhooks=6, webhooks_of_a_key=4)
+    )
+    with serve(few) as address, open_client(address) as http, working(few, engine):
         for _ in range(8):
             create(http, mallory, webhook_url=f"https://{NAME}:{hook.port}/never")
         wait_for(lambda: len(hook.requests) == 4)
@@ -133,7 +135,7 @@ async def break_tls(writer):
 
 
 @pytest.mark.parametrize("broken", [break_tls, b"HTTP/1.1 x\r\n\r\n"])
-def test_webhook_of_a_broken_server_cuts_off_no_other_and_is_counted(hooked, hook, engine, monkeypatch, broken):
+def test_webhook_of_a_broken_server_cuts_off_no_other_and_is_counted(hook_settings, hook, engine, monkeypatch, broken):
     monkeypatch.setattr(webhook, "_LOOK_S", 0.1)
     answered = threading.Event()
 
@@ -143,7 +145,7 @@ def test_webhook_of_a_broken_server_cuts_off_no_other_and_is_counted(hooked, hoo
         writer.write(OK)
 
     hook.answers["/slow"], hook.answers["/broken"] = slow, broken
-    with served(hooked) as address, open_client(address) as http, working(hooked, engine) as tools:
+    with serve(hook_settings) as address, open_client(address) as http, working(hook_settings, engine) as tools:
         outcomes = {name: tools.meters.webhooks.labels(name)._value for name in ("failed", "delivered")}
         create(http, webhook_url=f"https://{NAME}:{hook.port}/slow")
         wait_for(lambda: hook.requests)
@@ -156,7 +158,9 @@ def test_webhook_of_a_broken_server_cuts_off_no_other_and_is_counted(hooked, hoo
         assert sorted(request.split()[1] for request in hook.requests) == [b"/broken", b"/slow", b"/third"]
 
 
-def test_delivery_that_fails_in_an_unknown_way_is_counted_and_tried_again(hooked, hook, database, engine, caplog):
+def test_delivery_that_fails_in_an_unknown_way_is_counted_and_tried_again(
+    hook_settings, hook, database, engine, caplog
+):
     """A resolver stands in for anything that raises an unexpected exception."""
     failures = [RuntimeError("unforeseen")]
 
@@ -165,18 +169,18 @@ def test_delivery_that_fails_in_an_unknown_way_is_counted_and_tried_again(hooked
             raise failures.pop()
         return ["127.0.0.1"]
 
-    fetching = dataclasses.replace(hooked.fetch, resolver=resolve)
+    fetching = dataclasses.replace(hook_settings.fetch, resolver=resolve)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(webhook, "_PAUSES_S", (0.1, 0.1))
-        ready = dataclasses.replace(hooked, fetch=fetching)
-        with served(ready) as address, open_client(address) as http, working(ready, engine) as tools:
+        ready = dataclasses.replace(hook_settings, fetch=fetching)
+        with serve(ready) as address, open_client(address) as http, working(ready, engine) as tools:
             create(http, webhook_url=f"https://{NAME}:{hook.port}/")
             wait_for(lambda: tools.meters.webhooks.labels("delivered")._value.get() == 1)
             assert tools.meters.webhooks.labels("failed")._value.get() == 1
     assert len(hook.requests) == 1 and "unforeseen" in caplog.text
 
 
-def test_failed_claim_leaves_calls_under_way_alone(hooked, hook, database, engine, monkeypatch):
+def test_failed_claim_leaves_calls_under_way_alone(hook_settings, hook, database, engine, monkeypatch):
     """The next delivery can't be read from the database for a while."""
     monkeypatch.setattr(webhook, "_LOOK_S", 0.05)
     answered = threading.Event()
@@ -187,7 +191,7 @@ def test_failed_claim_leaves_calls_under_way_alone(hooked, hook, database, engin
         writer.write(OK)
 
     hook.answers["/slow"] = slow
-    with served(hooked) as address, open_client(address) as http, working(hooked, engine) as tools:
+    with serve(hook_settings) as address, open_client(address) as http, working(hook_settings, engine) as tools:
         create(http, webhook_url=f"https://{NAME}:{hook.port}/slow")
         wait_for(lambda: hook.requests)
         with database.write() as session:

@@ -24,7 +24,7 @@ def binaries() -> Path | None:
     return installed[-1].parent if installed else None
 
 
-def unprivileged() -> str | None:
+def find_unprivileged_user() -> str | None:
     """Return who runs the server: PostgreSQL refuses to be root."""
     if os.geteuid() != 0:
         return None
@@ -55,7 +55,7 @@ class Server:
 @contextlib.contextmanager
 def server(programs: Path) -> Iterator[Server]:
     """Run a server until the block ends."""
-    user = unprivileged()
+    user = find_unprivileged_user()
     folder = Path(tempfile.mkdtemp(prefix="wan-tpu-postgres-"))
     if user is not None:
         shutil.chown(folder, user)

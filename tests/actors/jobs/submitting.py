@@ -7,7 +7,7 @@ def ask(store, owner="ann", name="", **options):
     return store.submit(Job(owner=owner, request={"prompt": name}, **options))[0]
 
 
-def claimed(work):
+def claim_all(work):
     """Return the names of all waiting jobs in the order in which they are claimed."""
     names = []
     while leased := work.claim("w"):

@@ -32,8 +32,8 @@ def test_text_that_is_no_key_doesn_t_match(database):
     (key,) = keys.values()
     other = text[:-1] + ("0" if text[-1] != "0" else "1")
     stolen = f"wan_{key.id}_{key.secret_hash}"
-    for presented in ("", "é" * 9, other, text.replace(key.id, "0" * 16), stolen, f"{text}0", f"{text}\n"):
-        assert match_key(keys, presented) is None
+    for credential in ("", "é" * 9, other, text.replace(key.id, "0" * 16), stolen, f"{text}0", f"{text}\n"):
+        assert match_key(keys, credential) is None
 
 
 def test_a_revoked_key_stays_as_a_row_and_its_name_is_free(database):
@@ -95,29 +95,29 @@ def test_keys_are_added_limited_listed_and_revoked_by_the_command(tmp_path, caps
     assert main(["keys", "add", "ann", *options]) == 2
     assert "revoke it first" in capsys.readouterr().err
     assert main(["keys", "list", *options]) == 0
-    listed = capsys.readouterr().out
-    assert "30 a minute" in listed and text.split("_")[1] in listed
-    assert text.rpartition("_")[2] not in listed
+    table = capsys.readouterr().out
+    assert "30 a minute" in table and text.split("_")[1] in table
+    assert text.rpartition("_")[2] not in table
     assert main(["keys", "limit", "ann", "--running", "2", "--per_minute", "none", "--days", "3", *options]) == 0
     assert main(["keys", "limit", "ann", "--scopes", "read,operate", *options]) == 0
     assert main(["keys", "limit", "ann", "--running", "0", *options]) == 2
     assert main(["keys", "limit", "ann", *options]) == 2
     assert "nothing to change" in capsys.readouterr().err
     assert main(["keys", "list", *options]) == 0
-    listed = capsys.readouterr().out
-    assert "2 running, until 20" in listed and "read,operate" in listed and "a minute" not in listed
+    table = capsys.readouterr().out
+    assert "2 running, until 20" in table and "read,operate" in table and "a minute" not in table
     assert main(["keys", "revoke", "ann", *options]) == 0
     assert main(["keys", "list", *options]) == 0
     assert main(["keys", "revoke", "ann", *options]) == 2
-    said = capsys.readouterr()
-    assert "there are: none" in said.err and said.out == "revoked ann\n"
-    assert "no key is in force" in said.err
+    output = capsys.readouterr()
+    assert "there are: none" in output.err and output.out == "revoked ann\n"
+    assert "no key is in force" in output.err
 
 
 def test_looking_for_keys_makes_no_database(tmp_path, capsys):
     database = tmp_path / "jobs.sqlite"
     for action, code in ((["list"], 0), (["usage"], 0), (["revoke", "ann"], 2), (["limit", "ann", "--days", "3"], 2)):
         assert main(["keys", *action, "--database", str(database)]) == code
-        said = capsys.readouterr()
-        assert said.out == "" and f"there are no keys, and no jobs: {database} isn't there yet" in said.err
+        output = capsys.readouterr()
+        assert output.out == "" and f"there are no keys, and no jobs: {database} isn't there yet" in output.err
     assert not database.exists()

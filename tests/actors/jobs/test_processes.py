@@ -43,7 +43,7 @@ class Crew:
             worker.wait()
             worker.stdout.close()
 
-    def done(self):
+    def list_done(self):
         return [line for file in self._folder.glob("*.done") for line in file.read_text().split()]
 
 
@@ -83,7 +83,7 @@ def test_none_is_lost_and_none_is_done_twice(crew, database):
     ids = submit(store, JOBS)
     assert wait_until_done(store) == {"queued": 0, "in_progress": 0, "completed": JOBS, "failed": 0}
     assert crew.dismiss() == [0] * WORKERS
-    assert collections.Counter(crew.done()) == dict.fromkeys(ids, 1)
+    assert collections.Counter(crew.list_done()) == dict.fromkeys(ids, 1)
     jobs = all_jobs(store)
     assert {job.attempts for job in jobs} == {1}
     assert len({job.worker for job in jobs}) > 1
@@ -101,7 +101,7 @@ def test_killed_workers_lose_no_job(crew, database):
     crew.hire(2, lease_s=1.0)
     assert wait_until_done(store)["completed"] == JOBS
     crew.dismiss()
-    noted = collections.Counter(crew.done())
+    noted = collections.Counter(crew.list_done())
     assert max(noted.values()) == 1
     assert len(ids - set(noted)) <= KILLS  # Killed between their commit and their note; nobody else has done these.
     jobs = all_jobs(store)

@@ -25,12 +25,12 @@ def storage(tmp_path):
     return open_storage(tmp_path / "results")
 
 
-def recorded(database):
+def list_recorded_files(database):
     with database.read() as session:
         return set(session.scalars(select(File.name)))
 
 
-def finished(database, storage, retention=ALWAYS):
+def make_finished_job(database, storage, retention=ALWAYS):
     """Return a completed job with an input, a video, and an announced file that isn't a result."""
     Retention(database, storage, ALWAYS).reserve("inputs/a.png")
     storage.write("inputs/a.png", b"image")
@@ -44,23 +44,23 @@ def finished(database, storage, retention=ALWAYS):
 
 
 def test_files_that_are_no_results_are_removed_and_the_rest_stays(database, storage):
-    job = finished(database, storage, JobSettings(abandoned_s=0.0))
+    job = make_finished_job(database, storage, JobSettings(abandoned_s=0.0))
     assert Retention(database, storage).sweep() == (0, 1)
-    assert set(storage.list()) == recorded(database) == {"inputs/a.png", "a/1/video.mp4"}
+    assert set(storage.list()) == list_recorded_files(database) == {"inputs/a.png", "a/1/video.mp4"}
     assert JobStore(database).get(job.id).status == "completed"
 
 
 def test_an_expired_job_goes_with_all_its_files(database, storage):
-    job = finished(database, storage, AT_ONCE)
+    job = make_finished_job(database, storage, AT_ONCE)
     assert Retention(database, storage).sweep() == (1, 3)
     with pytest.raises(JobNotFound):
         JobStore(database).get(job.id)
     assert storage.list() == {}
-    assert recorded(database) == set()
+    assert list_recorded_files(database) == set()
 
 
 def test_a_deleted_job_goes_with_all_its_files(database, storage):
-    job = finished(database, storage)
+    job = make_finished_job(database, storage)
     JobStore(database).delete(job.id)
     # A crash here leaves files, but the list of them too.
     assert Retention(database, storage).sweep() == (0, 3)
@@ -83,7 +83,7 @@ def test_a_released_upload_is_gone_unless_a_job_has_it(database, storage):
     store.submit(Job(owner="ann", request={}, input_image="inputs/taken.png"))
     assert retention.release("inputs/free.png") and not retention.release("inputs/taken.png")
     assert not retention.release("inputs/unknown.png")
-    assert set(storage.list()) == recorded(database) == {"inputs/taken.png"}
+    assert set(storage.list()) == list_recorded_files(database) == {"inputs/taken.png"}
 
 
 def test_no_job_gets_an_upload_that_is_being_released(database, storage, tmp_path):
@@ -124,12 +124,12 @@ def test_files_of_a_lost_worker_are_removed_but_not_the_next_one_s(database, sto
 
 
 def test_a_file_that_can_t_be_removed_holds_up_no_other(database, storage, tmp_path):
-    job = finished(database, storage)
+    job = make_finished_job(database, storage)
     (tmp_path / "results" / "a/1/video.mp4").unlink()
     (tmp_path / "results" / "a/1/video.mp4").mkdir()  # Not a file: even root can't unlink it.
     JobStore(database).delete(job.id)
     assert Retention(database, storage).sweep() == (0, 2)
-    assert recorded(database) == {"a/1/video.mp4"}  # It isn't forgotten.
+    assert list_recorded_files(database) == {"a/1/video.mp4"}  # It isn't forgotten.
     assert Retention(database, storage).sweep() == (0, 0)  # It is tried again later.
 
 

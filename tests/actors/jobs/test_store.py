@@ -122,21 +122,21 @@ def test_a_key_that_may_have_nothing_wait_has_nothing_wait(store):
 
 def test_a_repeated_request_is_told_from_others_without_reading_them(store):
     rows = []
-    wanted, _ = store.submit(ask(prompt="wanted"))
+    expected, _ = store.submit(ask(prompt="wanted"))
     for number in range(20):
         store.submit(ask(prompt=str(number)))
     store.submit(ask("bob", prompt="wanted"))
 
-    def loaded(job, _):
+    def record_load(job, _):
         rows.append(job.id)
 
-    event.listen(Job, "load", loaded)
+    event.listen(Job, "load", record_load)
     try:
-        assert store.find_repeat("ann", None, "wanted", is_retry=True) == wanted
+        assert store.find_repeat("ann", None, "wanted", is_retry=True) == expected
         assert store.find_repeat("ann", None, "unknown", is_retry=True) is None
     finally:
-        event.remove(Job, "load", loaded)
-    assert rows == [wanted.id]
+        event.remove(Job, "load", record_load)
+    assert rows == [expected.id]
     assert store.find_repeat("ann", None, "wanted") is None
 
 
@@ -337,8 +337,8 @@ def test_an_address_s_own_limits_win(on_postgres):
 
 def test_a_database_whose_connections_are_all_taken_is_away(on_postgres, monkeypatch):
     monkeypatch.setattr(on_postgres._engine.pool, "_timeout", 0.2)
-    with contextlib.ExitStack() as taken:
+    with contextlib.ExitStack() as connections:
         for _ in range(20):
-            taken.enter_context(on_postgres.read())
+            connections.enter_context(on_postgres.read())
         with pytest.raises(StoreUnavailable, match="in use"):
             JobStore(on_postgres).list()

@@ -86,10 +86,10 @@ def test_fragments_outlive_their_job_s_end_for_a_while_but_not_its_deletion(data
         if deleted:
             store.delete(leased.id)
         Retention(database, storage, settings).sweep()
-        kept = settings is not brief and not deleted
+        remains = settings is not brief and not deleted
         with database.read() as session:
             counts = [
                 session.scalar(select(func.count()).select_from(table).where(table.name == name))
                 for table in (File, StoredFragment)
             ]
-        assert (storage.has(name), counts) == (kept, [int(kept)] * 2), dataclasses.astuple(settings)
+        assert (storage.has(name), counts) == (remains, [int(remains)] * 2), dataclasses.astuple(settings)

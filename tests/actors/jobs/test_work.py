@@ -10,7 +10,7 @@ from actors.jobs.tables import Job
 from actors.jobs.values import Progress
 from actors.jobs.work import WorkQueue
 from actors.reliability import ReliabilitySettings
-from tests.actors.jobs.submitting import ask, claimed
+from tests.actors.jobs.submitting import ask, claim_all
 
 SHORT = ReliabilitySettings(lease_s=0.05, worker_attempts=3)
 
@@ -75,7 +75,7 @@ def test_owners_are_served_round_robin_within_a_priority(store, work):
         ask(store, "bob", f"b{number}")
     ask(store, "bob", "urgent", priority=1)
     ask(store, "ann", "any time", priority=-1)
-    assert claimed(work) == ["urgent", "a0", "b0", "a1", "b1", "a2", "a3", "any time"]
+    assert claim_all(work) == ["urgent", "a0", "b0", "a1", "b1", "a2", "a3", "any time"]
 
 
 def test_only_what_is_more_urgent_is_claimed_when_that_is_asked_for(store, work):
@@ -84,7 +84,7 @@ def test_only_what_is_more_urgent_is_claimed_when_that_is_asked_for(store, work)
     ask(store, name="urgent", priority=4)
     assert work.claim("w", above=2).request["prompt"] == "urgent"
     assert work.claim("w", above=2) is None
-    assert claimed(work) == ["as urgent"]
+    assert claim_all(work) == ["as urgent"]
 
 
 def test_later_owner_doesn_t_wait_for_all_jobs_of_earlier_ones(store, work):
@@ -94,7 +94,7 @@ def test_later_owner_doesn_t_wait_for_all_jobs_of_earlier_ones(store, work):
         work.claim("w")
     ask(store, "bob", "b0")
     ask(store, "bob", "b1")
-    assert claimed(work) == ["a3", "b0", "a4", "b1", "a5"]
+    assert claim_all(work) == ["a3", "b0", "a4", "b1", "a5"]
 
 
 def test_requeued_job_gives_nobody_else_an_early_round(store, work):
@@ -105,7 +105,7 @@ def test_requeued_job_gives_nobody_else_an_early_round(store, work):
     work.release(first)
     for number in range(3):
         ask(store, "bob", f"b{number}")
-    assert claimed(work) == ["a0", "a2", "b0", "a3", "b1", "b2"]
+    assert claim_all(work) == ["a0", "a2", "b0", "a3", "b1", "b2"]
 
 
 def test_a_silent_worker_loses_its_job_to_the_next(store, database, work):
@@ -215,7 +215,7 @@ def test_job_behind_a_requeued_one_passes_nobody(store, work):
     work.release(back)
     for i in range(1, 4):
         ask(store, "bob", f"b{i}")
-    assert claimed(work) == ["b0", "a10", "b1", "a11", "b2", "a12", "b3"]
+    assert claim_all(work) == ["b0", "a10", "b1", "a11", "b2", "a12", "b3"]
 
 
 def test_new_jobs_pass_none_where_all_that_wait_came_back(store, work):
@@ -225,7 +225,7 @@ def test_new_jobs_pass_none_where_all_that_wait_came_back(store, work):
         work.release(leased)
     for i in range(3):
         ask(store, "bob", f"b{i}")
-    assert claimed(work) == ["a10", "b0", "a11", "b1", "a12", "b2"]
+    assert claim_all(work) == ["a10", "b0", "a11", "b1", "a12", "b2"]
 
 
 def test_a_job_is_made_by_the_model_that_it_was_accepted_for(store, work):

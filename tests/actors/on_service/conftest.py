@@ -53,7 +53,7 @@ class Online:
     def counts(self):
         return JobStore(Database(self.settings.database)).count_jobs().by_status
 
-    def logged(self):
+    def read_events(self):
         """Return the events that the service's processes have logged."""
         for log in Path(self.cluster.temp).glob("head/session_2*/logs/*.err"):
             for line in log.read_text(errors="replace").splitlines():
@@ -76,7 +76,7 @@ def free_port():
 
 
 @contextlib.contextmanager
-def deployed(settings, spec, folder, forks, **drain):
+def deploy_emulated(settings, spec, folder, forks, **drain):
     """Give a service on an emulated cluster of its own."""
     port = free_port()
     with EmulatedCluster.start(list_emulated_slices(spec.layout), folder=folder / "cluster", forks=forks) as cluster:
@@ -113,5 +113,5 @@ def online(checkpoint, tmp_path_factory, forks):
         largest=((64, 64, 17),),
         reliability=ReliabilitySettings(lease_s=5.0),
     )
-    with deployed(settings, spec, folder, forks) as service:
+    with deploy_emulated(settings, spec, folder, forks) as service:
         yield service

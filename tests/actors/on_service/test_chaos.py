@@ -26,7 +26,7 @@ from actors.jobs.usage import read_usage
 from actors.reliability import ReliabilitySettings
 from scripts.simulation import soak
 from scripts.simulation.simulated import simulated_video
-from tests.actors.on_service.conftest import deployed
+from tests.actors.on_service.conftest import deploy_emulated
 from tests.conftest import STAGES
 from tests.waiting import wait_for
 from wan_tpu.media.boxes import FREE
@@ -64,7 +64,7 @@ def online(tmp_path, forks):
         chips=dict.fromkeys(STAGES, 1),
         reliability=limits,
     )
-    with deployed(settings, spec, tmp_path, forks, drain_s=5) as service:
+    with deploy_emulated(settings, spec, tmp_path, forks, drain_s=5) as service:
         yield service
 
 
@@ -187,22 +187,22 @@ def test_nothing_is_lost_and_nothing_done_twice(online):
     took = time.monotonic() - start
     print(f"{len(jobs)} sent in {took:.0f} s; killed {dict(killer.killed)}; again {dict(client.again)}")
 
-    def left():
+    def is_queue_empty():
         counts = online.counts()
         return counts["queued"] + counts["in_progress"] == 0
 
-    wait_for(left, "the last job")
+    wait_for(is_queue_empty, "the last job")
     print(f"all ended after {time.monotonic() - start:.0f} s: {online.counts()}")
     assert online.counts() == {"queued": 0, "in_progress": 0, "completed": len(jobs), "failed": 0}
     for job, fields in jobs.items():
         content = client.ask("GET", f"/v1/videos/{job}/content", headers=fields["key"]).content
-        asked = GenerationRequest(prompt=fields["prompt"], seed=fields["seed"])
-        assert content.rstrip(b"\0") == simulated_video(asked)
+        request = GenerationRequest(prompt=fields["prompt"], seed=fields["seed"])
+        assert content.rstrip(b"\0") == simulated_video(request)
     for viewer in viewers:
         viewer.join(60)
         assert (viewer.wrong, viewer.seen["whole"]) == (None, 1), viewer.seen
     print(f"{len(viewers)} watched: {dict(sum((viewer.seen for viewer in viewers), collections.Counter()))}")
     used = read_usage(database)
     assert sorted(usage.videos for usage in used.values()) == sorted(len(range(of, len(jobs), 3)) for of in range(3))
-    done = collections.Counter(event["job"] for event in online.logged() if event["event"] == "completed")
+    done = collections.Counter(event["job"] for event in online.read_events() if event["event"] == "completed")
     assert set(done) <= set(jobs) and max(done.values()) == 1

@@ -15,7 +15,7 @@ import pytest
 
 from actors.api.settings import ServiceSettings
 from scripts.simulation import soak
-from tests.actors.on_service.conftest import deployed
+from tests.actors.on_service.conftest import deploy_emulated
 from tests.conftest import ROOT, STAGES
 
 pytestmark = pytest.mark.soak
@@ -35,7 +35,7 @@ def online(tmp_path, forks):
         queue_limit=400,
         chips=dict.fromkeys(STAGES, 1),
     )
-    with deployed(settings, spec, tmp_path, forks, drain_s=5) as service:
+    with deploy_emulated(settings, spec, tmp_path, forks, drain_s=5) as service:
         yield service
 
 

@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.actors.api.serving import done
+from tests.actors.api.serving import wait_for_end
 from tests.actors.on_slices.running import title
 from tests.conftest import PHOTO
 from tests.waiting import SECONDS, wait_for
@@ -31,7 +31,7 @@ def http(online):
 
 
 @pytest.fixture
-def connected(online):
+def connect(online):
     """Return a connection, to write requests by hand."""
     with contextlib.ExitStack() as stack:
         yield lambda: stack.enter_context(socket.create_connection(("127.0.0.1", online.port), timeout=SECONDS))
@@ -77,8 +77,8 @@ def test_bodies_end_where_they_must(online, http):
     assert http.get("/health").status_code == 200
 
 
-def test_slow_clients_hold_nobody_up(http, connected):
-    slow = [connected() for _ in range(100)]
+def test_slow_clients_hold_nobody_up(http, connect):
+    slow = [connect() for _ in range(100)]
     for connection in slow:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
     start = time.monotonic()
@@ -88,13 +88,13 @@ def test_slow_clients_hold_nobody_up(http, connected):
     assert time.monotonic() - start > 8
 
 
-def test_client_that_hangs_up_leaves_nothing_behind(online, http, connected):
+def test_client_that_hangs_up_leaves_nothing_behind(online, http, connect):
     [ingress] = online.processes("Ingress")
     long = {"files": {"input_reference": PHOTO.read_bytes()}, "data": JOB | {"num_inference_steps": "1000"}}
     jobs = [http.post("/v1/videos", **long).json()["id"] for _ in range(5)]
     job = jobs[-1]  # which the others keep from ending
     before = len(ingress.net_connections("inet"))
-    following = [connected() for _ in range(50)]
+    following = [connect() for _ in range(50)]
     for connection in following:
         connection.sendall(f"GET /v1/videos/{job}/events HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
     assert {connection.recv(15) for connection in following} == {b"HTTP/1.1 200 OK"}
@@ -108,14 +108,14 @@ def test_client_that_hangs_up_leaves_nothing_behind(online, http, connected):
 
 def test_part_of_a_video_is_served_through_haproxy(online, http):
     video = http.post("/v1/videos", files={"input_reference": PHOTO.read_bytes()}, data=JOB).json()
-    ended = done(http, video["id"])
+    ended = wait_for_end(http, video["id"])
     assert ended["status"] == "completed", ended["error"]
     whole = http.get(f"/v1/videos/{video['id']}/content")
     part = http.get(f"/v1/videos/{video['id']}/content", headers={"Range": "bytes=100-199"})
     assert (part.status_code, part.content) == (206, whole.content[100:200])
     assert part.headers["content-range"] == f"bytes 100-199/{len(whole.content)}"
-    kept = http.get(f"/v1/videos/{video['id']}/content", headers={"If-None-Match": whole.headers["etag"]})
-    assert kept.status_code == 304
+    unchanged = http.get(f"/v1/videos/{video['id']}/content", headers={"If-None-Match": whole.headers["etag"]})
+    assert unchanged.status_code == 304
 
 
 @pytest.mark.soak  # test_chaos.py kills each of them, too.

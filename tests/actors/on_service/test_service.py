@@ -22,12 +22,12 @@ STEPS = 1000  # 10 ms each, and told once a second
 ASKED = {"prompt": "A cat looks into the camera", "size": "64x64"}
 
 
-def asked(steps, frames=9, **fields):
+def build_arguments(steps, frames=9, **fields):
     return ASKED | {"extra_body": {"num_frames": str(frames), "num_inference_steps": str(steps), "seed": "3", **fields}}
 
 
 def create(client, steps, **fields):
-    return client.videos.create(input_reference=PHOTO, **asked(steps, **fields))
+    return client.videos.create(input_reference=PHOTO, **build_arguments(steps, **fields))
 
 
 def poll(client, video):
@@ -38,23 +38,23 @@ def poll(client, video):
 def video(online):
     """A job that nothing disturbed."""
     with online.client() as client:
-        return client.videos.create_and_poll(input_reference=PHOTO, **asked(STEPS))
+        return client.videos.create_and_poll(input_reference=PHOTO, **build_arguments(STEPS))
 
 
 @pytest.fixture(scope="module")
-def undisturbed(online, video):
+def undisturbed_video(online, video):
     """Its video."""
     with online.client() as client:
         return client.videos.download_content(video.id).content
 
 
-def test_openai_s_client_gets_lists_and_deletes_a_video(online, video, undisturbed):
+def test_openai_s_client_gets_lists_and_deletes_a_video(online, video, undisturbed_video):
     with online.client() as client:
         assert (video.status, video.progress, video.size) == ("completed", 100, "64x64")
         assert set(video.stage_seconds) == {"encoder", "denoise_high", "denoise_low", "decoder"}
-        assert len(frames_of(undisturbed)) == 9 * 64 * 64
+        assert len(frames_of(undisturbed_video)) == 9 * 64 * 64
         assert client.videos.download_content(video.id, variant="thumbnail").content[8:12] == b"WEBP"
-        assert video.id in [listed.id for listed in client.videos.list(limit=5)]
+        assert video.id in [each.id for each in client.videos.list(limit=5)]
         assert video.warnings == []
         assert client.videos.delete(video.id).deleted
         with pytest.raises(openai.NotFoundError):
@@ -97,7 +97,7 @@ def test_video_is_watched_through_haproxy_while_it_is_decoded(online):
         assert frames_of(content) == frames_of(client.videos.download_content(video.id).content)
 
 
-def test_job_survives_a_killed_worker_and_a_killed_ingress(online, undisturbed):
+def test_job_survives_a_killed_worker_and_a_killed_ingress(online, undisturbed_video):
     with online.client(max_retries=0) as client:
         video = create(client, STEPS)
         wait_for(lambda: (client.videos.retrieve(video.id).step or 0) > 100)
@@ -113,9 +113,9 @@ def test_job_survives_a_killed_worker_and_a_killed_ingress(online, undisturbed):
                 return False
 
         wait_for(answers)
-        assert client.videos.download_content(video.id).content == undisturbed
+        assert client.videos.download_content(video.id).content == undisturbed_video
         went_on = [
-            entry["step"] for entry in online.logged() if entry["event"] == "goes on" and entry["job"] == video.id
+            entry["step"] for entry in online.read_events() if entry["event"] == "goes on" and entry["job"] == video.id
         ]
         assert went_on and min(went_on) > 9  # from a snapshot, of which every tenth step begins one
         results = JobStore(Database(online.settings.database)).get(video.id).results
@@ -124,7 +124,7 @@ def test_job_survives_a_killed_worker_and_a_killed_ingress(online, undisturbed):
 
 def test_video_is_continued_whose_worker_is_killed_meanwhile(online):
     with online.client() as client:
-        first = client.videos.create_and_poll(input_reference=PHOTO, **asked(4))
+        first = client.videos.create_and_poll(input_reference=PHOTO, **build_arguments(4))
         more = {"video": {"id": first.id}, "num_frames": "5", "num_inference_steps": str(STEPS)}
         second = client.videos.extend(prompt="It goes on", seconds=openai.omit, video=openai.omit, extra_body=more)
         wait_for(lambda: (client.videos.retrieve(second.id).step or 0) > 100)

@@ -110,7 +110,7 @@ def running(
 
 
 @pytest.fixture(autouse=True)
-def settled(running: Running) -> Iterator[None]:
+def settle_afterwards(running: Running) -> Iterator[None]:
     """After each test every pool has its slices, no slice is shared, and nothing is held by nobody."""
     yield
     running.settle()
@@ -123,6 +123,6 @@ def reference(broken_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(scope="package")
-def undisturbed(running: Running) -> bytes:
+def undisturbed_video(running: Running) -> bytes:
     """The video of `REQUEST` when nothing happens."""
     return running.start("undisturbed", REQUEST).video()

@@ -14,8 +14,8 @@ import numpy as np
 from wan_tpu import load_pipeline
 from wan_tpu.data import Video
 
-checkpoint, asked, output = sys.argv[1:]
-request, *others = pickle.loads(Path(asked).read_bytes())
+checkpoint, requests_file, output = sys.argv[1:]
+request, *others = pickle.loads(Path(requests_file).read_bytes())
 on_one_device = load_pipeline(checkpoint, "float32", (1, 1, 1))
 plan = on_one_device.plan(request)
 results = {}

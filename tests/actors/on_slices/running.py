@@ -159,18 +159,18 @@ class Running:
         slices = list_slices()
         holders = [s.holder for s in slices if s.holder]
         for pool in self.layout.pools:
-            held = [h for h in holders if h.split("/")[0] == pool.name]
-            if not pool.replicas.minimum <= len(held) <= pool.replicas.maximum:
-                return f"{pool.name} holds {held}"
+            replicas = [h for h in holders if h.split("/")[0] == pool.name]
+            if not pool.replicas.minimum <= len(replicas) <= pool.replicas.maximum:
+                return f"{pool.name} holds {replicas}"
         if any("," in holder for holder in holders) or len(set(holders)) != len(holders):
             return f"slices are shared: {holders}"
         whole = [s for s in slices if not s.missing]
         chips = sum(s.spec.chips for s in whole if s.spec and not s.holder)
         if ray.available_resources().get("TPU", 0) != chips:
             return f"{ray.available_resources().get('TPU', 0)} chips are free, of slices that nobody holds {chips}"
-        wanted = sum(len(s.hosts) for s in slices if s.holder)
-        if len(self.all_hosts()) != wanted:
-            return f"{len(self.all_hosts())} processes of hosts, not {wanted}: {[title(p) for p in self.all_hosts()]}"
+        hosts = sum(len(s.hosts) for s in slices if s.holder)
+        if len(self.all_hosts()) != hosts:
+            return f"{len(self.all_hosts())} processes of hosts, not {hosts}: {[title(p) for p in self.all_hosts()]}"
         seen = StatusActor.connect(self.pipeline.spec.settings.name).read()
         idle = sum(replica.activity == "idle" for replica in seen.replicas.values())
         if idle < len(holders):

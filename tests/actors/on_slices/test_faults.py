@@ -47,7 +47,7 @@ def slices_of(making, stage):
     return {span.slice for span in making.spans if span.stage == stage}
 
 
-def test_request_survives_a_killed_host_and_then_a_hung_one(running, undisturbed):
+def test_request_survives_a_killed_host_and_then_a_hung_one(running, undisturbed_video):
     """Two losses under one request are too many for its two attempts, but for the progress made in between."""
     victim = running.host("low", 1)  # to find one takes as long as many steps
     making = running.start("hosts", REQUEST)
@@ -62,8 +62,8 @@ def test_request_survives_a_killed_host_and_then_a_hung_one(running, undisturbed
     back = threading.Timer(60, lambda: stopped.is_running() and stopped.send_signal(signal.SIGCONT))
     back.daemon = True
     back.start()
-    check(making, undisturbed, again=4 * EVERY)
-    check(beside, undisturbed)
+    check(making, undisturbed_video, again=4 * EVERY)
+    check(beside, undisturbed_video)
     assert back.is_alive()  # Long before the host would have gone on.
     back.cancel()
     wait_for(lambda: not stopped.is_running(), "its end")  # Ray kills it beside the work of its successor.
@@ -72,7 +72,7 @@ def test_request_survives_a_killed_host_and_then_a_hung_one(running, undisturbed
 
 
 @pytest.mark.soak
-def test_request_waits_for_a_node_that_was_killed(running, undisturbed):
+def test_request_waits_for_a_node_that_was_killed(running, undisturbed_video):
     [slice_] = running.slices("low")
     making = running.start("node", REQUEST)
     making.wait_for("denoise_low", 90)  # half-way between two snapshots
@@ -80,29 +80,29 @@ def test_request_waits_for_a_node_that_was_killed(running, undisturbed):
     time.sleep(7)  # longer than a leader looks for a slice: one has given up, and the request waits all the same
     assert not making.future.done()
     running.cluster.add_host(slice_.name, 0)
-    check(making, undisturbed, again=2 * EVERY)
+    check(making, undisturbed_video, again=2 * EVERY)
     assert len(slices_of(making, "denoise_low")) == 2
 
 
-def test_requests_survive_their_killed_replica(running, undisturbed):
+def test_requests_survive_their_killed_replica(running, undisturbed_video):
     [leader], host = running.leaders("high"), running.host("high")
     snapshots = Snapshots(running.pipeline.spec.settings.snapshots)
     making, beside = running.start("replica", REQUEST), running.start("beside", REQUEST)
     # It is seen sooner than the request's steps, which come through Serve.
     wait_for(lambda: snapshots.list_names("replica"), "a snapshot")
     kill(leader)
-    check(making, undisturbed, again=2 * EVERY, all_reported=False)
-    check(beside, undisturbed, again=2 * EVERY, all_reported=False)
+    check(making, undisturbed_video, again=2 * EVERY, all_reported=False)
+    check(beside, undisturbed_video, again=2 * EVERY, all_reported=False)
     assert not host.is_running()
 
 
 @pytest.mark.soak
-def test_a_killed_decoder_costs_no_step(running, undisturbed):
+def test_a_killed_decoder_costs_no_step(running, undisturbed_video):
     [leader] = running.leaders("decoder")
     making = running.start("decoder", REQUEST, fragments=True)
     making.wait_for("denoise_low", ALL - 10)
     kill(leader)
-    check(making, undisturbed)
+    check(making, undisturbed_video)
     runs = {fragment.run for fragment in making.fragments}
     assert making.fragments == [Fragment(run, 0, making.fragments[0].content) for run in range(len(runs))]
 
@@ -123,7 +123,7 @@ def test_decoder_lost_in_the_middle_sends_its_fragments_again(running):
 
 
 @pytest.mark.soak
-def test_lost_objects_are_encoded_again(running, undisturbed):
+def test_lost_objects_are_encoded_again(running, undisturbed_video):
     """What one stage has made for the next dies with the encoder's leader and with the store of references."""
     [leader] = running.leaders("encoder")
     stores = [process for process in running.processes() if "_RefStoreActor" in title(process)]
@@ -131,7 +131,7 @@ def test_lost_objects_are_encoded_again(running, undisturbed):
     making.wait_for("denoise_high")
     for process in (leader, *stores):
         kill(process)
-    check(making, undisturbed, again=EVERY)
+    check(making, undisturbed_video, again=EVERY)
     assert sum(span.stage == "encoder" and span.kind == "compute" for span in making.spans) > 3  # prompts and image
 
 
@@ -166,7 +166,7 @@ def start_driver(running, spec, folder, id, size, steps):
     return start_module(worker, running.cluster.address, *files, output=folder / "log")
 
 
-def test_batch_run_again_goes_on_where_its_killed_driver_was(running, undisturbed, spec, tmp_path):
+def test_batch_run_again_goes_on_where_its_killed_driver_was(running, undisturbed_video, spec, tmp_path):
     """Run again it makes what is missing, from where it was; meanwhile the slices may still work for the first one."""
     snapshots = Snapshots(spec.settings.snapshots)
     driver = start_driver(running, spec, tmp_path, "cat", 64, ALL)
@@ -180,7 +180,7 @@ def test_batch_run_again_goes_on_where_its_killed_driver_was(running, undisturbe
     assert "1 made" in log
     first = [int(word) for word in log.partition("first steps")[2].splitlines()[0].split()]
     assert first[-1] > 1  # it went on
-    assert (tmp_path / "out" / "cat.mp4").read_bytes() == undisturbed
+    assert (tmp_path / "out" / "cat.mp4").read_bytes() == undisturbed_video
     assert not snapshots.list_names("cat")
 
 

@@ -52,7 +52,7 @@ def first(running):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(first):
+def undisturbed_video(first):
     return first.video()
 
 
@@ -78,37 +78,37 @@ def test_fragments_are_the_video_that_others_have_without_them(running, first, t
     assert [(fragment.run, fragment.index) for fragment in first.fragments] == [(0, 0)]  # of so few frames
 
 
-def test_a_poisoned_request_fails_alone(running, undisturbed):
+def test_a_poisoned_request_fails_alone(running, undisturbed_video):
     poisoned = running.start("poisoned", dataclasses.replace(SHORT, prompt=f"a cat {POISON}"))
     after = running.start("after", SHORT)
     with pytest.raises(RequestFailed, match="encoder, text encoder: NaN or Inf") as raised:
         poisoned.video()
     assert (type(raised.value), raised.value.code) == (RequestFailed, "unhealthy")
-    assert after.video() == undisturbed
+    assert after.video() == undisturbed_video
     assert not poisoned.steps("denoise_high")
 
 
 @pytest.mark.long
-def test_a_request_has_its_own_adapters_and_others_have_none(running, undisturbed, tmp_path):
+def test_a_request_has_its_own_adapters_and_others_have_none(running, undisturbed_video, tmp_path):
     """On the slice of two hosts, too; one that can't be applied fails alone, and says which tensor it is."""
     source = running.pipeline.spec.settings.checkpoint
     transformer = diffusers.WanTransformer3DModel.from_pretrained(source, subfolder="transformer")
     names = adapter_files.blocks(transformer, adapter_files.WAN)
-    tensors = adapter_files.named(adapter_files.factors(transformer, names), names, "diffusion_model.")
+    tensors = adapter_files.name_tensors(adapter_files.factors(transformer, names), names, "diffusion_model.")
     path = adapter_files.save(tensors, tmp_path / "lora.safetensors")
     wrong = adapter_files.save(tensors | {"blocks.77.diff_m": torch.ones(3)}, tmp_path / "wrong.safetensors")
     adapted = dataclasses.replace(SHORT, loras=[f"{path}@high", f"{path}:-0.5@low"])
-    asked = {"adapted": adapted, "plain": SHORT, "broken": dataclasses.replace(SHORT, loras=[wrong])}
-    asked["absent"] = dataclasses.replace(SHORT, loras=["/nowhere.safetensors"])
-    runs = {name: running.start(f"lora-{name}", request) for name, request in asked.items()}
+    requests = {"adapted": adapted, "plain": SHORT, "broken": dataclasses.replace(SHORT, loras=[wrong])}
+    requests["absent"] = dataclasses.replace(SHORT, loras=["/nowhere.safetensors"])
+    runs = {name: running.start(f"lora-{name}", request) for name, request in requests.items()}
     with pytest.raises(RequestFailed, match=r"blocks\.77\.diff_m isn't in this one") as raised:
         runs["broken"].video()
     assert raised.value.code == "invalid"
     with pytest.raises(RequestFailed, match=r"/nowhere\.safetensors.*check the path"):
         runs["absent"].video()
     assert not runs["broken"].spans and not runs["absent"].spans  # Nothing was computed for them.
-    assert runs["plain"].video() == undisturbed
-    assert runs["adapted"].video() != undisturbed
+    assert runs["plain"].video() == undisturbed_video
+    assert runs["adapted"].video() != undisturbed_video
 
 
 def save_snapshot(running, id, step, latents):
@@ -123,27 +123,27 @@ def save_snapshot(running, id, step, latents):
     return name
 
 
-def test_latents_that_are_nan_fail_their_request_on_both_hosts_and_no_other(running, undisturbed):
+def test_latents_that_are_nan_fail_their_request_on_both_hosts_and_no_other(running, undisturbed_video):
     save_snapshot(running, "nan", 50, lambda latents: latents * np.nan)
     nan = running.start("nan", SHORT)
     beside = running.start("beside", SHORT)
     with pytest.raises(RequestFailed, match=r"step: denoise_low, step 51 of 100") as raised:
         nan.video()
     assert raised.value.code == "unhealthy"
-    assert beside.video() == undisturbed
+    assert beside.video() == undisturbed_video
     assert not Snapshots(running.pipeline.spec.settings.snapshots).list_names("nan")
 
 
-def test_a_damaged_snapshot_is_deleted_and_not_used(running, undisturbed, settings):
+def test_a_damaged_snapshot_is_deleted_and_not_used(running, undisturbed_video, settings):
     name = save_snapshot(running, "damaged", 50, lambda latents: latents)
     storage = Snapshots(settings.snapshots)._storage
     storage.write(f"{name}.0050.safetensors", storage.read(f"{name}.0050.safetensors")[:5000])
     making = running.start("damaged", SHORT)
-    assert making.video() == undisturbed
+    assert making.video() == undisturbed_video
     assert making.steps("denoise_low")[0] == HIGH + 1
 
 
-def test_a_cancelled_request_leaves_the_slice_at_once_and_can_go_on_later(running, undisturbed, settings):
+def test_a_cancelled_request_leaves_the_slice_at_once_and_can_go_on_later(running, undisturbed_video, settings):
     long = dataclasses.replace(SHORT, steps=1000, seed=7)
     cancelled = running.start("again", long)
     waits = running.start("waits", SHORT)
@@ -151,7 +151,7 @@ def test_a_cancelled_request_leaves_the_slice_at_once_and_can_go_on_later(runnin
     cancelled.cancel()
     with pytest.raises(asyncio.CancelledError):
         cancelled.video()
-    assert waits.video() == undisturbed
+    assert waits.video() == undisturbed_video
     assert len(cancelled.steps("denoise_high")) < 360  # not all that it has
     wait_for(lambda: not running.ask("high", "list_host_keys"), "the hosts have let go of its arrays")
     assert not running.ask("low", "list_host_keys")
@@ -167,16 +167,16 @@ def test_a_cancelled_request_leaves_the_slice_at_once_and_can_go_on_later(runnin
     assert other.steps("denoise_high")[0] == 1
     wait_for(lambda: set(snapshots.list_names("again")) - before, "its snapshot")
     resumed = running.start("again", SHORT)
-    assert resumed.video() == undisturbed
+    assert resumed.video() == undisturbed_video
     # Snapshots are begun every twenty steps, and steps go on meanwhile, as many as the machine makes until it is told.
     assert all(step > 20 for step in resumed.steps("denoise_high"))
     assert not set(snapshots.list_names("again")) - before  # what the other one has left is its own
 
 
 @pytest.mark.soak
-def test_an_urgent_request_overtakes_between_two_steps_and_changes_no_bit(running, undisturbed):
-    asked = dataclasses.replace(SHORT, prompt="A dog runs", height=32, steps=20)  # of another shape
-    expected = running.start("quiet", asked).video()
+def test_an_urgent_request_overtakes_between_two_steps_and_changes_no_bit(running, undisturbed_video):
+    request = dataclasses.replace(SHORT, prompt="A dog runs", height=32, steps=20)  # of another shape
+    expected = running.start("quiet", request).video()
     attempts = itertools.count()
 
     def start_both():
@@ -184,12 +184,12 @@ def test_an_urgent_request_overtakes_between_two_steps_and_changes_no_bit(runnin
         attempt = next(attempts)
         long = running.start(f"long {attempt}", SHORT)
         long.wait_for("denoise_high", 5)
-        urgent = running.start(f"urgent {attempt}", asked, priority=3)
+        urgent = running.start(f"urgent {attempt}", request, priority=3)
         assert urgent.video() == expected
         return None if long.future.done() else (long, urgent)
 
     long, urgent = wait_for(start_both, "an urgent request that comes in time")
-    assert long.video() == undisturbed
+    assert long.video() == undisturbed_video
     assert long.steps("denoise_high") == list(range(1, HIGH + 1))
     for pool in ("denoise_high", "denoise_low"):
         spans = [span for span in urgent.spans if span.stage == pool and span.step is not None]
@@ -228,7 +228,7 @@ def test_more_requests_than_fit_wait(running, spec):
     other.close()
 
 
-def test_storage_that_takes_no_snapshots_costs_no_request(running, undisturbed, settings):
+def test_storage_that_takes_no_snapshots_costs_no_request(running, undisturbed_video, settings):
     """Neither while a pool denoises nor where it hands over to the next."""
     making = running.start("uninsured", SHORT)
     making.wait_for("denoise_high", 1)
@@ -236,7 +236,7 @@ def test_storage_that_takes_no_snapshots_costs_no_request(running, undisturbed, 
     aside = folder.rename(folder.with_name("aside"))
     folder.write_text("no folder")
     try:
-        assert making.video() == undisturbed
+        assert making.video() == undisturbed_video
     finally:
         folder.unlink()
         aside.rename(folder)
@@ -269,12 +269,12 @@ def test_a_status_actor_that_was_restarted_is_told_of_every_replica(running, spe
 
 
 @pytest.mark.long
-def test_a_slice_is_traced_while_it_computes(running, undisturbed, tmp_path, capsys):
+def test_a_slice_is_traced_while_it_computes(running, undisturbed_video, tmp_path, capsys):
     making = running.start("traced", SHORT)
     making.wait_for("denoise_low")  # on two hosts
     options = ["--address", running.cluster.address, "--output", str(tmp_path), "--seconds", "0.5"]
     assert main(["profile", "low", *options]) == 0
-    assert making.video() == undisturbed
+    assert making.video() == undisturbed_video
     [folder] = (tmp_path / "plugins" / "profile").iterdir()
     assert folder.name in capsys.readouterr().out
     traces = list(folder.glob("*.xplane.pb"))

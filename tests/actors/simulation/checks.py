@@ -67,7 +67,7 @@ def find_leftovers(run: "Run") -> dict[str, Any]:
             runner = replica.leader._runner
             scheduler = runner.scheduler
             queues = [scheduler, scheduler.device, scheduler.places, scheduler.other_places]
-            held = {
+            leftovers = {
                 "held on hosts": replica.slice.host.list_keys() if replica.slice else None,
                 "streams": replica.streams,
                 "work": runner.work,
@@ -76,7 +76,7 @@ def find_leftovers(run: "Run") -> dict[str, Any]:
                 "staying": replica.leader._drain._keepers,
                 "snapshots being taken": [*runner._snapshotter._copying, *runner._snapshotter._writing],
             }
-            for name, values in held.items():
+            for name, values in leftovers.items():
                 if values:
                     left[name].append((replica.process.name, values))
     for driver in run.drivers:
@@ -84,8 +84,8 @@ def find_leftovers(run: "Run") -> dict[str, Any]:
             left["in a driver"].append((driver.process.name, driver.engine._inside, driver.ref_store._scopes))
     run.status.refresh()
     # The status keeps a request for an hour if its driver was killed before reporting its end.
-    named = {submission.id for submission in run.submissions if not submission.is_orphaned}
-    if requests := run.status.read().requests.keys() & named:
+    ids = {submission.id for submission in run.submissions if not submission.is_orphaned}
+    if requests := run.status.read().requests.keys() & ids:
         left["said to be under way"] = sorted(requests)
     if run.bucket.content and not run.bucket.failures:
         left["snapshots"] = sorted(run.bucket.content)

@@ -232,28 +232,28 @@ class Run:
 
     def kill_driver(self, at: int) -> None:
         """Kill a driver; another one takes its place."""
-        gone = self.drivers[at]
-        self.world.tell(f"{gone.process.name} is killed")
-        gone.process.dead = True
-        gone.death.set_result(None)
+        driver = self.drivers[at]
+        self.world.tell(f"{driver.process.name} is killed")
+        driver.process.dead = True
+        driver.death.set_result(None)
         written = {id_ for pool in self.pools.values() for replica in pool.ready for id_ in _list_written(replica)}
         for submission in self.submissions:
-            if submission.driver is gone and not submission.ended:
+            if submission.driver is driver and not submission.ended:
                 self.excuse(submission.id, KILLED)
                 submission.is_orphaned = True
             # The deletion of its snapshots stops. A slice that still writes one can't ask whether it is needed.
             is_forgotten = submission.forgetting is None or submission.forgetting.done()
-            submission.is_orphaned |= submission.driver is gone and (submission.id in written or not is_forgotten)
+            submission.is_orphaned |= submission.driver is driver and (submission.id in written or not is_forgotten)
         self.drivers[at] = self._start_driver(self._numbers)
         self._numbers += 1
 
     def _excuse(self, replica: Replica, why: str) -> None:
         """Note which requests may repeat steps: those whose payloads a replica holds, sends or has published."""
-        held = [] if replica.slice is None else replica.slice.host.list_keys()
-        lost = {name.rpartition(" ")[0] for name in held}
+        keys = [] if replica.slice is None else replica.slice.host.list_keys()
+        lost = {name.rpartition(" ")[0] for name in keys}
         lost |= {stream._args[0].key for stream in replica.streams}
         for driver in self.drivers:
-            scopes = {scope._number: id_ for id_, kept in driver.engine._scopes.items() for _, scope in kept}
+            scopes = {scope._number: id_ for id_, pairs in driver.engine._scopes.items() for _, scope in pairs}
             for number, there in driver.ref_store._scopes.items():
                 if any(ref.owner is replica.process for ref in there.values()):
                     lost.add(scopes.get(number, ""))

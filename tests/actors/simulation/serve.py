@@ -42,7 +42,7 @@ class Replica:
         self.streams: set[Stream] = set()
         self._tasks = [pool.world.loop.create_task(self._live())]
 
-    def take(self, _spec: Any, _host_class: Any, _checkpoint: Any, stages: Any, *_: Any, **named: Any) -> Slice:
+    def take(self, _spec: Any, _host_class: Any, _checkpoint: Any, stages: Any, *_: Any, **options: Any) -> Slice:
         """Give the leader its slice."""
         world = self.pool.world
         world.loop.block(world.random.uniform(1, 4))
@@ -50,7 +50,7 @@ class Replica:
         if self.slice_name in self.pool.deadlines:
             raise SliceLost(f"{self.slice_name} is taken away")
         host = None if self.pool.make_host is None else self.pool.make_host(stages)
-        self.slice = Slice(world, self.process, self.slice_name, stages, named["timeouts"], host)
+        self.slice = Slice(world, self.process, self.slice_name, stages, options["timeouts"], host)
         self.slice.on_loss = lambda why: self.pool.on_loss(self, why)
         return self.slice
 
@@ -143,16 +143,16 @@ class PoolOfReplicas:
 
         look()
 
-    def replace(self, gone: Replica) -> None:
+    def replace(self, lost: Replica) -> None:
         """Start a replica in place of another, on a new slice if the old one was taken away."""
 
         def start() -> None:
-            if gone not in self.replicas:
+            if lost not in self.replicas:
                 return
-            self.deadlines.pop(gone.slice_name, None)
-            self.replicas[self.replicas.index(gone)] = self._start(gone.slice_name)
+            self.deadlines.pop(lost.slice_name, None)
+            self.replicas[self.replicas.index(lost)] = self._start(lost.slice_name)
 
-        wait_s = max(0.0, self.deadlines.get(gone.slice_name, 0.0) - self.world.loop.now)
+        wait_s = max(0.0, self.deadlines.get(lost.slice_name, 0.0) - self.world.loop.now)
         self.world.later(wait_s + self.world.random.uniform(0.5, 3), start)
 
     def grow(self) -> None:

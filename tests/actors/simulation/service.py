@@ -106,7 +106,7 @@ class Service:
         self.store = JobStore(DatabaseOfProcess(address, self, self.client), SETTINGS)
         self.workers = [self.start_worker() for _ in range(chance.randint(1, 3))]
         self.jobs = jobs
-        self.asked: dict[str, Any] = {}  # The plans of all jobs, by id.
+        self.plans: dict[str, Any] = {}  # The plans of all jobs, by id.
         self.cancelled: set[str] = set()
         self.problems: list[str] = []
         self.watchable = 0  # The number of jobs of which all fragments were stored.
@@ -183,7 +183,7 @@ class Service:
                 break
             except StoreUnavailable:
                 await asyncio.sleep(2.0)
-        self.asked[job.id] = plan
+        self.plans[job.id] = plan
         if chance.random() < 0.1:
             await asyncio.sleep(chance.uniform(0, 20))
             with contextlib.suppress(StoreUnavailable):
@@ -193,7 +193,7 @@ class Service:
     async def _all(self) -> list[Job]:
         while True:
             try:
-                return list(await asyncio.to_thread(self.store.look_at_all, list(self.asked)))
+                return list(await asyncio.to_thread(self.store.look_at_all, list(self.plans)))
             except StoreUnavailable:
                 await asyncio.sleep(2.0)
 
@@ -206,12 +206,12 @@ class Service:
         replica = chance.choice(pool.replicas)
         if kind in ("worker", "stop"):
             at = chance.randrange(len(self.workers))
-            gone = self.workers[at]
-            world.tell(f"{gone.process.name} is {'killed' if kind == 'worker' else 'stopped'}")
+            worker = self.workers[at]
+            world.tell(f"{worker.process.name} is {'killed' if kind == 'worker' else 'stopped'}")
             if kind == "worker":
-                gone.process.dead = True
+                worker.process.dead = True
             else:
-                gone.task.cancel()
+                worker.task.cancel()
             self.workers[at] = self.start_worker()
         elif kind in ("database", "answers"):
             name = "database_is_away" if kind == "database" else "answers_are_lost"
@@ -240,20 +240,20 @@ class Service:
     # ---- what must hold
 
     def _check(self, jobs: list[Job]) -> None:
-        if len(jobs) != len(self.asked):
-            self.problems.append(f"{len(self.asked) - len(jobs)} jobs that were accepted are gone")
-        kept = set()
+        if len(jobs) != len(self.plans):
+            self.problems.append(f"{len(self.plans) - len(jobs)} jobs that were accepted are gone")
+        expected = set()
         for job in jobs:
             self._check_job(job)
-            kept |= set(job.results.values())
-        if wrong := kept ^ set(self.storage.content):
+            expected |= set(job.results.values())
+        if wrong := expected ^ set(self.storage.content):
             self.problems.append(f"left in storage, or lacking there: {sorted(wrong)}")
         if self.run.bucket.content:
             self.problems.append(f"left: snapshots: {sorted(self.run.bucket.content)}")
         with self.store._database.read() as session:
             files = {file.name for file in session.query(File)}
-        if files != kept:
-            self.problems.append(f"files are recorded that aren't there: {sorted(files ^ kept)}")
+        if files != expected:
+            self.problems.append(f"files are recorded that aren't there: {sorted(files ^ expected)}")
 
     def _complete(self, complete: Callable[..., Job], claimed: Job, *args: Any, **options: Any) -> Job:
         """Complete a job. If it is watchable, check its fragments now, because they are deleted soon."""
@@ -262,7 +262,7 @@ class Service:
         content = b"".join(self.storage.content.get(fragment.name, b"") for fragment in fragments)
         if job.fragments is not None:
             self.watchable += 1
-            if content != video_of(self.asked[job.id]):
+            if content != video_of(self.plans[job.id]):
                 self.problems.append(f"{job.id} is said to be watchable, but its fragments aren't the video")
         return job
 
@@ -271,7 +271,7 @@ class Service:
         code = {"bad": "invalid", "nan": "unhealthy"}.get(kind)
         if job.status == "completed":
             content = self.storage.content.get(job.results["video"])
-            if code is not None or content != video_of(self.asked[job.id]):
+            if code is not None or content != video_of(self.plans[job.id]):
                 self.problems.append(f"{job.id} has become another video: {job.request['prompt']}")
         elif job.error_code == "cancelled" and job.id in self.cancelled:
             pass

@@ -23,7 +23,7 @@ class Host:
 
     def __init__(self, world: World, slice_: "Slice", stages: tuple[str, ...]) -> None:
         self._world, self._slice, self._stages = world, slice_, stages
-        self.held: dict[str, Any] = {}
+        self.requests: dict[str, Any] = {}
         self.fragments: dict[str, list[bytes]] = {}
         self.open_videos: dict[str, list[bytes]] = {}
 
@@ -33,12 +33,12 @@ class Host:
     def encode_text(self, prompt: str) -> Output:
         return Output((0.0, []), pack(TextEmbedding({"text": array(digest("text", prompt))})))
 
-    def prepare_encode(self, held: str, request: ResolvedRequest) -> int:
-        self.held[held] = request
+    def prepare_encode(self, key: str, request: ResolvedRequest) -> int:
+        self.requests[key] = request
         return 1
 
-    def encode_image(self, held: str) -> Output:
-        request = self.held.pop(held)
+    def encode_image(self, key: str) -> Output:
+        request = self.requests.pop(key)
         read = {"text": array(digest("read", request.prompt))} if reads_image(request) else None
         return Output((0.0, []), pack(ImageCondition(None, array(digest("image", request.seed)), prompt=read)))
 
@@ -50,7 +50,7 @@ class Host:
             raise Unavailable("the hub doesn't answer")
 
     def prepare_denoise(
-        self, held: str, plan: RequestPlan, prompt: Any, negative: Any = None, image: Any = None, state: Any = None
+        self, key: str, plan: RequestPlan, prompt: Any, negative: Any = None, image: Any = None, state: Any = None
     ) -> int:
         if plan.request.prompt.startswith("bad"):
             raise InvalidRequest("the request asks for what nobody can make")
@@ -65,37 +65,37 @@ class Host:
         if state is not None:
             latents, step = state.arrays["latents"].tobytes(), state.step
             chunks = unpack(state).chunks
-        self.held[held] = [plan, inputs, latents, step, tuple(chunk.tobytes() for chunk in chunks)]
+        self.requests[key] = [plan, inputs, latents, step, tuple(chunk.tobytes() for chunk in chunks)]
         return 1
 
-    def begin(self, held: str) -> tuple[float]:
-        plan, _, _, step, _ = self.held[held]
+    def begin(self, key: str) -> tuple[float]:
+        plan, _, _, step, _ = self.requests[key]
         assert plan.expert_at(step).stage in self._stages
         return (0.0,)
 
-    def step(self, held: str) -> tuple[float, int]:
-        plan, inputs, latents, step, chunks = self.held[held]
+    def step(self, key: str) -> tuple[float, int]:
+        plan, inputs, latents, step, chunks = self.requests[key]
         assert plan.expert_at(step).stage in self._stages, "a step of another pool's expert"
-        key = held.rpartition(" ")[0]
+        request_id = key.rpartition(" ")[0]
         if plan.request.prompt.startswith("nan") and step == plan.request.steps - 1:
             raise UnhealthyResult("the step gave NaN")
         latents, step = digest(latents, inputs, step), step + 1
         if len(plan.chunk_stops) > 1 and step in plan.chunk_stops:
             chunks = (*chunks, latents)
-        self.held[held][2:] = latents, step, chunks
-        self._world.steps[key].append((step, self._world.loop.now, self._slice.name))
+        self.requests[key][2:] = latents, step, chunks
+        self._world.steps[request_id].append((step, self._world.loop.now, self._slice.name))
         return 0.0, step
 
-    def snapshot(self, held: str) -> Output:
-        return self._state(self.held[held])
+    def snapshot(self, key: str) -> Output:
+        return self._state(self.requests[key])
 
-    def copy_chunk(self, held: str, chunk: int) -> Output:
-        plan, _, _, _, chunks = self.held[held]
+    def copy_chunk(self, key: str, chunk: int) -> Output:
+        plan, _, _, _, chunks = self.requests[key]
         stop = plan.chunk_stops[chunk]
         return Output(stop, pack(DenoiseState(array(chunks[chunk]), (), stop)))
 
-    def collect(self, held: str) -> Output:
-        return self._state(self.held.pop(held))
+    def collect(self, key: str) -> Output:
+        return self._state(self.requests.pop(key))
 
     @staticmethod
     def _state(work: list[Any]) -> Output:
@@ -103,52 +103,52 @@ class Host:
         return Output(step, pack(DenoiseState(array(latents), (), step, chunks=tuple(map(array, chunks)))))
 
     def prepare_decode(
-        self, held: str, request: ResolvedRequest, state: Any, fragments: bool = False, chunk: int | None = None
+        self, key: str, request: ResolvedRequest, state: Any, fragments: bool = False, chunk: int | None = None
     ) -> int:
         if chunk is None:
             assert state.step == request.steps, "latents that aren't finished"
             decoded = [array.tobytes() for array in unpack(state).chunks or (unpack(state).latents,)]
         else:
-            open_video = self.open_videos.setdefault(held, [])
+            open_video = self.open_videos.setdefault(key, [])
             assert len(open_video) == chunk, "a chunk that isn't next"
             open_video.append(state.arrays["latents"].tobytes())
             decoded = open_video
         is_last = state.step == request.steps
-        self.held[held] = request, decoded, is_last
+        self.requests[key] = request, decoded, is_last
         if fragments:
             ready = fragments_of(request, decoded)
             before = 0 if chunk is None or chunk == 0 else len(fragments_of(request, decoded[:-1]))
-            self.fragments.setdefault(held, []).extend(ready[before:])
+            self.fragments.setdefault(key, []).extend(ready[before:])
         return 1
 
-    def take_fragments(self, held: str) -> tuple[list[bytes], bool]:
-        left = self.fragments.get(held, [])
-        taken, left[:1] = left[:1], []
-        may_follow = bool(left) or held in self.held
+    def take_fragments(self, key: str) -> tuple[list[bytes], bool]:
+        left = self.fragments.get(key, [])
+        first, left[:1] = left[:1], []
+        may_follow = bool(left) or key in self.requests
         if not may_follow:
-            self.fragments.pop(held, None)
-        return taken, may_follow
+            self.fragments.pop(key, None)
+        return first, may_follow
 
-    def decode(self, held: str) -> Output:
-        request, decoded, is_last = self.held.pop(held)
+    def decode(self, key: str) -> Output:
+        request, decoded, is_last = self.requests.pop(key)
         if self._slice.is_sick:
             raise OutputError("no space is left on the disk of this host")
         if request.prompt.startswith("dark"):
             raise UnhealthyResult("the frames are NaN")
-        key = held.rpartition(" ")[0]
-        self._world.decoded[key].append((len(decoded), self._world.loop.now, self._slice.name))
+        request_id = key.rpartition(" ")[0]
+        self._world.decoded[request_id].append((len(decoded), self._world.loop.now, self._slice.name))
         if not is_last:
             return Output((0.0, []), None)
-        self.open_videos.pop(held, None)
+        self.open_videos.pop(key, None)
         return Output((0.0, []), pack(mp4(b"".join(fragments_of(request, decoded)))))
 
-    def drop(self, held: str) -> None:
-        self.held.pop(held, None)
-        self.fragments.pop(held, None)
-        self.open_videos.pop(held, None)
+    def drop(self, key: str) -> None:
+        self.requests.pop(key, None)
+        self.fragments.pop(key, None)
+        self.open_videos.pop(key, None)
 
     def list_keys(self) -> list[str]:
-        return sorted({*self.held, *self.fragments, *self.open_videos})
+        return sorted({*self.requests, *self.fragments, *self.open_videos})
 
 
 def fragments_of(request: ResolvedRequest, chunks: Sequence[bytes]) -> list[bytes]:
@@ -223,7 +223,7 @@ class Slice:
         with self._lanes[group]:
             self._check()
             planned = world.seconds.get(method, COPY_S)
-            seconds = planned(self.host.held, *args) if callable(planned) else planned
+            seconds = planned(self.host.requests, *args) if callable(planned) else planned
             if method in ("check_adapters", "fetch_adapters"):
                 seconds = 15.0 if world.hub_is_down else 1.0
             if group == "lockstep" and self.next_fault is not None:
@@ -265,7 +265,7 @@ class Slice:
             self._lost = why
             self.on_loss(str(why))
             if isinstance(self.host, Host):
-                self.host.held.clear()
+                self.host.requests.clear()
                 self.host.fragments.clear()
                 self.host.open_videos.clear()
             self._waiting.wake()

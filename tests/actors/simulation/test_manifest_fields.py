@@ -80,7 +80,7 @@ def files(checkpoint, tmp_path_factory):
     kind = diffusers.WanTransformer3DModel
     transformer = kind.from_pretrained(checkpoint("wan2.1-t2v-1.3b"), subfolder="transformer")
     names = adapter_files.blocks(transformer, adapter_files.WAN)
-    tensors = adapter_files.named(adapter_files.factors(transformer, names), names, "diffusion_model.")
+    tensors = adapter_files.name_tensors(adapter_files.factors(transformer, names), names, "diffusion_model.")
     Image.open(PHOTO).rotate(180).save(folder / "other.png")
     return {
         "OTHER": str(folder / "other.png"),
@@ -99,10 +99,10 @@ def test_programs_are_named_by_how_many_images_a_text_encoder_reads():
     """Otherwise a leader would expect a program for another number of images to need the same memory and time."""
 
     def names(model, size, stages):
-        spec, asked = published_spec(model), GenerationRequest(prompt="a cat", **size)
+        spec, request = published_spec(model), GenerationRequest(prompt="a cat", **size)
         counts = ((False, False), (True, False), (True, True))
         kinds = [counts[1:], counts]["t2v" in spec.tasks]
-        plans = [spec.plan(asked, image=image, last=last) for image, last in kinds]
+        plans = [spec.plan(request, image=image, last=last) for image, last in kinds]
         return [len({plan.shapes[stage] for plan in plans}) for stage in stages]
 
     assert names("minimax-h3", {}, ("encoder", "denoise", "decoder")) == [3, 3, 1]
@@ -110,7 +110,7 @@ def test_programs_are_named_by_how_many_images_a_text_encoder_reads():
 
 
 @pytest.fixture(scope="module")
-def opened(checkpoint, pipeline, tmp_path_factory):
+def open_model(checkpoint, pipeline, tmp_path_factory):
     """A function that returns the folder of a model and its pipeline in one process.
 
     The model with two experts has sampling settings of its own, and the one with sound has a quarter of the samples.
@@ -124,8 +124,8 @@ def opened(checkpoint, pipeline, tmp_path_factory):
             return checkpoint(kind), pipeline(kind)
         folder = shutil.copytree(checkpoint(kind), tmp_path_factory.mktemp("own") / "model")
         spec = open_spec(folder)
-        asked = GenerationRequest(height=32, width=48, frames=5, steps=12, shift=5.0)
-        first_low = spec.experts(spec.plan(asked, image=True).request)[0].stop
+        request = GenerationRequest(height=32, width=48, frames=5, steps=12, shift=5.0)
+        first_low = spec.experts(spec.plan(request, image=True).request)[0].stop
         curve = {"ratios": RATIOS, "first_low": first_low, "shift": 5.0, "boundary": 0.9}
         quick = {"about": "for tests", "source": "none", "settings": {"shift": 5.0, "guidance_scale": 2.0}}
         (folder / "wan_tpu.json").write_text(json.dumps({"magcache": [curve], "presets": {"quick": quick}}))
@@ -142,28 +142,28 @@ def opened(checkpoint, pipeline, tmp_path_factory):
         pytest.param("minimax-h3", marks=pytest.mark.soak),
     ],
 )
-def test_lines_become_the_videos_of_one_process(kind, opened, files, tmp_path, monkeypatch):
-    folder, pipe = opened(kind)
+def test_lines_become_the_videos_of_one_process(kind, open_model, files, tmp_path, monkeypatch):
+    folder, pipe = open_model(kind)
     model = pipe.runtime.model.spec
-    named = {**files, "manifest": tmp_path / "requests.jsonl"}
+    paths = {**files, "manifest": tmp_path / "requests.jsonl"}
     lines = [json.dumps(line) for line in LINES[kind]]
     for name, path in files.items():
         lines = [line.replace(f'"{name}"', json.dumps(path)) for line in lines]
-    named["manifest"].write_text("\n".join(lines))
-    manifest = read_manifest(named["manifest"], model.plan)
+    paths["manifest"].write_text("\n".join(lines))
+    manifest = read_manifest(paths["manifest"], model.plan)
     assert not manifest.bad, manifest.bad
     alone = OneProcessEngine(pipe)
-    wanted = {
+    expected = {
         entry.id: asyncio.run(alone.generate(entry.load(), id=entry.id, on_event=lambda span: None))
         for entry in manifest.entries
     }
     alone.close()
-    assert len({video.mp4 for video in wanted.values()}) == len(wanted)
+    assert len({video.mp4 for video in expected.values()}) == len(expected)
     has_sound = model.audio_rate is not None
-    assert all(("Audio: aac" in streams(video.mp4)) == has_sound for video in wanted.values())
+    assert all(("Audio: aac" in streams(video.mp4)) == has_sound for video in expected.values())
     layout = Layout.parse(LAYOUTS.get(kind, ONE_EXPERT), "here")
     settings = PipelineSettings(str(folder), "snapshots", dtype="float32", snapshot_every=2)
-    monkeypatch.setattr("actors.slices.stage_host.open_runtime", lambda *args, **named: pipe.runtime)
+    monkeypatch.setattr("actors.slices.stage_host.open_runtime", lambda *args, **options: pipe.runtime)
 
     async def live(world):
         spec = PipelineSpec(layout, settings, model, lasting=True)
@@ -185,7 +185,7 @@ def test_lines_become_the_videos_of_one_process(kind, opened, files, tmp_path, m
     steps = []
     with virtual_time() as loop:
         videos = loop.run_until_complete(live(World(loop, 0)))
-    for id, video in wanted.items():
+    for id, video in expected.items():
         assert videos[id].mp4 == video.mp4
         assert sorted(videos[id].warnings) == sorted(video.warnings)
     # After the resume from a snapshot, which has neither prompt nor images, both were encoded again.

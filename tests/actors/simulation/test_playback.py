@@ -50,8 +50,8 @@ def arrive(step_s, decode_s):
             spec = PipelineSpec(Layout.parse(LAYOUT, "here"), PipelineSettings("c", "s"), SPEC, lasting=True)
             run = Run(World(loop, 0), requests=0, faults=False, drivers=1, spec=spec)
 
-            def step(held, key):
-                return step_s[plan.size_of(plan.expert_at(held[key][3]))]
+            def step(requests, key):
+                return step_s[plan.size_of(plan.expert_at(requests[key][3]))]
 
             run.world.seconds |= {"step": step, "begin": 0.01, "decode": decode_s, "take_fragments": 0.01}
             await asyncio.sleep(10.0)  # Its replicas start.

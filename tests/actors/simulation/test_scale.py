@@ -38,8 +38,8 @@ def measure_cost(slices, requests, load=LOAD, profiler=None):
 
         async def live():
             world = World(loop, 0)
-            named = {"layout_name": "two pools", "slices": slices, "drivers": 4, "health_s": 0}
-            run = Run(world, requests=0, faults=False, **named)
+            options = {"layout_name": "two pools", "slices": slices, "drivers": 4, "health_s": 0}
+            run = Run(world, requests=0, faults=False, **options)
             await asyncio.sleep(20.0)
             every_s = STEPS * SECONDS["step"] / slices / load
             chance, waiting = random.Random(1), []

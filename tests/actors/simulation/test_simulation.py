@@ -36,12 +36,12 @@ def quiet():
     logging.disable(before)
 
 
-def first_failure(seeds, *, videos=10**9, until_s=float("inf"), **named):
+def first_failure(seeds, *, videos=10**9, until_s=float("inf"), **options):
     """Run seeds until one fails or enough videos were made; return the failing run, and the number of videos."""
     videos_made = 0
     with limit_garbage_collection() as collect:
         for seed in seeds:
-            result = simulate(seed, **named)
+            result = simulate(seed, **options)
             videos_made += result.videos
             if result.problems:
                 return result, videos_made

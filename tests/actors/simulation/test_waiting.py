@@ -27,9 +27,9 @@ def run_scenario(scenario, slices=4, layout="two pools"):
         return loop.run_until_complete(live())
 
 
-def make(run, number, **named):
-    plan = plan_of(named.pop("steps", STEPS), "text", f"video {number}", number)
-    return asyncio.ensure_future(run.drivers[0].engine.generate(plan, id=f"request-{number}", **named))
+def make(run, number, **options):
+    plan = plan_of(options.pop("steps", STEPS), "text", f"video {number}", number)
+    return asyncio.ensure_future(run.drivers[0].engine.generate(plan, id=f"request-{number}", **options))
 
 
 def test_requests_that_wait_at_a_busy_slice_take_those_that_come_later():
@@ -78,7 +78,7 @@ def test_file_that_one_slice_cannot_read_is_asked_of_another(error, outcome):
     async def scenario(run):
         sick = run.pools["ends"].replicas[0]
 
-        def refuse(held, request):
+        def refuse(requests, request):
             raise error
 
         sick.slice.host.prepare_encode = refuse
@@ -93,7 +93,7 @@ def test_file_that_one_slice_cannot_read_is_asked_of_another(error, outcome):
 
 def test_file_that_no_slice_can_read_is_the_request_s_fault():
     async def scenario(run):
-        def refuse(held, request):
+        def refuse(requests, request):
             raise InvalidRequest("no such file")
 
         for replica in run.pools["ends"].replicas:

@@ -36,10 +36,10 @@ class _Task(asyncio.tasks._CTask):  # type: ignore[name-defined, misc]
 
     _number = 0
 
-    def __init__(self, *args: Any, **named: Any) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
         _Task._number += 1
         self._hash = _Task._number
-        super().__init__(*args, **named)
+        super().__init__(*args, **options)
 
     def __hash__(self) -> int:
         return self._hash
@@ -57,7 +57,7 @@ class VirtualTime(asyncio.BaseEventLoop):
         self._hub = greenlet.getcurrent()
         self.blocked: list[str] = []  # The places where a call that takes time was made from the loop.
         self.forsaken: list[greenlet.greenlet] = []  # Threads of killed processes, which never continue.
-        self.set_task_factory(lambda loop, coro, **named: _Task(coro, loop=loop, **named))
+        self.set_task_factory(lambda loop, coro, **options: _Task(coro, loop=loop, **options))
         self.set_exception_handler(lambda loop, context: None)  # Nobody awaits the tasks of killed processes.
 
     def time(self) -> float:
@@ -162,20 +162,20 @@ class Lane:
 
     def __init__(self, loop: VirtualTime) -> None:
         self._loop = loop
-        self._held = False
+        self._is_held = False
         self._waiting: deque[greenlet.greenlet] = deque()
 
     def __enter__(self) -> None:
-        if self._held:
+        if self._is_held:
             self._waiting.append(self._loop._thread())
             self._loop._hub.switch()
-        self._held = True
+        self._is_held = True
 
     def __exit__(self, *_: object) -> None:
         if self._waiting:
             self._loop.call_soon(self._waiting.popleft().switch)
         else:
-            self._held = False
+            self._is_held = False
 
 
 @contextlib.contextmanager

@@ -57,10 +57,10 @@ if hosts > 1:
 assert len(jax.devices()) == 4
 
 ALL = ("encoder", "denoise_high", "denoise_low", "decoder")
-asked = image_request(image)
+request = image_request(image)
 
 
-def handed(name, payload):
+def share_payload(name, payload):
     """Return rank 0's payload on every host; the object store does this, here it is a file."""
     assert (payload is None) == (rank > 0), "only the first host copies results out"
     file = Path(folder) / f"{name}.payload"
@@ -97,8 +97,8 @@ if hosts > 1:
         StageHost(checkpoint, ALL, (1, 1, 2), "float32")
 if hosts == 1:  # what several are compared with: the one-machine pipeline alone
     latents = []
-    got = pipe.generate(asked, on_step=lambda event: latents.append(event.latents))
-    file = Video(got.pixels, host._spec.plan(asked).request.fps).save(Path(folder) / "alone.mp4")
+    got = pipe.generate(request, on_step=lambda event: latents.append(event.latents))
+    file = Video(got.pixels, host._spec.plan(request).request.fps).save(Path(folder) / "alone.mp4")
     np.savez(Path(folder) / f"{rank}.npz", latents=latents[-1], pixels=got.pixels, mp4=np.fromfile(file, np.uint8))
     sys.exit()
 
@@ -106,16 +106,16 @@ host.load()
 last = {report.item: report for report in reports}  # bytes of each component
 assert list(last) == [f"read {name}" for name in host._components]
 assert all(0 < report.done == report.total and report.unit == "B" for report in last.values()), last
-plan = host._spec.plan(asked)
+plan = host._spec.plan(request)
 later = plan.without_image()
 assert [expert.stage for expert in plan.experts] == ["denoise_high", "denoise_low"]
-host.warm_up(asked)
+host.warm_up(request)
 compiled = {name: len(program._compiled) for name, program in runtime.programs.items()}
 
 # ---- the whole request
-texts = [handed(f"text{i}", host.encode_text(prompt).payload) for i, prompt in enumerate(plan.prompts)]
+texts = [share_payload(f"text{i}", host.encode_text(prompt).payload) for i, prompt in enumerate(plan.prompts)]
 host.prepare_encode("a", plan.request)
-condition = handed("image", host.encode_image("a").payload)
+condition = share_payload("image", host.encode_image("a").payload)
 host.prepare_denoise("a", later, *texts, condition)
 snapshots = {}
 assert begin_and_step("a", snapshots).stop == plan.experts[1].start
@@ -123,7 +123,7 @@ beside = threading.Thread(target=host.prepare_denoise, args=("b", later, *texts,
 beside.start()  # the next request's inputs come while this one computes
 begin_and_step("a", snapshots)
 beside.join()
-state = handed("state", host.collect("a").payload)
+state = share_payload("state", host.collect("a").payload)
 assert (state.step, len(state.arrays)) == (4, 1)
 host.prepare_decode("a", later.request, state, fragments=True)
 fragments = []
@@ -132,13 +132,13 @@ fragments = []
 def take_fragments():
     may_follow = True
     while may_follow:
-        taken, may_follow = host.take_fragments("a")
-        fragments.extend(taken)
+        new, may_follow = host.take_fragments("a")
+        fragments.extend(new)
 
 
 taking = threading.Thread(target=take_fragments)
 taking.start()  # in a lane of its own
-video = handed("video", host.decode("a").payload)
+video = share_payload("video", host.decode("a").payload)
 taking.join()
 assert bytes(unpack(video).mp4[4:8]) == b"ftyp"
 assert len(fragments) == (rank == 0)  # of so few frames
@@ -148,7 +148,7 @@ assert now == compiled, f"warm_up missed some: {compiled}, {now}"
 
 # ---- the same on the one-machine pipeline
 latents = []
-got = pipe.generate(asked, on_step=lambda event: latents.append(event.latents))
+got = pipe.generate(request, on_step=lambda event: latents.append(event.latents))
 assert np.array_equal(unpack(state).latents, latents[-1])
 np.savez(Path(folder) / f"{rank}.npz", latents=latents[-1], pixels=got.pixels, mp4=unpack(video).mp4)
 # ---- each host reads the weights of its own devices: half of each matrix, in quarters
@@ -165,7 +165,7 @@ with safetensors.safe_open(next(Path(checkpoint, "transformer").glob("*.safetens
 
 # ---- resumed from a snapshot, on either side of the boundary
 for step in (1, 3):
-    host.prepare_denoise("c", later, *texts, condition, handed(f"snapshot{step}", snapshots[step].payload))
+    host.prepare_denoise("c", later, *texts, condition, share_payload(f"snapshot{step}", snapshots[step].payload))
     while host_step("c") < 4:
         begin_and_step("c")
     resumed = host.collect("c").payload
@@ -178,11 +178,11 @@ with pytest.raises(OutOfOrder, match="step 4, latents"):
     host.prepare_decode("d", dataclasses.replace(later.request, steps=5), state)
 with pytest.raises(OutOfOrder, match="a TextEmbedding was given where a DenoiseState belongs"):
     host.prepare_decode("d", later.request, texts[0])
-poison = unpack(handed("poison", snapshots[1].payload))
+poison = unpack(share_payload("poison", snapshots[1].payload))
 latents = poison.latents.copy()
 latents[0, 0, 0, 0, 0] = np.nan
 host.prepare_denoise("d", later, *texts, condition, pack(dataclasses.replace(poison, latents=latents)))
-host.prepare_denoise("e", later, *texts, condition, handed("snapshot1", snapshots[1].payload))
+host.prepare_denoise("e", later, *texts, condition, share_payload("snapshot1", snapshots[1].payload))
 host.begin("d")
 host.begin("e")
 with pytest.raises(UnhealthyResult, match="denoise_high, step 2 of 4"):
@@ -195,18 +195,19 @@ host.prepare_decode("d", later.request, broken)
 with pytest.raises(UnhealthyResult, match="decoder, chunk 1 of 3"):
     host.decode("d")
 host.prepare_decode("d", later.request, state)
-kept, tempfile.tempdir = tempfile.tempdir, "/proc/nothing" if rank == 0 else None  # one host's disk is gone
+usual_folder, tempfile.tempdir = tempfile.tempdir, "/proc/nothing" if rank == 0 else None  # one host's disk is gone
 with pytest.raises(OutputError, match="No such file"):
     host.decode("d")
-tempfile.tempdir = kept
+tempfile.tempdir = usual_folder
 
 # ---- requests with adapters, between those without: each has its own weights again
 own = Path(folder) / f"adapter{rank}.safetensors"
 transformer = WanTransformer3DModel.from_pretrained(checkpoint, subfolder="transformer")
 names = adapter_files.blocks(transformer, adapter_files.WAN)
-adapter_files.save(adapter_files.named(adapter_files.factors(transformer, names), names, "diffusion_model."), own)
-path = handed("adapter", str(own) if rank == 0 else None)
-adapted = host._spec.plan(dataclasses.replace(asked, loras=[f"{path}@high", f"{path}:0.5@low"])).without_image()
+tensors = adapter_files.name_tensors(adapter_files.factors(transformer, names), names, "diffusion_model.")
+adapter_files.save(tensors, own)
+path = share_payload("adapter", str(own) if rank == 0 else None)
+adapted = host._spec.plan(dataclasses.replace(request, loras=[f"{path}@high", f"{path}:0.5@low"])).without_image()
 host.fetch_adapters(adapted)
 multihost_utils.sync_global_devices("fetched")
 if rank == 0:
@@ -218,15 +219,15 @@ host.step("f")
 begin_and_step("b")
 begin_and_step("f")
 begin_and_step("f")
-changed = handed("changed", host.collect("f").payload)
+changed = share_payload("changed", host.collect("f").payload)
 if rank == 0:
     own.with_suffix(".aside").rename(own)
 multihost_utils.sync_global_devices("moved back")
 expected = []
-pipe.generate(dataclasses.replace(asked, loras=adapted.request.loras), on_step=lambda e: expected.append(e.latents))
+pipe.generate(dataclasses.replace(request, loras=adapted.request.loras), on_step=lambda e: expected.append(e.latents))
 assert np.array_equal(unpack(changed).latents, expected[-1])
 assert np.abs(expected[-1] - unpack(state).latents).max() > 0.01
-wrong = host._spec.plan(dataclasses.replace(asked, loras=["/nowhere.safetensors"])).without_image()
+wrong = host._spec.plan(dataclasses.replace(request, loras=["/nowhere.safetensors"])).without_image()
 with pytest.raises(InvalidRequest, match="check the path"):
     host.fetch_adapters(wrong)
 with pytest.raises(Unavailable, match="fetch_adapters"):
@@ -236,10 +237,10 @@ with pytest.raises(Unavailable, match="fetch_adapters"):
 other = Path(folder) / f"host{rank}"
 other.mkdir()
 os.chdir(other)
-with_adapter = host._spec.plan(dataclasses.replace(asked, loras=["/proc/self/cwd/a.safetensors"])).without_image()
+with_adapter = host._spec.plan(dataclasses.replace(request, loras=["/proc/self/cwd/a.safetensors"])).without_image()
 for seed in (rank, 5):
     factors = adapter_files.factors(transformer, names, seed=seed)
-    adapter_files.save(adapter_files.named(factors, names, "diffusion_model."), other / "a.safetensors")
+    adapter_files.save(adapter_files.name_tensors(factors, names, "diffusion_model."), other / "a.safetensors")
     host.fetch_adapters(with_adapter)
     host.prepare_denoise("g", with_adapter, *texts, condition)
     if seed == rank:

@@ -50,12 +50,12 @@ def test_pools_hand_chunks_to_each_other_and_resume_them_bit_for_bit(folder):
         host.step("b")
         step, state = (output := host.collect("b")).value, output.payload
         assert step == expert.stop
-        kept = unpack(state)
+        stored = unpack(state)
         if step < plan.steps:
-            assert np.array_equal(kept.latents, states[step - 1].latents)
-            assert len(kept.chunks) == expert.chunk
-    assert np.array_equal(kept.latents, np.concatenate([states[stop - 1].latents for stop in (4, 8, 12)], axis=2))
-    assert not kept.chunks and not kept.history
+            assert np.array_equal(stored.latents, states[step - 1].latents)
+            assert len(stored.chunks) == expert.chunk
+    assert np.array_equal(stored.latents, np.concatenate([states[stop - 1].latents for stop in (4, 8, 12)], axis=2))
+    assert not stored.chunks and not stored.history
     hosts[1].prepare_decode("a", plan.request, state)
     video = unpack(hosts[1].decode("a").payload)
     with Mp4(plan.request.fps) as expected:
@@ -122,8 +122,8 @@ def test_video_that_is_dropped_between_two_chunks_leaves_nothing(folder):
 
 def take_all(host, key):
     """Return all fragments of a video."""
-    taken, may_follow = [], True
+    fragments, may_follow = [], True
     while may_follow:
         some, may_follow = host.take_fragments(key)
-        taken += some
-    return taken
+        fragments += some
+    return fragments

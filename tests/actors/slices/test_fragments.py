@@ -19,8 +19,8 @@ def take_all(queues, key):
     """Yield the fragments that each call takes, until no more can follow."""
     may_follow = True
     while may_follow:
-        taken, may_follow = queues.take(key)
-        yield taken
+        fragments, may_follow = queues.take(key)
+        yield fragments
 
 
 def encode(on_fragment):
@@ -99,27 +99,27 @@ class Hosts:
 
 async def read(hosts, decode):
     """Return the fragments of a video that `decode` makes, and what that returns."""
-    taker, taken = FragmentTaker(hosts, "cat 1"), []
+    taker, fragments = FragmentTaker(hosts, "cat 1"), []
     async with run_beside(decode(taker.has_begun)) as decoding:
         while some := await taker.take(decoding):
-            taken += some
-        return taken, await decoding
+            fragments += some
+        return fragments, await decoding
 
 
-async def decode_at_once(begun):
-    begun.set()
+async def decode_at_once(on_begin):
+    on_begin.set()
     return "video"
 
 
 def test_all_fragments_of_a_video_are_taken_though_it_is_decoded():
     hosts = Hosts(([b"0", b"1"], True), ([], True), ([b"2"], False))
-    taken, video = asyncio.run(read(hosts, decode_at_once))
-    assert taken == [EncodedFragment(0, b"0"), EncodedFragment(1, b"1"), EncodedFragment(2, b"2")]
+    fragments, video = asyncio.run(read(hosts, decode_at_once))
+    assert fragments == [EncodedFragment(0, b"0"), EncodedFragment(1, b"1"), EncodedFragment(2, b"2")]
     assert video == "video"
 
 
 def test_decoder_that_fails_before_its_turn_is_not_asked_for_fragments():
-    async def decode(begun):
+    async def decode(on_begin):
         raise StageLost("the slice is drained")
 
     with pytest.raises(StageLost, match="drained"):
@@ -127,8 +127,8 @@ def test_decoder_that_fails_before_its_turn_is_not_asked_for_fragments():
 
 
 def test_error_of_the_decoder_counts_not_that_of_its_fragments():
-    async def decode(begun):
-        begun.set()
+    async def decode(on_begin):
+        on_begin.set()
         await asyncio.sleep(0.02)
         raise StageFailed("the chip is broken")
 
@@ -141,8 +141,8 @@ def test_error_of_the_decoder_counts_not_that_of_its_fragments():
 def test_cancelled_reader_waits_for_the_decoder_s_end():
     ended = []
 
-    async def decode(begun):
-        begun.set()
+    async def decode(on_begin):
+        on_begin.set()
         try:
             await asyncio.sleep(60)
         finally:

@@ -131,7 +131,7 @@ def test_adopted_payload_outlives_the_leader_that_created_it(store):
 
     scope, payload = RefStore().open_scope(), pack(VALUES["state"])
     leader = ray.remote(Leader).remote()
-    lost, kept, dropped = ray.get([leader.leave.remote(scope, payload, adopted) for adopted in (False, True, True)])
+    lost, adopted, dropped = ray.get([leader.leave.remote(scope, payload, adopted) for adopted in (False, True, True)])
 
     async def fetch(*handles):
         return await asyncio.gather(*await scope.get(*handles))
@@ -147,7 +147,7 @@ def test_adopted_payload_outlives_the_leader_that_created_it(store):
     wait_for(is_lost, "it goes with its owner")
     with pytest.raises(InputLost):
         asyncio.run(fetch(dropped))
-    [value] = asyncio.run(fetch(kept))
+    [value] = asyncio.run(fetch(adopted))
     assert unpack(value).step == VALUES["state"].step
     asyncio.run(scope.adopt(lost))  # nothing to be done
     scope.close()

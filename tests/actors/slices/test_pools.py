@@ -74,8 +74,8 @@ def test_the_video_is_that_of_one_process(spec, tmp_path):
 
 
 def test_a_video_says_when_its_prompt_was_cut(spec):
-    asked = dataclasses.replace(REQUEST, steps=2)
-    [long, short], _ = run(spec, dataclasses.replace(asked, prompt="a cat " * 600), asked)
+    request = dataclasses.replace(REQUEST, steps=2)
+    [long, short], _ = run(spec, dataclasses.replace(request, prompt="a cat " * 600), request)
     assert short.warnings == (CROPPED,)
     [cropped, cut] = long.warnings
     assert cropped == CROPPED
@@ -83,9 +83,9 @@ def test_a_video_says_when_its_prompt_was_cut(spec):
 
 
 def test_a_request_is_told_that_it_waited_for_the_compiler(spec):
-    asked = dataclasses.replace(REQUEST, width=96, steps=2)  # a size that nobody has asked for yet
-    _, [first] = run(spec, asked)
-    _, [again] = run(spec, asked)
+    request = dataclasses.replace(REQUEST, width=96, steps=2)  # a size that nobody has asked for yet
+    _, [first] = run(spec, request)
+    _, [again] = run(spec, request)
     compiled = [span for span in first if span.kind == "compile"]
     assert ("ends", "decoder") in {(span.pool, span.stage) for span in compiled}
     assert {span.pool for span in compiled} == {"ends", "experts"}

@@ -113,10 +113,10 @@ def test_an_idle_slice_is_taken_before_a_busy_one_that_holds_the_shape(slices_of
 
 def test_of_idle_slices_one_that_holds_the_shape_is_taken(slices_of):
     shapes = [dataclasses.replace(REQUEST, width=64 + 32 * i) for i in range(1, 1 + SLICES)]
-    held = slices_of(*shapes)
-    assert len(set(held)) == SLICES
+    slices = slices_of(*shapes)
+    assert len(set(slices)) == SLICES
     time.sleep(KNOWN_S)
-    assert [slices_of(shape)[0] for shape in shapes] == held
+    assert [slices_of(shape)[0] for shape in shapes] == slices
 
 
 def test_first_span_of_a_call_says_why_its_slice_was_chosen(spans_of, slices_of, caplog):
@@ -199,8 +199,8 @@ def test_a_handle_that_never_learns_of_its_pool_is_made_anew(running, monkeypatc
 
 def host_of(cluster, slice_name):
     """Return the host's process of the slice that a replica has."""
-    [held] = [slice_ for slice_ in list_slices() if slice_.holder == slice_name]
-    folder = cluster.temp / cluster._host(held.name, 0).name
+    [slice_] = [slice_ for slice_ in list_slices() if slice_.holder == slice_name]
+    folder = cluster.temp / cluster._host(slice_.name, 0).name
     [process] = [process for process in ray_nodes.processes(folder) if "HostActor" in process.name()]
     return process
 
@@ -208,14 +208,14 @@ def host_of(cluster, slice_name):
 def test_a_request_that_a_slice_has_failed_goes_to_another(running, slices_of):
     """Which all those do that come one by one: none of them makes the slice a busy one."""
     spec, cluster = running
-    [taken] = slices_of(REQUEST)
-    mark = Path(spec.settings.checkpoint).with_name(f"sick-{host_of(cluster, taken).pid}")
+    [first] = slices_of(REQUEST)
+    mark = Path(spec.settings.checkpoint).with_name(f"sick-{host_of(cluster, first).pid}")
     mark.touch()
     try:
         [other] = slices_of(dataclasses.replace(REQUEST, seed=1))
     finally:
         mark.unlink()
-    assert other != taken
+    assert other != first
     slices_of(*[REQUEST] * SLICES)  # it was one request: the slice is there, and well
 
 

@@ -109,11 +109,11 @@ def test_a_pool_does_its_own_stages_only(checkpoint):
 
 def test_a_poisoned_request_fails_alone(checkpoint):
     host = StageHost(str(checkpoint("wan2.1-t2v-1.3b")), ("denoise",), (1, 1, 1), "float32")
-    asked = GenerationRequest(prompt="a cat", height=32, width=48, frames=5, steps=3, guidance_scale=3.0)
-    host.warm_up(asked)
+    request = GenerationRequest(prompt="a cat", height=32, width=48, frames=5, steps=3, guidance_scale=3.0)
+    host.warm_up(request)
     rng = np.random.default_rng(0)
     texts = [embedding(rng.standard_normal((1, 512, 32)).astype(np.float32)) for _ in range(2)]
-    plan = host._spec.plan(asked)
+    plan = host._spec.plan(request)
 
     def begin(key, state=None):
         host.prepare_denoise(key, plan, *texts, None, state)
@@ -142,8 +142,8 @@ def test_a_poisoned_request_fails_alone(checkpoint):
 
 def test_compile_time_of_one_request_is_not_reported_for_the_next(checkpoint):
     host = StageHost(str(checkpoint("wan2.1-t2v-1.3b")), ("denoise",), (1, 1, 1), "float32")
-    asked = GenerationRequest(prompt="a cat", height=32, width=32, frames=1, steps=2, guidance_scale=1.0)
-    plan = host._spec.plan(asked)
+    request = GenerationRequest(prompt="a cat", height=32, width=32, frames=1, steps=2, guidance_scale=1.0)
+    plan = host._spec.plan(request)
     text = embedding(np.zeros((1, 512, 32), np.float32))
     compile_times = []
     for key in ("cancelled", "after it"):
@@ -174,9 +174,9 @@ def test_a_size_that_has_no_room_fails_alone_and_the_nearest_that_has_is_named(c
 def test_warm_up_leaves_nothing_to_compile_with_an_image_or_without(has_image, checkpoint):
     """Of a model that makes videos from text and from images."""
     host = StageHost(str(checkpoint("wan2.2-ti2v-5b")), ("denoise",), (1, 1, 1), "float32")
-    asked = GenerationRequest(prompt="a cat", height=32, width=64, frames=5, steps=1, guidance_scale=1.0)
-    host.warm_up(asked)
-    plan = host._spec.plan(asked, image=has_image)
+    request = GenerationRequest(prompt="a cat", height=32, width=64, frames=5, steps=1, guidance_scale=1.0)
+    host.warm_up(request)
+    plan = host._spec.plan(request, image=has_image)
     text = embedding(np.zeros((1, *host._runtime.model.text_shape), np.float32))
     shape = host._spec.latent_shape(plan.request)
     image = pack(ImageCondition(None, np.zeros((*shape[:2], 1, *shape[3:]), np.float32))) if has_image else None
@@ -187,7 +187,7 @@ def test_warm_up_leaves_nothing_to_compile_with_an_image_or_without(has_image, c
 def test_warm_up_goes_on_where_only_another_number_of_images_has_no_room(checkpoint, monkeypatch):
     """The compiler's refusal, raised for one of the programs of a model of text and of images."""
     host = StageHost(str(checkpoint("wan2.2-ti2v-5b")), ("denoise",), (1, 1, 1), "float32")
-    asked = GenerationRequest(prompt="a cat", height=32, width=64, frames=5, steps=1, guidance_scale=1.0)
+    request = GenerationRequest(prompt="a cat", height=32, width=64, frames=5, steps=1, guidance_scale=1.0)
     compiled, compile_program = [], jax.stages.Lowered.compile
 
     def refuse(program, **options):
@@ -198,11 +198,11 @@ def test_warm_up_goes_on_where_only_another_number_of_images_has_no_room(checkpo
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
     refused_at = 3  # Text keys and the step with an image come before it.
-    [refusal] = host.warm_up(asked)
+    [refusal] = host.warm_up(request)
     assert refusal.startswith("denoise step, no image: ") and len(compiled) == 3
     refused_at = 4  # The keys are those of the other size.
     with pytest.raises(DoesNotFit, match=r"64x64 with 5 frames doesn't fit .* 64x32 with 5 frames"):
-        host.warm_up(dataclasses.replace(asked, height=64))
+        host.warm_up(dataclasses.replace(request, height=64))
     assert len(compiled) == 4
 
 
@@ -264,13 +264,13 @@ def test_a_request_runs_with_what_was_fetched_for_it(checkpoint, tmp_path):
 
     def write(seed):
         factors = adapter_files.factors(transformer, names, seed=seed)
-        return adapter_files.save(adapter_files.named(factors, names, ""), path)
+        return adapter_files.save(adapter_files.name_tensors(factors, names, ""), path)
 
-    asked = GenerationRequest(prompt="a cat", height=32, width=32, frames=1, steps=1, guidance_scale=1.0)
+    request = GenerationRequest(prompt="a cat", height=32, width=32, frames=1, steps=1, guidance_scale=1.0)
     text = embedding(np.random.default_rng(0).standard_normal((1, 512, 32)).astype(np.float32))
 
     def plan(prompt, scale=1.0):
-        return host._spec.plan(dataclasses.replace(asked, prompt=prompt, loras=[{"path": str(path), "scale": scale}]))
+        return host._spec.plan(dataclasses.replace(request, prompt=prompt, loras=[{"path": str(path), "scale": scale}]))
 
     def run(request):
         host.prepare_denoise("a", request, text)

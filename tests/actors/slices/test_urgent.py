@@ -89,7 +89,7 @@ class Making:
             assert time.monotonic() < give_up, reason
             await asyncio.sleep(0.05)
 
-    async def held(self):
+    async def list_holders(self):
         keys = await self._experts.list_host_keys.remote()
         return {key.split()[0] for key in keys}
 
@@ -122,10 +122,10 @@ def test_urgent_request_passes_all_that_wait_though_the_slice_is_full(running):
         assert numbers(making.steps(f"low{i}")) == list(range(1, 6 if i else 101))
     urgent = making.steps("urgent")
     assert numbers(urgent) == list(range(1, 11))
-    begun, ended = urgent[0].start_s, urgent[-1].end_s
+    start_s, end_s = urgent[0].start_s, urgent[-1].end_s
     for i in range(6):
-        assert not [s for s in making.steps(f"low{i}") if s.end_s > begun + 0.01 and s.start_s < ended - 0.01]
-    assert [s for s in making.steps("low0") if s.end_s <= begun + 0.01], "low0 was not overtaken in the middle"
+        assert not [s for s in making.steps(f"low{i}") if s.end_s > start_s + 0.01 and s.start_s < end_s - 0.01]
+    assert [s for s in making.steps("low0") if s.end_s <= start_s + 0.01], "low0 was not overtaken in the middle"
 
 
 def test_request_cancelled_while_paused_goes_on_from_there_later(running):
@@ -137,20 +137,20 @@ def test_request_cancelled_while_paused_goes_on_from_there_later(running):
         await making.until(lambda: len(making.steps("low")) >= 5, "low steps")
         making.start("urgent", 2, 1000, priority=1)
         await making.until(lambda: making.steps("urgent"), "urgent steps")
-        kept = Snapshots(spec.settings.snapshots)
+        snapshots = Snapshots(spec.settings.snapshots)
 
         def kept_as_paused():  # of the last step: its span may come after the first of the urgent one
-            return any(f".{len(making.steps('low')):04d}." in name for name in kept.list_names("low"))
+            return any(f".{len(making.steps('low')):04d}." in name for name in snapshots.list_names("low"))
 
         await making.until(kept_as_paused, "a snapshot of it")
         making.tasks["low"].cancel()
         with pytest.raises(asyncio.CancelledError):
             await making.tasks["low"]
 
-        async def gone():
-            return await making.held() == {"urgent"}
+        async def is_dropped():
+            return await making.list_holders() == {"urgent"}
 
-        await making.until(gone, "its arrays are dropped")
+        await making.until(is_dropped, "its arrays are dropped")
         assert not making.tasks["urgent"].done()
         making.start("low", 1, 40)
         making.tasks["urgent"].cancel()
@@ -169,21 +169,21 @@ def test_one_whose_driver_died_is_dropped_while_it_is_paused(running):
         try:
             making = Making(spec)
 
-            async def begun():
-                return "abandoned" in await making.held()
+            async def is_there():
+                return "abandoned" in await making.list_holders()
 
-            await making.until(begun, "the other driver's request is there")
+            await making.until(is_there, "the other driver's request is there")
             making.start("urgent", 2, 1000, priority=1)
             await making.until(lambda: making.steps("urgent"), "urgent steps")
-            assert await making.held() == {"abandoned", "urgent"}
+            assert await making.list_holders() == {"abandoned", "urgent"}
         finally:
             driver.kill()
             driver.wait(10)
 
-        async def gone():
-            return await making.held() == {"urgent"}
+        async def is_dropped():
+            return await making.list_holders() == {"urgent"}
 
-        await making.until(gone, "it is dropped")
+        await making.until(is_dropped, "it is dropped")
         assert not making.tasks["urgent"].done()
         making.tasks["urgent"].cancel()
         await asyncio.wait([making.tasks["urgent"]])
@@ -203,17 +203,17 @@ def test_a_drain_moves_what_is_paused_at_once(running):
         [left] = [s for s in list_slices() if s.holder is not None and s.holder.startswith("experts/")]
         await asyncio.to_thread(drain, cluster, left.hosts[0].node_id, 900)
 
-        async def moved():
-            return await making.held() == {"overtakes"}
+        async def has_moved():
+            return await making.list_holders() == {"overtakes"}
 
-        await making.until(moved, "it leaves the slice")
+        await making.until(has_moved, "it leaves the slice")
         assert not making.tasks["overtakes"].done()
         await asyncio.gather(*making.tasks.values())
         return making, left.name
 
-    making, taken = within(run())
-    cluster.kill_host(taken, 0)  # Ray has ended it, or will
-    cluster.add_host(taken, 0)
+    making, slice_name = within(run())
+    cluster.kill_host(slice_name, 0)  # Ray has ended it, or will
+    cluster.add_host(slice_name, 0)
     low, overtakes = making.steps("moved"), making.steps("overtakes")
     assert numbers(low) == list(range(1, 61)) and numbers(overtakes) == list(range(1, 301))
     assert len({span.slice for span in low}) == 2  # it is done elsewhere, none of its steps twice
