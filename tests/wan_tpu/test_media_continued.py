@@ -1,0 +1,145 @@
+"""Videos that continue each other as the fragments of one file."""
+
+import subprocess
+
+import imageio_ffmpeg
+import numpy as np
+import pytest
+
+from tests.wan_tpu.test_media_fragments import moving
+from wan_tpu.media import video
+from wan_tpu.media.continued import ContinuedVideo, NotContinued
+from wan_tpu.media.mp4 import Mp4
+from wan_tpu.media.samples import PACKET
+
+PITCHES = 300, 500
+
+
+def encode(frames, fps, sound=None, *, seed=0, hidden_frames=0, sound_frames=None):
+    """Return a finished video, and its fragments as they came; `sound` is a rate and a number of channels."""
+    fragments, planes = [], moving(frames)
+    with Mp4(fps, fragments.append, hidden_frames=hidden_frames) as mp4:
+        if sound is not None:
+            rate, channels = sound
+            times = np.arange(round((sound_frames or frames) / fps * rate)) / rate
+            tones = [np.sin(2 * np.pi * (pitch + 100 * seed) * times) / 2 for pitch in PITCHES[:channels]]
+            mp4.set_audio(np.array(tones, np.float32), rate)
+        mp4.add(np.roll(planes, seed, axis=-1))
+        mp4.finish()
+    assert mp4.failure is None, mp4.failure
+    return mp4.content, fragments
+
+
+def ffmpeg(content, *target):
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "warning", "-i", "-", *target, "-"]
+    done = subprocess.run(command, input=content, capture_output=True, check=True)
+    assert not done.stderr, done.stderr
+    return done.stdout
+
+
+def decode_frames(content):
+    """Return the digest of every decoded frame, and their times in frames."""
+    lines = ffmpeg(content, "-map", "0:v", "-f", "framehash").splitlines()
+    fields = [line.split(b",") for line in lines if not line.startswith(b"#")]
+    return [digest for *_, digest in fields], [int(time) for _, _, time, *_ in fields]
+
+
+def decode_sound(content, channels):
+    samples = ffmpeg(content, "-map", "0:a", "-f", "f32le")
+    return np.frombuffer(samples, np.float32).reshape(-1, channels)
+
+
+def check_frames(content, *parts):
+    """Check that a file has the frames of its parts, at an even rate."""
+    digests, times = decode_frames(content)
+    assert digests == [digest for part in parts for digest in decode_frames(part)[0]]
+    assert times == list(range(len(digests)))
+
+
+def check_packets(content):
+    """Check that the packets of sound follow each other without gaps."""
+    lines = ffmpeg(content, "-map", "0:a", "-c", "copy", "-copyts", "-f", "framehash").splitlines()
+    times = [int(line.split(b",")[2]) for line in lines if not line.startswith(b"#")]
+    assert times == [PACKET * (index - 1) for index in range(len(times))]
+
+
+@pytest.mark.parametrize(
+    ("fps", "sound", "lengths"),
+    [
+        (16, None, (17, 81, 9)),
+        (24, (48000, 2), (49, 65, 18)),
+        (25, (24000, 2), (81, 6, 33)),
+        (23.976, (32000, 1), (22, 49)),
+    ],
+)
+def test_finished_parts_have_the_fragments_that_they_had_while_they_were_decoded(fps, sound, lengths, monkeypatch):
+    # A decoder replaces noise by noise of its own, which depends on all that it has decoded before.
+    monkeypatch.setattr(video, "AAC", f"{video.AAC} -aac_pns 0")
+    parts = [encode(frames, fps, sound, seed=seed, hidden_frames=seed > 0) for seed, frames in enumerate(lengths)]
+    rate, channels = sound or (None, 0)
+    watched, finished, decoded = ContinuedVideo(fps, rate), ContinuedVideo(fps, rate), []
+    for mp4, fragments in parts:
+        watched.append(fragments[0])  # The first decoder is lost.
+        decoded += [watched.append(fragment) for fragment in fragments]
+        watched.add_part(mp4)
+        finished.add_part(mp4)
+        assert watched.fragments == finished.fragments == decoded
+    whole = b"".join(decoded)
+    check_frames(whole, *(mp4 for mp4, _ in parts))
+    if sound is None:
+        return
+    check_packets(whole)
+    samples, end = decode_sound(whole, channels), 0
+    for mp4, _ in parts:
+        begin, end = end, end + len(decode_frames(mp4)[0])
+        start, stop = (round(place / fps * rate / PACKET) * PACKET for place in (begin, end))
+        assert abs(start - begin / fps * rate) <= PACKET / 2
+        own = decode_sound(mp4, channels)[: stop - start - PACKET]
+        assert np.array_equal(samples[start:][: len(own)], own) and len(own) > PACKET
+    assert len(samples) == stop - PACKET  # The sound ends so much before the last frame.
+
+
+@pytest.mark.parametrize(
+    ("source", "sound_frames", "sound"),
+    [
+        ((44100, 2), 33, (24000, 2)),  # The source's sound is encoded at the rate of the next.
+        (None, None, (48000, 2)),  # The source becomes silent,
+        ((44100, 2), 33, None),  # or the next part does.
+        ((24000, 2), 20, (24000, 2)),  # Sound ends before the source's frames,
+        ((24000, 2), 60, (24000, 2)),  # or after them.
+    ],
+)
+def test_parts_with_other_sound_or_none_follow_each_other(source, sound_frames, sound):
+    fps, rate = 24, (sound or source)[0]
+    first, _ = encode(33, fps, source, sound_frames=sound_frames)
+    second, fragments = encode(33, fps, sound, seed=1, hidden_frames=1)
+    whole = ContinuedVideo(fps, sound and rate)
+    whole.add_part(first)
+    fragments = [*whole.fragments, *(whole.append(fragment) for fragment in fragments)]
+    whole.add_part(second)
+    assert whole.fragments == fragments
+    content = b"".join(fragments)
+    check_frames(content, first, second)
+    check_packets(content)
+    samples = decode_sound(content, 2)
+    assert 0 <= 65 / fps * rate - len(samples) < 1.5 * PACKET + 1
+    blocks = [np.abs(samples[start : start + PACKET]).max() > 0.1 for start in range(0, len(samples), PACKET)]
+    join, silence = 33 / fps * rate / PACKET, min(sound_frames or 0, 33) / fps * rate / PACKET
+    for index, has_sound in enumerate(blocks):
+        if not -3 < index - join < 2 and not -2 < index - silence < 3:  # Sound fades there.
+            assert has_sound == (index < silence if index < join else sound is not None), index
+
+
+@pytest.mark.parametrize("sound", [(48000, 1), (24000, 2)])
+def test_parts_with_other_settings_do_not_follow(sound):
+    whole = ContinuedVideo(24, 48000)
+    whole.add_part(encode(17, 24, (48000, 2))[0])
+    before = list(whole.fragments)
+    other, fragments = encode(17, 24, sound)
+    with pytest.raises(NotContinued, match="other settings"):
+        whole.append(fragments[0])
+    with pytest.raises(NotContinued, match="other settings"):
+        whole.add_part(other)
+    with pytest.raises(NotContinued, match="can't be read"):
+        whole.add_part(b"no video")
+    assert whole.fragments == before
