@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from actors.jobs.store import JobStore
+from actors.jobs.stored_request import count_segments
 from actors.jobs.tables import Job
 from wan_tpu.plan import DECODER, ENCODER
 
@@ -25,9 +26,9 @@ class Seconds:
     """Measured seconds for one size of video.
 
     Attributes:
-        encode: Seconds of the encoder for a job.
+        encode: Seconds of the encoder for a segment; most videos have one.
         step: Seconds of a denoising step, the mean over all stages.
-        decode: Seconds of the decoder for a job.
+        decode: Seconds of the decoder for a segment.
         wait: A job's duration divided by the sum of these. It is above 1 because jobs share the slices.
         weights: A step's duration divided by that of the mean step, by its stage and its work, if measured.
     """
@@ -55,18 +56,20 @@ class Pace:
         """Learn from jobs that completed before this process started, given latest first."""
         self._known: dict[int, Seconds] = {}
         for job in reversed(list(jobs)):
-            used, steps = job.stage_seconds, max(1, job.request["steps"])
+            segments = count_segments(job.request)
+            used = {stage: seconds / segments for stage, seconds in job.stage_seconds.items()}
             denoising = sum(seconds for stage, seconds in used.items() if stage not in (ENCODER, DECODER))
-            seconds = Seconds(used.get(ENCODER, 0.0), denoising / steps, used.get(DECODER, 0.0))
+            step_s = denoising / max(1, job.request["steps"])
+            seconds = Seconds(used.get(ENCODER, 0.0), step_s, used.get(DECODER, 0.0))
             if denoising and job.started_at and job.ended_at:
                 if job.attempts == 1:  # Otherwise the time between two attempts would count as well.
-                    seconds.wait = max(1.0, (job.ended_at - job.started_at) / sum(used.values()))
+                    seconds.wait = max(1.0, (job.ended_at - job.started_at) / sum(job.stage_seconds.values()))
                 self._known[_count_pixels(job.request)] = seconds
 
     def estimate_job_s(self, request: Mapping[str, Any]) -> float:
         """Return the seconds from a job's claim to its end, assuming that slices are as busy as for earlier jobs."""
         seconds = self.get(request)
-        return seconds.estimate_alone_s(request["steps"]) * seconds.wait
+        return count_segments(request) * seconds.estimate_alone_s(request["steps"]) * seconds.wait
 
     def get(self, request: Mapping[str, Any]) -> Seconds:
         """Return the seconds for a request's size. The caller updates the object as it measures."""

@@ -23,8 +23,8 @@ def check_room(session: Session, owner: str, room: Room) -> None:
     if (session.scalar(_WAITING) or 0) < min(limits, default=math.inf):
         return
     waiting = dict(session.execute(_WAITING_BY_OWNER).all())
-    own, others = waiting.get(owner, 0), waiting.keys() - {owner}
-    if (reason := room.explain_refusal(sum(waiting.values()), own, 1 + len(others))) is not None:
+    owner_waiting, other_owners = waiting.get(owner, 0), waiting.keys() - {owner}
+    if (reason := room.explain_refusal(sum(waiting.values()), owner_waiting, 1 + len(other_owners))) is not None:
         raise QueueFull(reason)
 
 

@@ -67,8 +67,10 @@ def delete_for_owner(session: Session, job: Job, now: float, settings: JobSettin
     job.deleted_at, job.idempotency_key = now, None
 
 
-def expire_files(session: Session, job: str, when: float, keep: Collection[str] = ()) -> None:
-    """Schedule the deletion of a job's files at `when`, except those in `keep` and those already scheduled."""
+def expire_files(session: Session, job: str, delete_at: float, keep: Collection[str] = ()) -> None:
+    """Schedule the deletion of a job's files at `delete_at`, except those in `keep` and those already scheduled."""
     session.execute(
-        update(File).where(File.job == job, File.name.not_in(keep), File.delete_at.is_(None)).values(delete_at=when)
+        update(File)
+        .where(File.job == job, File.name.not_in(keep), File.delete_at.is_(None))
+        .values(delete_at=delete_at)
     )

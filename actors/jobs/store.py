@@ -30,7 +30,7 @@ class Page:
     """Some jobs of a list, in order, and whether more follow the last one."""
 
     jobs: tuple[Job, ...]
-    more: bool
+    has_more: bool
 
 
 def open_database(address: str | Path) -> Database:
@@ -184,7 +184,7 @@ class JobStore:
             ).all()
         if sequences and not jobs:  # All of these jobs were deleted meanwhile, so the page begins with later ones.
             return self.list(owner, after=after, limit=limit, order=order, status=status)
-        return Page(jobs=tuple(jobs), more=len(rows) > count)
+        return Page(jobs=tuple(jobs), has_more=len(rows) > count)
 
     def cancel(self, job: str, owner: str | None = None) -> Job:
         """Cancel a job: it fails with code "cancelled". A job that has ended stays as it is.

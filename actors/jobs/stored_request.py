@@ -6,6 +6,7 @@
 A new field of requests doesn't need a new version: jobs stored without it are read without it.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 VERSION = 1
@@ -19,6 +20,8 @@ BESIDE = (
     "video_size",
     "extended_from",
     "source_frames",
+    "next_prompts",
+    "added_frames",
 )
 
 
@@ -39,11 +42,17 @@ def read_stored(stored: dict[str, Any]) -> dict[str, Any]:
     return request
 
 
-def count_frames(request: dict[str, Any]) -> int:
+def count_frames(request: Mapping[str, Any]) -> int:
     """Return how many frames the finished video of a job's request has.
 
     A video that continues another one contains the other's frames as well. The other's last frame is also its own first
-    frame, and counts once, if it was made from that frame as its image.
+    frame, and counts once, if it was made from that frame as its image. Each segment after the first adds
+    `added_frames`.
     """
     frames: int = request["frames"] + max(0, request.get("source_frames", 0) - ("input_size" in request))
-    return frames
+    return frames + (count_segments(request) - 1) * request.get("added_frames", 0)
+
+
+def count_segments(request: Mapping[str, Any]) -> int:
+    """Return how many segments, one after the other, are generated for a job's request."""
+    return 1 + len(request.get("next_prompts", ()))

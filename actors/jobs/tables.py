@@ -63,6 +63,9 @@ class Job(Table, kw_only=True):
         input_last_image: The same for the last frame.
         input_video: The same for the video that the new video begins as or, if the request has `source_frames`, that it
             continues.
+        segments: Names in storage of its finished segments, in order, if it makes several (`next_prompts`). A later
+            attempt begins after them. Their files are deleted once the job has ended.
+        segments_end: The same for the last frame of the newest of them (PNG), which the next one begins with.
         priority: Jobs of higher priority are claimed first; owners of equal priority take turns (round-robin).
         round: Number of the turn in that round-robin: in each round one job of every owner is claimed.
         deadline: A job that hasn't ended by then fails with code "deadline_exceeded".
@@ -100,6 +103,8 @@ class Job(Table, kw_only=True):
     input_image: Mapped[str | None] = mapped_column(Text, default=None)
     input_last_image: Mapped[str | None] = mapped_column(Text, default=None)
     input_video: Mapped[str | None] = mapped_column(Text, default=None)
+    segments: Mapped[list[str]] = mapped_column(JSON, default_factory=list)
+    segments_end: Mapped[str | None] = mapped_column(Text, default=None)
     priority: Mapped[int] = mapped_column(default=0)
     round: Mapped[int] = mapped_column(BigInteger, default=0)
     deadline: Mapped[float | None] = mapped_column(default=None)
@@ -137,6 +142,11 @@ class Job(Table, kw_only=True):
         """Names of the input images and videos in storage."""
         names = (self.input_image, self.input_last_image, self.input_video)
         return [name for name in names if name is not None]
+
+    @property
+    def needed_files(self) -> list[str]:
+        """Names of the files in storage that the next attempt needs."""
+        return [*self.inputs, *self.segments, *([self.segments_end] if self.segments_end is not None else [])]
 
     @property
     def has_ended(self) -> bool:

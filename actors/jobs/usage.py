@@ -23,8 +23,8 @@ def count(session: Session, job: Job, now: float) -> None:
     }
     dialect: Any = postgresql if session.get_bind().dialect.name == "postgresql" else sqlite
     new = dialect.insert(Usage).values(owner=job.owner, day=day, **row)
-    more = {name: getattr(Usage, name) + getattr(new.excluded, name) for name in row}
-    session.execute(new.on_conflict_do_update(index_elements=["owner", "day"], set_=more))
+    sums = {name: getattr(Usage, name) + getattr(new.excluded, name) for name in row}
+    session.execute(new.on_conflict_do_update(index_elements=["owner", "day"], set_=sums))
 
 
 def read_usage(

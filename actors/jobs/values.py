@@ -59,17 +59,17 @@ class Room:
     queue: int | None = None
     owner: int | None = None
 
-    def explain_refusal(self, waiting: int, own: int, owners: int) -> str | None:
+    def explain_refusal(self, waiting: int, owner_waiting: int, owners: int) -> str | None:
         """Return why one more job may not wait, or None if it may.
 
         Args:
             waiting: Jobs that wait, in total.
-            own: Jobs of this owner that wait.
+            owner_waiting: Jobs of this owner that wait.
             owners: How many owners have jobs waiting, this one included.
         """
-        if self.owner is not None and own >= self.owner:
-            return f"this key has {own} jobs waiting, the most it may have; try again later"
-        if self.queue is None or waiting < self.queue or own < self.queue // (2 * owners):
+        if self.owner is not None and owner_waiting >= self.owner:
+            return f"this key has {owner_waiting} jobs waiting, the most it may have; try again later"
+        if self.queue is None or waiting < self.queue or owner_waiting < self.queue // (2 * owners):
             return None
         return f"{waiting} jobs wait, the most that are accepted; try again later"
 

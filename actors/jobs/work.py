@@ -111,6 +111,27 @@ class WorkQueue:
         with self._database.write() as session:
             self._lock_claimed(session, claimed).fragments = None
 
+    def keep_segment(
+        self, claimed: Job, index: int, segment: str, end: str | None, warnings: Sequence[str] = ()
+    ) -> None:
+        """Record that a segment of a job is stored, so that no later attempt makes it again.
+
+        Workers that were lost before this don't count any more: the job does make headway.
+
+        Args:
+            claimed: The job.
+            index: The segment's number, counted from 0.
+            segment: Name of the segment's file, which was announced.
+            end: The same for its last frame, if the next segment needs that.
+            warnings: What the job's owner should know about the segment.
+        """
+        with self._database.write() as session:
+            job = self._lock_claimed(session, claimed)
+            if len(job.segments) == index:  # Otherwise the answer to an earlier commit was lost.
+                job.segments, job.segments_end, job.losses = [*job.segments, segment], end, 0
+                job.warnings = list(dict.fromkeys([*job.warnings, *map(make_storable, warnings)]))
+            claimed.segments, claimed.segments_end, claimed.warnings = job.segments, job.segments_end, job.warnings
+
     def complete(
         self, claimed: Job, results: Mapping[str, str], warnings: Sequence[str] = (), *, watchable: bool = False
     ) -> Job:
@@ -238,4 +259,4 @@ class WorkQueue:
             return
         job.status = "queued"
         job.worker = job.lease_token = job.lease_expires_at = None
-        expire_files(session, job.id, now + self._settings.abandoned_s, keep=job.inputs)
+        expire_files(session, job.id, now + self._settings.abandoned_s, keep=job.needed_files)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from actors.api.intake.create_video import NAMES, SETTINGS, Adapter, add_settings, describe_field
-from actors.jobs.stored_request import count_frames
+from actors.jobs.stored_request import count_frames, count_segments
 from actors.jobs.tables import Job
 from actors.jobs.values import Status
 from wan_tpu.fields import type_of
@@ -17,7 +17,7 @@ from wan_tpu.request import FIELDS, FILLED
 Variant = Literal["video", "thumbnail", "spritesheet", "final_frame", "input_reference", "last_frame", "input_video"]
 # Fields of a video that a job, or a job's request, has under the same name.
 _OF_JOB = ("id", "status", "priority", "attempts", "warnings", "stage_seconds", "chip_seconds")
-_OF_REQUEST = ("model", "prompt", "loras", "last_frame_size", "video_size")
+_OF_REQUEST = ("model", "prompt", "next_prompts", "loras", "last_frame_size", "video_size")
 
 
 class Object(BaseModel):
@@ -86,6 +86,10 @@ class Video(_WithSettings):
     The settings are those that it is made with, those of its preset and of the model included.
     """
 
+    next_prompts: list[str] = Field([])
+    """The prompts of the segments after the first one."""
+    finished_segments: int | None = None
+    """How many of its segments are finished; null if it has only one."""
     stage: str | None = None
     """The stage that computes now: `encoder`, `denoise_high`, `denoise_low`, `denoise` or `decoder`."""
     step: int | None = None
@@ -208,6 +212,7 @@ def to_video(job: Job, eta_s: float | None = None) -> Video:
         error=VideoError(code=job.error_code, message=job.error_message or "") if job.error_code is not None else None,
         input_size=request.get("input_size"),
         extended_from_video_id=request.get("extended_from"),
+        finished_segments=_count_finished(job),
         stage=running.stage if running else None,
         step=running.step if running else None,
         queue_position=job.position,
@@ -231,6 +236,13 @@ def _escape(text: str) -> str:
 def format_seconds(seconds: float) -> str:
     """Format a length as OpenAI does: "5", or "5.06" if it isn't a whole number."""
     return f"{seconds:.2f}".rstrip("0").rstrip(".")
+
+
+def _count_finished(job: Job) -> int | None:
+    segments = count_segments(job.request)
+    if segments == 1:
+        return None
+    return segments if job.status == "completed" else len(job.segments)
 
 
 def _compute_percent(job: Job) -> int:

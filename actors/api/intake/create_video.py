@@ -15,7 +15,7 @@ from actors.api.catalogue import Catalogue
 from actors.api.intake.references import IMAGE, LAST
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.fields import describe, type_of
-from wan_tpu.model_limits import WHOLE
+from wan_tpu.model_limits import FULL_STRENGTH
 from wan_tpu.request import (
     FIELDS,
     MAX_STEPS,
@@ -41,6 +41,9 @@ _EMPTY = Catalogue()
 _MAX_URL = 8192  # Characters.
 _MAX_PROMPT = 32_000  # Characters, as in OpenAI's API.
 _MAX_NAME = 80  # Characters.
+_MOST_SEGMENTS = 30
+
+_Prompt = Annotated[str, Field(min_length=1, max_length=_MAX_PROMPT)]
 
 
 def find_text_problem(text: str) -> str | None:
@@ -200,6 +203,13 @@ class CreateVideo(_WithSettings):
     service's. GET /v1/models says which of them the model has, with its defaults and limits.
     """
 
+    next_prompts: list[_Prompt] | None = Field(
+        default=None,
+        max_length=_MOST_SEGMENTS - 1,
+        description="Prompts of further segments. Each one continues the video so far, and is as long as the first: "
+        "`seconds` and `num_frames` are the length of one segment. For models that can continue a video.",
+        examples=[["the ball falls off the table", "a cat catches it"]],
+    )
     loras: list[Adapter] | None = Field(
         default=None, max_length=MOST, description="Adapters in place of those that the preset brings."
     )
@@ -255,7 +265,7 @@ def make_request(
     if settings["seed"] is None:
         settings["seed"] = seed
     if video and settings["strength"] is None:
-        settings["strength"] = WHOLE if spec.continues_video else STRENGTH
+        settings["strength"] = FULL_STRENGTH if spec.continues_video else STRENGTH
     adapters = catalogue.resolve(choose_adapters(body, spec, catalogue))
     return GenerationRequest(prompt=body.prompt, height=height, width=width, loras=adapters, **settings)
 

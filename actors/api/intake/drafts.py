@@ -15,8 +15,9 @@ from actors.api.intake.fair_semaphore import Work
 from actors.api.intake.reader import Reader, Reading
 from actors.api.intake.receiving import IncomingRequest
 from actors.api.intake.references import FILES, IMAGE, IMAGES, LAST, VIDEO
-from actors.api.intake.sources import Sources
+from actors.api.intake.sources import Sources, StoredFile
 from actors.api.outbound.client import FetchError, check_url
+from actors.api.segments import continue_request
 from actors.api.settings import ServiceSettings
 from actors.api.sizes import check_size
 from actors.jobs.tables import Job
@@ -45,7 +46,7 @@ class Draft:
 
     job: Job
     webhook_url: str | None
-    contents: list[bytes]
+    contents: list[bytes | StoredFile]
 
 
 class Drafts:
@@ -82,15 +83,44 @@ class Drafts:
                 else:
                     files[name] = await reading.make_picture(name=source_name, count=incoming.add, **size)
                 sizes[SIZES[name]] = "{1}x{0}".format(*reading.sizes[source_name])
-        seconds = confirm_seconds(body.fields.seconds, plan.resolved, spec)
-        return self.build(body, caller, plan, files, {"seconds": seconds, **sizes})
+        segments = await self._work.run(owner, self.plan_segments, body, plan)
+        seconds = None if segments else confirm_seconds(body.fields.seconds, plan.resolved, spec)
+        return self.build(body, caller, plan, files, {"seconds": seconds, **sizes, **segments})
+
+    def plan_segments(self, body: ParsedBody, first: Planned, source_frames: int = 0) -> dict[str, Any]:
+        """Return the fields of a job's request that describe the segments after the first one.
+
+        Args:
+            body: The body.
+            first: The plan of the first segment.
+            source_frames: How many frames of another video come before that.
+
+        Raises:
+            InvalidRequest: The model can't make one of them, or the whole video would be too long.
+        """
+        prompts, resolved, spec = body.fields.next_prompts or [], first.resolved, self._spec
+        if not prompts:
+            return {}
+        if body.has(LAST):
+            message = "last_frame was sent with next_prompts; leave it out, and continue the finished video with it"
+            raise InvalidRequest(message, LAST)
+        spec.check_extension(resolved)
+        size = {"height": resolved.height, "width": resolved.width}
+        for index, prompt in enumerate(prompts, 1):
+            spec.plan(continue_request(dataclasses.replace(first.request, **size), prompt, index), image=True)
+        added = resolved.frames if spec.continues_video else resolved.frames - 1
+        frames, most = source_frames + resolved.frames + len(prompts) * added, self._settings.limits.extended_s
+        if frames > most * resolved.fps:
+            message = f"the whole video would last {frames / resolved.fps:.0f} s, and may last {most:g} s; send fewer"
+            raise InvalidRequest(message, "next_prompts")
+        return {"next_prompts": prompts, "added_frames": added}
 
     def build(
         self,
         body: ParsedBody,
         caller: Caller,
         plan: Planned,
-        files: Mapping[str, bytes],
+        files: Mapping[str, bytes | StoredFile],
         beside: Mapping[str, Any],
     ) -> Draft:
         """Return the job of a plan.

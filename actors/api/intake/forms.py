@@ -16,7 +16,8 @@ from typing import Any
 from actors.api.intake.json_text import loads
 from wan_tpu.errors import InvalidRequest
 
-LISTS = ("loras", "sigmas")  # Fields that are lists even if they were sent only once.
+LISTS_OF_TEXTS = ("next_prompts",)
+LISTS = ("loras", "sigmas", *LISTS_OF_TEXTS)  # Fields that are lists even if they were sent only once.
 TEXTS = ("prompt", "negative_prompt")  # Fields whose text is taken literally, even "" and "null".
 MAX_FIELDS = 40
 _FIELD_BYTES = 200_000  # Enough for a prompt of 32,000 characters in UTF-8.
@@ -102,7 +103,8 @@ def read_form(content_type: str, body: bytes, files: Sequence[str]) -> list[tupl
 def nest(fields: Iterable[tuple[str, Value]]) -> dict[str, Any]:
     """Return a form's fields as the equivalent JSON object; raises `InvalidRequest`.
 
-    Fields that are empty or "null" are omitted. A value that begins with a brace or a bracket is parsed as JSON.
+    Fields that are empty or "null" are omitted. A value that begins with a brace or a bracket is parsed as JSON. In a
+    list of texts it stays a text if it isn't JSON.
     """
     columns: dict[str, list[Any]] = {}
     for name, value in fields:
@@ -110,7 +112,7 @@ def nest(fields: Iterable[tuple[str, Value]]) -> dict[str, Any]:
         if isinstance(value, str) and name not in TEXTS:
             if value in _ABSENT:
                 continue
-            value = loads(value, name[:80], name[:80]) if value[:1] in ("{", "[") else value
+            value = _parse(name, value)
         columns[name].append(value)
     body: dict[str, Any] = {}
     for name, values in columns.items():
@@ -126,6 +128,19 @@ def nest(fields: Iterable[tuple[str, Value]]) -> dict[str, Any]:
         elif values:
             _put(body, path, values[0])
     return {name: _collect_lists(value) for name, value in body.items()}
+
+
+def _parse(name: str, value: str) -> Any:
+    """Return a field's value, parsed if it is JSON; raises `InvalidRequest`."""
+    if value[:1] not in ("{", "["):
+        return value
+    try:
+        parsed = loads(value, name[:80], name[:80])
+    except InvalidRequest:
+        if _split_name(name)[0] in LISTS_OF_TEXTS:  # "[Close-up] a cat" is a text.
+            return value
+        raise
+    return parsed
 
 
 def _split_name(name: str) -> list[str]:

@@ -4,25 +4,22 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
-import io
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
-from PIL import Image
-
-from actors.api.catalogue import Catalogue
 from actors.api.variants import VARIANTS
 from actors.api.worker.context import WorkerContext
-from actors.api.worker.continued import continue_fragments
+from actors.api.worker.continued import ContinuedFragments, continue_fragments
 from actors.api.worker.fragments import Fragments
 from actors.api.worker.previews import BrokenVideo, make_last_frame, make_previews
 from actors.api.worker.progress import Tracker
-from actors.engine import GeneratedVideo, OnFragment
+from actors.api.worker.segments import hides_first_frame, is_last, read_parts, rebuild_request
+from actors.engine import GeneratedVideo
 from actors.errors import PipelineError, RequestFailed
 from actors.jobs.errors import CommitUncertain, LeaseLost, StoreUnavailable
-from actors.jobs.stored_request import BESIDE, count_frames
+from actors.jobs.stored_request import count_frames, count_segments
 from actors.jobs.tables import Job
 from actors.jobs.values import BROKEN_VIDEO, INPUT_LOST, INTERNAL_ERROR, INVALID, LOST
 from actors.observe.logs import log_event
@@ -30,9 +27,7 @@ from actors.observe.span import Span
 from wan_tpu.errors import InvalidRequest, WanTpuError
 from wan_tpu.media.joining import join_contents
 from wan_tpu.media.video_content import VideoContent
-from wan_tpu.plan import RequestPlan
-from wan_tpu.request import FIELDS, GenerationRequest
-from wan_tpu.storage.base import Missing, Storage, StorageError
+from wan_tpu.storage.base import Missing, StorageError
 
 log = logging.getLogger(__name__)
 
@@ -112,48 +107,71 @@ class Attempt:
 
     async def _make(self) -> JobResults:
         """Make and store the results."""
+        async with self._fragments.storing() as fragments:
+            stream = await self._open_stream(fragments)
+            while not is_last(self._job):
+                segment = await self._make_segment(stream)
+                await self._keep(segment)
+                if isinstance(stream, ContinuedFragments):
+                    await stream.end_segment(segment.mp4)
+            video = await self._make_segment(stream)
+            if parts := await self._read_parts():
+                video = dataclasses.replace(video, mp4=await join_contents([*parts, video.mp4]))
+            names = await self._store_results(video)
+            warnings = tuple(dict.fromkeys([*self._job.warnings, *video.warnings]))
+            return JobResults(names, warnings, watchable=await fragments.finish())
+
+    async def _open_stream(self, fragments: Fragments) -> Fragments | ContinuedFragments | None:
+        """Return what takes the fragments that the engine passes on; None if the video can't be streamed."""
+        request, model = self._job.request, self._context.engine.model
+        if "source_frames" not in request and count_segments(request) == 1:
+            return fragments
+        rate = model.audio_rate if request.get("generate_audio") else None
+        return await continue_fragments(await self._read_parts(), request["fps"], rate, fragments)
+
+    async def _make_segment(self, stream: Fragments | ContinuedFragments | None) -> GeneratedVideo:
+        """Make the job's next segment; most jobs have one."""
+        engine, catalogue = self._context.engine, self._context.settings.catalogue
+        request = await self._read(rebuild_request, self._job, self._storage, catalogue, engine.model)
+        if self._job.segments and engine.model.continues_video:  # It sees all that came before.
+            request = dataclasses.replace(request, video=VideoContent(await join_contents(await self._read_parts())))
+        plan = engine.model.plan(request)  # Jobs outlive upgrades, and adapters may have moved, so no plan is stored.
+        self._tracker.begin_segment(engine.model, plan)
+        if hides_first_frame(self._job, engine.model):
+            plan = plan.with_request(dataclasses.replace(plan.request, hidden_frames=1))
+        return await engine.generate(
+            plan,
+            id=self._job.id,
+            on_event=self._note,
+            priority=self._job.priority,
+            on_fragment=None if stream is None else stream.add,
+        )
+
+    async def _keep(self, video: GeneratedVideo) -> None:
+        """Store a segment, and go on to the next one."""
+        index, request = len(self._job.segments), self._job.request
+        results = {"mp4": video.mp4}
+        if not self._context.engine.model.continues_video:
+            frames = request["frames"] if index == 0 and "source_frames" not in request else request["added_frames"]
+            results["png"] = await asyncio.to_thread(make_last_frame, video, frames)
+        names = {ending: self._name(f"segment-{index + 1}", content, ending) for ending, content in results.items()}
+        await self._write(names, results)
+        keep = self._queue.keep_segment
+        await self._insist(keep, self._job, index, names["mp4"], names.get("png"), video.warnings)
+        await self._context.engine.forget(self._job.id)  # Its snapshots are of no more use.
+
+    async def _read_parts(self) -> list[bytes]:
+        """Return the mp4 files that the job's next segment continues."""
+        return await self._read(read_parts, self._job, self._storage)
+
+    async def _read(self, read: Callable[..., T], *args: Any) -> T:
+        """Call a function that reads the job's files."""
         try:
-            request = await self._insist(_rebuild_request, self._job, self._storage, self._context.settings.catalogue)
+            return await self._insist(read, *args)
         except Missing:
             raise InputGone(_GONE) from None
         except StorageError as error:  # Not the job's fault: as a job's own error it would fail every waiting job.
             raise PipelineError("its inputs can't be read now") from error
-        engine = self._context.engine
-        plan = engine.model.plan(request)  # Jobs outlive upgrades, and adapters may have moved, so no plan is stored.
-        self._tracker.weigh_steps(engine.model, plan)
-        extends = "source_frames" in self._job.request
-        if extends and self._job.input_image is not None:  # The first frame is the source's last one.
-            plan = plan.with_request(dataclasses.replace(plan.request, hidden_frames=1))
-        async with self._fragments.storing() as fragments:
-            video = await engine.generate(
-                plan,
-                id=self._job.id,
-                on_event=self._note,
-                priority=self._job.priority,
-                on_fragment=await self._choose_reader(fragments, plan) if extends else fragments.add,
-            )
-            if extends:
-                video = await self._join(video)
-            names = await self._store_results(video)
-            return JobResults(names, video.warnings, watchable=await fragments.finish())
-
-    async def _choose_reader(self, fragments: Fragments, plan: RequestPlan) -> OnFragment | None:
-        """Return the callback for fragments of a video that continues another one; None if it can't be streamed."""
-        rate = self._context.engine.model.audio_rate if plan.has_sound else None
-        continued = await continue_fragments([await self._read_source()], plan.request.fps, rate, fragments)
-        return None if continued is None else continued.add
-
-    async def _read_source(self) -> bytes:
-        assert self._job.input_video is not None
-        try:
-            return await self._insist(self._storage.read, self._job.input_video)
-        except Missing:
-            raise InputGone(_GONE) from None
-
-    async def _join(self, video: GeneratedVideo) -> GeneratedVideo:
-        """Return one video that consists of the video that the job continues and the new part."""
-        source = await self._read_source()
-        return dataclasses.replace(video, mp4=await join_contents([source, video.mp4]))
 
     async def _store_results(self, video: GeneratedVideo) -> dict[str, str]:
         """Store a video and its previews; return their names in storage."""
@@ -165,15 +183,19 @@ class Attempt:
             if "i2v" in self._context.engine.model.tasks:  # Other models can't continue a video from its last frame.
                 last_frame = await asyncio.to_thread(make_last_frame, video, size["frames"])
                 results["final_frame"] = last_frame
-        prefix = f"{self._job.id}.{self._job.attempts}"  # Names are unique to this attempt and content.
-        names = {
-            variant: f"{prefix}.{hashlib.sha256(content).hexdigest()[:16]}.{VARIANTS[variant][1]}"
-            for variant, content in results.items()
-        }
-        await self._insist(self._queue.announce, self._job, list(names.values()))
-        for variant, content in results.items():
-            await self._store(names[variant], content)
+        names = {variant: self._name(None, content, VARIANTS[variant][1]) for variant, content in results.items()}
+        await self._write(names, results)
         return names
+
+    def _name(self, part: str | None, content: bytes, ending: str) -> str:
+        """Return a name in storage that is unique to this attempt and the content."""
+        digest = hashlib.sha256(content).hexdigest()[:16]
+        return ".".join([self._job.id, str(self._job.attempts), *([part] if part else []), digest, ending])
+
+    async def _write(self, names: Mapping[str, str], contents: Mapping[str, bytes]) -> None:
+        await self._insist(self._queue.announce, self._job, list(names.values()))
+        for key, content in contents.items():
+            await self._store(names[key], content)
 
     async def _store(self, name: str, content: bytes) -> None:
         """Write a result, retrying without limit, since the next job couldn't store its video either."""
@@ -299,22 +321,6 @@ class Attempt:
                     raise
                 log_event(log, "tried again", logging.WARNING, job=self._job.id, reason=str(error))
                 await asyncio.sleep(min(10.0, 0.25 * 2 ** min(attempt, 6)))
-
-
-def _rebuild_request(job: Job, storage: Storage, catalogue: Catalogue) -> GenerationRequest:
-    """Rebuild an accepted job's request; raises `PipelineError` if a later version accepted it with new fields."""
-    fields = {name: value for name, value in job.request.items() if name not in BESIDE}
-    if unknown := fields.keys() - FIELDS:
-        raise PipelineError(f"a later version has accepted it, with {', '.join(unknown)}; one of its workers makes it")
-    fields["loras"] = catalogue.resolve(fields.get("loras", ()))
-    for field, name in (("image", job.input_image), ("last_image", job.input_last_image)):
-        fields[field] = None if name is None else Image.open(io.BytesIO(storage.read(name))).convert("RGB")
-    if job.input_video is not None:
-        if "source_frames" in job.request and job.input_image is not None:
-            storage.size(job.input_video)  # The video is read only at the end; if it is gone, computing is of no use.
-        else:
-            fields["video"] = VideoContent(storage.read(job.input_video))
-    return GenerationRequest(**fields)
 
 
 def _blame(error: BaseException) -> tuple[str | None, str]:

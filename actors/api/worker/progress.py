@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Mapping
 
 from actors.api.estimates import Seconds
+from actors.jobs.stored_request import count_segments
 from actors.jobs.tables import Job
 from actors.jobs.values import Progress
 from actors.observe.span import Span
@@ -38,14 +39,17 @@ class Tracker:
         before = job.progress or Progress(stage=ENCODER)
         self._stage, self._step, self._percent = ENCODER, 0, before.percent
         self._decoded, self._is_first_attempt, self._in_chunks = False, job.attempts <= 1, False
+        self._segments, self._first = count_segments(job.request), len(job.segments)
         # Per stage of this attempt: when it began and ended by its slice's clock, and for how many seconds it computed.
         self.times: dict[str, tuple[float, float, float]] = {}
 
-    def weigh_steps(self, model: ModelSpec, plan: RequestPlan) -> None:
-        """Follow the steps of a plan. Until they are measured, they are weighted by the tokens that they compute.
+    def begin_segment(self, model: ModelSpec, plan: RequestPlan) -> None:
+        """Follow the plan of the job's next segment.
 
-        Steps on enlarged latents take several times as long as the steps before them.
+        Until steps are measured, they are weighted by the tokens that they compute: steps on enlarged latents take
+        several times as long as the steps before them.
         """
+        self._stage, self._step, self._decoded = ENCODER, 0, False
         self._steps, self._in_chunks = [None] * plan.first_step, len(plan.chunk_stops) > 1
         for expert in plan.experts:
             tokens = model.tokens(model.latent_shapes(plan.request, expert.stop)[VIDEO])
@@ -79,7 +83,8 @@ class Tracker:
         pace, weights = self._pace, self._weights()
         encoded = self._stage != ENCODER or self._step > 0
         done = pace.encode * encoded + pace.step * sum(weights[: self._step]) + pace.decode * self._decoded
-        whole = pace.encode + pace.step * sum(weights) + pace.decode
+        segment = pace.encode + pace.step * sum(weights) + pace.decode
+        done, whole = done + segment * len(self._job.segments), segment * self._segments
         self._percent = max(self._percent, min(_NEVER_COMPLETE, 100 * done / max(whole, 1e-9)))
         return Progress(
             stage=self._stage,
@@ -91,10 +96,10 @@ class Tracker:
 
     def learn(self, seconds: float) -> None:
         """Learn from the completed job, which took `seconds` from its claim to its end."""
-        pace, mine = self._pace, self.stage_seconds
-        pace.encode += _NEW * (mine.get(ENCODER, 0.0) - pace.encode)
-        pace.decode += _NEW * (mine.get(DECODER, 0.0) - pace.decode)
-        if sum(map(len, self._measured.values())) == sum(step is not None for step in self._steps):
+        pace, mine, segments = self._pace, self.stage_seconds, self._segments - self._first
+        pace.encode += _NEW * (mine.get(ENCODER, 0.0) / segments - pace.encode)
+        pace.decode += _NEW * (mine.get(DECODER, 0.0) / segments - pace.decode)
+        if sum(map(len, self._measured.values())) == segments * sum(step is not None for step in self._steps):
             mean = statistics.fmean(itertools.chain.from_iterable(self._measured.values()))
             for step, times in self._measured.items():
                 weight = statistics.fmean(times) / max(mean, 1e-9)

@@ -1,0 +1,171 @@
+"""Videos of several segments are one job: each continues the one before, and none is made twice, whatever dies."""
+
+import dataclasses
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from actors.jobs.store import JobStore, open_database
+from actors.jobs.tables import File
+from tests.actors.api import serving
+from tests.actors.api.serving import create, open_client, serve, wait_for_end, working
+from tests.actors.api.test_extensions import content, extend, packets, wait_for_video
+from tests.actors.api.test_watching import decode_digests, watching
+from tests.actors.small_spec import SOUND_SPEC, SmallSpec
+from tests.waiting import wait_for
+from wan_tpu.media.joining import read_end
+
+
+@pytest.fixture
+def http(settings, engine):
+    with working(settings, engine), serve(settings) as address, open_client(address) as client:
+        yield client
+
+
+PROMPTS = ["[Close-up] it falls", "it lies there"]
+
+
+def list_packets(files):
+    return [packet for file in files for packet in packets(file)]
+
+
+def test_each_segment_continues_the_one_before(http, engine):
+    engine.warnings = ("the prompt was cut",)
+    video = wait_for_video(http, create(http, seed=5, next_prompts=PROMPTS, priority=1))
+    assert [(asked.prompt, asked.seed, asked.hidden_frames) for asked in engine.asked] == [
+        ("a cat", 5, 0),
+        (PROMPTS[0], 6, 1),
+        (PROMPTS[1], 7, 1),
+    ]
+    segments = [engine.video(asked) for asked in engine.asked]
+    assert engine.asked[0].image is None
+    for before, asked, frames in zip(segments[:-1], engine.asked[1:], (9, 8), strict=True):
+        assert np.array_equal(np.asarray(asked.image), np.asarray(read_end(before, frames)))
+    assert packets(content(http, video)) == list_packets(segments)
+    shown = {name: video[name] for name in ("next_prompts", "finished_segments", "seconds", "num_frames", "progress")}
+    assert shown == {
+        "next_prompts": PROMPTS,
+        "finished_segments": 3,
+        "seconds": "1.56",
+        "num_frames": 9,
+        "progress": 100,
+    }
+    assert video["warnings"] == ["the prompt was cut"]
+    end = Image.open(io.BytesIO(content(http, video, "final_frame")))
+    assert np.array_equal(np.asarray(end), np.asarray(read_end(segments[-1], 8)))
+
+
+def test_a_continued_video_goes_on_for_several_segments(http, engine):
+    first = wait_for_video(http, create(http, seed=1))
+    form = {"prompt": (None, "on"), "video[id]": (None, first["id"]), "seed": (None, "3")}
+    fields = [*form.items(), *(("next_prompts", (None, prompt)) for prompt in PROMPTS)]
+    whole = wait_for_video(http, http.post("/v1/videos/extensions", files=fields))
+    made = [engine.video(asked) for asked in engine.asked[1:]]
+    assert [len(packets(part)) for part in made] == [8, 8, 8]
+    assert packets(content(http, whole)) == packets(content(http, first)) + list_packets(made)
+    assert (whole["seconds"], whole["finished_segments"]) == ("2.06", 3)
+    longer = wait_for_video(http, extend(http, whole["id"], next_prompts=["and on"]))
+    assert packets(content(http, longer))[:33] == packets(content(http, whole))
+    assert len(packets(content(http, longer))) == 33 + 2 * 8
+    again = wait_for_video(http, http.post(f"/v1/videos/{whole['id']}/remix", json={"prompt": "otherwise"}))
+    assert (again["prompt"], again["next_prompts"], again["seconds"]) == ("otherwise", PROMPTS, "2.06")
+
+
+def test_no_finished_segment_is_made_again(settings, engine, database):
+    with serve(settings) as address, open_client(address) as http:
+        job = create(http, seed=5, next_prompts=PROMPTS).json()["id"]
+
+        def stop_in_segment(number):
+            wait_for(lambda: len(engine.asked) == number and engine.under_way == 1)
+            return http.get(f"/v1/videos/{job}").json()
+
+        generate = engine.generate
+
+        async def generate_until_second(plan, **options):
+            if len(engine.asked) == 1:
+                engine.go.clear()
+            return await generate(plan, **options)
+
+        engine.generate = generate_until_second
+        with working(settings, engine):
+            video = stop_in_segment(2)
+            assert (video["finished_segments"], video["status"]) == (1, "in_progress")
+            wait_for(lambda: 33 <= http.get(f"/v1/videos/{job}").json()["progress"] < 66)
+        kept = JobStore(database).get(job)
+        assert (kept.status, len(kept.segments)) == ("queued", 1)
+        engine.generate = generate
+        engine.go.set()
+        with working(settings, engine, name="worker-2"):
+            video = wait_for_end(http, job)
+        assert [asked.prompt for asked in engine.asked] == ["a cat", PROMPTS[0], *PROMPTS]
+        assert (video["status"], video["attempts"]) == ("completed", 2)
+        made = [engine.asked[index] for index in (0, 2, 3)]
+        assert packets(content(http, video)) == list_packets(map(engine.video, made))
+        with open_database(settings.database).read() as session:
+            files = session.query(File).where(File.job == job).all()
+    results = set(JobStore(database).get(job).results.values())
+    assert {file.name for file in files if file.delete_at is None} == results
+
+
+def test_a_model_that_sees_motion_gets_all_that_came_before(settings, engine):
+    class SeesMotion(SmallSpec):
+        takes_video = continues_video = True
+
+    spec = engine.model = SeesMotion(serving.SPEC.config)
+    with working(settings, engine), serve(settings, spec) as address, open_client(address) as http:
+        video = wait_for_video(http, create(http, next_prompts=PROMPTS))
+        segments = [engine.video(asked) for asked in engine.asked]
+        seen = [packets(asked.video.content) for asked in engine.asked[1:]]
+        assert seen == [packets(segments[0]), packets(segments[0]) + packets(segments[1])]
+        assert [(asked.image, asked.hidden_frames, asked.strength) for asked in engine.asked[1:]] == [(None, 0, 1)] * 2
+        assert packets(content(http, video)) == list_packets(segments) and video["seconds"] == "1.69"
+
+
+def count_shown(stream):
+    """Return how many frames have arrived of a video that isn't complete yet."""
+    return sum(line.startswith(b"0,") for line in decode_digests(stream)) if stream else 0
+
+
+@pytest.mark.parametrize("spec", [serving.SPEC, SOUND_SPEC])
+def test_the_whole_is_streamed_though_its_worker_ends(settings, tmp_path, spec):
+    engine = serving.DecodingEngine(tmp_path)
+    engine.model = spec
+    frames = 32 if spec is serving.SPEC else 38  # Of the second segment; each segment has three fragments.
+    with serve(settings, spec) as address, open_client(address) as http:
+        job = create(http, num_frames=frames + 1, next_prompts=["on"], seed=3).json()["id"]
+        with watching(http, job) as (_, viewer):
+            engine.decoded.release(4)
+            with working(settings, engine):
+                wait_for(lambda: count_shown(viewer.received) == frames + 17)
+            engine.decoded.release(3)
+            with working(settings, engine):
+                content_, cut = viewer.end()
+        assert (cut, len(engine.asked)) == (False, 3)
+        assert decode_digests(content_) == decode_digests(content(http, {"id": job}))
+
+
+def test_what_cant_be_made_in_segments_is_refused(settings, http):
+    image = {"image_url": "https://example.com/a.png"}
+    for fields, param, message in (
+        ({"next_prompts": ["on"], "last_frame": image}, "last_frame", "leave it out"),
+        ({"next_prompts": ["on", ""]}, "next_prompts.1", "at least 1"),
+        ({"next_prompts": ["on"], "num_frames": 1}, "num_frames", "at least 5"),
+        ({"next_prompts": "on and on"}, "next_prompts", "list"),
+        ({"next_prompts": ["on"] * 30}, "next_prompts", "29"),
+    ):
+        answer = create(http, **fields)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, param) and message in error["message"], (fields, error)
+    short = dataclasses.replace(settings, limits=dataclasses.replace(settings.limits, extended_s=1.0))
+    with serve(short) as address, open_client(address) as strict:
+        error = create(strict, next_prompts=["on"]).json()["error"]
+        assert (error["param"], "would last 1 s, and may last 1 s" in error["message"]) == ("next_prompts", True), error
+
+    class TextSpec(SmallSpec):
+        tasks = ("t2v",)
+
+    spec = TextSpec(serving.SPEC.config)
+    with serve(settings, spec) as address, open_client(address) as other:
+        assert "use an I2V checkpoint" in create(other, next_prompts=["on"]).json()["error"]["message"]
