@@ -32,7 +32,8 @@ from typing import Any, NoReturn
 import mlperf_loadgen as loadgen
 import numpy as np
 
-from actors.commands.arguments import add_cluster_arguments, find_gcs_address
+from actors.commands.arguments import add_cluster_arguments
+from actors.commands.connection import find_gcs_address
 from wan_tpu import GenerationRequest, load_pipeline
 from wan_tpu.cli import run as run_command
 from wan_tpu.commands.parser import Parser, add_model, add_precision

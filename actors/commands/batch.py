@@ -3,17 +3,18 @@
 import contextlib
 from collections.abc import Sequence
 
-from actors.commands.arguments import add_batch_arguments, make_model_absolute
+from actors.commands.arguments import MAX_IN_FLIGHT, add_batch_arguments, check_range, make_model_absolute
 from wan_tpu.commands import arguments
 from wan_tpu.commands.parser import Parser
 
 
 def batch(argv: Sequence[str]) -> None:
-    """Make every video of a manifest that isn't in the output yet."""
+    """Make those videos of a manifest that the output doesn't have yet, in this process."""
     parser = Parser(prog="wan-tpu batch", description=batch.__doc__)
     arguments.add_model_arguments(parser)
     add_batch_arguments(parser)
     args = parser.parse_args(argv)
+    check_range(args, "in_flight", 1, MAX_IN_FLIGHT)
 
     from actors.batch.checking import CheckingPlanner
     from actors.batch.manifest import read_manifest
@@ -45,8 +46,8 @@ def batch(argv: Sequence[str]) -> None:
     )
     with opening as ready_batch:
         with contextlib.closing(engine):
-            watching = {"on_event": spans.add} if args.timeline else {}
-            report = ready_batch.run(engine, progress=Console("request"), **watching)
+            callbacks = {"on_event": spans.add} if args.timeline else {}
+            report = ready_batch.run(engine, progress=Console("request"), **callbacks)
         spans.save(output, say)
     report.check()
     say(report.summarize())

@@ -2,36 +2,33 @@
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
-from cluster.emulation.cluster import EmulatedCluster, Settings, find_default_folder, list_emulated_slices
+from actors.commands.arguments import add_actions, add_folder
+from cluster.emulation.cluster import STATE, EmulatedCluster, Settings, list_emulated_slices
+from cluster.errors import ClusterNotFound
 from cluster.layout import Layout, list_shipped
 from wan_tpu.commands.parser import Parser
 
 
 def cluster(argv: Sequence[str]) -> None:
-    """Start and stop an emulated cluster."""
+    """Start and stop an emulated cluster on this machine, whose hosts have CPU devices in place of chips."""
     parser = Parser(prog="wan-tpu cluster", description=cluster.__doc__)
-    actions = parser.add_subparsers(
-        dest="action", required=True, metavar="ACTION", parser_class=Parser, help="what to do; each has a --help"
+    actions = add_actions(parser)
+    up = actions.add_parser("up", help="start an emulated cluster, which runs until wan-tpu cluster down")
+    up.add_argument(
+        "--emulate",
+        required=True,
+        metavar="LAYOUT",
+        help=f"layout file, or a shipped layout: {', '.join(list_shipped())}",
     )
-    start = actions.add_parser("up", help="start an emulated cluster that stays until `down`")
-    start.add_argument(
-        "--emulate", required=True, metavar="LAYOUT", help=f"layout file, or a shipped one: {', '.join(list_shipped())}"
-    )
-    stop = actions.add_parser("down", help="stop the emulated cluster, also what a crash has left of it")
-    for action in (start, stop):
-        action.add_argument(
-            "--folder",
-            type=Path,
-            default=find_default_folder(),
-            help="of the emulated cluster's state; default %(default)s",
-        )
+    down = actions.add_parser("down", help="stop the emulated cluster, and remove what a crash has left of it")
+    for action in (up, down):
+        add_folder(action)
     args = parser.parse_args(argv)
-    {"up": _up, "down": _down}[args.action](args)
+    {"up": _start, "down": _stop}[args.action](args)
 
 
-def _up(args: argparse.Namespace) -> None:
+def _start(args: argparse.Namespace) -> None:
     layout = Layout.load(args.emulate)
     slices = list_emulated_slices(layout)
     running = EmulatedCluster.start(
@@ -39,9 +36,13 @@ def _up(args: argparse.Namespace) -> None:
     )
     hosts = sum(s.spec.hosts for s in slices)
     print(f"emulated cluster of {len(slices)} slices, {hosts} hosts: RAY_ADDRESS={running.address}")
-    print(f"jobs are taken at http://{running.dashboard}")
+    print(f"jobs are accepted at http://{running.dashboard}")
 
 
-def _down(args: argparse.Namespace) -> None:
+def _stop(args: argparse.Namespace) -> None:
+    if not (args.folder / STATE).exists():
+        raise ClusterNotFound(
+            f"there is no emulated cluster in {args.folder}; give the --folder that wan-tpu cluster up was run with"
+        )
     EmulatedCluster.attach(args.folder).stop()
     print("stopped")

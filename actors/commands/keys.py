@@ -1,4 +1,4 @@
-"""`wan-tpu keys add | list | limit | revoke | usage`: who may use the service, for what, and what they have used."""
+"""`wan-tpu keys add | list | limit | revoke | usage`: the API keys of a service, their limits and their usage."""
 
 import argparse
 import datetime
@@ -9,43 +9,42 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.commands.serve_arguments import choose_database
-from cluster.emulation.cluster import find_default_folder
+from actors.commands.arguments import add_actions, add_folder, check_range
+from actors.commands.serve_arguments import NONE, choose_database
 from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import InvalidInput
+from wan_tpu.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from actors.jobs.tables import ApiKey
 
-NONE = "none"
-
 
 def keys(argv: Sequence[str]) -> None:
-    """Make, show, limit and revoke API keys, and show what they have used."""
+    """Create, list, limit and revoke API keys, and show what their jobs have used."""
     parser = Parser(prog="wan-tpu keys", description=keys.__doc__)
-    actions = parser.add_subparsers(
-        dest="action", required=True, metavar="ACTION", parser_class=Parser, help="what to do; each has a --help"
+    actions = add_actions(parser)
+    add = actions.add_parser(
+        "add",
+        help="create a key and print it, only this once; as soon as a database has a key, every request needs one",
     )
-    add = actions.add_parser("add", help="make a key and print it, this one time; from the first on, one is required")
-    add.add_argument("name", help="whose it is, for you to know it by")
-    show = actions.add_parser("list", help="show all keys in force, without their secrets")
-    limit = actions.add_parser("limit", help="change limits; running services follow within a second")
+    add.add_argument("name", help="name of the key, such as its user's")
+    list_ = actions.add_parser("list", help="list all valid keys, without their secrets")
+    limit = actions.add_parser("limit", help="change a key's limits; running services apply them within a second")
     revoke = actions.add_parser("revoke", help="revoke a key; running services refuse it within a second")
     for action in (limit, revoke):
-        action.add_argument("key", help="its name or id")
+        action.add_argument("key", help="name or id of the key")
     for action in (add, limit):
         _add_limits(action)
-    usage = actions.add_parser("usage", help="show videos, chip-seconds and dollars by key, of jobs that have ended")
-    usage.add_argument("--days", type=int, default=30, help="until today, UTC; default %(default)s")
-    for action in (add, show, limit, revoke, usage):
-        action.add_argument("--database", help="of the service's jobs, as of wan-tpu serve; default: in --folder")
-        action.add_argument(
-            "--folder",
-            type=Path,
-            default=find_default_folder(),
-            help="of the service's state, as of wan-tpu serve; default %(default)s",
-        )
+    usage = actions.add_parser("usage", help="show what each key's ended jobs have used: videos, chip-seconds, dollars")
+    usage.add_argument(
+        "--days", type=int, default=30, help="number of days, in UTC, of which today is the last; default %(default)s"
+    )
+    for action in (add, list_, limit, revoke, usage):
+        action.add_argument("--database", help="the --database of wan-tpu serve; default: a file in --folder")
+        add_folder(action, owner="service, the --folder of wan-tpu serve")
     args = parser.parse_args(argv)
+    if args.action == "usage":
+        check_range(args, "days", 1, 36500)
     os.umask(0o077)
 
     from actors.jobs.keys import KeyLimits, limit_key, list_keys, make_key, revoke_key
@@ -53,11 +52,11 @@ def keys(argv: Sequence[str]) -> None:
 
     address = choose_database(args.database, args.folder)
     if args.action != "add" and "://" not in address and not Path(address).exists():
-        # Listing must not create the database: its owner would be the user who happened to list first.
-        nothing = f"there are no keys, and no jobs: {address} isn't there yet; make a key with wan-tpu keys add NAME"
+        # Don't create the database here, because it would belong to the first user who happened to list its keys.
+        message = f"there are no keys: the database {address} doesn't exist yet; wan-tpu keys add NAME creates it"
         if args.action in ("limit", "revoke"):
-            raise InvalidInput(nothing)
-        print(nothing, file=sys.stderr)
+            raise InvalidInput(message)
+        print(message, file=sys.stderr)
         return
     database = open_database(address)
     match args.action:
@@ -66,7 +65,7 @@ def keys(argv: Sequence[str]) -> None:
         case "limit":
             changes = _read_limits(args)
             if not changes:
-                raise InvalidInput("nothing to change; give a limit, such as --waiting 10 or --per_minute none")
+                raise InvalidInput("no limit was given; give one, such as --waiting 10 or --per_minute none")
             KeyLimits(**changes)
             limit_key(database, args.key, changes)
             print(f"changed {args.key}")
@@ -74,41 +73,58 @@ def keys(argv: Sequence[str]) -> None:
             revoke_key(database, args.key)
             print(f"revoked {args.key}")
         case "list":
-            in_force = [key for key in list_keys(database) if key.revoked_at is None]
-            for key in in_force:
+            valid_keys = [key for key in list_keys(database) if key.revoked_at is None]
+            for key in valid_keys:
                 print(_describe(key))
-            if not in_force:
-                print(f"no key is in force in {database}; make one with wan-tpu keys add NAME", file=sys.stderr)
+            if not valid_keys:
+                print(f"{database} has no valid key; create one with wan-tpu keys add NAME", file=sys.stderr)
         case "usage":
-            _show_usage(database, args.days)
+            _print_usage(database, args.days)
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("limits", f"{NONE}: no limit of its own")
+    group = parser.add_argument_group("limits", f'"{NONE}" removes the key\'s own limit.')
     for name, kind, text in (
-        ("per_minute", float, "requests that it may send, on average"),
-        ("waiting", int, "jobs of it that may wait; else half of the queue"),
-        ("running", int, "jobs of it that are made at a time"),
-        ("priority", int, "the highest that its jobs may have; else 0"),
-        ("days", float, "from now on that it is in force"),
+        ("per_minute", float, "requests that the key may send per minute, on average"),
+        ("waiting", int, "how many of its jobs may wait; without this limit, half of the queue"),
+        ("running", int, "how many of its jobs may run at a time"),
+        ("priority", int, "the highest priority that its jobs may have; without this limit, 0"),
+        ("days", float, "number of days from now after which the key expires"),
     ):
         group.add_argument(f"--{name}", type=_allow_none(kind), default=argparse.SUPPRESS, help=text)
-    scopes = "make (and delete), read one's own, operate (see and cancel everybody's); default: make,read"
-    group.add_argument("--scopes", type=lambda text: tuple(text.split(",")), default=argparse.SUPPRESS, help=scopes)
+    group.add_argument(
+        "--scopes",
+        type=_read_scopes,
+        default=argparse.SUPPRESS,
+        help="what the key may do, separated by commas: make (and delete) videos, read its own, operate (see and "
+        "cancel everybody's); a new key: make,read",
+    )
+
+
+def _read_scopes(text: str) -> tuple[str, ...]:
+    from actors.jobs.keys import SCOPES
+
+    scopes = tuple(scope.strip() for scope in text.split(","))
+    for scope in scopes:
+        if scope not in SCOPES:
+            raise argparse.ArgumentTypeError(
+                f"there is no scope {scope!r}{did_you_mean(scope, SCOPES)}; choose from {', '.join(SCOPES)}"
+            )
+    return scopes
 
 
 def _allow_none(kind: Any) -> Any:
-    """Return a type for argparse that also takes `NONE`."""
+    """Return a type for argparse that also accepts `NONE`, and reads it as None."""
 
     def convert(text: str) -> Any:
         return None if text == NONE else kind(text)
 
-    convert.__name__ = kind.__name__  # argparse names it in errors.
+    convert.__name__ = kind.__name__  # argparse puts the name into its errors.
     return convert
 
 
 def _read_limits(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the limits among the arguments, by their names in `KeyLimits`."""
+    """Return the limits that were given, by their names in `KeyLimits`."""
     limits = {name: getattr(args, name) for name in ("waiting", "running", "days", "scopes") if name in args}
     if "per_minute" in args:
         limits["requests_per_minute"] = args.per_minute
@@ -128,16 +144,16 @@ def _describe(key: "ApiKey") -> str:
     return f"{key.id}  {created}  {key.scopes:9}  {key.name}" + (f"  ({', '.join(limits)})" if limits else "")
 
 
-def _show_usage(database: Any, days: int) -> None:
+def _print_usage(database: Any, days: int) -> None:
     from actors.jobs.keys import list_keys
     from actors.jobs.usage import read_usage
 
     first = datetime.datetime.now(datetime.UTC).date() - datetime.timedelta(days=days - 1)
     names = {key.id: key.name for key in list_keys(database)}
     print(f"since {first}, UTC\n{'videos':>8} {'failed':>8} {'chip-seconds':>14} {'dollars':>10}  key")
-    used = read_usage(database, first=first.isoformat())
-    if not used:
+    usage_by_owner = read_usage(database, first=first.isoformat())
+    if not usage_by_owner:
         print("no job has ended since then", file=sys.stderr)
-    for owner, row in sorted(used.items(), key=lambda row: -row[1].chip_seconds):
-        whose = f"{owner}  {names.get(owner, '')}" if owner else "without a key"
-        print(f"{row.videos:8} {row.failed:8} {row.chip_seconds:14.1f} {row.dollars:10.2f}  {whose}")
+    for owner, usage in sorted(usage_by_owner.items(), key=lambda row: -row[1].chip_seconds):
+        key = f"{owner}  {names.get(owner, '')}" if owner else "without a key"
+        print(f"{usage.videos:8} {usage.failed:8} {usage.chip_seconds:14.1f} {usage.dollars:10.2f}  {key}")

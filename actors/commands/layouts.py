@@ -1,4 +1,4 @@
-"""`wan-tpu layouts`: the layouts that come with this package."""
+"""`wan-tpu layouts`: list the layouts that come with this package."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -13,16 +13,16 @@ from wan_tpu.families import list_published, published_spec
 
 
 def layouts(argv: Sequence[str]) -> None:
-    """List the shipped layouts: their slices and chips, what they are for, and whether they can be emulated."""
+    """List the shipped layouts: their slices and chips, the models that fit them, and whether they are emulated."""
     parser = Parser(prog="wan-tpu layouts", description=layouts.__doc__)
     parser.add_argument(
         "--model",
         "--model_id",
         choices=list_published(),
         metavar="MODEL",
-        help="only those for it; by name: wan-tpu models",
+        help="list only the layouts for this model; wan-tpu models lists the names",
     )
-    parser.add_argument("--json", action="store_true", help="for programs: a list of JSON objects")
+    parser.add_argument("--json", action="store_true", help="print a list of JSON objects, for programs")
     args = parser.parse_args(argv)
     stages = None if args.model is None else published_spec(args.model).stages
     descriptions = [
@@ -35,9 +35,10 @@ def layouts(argv: Sequence[str]) -> None:
     rows = [[str(layout[column]) for column in header[:-1]] + ["; ".join(layout["slices"])] for layout in descriptions]
     print(as_table(header, rows))
     print(
-        "\nGiB: of the chips' memory. Those for emulation are for this machine: wan-tpu cluster up --emulate LAYOUT. "
-        "A layout\nof your own is a file: docs/cluster.md. What one makes and costs: wan-tpu plan --model MODEL "
-        "--layout LAYOUT."
+        "\nGiB: usable memory of all chips together.\n"
+        "An emulated layout runs on this machine: wan-tpu cluster up --emulate LAYOUT.\n"
+        "What a layout's slices make and cost: wan-tpu plan --model MODEL --layout LAYOUT.\n"
+        "To write a layout of your own, see docs/cluster.md."
     )
 
 
@@ -50,14 +51,14 @@ def _can_host(layout: Layout, stages: Sequence[str]) -> bool:
 
 
 def _describe(layout: Layout) -> dict[str, Any]:
-    """Return a layout by the columns of the table; an emulated one takes no chips."""
+    """Return a layout's values by the table's columns. An emulated layout has "-" for chips and GiB."""
     is_emulated = layout.devices_per_host is not None
     stages = [stage for pool in layout.pools for stage in pool.stages if stage not in ("encoder", "decoder")]
     experts = [stage for stage in stages if stage.startswith("denoise")]
-    others = "".join(f", {stage}" for stage in stages if stage not in experts)  # They run an expert again.
+    repeated = "".join(f", {stage}" for stage in stages if stage not in experts)  # Stages that run an expert again.
     return {
         "layout": Path(layout.source).stem,
-        "models with": ("one expert" if len(experts) == 1 else f"{len(experts)} experts") + others,
+        "models with": ("one expert" if len(experts) == 1 else f"{len(experts)} experts") + repeated,
         "chips": "-" if is_emulated else _format_sum(layout.pools, lambda pool: pool.slice.chips),
         "GiB": "-"
         if is_emulated
@@ -68,7 +69,7 @@ def _describe(layout: Layout) -> dict[str, Any]:
 
 
 def _format_sum(pools: Sequence[Pool], measure: Callable[[Pool], float]) -> str:
-    """Return a measure of all slices together, such as "12", or "12 to 48" where pools grow."""
+    """Return the sum of a measure over all slices, such as "12", or "12 to 48" where pools scale."""
     least, most = (
         sum(getattr(pool.replicas, bound) * measure(pool) for pool in pools) for bound in ("minimum", "maximum")
     )

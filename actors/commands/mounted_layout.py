@@ -1,4 +1,4 @@
-"""A layout that the cluster's machines have as a file, which Kubernetes mounts from a ConfigMap."""
+"""A layout in a file that Kubernetes mounts into the cluster's pods from a ConfigMap."""
 
 import hashlib
 import time
@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 from wan_tpu.errors import Unavailable
 
-# A kubelet brings a changed ConfigMap to its pods within two periods of a minute each, the defaults.
+# With its default periods, a kubelet updates a mounted ConfigMap within two minutes. Wait twice as long.
 _WAIT_S = 240.0
 
 
 class MountedLayout(NamedTuple):
-    """A layout in a file of the cluster's machines.
+    """A layout file on the cluster's machines.
 
     Attributes:
-        path: The file.
-        text: Its content, YAML.
+        path: The path of the file.
+        text: Its content, in YAML.
     """
 
     path: str
@@ -24,17 +24,22 @@ class MountedLayout(NamedTuple):
 
     @property
     def sha256(self) -> str:
-        """The hash of the content, in hexadecimal."""
+        """The SHA-256 hash of the content, in hexadecimal."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
 
 def wait_for_layout(path: str, sha256: str, wait_s: float = _WAIT_S) -> str:
-    """Return the text of a file once it is the layout that a service's configuration means.
+    """Wait until a file has the layout that a service's configuration was written for, and return its text.
 
     A new configuration reaches Ray Serve before a changed ConfigMap reaches the machines.
 
+    Args:
+        path: The path of the file.
+        sha256: The hash of the layout, in hexadecimal.
+        wait_s: How long to wait, in seconds.
+
     Raises:
-        Unavailable: The file isn't there, or still has another content.
+        Unavailable: After that time, the file can't be read or still has other content.
     """
     deadline = time.monotonic() + wait_s
     while True:
@@ -46,11 +51,11 @@ def wait_for_layout(path: str, sha256: str, wait_s: float = _WAIT_S) -> str:
             if layout.sha256 == sha256:
                 return layout.text
             problem = (
-                f"has another content ({layout.sha256[:12]}) than the service's configuration says ({sha256[:12]})"
+                f"has the hash {layout.sha256[:12]}, but the service's configuration was written for {sha256[:12]}"
             )
         if time.monotonic() > deadline:
             raise Unavailable(
-                f"the layout {path} {problem}; apply the ConfigMap, which has the file, and the RayService, which has "
-                "the configuration, again, both as one run of wan-tpu manifests writes them"
+                f"the layout {path} {problem}; run wan-tpu manifests once, and apply both the ConfigMap (the layout) "
+                "and the RayService (the configuration) that it prints"
             )
         time.sleep(1)

@@ -1,4 +1,4 @@
-"""`wan-tpu serve`: the pipeline behind HTTP."""
+"""`wan-tpu serve`: a pipeline behind the `/v1/videos` HTTP API."""
 
 import argparse
 import dataclasses
@@ -8,54 +8,59 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.commands.arguments import build_spec, find_gcs_address, join_cluster, read_settings
+from actors.commands.connection import find_gcs_address, join_cluster
 from actors.commands.mounted_layout import MountedLayout
+from actors.commands.new_pipeline import build_spec, read_settings
 from actors.commands.serve_arguments import NONE, build_serve_parser, read_service_settings
 from actors.observe.console import LiveConsole
 from wan_tpu.adapters.checking import check
 from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import InvalidInput
 
-ANYWHERE = "0.0.0.0"  # The default --host of a config, whose cluster is elsewhere.
-# Options that only concern this machine and this command, which a config leaves out or replaces.
+ALL_INTERFACES = "0.0.0.0"  # The default of --host in a config, which is for another cluster.
+# Options that only concern this machine and this command. A config omits or replaces them.
 _LOCAL_OPTIONS = ("address", "folder", "layout", "layout_text", "host", "port", "write_config", "detach", "down")
 
 
 def serve(argv: Sequence[str]) -> None:
-    """Bring a pipeline up with the `/v1/videos` API in front of it, until Ctrl-C; jobs outlast it."""
+    """Serve a pipeline through the `/v1/videos` API until Ctrl-C; unfinished jobs wait for the next start."""
     parser = build_serve_parser(serve.__doc__)
-    group = parser.add_argument_group("instead of serving here until Ctrl-C")
-    group.add_argument("--detach", action="store_true", help="return when it is up")
-    group.add_argument("--down", action="store_true", help="take down what runs; jobs wait for the next start")
-    group.add_argument("--write_config", type=Path, metavar="FILE", help="write a config for: serve deploy FILE")
+    group = parser.add_argument_group("instead of serving until Ctrl-C").add_mutually_exclusive_group()
+    group.add_argument("--detach", action="store_true", help="return when the service is up")
+    group.add_argument(
+        "--down", action="store_true", help="take the running service down; its jobs wait for the next start"
+    )
+    group.add_argument(
+        "--write_config", type=Path, metavar="FILE", help="write a config for Ray's command serve deploy FILE"
+    )
     args = parser.parse_args(argv)
     if args.write_config is not None:
         _write_config(args, parser)
         return
     os.umask(0o077)
     if args.down:
-        _down(args)
+        _take_down(args)
         return
-    ready = _up(args)
+    summary = _bring_up(args)
     if args.detach:
-        print(f"{ready}; wan-tpu serve --down takes it down")
+        print(f"{summary}; wan-tpu serve --down takes it down")
         return
     try:
-        print(f"{ready}; Ctrl-C takes it down", flush=True)
+        print(f"{summary}; Ctrl-C takes it down", flush=True)
         threading.Event().wait()
     finally:
-        _down(args)
+        _take_down(args)
 
 
-def _up(args: argparse.Namespace) -> str:
-    """Bring the service up; return its model and address."""
+def _bring_up(args: argparse.Namespace) -> str:
+    """Bring the service up; return a text with its model and address."""
     from actors.api.deploy import deploy_service
 
     with LiveConsole() as live:
         live.tell("joining the cluster")
         args.host = args.host or "127.0.0.1"
         layout, settings = read_settings(args, find_gcs_address(args))
-        service = read_service_settings(args, layout, settings)  # Before a checkpoint is read, to report errors early.
+        service = read_service_settings(args, layout, settings)  # Check them before spending time on the checkpoint.
         spec = build_spec(layout, settings)
         service = dataclasses.replace(service, catalogue=service.catalogue.complete_for(spec.model))
         if service.catalogue.adapters:
@@ -64,10 +69,10 @@ def _up(args: argparse.Namespace) -> str:
         join_cluster(args)
         deploy_service(service, spec, host=args.host, port=args.port, ingresses=args.ingresses, tell=live.tell)
     host = f"[{args.host}]" if ":" in args.host else args.host
-    return f"{service.model} at http://{host}:{args.port} (API: /v1, its description: /docs)"
+    return f"{service.model} at http://{host}:{args.port} (API: /v1, documentation: /docs)"
 
 
-def _down(args: argparse.Namespace) -> None:
+def _take_down(args: argparse.Namespace) -> None:
     from actors.api.deploy import take_down
 
     with LiveConsole() as live:
@@ -81,12 +86,13 @@ def _down(args: argparse.Namespace) -> None:
 def build_service_config(
     args: argparse.Namespace, explicit: dict[str, Any], mounted: MountedLayout | None = None
 ) -> tuple[str, str]:
-    """Return Serve's config of a service on another cluster, and the name of its model.
+    """Return a config for Ray Serve, in YAML, of a service on another cluster, and the name of its model.
 
     Args:
-        args: All arguments.
-        explicit: Those that aren't their defaults, by name. The config has all that don't only concern this machine.
-        mounted: The file with the layout on the cluster's machines; without it, the layout is in the config.
+        args: The command's arguments.
+        explicit: Those that differ from their defaults, by name. The config gets all except those that only concern
+            this machine.
+        mounted: The layout file on the cluster's machines; None to put the layout into the config.
 
     Raises:
         InvalidInput: An argument is missing, or has a value that isn't allowed.
@@ -95,13 +101,13 @@ def build_service_config(
 
     for name in ("snapshots", "database", "results"):
         if getattr(args, name) is None:
-            raise InvalidInput(f"--{name} is missing; a config is for a cluster that this command doesn't see")
-    # The checkpoint isn't read, because it may be on the cluster's machines only.
+            raise InvalidInput(f"--{name} is missing; a config for another cluster has no default for it")
+    # Don't read the checkpoint, because it may be only on the cluster's machines.
     layout, settings = read_settings(args, args.address or "cluster:6379")
     service = read_service_settings(args, layout, settings)
     arguments = {name: value for name, value in explicit.items() if name not in _LOCAL_OPTIONS}
-    arguments.setdefault("webhook_secret", NONE)  # A file created on each machine would hold different secrets.
-    arguments |= {"host": args.host or ANYWHERE, "port": args.port}
+    arguments.setdefault("webhook_secret", NONE)  # By default, each machine would create a file with its own secret.
+    arguments |= {"host": args.host or ALL_INTERFACES, "port": args.port}
     if mounted is None:
         arguments["layout_text"] = args.layout_text or Path(layout.source).read_text()
     return build_config(arguments, settings.name, layout, mounted), service.model
@@ -113,8 +119,8 @@ def _write_config(args: argparse.Namespace, parser: Parser) -> None:
     check_output(args.write_config, overwrite=True)
     text, model = build_service_config(args, parser.non_defaults(args))
     args.write_config.write_text(text)
-    print(f"wrote {args.write_config}; {model} starts with: serve deploy {args.write_config}")
-    host = args.host or ANYWHERE
-    print(f"it listens on {host}:{args.port}; other addresses than loopback want a key: wan-tpu keys add")
+    print(f"wrote {args.write_config}; start the service of {model} with: serve deploy {args.write_config}")
+    host = args.host or ALL_INTERFACES
+    print(f"it will listen on {host}:{args.port}; unless that is a loopback address, create a key: wan-tpu keys add")
     if args.webhook_secret in (None, NONE):
-        print("it calls no webhooks: --webhook_secret names a file that all machines have, with the same secret in it")
+        print("it won't call webhooks; to enable them, put the same secret in a file on all machines: --webhook_secret")

@@ -1,4 +1,4 @@
-"""The config for `serve deploy`, which holds the arguments of `wan-tpu serve`."""
+"""The config for Ray's command `serve deploy`, which contains the arguments of `wan-tpu serve`."""
 
 import contextlib
 import dataclasses
@@ -10,8 +10,8 @@ import ray
 from actors.api.deploy import prepare_on_head
 from actors.api.processes import QUIET, list_application_names, make_ingress, make_worker
 from actors.api.settings import ServiceSettings
-from actors.commands.arguments import build_spec, read_settings
 from actors.commands.mounted_layout import MountedLayout, wait_for_layout
+from actors.commands.new_pipeline import build_spec, read_settings
 from actors.commands.serve_arguments import build_serve_parser, read_service_settings
 from actors.observe.status_actor import StatusActor
 from actors.pipeline.pools import build_application, name_application
@@ -23,19 +23,19 @@ from wan_tpu.commands.parser import as_words
 
 
 def build_config(arguments: Mapping[str, Any], name: str, layout: Layout, mounted: MountedLayout | None) -> str:
-    """Return a config whose applications are all built on the cluster from the same arguments.
+    """Return a config, in YAML, whose applications are all built on the cluster from the same arguments.
 
     Args:
         arguments: Arguments of the command line, by name, without those that only concern this machine.
         name: The pipeline's name.
         layout: The pipeline's layout.
-        mounted: The file that has this layout on the cluster's machines; without it, the arguments have the layout.
+        mounted: The file with this layout on the cluster's machines; None if the arguments contain the layout.
     """
     ingress_name, worker_name = list_application_names(name)
-    builders = [(name_application(name, pool.name), "pool", {"pool": pool.name}) for pool in layout.pools]
-    builders += [(worker_name, "worker", {}), (ingress_name, "ingress", {})]
-    shared = dict(arguments)  # Written once, and referred to by all others.
-    # The hash is in every application's arguments, so that Serve builds all of them anew for another layout.
+    builders = [(name_application(name, pool.name), build_pool.__name__, {"pool": pool.name}) for pool in layout.pools]
+    builders += [(worker_name, build_worker.__name__, {}), (ingress_name, build_ingress.__name__, {})]
+    shared = dict(arguments)  # YAML writes this object once, and aliases to it in the other applications.
+    # The arguments of every application have the hash, so that Serve rebuilds all of them when the layout changes.
     file = {} if mounted is None else {"layout": mounted.path, "layout_sha256": mounted.sha256}
     applications = [
         {
@@ -46,29 +46,29 @@ def build_config(arguments: Mapping[str, Any], name: str, layout: Layout, mounte
         }
         for application, builder, args in builders
     ]
-    whole = {
+    config = {
         "proxy_location": "HeadOnly",
         "http_options": {"host": arguments["host"], "port": arguments["port"]},
         "logging_config": QUIET,
         "applications": applications,
     }
-    return dump_yaml(whole, aliases=True)
+    return dump_yaml(config, aliases=True)
 
 
-def pool(args: dict[str, Any]) -> Any:
+def build_pool(args: dict[str, Any]) -> Any:
     """Build a pool's application on the cluster."""
     _, spec = _read_args(args)
     status = StatusActor.find(spec.settings.name)
     if status is not None:
         status.replace_spec(spec)
     else:
-        with contextlib.suppress(ValueError):  # Another pool's builder starts it at the same moment.
+        with contextlib.suppress(ValueError):  # Another pool's builder has just created the actor.
             StatusActor.create(spec.settings.name, spec)
     [pool_layout] = [pool for pool in spec.layout.pools if pool.name == args["pool"]]
     return build_application(pool_layout, spec.settings)
 
 
-def worker(args: dict[str, Any]) -> Any:
+def build_worker(args: dict[str, Any]) -> Any:
     """Build the worker's application on the cluster; raises `InvalidRequest` for adapters that don't fit the model."""
     settings, spec = _read_args(args)
     check_visible(spec.settings.checkpoint, settings.catalogue.files)
@@ -76,7 +76,7 @@ def worker(args: dict[str, Any]) -> Any:
     return make_worker(settings, spec)
 
 
-def ingress(args: dict[str, Any]) -> Any:
+def build_ingress(args: dict[str, Any]) -> Any:
     """Build the ingress's application on the cluster."""
     settings, spec = _read_args(args)
     prepare_on_head(settings, args["arguments"]["host"])
@@ -84,7 +84,17 @@ def ingress(args: dict[str, Any]) -> Any:
 
 
 def read_service(arguments: Mapping[str, Any], address: str) -> tuple[ServiceSettings, PipelineSpec]:
-    """Return the service and pipeline that a config's arguments describe; raises `InvalidInput`."""
+    """Return the service and the pipeline that a config's arguments describe.
+
+    Args:
+        arguments: Arguments of `wan-tpu serve`, by name.
+        address: The address of the cluster's GCS, "host:port".
+
+    Raises:
+        CheckpointError: The checkpoint's configuration can't be read, or is that of no supported model.
+        InvalidInput: An argument is missing, or has a value that isn't allowed.
+        LayoutError: The layout can't be read, or doesn't host all stages of the model.
+    """
     args = build_serve_parser().parse_args(as_words(arguments))
     spec = build_spec(*read_settings(args, address))
     service = read_service_settings(args, spec.layout, spec.settings)

@@ -1,4 +1,4 @@
-"""`wan-tpu submit`: a batch as a job of the cluster, which goes on when this command or this machine goes away."""
+"""`wan-tpu submit`: run a batch as a job of the cluster, which continues without this command and this machine."""
 
 import argparse
 import asyncio
@@ -16,51 +16,59 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from actors.commands.arguments import (
+    JOBS_ADDRESS_HELP,
+    MAX_IN_FLIGHT,
     add_cluster_arguments,
     add_drive_arguments,
-    find_jobs_address,
-    is_here,
-    read_checked_layout,
+    check_range,
 )
+from actors.commands.connection import find_jobs_address, is_emulated_here
+from actors.commands.new_pipeline import read_checked_layout
 from actors.errors import PipelineError
 from cluster.connect import stay_on_loopback
 from cluster.errors import ClusterNotFound
 from cluster.layout import list_shipped
 from wan_tpu.commands.parser import Parser, as_words
 from wan_tpu.errors import InvalidInput
+from wan_tpu.suggest import did_you_mean
 
-ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
-POLL_S, LONGEST_PAUSE_S = 0.5, 15.0  # Seconds between two looks at a job, growing while there is no answer.
-SILENCE_S = 60.0  # A log that is silent for this long is opened again; a driver writes far more often.
-ANSWER_S = 30.0  # The job server has this long to answer one question.
-GIVE_UP_S = 600.0  # Following a job ends after this long without an answer.
-# Options that the driver doesn't get: those that choose the cluster, those of this command, and the layout, which it
-# gets in another form.
+FINAL_STATES = ("SUCCEEDED", "FAILED", "STOPPED")
+# Seconds between two requests for a job's state. The pause doubles, up to the second value, while nothing changes.
+POLL_S, LONGEST_PAUSE_S = 0.5, 15.0
+SILENCE_S = 60.0  # After this time without output, the log is opened again; a driver writes far more often.
+ANSWER_S = 30.0  # The time limit for an answer from the job server.
+GIVE_UP_S = 600.0  # After this time without any answer, the command stops following the job.
+# Options that aren't passed on to the driver: those that choose the cluster, those of this command, and the layout,
+# which is passed on in another form.
 _OWN_OPTIONS = ("address", "folder", "detach", "attach", "stop", "layout", "layout_text")
 
 T = TypeVar("T")
 
 
 class NoAnswer(ClusterNotFound):
-    """The job server doesn't answer now."""
+    """The job server doesn't answer, or answers with an error."""
 
 
 class FollowerLost(PipelineError):
-    """The connection to a job was lost for long, so how the job ends isn't known here."""
+    """The job server didn't answer for so long that the job's outcome is unknown."""
 
     exit_code = 3
 
 
 def submit(argv: Sequence[str]) -> int:
-    """Have a cluster make every video of a manifest, as a job that outlives this command, and follow it."""
+    """Submit a manifest to a cluster, as a job that outlives this command, and show the job's log until it ends."""
     parser = Parser(prog="wan-tpu submit", description=submit.__doc__)
-    add_cluster_arguments(parser, 'of what takes jobs, "http://host:8265"')
-    group = parser.add_argument_group("job")
-    group.add_argument("--detach", action="store_true", help="return at once, with the job's id on stdout")
-    group.add_argument("--attach", metavar="JOB_ID", help="follow a job that was submitted before, from its start")
-    group.add_argument("--stop", metavar="JOB_ID", help="end a job; run again, it goes on where it was")
+    add_cluster_arguments(parser, JOBS_ADDRESS_HELP)
+    group = parser.add_argument_group("job").add_mutually_exclusive_group()
+    group.add_argument("--detach", action="store_true", help="print the job's id and return at once")
+    group.add_argument("--attach", metavar="JOB_ID", help="show the log of an earlier job, from its beginning")
+    group.add_argument(
+        "--stop", metavar="JOB_ID", help="stop a job; if you submit its manifest again, it continues where it stopped"
+    )
     add_drive_arguments(parser, required=False)
     args = parser.parse_args(argv)
+    if args.stop is None and args.attach is None:
+        _check_batch(args)
     client = _connect(find_jobs_address(args))
     if args.stop is not None:
         return _stop(client, args.stop)
@@ -74,17 +82,22 @@ def submit(argv: Sequence[str]) -> int:
     return _follow(client, job)
 
 
-def _submit(client: Any, args: argparse.Namespace, explicit: dict[str, Any]) -> str:
+def _check_batch(args: argparse.Namespace) -> None:
     for name in ("manifest", "output"):
         if getattr(args, name) is None:
-            raise InvalidInput(f"--{name} is missing; see wan-tpu submit --help")
+            raise InvalidInput(f"--{name} is missing; a new job needs --manifest and --output")
+    check_range(args, "in_flight", 1, MAX_IN_FLIGHT)
+
+
+def _submit(client: Any, args: argparse.Namespace, explicit: dict[str, Any]) -> str:
     job = f"wan-tpu-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
     arguments = {name: value for name, value in explicit.items() if name not in _OWN_OPTIONS} | _describe_layout(args)
-    # A cluster behind a forwarded port doesn't have this machine's paths.
-    here = is_here(args, urlsplit(client.get_address()).netloc)
-    if here and "://" not in args.manifest and not Path(args.manifest).is_file():
-        raise InvalidInput(f"--manifest {args.manifest} isn't there; give a file, gs://bucket/name or s3://bucket/name")
-    python = sys.executable if here else "python"
+    # Only the emulated cluster sees this machine's files; a forwarded port may lead to another machine.
+    is_local = is_emulated_here(args, urlsplit(client.get_address()).netloc)
+    if is_local and "://" not in args.manifest and not Path(args.manifest).is_file():
+        problem = "isn't a file" if Path(args.manifest).exists() else "doesn't exist"
+        raise InvalidInput(f"--manifest {args.manifest} {problem}; give a file, gs://bucket/name or s3://bucket/name")
+    python = sys.executable if is_local else "python"
     command = ["exec", python, "-m", "actors.cli", "drive", *as_words(arguments)]
     metadata = {"manifest": args.manifest, "output": args.output}
     try:
@@ -95,12 +108,12 @@ def _submit(client: Any, args: argparse.Namespace, explicit: dict[str, Any]) -> 
         except InvalidInput:
             raise error from None
         except NoAnswer:
-            raise FollowerLost(f"{error}; whether job {job} was taken isn't known. {_explain_return(job)}") from None
+            raise FollowerLost(f"{error}; it is unknown whether job {job} was accepted. {_suggest_next(job)}") from None
     return job
 
 
 def _describe_layout(args: argparse.Namespace) -> dict[str, str]:
-    """Return the layout as the cluster can read it: a name, or the text of a file that it may not have."""
+    """Return the driver's argument for the layout: a shipped layout's name, or the text of a file of this machine."""
     layout = read_checked_layout(args)
     if layout is None:
         return {}
@@ -112,33 +125,35 @@ def _describe_layout(args: argparse.Namespace) -> dict[str, str]:
 def _connect(address: str) -> Any:
     """Return a client of the cluster's job server; raises `ClusterNotFound`."""
     stay_on_loopback(urlsplit(address).netloc)
-    from ray.job_submission import JobSubmissionClient  # After the line above, because Ray reads settings at import.
+    from ray.job_submission import JobSubmissionClient  # Ray reads settings at import, so the line above comes first.
 
     try:
         client = JobSubmissionClient(address)
     except (ConnectionError, RuntimeError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ClusterNotFound(
-            f"nothing takes jobs at {address} ({reason}); give the dashboard's address, http://host:8265 where it is "
-            "as usual (behind kubectl port-forward or ssh -L if need be)"
+            f"no job server answers at {address} ({reason}); give the address of Ray's dashboard, usually "
+            "http://host:8265 (or http://localhost:8265 through kubectl port-forward or ssh -L)"
         ) from None
-    logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.ERROR)  # The client has just set it.
+    logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.ERROR)  # Creating the client sets it to INFO.
     return client
 
 
 def _follow(client: Any, job: str) -> int:
-    """Print a job's log as it comes; return the exit code of its driver.
+    """Print a job's log as it grows; return the exit code of the job's driver.
 
-    A connection that breaks is opened again, because only the job's state says how it ended.
+    A broken connection is opened again, because only the job's state says how the job ended.
 
     Raises:
         InvalidInput: The job doesn't exist.
+        FollowerLost: The job server hasn't answered for `GIVE_UP_S`.
+        PipelineError: The driver was killed, or didn't start.
     """
     try:
         details = _watch(client, job)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # A second Ctrl-C would interrupt Ray's own shutdown.
-        print(f"\ndetached; the job goes on. {_explain_return(job)}", file=sys.stderr)
+        print(f"\ndetached; the job continues. {_suggest_next(job)}", file=sys.stderr)
         return 130
     return _find_exit_code(details, job)
 
@@ -154,15 +169,15 @@ def _watch(client: Any, job: str) -> Any:
         except NoAnswer as error:
             if silent_since is None:
                 silent_since = time.monotonic()
-                print(f"{error}; the job goes on, and this tries again", file=sys.stderr)
+                print(f"{error}; the job continues, and this command tries to reconnect", file=sys.stderr)
             elif time.monotonic() - silent_since > GIVE_UP_S:
-                raise FollowerLost(f"{error}; given up after {GIVE_UP_S:g} s. {_explain_return(job)}") from None
+                raise FollowerLost(f"{error}; gave up after {GIVE_UP_S:g} s. {_suggest_next(job)}") from None
         else:
             if silent_since is not None:
                 silent_since = None
-                print("connected again", file=sys.stderr)
-            if details.status.value in ENDED:
-                if is_broken:  # Before the end of the log.
+                print("reconnected", file=sys.stderr)
+            if details.status.value in FINAL_STATES:
+                if is_broken:  # Print the rest of the log.
                     asyncio.run(_print_log(client, job, position))
                 return details
         is_stuck = position == before and (is_broken or silent_since is not None)
@@ -171,7 +186,7 @@ def _watch(client: Any, job: str) -> Any:
 
 
 def _find_exit_code(details: Any, job: str) -> int:
-    """Return the exit code of a job that has ended; raise `PipelineError` where its driver has none."""
+    """Return the exit code of a job that has ended; raise `PipelineError` if its driver didn't exit with a code."""
     state, code = details.status.value, details.driver_exit_code
     if state == "SUCCEEDED":
         return 0
@@ -179,60 +194,77 @@ def _find_exit_code(details: Any, job: str) -> int:
         print(f"job {job} was stopped", file=sys.stderr)
         return 130
     if code is None:
-        raise PipelineError(f"job {job} failed: {(details.message or 'no reason given').strip().splitlines()[-1]}")
+        raise PipelineError(f"job {job} failed: {(details.message or 'Ray gives no reason').strip().splitlines()[-1]}")
     if code < 0:
         name = signal.Signals(-code).name
-        raise PipelineError(f"job {job}: its driver was killed ({name}); submitted again, it goes on")
+        raise PipelineError(
+            f"the driver of job {job} was killed ({name}); submit the manifest again to continue where it stopped"
+        )
     return int(code)
 
 
 async def _print_log(client: Any, job: str, position: int) -> tuple[int, bool]:
-    """Print the log after its first `position` characters; return its length, and whether it broke off."""
+    """Print the log after its first `position` characters.
+
+    Args:
+        client: The client of the job server.
+        job: The job's id.
+        position: How many characters have already been printed.
+
+    Returns:
+        How many characters have been printed, and whether the connection broke before the end of the log.
+    """
     import aiohttp
 
-    at = 0
+    length = 0
     pieces = client.tail_job_logs(job)
     try:
         while True:
-            # A connection that has gone silently looks like a job that is silent, so it is opened again.
+            # A lost connection can't be told from a job that prints nothing, so after a while another one is opened.
             async with asyncio.timeout(SILENCE_S):
                 piece = await anext(pieces)
-            new = piece[max(position - at, 0) :]
-            at += len(piece)
-            print(new, end="", flush=True)
+            print(piece[max(position - length, 0) :], end="", flush=True)
+            length += len(piece)
     except StopAsyncIteration:
-        return max(at, position), False
+        return max(length, position), False
     except (aiohttp.ClientError, OSError, RuntimeError):  # `TimeoutError` is an `OSError`.
-        return max(at, position), True
+        return max(length, position), True
 
 
-def _explain_return(job: str) -> str:
-    return f"Again: wan-tpu submit --attach {job}; end it: --stop {job}"
+def _suggest_next(job: str) -> str:
+    return f"To follow it again: wan-tpu submit --attach {job}; to stop it: wan-tpu submit --stop {job}"
 
 
 def _stop(client: Any, job: str) -> int:
     details = _read_details(client, job)
-    if details.status.value not in ENDED:
+    if details.status.value not in FINAL_STATES:
         _ask(client, client.stop_job, job)
-        while (details := _read_details(client, job)).status.value not in ENDED:
+        while (details := _read_details(client, job)).status.value not in FINAL_STATES:
             time.sleep(POLL_S)
     print(f"job {job}: {details.status.value.lower()}")
     return 0
 
 
 def _read_details(client: Any, job: str) -> Any:
-    """Return a job's details; raise `InvalidInput` where the cluster doesn't know it, or `NoAnswer`."""
+    """Return a job's details.
+
+    Raises:
+        InvalidInput: The cluster has no such job.
+        NoAnswer: The job server doesn't answer.
+    """
     try:
         return _ask(client, client.get_job_info, job)
     except NoAnswer as error:
         known = sorted(str(each.submission_id) for each in _ask(client, client.list_jobs) if each.submission_id)
         if job not in known:
-            raise InvalidInput(f"the cluster knows no job {job!r}; it knows {', '.join(known) or 'none'}") from None
+            raise InvalidInput(
+                f"the cluster has no job {job!r}{did_you_mean(job, known)}; it has {', '.join(known) or 'no jobs'}"
+            ) from None
         raise error
 
 
 def _ask(client: Any, call: Callable[..., T], *args: Any, **keywords: Any) -> T:
-    """Return the cluster's answer; raise `NoAnswer` when that fails, or takes too long."""
+    """Call a method of the client; raise `NoAnswer` if the call fails or takes longer than `ANSWER_S`."""
     import requests
 
     answer: Future[T] = Future()
@@ -243,12 +275,12 @@ def _ask(client: Any, call: Callable[..., T], *args: Any, **keywords: Any) -> T:
         except Exception as error:
             answer.set_exception(error)
 
-    # Nobody waits for this thread, because Ray's client has no time-out of its own.
+    # Ray's client has no time-out of its own, so it runs in a thread that nothing waits for.
     threading.Thread(target=run, daemon=True).start()
     try:
         return answer.result(ANSWER_S)
     except TimeoutError:
-        reason = f"nothing within {ANSWER_S:g} s"
+        reason = f"no response within {ANSWER_S:g} s"
     except (requests.RequestException, OSError, RuntimeError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
     raise NoAnswer(f"no answer from {client.get_address()} ({reason})")

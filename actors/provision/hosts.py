@@ -1,38 +1,40 @@
-"""`wan-tpu hosts`: a layout on TPU VMs, without Kubernetes."""
+"""`wan-tpu hosts`: scripts that create the TPU VMs of a layout, without Kubernetes."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.layout import Layout
+from actors.provision.names import check_account, check_image, check_name
+from cluster.layout import Layout, list_shipped
 from cluster.provision.tpu_vm import Machines, format_scripts
 from wan_tpu.commands.parser import Parser
-from wan_tpu.errors import InvalidInput, OutputError
+from wan_tpu.errors import OutputError
 
 
 def hosts(argv: Sequence[str]) -> None:
-    """Write the scripts that create a layout's machines and that each runs when it boots: a Ray cluster of TPU VMs."""
+    """Write scripts that create the TPU VMs of a layout, and start-up scripts that join them to a Ray cluster."""
     parser = Parser(prog="wan-tpu hosts", description=hosts.__doc__)
-    parser.add_argument("folder", type=Path, help="where the scripts are written")
-    parser.add_argument("--layout", required=True, help="a layout file, or a shipped one by its name")
-    parser.add_argument("--image", required=True, help="container of all machines: this package, with Python and Ray")
-    parser.add_argument("--project", required=True, help="of Google Cloud")
-    parser.add_argument("--zone", required=True, help="of Google Cloud that has such slices, such as us-east5-b")
-    parser.add_argument("--name", default="wan", help="that machines' names begin with; default %(default)s")
+    parser.add_argument("folder", type=Path, help="folder for the scripts")
     parser.add_argument(
-        "--account", required=True, help="Google service account of the machines, for buckets and the cluster's token"
+        "--layout", required=True, help=f"layout file, or a shipped layout: {', '.join(list_shipped())}"
     )
-    parser.add_argument("--spot", action="store_true", help="slices that Google may take away, for less")
+    parser.add_argument(
+        "--image", required=True, help="container image of all machines, with Python, Ray and this package"
+    )
+    parser.add_argument("--project", required=True, help="Google Cloud project")
+    parser.add_argument("--zone", required=True, help="Google Cloud zone that has such slices, such as us-east5-b")
+    parser.add_argument("--name", default="wan", help="first part of the machines' names; default %(default)s")
+    parser.add_argument(
+        "--account",
+        required=True,
+        help="Google service account of the machines, which reads buckets and the cluster's token",
+    )
+    parser.add_argument("--spot", action="store_true", help="use spot slices: cheaper, but Google may take them away")
     args = parser.parse_args(argv)
-    for name in ("name", "project", "zone"):
-        if re.fullmatch(r"[a-z][-a-z0-9]{0,40}", getattr(args, name)) is None:
-            raise InvalidInput(f"--{name} {getattr(args, name)!r} isn't made of lower-case letters, digits and dashes")
-    if re.fullmatch(r"[-\w./:@]+", args.image) is None:
-        raise InvalidInput(f"--image {args.image!r} is no image's name; give REGISTRY/NAME:TAG")
-    if re.fullmatch(r"[-\w.]+@[-\w.]+", args.account) is None:
-        raise InvalidInput(
-            f"--account {args.account!r} is no service account; give NAME@PROJECT.iam.gserviceaccount.com"
-        )
+    check_name("--name", args.name, "wan")
+    check_name("--project", args.project, "my-project")
+    check_name("--zone", args.zone, "us-east5-b")
+    check_image(args.image)
+    check_account(args.account)
     machines = Machines(args.name, args.project, args.zone, args.image, args.account, args.spot)
     scripts = format_scripts(Layout.load(args.layout), machines)
     try:
@@ -41,5 +43,5 @@ def hosts(argv: Sequence[str]) -> None:
             (args.folder / name).write_text(content)
             (args.folder / name).chmod(0o755)
     except OSError as error:
-        raise OutputError(f"can't write to {args.folder} ({error.strerror})") from None
-    print(f"{', '.join(scripts)} are in {args.folder}; {args.folder}/create.sh creates the machines")
+        raise OutputError(f"can't write to {args.folder} ({error.strerror}); choose another folder") from None
+    print(f"wrote {', '.join(scripts)} to {args.folder}; {args.folder}/create.sh creates the machines")

@@ -1,6 +1,6 @@
-"""PostgreSQL on Cloud SQL, through Google's proxy beside the process: an encrypted connection without a password.
+"""Connect pods to PostgreSQL on Cloud SQL through Google's proxy: an encrypted connection that needs no password.
 
-The pods' Google service account is a user of the database, and the proxy logs in with the account's tokens.
+The proxy runs in each pod and logs in as the pod's Google service account, which is a user of the database.
 
 Source: github.com/GoogleCloudPlatform/cloud-sql-proxy at 2.25.3 (flags); docs.cloud.google.com/sql/docs/postgres,
 "Connect from GKE" and "IAM authentication".
@@ -15,8 +15,12 @@ DATABASE = "jobs"
 _PORT, _HEALTH_PORT = 5432, 9090
 
 
-def run_proxy(instance: str) -> Object:
-    """Return the init container that stays beside a pod's containers, and has started before them."""
+def build_proxy_container(instance: str) -> Object:
+    """Return the sidecar container that runs the proxy: an init container that keeps running beside the others.
+
+    Args:
+        instance: The Cloud SQL instance, PROJECT:REGION:NAME.
+    """
     return {
         "name": "cloud-sql-proxy",
         "image": IMAGE,
@@ -43,10 +47,10 @@ def run_proxy(instance: str) -> Object:
 
 
 def build_address(account: str) -> str:
-    """Return the database's address for processes beside the proxy.
+    """Return the database's address for processes in the proxy's pod.
 
     Args:
-        account: The Google service account that the proxy logs in as. PostgreSQL's name for it has no last part.
+        account: The Google service account that the proxy logs in as. Its name in PostgreSQL lacks the last part.
     """
     user = account.removesuffix(".gserviceaccount.com")
     return f"postgresql://{quote(user, safe='')}@127.0.0.1:{_PORT}/{DATABASE}?sslmode=disable"

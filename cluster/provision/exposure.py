@@ -1,4 +1,4 @@
-"""Public access to a service on GKE: Google's load balancer with TLS, through the Gateway API.
+"""Expose a service on GKE to the internet through Google's load balancer with TLS, by means of the Gateway API.
 
     client ─ https ─► Google's load balancer ─ http ─► Service ─► HAProxy on the head pod
 
@@ -8,27 +8,27 @@ configure-gateway-resources; gateway.networking.k8s.io/v1.
 
 from dataclasses import dataclass
 
-from cluster.provision.kubernetes import HEAD, SERVE_PORT, SERVES
+from cluster.provision.pods import HEAD, SERVE_PORT, SERVES
 from cluster.provision.target import Object, Target
 
 GATEWAY_API, POLICY_API = "gateway.networking.k8s.io/v1", "networking.gke.io/v1"
-# After this time the load balancer ends a request. Event streams last as long as a video, and clients resume them.
+# The load balancer ends a request after this time. An event stream lasts as long as its video takes; clients resume it.
 REQUEST_S = 3600
-_DRAIN_S = 60  # After an upgrade, requests to the previous cluster may continue for this long.
+_DRAIN_S = 60  # How long requests to the previous cluster may continue after an upgrade.
 _HEALTH_PATH = "/health"
 
 
 @dataclass(frozen=True)
 class Exposure:
-    """How clients reach a service.
+    """The settings of the load balancer in front of a service.
 
     Attributes:
-        hostname: The name that clients use.
-        certificate_map: The name of the map in Certificate Manager that has a certificate for it.
-        address: The name of a reserved global address; by default the load balancer gets any address.
-        armor: The name of a Cloud Armor security policy to put in front of it.
-        ssl_policy: The name of an SSL policy, which says which versions of TLS clients may use. Google's default also
-            lets TLS 1.0 in.
+        hostname: The host name that clients use.
+        certificate_map: The name of a map in Certificate Manager that has a certificate for the host name.
+        address: The name of a reserved global address; by default Google assigns an address.
+        armor: The name of a Cloud Armor security policy for the service.
+        ssl_policy: The name of an SSL policy, which sets the versions of TLS that clients may use. Google's default
+            policy accepts even TLS 1.0.
     """
 
     hostname: str
@@ -39,13 +39,14 @@ class Exposure:
 
 
 def build_exposing_objects(target: Target, exposure: Exposure) -> dict[str, Object]:
-    """Return the objects that expose a service, by a comment for each.
+    """Return the objects that expose a service, by the comment for each.
 
-    KubeRay's own service for a head has no cluster address, which a Gateway needs. During an upgrade there are two
-    heads, and the load balancer leaves out the one whose health check fails because its pools have no slices yet.
+    They include a Service, because a Gateway needs one with a cluster address, which KubeRay's own Service of a head
+    doesn't have. During an upgrade there are two heads. The load balancer then ignores the new one, whose health check
+    fails, until its pools have slices.
     """
     ports = [{"name": "http", "port": SERVE_PORT, "targetPort": SERVE_PORT}]
-    service = target.object(
+    service = target.build_object(
         "v1",
         "Service",
         suffix="public",
@@ -53,7 +54,7 @@ def build_exposing_objects(target: Target, exposure: Exposure) -> dict[str, Obje
     )
     name = service["metadata"]["name"]
     backend = {"group": "", "kind": "Service", "name": name}
-    gateway = target.object(
+    gateway = target.build_object(
         GATEWAY_API,
         "Gateway",
         spec={
@@ -89,26 +90,30 @@ def build_exposing_objects(target: Target, exposure: Exposure) -> dict[str, Obje
     }
     objects = {
         "the head's HTTP port, for the load balancer": service,
-        "the load balancer; its certificate is Certificate Manager's": gateway,
-        "requests to the service": _build_route(target, exposure, "https", [{"backendRefs": [_build_backend(name)]}]),
-        "http becomes https": _build_route(target, exposure, "http", [{"filters": [_build_https_redirect()]}]),
-        "when the load balancer sends requests to a head: once the service answers": target.object(
+        "the load balancer, with the certificate from Certificate Manager": gateway,
+        "forwards requests to the service": _build_route(
+            target, exposure, "https", [{"backendRefs": [_build_backend(name)]}]
+        ),
+        "redirects http to https": _build_route(target, exposure, "http", [{"filters": [_build_https_redirect()]}]),
+        "makes the load balancer send requests to a head only while the service answers": target.build_object(
             POLICY_API, "HealthCheckPolicy", spec={"default": health, "targetRef": backend}
         ),
-        "event streams last longer than the load balancer's 30 seconds": target.object(
+        "allows event streams to last longer than the load balancer's default of 30 seconds": target.build_object(
             POLICY_API, "GCPBackendPolicy", spec={"default": policy, "targetRef": backend}
         ),
     }
     if exposure.ssl_policy:
         listeners = {"group": "gateway.networking.k8s.io", "kind": "Gateway", "name": gateway_name}
         spec = {"default": {"sslPolicy": exposure.ssl_policy}, "targetRef": listeners}
-        objects["which versions of TLS clients may use"] = target.object(POLICY_API, "GCPGatewayPolicy", spec=spec)
+        objects["sets the versions of TLS that clients may use"] = target.build_object(
+            POLICY_API, "GCPGatewayPolicy", spec=spec
+        )
     return objects
 
 
 def _build_route(target: Target, exposure: Exposure, listener: str, rules: list[Object]) -> Object:
     parent = {"name": target.name, "sectionName": listener}
-    return target.object(
+    return target.build_object(
         GATEWAY_API,
         "HTTPRoute",
         suffix=listener,

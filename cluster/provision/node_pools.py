@@ -1,4 +1,4 @@
-"""The machines that a layout needs on GKE, and the variables by which the Terraform module creates their node pools."""
+"""List the machines that a layout needs on GKE, and format them as variables for the Terraform module."""
 
 import json
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from cluster.slice_spec import SliceSpec
 
 @dataclass(frozen=True)
 class NodePool:
-    """The machines of one kind of slice.
+    """The machines for one kind of slice.
 
     Attributes:
         kind: The kind of slice.
-        machine: GKE's type of its hosts.
-        slices: How many such slices the layout may have at once.
+        machine: The hosts' machine type on GKE.
+        slices: The largest number of such slices that the layout may have at once.
     """
 
     kind: SliceSpec
@@ -24,13 +24,12 @@ class NodePool:
 
 
 def list_node_pools(layout: Layout) -> list[NodePool]:
-    """Return what a layout needs, for each kind of slice.
+    """Return the machines that a layout needs, for each kind of slice.
 
     Raises:
         LayoutError: GKE has no machines for a kind, or the layout is for emulated slices.
     """
-    if layout.devices_per_host is not None:
-        raise LayoutError(f"{layout.source}: its slices are emulated; take out emulate, or give a layout of real ones")
+    check_real(layout)
     kinds: dict[str, tuple[SliceSpec, int]] = {}
     for pool in layout.pools:
         kind, slices = kinds.get(pool.slice.pod_type, (pool.slice, 0))
@@ -38,8 +37,25 @@ def list_node_pools(layout: Layout) -> list[NodePool]:
     return [NodePool(kind, _find_machine(kind, layout), slices) for kind, slices in kinds.values()]
 
 
+def check_real(layout: Layout) -> None:
+    """Raise `LayoutError` for a layout of emulated slices, which have no machines."""
+    if layout.devices_per_host is not None:
+        raise LayoutError(
+            f"{layout.source}: its slices are emulated; give a layout of real slices (wan-tpu layouts lists them), or "
+            "remove emulate from this one"
+        )
+
+
 def format_variables(layout: Layout, capacity: str) -> str:
-    """Return Terraform's variables, for the module in `cluster/terraform`, of a layout's node pools."""
+    """Return a layout's node pools as variables of the Terraform module in `cluster/terraform`.
+
+    Args:
+        layout: The layout.
+        capacity: How TPU machines are provisioned, one of `cluster.provision.target.CAPACITIES`.
+
+    Raises:
+        LayoutError: GKE has no machines for a kind of slice, or the layout is for emulated slices.
+    """
     pools = [
         f'  "{pool.kind.pod_type}" = {{ machine_type = "{pool.machine}", topology = "{pool.kind.topology}", '
         f"hosts = {pool.kind.hosts}, slices = {pool.slices} }}\n"
@@ -55,5 +71,7 @@ def _find_machine(kind: SliceSpec, layout: Layout) -> str:
     machine = kind.chip.gke_machines.get(kind.chips_per_host)
     if machine is None:
         known = ", ".join(kind.chip.gke_machines.values()) or "none"
-        raise LayoutError(f"{layout.source}: GKE has no machine for a {kind}; for {kind.chip.name} it has {known}")
+        raise LayoutError(
+            f"{layout.source}: GKE has no machine type for the hosts of a {kind}; for {kind.chip.name} it has {known}"
+        )
     return machine

@@ -1,7 +1,8 @@
-"""Slices from the queue of Google's Dynamic Workload Scheduler, which needs a ProvisioningRequest for each.
+"""Request slices from the queue of Google's Dynamic Workload Scheduler, with a ProvisioningRequest for each slice.
 
-Each slice has a request of its own, for as many pods as it has hosts, and a worker group whose pods use it. So slices
-start as their machines come, and never in part. A request is used once: machines that are taken away aren't replaced.
+A slice's request is for as many pods as the slice has hosts, and the slice has a worker group of its own, whose pods
+use the request. So each slice starts as soon as all of its machines are available, and never with a part of them. A
+request is used only once: machines that Google takes away aren't replaced.
 
 Sources: docs.cloud.google.com/kubernetes-engine/docs/how-to/provisioningrequest; the Kubernetes autoscaler's
 cluster-autoscaler/apis/provisioningrequest at 55c37cd.
@@ -17,12 +18,20 @@ _CONSUMES = "autoscaling.x-k8s.io/consume-provisioning-request"
 
 
 def consume_request(target: Target, group: str) -> dict[str, str]:
-    """Return the annotations of pods that run on what was requested for a worker group."""
+    """Return annotations by which the pods of a worker group run on the machines that were requested for it."""
     return {_CONSUMES: f"{target.name}-{group}", "autoscaling.x-k8s.io/provisioning-class-name": CLASS}
 
 
 def request_slices(groups: Iterable[Object], target: Target) -> dict[str, Object]:
-    """Return the requests of a cluster's worker groups, each with a comment, and the templates that they refer to."""
+    """Return the provisioning requests of a cluster, and the pod templates that they refer to.
+
+    Args:
+        groups: The cluster's worker groups.
+        target: The cluster's settings.
+
+    Returns:
+        The objects, by the comment for each.
+    """
     objects: dict[str, Object] = {}
     for group in groups:
         template = group["template"]
@@ -30,25 +39,26 @@ def request_slices(groups: Iterable[Object], target: Target) -> dict[str, Object
         if name is None:
             continue
         suffix = group["groupName"].rpartition("-")[0]
-        pods = target.object("v1", "PodTemplate", suffix=suffix, template={"spec": _outline(template["spec"])})
-        # GKE then adds to them what it adds to pods.
-        pods["metadata"]["labels"] |= {"cloud.google.com/apply-warden-policies": "true"}
-        objects[f"what a host of a {suffix} asks for"] = pods
-        pod_set = {"count": group["numOfHosts"], "podTemplateRef": {"name": pods["metadata"]["name"]}}
-        request = target.object(
+        pod_template = target.build_object(
+            "v1", "PodTemplate", suffix=suffix, template={"spec": _select_requirements(template["spec"])}
+        )
+        # With this label, GKE changes the template in the same ways as it changes pods.
+        pod_template["metadata"]["labels"] |= {"cloud.google.com/apply-warden-policies": "true"}
+        objects[f"what a host of a {suffix} needs"] = pod_template
+        pod_set = {"count": group["numOfHosts"], "podTemplateRef": {"name": pod_template["metadata"]["name"]}}
+        request = target.build_object(
             API,
             "ProvisioningRequest",
             suffix=group["groupName"],
             spec={"provisioningClassName": CLASS, "podSets": [pod_set]},
         )
-        objects[f"the machines of slice {group['groupName']}: all of them, once Google has them, for seven days"] = (
-            request
-        )
+        comment = f"all machines of slice {group['groupName']} at once, for seven days from when Google has them"
+        objects[comment] = request
     return objects
 
 
-def _outline(spec: Object) -> Object:
-    """Return what decides on which machines a pod fits."""
+def _select_requirements(spec: Object) -> Object:
+    """Return the parts of a pod's spec that decide which machines it fits on."""
     containers = [{key: container[key] for key in ("name", "image", "resources")} for container in spec["containers"]]
     return {key: spec[key] for key in ("nodeSelector", "tolerations")} | {
         "containers": containers,

@@ -1,4 +1,4 @@
-"""Settings of a Ray cluster on GKE that its Kubernetes objects depend on."""
+"""The settings of a Ray cluster on GKE, on which its Kubernetes objects depend."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +7,7 @@ from cluster.footprints import Footprint
 
 Object = dict[str, Any]
 
-# How TPU machines may be provisioned. "queued" waits in the queue of Google's Dynamic Workload Scheduler.
+# The ways of provisioning TPU machines. With "queued", slices wait in the queue of Google's Dynamic Workload Scheduler.
 QUEUED = "queued"
 CAPACITIES = ("on-demand", "spot", "flex-start", QUEUED)
 CONTAINER_SECURITY: Object = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
@@ -15,24 +15,24 @@ CONTAINER_SECURITY: Object = {"allowPrivilegeEscalation": False, "capabilities":
 
 @dataclass(frozen=True)
 class Target:
-    """A Ray cluster's place and settings on GKE.
+    """The settings of a Ray cluster on GKE.
 
     Attributes:
-        name: The name of the objects.
-        namespace: Their namespace.
+        name: The name of the objects, to which suffixes are appended where there are several of a kind.
+        namespace: The namespace of the objects.
         image: The container image.
         ray_version: The version of Ray in the image.
         account: The Google service account that the pods act as, to reach buckets and Cloud SQL.
-        secret: The name of a Secret whose keys are environment variables of all pods (PGHOST, PGPASSWORD).
-        cloud_sql: The Cloud SQL instance, PROJECT:REGION:NAME, that pods without TPUs reach through its proxy.
+        secret: The name of a Secret whose keys become environment variables of all pods, such as PGPASSWORD.
+        cloud_sql: The Cloud SQL instance, PROJECT:REGION:NAME, that pods without TPUs reach through Google's proxy.
         capacity: How TPU machines are provisioned, one of `CAPACITIES`.
-        from_hub: Whether hosts download weights from the hub onto their disks.
-        public: Whether clients come through Google's load balancer (`cluster.provision.exposure`).
+        from_hub: Whether hosts download weights from the hub to their disks.
+        public: Whether clients connect through Google's load balancer (`cluster.provision.exposure`).
         queue: The Kueue local queue in which the cluster waits.
-        monitor: The kind of object that has metrics collected, PodMonitoring or PodMonitor; None for none.
+        monitor: The kind of object that has metrics collected, PodMonitoring or PodMonitor; None for no such object.
         traces: Whether Ray's dashboard may trace a host, for which the image needs TensorFlow.
-        processes: What processes without TPUs take, other than the leaders of slices: ingresses, workers.
-        idle_s: After how many seconds an unused slice is released.
+        processes: The footprints of the processes without TPUs, other than the leaders of slices: ingresses, workers.
+        idle_s: The number of seconds after which an unused slice is released.
     """
 
     name: str
@@ -53,27 +53,34 @@ class Target:
 
     @property
     def is_whole(self) -> bool:
-        """Whether a cluster has all its slices from the start.
+        """Whether the cluster has all of its slices from the start.
 
-        Kueue admits no cluster that scales, and what has been requested from Google's queue can't be requested again.
+        Kueue doesn't admit a cluster that scales, and a request to Google's queue can be used only once.
         """
         return self.queue is not None or self.capacity == QUEUED
 
     @property
     def requests_slices(self) -> bool:
-        """Whether slices are requested from Google's queue here, and not by Kueue."""
+        """Whether the manifests request slices from Google's queue. With a Kueue queue, Kueue requests them."""
         return self.queue is None and self.capacity == QUEUED
 
     @property
     def labels(self) -> dict[str, str]:
         """The labels of all objects and pods.
 
-        A pod's `app.kubernetes.io/name` stays KubeRay's own, because KubeRay's services for a head select by it.
+        They leave `app.kubernetes.io/name` to KubeRay, whose Service of a head selects pods by that label.
         """
         return {"app.kubernetes.io/part-of": "wan-tpu", "app.kubernetes.io/instance": self.name}
 
-    def object(self, api: str, kind: str, *, suffix: str | None = None, **content: Any) -> Object:
-        """Return an object with the target's name, and a suffix if there are several of a kind."""
+    def build_object(self, api: str, kind: str, *, suffix: str | None = None, **content: Any) -> Object:
+        """Return a Kubernetes object with the cluster's name, namespace and labels.
+
+        Args:
+            api: The object's apiVersion.
+            kind: The object's kind.
+            suffix: What is appended to the name, with a dash, if there are several objects of the kind.
+            **content: The object's other fields.
+        """
         queued = {"kueue.x-k8s.io/queue-name": self.queue} if self.queue and kind.startswith("Ray") else {}
         name = self.name if suffix is None else f"{self.name}-{suffix}"
         metadata = {"name": name, "namespace": self.namespace, "labels": self.labels | queued}

@@ -1,8 +1,8 @@
-"""Ray on TPU VMs without Kubernetes: start-up scripts for a head and for slices' hosts, and scripts that create them.
+"""Write scripts for Ray on TPU VMs without Kubernetes: some create the machines, the others run when machines boot.
 
-Every machine runs a container with `ray start --block` as a systemd unit. A machine that is taken away stops it with
-SIGTERM, which drains the node; a machine that boots again joins again. The slices are those that were created: nothing
-scales by itself.
+Every machine runs `ray start --block` in a container, as a systemd unit. When a machine is taken away, systemd stops
+the container with SIGTERM, which drains the node; when it boots again, it joins the cluster again. Nothing scales
+automatically: the cluster has the slices that were created.
 
 Sources: docs.cloud.google.com/tpu/docs, "Queued resources", for the API and for what a TPU VM's metadata says;
 docs.cloud.google.com/container-optimized-os, "Configure the host firewall";
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from cluster.chips import CHIPS
 from cluster.errors import LayoutError
 from cluster.layout import Layout
-from cluster.provision.kubernetes import ENVIRONMENT
+from cluster.provision.node_pools import check_real
+from cluster.provision.pods import ENVIRONMENT
 from cluster.slice_spec import ACCELERATOR_TYPE, POD_TYPE, SLICE_NAME, TOPOLOGY, WORKER_ID, SliceSpec
 
 PORT, DASHBOARD = 6379, 8265
@@ -71,7 +72,7 @@ systemctl enable wan-tpu.service
 systemctl restart wan-tpu.service
 """
 
-# Artifact Registry asks for credentials at every start. They are those of the machine's service account.
+# Artifact Registry requires credentials whenever the container starts. Use those of the machine's service account.
 _LOGIN = """\
 cat > /etc/wan-tpu/login <<'EOF'
 set -euo pipefail
@@ -82,15 +83,15 @@ curl --silent --fail --header 'Metadata-Flavor: Google' \\
 EOF
 """
 
-# Container-Optimized OS drops all incoming traffic but SSH, also to containers on the host's network, and forgets added
-# rules at every boot.
-_LET_SUBNET_IN = """\
+# Container-Optimized OS drops all incoming traffic except SSH, even for containers on the host's network, and forgets
+# additional rules at every boot.
+_ALLOW_SUBNET = """\
 subnet=$(metadata network-interfaces/0/ip)/$(metadata network-interfaces/0/subnetmask)
 rule="INPUT --protocol tcp --source $subnet --jump ACCEPT"
 iptables --wait --check $rule 2> /dev/null || iptables --wait --insert $rule
 """
 
-# libtpu wants huge pages (JAX warns without them), and the kernel's own setting is back at every boot.
+# libtpu needs transparent huge pages (JAX warns without them), and every boot restores the kernel's default.
 _HUGEPAGES = """\
 hugepages=/sys/kernel/mm/transparent_hugepage/enabled
 [ ! -e $hugepages ] || echo always > $hugepages
@@ -99,10 +100,10 @@ hugepages=/sys/kernel/mm/transparent_hugepage/enabled
 
 @dataclass(frozen=True)
 class Machines:
-    """The place, image and account of all machines of a cluster.
+    """The location, image and account of all machines of a cluster.
 
     Attributes:
-        name: The cluster's name, with which the machines' names begin.
+        name: The cluster's name, which is the first part of the machines' names.
         project: The Google Cloud project.
         zone: The zone.
         image: The container image.
@@ -119,34 +120,34 @@ class Machines:
 
     @property
     def secret(self) -> str:
-        """The name of the cluster's token in Secret Manager."""
+        """The name of the secret in Secret Manager that holds the cluster's token."""
         return f"{self.name}-token"
 
     @property
     def head(self) -> str:
-        """The head's name."""
+        """The name of the head's machine."""
         return f"{self.name}-head"
 
     @property
     def registry(self) -> str | None:
-        """The image's registry if it is one of Google's, which ask for the machine's credentials; else None."""
+        """The image's registry if it is one of Google's, which require the machine's credentials; else None."""
         host = self.image.partition("/")[0]
         return host if host.endswith((".pkg.dev", "gcr.io")) else None
 
     @property
     def address(self) -> str:
-        """The head's address inside its network."""
+        """The head's DNS name in its network."""
         return f"{self.head}.{self.zone}.c.{self.project}.internal"
 
 
 def format_scripts(layout: Layout, machines: Machines) -> dict[str, str]:
-    """Return all scripts by the names of their files.
+    """Return all scripts, by the names of their files.
 
     Raises:
-        LayoutError: A slice isn't available as TPU VMs, or the machines of two pools would have the same names.
+        LayoutError: A kind of slice isn't available as TPU VMs, the layout is for emulated slices, or the machines of
+            two pools would have the same names.
     """
-    if layout.devices_per_host is not None:
-        raise LayoutError(f"{layout.source}: its slices are emulated; take out emulate, or give a layout of real ones")
+    check_real(layout)
     kinds = {pool.slice.pod_type: pool.slice for pool in layout.pools}
     for kind in kinds.values():
         if kind.chip.tpu_vm_runtime is None:
@@ -155,25 +156,25 @@ def format_scripts(layout: Layout, machines: Machines) -> dict[str, str]:
                 f"{layout.source}: Cloud TPU's API has no {kind}, only {known}; on GKE: wan-tpu manifests"
             )
     _check_names(layout)
-    starts = {f"{name}.sh": format_host_script(kind, machines) for name, kind in kinds.items()}
+    host_scripts = {f"{name}.sh": format_host_script(kind, machines) for name, kind in kinds.items()}
     return {
         "create.sh": _format_create_script(layout, machines),
         "delete.sh": _format_delete_script(layout, machines),
     } | {
         "head.sh": format_head_script(machines),
-        **starts,
+        **host_scripts,
     }
 
 
 def format_head_script(machines: Machines) -> str:
-    """Return the head's start-up script. Leaders and drivers run on the head too, the only machine without TPUs."""
+    """Return the head's start-up script. As the only machine without TPUs, the head also runs leaders and drivers."""
     arguments = f"--head --port {PORT} --dashboard-host 0.0.0.0 --dashboard-port {DASHBOARD}"
-    return _format_start_script("the head", machines, _LET_SUBNET_IN, arguments)
+    return _format_start_script("the head", machines, _ALLOW_SUBNET, arguments)
 
 
 def format_host_script(kind: SliceSpec, machines: Machines) -> str:
     """Return the start-up script of the hosts of one kind of slice."""
-    # The place in the slice comes from the machine. Ray would look elsewhere, where not every machine has it.
+    # Set the host's place in its slice from the machine's metadata. Ray looks for it where not every machine has it.
     labels = {
         ACCELERATOR_TYPE: kind.chip.ray_accelerator,
         POD_TYPE: kind.pod_type,
@@ -211,19 +212,19 @@ def _format_start_script(role: str, machines: Machines, variables: str, argument
 
 
 def _check_names(layout: Layout) -> None:
-    """Raise `LayoutError` for two pools whose machines would have the same names."""
+    """Raise `LayoutError` if the machines of two pools would have the same names."""
     pools: dict[str, str] = {}
     for pool in layout.pools:
         other = pools.setdefault(_format_machine_part(pool.name), pool.name)
         if other != pool.name:
             raise LayoutError(
-                f"{layout.source}: machines of pools {other} and {pool.name} would have the same names, which are made "
-                "of lower-case letters, digits and dashes; rename one of the pools"
+                f"{layout.source}: machines of pools {other} and {pool.name} would have the same names, in which "
+                "capital letters become lower-case ones and underscores become dashes; rename one of the pools"
             )
 
 
 def _format_machine_part(pool: str) -> str:
-    """Return a pool's name in the form that machines' names allow."""
+    """Return a pool's name in the form that is allowed in the names of machines."""
     return pool.replace("_", "-").lower()
 
 
@@ -241,7 +242,7 @@ def _format_create_script(layout: Layout, machines: Machines) -> str:
     secret = f"{machines.secret} {project}"
     lines = [
         "#!/bin/bash",
-        f"# Creates the head and the slices of {layout.source}; what is there already is said and left as it is.",
+        f"# Creates the head and the slices of {layout.source}. It reports what already exists, and doesn't change it.",
         "set -uo pipefail",
         'cd "$(dirname "$0")"',
         "umask 077",
@@ -267,7 +268,7 @@ def _format_create_script(layout: Layout, machines: Machines) -> str:
 
 def _format_delete_script(layout: Layout, machines: Machines) -> str:
     where = f"--project {shlex.quote(machines.project)} --zone {shlex.quote(machines.zone)} --quiet"
-    lines = ["#!/bin/bash", f"# Deletes what create.sh has made for {layout.source}."]
+    lines = ["#!/bin/bash", f"# Deletes what create.sh has created for {layout.source}."]
     lines += [
         f"gcloud compute tpus queued-resources delete {name} {where} --force"
         for name, _ in _list_slices(layout, machines)

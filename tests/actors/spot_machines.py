@@ -11,7 +11,7 @@ import time
 
 from cluster.emulation import ray_nodes
 from cluster.emulation.cluster import EmulatedCluster, EmulatedSlice, Settings
-from cluster.provision import kubernetes
+from cluster.provision.pods import ENVIRONMENT
 
 NOTICE_S = 15.0  # from GKE's notice to the end of a spot node
 
@@ -83,6 +83,6 @@ class SpotSlice:
         command += ["--object-store-memory", str(host.object_store_bytes), "--include-log-monitor", "false"]
         command += ["--dashboard-agent-listen-port", "0"]
         budget = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
-        environment = os.environ | ray_nodes.ENVIRONMENT | {budget: kubernetes.ENVIRONMENT[budget]}
+        environment = os.environ | ray_nodes.ENVIRONMENT | {budget: ENVIRONMENT[budget]}
         with (folder / "start.log").open("w") as log:  # by it the process is known to be of this node
             return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)

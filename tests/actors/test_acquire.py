@@ -60,9 +60,9 @@ def arguments(*argv):
 def test_arguments_without_effect_on_a_pipeline_that_runs_are_told():
     args, explicit = arguments("--snapshot_every", "3", "--warm_up", "96x64x5", "--keep")
     assert explain_ineffective(args, explicit, RUNS) == [
-        "--snapshot_every has no effect: pipeline wan-tpu was brought up without this command",
-        "--warm_up has no effect: pipeline wan-tpu was brought up without this command",
-        "--keep has no effect: pipeline wan-tpu was brought up without this command",
+        "--snapshot_every has no effect: pipeline wan-tpu is already running",
+        "--warm_up has no effect: pipeline wan-tpu is already running",
+        "--keep has no effect: pipeline wan-tpu is already running",
     ]
 
 

@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 from actors.cli import COMMANDS, SHELLS, find_command, main
-from actors.commands.arguments import build_spec
+from actors.commands.new_pipeline import build_spec
 from actors.pipeline_spec import PipelineSettings
 from cluster.emulation.cluster import EmulatedCluster, list_emulated_slices
 from cluster.errors import LayoutError
@@ -67,6 +67,19 @@ PLAN = ["plan", "--model", "wan2.1-t2v-1.3b", "--slice", "v6e-4"]
         ([*PLAN, "--plot", "/proc/x.png"], "can't write /proc/x.png (No such"),
         ([*PLAN, "--videos_a_day", "5", "--prices", "/proc/x.yaml"], "/proc/x.yaml can't be read (No such"),
         ([*PLAN, "--slice", "v6e-3"], "there is no v6e-3; nearest: v6e-4"),
+        (["doctor", "--slice", "v6e-3"], "there is no v6e-3; nearest: v6e-4"),
+        (["doctor", "--output", "/proc/x/doctor.json"], "--output /proc/x/doctor.json can't be written (No such"),
+        (["doctor", "--timeout", "jion=3"], "(did you mean join?)"),
+        (["pipeline", "down", "--drain_s", "-1"], "--drain_s is -1; give 0 or more"),
+        (["profile", "low", "--output", "out", "--seconds", "nan"], "--seconds is nan; give 0.001 to 60"),
+        (["keys", "usage", "--days", "0"], "--days is 0; give 1 to 36500"),
+        (["keys", "add", "ann", "--scopes", "make,reed"], "there is no scope 'reed' (did you mean read?)"),
+        (["drive", "--manifest", "m", "--output", "o", "--in_flight", "0"], "--in_flight is 0; give 1 to 10000"),
+        (["submit", "--output", "o"], "--manifest is missing; a new job needs --manifest and --output"),
+        (["submit", "--stop", "a", "--attach", "b"], "--attach: not allowed with argument --stop"),
+        (["submit", "--stop", "a", "--address", "ftp://head:8265"], "such as http://host:8265"),
+        (["status", "--address", "head"], "--address is 'head'; give host:port"),
+        (["status", "--address", "head:70000"], "--address is 'head:70000'; give host:port"),
         (
             [*HOSTS, "--account", "a@b"],
             "/proc/x (No",
@@ -104,7 +117,7 @@ def test_advice_to_start_a_cluster_works_as_it_is_typed(argv, tmp_path, capsys, 
     folder = tmp_path / "my state"
     assert main([*argv, "--folder", str(folder)]) == 2
     message = capsys.readouterr().err
-    assert f"no emulated cluster in {folder}; " in message
+    assert f"there is no emulated cluster in {folder}; " in message
     assert main(shlex.split(message.partition("wan-tpu ")[2])) == 0
     [((slices, _), options)] = started
     assert options["folder"] == folder

@@ -41,7 +41,7 @@ def check_rehearsal(folder, *parts):
     assert done.returncode == 0, (done.stdout, done.stderr)
     assert done.stderr == ""
     assert "4 of 'cpu': they stand in for chips" in done.stdout
-    assert "0 to mend" in done.stdout or "nothing wrong was found" in done.stdout
+    assert "0 failed" in done.stdout or "no problems found" in done.stdout
     assert "a secret" not in bundle
     report = json.loads(bundle)
     assert report["environment"]["JAX_TEST_LEVEL"] == "4"
@@ -149,7 +149,7 @@ def test_folder_that_is_not_there_is_refused(tmp_path):
     )
     assert (done.returncode, done.stderr) == (
         2,
-        f"error: {tmp_path / 'none'} is no folder; make it, or give another one\n",
+        f"error: --folder {tmp_path / 'none'} doesn't exist; create it, or choose another folder\n",
     )
 
 

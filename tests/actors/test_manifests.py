@@ -279,7 +279,7 @@ def test_node_pools_are_written_without_an_image(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "--layout is missing: a layout file, or a shipped one: a14b-balanced-v6e"),
+        ([], "--layout is missing; give a layout file, or a shipped layout: a14b-balanced-v6e"),
         (["--layout", "emulated-demo"], "its slices are emulated"),
         (["--layout", "one-expert-v6e", *MODEL], "shipped layouts for"),
         (
@@ -288,31 +288,41 @@ def test_node_pools_are_written_without_an_image(tmp_path, capsys):
         ),
         (["--layout", "four-pools", "--service", *OF_THE_HUB, *DATABASE], "--snapshots is missing"),
         (["--layout", "four-pools", "--service", *MODEL, *DATABASE], "examples/small-wan2.2-i2v isn't in a bucket"),
-        (["--layout", "four-pools", "--service", *OF_THE_HUB], "--database is a file of this machine; pods reach"),
+        (["--layout", "four-pools", "--service", *OF_THE_HUB], "--database is missing; give postgresql://"),
         (["--layout", "four-pools", "--capacity", "cheap"], "choose from"),
-        (["--layout", "four-pools", "--hostname", "a.example"], "--hostname is of a service; give --service"),
+        (["--layout", "four-pools", "--image", "wan tpu"], "isn't the name of an image; give REGISTRY/NAME:TAG"),
+        (["--layout", "four-pools", "--name", "My videos"], "--name is 'My videos'; give up to 40 lower-case"),
+        (["--layout", "four-pools", "--namespace", "Videos"], "--namespace is 'Videos'; give up to 63 lower-case"),
+        (["--layout", "four-pools", "--account", "wan"], "--account 'wan' isn't a Google service account"),
+        (["--layout", "four-pools", "--idle_s", "-4"], "--idle_s is -4; give 0 or more"),
+        (["--layout", "four-pools", "--output", "gs://b/o"], "--output has no effect without --job"),
+        (
+            ["--layout", "four-pools", "--service", "--hostname", "https://a.example", "--certificate_map", "m"],
+            "isn't a host name; give one such as videos.example.com",
+        ),
+        (["--layout", "four-pools", "--hostname", "a.example"], "--hostname has no effect without --service"),
         (
             ["--layout", "four-pools", "--armor", "strict"],
-            "--armor is of a load balancer; give the service's --hostname",
+            "--armor has no effect without --hostname",
         ),
         (["--layout", "four-pools", "--service", "--hostname", "a.example"], "--certificate_map is missing"),
         (
             ["--layout", "four-pools", "--service", *OF_THE_HUB, "--capacity", "queued"],
-            "--capacity queued is for batches",
+            "--capacity queued is only for batches",
         ),
         (["--layout", "four-pools", "--service", *OF_THE_HUB, *DATABASE, "--cloud_sql", "a:b:c"], "name two databases"),
         (["--layout", "four-pools", "--service", *OF_THE_HUB, "--cloud_sql", "a:b:c"], "--account is missing"),
         (
             ["--layout", "four-pools", "--service", *OF_THE_HUB, "--cloud_sql", "wan", "--account", "a@b"],
-            "--cloud_sql 'wan' is no instance; give PROJECT:REGION:NAME",
+            "--cloud_sql 'wan' isn't an instance's name; give PROJECT:REGION:NAME",
         ),
-        (["--layout", "four-pools", "--cloud_sql", "a:b:c"], "--cloud_sql is the database of a service"),
-        (["--layout", "four-pools", "--overlay", "staging"], "--kustomize is missing: the folder with the base"),
+        (["--layout", "four-pools", "--cloud_sql", "a:b:c"], "--cloud_sql has no effect without --service"),
+        (["--layout", "four-pools", "--overlay", "staging"], "--overlay has no effect without --kustomize"),
         (
             ["--layout", "four-pools", "--kustomize", "/no/such", "--overlay", "staging"],
             "/no/such has no base (No such file or directory); write it first",
         ),
-        (["--layout", "four-pools", "--kustomize", "/no/such", "--overlay", "../a"], "isn't made of lower-case"),
+        (["--layout", "four-pools", "--kustomize", "/no/such", "--overlay", "../a"], "--overlay is '../a'; give up to 63 lower-case"),
         (
             ["--layout", "four-pools", "--node_pools", "/no/such/folder/x.tfvars"],
             "can't write /no/such/folder/x.tfvars",

@@ -151,14 +151,14 @@ def test_every_setting_is_documented():
 @pytest.mark.parametrize(
     ("option", "says"),
     [
-        ("--timeout=leese=60", r"no time-out 'leese' \(did you mean lease\?\); there are place, .*storage, lease"),
+        ("--timeout=leese=60", r"no time-out 'leese' \(did you mean lease\?\); choose from place, .*storage, lease"),
         ("--timeout=stage=5", "there is no time-out 'stage'"),
-        ("--timeout=lease=soon", r"give seconds, such as lease=1200"),
-        ("--timeout=lease=0", "give seconds above 0"),
+        ("--timeout=lease=soon", r"give a number of seconds, such as lease=1200"),
+        ("--timeout=lease=0", "give a number of seconds above 0"),
         ("--timeout=lease=1.5", "lease must be at least twice renewal"),
-        ("--attempts=stage=1.5", "give a whole number of 1 and more, such as stage=8"),
-        ("--attempts=stage=0", "give a whole number of 1 and more"),
-        ("--attempts=8", "there is no count of attempts '8'; there are stage, "),
+        ("--attempts=stage=1.5", "give a whole number of at least 1, such as stage=8"),
+        ("--attempts=stage=0", "give a whole number of at least 1"),
+        ("--attempts=8", "there is no count of attempts '8'; choose from stage, "),
     ],
 )
 def test_wrong_option_is_refused_with_what_works(option, says):

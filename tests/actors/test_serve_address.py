@@ -125,7 +125,7 @@ def test_a_config_s_applications_are_built_wherever_serve_does_it(tmp_path, chec
     arguments |= {"snapshots": str(tmp_path / "snapshots"), "host": "127.0.0.1", "port": free_port()}
 
     def build(builder, arguments, **others):
-        return type(getattr(serve_config, builder)({"arguments": arguments, **others})).__name__
+        return type(getattr(serve_config, f"build_{builder}")({"arguments": arguments, **others})).__name__
 
     task = ray.remote(build)
     for builder in ("worker", "ingress"):

@@ -43,8 +43,8 @@ def test_a_public_address_needs_a_key(tmp_path):
         (["--limit", "bodies=many"], "such as bodies=32"),
         (["--limit", "bodies=0"], "above 0"),
         (["--timeout", "jion=1200"], "there is no time-out 'jion' (did you mean join?)"),
-        (["--timeout", "join=20m"], "give seconds, such as join=1200"),
-        (["--timeout", "join=0"], "give seconds above 0"),
+        (["--timeout", "join=20m"], "give a number of seconds, such as join=1200"),
+        (["--timeout", "join=0"], "give a number of seconds above 0"),
         (["--download_s", "0"], "--download_s is 0"),
         (["--keep_days", "inf"], "--keep_days is inf"),
         (["--largest", "1280x720"], "WIDTHxHEIGHTxFRAMES"),
@@ -64,6 +64,9 @@ def test_the_head_of_a_real_cluster_is_not_this_machine(tmp_path, capsys, checkp
     options = ["--layout", LAYOUT, "--model_id", str(checkpoint("wan2.2-i2v-a14b")), "--folder", str(tmp_path)]
     assert main(["serve", *options]) == 2
     assert "--snapshots is missing" in capsys.readouterr().err
+    monkeypatch.setenv("RAY_ADDRESS", "auto")  # Ray's own commands accept this.
+    assert main(["serve", *options]) == 2
+    assert "RAY_ADDRESS is 'auto'; give host:port" in capsys.readouterr().err
 
 
 def test_a_config_says_what_the_command_line_says(tmp_path, capsys, checkpoint):
@@ -106,7 +109,7 @@ def test_a_config_says_what_the_command_line_says(tmp_path, capsys, checkpoint):
     ]
     assert main(["serve", *options, "--write_config", str(file)]) == 0
     output = capsys.readouterr().out
-    assert "serve deploy" in output and "0.0.0.0:8000" in output and "calls no webhooks" in output
+    assert "serve deploy" in output and "0.0.0.0:8000" in output and "won't call webhooks" in output
     content = yaml.safe_load(file.read_text())
     ServeDeploySchema.model_validate(content)
     assert content["http_options"] == {"host": "0.0.0.0", "port": 8000}
@@ -139,10 +142,10 @@ def test_service_waits_for_the_layout_that_its_configuration_means(tmp_path):
     """Kubernetes brings a changed ConfigMap to a pod a minute after the configuration that goes with it."""
     file = tmp_path / "layout.yaml"
     new = MountedLayout(str(file), "pools: []")
-    with pytest.raises(Unavailable, match=r"can't be read .* apply the ConfigMap, .* and the RayService, "):
+    with pytest.raises(Unavailable, match=r"can't be read .* apply both the ConfigMap .* and the RayService "):
         wait_for_layout(new.path, new.sha256, wait_s=0)
     file.write_text("pools: old")
-    with pytest.raises(Unavailable, match=f"has another content .* says .{new.sha256[:12]}"):
+    with pytest.raises(Unavailable, match=f"has the hash .* was written for {new.sha256[:12]}"):
         wait_for_layout(new.path, new.sha256, wait_s=0)
     timer = threading.Timer(0.2, file.write_text, [new.text])
     timer.start()

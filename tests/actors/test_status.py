@@ -2,7 +2,7 @@
 
 import time
 
-from actors.commands.status import MAX_GONE, _select_shown
+from actors.commands.status import MAX_LOST_SLICES, _select_shown
 from actors.observe.status_actor import ReplicaStatus, ReportedStatus, RequestStatus
 from actors.pipeline.status import MAX_SHOWN, build_status, describe_requests, format_status
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
@@ -72,5 +72,5 @@ def test_slices_that_are_gone_are_counted():
     present = [LiveSlice(f"b-{i}", spec.pod_type, spec, (host,), None) for i in range(3)]
     absent = [LiveSlice(f"a-{i:03}", spec.pod_type, spec, (), None) for i in range(250)]
     selection, more = _select_shown(absent + present)
-    assert [slice_.name for slice_ in selection] == [slice_.name for slice_ in absent[:MAX_GONE] + present]
-    assert more == 250 - MAX_GONE
+    assert [slice_.name for slice_ in selection] == [slice_.name for slice_ in absent[:MAX_LOST_SLICES] + present]
+    assert more == 250 - MAX_LOST_SLICES

@@ -71,8 +71,8 @@ def test_the_job_s_end_decides_the_exit_code_after_an_outage(server, capfd, stat
     assert following.wait_for_code() == code
     out, err = capfd.readouterr()
     assert out == "first\nlast\n"
-    assert err.count("the job goes on, and this tries again") == 1
-    assert "connected again" in err
+    assert err.count("the job continues, and this command tries to reconnect") == 1
+    assert "reconnected" in err
 
 
 def test_a_follower_that_gives_up_says_how_to_attach_again(server, capfd, monkeypatch):
@@ -83,7 +83,7 @@ def test_a_follower_that_gives_up_says_how_to_attach_again(server, capfd, monkey
     assert following.wait_for_code() == 3
     last = capfd.readouterr().err.splitlines()[-1]
     assert last.startswith(f"error: no answer from {server.address} (")
-    assert f"wan-tpu submit --attach {JOB}; end it: --stop {JOB}" in last
+    assert f"wan-tpu submit --attach {JOB}; to stop it: wan-tpu submit --stop {JOB}" in last
 
 
 def test_a_connection_that_is_silent_is_made_again(server, capfd, monkeypatch):
@@ -102,13 +102,13 @@ def test_questions_that_are_never_answered_are_given_up(server, capfd, monkeypat
     monkeypatch.setattr(submit, "GIVE_UP_S", 0.3)
     server.silent = True
     assert Following(server, "--attach", JOB).wait_for_code() == 3
-    assert "(nothing within 0.1 s); given up after 0.3 s" in capfd.readouterr().err
+    assert "(no response within 0.1 s); gave up after 0.3 s" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [["--attach", "nobody"], ["--stop", "nobody"]])
 def test_a_job_that_is_not_known_is_said(server, capfd, argv):
     assert Following(server, *argv).wait_for_code() == 2
-    assert f"the cluster knows no job 'nobody'; it knows {JOB}" in capfd.readouterr().err
+    assert f"the cluster has no job 'nobody'; it has {JOB}" in capfd.readouterr().err
 
 
 def test_a_job_is_stopped(server, capfd):
@@ -121,7 +121,7 @@ def test_ctrl_c_during_an_outage_leaves_the_job(server):
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     wait_for(lambda: server.tails, "the follower")
     server.close()
-    assert "tries again" in process.stderr.readline()
+    assert "tries to reconnect" in process.stderr.readline()
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert (process.returncode, "Traceback" in err) == (130, False), err

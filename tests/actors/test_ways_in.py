@@ -235,12 +235,12 @@ def test_a_cluster_behind_a_forwarded_port_has_a_python_of_its_own(cluster, tmp_
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["submit", "--manifest", "m", "--output", "o", "--address", "http://127.0.0.1:9"], "nothing takes jobs at"),
+        (["submit", "--manifest", "m", "--output", "o", "--address", "http://127.0.0.1:9"], "no job server answers at"),
         (["submit", "--output", "o"], "--manifest is missing"),
-        (["submit", "--manifest", "/no/lines.jsonl", "--output", "o"], "--manifest /no/lines.jsonl isn't there"),
+        (["submit", "--manifest", "/no/lines.jsonl", "--output", "o"], "--manifest /no/lines.jsonl doesn't exist"),
         (["status", "--address", "http://127.0.0.1:8265"], "give host:port of its GCS"),
-        (["pipeline", "up", "--layout", "emulated-small"], "both are needed, and --layout alone was given"),
-        (["pipeline", "up"], "--layout and --model say what to bring up"),
+        (["pipeline", "up", "--layout", "emulated-small"], "--model is missing; a new pipeline needs both"),
+        (["pipeline", "up"], "--layout and --model are missing"),
     ],
 )
 def test_errors_are_one_line(cluster, argv, message, capsys):

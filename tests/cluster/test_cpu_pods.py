@@ -20,7 +20,7 @@ from cluster.errors import LayoutError
 from cluster.footprints import LEADER, WORKER, Footprint, count_machines
 from cluster.layout import Layout
 from cluster.provision import kubernetes
-from cluster.provision.kubernetes import CPU_GROUP
+from cluster.provision.pods import CPU_GROUP
 from tests.cluster.test_kubernetes import REAL, TARGET, choose_launches
 
 STORED = ServiceSettings(database="postgresql://db/jobs", storage="gs://b/results", model="m")
@@ -57,7 +57,7 @@ def test_service_s_processes_fit_the_pods_that_may_be_launched(name, cluster):
         target = make_target(ingresses)
         [pods] = [
             group["maxReplicas"]
-            for group in kubernetes.ray_cluster(layout, target)["workerGroupSpecs"]
+            for group in kubernetes.build_cluster_spec(layout, target)["workerGroupSpecs"]
             if group["groupName"] == CPU_GROUP
         ]
         once = list(requests_of(layout, ingresses))
@@ -68,7 +68,7 @@ def test_service_s_processes_fit_the_pods_that_may_be_launched(name, cluster):
 
 
 def test_processes_and_the_object_store_fit_the_container():
-    spec = kubernetes.ray_cluster(Layout.load(REAL[0]), make_target(1))
+    spec = kubernetes.build_cluster_spec(Layout.load(REAL[0]), make_target(1))
     for group in (spec["headGroupSpec"], spec["workerGroupSpecs"][0]):
         [container] = group["template"]["spec"]["containers"]
         params, limit = group["rayStartParams"], int(container["resources"]["limits"]["memory"].removesuffix("Gi"))
@@ -94,8 +94,8 @@ def test_pods_are_enough_in_whatever_order_ray_places_processes():
 
 
 def test_ingress_larger_than_a_pod_is_refused():
-    with pytest.raises(LayoutError, match=r"an ingress may take 17\.4 GiB by its limits.*offers 11; lower --limit"):
-        kubernetes.ray_cluster(Layout.load(REAL[0]), make_target(1, ServiceLimits(readers=9)))
+    with pytest.raises(LayoutError, match=r"an ingress may need 17\.4 GiB, .*has 11 GiB; lower --limit"):
+        kubernetes.build_cluster_spec(Layout.load(REAL[0]), make_target(1, ServiceLimits(readers=9)))
 
 
 def test_ingresses_are_counted_in_the_pods(capsys):

@@ -63,7 +63,7 @@ def test_cluster_is_brought_up_shown_and_taken_down(tmp_path):
         assert "v6e-1-0      emulated v6e-1     free         [ host 0  node " in out
         assert "2 CPU devices" in out
         assert f"jobs at http://{state['dashboard']}" in out
-        assert "no pipeline 'wan-tpu' runs here" in out
+        assert "no pipeline runs on this cluster" in out
 
         # What a crash leaves: no head, the other processes linger.
         next(process for process in processes if process.name() == "gcs_server").kill()
@@ -99,7 +99,7 @@ def test_a_cluster_ends_with_its_owner(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["cluster", "down"], r"no emulated cluster in \S+$"),
+        (["cluster", "down"], r"there is no emulated cluster in \S+; give the --folder"),
         (["cluster", "up", "--emulate", "four-pools"], "four-pools.yaml: it is for real TPUs; add emulate"),
         (
             ["cluster", "up", "--emulate", "nothing.yaml"],

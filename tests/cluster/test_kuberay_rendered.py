@@ -8,7 +8,7 @@ import pytest
 from cluster.layout import Layout
 from cluster.provision import kubernetes
 from cluster.provision.exposure import Exposure, build_exposing_objects
-from cluster.provision.kubernetes import CPU_GROUP, LOAD_BALANCERS, SERVE_PORT
+from cluster.provision.pods import CPU_GROUP, LOAD_BALANCERS, SERVE_PORT
 from cluster.provision.target import Target
 from tests.cluster.kuberay_rules import PROBES, WAITS, pods_of, selects, services_of
 from tests.cluster.test_kubernetes import KINDS
@@ -24,11 +24,11 @@ def rendered_cluster(request):
     """Return a cluster's spec, the name that KubeRay gives it, and the RayService that it belongs to."""
     layout = Layout.parse(KINDS, "kinds")
     if request.param == "service":
-        service = kubernetes.service(layout, TARGET, "applications: []\n")
+        service = kubernetes.build_service(layout, TARGET, "applications: []\n")
         return service["spec"]["rayClusterConfig"], "wan-x7k2p", "wan"
     if request.param == "job":
-        return kubernetes.job(layout, TARGET, "drive")["spec"]["rayClusterSpec"], "wan-x7k2p", None
-    return kubernetes.cluster(layout, TARGET)["spec"], "wan", None
+        return kubernetes.build_job(layout, TARGET, "drive")["spec"]["rayClusterSpec"], "wan-x7k2p", None
+    return kubernetes.build_cluster(layout, TARGET)["spec"], "wan", None
 
 
 def rendered_pods(rendered, version=(1, 7)):
@@ -80,7 +80,8 @@ def test_worker_waits_for_the_head_by_a_service_that_selects_it(rendered_cluster
 def test_what_stands_beside_selects_the_pods_that_it_is_for(rendered_cluster):
     pods = rendered_pods(rendered_cluster)
     objects = {
-        (item["kind"], item["metadata"]["name"]): item for item in kubernetes.supporting(TARGET, http=True).values()
+        (item["kind"], item["metadata"]["name"]): item
+        for item in kubernetes.build_supporting_objects(TARGET, http=True).values()
     }
     assert len(objects) == 5
     everyone = [
@@ -97,7 +98,7 @@ def test_what_stands_beside_selects_the_pods_that_it_is_for(rendered_cluster):
 
 def test_ports_of_the_policy_and_of_the_monitor_are_those_of_containers(rendered_cluster):
     pods = rendered_pods(rendered_cluster)
-    objects = {item["kind"]: item for item in kubernetes.supporting(TARGET, http=True).values()}
+    objects = {item["kind"]: item for item in kubernetes.build_supporting_objects(TARGET, http=True).values()}
     assert all(pod.ports["metrics"] == 8080 for pod in pods.values())
     assert objects["PodMonitoring"]["spec"]["endpoints"][0]["port"] == "metrics"
     opened = {port["port"] for rule in objects["NetworkPolicy"]["spec"]["ingress"] for port in rule.get("ports", ())}
@@ -107,7 +108,9 @@ def test_ports_of_the_policy_and_of_the_monitor_are_those_of_containers(rendered
 def test_load_balancer_is_let_in_only_where_there_is_one():
     def blocks(target):
         policy = next(
-            item for item in kubernetes.supporting(target, http=True).values() if item["kind"] == "NetworkPolicy"
+            item
+            for item in kubernetes.build_supporting_objects(target, http=True).values()
+            if item["kind"] == "NetworkPolicy"
         )
         sources = [source for rule in policy["spec"]["ingress"] for source in rule.get("from", ())]
         return [source["ipBlock"]["cidr"] for source in sources if "ipBlock" in source]
@@ -118,7 +121,7 @@ def test_load_balancer_is_let_in_only_where_there_is_one():
 
 def test_load_balancer_reaches_the_head_that_serves():
     layout, exposure = Layout.parse(KINDS, "kinds"), Exposure("videos.example.com", "certificates", "front", "armor")
-    spec = kubernetes.service(layout, TARGET, "applications: []\n")["spec"]["rayClusterConfig"]
+    spec = kubernetes.build_service(layout, TARGET, "applications: []\n")["spec"]["rayClusterConfig"]
     pods = pods_of(spec, "wan-x7k2p", in_service=True, version=(1, 7))
     objects = {
         (item["kind"], item["metadata"]["name"]): item for item in build_exposing_objects(TARGET, exposure).values()
@@ -159,7 +162,7 @@ def test_pods_are_nobody_privileged_and_stay_where_they_are(rendered_cluster):
 
 
 def test_weights_of_the_hub_have_room_on_the_hosts_disks():
-    spec = kubernetes.cluster(Layout.parse(KINDS, "kinds"), dataclasses.replace(TARGET, from_hub=True))["spec"]
+    spec = kubernetes.build_cluster(Layout.parse(KINDS, "kinds"), dataclasses.replace(TARGET, from_hub=True))["spec"]
     sizes = {
         group["groupName"]: group["template"]["spec"]["containers"][0]["resources"]["requests"]["ephemeral-storage"]
         for group in spec["workerGroupSpecs"]

@@ -19,7 +19,7 @@ from cluster.errors import LayoutError, SliceStartTimeout
 from cluster.gang.placement import reserve, select_off_hosts
 from cluster.layout import Layout, list_shipped
 from cluster.provision import kubernetes
-from cluster.provision.kubernetes import CPU_GROUP
+from cluster.provision.pods import CPU_GROUP
 from cluster.provision.target import CAPACITIES, Target
 from cluster.slice_spec import POD_TYPE
 from tests.cluster.schemas import check
@@ -45,9 +45,9 @@ MISSING = [pool.slice for pool in Layout.parse(KINDS, "kinds").pools if pool.nam
 def test_kuberay_knows_every_field(name, capacity):
     layout, target = Layout.load(name), Target("w", "n", "image", "2.60.0", capacity=capacity, queue="tpus")
     for manifest in (
-        kubernetes.cluster(layout, target),
-        kubernetes.service(layout, target, "applications: []\n"),
-        kubernetes.job(layout, target, "wan-tpu drive"),
+        kubernetes.build_cluster(layout, target),
+        kubernetes.build_service(layout, target, "applications: []\n"),
+        kubernetes.build_job(layout, target, "wan-tpu drive"),
     ):
         check(manifest)
         assert manifest["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "tpus"
@@ -55,7 +55,7 @@ def test_kuberay_knows_every_field(name, capacity):
 
 def test_what_waits_in_a_queue_has_a_size_that_kueue_can_admit():
     layout = Layout.parse(KINDS, "kinds")
-    manifest = kubernetes.cluster(layout, dataclasses.replace(TARGET, queue="tpus"))
+    manifest = kubernetes.build_cluster(layout, dataclasses.replace(TARGET, queue="tpus"))
     check(manifest)
     assert "enableInTreeAutoscaling" not in manifest["spec"]
     for group in manifest["spec"]["workerGroupSpecs"]:
@@ -64,7 +64,7 @@ def test_what_waits_in_a_queue_has_a_size_that_kueue_can_admit():
 
 @pytest.mark.parametrize(("path", "wrong"), [("numOfHost", 2), ("numOfHosts", "2"), ("labels", {"a": 1})])
 def test_a_field_that_is_wrong_is_noticed(path, wrong):
-    manifest = kubernetes.cluster(Layout.load(REAL[0]), TARGET)
+    manifest = kubernetes.build_cluster(Layout.load(REAL[0]), TARGET)
     manifest["spec"]["workerGroupSpecs"][1][path] = wrong
     with pytest.raises(jsonschema.ValidationError):
         check(manifest)
@@ -72,7 +72,7 @@ def test_a_field_that_is_wrong_is_noticed(path, wrong):
 
 def node_types(layout, target):
     """Return a cluster's groups as Ray's autoscaler reads them, with its own code."""
-    config = _derive_autoscaling_config_from_ray_cr(kubernetes.cluster(layout, target))
+    config = _derive_autoscaling_config_from_ray_cr(kubernetes.build_cluster(layout, target))
     return {
         name: NodeTypeConfig(
             name, kind["min_workers"], kind["max_workers"], resources=kind["resources"], labels=kind["labels"]
@@ -132,7 +132,7 @@ def test_slices_that_are_waited_for_at_once_are_all_launched(waiting):
 def test_groups_have_what_their_pools_may_have():
     groups = {
         group["groupName"]: group
-        for group in kubernetes.cluster(Layout.parse(KINDS, "kinds"), TARGET)["spec"]["workerGroupSpecs"]
+        for group in kubernetes.build_cluster(Layout.parse(KINDS, "kinds"), TARGET)["spec"]["workerGroupSpecs"]
     }
     flat = groups["v6e-8"]  # Two pools have it, under two names.
     assert (flat["minReplicas"], flat["maxReplicas"], flat["numOfHosts"]) == (0, 5, 1)
@@ -159,22 +159,22 @@ def test_nothing_of_a_tpu_is_launched_for_leaders(cluster):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{pools: {a: {stages: [x], slice: v7x-1}}}", "no machine for a v7x-1; for v7x it has tpu7x-standard-4t"),
+        ("{pools: {a: {stages: [x], slice: v7x-1}}}", "for the hosts of a v7x-1; for v7x it has tpu7x-standard-4t"),
         ("{pools: {a: {stages: [x], slice: v6e-8}}, emulate: {devices_per_host: 1}}", "its slices are emulated"),
     ],
 )
 def test_a_layout_that_gke_can_not_have_is_refused(text, message):
     with pytest.raises(LayoutError, match=message):
-        kubernetes.cluster(Layout.parse(text, "mine.yaml"), TARGET)
+        kubernetes.build_cluster(Layout.parse(text, "mine.yaml"), TARGET)
 
 
 def test_the_text_is_yaml_and_always_the_same():
     layout = Layout.load(REAL[0])
     objects = {
-        "one\nmore": kubernetes.cluster(layout, TARGET),
-        "two": kubernetes.job(layout, TARGET, "drive"),
+        "one\nmore": kubernetes.build_cluster(layout, TARGET),
+        "two": kubernetes.build_job(layout, TARGET, "drive"),
     }
-    text = kubernetes.as_yaml(objects)
-    assert text == kubernetes.as_yaml(objects)
+    text = kubernetes.format_yaml(objects)
+    assert text == kubernetes.format_yaml(objects)
     assert list(yaml.safe_load_all(text)) == list(objects.values())
     assert text.startswith("# one\n# more\napiVersion: ray.io/v1\n") and "---\n# two\n" in text

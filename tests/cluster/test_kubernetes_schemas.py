@@ -20,10 +20,10 @@ EXPOSURE = Exposure("videos.example.com", "certificates", "front", "armor", "mod
 def build_objects():
     """Return every kind of object that stands beside a cluster."""
     queued = dataclasses.replace(TARGET, capacity="queued")
-    groups = kubernetes.ray_cluster(Layout.parse(KINDS, "kinds"), queued)["workerGroupSpecs"]
+    groups = kubernetes.build_cluster_spec(Layout.parse(KINDS, "kinds"), queued)["workerGroupSpecs"]
     objects = [
-        *kubernetes.supporting(TARGET, http=True).values(),
-        *kubernetes.supporting(dataclasses.replace(TARGET, monitor="PodMonitor"), http=False).values(),
+        *kubernetes.build_supporting_objects(TARGET, http=True).values(),
+        *kubernetes.build_supporting_objects(dataclasses.replace(TARGET, monitor="PodMonitor"), http=False).values(),
         *build_exposing_objects(TARGET, EXPOSURE).values(),
         *request_slices(groups, queued).values(),
         kubernetes.build_layout_map(TARGET, KINDS),
@@ -76,7 +76,7 @@ def test_mistake_is_noticed(kind, path, wrong):
 
 def test_each_queued_slice_is_requested_whole_and_used_by_its_own_pods():
     queued = dataclasses.replace(TARGET, capacity="queued")
-    spec = kubernetes.ray_cluster(Layout.parse(KINDS, "kinds"), queued)
+    spec = kubernetes.build_cluster_spec(Layout.parse(KINDS, "kinds"), queued)
     groups = {group["groupName"]: group for group in spec["workerGroupSpecs"] if group["groupName"] != "cpu"}
     objects = request_slices(spec["workerGroupSpecs"], queued).values()
     requests = {item["metadata"]["name"]: item["spec"] for item in objects if item["kind"] == "ProvisioningRequest"}
@@ -103,14 +103,14 @@ def test_each_queued_slice_is_requested_whole_and_used_by_its_own_pods():
 def test_kueue_requests_queued_slices_by_itself():
     """It annotates the pods that it admits, and would refuse a cluster with annotations of its own."""
     target = dataclasses.replace(TARGET, capacity="queued", queue="tpus")
-    groups = kubernetes.ray_cluster(Layout.parse(KINDS, "kinds"), target)["workerGroupSpecs"]
+    groups = kubernetes.build_cluster_spec(Layout.parse(KINDS, "kinds"), target)["workerGroupSpecs"]
     assert request_slices(groups, target) == {}
     assert [group["replicas"] for group in groups if group["groupName"] == "v6e-8"] == [5]
 
 
 def test_database_s_proxy_is_beside_every_process_that_may_use_the_database():
     target = dataclasses.replace(TARGET, cloud_sql="p:us-east5:wan")
-    service = kubernetes.service(Layout.parse(KINDS, "kinds"), target, "applications: []\n")
+    service = kubernetes.build_service(Layout.parse(KINDS, "kinds"), target, "applications: []\n")
     check(service)
     spec = service["spec"]["rayClusterConfig"]
     pods = {group["groupName"]: group["template"]["spec"] for group in spec["workerGroupSpecs"]}
@@ -126,7 +126,7 @@ def test_database_s_proxy_is_beside_every_process_that_may_use_the_database():
 
 
 @pytest.mark.parametrize(
-    ("build", "cluster"), [(kubernetes.job, "rayClusterSpec"), (kubernetes.service, "rayClusterConfig")]
+    ("build", "cluster"), [(kubernetes.build_job, "rayClusterSpec"), (kubernetes.build_service, "rayClusterConfig")]
 )
 def test_all_pods_have_the_layout_as_a_file_that_follows_its_config_map(build, cluster):
     whole = build(Layout.parse(KINDS, "kinds"), TARGET, "drive")

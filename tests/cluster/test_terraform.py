@@ -180,7 +180,7 @@ def test_node_pools_are_those_that_pods_select(capacity):
     assert f'"{capacity}"' in declared["capacity"]["validation"][0]["condition"]
     groups = {}
     target = Target("wan", "videos", "image", "2.60.0", capacity=capacity)
-    for group in kubernetes.ray_cluster(layout, target)["workerGroupSpecs"][1:]:
+    for group in kubernetes.build_cluster_spec(layout, target)["workerGroupSpecs"][1:]:
         selector = group["template"]["spec"]["nodeSelector"]
         key = (
             selector["node.kubernetes.io/instance-type"],
@@ -286,7 +286,7 @@ def test_planned_node_pools_have_the_machines_that_pods_select(capacity, terrafo
     pools = {values["name"]: values for address, values in planned.items() if ".tpu[" in address}
     target = Target("wan", "videos", "image", "2.60.0", capacity=capacity)
     slices = {}
-    for group in kubernetes.ray_cluster(layout, target)["workerGroupSpecs"][1:]:
+    for group in kubernetes.build_cluster_spec(layout, target)["workerGroupSpecs"][1:]:
         kind = group["groupName"].rpartition("-")[0] if target.requests_slices else group["groupName"]
         slices[kind] = (group, slices.get(kind, (group, 0))[1] + group["maxReplicas"])
     names = set()

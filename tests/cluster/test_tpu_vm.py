@@ -59,9 +59,9 @@ def test_what_is_not_to_be_had_is_refused(text, message):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("--name=my wan", "--name 'my wan'"),
-        ("--image=a; b", "no image's name"),
-        ("--account=$(id)", "no service account"),
+        ("--name=my wan", "--name is 'my wan'"),
+        ("--image=a; b", "isn't the name of an image"),
+        ("--account=$(id)", "isn't a Google service account"),
     ],
 )
 def test_names_that_a_shell_would_take_apart_are_refused(option, message, tmp_path, capsys):
