@@ -55,7 +55,7 @@ def stop_process(cluster, word):
 def test_status_actor_that_is_silent_stops_nobody(cluster):
     status = StatusActor.create("quiet", SPEC)
     status.report_replica("all/0", ReplicaStatus("all", "", "idle", "", (), time.time()))
-    wait_for(lambda: status.read().replicas, "the first report")
+    wait_for(lambda: (read := status.read_or_none()) and read.replicas, "the first report")
     with stop_process(cluster, "_StatusActor"):
         start = time.monotonic()
         with pytest.raises(StatusSilent, match="status of pipeline 'quiet' can't be read now"):
@@ -66,7 +66,7 @@ def test_status_actor_that_is_silent_stops_nobody(cluster):
         assert time.monotonic() - start < 10
     wait_for(lambda: status.read_or_none(timeout_s=1.0), "the status actor")
     status.report_requests("driver", ["dog"])
-    wait_for(lambda: set(status.read().requests) == {"dog"}, "the latest report")
+    wait_for(lambda: (read := status.read_or_none()) and set(read.requests) == {"dog"}, "the latest report")
     status.close()
 
 
