@@ -112,8 +112,8 @@ def _build_parser(parser_class: Any) -> Parser:
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", parser_class=parser_class, help="each has a --help"
     )
-    for name, (_, _, does) in COMMANDS.items():
-        commands.add_parser(name, help=does, of=name)
+    for name, (_, _, summary) in COMMANDS.items():
+        commands.add_parser(name, help=summary, of=name)
     return parser
 
 

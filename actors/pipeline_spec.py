@@ -7,7 +7,7 @@ from actors.reliability import ReliabilitySettings
 from cluster.layout import Layout
 from wan_tpu.request import GenerationRequest
 from wan_tpu.spec import ModelSpec
-from wan_tpu.switches import OVERLAPPED, OWN
+from wan_tpu.switches import OVERLAPPED, OWN_KERNELS
 
 Chips = Literal["real", "emulated", "simulated"]
 
@@ -40,7 +40,7 @@ class PipelineSettings:
     snapshots: str
     dtype: str = "bfloat16"
     executables: str | None = None
-    kernels: str = OWN
+    kernels: str = OWN_KERNELS
     collectives: str = OVERLAPPED
     snapshot_every: int = 5
     scale_wait_s: float = 60

@@ -34,10 +34,10 @@ def check_port(host: str, port: int) -> None:
     trouble = f"is taken{_describe_holder(host, port)}; end that"
     if problem.errno == errno.EACCES:
         trouble = "is for root alone; run this as root"
-    others = (
+    free_ports = (
         other for other in range(max(port + 1, 1024), min(port + _TRIED, _LAST)) if _try_port(host, other) is None
     )
-    free = next(others, None)
+    free = next(free_ports, None)
     alternative = "choose another --port" if free is None else f"choose one that is free: --port {free}"
     raise PortTaken(f"port {port} of {host} {trouble}, or {alternative}")
 

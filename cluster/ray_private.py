@@ -155,11 +155,11 @@ def read_worker_arguments(arguments: list[str]) -> tuple[Any, list[str], bool]:
     from ray._private.utils import update_envs
     from ray._private.workers import setup_worker
 
-    known, rest = setup_worker.parser.parse_known_args(arguments)
+    known, command = setup_worker.parser.parse_known_args(arguments)
     context = RuntimeEnvContext.deserialize(known.serialized_runtime_env_context or "{}")
     update_envs(context.env_vars)
     context.env_vars = {}
-    return context, rest, vars(context) != vars(RuntimeEnvContext())
+    return context, command, vars(context) != vars(RuntimeEnvContext())
 
 
 def exec_worker(context: Any, arguments: list[str]) -> None:

@@ -119,8 +119,8 @@ ADDRESSES = tuple(f"127.0.0.{i}" for i in range(2, 12))  # each attacker has its
 
 def connector(key: str) -> aiohttp.TCPConnector:
     """Return connections from the address of the client with a key."""
-    here = (ADDRESSES[sum(key.encode()) % len(ADDRESSES)], 0) if _local else None
-    return aiohttp.TCPConnector(limit=0, local_addr=here)
+    local_address = (ADDRESSES[sum(key.encode()) % len(ADDRESSES)], 0) if _local else None
+    return aiohttp.TCPConnector(limit=0, local_addr=local_address)
 
 
 async def post(url: str, key: str, body: bytes, kind: str = "application/json") -> None:
@@ -139,20 +139,20 @@ async def again(send: Callable[[], Awaitable[object]], pause_s: float = 0.2) -> 
         await asyncio.sleep(pause_s)
 
 
-async def hold(url: str, many: int, sent: bytes) -> None:
+async def hold(url: str, count: int, sent: bytes) -> None:
     """Open connections that send `sent` and then nothing; reopen them when they are closed."""
     parts = urlsplit(url)
 
     async def hold_once() -> None:
         with contextlib.suppress(OSError):
-            here = (ADDRESSES[sum(sent[:300]) % len(ADDRESSES)], 0) if _local else None
-            reader, writer = await asyncio.open_connection(parts.hostname, parts.port, local_addr=here)
+            local_address = (ADDRESSES[sum(sent[:300]) % len(ADDRESSES)], 0) if _local else None
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port, local_addr=local_address)
             writer.write(sent)
             await reader.read(200)
             writer.close()
         await asyncio.sleep(0.5)
 
-    await asyncio.gather(*(again(hold_once) for _ in range(many)))
+    await asyncio.gather(*(again(hold_once) for _ in range(count)))
 
 
 def half_body(url: str, key: str, sent: int) -> bytes:
@@ -178,7 +178,7 @@ def picture(width: int, height: int, kind: str = "PNG") -> bytes:
     return file.getvalue()
 
 
-async def follow(url: str, key: str, many: int) -> None:
+async def follow(url: str, key: str, count: int) -> None:
     """Open `many` event streams of one job."""
     headers = {"Authorization": f"Bearer {key}"}
     timeout = aiohttp.ClientTimeout(None)
@@ -191,7 +191,7 @@ async def follow(url: str, key: str, many: int) -> None:
                 async with http.get(f"/v1/videos/{job}/events") as stream:
                     await stream.read()
 
-        await asyncio.gather(*(again(follow_once, 1.0) for _ in range(many)))
+        await asyncio.gather(*(again(follow_once, 1.0) for _ in range(count)))
 
 
 def attacks(url: str, keys: list[str]) -> list[Awaitable[object]]:

@@ -78,8 +78,8 @@ def run_simulated(args: argparse.Namespace, folder: Path) -> None:
     )
     count = args.requests or 48
     # The settings of the preset lightning, whose adapters a simulated host can't read.
-    few = {"sigmas": SIGMAS, "switch_step": 2, "solver": "euler", "guidance_scale": 1.0}
-    sampling: dict[str, Any] = few if args.four_steps else {"preset": "original"}
+    four_steps = {"sigmas": SIGMAS, "switch_step": 2, "solver": "euler", "guidance_scale": 1.0}
+    sampling: dict[str, Any] = four_steps if args.four_steps else {"preset": "original"}
     requests = {
         f"r{i}": GenerationRequest(prompt=f"prompt {i}", image=IMAGE, height=720, width=1280, seed=i, **sampling)
         for i in range(count)
@@ -91,15 +91,15 @@ def run_simulated(args: argparse.Namespace, folder: Path) -> None:
     print(f"{count} requests, {args.in_flight} in flight; load of this machine before: {os.getloadavg()[0]:.1f}")
     rates: dict[str, float] = {}
     with cluster(layout, folder):
-        for name, which in {"pools": layout, "whole": whole(layout)}.items():
+        for name, variant in {"pools": layout, "whole": unite_pools(layout)}.items():
             if args.only not in (None, name):
                 continue
-            load, videos = run(PipelineSpec(which, settings, MODEL, lasting=True), requests, args.in_flight)
+            load, videos = run(PipelineSpec(variant, settings, MODEL, lasting=True), requests, args.in_flight)
             for key, request in requests.items():
                 assert videos[key].startswith(simulated_video(request)), f"{key} has another's video"
-            rates[name] = report(name, which, load, planned_s, args.speed)
+            rates[name] = report(name, variant, load, planned_s, args.speed)
             if args.picture and name == (args.only or "pools"):
-                args.picture.write_bytes(draw(load.spans, f"Simulated: {which.source}, {count} requests"))
+                args.picture.write_bytes(draw(load.spans, f"Simulated: {variant.source}, {count} requests"))
     if len(rates) == 2:
         other, best = sorted(rates, key=lambda name: rates[name])
         print(f"\n{best} wins by {rates[best] / rates[other] - 1:.1%} a chip (simulated)")
@@ -183,7 +183,7 @@ def emulate(layout: Layout) -> Layout:
     return dataclasses.replace(layout, pools=pools, devices_per_host=1)
 
 
-def whole(layout: Layout) -> Layout:
+def unite_pools(layout: Layout) -> Layout:
     """Return the expert slices of a layout as replicas of the whole pipeline.
 
     The encoder's and decoder's own slices are too small for that, and are left out.

@@ -120,11 +120,11 @@ def measure(checkpoint: str, rank: int, processes: int, coordinator: str) -> Non
     params = load_component(Checkpoint(checkpoint), model.components["denoise"], "bfloat16", mesh, show).params
     seconds = time.perf_counter() - starts[0]  # The clock starts after headers are read and the module is built.
     peak_bytes = 1024 * (kib("VmHWM") - before)
-    own = sum(
+    weight_bytes = sum(
         sum({str(shard.index): shard.data.nbytes for shard in array.addressable_shards}.values())
         for array in params.values()
     )
-    print(sum(read) / seconds / 1e9, sum(read) / 1e9, own / 1e9, peak_bytes / own)
+    print(sum(read) / seconds / 1e9, sum(read) / 1e9, weight_bytes / 1e9, peak_bytes / weight_bytes)
 
 
 if __name__ == "__main__":

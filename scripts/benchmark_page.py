@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 DOCS = Path(__file__).parents[1] / "docs"
-HOW = {"measured", "measured, jobs simulated", "predicted", "emulated", "simulated"}
+ORIGINS = {"measured", "measured, jobs simulated", "predicted", "emulated", "simulated"}
 
 
 def main() -> None:
@@ -46,8 +46,8 @@ def _as_section(section: dict[str, Any], machines: dict[str, str], level: int) -
 def _as_table(figures: dict[str, Any], machines: dict[str, str]) -> list[str]:
     columns, rows = figures["columns"], figures["rows"]
     datetime.date.fromisoformat(figures["date"])
-    if figures["how"] not in HOW:
-        raise ValueError(f"{columns[0]}: how is {figures['how']!r}, not one of {', '.join(sorted(HOW))}")
+    if figures["how"] not in ORIGINS:
+        raise ValueError(f"{columns[0]}: how is {figures['how']!r}, not one of {', '.join(sorted(ORIGINS))}")
     if uneven := [row for row in rows if len(row) != len(columns)]:
         raise ValueError(f"{columns[0]}: {len(columns)} columns, but {uneven[0]} has {len(uneven[0])} cells")
     source = f"{figures['how'].capitalize()} {figures['date']}: {machines[figures['machine']]}; `{figures['command']}`"

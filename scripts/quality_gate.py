@@ -73,11 +73,11 @@ def _compare(
             clips = gate.make_clips(generate, gate.held_out_scenes(args.requests), sampling)
         figures = gate.compute_figures(clips)
         gate.write(args.out / name.replace(" ", "-"), clips, figures)
-        own = intervals.mean([psnr(clip.clip, other.clip) for clip, other in zip(clips, right, strict=True)])
+        likeness = intervals.mean([psnr(clip.clip, other.clip) for clip, other in zip(clips, right, strict=True)])
         cells = (
             gate.format_estimate("score", figures["score"]),
             gate.format_estimate("likeness_db", figures["likeness_db"]),
-            own.text(1, 1) + " dB",
+            likeness.text(1, 1) + " dB",
         )
         lines.append(f"| {name} | {' | '.join(cells)} | {_fell(right, clips, figures) or 'nothing'} |")
     print("\n".join(lines))

@@ -25,9 +25,9 @@ from wan_tpu.storage.folder import BucketFolder, WeightFile
 
 INDEX = "model_index.json"
 MODULAR_INDEX = "modular_model_index.json"  # Modular pipelines of diffusers have it instead.
-OWN = "wan_tpu.json"
+SETTINGS = "wan_tpu.json"
 # Every file of a checkpoint that isn't a weight file, in its folder and one level below.
-OTHERS = ("*.json", "*.txt", "*.model", "*.jinja", "*.md", "*LICENSE*")
+SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.md", "*LICENSE*")
 # Files one and two levels deep. Some published checkpoints contain further models in nested folders, which are ignored.
 _IN_FOLDERS, _DEEPER = "*/*", "*/*/*"
 
@@ -92,7 +92,7 @@ class Checkpoint:
         """Names that may identify the checkpoint: the parts of its address, last one first, then those of its origin.
 
         A symbolic link's own name comes before that of its target. The origin is recorded in the index, by diffusers
-        and by `others`.
+        and by `read_small_files`.
         """
         origin = self.index.get("_name_or_path")
         address = dict.fromkeys([*reversed(self._asked_for.split("/")), *reversed(self.source.split("/"))])
@@ -106,24 +106,24 @@ class Checkpoint:
         """Return a component's configuration."""
         return self._json(f"{component}/{file}")
 
-    def read_own(self, *others: str) -> dict[str, Any]:
+    def read_settings(self, *keys: str) -> dict[str, Any]:
         """Return the content of wan_tpu.json, an optional file beside the model's index; {} if there is none.
 
         Args:
-            others: Keys that the model's family accepts in addition to those of `sampling`.
+            keys: Keys that the model's family accepts in addition to those of `sampling`.
 
         Raises:
             CheckpointError: The file has unknown keys, or is damaged.
         """
-        content = self._json(OWN) if (self.folder / OWN).is_file() else {}
-        allowed = ("defaults", "presets", "magcache", *others)
+        content = self._json(SETTINGS) if (self.folder / SETTINGS).is_file() else {}
+        allowed = ("defaults", "presets", "magcache", *keys)
         if unknown := sorted(set(content) - set(allowed)):
             raise CheckpointError(
-                f"{self.folder / OWN} says {', '.join(unknown)}; this model has only {', '.join(allowed)}"
+                f"{self.folder / SETTINGS} says {', '.join(unknown)}; this model has only {', '.join(allowed)}"
             )
         return content
 
-    def sampling(self, *others: str) -> CheckpointOverrides:
+    def sampling(self, *keys: str) -> CheckpointOverrides:
         """Return the defaults, presets and curves in wan_tpu.json.
 
         `{"defaults": {"height": 64, ...}, "presets": {"fast": {"about": "...", "source": "https://...", "settings":
@@ -131,12 +131,12 @@ class Checkpoint:
         Adapters' paths that begin with ./ are relative to the checkpoint.
 
         Args:
-            others: As in `read_own`.
+            keys: As in `read_settings`.
 
         Raises:
             CheckpointError: Something in it is unknown, or out of range.
         """
-        content = self.read_own(*others)
+        content = self.read_settings(*keys)
         allowed = [field.name for field in dataclasses.fields(Defaults)]
         defaults = fill_second_scale(self._settings("defaults", content.get("defaults", {}), allowed))
         presets: dict[str, Preset] = {}
@@ -144,7 +144,7 @@ class Checkpoint:
             where = f"presets {name}"
             if not isinstance(entry, dict) or set(entry) != {"about", "source", "settings"}:
                 raise CheckpointError(
-                    f"{self.folder / OWN}: {where} needs about, source and settings, and nothing else"
+                    f"{self.folder / SETTINGS}: {where} needs about, source and settings, and nothing else"
                 )
             fields = entry["settings"]
             if isinstance(fields, dict) and isinstance(fields.get("loras"), list):
@@ -161,7 +161,8 @@ class Checkpoint:
             return tuple(read_curve(curve) for curve in curves)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{self.folder / OWN}: in magcache, a list of curves, {error!r}; take it out and calibrate it again"
+                f"{self.folder / SETTINGS}: in magcache, a list of curves, {error!r}; "
+                "take it out and calibrate it again"
             ) from None
 
     def _settings(self, where: str, fields: Any, allowed: Sequence[str]) -> dict[str, Any]:
@@ -171,7 +172,7 @@ class Checkpoint:
                 raise InvalidRequest(f"{', '.join(unknown)} is no setting; allowed are {', '.join(allowed)}")
             request = GenerationRequest(**fields)
         except (InvalidRequest, TypeError) as error:
-            raise CheckpointError(f"{self.folder / OWN}: in {where}, {error}") from None
+            raise CheckpointError(f"{self.folder / SETTINGS}: in {where}, {error}") from None
         return {name: getattr(request, name) for name in fields if getattr(request, name) is not None}
 
     def _resolve_path(self, adapter: Any) -> Any:
@@ -206,18 +207,18 @@ class Checkpoint:
             self._fetch([f"{component}/{name}".lstrip("/") for name in names])
         return {file.name: on_disk(file) for file in (self.folder / component).glob("*.safetensors")}
 
-    def adapters(self, own: Mapping[str, Any]) -> dict[str, WeightFile]:
+    def adapters(self, settings: Mapping[str, Any]) -> dict[str, WeightFile]:
         """Return the adapters in this folder that presets use, by their paths relative to it.
 
         Args:
-            own: The content of wan_tpu.json, as `sampling` accepts it.
+            settings: The content of wan_tpu.json, as `sampling` accepts it.
 
         Raises:
             CheckpointError: One of them isn't there.
             Unavailable: The bucket, the hub or the disk doesn't answer.
         """
         beside: dict[str, WeightFile] = {}
-        for preset, entry in own.get("presets", {}).items():
+        for preset, entry in settings.get("presets", {}).items():
             for adapter in map(self._resolve_path, entry["settings"].get("loras") or []):
                 path = parse_adapter(adapter).path
                 if not path.startswith(f"{self.source}/"):
@@ -227,18 +228,18 @@ class Checkpoint:
                 files = {f"{folder}/{file}".lstrip("/"): weights for file, weights in self.weights(folder).items()}
                 files = {file: weights for file, weights in files.items() if name in (file, folder)}
                 if not files:
-                    raise CheckpointError(f"{self.folder / OWN}: preset {preset} has ./{name}, which isn't there")
+                    raise CheckpointError(f"{self.folder / SETTINGS}: preset {preset} has ./{name}, which isn't there")
                 beside |= files
         return beside
 
-    def others(self) -> dict[str, bytes]:
+    def read_small_files(self) -> dict[str, bytes]:
         """Return the content of all files but weights, by their paths relative to the folder; fetch missing ones.
 
         The index names their origin, since a copy's own name may not say which model it is (`names`).
         """
         if not self._local:
-            self._fetch(OTHERS)
-        files = {file for pattern in OTHERS for file in self.folder.rglob(pattern.rpartition("/")[2])}
+            self._fetch(SMALL_FILES)
+        files = {file for pattern in SMALL_FILES for file in self.folder.rglob(pattern.rpartition("/")[2])}
         files = {file for file in files if file.is_file() and ".safetensors." not in file.name}
         contents = {str(file.relative_to(self.folder)): read_file(file) for file in sorted(files)}
         if "_name_or_path" not in self.index:

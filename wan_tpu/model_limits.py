@@ -8,7 +8,7 @@ from wan_tpu.media.image import size_at_area
 from wan_tpu.request import NAMED_SIZES, Defaults, ResolvedRequest, nearest_multiple, parse_size
 from wan_tpu.suggest import did_you_mean
 
-WHOLE = 1.0  # The strength when a video is continued: every step runs.
+FULL_STRENGTH = 1.0  # The strength when a video is continued: every step runs.
 
 
 class ModelLimits(abc.ABC):
@@ -189,7 +189,7 @@ class ModelLimits(abc.ABC):
         if request.strength is not None:
             if not video:
                 raise InvalidRequest("strength is given without a video; leave it out, or give one", "strength")
-            if self.continues_video and request.strength != WHOLE:
+            if self.continues_video and request.strength != FULL_STRENGTH:
                 raise InvalidRequest(
                     f"strength is {request.strength:g}, and {self.name} goes on after a video without changing it; "
                     "leave strength out",
@@ -204,11 +204,11 @@ class ModelLimits(abc.ABC):
 
     def _check_images(self, request: ResolvedRequest, *, image: bool, last: bool) -> None:
         """Refuse first and last frames that the model doesn't take, and requests without those that it needs."""
-        does = f"this checkpoint ({self.name}) does {' and '.join(self.tasks)} only"
+        reason = f"this checkpoint ({self.name}) does {' and '.join(self.tasks)} only"
         if image and "i2v" not in self.tasks:
-            raise InvalidRequest(f"image was given, but {does}; leave it out, or use an I2V checkpoint", "image")
+            raise InvalidRequest(f"image was given, but {reason}; leave it out, or use an I2V checkpoint", "image")
         if not image and not last and "t2v" not in self.tasks:
-            raise InvalidRequest(f"image is missing, and {does}; give one", "image")
+            raise InvalidRequest(f"image is missing, and {reason}; give one", "image")
         if last and self.last_images == "none":
             takes = "a first frame alone" if "i2v" in self.tasks else "no image"
             raise InvalidRequest(

@@ -92,7 +92,7 @@ class CheckpointOverrides:
     curves: tuple[Curve, ...] = ()
 
 
-NOTHING_OWN = CheckpointOverrides()
+NO_OVERRIDES = CheckpointOverrides()
 # The fields that `GenerationRequest.resolve` always fills, for all models.
 FILLED = (
     *(field.name for field in dataclasses.fields(Defaults) if field.default is dataclasses.MISSING),
@@ -236,12 +236,12 @@ class GenerationRequest:
         """Fill every open field from a preset's settings, or from `defaults` where the preset leaves it open."""
         settings = {f.name: getattr(defaults, f.name) for f in dataclasses.fields(defaults)}
         settings |= {"negative_prompt": "", "loras": (), **fill_second_scale(preset)}
-        own = {f.name: value for f in dataclasses.fields(self) if (value := getattr(self, f.name)) is not None}
+        fields = {f.name: value for f in dataclasses.fields(self) if (value := getattr(self, f.name)) is not None}
         if defaults.generate_audio is None and self.generate_audio is False:
-            del own["generate_audio"]  # False for a model without sound is the same as leaving the field out.
+            del fields["generate_audio"]  # False for a model without sound is the same as leaving the field out.
         if self.video is not None:
             settings["strength"] = STRENGTH
-        return ResolvedRequest(**override(settings, own))
+        return ResolvedRequest(**override(settings, fields))
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values. Images are given by their sizes: pixels stay out of records."""
@@ -303,22 +303,22 @@ def fill_second_scale(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**scale, **settings}
 
 
-def override(settings: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def override(settings: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with some of them overridden, and the rest of the schedule adjusted to match.
 
     Args:
         settings: Fields of a request, such as a preset's.
-        own: The fields that override them, as `GenerationRequest` has them.
+        fields: The fields that override them, as `GenerationRequest` has them.
     """
-    merged, own = dict(settings), fill_second_scale(own)
+    merged, fields = dict(settings), fill_second_scale(fields)
     if merged.get("sigmas") is not None:
         merged["steps"] = len(merged["sigmas"])
     # A preset's noise levels and its switch of experts hold only for its own schedule.
-    if any(own.get(name, merged.get(name)) != merged.get(name) for name in ("steps", "shift", "sigmas")):
+    if any(fields.get(name, merged.get(name)) != merged.get(name) for name in ("steps", "shift", "sigmas")):
         merged |= {"sigmas": None, "switch_step": None}
-    if own.get("sigmas") is not None:
-        merged["steps"] = len(own["sigmas"])
-    return merged | own
+    if fields.get("sigmas") is not None:
+        merged["steps"] = len(fields["sigmas"])
+    return merged | fields
 
 
 def parse_size(text: str) -> tuple[int, int]:

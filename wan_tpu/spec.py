@@ -14,11 +14,11 @@ import numpy as np
 from PIL import Image
 
 from wan_tpu.errors import InvalidRequest
-from wan_tpu.model_limits import WHOLE, ModelLimits
+from wan_tpu.model_limits import FULL_STRENGTH, ModelLimits
 from wan_tpu.plan import DECODER, ENCODER, VIDEO, Expert, RequestPlan
 from wan_tpu.request import (
     IMAGES,
-    NOTHING_OWN,
+    NO_OVERRIDES,
     CheckpointOverrides,
     Defaults,
     GenerationRequest,
@@ -38,7 +38,7 @@ class ModelSpec(ModelLimits):
         components: Each stage with the names of the components that it runs, in the order in which a request passes
             the stages.
         heads: Attention heads of a transformer.
-        own: The checkpoint's own sampling settings.
+        overrides: The checkpoint's own sampling settings.
         reads_images: Whether the text encoder reads a request's images with its prompt.
         needs_prompt: Whether a request without images needs a prompt that isn't empty.
         seeds_images: Whether the latents of images are sampled with a request's seed.
@@ -48,7 +48,7 @@ class ModelSpec(ModelLimits):
 
     components: dict[str, tuple[str, ...]]
     heads: int
-    own: CheckpointOverrides = NOTHING_OWN
+    overrides: CheckpointOverrides = NO_OVERRIDES
     boundary_ratio: float | None
     reads_images: bool = False
     needs_prompt: bool = False
@@ -68,7 +68,7 @@ class ModelSpec(ModelLimits):
     @property
     def presets(self) -> Mapping[str, Preset]:
         """Presets, in addition to the model's defaults: the published ones and the checkpoint's own."""
-        return dict(self.own.presets)
+        return dict(self.overrides.presets)
 
     @property
     def curves(self) -> Sequence[Curve]:
@@ -183,7 +183,7 @@ class ModelSpec(ModelLimits):
                 )
             preset = dict(self.presets[request.preset].settings)
         if request.video is not None and request.strength is None and self.continues_video:
-            request = dataclasses.replace(request, strength=WHOLE)
+            request = dataclasses.replace(request, strength=FULL_STRENGTH)
         resolved = request.resolve(self.defaults_for(request, picture), preset)
         self.check(resolved, image=image, last=last, video=video)
         return self.plan_resolved(resolved, image=image, last=last)
@@ -223,8 +223,8 @@ class ModelSpec(ModelLimits):
             return
         preset = self.presets.get(request.preset)
         if preset is not None and preset.text_only:
-            others = [name for name, other in self.presets.items() if not other.text_only]
-            instead = f"give preset {' or '.join(others)}" if others else "leave the preset out"
+            usable = [name for name, other in self.presets.items() if not other.text_only]
+            instead = f"give preset {' or '.join(usable)}" if usable else "leave the preset out"
             field = "image" if image else "last_image"
             raise InvalidRequest(
                 f"{field} was given, and preset {request.preset} is for videos from text alone; leave {field} out, or "
@@ -283,15 +283,15 @@ class ModelSpec(ModelLimits):
         if self._curve_of(request) is not None:
             return
         remedy = "measure one with wan-tpu calibrate, or leave it out"
-        others = [curve for curve in self.curves if curve.sigmas is None]
-        if request.sigmas is not None or not others:
-            of = self.name if request.sigmas is None else f"{self.name} with these sigmas and this switch of experts"
-            raise InvalidRequest(f"cache is {request.cache}, and no curve of {of} is known; {remedy}", "cache")
-        solvers = [(curve.shift, curve.solver) for curve in others]
+        curves = [curve for curve in self.curves if curve.sigmas is None]
+        if request.sigmas is not None or not curves:
+            model = self.name if request.sigmas is None else f"{self.name} with these sigmas and this switch of experts"
+            raise InvalidRequest(f"cache is {request.cache}, and no curve of {model} is known; {remedy}", "cache")
+        solvers = [(curve.shift, curve.solver) for curve in curves]
         settings = {name: dict(preset.settings) for name, preset in self.presets.items()}
         presets = [name for name, fields in settings.items() if (fields.get("shift"), fields.get("solver")) in solvers]
         remedy = f"give preset {' or '.join(presets)}, {remedy}" if presets else remedy
-        known = " and ".join(f"shift {curve.shift:g} and solver {curve.solver}" for curve in others)
+        known = " and ".join(f"shift {curve.shift:g} and solver {curve.solver}" for curve in curves)
         raise InvalidRequest(
             f"cache is {request.cache}, whose curve holds for {known}; here they are {request.shift:g} and "
             f"{request.solver}: {remedy}",

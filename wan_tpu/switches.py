@@ -10,7 +10,7 @@ from wan_tpu.errors import InvalidInput
 from wan_tpu.suggest import did_you_mean
 
 KERNELS, COLLECTIVES = "WAN_TPU_KERNELS", "WAN_TPU_COLLECTIVES"
-OWN, REFERENCE = "own", "reference"
+OWN_KERNELS, REFERENCE = "own", "reference"
 OVERLAPPED, SYNCHRONOUS = "overlapped", "synchronous"
 # Kernels with a plain reference, by the names that --kernels takes.
 NAMES = (
@@ -25,7 +25,7 @@ NAMES = (
     "channel_moments",
     "norm_silu",
 )
-KERNELS_FORM = f"{OWN}, {REFERENCE}, or {REFERENCE}:NAME,NAME of {', '.join(NAMES)}"
+KERNELS_FORM = f"{OWN_KERNELS}, {REFERENCE}, or {REFERENCE}:NAME,NAME of {', '.join(NAMES)}"
 
 
 def set_switches(kernels: str | None = None, collectives: str | None = None) -> None:
@@ -49,7 +49,7 @@ def set_switches(kernels: str | None = None, collectives: str | None = None) -> 
 
 def read_switches() -> dict[str, str]:
     """Return the current switches, by their names on the command line."""
-    return {"kernels": os.environ.get(KERNELS, OWN), "collectives": os.environ.get(COLLECTIVES, OVERLAPPED)}
+    return {"kernels": os.environ.get(KERNELS, OWN_KERNELS), "collectives": os.environ.get(COLLECTIVES, OVERLAPPED)}
 
 
 def uses_kernel(name: str, platform: str) -> bool:
@@ -64,7 +64,7 @@ def is_synchronous() -> bool:
 
 def _switched_off(kernels: str) -> frozenset[str]:
     """Return the kernels that are switched off; raises `InvalidInput`."""
-    if kernels == OWN:
+    if kernels == OWN_KERNELS:
         return frozenset()
     kind, colon, names = kernels.partition(":")
     switches = frozenset(names.split(",")) if colon else frozenset(NAMES)

@@ -23,5 +23,5 @@ def list_versions() -> dict[str, str]:
 def summarize_versions() -> str:
     """Return this package's version, and the versions that compiled programs and published figures depend on."""
     versions = list_versions()
-    others = ", ".join(f"{name} {versions[name]}" for name in ("python", "jax", "libtpu"))
-    return f"{versions['wan-tpu']} ({others})"
+    details = ", ".join(f"{name} {versions[name]}" for name in ("python", "jax", "libtpu"))
+    return f"{versions['wan-tpu']} ({details})"

@@ -54,12 +54,12 @@ def start_http(host: str, port: int) -> None:
     if (address := _read_address(serve_client())) == (host, port):
         return
     # Serve runs applications, or another process has started it at the same moment.
-    does, remedy = "runs without HTTP, as wan-tpu pipeline up starts it,", "and have wan-tpu serve bring it up"
+    problem, remedy = "runs without HTTP, as wan-tpu pipeline up starts it,", "and have wan-tpu serve bring it up"
     if address is not None:
         at, port_at = address
-        does, remedy = f"listens at {at} port {port_at}", f"or ask for --host {at} --port {port_at}"
+        problem, remedy = f"listens at {at} port {port_at}", f"or ask for --host {at} --port {port_at}"
     raise ServiceStartFailed(
-        f"Ray Serve of this cluster {does} until nothing runs on it any more "
+        f"Ray Serve of this cluster {problem} until nothing runs on it any more "
         f"({', '.join(sorted(serve.status().applications))}), so no service can be at {host} port {port}; take down "
         f"what runs (wan-tpu serve --down, wan-tpu pipeline down), {remedy}"
     )

@@ -105,9 +105,13 @@ def _look_at_memory() -> Iterator[Finding]:
         "" if enough else "start the container with --ipc host, or --shm-size",
     )
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    many = files >= 65_536
+    enough = files >= 65_536
     yield Finding(
-        "open files", f"{files}", "ok" if many else "warn", "65536 or more", "" if many else "ulimit -n 1048576"
+        "open files",
+        f"{files}",
+        "ok" if enough else "warn",
+        "65536 or more",
+        "" if enough else "ulimit -n 1048576",
     )
 
 

@@ -102,12 +102,14 @@ def explain(name: str, measured_s: float, variants: Variants) -> Finding:
     if unexplained > _TOLERANCE * calibrated:
         because.append(f"the program {unexplained:+.3g} s")
     figures = {"measured_s": measured_s, "predicted": dict(variants), "added_s": added, "left_s": unexplained}
-    says = f"{measured_s:.4g} s, predicted {estimate:.4g} (floor {floor:.4g}), {calibrated:.4g} with what was measured"
+    summary = (
+        f"{measured_s:.4g} s, predicted {estimate:.4g} (floor {floor:.4g}), {calibrated:.4g} with what was measured"
+    )
     if measured_s <= (1 + _TOLERANCE) * longest:
-        return Finding(f"{name}, predicted", says, "ok", "within 7 % of the prediction", "", figures)
+        return Finding(f"{name}, predicted", summary, "ok", "within 7 % of the prediction", "", figures)
     worst = max(parts, key=lambda figure: parts[figure], default=None)
     advice = _PROGRAM if worst is None or unexplained > max(_TOLERANCE * calibrated, parts[worst]) else _ADVICE[worst]
-    measured = f"{says}; off: {', '.join(because) or 'nothing by more than a hundredth'}"
+    measured = f"{summary}; off: {', '.join(because) or 'nothing by more than a hundredth'}"
     return Finding(f"{name}, predicted", measured, "warn", "within 7 % of the prediction", advice, figures)
 
 

@@ -76,11 +76,11 @@ def _copy_rate(name: str, array: np.ndarray, devices: list[jax.Device]) -> Findi
 def _measure_dispatch() -> Finding:
     add, x, count = jax.jit(lambda x: x + 1), jnp.zeros(8), 100
 
-    def many() -> jax.Array:
+    def dispatch_many() -> jax.Array:
         value = x
         for _ in range(count):
             value = add(value)
         return value
 
-    seconds = time_best(many) / count
+    seconds = time_best(dispatch_many) / count
     return Finding("a call", f"{seconds * 1e6:.0f} us", figures={"seconds": seconds})

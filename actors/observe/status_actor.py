@@ -187,8 +187,8 @@ class _StatusActor:
     def report_gone(self, name: str) -> None:
         self._call_locked(self._board.report_gone, name)
 
-    def report_request(self, key: str, stage: str, step: int, steps: int, *rest: Any) -> None:
-        self._call_locked(self._board.report_request, key, stage, step, steps, *rest)
+    def report_request(self, key: str, stage: str, step: int, steps: int, *details: Any) -> None:
+        self._call_locked(self._board.report_request, key, stage, step, steps, *details)
 
     def report_requests(self, driver: str, keys: list[str]) -> None:
         self._call_locked(self._board.report_requests, driver, keys)

@@ -42,7 +42,7 @@ def acquire_pipeline(
         wait_until_up(running, tell)
         yield running
         return
-    with _own(name):
+    with _hold_name(name):
         if spec is not None and running is not None and running.is_same_as(spec):
             wait_until_up(running, tell)
         else:
@@ -114,7 +114,7 @@ def _build_not_shared(name: str, owner: str) -> PipelineNotFound:
 
 
 @contextlib.contextmanager
-def _own(pipeline: str) -> Iterator[None]:
+def _hold_name(pipeline: str) -> Iterator[None]:
     """Own the name of a pipeline that this driver may bring up; raise `PipelineNotFound` if another driver owns it.
 
     The name is held by a named actor that dies with this driver, which tells others whether a pipeline's batch is

@@ -136,8 +136,8 @@ def format_status(status: PipelineStatus) -> str:
             for name, replica in list(pool.replicas.items())[:MAX_SHOWN]
         ]
         if len(pool.replicas) > MAX_SHOWN:
-            rest = Counter(replica.activity for replica in list(pool.replicas.values())[MAX_SHOWN:])
-            lines.append(f"    and {', '.join(f'{count} {activity}' for activity, count in sorted(rest.items()))}")
+            unlisted = Counter(replica.activity for replica in list(pool.replicas.values())[MAX_SHOWN:])
+            lines.append(f"    and {', '.join(f'{count} {activity}' for activity, count in sorted(unlisted.items()))}")
         for name, values in pool.differing.items():
             each = ", ".join(f"{value or 'nothing'} on {replica}" for replica, value in values.items())
             lines.append(f"    not alike, so that their videos differ: {name} is {each}")
@@ -149,7 +149,7 @@ def format_status(status: PipelineStatus) -> str:
         lines.append(f"  {key:<26} {request.stage:<13} {steps:<12} {age:<8} {choice}".rstrip())
     if status.under_way > MAX_SHOWN:
         lines.append(f"  and {status.under_way - MAX_SHOWN} more")
-    ends = ", ".join(f"{count} {how}" for how, count in sorted(status.ended.items())) or "none ended"
+    ends = ", ".join(f"{count} {ending}" for ending, count in sorted(status.ended.items())) or "none ended"
     lines.append(f"  {status.under_way} under way, {status.waiting} waiting, {ends}")
     return "\n".join(lines)
 
@@ -169,7 +169,7 @@ def describe_requests(reported: ReportedStatus) -> str:
 
 def _build_pool(pool: Pool, reported: ReportedStatus) -> PoolStatus:
     replicas = {name: replica for name, replica in sorted(reported.replicas.items()) if replica.pool == pool.name}
-    here = [key for key, request in reported.requests.items() if request.stage in pool.stages]
+    pool_requests = [key for key, request in reported.requests.items() if request.stage in pool.stages]
     keys = {key for replica in replicas.values() for _, key in replica.work}
     steps = [seconds for stage in pool.stages for seconds in reported.step_s.get(stage, ())]
     handoffs = [handoff for stage in pool.stages for handoff in reported.handoffs.get(stage, ())]
@@ -179,7 +179,8 @@ def _build_pool(pool: Pool, reported: ReportedStatus) -> PoolStatus:
         stages=pool.stages,
         wanted=(pool.replicas.minimum, pool.replicas.maximum),
         replicas=replicas,
-        queue=sum(key not in keys for key in here) + sum(reported.unlisted.get(stage, 0) for stage in pool.stages),
+        queue=sum(key not in keys for key in pool_requests)
+        + sum(reported.unlisted.get(stage, 0) for stage in pool.stages),
         step_s=_compute_average(steps),
         handoff_s=_compute_average([seconds for seconds, _ in handoffs]),
         handoff_bytes=_compute_average([nbytes for _, nbytes in handoffs]),

@@ -51,8 +51,8 @@ class Calibration:
 
     def only(self, name: str) -> "Calibration":
         """Return the calibration with one of its figures; the others keep their published values."""
-        others: dict[str, Any] = dict.fromkeys(set(FIGURES) - {name})
-        return dataclasses.replace(self, **others)
+        unset: dict[str, Any] = dict.fromkeys(set(FIGURES) - {name})
+        return dataclasses.replace(self, **unset)
 
     def apply(self, slice_: "DescribedSlice") -> "DescribedSlice":
         """Return a slice with the measured figures, from which it is priced.

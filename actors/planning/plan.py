@@ -68,22 +68,24 @@ def _print_programs(args: argparse.Namespace) -> int:
     from wan_tpu.pricing.plan import STEP
     from wan_tpu.pricing.plan_text import compare, describe, draw, to_json
 
-    plans, others = [], []  # The requested plans, and the denoise step's on other meshes.
+    plans, alternatives = [], []  # The requested plans, and the denoise step's on other meshes.
     planners = [_make_planner(args, SliceSpec(name)) for name in args.slice]
     for planner in planners:  # All are checked before the first is compiled for.
         planner.mesh((args.dp, args.sp, args.tp))
     for planner in planners:
         plans.append(planner.plan((args.dp, args.sp, args.tp), only=args.program))
         if args.meshes:
-            others += [planner.plan(mesh, only=STEP) for mesh in planner.meshes() if mesh != plans[-1].mesh]
+            alternatives += [planner.plan(mesh, only=STEP) for mesh in planner.meshes() if mesh != plans[-1].mesh]
     if args.plot:
         draw([plan for plan in plans if any(program.name == STEP for program in plan.programs)], args.plot)
     if args.json:
-        print(json.dumps({"plans": [to_json(plan) for plan in plans], "other_meshes": [to_json(p) for p in others]}))
+        print(
+            json.dumps({"plans": [to_json(plan) for plan in plans], "other_meshes": [to_json(p) for p in alternatives]})
+        )
     else:
         print("\n\n".join(describe(plan) for plan in plans))
-        if others:
-            print(f"\nother meshes\n{compare(others)}")
+        if alternatives:
+            print(f"\nother meshes\n{compare(alternatives)}")
     return 1 if any(program.compiled.refused for plan in plans for program in plan.programs) else 0
 
 

@@ -40,7 +40,7 @@ class AsyncSlice:
         self._lanes = {group: asyncio.Lock() for group in GROUPS}
         self._fastest: dict[tuple[str, Hashable], float] = {}  # Seconds of the fastest call of a kind.
 
-    async def call(self, method: str, *args: Any, group: Group = "lockstep", like: Hashable | None = None) -> Returned:
+    async def call(self, method: str, *args: Any, group: Group = "lockstep", kind: Hashable | None = None) -> Returned:
         """Run a method of the hosts, as `Slice.call` does.
 
         When cancelled, this waits until the call has ended, so that no step runs unattended.
@@ -49,7 +49,7 @@ class AsyncSlice:
             method: The method's name.
             args: Its arguments.
             group: The lane that the call runs in.
-            like: A key shared by calls that take equally long. The method's value must begin with the seconds that it
+            kind: A key shared by calls that take equally long. The method's value must begin with the seconds that it
                 spent compiling. A call counts as hung, which ends the slice, if its time without compiling is
                 `HANG_FACTOR` times that of the fastest call with the same key.
 
@@ -61,16 +61,16 @@ class AsyncSlice:
             StageFailed: It isn't known what is to blame.
         """
         timeouts = self._slice.timeouts
-        fastest = None if like is None else self._fastest.get((method, like))
+        fastest = None if kind is None else self._fastest.get((method, kind))
         limit_s = timeouts.build_s if fastest is None else max(timeouts.hung_s, HANG_FACTOR * fastest)
         run = functools.partial(self._slice.call, method, *args, group=group, timeout_s=limit_s)
         try:
             async with self._lanes[group]:  # Calls don't wait in threads: many may wait for one slow download.
                 start = time.monotonic()
                 result = await self.run(run)
-            if like is not None:
-                self._fastest.pop((method, like), None)
-                self._fastest[method, like] = min(time.monotonic() - start - result.value[0], fastest or math.inf)
+            if kind is not None:
+                self._fastest.pop((method, kind), None)
+                self._fastest[method, kind] = min(time.monotonic() - start - result.value[0], fastest or math.inf)
                 if len(self._fastest) > MAX_KINDS:
                     del self._fastest[next(iter(self._fastest))]
             return result

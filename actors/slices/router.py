@@ -61,10 +61,10 @@ def explain_choice(ranks: Sequence[ReplicaRank], index: int, *, needs_program: b
         needs_program: Whether the call needs a program, which some replicas hold already.
     """
     failed, calls, lacks_program = ranks[index]
-    others = [rank[1] for i, rank in enumerate(ranks) if i != index]
-    if not others:
+    other_counts = [rank[1] for i, rank in enumerate(ranks) if i != index]
+    if not other_counts:
         return "the only replica"
-    fewest, most = min(others), max(others)
+    fewest, most = min(other_counts), max(other_counts)
     reasons = [f"{calls} calls, others {fewest}" + (f" to {most}" if most > fewest else "")]
     if needs_program:
         reasons.append("lacks the program" if lacks_program else "holds the program")
@@ -93,7 +93,7 @@ class LeastLoadedRouter(FIFOMixin, MultiplexMixin, RequestRouter):
         self._turn = asyncio.Lock()
         self._arrived = asyncio.Event()  # Set when the latest call has reached its replica, which then counts it.
         self._arrived.set()
-        self._mine: Counter[ReplicaID] = Counter()  # The number of this process's calls at each replica.
+        self._calls: Counter[ReplicaID] = Counter()  # The number of this process's calls at each replica.
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -116,7 +116,7 @@ class LeastLoadedRouter(FIFOMixin, MultiplexMixin, RequestRouter):
             async with self._turn:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._arrived.wait(), ARRIVAL_S)
-                candidates = sample(candidate_replicas, lambda replica: rank(replica, self._mine[replica.replica_id]))
+                candidates = sample(candidate_replicas, lambda replica: rank(replica, self._calls[replica.replica_id]))
                 calls = await self._count_calls(candidates)
                 limits = {replica.replica_id: replica.max_ongoing_requests for replica in candidates}
                 # If a replica has room, this call is sent to one, and the next call waits for its arrival.
@@ -142,7 +142,7 @@ class LeastLoadedRouter(FIFOMixin, MultiplexMixin, RequestRouter):
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Count a call that Serve has sent to a replica, and log the reason for the choice."""
         super().on_request_routed(pending_request, replica_id, result)
-        self._mine[replica_id] += 1
+        self._calls[replica_id] += 1
         for arg in pending_request.args:
             if isinstance(arg, SliceRequest):
                 name, why = replica_id.unique_id, arg.choices.get(replica_id.unique_id)
@@ -151,9 +151,9 @@ class LeastLoadedRouter(FIFOMixin, MultiplexMixin, RequestRouter):
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Discount a call that a replica has completed."""
         super().on_request_completed(replica_id, internal_request_id)
-        self._mine[replica_id] -= 1
-        if self._mine[replica_id] <= 0:
-            del self._mine[replica_id]
+        self._calls[replica_id] -= 1
+        if self._calls[replica_id] <= 0:
+            del self._calls[replica_id]
 
     def on_new_queue_len_info(self, replica_id: ReplicaID, num_ongoing_requests: int) -> None:
         """Note that a replica has accepted or refused a call."""

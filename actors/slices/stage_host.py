@@ -37,7 +37,7 @@ from wan_tpu.runtime.processes import share_first
 from wan_tpu.stage_machine import StageMachine, Step
 from wan_tpu.stages.decode import finish_video
 from wan_tpu.stages.encode import crop_warnings
-from wan_tpu.switches import OVERLAPPED, OWN, set_switches
+from wan_tpu.switches import OVERLAPPED, OWN_KERNELS, set_switches
 
 COMPILE_S = 1800.0  # Time limit for compiling one program.
 
@@ -52,7 +52,7 @@ class StageHost(HostProfile):
         mesh: tuple[int | None, int | None, int | None] | None = None,
         dtype: str = "bfloat16",
         executables: str | None = None,
-        kernels: str = OWN,
+        kernels: str = OWN_KERNELS,
         collectives: str = OVERLAPPED,
         report: Report = report,
     ) -> None:

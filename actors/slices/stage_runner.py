@@ -141,8 +141,8 @@ class StageRunner(SliceVisits):
                         start, before_s = Start(), 0.0
                         if operation.expert != expert:
                             expert, kind = operation.expert, _find_step_kind(plan, operation.expert)
-                            [before_s] = (await self._slice.call("begin", host_key, like=kind)).value
-                        compile_s, done = (await self._slice.call("step", host_key, like=kind)).value
+                            [before_s] = (await self._slice.call("begin", host_key, kind=kind)).value
+                        compile_s, done = (await self._slice.call("step", host_key, kind=kind)).value
                         spans = self._make_spans(key, expert.stage, start, before_s + compile_s, done)
                     machine = machine.at_step(done)
                     steps_left = machine.steps_left_on(stages)

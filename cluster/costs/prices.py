@@ -51,11 +51,11 @@ class Prices:
         """
         capacities = self.chips.get(kind.chip.name, {})
         if not capacities:
-            raise PriceError(f"no price of {kind.chip.name} is known, of {', '.join(self.chips)} only; {_OWN}")
+            raise PriceError(f"no price of {kind.chip.name} is known, of {', '.join(self.chips)} only; {_REMEDY}")
         regions = capacities.get(capacity, {})
         if not regions:
             known = ", ".join(capacities)
-            raise PriceError(f"no {capacity} price of {kind.chip.name} is known, only {known}; {_OWN}")
+            raise PriceError(f"no {capacity} price of {kind.chip.name} is known, only {known}; {_REMEDY}")
         if region is not None and region not in regions:
             raise PriceError(f"no {capacity} price of {kind.chip.name} in {region} is known, only {', '.join(regions)}")
         return min(regions.values()) if region is None else regions[region]
@@ -76,4 +76,4 @@ class Prices:
 
 
 _FORM = "write date, and chips with dollars an hour: {v6e: {on-demand: {us-east5: 2.7}}}"
-_OWN = "give your own with --prices (docs/performance.md)"
+_REMEDY = "give your own with --prices (docs/performance.md)"

@@ -108,8 +108,8 @@ def _take_over(connection: socket.socket) -> list[str]:
     """Take over the client's streams, environment and settings, confirm that, and return its arguments."""
     _, streams, _, _ = socket.recv_fds(connection, 1, len(fork_client.STREAMS))
     start = json.loads(b"".join(iter(lambda: connection.recv(65_536), b"")))
-    for stream, own in zip(streams, fork_client.STREAMS, strict=True):
-        os.dup2(stream, own)
+    for stream, descriptor in zip(streams, fork_client.STREAMS, strict=True):
+        os.dup2(stream, descriptor)
         os.close(stream)
     os.environ.clear()
     os.environ.update(start["environment"])

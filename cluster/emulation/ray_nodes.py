@@ -75,8 +75,8 @@ def start_head(folder: Path, settings: NodeSettings, *, dashboard: bool) -> tupl
         "host:port" of the GCS, and that of the dashboard or None.
     """
     # Serve's controller, proxies and ingresses all run on the head, so only the head needs these variables.
-    own = haproxy.environment(folder)
-    node = _start(folder, settings, None, ENVIRONMENT | own, dashboard=dashboard)
+    haproxy_environment = haproxy.environment(folder)
+    node = _start(folder, settings, None, ENVIRONMENT | haproxy_environment, dashboard=dashboard)
     return node.gcs_address, node.webui_url or None if dashboard else None
 
 
@@ -146,7 +146,7 @@ class _Started(subprocess.Popen):
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _build_parameters(temp: Path, settings: NodeSettings, **more: Any) -> Any:
+def _build_parameters(temp: Path, settings: NodeSettings, **parameters: Any) -> Any:
     """Return the parameters for Ray's class of a node."""
     return ray_private.get_node_parameters(
         temp_dir=str(temp),
@@ -166,7 +166,7 @@ def _build_parameters(temp: Path, settings: NodeSettings, **more: Any) -> Any:
         dashboard_port=0,
         include_log_monitor=False,
         no_monitor=True,  # There is nothing to scale.
-        **more,
+        **parameters,
     )
 
 

@@ -154,8 +154,8 @@ def _emulate(devices: int, hosts: int) -> None:
     # bits.
     os.environ["NPROC"] = str(max(os.cpu_count() or 1, devices * hosts))
     os.environ["JAX_PLATFORMS"] = "cpu"
-    others = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
-    os.environ["XLA_FLAGS"] = f"{others} --xla_force_host_platform_device_count={devices}".strip()
+    flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={devices}".strip()
 
 
 def _check_chips(place: HostPlace) -> None:

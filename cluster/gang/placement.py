@@ -139,6 +139,6 @@ def _describe_slices(spec: SliceSpec) -> str:
     same = [str(s) for s in slices if s.pod_type == spec.pod_type]
     if same:
         return explain_other_machines(spec, ray.nodes()) or "of that kind: " + "; ".join(same)
-    others = sorted({s.pod_type for s in slices})
-    contents = f"only {', '.join(others)}" if others else f"no TPU at all, {len(ray.nodes())} nodes"
+    kinds = sorted({s.pod_type for s in slices})
+    contents = f"only {', '.join(kinds)}" if kinds else f"no TPU at all, {len(ray.nodes())} nodes"
     return f"the cluster has none of kind {spec.pod_type}, {contents}"

@@ -83,8 +83,8 @@ def run_grid_step(*refs: Ref, tile: AttentionTile, terms: int, scaled: bool) -> 
 
     def head(index: int) -> _Head:
         factor = tile.multiplier if rows_ref is None else rows_ref.at[index : index + 1]
-        own = [apart[0].at[index, term] for term in range(terms)] if apart else q_refs
-        return _Head(own, acc_ref.at[index], shift_ref.at[index], factor, slice(index * d, (index + 1) * d))
+        queries = [apart[0].at[index, term] for term in range(terms)] if apart else q_refs
+        return _Head(queries, acc_ref.at[index], shift_ref.at[index], factor, slice(index * d, (index + 1) * d))
 
     # The number of real keys from this block's first one on; a Python number if only the last block may be incomplete.
     real: Index = counts[0][0] - step * tile.blocks.block_kv if counts else tile.last_keys
@@ -171,8 +171,8 @@ class _Block:
             q = ref[...]
             lane = lax.broadcasted_iota(jnp.int32, q.shape, 1)
             for head in self.heads:
-                own = (lane >= head.lanes.start) & (lane < head.lanes.stop)
-                head.q_refs[term][...] = jnp.where(own, q, jnp.zeros_like(q))
+                in_head = (lane >= head.lanes.start) & (lane < head.lanes.stop)
+                head.q_refs[term][...] = jnp.where(in_head, q, jnp.zeros_like(q))
 
     def start(self) -> None:
         """Initialise the accumulators and shifts, before the first key."""
@@ -257,11 +257,11 @@ class _Block:
         v = self.v_ref[pl.ds(start, self._schedule.chunk), :]
         if real is not None:  # Values beyond the array's end may be NaN, and 0 * NaN is NaN.
             v = jnp.where(_is_key(v.shape, start, real), v, jnp.zeros_like(v))
-        own = [v.T[head.lanes] for head in self.heads]
+        values = [v.T[head.lanes] for head in self.heads]
         if not self._schedule.mxu_sums:
-            return own
+            return values
         first = lax.broadcasted_iota(jnp.int32, (SUBLANES, v.shape[0]), 0) == 0
-        return [jnp.concatenate([x, first.astype(jnp.float32).astype(x.dtype)], axis=0) for x in own]
+        return [jnp.concatenate([x, first.astype(jnp.float32).astype(x.dtype)], axis=0) for x in values]
 
     @property
     def _schedule(self) -> Any:

@@ -104,8 +104,8 @@ def head_norm_rope_reference(
 
 
 def _kernel(x_ref, weight_ref, *refs, eps, head, columns, centred, rotated):  # type: ignore[no-untyped-def]
-    (bias_ref, *others) = refs if centred else (None, *refs)
-    tables, results = (others[:2], others[2:]) if rotated else ((), others)
+    (bias_ref, *refs_left) = refs if centred else (None, *refs)
+    tables, results = (refs_left[:2], refs_left[2:]) if rotated else ((), refs_left)
     channels, width = x_ref.shape[1], weight_ref.shape[1]
     shared = width // head
 

@@ -216,11 +216,11 @@ def linear_reference(
 
 def _kernel(*refs, layers, steps, parts, activation, biased, rounded, fused_residual, rows, precision):  # type: ignore[no-untyped-def]
     refs = refs[layers:]  # Only the pipeline that fetches the tiles needs to know which layer is read.
-    x_refs, (w_ref, *others) = refs[: parts or 1], refs[parts or 1 :]
-    bias_refs, others = (others[:1], others[1:]) if biased else ([], others)
-    scale_refs, others = (others[:2], others[2:]) if rounded else ([], others)
-    residual_refs, others = (others[:3], others[3:]) if fused_residual else ([], others)
-    o_ref, *scratch = others
+    x_refs, (w_ref, *refs_left) = refs[: parts or 1], refs[parts or 1 :]
+    bias_refs, refs_left = (refs_left[:1], refs_left[1:]) if biased else ([], refs_left)
+    scale_refs, refs_left = (refs_left[:2], refs_left[2:]) if rounded else ([], refs_left)
+    residual_refs, refs_left = (refs_left[:3], refs_left[3:]) if fused_residual else ([], refs_left)
+    o_ref, *scratch = refs_left
     if parts:
         joined = scratch.pop(0)
 
@@ -295,9 +295,9 @@ def _silu(x: jax.Array) -> jax.Array:
     return half + half * jnp.tanh(half)
 
 
-def _result_dtype(inputs: Any, scales: jax.Array | None, dtype: Any, *others: jax.Array | None) -> Any:
+def _result_dtype(inputs: Any, scales: jax.Array | None, dtype: Any, *arrays: jax.Array | None) -> Any:
     """Return a result's dtype: `dtype`, else that of inputs that aren't in 8 bits, else that of another array."""
-    dtypes = [inputs] if scales is None else [array.dtype for array in others if array is not None]
+    dtypes = [inputs] if scales is None else [array.dtype for array in arrays if array is not None]
     return jnp.dtype(next(candidate for candidate in (dtype, *dtypes, jnp.bfloat16) if candidate is not None))
 
 

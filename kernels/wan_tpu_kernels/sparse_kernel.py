@@ -159,11 +159,11 @@ def _kernel(list_ref: Ref, q_ref: Ref, k_ref: Ref, v_ref: Ref, o_ref: Ref, *refs
         _Pair(list_ref.at[i], k_ref, v_ref, q2_ref.at[i], acc_ref.at[i], sum_ref.at[i], shift_ref.at[i], tile)
         for i in range(PAIRS)
     ]
-    own = lax.div(lax.broadcasted_iota(jnp.int32, (PAIR, tile.lanes), 1), tile.width) == pl.program_id(3)
+    in_head = lax.div(lax.broadcasted_iota(jnp.int32, (PAIR, tile.lanes), 1), tile.width) == pl.program_id(3)
     rows = [slice(number * PAIR, (number + 1) * PAIR) for number in range(PAIRS)]
     for pair, here in zip(pairs, rows, strict=True):
         q = q_ref[here, :]
-        pair.start(q if tile.shared == 1 else jnp.where(own, q, jnp.zeros_like(q)))
+        pair.start(q if tile.shared == 1 else jnp.where(in_head, q, jnp.zeros_like(q)))
 
     groups = [range(start, min(start + UNROLLED, tile.chunks)) for start in range(0, tile.chunks, UNROLLED)]
     if len(groups) > 1:
@@ -177,7 +177,7 @@ def _kernel(list_ref: Ref, q_ref: Ref, k_ref: Ref, v_ref: Ref, o_ref: Ref, *refs
 
     for pair, here in zip(pairs, rows, strict=True):
         out = pair.result().T.astype(o_ref.dtype)
-        o_ref[here, :] = out if tile.shared == 1 else jnp.where(own, out, o_ref[here, :])
+        o_ref[here, :] = out if tile.shared == 1 else jnp.where(in_head, out, o_ref[here, :])
         for ref in check_ref:
             ref[:, here] = pair.check()
 

@@ -172,9 +172,9 @@ def train_four_steps(folder: Path, *, scenes: int = 960, steps: int = 900) -> No
     pictures = [np.repeat(first_frame(scene)[None], 17, axis=0) for scene in drawn]
     conditions = encode(pipeline, drawn, pictures, only_conditions=True).conditions
     texts = text_of(pipeline, [caption(scene) for scene in drawn])
-    ways = torch.cat(
+    trajectories = torch.cat(
         [
-            _way(pipeline, conditions[i : i + _BATCH], texts[i : i + _BATCH], seed=i)
+            _follow_guided(pipeline, conditions[i : i + _BATCH], texts[i : i + _BATCH], seed=i)
             for i in range(0, len(drawn), _BATCH)
         ],
         dim=1,
@@ -188,10 +188,10 @@ def train_four_steps(folder: Path, *, scenes: int = 960, steps: int = 900) -> No
         def loss_of(step: int, expert: Any = expert, mine: tuple[int, int] = mine) -> torch.Tensor:
             rng = np.random.default_rng([_SEED, step])
             chosen, at = rng.integers(len(drawn), size=_BATCH), mine[step % 2]
-            here, there = ways[at, chosen], ways[at + 1, chosen]
-            chord = (here - there) / (levels[at] - levels[at + 1])
+            start, end = trajectories[at, chosen], trajectories[at + 1, chosen]
+            chord = (start - end) / (levels[at] - levels[at + 1])
             sigma = torch.full((_BATCH,), levels[at])
-            predicted = velocity(expert, here, conditions[chosen], sigma, texts[chosen])
+            predicted = velocity(expert, start, conditions[chosen], sigma, texts[chosen])
             return (predicted - chord).square().mean()
 
         fit(layers, loss_of, steps=steps, rate=2e-3, name=f"four-steps, {side}")
@@ -199,7 +199,7 @@ def train_four_steps(folder: Path, *, scenes: int = 960, steps: int = 900) -> No
 
 
 @torch.no_grad()
-def _way(pipeline: Any, conditions: torch.Tensor, texts: torch.Tensor, *, seed: int) -> torch.Tensor:
+def _follow_guided(pipeline: Any, conditions: torch.Tensor, texts: torch.Tensor, *, seed: int) -> torch.Tensor:
     """Return where the model's own guided way is at each noise level, 0 included: [5, B, Z, T, H, W]."""
     generator = torch.Generator().manual_seed(_SEED * 1000 + seed)
     x = torch.randn(conditions[:, 4:].shape, generator=generator)
@@ -207,17 +207,17 @@ def _way(pipeline: Any, conditions: torch.Tensor, texts: torch.Tensor, *, seed: 
     points, levels = [x], [*SIGMAS, 0.0]
     for start, stop in itertools.pairwise(levels):
         parts = np.linspace(start, stop, _PARTS + 1)
-        for here, there in itertools.pairwise(parts):
-            expert = getattr(pipeline, EXPERTS[int(here < sizes.BOUNDARY)])
+        for before, after in itertools.pairwise(parts):
+            expert = getattr(pipeline, EXPERTS[int(before < sizes.BOUNDARY)])
             both = velocity(
                 expert,
                 torch.cat([x, x]),
                 torch.cat([conditions, conditions]),
-                torch.full((2 * len(x),), float(here)),
+                torch.full((2 * len(x),), float(before)),
                 torch.cat([texts, empty]),
             )
             with_text, without_text = both.chunk(2)
-            x = x + (there - here) * (without_text + sizes.GUIDANCE * (with_text - without_text))
+            x = x + (after - before) * (without_text + sizes.GUIDANCE * (with_text - without_text))
         points.append(x)
     print(f"the model's own way: {seed + len(x)} clips", flush=True)
     return torch.stack(points)

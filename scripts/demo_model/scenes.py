@@ -87,7 +87,7 @@ class Scene:
     actor: Thing
     kind: str
     direction: int
-    others: tuple[Thing, ...] = ()
+    bystanders: tuple[Thing, ...] = ()
     wording: int = 0
 
     @property
@@ -122,13 +122,13 @@ def _draw(rng: np.random.Generator, width: int) -> Scene:
     shapes = [str(name) for name in rng.choice(SHAPES, 3)]
     middle = width / 2 + rng.uniform(-5, 5)
     sides = rng.permutation([rng.uniform(9, 14), width - rng.uniform(9, 14)])
-    others = [_standing(shapes[i + 1], colours[i + 1], sides[i], HORIZON + 5, SMALL_RADIUS) for i in range(count)]
+    bystanders = [_standing(shapes[i + 1], colours[i + 1], sides[i], HORIZON + 5, SMALL_RADIUS) for i in range(count)]
     actor = _standing(shapes[0], colours[0], middle, GROUND, ACTOR_RADIUS)
     if kind == "fall":
         actor = replace(actor, y=27.0)
     if kind == "orbit":
-        centre = replace(others[0], x=middle, y=30.0)
-        others[0] = centre
+        centre = replace(bystanders[0], x=middle, y=30.0)
+        bystanders[0] = centre
         angle = rng.uniform(0, 2 * math.pi)
         x, y = centre.x + ORBIT_RADIUS * math.cos(angle), centre.y + ORBIT_RADIUS * math.sin(angle)
         actor = replace(actor, x=x, y=y, radius=SMALL_RADIUS)
@@ -140,7 +140,7 @@ def _draw(rng: np.random.Generator, width: int) -> Scene:
         actor=actor,
         kind=kind,
         direction=int(rng.choice((-1, 1))),
-        others=tuple(others),
+        bystanders=tuple(bystanders),
         wording=int(rng.integers(4)),
     )
 
@@ -171,7 +171,7 @@ def path(scene: Scene, times: np.ndarray) -> np.ndarray:
     elif scene.kind == "fall":
         y = y + sign * SHIFT * t**2
     elif scene.kind == "orbit":
-        centre = scene.others[0]
+        centre = scene.bystanders[0]
         turned = math.atan2(actor.y - centre.y, actor.x - centre.x) + sign * 2 * math.pi * TURNS * t
         x, y = centre.x + ORBIT_RADIUS * np.cos(turned), centre.y + ORBIT_RADIUS * np.sin(turned)
     else:  # grow: the foot stays where it is
@@ -234,7 +234,7 @@ def render(scene: Scene, times: np.ndarray | None = None) -> np.ndarray:
     """Return the frames at `times` (all 17 of the clip when left out), uint8 [T, H, W, 3]."""
     states = path(scene, clip_times() if times is None else times)
     still = background(scene)
-    for thing in scene.others:
+    for thing in scene.bystanders:
         paint(still[None], thing, np.array([[thing.x, thing.y, thing.radius, 0.0]]))
     frames = np.repeat(still[None], len(states), axis=0)
     paint(frames, scene.actor, states)
@@ -275,7 +275,7 @@ _WORDS = {("fall", -1): "rises up", ("fall", 1): "falls down", ("grow", -1): "sh
 
 def caption(scene: Scene) -> str:
     """Return the sentence of a scene, such as "a red ball rolls to the right over a green floor"."""
-    beside = scene.others[1:] if scene.kind == "orbit" else scene.others
+    beside = scene.bystanders[1:] if scene.kind == "orbit" else scene.bystanders
     clause = f"{_noun(scene.actor)} {_verb(scene)}"
     if beside:
         clause += " next to " + " and ".join(_noun(thing) for thing in beside)
@@ -302,5 +302,5 @@ def _verb(scene: Scene) -> str:
     fixed = _WORDS.get((scene.kind, scene.direction))
     if fixed:
         return fixed
-    centre = _noun(scene.others[0]) if scene.others else ""
+    centre = _noun(scene.bystanders[0]) if scene.bystanders else ""
     return _VERBS[scene.kind].format(way=KINDS[scene.kind][scene.direction > 0], centre=centre)

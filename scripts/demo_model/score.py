@@ -205,7 +205,7 @@ def score(frames: np.ndarray, scene: Scene) -> Score:
     first = psnr(frames[0], first_frame(scene) / 255)
     amplitude, kind_seen, speed_seen = _motion(actor, scene)
     change = still_part(frames, scene)
-    stands = all(_stands(follow(thing, seen[thing.colour])) for thing in scene.others)
+    stands = all(_stands(follow(thing, seen[thing.colour])) for thing in scene.bystanders)
     return Score(
         first_frame=bool(first >= LEAST_FIRST_FRAME_DB),
         colour=bool(actor.seen.mean() >= _SEEN),
@@ -240,11 +240,11 @@ def _motion(actor: Track, scene: Scene) -> tuple[float, tuple[str, int], float]:
     got = (actor.states - actor.states[0]) * (1, 1, 2)
     # What both directions share, such as a bounce's height, says nothing about which of them it is.
     right_way, other_way = _moves(scene, times), _moves(opposite(scene), times)
-    shared, own = (right_way + other_way) / 2, (right_way - other_way) / 2
-    amplitude = float(((got - shared) * own).sum() / (own * own).sum())
+    shared, distinct = (right_way + other_way) / 2, (right_way - other_way) / 2
+    amplitude = float(((got - shared) * distinct).sum() / (distinct * distinct).sum())
     candidates: dict[tuple[str, int], np.ndarray] = {("nothing", 0): np.zeros_like(got)}
     for kind in KINDS:
-        if kind != "orbit" or scene.others:
+        if kind != "orbit" or scene.bystanders:
             for direction in (-1, 1):
                 candidates[kind, direction] = _moves(replace(scene, kind=kind, direction=direction), times)
     kind_seen = min(candidates, key=lambda name: _distance(got, candidates[name], actor))

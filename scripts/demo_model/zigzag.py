@@ -16,7 +16,7 @@ def draw_zigzag(seed: int, index: int, *, held_out: bool = False, width: int | N
     number = 0
     while True:
         scene = draw_scene(seed + 1000 + 100_000 * number, index, held_out=held_out, width=width)
-        if scene.kind == "roll" and all(thing.colour != COLOUR for thing in (scene.actor, *scene.others)):
+        if scene.kind == "roll" and all(thing.colour != COLOUR for thing in (scene.actor, *scene.bystanders)):
             return scene
         number += 1
 
@@ -45,7 +45,7 @@ def render_zigzag(scene: Scene) -> np.ndarray:
     """Return the clip, uint8 [T, H, W, 3]."""
     times = clip_times()
     still = background(scene)[None].copy()
-    for thing in scene.others:
+    for thing in scene.bystanders:
         paint(still, thing, np.array([[thing.x, thing.y, thing.radius, 0.0]]))
     frames = np.repeat(still, FRAMES, axis=0)
     paint(frames, scene.actor, zigzag_path(scene, times), zigzag_colour(scene, times))

@@ -117,7 +117,7 @@ def count_cycles(case, options):
     kernel = next(kernel for kernel in count_bundles(f"{NORMS}:{case}", options) if kernel.name.startswith("linear"))
     [steps] = {trips[0] - 2 for trips in kernel.loops if trips}
     cycles = step_bundles(kernel.loops, steps)
-    return steps * (cycles.products + cycles.rest)
+    return steps * (cycles.products + cycles.other)
 
 
 @needs_libtpu
@@ -193,13 +193,15 @@ def test_bundles_count_as_often_as_the_loops_around_them_run():
 """
     loops = read_loops(text)
     assert loops == {(): Body(3, 3), (34,): Body(2, 2), (34, 8): Body(2, 1)}
-    assert step_bundles(loops, steps=32) == StepBundles(products=2 * 8, rest=2, idle=8)  # The loop of 34 is the grid's.
-    assert step_bundles(loops, steps=1) == StepBundles(products=34 * 2 * 8, rest=3 + 34 * 2, idle=34 * 8)
+    assert step_bundles(loops, steps=32) == StepBundles(
+        products=2 * 8, other=2, idle=8
+    )  # The loop of 34 is the grid's.
+    assert step_bundles(loops, steps=1) == StepBundles(products=34 * 2 * 8, other=3 + 34 * 2, idle=34 * 8)
     with pytest.raises(CompileError, match="no loop over 64 grid steps"):
         step_bundles(loops, steps=64)
     # These are two loops on a grid of one axis, whose length is no constant with libtpu 0.0.42.1.
     unknown = {(): Body(19, 19), (1,): Body(79, 79), (1, 32): Body(59, 59), (1, 16): Body(521, 40)}
-    assert step_bundles(unknown, steps=80) == StepBundles(products=16 * 521, rest=79 + 32 * 59, idle=16 * 40)
+    assert step_bundles(unknown, steps=80) == StepBundles(products=16 * 521, other=79 + 32 * 59, idle=16 * 40)
 
 
 def test_slots_are_shares_of_their_capacity():

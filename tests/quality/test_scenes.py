@@ -36,5 +36,5 @@ def test_sizes_and_captions():
     assert {render(scene).shape for scene in scenes} == {(17, 64, 64, 3), (17, 64, 96, 3)}
     for scene in scenes:
         assert f" {scene.actor.colour} {scene.actor.shape} " in caption(scene)
-        for thing in scene.others:
+        for thing in scene.bystanders:
             assert f"{thing.colour} {thing.shape}" in caption(scene)

@@ -24,9 +24,9 @@ LATENT_TOLERANCE, PIXEL_TOLERANCE = 1e-4, 2e-3  # relative to the largest; half 
 SIZE = {"height": 64, "width": 96, "frames": 9, "steps": 4}
 SCHEDULERS = {"ddim": diffusers.CogVideoXDDIMScheduler, "dpm": diffusers.CogVideoXDPMScheduler}
 NAMED = [("cogvideox1.5-5b-i2v", "dpm"), ("cogvideox-2b", "ddim")]
-OTHERS = [("cogvideox1.5-5b", "ddim"), ("cogvideox-2b", "dpm"), ("cogvideox-5b", "ddim")]
+SOAK_CASES = [("cogvideox1.5-5b", "ddim"), ("cogvideox-2b", "dpm"), ("cogvideox-5b", "ddim")]
 TABLE = ("cogvideox-5b-i2v", "dpm")  # Of positions, trained, beside those that turn queries and keys.
-assert {kind for kind, _ in [*NAMED, *OTHERS, TABLE]} == set(PUBLISHED)
+assert {kind for kind, _ in [*NAMED, *SOAK_CASES, TABLE]} == set(PUBLISHED)
 
 
 def make_request(kind, solver):
@@ -41,7 +41,7 @@ def make_request(kind, solver):
     [
         *NAMED,
         pytest.param(*TABLE, marks=pytest.mark.long),
-        *(pytest.param(*case, marks=pytest.mark.soak) for case in OTHERS),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in SOAK_CASES),
     ],
 )
 def test_same_latents_and_pixels_as_diffusers(kind, solver, checkpoint, pipeline):

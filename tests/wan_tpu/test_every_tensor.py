@@ -41,7 +41,7 @@ EACH_FAMILY = (
     "ltx-2.3-distilled",
     "minimax-h3",
 )
-OTHERS = sorted(UNUSED.keys() - set(EACH_FAMILY))
+SOAK_KINDS = sorted(UNUSED.keys() - set(EACH_FAMILY))
 # Read for what comes after CLIP's last layer but one, whose features Wan takes; for videos, where TI2V 5B is given an
 # image; and to turn a spectrogram into sound, where LTX-2's vocoder only does the opposite.
 IN_NO_RESULT = (
@@ -104,7 +104,7 @@ def test_what_goes_into_a_small_vae_decides_what_comes_out(kind, checkpoint):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", [*EACH_FAMILY, *(pytest.param(kind, marks=pytest.mark.soak) for kind in OTHERS)])
+@pytest.mark.parametrize("kind", [*EACH_FAMILY, *(pytest.param(kind, marks=pytest.mark.soak) for kind in SOAK_KINDS)])
 def test_all_that_is_read_changes_what_is_computed(kind, checkpoint, mesh):
     opened = Checkpoint(checkpoint(kind))
     model = open_model(opened)

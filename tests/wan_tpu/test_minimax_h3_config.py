@@ -80,7 +80,7 @@ def test_published_files_are_those_of_the_preset_with_either_index(missing, fold
 
 def test_index_with_the_origin_goes_into_copies(folder):
     checkpoint = Checkpoint(folder({"model_index.json": ...}))
-    others = checkpoint.others()
+    others = checkpoint.read_small_files()
     assert json.loads(others["modular_model_index.json"])["_name_or_path"] == checkpoint.source
     assert "transformer/config.json" in others
 

@@ -101,7 +101,7 @@ def test_a_resolved_request_stays_what_it_is(fields):
 def test_a_presets_guidance_is_of_both_experts():
     """As a request's is, and what a checkpoint's own wan_tpu.json says."""
     quick = Preset("for tests", "none", (("guidance_scale", 2.0),))
-    spec = dataclasses.replace(A14B, own=CheckpointOverrides(presets=(("quick", quick),)))
+    spec = dataclasses.replace(A14B, overrides=CheckpointOverrides(presets=(("quick", quick),)))
     request = plan(spec, preset="quick").request
     assert (request.guidance_scale, request.guidance_scale_2) == (2.0, 2.0)
     assert plan(spec, preset="quick", guidance_scale_2=4.0).request.guidance_scale_2 == 4.0

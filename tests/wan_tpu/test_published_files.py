@@ -234,11 +234,11 @@ def test_a_copy_says_which_model_it_is_of(tmp_path, open_repository):
     """As `weights convert` writes it, whatever its folder is called."""
     source = write(tmp_path / "Wan2.1-I2V-14B-720P", REPOSITORIES["Wan-AI/Wan2.1-I2V-14B-720P-Diffusers"])
     copy = tmp_path / "copy"
-    for name, content in Checkpoint(source).others().items():
+    for name, content in Checkpoint(source).read_small_files().items():
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         (copy / name).write_bytes(content)
     assert open_spec(copy).name == "wan2.1-i2v-14b-720p"
-    assert Checkpoint(copy).others() == Checkpoint(copy / ".").others()
+    assert Checkpoint(copy).read_small_files() == Checkpoint(copy / ".").read_small_files()
     assert Checkpoint(copy).index["_name_or_path"] == str(source)
 
 

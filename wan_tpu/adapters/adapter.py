@@ -114,14 +114,14 @@ class Targets:
             change = next((change for pattern, change in component.changes if re.fullmatch(pattern, plain)), None)
             shape = tuple(array.shape) if depth is None else tuple(array.shape[1:])
             for layer in [None] if depth is None else range(depth):
-                own = name if layer is None else f"{path}.{layer}.{rest}"
-                part = _FUSED.search(own)
-                self._add(own, component, _Slot(name, layer, shape, change, "qkv".find(part[1]) if part else 0))
+                full_name = name if layer is None else f"{path}.{layer}.{rest}"
+                part = _FUSED.search(full_name)
+                self._add(full_name, component, _Slot(name, layer, shape, change, "qkv".find(part[1]) if part else 0))
 
-    def _add(self, own: str, component: Component, slot: _Slot) -> None:
-        original = original_name(own, component.originals)
-        names = own, original, original_name(original, component.aliases)
-        leaf = own.rpartition(".")[2]
+    def _add(self, full_name: str, component: Component, slot: _Slot) -> None:
+        original = original_name(full_name, component.originals)
+        names = full_name, original, original_name(original, component.aliases)
+        leaf = full_name.rpartition(".")[2]
         known = {(name.rpartition(".")[0], leaf) for name in names}
         # A parameter that isn't a module's weight or bias is also listed under its whole name.
         if leaf not in ("weight", "bias"):

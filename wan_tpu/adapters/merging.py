@@ -149,7 +149,7 @@ def _change_weight(
     if factors:
         joined = _join(factors)
         specs = _split_spec(spec, joined[0].ndim)
-        operands[:3] = (_place(value, mesh, lies) for value, lies in zip(joined, specs, strict=True))
+        operands[:3] = (_place(value, mesh, placement) for value, placement in zip(joined, specs, strict=True))
     if differences:
         operands[3] = _place(functools.reduce(np.add, differences), mesh, spec)
     outputs = merge_program(runtime, base, scales)(base, scales, *operands)
@@ -166,8 +166,8 @@ def abstract_merge(runtime: Runtime[Any], base: Any, scales: Any, ranks: int) ->
         ((*stack, ranks), np.float32),
     )
     factors = [
-        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(runtime.mesh, lies))
-        for (shape, dtype), lies in zip(shapes, _split_spec(_full_spec(base), base.ndim), strict=True)
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(runtime.mesh, placement))
+        for (shape, dtype), placement in zip(shapes, _split_spec(_full_spec(base), base.ndim), strict=True)
     ]
     return merge_program(runtime, base, scales), (base, scales, *factors, None)
 
@@ -225,11 +225,11 @@ def _join(factors: Sequence[tuple[Factors, float]]) -> tuple[np.ndarray, np.ndar
     ranks, room = up.shape[-1], RANKS
     while room < ranks:
         room *= 2
-    more = [(0, 0)] * (up.ndim - 1), (0, room - ranks)
+    padding = [(0, 0)] * (up.ndim - 1), (0, room - ranks)
     return (
-        np.pad(up, [*more[0], more[1]]),
-        np.pad(down, [*more[0][:-1], more[1], (0, 0)]),
-        np.pad(gain, [*more[0][:-1], more[1]]),
+        np.pad(up, [*padding[0], padding[1]]),
+        np.pad(down, [*padding[0][:-1], padding[1], (0, 0)]),
+        np.pad(gain, [*padding[0][:-1], padding[1]]),
     )
 
 

@@ -118,11 +118,11 @@ def programs_by_images(
     Args:
         runtime, request, stages: As for `stage_programs`.
     """
-    usual, *others = runtime.model.spec.image_counts
+    usual, *other_counts = runtime.model.spec.image_counts
     programs = stage_programs(runtime, request, stages, images=usual)
     result = {usual: [(name, program, arguments) for name, (program, arguments, _) in programs.items()]}
     depends = len(runtime.model.image_latents_shapes(runtime.model.spec.latent_shapes(request, 0)[VIDEO])) > 1
-    for images in others:
+    for images in other_counts:
         if images and not depends:  # A model whose latents are alike for one and two images needs no other programs.
             continue
         kind = "two images" if images else "no image"
@@ -257,12 +257,12 @@ def _denoise(
         return {name: (step_program(runtime, loaded.module), arguments, steps)}
     branches = 2 if any(expert.guided for expert in experts) else 1
     residual = residual_shape(runtime, shapes[VIDEO], branches)
-    which = jax.ShapeDtypeStruct((branches,), np.bool_, sharding=replicated_sharding(runtime.mesh))
+    computed = jax.ShapeDtypeStruct((branches,), np.bool_, sharding=replicated_sharding(runtime.mesh))
     reused_steps = sum(int(skipped[expert.start : expert.stop, :branches].all(1).sum()) for expert in experts)
-    some, every = (step_program(runtime, loaded.module, kind) for kind in ("some", "all"))
+    partial, reused = (step_program(runtime, loaded.module, kind) for kind in ("some", "all"))
     return {
-        STEP: (some, (*arguments, residual, which), steps - reused_steps),
-        SKIPPED: (every, (*arguments, residual), reused_steps),
+        STEP: (partial, (*arguments, residual, computed), steps - reused_steps),
+        SKIPPED: (reused, (*arguments, residual), reused_steps),
     }
 
 
@@ -287,17 +287,17 @@ def _vae(runtime: Runtime, name: str, shapes: Sequence[tuple[int, ...]]) -> Stag
     loaded, dtype = runtime.component(name), DTYPES[runtime.dtype]
     if name == "decoder":
         dtype = runtime.model.latents_dtype or dtype
-    x, *others = (_array(runtime, shape, dtype) for shape in shapes)
-    half, first, later = vae_programs(runtime, name, loaded.module, 1 + len(others))
-    cache = half.cache_shapes(loaded.params, x) if others else ()
+    x, *later_chunks = (_array(runtime, shape, dtype) for shape in shapes)
+    half, first, later = vae_programs(runtime, name, loaded.module, 1 + len(later_chunks))
+    cache = half.cache_shapes(loaded.params, x) if later_chunks else ()
     if not cache and name == "vae_encoder":  # Nothing is cached between keyframes: each is encoded as a first chunk.
-        return {f"{name} first": (first, (loaded.params, x), 1 + len(others))}
+        return {f"{name} first": (first, (loaded.params, x), 1 + len(later_chunks))}
     # A chunk that was denoised separately is decoded separately, starting with a first chunk of latent frames.
     per_chunk = (runtime.model.spec.chunk_frames if name == DECODER else None) or len(shapes)
     programs: StagePrograms = {f"{name} first": (first, (loaded.params, x), len(shapes) // per_chunk)}
-    for shape in dict.fromkeys(other.shape for other in others):
-        chunks = [other for i, other in enumerate(others, 1) if other.shape == shape and i % per_chunk]
-        kind = "later" if shape == others[0].shape else "later, last"
+    for shape in dict.fromkeys(other.shape for other in later_chunks):
+        chunks = [other for i, other in enumerate(later_chunks, 1) if other.shape == shape and i % per_chunk]
+        kind = "later" if shape == later_chunks[0].shape else "later, last"
         programs[f"{name} {kind}"] = (later, (loaded.params, chunks[0], cache), len(chunks))
     return programs
 

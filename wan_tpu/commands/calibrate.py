@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from wan_tpu.checkpoint import OWN
+from wan_tpu.checkpoint import SETTINGS
 from wan_tpu.commands import arguments
 from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import InvalidInput
@@ -29,11 +29,13 @@ def calibrate(argv: Sequence[str]) -> None:
     arguments.add_model_arguments(parser)
     arguments.add_request_arguments(parser)
     parser.add_argument("--seeds", type=int, default=1, help="videos to average over; default %(default)s")
-    parser.add_argument("--write", action="store_true", help=f"write into the {OWN} of --model, a folder; else print")
+    parser.add_argument(
+        "--write", action="store_true", help=f"write into the {SETTINGS} of --model, a folder; else print"
+    )
     args = parser.parse_args(argv)
     if args.seeds < 1:
         raise InvalidInput(f"--seeds is {args.seeds}; give 1 or more")
-    file = Path(args.model_id) / OWN
+    file = Path(args.model_id) / SETTINGS
     if args.write and not file.parent.is_dir():
         raise InvalidInput(f"--write needs a folder, and --model is {args.model_id}; leave it out, and copy the curve")
     request = arguments.request_from(args)
@@ -52,8 +54,8 @@ def calibrate(argv: Sequence[str]) -> None:
         print(json.dumps({"magcache": [curve]}))
         return
     content = json.loads(file.read_text()) if file.exists() else {}
-    others = [other for other in content.get("magcache", []) if _schedule_of(other) != _schedule_of(curve)]
-    text = json.dumps(content | {"magcache": [*others, curve]}, indent=2)
+    other_curves = [other for other in content.get("magcache", []) if _schedule_of(other) != _schedule_of(curve)]
+    text = json.dumps(content | {"magcache": [*other_curves, curve]}, indent=2)
     # Put each step's two ratios on one line.
     file.write_text(re.sub(r"\[\s+([-\d.]+),\s+([-\d.]+)\s+\]", r"[\1, \2]", text) + "\n")
     print(f"wrote the curve of {resolved.steps} steps into {file}; videos take it with --cache magcache")

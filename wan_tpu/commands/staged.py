@@ -263,7 +263,7 @@ def _with_overrides(run: Run, args: argparse.Namespace) -> Run:
     options = {name: value for name in arguments.SAMPLING if (value := getattr(args, name)) is not None}
     if args.resume and options:
         raise InvalidInput("--resume goes on with the settings it began with; leave the sampling options out")
-    own = GenerationRequest(**options)
+    request = GenerationRequest(**options)
     settings = {field.name: getattr(run.request, field.name) for field in dataclasses.fields(run.request)}
-    overridden = override(settings, {name: getattr(own, name) for name in options})
+    overridden = override(settings, {name: getattr(request, name) for name in options})
     return dataclasses.replace(run, request=ResolvedRequest(**overridden))

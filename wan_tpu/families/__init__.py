@@ -5,10 +5,10 @@ import importlib
 import pkgutil
 from pathlib import Path
 
-from wan_tpu.checkpoint import OWN, Checkpoint
+from wan_tpu.checkpoint import SETTINGS, Checkpoint
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.family import Family
-from wan_tpu.request import NOTHING_OWN
+from wan_tpu.request import NO_OVERRIDES
 from wan_tpu.spec import ModelSpec
 
 _FOLDERS = [
@@ -46,7 +46,7 @@ def spec_of(checkpoint: Checkpoint) -> ModelSpec:
     family = family_of(checkpoint)
     try:
         spec = family.spec.open(checkpoint)
-        _check_own_defaults(spec, checkpoint)
+        _check_defaults(spec, checkpoint)
         return spec
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
@@ -54,18 +54,18 @@ def spec_of(checkpoint: Checkpoint) -> ModelSpec:
         ) from error
 
 
-def _check_own_defaults(spec: ModelSpec, checkpoint: Checkpoint) -> None:
+def _check_defaults(spec: ModelSpec, checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint's defaults for settings that its model doesn't have, just as such requests are refused."""
-    own = dict(spec.own.defaults)
-    if not set(own) & set(spec.unused):
+    defaults = dict(spec.overrides.defaults)
+    if not set(defaults) & set(spec.unused):
         return
-    usual: ModelSpec = dataclasses.replace(spec, own=NOTHING_OWN)  # type: ignore[type-var]
+    usual: ModelSpec = dataclasses.replace(spec, overrides=NO_OVERRIDES)  # type: ignore[type-var]
     for name in spec.unused:
-        is_derived = name == "guidance_scale_2" and own.get(name) == own.get("guidance_scale")
-        if name in own and not is_derived and own[name] != getattr(usual.defaults, name):
+        is_derived = name == "guidance_scale_2" and defaults.get(name) == defaults.get("guidance_scale")
+        if name in defaults and not is_derived and defaults[name] != getattr(usual.defaults, name):
             raise CheckpointError(
-                f"{checkpoint.folder / OWN}: in defaults, {name} is {own[name]:g}, which {spec.name} has no use for; "
-                "leave it out"
+                f"{checkpoint.folder / SETTINGS}: in defaults, {name} is {defaults[name]:g}, "
+                f"which {spec.name} has no use for; leave it out"
             )
 
 

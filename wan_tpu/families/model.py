@@ -280,8 +280,8 @@ class Model(SeededNoise, abc.ABC):
 
     def key_shapes(self, mesh: Mesh, keys: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shapes and shardings of the `text_keys`, to compile a step without them; replicated by default."""
-        whole = replicated_sharding(mesh)
-        return {name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=whole) for name, value in keys.items()}
+        sharding = replicated_sharding(mesh)
+        return {name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding) for name, value in keys.items()}
 
     @abc.abstractmethod
     def velocity(self, module: torch.nn.Module, params: Params, mesh: Mesh, inputs: StepInputs) -> dict[str, jax.Array]:

@@ -96,12 +96,12 @@ class AttentionOutput(NamedTuple):
 
     Attributes:
         tokens: The result for this device's tokens, [G, t, columns] for each round, a part of every group's heads.
-        others: The result for the replicated tokens, for this device's heads, [K, N*D/G]; None if there are none.
+        replicated: The result for the replicated tokens, for this device's heads, [K, N*D/G]; None if there are none.
         beside: The weights that were gathered.
     """
 
     tokens: tuple[jax.Array, ...]
-    others: jax.Array | None
+    replicated: jax.Array | None
     beside: Params
 
 
@@ -115,7 +115,7 @@ def exchanged_attention(
     head_axes: tuple[str, ...] = ("tp",),
     platform: str,
     beside: Sequence[Mapping[str, Any]] = (),
-    others: ReplicatedTokens | None = None,
+    replicated: ReplicatedTokens | None = None,
     sparse: SparseLinear | None = None,
     qk: LowPrecision | None = None,
 ) -> AttentionOutput:
@@ -125,20 +125,22 @@ def exchanged_attention(
         rows: [t, C].
         projections: Compute queries, keys and values of the rows.
         heads: N.
-        kv_len: Number of real tokens on all devices and in `others`; padding follows them.
+        kv_len: Number of real tokens on all devices and in `replicated`; padding follows them.
         token_axes: Mesh axes that tokens are spread over, slowest first, `head_axes` last (`TokenLayout`).
         head_axes: Mesh axes that split heads during attention.
         platform: "tpu", "gpu" or "cpu".
         beside: Weights of later layers, one mapping per round: their gathering continues while that round is computed,
             and for a `SplitWeight` it also begins with the round. There are as many rounds if there are enough heads,
             and at least three.
-        others: Tokens that every device has.
-        sparse: Attends to some keys only; kv_len is then a Python number, and there are no others.
+        replicated: Tokens that every device has.
+        sparse: Attends to some keys only; kv_len is then a Python number, and no tokens are replicated.
         qk: An 8-bit type of logits; kv_len is then a Python number.
     """
     assert token_axes[-len(head_axes) :] == head_axes
     spread_axes = token_axes[: -len(head_axes)]
-    tokens = _project_and_send(rows, projections, heads, kv_len, spread_axes, head_axes, platform, others, len(beside))
+    tokens = _project_and_send(
+        rows, projections, heads, kv_len, spread_axes, head_axes, platform, replicated, len(beside)
+    )
     before = jax.lax.axis_index(spread_axes) * len(tokens.q[0]) if spread_axes else 0
     tokens = dataclasses.replace(tokens, qk=qk, sparse=sparse, first_query=before)
     if is_synchronous():  # Everything arrives before attention begins, and each round's result before the next round.
@@ -183,9 +185,9 @@ def _gather_split(weights: Mapping[str, Any], layers: Mapping[str, jax.Array]) -
 
 
 def _join_rounds(results: Sequence[_RoundResult], gathered: Params) -> AttentionOutput:
-    others = [other for _, other in results if other is not None]
-    joined = jnp.concatenate(others, axis=1) if others else None
-    return AttentionOutput(tuple(own for own, _ in results), joined, gathered)
+    replicated = [other for _, other in results if other is not None]
+    joined = jnp.concatenate(replicated, axis=1) if replicated else None
+    return AttentionOutput(tuple(tokens for tokens, _ in results), joined, gathered)
 
 
 @dataclass(frozen=True)
@@ -194,8 +196,8 @@ class _HeadTokens:
 
     Attributes:
         v: [L, N*D/G].
-        q, k: The same in one part or in two: the heads of the first round, and the others.
-        others: Queries of the replicated tokens, [K, N*D/G].
+        q, k: The same in one part or in two: the heads of the first round, and those of the later ones.
+        replicated: Queries of the replicated tokens, [K, N*D/G].
         width: D.
         kv_len, platform, sparse, qk: As for `exchanged_attention`.
         middle: How many rounds there are between the first and the last, if there are enough heads.
@@ -205,7 +207,7 @@ class _HeadTokens:
     q: list[jax.Array]
     k: list[jax.Array]
     v: jax.Array
-    others: jax.Array | None
+    replicated: jax.Array | None
     width: int
     kv_len: int | jax.Array
     platform: str
@@ -217,11 +219,11 @@ class _HeadTokens:
     @property
     def rounds(self) -> list[int]:
         """Number of heads in each round."""
-        few, *rest = (part.shape[1] // self.width for part in max(self.q, self.k, key=len))
+        first, *rest = (part.shape[1] // self.width for part in max(self.q, self.k, key=len))
         if not rest:
-            return [few]
-        ends = [(rest[0] - few) * n // self.middle for n in range(self.middle + 1)]
-        return [few, *(end - start for start, end in itertools.pairwise(ends) if end > start), few]
+            return [first]
+        ends = [(rest[0] - first) * n // self.middle for n in range(self.middle + 1)]
+        return [first, *(end - start for start, end in itertools.pairwise(ends) if end > start), first]
 
     def attend(self, number: int, softmax: Literal["optimistic", "online"]) -> tuple[_RoundResult, jax.Array]:
         """Return a round's result, [L, columns] and that for the replicated tokens, and whether it is right."""
@@ -233,7 +235,7 @@ class _HeadTokens:
 
         (queries, first_query), (part, first_key) = find(self.q), find(self.k)
         if self.sparse is not None:
-            assert self.others is None and isinstance(self.kv_len, int)
+            assert self.replicated is None and isinstance(self.kv_len, int)
             attended = sparse_linear_attention(
                 queries,
                 part,
@@ -262,11 +264,11 @@ class _HeadTokens:
             )
 
         attended, right = attend_with(queries, first_query)
-        if self.others is None:
+        if self.replicated is None:
             return (attended, None), right
         # The replicated tokens attend separately: appending these few queries and cutting them off again would move all
         # queries.
-        other, other_right = attend_with(self.others, first)
+        other, other_right = attend_with(self.replicated, first)
         return (attended, other), right & other_right
 
 
@@ -278,7 +280,7 @@ def _project_and_send(
     spread_axes: tuple[str, ...],
     head_axes: tuple[str, ...],
     platform: str,
-    others: ReplicatedTokens | None,
+    replicated: ReplicatedTokens | None,
     rounds: int,
 ) -> _HeadTokens:
     """Compute values, queries and keys of rows in this order, each sent while the next are computed.
@@ -296,33 +298,33 @@ def _project_and_send(
         parts = getattr(projections, name)(rows)
         return parts if isinstance(parts, tuple) else (parts,)
 
-    own, rows = _barrier((projections.value(rows), rows))
-    v, parts, rows = _barrier((send(own), project("query" if projections.last == "key" else "key"), rows))
+    values, rows = _barrier((projections.value(rows), rows))
+    v, parts, rows = _barrier((send(values), project("query" if projections.last == "key" else "key"), rows))
     v, earlier, parts = _barrier((gather(v), [send(part) for part in parts], project(projections.last)))
     later = [send(part) for part in parts]
     q, k = (earlier, later) if projections.last == "key" else (later, earlier)
     k = [gather(part) for part in k]
     width = sum(part.shape[1] for part in q) * _size(head_axes) // heads
-    if others is not None:
+    if replicated is not None:
         starts = [sum(part.shape[1] for part in k[:number]) for number in range(len(k))]
         k = [
-            _insert_rows(part, others.k[:, start : start + part.shape[1]], others.after)
+            _insert_rows(part, replicated.k[:, start : start + part.shape[1]], replicated.after)
             for part, start in zip(k, starts, strict=True)
         ]
-        v = _insert_rows(v, others.v, others.after)
+        v = _insert_rows(v, replicated.v, replicated.after)
     middle = max(1, rounds - 2)
-    return _HeadTokens(q, k, v, None if others is None else others.q, width, kv_len, platform, middle)
+    return _HeadTokens(q, k, v, None if replicated is None else replicated.q, width, kv_len, platform, middle)
 
 
-def _insert_rows(rows: jax.Array, others: jax.Array, after: int) -> jax.Array:
+def _insert_rows(rows: jax.Array, inserted: jax.Array, after: int) -> jax.Array:
     """Insert other rows after the first `after` rows, writing each row once; XLA's own concatenation takes longer.
 
     Whole tiles are written, because libtpu 0.0.50.1 aborts on a write that starts inside a tile.
     """
     start = after - after % TILE_ROWS
-    others = jnp.concatenate([rows[start:after], others]) if start < after else others
-    room = jax.lax.empty((max(len(rows), start + len(others)), rows.shape[1]), rows.dtype)
-    for part, row in ((rows, 0), (others, start)):
+    inserted = jnp.concatenate([rows[start:after], inserted]) if start < after else inserted
+    room = jax.lax.empty((max(len(rows), start + len(inserted)), rows.shape[1]), rows.dtype)
+    for part, row in ((rows, 0), (inserted, start)):
         room = jax.lax.dynamic_update_slice(room, part, (row, 0))
     return room
 

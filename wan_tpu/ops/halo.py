@@ -123,10 +123,10 @@ class HaloCut:
             x = jax.lax.all_gather(x, self.mesh.axis_names, axis=1, tiled=True)
         return x[:, : self.width * scale, : self.height * scale]
 
-    def _from_device(self, edge: jax.Array, by: int) -> jax.Array:
+    def _from_device(self, edge: jax.Array, offset: int) -> jax.Array:
         """Send to the device `by` positions further; devices that receive nothing get zeros."""
         devices = self.mesh.size
         if devices == 1:
             return jnp.zeros_like(edge)
-        to = [(i, i + by) for i in range(devices) if 0 <= i + by < devices]
-        return jax.lax.ppermute(edge, self.mesh.axis_names, to)
+        pairs = [(i, i + offset) for i in range(devices) if 0 <= i + offset < devices]
+        return jax.lax.ppermute(edge, self.mesh.axis_names, pairs)

@@ -215,11 +215,11 @@ class _Run:
         else:
             estimate = (instruction.estimated_cycles or 0) / hardware.clock_hz
         seconds = Times(estimate, estimate if category == "matmul" else moving_s)
-        more = {"hbm_bytes": moved_in_all, "flops": flops * self.executions}
-        return self._add(instruction, category, seconds, **more)
+        amounts = {"hbm_bytes": moved_in_all, "flops": flops * self.executions}
+        return self._add(instruction, category, seconds, **amounts)
 
-    def _add(self, instruction: Instruction, category: str, seconds: Times, **more: Any) -> Times:
-        """Add an item and return its seconds, those of one execution; the fields in `more` are for all executions."""
+    def _add(self, instruction: Instruction, category: str, seconds: Times, **amounts: Any) -> Times:
+        """Add an item and return its seconds, those of one execution; `amounts` are those of all executions."""
         item = Item(
             name=instruction.name,
             category=category,
@@ -228,7 +228,7 @@ class _Run:
             shape=" ".join(map(str, instruction.shapes)),
             executions=self.executions,
             seconds=seconds * self.executions,
-            **more,
+            **amounts,
         )
         self.walk.items.append(item)
         return seconds

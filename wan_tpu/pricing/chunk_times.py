@@ -48,8 +48,8 @@ def predict_playback(
     waits_s = LOOK_S + HAND_OVER_S + (0.0 if decodes_beside else max(prices[name] for name in steps.values()))
     decoded_s, first_frame_s, arrivals = 0.0, 0.0, []
     for chunk in range(chunks):
-        own = [expert for expert in steps if expert.chunk == chunk]
-        denoised_s += sum(_expert_seconds(spec, request, expert, steps[expert], prices) for expert in own)
+        chunk_experts = [expert for expert in steps if expert.chunk == chunk]
+        denoised_s += sum(_expert_seconds(spec, request, expert, steps[expert], prices) for expert in chunk_experts)
         begins_s = max(decoded_s, denoised_s + waits_s)
         decoded_s = begins_s + decode_s
         denoised_s += 0.0 if decodes_beside else decode_s

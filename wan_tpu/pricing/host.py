@@ -53,9 +53,9 @@ def expert_seconds(spec: ModelSpec, request: ResolvedRequest, expert: Expert) ->
         expert: The expert.
     """
     finished = math.prod(spec.latent_shape(request))
-    own = math.prod(spec.latent_shapes(request, expert.stop)[VIDEO])
-    noise_s = _CORRELATED_NOISE_S * own if expert.enlarges else _NOISE_S * finished
-    copied = own * (1 + spec.schedule(request).history_terms) + _HISTORY * finished
+    latent_size = math.prod(spec.latent_shapes(request, expert.stop)[VIDEO])
+    noise_s = _CORRELATED_NOISE_S * latent_size if expert.enlarges else _NOISE_S * finished
+    copied = latent_size * (1 + spec.schedule(request).history_terms) + _HISTORY * finished
     return noise_s + _COPY_S * copied + _CALL_S * (1 + expert.stop - expert.start)
 
 

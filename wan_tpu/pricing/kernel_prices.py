@@ -28,7 +28,7 @@ class StepBundles:
     """
 
     products: int
-    rest: int = 0
+    other: int = 0
     idle: int = 0
 
 
@@ -64,7 +64,7 @@ class KernelPrices:
             return None
         at_peak = call.macs / self._macs_a_cycle
         products = counts.products if counts.products >= at_peak else at_peak + counts.idle
-        cycles = call.busy * products + counts.rest + self._beyond
+        cycles = call.busy * products + counts.other + self._beyond
         return cycles * call.steps_a_core(self._cores)
 
     def bundles(self, call: KernelCall) -> StepBundles:

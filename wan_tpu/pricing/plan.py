@@ -150,13 +150,13 @@ class Plan:
             for name in dict.fromkeys(expert.stage for expert in experts):
                 # A stage may run several ranges of steps. Each program's calls are divided among the ranges that run
                 # it, in proportion to their steps.
-                own = [expert for expert in experts if expert.stage == name]
+                stage_experts = [expert for expert in experts if expert.stage == name]
                 shares = []
                 for program in stage.programs:
                     running = [expert for expert in experts if _runs(expert, program, has_sizes)]
-                    if steps := _count_steps(expert for expert in own if expert in running):
+                    if steps := _count_steps(expert for expert in stage_experts if expert in running):
                         shares.append((program, steps / _count_steps(running)))
-                host_s = stage.host_s * _count_steps(own) / _count_steps(experts)
+                host_s = stage.host_s * _count_steps(stage_experts) / _count_steps(experts)
                 needs[name] = self._add_programs(shares, host_s, self.same_weights.get(name, name))
         return needs
 

@@ -54,7 +54,7 @@ def count_probe(host: str) -> tuple[float, float]:
     options = {"steps": _COUNTED_STEPS, "iterations": _COUNTED_ITERATIONS}
     kernel = count_bundles(f"{__file__}:probe", options, host)[0]
     counted: StepBundles = step_bundles(kernel.loops, _COUNTED_STEPS)
-    return counted.products / _COUNTED_ITERATIONS, counted.rest
+    return counted.products / _COUNTED_ITERATIONS, counted.other
 
 
 def type_of_8_bits(device: jax.Device) -> Any:

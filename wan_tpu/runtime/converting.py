@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from wan_tpu.checkpoint import OWN, Checkpoint, weight_file
+from wan_tpu.checkpoint import SETTINGS, Checkpoint, weight_file
 from wan_tpu.errors import CheckpointError
 from wan_tpu.progress import BYTES, Progress
 from wan_tpu.runtime.components import Component, open_component
@@ -58,12 +58,12 @@ def convert(
         folders[component.folder].weights.update(
             {contents.plain[name]: (weight, contents.cuts[name]) for name, weight in contents.weights.items()}
         )
-    others = checkpoint.others()
-    adapters = checkpoint.adapters(json.loads(others.get(OWN, b"{}")))
+    others = checkpoint.read_small_files()
+    adapters = checkpoint.adapters(json.loads(others.get(SETTINGS, b"{}")))
     existing = [name for name, folder in folders.items() if _is_there(name, folder, destination)]
-    if len(existing) < len(folders) and OWN not in others and destination.has(OWN):
+    if len(existing) < len(folders) and SETTINGS not in others and destination.has(SETTINGS):
         raise CheckpointError(
-            f"the destination has a {OWN}, and {checkpoint.source} has none: it is another model's; "
+            f"the destination has a {SETTINGS}, and {checkpoint.source} has none: it is another model's; "
             "delete it, or give another folder"
         )
     for name, content in others.items():

@@ -187,13 +187,13 @@ def _explain_memory(name: str, args: tuple[Any, ...] = ()) -> Iterator[None]:
         if not message.startswith("RESOURCE_EXHAUSTED"):
             raise
         # If there are several arguments, the first one is the weights.
-        of = "".join(f" of {x.dtype} {list(x.shape)}" for x in jax.tree.leaves(args[1:] or args)[:1])
+        shape = "".join(f" of {x.dtype} {list(x.shape)}" for x in jax.tree.leaves(args[1:] or args)[:1])
         needed, available = read_refusal(message)
         if needed is None or available is None:
             reason = f"needs more memory than a device has: {message.splitlines()[0]}"
         else:
             reason = f"needs {needed / GIB:.1f} GiB a device of {available / GIB:.1f}"
-        raise DoesNotFit(f"{name}{of} {reason}", needed, available) from error
+        raise DoesNotFit(f"{name}{shape} {reason}", needed, available) from error
 
 
 def place(tree: Any, mesh: Mesh) -> Any:
@@ -202,13 +202,13 @@ def place(tree: Any, mesh: Mesh) -> Any:
     This isn't a collective: any thread may call it while a program runs. On the CPU an array may share the host's
     memory.
     """
-    whole = replicated_sharding(mesh)
-    if whole.is_fully_addressable:
-        return jax.device_put(tree, whole)
+    replicated = replicated_sharding(mesh)
+    if replicated.is_fully_addressable:
+        return jax.device_put(tree, replicated)
 
     # device_put would compare the processes' values first, by a collective.
     def copy(value: Any) -> jax.Array:
         array = np.asarray(value)
-        return jax.make_array_from_callback(array.shape, whole, lambda _: array, array.dtype)
+        return jax.make_array_from_callback(array.shape, replicated, lambda _: array, array.dtype)
 
     return jax.tree.map(copy, tree)

@@ -88,8 +88,8 @@ def initial_state(
         part: tuple(np.zeros(shape, np.float32) for _ in range(schedules[part].history_terms))
         for part, shape in shapes.items()
     }
-    own = None if noise is None else check_noise(noise, shapes[VIDEO])
-    noises = model.initial_noises(request, own, plan.images)
+    video_noise = None if noise is None else check_noise(noise, shapes[VIDEO])
+    noises = model.initial_noises(request, video_noise, plan.images)
     if request.strength is None:
         parts = {part: (np.float32(schedules[part].start) * noises[part], histories[part]) for part in shapes}
         return DenoiseState.of_parts(parts, 0, own_noise=noise is not None)

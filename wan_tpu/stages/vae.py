@@ -34,9 +34,9 @@ def vae_programs(
     kind = (
         component if not chunks.depends_on_count else f"{component} of {count}"
     )  # Each count has programs of its own.
-    whole, decodes = replicated_sharding(runtime.mesh), component == "decoder"
-    out = (chunks.out_format, whole) if decodes else chunks.out_format
-    results = (out, whole, chunks.cache_format)
+    replicated, decodes = replicated_sharding(runtime.mesh), component == "decoder"
+    out = (chunks.out_format, replicated) if decodes else chunks.out_format
+    results = (out, replicated, chunks.cache_format)
 
     def first(*args):  # type: ignore[no-untyped-def]
         return _with_extremes(*chunks.run_first(*args), decodes=decodes)

@@ -111,8 +111,8 @@ class Access:
 
     def _count_request(self, key: ApiKey) -> dict[str, str]:
         """Count a request and return headers that report what is left of the rate; raises `HttpError`."""
-        own = key.requests_per_minute
-        rate = self._limits.requests_per_minute if own is None else own
+        key_rate = key.requests_per_minute
+        rate = self._limits.requests_per_minute if key_rate is None else key_rate
         every_s = 60 / rate
         burst = max(1, math.floor(BURST_S / every_s))
         wait_s, spent_s = self._take(key.id, every_s)

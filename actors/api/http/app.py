@@ -32,7 +32,7 @@ from actors.jobs.usage import read_usage
 
 _STARTED = int(time.time())
 
-rest = APIRouter()
+other_routes = APIRouter()
 _NO_BODY = [Depends(refuse_body)]
 
 
@@ -61,7 +61,7 @@ def make_app(service: Service) -> FastAPI:
     app.state.service = service
     app.include_router(extensions)
     app.include_router(router)
-    app.include_router(rest)
+    app.include_router(other_routes)
     settings = service.settings
     if settings.origins:
         app.add_middleware(
@@ -76,7 +76,7 @@ def make_app(service: Service) -> FastAPI:
     return app
 
 
-@rest.get(
+@other_routes.get(
     "/v1/models",
     tags=["models"],
     summary="List the models",
@@ -91,7 +91,7 @@ async def list_models(service: Served, caller: Watcher) -> ModelList:
 _ModelName = Annotated[str, Path(description="The model's `id`, or one of its `aliases`.")]
 
 
-@rest.get(
+@other_routes.get(
     "/v1/models/{name:path}",
     tags=["models"],
     summary="Get a model",
@@ -108,7 +108,7 @@ async def retrieve_model(service: Served, name: _ModelName, caller: Watcher) -> 
 _DAY = r"^\d{4}-\d{2}-\d{2}$"
 
 
-@rest.get(
+@other_routes.get(
     "/v1/usage",
     tags=["usage"],
     summary="Get usage by key",
@@ -126,7 +126,7 @@ async def usage(
     return UsageList(data=data, first=first, last=last)
 
 
-@rest.get(
+@other_routes.get(
     "/health",
     tags=["service"],
     summary="Check that it answers",
@@ -139,7 +139,7 @@ async def health() -> JSONResponse:
     return JSONResponse({"status": "ok"})
 
 
-@rest.get(
+@other_routes.get(
     "/ready",
     tags=["service"],
     summary="Check that it takes jobs",
@@ -153,7 +153,7 @@ async def ready(service: Served) -> JSONResponse:
     return JSONResponse({"status": "ok", "workers": workers})
 
 
-@rest.get(
+@other_routes.get(
     "/metrics",
     tags=["service"],
     summary="Get figures for Prometheus",
@@ -180,7 +180,7 @@ def _read_figures_now(service: Service, caller: Caller | None) -> bytes:
     return figures
 
 
-@rest.get("/", include_in_schema=False, dependencies=_NO_BODY)
+@other_routes.get("/", include_in_schema=False, dependencies=_NO_BODY)
 async def page() -> HTMLResponse:
     """Return the page for people."""
     text = (files("actors.api.http") / "page.html").read_text()

@@ -25,8 +25,8 @@ async def end_answer(message: Message, receive: Receive, send: Send) -> None:
     try:
         async with asyncio.timeout(_LINGER_S):
             while True:
-                rest = await asyncio.wait_for(receive(), _IDLE_S)
-                if rest["type"] != "http.request" or not rest.get("more_body", False):
+                received = await asyncio.wait_for(receive(), _IDLE_S)
+                if received["type"] != "http.request" or not received.get("more_body", False):
                     break
     except TimeoutError:
         pass

@@ -56,11 +56,11 @@ class Middleware:
             nonlocal status, closes
             if message["type"] == "http.response.start":
                 status = message["status"]
-                more = _GUARDS | {"x-request-id": state["request_id"]} | state.get("headers", {})
+                extra = _GUARDS | {"x-request-id": state["request_id"]} | state.get("headers", {})
                 if not read and _is_long(headers, _MAX_UNREAD if status < 400 else 0):
-                    more["connection"], closes = "close", True  # Otherwise the whole unwanted body would still arrive.
+                    extra["connection"], closes = "close", True  # Otherwise the whole unwanted body would still arrive.
                 original = message.get("headers", [])
-                added = [(name.lower().encode(), value.encode("latin-1")) for name, value in more.items()]
+                added = [(name.lower().encode(), value.encode("latin-1")) for name, value in extra.items()]
                 names = {name for name, _ in added}
                 message["headers"] = [header for header in original if header[0].lower() not in names] + added
                 self._count(scope, method, status, time.perf_counter() - start)

@@ -125,7 +125,7 @@ async def list_(
         page_now = service.store.list(caller.sees, after=after, limit=limit, order=order, status=status)
         videos = [to_video(job, service.forecast.estimate_eta_s(job)) for job in page_now.jobs]
         first, last = (videos[0].id, videos[-1].id) if videos else (None, None)
-        return _answer(VideoList(data=videos, first_id=first, last_id=last, has_more=page_now.more))
+        return _answer(VideoList(data=videos, first_id=first, last_id=last, has_more=page_now.has_more))
 
     return await service.work.run(caller.owner, page)
 

@@ -213,13 +213,13 @@ def _fetch_errors(host: str) -> Iterator[None]:
         raise FetchError(f"{host} did not answer as it should ({type(error).__name__})") from error
 
 
-async def fetch(url: str, settings: FetchSettings, into: IO[bytes], *, owner: str = "") -> None:
+async def fetch(url: str, settings: FetchSettings, output: IO[bytes], *, owner: str = "") -> None:
     """Fetch the file at an https URL into another one. Each redirect is checked anew.
 
     Args:
         url: The URL.
         settings: What may be fetched.
-        into: A file in memory or on a fast disk, since it is written to in the event loop.
+        output: A file in memory or on a fast disk, since it is written to in the event loop.
         owner: Who it is for. Owners get the resolver in turn.
 
     Raises:
@@ -232,7 +232,7 @@ async def fetch(url: str, settings: FetchSettings, into: IO[bytes], *, owner: st
                 async with request("GET", url, settings, headers, owner=owner) as answer:
                     location = answer.headers.get("location")
                     if answer.status not in _REDIRECTS or location is None:
-                        return await _copy_content(answer, settings, into)
+                        return await _copy_content(answer, settings, output)
                 try:
                     url = urljoin(url, location)
                 except ValueError:  # The next request rejects it with the proper message.
@@ -244,7 +244,7 @@ async def fetch(url: str, settings: FetchSettings, into: IO[bytes], *, owner: st
     raise FetchError(f"the {settings.subject}'s URL redirects more than {_MOST_REDIRECTS} times; give its last address")
 
 
-async def _copy_content(answer: Answer, settings: FetchSettings, into: IO[bytes]) -> None:
+async def _copy_content(answer: Answer, settings: FetchSettings, output: IO[bytes]) -> None:
     if answer.status != 200:
         raise FetchError(f"the {settings.subject}'s server answered with status {answer.status}; check the URL")
     encoding = answer.headers.get("content-encoding", "identity").lower()
@@ -258,7 +258,7 @@ async def _copy_content(answer: Answer, settings: FetchSettings, into: IO[bytes]
             size += len(chunk)
             if size > settings.max_bytes:
                 raise _build_too_large_error(settings)
-            into.write(chunk)
+            output.write(chunk)
 
 
 def _build_too_large_error(settings: FetchSettings) -> FetchError:

@@ -24,7 +24,7 @@ PLAIN = Preset("without adapters", "https://here", (("guidance_scale", 1.0), ("g
 @pytest.fixture
 def spec():
     return dataclasses.replace(
-        serving.SPEC, own=CheckpointOverrides(presets=(("fast", FAST), ("other", FAST), ("plain", PLAIN)))
+        serving.SPEC, overrides=CheckpointOverrides(presets=(("fast", FAST), ("other", FAST), ("plain", PLAIN)))
     )
 
 
@@ -114,7 +114,7 @@ def test_adapter_that_isn_t_offered_is_refused(fields, param, message, http):
 def test_a_cache_is_an_option_and_says_which_steps_it_skips(settings, engine):
     curve = Curve(((1, 1), (0.99, 0.99), (0.99, 0.99), (0.99, 0.99)), None, 5.0, None, MagCache(0.1, 1, 0.0))
     checkpoint = published_spec("wan2.1-t2v-1.3b").config
-    spec = engine.model = dataclasses.replace(SmallSpec(checkpoint), own=CheckpointOverrides(curves=(curve,)))
+    spec = engine.model = dataclasses.replace(SmallSpec(checkpoint), overrides=CheckpointOverrides(curves=(curve,)))
     with serving.working(settings, engine), serve(settings, spec) as address, open_client(address) as http:
         assert http.get("/v1/models").json()["data"][0]["cache"] == "magcache:0.1,1,0"
         job = create(http, cache="magcache").json()

@@ -154,7 +154,7 @@ def test_mistakes_are_said_at_their_field_until_it_changes(page):
 def test_a_preset_and_an_adapter_are_chosen(browser, settings, engine):
     """The page doesn't send fields that a preset sets, and Reuse restores the preset."""
     preset = Preset("in two steps", "https://here", (("sigmas", (1.0, 0.5)), ("loras", (RequestedAdapter("x"),))))
-    spec = engine.model = dataclasses.replace(SPEC, own=CheckpointOverrides(presets=(("fast", preset),)))
+    spec = engine.model = dataclasses.replace(SPEC, overrides=CheckpointOverrides(presets=(("fast", preset),)))
     offering = dataclasses.replace(settings, catalogue=Catalogue.parse(["fast=/a/fast", "style=/a/style"]))
     with serve(offering, spec) as address, working(offering, engine):
         page = open_page(browser, address)

@@ -70,7 +70,7 @@ def wait_until_done(store):
 def all_jobs(store):
     page = store.list(limit=100)
     jobs = [*page.jobs]
-    while page.more:
+    while page.has_more:
         page = store.list(limit=100, after=jobs[-1].id)
         jobs += page.jobs
     return jobs

@@ -174,7 +174,7 @@ def test_pages_of_long_requests_are_shorter(store, monkeypatch):
     while True:
         page = store.list(after=after, order="asc")
         seen.append([job.id for job in page.jobs])
-        if not page.more:
+        if not page.has_more:
             break
         after = seen[-1][-1]
     assert seen == [ids[:2], ids[2:3], ids[3:]]
@@ -206,7 +206,7 @@ def test_pages_have_every_job_once(store, order):
     while True:
         page = store.list("ann", after=after, limit=3, order=order)
         seen += [job.id for job in page.jobs]
-        if not page.more:
+        if not page.has_more:
             break
         after = seen[-1]
     assert seen == (ids if order == "asc" else ids[::-1])

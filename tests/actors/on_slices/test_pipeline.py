@@ -20,7 +20,7 @@ from actors.cli import main
 from actors.errors import PipelineError, PipelineStartFailed, RequestFailed
 from actors.observe.status_actor import ReplicaStatus, StatusActor
 from actors.pipeline import pools
-from actors.pipeline.acquire import _find_owner, _own
+from actors.pipeline.acquire import _find_owner, _hold_name
 from actors.pipeline.client import PipelineClient
 from actors.pipeline.driver import PipelineDriver
 from actors.pipeline.pools import wait_until_up
@@ -321,7 +321,7 @@ def test_a_replica_that_was_refused_long_ago_stops_no_batch(running, spec):
 
 @pytest.mark.long
 def test_a_batch_s_pipeline_stays_its_own_when_the_node_of_its_mark_is_lost(running):
-    with _own("batch"):
+    with _hold_name("batch"):
         [process] = [process for process in running.processes() if "_Owner" in title(process)]
         assert process in ray_nodes.processes(running.cluster.temp / "head")  # not on a host, which may be taken away
         kill(process)

@@ -82,12 +82,12 @@ class CogVideoXSpec(FamilySpec):
 
         If that has more rows or columns than there are positions, return the model's own size.
         """
-        own = self.defaults.height, self.defaults.width
+        size = self.defaults.height, self.defaults.width
         shape = max(picture) / min(picture)
-        sides = min(own), min(max(own), nearest_multiple(min(own) * shape, self.size_multiple))
+        sides = min(size), min(max(size), nearest_multiple(min(size) * shape, self.size_multiple))
         height, width = sides if picture[0] < picture[1] else sides[::-1]
         rows, columns = (_STRIDE * int(self.config.transformer[f"sample_{side}"]) for side in ("height", "width"))
-        return (height, width) if height <= rows and width <= columns else own
+        return (height, width) if height <= rows and width <= columns else size
 
     def check_size(self, request: ResolvedRequest) -> None:
         """Check the size as every model does, and check that the model has positions for it.

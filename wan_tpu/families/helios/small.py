@@ -51,8 +51,8 @@ def make_checkpoint(
     if published.pyramid.stages == 1:
         diffusers.HeliosPipeline(**parts).save_pretrained(folder)
     else:
-        ways = {"is_distilled": published.distilled, "is_cfg_zero_star": published.scaled_guidance}
-        diffusers.HeliosPyramidPipeline(**parts, **ways).save_pretrained(folder)
+        flags = {"is_distilled": published.distilled, "is_cfg_zero_star": published.scaled_guidance}
+        diffusers.HeliosPyramidPipeline(**parts, **flags).save_pretrained(folder)
     return folder
 
 

@@ -18,7 +18,7 @@ from wan_tpu.runtime.components import Component
 from wan_tpu.runtime.mesh import Rule
 
 # SigLIP (0.4 G parameters) and ByT5 (0.2 G) are replicated on every device, as is each half of the VAE (1.26 G).
-_WHOLE = (Rule(r".*", ()),)
+_REPLICATED = (Rule(r".*", ()),)
 # Shardings of Qwen (7 G parameters): projections [O outputs, I inputs] are split by outputs or inputs.
 _COLUMNS, _ROWS = ("tp", None), (None, "tp")
 _QWEN_RULES = (
@@ -115,7 +115,7 @@ def text_encoder(config: HunyuanConfig) -> Component:
 def glyph_encoder(config: HunyuanConfig) -> Component:
     """Return ByT5, replicated because few meshes divide its six heads."""
     encoder = t5.text_encoder("T5EncoderModel", config.glyph_encoder)
-    return dataclasses.replace(encoder, folder="text_encoder_2", rules=_WHOLE)
+    return dataclasses.replace(encoder, folder="text_encoder_2", rules=_REPLICATED)
 
 
 def image_encoder(config: HunyuanConfig) -> Component:
@@ -130,7 +130,7 @@ def image_encoder(config: HunyuanConfig) -> Component:
         build=lambda: t5.from_transformers(transformers.SiglipVisionModel, config.image_encoder or {}),
         adapt=adapt,
         scanned=("encoder.layers",),
-        rules=_WHOLE,
+        rules=_REPLICATED,
         renames=((r"^vision_model\.", ""),),
     )
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from wan_tpu.checkpoint import OWN, Checkpoint
+from wan_tpu.checkpoint import SETTINGS, Checkpoint
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.hunyuan15.published import TRANSFORMER, VAE, HunyuanConfig
 from wan_tpu.families.hunyuan15.sizes import OVERLAP, STRIDE
@@ -66,9 +66,9 @@ def read_config(checkpoint: Checkpoint) -> HunyuanConfig:
 
 
 def _read_vae_tile(checkpoint: Checkpoint) -> int | None:
-    tile, unit = checkpoint.read_own("vae_tile").get("vae_tile"), STRIDE * OVERLAP
+    tile, unit = checkpoint.read_settings("vae_tile").get("vae_tile"), STRIDE * OVERLAP
     if tile is None or (type(tile) is int and tile > 0 and tile % unit == 0):
         return tile
     raise CheckpointError(
-        f"{checkpoint.folder / OWN} has vae_tile {tile!r}; it is a multiple of {unit} pixels, 256 as published"
+        f"{checkpoint.folder / SETTINGS} has vae_tile {tile!r}; it is a multiple of {unit} pixels, 256 as published"
     )

@@ -30,13 +30,13 @@ def tokenize_prompt(shared: Tokenizer, prompt: str) -> tuple[np.ndarray, np.ndar
     chat = reference.format_text_input([prompt], _INSTRUCTIONS)
     warnings = []
     with shared.lock() as tokenizer:
-        whole = len(tokenizer.apply_chat_template(chat, **options)["input_ids"][0])
+        token_count = len(tokenizer.apply_chat_template(chat, **options)["input_ids"][0])
         tokens = tokenizer.apply_chat_template(
             chat, **options, padding="max_length", max_length=length, truncation=True, return_tensors="np"
         )
-        if whole > length:
+        if token_count > length:
             end = tokenizer.decode(tokens["input_ids"][0, -9:], skip_special_tokens=True)
-            warnings.append(describe_cut("the prompt", whole - TEMPLATE_TOKENS, TEXT_TOKENS, end))
+            warnings.append(describe_cut("the prompt", token_count - TEMPLATE_TOKENS, TEXT_TOKENS, end))
         return *shared.to_arrays(tokens), warnings
 
 

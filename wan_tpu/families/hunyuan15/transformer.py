@@ -246,7 +246,7 @@ class _Step:
             token_axes=self._layout.token_axes,
             platform=self._platform,
             beside=[{name: w[name]} for name in _BESIDE],
-            others=ReplicatedTokens(
+            replicated=ReplicatedTokens(
                 rotate("add_q_proj", "norm_added_q", normed, self._query_scale, tables=None),
                 rotate("add_k_proj", "norm_added_k", normed, 1, tables=None),
                 project("attn.add_v_proj", normed),

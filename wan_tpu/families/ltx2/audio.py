@@ -43,7 +43,7 @@ from wan_tpu.runtime.components import Component
 from wan_tpu.runtime.health import keep_inf
 from wan_tpu.runtime.mesh import Rule
 
-_WHOLE = (Rule(r".*", ()),)  # The decoder has 32 M parameters, the vocoder 129 M: every device has them all.
+_REPLICATED = (Rule(r".*", ()),)  # The decoder has 32 M parameters, the vocoder 129 M: every device has them all.
 _VOCODERS: dict[str, Any] = {"LTX2Vocoder": LTX2Vocoder, "LTX2VocoderWithBWE": LTX2VocoderWithBWE}
 # The activations, and whether they are antialiased, that published vocoders have.
 _ACTIVATIONS = {"snakebeta": True, "leaky_relu": False}
@@ -65,7 +65,7 @@ def audio_decoder(config: Ltx2Config) -> Component:
         build=lambda: AutoencoderKLLTX2Audio.from_config(config.audio_vae),
         adapt=adapt,
         scanned=(),
-        rules=_WHOLE,
+        rules=_REPLICATED,
         float32=("decoder", "latents_mean", "latents_std"),
     )
 
@@ -89,7 +89,7 @@ def vocoder(config: Ltx2Config) -> Component:
         build=lambda: kind.from_config(arguments),
         adapt=adapt,
         scanned=(),
-        rules=_WHOLE,
+        rules=_REPLICATED,
         float32=("conv_in", "upsamplers", "resnets", "act_out", "conv_out", "mel_stft"),
     )
 

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from wan_tpu.checkpoint import OWN, Checkpoint
+from wan_tpu.checkpoint import SETTINGS, Checkpoint
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.ltx2 import classes
 from wan_tpu.families.shared.settings import FLOW_MATCH_EULER, check_supported, complete_config
@@ -176,13 +176,15 @@ def _read_upsampler(checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 def _is_distilled(checkpoint: Checkpoint, version: str, scheduler: dict[str, Any]) -> bool:
     """Return whether wan_tpu.json names a distilled model; without that, whether the scheduler or a name says so."""
-    model = checkpoint.read_own("model").get("model")
+    model = checkpoint.read_settings("model").get("model")
     if model is not None:
         if model not in MODELS:
-            raise CheckpointError(f"{checkpoint.folder / OWN} has model {model!r}; it is one of {', '.join(MODELS)}")
+            raise CheckpointError(
+                f"{checkpoint.folder / SETTINGS} has model {model!r}; it is one of {', '.join(MODELS)}"
+            )
         if model.removesuffix("-distilled") != {"2.0": "ltx-2", "2.3": "ltx-2.3"}[version]:
             raise CheckpointError(
-                f"{checkpoint.folder / OWN} has model {model!r}; the configuration is that of LTX-{version}"
+                f"{checkpoint.folder / SETTINGS} has model {model!r}; the configuration is that of LTX-{version}"
             )
         return str(model).endswith("-distilled")
     if not scheduler["use_dynamic_shifting"]:

@@ -105,10 +105,10 @@ class Ltx2Spec(FamilySpec):
 
     def latent_shapes(self, request: ResolvedRequest, step: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the video's latents and the sound's; the first of two stages has half the size."""
-        *rest, height, width = self.latent_shape(request)
+        *leading, height, width = self.latent_shape(request)
         if self.has_two_stages(request) and step <= len(published.DISTILLED_SIGMAS):
             height, width = height // 2, width // 2
-        return {VIDEO: (*rest, height, width), AUDIO: self.audio_shape(request)}
+        return {VIDEO: (*leading, height, width), AUDIO: self.audio_shape(request)}
 
     def tokens(self, latent_shape: tuple[int, ...]) -> int:
         """Return L, the video's tokens."""
@@ -120,13 +120,13 @@ class Ltx2Spec(FamilySpec):
 
     def shapes(self, request: ResolvedRequest, *, images: int) -> dict[str, str]:
         """Name the programs as every model does, by each stage's own size and the length of the sound."""
-        names, whole = super().shapes(request, images=images), f"{request.height}x{request.width}"
+        names, size = super().shapes(request, images=images), f"{request.height}x{request.width}"
         sound = f"{self.audio_tokens(request.frames, request.fps)} of sound"
         for expert in self.experts(request):
             *_, height, width = self.latent_shapes(request, expert.stop)[VIDEO]
-            own = names[expert.stage].replace(whole, f"{height * STRIDE}x{width * STRIDE}", 1)
-            names[expert.stage] = f"{own} {sound}"
-        return names | {DECODER: f"{DECODER} {whole}x{request.frames} {sound}"}
+            program = names[expert.stage].replace(size, f"{height * STRIDE}x{width * STRIDE}", 1)
+            names[expert.stage] = f"{program} {sound}"
+        return names | {DECODER: f"{DECODER} {size}x{request.frames} {sound}"}
 
     def check_size(self, request: ResolvedRequest) -> None:
         """Raise `InvalidRequest` for a size that the model can't make, or whose half its first stage can't make."""
@@ -202,9 +202,9 @@ class Ltx2Spec(FamilySpec):
         rows = np.zeros((2, 1))
         if self.is_guided(request):
             guidance = guidance_of(self.config)
-            others = (guidance.perturbation, guidance.modality - 1) if guidance.perturbation else ()
+            extra_scales = (guidance.perturbation, guidance.modality - 1) if guidance.perturbation else ()
             scales = request.guidance_scale, guidance.audio_scale or request.guidance_scale
-            rows = np.array([(scale - 1, *others, guidance.rescale) for scale in scales])
+            rows = np.array([(scale - 1, *extra_scales, guidance.rescale) for scale in scales])
         return schedule.with_guidance(np.broadcast_to(rows, (request.steps, *rows.shape)))
 
     def schedules(self, request: ResolvedRequest) -> dict[str, Schedule]:

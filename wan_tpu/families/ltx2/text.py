@@ -54,10 +54,10 @@ def tokenize_prompt(shared: Tokenizer, prompt: str) -> tuple[np.ndarray, np.ndar
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         tokens = tokenizer([prompt], **settings)
-        whole = len(tokenizer(prompt, verbose=False)["input_ids"])
-        if whole > TEXT_TOKENS:
+        token_count = len(tokenizer(prompt, verbose=False)["input_ids"])
+        if token_count > TEXT_TOKENS:
             end = tokenizer.decode(tokens["input_ids"][0, -8:], skip_special_tokens=True)
-            warnings.append(describe_cut("the prompt", whole, TEXT_TOKENS, end))
+            warnings.append(describe_cut("the prompt", token_count, TEXT_TOKENS, end))
         return *shared.to_arrays(tokens), warnings
 
 

@@ -144,10 +144,10 @@ class _Step:
             name: weight_spec(self._mesh, RULES, f"transformer_blocks.*.{name}", value.shape[1:], stacked=True)
             for name, value in inputs.blocks.items()
         }
-        whole = P()
-        specs = jax.tree.map(lambda _: whole, inputs)
+        replicated = P()
+        specs = jax.tree.map(lambda _: replicated, inputs)
         specs = specs._replace(video=P(self._layout.token_axes), blocks=self._split)
-        out = (P(None, self._layout.token_axes), whole)
+        out = (P(None, self._layout.token_axes), replicated)
         local = jax.shard_map(self._run_on_device, mesh=self._mesh, in_specs=(specs,), out_specs=out, check_vma=False)
         video, audio = local(inputs)
         return video[:, : math.prod(self._grid)], audio

@@ -87,6 +87,6 @@ def pair_channels(values: np.ndarray, heads: int, angles: int) -> np.ndarray:
     each half of the pairs.
     """
     per_head = values.reshape(heads, -1, *values.shape[1:])
-    rest = (per_head.shape[1] - 2 * angles) // 2
-    first, second, without_rope, others = np.split(per_head, np.cumsum([angles, angles, rest]), axis=1)
-    return np.ascontiguousarray(np.concatenate([first, without_rope, second, others], axis=1)).reshape(values.shape)
+    unrotated = (per_head.shape[1] - 2 * angles) // 2
+    first, second, third, fourth = np.split(per_head, np.cumsum([angles, angles, unrotated]), axis=1)
+    return np.ascontiguousarray(np.concatenate([first, third, second, fourth], axis=1)).reshape(values.shape)

@@ -35,8 +35,8 @@ def refine_text(module: torch.nn.Module, params: Params, mesh: Mesh, text: jax.A
         return module.token_refiner.final_norm(hidden)
 
     needed = {name: value for name, value in params.items() if name.startswith(("context_embedder.", "token_refiner."))}
-    others = {name: value for name, value in params.items() if name not in needed}
-    refined: jax.Array = call(module, needed | others, method, text)
+    unchanged = {name: value for name, value in params.items() if name not in needed}
+    refined: jax.Array = call(module, needed | unchanged, method, text)
     return jax.lax.with_sharding_constraint(refined, jax.sharding.NamedSharding(mesh, P()))
 
 

@@ -92,15 +92,15 @@ class Tiling:
         for i in range(len(self.rows.starts)):
             parts = []
             for j in range(per_row):
-                own = tiles[i * per_row + j].astype(jnp.float32)
+                tile = tiles[i * per_row + j].astype(jnp.float32)
                 if i > 0:
                     above = tiles[(i - 1) * per_row + j].astype(jnp.float32)
-                    own = blend(above, own, self.rows.overlaps[i - 1], axis=own.ndim - 2)
+                    tile = blend(above, tile, self.rows.overlaps[i - 1], axis=tile.ndim - 2)
                 if j > 0:
                     before = tiles[i * per_row + j - 1].astype(jnp.float32)
-                    own = blend(before, own, self.columns.overlaps[j - 1], axis=own.ndim - 1)
+                    tile = blend(before, tile, self.columns.overlaps[j - 1], axis=tile.ndim - 1)
                 height, width = (_get_stride(line, n) for line, n in ((self.rows, i), (self.columns, j)))
-                parts.append(own[..., :height, :width])
+                parts.append(tile[..., :height, :width])
             strips.append(jnp.concatenate(parts, axis=-1))
         return jnp.concatenate(strips, axis=-2)
 

@@ -79,12 +79,12 @@ def predict(
             keyframes = [] if rows.keyframes is None else [to_jax(module.proj_in(to_torch(rows.keyframes)))]
             sound = to_jax(module.audio_proj_in(to_torch(rows.sound)))
         head = module.norm_out.linear(to_torch(embedding.astype(dtype)))
-        others = [text[: layout.vision], *keyframes, sound, text[layout.vision :]]
+        parts = [text[: layout.vision], *keyframes, sound, text[layout.vision :]]
         step = _Step(module.config, mesh, tokens, layout)
         return step.run(
             _Inputs(
                 video=pad_rows(to_jax(video), tokens.padded),
-                others=jnp.concatenate([part.astype(dtype) for part in others]),
+                replicated=jnp.concatenate([part.astype(dtype) for part in parts]),
                 positions=pad_rows(rows.positions, tokens.padded),
                 words=rows.words,
                 embedding=embedding,
@@ -114,7 +114,7 @@ class _Inputs(NamedTuple):
     """
 
     video: jax.Array
-    others: jax.Array
+    replicated: jax.Array
     positions: jax.Array
     words: jax.Array
     embedding: jax.Array
@@ -152,8 +152,8 @@ class _Step:
             name: weight_spec(self._mesh, RULES, f"transformer_blocks.*.{name}", value.shape[1:], stacked=True)
             for name, value in inputs.blocks.items()
         }
-        sharded, whole = P(self._tokens.token_axes), P()
-        specs = jax.tree.map(lambda _: whole, inputs)
+        sharded, replicated = P(self._tokens.token_axes), P()
+        specs = jax.tree.map(lambda _: replicated, inputs)
         specs = specs._replace(video=sharded, positions=sharded, blocks=self._split)
         local = jax.shard_map(
             self._run_on_device, mesh=self._mesh, in_specs=(specs,), out_specs=sharded, check_vma=False
@@ -163,11 +163,11 @@ class _Step:
     def _run_on_device(self, inputs: _Inputs) -> jax.Array:
         ops, outer, count = self._ops, inputs.outer, len(inputs.video)
         start = jax.lax.axis_index(self._tokens.token_axes) * count
-        dtype, ends = inputs.others.dtype, jnp.array(self._ends, jnp.int32) - start
+        dtype, ends = inputs.replicated.dtype, jnp.array(self._ends, jnp.int32) - start
         with in_float32():
             video = ops.linear(inputs.video, outer["proj_in.weight"], outer["proj_in.bias"]).astype(dtype)
         other = start + jnp.arange(count) - self._layout.video
-        x = jnp.where(other[:, None] < 0, video, inputs.others[jnp.clip(other, 0, len(inputs.others) - 1)])
+        x = jnp.where(other[:, None] < 0, video, inputs.replicated[jnp.clip(other, 0, len(inputs.replicated) - 1)])
         modulations = self._modulate(inputs)
         tables = _turn(self._config, inputs.positions)
 

@@ -54,8 +54,8 @@ def decode_tiles(vae: Mapping[str, Any], params: Params, latents: jax.Array, pla
     def rotate(x: jax.Array, scale: float) -> jax.Array:
         return ops.head_norm_rope(x, jnp.full(width, scale, jnp.float32), None, angles, eps=eps)
 
-    def add(weights: Params, name: str, scale: str, x: jax.Array, to: jax.Array) -> jax.Array:
-        return project(weights, name, x, residual=to, gate=weights[scale][None], dtype=to.dtype)
+    def add(weights: Params, name: str, scale: str, x: jax.Array, residual: jax.Array) -> jax.Array:
+        return project(weights, name, x, residual=residual, gate=weights[scale][None], dtype=residual.dtype)
 
     def block(x: jax.Array, w: Params) -> tuple[jax.Array, None]:
         normed = normalise(x, w["norm1.weight"])
@@ -63,9 +63,9 @@ def decode_tiles(vae: Mapping[str, Any], params: Params, latents: jax.Array, pla
         key, value = rotate(project(w, "attn.to_k", normed), 1), project(w, "attn.to_v", normed)
         query, key, value = (part.reshape(tiles, padded, -1) for part in (query, key, value))
         attended = attention(query, key, value, heads=heads, platform=platform, kv_len=keys)
-        x = add(w, "attn.to_out.0", "scale1", attended.reshape(tiles * padded, -1), to=x)
+        x = add(w, "attn.to_out.0", "scale1", attended.reshape(tiles * padded, -1), residual=x)
         inner = project(w, "ff.net.0.proj", normalise(x, w["norm2.weight"]), activation="swiglu")
-        return add(w, "ff.net.2", "scale2", inner, to=x), None
+        return add(w, "ff.net.2", "scale2", inner, residual=x), None
 
     stacked = {name.removeprefix(_BLOCKS): value for name, value in params.items() if name.startswith(_BLOCKS)}
     hidden, _ = jax.lax.scan(block, _embed(params, latents, padded).reshape(tiles * padded, -1), stacked)
@@ -98,8 +98,8 @@ def _rotations(vae: Mapping[str, Any], grid: list[int], padded: int) -> tuple[np
     axes = [2 * (np.arange(0.5, size, dtype=np.float32) / np.float32(size)) - 1 for size in grid]
     positions = np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1).reshape(-1, 3)
     angles = np.zeros((padded, width // 2), np.float32)
-    own = np.float32(2 * math.pi) * positions[:, :, None] * frequencies
-    angles[: len(own), : rotated // 2] = own.reshape(len(own), -1)
+    phases = np.float32(2 * math.pi) * positions[:, :, None] * frequencies
+    angles[: len(phases), : rotated // 2] = phases.reshape(len(phases), -1)
     cos, sin = np.cos(angles), np.sin(angles)
     return np.concatenate([cos, cos], axis=1), np.concatenate([-sin, sin], axis=1)
 

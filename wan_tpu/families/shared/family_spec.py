@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.plan import Expert
-from wan_tpu.request import NOTHING_OWN, CheckpointOverrides, Defaults, ResolvedRequest
+from wan_tpu.request import NO_OVERRIDES, CheckpointOverrides, Defaults, ResolvedRequest
 from wan_tpu.spec import ModelSpec
 
 DENOISE = "denoise"  # The stage of a model's only expert, and the name of its component.
@@ -29,7 +29,7 @@ class FamilySpec(ModelSpec):
 
     Attributes:
         config: Everything that determines the model's programs, a dataclass of the family.
-        own: The checkpoint's own sampling settings.
+        overrides: The checkpoint's own sampling settings.
         published: The family's module of that name.
         read_config: Reads a checkpoint's configuration; raises `CheckpointError` for one that the family doesn't run.
         own_keys: Keys that the family reads in a checkpoint's `wan_tpu.json` in addition to the sampling settings.
@@ -40,7 +40,7 @@ class FamilySpec(ModelSpec):
     """
 
     config: Any
-    own: CheckpointOverrides = NOTHING_OWN
+    overrides: CheckpointOverrides = NO_OVERRIDES
     published: ClassVar[Publication]
     read_config: ClassVar["staticmethod[[Checkpoint], Any]"]
     own_keys: ClassVar[tuple[str, ...]] = ()
@@ -63,8 +63,8 @@ class FamilySpec(ModelSpec):
     @property
     def defaults(self) -> Defaults:  # type: ignore[override]
         """The checkpoint's own sampling settings, else the published ones."""
-        own: dict[str, Any] = dict(self.own.defaults)
-        return dataclasses.replace(self.published.defaults(self.config), **own)
+        overrides: dict[str, Any] = dict(self.overrides.defaults)
+        return dataclasses.replace(self.published.defaults(self.config), **overrides)
 
     @property
     def heads(self) -> int:  # type: ignore[override]

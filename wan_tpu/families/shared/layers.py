@@ -116,14 +116,14 @@ def scan_gathering_layers(
     in_place = _list_whole(axes)
     split = [name for name in axes if name not in in_place]
     early = [name for name in split if name in ahead]
-    others = [name for name in stacked if name not in axes]
+    ungathered = [name for name in stacked if name not in axes]
 
     def describe(name: str, index: jax.Array) -> SplitWeight:
         return SplitWeight(stacked[name], index, axes[name], platform)
 
     def step(carry: tuple[T, Params], index: jax.Array) -> tuple[tuple[T, Params], None]:
         hidden, gathered = carry
-        weights: dict[str, Any] = gathered | _take_layer(stacked, others, index)
+        weights: dict[str, Any] = gathered | _take_layer(stacked, ungathered, index)
         weights |= {name: StackedWeight(stacked[name], index) for name in in_place}
         weights |= {name: describe(name, index) for name in split if name not in early}
         following = {name: describe(name, (index + 1) % depth) for name in early}

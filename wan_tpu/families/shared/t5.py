@@ -15,7 +15,7 @@ from wan_tpu.runtime.components import Component
 from wan_tpu.runtime.mesh import Rule
 
 # Shardings of projections [O outputs, I inputs].
-_WHOLE = ()
+_REPLICATED = ()
 _COLUMNS = ("tp", None)  # Heads or hidden units are split over 'tp'.
 _ROWS = (None, "tp")  # The inputs of the projection that follows are split; its bias [O] is whole.
 
@@ -26,7 +26,7 @@ RULES = (
     Rule(r"encoder\.block\..*\.relative_attention_bias\.weight", (None, "tp")),  # [buckets, N]
     Rule(r"encoder\.block\..*\.DenseReluDense\.(wi|wi_0|wi_1)\.weight", _COLUMNS),
     Rule(r"encoder\.block\..*\.DenseReluDense\.wo\.weight", _ROWS),
-    Rule(r"encoder\..*layer_norm\.weight", _WHOLE),  # [C]
+    Rule(r"encoder\..*layer_norm\.weight", _REPLICATED),  # [C]
 )
 
 

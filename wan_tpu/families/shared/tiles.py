@@ -157,13 +157,13 @@ class _Grid:
         for number, (x, y) in enumerate(self.starts):
             if x == 0:
                 rows.append([])
-            own = tiles[number][:, :, : (self.width - x) * scale, : (self.height - y) * scale].astype(jnp.float32)
+            tile = tiles[number][:, :, : (self.width - x) * scale, : (self.height - y) * scale].astype(jnp.float32)
             if y > 0:
-                own = blend(rows[-2][len(rows[-1])], own, overlap, axis=3)
+                tile = blend(rows[-2][len(rows[-1])], tile, overlap, axis=3)
             if x > 0:
-                own = blend(rows[-1][-1], own, overlap, axis=2)
-            rows[-1].append(own)
-        strips = [jnp.concatenate([own[:, :, :stride, :stride] for own in row], axis=2) for row in rows]
+                tile = blend(rows[-1][-1], tile, overlap, axis=2)
+            rows[-1].append(tile)
+        strips = [jnp.concatenate([tile[:, :, :stride, :stride] for tile in row], axis=2) for row in rows]
         return jnp.concatenate(strips, axis=3).astype(tiles.dtype)
 
     def _along(self, length: int) -> range:

@@ -87,10 +87,10 @@ def tokenize(
     warnings = []
     with shared.lock() as tokenizer:
         tokens = tokenizer([prompt], **settings)
-        whole = len(tokenizer(prompt, verbose=False)["input_ids"])
-        if whole > length:
+        token_count = len(tokenizer(prompt, verbose=False)["input_ids"])
+        if token_count > length:
             end = tokenizer.decode(tokens["input_ids"][0, -9:-1], skip_special_tokens=True)
-            warnings.append(describe_cut(name, whole, length, end))
+            warnings.append(describe_cut(name, token_count, length, end))
         return *shared.to_arrays(tokens), warnings
 
 

@@ -137,27 +137,27 @@ def share_signals(
     count, rows = signals.shape[:2]
     groups = math.gcd(count, mesh.size)
     parts = mesh.size // groups
-    own = -(-rows // parts)
-    if own + 2 * reach >= rows:
-        own, parts, reach = rows, 1, 0
+    part_rows = -(-rows // parts)
+    if part_rows + 2 * reach >= rows:
+        part_rows, parts, reach = rows, 1, 0
     if groups * parts == 1:
         return jax.vmap(lambda signal: run(params, signal, Window(0, rows)))(signals)
 
     def run_share(params: Params, signals: jax.Array) -> jax.Array:
         group, part = jnp.divmod(jax.lax.axis_index(mesh.axis_names), parts)
-        first = 0 if parts == 1 else part * own - reach
-        sizes = (count // groups, own + 2 * reach, signals.shape[2])
-        share = jax.lax.dynamic_slice(signals, (group % groups * sizes[0], part * own, 0), sizes)
+        first = 0 if parts == 1 else part * part_rows - reach
+        sizes = (count // groups, part_rows + 2 * reach, signals.shape[2])
+        share = jax.lax.dynamic_slice(signals, (group % groups * sizes[0], part * part_rows, 0), sizes)
         samples = jax.vmap(lambda signal: run(params, signal, Window(first, rows)))(share)
         ratio = samples.shape[1] // share.shape[1]
-        return samples[None, :, reach * ratio : (reach + own) * ratio]
+        return samples[None, :, reach * ratio : (reach + part_rows) * ratio]
 
-    padded = jnp.pad(signals, ((0, 0), (reach, own * parts - rows + reach), (0, 0)))
+    padded = jnp.pad(signals, ((0, 0), (reach, part_rows * parts - rows + reach), (0, 0)))
     run_all = jax.shard_map(run_share, mesh=mesh, in_specs=(P(), P()), out_specs=P(mesh.axis_names), check_vma=False)
     shares = run_all(params, padded)[: groups * parts]
     shares = shares.reshape(groups, parts, *shares.shape[1:]).swapaxes(1, 2)
     samples = shares.reshape(count, -1, shares.shape[-1])
-    return samples[:, : samples.shape[1] // (own * parts) * rows]
+    return samples[:, : samples.shape[1] // (part_rows * parts) * rows]
 
 
 def convolve(convolution: Convolution, x: jax.Array, window: Window) -> jax.Array:
@@ -319,8 +319,8 @@ def raise_rate(x: jax.Array, window: Window, taps: jax.Array, ratio: int, start:
     terms: list[list[tuple[int, int]]] = [[] for _ in range(ratio)]  # Taps and shifts of each phase.
     for phase in range(ratio):
         for tap in range(len(taps)):
-            shift, rest = divmod(phase + start - tap, ratio)
-            if rest == 0:
+            shift, remainder = divmod(phase + start - tap, ratio)
+            if remainder == 0:
                 terms[phase].append((tap, shift))
     shifted = _shift([x], window, {shift for phase in terms for _, shift in phase})[0]
     return [ratio * _add([taps[tap] * shifted[shift] for tap, shift in phase]) for phase in terms]

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from wan_tpu.checkpoint import OWN, Checkpoint
+from wan_tpu.checkpoint import SETTINGS, Checkpoint
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.shared.settings import ENCODERS, FLOW_MATCH_EULER, UNIPC, check_supported, complete_config
 from wan_tpu.families.wan.published import PUBLISHED, TRANSFORMER_14B, VAE_21, WanConfig
@@ -61,11 +61,11 @@ def read_config(checkpoint: Checkpoint) -> WanConfig:
     )
 
 
-def read_own_model(checkpoint: Checkpoint) -> str | None:
+def read_model_name(checkpoint: Checkpoint) -> str | None:
     """Return the published model that wan_tpu.json names, which tells apart models whose files are the same."""
-    name = checkpoint.read_own("model").get("model")
+    name = checkpoint.read_settings("model").get("model")
     if name is not None and name not in list(PUBLISHED):
-        raise CheckpointError(f"{checkpoint.folder / OWN} has model {name!r}; it is one of {', '.join(PUBLISHED)}")
+        raise CheckpointError(f"{checkpoint.folder / SETTINGS} has model {name!r}; it is one of {', '.join(PUBLISHED)}")
     return name
 
 
@@ -95,7 +95,7 @@ def _check_attention(checkpoint: Checkpoint, transformer: dict[str, Any]) -> Non
 
 def _read_resolution(checkpoint: Checkpoint) -> str:
     """Return "480p" or "720p" if wan_tpu.json or a name of the checkpoint says so; the first such name decides."""
-    model = read_own_model(checkpoint)
+    model = read_model_name(checkpoint)
     names: Iterable[str] = checkpoint.names if model is None else [PUBLISHED[model].resolution]
     for name in names:
         heights = {match.lower() for match in _RESOLUTION.findall(name)}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from wan_tpu.checkpoint import OWN, Checkpoint, on_disk
+from wan_tpu.checkpoint import SETTINGS, Checkpoint, on_disk
 from wan_tpu.errors import CheckpointError
 from wan_tpu.runtime.torch_files import SUFFIXES, locate_torch_tensors
 from wan_tpu.storage.folder import WeightFile
@@ -42,7 +42,7 @@ class WithExperts(Checkpoint):
         if attention_density is not None and not 0 < attention_density <= 1:
             raise CheckpointError(f"{attention_density:g} of the blocks can't be kept; give more than 0, and at most 1")
         self._experts = {name: on_disk(Path(path)) for name, path in zip(folders, experts, strict=True)}
-        self._more: dict[str, dict[str, Any]] = {}
+        self._changes: dict[str, dict[str, Any]] = {}
         for name, file in self._experts.items():
             names = locate_torch_tensors(file)
             if any(tensor.endswith(".int8_weight") for tensor in names):
@@ -55,17 +55,17 @@ class WithExperts(Checkpoint):
                     f"{self.source} is a {self.index.get('_class_name')}; sparse experts are supported for image to "
                     f"video ({_PIPELINE}), whose four steps those of other models aren't"
                 )
-            self._more[name] = {"attention": "sla", "kept_blocks": attention_density or _DENSITY} if sparse else {}
+            self._changes[name] = {"attention": "sla", "kept_blocks": attention_density or _DENSITY} if sparse else {}
         files = " and ".join(f"{file.address} ({file.version})" for file in self._experts.values())
         self.source = f"{self.source} with {files}"
 
     def config(self, component: str, file: str = "config.json") -> dict[str, Any]:
         """Return a component's configuration."""
-        return super().config(component, file) | self._more.get(component, {})
+        return super().config(component, file) | self._changes.get(component, {})
 
-    def read_own(self, *others: str) -> dict[str, Any]:
+    def read_settings(self, *keys: str) -> dict[str, Any]:
         """Return wan_tpu.json, or nothing for sparse experts, whose steps and curves differ from the base's."""
-        return {} if any(self._more.values()) else super().read_own(*others)
+        return {} if any(self._changes.values()) else super().read_settings(*keys)
 
     def weights(self, component: str, names: Sequence[str] = ("*.safetensors",)) -> dict[str, WeightFile]:
         """Return a component's files by name."""
@@ -74,10 +74,10 @@ class WithExperts(Checkpoint):
         file = self._experts[component]
         return {Path(file.address).name: file}
 
-    def others(self) -> dict[str, bytes]:
+    def read_small_files(self) -> dict[str, bytes]:
         """Return the contents of all files but weights, by their paths in the checkpoint."""
-        contents = super().others()
-        if any(self._more.values()):
-            contents.pop(OWN, None)
-        changed = {f"{name}/config.json": self.config(name) for name, more in self._more.items() if more}
+        contents = super().read_small_files()
+        if any(self._changes.values()):
+            contents.pop(SETTINGS, None)
+        changed = {f"{name}/config.json": self.config(name) for name, changes in self._changes.items() if changes}
         return contents | {name: json.dumps(config, indent=2).encode() for name, config in changed.items()}

@@ -26,7 +26,7 @@ _SHIFT = 5.0
 SIGMAS = tuple(_SHIFT * s / (1 + (_SHIFT - 1) * s) for s in (1.0, 0.75, 0.5, 0.25))  # 1, 0.9375, 0.8333, 0.625
 
 
-def _lightning(repository: str, adapters: tuple[RequestedAdapter, ...], **more: int) -> dict[str, Preset]:
+def _lightning(repository: str, adapters: tuple[RequestedAdapter, ...], **changes: int) -> dict[str, Preset]:
     settings = {
         "sigmas": SIGMAS,
         "shift": _SHIFT,
@@ -34,7 +34,7 @@ def _lightning(repository: str, adapters: tuple[RequestedAdapter, ...], **more: 
         "guidance_scale": 1.0,
         "guidance_scale_2": 1.0,
         "loras": adapters,
-        **more,
+        **changes,
     }
     text = "four steps without guidance, by an adapter that was distilled for them; not what the model itself makes"
     return {"lightning": Preset(text, f"{_HUB}{repository}", tuple(settings.items()))}

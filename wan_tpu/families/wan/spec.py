@@ -5,11 +5,11 @@ from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 
-from wan_tpu.checkpoint import OWN, Checkpoint
+from wan_tpu.checkpoint import SETTINGS, Checkpoint
 from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.families.shared.family_spec import FamilySpec
 from wan_tpu.families.wan import published, sampling
-from wan_tpu.families.wan.config import read_config, read_own_model
+from wan_tpu.families.wan.config import read_config, read_model_name
 from wan_tpu.families.wan.published import WanConfig
 from wan_tpu.plan import DECODER, ENCODER, Expert
 from wan_tpu.request import Preset, ResolvedRequest
@@ -45,10 +45,10 @@ class WanSpec(FamilySpec):
     @classmethod
     def open(cls, checkpoint: Checkpoint) -> Self:
         """Read a checkpoint's configuration; raises `CheckpointError`."""
-        spec, model = super().open(checkpoint), read_own_model(checkpoint)
+        spec, model = super().open(checkpoint), read_model_name(checkpoint)
         if model not in (None, spec.name):
             raise CheckpointError(
-                f"{checkpoint.folder / OWN} has model {model}, and the configuration is that of {spec.name}"
+                f"{checkpoint.folder / SETTINGS} has model {model}, and the configuration is that of {spec.name}"
             )
         return spec
 
@@ -165,7 +165,7 @@ class WanSpec(FamilySpec):
     def curves(self) -> tuple[Curve, ...]:
         """MagCache's curves: the checkpoint's own before the published one."""
         curve = sampling.CURVES.get(self.name)
-        return self.own.curves if curve is None else (*self.own.curves, curve)
+        return self.overrides.curves if curve is None else (*self.overrides.curves, curve)
 
     def _unguided_schedule(self, request: ResolvedRequest) -> Schedule:
         by_steps, by_sigmas = SOLVERS[request.solver]

@@ -25,9 +25,9 @@ def fit_keyframes(images: Sequence[Image.Image], height: int, width: int, slack:
     The first one, which gives the video its shape unless the request does, is fitted as any model's image is. The other
     one covers the video and is cut where it is larger, as in diffusers.
     """
-    first, others = images[:1], images[1:]
+    first, later = images[:1], images[1:]
     keyframes = [fit_image(image, height, width, slack=slack) for image in first]
-    return keyframes + [cover(image, height, width) for image in others]
+    return keyframes + [cover(image, height, width) for image in later]
 
 
 def cover(image: Image.Image, height: int, width: int) -> Image.Image:
