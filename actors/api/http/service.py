@@ -26,7 +26,7 @@ from actors.api.intake.reader import Reader
 from actors.api.intake.receiving import Bodies
 from actors.api.intake.references import FILES
 from actors.api.intake.retries import Retries
-from actors.api.intake.sources import Sources
+from actors.api.intake.sources import Sources, StoredFile
 from actors.api.metrics import Meters, ServiceMetrics
 from actors.api.settings import ServiceSettings
 from actors.jobs import deliveries
@@ -134,8 +134,6 @@ class Service:
                     if more:
                         field = min(more)
                         raise InvalidRequest(f"{field} can't be changed by a remix, only the prompt can", field)
-                sizes = await asyncio.to_thread(self._measure_inputs_now, source)
-                incoming.add(sum(sizes))
                 prompt = body.fields.prompt
                 remix = functools.partial(self._remix_now, is_retry=is_retry)
                 new_job, new = await asyncio.to_thread(remix, source, prompt, caller, idempotency_key)
@@ -224,7 +222,7 @@ class Service:
             self.store.check_room(caller.owner, idempotency_key, caller.room)
 
     def _accept_now(
-        self, job: Job, contents: Sequence[bytes], room: Room, *, webhook_url: str | None = None
+        self, job: Job, contents: Sequence[bytes | StoredFile], room: Room, *, webhook_url: str | None = None
     ) -> tuple[Job, bool]:
         with self._translate_queue_full():
             return self.acceptance.accept(job, contents, webhook_url=webhook_url, room=room)
@@ -237,10 +235,6 @@ class Service:
             message += ": send its request as a new one"
             raise HttpError(400, message, code="model_not_found", param="model")
 
-    def _measure_inputs_now(self, source: Job) -> list[int]:
-        with _translate_missing(source):
-            return [self.storage.size(name) for name in source.inputs]
-
     def _remix_now(
         self, source: Job, prompt: str, caller: Caller, idempotency_key: str | None, *, is_retry: bool
     ) -> tuple[Job, bool]:
@@ -248,8 +242,6 @@ class Service:
         known = self.store.find_repeat(caller.owner, idempotency_key, digest, is_retry=is_retry)
         if known is not None:
             return known, False
-        with _translate_missing(source):
-            contents = [self.storage.read(name) for name in source.inputs]
         new_job = Job(
             owner=caller.owner,
             model=self.settings.model,
@@ -262,7 +254,8 @@ class Service:
             body_digest=digest,
             remixed_from=source.id,
         )
-        return self._accept_now(new_job, contents, caller.room)
+        with _translate_missing(source):
+            return self._accept_now(new_job, [StoredFile(name) for name in source.inputs], caller.room)
 
     @contextlib.contextmanager
     def _translate_queue_full(self) -> Iterator[None]:

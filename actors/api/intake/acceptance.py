@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 
 from actors.api.http.error_answers import HttpError
+from actors.api.intake.sources import StoredFile
 from actors.jobs.errors import CommitUncertain, StoreFailed, StoreUnavailable
 from actors.jobs.retention import Retention
 from actors.jobs.store import JobStore
@@ -35,7 +36,7 @@ class Acceptance:
         self._store, self._storage, self._retention = store, storage, retention
 
     def accept(
-        self, job: Job, contents: Sequence[bytes], *, webhook_url: str | None = None, room: Room
+        self, job: Job, contents: Sequence[bytes | StoredFile], *, webhook_url: str | None = None, room: Room
     ) -> tuple[Job, bool]:
         """Store a job's inputs and accept the job; return what `JobStore.submit` returns.
 
@@ -48,7 +49,10 @@ class Acceptance:
         try:
             for name, content in zip(job.inputs, contents, strict=True):
                 self._retention.reserve(name)
-                self._storage.write(name, content)
+                if isinstance(content, StoredFile):
+                    self._storage.copy(content.name, name)
+                else:
+                    self._storage.write(name, content)
             accepted, new = self._store.submit(job, webhook_url=webhook_url, room=room)
         except CommitUncertain:
             if (existing := self._find_committed(job)) is not None:

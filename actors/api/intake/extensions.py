@@ -1,8 +1,10 @@
 """Turn a body into the job of a video that continues another one."""
 
 import asyncio
+import contextlib
 import dataclasses
 import secrets
+from collections.abc import Iterator
 from typing import Any
 
 from actors.api.http.access import Caller
@@ -13,7 +15,7 @@ from actors.api.intake.fair_semaphore import Work
 from actors.api.intake.reader import Reader
 from actors.api.intake.receiving import IncomingRequest
 from actors.api.intake.references import IMAGE, LAST, VIDEO
-from actors.api.intake.sources import FINAL_FRAME, Sources
+from actors.api.intake.sources import FINAL_FRAME, Sources, StoredFile
 from actors.api.settings import ServiceSettings
 from actors.api.sizes import check_size
 from actors.jobs.stored_request import count_frames
@@ -24,6 +26,7 @@ from wan_tpu.spec import ModelSpec
 
 _BEGINNINGS = (IMAGE, "strength")  # Fields that would make a video begin in another way.
 _OF_ONE_VIDEO = ("seed", "frames", "strength")  # Settings that a continuation doesn't inherit.
+_FIELDS = {**NAMES, "height": "size", "width": "size"}  # Names of a request's fields in a body.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +40,7 @@ class _Source:
     """
 
     frames: int
-    files: dict[str, bytes]
+    files: dict[str, bytes | StoredFile]
     beside: dict[str, str]
 
 
@@ -56,9 +59,10 @@ class Extensions:
         reference = body.fields.video
         if reference is not None and reference.id is not None:
             job = await asyncio.to_thread(self._sources.find, reference.id, caller)
-            body = dataclasses.replace(body, fields=self._inherit(body.fields, job))
-            plan = await self._work.run(caller.owner, self._plan, body, caller, None)
-            source = await self._read_source(job, incoming)
+            sent, body = body.fields, dataclasses.replace(body, fields=self._inherit(body.fields, job))
+            with _explain_inherited(job, sent, body.fields):
+                plan = await self._work.run(caller.owner, self._plan, body, caller, None)
+            source = await asyncio.to_thread(self._find_source, job)
         else:
             plan = await self._work.run(caller.owner, self._plan, body, caller, None)
             plan, source = await self._read_upload(body, plan, incoming, caller)
@@ -77,7 +81,8 @@ class Extensions:
                 sizes[SIZES[LAST]] = "{1}x{0}".format(*reading.sizes[name])
                 height, width, slack = plan.resolved.height, plan.resolved.width, self._spec.shape_slack
                 files[LAST] = await reading.make_picture(height, width, slack=slack, name=name, count=incoming.add)
-        beside = {"seconds": None, "source_frames": source.frames, **origin, **sizes}
+        segments = await self._work.run(caller.owner, self._drafts.plan_segments, body, plan, source.frames)
+        beside = {"seconds": None, "source_frames": source.frames, **origin, **sizes, **segments}
         return self._drafts.build(body, caller, plan, files, beside)
 
     def _check(self, body: ParsedBody) -> None:
@@ -104,11 +109,15 @@ class Extensions:
         preset = self._spec.presets.get(request.get("preset") or "")
         more: dict[str, Any] = {"size": size}
         inherited = {"fps": request["fps"]}
-        if fields.preset is None and (preset is None or not preset.text_only):
+        # Settings of another model, such as a few-step one, would be accepted by this one and spoil the video.
+        is_same_model = (source.model or request["model"]) == self._settings.model
+        if is_same_model and fields.preset is None and (preset is None or not preset.text_only):
             inherited = {name: request[name] for name in SETTINGS if name in request and name not in _OF_ONE_VIDEO}
+            # The settings of a preset that the model no longer has are known, since a job keeps all its settings.
+            inherited["preset"] = None if preset is None else request["preset"]
             if fields.loras is None:
                 more["loras"] = [Adapter(**adapter) for adapter in request.get("loras", ())]
-        if fields.seconds is None:
+        if is_same_model and fields.seconds is None:
             inherited["frames"] = request["frames"]
         settings = override(inherited, own)
         return fields.model_copy(update={NAMES.get(name, name): value for name, value in settings.items()} | more)
@@ -129,21 +138,13 @@ class Extensions:
             check_size(plan.resolved, self._settings.largest, self._spec)
         return plan
 
-    async def _read_source(self, job: Job, incoming: IncomingRequest) -> _Source:
-        """Read a video of this service and its last frame."""
-        size_bytes = await asyncio.to_thread(self._sources.measure, job, "video", FINAL_FRAME)
-        if size_bytes > (most := self._settings.limits.bodies_bytes):
-            raise InvalidRequest(
-                f"{job.id} has {size_bytes / 1e6:.0f} MB, and a video of at most {most / 1e6:.0f} MB can be continued; "
-                "begin another one with its last frame",
-                VIDEO,
-            )
-        incoming.add(size_bytes)
-        mp4, png = await asyncio.to_thread(self._sources.read, job, "video", FINAL_FRAME)
+    def _find_source(self, job: Job) -> _Source:
+        """Find a video of this service and its last frame, without reading them."""
+        video, last_frame = self._sources.locate(job, "video", FINAL_FRAME)
         frames, size = count_frames(job.request), "{width}x{height}".format(**job.request)
         return _Source(
             frames=frames,
-            files={IMAGE: png, VIDEO: mp4},
+            files={IMAGE: last_frame, VIDEO: video},
             beside={"extended_from": job.id, SIZES[IMAGE]: size, SIZES[VIDEO]: size},
         )
 
@@ -160,3 +161,26 @@ class Extensions:
             size_text = "{1}x{0}".format(*reading.sizes[name])
         size_texts = {SIZES[IMAGE]: size_text, SIZES[VIDEO]: size_text}
         return plan, _Source(frames=frames, files={IMAGE: png, VIDEO: mp4}, beside=size_texts)
+
+
+@contextlib.contextmanager
+def _explain_inherited(source: Job, sent: CreateVideo, completed: CreateVideo) -> Iterator[None]:
+    """Say where a setting comes from if it is refused and the client didn't send it.
+
+    Args:
+        source: The job whose settings a body inherits.
+        sent: The fields that the client sent.
+        completed: The same, with the inherited ones.
+    """
+    try:
+        yield
+    except InvalidRequest as error:
+        field = _FIELDS.get(error.field or "", error.field or "")
+        if getattr(sent, field, None) is not None or getattr(completed, field, None) is None:
+            raise
+        own = "" if field in ("size", "fps") else f"send {field}, or "
+        raise InvalidRequest(
+            f"{field} of {source.id} can't be used for what follows: {error}. To continue it, {own}send its file as "
+            "video, which is converted and passes on no settings",
+            field,
+        ) from None

@@ -1,5 +1,6 @@
 """The finished videos that requests name by their ids."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -13,6 +14,13 @@ from wan_tpu.storage.base import Missing, Storage
 
 T = TypeVar("T")
 FINAL_FRAME = "final_frame"  # The variant that a video is continued from.
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredFile:
+    """A file in storage of which a job gets a copy as an input. The storage makes it, so nobody reads the file."""
+
+    name: str
 
 
 class Sources:
@@ -36,6 +44,11 @@ class Sources:
     def measure(self, job: Job, *variants: str) -> int:
         """Return the bytes of results of a job; raises `HttpError` where it hasn't one."""
         return sum(self._find_results(self._storage.size, job, variants))
+
+    def locate(self, job: Job, *variants: str) -> list[StoredFile]:
+        """Return results of a job, to be copied; raises `HttpError` where it hasn't one."""
+        self._find_results(self._storage.size, job, variants)
+        return [StoredFile(job.results[variant]) for variant in variants]
 
     def read(self, job: Job, *variants: str) -> list[bytes]:
         """Return results of a job; raises `HttpError` where it hasn't one."""

@@ -13,14 +13,25 @@ import openai
 import pytest
 from openai import OpenAI, omit
 from PIL import Image
+from sqlalchemy import select
 
 from actors.jobs.keys import make_key
 from actors.jobs.store import JobStore
+from actors.jobs.tables import Job
 from actors.jobs.work import WorkQueue
 from tests.actors.api import serving
-from tests.actors.api.serving import change_reliability, create, open_client, serve, wait_for_end, working
-from tests.actors.small_spec import SOUND_SPEC, SmallSpec
+from tests.actors.api.serving import (
+    change_limits,
+    change_reliability,
+    create,
+    open_client,
+    serve,
+    wait_for_end,
+    working,
+)
+from tests.actors.small_spec import DEFAULTS, SOUND_SPEC, SmallSpec
 from wan_tpu.media.joining import read_clip
+from wan_tpu.storage.local import LocalStorage
 
 
 @pytest.fixture
@@ -70,7 +81,7 @@ def test_a_chain_of_extensions_by_id(http, engine, tmp_path):
     source = content(http, first)
     second = wait_for_video(http, extend(http, first["id"], seed=9, seconds="1"))
     whole = content(http, second)
-    [_, request] = engine.asked
+    [_, request] = engine.requests
     assert (request.steps, request.guidance_scale, request.seed, request.frames) == (3, 2, 9, 17)
     end = Image.open(io.BytesIO(content(http, first, "final_frame")))
     assert np.array_equal(np.asarray(end), frames(source)[-1]) and np.array_equal(np.asarray(request.image), end)
@@ -98,7 +109,7 @@ def test_the_last_frame_is_kept_as_it_was_before_it_was_compressed(http, engine,
     monkeypatch.setattr(engine, "generate", generate_with_last_frame)
     first = wait_for_video(http, create(http))
     wait_for_video(http, extend(http, first["id"]))
-    assert np.array_equal(np.asarray(engine.asked[-1].image), drawn)
+    assert np.array_equal(np.asarray(engine.requests[-1].image), drawn)
 
 
 def test_openai_s_client_sends_a_file_or_an_id(http, engine):
@@ -130,7 +141,7 @@ def test_a_file_of_another_kind_gets_the_size_and_rate_of_what_follows(http, eng
     result = clip(content(http, video), tmp_path)
     assert (result.frames, result.rate, result.size, result.sound) == (16 + 5 - 1, 16, (96, 64), ("44100", "stereo"))
     whole = frames(content(http, video))
-    assert np.array_equal(np.asarray(engine.asked[-1].image), frames(content(http, video, "input_video"))[-1])
+    assert np.array_equal(np.asarray(engine.requests[-1].image), frames(content(http, video, "input_video"))[-1])
     # Its end is shown there, and not only its colours, of which the file has a quarter as many pixels.
     pictures = [Image.fromarray(frame).resize((96, 64)) for frame in iio.imread(path, plugin="FFMPEG")]
     assert np.argmin([np.abs(whole[15] - np.asarray(frame, int)).mean() for frame in pictures]) >= 27
@@ -159,13 +170,13 @@ def test_a_model_that_sees_motion_gets_the_whole_video(settings, engine):
         first = wait_for_video(http, create(http))
         source = content(http, first)
         second = wait_for_video(http, extend(http, first["id"], num_frames=5))
-        request = engine.asked[-1]
+        request = engine.requests[-1]
         assert (request.image, request.strength, request.hidden_frames, request.video.content) == (None, 1, 0, source)
         assert packets(content(http, second)) == packets(source) + packets(engine.video(request))
         assert second["num_frames"] == 5 and len(packets(content(http, second))) == 9 + 5
         assert content(http, second, "input_video") == source
         again = wait_for_video(http, http.post(f"/v1/videos/{second['id']}/remix", json={"prompt": "otherwise"}))
-        assert packets(content(http, again))[:9] == packets(source) and engine.asked[-1].video.content == source
+        assert packets(content(http, again))[:9] == packets(source) and engine.requests[-1].video.content == source
         third = wait_for_video(http, create(http, video={"id": first["id"]}))
         assert third["strength"] == 1 and wait_for_video(http, extend(http, third["id"]))["num_frames"] == 9
 
@@ -201,7 +212,7 @@ def test_a_source_that_is_gone_fails_the_job_before_anything_is_computed(setting
         Path(settings.storage, JobStore(database).get(second).input_video).unlink()
         with working(hasty, engine):
             assert wait_for_end(http, second)["error"]["code"] == "input_lost"
-    assert len(engine.asked) == 1
+    assert len(engine.requests) == 1
 
 
 def test_what_cant_be_continued_is_refused_with_what_to_do(http, engine, settings):
@@ -230,13 +241,69 @@ def test_what_cant_be_continued_is_refused_with_what_to_do(http, engine, setting
     error = extend(http, unfinished).json()["error"]
     assert (error["code"], error["param"]) == ("video_not_ready", "video") and "has completed" in error["message"]
     engine.go.set()
-    for limit, message in (
-        ({"extended_s": 1.0}, "would last more than 1 s"),
-        ({"bodies_bytes": 1000}, "a video of at most 0 MB can be continued"),
-    ):
-        short = dataclasses.replace(settings, limits=dataclasses.replace(settings.limits, **limit))
-        with serve(short) as address, open_client(address) as strict:
-            assert message in extend(strict, first["id"]).json()["error"]["message"]
+    with serve(change_limits(settings, extended_s=1.0)) as address, open_client(address) as strict:
+        assert "would last more than 1 s" in extend(strict, first["id"]).json()["error"]["message"]
+
+
+def test_video_of_any_size_is_continued_without_being_read_by_the_ingress(http, settings, database, monkeypatch):
+    first = wait_for_video(http, create(http))
+    source, results = content(http, first), JobStore(database).get(first["id"]).results
+    assert len(source) > 1000
+    with serve(change_limits(settings, bodies_bytes=1000)) as address, open_client(address) as strict:
+        second = extend(strict, first["id"])
+        assert content(strict, second.json(), "input_video") == source
+        assert packets(content(http, wait_for_video(http, second)))[:9] == packets(source)
+        remix = strict.post(f"/v1/videos/{second.json()['id']}/remix", json={"prompt": "otherwise"})
+        assert content(strict, remix.json(), "input_video") == source
+        # A source that vanishes between the checks and the copy leaves nothing of the new job.
+        inputs = set(Path(settings.storage).glob("input-*"))
+        measure = LocalStorage.size
+
+        def remove(storage, name):
+            size = measure(storage, name)
+            if name == results["video"]:
+                storage.delete(name)
+            return size
+
+        monkeypatch.setattr(LocalStorage, "size", remove)
+        assert extend(strict, first["id"]).status_code == 503
+        assert set(Path(settings.storage).glob("input-*")) == inputs
+        assert extend(strict, first["id"]).json()["error"]["code"] == "video_not_found"
+
+
+def test_settings_of_an_earlier_model_are_left_out(http, settings):
+    class NextSpec(SmallSpec):
+        frame_step = 8
+        defaults = dataclasses.replace(DEFAULTS, steps=6, frames=17, fps=24)
+
+    class CoarseSpec(SmallSpec):
+        size_multiple = 64
+        defaults = dataclasses.replace(DEFAULTS, width=128)
+
+    first = wait_for_video(http, create(http, num_inference_steps=3, num_frames=13))
+    upgraded = dataclasses.replace(settings, model="wan-next")
+    with serve(upgraded, NextSpec(serving.SPEC.config)) as address, open_client(address) as later:
+        second = extend(later, first["id"]).json()
+        assert (second["size"], second["fps"]) == ("96x64", 16)  # As the video has, so that its packets are copied.
+        assert (second["num_inference_steps"], second["num_frames"]) == (6, 17)
+    with serve(upgraded, CoarseSpec(serving.SPEC.config)) as address, open_client(address) as later:
+        error = extend(later, first["id"]).json()["error"]
+        assert error["param"] == "size" and "send its file" in error["message"]
+        form = {"prompt": (None, "on"), "video": ("a.mp4", content(http, first))}
+        assert later.post("/v1/videos/extensions", files=form).json()["size"] == "128x64"
+
+
+def test_settings_that_are_no_longer_offered_are_named(http, database):
+    first = wait_for_video(http, create(http, num_inference_steps=3))
+    with database.write() as session:
+        job = session.scalars(select(Job).where(Job.id == first["id"])).one()
+        job.request = job.request | {"preset": "gone", "loras": [{"name": "gone too", "scale": 1.0}]}
+    error = extend(http, first["id"]).json()["error"]
+    assert error["param"] == "loras"
+    for part in (f"loras of {first['id']}", "no adapter 'gone too'", "send loras"):
+        assert part in error["message"]
+    second = extend(http, first["id"], loras=[]).json()
+    assert (second["preset"], second["num_inference_steps"]) == (None, 3)
 
 
 def test_models_of_text_alone_continue_nothing(settings):
