@@ -40,7 +40,7 @@ def test_from_the_prompt_to_the_video(page, worker, engine):
     play = card.get_by_role("button", name="play:")
     play.wait_for()
     assert 0 < first < 100
-    assert (engine.asked[0].width, engine.asked[0].steps, engine.asked[0].seed) == (96, 4, SEED)
+    assert (engine.requests[0].width, engine.requests[0].steps, engine.requests[0].seed) == (96, 4, SEED)
     sync_api.expect(card).to_contain_text("9 frames · 0.6 s at 16 fps · 96 × 64")
     play.hover()
     plays(page, "article")
@@ -84,7 +84,7 @@ def test_an_example_is_there_and_its_image_comes_back(page, worker, engine):
     page.get_by_role("button", name="Make video").click()
     card = card_of(page, "A red ball")
     card.get_by_role("button", name="play:").wait_for()
-    first = engine.asked[0].image
+    first = engine.requests[0].image
     page.get_by_role("button", name="Remove the image").click()
     card.get_by_role("button", name="Reuse").click()
     page.get_by_alt_text("first frame: example.png").wait_for()
@@ -92,11 +92,27 @@ def test_an_example_is_there_and_its_image_comes_back(page, worker, engine):
     card.get_by_role("button", name="Reuse").click()
     page.get_by_alt_text("first frame: input_reference.png").wait_for()
     page.get_by_role("button", name="Make video").click()
-    wait_for(lambda: len(engine.asked) == 2)
-    assert engine.asked[1].image.tobytes() == first.tobytes()
+    wait_for(lambda: len(engine.requests) == 2)
+    assert engine.requests[1].image.tobytes() == first.tobytes()
 
 
 @pytest.mark.long
+def test_a_video_of_several_segments_is_shown_with_its_whole_length(page, worker, engine, service):
+    engine.go.clear()
+    body = {"prompt": "A ball falls", "next_prompts": ["[Close-up] it bounces"], "seed": SEED}
+    httpx.post(f"{service}/v1/videos", json=body, timeout=60).raise_for_status()
+    page.reload()
+    card = card_of(page, "A ball falls")
+    sync_api.expect(card).to_contain_text("step 1 of 4, segment 1 of 2")
+    engine.go.set()
+    sync_api.expect(card).to_contain_text("17 frames · 1.1 s at 16 fps")
+    card.get_by_role("button", name="Reuse").click()
+    sync_api.expect(page.get_by_text("As in the reused video, too: next prompts.")).to_be_visible()
+    page.get_by_role("button", name="Make video").click()
+    wait_for(lambda: len(engine.asked) == 4)
+    assert [request.prompt for request in engine.asked[2:]] == ["A ball falls", "[Close-up] it bounces"]
+
+
 def test_failed_and_cancelled_videos_fold_away_and_are_retried(page, worker, engine):
     engine.go.clear()
     cancelled = ask(page, "Never mind")
@@ -117,11 +133,11 @@ def test_failed_and_cancelled_videos_fold_away_and_are_retried(page, worker, eng
     sync_api.expect(page.get_by_text("1 failed, 1 cancelled")).to_be_visible()
     audit(page)
     engine.failure = None
-    before = len(engine.asked)
+    before = len(engine.requests)
     failed.get_by_role("button", name="Retry").dblclick()  # As people do who are used to it.
     page.get_by_role("button", name="play: A clock melts").wait_for()
-    assert engine.asked[-1].seed == 7
-    assert len(engine.asked) == before + 1
+    assert engine.requests[-1].seed == 7
+    assert len(engine.requests) == before + 1
 
 
 def test_mistakes_are_said_at_their_field_until_it_changes(page):
@@ -164,12 +180,12 @@ def test_a_preset_and_an_adapter_are_chosen(browser, settings, engine):
         save_screenshot(page, "chosen")
         card = ask(page, "A cat in a hurry")
         card.get_by_role("button", name="play:").wait_for()
-        assert (engine.asked[0].steps, [lora.path for lora in engine.asked[0].loras]) == (2, ["/a/fast"])
+        assert (engine.requests[0].steps, [lora.path for lora in engine.requests[0].loras]) == (2, ["/a/fast"])
         page.get_by_label("Preset").select_option("")
         page.get_by_label("Adapter").select_option("style")
         card = ask(page, "A cat of style")
         card.get_by_role("button", name="play:").wait_for()
-        assert (engine.asked[1].steps, [lora.path for lora in engine.asked[1].loras]) == (4, ["/a/style"])
+        assert (engine.requests[1].steps, [lora.path for lora in engine.requests[1].loras]) == (4, ["/a/style"])
         page.locator("article").filter(has_text="in a hurry").get_by_role("button", name="Reuse").click()
         assert page.get_by_label("Steps", exact=True).input_value() == ""
         assert [page.get_by_label(name).input_value() for name in ("Preset", "Adapter")] == ["fast", ""]
@@ -185,7 +201,7 @@ def test_an_image_is_dropped_and_cancelled(page, worker, engine):
     sync_api.expect(card).to_contain_text("step 1")
     card.get_by_role("button", name="Cancel").click()
     sync_api.expect(card).to_contain_text("Cancelled.")
-    assert engine.asked[0].image is not None
+    assert engine.requests[0].image is not None
 
 
 @pytest.mark.long
@@ -254,7 +270,7 @@ def test_sound_is_asked_for_and_heard_where_the_model_makes_it(browser, settings
         sound.uncheck()
         quiet = ask(page, "A bell hangs", Frames=5)
         quiet.get_by_role("button", name="play:").wait_for()
-        assert [request.generate_audio for request in engine.asked] == [True, False]
+        assert [request.generate_audio for request in engine.requests] == [True, False]
         for card, muted, text in ((loud, False, "yes"), (quiet, True, "none")):
             card.get_by_role("button", name="play:").click()
             plays(page)
