@@ -105,9 +105,9 @@ class Drafts:
             message = "last_frame was sent with next_prompts; leave it out, and continue the finished video with it"
             raise InvalidRequest(message, LAST)
         spec.check_extension(resolved)
-        size = {"height": resolved.height, "width": resolved.width}
+        request = dataclasses.replace(first.request, height=resolved.height, width=resolved.width)
         for index, prompt in enumerate(prompts, 1):
-            spec.plan(continue_request(dataclasses.replace(first.request, **size), prompt, index), image=True)
+            spec.plan(continue_request(request, prompt, index), image=True)
         added = resolved.frames if spec.continues_video else resolved.frames - 1
         frames, most = source_frames + resolved.frames + len(prompts) * added, self._settings.limits.extended_s
         if frames > most * resolved.fps:
