@@ -132,4 +132,7 @@ def _choose_snapshots(args: argparse.Namespace, address: str, default: str | Non
 
 def _read_warm_up(text: str) -> GenerationRequest:
     height, width, frames = read_size_with_frames("--warm_up", text)
-    return GenerationRequest(prompt="", height=height, width=width, frames=frames)
+    try:
+        return GenerationRequest(prompt="", height=height, width=width, frames=frames)
+    except InvalidInput as error:
+        raise InvalidInput(f"--warm_up {text}: {error}") from None

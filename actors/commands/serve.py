@@ -12,6 +12,7 @@ from actors.commands.connection import find_gcs_address, join_cluster
 from actors.commands.mounted_layout import MountedLayout
 from actors.commands.new_pipeline import build_spec, read_settings
 from actors.commands.serve_arguments import NONE, build_serve_parser, read_service_settings
+from actors.errors import PipelineNotFound
 from actors.observe.console import LiveConsole
 from wan_tpu.adapters.checking import check
 from wan_tpu.commands.parser import Parser
@@ -39,6 +40,7 @@ def serve(argv: Sequence[str]) -> None:
         return
     os.umask(0o077)
     if args.down:
+        _check_running(args)
         _take_down(args)
         return
     summary = _bring_up(args)
@@ -70,6 +72,21 @@ def _bring_up(args: argparse.Namespace) -> str:
         deploy_service(service, spec, host=args.host, port=args.port, ingresses=args.ingresses, tell=live.tell)
     host = f"[{args.host}]" if ":" in args.host else args.host
     return f"{service.model} at http://{host}:{args.port} (API: /v1, documentation: /docs)"
+
+
+def _check_running(args: argparse.Namespace) -> None:
+    """Raise `PipelineNotFound` where --down would take nothing down, as with a misspelt --name."""
+    from ray import serve as ray_serve
+
+    from actors.api.processes import list_application_names
+    from actors.pipeline.pools import list_applications
+
+    join_cluster(args)
+    running = {*ray_serve.status().applications}
+    if not running & {*list_application_names(args.name)} and not list_applications(args.name):
+        raise PipelineNotFound(
+            f"no service called {args.name!r} runs on this cluster; its --name must be that of wan-tpu serve"
+        )
 
 
 def _take_down(args: argparse.Namespace) -> None:

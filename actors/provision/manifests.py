@@ -44,7 +44,7 @@ _POSTGRES = "postgresql://"
 
 
 def manifests(argv: Sequence[str]) -> int:
-    """Print the Kubernetes objects of a layout: a Ray cluster; with --service or --job, one that runs it."""
+    """Print Kubernetes objects that run a layout: a Ray cluster or, with --service or --job, a service or a batch."""
     parser = build_serve_parser(manifests.__doc__)
     parser.prog = "wan-tpu manifests"
     _add_arguments(parser)
@@ -127,7 +127,7 @@ def _add_arguments(parser: Parser) -> None:
     group.add_argument(
         "--image", help="image of all containers, with this package and the same versions of Python and Ray as here"
     )
-    group.add_argument("--namespace", default="default", help="namespace of all objects; if omitted, %(default)s")
+    group.add_argument("--namespace", default="default", help="namespace of all objects; if omitted, the one called %(default)s")
     group.add_argument("--account", help="Google service account that the pods act as, for buckets and Cloud SQL")
     group.add_argument(
         "--secret", help="Secret whose keys become environment variables of the pods, such as PGPASSWORD"

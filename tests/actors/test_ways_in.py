@@ -241,6 +241,7 @@ def test_a_cluster_behind_a_forwarded_port_has_a_python_of_its_own(cluster, tmp_
         (["status", "--address", "http://127.0.0.1:8265"], "give host:port of its GCS"),
         (["pipeline", "up", "--layout", "emulated-small"], "--model is missing; a new pipeline needs both"),
         (["pipeline", "up"], "--layout and --model are missing"),
+        (["serve", "--down", "--name", "none"], "no service called 'none' runs on this cluster"),
     ],
 )
 def test_errors_are_one_line(cluster, argv, message, capsys):
