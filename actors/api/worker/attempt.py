@@ -156,6 +156,8 @@ class Attempt:
             results["png"] = await asyncio.to_thread(make_last_frame, video, frames)
         names = {ending: self._name(f"segment-{index + 1}", content, ending) for ending, content in results.items()}
         await self._write(names, results)
+        self._tracker.end_segment()
+        self._job.progress = self._tracker.estimate()
         keep = self._queue.keep_segment
         await self._insist(keep, self._job, index, names["mp4"], names.get("png"), video.warnings)
         await self._context.engine.forget(self._job.id)  # Its snapshots are of no more use.

@@ -40,6 +40,7 @@ class Tracker:
         self._stage, self._step, self._percent = ENCODER, 0, before.percent
         self._decoded, self._is_first_attempt, self._in_chunks = False, job.attempts <= 1, False
         self._segments, self._first = count_segments(job.request), len(job.segments)
+        self._finished = self._first
         # Per stage of this attempt: when it began and ended by its slice's clock, and for how many seconds it computed.
         self.times: dict[str, tuple[float, float, float]] = {}
 
@@ -49,11 +50,15 @@ class Tracker:
         Until steps are measured, they are weighted by the tokens that they compute: steps on enlarged latents take
         several times as long as the steps before them.
         """
-        self._stage, self._step, self._decoded = ENCODER, 0, False
         self._steps, self._in_chunks = [None] * plan.first_step, len(plan.chunk_stops) > 1
         for expert in plan.experts:
             tokens = model.tokens(model.latent_shapes(plan.request, expert.stop)[VIDEO])
             self._steps += [(expert.stage, tokens * (1 + expert.guided))] * (expert.stop - expert.start)
+
+    def end_segment(self) -> None:
+        """Count a segment as finished; another one follows."""
+        self._finished += 1
+        self._stage, self._step, self._decoded = ENCODER, 0, False
 
     def note(self, span: Span) -> None:
         """Add a slice's span."""
@@ -84,7 +89,7 @@ class Tracker:
         encoded = self._stage != ENCODER or self._step > 0
         done = pace.encode * encoded + pace.step * sum(weights[: self._step]) + pace.decode * self._decoded
         segment = pace.encode + pace.step * sum(weights) + pace.decode
-        done, whole = done + segment * len(self._job.segments), segment * self._segments
+        done, whole = done + segment * self._finished, segment * self._segments
         self._percent = max(self._percent, min(_NEVER_COMPLETE, 100 * done / max(whole, 1e-9)))
         return Progress(
             stage=self._stage,

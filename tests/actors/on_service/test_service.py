@@ -122,16 +122,23 @@ def test_job_survives_a_killed_worker_and_a_killed_ingress(online, undisturbed_v
         assert results.keys() == {"video", "thumbnail", "spritesheet", "final_frame"}
 
 
-def test_video_is_continued_whose_worker_is_killed_meanwhile(online):
+def test_continued_video_whose_worker_is_killed_goes_on_within_its_segment(online):
     with online.client() as client:
         first = client.videos.create_and_poll(input_reference=PHOTO, **build_arguments(4))
         more = {"video": {"id": first.id}, "num_frames": "5", "num_inference_steps": str(STEPS)}
+        more["next_prompts"] = ["and on"]
         second = client.videos.extend(prompt="It goes on", seconds=openai.omit, video=openai.omit, extra_body=more)
-        wait_for(lambda: (client.videos.retrieve(second.id).step or 0) > 100)
+        wait_for(lambda: (now := client.videos.retrieve(second.id)).finished_segments and (now.step or 0) > 100)
         online.kill("ServiceWorker")
-        assert poll(client, second).status == "completed"
+        ended = poll(client, second)
+        assert (ended.status, ended.attempts, ended.finished_segments) == ("completed", 2, 2)
+        # Two segments, and less than one more that the killed worker had begun: the first one wasn't made again.
+        steps = [
+            entry["step"] for entry in online.read_events() if entry["event"] == "goes on" and entry["job"] == second.id
+        ]
+        assert steps and min(steps) > 9
         source, whole = (frames_of(client.videos.download_content(video.id).content) for video in (first, second))
-        assert len(whole) == (9 + 5 - 1) * 64 * 64 and whole.startswith(source)
+        assert len(whole) == (9 + 2 * (5 - 1)) * 64 * 64 and whole.startswith(source)
 
 
 def test_a_cancelled_job_frees_its_slice(online):
