@@ -281,6 +281,8 @@ def test_a_slice_is_traced_while_it_computes(running, undisturbed_video, tmp_pat
     assert len(traces) == 2 and all(b"XLA" in trace.read_bytes() for trace in traces)
     assert main(["profile", "nothing", *options]) == 2
     assert "there is no pool 'nothing'; this pipeline has encoder, high, low, decoder" in capsys.readouterr().err
+    assert main(["profile", "low", "--name", "wan-tpo", *options]) == 2
+    assert "no pipeline 'wan-tpo' on this cluster (did you mean wan-tpu?); it runs wan-tpu" in capsys.readouterr().err
 
 
 def test_ray_s_dashboard_finds_the_hosts_that_it_can_trace(running, profiler_port):
