@@ -91,8 +91,8 @@ def over_http(folder):
         "refused": [refused["param"], refused["message"]],
         "stored": stored["sharpness"],
         "shown": [video["sharpness"] for video in videos],
-        "planned": [request.sharpness for request in engine.asked],
-        "snapshots": len({name_of("x", request, "model") for request in engine.asked}),
+        "planned": [request.sharpness for request in engine.requests],
+        "snapshots": len({name_of("x", request, "model") for request in engine.requests}),
     }
 
 

@@ -82,7 +82,7 @@ class Engine:
         self.go = threading.Event()
         self.go.set()
         self.failure = None
-        self.asked = []
+        self.requests = []
         self.priorities = []
         self.forgotten = []
         self.under_way = 0
@@ -97,7 +97,7 @@ class Engine:
 
     async def generate(self, plan, *, id, on_event, priority, on_fragment=None):
         request = plan.request
-        self.asked.append(request)
+        self.requests.append(request)
         self.priorities.append(priority)
         self.under_way += 1
         try:

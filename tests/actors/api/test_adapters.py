@@ -50,7 +50,7 @@ def test_a_job_has_the_adapters_files_and_its_client_their_names(http, engine):
     job = create(http, loras=[{"name": "style", "scale": 0.5}, {"name": "fast"}]).json()
     assert job["loras"] == [{"name": "style", "scale": 0.5}, {"name": "fast", "scale": 1.0}]
     assert wait_for_end(http, job["id"])["status"] == "completed"
-    assert engine.asked[-1].loras == (
+    assert engine.requests[-1].loras == (
         RequestedAdapter("/adapters/style.safetensors", 0.25),
         RequestedAdapter("/a/high.safetensors", 1.0, "high"),
         RequestedAdapter("/a/low.safetensors", 1.0, "low"),
@@ -63,12 +63,12 @@ def test_a_preset_sets_what_is_left_open_and_brings_its_adapters(http, engine):
     assert (job["preset"], job["num_inference_steps"], job["solver"]) == ("fast", 2, "euler")
     assert (job["sigmas"], job["loras"]) == ([1.0, 0.5], [{"name": "fast", "scale": 1.0}])
     assert wait_for_end(http, job["id"])["status"] == "completed"
-    assert [lora.path for lora in engine.asked[-1].loras] == ["/a/high.safetensors", "/a/low.safetensors"]
-    assert engine.asked[-1].sigmas == (1.0, 0.5)
+    assert [lora.path for lora in engine.requests[-1].loras] == ["/a/high.safetensors", "/a/low.safetensors"]
+    assert engine.requests[-1].sigmas == (1.0, 0.5)
     other = create(http, preset="fast", num_inference_steps=5, loras=[{"name": "style"}], switch_step=1).json()
     assert (other["num_inference_steps"], other["sigmas"], other["switch_step"]) == (5, None, 1)
     assert wait_for_end(http, other["id"])["status"] == "completed"
-    assert engine.asked[-1].loras == (RequestedAdapter("/adapters/style.safetensors", 0.5),)
+    assert engine.requests[-1].loras == (RequestedAdapter("/adapters/style.safetensors", 0.5),)
     plain = create(http, preset="plain").json()
     assert (plain["guidance_scale"], plain["loras"]) == (1.0, [])
     remixed = http.post(f"/v1/videos/{job['id']}/remix", json={"prompt": "a dog"}).json()
@@ -120,7 +120,7 @@ def test_a_cache_is_an_option_and_says_which_steps_it_skips(settings, engine):
         job = create(http, cache="magcache").json()
         assert (job["cache"], job["skipped_steps"]) == ("magcache", [2, 4])
         assert wait_for_end(http, job["id"])["status"] == "completed"
-        assert engine.asked[-1].cache == "magcache"
+        assert engine.requests[-1].cache == "magcache"
         assert create(http).json()["skipped_steps"] == []
         assert create(http, cache="magcache", shift=3).json()["error"]["param"] == "cache"
 

@@ -48,12 +48,12 @@ def test_both_frames_reach_the_pipeline_in_the_videos_size(form, http, engine, s
         job = create(http, **{name: {"image_url": as_data_url(image)} for name, image in images.items()}).json()
     assert (job["input_size"], job["last_frame_size"]) == ("96x64", "48x32")
     assert wait_for_end(http, job["id"])["status"] == "completed"
-    request = engine.asked[-1]
+    request = engine.requests[-1]
     assert np.array_equal(np.asarray(request.image), np.asarray(FIRST))
     assert np.array_equal(np.asarray(request.last_image), np.asarray(LAST.resize((96, 64), Image.Resampling.LANCZOS)))
     remixed = http.post(f"/v1/videos/{job['id']}/remix", json={"prompt": "other"}).json()
     assert wait_for_end(http, remixed["id"])["status"] == "completed"
-    assert np.array_equal(np.asarray(engine.asked[-1].last_image), np.asarray(request.last_image))
+    assert np.array_equal(np.asarray(engine.requests[-1].last_image), np.asarray(request.last_image))
     http.delete(f"/v1/videos/{job['id']}")
     with open_database(settings.database).read() as session:
         assert all(file.delete_at is not None for file in session.query(File) if file.job == job["id"])
@@ -65,8 +65,8 @@ def test_last_frame_alone_gives_the_video_its_shape(http, engine):
     job = create(http, last_frame={"image_url": as_data_url(FIRST.rotate(90, expand=True))}).json()
     assert (job["size"], job["input_size"], job["last_frame_size"]) == ("64x96", None, "64x96")
     assert wait_for_end(http, job["id"])["status"] == "completed"
-    assert engine.asked[-1].image is None
-    assert np.array_equal(np.asarray(engine.asked[-1].last_image), np.asarray(FIRST.rotate(90, expand=True)))
+    assert engine.requests[-1].image is None
+    assert np.array_equal(np.asarray(engine.requests[-1].last_image), np.asarray(FIRST.rotate(90, expand=True)))
     assert http.get("/v1/models").json()["data"][0]["last_frames"] == "alone"
 
 

@@ -39,7 +39,7 @@ def test_a_video_from_nothing_to_the_end(client, worker, engine):
     assert video.stage_seconds["denoise_high"] == pytest.approx(0.5, abs=0.01)
     assert video.chip_seconds == pytest.approx(0.25 + 2 * 0.25 * 4 + 0.25 * 8 + 0.25, abs=0.05)
     downloaded = client.videos.download_content(video.id)
-    assert downloaded.content == engine.video(engine.asked[0])
+    assert downloaded.content == engine.video(engine.requests[0])
     assert len(frames_of(downloaded.content)) == 17 * 64 * 96
     assert client.videos.download_content(video.id, variant="video").content == downloaded.content
     thumbnail = Image.open(io.BytesIO(client.videos.download_content(video.id, variant="thumbnail").content))
@@ -51,7 +51,7 @@ def test_a_video_from_nothing_to_the_end(client, worker, engine):
 def test_an_image_goes_with_the_form(client, worker, engine):
     video = client.videos.create_and_poll(prompt="It moves", input_reference=PHOTO)
     assert video.status == "completed"
-    assert engine.asked[0].image.size == (96, 64)  # The ingress fitted it to the video's size.
+    assert engine.requests[0].image.size == (96, 64)  # The ingress fitted it to the video's size.
 
 
 def test_progress_is_told_and_never_falls(client, worker, engine):
@@ -138,7 +138,7 @@ def test_a_remix_is_the_same_request_with_another_prompt(client, worker, engine)
     second = client.videos.poll(client.videos.remix(first.id, prompt="a dog").id)
     assert (second.status, second.prompt, second.remixed_from_video_id) == ("completed", "a dog", first.id)
     assert (second.seconds, second.size, second.seed, second.input_size) == ("1", "96x64", 7, first.input_size)
-    assert engine.asked[1].image.tobytes() == engine.asked[0].image.tobytes()
+    assert engine.requests[1].image.tobytes() == engine.requests[0].image.tobytes()
     client.videos.delete(first.id)
     assert client.videos.retrieve(second.id).status == "completed"
     with pytest.raises(openai.NotFoundError):

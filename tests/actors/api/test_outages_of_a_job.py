@@ -70,17 +70,17 @@ def test_a_result_that_can_t_be_stored_for_a_while_costs_no_job(http, settings, 
             jobs += [create(http, prompt=str(i)).json()["id"] for i in range(2)]
             wait_for(lambda: caplog.text.count("not stored yet") > 12)  # More often than a read is tried.
             statuses = [http.get(f"/v1/videos/{job}").json()["status"] for job in jobs]
-            assert (statuses, len(engine.asked)) == (["in_progress", "queued", "queued"], 1)
+            assert (statuses, len(engine.requests)) == (["in_progress", "queued", "queued"], 1)
         for job in jobs:
             assert wait_for_end(http, job)["status"] == "completed"
-    assert len(engine.asked) == 3
+    assert len(engine.requests) == 3
 
 
 def test_nothing_is_begun_while_results_have_no_place(http, settings, engine, caplog):
     job = create(http).json()["id"]
     with unwritable(settings), working(settings, engine):
         wait_for(lambda: caplog.text.count("no claim") > 1)
-        assert not engine.asked
+        assert not engine.requests
     with working(settings, engine):
         assert wait_for_end(http, job)["status"] == "completed"
 
@@ -91,7 +91,7 @@ def test_a_slow_storage_costs_no_lease(http, settings, database, engine):
     jobs = [create(http).json()["id"] for _ in range(40)]
     engine.go.clear()
     with working(quick, engine) as tools:
-        wait_for(lambda: len(engine.asked) == len(jobs))
+        wait_for(lambda: len(engine.requests) == len(jobs))
         with tools.storage._one_at_a_time:  # A write takes this lock first.
             engine.go.set()
             wait_for(lambda: engine.under_way == 0)

@@ -34,18 +34,18 @@ def list_packets(files):
 def test_each_segment_continues_the_one_before(http, engine):
     engine.warnings = ("the prompt was cut",)
     video = wait_for_video(http, create(http, seed=5, next_prompts=PROMPTS, priority=1))
-    assert [(asked.prompt, asked.seed, asked.hidden_frames) for asked in engine.asked] == [
+    assert [(request.prompt, request.seed, request.hidden_frames) for request in engine.requests] == [
         ("a cat", 5, 0),
         (PROMPTS[0], 6, 1),
         (PROMPTS[1], 7, 1),
     ]
-    segments = [engine.video(asked) for asked in engine.asked]
-    assert engine.asked[0].image is None
-    for before, asked, frames in zip(segments[:-1], engine.asked[1:], (9, 8), strict=True):
-        assert np.array_equal(np.asarray(asked.image), np.asarray(read_end(before, frames)))
+    segments = [engine.video(request) for request in engine.requests]
+    assert engine.requests[0].image is None
+    for before, request, frames in zip(segments[:-1], engine.requests[1:], (9, 8), strict=True):
+        assert np.array_equal(np.asarray(request.image), np.asarray(read_end(before, frames)))
     assert packets(content(http, video)) == list_packets(segments)
-    shown = {name: video[name] for name in ("next_prompts", "finished_segments", "seconds", "num_frames", "progress")}
-    assert shown == {
+    fields = {name: video[name] for name in ("next_prompts", "finished_segments", "seconds", "num_frames", "progress")}
+    assert fields == {
         "next_prompts": PROMPTS,
         "finished_segments": 3,
         "seconds": "1.56",
@@ -62,9 +62,9 @@ def test_a_continued_video_goes_on_for_several_segments(http, engine):
     form = {"prompt": (None, "on"), "video[id]": (None, first["id"]), "seed": (None, "3")}
     fields = [*form.items(), *(("next_prompts", (None, prompt)) for prompt in PROMPTS)]
     whole = wait_for_video(http, http.post("/v1/videos/extensions", files=fields))
-    made = [engine.video(asked) for asked in engine.asked[1:]]
-    assert [len(packets(part)) for part in made] == [8, 8, 8]
-    assert packets(content(http, whole)) == packets(content(http, first)) + list_packets(made)
+    segments = [engine.video(request) for request in engine.requests[1:]]
+    assert [len(packets(part)) for part in segments] == [8, 8, 8]
+    assert packets(content(http, whole)) == packets(content(http, first)) + list_packets(segments)
     assert (whole["seconds"], whole["finished_segments"]) == ("2.06", 3)
     longer = wait_for_video(http, extend(http, whole["id"], next_prompts=["and on"]))
     assert packets(content(http, longer))[:33] == packets(content(http, whole))
@@ -78,13 +78,13 @@ def test_no_finished_segment_is_made_again(settings, engine, database):
         job = create(http, seed=5, next_prompts=PROMPTS).json()["id"]
 
         def stop_in_segment(number):
-            wait_for(lambda: len(engine.asked) == number and engine.under_way == 1)
+            wait_for(lambda: len(engine.requests) == number and engine.under_way == 1)
             return http.get(f"/v1/videos/{job}").json()
 
         generate = engine.generate
 
         async def generate_until_second(plan, **options):
-            if len(engine.asked) == 1:
+            if len(engine.requests) == 1:
                 engine.go.clear()
             return await generate(plan, **options)
 
@@ -93,16 +93,16 @@ def test_no_finished_segment_is_made_again(settings, engine, database):
             video = stop_in_segment(2)
             assert (video["finished_segments"], video["status"]) == (1, "in_progress")
             wait_for(lambda: 33 <= http.get(f"/v1/videos/{job}").json()["progress"] < 66)
-        kept = JobStore(database).get(job)
-        assert (kept.status, len(kept.segments)) == ("queued", 1)
+        stored = JobStore(database).get(job)
+        assert (stored.status, len(stored.segments)) == ("queued", 1)
         engine.generate = generate
         engine.go.set()
         with working(settings, engine, name="worker-2"):
             video = wait_for_end(http, job)
-        assert [asked.prompt for asked in engine.asked] == ["a cat", PROMPTS[0], *PROMPTS]
+        assert [request.prompt for request in engine.requests] == ["a cat", PROMPTS[0], *PROMPTS]
         assert (video["status"], video["attempts"]) == ("completed", 2)
-        made = [engine.asked[index] for index in (0, 2, 3)]
-        assert packets(content(http, video)) == list_packets(map(engine.video, made))
+        requests = [engine.requests[index] for index in (0, 2, 3)]
+        assert packets(content(http, video)) == list_packets(map(engine.video, requests))
         with open_database(settings.database).read() as session:
             files = session.query(File).where(File.job == job).all()
     results = set(JobStore(database).get(job).results.values())
@@ -116,10 +116,11 @@ def test_a_model_that_sees_motion_gets_all_that_came_before(settings, engine):
     spec = engine.model = SeesMotion(serving.SPEC.config)
     with working(settings, engine), serve(settings, spec) as address, open_client(address) as http:
         video = wait_for_video(http, create(http, next_prompts=PROMPTS))
-        segments = [engine.video(asked) for asked in engine.asked]
-        seen = [packets(asked.video.content) for asked in engine.asked[1:]]
+        segments = [engine.video(request) for request in engine.requests]
+        seen = [packets(request.video.content) for request in engine.requests[1:]]
         assert seen == [packets(segments[0]), packets(segments[0]) + packets(segments[1])]
-        assert [(asked.image, asked.hidden_frames, asked.strength) for asked in engine.asked[1:]] == [(None, 0, 1)] * 2
+        later = [(request.image, request.hidden_frames, request.strength) for request in engine.requests[1:]]
+        assert later == [(None, 0, 1)] * 2
         assert packets(content(http, video)) == list_packets(segments) and video["seconds"] == "1.69"
 
 
@@ -142,7 +143,7 @@ def test_the_whole_is_streamed_though_its_worker_ends(settings, tmp_path, spec):
             engine.decoded.release(3)
             with working(settings, engine):
                 content_, cut = viewer.end()
-        assert (cut, len(engine.asked)) == (False, 3)
+        assert (cut, len(engine.requests)) == (False, 3)
         assert decode_digests(content_) == decode_digests(content(http, {"id": job}))
 
 

@@ -98,7 +98,7 @@ def test_jobs_of_earlier_versions_are_shown_and_planned_as_they_were_stored(stor
             again = http.post(f"/v1/videos/{job}/remix", json={"prompt": "another"}).json()
             assert (again["input_size"], again["last_frame_size"]) == sizes
             wait_for_end(http, again["id"])
-    first, remixed = engine.asked
+    first, remixed = engine.requests
     planned = first.to_json()
     assert planned["sigmas"] == (tuple(expected["sigmas"]) if expected.get("sigmas") else None)
     same = expected.keys() - {"model", "seconds", "skipped", "loras", "sigmas"}
@@ -131,4 +131,4 @@ def test_a_job_of_a_later_version_is_left_to_a_worker_of_that_version(http, data
 
     with serving.working(settings, engine):
         wait_for(is_back, "a claim, and its end")
-    assert engine.asked == []
+    assert engine.requests == []

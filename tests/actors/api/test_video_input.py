@@ -61,7 +61,7 @@ def test_a_video_is_continued_from_its_end(settings, engine, mp4):
         [model] = http.get("/v1/models").json()["data"]
         assert (model["takes_video"], model["continues_video"]) == (True, True)
         assert wait_for_end(http, create(http, video=data_url(mp4)).json()["id"])["status"] == "completed"
-        [request] = engine.asked
+        [request] = engine.requests
         assert (request.strength, request.frames, len(shown_to(engine, 16))) == (1, 9, 16)
         error = create(http, video=data_url(mp4), strength=0.5).json()["error"]
         assert error["param"] == "strength" and "leave strength out" in error["message"]
@@ -76,7 +76,7 @@ def data_url(content):
 
 def shown_to(engine, count=9):
     """Return the frames that the pipeline's latest request begins as."""
-    return np.stack([np.asarray(frame, int) for frame in read_frames(engine.asked[-1].video, count)])
+    return np.stack([np.asarray(frame, int) for frame in read_frames(engine.requests[-1].video, count)])
 
 
 def test_every_form_reaches_the_pipeline(http, engine, mp4, tmp_path, settings):
@@ -92,10 +92,10 @@ def test_every_form_reaches_the_pipeline(http, engine, mp4, tmp_path, settings):
             "96x64",
         )
         assert np.abs(shown_to(engine) - sent).mean() < 1.5
-    assert [request.strength for request in engine.asked] == [0.5, 0.8, 0.8] and jobs[0]["strength"] == 0.5
-    assert [request.image for request in engine.asked] == [None] * 3
+    assert [request.strength for request in engine.requests] == [0.5, 0.8, 0.8] and jobs[0]["strength"] == 0.5
+    assert [request.image for request in engine.requests] == [None] * 3
     content = http.get(f"/v1/videos/{jobs[0]['id']}/content", params={"variant": "input_video"})
-    assert content.headers["content-type"] == "video/mp4" and content.content == engine.asked[0].video.content
+    assert content.headers["content-type"] == "video/mp4" and content.content == engine.requests[0].video.content
     with OpenAI(base_url=str(http.base_url).rstrip("/") + "/v1", api_key="none", max_retries=0) as client:
         by_id = client.videos.create(prompt="rain", extra_body={"video": {"id": jobs[0]["id"]}, "num_frames": "5"})
         assert client.videos.poll(by_id.id).status == "completed"
@@ -105,7 +105,7 @@ def test_every_form_reaches_the_pipeline(http, engine, mp4, tmp_path, settings):
     assert np.abs(shown_to(engine, 5) - first).max() <= 4
     remixed = http.post(f"/v1/videos/{jobs[0]['id']}/remix", json={"prompt": "other"}).json()
     assert wait_for_end(http, remixed["id"])["status"] == "completed"
-    assert engine.asked[-1].video == engine.asked[0].video and engine.asked[-1].strength == 0.5
+    assert engine.requests[-1].video == engine.requests[0].video and engine.requests[-1].strength == 0.5
     http.delete(f"/v1/videos/{jobs[0]['id']}")
     with open_database(settings.database).read() as session:
         assert all(file.delete_at is not None for file in session.query(File) if file.job == jobs[0]["id"])
@@ -166,7 +166,7 @@ def test_what_cant_be_is_refused(http, settings, mp4):
 def test_a_job_of_a_later_version_is_left_alone_by_an_earlier_one(http, mp4, database, engine):
     engine.go.clear()
     create(http, video=data_url(mp4))
-    wait_for(lambda: engine.asked)
+    wait_for(lambda: engine.requests)
     with database.read() as session:
         from actors.jobs.tables import Job
 
