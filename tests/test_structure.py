@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import json
 import re
 import subprocess
 import sys
@@ -199,25 +200,36 @@ def test_what_is_not_public_in_ray_and_jax_is_used_in_one_file_each():
     }
 
 
-def modules_after(code, *argv):
-    """What a process prints, and the modules that it has imported when it ends."""
-    listing = "import atexit, sys; atexit.register(lambda: print('modules:', *sys.modules));"
-    command = [sys.executable, "-c", listing + code, *argv]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    printed, _, modules = done.stdout.rpartition("modules:")
-    return printed, set(modules.split())
+# Imports the command line once, then prints a command's help, and which modules it imported, in a fork for each.
+HELP = """
+import contextlib, io, json, os, runpy, sys
+from actors.cli import main
+sys.path.insert(0, "scripts")
+for command in sys.argv[1:]:
+    if os.fork():
+        os.wait()
+        continue
+    sys.argv = [command, "--help"]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        runpy.run_path(command, run_name="__main__") if command.endswith(".py") else main(sys.argv)
+    print(json.dumps([command, out.getvalue(), *sys.modules]), flush=True)
+    os._exit(0)
+"""
+COMMANDS_WITH_HELP = (*COMMANDS, "scripts/precompile.py")
 
 
-HELP = {name: f"import sys; from actors.cli import main; main(['{name}', '--help'])" for name in COMMANDS} | {
-    name: f"import runpy; sys.path.insert(0, 'scripts'); runpy.run_path('scripts/{name}.py', run_name='__main__')"
-    for name in ("precompile",)
-}
+@functools.cache
+def list_helps() -> dict[str, tuple[str, set[str]]]:
+    """Return the help of each command, and the modules that a process has imported when it has printed it."""
+    command = [sys.executable, "-c", HELP, *COMMANDS_WITH_HELP]
+    printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT).stdout
+    return {name: (text, set(modules)) for name, text, *modules in map(json.loads, printed.splitlines())}
 
 
-@pytest.mark.parametrize("command", HELP)
+@pytest.mark.parametrize("command", COMMANDS_WITH_HELP)
 def test_help_is_there_at_once(command):
     """Half a second: what takes longer to import is imported once the arguments are read."""
-    printed, modules = modules_after(HELP[command], "--help")
+    printed, modules = list_helps()[command]
     assert printed.startswith("usage: ")
     assert not modules & {"diffusers", "fastapi", "jax", "matplotlib", "ray", "sqlalchemy", "torch", "transformers"}
 
