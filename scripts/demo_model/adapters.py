@@ -1,11 +1,13 @@
-"""Train the two adapters that are shipped with the small model: one teaches it something, one makes it faster.
+"""Train the two adapters that are shipped with the small model: one teaches it a motion, one makes it faster.
 
-zigzag      things that zigzag and turn purple (`zigzag`), by flow matching on rendered clips
-four-steps  four unguided steps of Euler's method. From each of the four noise levels the adapted expert goes straight
-            to where the model's own guided way, in many small steps, is at the next: it learns the chord of that way,
-            as the first stage of progressive distillation does (Salimans and Ho 2022, arXiv 2202.00512)
+The adapter zigzag makes things zigzag and turn purple (`zigzag`). It is trained by flow matching on rendered clips.
 
-Adapters are low-rank, trained beside frozen weights, and saved as LightX2V saves them.
+The adapter four-steps samples in four unguided steps of Euler's method. From each of the four noise levels, the adapted
+expert steps to the point that the model itself reaches at the next one with guidance and many small steps: it learns
+the chord of that trajectory, as in the first stage of progressive distillation (Salimans and Ho 2022, arXiv
+2202.00512).
+
+Adapters are low-rank, trained while the weights are frozen, and saved in LightX2V's format.
 
 Shapes: B clips, Z latent channels, T latent frames, H W latent height and width.
 """
@@ -35,11 +37,11 @@ from .zigzag import draw_zigzag, mirror, render_zigzag, zigzag_caption
 
 CHECKPOINT = Path(__file__).parents[2] / "examples" / "small-wan2.2-i2v"
 _TARGETS = re.compile(r"blocks\.\d+\.(attn[12]\.(to_[qkv]|to_out\.0)|ffn\.net\.(0\.proj|2))")
-_PREFIX = "diffusion_model."  # and the names of Wan's own files
+_PREFIX = "diffusion_model."  # Names in Wan's original files follow it.
 
 
 class LoraLinear(torch.nn.Module):
-    """A frozen linear layer and, beside it, up(down(x)) * alpha / rank, with alpha = rank."""
+    """A frozen linear layer to whose output up(down(x)) is added; alpha equals the rank, so the scale is 1."""
 
     def __init__(self, base: torch.nn.Linear, rank: int) -> None:
         super().__init__()
@@ -54,7 +56,7 @@ class LoraLinear(torch.nn.Module):
 
 
 def load_pipeline() -> diffusers.WanImageToVideoPipeline:
-    """Return diffusers' pipeline of the shipped model, in float32, its weights frozen."""
+    """Return diffusers' pipeline of the shipped model, in float32, with frozen weights."""
     pipeline = diffusers.WanImageToVideoPipeline.from_pretrained(CHECKPOINT, torch_dtype=torch.float32)
     for name in ("text_encoder", "vae", *EXPERTS):
         getattr(pipeline, name).requires_grad_(False)
@@ -65,7 +67,7 @@ def load_pipeline() -> diffusers.WanImageToVideoPipeline:
 
 
 def add_adapter(expert: torch.nn.Module, rank: int) -> dict[str, LoraLinear]:
-    """Put an adapter beside every matrix of an expert's blocks; return its layers by the module's name."""
+    """Add an adapter to every matrix of an expert's blocks, and return its layers by the module's name."""
     layers = {}
     for name, module in list(expert.named_modules()):
         if _TARGETS.fullmatch(name):
@@ -84,7 +86,7 @@ def fit(
     name: str,
     warm_up: int = 30,
 ) -> None:
-    """Train an adapter by AdamW, with warm-up and cosine decay of the learning rate; print the loss now and then."""
+    """Train an adapter with AdamW, warm-up and cosine decay of the learning rate; print the loss every 50 steps."""
     parameters = [parameter for layer in layers.values() for parameter in (layer.down, layer.up)]
     optimiser = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
     began, seen = time.monotonic(), []
@@ -125,7 +127,8 @@ def save_adapter(layers: dict[str, LoraLinear], path: Path) -> float:
 
 SIDES = ("high", "low")
 RANKS = {"zigzag": 8, "four-steps": 16}
-_BATCH, _PARTS = 32, 6  # small steps of the model's own way between two noise levels
+_BATCH = 32
+_PARTS = 6  # The small steps of the guided trajectory between two noise levels.
 _SEED = 7
 
 
@@ -200,7 +203,7 @@ def train_four_steps(folder: Path, *, scenes: int = 960, steps: int = 900) -> No
 
 @torch.no_grad()
 def _follow_guided(pipeline: Any, conditions: torch.Tensor, texts: torch.Tensor, *, seed: int) -> torch.Tensor:
-    """Return where the model's own guided way is at each noise level, 0 included: [5, B, Z, T, H, W]."""
+    """Return the points of the model's guided trajectory at the four noise levels and at 0: [5, B, Z, T, H, W]."""
     generator = torch.Generator().manual_seed(_SEED * 1000 + seed)
     x = torch.randn(conditions[:, 4:].shape, generator=generator)
     empty = text_of(pipeline, [""] * len(x))[:, : texts.shape[1]]
@@ -233,15 +236,15 @@ def velocity(
 
 @torch.no_grad()
 def text_of(pipeline: Any, sentences: list[str]) -> torch.Tensor:
-    """Return embeddings [B, L, C]; all calls with sentences of the grammar have one L."""
+    """Return embeddings [B, L, C]; L is the same for all sentences of the grammar."""
     embeddings = embed(pipeline.text_encoder, pipeline.tokenizer, sentences)
-    longest = 65  # of the longest sentence, and one row for the padding
+    longest = 65  # The rows of the longest sentence, and one for the padding.
     return torch.nn.functional.pad(embeddings, (0, 0, 0, longest - embeddings.shape[1]))
 
 
 @torch.no_grad()
 def encode(pipeline: Any, scenes: list[Scene], clips: list[np.ndarray], *, only_conditions: bool = False) -> Encoded:
-    """Encode clips uint8 [T, H, W, 3] and their first frames by the model's own VAE."""
+    """Encode clips, uint8 [T, H, W, 3], and their first frames with the model's VAE."""
     vae = WholeClips(pipeline.vae)
     shape = (1, -1, 1, 1, 1)
     mean = torch.tensor(pipeline.vae.config.latents_mean).view(shape)

@@ -1,10 +1,9 @@
 """Train the tokenizer, the text encoder and the two experts, each expert on its side of the boundary.
 
-Flow matching: x = (1 - sigma) clip + sigma noise, velocity = noise - clip, as diffusers' schedulers take it. Sigma is
-drawn as the sampler visits it: shift s / (1 + (shift - 1) s) for uniform s.
+Training is by flow matching: x = (1 - sigma) clip + sigma noise, and the velocity is noise - clip, which is what
+diffusers' schedulers expect. Noise levels have the sampler's distribution: shift s / (1 + (shift - 1) s) for uniform s.
 
 Shapes: B clips, Z latent channels, T latent frames, H W latent height and width.
-
 """
 
 import contextlib
@@ -29,18 +28,18 @@ from .score import save_rows, score
 from .training import Run, load_average, train
 from .vae import load_vae, statistics
 
-_SENTENCES = 4000  # whose words are counted
-_MULTIPLE = 32  # of tokens: longer than any sentence, so that all batches have one shape
-_RARE = -12.0  # log probability of a letter: below that of any word
+_SENTENCES = 4000  # The number of sentences whose words are counted.
+_MULTIPLE = 32  # Sentences are padded to a multiple of this; all are shorter, so that all batches have one shape.
+_RARE = -12.0  # The log probability of a letter, which is below that of any word.
 
 
 def train_tokenizer(seed: int) -> transformers.T5TokenizerFast:
     """Return a T5 tokenizer (unigram) with the training set's words; any other word is spelled in letters.
 
-    The words are counted, not found by expectation maximisation: tokenizers' trainer, on a grammar of 60 words, keeps
-    letters and drops words.
+    The words are counted, because the trainer of the tokenizers library, which uses expectation maximisation, keeps
+    letters and drops words on a grammar of 60 words.
     """
-    counts = Counter(all_words())  # each word of the grammar is known, whatever was drawn
+    counts = Counter(all_words())  # The tokenizer knows every word of the grammar, drawn or not.
     for i in range(_SENTENCES):
         counts.update(re.findall(r"\w+|,", caption(draw_scene(seed, i, held_out=False))))
     total = sum(counts.values())
@@ -56,11 +55,11 @@ def new_text_encoder(vocabulary: int) -> transformers.UMT5EncoderModel:
 
 
 class PaddedText(WanAttnProcessor):
-    """Cross-attention that computes 512 tokens of text from a few, exactly.
+    """Cross-attention to 512 tokens of text that are computed from a few, without approximation.
 
-    Pipelines pad embeddings with zeros to 512 tokens and mask none of them, so all of the padding has one key. Training
-    gives one row of zeros in place of all that lie beyond the longest sentence of a batch: with log(their number) added
-    to its score it takes the same part of the softmax. Half of a step's time would go into that padding otherwise.
+    Pipelines pad embeddings with zeros to 512 tokens and mask none of them, so all padding has the same key. In
+    training, one row of zeros stands for all rows beyond the longest sentence of a batch: with the logarithm of their
+    number added to its logit, it has the same share of the softmax. Otherwise padding would take half of a step's time.
     """
 
     def __call__(
@@ -71,7 +70,7 @@ class PaddedText(WanAttnProcessor):
         attention_mask: torch.Tensor | None = None,
         rotary_emb: Any = None,
     ) -> torch.Tensor:
-        """Attend as diffusers does; text of less than 512 tokens is taken for padded as above."""
+        """Attend as diffusers does; the last row of text with less than 512 tokens stands for all padding."""
         if encoder_hidden_states is not None and encoder_hidden_states.shape[1] < sizes.TEXT_TOKENS:
             length = encoder_hidden_states.shape[1]
             attention_mask = hidden_states.new_zeros(1, 1, 1, length)
@@ -88,7 +87,7 @@ def embed(
     return torch.nn.functional.pad(hidden * tokens.attention_mask[..., None], (0, 0, 0, 1))
 
 
-EXPERTS = ("transformer", "transformer_2")  # high noise, low noise
+EXPERTS = ("transformer", "transformer_2")  # The high-noise and the low-noise expert.
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ def train_experts(run: Run, schedule: sizes.Schedule = sizes.EXPERTS_SCHEDULE) -
         loss = (velocity.float() - (noise - x)).square().mean()
         return {"loss": loss, "high" if high else "low": loss}
 
-    @torch.compiler.set_stance("force_eager")  # its shapes are others, for a few calls
+    @torch.compiler.set_stance("force_eager")  # Compiling its other shapes for a few calls wouldn't pay.
     def sheet(step: int) -> None:
         draw_sheet(run, model, step)
 
@@ -165,7 +164,7 @@ def new_model(run: Run) -> Trained:
 
 
 def load_model(run: Run) -> Trained:
-    """Return the trained model, the VAE with its statistics."""
+    """Return the trained model, with the statistics of its latents in the VAE's configuration."""
     model = new_model(run)
     load_average("experts", run, model.modules)
     _, mean, std = read_latents(run)
@@ -174,7 +173,7 @@ def load_model(run: Run) -> Trained:
 
 
 def read_latents(run: Run) -> tuple[list[Latents], list[float], list[float]]:
-    """Return the encoded clips, a group for each width, and the mean and deviation they were normalised with."""
+    """Return the encoded clips, a group for each width, and the mean and deviation by which they are normalised."""
     files = sorted((run.folder / "latents").glob("*.pt"))
     if not files:
         raise SystemExit(f"error: {run.folder} holds no encoded clips; run the stage latents first")
@@ -208,7 +207,7 @@ def pipeline_of(model: Trained) -> diffusers.WanImageToVideoPipeline:
 
 
 def draw_sheet(run: Run, model: Trained, step: int, scenes: int = 3) -> None:
-    """Make held-out clips, each scene and its opposite, with diffusers' pipeline; draw and score them."""
+    """Make, score and draw clips of held-out scenes and their opposites, with diffusers' pipeline."""
     pipeline = pipeline_of(model)
     pipeline.set_progress_bar_config(disable=True)
     drawn = [draw_scene(run.seed, i, held_out=True, width=64) for i in range(scenes)]
@@ -222,7 +221,7 @@ def draw_sheet(run: Run, model: Trained, step: int, scenes: int = 3) -> None:
 def generate(
     pipeline: diffusers.WanImageToVideoPipeline, scene: Scene, *, seed: int, device: torch.device
 ) -> np.ndarray:
-    """Return the clip that diffusers' pipeline makes of a scene's picture and sentence, float32 [T, H, W, 3]."""
+    """Return the clip that diffusers' pipeline makes from a scene's picture and sentence, float32 [T, H, W, 3]."""
     picture = pipeline.video_processor.preprocess(first_frame(scene)[None] / np.float32(255)).to(device)
     return pipeline(
         image=picture,
@@ -238,9 +237,9 @@ def generate(
 
 
 def noise_levels(rng: np.random.Generator, size: int, *, high: bool) -> torch.Tensor:
-    """Return noise levels [B] of one side of the boundary, as often as the sampler visits them."""
+    """Return noise levels [B] of one side of the boundary, distributed like those of the sampler."""
     boundary = sizes.BOUNDARY / (sizes.SHIFT - (sizes.SHIFT - 1) * sizes.BOUNDARY)
-    # Levels are spread evenly with one offset, so that a batch sees all levels, which steadies the loss.
+    # Levels are evenly spaced from a random offset, so that a batch covers all of them, which steadies the loss.
     s = (np.arange(size) + rng.random()) / size
     s = boundary + s * (1 - boundary) if high else s * boundary
     return torch.from_numpy(sizes.SHIFT * s / (1 + (sizes.SHIFT - 1) * s)).float()
@@ -265,19 +264,19 @@ def _batch(
 
 
 def attention_over_few_tokens(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Return within what to attend: on a CPU, flash attention's backward pass takes half of a step over 80 tokens."""
+    """Return a context for attention: on a CPU, flash attention's backward pass takes half of a step at 80 tokens."""
     return sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else contextlib.nullcontext()
 
 
 def _compile(modules: torch.nn.ModuleDict) -> None:
-    # torchax, which wan_tpu imports, registers its device as an accelerator; torch.compile would ask it for a stream.
+    # wan_tpu imports torchax, which registers its device as an accelerator; torch.compile would ask it for a stream.
     torch.accelerator.is_available = lambda: False
     for name in EXPERTS:
         modules[name].compile_repeated_blocks(dynamic=False)
 
 
 def _set_statistics(vae: diffusers.AutoencoderKLWan, mean: list[float], std: list[float]) -> None:
-    digits = 4  # as Wan's own
+    digits = 4  # Wan's published statistics have as many.
     vae.register_to_config(
         latents_mean=[round(value, digits) for value in mean], latents_std=[round(value, digits) for value in std]
     )
@@ -287,13 +286,14 @@ LARGEST_MB = 20
 
 
 def export(run: Run, target: Path) -> float:
-    """Write the model into `target`, weights in float16; return its size in MB.
+    """Write the model into `target`, with weights in float16, and return its size in MB.
 
-    Raises SystemExit when it is larger than the repository has room for.
+    Raises:
+        SystemExit: It is larger than `LARGEST_MB`.
     """
     pipeline = pipeline_of(load_model(run))
     for name in ("text_encoder", "transformer", "transformer_2", "vae"):
-        # Not to(): diffusers keeps some parameters in float32 then, which takes a fifth more room.
+        # With to(), diffusers would keep some parameters in float32, which takes a fifth more room.
         for parameter in getattr(pipeline, name).parameters():
             parameter.data = parameter.data.half()
     pipeline.save_pretrained(target)

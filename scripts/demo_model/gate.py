@@ -27,7 +27,7 @@ DECIBELS = ("first_frame_db", "likeness_db")
 _ON_A_SHEET = 8
 
 Generate = Callable[[GenerationRequest], np.ndarray]
-"""Makes a request's video, float32 [T, H, W, 3] in [0, 1], in any of the ways that this project has."""
+"""A function that makes a request's video, float32 [T, H, W, 3] in [0, 1]."""
 
 Figures = dict[str, Estimate]
 """Every figure of the gate by its name: shares in [0, 1], and decibels."""
@@ -162,9 +162,10 @@ def _title(clip: ScoredClip) -> str:
     return caption(clip.scene) + (f"  [wrong: {', '.join(wrong)}]" if wrong else "")
 
 
-_CHOSEN = {"ball": 2, "triangle": 31}  # of the gate's scenes, of one width: each size is compiled for
-_OPPOSITE = ("ball",)  # asked for with the opposite sentence too
-_ZIGZAG = 4  # of the gate's zigzags: asked for with its adapter, and without
+# Numbers of the gate's scenes. They have one width, because every size takes a compilation.
+_CHOSEN = {"ball": 2, "triangle": 31}
+_OPPOSITE = ("ball",)  # These are also requested with the opposite sentence.
+_ZIGZAG = 4  # The number of the zigzag that is requested with its adapter, and without it.
 _ADAPTER = "small-wan2.2-i2v/adapters/zigzag.{side}.safetensors@{side}"
 
 

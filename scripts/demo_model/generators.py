@@ -1,4 +1,4 @@
-"""Functions for the gate that make videos in every way that this project offers."""
+"""Functions that make the gate's videos: in one process, through files, and on emulated slices."""
 
 import asyncio
 import contextlib

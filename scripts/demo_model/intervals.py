@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_Z = 1.959964  # the normal distribution's 97.5 % point
+_Z = 1.959964  # The 97.5 % quantile of the normal distribution.
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Scenes the small model learns: one to three things on a floor under a sky, one of which moves; and their captions.
+"""The scenes that the small model learns, and their captions: one to three things on a floor, one of which moves.
 
-Scenes are deterministic: a seed and an index give the same scene on any machine. Only the sentence decides how things
-move: both directions of every kind start from the same pictures.
+Scenes are deterministic: a seed and an index give the same scene on any machine. Only the sentence says how the thing
+moves, because both directions of every kind start from the same picture.
 
 Units: pixels (y downwards), angles in radians (clockwise on the screen), t the fraction of the clip that has passed.
 """
@@ -42,9 +42,9 @@ KINDS = {
 }
 
 HORIZON = 40
-GROUND = 54  # where things stand
+GROUND = 54  # The height at which things stand.
 ACTOR_RADIUS, ORBIT_RADIUS, SMALL_RADIUS = 7.0, 17.0, 5.5
-SHIFT = 20.0  # pixels that a roll, a slide or a fall covers: from the middle of 64 to either edge
+SHIFT = 20.0  # Pixels that a roll, a slide or a fall covers: from the middle of 64 to either edge.
 HOPS, HOP_LENGTH, HOP_HEIGHT = 2, 16.0, 16.0
 TURNS = 0.75
 LARGER, SMALLER = 1.8, 0.5
@@ -76,8 +76,16 @@ class Thing:
 class Scene:
     """The content of a clip: what is visible, how the actor moves, and how its sentence is worded.
 
-    direction  -1 or +1, named in `KINDS`
-    others     things that stand still; in an orbit the first one is its centre
+    Attributes:
+        width: The width of the clip.
+        floor: The colour of the floor.
+        sky: The colour of the sky.
+        cloud: The cloud's x.
+        actor: The thing that moves.
+        kind: The kind of motion, one of `KINDS`.
+        direction: -1 or +1, named in `KINDS`.
+        bystanders: The things that stand still; in an orbit, the first is its centre.
+        wording: The number of the sentence's form.
     """
 
     width: int
@@ -95,7 +103,7 @@ class Scene:
         """Whether colour, shape and kind are a combination that is never trained on, in neither direction."""
         names = (list(COLOURS), self.actor.colour), (list(SHAPES), self.actor.shape), (list(KINDS), self.kind)
         colour, shape, kind = (values.index(value) for values, value in names)
-        return (colour + 2 * shape + 3 * kind) % len(COLOURS) == 0  # every shape and kind, each with one colour
+        return (colour + 2 * shape + 3 * kind) % len(COLOURS) == 0  # One colour of every shape and kind.
 
 
 def opposite(scene: Scene) -> Scene:
@@ -104,7 +112,7 @@ def opposite(scene: Scene) -> Scene:
 
 
 def draw_scene(seed: int, index: int, *, held_out: bool, width: int | None = None) -> Scene:
-    """Return scene `index` of the training set or the held-out set; one in four is 96 wide unless `width` says."""
+    """Return scene `index` of the training set or the held-out set; without a `width`, one in four is 96 wide."""
     rng = np.random.default_rng([seed, index, int(held_out)])
     chosen = width or int(rng.choice(WIDTHS, p=(0.75, 0.25)))
     while True:
@@ -163,7 +171,7 @@ def path(scene: Scene, times: np.ndarray) -> np.ndarray:
     if scene.kind == "roll":
         x = x + sign * SHIFT * t
         angle = sign * SHIFT * t / actor.radius
-    elif scene.kind == "slide":  # friction slows it down until it stands
+    elif scene.kind == "slide":  # Friction slows it down until it stands.
         x = x + sign * SHIFT * (1 - (1 - t) ** 2)
     elif scene.kind == "bounce":
         x = x + sign * HOP_LENGTH * t
@@ -174,7 +182,7 @@ def path(scene: Scene, times: np.ndarray) -> np.ndarray:
         centre = scene.bystanders[0]
         turned = math.atan2(actor.y - centre.y, actor.x - centre.x) + sign * 2 * math.pi * TURNS * t
         x, y = centre.x + ORBIT_RADIUS * np.cos(turned), centre.y + ORBIT_RADIUS * np.sin(turned)
-    else:  # grow: the foot stays where it is
+    else:  # It grows, and its foot stays where it is.
         radius = actor.radius * (1 + ((LARGER if sign > 0 else SMALLER) - 1) * t)
         y = y - (radius - actor.radius) * _FOOT[actor.shape]
     return np.stack([x, y, radius, angle], axis=-1)
@@ -194,14 +202,14 @@ def coverage(
 def _distance(
     shape: str, x: np.ndarray, y: np.ndarray, radius: np.ndarray | float, angle: np.ndarray | float
 ) -> np.ndarray:
-    """Signed distance to the outline in pixels, negative inside."""
+    """Return the signed distance to the outline in pixels, negative inside."""
     if shape == "ball":
         return np.hypot(x, y) - radius
     cos, sin = np.cos(angle), np.sin(angle)
     u, v = cos * x + sin * y, cos * y - sin * x
     if shape == "box":
         return np.maximum(np.abs(u), np.abs(v)) - _BOX_HALF * radius
-    if shape == "triangle":  # a tip at the top
+    if shape == "triangle":  # It has a tip at the top.
         return np.maximum(v, np.abs(u) * (math.sqrt(3) / 2) - v / 2) - _TRIANGLE_INNER * radius
     # A star is ten mirror images of one edge, from the tip to the notch beside it.
     fifth = 2 * math.pi / 5
@@ -216,7 +224,7 @@ def _distance(
 def background(scene: Scene) -> np.ndarray:
     """Return floor and sky without things, float32 [H, W, 3] in [0, 255].
 
-    It has stripes and a cloud, because nothing else reveals a picture that drifts sideways.
+    Stripes and a cloud reveal a picture that drifts sideways; nothing else would.
     """
     y, x = _grid(scene.width)
     picture = np.empty((HEIGHT, scene.width, 3), np.float32)
@@ -231,7 +239,7 @@ def background(scene: Scene) -> np.ndarray:
 
 
 def render(scene: Scene, times: np.ndarray | None = None) -> np.ndarray:
-    """Return the frames at `times` (all 17 of the clip when left out), uint8 [T, H, W, 3]."""
+    """Return the frames at `times`, by default all 17 of the clip, uint8 [T, H, W, 3]."""
     states = path(scene, clip_times() if times is None else times)
     still = background(scene)
     for thing in scene.bystanders:
@@ -242,7 +250,7 @@ def render(scene: Scene, times: np.ndarray | None = None) -> np.ndarray:
 
 
 def first_frame(scene: Scene) -> np.ndarray:
-    """Return the picture a request is made with, uint8 [H, W, 3]."""
+    """Return the picture that a request begins with, uint8 [H, W, 3]."""
     return render(scene, np.zeros(1))[0]
 
 
@@ -253,7 +261,7 @@ def paint(frames: np.ndarray, thing: Thing, states: np.ndarray, colours: np.ndar
     colour = np.asarray(COLOURS[thing.colour], np.float32) if colours is None else colours[:, None, None]
     covered = coverage(thing.shape, x - cx, y - cy, radius, angle)[..., None]
     frames += covered * (colour - frames)
-    if thing.shape == "ball":  # a lighter spot shows how it turns
+    if thing.shape == "ball":  # A lighter spot shows how it turns.
         spot_x, spot_y = cx + 0.5 * radius * np.sin(angle), cy - 0.5 * radius * np.cos(angle)
         spot = coverage("ball", x - spot_x, y - spot_y, 0.25 * radius)[..., None]
         frames += spot * 0.5 * (255 - frames)
@@ -289,7 +297,7 @@ def caption(scene: Scene) -> str:
 
 
 def all_words() -> Iterator[str]:
-    """Yield every word of the grammar, so that a tokenizer knows those that a draw of captions may lack."""
+    """Yield every word of the grammar, for a tokenizer, since a sample of captions may lack some."""
     yield from (*SHAPES, *COLOURS, *FLOORS, *SKIES, *(word for pair in KINDS.values() for word in pair))
 
 

@@ -1,7 +1,8 @@
 """Score a clip: its first frame, colour, outline, direction, kind and speed of motion, and background.
 
-Things are recognised by colour and outline and followed without a network, so that a person can check it. Every limit
-below was chosen on rendered scenes, clean and damaged (tests/quality/test_score.py), not on the model.
+Things are recognised by colour and outline and followed without a neural network, so that a person can check the
+result. Every limit below was chosen on rendered scenes, clean and damaged (tests/quality/test_score.py), not on the
+model.
 
 Shapes: T frames, H W pixels. Pictures are float32 in [0, 1].
 """
@@ -61,7 +62,7 @@ def smooth(frames: np.ndarray) -> np.ndarray:
 
 
 def shares(frames: np.ndarray, scene: Scene) -> dict[str, np.ndarray]:
-    """Return how much of each pixel is of each colour, by its name; float32 [T, H, W] in [0, 1].
+    """Return the share of each colour in each pixel, by the colour's name; float32 [T, H, W] in [0, 1].
 
     A pixel is modelled as a mixture of the scene's background and one colour, the one with the smallest residual.
     """
@@ -81,12 +82,12 @@ def shares(frames: np.ndarray, scene: Scene) -> dict[str, np.ndarray]:
 
 
 def follow(thing: Thing, share: np.ndarray) -> Track:
-    """Follow a thing from where it is at first; `share` [T, H, W] is that of its colour."""
+    """Follow a thing from its first position; `share` [T, H, W] is that of its colour in each pixel."""
     states, seen = [], []
     x, y, radius = thing.x, thing.y, thing.radius
     for weights in share:
         blob = _locate(weights, x, y, radius, thing.shape)
-        # It shrinks to half its radius and grows to 1.8 times; half of that again may be hidden or blurred.
+        # Things shrink to half their radius and grow to 1.8 times; a part may also be hidden or blurred.
         plausible = blob is not None and 0.4 * thing.radius < blob[2] < 2.5 * thing.radius
         if blob is not None and plausible:
             x, y, radius = blob
@@ -96,13 +97,13 @@ def follow(thing: Thing, share: np.ndarray) -> Track:
 
 
 def _locate(weights: np.ndarray, x: float, y: float, radius: float, shape: str) -> tuple[float, float, float] | None:
-    """Return centre and radius of the blob of weights [H, W]: of all at first, then of what is near its middle."""
+    """Return the centre and radius of a blob of weights [H, W], first from all, then from those near its centre."""
     rows, columns = np.mgrid[: weights.shape[0], : weights.shape[1]] + 0.5
     # Pixels near the previous place count more, so that strays of the colour elsewhere don't drag the first guess away.
     near = weights / (1 + (np.hypot(columns - x, rows - y) / (3 * radius)) ** 2)
     for _ in range(3):
         total = near.sum()
-        if total < 4:  # pixels; a tenth of the smallest thing
+        if total < 4:  # Pixels: a tenth of the smallest thing.
             return None
         x, y = float((near * columns).sum() / total), float((near * rows).sum() / total)
         size = float(np.sqrt(total / AREAS[shape]))
@@ -112,7 +113,7 @@ def _locate(weights: np.ndarray, x: float, y: float, radius: float, shape: str) 
 
 
 def outline(share: np.ndarray, state: np.ndarray) -> str:
-    """Return the shape that best fits, at any angle, what one frame [H, W] shows at state (x, y, radius)."""
+    """Return the shape that, at any angle, best fits one frame's share [H, W] at a state (x, y, radius)."""
     rows, columns = np.mgrid[: share.shape[0], : share.shape[1]] + 0.5
     x, y, radius = state
     near = np.where(np.hypot(columns - x, rows - y) < _GATE * radius, share, 0)
@@ -129,9 +130,9 @@ def outline(share: np.ndarray, state: np.ndarray) -> str:
 
 
 def still_part(frames: np.ndarray, scene: Scene) -> float:
-    """Return how much the still part changes from the first frame: the root mean square of the worst frame.
+    """Return how much the still part differs from that of the first frame: the root mean square of the worst frame.
 
-    It compares pixels that no thing covers in either frame, a little smoothed.
+    Pixels that no thing covers in either frame are compared, after smoothing.
     """
     softer = smooth(smooth(frames))
     foreground = np.sum(list(shares(softer, scene).values()), axis=0) > 0
@@ -147,24 +148,28 @@ def still_part(frames: np.ndarray, scene: Scene) -> float:
 
 
 LEAST_FIRST_FRAME_DB = 24.0
-_SEEN = 0.8  # of the frames a thing must be found in: others may pass in front of it
-_LEAST_AMPLITUDE = (
-    0.35  # of the motion that was asked for: what stands still has up to 0.25, where one grows more than it shrinks
-)
+_SEEN = 0.8  # The least share of frames in which a thing is found, because others may pass in front of it.
+# The least share of the requested motion. Without any motion it is up to 0.25 where a thing should grow, because things
+# grow by more than they shrink.
+_LEAST_AMPLITUDE = 0.35
 _SPEEDS = (0.0, 0.25, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0)
 _RIGHT_SPEEDS = (0.7, 1.4)
-_STEADY = 0.03  # change of the background: 8 of 255, twice what noise of 28 dB leaves after smoothing
-_OTHERS_MOVE = 3.0  # pixels that what stands still may be off: half its radius
+_STEADY = 0.03  # The largest change of the background: 8 of 255, twice what noise of 28 dB leaves after smoothing.
+_OTHERS_MOVE = 3.0  # The most pixels by which a thing that stands still may move: half its radius.
 
 
 @dataclass(frozen=True)
 class Score:
     """The verdicts about one clip, with the figures that they are based on.
 
-    kind_seen        the kind and direction whose path is nearest, such as ("roll", 1)
-    likeness_db      PSNR against the clip as it is rendered: what a flawless model would make
-    amplitude        of the asked motion: 1 as asked, 0 still, -1 the other way
-    speed_seen       1 as asked, 2 twice as fast
+    Attributes:
+        first_frame, colour, outline, direction, kind, speed, steady: Whether each is right.
+        first_frame_db: PSNR of the first frame against the request's picture.
+        likeness_db: PSNR against the rendered clip, which a flawless model would make.
+        amplitude: The amplitude of the motion relative to the requested one: 0 without motion, -1 the other way.
+        kind_seen: The kind and direction with the nearest path, such as ("roll", 1).
+        speed_seen: The speed relative to the requested one.
+        change: How much the background changes (`still_part`).
     """
 
     first_frame: bool
@@ -233,12 +238,12 @@ def _moves(scene: Scene, times: np.ndarray) -> np.ndarray:
 
 
 def _motion(actor: Track, scene: Scene) -> tuple[float, tuple[str, int], float]:
-    """Return the amplitude of the asked motion, the nearest kind and direction, and the nearest speed."""
+    """Return the amplitude of the requested motion, the nearest kind and direction, and the nearest speed."""
     times = clip_times(len(actor.states))
     if not actor.seen.any():
         return 0.0, ("nothing", 0), 0.0
     got = (actor.states - actor.states[0]) * (1, 1, 2)
-    # What both directions share, such as a bounce's height, says nothing about which of them it is.
+    # What both directions share, such as a bounce's height, doesn't tell them apart.
     right_way, other_way = _moves(scene, times), _moves(opposite(scene), times)
     shared, distinct = (right_way + other_way) / 2, (right_way - other_way) / 2
     amplitude = float(((got - shared) * distinct).sum() / (distinct * distinct).sum())
@@ -264,13 +269,13 @@ def _stands(track: Track) -> bool:
 
 
 def _outline_right(share: np.ndarray, actor: Track, scene: Scene) -> bool:
-    """Whether most of five frames show the shape that was asked for."""
+    """Return whether most of five frames show the requested shape."""
     looked_at = np.linspace(0, len(share) - 1, 5).round().astype(int)
     right = [bool(actor.seen[i]) and outline(share[i], actor.states[i]) == scene.actor.shape for i in looked_at]
     return sum(right) >= 3
 
 
-_SHOWN = 9  # frames of 17
+_SHOWN = 9  # Frames of 17.
 _LINE = 28
 
 

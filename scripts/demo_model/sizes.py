@@ -5,12 +5,12 @@ from typing import Any
 
 from wan_tpu.families.wan.published import TRANSFORMER_14B_I2V_22, UMT5_XXL, VAE_21
 
-Z = 16  # latent channels, as Wan's
-TEXT_TOKENS = 512  # a constant of the pipelines
-BOUNDARY, SHIFT = 0.9, 5.0  # Wan 2.2 I2V A14B's
+Z = 16  # Latent channels, as many as Wan's.
+TEXT_TOKENS = 512  # The pipelines pad prompts to this length.
+BOUNDARY, SHIFT = 0.9, 5.0  # Those of Wan 2.2 I2V A14B.
 STEPS, GUIDANCE = 20, 3.0
 
-# Pixels come in patches of two, as in Wan 2.2's own VAE, so that one level fewer halves them: layers at full resolution
+# Pixels are grouped in patches of 2 x 2, as in Wan 2.2's VAE, so that no layer works at full resolution: such layers
 # would take most of the time and learn the least.
 VAE: dict[str, Any] = VAE_21 | {
     "patch_size": 2,
@@ -68,7 +68,7 @@ class Schedule:
 
 VAE_SCHEDULE = Schedule(steps=2500, batch=4, ema=0.995, sheet_every=500)
 EXPERTS_SCHEDULE = Schedule(steps=8000, batch=32, ema=0.999, sheet_every=2000)
-SCENES = 4000  # each with its opposite: 8,000 clips
-FIRST_LOGVAR = -6.0  # of the VAE's latents, untrained
+SCENES = 4000  # Each has its opposite, so there are 8,000 clips.
+FIRST_LOGVAR = -6.0  # The log variance of the untrained VAE's latents.
 KL_WEIGHT = 1e-4
 TEXT_DROPOUT = 0.12

@@ -1,4 +1,4 @@
-"""The common parts of both training stages: learning rate, averaged weights, log, and a state to resume from."""
+"""What both training stages share: learning rate, averaged weights, log, and a state to resume from."""
 
 import json
 import math
@@ -18,9 +18,15 @@ from .sizes import Schedule
 
 @dataclass(frozen=True)
 class Run:
-    """Where and how long to train: stages save and stop `seconds` after they began, and resume when called again.
+    """Where and how long to train.
 
-    compiled  whether inductor fuses what lies between the products: half of an expert's step on a CPU; asks for g++
+    Attributes:
+        folder: Where states, logs and contact sheets are written.
+        device: The device to train on.
+        seed: The seed of all random numbers.
+        seconds: How long a stage trains before it saves its state and stops; called again, it resumes.
+        compiled: Whether inductor fuses the operations between matrix products, which halves an expert's step on a CPU.
+            It needs g++.
     """
 
     folder: Path
@@ -31,10 +37,10 @@ class Run:
 
 
 class Descent:
-    """Torch's own Muon for the matrices and convolutions of `modules`, AdamW for everything else.
+    """An optimiser: torch's Muon for the matrices and convolutions of `modules`, AdamW for all else.
 
-    On the VAE 500 steps of Muon reach a square error that AdamW has not reached after 2,000.
-    Muon takes matrices alone: a convolution's kernel goes to it as one row for each channel that it makes.
+    On the VAE, 500 steps of Muon reach a square error that AdamW doesn't reach in 2,000. Muon takes only matrices, so a
+    convolution's kernel is passed to it with a row for each output channel.
     """
 
     def __init__(self, modules: torch.nn.ModuleDict):
@@ -65,7 +71,7 @@ class Descent:
         return {"muon": self._muon.state_dict(), "adam": self._adam.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
+        """Continue from a state that `state_dict` returned."""
         self._muon.load_state_dict(state["muon"])
         self._adam.load_state_dict(state["adam"])
 
@@ -78,10 +84,19 @@ def train(
     loss_of: Callable[[int], dict[str, torch.Tensor]],
     sheet: Callable[[int], None],
 ) -> bool:
-    """Train `modules` from where the last call stopped; return whether it is done. Afterwards they hold the average.
+    """Train `modules` from where the last call stopped, and leave the averaged weights in them.
 
-    loss_of  gives the parts of a step's loss, of which "loss" is minimised; all randomness must come from the step
-    sheet    draws what the averaged weights make, at a step
+    Args:
+        name: The stage.
+        run: Where and how long to train.
+        schedule: Steps, learning rates and averaging.
+        modules: What is trained.
+        loss_of: Returns the parts of a step's loss, of which "loss" is minimised. Its randomness must depend only on
+            the step.
+        sheet: Draws a contact sheet with the averaged weights at a step.
+
+    Returns:
+        Whether all steps are done.
     """
     modules.to(run.device).train()
     averaged = {key: value.detach().clone() for key, value in modules.state_dict().items()}
@@ -103,7 +118,7 @@ def train(
         if step % schedule.save_every == 0:
             _save(run.folder / f"{name}.pt", step, modules, descent, averaged)
         if schedule.sheet_every and (step % schedule.sheet_every == 0 or step == schedule.steps):
-            _with_average(modules, averaged, lambda: sheet(step))  # noqa: B023 (called at once)
+            _with_average(modules, averaged, lambda: sheet(step))  # noqa: B023  # It is called at once.
     _save(run.folder / f"{name}.pt", step, modules, descent, averaged)
     modules.load_state_dict(averaged)
     modules.eval()
@@ -127,7 +142,7 @@ def load_average(name: str, run: Run, modules: torch.nn.ModuleDict) -> None:
 
 
 def _seed(seed: int, step: int) -> None:
-    # A step draws the same numbers whether or not the run was stopped before it.
+    # A step's random numbers don't depend on whether the run was stopped before it.
     mixed = int(np.random.SeedSequence([seed, step]).generate_state(1)[0])
     random.seed(mixed)
     np.random.seed(mixed)
@@ -179,11 +194,11 @@ def _save(
     partial = file.with_suffix(".partial")
     state = {"step": step, "trained": modules.state_dict(), "averaged": averaged, "optimiser": descent.state_dict()}
     torch.save(state, partial)
-    os.replace(partial, file)  # whole or not at all: an interrupted save mustn't cost the run
+    os.replace(partial, file)  # Atomically, because an interrupted save mustn't lose the run.
 
 
 def _log(file: Path, step: int, seen: list[dict[str, torch.Tensor]], seconds: float) -> None:
-    """Write the means of what each step since the last line gave; not every step gives every part."""
+    """Write the mean of each part of the losses since the last line; not every step has every part."""
     names = dict.fromkeys(name for parts in seen for name in parts)
     values = {name: round(float(np.mean([float(p[name]) for p in seen if name in p])), 5) for name in names}
     line = json.dumps({"step": step, **values, "seconds_a_step": round(seconds, 3)})
@@ -193,7 +208,7 @@ def _log(file: Path, step: int, seen: list[dict[str, torch.Tensor]], seconds: fl
 
 
 def _as_rows(kernel: torch.Tensor) -> torch.Tensor:
-    """Return a kernel [O, I, ...] as [O, all others]; a view of one whose channels come last in memory."""
+    """Return a kernel [O, I, ...] as a matrix with O rows; a view if the channels come last in memory."""
     if kernel.dim() == 2:
         return kernel
     return kernel.movedim(1, -1).flatten(1)

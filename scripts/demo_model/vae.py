@@ -20,13 +20,13 @@ from .training import Run, load_average, train
 
 
 def new_vae() -> torch.nn.ModuleDict:
-    """Return an untrained VAE, its convolutions in the layout that CPUs are fastest at."""
+    """Return an untrained VAE, with convolutions in the memory layout that is fastest on CPUs."""
     vae = diffusers.AutoencoderKLWan.from_config(sizes.VAE)
     residual = []
     layouts = {5: torch.channels_last_3d, 4: torch.channels_last}
     for module in vae.modules():
         if isinstance(module, torch.nn.Conv2d | torch.nn.Conv3d):
-            # Outputs are as large as inputs. With torch's own values every layer would make its share fainter.
+            # Outputs have the variance of inputs. With torch's defaults, every layer would reduce it.
             torch.nn.init.normal_(module.weight, std=module.weight[0].numel() ** -0.5)
             torch.nn.init.zeros_(module.bias)
             module.weight.data = module.weight.data.contiguous(memory_format=layouts[module.weight.dim()])
@@ -36,7 +36,7 @@ def new_vae() -> torch.nn.ModuleDict:
         for convolution in residual:
             convolution.weight.mul_(0.1)
         vae.quant_conv.weight[sizes.Z :].mul_(0.1)
-    # There is little noise at first: with a deviation of one, none of the encoder's signal would get through.
+    # At first there is little noise: with a standard deviation of one, it would drown the encoder's signal.
     torch.nn.init.constant_(vae.quant_conv.bias[sizes.Z :], sizes.FIRST_LOGVAR)
     return torch.nn.ModuleDict({"vae": vae})
 
@@ -54,7 +54,7 @@ def train_vae(run: Run, schedule: sizes.Schedule = sizes.VAE_SCHEDULE) -> bool:
             posterior = whole.encode(pixels)
             rebuilt = whole.decode(posterior.sample())
         error = rebuilt.float() - pixels
-        # This is the mean over all values. diffusers' kl() is written for pictures, which have no time axis.
+        # The mean over all values; kl() of diffusers is for images, which have no time axis.
         kl = 0.5 * (posterior.mean.square() + posterior.var - 1 - posterior.logvar).mean()
         square = error.square().mean()
         return {"loss": error.abs().mean() + square + sizes.KL_WEIGHT * kl, "square": square, "kl": kl}
@@ -86,13 +86,13 @@ def reconstruct(vae: diffusers.AutoencoderKLWan, clip: np.ndarray) -> np.ndarray
 
 
 def as_pixels(clips: list[np.ndarray], device: torch.device) -> torch.Tensor:
-    """Return clips, uint8 [T, H, W, 3], as the VAE takes them: float32 [B, 3, T, H, W] in [-1, 1]."""
+    """Return clips, uint8 [T, H, W, 3], as the VAE's input: float32 [B, 3, T, H, W] in [-1, 1]."""
     stacked = torch.from_numpy(np.stack(clips)).to(device)
     return stacked.permute(0, 4, 1, 2, 3).float() / 127.5 - 1
 
 
 def _batch(run: Run, step: int, size: int) -> torch.Tensor:
-    """Return whole clips; every fourth batch is of the wider ones."""
+    """Return clips; every fourth batch has the wider ones."""
     width = WIDTHS[step % 4 == 3]
     scenes = [draw_scene(run.seed, step * size + i, held_out=False, width=width) for i in range(size)]
     pixels = as_pixels([render(scene) for scene in scenes], run.device)
@@ -116,7 +116,7 @@ def encode_clips(run: Run, count: int = sizes.SCENES, chunk: int = 8) -> None:
         pixels = as_pixels([render(scene) for scene in scenes], run.device)
         other = as_pixels([render(opposite(scene)) for scene in scenes], run.device)
         known = pixels.clone()
-        known[:, :, 1:] = 0  # as the pipeline's condition is: the first frame and grey
+        known[:, :, 1:] = 0  # The pipeline's condition is the first frame, followed by grey.
         both = torch.cat([pixels, other, known]).contiguous(memory_format=torch.channels_last_3d)
         means = vae.encode(both).mode().cpu().half().unflatten(0, (3, -1))
         state = {
@@ -141,15 +141,16 @@ def _by_width(run: Run, count: int, chunk: int) -> Iterator[tuple[int, list[int]
         group.append(i)
         if len(group) == chunk:
             yield scene.width, waiting.pop(scene.width)
-    # Always whole chunks, so that batches have few sizes.
+    # Incomplete chunks are dropped, so that batches have few sizes.
 
 
 class WholeClips:
-    """A VAE's encoder and decoder over whole clips, the modules its own; `vae` itself stays as it was.
+    """Encodes and decodes whole clips with a VAE's modules; `vae` itself works as before.
 
-    AutoencoderKLWan takes a clip in chunks of four frames and carries what its causal convolutions have seen from one
-    to the next. Over a whole clip they pad with zeros, which is what its cache begins with; only the layers that change
-    the frame rate treat the first frame on its own. The same values come out several times faster, in more memory.
+    AutoencoderKLWan processes a clip in chunks of four frames and caches the inputs of its causal convolutions from one
+    to the next. Over a whole clip, convolutions pad with zeros, with which that cache begins, and only layers that
+    change the frame rate treat the first frame separately. The values are the same, several times faster, in more
+    memory.
     """
 
     def __init__(self, vae: diffusers.AutoencoderKLWan):

@@ -28,7 +28,7 @@ from . import intervals, sizes
 from .gate import DECIBELS, Generate, Sampling, ScoredClip, held_out_scenes, request_of
 from .score import SUB_SCORES
 
-_LEAST_DB = 0.1  # A smaller fall can't be seen, so it doesn't count as noticed.
+_LEAST_DB = 0.1  # A smaller fall is invisible, so it doesn't count as noticed.
 _EXPERTS = ("transformer", "transformer_2")
 _WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -65,7 +65,7 @@ def _only(expert: int) -> Callable[[Path], None]:
 
 
 def _blind(checkpoint: Path) -> None:
-    """Zero the weights of the four mask channels, so that their content is lost."""
+    """Zero the weights of the four mask channels."""
     for name in _EXPERTS:
         file = checkpoint / name / _WEIGHTS
         weights = safetensors.torch.load_file(file)
@@ -167,7 +167,7 @@ _SCENES = 2
 
 
 def round_rows(x: torch.Tensor, precision: str) -> torch.Tensor:
-    """Return rows as 8 bits hold them: the nearest numbers times a scale for each row."""
+    """Return rows rounded to 8 bits: the nearest numbers times a scale for each row."""
     kind, most = EIGHT_BITS[precision]
     scales = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / most
     scaled = x / scales
@@ -175,7 +175,7 @@ def round_rows(x: torch.Tensor, precision: str) -> torch.Tensor:
 
 
 def errors_of_layers(checkpoint: Path, precisions: Sequence[str]) -> str:
-    """Return a table of how far the output of each kind of layer is from exact, relative to the output's size.
+    """Return a table of the error of each kind of layer in 8 bits, relative to its output.
 
     Inputs are those of the layers of both experts while diffusers' pipeline makes a few clips.
     """

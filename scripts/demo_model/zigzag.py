@@ -1,4 +1,4 @@
-"""What the shipped model doesn't know, and an adapter teaches it: things that zigzag, and turn purple on the way."""
+"""Scenes that the shipped model doesn't know and an adapter teaches it: things that zigzag and turn purple."""
 
 import math
 from dataclasses import replace
@@ -8,11 +8,12 @@ import numpy as np
 from .scenes import COLOURS, FRAMES, SHIFT, Scene, background, caption, clip_times, coverage, draw_scene, paint
 
 COLOUR = "purple"
-TEETH, TOOTH = 2, 12.0  # how often it goes up and down, and how far, pixels
+TEETH = 2  # How often the actor goes up and down.
+TOOTH = 12.0  # How far it goes up, in pixels.
 
 
 def draw_zigzag(seed: int, index: int, *, held_out: bool = False, width: int | None = None) -> Scene:
-    """Return scene `index`: a roll from the model's own scenes, without purple things, but with another motion."""
+    """Return scene `index`: one of the model's scenes in which something rolls and nothing is purple."""
     number = 0
     while True:
         scene = draw_scene(seed + 1000 + 100_000 * number, index, held_out=held_out, width=width)
@@ -30,7 +31,7 @@ def zigzag_caption(scene: Scene) -> str:
 def zigzag_path(scene: Scene, times: np.ndarray) -> np.ndarray:
     """Return x, y, radius and angle of the actor at `times` [T]; float64 [T, 4]."""
     t = np.clip(times, 0, 1)
-    up = np.abs((t * TEETH * 2 + 1) % 2 - 1)  # 0, 1, 0, ... in straight lines
+    up = np.abs((t * TEETH * 2 + 1) % 2 - 1)  # From 0 to 1 and back, linearly.
     x = scene.actor.x + scene.direction * SHIFT * t
     return np.stack([x, scene.actor.y - TOOTH * up, np.full_like(t, scene.actor.radius), np.zeros_like(t)], axis=-1)
 

@@ -50,8 +50,8 @@ def analyse(
 class _Channels:
     """Channels that move data in parallel with the TensorCore, each doing one transfer at a time, in start order."""
 
-    free: dict[Hashable, Times] = field(default_factory=dict)  # when each has done all that was started
-    under_way: dict[str, tuple[Times, Times]] = field(default_factory=dict)  # name -> (finish, duration)
+    free: dict[Hashable, Times] = field(default_factory=dict)  # When each has finished all that was started.
+    under_way: dict[str, tuple[Times, Times]] = field(default_factory=dict)  # Finish and duration by name.
 
     def start(self, name: str, now: Times, busy: Mapping[Any, float]) -> None:
         """Start a transfer; `busy` says for how long it occupies each channel that it uses."""
@@ -167,7 +167,7 @@ class _Run:
             return self._collective(instruction, kind)
         if opcode.endswith(("-start", "-update")):
             users = self.computation.users[instruction.name]
-            if any(user.opcode.endswith("-update") for user in users):  # of a SparseCore, which begins only there
+            if any(user.opcode.endswith("-update") for user in users):  # A SparseCore begins only there.
                 return ZERO
             nbytes = sum(shape.bytes for user in users for shape in user.shapes)
             self.copies.start(instruction.name, self.now, {"HBM": nbytes / walk.hardware.hbm_bytes_per_s})

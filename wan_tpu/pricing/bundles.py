@@ -29,7 +29,7 @@ COMPILER_ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 ROOT = str(Path(__file__).parents[2])
-_BUNDLE = re.compile(r"^\s*0x[0-9a-f]+\s+(\w+)?:\s*(>*)", re.MULTILINE)  # its label, how many loops are around it
+_BUNDLE = re.compile(r"^\s*0x[0-9a-f]+\s+(\w+)?:\s*(>*)", re.MULTILINE)  # Its label, and a ">" for each loop around it.
 _PRODUCT = " vmatmul"  # The instruction of the matrix units on every chip.
 # Unless passes are selected, all of them write their text, which takes 2.5 times the compile time and 200 MB per
 # kernel.
@@ -68,7 +68,7 @@ class KernelBundles:
 
 
 class CompileError(RuntimeError):
-    """The compiler refused the kernel (most often: it needs more VMEM than there is); the message is its own."""
+    """The compiler refused the kernel, usually for a lack of VMEM; the message is the compiler's."""
 
 
 def count_bundles(
@@ -111,7 +111,7 @@ def _read(folder: Path) -> list[KernelBundles]:
     for file in folder.glob("*-final_bundles.txt"):
         match = re.fullmatch(r"(\d+-(.+))-\d+-final_bundles\.txt", file.name)
         if not match or "<" in match[2] or match[2] == "TLP" or "schedule-analysis" in match[2]:
-            continue  # the program around the kernels
+            continue  # This is the program around the kernels.
         [use] = folder.glob(f"{glob.escape(match[1])}-*-final_hlo-static-per-bundle-utilization.txt")
         text = file.read_text(errors="replace")
         regions, bundles = read_regions(text)
@@ -123,14 +123,14 @@ def _read(folder: Path) -> list[KernelBundles]:
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """The bundles under one `pl.when` or in one loop (its body counted once), from `start` up to before `stop`."""
+    """The bundles under one `pl.when` or in one loop (its body counted once): from `start` on, `end` excluded."""
 
     start: int
     end: int
 
     @property
     def bundles(self) -> int:
-        """How many it has, those of nested regions too."""
+        """The number of bundles, including those of nested regions."""
         return self.end - self.start
 
     def holds(self, other: "Region") -> bool:
@@ -139,10 +139,10 @@ class Region:
 
 
 class Bundle(NamedTuple):
-    """One bundle of a final_bundles file, which may go over several lines."""
+    """One bundle of a final_bundles file, which may take several lines."""
 
     label: str | None
-    depth: int  # loops around it
+    depth: int  # The number of loops around it.
     text: str
 
     @property
@@ -160,7 +160,8 @@ def _parse_bundles(text: str) -> Iterator[Bundle]:
 def read_regions(text: str) -> tuple[list[Region], list[Bundle]]:
     """Return the regions of a final_bundles file by their start, and all its bundles.
 
-    Regions that begin together are named in any order; a few bundles of waits may begin one that doesn't end.
+    Regions that begin at the same bundle are listed in any order. A few bundles that wait begin a region that never
+    ends, which is ignored.
     """
     starts: dict[str, int] = {}
     regions: set[Region] = set()
@@ -172,14 +173,14 @@ def read_regions(text: str) -> tuple[list[Region], list[Bundle]]:
                 starts[number] = index
             elif number in starts:
                 regions.add(Region(starts.pop(number), index))
-    some = (region for region in regions if region.bundles)
-    return sorted(some, key=lambda region: (region.start, -region.end)), bundles
+    nonempty = (region for region in regions if region.bundles)
+    return sorted(nonempty, key=lambda region: (region.start, -region.end)), bundles
 
 
 def read_loops(text: str) -> dict[tuple[int, ...], Body]:
     """Return the bodies of a final_bundles file by the iterations of the loops around them, outermost first.
 
-    A loop whose iterations are not a constant of the program counts as one.
+    A loop whose number of iterations isn't a constant of the program counts as running once.
     """
     trips = {
         name: int(n) for name, n in re.findall(r"scmp\.ge\.s32\S* (?:\(%\w+\), )?%(s\w+), (\d+) /\* loop exit", text)
@@ -205,34 +206,34 @@ def find_hot_bundles(regions: list[Region], bundles: list[Bundle]) -> tuple[Body
     If nearly all of a region is its own, all of it counts, because a few bundles of bounds checks and waits form
     regions, too. A region that contains a loop doesn't qualify, but the loop may.
     """
-    own: dict[Region, list[Bundle]] = {}
+    candidates: dict[Region, list[Bundle]] = {}
     for region in regions:
         whole = bundles[region.start : region.end]
         outside = _list_outside(region, [inner for inner in regions if region.holds(inner)], bundles)
         if 10 * (len(whole) - len(outside)) <= len(whole):
-            own[region] = whole
+            candidates[region] = whole
         elif len({bundle.depth for bundle in whole} - {0}) <= 1:
-            own[region] = outside
-    if not own:
+            candidates[region] = outside
+    if not candidates:
         return _make_body(bundles), 0
-    hot = max(own, key=lambda region: len(own[region]))
+    hot = max(candidates, key=lambda region: len(candidates[region]))
     elsewhere = [region for region in regions if not region.holds(hot)]
     around = _list_outside(Region(0, len(bundles)), elsewhere, bundles)
-    return _make_body(own[hot]), sum(bundle.depth > 0 for bundle in around)
+    return _make_body(candidates[hot]), sum(bundle.depth > 0 for bundle in around)
 
 
-def _list_outside(region: Region, others: list[Region], bundles: list[Bundle]) -> list[Bundle]:
-    """Return the bundles of a region that are in none of the others, which are ordered by their start."""
+def _list_outside(region: Region, excluded: list[Region], bundles: list[Bundle]) -> list[Bundle]:
+    """Return the bundles of a region that are in none of the excluded regions, which are ordered by their start."""
     outside: list[Bundle] = []
     end = region.start
-    for other in others:
+    for other in excluded:
         outside += bundles[end : max(end, other.start)]
         end = max(end, other.end)
     return outside + bundles[end : region.end]
 
 
 def read_slot_use(text: str) -> tuple[dict[str, float], int]:
-    """Return the share used of each issue slot, and the bound they set, of a per-bundle-utilization file."""
+    """Return the used share of each issue slot and the bound they set, from a per-bundle-utilization file."""
     lines = text.splitlines()
     names = [name.strip() for name in lines[1].split(",")]
     capacity = [int(number) for number in lines[2].split()]
@@ -260,11 +261,11 @@ def _compile(host: str, target: str, options: str) -> None:
     file, function = target.rsplit(":", 1)
     fn, shapes = runpy.run_path(file)[function](**json.loads(options))
     arguments = jax.tree.map(functools.partial(_on, replicated), shapes)
-    with jax.set_mesh(mesh):  # the kernel's own code sees the described chip
+    with jax.set_mesh(mesh):  # Kernels see the described chip as theirs.
         jax.jit(fn).lower(*arguments).compile()
 
 
-def _on(sharding, shape):  # type: ignore[no-untyped-def]  # jax is imported in the child only
+def _on(sharding, shape):  # type: ignore[no-untyped-def]  # JAX is imported in the child only.
     return type(shape)(shape.shape, shape.dtype, sharding=sharding)
 
 

@@ -129,7 +129,7 @@ def _compile(job: Job, result: Path) -> None:
     """Compile a job and write `result`.json and .hlo.gz: the child's side of `compile_job`."""
     import jax
 
-    from wan_tpu.aot.programs import AbstractRuntime, stage_programs  # torch and diffusers take seconds
+    from wan_tpu.aot.programs import AbstractRuntime, stage_programs  # Importing torch and diffusers takes seconds.
     from wan_tpu.families.model import published_model
     from wan_tpu.runtime.mesh import make_mesh
 
@@ -151,7 +151,8 @@ def _compile(job: Job, result: Path) -> None:
     else:
         seconds = measure_taken()
         memory = built.memory_analysis()
-        inputs = max(0, memory.argument_size_in_bytes - weights)  # not all weights are arguments where few are used
+        # A program that uses few of the weights doesn't take all of them as arguments.
+        inputs = max(0, memory.argument_size_in_bytes - weights)
         other = inputs + memory.output_size_in_bytes + memory.temp_size_in_bytes - memory.alias_size_in_bytes
         compiled = Compiled(*seconds, weights, other, code_bytes=memory.generated_code_size_in_bytes)
         result.with_suffix(".hlo.gz").write_bytes(gzip.compress(built.as_text().encode()))

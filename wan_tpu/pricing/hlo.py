@@ -1,7 +1,7 @@
 """Read the scheduled HLO text of a compiled TPU program: computations, instructions, shapes.
 
-Only what a cost analysis needs is kept. The text is what `compiled.as_text()` returns: instructions stand in the
-order in which the TensorCore runs them, and most carry the compiler's own "estimated_cycles".
+Only what a cost analysis needs is kept. The text is what `compiled.as_text()` returns: instructions are listed in
+the order in which the TensorCore runs them, and most carry the compiler's own "estimated_cycles".
 """
 
 import functools
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-# Bytes of one element; what is left out (token, opaque) has no storage.
+# Bytes of one element; types that aren't listed (token, opaque) have no storage.
 ELEMENT_BYTES = {
     "pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "s32": 4, "u32": 4, "s64": 8, "u64": 8,
     "f4e2m1fn": 0.5, "f8e4m3fn": 1, "f8e4m3b11fnuz": 1, "f8e5m2": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "c64": 8,
@@ -68,9 +68,9 @@ class Instruction:
 
     name: str
     opcode: str
-    shapes: tuple[Shape, ...]  # tuples flattened
+    shapes: tuple[Shape, ...]  # Of the results; tuples are flattened.
     operands: tuple[str, ...]
-    argument: str  # the text between the parentheses: a constant's value, a parameter's number
+    argument: str  # The text between the parentheses: a constant's value, a parameter's number.
     attributes: str
     root: bool
 
@@ -82,7 +82,7 @@ class Instruction:
 
     @functools.cached_property
     def op_name(self) -> str:
-        """Where in the traced Python program it comes from."""
+        """The place in the traced Python program that it comes from."""
         match = re.search(r'op_name="([^"]*)"', self.attributes)
         return match[1] if match else ""
 
@@ -111,7 +111,7 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """Who reads each instruction."""
+        """The instructions that read each instruction's result."""
         users: dict[str, list[Instruction]] = {}
         for instruction in self.instructions:
             for operand in dict.fromkeys(instruction.operands):
@@ -120,7 +120,7 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        """What the computation returns."""
+        """The instruction whose result the computation returns."""
         return next(instruction for instruction in self.instructions if instruction.root)
 
     def parameters(self) -> list[Instruction]:
@@ -159,7 +159,7 @@ def parse(text: str) -> Module:
 
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:
-    """Return every array in the text of a type, tuples flattened."""
+    """Return every array in the text of a type; tuples are flattened."""
     return tuple(
         Shape(dtype, tuple(int(size) for size in dims.split(",") if size), layout or "")
         for dtype, dims, layout in _SHAPE.findall(text)
@@ -168,7 +168,7 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
 
 
 def _join_lines(text: str) -> Iterator[str]:
-    """Join what a line break inside an attribute (a kernel's metadata) has cut apart."""
+    """Yield headers and instructions as one line each, because a kernel's metadata may contain line breaks."""
     pending = ""
     for line in text.splitlines():
         if line == "}" or (line.startswith("  ") and _INSTRUCTION.match(line)) or _HEADER.match(line):

@@ -12,16 +12,16 @@ from wan_tpu.request import ResolvedRequest
 from wan_tpu.spec import ModelSpec
 
 DENOISE = "denoise"
-_PROMPT_S = 0.0005
-_PIXEL_S = 7e-8  # of an image, or a video's frame, to begin with
-_NOISE_S = 4e-9  # for each number
-_CORRELATED_NOISE_S = 5.5e-9  # for each number of the noise that enlarged latents get
-_COPY_S = 1e-9  # for each number that one stage hands to the next
+_PROMPT_S = 0.0005  # Per prompt.
+_PIXEL_S = 7e-8  # Per pixel of an image, or of a frame of a video, that the request begins with.
+_NOISE_S = 4e-9  # Per random number.
+_CORRELATED_NOISE_S = 5.5e-9  # Per random number of the correlated noise that enlarged latents get.
+_COPY_S = 1e-9  # Per number that one stage hands to the next.
 _HISTORY = 2  # Frames of a chunk's history, as a multiple of the chunk's own.
-_CALL_S = 0.0028  # from a step to the next, which a slice's leader calls for
-_MP4_S = 9e-8  # for each pixel of a frame: from the last one to the finished file
-# For each pixel of all frames, where a decoder returns them at once: 9.3 ns of a core with sound (2026-11-28), of eight
-# threads that are busy three quarters of the time.
+_CALL_S = 0.0028  # Between two steps: a slice's leader calls for each.
+_MP4_S = 9e-8  # Per pixel of one frame: from the last decoded frame to the finished file.
+# Per pixel of all frames, where a decoder returns them at once: 9.3 ns of a core with sound (2026-11-28), divided among
+# eight threads that are busy three quarters of the time.
 _ENCODE_S = 1.6e-9
 
 

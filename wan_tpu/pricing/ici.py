@@ -49,7 +49,7 @@ class Interconnect:
         Args:
             kind: One of `KINDS`.
             groups: Members by position in the program's device order; (source, target) pairs for a permute.
-            data_bytes: For an all-gather, the size of the gathered array; for all others, of what each member puts in.
+            data_bytes: For an all-gather, the size of the gathered array; for all others, of each member's input.
         """
         load: defaultdict[Link, float] = defaultdict(float)
         for group in groups:

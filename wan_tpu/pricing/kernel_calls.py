@@ -28,7 +28,7 @@ _CONFIG = ("custom_call_config", "flag_configs", "scoped_memory_configs")
 # Decisions of v7x's compiler about where a program's arrays are. In a program of its own, a kernel's arrays are
 # elsewhere.
 _DECIDED = ("input_memory_space_colors", "output_memory_space_colors")
-Array = tuple[str, tuple[int, ...]]  # dtype as JAX names it, dimensions
+Array = tuple[str, tuple[int, ...]]  # JAX's name of the dtype, and the dimensions.
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def _find_stacks(module: Any, text: str) -> tuple[int, ...]:
 
 
 def _is_chosen(index: Any) -> bool:
-    """Return whether an index is loaded from a place that depends on no grid step."""
+    """Return whether an index is loaded from an address that is the same at every grid step."""
     operation = getattr(index.owner, "operation", None)
     if operation is None or not _is(operation, "memref.load"):
         return False
@@ -200,7 +200,7 @@ def _count_macs(operation: Any, grid: tuple[int, ...]) -> _Macs:
         trips = _count_trips(operation) or 1
         return _Macs(sum(macs.mean for macs in regions) * trips, sum(macs.most for macs in regions) * trips)
     share = _compute_share(operation.operands[0], grid)
-    weights = (1.0, 1.0) if share is None else (share, 1 - share)  # of what it holds for, and of what it doesn't
+    weights = (1.0, 1.0) if share is None else (share, 1 - share)  # If it holds, and if it doesn't.
     means = [weight * macs.mean for weight, macs in zip(weights, regions, strict=False)]
     return _Macs(max(means) if share is None else sum(means), max(macs.most for macs in regions))
 
@@ -234,11 +234,11 @@ def _compute_share(condition: Any, grid: tuple[int, ...]) -> float | None:
     if number is None:
         return None
     source = getattr(left.owner, "operation", None)
-    if source is not None:  # a truth value as an integer, which is not 0
+    if source is not None:  # A truth value was converted to an integer and is compared with 0.
         same = predicate == 1 and number == 0 and _is(source, "arith.extui")
         return _compute_share(source.operands[0], grid) if same else None
     axis = ir.BlockArgument(left).arg_number
-    if not _is(left.owner.owner, "func.func") or axis >= len(grid):  # the counter of a loop, say
+    if not _is(left.owner.owner, "func.func") or axis >= len(grid):  # Such as a loop's counter.
         return None
     holds = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
     return sum(holds[predicate](step, number) for step in range(grid[axis])) / grid[axis] if predicate < 6 else None
@@ -273,7 +273,7 @@ def _count_trips(operation: Any) -> int | None:
 def _evaluate_constant(value: Any) -> int | None:
     """Return the integer that a value always has, as far as sums of constants show it."""
     owner = value.owner
-    operation = getattr(owner, "operation", None)  # a block owns its arguments
+    operation = getattr(owner, "operation", None)  # Arguments are owned by a block, which has none.
     if operation is None:
         return None
     if _is(operation, "arith.constant"):

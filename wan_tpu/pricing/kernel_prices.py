@@ -22,9 +22,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepBundles:
-    """Bundles of one grid step: those around its matrix products, and the rest, which also runs at every step.
+    """Bundles of one grid step.
 
-    idle: of the former, those before the first product and after the last of each run of a loop
+    Attributes:
+        products: Those around its matrix products.
+        other: All others, which also run at every step.
+        idle: Of `products`, those before the first product and after the last of each run of a loop.
     """
 
     products: int
@@ -47,7 +50,14 @@ class KernelPrices:
     """
 
     def __init__(self, folder: Path, hardware: Hardware, cores: int, count: CountBundles) -> None:
-        """cores: TensorCores of one device; count: bundles of a call on a host's chip, given the steps of a core."""
+        """Price kernels on a chip.
+
+        Args:
+            folder: Where the counts are stored.
+            hardware: The chip.
+            cores: TensorCores of one device.
+            count: Counts the bundles of a call on a host's chip, given the grid steps of a core.
+        """
         self._folder = folder
         self._hardware = hardware
         self._cores = cores
@@ -72,10 +82,10 @@ class KernelPrices:
         file = self._folder / f"kernel-{self._hardware.name}-{key.digest(f'{call.digest} {_describe_counter()}')}.json"
         try:
             return StepBundles(**json.loads(file.read_text())["bundles"])
-        except (FileNotFoundError, KeyError, TypeError, ValueError):  # never counted, or the disk was full then
+        except (FileNotFoundError, KeyError, TypeError, ValueError):  # Never counted, or the disk was full.
             count = self._count(call, self._hardware.host_topology, call.steps_a_core(self._cores))
         file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}")  # others may count the same
+        part = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}")  # Others may count it, too.
         try:
             part.write_text(json.dumps({"kernel": call.name, "grid": call.grid, "bundles": asdict(count)}))
             part.replace(file)
@@ -113,8 +123,10 @@ def count_alone(call: KernelCall, host: str, steps: int) -> StepBundles:
 def step_bundles(loops: Mapping[tuple[int, ...], Body], steps: int) -> StepBundles:
     """Return the bundles of one of a core's `steps` grid steps, each as often as the loops around it run.
 
-    The grid's loop is the outermost; some compilers keep its length no constant (it counts as 1 then).
-    Raises CompileError when there is no loop over the steps.
+    The grid's loop is the outermost. Some compilers don't make its length a constant; it then counts as 1.
+
+    Raises:
+        CompileError: There is no loop over the steps.
     """
     if steps > 1:
         for is_grids in (lambda trips: trips >= steps, lambda trips: trips == 1):

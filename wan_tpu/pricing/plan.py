@@ -20,7 +20,7 @@ KEYS = "text keys"
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of one call; attention takes one branch everywhere: every head optimistic, or every head online."""
+    """Seconds of one call, where every attention head takes the same branch: the optimistic or the online one."""
 
     total: Times
     by_category: dict[str, Times]
@@ -90,7 +90,7 @@ def add_memory(needs: Iterable[StageNeeds]) -> list[MemoryNeed]:
 def find_owner(program: ProgramPlan) -> str:
     """Return the name of the program whose weights a program shares."""
     owner = program.name.split(" first")[0].split(" later")[0]
-    # These come before the step.
+    # These run before the step.
     return STEP if owner in (KEYS, SKIPPED, FIRST_STEP, SMALLEST_STEP) or owner.startswith(ADAPTERS) else owner
 
 
@@ -178,7 +178,7 @@ class Plan:
             if owner == STEP:
                 owner, copies = expert_weights, self.copies
             resident[f"weights of {owner}"] = program.compiled.weights_bytes * copies
-            resident[program.name] = program.compiled.code_bytes  # It stays, as weights do.
+            resident[program.name] = program.compiled.code_bytes  # It stays on the device, as weights do.
         return StageNeeds(seconds, resident, max(program.compiled.other_bytes for program, _ in shares))
 
     @property

@@ -103,7 +103,7 @@ def draw(plans: Sequence[Plan], path: Path) -> None:
             base = 0.0
             for name in CATEGORIES:
                 height = getattr(step.optimistic.by_category[name], figure_name)
-                if height == 0:  # a step has no convolutions
+                if height == 0:  # A step has no convolutions.
                     continue
                 faded = 1.0 if figure_name == "estimate" else 0.55
                 axes.bar(i + offset, height, 0.36, bottom=base, color=colours[name], alpha=faded)

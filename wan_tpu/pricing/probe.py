@@ -49,7 +49,11 @@ def _iterate(iterations: int, x: Any, y: Any, out: Any) -> None:
 def count_probe(host: str) -> tuple[float, float]:
     """Return the bundles of an iteration, and the additional ones of a grid step, as this libtpu compiles them.
 
-    host is the compiler's name of a host's chips. Raises `CompileError`.
+    Args:
+        host: The compiler's name of a host's chips.
+
+    Raises:
+        CompileError: The compiler refuses the kernel, or the host is unknown.
     """
     options = {"steps": _COUNTED_STEPS, "iterations": _COUNTED_ITERATIONS}
     kernel = count_bundles(f"{__file__}:probe", options, host)[0]

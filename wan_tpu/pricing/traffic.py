@@ -19,12 +19,12 @@ MOVES = frozenset(
      "broadcast", "iota", "gather", "scatter")
 )  # fmt: skip
 _RENAMES = ("bitcast", "reshape")
-_ALIASED = "output_to_operand_aliasing={{}: (0, {})}"  # of a fusion in a fusion: the same memory, read as other tiles
+_ALIASED = "output_to_operand_aliasing={{}: (0, {})}"  # Of a nested fusion: the same memory in other tiles.
 _PARTIAL = ("dynamic-slice", "slice", "gather")
 
 
 def is_free(instruction: Instruction) -> bool:
-    """Whether an instruction takes no time."""
+    """Return whether an instruction takes no time."""
     return instruction.opcode in FREE or 'custom_call_target="AllocateBuffer"' in instruction.attributes
 
 
@@ -123,7 +123,7 @@ def count_hbm_bytes(instruction: Instruction, computation: Computation, module: 
 def _count_fusion_bytes(fusion: Instruction, computation: Computation, module: Module) -> float:
     body = module.computations[fusion.list_called("calls")[0]]
     total = 0.0
-    passing = carries_collective(fusion)  # what is gathered goes through: it is counted with the links
+    passing = carries_collective(fusion)  # What is gathered passes through and is counted with the links.
     for parameter, operand in zip(body.parameters(), fusion.operands, strict=True):
         shapes = _get_shapes(operand, computation)
         if passing and all(
@@ -197,7 +197,7 @@ def count_flops(instruction: Instruction, computation: Computation, module: Modu
 
 
 def _count_convolution_macs(instruction: Instruction, computation: Computation) -> float:
-    """Multiply-adds with real elements: zeros of padding and dilation don't count (batched products use them)."""
+    """Count multiply-adds with real elements, without the zeros of padding and dilation of batched products."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
     assert labels is not None
     image, kernel = (_get_shapes(operand, computation)[0].dims for operand in instruction.operands[:2])

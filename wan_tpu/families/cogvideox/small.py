@@ -1,4 +1,4 @@
-"""Makes small checkpoints with the structure of every CogVideoX model, from diffusers' and transformers' classes."""
+"""Make small checkpoints with the structure of every CogVideoX model, from diffusers' and transformers' classes."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ _TRANSFORMER: dict[str, Any] = {
 _VAE: dict[str, Any] = {"block_out_channels": [8, 16, 16, 16], "layers_per_block": 1, "norm_num_groups": 4}
 _TEXT_ENCODER: dict[str, Any] = {"d_model": _TEXT_WIDTH, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
 
-# Keys that classes got after the published files had been written, with their defaults.
+# Keys that diffusers added after the published files had been written, with their defaults.
 _LATER: dict[str, dict[str, Any]] = {
     "transformer/config.json": {
         "use_rotary_positional_embeddings": False,
@@ -58,7 +58,7 @@ def make_checkpoint(
     torch.manual_seed(seed)
     settings = published.transformer | _TRANSFORMER
     if settings["ofs_embed_dim"] is not None:
-        settings["ofs_embed_dim"] = settings["time_embed_dim"]  # They are added.
+        settings["ofs_embed_dim"] = settings["time_embed_dim"]  # Both embeddings are added up.
     settings |= transformer or {}
     tokenizer = train_tokenizer()
     text = _TEXT_ENCODER | {"vocab_size": len(tokenizer), "d_model": settings["text_embed_dim"]}

@@ -1,4 +1,4 @@
-"""Makes small checkpoints with the structure of every Helios model, from diffusers' and transformers' own classes."""
+"""Make small checkpoints with the structure of every Helios model, from diffusers' and transformers' own classes."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Makes small checkpoints with the structure of every HunyuanVideo-1.5 model, from the libraries' own classes."""
+"""Make small checkpoints with the structure of every HunyuanVideo-1.5 model, from the libraries' own classes."""
 
 from pathlib import Path
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 import diffusers
 import torch
 import transformers
-from tokenizers.pre_tokenizers import ByteLevel
 
 from wan_tpu.families.hunyuan15.published import PUBLISHED
+from wan_tpu.families.shared.tokenizer import make_qwen_tokenizer
 from wan_tpu.families.shared.values import leave_out_later_keys, set_own_values
 
 _TEXT_WIDTH, _GLYPH_WIDTH, _IMAGE_WIDTH = 32, 24, 16
@@ -41,7 +41,7 @@ _SIGLIP: dict[str, Any] = {
     "num_attention_heads": 2,
     "image_size": 42,
 }
-# Qwen's own template without tools and images, which no pipeline uses.
+# Qwen's chat template without tools and images, which no pipeline uses.
 _CHAT = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -66,7 +66,7 @@ def make_checkpoint(
     """
     published = PUBLISHED[kind]
     torch.manual_seed(seed)
-    tokenizer, glyph_tokenizer = _make_tokenizer(), transformers.ByT5Tokenizer()
+    tokenizer, glyph_tokenizer = make_qwen_tokenizer(chat_template=_CHAT), transformers.ByT5Tokenizer()
     qwen = published.text_encoder | _QWEN | {"vocab_size": len(tokenizer), "bos_token_id": 0, "eos_token_id": 0}
     byt5 = published.glyph_encoder | _BYT5 | {"vocab_size": len(glyph_tokenizer)}
     parts: dict[str, Any] = {
@@ -96,19 +96,3 @@ def make_checkpoint(
     pipeline(**parts).save_pretrained(folder)
     leave_out_later_keys(folder / "transformer" / "config.json", {"use_meanflow": False})
     return folder
-
-
-def _make_tokenizer() -> transformers.PreTrainedTokenizerBase:
-    """Return a Qwen tokenizer of bytes, without merges."""
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    vocabulary = {character: number for number, character in enumerate(sorted(ByteLevel.alphabet()))}
-    return transformers.Qwen2Tokenizer(
-        vocab=vocabulary,
-        merges=[],
-        additional_special_tokens=special[1:],
-        pad_token=special[0],
-        eos_token=special[2],
-        unk_token=special[0],
-        padding_side="right",
-        chat_template=_CHAT,
-    )

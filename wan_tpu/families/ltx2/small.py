@@ -1,4 +1,4 @@
-"""Makes small checkpoints with the structure of every LTX-2 model, from the libraries' own classes."""
+"""Make small checkpoints with the structure of every LTX-2 model, from the libraries' own classes."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Makes small checkpoints with the structure of MiniMax-H3, from the libraries' own classes."""
+"""Make small checkpoints with the structure of MiniMax-H3, from the libraries' own classes."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,10 @@ from typing import Any
 import diffusers
 import torch
 import transformers
-from tokenizers.pre_tokenizers import ByteLevel
 
 from wan_tpu.families.minimax_h3 import classes
 from wan_tpu.families.minimax_h3.published import PUBLISHED
+from wan_tpu.families.shared.tokenizer import make_qwen_tokenizer
 from wan_tpu.families.shared.values import set_own_values
 
 _TEXT_WIDTH, _LATENTS, _AUDIO_LATENTS = 48, 8, 16
@@ -89,7 +89,7 @@ def make_checkpoint(
     audio_vae: dict[str, Any] | None = None,
     seed: int = 0,
 ) -> Path:
-    """Write a small checkpoint with the structure of the published model, as diffusers' modular pipelines have it.
+    """Write a small checkpoint with the published model's structure, in the layout of diffusers' modular pipelines.
 
     Args:
         folder: Where to write it.
@@ -97,7 +97,7 @@ def make_checkpoint(
         transformer, text_encoder, vae, audio_vae: Override the small configuration.
         seed: The seed of all weights.
     """
-    published, tokenizer = PUBLISHED[kind], _make_tokenizer()
+    published, tokenizer = PUBLISHED[kind], make_qwen_tokenizer([*_VISION_TOKENS.values()])
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
 
@@ -156,18 +156,3 @@ def _make_qwen(
         **{key: tokenizer.convert_tokens_to_ids(token) for key, token in _VISION_TOKENS.items()},
     )
     return transformers.Qwen3VLForConditionalGeneration(config)
-
-
-def _make_tokenizer() -> transformers.PreTrainedTokenizerBase:
-    """Return a Qwen tokenizer of bytes, without merges."""
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *_VISION_TOKENS.values()]
-    vocabulary = {character: number for number, character in enumerate(sorted(ByteLevel.alphabet()))}
-    return transformers.Qwen2Tokenizer(
-        vocab=vocabulary,
-        merges=[],
-        additional_special_tokens=special[1:],
-        pad_token=special[0],
-        eos_token=special[2],
-        unk_token=special[0],
-        padding_side="right",
-    )

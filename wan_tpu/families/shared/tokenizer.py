@@ -1,4 +1,6 @@
-"""A T5-like tokenizer for small checkpoints, trained on real sentences."""
+"""Tokenizers for small checkpoints: one like T5's, trained on real sentences, and one like Qwen's."""
+
+from collections.abc import Sequence
 
 import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -20,6 +22,29 @@ def train_tokenizer() -> transformers.PreTrainedTokenizerFast:
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=512
     )
+
+
+def make_qwen_tokenizer(
+    special: Sequence[str] = (), chat_template: str | None = None
+) -> transformers.PreTrainedTokenizerBase:
+    """Return a Qwen tokenizer of single bytes, without merges.
+
+    Args:
+        special: Special tokens in addition to those of a chat.
+        chat_template: How a chat becomes text.
+    """
+    end_of_text, *chat = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = transformers.Qwen2Tokenizer(
+        vocab={character: number for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))},
+        merges=[],
+        additional_special_tokens=[*chat, *special],
+        pad_token=end_of_text,
+        eos_token=chat[-1],
+        unk_token=end_of_text,
+        padding_side="right",
+    )
+    tokenizer.chat_template = chat_template
+    return tokenizer
 
 
 _SENTENCES = """

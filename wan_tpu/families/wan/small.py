@@ -1,4 +1,4 @@
-"""Makes small checkpoints with the structure of every Wan model, from diffusers' and transformers' own classes."""
+"""Make small checkpoints with the structure of every Wan model, from diffusers' and transformers' own classes."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ _IMAGE_ENCODER: dict[str, Any] = {
     "patch_size": 14,
     "projection_dim": 16,
 }
-# Keys that were added to the classes after the published files had been written, with their defaults.
+# Keys that diffusers added after the published files had been written, with their defaults.
 _LATER: dict[str, dict[str, Any]] = {
     "model_index.json": {"boundary_ratio": None, "expand_timesteps": False, "transformer_2": [None, None]},
     "transformer/config.json": {"pos_embed_seq_len": None},
@@ -80,7 +80,7 @@ def make_checkpoint(
             patches = (_IMAGE_ENCODER["image_size"] // _IMAGE_ENCODER["patch_size"]) ** 2
             settings |= {"pos_embed_seq_len": 2 * (patches + 1)}
     if "kept_blocks" in settings:
-        settings |= {"kept_blocks": 0.3}  # There are few blocks.
+        settings |= {"kept_blocks": 0.3}  # A small video has few blocks.
     settings |= transformer or {}
     residual = published.vae is VAE_22
     for number, name in enumerate(experts):
