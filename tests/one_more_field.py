@@ -61,6 +61,18 @@ def in_a_manifest(folder):
     }
 
 
+def list_digests(folder):
+    """Return what the results and snapshots of a request that has only a prompt are stored under."""
+    from actors.batch.manifest import read_manifest
+    from actors.slices.snapshots import name_of
+    from tests.actors.small_spec import SPEC
+
+    path = folder / "one.jsonl"
+    path.write_text('{"prompt": "a cat"}')
+    [entry] = read_manifest(path, SPEC.plan).entries
+    return [entry.digest, name_of("x", entry.load().request, "model")]
+
+
 def over_http(folder):
     """Return the API's description of the field, and its value from a request's body to the plan of the worker."""
     import httpx
@@ -100,4 +112,5 @@ if __name__ == "__main__":
     add_field(Path(sys.argv[1]))
     sys.path.insert(0, str(ROOT))
     reached = {"command line": on_the_command_line(), "manifest": in_a_manifest(Path(sys.argv[1]))}
+    reached["digests"] = list_digests(Path(sys.argv[1]))
     print(json.dumps(reached | {"http": over_http(Path(sys.argv[1]))}))

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.one_more_field import list_digests
+
 
 @pytest.fixture(scope="module")
 def values_by_way(tmp_path_factory):
@@ -22,7 +24,7 @@ def values_by_way(tmp_path_factory):
 
 
 def test_the_command_line_has_an_option_for_it(values_by_way):
-    message = "sharpness is 3; allowed are 0 to 2, nearest 2"
+    message = "sharpness is 3; allowed: 0 to 2, nearest 2"
     assert values_by_way["command line"] == {"value": 1.5, "help": True, "refused": message}
 
 
@@ -41,6 +43,10 @@ def test_a_body_may_have_it_and_the_api_describes_it(values_by_way):
 def test_a_job_keeps_it_and_an_answer_shows_it(values_by_way):
     assert values_by_way["http"]["stored"] == 1.5
     assert values_by_way["http"]["shown"] == [1.5, None]
+
+
+def test_what_is_stored_of_requests_without_it_still_belongs_to_them(values_by_way, tmp_path):
+    assert values_by_way["digests"] == list_digests(tmp_path)
 
 
 def test_the_planned_request_has_it_and_so_has_the_name_of_its_snapshots(values_by_way):

@@ -1,12 +1,58 @@
 """The types, limits and descriptions of the fields of `wan_tpu.request.GenerationRequest`, for people and programs."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from types import NoneType
-from typing import Annotated, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 from annotated_types import Ge, Le, MultipleOf
 from pydantic.fields import FieldInfo
+
+if TYPE_CHECKING:
+    from wan_tpu.request import GenerationRequest
+
+# The fields that every record and digest of a request has.
+_FIRST_FIELDS = frozenset(
+    [
+        "prompt",
+        "negative_prompt",
+        "image",
+        "last_image",
+        "video",
+        "strength",
+        "height",
+        "width",
+        "frames",
+        "fps",
+        "steps",
+        "guidance_scale",
+        "guidance_scale_2",
+        "shift",
+        "seed",
+        "solver",
+        "loras",
+        "sigmas",
+        "switch_step",
+        "cache",
+        "preset",
+    ]
+)
+
+
+def list_values(request: "GenerationRequest") -> dict[str, Any]:
+    """Return a request's values by field, for records and digests.
+
+    A field that a later version added is left out while it has its default. So what an earlier version stored about
+    the same request, such as snapshots and the results of a batch, still belongs to it.
+    """
+    values = {}
+    for field in dataclasses.fields(request):
+        value = getattr(request, field.name)
+        default = field.default.default if isinstance(field.default, FieldInfo) else field.default
+        if field.name in _FIRST_FIELDS or value != default:
+            values[field.name] = value
+    return values
 
 
 def type_of(field: FieldInfo) -> Any:
@@ -44,7 +90,7 @@ def explain_refusal(name: str, field: FieldInfo, value: object) -> str:
         return f"{name} is {value!r}; give {kind} from {lowest} to {highest}"
     nearest = min(max(value, limits[0]), limits[1])
     if nearest != value:
-        return f"{name} is {value:{form}}; allowed are {lowest} to {highest}, nearest {nearest:{form}}"
+        return f"{name} is {value:{form}}; allowed: {lowest} to {highest}, nearest {nearest:{form}}"
     multiple: Any = next(step.multiple_of for step in field.metadata if isinstance(step, MultipleOf))
     nearest = round(value / multiple) * multiple
     return f"{name} is {value}; it must be a multiple of {multiple}, nearest {nearest}"

@@ -29,7 +29,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ArgsKwargs
 
 from wan_tpu.errors import InvalidRequest
-from wan_tpu.fields import explain_refusal, limits_of
+from wan_tpu.fields import explain_refusal, limits_of, list_values
 from wan_tpu.media.image import load_image
 from wan_tpu.media.video_content import VideoContent
 from wan_tpu.requested_adapter import RequestedAdapter, parse_adapters
@@ -107,21 +107,21 @@ def _check_text(text: str, info: ValidationInfo) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        message = f"{info.field_name} {text!r} is no valid Unicode; is the terminal set to UTF-8?"
+        message = f"{info.field_name} {text!r} isn't valid Unicode; is the terminal set to UTF-8?"
         raise InvalidRequest(message, info.field_name) from None
     return text
 
 
 def _check_sigmas(sigmas: object) -> tuple[float, ...]:
     """Return noise levels as a tuple; raises `InvalidRequest`."""
-    form = f"give at most 1000 falling numbers from 1 to {_LEAST_NOISE:f}"
+    form = f"give at most 1000 decreasing numbers from 1 to {_LEAST_NOISE:f}"
     if not isinstance(sigmas, list | tuple | np.ndarray) or not 1 <= len(sigmas) <= MAX_STEPS:
         raise InvalidRequest(f"sigmas is {str(sigmas)[:60]}; {form}", "sigmas")
     values = [sigma.item() if isinstance(sigma, np.generic) else sigma for sigma in sigmas]
     if any(
         isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) for value in values
     ):
-        raise InvalidRequest(f"sigmas has something that is no number; {form}", "sigmas")
+        raise InvalidRequest(f"sigmas has an element that isn't a finite number; {form}", "sigmas")
     for before, sigma in zip([math.nextafter(1, 2), *values], values, strict=False):
         if not _LEAST_NOISE <= sigma < before:
             raise InvalidRequest(f"sigmas has {sigma:g} after {before:g}; {form}", "sigmas")
@@ -132,7 +132,7 @@ def _check_video(video: object) -> str | VideoContent:
     if isinstance(video, VideoContent):
         return video
     if not isinstance(video, str | Path) or not Path(video).is_file():
-        raise InvalidRequest(f"video {str(video)[:200]!r} is not a file; give the path of one", "video")
+        raise InvalidRequest(f"video {str(video)[:200]!r} is not a file; give the path of a video file", "video")
     return str(Path(video).absolute())
 
 
@@ -245,17 +245,12 @@ class GenerationRequest:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values. Images are given by their sizes: pixels stay out of records."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        fields = list_values(self)
         if isinstance(self.video, VideoContent):
             fields["video"] = str(self.video)
         for name in IMAGES:
             if isinstance(image := fields[name], Image.Image):
                 fields[name] = f"{image.info.get('source', 'image')}, {image.width}x{image.height}"
-        # Left out, so that records and digests of models without sound stay as they were before any model had sound.
-        if self.generate_audio is None:
-            del fields["generate_audio"]
-        if not fields.get("hidden_frames"):
-            fields.pop("hidden_frames", None)
         if self.loras is not None:
             fields["loras"] = [dataclasses.asdict(adapter) for adapter in parse_adapters(self.loras)]
         return fields
@@ -336,7 +331,7 @@ def parse_size(text: str) -> tuple[int, int]:
                 f"{second}x{first}",
                 "size",
             )
-        raise InvalidRequest(f"size {text[:40]!r} is no WIDTHxHEIGHT; for example 1280x720, or 720x1280", "size")
+        raise InvalidRequest(f"size {text[:40]!r} isn't WIDTHxHEIGHT; give one such as 1280x720 or 720x1280", "size")
     return int(sides[2]), int(sides[1])
 
 

@@ -7,7 +7,6 @@ another request with the same id doesn't resume from them.
 
 import asyncio
 import contextlib
-import dataclasses
 import hashlib
 import json
 import logging
@@ -24,6 +23,7 @@ from actors.slices.payloads import Payload, pack, unpack
 from actors.slices.references import ObjectStore
 from wan_tpu.data import DenoiseState, dump_value, parse_value
 from wan_tpu.errors import InvalidInput, Unavailable
+from wan_tpu.fields import list_values
 from wan_tpu.identity import identify
 from wan_tpu.request import IMAGES, ResolvedRequest
 from wan_tpu.storage.base import MAX_PART_BYTES, Missing, Storage, StorageError
@@ -50,11 +50,9 @@ def name_of(id: str, request: ResolvedRequest, model: str) -> str:
         request: The request, which determines the states together with the model.
         model: Everything about the model that determines the states, such as checkpoint and dtype.
     """
-    fields = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
+    fields = list_values(request)
     images = [fields.pop(name) for name in IMAGES]
-    del fields["hidden_frames"]  # This field changes the mp4, not the states.
-    if fields["generate_audio"] is None:  # Models without sound keep the names that snapshots had before there was any.
-        del fields["generate_audio"]
+    fields.pop("hidden_frames", None)  # This field changes the mp4, not the states.
     digest = hashlib.sha256(json.dumps([model, fields], sort_keys=True, default=str).encode())
     for image in images:
         if image is not None:
@@ -75,7 +73,7 @@ def _read_version(path: str) -> str | None:
     try:
         source = identify(path)
     except Unavailable as error:
-        log.warning("snapshots are named without the version of %s: %s", path, error)
+        log.warning("the names of snapshots don't include the version of %s, which can't be read: %s", path, error)
         return None
     return None if source is None else source.version
 
@@ -123,7 +121,7 @@ class Snapshots:
         try:
             self._storage.clean(PARTIAL_S)
         except StorageError as error:
-            log.warning("incomplete snapshots stay: %s", error)
+            log.warning("incomplete snapshots can't be deleted: %s", error)
 
     def list_stems(self) -> list[str]:
         """Return the stems (`build_stem`) of all ids that have snapshots."""
@@ -153,7 +151,7 @@ def delete_snapshots(delete: Callable[[str], None], name: str) -> None:
     try:
         delete(name)
     except StorageError as error:
-        log.warning("%s: its snapshots stay: %s", name, error)
+        log.warning("%s: its snapshots can't be deleted: %s", name, error)
 
 
 class Snapshotter:
