@@ -80,7 +80,10 @@ def _check_answers(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
     except (OSError, ValueError, OverflowError) as error:
-        raise ClusterNotFound(f"no Ray cluster answers at {address!r} ({error}); is it up? Give host:port") from None
+        raise ClusterNotFound(
+            f"no Ray cluster answers at {address!r} ({error}); give host:port of its GCS, and "
+            "check that the cluster is up"
+        ) from None
 
 
 def is_loopback(address: str) -> bool:

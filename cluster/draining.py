@@ -29,7 +29,7 @@ def find_drain_s(nodes: Iterable[str], timeout_s: float = ANSWER_S) -> float | N
         drained = ray_private.list_draining_nodes(timeout_s)
     # A time-out, a control store that is gone, or a process that is leaving the cluster: any type may come.
     except Exception as error:
-        log.debug("it isn't known which nodes are drained: %s: %s", type(error).__name__, error)
+        log.debug("the list of draining nodes can't be read: %s: %s", type(error).__name__, error)
         return None
     deadlines = [drained[node] for node in nodes if node in drained]
     if not deadlines:

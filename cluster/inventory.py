@@ -75,8 +75,8 @@ def explain_wrong_ids(spec: SliceSpec, hosts: Iterable[LiveHost]) -> str:
     """Return the message for a slice whose hosts don't have the worker ids 0 to n - 1, one each."""
     labels = ", ".join(f"{host.worker_id} on node {host.node_id[:8]} at {host.ip}" for host in hosts)
     return (
-        f"its hosts need the labels {WORKER_ID} 0 to {spec.hosts - 1}, one each, and have {labels}; start Ray there "
-        "without that label, which Ray then takes from the machine, or give each its own number"
+        f"its hosts need the labels {WORKER_ID} 0 to {spec.hosts - 1}, one each, but have {labels}; start Ray there "
+        "without that label, so that Ray reads it from the machine, or give each host its own number"
     )
 
 

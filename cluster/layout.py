@@ -57,7 +57,7 @@ class Replicas:
 
     def __post_init__(self) -> None:
         if self.minimum > self.maximum:
-            raise ValueError(f"min is {self.minimum}, max {self.maximum}; exchange them")
+            raise ValueError(f"min is {self.minimum}, but max is {self.maximum}; swap them")
 
     def __str__(self) -> str:
         return str(self.minimum) if self.minimum == self.maximum else f"{self.minimum} to {self.maximum}"
@@ -130,7 +130,9 @@ class Layout:
             for stage in pool.stages:
                 if (other := layout.find_pool(stage)) is not pool or pool.stages.count(stage) > 1:
                     where = "twice" if other is pool else f"also in pool {other.name}"
-                    raise layout._build_error(f"stage {stage} is there {where}; a stage is in exactly one pool", pool)
+                    raise layout._build_error(
+                        f"stage {stage} is listed {where}; list each stage in exactly one pool", pool
+                    )
         return layout
 
     def devices(self, pool: Pool) -> int:
@@ -165,7 +167,7 @@ class Layout:
         if devices == product or (None in pool.mesh and devices % product == 0):
             return
         emulated = "" if self.devices_per_host is None else f" when it is emulated ({pool.slice.devices} when not)"
-        problem = f"mesh {pool.mesh} takes {product} devices, {pool.slice} has {devices}{emulated}"
+        problem = f"mesh {pool.mesh} needs {product} devices, but {pool.slice} has {devices}{emulated}"
         raise self._build_error(f"{problem}; make the product {devices}, or leave mesh out to have it chosen", pool)
 
     def _build_error(self, message: str, pool: Pool | None = None) -> LayoutError:
@@ -186,7 +188,7 @@ def _find_file(path: str | Path) -> Path:
         return bundled
     close = difflib.get_close_matches(requested.name.removesuffix(".yaml").replace("_", "-"), list_shipped(), n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
-    raise LayoutError(f"there is no layout file {path}{hint}; shipped ones, by name: {', '.join(list_shipped())}")
+    raise LayoutError(f"there is no layout file {path}{hint}; shipped layouts: {', '.join(list_shipped())}")
 
 
 def _put_names_in(pools: Any) -> Any:

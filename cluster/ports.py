@@ -28,12 +28,12 @@ def check_port(host: str, port: int) -> None:
         return
     if problem.errno not in (errno.EADDRINUSE, errno.EACCES):
         raise PortTaken(
-            f"this machine can't listen at {host} port {port} ({problem.strerror or problem}); give --host an address "
-            "of it, such as 127.0.0.1"
+            f"this machine can't listen at {host} port {port} ({problem.strerror or problem}); set --host to an "
+            "address of this machine, such as 127.0.0.1"
         )
-    trouble = f"is taken{_describe_holder(host, port)}; end that"
+    trouble = f"is taken{_describe_holder(host, port)}; end that process"
     if problem.errno == errno.EACCES:
-        trouble = "is for root alone; run this as root"
+        trouble = "is reserved for root; run this as root"
     free_ports = (
         other for other in range(max(port + 1, 1024), min(port + _TRIED, _LAST)) if _try_port(host, other) is None
     )

@@ -140,13 +140,13 @@ def _find_chip(generation: str, name: str, size: int) -> Chip:
     digits = re.sub(r"\D", "", generation)
     alike = [chip for chip in CHIPS.values() if digits and digits in chip.name] or list(CHIPS.values())
     nearest = ", ".join(_name_nearest(chip, size // chip.counted_per_chip) for chip in alike)
-    raise UnknownSlice(f"{name!r} is of no generation known here ({', '.join(CHIPS)}); nearest: {nearest}")
+    raise UnknownSlice(f"{name!r} doesn't begin with a known generation ({', '.join(CHIPS)}); nearest: {nearest}")
 
 
 def _parse(name: str) -> tuple[Chip, tuple[int, ...]]:
     match = re.fullmatch(r"([a-z0-9]+?)(?:-(\d+)|:([\dx]+))", str(name).strip().lower())
     if not match:
-        raise UnknownSlice(f"{name!r} is no slice; write a generation and a size, such as v6e-8 or v5p:2x2x1")
+        raise UnknownSlice(f"{name!r} isn't a slice; write a generation and a size, such as v6e-8 or v5p:2x2x1")
     chip = _find_chip(match[1], name, int(match[2] or 8))
     sizes = chip.sizes
     if match[3]:
@@ -154,7 +154,7 @@ def _parse(name: str) -> tuple[Chip, tuple[int, ...]]:
         if shape not in sizes.values():
             allowed = ", ".join("x".join(map(str, known)) for known in sizes.values())
             nearest = _name_nearest(chip, math.prod(shape))
-            raise UnknownSlice(f"{name!r} is no topology of {chip.name}; nearest: {nearest}; all: {allowed}")
+            raise UnknownSlice(f"{name!r} isn't a topology of {chip.name}; nearest: {nearest}; all: {allowed}")
         return chip, shape
     count = int(match[2])
     chips, rest = divmod(count, chip.counted_per_chip)

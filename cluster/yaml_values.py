@@ -18,7 +18,7 @@ def parse_yaml(text: str) -> Any:
     try:
         return yaml.load(text, _UniqueKeys)
     except yaml.YAMLError as error:
-        raise ValueError(f"no YAML: {' '.join(str(error).split())}") from None
+        raise ValueError(f"it isn't valid YAML: {' '.join(str(error).split())}") from None
 
 
 def validate(kind: type[T], content: Any, remedies: Mapping[Any, str]) -> T:
@@ -55,6 +55,8 @@ class _UniqueKeys(yaml.SafeLoader):
         seen: list[Any] = []
         for key, _ in node.value:
             if (name := self.construct_object(key, deep=True)) in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{name!r} is there twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{name!r} appears twice; remove one", key.start_mark
+                )
             seen.append(name)
         return super().construct_mapping(node, deep)

@@ -76,14 +76,14 @@ class Checkpoint:
         kinds = {type(part) for part in parts[:2]}
         if kinds not in ({str}, {type(None)}):
             raise CheckpointError(
-                f"{self.source}/{self.index_name} has {component}: {json.dumps(entry)[:200]}; give the names of a "
-                "library and a class in it, or null twice"
+                f"{self.source}/{self.index_name} has {component}: {json.dumps(entry)[:200]}; give the name of a "
+                "library and of a class in it, or null twice"
             )
         place = parts[2] if len(parts) == 3 and isinstance(parts[2], dict) else {}
         if (folder := place.get("subfolder", component)) != component:
             raise CheckpointError(
-                f"{self.source}/{self.index_name} has {component} in the folder {json.dumps(folder)}; put it into "
-                f"{component}/ and name that"
+                f"{self.source}/{self.index_name} has {component} in the folder {json.dumps(folder)}; move it to "
+                f"{component}/ and name that folder"
             )
         return kinds == {str}
 
@@ -144,7 +144,7 @@ class Checkpoint:
             where = f"presets {name}"
             if not isinstance(entry, dict) or set(entry) != {"about", "source", "settings"}:
                 raise CheckpointError(
-                    f"{self.folder / SETTINGS}: {where} needs about, source and settings, and nothing else"
+                    f"{self.folder / SETTINGS}: {where} must have the keys about, source and settings, and no others"
                 )
             fields = entry["settings"]
             if isinstance(fields, dict) and isinstance(fields.get("loras"), list):
@@ -162,14 +162,14 @@ class Checkpoint:
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{self.folder / SETTINGS}: in magcache, a list of curves, {error!r}; "
-                "take it out and calibrate it again"
+                "remove it, and measure it again with wan-tpu calibrate"
             ) from None
 
     def _settings(self, where: str, fields: Any, allowed: Sequence[str]) -> dict[str, Any]:
         """Validate fields as those of a request and drop the null ones; raises `CheckpointError` naming `where`."""
         try:
             if unknown := sorted(set(fields) - set(allowed)):
-                raise InvalidRequest(f"{', '.join(unknown)} is no setting; allowed are {', '.join(allowed)}")
+                raise InvalidRequest(f"there is no setting {', '.join(unknown)}; allowed: {', '.join(allowed)}")
             request = GenerationRequest(**fields)
         except (InvalidRequest, TypeError) as error:
             raise CheckpointError(f"{self.folder / SETTINGS}: in {where}, {error}") from None
@@ -228,7 +228,10 @@ class Checkpoint:
                 files = {f"{folder}/{file}".lstrip("/"): weights for file, weights in self.weights(folder).items()}
                 files = {file: weights for file, weights in files.items() if name in (file, folder)}
                 if not files:
-                    raise CheckpointError(f"{self.folder / SETTINGS}: preset {preset} has ./{name}, which isn't there")
+                    raise CheckpointError(
+                        f"{self.folder / SETTINGS}: preset {preset} has the adapter ./{name}, "
+                        "which doesn't exist; fetch the checkpoint again"
+                    )
                 beside |= files
         return beside
 
@@ -256,12 +259,12 @@ class Checkpoint:
             if name == INDEX:
                 raise explain_missing_index(self.source, is_hub=self._hub_id is not None) from None
             raise CheckpointError(
-                f"{self.source} has no {name}, which its {self.index_name} says it has; fetch the checkpoint again"
+                f"{self.source} has no {name}, which its {self.index_name} lists; fetch the checkpoint again"
             ) from None
         except ValueError as error:
-            raise CheckpointError(f"{self.folder / name} is no JSON ({error}); fetch it again") from None
+            raise CheckpointError(f"{self.folder / name} isn't valid JSON ({error}); fetch it again") from None
         if not isinstance(content, dict):
-            raise CheckpointError(f"{self.folder / name} is no JSON object; fetch it again")
+            raise CheckpointError(f"{self.folder / name} isn't a JSON object; fetch it again")
         return content
 
     def _fetch(self, patterns: Sequence[str], ignored: str | None = None) -> Path:

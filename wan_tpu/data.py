@@ -258,7 +258,7 @@ def _rebuild_value(
 ) -> tuple[Value, dict[str, Any]]:
     name = metadata.get("type", "something else")
     if name != kind.__name__:
-        raise InvalidInput(f"{source} holds {name}, not {kind.__name__}; give the file of the stage before")
+        raise InvalidInput(f"{source} holds {name}, not {kind.__name__}; give the file that the previous stage wrote")
     return rebuild(kind, tensors), json.loads(metadata["notes"])
 
 
@@ -269,7 +269,7 @@ def write_whole(path: Path, content: bytes) -> None:
         partial.write_bytes(content)
         os.replace(partial, path)
     except OSError as error:
-        raise OutputError(f"can't write {path} ({error}); make room, or choose another folder") from None
+        raise OutputError(f"can't write {path} ({error}); free some space, or choose another folder") from None
     finally:
         partial.unlink(missing_ok=True)
 

@@ -165,7 +165,8 @@ class ModelLimits(abc.ABC):
         if request is not None and request.frames < 2:
             least = self.nearest_frames(1 + self.frame_step)
             raise InvalidRequest(
-                f"frames is {request.frames}, and the first one is the last of the video; give at least {least}",
+                f"frames is {request.frames}, but the first of them repeats the last frame of the video; give at "
+                f"least {least}",
                 "frames",
             )
 
@@ -173,8 +174,8 @@ class ModelLimits(abc.ABC):
         """Raise `InvalidRequest` if this model can't continue the motion of a video with that many frames."""
         if frames < self.frame_offset:
             raise InvalidRequest(
-                f"the video has {frames} frames, and {self.name} continues one of at least {self.frame_offset}; give a "
-                "longer one, or an image",
+                f"the video has {frames} frames, and {self.name} needs at least {self.frame_offset} to continue it; "
+                "give a longer video, or an image",
                 "video",
             )
 
@@ -182,35 +183,38 @@ class ModelLimits(abc.ABC):
         """Refuse images and videos that the model doesn't take, and requests without those that it needs."""
         self._check_images(request, image=image, last=last)
         if video and (image or last or not self.takes_video):
-            why = "a video and an image were given; leave one out"
+            why = "both a video and an image were given; give one of them"
             if not self.takes_video:
-                why = f"video was given, and {self.name} takes none; use a T2V checkpoint of Wan, or Helios"
+                why = f"video was given, but {self.name} doesn't take one; use a T2V checkpoint of Wan, or Helios"
             raise InvalidRequest(why, "video")
         if request.strength is not None:
             if not video:
-                raise InvalidRequest("strength is given without a video; leave it out, or give one", "strength")
+                raise InvalidRequest(
+                    "strength was given without a video; give a video, or leave strength out", "strength"
+                )
             if self.continues_video and request.strength != FULL_STRENGTH:
                 raise InvalidRequest(
-                    f"strength is {request.strength:g}, and {self.name} goes on after a video without changing it; "
+                    f"strength is {request.strength:g}, but {self.name} continues a video without changing it; "
                     "leave strength out",
                     "strength",
                 )
             if self.first_step(request) == request.steps:
                 least = 1 / request.steps
                 raise InvalidRequest(
-                    f"strength {request.strength:g} of {request.steps} steps is none; give at least {least:.3g}",
+                    f"strength is {request.strength:g}, which leaves none of the {request.steps} steps; give at "
+                    f"least {least:.3g}",
                     "strength",
                 )
 
     def _check_images(self, request: ResolvedRequest, *, image: bool, last: bool) -> None:
         """Refuse first and last frames that the model doesn't take, and requests without those that it needs."""
-        reason = f"this checkpoint ({self.name}) does {' and '.join(self.tasks)} only"
+        reason = f"this checkpoint ({self.name}) supports only {' and '.join(self.tasks)}"
         if image and "i2v" not in self.tasks:
             raise InvalidRequest(f"image was given, but {reason}; leave it out, or use an I2V checkpoint", "image")
         if not image and not last and "t2v" not in self.tasks:
-            raise InvalidRequest(f"image is missing, and {reason}; give one", "image")
+            raise InvalidRequest(f"image is missing, but {reason}; give an image", "image")
         if last and self.last_images == "none":
-            takes = "a first frame alone" if "i2v" in self.tasks else "no image"
+            takes = "only a first frame" if "i2v" in self.tasks else "no image"
             raise InvalidRequest(
                 f"last_image was given, but {self.name} takes {takes}; leave it out, or use a checkpoint for first and "
                 "last frames",
@@ -218,18 +222,18 @@ class ModelLimits(abc.ABC):
             )
         if last and not image and self.last_images != "alone":
             raise InvalidRequest(
-                f"last_image was given without image, and {self.name} leads from a first frame to a last one; give "
-                "image, too, or use MiniMax-H3, which takes a last frame alone",
+                f"last_image was given without image, but {self.name} needs both a first and a last frame; give "
+                "image too, or use MiniMax-H3, which takes a last frame alone",
                 "last_image",
             )
         if not last and self.last_images == "required":
             raise InvalidRequest(
-                f"last_image is missing; {self.name} leads from a first frame to a last one", "last_image"
+                f"last_image is missing; {self.name} needs both a first and a last frame", "last_image"
             )
         if image and last and request.frames == 1:
             least = self.nearest_frames(1 + self.frame_step)
             raise InvalidRequest(
-                f"frames is 1, and there are a first and a last frame; give at least {least}", "frames"
+                f"frames is 1, but a first and a last frame were given; give at least {least}", "frames"
             )
 
     def _check_settings(self, request: ResolvedRequest) -> None:
@@ -247,30 +251,32 @@ class ModelLimits(abc.ABC):
             raise InvalidRequest(f"frames is {request.frames}; it must be {form}, nearest {nearest}", "frames")
         if request.generate_audio and self.audio_rate is None:
             raise InvalidRequest(
-                f"generate_audio is true, and {self.name} makes no sound; leave it out, or use a checkpoint of LTX-2 "
+                f"generate_audio is true, but {self.name} makes no sound; leave it out, or use a checkpoint of LTX-2 "
                 "or MiniMax-H3",
                 "generate_audio",
             )
         for adapter in request.loras:
             if not any(adapter.is_for(stage) for stage in self.denoise_stages):
                 raise InvalidRequest(
-                    f"{adapter} is for one of two experts; {self.name} has one: leave @{adapter.expert} out", "loras"
+                    f"{adapter} is for one of two experts, but {self.name} has only one; leave @{adapter.expert} out",
+                    "loras",
                 )
         for name in self.unused:
             value, usual = getattr(request, name), getattr(self.defaults, name, None)
             is_derived = name == "guidance_scale_2" and value == request.guidance_scale
             if value != usual and not is_derived:
                 text = f"{value:g}" if isinstance(value, int | float) else str(value)[:60]
-                has = f"has {usual:g} alone" if name == "fps" else "has none"
-                instead = "; guidance_scale is for all of its steps" if name == "guidance_scale_2" else ""
+                has = f"supports only {usual:g}" if name == "fps" else "doesn't use it"
+                instead = "; guidance_scale applies to all of its steps" if name == "guidance_scale_2" else ""
                 raise InvalidRequest(f"{name} is {text}; {self.name} {has}: leave it out{instead}", name)
         if request.sigmas is not None and len(request.sigmas) != request.steps:
             raise InvalidRequest(
-                f"sigmas are given for {len(request.sigmas)} steps, and steps is {request.steps}; leave steps out",
+                f"sigmas has {len(request.sigmas)} noise levels, but steps is {request.steps}; leave steps out",
                 "sigmas",
             )
         if request.switch_step is not None and request.switch_step > request.steps:
             raise InvalidRequest(
-                f"switch_step is {request.switch_step} of {request.steps} steps; allowed are 0 to {request.steps}",
+                f"switch_step is {request.switch_step}, but there are {request.steps} steps; allowed: 0 to "
+                f"{request.steps}",
                 "switch_step",
             )

@@ -196,7 +196,10 @@ class Pipeline:
             InvalidInput: The model makes no sound.
         """
         if state.audio is None:
-            raise InvalidInput(f"the state has no sound: {self.runtime.model.spec.name} makes videos without")
+            raise InvalidInput(
+                f"the state has no sound, because {self.runtime.model.spec.name} makes videos "
+                "without sound; decode only the video"
+            )
         return stages.decode_sound(self.runtime, np.asarray(state.audio))
 
     def schedule(self, request: ResolvedRequest) -> Schedule:

@@ -116,8 +116,8 @@ class RequestPlan:
         """Refuse an empty prompt where the model needs one; raises `InvalidRequest`."""
         if self.needs_prompt and not self.request.prompt:
             raise InvalidRequest(
-                "prompt is empty, and without an image this model has nothing else to go by: say what happens in the "
-                "video, or give an image",
+                "prompt is empty, but this model needs a prompt or an image: describe what happens in the video, or "
+                "give an image",
                 "prompt",
             )
 

@@ -43,7 +43,7 @@ class RequestedAdapter:
         if not lowest <= scale <= highest:
             nearest = min(max(scale, lowest), highest)
             raise InvalidRequest(
-                f"the scale of {self.path} is {scale:g}; allowed are {lowest:g} to {highest:g}, nearest {nearest:g}",
+                f"the scale of {self.path} is {scale:g}; allowed: {lowest:g} to {highest:g}, nearest {nearest:g}",
                 "loras",
             )
         object.__setattr__(self, "scale", float(scale))
@@ -52,7 +52,7 @@ class RequestedAdapter:
             object.__setattr__(self, "path", os.path.abspath(self.path))
         if self.expert not in get_args(Which):
             raise InvalidRequest(
-                f"{self.path} is for expert {self.expert!r}; choose one of {', '.join(get_args(Which))}", "loras"
+                f"the expert of {self.path} is {self.expert!r}; choose one of {', '.join(get_args(Which))}", "loras"
             )
 
     def __str__(self) -> str:
@@ -71,17 +71,17 @@ def parse_adapter(adapter: object) -> RequestedAdapter:
     if isinstance(adapter, str):
         match = _TEXT.fullmatch(adapter)
         if match is None:
-            raise InvalidRequest(f"{adapter!r} is no adapter; give {_FORM}", "loras")
+            raise InvalidRequest(f"{adapter!r} isn't an adapter; give {_FORM}", "loras")
         fields: dict[str, Any] = {name: value for name, value in match.groupdict().items() if value is not None}
         try:
             return RequestedAdapter(**fields | ({"scale": float(fields["scale"])} if "scale" in fields else {}))
         except ValueError:
-            raise InvalidRequest(f"{adapter!r} has no number for its scale; give {_FORM}", "loras") from None
+            raise InvalidRequest(f"the scale of {adapter!r} isn't a number; give {_FORM}", "loras") from None
     if isinstance(adapter, Mapping):
         known = {field.name for field in dataclasses.fields(RequestedAdapter)}
         if unknown := sorted(map(str, set(adapter) - known)):
             raise InvalidRequest(
-                f"an adapter has {', '.join(unknown)}; it has only {', '.join(sorted(known))}", "loras"
+                f"an adapter has the unknown field {', '.join(unknown)}; allowed: {', '.join(sorted(known))}", "loras"
             )
         if "path" not in adapter:
             raise InvalidRequest("an adapter has no path; give a file, a folder or a hub id", "loras")
@@ -94,5 +94,5 @@ def parse_adapters(adapters: object) -> tuple[RequestedAdapter, ...]:
     if not isinstance(adapters, list | tuple):
         raise InvalidRequest(f"loras is a {type(adapters).__name__}; give a list of {_FORM}", "loras")
     if len(adapters) > MOST:
-        raise InvalidRequest(f"loras has {len(adapters)} adapters; allowed are {MOST}", "loras")
+        raise InvalidRequest(f"loras has {len(adapters)} adapters; allowed: at most {MOST}", "loras")
     return tuple(map(parse_adapter, adapters))

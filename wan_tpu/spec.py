@@ -177,7 +177,7 @@ class ModelSpec(ModelLimits):
                 known = ", ".join(self.presets) or "none"
                 hint = did_you_mean(request.preset, self.presets)
                 raise InvalidRequest(
-                    f"preset {request.preset!r} is unknown{hint}; {self.name} has {known}, and its own settings "
+                    f"preset {request.preset!r} is unknown{hint}; {self.name} has {known}, and uses its defaults "
                     "without one",
                     "preset",
                 )
@@ -227,7 +227,7 @@ class ModelSpec(ModelLimits):
             instead = f"give preset {' or '.join(usable)}" if usable else "leave the preset out"
             field = "image" if image else "last_image"
             raise InvalidRequest(
-                f"{field} was given, and preset {request.preset} is for videos from text alone; leave {field} out, or "
+                f"{field} was given, but preset {request.preset} only makes videos from text; leave {field} out, or "
                 f"{instead}",
                 field,
             )
@@ -276,8 +276,8 @@ class ModelSpec(ModelLimits):
             return
         if request.strength is not None or (request.switch_step is not None and request.sigmas is None):
             raise InvalidRequest(
-                f"cache is {request.cache}; its curve is of a whole schedule, not of strength, nor of another "
-                "switch_step without sigmas",
+                f"cache is {request.cache}; a curve holds for a whole schedule, so leave out cache, or strength and "
+                "switch_step (which needs sigmas)",
                 "cache",
             )
         if self._curve_of(request) is not None:
@@ -286,15 +286,17 @@ class ModelSpec(ModelLimits):
         curves = [curve for curve in self.curves if curve.sigmas is None]
         if request.sigmas is not None or not curves:
             model = self.name if request.sigmas is None else f"{self.name} with these sigmas and this switch of experts"
-            raise InvalidRequest(f"cache is {request.cache}, and no curve of {model} is known; {remedy}", "cache")
+            raise InvalidRequest(
+                f"cache is {request.cache}, but there is no calibrated curve for {model}; {remedy}", "cache"
+            )
         solvers = [(curve.shift, curve.solver) for curve in curves]
         settings = {name: dict(preset.settings) for name, preset in self.presets.items()}
         presets = [name for name, fields in settings.items() if (fields.get("shift"), fields.get("solver")) in solvers]
         remedy = f"give preset {' or '.join(presets)}, {remedy}" if presets else remedy
         known = " and ".join(f"shift {curve.shift:g} and solver {curve.solver}" for curve in curves)
         raise InvalidRequest(
-            f"cache is {request.cache}, whose curve holds for {known}; here they are {request.shift:g} and "
-            f"{request.solver}: {remedy}",
+            f"cache is {request.cache}, but curves are calibrated only for {known}, and the request has shift "
+            f"{request.shift:g} and solver {request.solver}; {remedy}",
             "cache",
         )
 

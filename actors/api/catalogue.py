@@ -46,11 +46,14 @@ class Catalogue:
             if not adapters[name]:
                 known = ", ".join(name for name, preset in spec.presets.items() if _get_adapters(preset)) or "none"
                 raise InvalidInput(
-                    f"--lora {name} says no file; the presets of {spec.name} whose adapters are published are {known}"
+                    f"--lora {name} has no file, and isn't a preset of {spec.name} with published adapters; give "
+                    f"NAME=PATH, or one of these presets: {known}"
                 )
             for file in adapters[name]:
                 if not any(file.is_for(stage) for stage in spec.denoise_stages):
-                    raise InvalidInput(f"--lora {name}={file}: {spec.name} has one expert; leave @{file.expert} out")
+                    raise InvalidInput(
+                        f"--lora {name}={file}: {spec.name} has only one expert; leave @{file.expert} out"
+                    )
         return Catalogue(adapters)
 
     @property
@@ -69,7 +72,7 @@ class Catalogue:
             name, scale = adapter["name"], adapter["scale"]
             if name not in self.adapters:
                 known = ", ".join(self.adapters) or "none"
-                raise InvalidRequest(f"there is no adapter {name[:_MAX_NAME]!r} here; there are: {known}", "loras")
+                raise InvalidRequest(f"this service has no adapter {name[:_MAX_NAME]!r}; it has: {known}", "loras")
             files += [dataclasses.replace(file, scale=file.scale * scale) for file in self.adapters[name]]
         return tuple(files)
 
@@ -83,7 +86,7 @@ class Catalogue:
         presets = self.list_presets(spec)
         if name not in presets:
             known = ", ".join(presets) or "none"
-            raise InvalidRequest(f"there is no preset {name[:_MAX_NAME]!r} here; there are: {known}", "preset")
+            raise InvalidRequest(f"this service has no preset {name[:_MAX_NAME]!r}; it has: {known}", "preset")
         return [{"name": name, "scale": 1.0}] if _get_adapters(presets[name]) else []
 
 

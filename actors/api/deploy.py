@@ -59,7 +59,7 @@ def start_http(host: str, port: int) -> None:
         at, port_at = address
         problem, remedy = f"listens at {at} port {port_at}", f"or ask for --host {at} --port {port_at}"
     raise ServiceStartFailed(
-        f"Ray Serve of this cluster {problem} until nothing runs on it any more "
+        f"Ray Serve on this cluster {problem} until it runs no more applications "
         f"({', '.join(sorted(serve.status().applications))}), so no service can be at {host} port {port}; take down "
         f"what runs (wan-tpu serve --down, wan-tpu pipeline down), {remedy}"
     )
@@ -98,14 +98,15 @@ def deploy_service(
     new_port = None if (client := serve_client()) is not None and _read_address(client) == (host, port) else port
     if not prepare_on_head(settings, host, new_port):
         log.warning(
-            "Serve's own proxy runs on this cluster, and nothing bounds what its clients send: start Ray's nodes with "
+            "this cluster runs Serve's own proxy, which doesn't limit what clients send: start Ray's nodes with "
             "RAY_SERVE_ENABLE_HA_PROXY=1, or RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=%s",
             haproxy.INSTEAD,
         )
     if not is_loopback(f"{host}:0"):
         log.warning(
-            "the ingresses listen on %s as well, on ports of their own (30000 to 31000 unless set otherwise): keys are "
-            "asked for there, but HAProxy's limits don't hold. Let a firewall or a NetworkPolicy pass port %d alone",
+            "the ingresses listen on %s as well, on ports of their own (30000 to 31000 unless set otherwise): they "
+            "require API keys, but HAProxy's limits don't apply there. Let a firewall or a NetworkPolicy admit only "
+            "port %d",
             host,
             port,
         )
@@ -180,7 +181,7 @@ def prepare(settings: ServiceSettings, host: str) -> None:
     database = open_database(settings.database)
     if not is_loopback(f"{host}:0") and not list_keys(database):
         raise InvalidInput(
-            f"--host {host} lets others than this machine in, and {database} has no API keys; make one (wan-tpu keys "
+            f"--host {host} admits other machines, but {database} has no API keys; create one (wan-tpu keys "
             "add NAME --database ...), or listen on 127.0.0.1"
         )
     database.close()
@@ -188,8 +189,9 @@ def prepare(settings: ServiceSettings, host: str) -> None:
     storage.probe()
     if settings.url_s is not None and storage.url("probe", settings.url_s, "probe") is None:
         raise InvalidInput(
-            f"--download_s: nothing signs URLs of {settings.storage}; keep results in a bucket, and run this as a "
-            "service account that may sign for itself (roles/iam.serviceAccountTokenCreator)"
+            f"--download_s has no effect on {settings.storage}, whose URLs can't be signed; use a bucket as "
+            "--storage, and run this as a service account that may sign for itself "
+            "(roles/iam.serviceAccountTokenCreator)"
         )
     if settings.webhook_secret_file is not None:
         read_secret(Path(settings.webhook_secret_file), make=True)
@@ -220,8 +222,8 @@ def _wait_until_answers(host: str, port: int) -> None:
             reason = str(error)
         time.sleep(POLL_S)
     raise ServiceStartFailed(
-        f"nothing answers at {address} ({reason}); is the port taken, or does Ray Serve of this cluster listen on "
-        "another one already?"
+        f"nothing answers at {address} ({reason}); is the port taken, or does Ray Serve on this cluster already "
+        "listen on another one?"
     )
 
 

@@ -79,7 +79,7 @@ class ServiceLimits:
             if name not in names:
                 hint = did_you_mean(name, names)
                 raise InvalidInput(
-                    f"--limit {text}: there is no limit {name!r}{hint}; there are {', '.join(sorted(names))}"
+                    f"--limit {text}: there is no limit {name!r}{hint}; choose from {', '.join(sorted(names))}"
                 )
             kind = type(getattr(cls, name))
             try:

@@ -21,10 +21,11 @@ def check_size(request: ResolvedRequest, largest: Sequence[Size], model: ModelLi
     if not largest or _fits(requested_size, largest, model):
         return
     nearest = _find_nearest(requested_size, largest, model)
-    remedy = "no size does" if nearest is None else "the nearest that does is {1}x{0} with {2} frames".format(*nearest)
+    remedy = "no size is allowed" if nearest is None else "the nearest that is allowed is {1}x{0} with {2} "
+    "frames".format(*nearest)
     raise InvalidRequest(
-        f"{width}x{height} with {frames} frames is larger than what the operator of this service has said to fit the "
-        f"memory of its slices; {remedy}",
+        f"{width}x{height} with {frames} frames exceeds the largest size that the operator of this service allows; "
+        f"{remedy}",
         "size" if nearest is None or nearest[2] == frames else "frames",
     )
 

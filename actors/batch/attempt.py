@@ -80,7 +80,7 @@ class LineAttempt:
                 try:
                     on_event(span)
                 except Exception:  # A request doesn't fail because of its telemetry.
-                    log.exception("a span of %s isn't reported", self._entry.id)
+                    log.exception("a span of %s can't be reported", self._entry.id)
 
             try:
                 video = await engine.generate(plan, id=self._entry.id, on_event=forward)
@@ -142,7 +142,7 @@ async def run_to_end(function: Callable[..., None], *args: object) -> None:
 
 def _check_video(video: GeneratedVideo) -> None:
     if video.mp4[4:8] != b"ftyp":
-        raise ValueError(f"the engine returned {len(video.mp4)} bytes that are no mp4")
+        raise ValueError(f"the engine returned {len(video.mp4)} bytes that aren't an mp4")
 
 
 def _is_final(error: BaseException) -> bool:

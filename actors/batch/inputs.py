@@ -67,7 +67,7 @@ def resolve_image(image: object, folder: str) -> str:
     joined = posixpath.normpath(posixpath.join(path, image))
     if joined.startswith(".."):
         raise InvalidInput(
-            f"has the image {image!r}, which is outside of the bucket {bucket!r}; give its {scheme} address"
+            f"has the image {image!r}, which lies outside the bucket {bucket!r}; give its {scheme} address"
         )
     return f"{scheme}{bucket}/{joined}"
 

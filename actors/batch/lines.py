@@ -56,11 +56,13 @@ def name_line(number: int, values: dict[str, Any]) -> ParsedLine:
     else:
         _check_name("output", output, "clips/cat.mp4", MAX_OUTPUT_BYTES)
         if not output.endswith(".mp4"):
-            raise InvalidInput(f"has the output {output!r}; give a name that ends in .mp4, which is what is written")
+            raise InvalidInput(
+                f"has the output {output!r}; give a name that ends in .mp4, the only format that is written"
+            )
         if (problem := name_problem(record_name(output))) is not None:
             raise InvalidInput(f"has the output {output!r}, whose record {problem}; give a shorter name")
     if "prompt" not in fields:
-        raise InvalidInput('has no prompt; give one, "" for nothing in particular')
+        raise InvalidInput('has no prompt; give one, or "" for an empty prompt')
     return ParsedLine(number, id_, output, has_id, fields)
 
 
@@ -74,13 +76,13 @@ def parse_object(line: bytes) -> dict[str, Any]:
     try:
         fields = _DECODER.decode(line.decode())
     except UnicodeDecodeError as error:
-        raise InvalidInput(f"is no UTF-8 (byte {error.start}); save the manifest as UTF-8") from None
+        raise InvalidInput(f"isn't UTF-8 (byte {error.start}); save the manifest as UTF-8") from None
     except json.JSONDecodeError as error:
         raise InvalidInput(
-            f"is no JSON ({error.msg} at column {error.colno}); write an object such as {EXAMPLE}"
+            f"isn't valid JSON ({error.msg} at column {error.colno}); write an object such as {EXAMPLE}"
         ) from None
     except RecursionError:
-        raise InvalidInput(f"is nested too deep; write an object such as {EXAMPLE}") from None
+        raise InvalidInput(f"is nested too deeply; write an object such as {EXAMPLE}") from None
     if not isinstance(fields, dict):
         raise InvalidInput(f"is a JSON {type(fields).__name__}; write an object such as {EXAMPLE}")
     for name in fields:
@@ -126,12 +128,12 @@ def _check_name(field: str, name: object, example: str, max_bytes: int) -> None:
     if (problem := name_problem(name)) is not None:
         raise InvalidInput(f"has the {field} {name!r}, which {problem}; give one such as {example!r}")
     if (size := len(name.encode())) > max_bytes:
-        raise InvalidInput(f"has the {field} {shorten(name, 60)!r} of {size} bytes; give one of at most {max_bytes}")
+        raise InvalidInput(f"has the {field} {shorten(name, 60)!r} of {size} bytes; allowed: at most {max_bytes}")
 
 
 def _read_integer(digits: str) -> int:
     if len(digits) > 100:  # Python can read longer numbers than it can print.
-        raise InvalidInput(f"has a number of {len(digits)} digits; no field takes one")
+        raise InvalidInput(f"has a number of {len(digits)} digits; no field allows so many")
     return int(digits)
 
 
@@ -151,4 +153,4 @@ def _suggest(name: str) -> str:
     if name == "size":
         return "give height and width"
     close = nearest(name, FIELDS)
-    return f"did you mean {close!r}?" if close else f"known are {', '.join(FIELDS)}"
+    return f"did you mean {close!r}?" if close else f"the fields are {', '.join(FIELDS)}"

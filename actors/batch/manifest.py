@@ -153,7 +153,7 @@ def read_manifest(location: str | Path, planner: Planner) -> Manifest:
     folder, name = split_location(str(location))
     where = absolute(str(location))
     if not name:
-        raise InvalidInput(f"{location} is a folder; give the path of a file with one JSON line a request")
+        raise InvalidInput(f"{location} is a folder; give the path of a file with one JSON object per line")
     reader, names = _Reader(absolute(folder), planner), _Names()
     entries: list[Entry] = []
     bad: list[BadLine] = []
@@ -170,7 +170,7 @@ def read_manifest(location: str | Path, planner: Planner) -> Manifest:
                 else:
                     bad.append(item)
     if not entries and not bad:
-        raise InvalidInput(f"{where} has no requests; write one JSON object a line, such as {EXAMPLE}")
+        raise InvalidInput(f"{where} has no requests; write one JSON object per line, such as {EXAMPLE}")
     return Manifest(entries=tuple(entries), bad=tuple(bad))
 
 
@@ -285,12 +285,12 @@ class _Names:
         """Return why an entry's names conflict with earlier ones, or None if they don't."""
         id_, output = entry.id, entry.output
         if (line := self._ids.get(id_)) is not None:
-            return f"has the id {id_!r} of line {line}; give it another id (or another seed)"
+            return f"has the same id as line {line}, {id_!r}; give it another id (or another seed)"
         if (line := self._outputs.get(output)) is not None:
-            return f"has the output {output!r} of line {line}; give it another"
+            return f"has the same output as line {line}, {output!r}; give it another output"
         within = any(self._is_file(folder) for folder in _list_folders(output))
         if within or output in self._folders or record_name(output) in self._folders:
-            return f"has the output {output!r}, which is a file and a folder; give it another"
+            return f"has the output {output!r}, which would be both a file and a folder; give it another output"
         return None
 
     def add(self, entry: Entry) -> None:

@@ -139,7 +139,7 @@ class _Run:
         try:
             self.on_fragment(Fragment(0, index, content))
         except Exception:
-            log.exception("%s: the reader of its fragments has failed", self.id)
+            log.exception("%s: the reader of the video's fragments has failed", self.id)
 
     def _check(self) -> None:
         if self.stop.is_set():

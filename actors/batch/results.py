@@ -175,7 +175,7 @@ def _read_record(storage: Storage, name: str) -> Result | None:
 
 def _build_result_of_another(entry: Entry, where: str) -> Result:
     """Return the result of a line whose video has the same name as somebody else's file."""
-    error = f"{where} exists, and no record says that a batch made it; move it away, or give the line another output"
+    error = f"{where} exists, but has no record of a batch beside it; move it away, or give the line another output"
     return Result(line=entry.line, id=entry.id, status="failed", error=error, request=entry.digest)
 
 

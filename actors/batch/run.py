@@ -104,7 +104,7 @@ def open_batch(
         InvalidRequest: `in_flight` is out of range.
     """
     if not 1 <= in_flight <= 10_000:
-        raise InvalidRequest(f"in_flight is {in_flight}; allowed are 1 to 10000")
+        raise InvalidRequest(f"in_flight is {in_flight}; allowed: 1 to 10000")
     start = time.monotonic()
     output.probe()
     names = (name for entry in manifest.entries for name in (entry.output, record_name(entry.output)))

@@ -45,4 +45,4 @@ class LatestSpans:
         try:
             save(output, spans, title)
         except StorageError as error:
-            tell(f"there is no timeline: {error}")
+            tell(f"the timeline can't be written: {error}")

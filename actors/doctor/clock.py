@@ -12,7 +12,9 @@ from actors.doctor.timing import time_best
 from wan_tpu.pricing.bundles import CompileError
 from wan_tpu.pricing.probe import count_probe, probe
 
-_SLOW = "every program takes longer by this: does the chip throttle, or is another process on it? compare hosts"
+_SLOW = (
+    "every program takes longer by this factor: is the chip throttling, or is another process using it? compare hosts"
+)
 _MICROSECOND = 1e-6
 
 

@@ -23,7 +23,8 @@ AXIS = "devices"
 WIDTH = 128
 _SLOW = "is a cable of the slice faulty? compare with another slice, and attach this report to an issue"
 _ADVICE = (
-    "the network between chips, or its compiler, is broken: attach this report to an issue, and see whether "
+    "the network between chips, or the compiled collectives, are broken: attach this report to an issue, and see "
+    "whether "
     "--collectives synchronous helps"
 )
 

@@ -28,7 +28,7 @@ PARTS = {
     "mp4": ("small_model", "check_mp4", "encoding"),
     "step": ("full_step", "check_step", "a full-size step, and what plans predict of it"),
 }
-_UNEXPECTED = "this check failed in a way that nobody foresaw: attach the report to an issue"
+_UNEXPECTED = "this check failed unexpectedly: attach the report to an issue"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from wan_tpu.runtime.program import Program, place
 
 COMPILE_S = 300.0  # Limit for a small program; most of the time goes into starting a process and the compiler.
 _LOG = "wan_tpu.aot.executables"
-_ADVICE = "every start compiles again, for minutes: give both machines the same packages and flags"
+_ADVICE = "every start compiles again, which takes minutes: give both machines the same packages and flags"
 
 
 def check_executables(machine: Machine) -> Iterator[Finding]:

@@ -29,7 +29,9 @@ from wan_tpu.tiny import make_checkpoint
 CHUNK = "decoder later"
 SMALL_SIZE: dict[str, Any] = {"height": 32, "width": 64, "frames": 9}
 CALLS = 5
-_NOT_RUN = "where it is memory, this slice is too small for the largest model; else attach the report to an issue"
+_NOT_RUN = (
+    "if it ran out of memory, this slice is too small for the largest model; otherwise attach the report to an issue"
+)
 _NOT_FINITE = "videos would be NaN: attach the report to an issue, and see whether --collectives synchronous helps"
 
 

@@ -69,8 +69,8 @@ def check_locked_memory(has_chips: bool) -> Finding:
 def check_lock_file(path: Path) -> Iterator[Finding]:
     """Yield a finding if libtpu's lock is left from another user, so that this one can neither take nor remove it."""
     if path.exists() and not os.access(path, os.R_OK | os.W_OK):
-        measured = f"{path} is of user {path.stat().st_uid}, closed to user {os.getuid()}"
-        advice = f"if no process of that user has the chips, as root: rm {path}"
+        measured = f"{path} belongs to user {path.stat().st_uid}; user {os.getuid()} can't open it"
+        advice = f"if no process of that user uses the chips, as root: rm {path}"
         yield Finding("libtpu's lock", measured, "fail", "none, or this user's", advice)
 
 
@@ -118,7 +118,7 @@ def _look_at_memory() -> Iterator[Finding]:
 def _look_at_devices() -> Iterator[Finding]:
     paths = list_device_files()
     if not paths:
-        yield Finding("chips", "none: no /dev/vfio/N and no /dev/accelN is here, or none that this container sees")
+        yield Finding("chips", "none: there is no /dev/vfio/N or /dev/accelN, or this container can't see it")
         return
     inaccessible = [path for path in paths if not os.access(path, os.R_OK | os.W_OK)]
     yield Finding(
@@ -163,7 +163,7 @@ def _write_to_disk(machine: Machine) -> Finding:
         rate = size / (time.perf_counter() - start)
     except OSError as error:
         measured = f"{error.strerror}; {free / GIB:.1f} GiB are free"
-        advice = f"make room on the disk of {machine.folder.parent}, or give another one with --folder"
+        advice = f"free some space on the disk of {machine.folder.parent}, or choose another folder with --folder"
         return Finding("disk", measured, "fail", "room for a checkpoint, 130 GB for A14B", advice)
     finally:
         file.unlink(missing_ok=True)

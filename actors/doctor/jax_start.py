@@ -29,7 +29,7 @@ def check_start(machine: Machine) -> Iterator[Finding]:
             "JAX would wait for the others: start a Ray cluster on all of them (docs/tpu-vm.md, docs/gke.md), and run "
             "wan-tpu doctor --slice KIND on it",
         )
-        raise NoDevices("one worker of a larger slice can't start alone")
+        raise NoDevices("a single worker of a larger slice can't start alone")
     start = time.perf_counter()
     import jax
 
@@ -45,7 +45,7 @@ def check_start(machine: Machine) -> Iterator[Finding]:
         reason = "another process has the chips, or libtpu is older than they are"
         if importlib.util.find_spec("libtpu") is None:
             reason = "libtpu isn't installed: pip install 'wan-tpu[tpu]'"
-        raise NoDevices(f"this machine has a TPU ({list_device_files()[0]}), and JAX only its CPU; {reason}")
+        raise NoDevices(f"this machine has a TPU ({list_device_files()[0]}), but JAX finds only its CPU; {reason}")
     machine.kind, machine.devices = first.device_kind, len(devices)
     machine.is_rehearsal = first.platform == "cpu"
     yield Finding("start", f"{seconds:.1f} s", figures={"seconds": seconds})
@@ -67,16 +67,16 @@ def _compare_with_metadata(process: int, count: int) -> Finding:
     if worker is None:
         return Finding("place", where)
     fine = worker < count
-    advice = "" if fine else "its node joined another slice's: compare the labels ray.io/tpu-slice-name"
+    advice = "" if fine else "its node joined the nodes of another slice: compare their labels ray.io/tpu-slice-name"
     return Finding("place", f"{where}, worker {worker}", "ok" if fine else "fail", f"a worker below {count}", advice)
 
 
 def _describe(machine: Machine) -> Finding:
     measured = f"{machine.devices} of {machine.kind!r}"
     if machine.is_rehearsal:
-        return Finding("devices", f"{measured}: they stand in for chips, and their seconds say nothing of a TPU's")
+        return Finding("devices", f"{measured}: they stand in for chips, and their timings say nothing about a TPU's")
     if machine.chip is None:
-        advice = "what follows is measured, but nothing is known to compare it with"
+        advice = "the following is measured, but there are no published figures to compare it with"
         return Finding("devices", measured, "warn", f"a TPU: {', '.join(CHIPS)}", advice)
     return Finding("devices", f"{measured}: TPU {machine.chip.name}", "ok")
 
@@ -93,6 +93,6 @@ def _check_memory(machine: Machine, stats: dict[str, int]) -> Finding:
         f"{limit / GIB:.2f} GiB",
         "ok" if fine else "warn",
         f"{expected / GIB:.2f} GiB",
-        "" if fine else "plans count on more: say so in a report",
+        "" if fine else "plans assume more: please report this in an issue",
         figures,
     )

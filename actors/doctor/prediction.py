@@ -34,7 +34,7 @@ _ADVICE = {
     "link_bytes_per_s": "links between chips are slower than published: try another slice",
     "core_bytes_per_s": "the link within a chip is slower than published: try another chip",
 }
-_PROGRAM = "no measured figure explains it, so it is the program: attach this report to an issue"
+_PROGRAM = "no measured rate explains it, so the program itself is to blame: attach this report to an issue"
 
 # Estimate and floor of one program in seconds: from published figures, from each measured one alone, from all.
 Variants = Mapping[str, tuple[float, float]]

@@ -15,7 +15,7 @@ from actors.doctor.timing import time_best
 from wan_tpu.pricing.probe import type_of_8_bits
 
 MIB = 2**20
-_SLOW = "is another process on this chip, or the chip throttled? compare with another host"
+_SLOW = "is another process using this chip, or is it throttled? compare with another host"
 # Compilers reach less of the peak in 8 bits, whose sums are rounded to 8 bits again on the way out.
 _SHARE, _SHARE_8_BITS = 0.85, 0.6
 

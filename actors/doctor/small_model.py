@@ -56,7 +56,7 @@ def check_mp4(machine: Machine) -> Iterator[Finding]:
         failure = video.failure
     rate = count / (time.perf_counter() - start)
     if failure is not None:
-        yield Finding("mp4", str(failure), "fail", "a file", "install a package of imageio-ffmpeg that has ffmpeg")
+        yield Finding("mp4", str(failure), "fail", "a file", "install a version of imageio-ffmpeg that includes ffmpeg")
         return
     yield Finding("mp4", f"{rate:.0f} frames a second of {width}x{height}", figures={"frames_per_s": rate})
 

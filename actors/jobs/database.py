@@ -98,7 +98,7 @@ class Database:
             yield
             return
         if not self._writer.acquire(timeout=LOCK_WAIT_S):
-            raise StoreUnavailable(f"{self} is being written to by another thread for {LOCK_WAIT_S} s; try again")
+            raise StoreUnavailable(f"{self} has been locked by another thread for {LOCK_WAIT_S} s; try again")
         try:
             yield
         finally:
@@ -123,7 +123,7 @@ class Database:
         state = getattr(error.orig, "sqlstate", None)
         if state == _READ_ONLY:
             self._engine.dispose()  # By now the address may lead to the new primary.
-            return StoreUnavailable(f"{self} takes no changes now: {_take_first_line(error)}; try again")
+            return StoreUnavailable(f"{self} accepts no changes now: {_take_first_line(error)}; try again")
         if error.connection_invalidated or state == _IDLE_TOO_LONG:
             return unavailable(f"the connection to {self} was lost: {_take_first_line(error)}; try again")
         if isinstance(error, OperationalError):
@@ -151,7 +151,10 @@ def _parse_address(address: str) -> URL:
 
 
 def _describe_allowed(scheme: str) -> str:
-    return f"{scheme} is no database for jobs; give the path of a SQLite file, or postgresql://user@host/name"
+    return (
+        f"{scheme} isn't supported as a database for jobs; give the path of a SQLite file, or "
+        "postgresql://user@host/name"
+    )
 
 
 def _make_postgresql_engine(url: URL) -> Engine:
@@ -186,7 +189,7 @@ def _make_sqlite_engine(url: URL) -> Engine:
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        raise StoreError(f"the folder of {file} can't be made ({error.strerror}); give another path") from None
+        raise StoreError(f"the folder of {file} can't be created ({error.strerror}); give another path") from None
     # SQLite gives its own files beside this one the same mode, and reports what is wrong with the path.
     with contextlib.suppress(OSError):
         file.touch(mode=0o600)

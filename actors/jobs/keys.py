@@ -49,7 +49,7 @@ class KeyLimits:
     def __post_init__(self) -> None:
         """Raise `InvalidInput` for values out of range."""
         if unknown := set(self.scopes) - set(SCOPES) or not self.scopes:
-            raise InvalidInput(f"scopes are {', '.join(SCOPES)}, one or more; given: {unknown or 'none'}")
+            raise InvalidInput(f"scopes were {unknown or 'none'}; give one or more of {', '.join(SCOPES)}")
         for name, lowest, highest in (
             ("requests_per_minute", 1e-3, 1e6),
             ("waiting", 0, 10**6),
@@ -59,15 +59,13 @@ class KeyLimits:
         ):
             value = getattr(self, name)
             if value is not None and not lowest <= value <= highest:
-                raise InvalidInput(f"{name} is {value:g}; allowed are {lowest:g} to {highest:g}")
+                raise InvalidInput(f"{name} is {value:g}; allowed: {lowest:g} to {highest:g}")
 
 
 def make_key(database: Database, name: str, limits: KeyLimits = KeyLimits()) -> str:
     """Make a key and return its text, which is stored nowhere; raises `InvalidInput`."""
     if not _NAME.fullmatch(name):
-        raise InvalidInput(
-            f"the name {name!r} isn't 1 to 64 letters, digits, spaces or one of . _ @ - ; give such a name"
-        )
+        raise InvalidInput(f"the name is {name!r}; give 1 to 64 letters, digits, spaces or the characters . _ @ -")
     secret = secrets.token_hex(32)
     key = ApiKey(id=secrets.token_hex(8), name=name, secret_hash=_hash(secret))
     with database.write() as session:
@@ -124,7 +122,7 @@ def _find_in_force(database: Database, session: Session, id_or_name: str) -> lis
     keys = session.scalars(query.with_for_update()).all()
     if not keys:
         names = ", ".join(session.scalars(select(ApiKey.name).where(ApiKey.revoked_at.is_(None)).order_by(ApiKey.name)))
-        raise InvalidInput(f"no key in {database} has the id or name {id_or_name!r}; there are: {names or 'none'}")
+        raise InvalidInput(f"no key in {database} has the id or name {id_or_name!r}; the keys are: {names or 'none'}")
     return list(keys)
 
 

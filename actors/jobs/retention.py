@@ -70,7 +70,7 @@ class Retention:
         try:
             self._storage.delete(name)
         except StorageError as error:
-            log.warning("%s; it is tried again in %d s", error, _RETRY_S)
+            log.warning("%s; trying again in %d s", error, _RETRY_S)
             with self._database.write() as session:
                 retry_at = self._database.now(session) + _RETRY_S
                 session.execute(update(File).where(File.name == name).values(delete_at=retry_at))

@@ -290,7 +290,7 @@ class JobStore:
         file = session.get(File, image, with_for_update=True)
         margin = job.created_at + _ATTACH_MARGIN_S
         if file is None or file.job is not None or file.delete_at is None or file.delete_at <= margin:
-            raise JobError(f"the input image {image} isn't kept for this request any more; send it again")
+            raise JobError(f"the input image {image} is no longer stored for this request; send it again")
         file.job, file.delete_at = job.id, None
 
 
@@ -303,6 +303,6 @@ def _count_fitting(characters: Sequence[int]) -> int:
 def _check_body(earlier: Job, body_digest: str) -> None:
     if earlier.body_digest != body_digest:
         raise IdempotencyConflict(
-            f"idempotency key {earlier.idempotency_key!r} belongs to {earlier.id}, which was asked for with another "
-            "body; use a new key for a new request"
+            f"idempotency key {earlier.idempotency_key!r} belongs to {earlier.id}, whose request had another body; "
+            "use a new key for a new request"
         )

@@ -71,7 +71,7 @@ class Room:
             return f"this key has {owner_waiting} jobs waiting, the most it may have; try again later"
         if self.queue is None or waiting < self.queue or owner_waiting < self.queue // (2 * owners):
             return None
-        return f"{waiting} jobs wait, the most that are accepted; try again later"
+        return f"{waiting} jobs are waiting, the most that are accepted; try again later"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -231,7 +231,9 @@ class WorkQueue:
         mine = (Job.id == claimed.id) & (Job.status == "in_progress") & (Job.lease_token == claimed.lease_token)
         job = session.scalars(select(Job).where(mine).with_for_update()).one_or_none()
         if job is None:
-            raise LeaseLost(f"{claimed.id} isn't {claimed.worker}'s any more: its lease ran out, or the job has ended")
+            raise LeaseLost(
+                f"{claimed.id} no longer belongs to {claimed.worker}: the lease has expired, or the job has ended"
+            )
         job.progress, job.stage_seconds = claimed.progress, claimed.stage_seconds
         job.chip_seconds, job.dollars = claimed.chip_seconds, claimed.dollars
         claimed.watched_at = job.watched_at

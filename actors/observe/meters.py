@@ -33,7 +33,7 @@ def ignore_errors(method: Callable[P, None]) -> Callable[P, None]:
         try:
             method(*args, **kwargs)
         except Exception:
-            log.warning("figures are lost: %s", method.__qualname__, exc_info=True)
+            log.warning("metrics are lost: %s", method.__qualname__, exc_info=True)
 
     return call
 
@@ -159,7 +159,7 @@ class ChipMeters:
             try:
                 self.show({name: metric(name).data() for name in self._gauges})
             except Exception as error:  # A host doesn't end for want of figures.
-                log.warning("no figures of the chips: %s", error)
+                log.warning("there are no metrics of the chips: %s", error)
 
     @ignore_errors
     def show(self, figures: Mapping[str, Sequence[str]]) -> None:

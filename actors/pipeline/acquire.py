@@ -86,30 +86,30 @@ def check_usable(running: PipelineSpec, spec: PipelineSpec | None, precision: st
     remedy = "to use it, or choose another --name"
     if spec is not None and runs.checkpoint != spec.settings.checkpoint:
         raise PipelineNotFound(
-            f"pipeline {name!r} runs {runs.checkpoint}, not {spec.settings.checkpoint}; leave --model out {remedy}"
+            f"pipeline {name!r} runs {runs.checkpoint}, not {spec.settings.checkpoint}; omit --model {remedy}"
         )
     if precision is not None and runs.dtype != precision:
         raise PipelineNotFound(
-            f"pipeline {name!r} computes in {runs.dtype}, not {precision}; leave --precision out {remedy}"
+            f"pipeline {name!r} computes in {runs.dtype}, not {precision}; omit --precision {remedy}"
         )
     if spec is not None and running.layout.pools != spec.layout.pools:
         raise PipelineNotFound(
-            f"pipeline {name!r} has the pools of {running.layout.source}, not of {spec.layout.source}; leave "
-            f"--layout and --model out {remedy}"
+            f"pipeline {name!r} has the pools of {running.layout.source}, not of {spec.layout.source}; omit "
+            f"--layout and --model {remedy}"
         )
 
 
 def _build_not_found(name: str) -> PipelineNotFound:
     return PipelineNotFound(
-        f"no pipeline {name!r} runs on this cluster; bring one up (wan-tpu pipeline up --layout ... --model ...), "
-        "or give this command --layout and --model and it brings up its own"
+        f"no pipeline {name!r} runs on this cluster; start one (wan-tpu pipeline up --layout ... --model ...), or "
+        "give this command --layout and --model, with which it starts its own"
     )
 
 
 def _build_not_shared(name: str, owner: str) -> PipelineNotFound:
     return PipelineNotFound(
-        f"pipeline {name!r} belongs to a batch that runs ({owner}) and ends with it; wait for that, or choose "
-        "another --name where there are slices for both (wan-tpu pipeline up makes one that batches share)"
+        f"pipeline {name!r} belongs to a running batch ({owner}) and ends with it; wait for that, or choose another "
+        "--name if there are slices for both (wan-tpu pipeline up starts one that batches share)"
     )
 
 

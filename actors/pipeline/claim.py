@@ -28,7 +28,7 @@ def claim_start(pipeline: str) -> Iterator[None]:
         claim: Any = make_surviving(_Claim).options(name=name, namespace=NAMESPACE).remote()
     except ValueError:
         raise PipelineExists(
-            f"a pipeline {pipeline!r} is being brought up on this cluster by another command; wait for that, "
+            f"a pipeline {pipeline!r} is being started on this cluster by another command; wait for that, "
             "or choose another --name"
         ) from None
     try:

@@ -60,7 +60,7 @@ class PipelineDriver:
         """
         if id in self._inside:
             raise RequestFailed(
-                f"a request {id} is under way already; wait for it, or give this one another id", "invalid"
+                f"a request with the id {id} is already running; wait for it, or give this one another id", "invalid"
             )
         self._inside.add(id)
         if self._renewing is None or self._renewing.done():

@@ -35,7 +35,7 @@ def delete_leftovers(settings: PipelineSettings, done: Callable[[], Mapping[str,
             if build_stem(id_) in stems:
                 deleted += _delete(snapshots, id_, plan, settings)
     except StorageError as error:
-        log.warning("left-over snapshots stay: %s", error)
+        log.warning("left-over snapshots can't be deleted: %s", error)
     return deleted
 
 

@@ -58,7 +58,7 @@ def _deploy(spec: PipelineSpec, tell: Tell) -> None:
     name, settings, pools = spec.settings.name, spec.settings, spec.layout.pools
     if list_applications(name):
         raise PipelineExists(
-            f"a pipeline {name!r} is on this cluster already; use it, take it down "
+            f"a pipeline {name!r} runs on this cluster already; use it, take it down "
             f"(wan-tpu pipeline down --name {name}), or choose another name"
         )
     tell("starting Ray Serve")
@@ -101,7 +101,7 @@ def wait_until_up(spec: PipelineSpec, tell: Tell) -> None:
                 raise PipelineStartFailed(f"pool {new[0].pool}: {new[0].detail}")
         present = serve.status().applications
         if missing := [pool for pool, name in applications.items() if name not in present]:
-            raise PipelineStartFailed(f"pool {', '.join(missing)}: taken down meanwhile")
+            raise PipelineStartFailed(f"pool {', '.join(missing)}: it was taken down before it was ready")
         states = {pool: present[name] for pool, name in applications.items()}
         for name, state in states.items():
             if state.status == ApplicationStatus.DEPLOY_FAILED:
@@ -140,7 +140,7 @@ def open_handle(pipeline: str, pool: str, attempts: int = ReliabilitySettings.ha
         if _learns_of_pool(handle):
             return handle
         handle.shutdown()
-    raise PipelineStartFailed(f"pool {pool}: Ray Serve doesn't say which replicas it has; it may be starting")
+    raise PipelineStartFailed(f"pool {pool}: Ray Serve doesn't report its replicas; it may still be starting")
 
 
 def _learns_of_pool(handle: Any) -> bool:

@@ -108,17 +108,19 @@ def load_calibration(path: Path) -> Calibration:
     except OSError as error:
         raise InvalidInput(f"--calibration {path} can't be read: {error.strerror}") from None
     except ValueError:
-        raise InvalidInput(f"--calibration {path} is damaged: it is no JSON; {_AGAIN}") from None
+        raise InvalidInput(f"--calibration {path} is damaged: it isn't JSON; {_AGAIN}") from None
     if not isinstance(report, dict) or "wan_tpu_doctor" not in report:
-        raise InvalidInput(f"--calibration {path} is no report of wan-tpu doctor; {_AGAIN}")
+        raise InvalidInput(f"--calibration {path} isn't a report of wan-tpu doctor; {_AGAIN}")
     devices, measured = report.get("devices"), report.get("calibration")
     if not isinstance(devices, dict) or not isinstance(measured, dict):
         raise InvalidInput(f"--calibration {path} is damaged, or of an earlier wan-tpu: it has no figures; {_AGAIN}")
     if devices.get("rehearsal") or not devices.get("chip"):
         kind = devices.get("kind") or "no device"
-        raise InvalidInput(f"--calibration {path} was measured on {kind}, which says nothing of a TPU; {_AGAIN}")
+        raise InvalidInput(f"--calibration {path} was measured on {kind}, which says nothing about a TPU; {_AGAIN}")
     if not measured:
-        raise InvalidInput(f"--calibration {path} measured no rates: its parts left them out; {_AGAIN}")
+        raise InvalidInput(
+            f"--calibration {path} has no measured rates, because that part of the doctor didn't run; {_AGAIN}"
+        )
     for name, value in measured.items():
         if name not in FIGURES or not _is_rate(name, value):
             raise InvalidInput(f"--calibration {path} is damaged: {name} is {value!r}; {_AGAIN}")

@@ -246,7 +246,7 @@ def _draw(estimates: Sequence[Estimate], path: Path) -> None:
 def _check_plot(file: Path) -> None:
     """Raise `OutputError` before minutes of compiling, not after."""
     if file.suffix not in PLOTS:
-        raise OutputError(f"--plot {file} ends with {file.suffix or 'nothing'}; allowed are {', '.join(PLOTS)}")
+        raise OutputError(f"--plot {file} ends with {file.suffix or 'nothing'}; allowed: {', '.join(PLOTS)}")
     check_output(file, overwrite=True)
 
 
@@ -263,7 +263,7 @@ def _parse_duration(text: str) -> float:
     """Return seconds of "90s", "10m", "2h"."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smh])", text)
     if match is None or float(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no duration; write 90s, 10m or 2h")
+        raise argparse.ArgumentTypeError(f"{text!r} isn't a duration; write 90s, 10m or 2h")
     return float(match[1]) * _SECONDS[match[2]]
 
 
@@ -273,7 +273,7 @@ def _parse_positive(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+        raise argparse.ArgumentTypeError(f"{text!r} isn't a positive number")
     return value
 
 
@@ -332,7 +332,10 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     if not 0 < args.busy < 1:
         raise InvalidInput(f"--busy is {args.busy:g}; it must lie between 0 and 1, such as 0.8")
     if args.starts_a_day * args.cold_start_s >= capacity.DAY_S:
-        raise InvalidInput("slices that start so often never work; give fewer --starts_a_day or less --cold_start_s")
+        raise InvalidInput(
+            "with these values slices would spend all their time starting; give fewer --starts_a_day "
+            "or a smaller --cold_start_s"
+        )
     args.slice = args.slice or ["v6e-8"]
     if args.meshes is None:
         args.meshes = args.program is None and (args.dp, args.sp, args.tp) == (None, None, None)

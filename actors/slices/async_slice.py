@@ -77,7 +77,7 @@ class AsyncSlice:
         except CallFailed as failed:
             cause = failed.__cause__
             if isinstance(cause, ray.exceptions.RayError):
-                raise InputLost(f"{self._slice.name}: {method} lost its input ({type(cause).__name__})") from None
+                raise InputLost(f"{self._slice.name}: {method} can't get its input ({type(cause).__name__})") from None
             raise self._classify(method, cause, fitted=fastest is not None) from None
 
     def _classify(self, method: str, cause: BaseException | None, *, fitted: bool) -> PipelineError:

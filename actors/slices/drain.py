@@ -52,7 +52,7 @@ class DrainState:
 
     def build_refusal(self) -> StageMoved:
         """Return the error for a request that hasn't begun on this slice."""
-        return StageMoved(f"{self._name} is draining; another replica takes what comes")
+        return StageMoved(f"{self._name} is draining and accepts no more requests; another replica takes this one")
 
     def is_too_late_for(self, needed_s: float) -> bool:
         """Return whether the slice will be taken away before `needed_s` more seconds of work are done."""

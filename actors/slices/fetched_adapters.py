@@ -50,7 +50,7 @@ class FetchedAdapters:
             if count > 1:
                 self._waiting[key] = count - 1, adapters
         if not count:
-            raise Unavailable("the request's adapters aren't held here; fetch_adapters fetches them again")
+            raise Unavailable("the request's adapters aren't on this host any more; fetch_adapters fetches them again")
         return adapters
 
 

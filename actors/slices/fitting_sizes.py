@@ -28,7 +28,7 @@ class FittingSizes:
             yield
         except DoesNotFit as error:
             self._sizes.discard(size)
-            remedy = "no size is known to fit yet"
+            remedy = "no size is known to fit so far"
             if self._sizes:
                 height, width, frames = max(self._sizes, key=math.prod)
                 remedy = f"the nearest that is known to fit is {width}x{height} with {frames} frames"

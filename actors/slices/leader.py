@@ -131,7 +131,7 @@ class SliceLeader:
             results = self._hosts.call("warm_up", request, timeout_s=limit_s, on_progress=report)
             for refusal in results.value:
                 size = f"{request.width}x{request.height}"
-                log.warning("%s: requests of %s will be refused where they need %s", self._name, size, refusal)
+                log.warning("%s: requests for %s will be refused if they need %s", self._name, size, refusal)
         if self._settings.warm_up:
             self._start_s["compiled"] = time.monotonic() - start
 
@@ -263,7 +263,7 @@ class SliceLeader:
         try:
             return answer.result()
         except Exception as error:
-            log.warning("%s: Ray doesn't say whether it is drained: %s", self._name, error)
+            log.warning("%s: Ray doesn't report whether it is being drained: %s", self._name, error)
             return None
 
     def _report_work(self) -> None:

@@ -80,7 +80,7 @@ def unpack(payload: Payload) -> Value:
     """
     if not isinstance(payload, Payload) or payload.kind not in KINDS:
         kind = payload.kind if isinstance(payload, Payload) else type(payload).__name__
-        raise TypeError(f"{kind} is no payload of a stage; pack() makes them of {', '.join(KINDS)}")
+        raise TypeError(f"{kind} isn't a payload of a stage; pack() accepts {', '.join(KINDS)}")
     arrays = {n: array.view(BFLOAT16) if n in payload.bfloat16 else array for n, array in payload.arrays.items()}
     if payload.step is not None:
         arrays["step"] = np.asarray(payload.step)

@@ -66,7 +66,7 @@ class Denoising:
         """Copy the latents of a chunk of the video to the host; raise `OutOfOrder` unless the chunk is denoised."""
         state, stop = self.last_state, self.plan.chunk_stops[chunk]
         if state.step < stop:
-            raise OutOfOrder(f"chunk {chunk} is denoised after {stop} steps, and {state.step} are done")
+            raise OutOfOrder(f"chunk {chunk} is denoised after {stop} steps, but only {state.step} are done")
         return DenoiseState(chunk_of(self.plan, state, chunk), step=stop)
 
 
@@ -193,7 +193,7 @@ def unpack_as(kind: type[_Value], payload: Payload | None) -> _Value | None:
         return None
     value = unpack(payload)
     if not isinstance(value, kind):
-        raise OutOfOrder(f"a {payload.kind} was given where a {kind.__name__} belongs; give that stage's payload")
+        raise OutOfOrder(f"the payload is a {payload.kind} instead of a {kind.__name__}; give that stage's payload")
     return value
 
 
@@ -223,7 +223,7 @@ def place_latents(
             audio = final.audio
             actual["sound"] = audio.shape
     if final is None or actual != needed:
-        raise OutOfOrder(f"the decoder was given {_describe(actual)}; this request needs {_describe(needed)}")
+        raise OutOfOrder(f"the decoder received {_describe(actual)}; this request needs {_describe(needed)}")
     frames = stages.decoder_inputs(runtime, final.latents)
     return Decoding(request, frames, audio, chunk or 0, chunk is None or last is experts[-1])
 

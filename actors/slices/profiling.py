@@ -32,7 +32,7 @@ class HostProfile:
     def start_profile(self, run: str) -> None:
         """Begin a trace of that name; raise `InvalidInput` if another is under way."""
         if self._folder is not None:
-            raise InvalidInput("a profile of this slice is under way; try again when it has ended")
+            raise InvalidInput("this slice is already being profiled; try again when that has ended")
         folder = tempfile.TemporaryDirectory(prefix="wan-tpu-profile-")
         jax.profiler.start_trace(folder.name)  # Called first: if it raises, no trace is recorded as under way.
         self._folder, self._run = folder, run
@@ -50,7 +50,7 @@ class HostProfile:
         """End the trace and write it to a folder or a bucket; return its bytes."""
         folder, self._folder = self._folder, None
         if folder is None:
-            raise InvalidInput("no profile of this slice is under way")
+            raise InvalidInput("this slice isn't being profiled")
         with folder:
             jax.profiler.stop_trace()
             content = b"".join(file.read_bytes() for file in Path(folder.name).rglob("*.xplane.pb"))

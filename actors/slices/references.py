@@ -75,7 +75,7 @@ class RequestScope:
         keys = [handle for handle in handles if handle is not None]
         stored = await self._actor.get.remote(self._number, keys)
         if len(stored) < len(keys):
-            raise InputLost(f"{len(keys) - len(stored)} of {len(keys)} payloads are not in the store any more")
+            raise InputLost(f"{len(keys) - len(stored)} of {len(keys)} payloads are no longer in the object store")
         refs = iter(stored)
         return [None if handle is None else next(refs) for handle in handles]
 
@@ -96,7 +96,7 @@ class RequestScope:
         """
         is_lost, stored = await self._actor.find_chunk.remote(self._number, chunk)
         if is_lost:
-            raise InputLost(f"the latents of chunk {chunk} are not in the store any more")
+            raise InputLost(f"the latents of chunk {chunk} are no longer in the object store")
         return stored[0] if stored else None
 
     async def check(self) -> None:
@@ -106,7 +106,7 @@ class RequestScope:
         except ray.exceptions.ActorUnavailableError:
             pass  # The actor may become available again.
         except ray.exceptions.RayActorError:
-            raise StageLost("the driver of this request is gone") from None
+            raise StageLost("the driver of this request no longer runs") from None
 
     async def adopt(self, handle: RefHandle) -> None:
         """Copy a payload that is still needed to the store's node, so that it outlives the process that made it."""
@@ -150,7 +150,7 @@ async def watch_driver(scope: RequestScope) -> AsyncIterator[asyncio.Future[None
             except StageLost:
                 raise
             except Exception as error:
-                log.info("a driver doesn't say whether it is there: %s", error or type(error).__name__)
+                log.info("a driver doesn't answer: %s", error or type(error).__name__)
 
     watching = asyncio.create_task(watch())
     try:

@@ -81,7 +81,9 @@ class StageHost(HostProfile):
         unknown = [stage for stage in hosted if stage not in known]
         if unknown or not hosted:
             stages_here = f"stages {', '.join(unknown) or '()'} of {checkpoint}"
-            raise InvalidInput(f"{stages_here} can't be hosted; this model has {', '.join(known)}")
+            raise InvalidInput(
+                f"{stages_here} can't be hosted, because the model doesn't have them; it has {', '.join(known)}"
+            )
         self._components = [name for stage in hosted for name in known[stage]]
         self._first = jax.process_index() == 0
         open_to_dashboard()
@@ -262,7 +264,7 @@ class StageHost(HostProfile):
         condition = unpack_as(ImageCondition, image) or ImageCondition()
         texts = [encoded.values for encoded in (text, other) if encoded is not None]
         if not texts and condition.prompt is None:
-            raise OutOfOrder(f"request {key} comes without its prompt's embeddings; encode_text makes them")
+            raise OutOfOrder(f"request {key} lacks its prompt's embeddings; call encode_text first")
         conditioning = join_conditioning(condition, *texts)
         start = unpack_as(DenoiseState, state) or stages.initial_state(
             self._runtime.model, plan, video=condition.video_latents, generator=condition.generator
@@ -343,4 +345,6 @@ class StageHost(HostProfile):
 
     def _check_stage(self, stage: str) -> None:
         if stage not in self._stages:
-            raise OutOfOrder(f"{stage} is not hosted here ({', '.join(self._stages)}); ask a pool that hosts it")
+            raise OutOfOrder(
+                f"{stage} isn't hosted by this pool ({', '.join(self._stages)}); call a pool that hosts it"
+            )

@@ -263,7 +263,7 @@ class StageRunner(SliceVisits):
         await self._snapshotter.settle(host_key)
         step = await self._snapshotter.take(host_key, request)
         where = "from its last snapshot" if step is None else f"after step {step}"
-        return StageMoved(f"the slice is being drained; {request.key} goes on elsewhere {where}")
+        return StageMoved(f"the slice is being drained; {request.key} continues on another slice {where}")
 
 
 def _find_step_kind(plan: RequestPlan, expert: Expert) -> Hashable | None:

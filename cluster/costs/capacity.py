@@ -122,7 +122,10 @@ def estimate(
     most = min(counts[pool.name] * HOUR_S * terms.ready / add_up_seconds(pool, stage_seconds) for pool in layout.pools)
     videos_needed = terms.busy * most if videos_an_hour is None else videos_an_hour
     if videos_needed >= most:
-        raise NoCapacity(f"{layout.source} makes {most:.1f} videos an hour at most, {videos_needed:.1f} are asked for")
+        raise NoCapacity(
+            f"{layout.source} makes at most {most:.1f} videos an hour, but {videos_needed:.1f} are "
+            "needed; give a layout with more replicas or larger slices"
+        )
     loads = tuple(_estimate_load(pool, counts[pool.name], stage_seconds, terms, videos_needed) for pool in layout.pools)
     dollars = sum(
         load.replicas * terms.prices.slice_hour(load.pool.slice, terms.capacity, terms.region) for load in loads
@@ -166,13 +169,13 @@ def recommend(
         if (sized_layout := _size_pools(layout, stage_seconds, terms, an_hour, within_s))
     ]
     if not estimates:
-        raise NoCapacity(f"no stage of this model fits {', '.join(stage_seconds)}; give larger slices")
+        raise NoCapacity(f"no stage of this model fits the memory of {', '.join(stage_seconds)}; give larger slices")
     enough = [candidate for candidate in estimates if candidate.to_a_video_s <= within_s]
     if not enough:
         best = min(estimates, key=lambda candidate: candidate.to_a_video_s)
         raise NoCapacity(
-            f"the fastest of {len(estimates)} layouts takes {best.to_a_video_s:.0f} s to a video ({best.name}), within "
-            f"{within_s:.0f} s is asked; give larger slices, fewer steps or a smaller size"
+            f"the fastest of {len(estimates)} layouts takes {best.to_a_video_s:.0f} s for a video ({best.name}), "
+            f"but the limit is {within_s:.0f} s; give larger slices, fewer steps or a smaller size"
         )
     return sorted(enough, key=lambda candidate: (candidate.dollars_an_hour, candidate.to_a_video_s))
 

@@ -51,13 +51,15 @@ class Prices:
         """
         capacities = self.chips.get(kind.chip.name, {})
         if not capacities:
-            raise PriceError(f"no price of {kind.chip.name} is known, of {', '.join(self.chips)} only; {_REMEDY}")
+            raise PriceError(f"there is no price for {kind.chip.name}, only for {', '.join(self.chips)}; {_REMEDY}")
         regions = capacities.get(capacity, {})
         if not regions:
             known = ", ".join(capacities)
-            raise PriceError(f"no {capacity} price of {kind.chip.name} is known, only {known}; {_REMEDY}")
+            raise PriceError(f"there is no {capacity} price for {kind.chip.name}, only {known}; {_REMEDY}")
         if region is not None and region not in regions:
-            raise PriceError(f"no {capacity} price of {kind.chip.name} in {region} is known, only {', '.join(regions)}")
+            raise PriceError(
+                f"there is no {capacity} price for {kind.chip.name} in {region}, only in {', '.join(regions)}"
+            )
         return min(regions.values()) if region is None else regions[region]
 
     def of_stages(self, layout: Layout) -> dict[str, float]:

@@ -57,7 +57,7 @@ def list_emulated_slices(layout: Layout) -> tuple[EmulatedSlice, ...]:
     """
     if layout.devices_per_host is None:
         raise LayoutError(
-            f"{layout.source}: it is for real TPUs; add emulate: {{devices_per_host: 1}} to emulate it here"
+            f"{layout.source}: it is for real TPUs; add emulate: {{devices_per_host: 1}} to emulate it on this machine"
         )
     # Slices are named and numbered by kind, as in a cloud, because the scheduler chooses which pool takes which.
     counts: Counter[SliceSpec] = Counter()
@@ -248,7 +248,7 @@ def _check_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        raise ClusterStartFailed(f"{folder} can't be made ({error.strerror}); give another folder") from None
+        raise ClusterStartFailed(f"{folder} can't be created ({error.strerror}); give another folder") from None
     if not os.access(folder, os.W_OK):
         raise ClusterStartFailed(f"{folder} can't be written to; give another folder")
 
@@ -282,8 +282,8 @@ def _check_name() -> None:
         socket.getaddrinfo(name, None)
     except OSError:
         raise ClusterStartFailed(
-            f"the name of this machine, {name}, leads to no address, and emulated hosts find each other by it; "
-            f"add the line '127.0.1.1 {name}' to /etc/hosts"
+            f"the name of this machine, {name}, doesn't resolve to an address, which emulated hosts need to find "
+            f"each other; add the line '127.0.1.1 {name}' to /etc/hosts"
         ) from None
 
 

@@ -52,4 +52,4 @@ def _find_free_ports() -> int:
             except OSError:
                 continue
             return first
-    raise OSError(f"no port of {_PORTS.start} to {_PORTS.stop} is free")
+    raise OSError(f"no port from {_PORTS.start} to {_PORTS.stop} is free")

@@ -116,7 +116,7 @@ def _start(
             kill(processes(temp))
             if hopeless:
                 raise failed from error
-        log.warning("once more: %s", failed)
+        log.warning("starting it again: %s", failed)
         shutil.rmtree(temp)
     # `ray start` does the same. A job reads its cluster's address from this file; without it, the job would search the
     # machine's processes for any cluster.

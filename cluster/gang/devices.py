@@ -57,7 +57,7 @@ def wait_for_chips(timeout_s: float, devices: Sequence[str] = DEVICES, lockfile:
     while users := list_holders(map(os.path.realpath, list_device_files(devices))):
         if time.monotonic() > until:
             pid, path = next(iter(users.items()))
-            raise ChipsBusy(f"process {pid} ({_read_command(pid)}) has {path} still, {timeout_s:g} s on; end it")
+            raise ChipsBusy(f"process {pid} ({_read_command(pid)}) still has {path} open after {timeout_s:g} s; end it")
         time.sleep(POLL_S)
     if not list_holders([os.path.realpath(lockfile)]):
         with contextlib.suppress(OSError):  # There may be none, or it may be another user's.
@@ -86,7 +86,9 @@ def classify_start_failure(place: str, error: Exception) -> SliceError:
     problem = f"JAX can't start the TPU of {place}: {reason}"
     advice = next((advice for pattern, advice in _ADVICE if re.search(pattern, reason)), None)
     if advice is None and _OF_OTHERS.search(reason):
-        return OtherHostGone(f"{problem}; another host of its slice has failed or isn't there: see the logs of all")
+        return OtherHostGone(
+            f"{problem}; another host of its slice has failed or is missing; see the logs of all hosts"
+        )
     return WrongHost(f"{problem}; {advice or _LOG}")
 
 

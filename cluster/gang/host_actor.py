@@ -110,7 +110,7 @@ class HostActor:
         importlib.import_module("jax")
         if self._place.worker_id != 0:
             low, high = COORDINATOR_PORTS
-            self._joining = f"doesn't reach worker 0 at {coordinator} (does a firewall stop TCP to ports {low}-{high}?)"
+            self._joining = f"can't reach worker 0 at {coordinator} (does a firewall block TCP to ports {low}-{high}?)"
             _wait_for_coordinator(coordinator, until)
         self._joining = "has joined, and waits for the others"
         _join_processes(self._place, coordinator, until - time.monotonic())
@@ -145,7 +145,7 @@ def _find_free_port(ip: str) -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((ip, port))
             return port
-    raise OSError(f"of twenty ports from {COORDINATOR_PORTS[0]} to {COORDINATOR_PORTS[1]} none is free on {ip}")
+    raise OSError(f"none of twenty ports from {COORDINATOR_PORTS[0]} to {COORDINATOR_PORTS[1]} is free on {ip}")
 
 
 def _emulate(devices: int, hosts: int) -> None:

@@ -65,15 +65,15 @@ def check_machine_places(hosts: Sequence[HostPlace], machines: Sequence[MachineP
     for host, machine in zip(hosts, machines, strict=True):
         if machine.worker_id not in (None, host.worker_id):
             raise WrongHost(
-                f"{host} is worker {machine.worker_id} of its TPU slice as its machine says (TPU_WORKER_ID), and "
-                f"worker {host.worker_id} by its node's label {WORKER_ID}; start Ray there without that label, which "
-                "Ray then takes from the machine, or with the machine's number"
+                f"{host} is worker {machine.worker_id} of its TPU slice according to its machine (TPU_WORKER_ID), "
+                f"but worker {host.worker_id} according to its node's label {WORKER_ID}; start Ray there without "
+                "that label, so that Ray reads it from the machine, or with the machine's number"
             )
         if machine.hosts and len(machine.hosts) != host.hosts:
             raise WrongHost(
-                f"{host} is one of {len(machine.hosts)} hosts of its TPU slice as its machine says "
-                f"(TPU_WORKER_HOSTNAMES), and one of {host.hosts} by its node's label {TOPOLOGY}; give its node the "
-                "labels of the slice that it is in"
+                f"{host} is one of {len(machine.hosts)} hosts of its TPU slice according to its machine "
+                f"(TPU_WORKER_HOSTNAMES), but one of {host.hosts} according to its node's label {TOPOLOGY}; give "
+                "its node the labels of the slice that it belongs to"
             )
     same_slice = defaultdict[tuple[str, ...], list[HostPlace]](list)
     for host, machine in zip(hosts, machines, strict=True):
@@ -84,7 +84,7 @@ def check_machine_places(hosts: Sequence[HostPlace], machines: Sequence[MachineP
         names = sorted(same_slice, key=lambda names: len(same_slice[names]), reverse=True)
         stranger = same_slice[names[-1]][0]
         raise WrongHost(
-            f"{stranger} isn't of the same TPU slice as {same_slice[names[0]][0]}: its machine's slice is "
+            f"{stranger} doesn't belong to the same TPU slice as {same_slice[names[0]][0]}: its machine's slice is "
             f"{','.join(names[-1])}, the other's {','.join(names[0])} (TPU_WORKER_HOSTNAMES); give the nodes of each "
             f"slice a label {SLICE_NAME} of their own"
         )

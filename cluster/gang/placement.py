@@ -129,7 +129,7 @@ def explain_other_machines(spec: SliceSpec, nodes: Sequence[dict[str, Any]]) -> 
         return None
     machine = spec.chip.gke_machines.get(spec.chips_per_host)
     return (
-        f"of that kind there are machines of {max(chips):g} chips, and a {spec} here is of machines with "
+        f"the cluster's machines of that kind have {max(chips):g} chips, but those of a {spec} must have "
         f"{spec.chips_per_host}{f' (on GKE {machine})' if machine else ''}"
     )
 
@@ -138,7 +138,7 @@ def _describe_slices(spec: SliceSpec) -> str:
     slices = inventory.list_slices()
     same = [str(s) for s in slices if s.pod_type == spec.pod_type]
     if same:
-        return explain_other_machines(spec, ray.nodes()) or "of that kind: " + "; ".join(same)
+        return explain_other_machines(spec, ray.nodes()) or "slices of that kind: " + "; ".join(same)
     kinds = sorted({s.pod_type for s in slices})
-    contents = f"only {', '.join(kinds)}" if kinds else f"no TPU at all, {len(ray.nodes())} nodes"
+    contents = f"only {', '.join(kinds)}" if kinds else f"no TPU at all on its {len(ray.nodes())} nodes"
     return f"the cluster has none of kind {spec.pod_type}, {contents}"

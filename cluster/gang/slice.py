@@ -263,7 +263,8 @@ class Slice:
             if different := sorted(name for name in software[0] if software[0][name] != other.get(name)):
                 name = different[0]
                 raise SliceError(
-                    f"{self.name}: its hosts aren't alike: {name} is {software[0][name]!r} on {self._members[0]}, and "
+                    f"{self.name}: its hosts differ in software: {name} is {software[0][name]!r} on "
+                    f"{self._members[0]}, and "
                     f"{other.get(name)!r} on {self._members[process]}; give them the same software and flags"
                 )
         return software[0]

@@ -119,7 +119,7 @@ class Watch:
         if self._symmetric and self._errors and any(outcome.error is None for outcome in ended):
             index = find_culprit(self._errors)
             error = self._errors[index]
-            raise GangFailed(self._members[index], f"raised {_format_error(error)}, other hosts did not", error)
+            raise GangFailed(self._members[index], f"raised {_format_error(error)}, but the other hosts did not", error)
         self._report(ended[0].reports, ended[0].progress)
         return ended
 
@@ -170,7 +170,9 @@ class Watch:
         error = self._errors[index]
         silent = [other for other in self._pending.values() if self._alive[other] <= self._failed_at]
         if not (silent and self._group is not None and speaks_of_others(error)):
-            raise GangFailed(self._members[index], f"raised {_format_error(error)} while others went on", error)
+            raise GangFailed(
+                self._members[index], f"raised {_format_error(error)} while the other hosts continued", error
+            )
 
     def _check_pulses(self, group: Group) -> None:
         refs = [ref for ref, _ in self._pulses.values()]

@@ -64,11 +64,13 @@ def _format_error(message: str, kind: str, code: str) -> str:
     return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
 
 
-_UNAVAILABLE = _format_error("the service is starting, or coming back; try again", "server_error", "unavailable")
+_UNAVAILABLE = _format_error("the service is starting or restarting; try again", "server_error", "unavailable")
 _TWO_KEYS = _format_error(
     "more than one Authorization header was sent; send one", "invalid_request_error", "invalid_value"
 )
-_TOO_MANY = _format_error("too many requests at once, or lately; send fewer", "rate_limit_error", "rate_limit_exceeded")
+_TOO_MANY = _format_error(
+    "too many concurrent or recent requests; try again later", "rate_limit_error", "rate_limit_exceeded"
+)
 
 
 def narrow(

@@ -96,7 +96,10 @@ def _build_network_policy(target: Target, *, http: bool) -> dict[str, Object]:
         {"from": [{"namespaceSelector": {}}], "ports": [{"port": port, "protocol": "TCP"} for port in ports]},
         {"ports": [{"port": 8080, "protocol": "TCP"}]},
     ]
-    comment = "who may connect to the pods: the pods, KubeRay's operator, the service's clients, collectors of metrics"
+    comment = (
+        "lets only these connect to the pods: the pods, KubeRay's operator, the service's clients, collectors "
+        "of metrics"
+    )
     if target.public:
         blocks = [{"ipBlock": {"cidr": cidr}} for cidr in LOAD_BALANCERS]
         ingress.append({"from": blocks, "ports": [{"port": SERVE_PORT, "protocol": "TCP"}]})

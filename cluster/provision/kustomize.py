@@ -195,7 +195,7 @@ def _read_base(folder: Path) -> dict[tuple[str, str], Object]:
         names = yaml.safe_load((folder / BASE / _FILE).read_text())["resources"]
         items = [item for name in names for item in yaml.safe_load_all((folder / BASE / name).read_text())]
     except OSError as error:
-        raise LayoutError(f"{folder} has no base ({error.strerror}); {_WRITE_BASE}") from None
+        raise LayoutError(f"{folder} has no {BASE} ({error.strerror}); {_WRITE_BASE}") from None
     except (yaml.YAMLError, KeyError, TypeError):
         raise LayoutError(f"{folder / BASE} is damaged; {_WRITE_BASE}") from None
     return {_identify(item): item for item in items}

@@ -52,7 +52,10 @@ def request_slices(groups: Iterable[Object], target: Target) -> dict[str, Object
             suffix=group["groupName"],
             spec={"provisioningClassName": CLASS, "podSets": [pod_set]},
         )
-        comment = f"all machines of slice {group['groupName']} at once, for seven days from when Google has them"
+        comment = (
+            f"all machines of slice {group['groupName']} at once, for seven days from the moment that Google "
+            "has them available"
+        )
         objects[comment] = request
     return objects
 

@@ -38,8 +38,8 @@ def test_a_pipeline_of_the_same_model_precision_and_pools_is_used():
 @pytest.mark.parametrize(
     ("settings", "precision", "message"),
     [
-        (pipeline(checkpoint="/models/other"), None, "runs /models/wan, not /models/other; leave --model out"),
-        (None, "int8", "computes in bfloat16, not int8; leave --precision out"),
+        (pipeline(checkpoint="/models/other"), None, "runs /models/wan, not /models/other; omit --model"),
+        (None, "int8", "computes in bfloat16, not int8; omit --precision"),
         (pipeline(dtype="float8"), "float8", "computes in bfloat16, not float8"),
         (pipeline("a14b-balanced-v6e"), None, "has the pools of .*four-pools.yaml, not of .*a14b-balanced-v6e.yaml"),
     ],

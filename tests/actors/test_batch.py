@@ -116,8 +116,8 @@ def test_bad_lines_do_not_stop_the_rest(batch, storage):
     messages = []
     report = batch(CAT, {"id": "bad", "steps": 0}, "no json", DOG, tell=messages.append)
     assert (report.exit_code, report.videos_made) == (1, 2)
-    assert messages[0] == "bad: line 2 steps is 0; allowed are 1 to 1000, nearest 1"
-    assert messages[1].startswith("no id: line 3 is no JSON")
+    assert messages[0] == "bad: line 2 steps is 0; allowed: 1 to 1000, nearest 1"
+    assert messages[1].startswith("no id: line 3 isn't valid JSON")
     assert [(line["line"], line["status"]) for line in lines_of(storage)] == [
         (1, "done"),
         (2, "invalid"),
@@ -135,7 +135,7 @@ def test_nothing_but_bad_lines(batch):
     [
         ("poison", "ValueError: the model ... choked on it"),
         ("cancelled", "RuntimeError: the engine cancelled it, and nobody else did"),
-        ("no mp4", "ValueError: the engine returned 9 bytes that are no mp4"),
+        ("no mp4", "ValueError: the engine returned 9 bytes that aren't an mp4"),
     ],
 )
 def test_a_failed_request_is_alone_and_made_again(batch, storage, prompt, error):

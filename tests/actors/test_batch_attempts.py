@@ -201,7 +201,7 @@ def test_a_timeline_that_can_not_be_written_is_told(tmp_path):
     spans.add(Span(slice="s", request="r", stage="encoder", kind="compute", start_s=0, seconds=1.0))
     spans.save(LocalStorage(tmp_path), messages.append)
     assert len(messages) == 1
-    assert messages[0].startswith("there is no timeline: can't write")
+    assert messages[0].startswith("the timeline can't be written: can't write")
 
 
 # ---- what runs beside the event loop

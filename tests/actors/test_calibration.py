@@ -191,15 +191,15 @@ def test_report_of_another_generation_is_refused(report):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda text: text[:-100], "is damaged: it is no JSON"),
-        (lambda text: "[1]", "is no report of wan-tpu doctor"),
+        (lambda text: text[:-100], "is damaged: it isn't JSON"),
+        (lambda text: "[1]", "isn't a report of wan-tpu doctor"),
         (lambda text: text.replace('"calibration"', '"other"'), "has no figures"),
         (lambda text: text.replace("1640000000.0", '"fast"'), "clock_hz is 'fast'"),
         (lambda text: text.replace("1640000000.0", "-1"), "clock_hz is -1"),
         (lambda text: text.replace("1640000000.0", "NaN"), "clock_hz is nan"),
         (lambda text: text.replace("grid_step_s", "grid_steps"), "grid_steps is 5e-07"),
-        (lambda text: text.replace('"rehearsal": false', '"rehearsal": true'), "which says nothing of a TPU"),
-        (lambda text: text.replace('"chip": "v6e"', '"chip": ""'), "which says nothing of a TPU"),
+        (lambda text: text.replace('"rehearsal": false', '"rehearsal": true'), "which says nothing about a TPU"),
+        (lambda text: text.replace('"chip": "v6e"', '"chip": ""'), "which says nothing about a TPU"),
         (lambda text: json.dumps(json.loads(text) | {"calibration": {}}), "measured no rates"),
     ],
 )

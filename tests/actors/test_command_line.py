@@ -41,7 +41,10 @@ HOSTS = ["hosts", "/proc/x", "--layout", "four-pools", "--image", "i", "--projec
         (["cluster", "up", "--emulate", "emulated_dmo"], "(did you mean emulated-demo?)"),
         (["cluster", "dwn"], "(did you mean down?)"),
         (["keys", "limit", "ann", "--per-minutes", "3"], "(did you mean --per_minute?)"),
-        (["keys", "--database", "jobs.sqlite", "list"], "--database comes after what to do: wan-tpu keys ACTION --dat"),
+        (
+            ["keys", "--database", "jobs.sqlite", "list"],
+            "--database must come after the action: wan-tpu keys ACTION --dat",
+        ),
         (["serve", "--largest_size", "1280x720x81"], "(did you mean --largest?)"),
     ],
 )
@@ -57,11 +60,11 @@ PLAN = ["plan", "--model", "wan2.1-t2v-1.3b", "--slice", "v6e-4"]
 @pytest.mark.parametrize(
     ("argv", "error"),
     [
-        (["cluster", "up", "--emulate", "emulated-small", "--folder", "/proc/x"], "/proc/x can't be made (No such"),
+        (["cluster", "up", "--emulate", "emulated-small", "--folder", "/proc/x"], "/proc/x can't be created (No such"),
         (["serve", "--write_config", "/proc/x/c.yaml"], "can't write /proc/x/c.yaml (No such"),
         (
             ["keys", "add", "ann", "--database", "/proc/x/jobs.sqlite"],
-            "the folder of /proc/x/jobs.sqlite can't be made",
+            "the folder of /proc/x/jobs.sqlite can't be created",
         ),
         ([*PLAN, "--compiled", "/proc/x"], "--compiled /proc/x can't be written to (No such"),
         ([*PLAN, "--plot", "/proc/x.png"], "can't write /proc/x.png (No such"),

@@ -46,7 +46,7 @@ def check_rehearsal(folder, *parts):
     report = json.loads(bundle)
     assert report["environment"]["JAX_TEST_LEVEL"] == "4"
     assert report["versions"]["jax"] and report["devices"]["rehearsal"]
-    with pytest.raises(InvalidInput, match="was measured on cpu, which says nothing of a TPU"):
+    with pytest.raises(InvalidInput, match="was measured on cpu, which says nothing about a TPU"):
         load_calibration(folder / "doctor.json")
     assert report["calibration"]["link_bytes_per_s"] > 0 and report["date"]
     assert not [file for file in folder.iterdir() if file.name != "doctor.json"]
@@ -121,7 +121,7 @@ def test_full_disk_is_named(tmp_path):
     done = subprocess.run([*inside, command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1, (done.stdout, done.stderr)
     assert "FAIL disk" in done.stdout and "No space left on device" in done.stdout
-    assert f"make room on the disk of {tmp_path}" in done.stdout
+    assert f"free some space on the disk of {tmp_path}" in done.stdout
 
 
 def test_one_worker_of_a_larger_slice_is_told_what_to_run(machine, monkeypatch):
@@ -159,4 +159,4 @@ def test_tpu_that_jax_passes_over_is_no_rehearsal(tmp_path, monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS")
     findings = list_findings(Machine(tmp_path), "jax", "kernels")
     assert [finding.verdict for finding in findings] == ["fail"]
-    assert "this machine has a TPU (/dev/vfio/0), and JAX only its CPU" in findings[0].measured
+    assert "this machine has a TPU (/dev/vfio/0), but JAX finds only its CPU" in findings[0].measured

@@ -56,7 +56,7 @@ def test_lock_of_another_user_is_named():
         Path(lock.name).chmod(0)
         findings, _ = check_in_child(2**16, has_chips=False, lock=lock.name)
     assert findings[-1]["verdict"] == "fail"
-    assert f"{lock.name} is of user {os.getuid()}, closed to user" in findings[-1]["measured"]
+    assert f"{lock.name} belongs to user {os.getuid()}; user" in findings[-1]["measured"]
     assert findings[-1]["advice"].endswith(f"rm {lock.name}")
 
 

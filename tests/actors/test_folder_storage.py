@@ -37,7 +37,9 @@ def test_write_to_a_full_disk_leaves_no_half_file(outcomes):
     probe, error, left = lines_of(outcomes, "full")
     assert probe == "probe: well"
     where = outcomes[1] / "full" / "large.mp4"
-    assert error == f"can't write {where} (No space left on device); make room, or choose a folder on another disk"
+    assert (
+        error == f"can't write {where} (No space left on device); free some space, or choose a folder on another disk"
+    )
     assert left == "['small.txt']"  # no half file
 
 

@@ -148,9 +148,9 @@ def test_ids_of_two_hundred_bytes_are_made(tmp_path, id_):
     ("line", "reason"),
     [
         ({"id": "x" * 201}, "more than 200 bytes"),
-        ({"id": "x" * 150 + "/" + "y" * 50}, "of 201 bytes; give one of at most 200"),
+        ({"id": "x" * 150 + "/" + "y" * 50}, "of 201 bytes; allowed: at most 200"),
         ({"output": "x" * 196 + ".mp4"}, "whose record has a part of more than 200 bytes"),
-        ({"output": "/".join(["x" * 100] * 9) + ".mp4"}, "of 912 bytes; give one of at most 800"),
+        ({"output": "/".join(["x" * 100] * 9) + ".mp4"}, "of 912 bytes; allowed: at most 800"),
     ],
 )
 def test_names_that_no_storage_takes_are_refused_before_any_work(tmp_path, line, reason):

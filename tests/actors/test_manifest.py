@@ -100,16 +100,16 @@ def test_an_image_that_is_replaced_meanwhile_is_not_taken_for_the_one_that_was_r
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("{not json", r"is no JSON \(Expecting property name .* at column 2\)"),
+        ("{not json", r"isn't valid JSON \(Expecting property name .* at column 2\)"),
         ("[1, 2]", "is a JSON list; write an object"),
         ('{"seed": 1, "seed": 2}', "has the field 'seed' twice"),
         ('{"num_steps": 4}', "unknown field 'num_steps'; did you mean 'steps'?"),
         ('{"negativ_prompt": ""}', "did you mean 'negative_prompt'?"),
         ('{"size": "720*1280"}', "give height and width"),
         ('{"colour": 4}', "known are id, output, prompt"),
-        ('{"prompt": "", "steps": 0}', r"steps is 0; allowed are 1 to 1000, nearest 1"),
+        ('{"prompt": "", "steps": 0}', r"steps is 0; allowed: 1 to 1000, nearest 1"),
         ('{"prompt": "", "fps": NaN}', "fps is nan; give a finite number"),
-        ('{"frames": 5}', 'has no prompt; give one, "" for nothing in particular'),
+        ('{"frames": 5}', 'has no prompt; give one, or "" for an empty prompt'),
         ('{"prompt": null}', "prompt is a NoneType; give a string"),
         ('{"prompt": 3}', "prompt is a int; give a string"),
         ('{"prompt": "", "image": "none.png"}', r"image '.*/none.png' is not a file"),
@@ -127,8 +127,8 @@ def test_an_image_that_is_replaced_meanwhile_is_not_taken_for_the_one_that_was_r
         ('{"prompt": "", "id": ""}', "is empty"),
         ('{"prompt": "", "output": "../cat.mp4"}', "would leave its folder"),
         ('{"prompt": "", "output": "cat.avi"}', "ends in .mp4"),
-        ('{"prompt": "", "id": "first"}', "has the id 'first' of line 1"),
-        ('{"prompt": "", "output": "first.mp4"}', "has the output 'first.mp4' of line 1"),
+        ('{"prompt": "", "id": "first"}', "has the same id as line 1, 'first'"),
+        ('{"prompt": "", "output": "first.mp4"}', "has the same output as line 1, 'first.mp4'"),
         ('{"prompt": "", "output": "first.mp4/second.mp4"}', "is a file and a folder"),
         ('{"prompt": "", "seed": ' + "1" * 5000 + "}", "has a number of 5000 digits"),
         ("[" * 100_000, "nested too deep"),
@@ -154,7 +154,7 @@ def test_lines_that_are_no_text(tmp_path):
     path.write_bytes(b'\xef\xbb\xbf{"id": "a", "prompt": ""}\r\n{"id": "\xff"}\n{"id": "b", "prompt": ""}')
     read = read_manifest(path, SPEC.plan)
     assert [entry.id for entry in read.entries] == ["a", "b"]
-    assert "is no UTF-8" in read.bad[0].reason
+    assert "isn't UTF-8" in read.bad[0].reason
 
 
 def test_the_model_has_its_say(tmp_path):

@@ -48,7 +48,7 @@ def test_a_public_address_needs_a_key(tmp_path):
         (["--download_s", "0"], "--download_s is 0"),
         (["--keep_days", "inf"], "--keep_days is inf"),
         (["--largest", "1280x720"], "WIDTHxHEIGHTxFRAMES"),
-        (["--warm_up", "10x720x81"], "--warm_up 10x720x81: width is 10; allowed are 16 to"),
+        (["--warm_up", "10x720x81"], "--warm_up 10x720x81: width is 10; allowed: 16 to"),
     ],
 )
 def test_impossible_option_is_refused_before_anything_starts(options, message, tmp_path, capsys, checkpoint):

@@ -61,7 +61,7 @@ def test_a_batch_brings_up_its_own_pipeline_and_the_next_one_finishes_what_a_kil
         # It is that batch's own.
         code, _, err = cluster.run("drive", "--manifest", options[1], "--output", str(tmp_path / "other"))
         assert code == 2
-        assert re.search(r"belongs to a batch that runs \(Ray job \d+\) and ends with it", err)
+        assert re.search(r"belongs to a running batch \(Ray job \d+\) and ends with it", err)
     finally:
         driver.send_signal(signal.SIGKILL)
         driver.communicate()
@@ -141,10 +141,10 @@ def test_a_pipeline_that_stays_serves_jobs_that_come_and_go(cluster, tmp_path):
         "drive", *options[:3], str(tmp_path / "o"), "--layout", str(cluster.layout), "--model_id", str(other)
     )
     assert (code, len(reasons(err))) == (2, 1), err
-    assert f"not {other}; leave --model out to use it" in err
+    assert f"not {other}; omit --model to use it" in err
     code, _, err = cluster.run("drive", *options[:3], str(tmp_path / "o"), "--precision", "int8")
     assert (code, len(reasons(err))) == (2, 1), err
-    assert "computes in float32, not int8; leave --precision out to use it" in err
+    assert "computes in float32, not int8; omit --precision to use it" in err
     assert cluster.run("pipeline", "down")[0] == 0
     cluster.check_nothing_is_held()
     assert cluster.run("pipeline", "down")[0] == 2

@@ -105,9 +105,9 @@ def test_more_slices_are_taken_where_videos_would_wait_too_long(terms):
 def test_a_demand_that_nothing_meets_is_refused_with_what_comes_nearest(terms):
     with pytest.raises(NoCapacity, match=r"the fastest of 10 layouts takes 11\d s to a video .* within 60 s is asked"):
         recommend(SECONDS, STAGES, EXPERTS, terms, 5000, 60, fits=fit)
-    with pytest.raises(NoCapacity, match=r"mine makes 66\.0 videos an hour at most, 70\.0 are asked for"):
+    with pytest.raises(NoCapacity, match=r"mine makes at most 66\.0 videos an hour, but 70\.0 are needed"):
         estimate(Layout.parse(LAYOUT, "mine"), SECONDS, terms, 70)
-    with pytest.raises(NoCapacity, match="fits v6e-1; give larger slices"):
+    with pytest.raises(NoCapacity, match="fits the memory of v6e-1; give larger slices"):
         recommend({"v6e-1": {}}, STAGES, EXPERTS, terms, 1, 60, fits=fit)
 
 
@@ -115,8 +115,8 @@ def test_a_demand_that_nothing_meets_is_refused_with_what_comes_nearest(terms):
     ("kind", "capacity", "region", "message"),
     [
         ("v5e-8", "spot", None, "no price of v5e is known, of v6e only; give your own with --prices"),
-        ("v6e-8", "reserved", None, "no reserved price of v6e is known, only on-demand, spot"),
-        ("v6e-8", "spot", "here", "no spot price of v6e in here is known, only there"),
+        ("v6e-8", "reserved", None, "there is no reserved price for v6e, only on-demand, spot"),
+        ("v6e-8", "spot", "here", "there is no spot price for v6e in here, only in there"),
     ],
 )
 def test_a_price_that_is_not_known_is_refused(kind, capacity, region, message, terms):
@@ -129,7 +129,7 @@ def test_a_price_that_is_not_known_is_refused(kind, capacity, region, message, t
     [
         ("chips: {}", "date is missing; write date, and chips"),
         (TEXT.replace("2.0", "-2.0"), r"here is -2\.0; write date"),
-        ("{", "no YAML"),
+        ("{", "isn't valid YAML"),
     ],
 )
 def test_a_table_that_is_wrong_is_refused(text, message, tmp_path):

@@ -41,7 +41,7 @@ def test_everything_is_checked_on_both_hosts(cluster, all_free, tmp_path):
 def test_folder_that_hosts_do_not_have_is_named(cluster, all_free, tmp_path):
     done, bundle = run_doctor(cluster, tmp_path, "--part", "mp4", "--folder", str(tmp_path / "none"))
     assert (done.returncode, bundle) == (1, None)
-    assert f"{tmp_path}/none is no folder on this host; make it there" in done.stderr
+    assert f"{tmp_path}/none isn't a folder on this host; create it there" in done.stderr
 
 
 @pytest.mark.soak
@@ -54,14 +54,17 @@ def test_worker_with_the_wrong_index_is_named(cluster, all_free, tmp_path):
         done, _ = run_doctor(cluster, tmp_path, "--part", "jax")
         assert done.returncode == 1, (done.stdout, done.stderr)
         assert f"host 1 of 2 (two, node {node[:8]} at 127.0.0.1" in done.stderr
-        assert "is worker 0 of its TPU slice as its machine says (TPU_WORKER_ID), and worker 1 by" in done.stderr
+        assert (
+            "is worker 0 of its TPU slice according to its machine (TPU_WORKER_ID), but worker 1 according"
+            in done.stderr
+        )
         assert "start Ray there without that label" in done.stderr
         cluster.kill_host("two", 1)
         wait_for(lambda: ray.available_resources().get("TPU") == CHIPS - TWO_HOSTS.chips_per_host, "Ray has noticed")
         twin = cluster.add_host("two", 1, labels=labels | {WORKER_ID: "0"})
         done, _ = run_doctor(cluster, tmp_path, "--part", "jax")
         assert done.returncode == 1, (done.stdout, done.stderr)
-        assert "two: its hosts need the labels ray.io/tpu-worker-id 0 to 1, one each, and have 0 on node" in done.stderr
+        assert "two: its hosts need the labels ray.io/tpu-worker-id 0 to 1, one each, but have 0 on node" in done.stderr
         assert f"0 on node {twin[:8]} at 127.0.0.1" in done.stderr
     finally:
         cluster.kill_host("two", 1)

@@ -96,7 +96,7 @@ A_COUNT = "write a whole number from 1 to 1000"
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("pools: [", "no YAML: "),
+        ("pools: [", "it isn't valid YAML: "),
         ("3", "it is 3; write pools"),
         ("", "it is None; write pools"),
         ({"pools": {}}, "pools is {}; write pools: {NAME: "),
@@ -105,7 +105,7 @@ A_COUNT = "write a whole number from 1 to 1000"
         ({"emulate": {}}, "pools is missing; write pools: {NAME: "),
         (GOOD | {"pols": {}}, "it has the unknown key 'pols'; write pools, and emulate"),
         ({"pools": {"a b": {}}}, "pools: a b: name is 'a b'; a pool's name is made of"),
-        ("pools:\n  a: {}\n  a: {}", "'a' is there twice"),
+        ("pools:\n  a: {}\n  a: {}", "'a' appears twice"),
         (
             change_pool("ends", stage=["encoder"]),
             "pools: ends has the unknown key 'stage'; write pools: {NAME: {stages: ",
@@ -116,34 +116,40 @@ A_COUNT = "write a whole number from 1 to 1000"
             change_pool("ends", stages=["encoder", "denoise_low"]),
             "pool experts: stage denoise_low is .* also in pool ends",
         ),
-        (change_pool("ends", stages=["encoder", "encoder"]), "pool ends: stage encoder is there twice"),
+        (change_pool("ends", stages=["encoder", "encoder"]), "pool ends: stage encoder is listed twice"),
         (change_pool("ends", slice="v6e-6"), "pools: ends: slice: there is no v6e-6; nearest: v6e-8"),
         (
             change_pool("ends", slice=None),
-            "pools: ends: slice: None is no slice; write a generation and a size, such as v6",
+            "pools: ends: slice: None isn't a slice; write a generation and a size, such as v6",
         ),
         (change_pool("ends", replicas=0), f"pools: ends: replicas: min is 0; {A_COUNT}"),
         (change_pool("ends", replicas=1001), f"replicas: min is 1001; {A_COUNT}"),
         (change_pool("ends", replicas=True), f"replicas: min is True; {A_COUNT}"),
         (change_pool("ends", replicas="3"), f"replicas: min is '3'; {A_COUNT}"),
-        (change_pool("ends", replicas={"min": 3, "max": 2}), "pools: ends: replicas: min is 3, max 2; exchange them"),
+        (
+            change_pool("ends", replicas={"min": 3, "max": 2}),
+            "pools: ends: replicas: min is 3, but max is 2; swap them",
+        ),
         (
             change_pool("ends", replicas={"mi": 3}),
             "replicas has the unknown key 'mi'; write one number, or {min: 1, max",
         ),
         (
             change_pool("experts", mesh={"dp": 3}),
-            "pool experts: mesh dp 3 takes 3 devices, v6e-8 has 8; make the product 8",
+            "pool experts: mesh dp 3 needs 3 devices, but v6e-8 has 8; make the product 8",
         ),
         (
             change_pool("experts", mesh={"dp": 1, "sp": 1, "tp": 4}),
-            "mesh dp 1 x sp 1 x tp 4 takes 4 devices, v6e-8 has 8",
+            "mesh dp 1 x sp 1 x tp 4 needs 4 devices, but v6e-8 has 8",
         ),
         (change_pool("experts", mesh={"pp": 2}), "pools: experts: mesh: pp is 2; write sizes of dp, sp and tp"),
         (change_pool("experts", batch=2), "pools: experts has the unknown key 'batch'"),
         (GOOD | {"emulate": {"devices_per_host": 0}}, f"emulate: devices_per_host is 0; {A_COUNT}"),
         (GOOD | {"emulate": {"devices": 1}}, "emulate: devices is 'devices'; write emulate: {devices_per_host: 1}"),
-        (GOOD | {"emulate": {}}, r"mesh dp 2 x tp 4 takes 8 devices, v6e-8 has 1 when it is emulated \(8 when not\)"),
+        (
+            GOOD | {"emulate": {}},
+            r"mesh dp 2 x tp 4 needs 8 devices, but v6e-8 has 1 when it is emulated \(8 when not\)",
+        ),
     ],
 )
 def test_wrong_layout_is_refused_with_the_remedy(content, message):

@@ -25,9 +25,13 @@ def test_machines_in_their_places_and_those_that_say_nothing_are_fine():
         (
             1,
             ("u-0", "t-1", "u-2"),
-            r"host 1 of 3 .*isn't of the same TPU slice as host 0 of 3 .*: .* u-0,t-1,u-2, .*t-0",
+            r"host 1 of 3 .*doesn't belong to the same TPU slice as host 0 of 3 .*: .* u-0,t-1,u-2, .*t-0",
         ),
-        (1, ("t-0", "t-1"), "host 1 of 3 .* is one of 2 hosts of its TPU slice .* one of 3 by its node's label"),
+        (
+            1,
+            ("t-0", "t-1"),
+            "host 1 of 3 .* is one of 2 hosts of its TPU slice .* one of 3 according to its node's label",
+        ),
     ],
 )
 def test_machine_in_another_place_is_named(worker_id, names, message):

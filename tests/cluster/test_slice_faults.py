@@ -153,7 +153,7 @@ def test_a_slice_whose_chips_another_process_has_is_tried_again(cluster, tmp_pat
 
 def test_hosts_that_are_not_alike_are_refused(cluster):
     with pytest.raises(
-        SliceError, match=r"low/0: its hosts aren't alike: flags is 'of 0' on host 1 .* 'of 1' on host 0"
+        SliceError, match=r"low/0: its hosts differ in software: flags is 'of 0' on host 1 .* 'of 1' on host 0"
     ):
         Slice(TWO_HOSTS, OddHost, name="low/0")
     assert not {s.holder for s in list_slices()} - {None}
@@ -205,7 +205,7 @@ def test_an_exception_on_one_host_destroys_the_gang_unless_it_is_beside_the_lock
     assert running.call("psum", 1.0).value == (2, 4, 6.0)
     error, _ = lost_in(running, "fail", (1,))
     assert f"{running.hosts[1]}"[:-1] in str(error)
-    assert "raised ValueError: poison on 1, other hosts did not" in str(error)
+    assert "raised ValueError: poison on 1, but the other hosts did not" in str(error)
     assert isinstance(error.__cause__, ValueError)
     all_free(*running.pids)
 
@@ -213,7 +213,7 @@ def test_an_exception_on_one_host_destroys_the_gang_unless_it_is_beside_the_lock
 def test_an_exception_on_one_host_while_the_other_waits_for_it(cluster, all_free):
     running = Slice(TWO_HOSTS, SmallHost, name="low/0", timeouts=QUICK)
     error, seconds = lost_in(running, "fail_then_hang", 0)
-    assert "raised ValueError: left the others waiting while others went on" in str(error)
+    assert "raised ValueError: left the others waiting while the other hosts continued" in str(error)
     assert f"{running.hosts[0]}"[:-1] in str(error)
     assert seconds < 40
     all_free(*running.pids)

@@ -101,7 +101,7 @@ def test_a_slice_of_other_machines_is_named():
     spec = SliceSpec("v6e-8")
     node = {"Alive": True, "Labels": spec.build_host_labels(0, "a"), "Resources": {"TPU": 4.0}}
     assert (
-        "machines of 4 chips, and a v6e-8 here is of machines with 8 (on GKE ct6e-standard-8t)"
+        "machines of that kind have 4 chips, but those of a v6e-8 must have 8 (on GKE ct6e-standard-8t)"
         in explain_other_machines(spec, [node])
     )
     assert explain_other_machines(spec, [node | {"Resources": {"TPU": 8.0}}]) is None

@@ -32,7 +32,7 @@ def make_plan() -> Plan:
     request = GenerationRequest(height=480, width=832, frames=81, steps=50).resolve(published_spec(MODEL).defaults)
     compiled = Compiled(30.0, 55.0, 2 * GIB, GIB // 2, code_bytes=GIB // 2)
     step = ProgramPlan(STEP, 50, compiled, prediction(1.0), prediction(1.5))
-    refused = Compiled(60.0, 60.0, GIB, 40 * GIB, 10 * GIB, refused="needs 41.0 GiB a device of 31.2")
+    refused = Compiled(60.0, 60.0, GIB, 40 * GIB, 10 * GIB, refused="needs 41.0 GiB on each device, which has 31.2")
     decoder = ProgramPlan("decoder later", 20, refused, None, None)
     stages = (StagePlan("denoise", (step,), int(1e17), host_s=0.5), StagePlan("decoder", (decoder,), int(1e15)))
     return Plan(MODEL, SLICE, MeshShape(2, 1, 2), request, 32760, stages, experts=2)

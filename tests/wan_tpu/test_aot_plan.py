@@ -48,7 +48,7 @@ def test_a_plan_says_what_fits_and_what_does_not(plan):
     text = describe(plan)
     assert f"{MODEL}, 832x480, 81 frames (32760 tokens), 50 steps" in text
     assert "yes, 29.0 GiB free" in text
-    assert "NO, by 10.0 GiB (needs 41.0 GiB a device of 31.2)" in text
+    assert "NO, by 10.0 GiB (needs 41.0 GiB on each device, which has 31.2)" in text
     assert "doesn't fit: decoder later" in text
 
 

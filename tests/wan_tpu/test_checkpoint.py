@@ -194,7 +194,7 @@ def test_float32_parts_stay_float32(pipeline):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"transformer": ["diffusers", "LTXVideoTransformer3DModel"]}, "supported are .*Wan 2.1 and 2.2"),
+        ({"transformer": ["diffusers", "LTXVideoTransformer3DModel"]}, "supported: .*Wan 2.1 and 2.2"),
         ({"vae": [None, None]}, "has no vae"),
         ({"boundary_ratio": None}, "no boundary_ratio"),
         ({"text_encoder": ["transformers", "BertModel"]}, "BertModel is not supported"),

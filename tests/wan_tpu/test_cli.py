@@ -129,7 +129,7 @@ def test_adapters_and_sigmas_stage_by_stage(checkpoint, tmp_path):
     [
         (["--steps", "2"], "strength", "strength 0.3 of 2 steps is none"),
         (["--sigmas", "1", "0.5"], "strength", "strength 0.3 of 2 steps is none"),
-        (["--switch_step", "99"], "switch_step", "switch_step is 99 of 8 steps"),
+        (["--switch_step", "99"], "switch_step", "switch_step is 99, but there are 8 steps"),
         (["--cache", "magcache"], "cache", "not of strength"),
     ],
 )
@@ -188,13 +188,13 @@ def test_staged_equals_one_command(video_file, checkpoint, tmp_path, capsys):
     assert "no/such/model" in capsys.readouterr().err
     (folder / staged.LATENTS).write_bytes(half)
     assert cli.run(staged.denoise, [*where, "--resume", "--seed", "5"]) == 2
-    assert "leave the sampling options out" in capsys.readouterr().err
+    assert "omit the sampling options" in capsys.readouterr().err
     assert cli.run(staged.denoise, [*where, "--resume", "--precision", "bfloat16"]) == 2
-    assert "leave --precision out" in capsys.readouterr().err
+    assert "omit --precision" in capsys.readouterr().err
     # The same model may lie elsewhere on the machine that goes on.
     other = shutil.copytree(stage1[1], tmp_path / "other")
     assert cli.run(staged.denoise, [*where, "--resume", "--model", str(other)]) == 0
-    assert f"goes on with the weights of {other}; it began with those of" in capsys.readouterr().err
+    assert f"continues with those of {other}" in capsys.readouterr().err
     assert cli.run(staged.encode, [*stage1, "--prompt", "A dog", "--overwrite"]) == 0
     assert cli.run(staged.denoise, [*where, "--resume"]) == 2
     assert "begun with other embeddings" in capsys.readouterr().err

@@ -84,9 +84,9 @@ def test_full_size(kind, tokens, padding):
     ("kind", "fields", "message"),
     [
         ("cogvideox1.5-5b", {"frames": 85}, r"frames is 85; it must be 8n \+ 1, nearest 81"),
-        ("cogvideox1.5-5b", {"height": 2416}, "height is 2416; cogvideox1.5-5b knows positions of at most 2400"),
-        ("cogvideox-5b-i2v", {"height": 512}, "height is 512; cogvideox-5b-i2v makes 480 alone"),
-        ("cogvideox-5b-i2v", {"frames": 25}, "frames is 25; cogvideox-5b-i2v makes 49 alone"),
+        ("cogvideox1.5-5b", {"height": 2416}, "height is 2416; cogvideox1.5-5b has positions for at most 2400"),
+        ("cogvideox-5b-i2v", {"height": 512}, "height is 512; cogvideox-5b-i2v supports only 480"),
+        ("cogvideox-5b-i2v", {"frames": 25}, "frames is 25; cogvideox-5b-i2v supports only 49"),
         ("cogvideox-2b", {"shift": 3.0}, "shift is 3; cogvideox-2b has none: leave it out"),
         ("cogvideox-2b", {"solver": "unipc"}, "solver 'unipc' is unknown; choose one of ddim, dpm"),
         ("cogvideox-2b", {"steps": 1000, "frames": 0}, "frames is 0"),
@@ -100,5 +100,5 @@ def test_what_a_model_does_not_make_is_refused_with_what_it_does(kind, fields, m
 def test_a_scheduler_that_predicts_noise_is_refused(tmp_path):
     folder = make_checkpoint(tmp_path / "checkpoint", "cogvideox-2b")
     diffusers.CogVideoXDDIMScheduler(prediction_type="epsilon").save_pretrained(folder / "scheduler")
-    with pytest.raises(CheckpointError, match="has scheduler prediction_type 'epsilon'; supported is 'v_prediction'"):
+    with pytest.raises(CheckpointError, match="has scheduler prediction_type 'epsilon'; supported: 'v_prediction'"):
         CogVideoXSpec.open(Checkpoint(folder))

@@ -127,7 +127,7 @@ def test_what_is_there_is_kept_and_a_converted_one_can_be_the_source(folder, tmp
     (tmp_path / "text_encoder" / FILE).unlink()
     spoil(tmp_path, {"layout": 0}, "transformer")  # of an older version
     assert main(["weights", "convert", str(folder), str(tmp_path)]) == 0
-    assert capsys.readouterr().out.count("was there already") == 1
+    assert capsys.readouterr().out.count("exists already") == 1
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == first
 
 
@@ -137,7 +137,7 @@ def test_source_that_has_changed_leaves_nothing_of_what_it_was(checkpoint, tmp_p
     assert main(["weights", "convert", str(checkpoint(kind)), str(destination)]) == 0
     subprocess.run(["cp", "-r", checkpoint(kind), source], check=True)
     assert main(["weights", "convert", str(source), str(destination)]) == 0
-    assert "was there already" not in capsys.readouterr().out
+    assert "exists already" not in capsys.readouterr().out
     (file,) = (source / "vae").glob("*.safetensors")
     times = file.stat().st_atime_ns, file.stat().st_mtime_ns
     save_file({name: value * 2 for name, value in load_file(file).items()}, file)
@@ -146,7 +146,7 @@ def test_source_that_has_changed_leaves_nothing_of_what_it_was(checkpoint, tmp_p
 
     assert main(["weights", "convert", str(source), str(destination)]) == 0
 
-    assert capsys.readouterr().out.count("was there already") == 2
+    assert capsys.readouterr().out.count("exists already") == 2
     component = open_model(Checkpoint(source)).components["decoder"]
     ours, expected = (load_component(Checkpoint(x), component, "bfloat16", mesh).params for x in (destination, source))
     for name, array in ours.items():
@@ -182,7 +182,7 @@ def test_preset_whose_adapter_is_not_there_is_refused_before_anything_is_written
     add_presets_with_adapters(source)
     (source / "adapters" / "a.safetensors").unlink()
     assert main(["weights", "convert", str(source), str(destination)]) == 2
-    assert "preset fast has ./adapters/a.safetensors, which isn't there" in capsys.readouterr().err
+    assert "preset fast has the adapter ./adapters/a.safetensors, which doesn't exist" in capsys.readouterr().err
     assert not destination.exists()
 
 
@@ -201,15 +201,23 @@ def damage(folder):
 @pytest.mark.parametrize(
     ("spoiled", "dtype", "message"),
     [
-        (damage, "bfloat16", r"vae/wan_tpu.safetensors is damaged: of .*, bytes \d+ to \d+; delete it, and convert"),
-        (lambda f: (f / "vae" / MANIFEST).unlink(), "bfloat16", "its conversion wasn't finished"),
-        (lambda f: spoil(f, {"layout": 0}), "bfloat16", f"converted for layout 0, this version reads {LAYOUT}"),
+        (
+            damage,
+            "bfloat16",
+            r"vae/wan_tpu.safetensors is damaged in bytes \d+ to \d+, which hold .*; delete it, and convert",
+        ),
+        (lambda f: (f / "vae" / MANIFEST).unlink(), "bfloat16", "its conversion didn't finish"),
+        (
+            lambda f: spoil(f, {"layout": 0}),
+            "bfloat16",
+            f"converted for layout 0, but this version reads layout {LAYOUT}",
+        ),
         (lambda f: spoil(f, {"bytes": 7}), "bfloat16", "bytes of 7; convert the checkpoint again"),
         (lambda f: spoil(f, {"tensors": {}}), "bfloat16", "lacks .*; convert the checkpoint again"),
         (
             lambda f: None,
             "float32",
-            "was converted to bfloat16; give --precision bfloat16, or for float32 the original",
+            "was converted to bfloat16; give --precision bfloat16, or the original checkpoint for float32",
         ),
     ],
 )

@@ -63,7 +63,7 @@ def test_tokenizer_on_a_failing_disk_is_unavailable(name, tmp_path):
         tokenize(Tokenizer(tmp_path, 400), "a cat", 16)
     (tmp_path / name).unlink()
     (tmp_path / name).write_text("{")
-    with pytest.raises(CheckpointError, match="holds no working tokenizer"):
+    with pytest.raises(CheckpointError, match="doesn't hold a working tokenizer"):
         tokenize(Tokenizer(tmp_path, 400), "a cat", 16)
 
 
@@ -76,11 +76,13 @@ def test_image_processor_says_what_is_wrong_with_its_file(kind, shape, tmp_path)
         ImageProcessor(kind, tmp_path, shape).read()
     kind(size={"height": 8, "width": 8}, crop_size={"height": 8, "width": 8}).save_pretrained(tmp_path)
     ImageProcessor(kind, tmp_path, shape).read()
-    with pytest.raises(CheckpointError, match=r"images of \(3, 8, 8\), the image encoder takes \(3, 16, 16\)"):
+    with pytest.raises(
+        CheckpointError, match=r"images of shape \(3, 8, 8\), but the image encoder takes \(3, 16, 16\)"
+    ):
         ImageProcessor(kind, tmp_path, (3, 16, 16)).read()
     for damaged in ("{", "[]", '{"size": 3.5}'):
         file.write_text(damaged)
-        with pytest.raises(CheckpointError, match=r"preprocessor_config\.json holds no working image processor"):
+        with pytest.raises(CheckpointError, match=r"preprocessor_config\.json doesn't hold a working image processor"):
             ImageProcessor(kind, tmp_path, shape).read()
     file.unlink()
     file.symlink_to(UNREADABLE)
@@ -110,7 +112,7 @@ def test_weights_that_are_missing_or_cut_off_are_the_callers(tmp_path):
     with pytest.raises(CheckpointError, match="is missing"):
         read_tensors({"a": Stored(str(file), 0, torch.float32, (4,))})
     file.write_bytes(bytes(8))
-    with pytest.raises(CheckpointError, match="8 bytes of at least 16"):
+    with pytest.raises(CheckpointError, match="8 bytes instead of at least 16"):
         read_tensors({"a": Stored(str(file), 0, torch.float32, (4,))})
 
 

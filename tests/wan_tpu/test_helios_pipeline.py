@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.wan_tpu.diffusers_steps import keep_latents
 from tests.wan_tpu.helios_reference import PyramidPipeline
 from wan_tpu import GenerationRequest, Video
 from wan_tpu.commands.generate import plan_extension
@@ -57,10 +58,6 @@ def run_theirs(pipeline, request, **options):
     pipeline.set_progress_bar_config(disable=True)
     latents = []
 
-    def keep(pipeline, step, time, arrays):
-        latents.append(arrays["latents"].numpy().copy())
-        return arrays
-
     if request.video is not None:
         options["video"] = read_frames(request.video, count_frames(request.video))
     video = pipeline(
@@ -70,7 +67,7 @@ def run_theirs(pipeline, request, **options):
         num_frames=request.frames,
         image=request.image,
         generator=torch.Generator().manual_seed(request.seed),
-        callback_on_step_end=keep,
+        callback_on_step_end=keep_latents(latents),
         output_type="np",
         **options,
     )
@@ -143,13 +140,13 @@ def test_videos_that_cant_be_continued_are_refused(requests, runs, pipeline, tmp
     for fields, field, message in (
         ({"video": source, "strength": 0.5}, "strength", "without changing it; leave strength out"),
         ({"strength": 1.0}, "strength", "without a video"),
-        ({"video": source, "image": requests["image"].image}, "video", "leave one out"),
+        ({"video": source, "image": requests["image"].image}, "video", "give one of them"),
     ):
         with pytest.raises(InvalidRequest, match=message) as raised:
             pipe.plan(dataclasses.replace(REQUEST, **fields))
         assert raised.value.field == field
     short = Video(np.zeros((32, 16, 16, 3), np.float32), 24.0).save(tmp_path / "short.mp4")
-    with pytest.raises(InvalidRequest, match=r"32 frames, and .* continues one of at least 33"):
+    with pytest.raises(InvalidRequest, match=r"32 frames, and .* needs at least 33 to continue it"):
         pipe.generate(dataclasses.replace(REQUEST, video=short))
     plan, conditioning, _ = runs["image"]
     with pytest.raises(InvalidInput, match="run the encoder again"):

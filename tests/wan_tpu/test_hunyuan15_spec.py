@@ -140,11 +140,11 @@ def test_what_a_model_does_not_make_is_refused_with_what_it_does(fields, message
 @pytest.mark.parametrize(
     ("file", "changed", "message"),
     [
-        ("guider/guider_config.json", {"guidance_rescale": 0.7}, "guider guidance_rescale 0.7; supported is 0.0"),
+        ("guider/guider_config.json", {"guidance_rescale": 0.7}, "guider guidance_rescale 0.7; supported: 0.0"),
         ("scheduler/scheduler_config.json", {"use_dynamic_shifting": True}, "use_dynamic_shifting True; supported is"),
-        ("transformer/config.json", {"in_channels": 4}, "takes 4 channels; with latents of 4 it takes 9"),
-        ("transformer/config.json", {"task_type": "v2v"}, "task_type 'v2v'; it is t2v or i2v"),
-        ("vae/config.json", {"spatial_compression_ratio": 8}, "spatial_compression_ratio 8, supported is 16"),
+        ("transformer/config.json", {"in_channels": 4}, "takes 4 channels; with latents of 4 it must take 9"),
+        ("transformer/config.json", {"task_type": "v2v"}, "task_type 'v2v'; supported: t2v and i2v"),
+        ("vae/config.json", {"spatial_compression_ratio": 8}, "spatial_compression_ratio 8; supported: 16"),
         ("model_index.json", {"guider": ["diffusers", "SkipLayerGuidance"]}, "guider SkipLayerGuidance; supported is"),
     ],
 )

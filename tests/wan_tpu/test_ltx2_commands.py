@@ -92,7 +92,7 @@ def test_batch_makes_videos_with_sound_and_without(video_file, model, tmp_path):
         (["--size", "96x64"], "two stages need a multiple of 64, nearest 128, or give steps 8 for one stage"),
         (["--size", "112x64", "--steps", "8"], "needs a multiple of 32, nearest 128"),
         (["--frames", "10"], "frames is 10; it must be 8n + 1, nearest 9"),
-        (["--steps", "20"], "the noise levels of 8, or 11 in two stages: give that many, or sigmas of your own"),
+        (["--steps", "20"], "the noise levels of 8, or 11 in two stages: give that many, or your own sigmas"),
         (["--shift", "3"], "shift is 3"),
         (["--solver", "unipc"], "choose one of euler"),
     ],
@@ -116,9 +116,13 @@ def test_picture_of_a_single_row_of_latents_is_refused_where_the_decoder_mirrors
 def test_steps_whose_noise_levels_are_all_one_are_refused():
     """A dev model's schedule is shifted by the number of tokens: diffusers divides by zero, and its video is NaN."""
     long = GenerationRequest(height=1088, width=1920, frames=257)
-    with pytest.raises(InvalidRequest, match=r"all noise levels of 67320 tokens are 1, .* fewer frames .*, or sigmas"):
+    with pytest.raises(
+        InvalidRequest, match=r"with 67320 tokens .* noise level to 1; .* fewer frames .*, or your own sigmas"
+    ):
         published_spec("ltx-2.3").plan(long)
-    with pytest.raises(InvalidRequest, match="all noise levels of 1048576 tokens are 1"):  # float32 has no such shift.
+    with pytest.raises(
+        InvalidRequest, match=r"with 1048576 tokens .* every noise level to 1"
+    ):  # float32 has no such shift.
         published_spec("ltx-2.3").plan(GenerationRequest(height=8192, width=8192, frames=121))
     assert published_spec("ltx-2.3-distilled").plan(long).request.steps == 11
     single = published_spec("ltx-2.3").plan(GenerationRequest(steps=1)).request

@@ -10,7 +10,8 @@ import torch
 from diffusers.pipelines.ltx2 import LTX2LatentUpsamplerModel
 
 from tests.children import run_on_devices
-from tests.wan_tpu.ltx2_vae_worker import cut, make_decode, make_encode, make_upsample
+from tests.wan_tpu.chunk_runs import cut
+from tests.wan_tpu.ltx2_vae_worker import make_decode, make_encode, make_upsample
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.ltx2 import upsampler, vae
 from wan_tpu.families.ltx2.published import PUBLISHED
@@ -160,12 +161,12 @@ CONFIG = PUBLISHED["ltx-2.3-distilled"]
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"timestep_conditioning": True}, "timestep_conditioning = True; supported is False"),
+        ({"timestep_conditioning": True}, "timestep_conditioning = True; supported: False"),
         ({"decoder_causal": True}, "decoder_causal = True"),
         ({"decoder_inject_noise": [False, True, False, False, False]}, "decoder_inject_noise"),
-        ({"downsample_type": ["conv"] * 4}, "supported are spatial, temporal, spatiotemporal"),
+        ({"downsample_type": ["conv"] * 4}, "supported: spatial, temporal, spatiotemporal"),
         ({"spatio_temporal_scaling": [True, True, True, False]}, "spatio_temporal_scaling"),
-        ({"encoder_spatial_padding_mode": "circular"}, "supported are zeros, replicate, reflect"),
+        ({"encoder_spatial_padding_mode": "circular"}, "supported: zeros, replicate, reflect"),
     ],
 )
 def test_a_vae_that_no_model_has_is_refused(change, message):
@@ -183,7 +184,7 @@ def test_a_decoder_that_changes_channels_before_it_enlarges_is_refused():
     ("settings", "message"),
     [
         (None, "no folder latent_upsampler"),
-        ({"temporal_upsample": True}, "temporal_upsample = True; supported is False"),
+        ({"temporal_upsample": True}, "temporal_upsample = True; supported: False"),
         ({"use_rational_resampler": True, "rational_spatial_scale": 1.5}, "rational_spatial_scale = 1.5"),
     ],
 )

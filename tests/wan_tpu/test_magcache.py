@@ -10,6 +10,7 @@ import torch
 from diffusers.hooks.mag_cache import MagCacheConfig, apply_mag_cache
 
 from tests.conftest import PHOTO, record_steps
+from tests.wan_tpu.diffusers_steps import keep_latents
 from tests.wan_tpu.test_parity import LATENT_TOLERANCE
 from wan_tpu import GenerationRequest, cli, load_pipeline
 from wan_tpu.commands.calibrate import calibrate
@@ -137,13 +138,10 @@ def test_latents_are_those_of_diffusers_with_its_hook(folder, pipe):
     noise = np.random.default_rng(0).standard_normal(spec.latent_shape(ours)).astype(np.float32)
     expected = []
 
-    def keep(pipe, i, t, values):
-        expected.append(values["latents"].numpy().copy())
-        return values
-
     reference(
         image=ours.image, prompt="a cat", height=64, width=96, num_frames=9, num_inference_steps=STEPS,
-        guidance_scale=3.5, latents=torch.from_numpy(noise), callback_on_step_end=keep, output_type="latent",
+        guidance_scale=3.5, latents=torch.from_numpy(noise), callback_on_step_end=keep_latents(expected),
+        output_type="latent",
     )  # fmt: skip
     events, exact = (record_steps(pipe, settings, noise) for settings in (request(), request(cache=None)))
     decided = np.array(plan.skipped)
@@ -277,8 +275,8 @@ def test_explicit_sigmas_have_a_curve_of_their_own(folder, tmp_path):
         ({"cache": "magcache:x"}, "magcache:0.06,2,0.2"),
         ({"cache": "magcache:0.1,0"}, "nearest 1"),
         ({"cache": "magcache:0.1,2,3"}, "nearest 1"),
-        ({"shift": 8.0}, "shift 5 and solver unipc; here they are 8 and unipc: measure one with wan-tpu calibrate"),
-        ({"solver": "euler"}, "shift 5 and solver unipc; here they are 5 and euler: measure one"),
+        ({"shift": 8.0}, "shift 5 and solver unipc, and the request has shift 8 and solver unipc; measure one"),
+        ({"solver": "euler"}, "and the request has shift 5 and solver euler; measure one"),
         ({"sigmas": [1.0, 0.5]}, "no curve of .* with these sigmas and this switch.*wan-tpu calibrate"),
         ({"switch_step": 3}, "another switch_step without sigmas"),
     ],

@@ -99,7 +99,7 @@ def test_open_axes_take_the_default(devices, heads, shape, expected):
 
 def test_a_mesh_by_axis_names():
     assert dict(make_mesh({"sp": 1}, heads=3).shape) == {"dp": 1, "sp": 1, "tp": 1}
-    with pytest.raises(MeshError, match="allowed are dp, sp, tp"):
+    with pytest.raises(MeshError, match="allowed: dp, sp, tp"):
         make_mesh({"fsdp": 1}, heads=3)
 
 
@@ -148,5 +148,5 @@ def test_machine_with_a_tpu_does_not_compute_on_its_cpu_unasked(monkeypatch):
     monkeypatch.setattr("wan_tpu.runtime.mesh.chip_files", lambda: ["/dev/vfio/0"])
     make_mesh((1, 1, 1), heads=1)  # Tests have asked for the CPU.
     monkeypatch.delenv("JAX_PLATFORMS")
-    with pytest.raises(MeshError, match=r"has a TPU \(/dev/vfio/0\), and JAX only its CPU; wan-tpu doctor"):
+    with pytest.raises(MeshError, match=r"has a TPU \(/dev/vfio/0\), but JAX finds only its CPU; wan-tpu doctor"):
         make_mesh((1, 1, 1), heads=1)

@@ -89,10 +89,10 @@ def test_index_with_the_origin_goes_into_copies(folder):
     ("entry", "message"),
     [
         ([None, None, {"subfolder": "vae"}], "has no vae; give a complete MiniMax-H3 checkpoint"),
-        (["diffusers", "AutoencoderKLMiniMaxH3", {"subfolder": "FL2VA/vae"}], 'vae in the folder "FL2VA/vae"; put'),
+        (["diffusers", "AutoencoderKLMiniMaxH3", {"subfolder": "FL2VA/vae"}], 'vae in the folder "FL2VA/vae"; move'),
         (["diffusers", None, {}], "has vae: .*give the names of a library and a class"),
         (["diffusers", "AutoencoderKLMiniMaxH3", {}, {}], "has vae: .*give the names of a library and a class"),
-        (["diffusers", "AutoencoderKLWan", {}], "vae AutoencoderKLWan; supported is AutoencoderKLMiniMaxH3"),
+        (["diffusers", "AutoencoderKLWan", {}], "vae AutoencoderKLWan; supported: AutoencoderKLMiniMaxH3"),
     ],
 )
 def test_index_that_names_another_vae_is_refused(entry, message, folder):
@@ -159,15 +159,15 @@ def test_keys_that_qwen_s_file_lacks_have_the_class_s_defaults(kind, ours, publi
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"transformer/config.json": {"patch_size": [1, 1, 1]}}, r"patch_size \[1, 1, 1\]; supported is \[1, 2, 2\]"),
+        ({"transformer/config.json": {"patch_size": [1, 1, 1]}}, r"patch_size \[1, 1, 1\]; supported: \[1, 2, 2\]"),
         ({"transformer/config.json": {"num_layers": "50"}}, "num_layers '50' in transformer/config.json"),
-        ({"transformer/config.json": {"rope_freq_dim": 24}}, "rope_freq_dim 24; with .* 128 it is at most 21"),
-        ({"vae/config.json": {"clip_length": 33}}, "vae clip_length 33; supported is 17"),
-        ({"vae/config.json": {"spatial_padding_mode": "zeros"}}, "padding_mode 'zeros'; supported is 'reflect'"),
-        ({"vae/config.json": {"spatial_downsample_factors": [2, 2, 2, 1, 1, 1]}}, "8 in all; supported is 16"),
+        ({"transformer/config.json": {"rope_freq_dim": 24}}, "rope_freq_dim 24; with .* 128 it must be at most 21"),
+        ({"vae/config.json": {"clip_length": 33}}, "vae clip_length 33; supported: 17"),
+        ({"vae/config.json": {"spatial_padding_mode": "zeros"}}, "padding_mode 'zeros'; supported: 'reflect'"),
+        ({"vae/config.json": {"spatial_downsample_factors": [2, 2, 2, 1, 1, 1]}}, "8 in all; supported: 16"),
         ({"vae/config.json": {"latents_mean": [0.5]}}, "vae latents_mean of 1 numbers; with latent_channels 24"),
         ({"vae/config.json": {"latent_channels": 8, "latents_mean": [0.0] * 8, "latents_std": [1.0] * 8}},
-         "the transformer has in_channels 24, and the part that it belongs to has 8"),
+         "the transformer has in_channels 24, but its counterpart has 8"),
         ({"audio_vae/config.json": {"sampling_rate": 44100}}, "800 samples a latent; .* 44100 it is 1102.5"),
         ({"audio_vae/config.json": {"latents_std": [1.0]}}, "audio_vae latents_std of 1 numbers; with .* 32"),
         ({"text_encoder/config.json": {"text_config": ...}}, "has no text_config, as Qwen3-VL's has"),
@@ -185,13 +185,13 @@ def test_checkpoint_that_would_be_computed_otherwise_is_refused(changed, message
     [
         (
             {"rope_scaling": {"mrope_section": [24, 20, 20], "rope_type": "default"}},
-            "mrope_interleaved False; supported is True",
+            "mrope_interleaved False; supported: True",
         ),
         ({"rope_scaling": {"mrope_section": [24, 20], "mrope_interleaved": True}}, "three numbers whose sum is 64"),
         ({"rope_theta": None}, "rope_theta None"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn'; supported is 'default'"),
-        ({"attention_bias": True}, "attention_bias True; supported is False"),
-        ({"hidden_size": 2048}, "out_hidden_size 5120 in its vision_config; it is 2048"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn'; supported: 'default'"),
+        ({"attention_bias": True}, "attention_bias True; supported: False"),
+        ({"hidden_size": 2048}, "out_hidden_size 5120 in its vision_config; it must be 2048"),
     ],
 )
 def test_text_encoder_that_would_be_computed_otherwise_is_refused(changed, message, folder):

@@ -203,7 +203,7 @@ def test_a_tokenizer_without_images_is_refused(folder, tmp_path, ours):
         ("processor_config.json", {"image_processor": {"size": {"shortest_edge": 2, "longest_edge": 8}}}, (2, 8)),
         (None, {}, tuple(MODEL.picture.values())),
         ("preprocessor_config.json", {"size": {"height": 5}}, "has processor size {'height': 5}; give something like"),
-        ("preprocessor_config.json", {"patch_size": 14}, "has processor patch_size 14; supported is 16"),
+        ("preprocessor_config.json", {"patch_size": 14}, "has processor patch_size 14; supported: 16"),
     ],
 )
 def test_the_limits_of_images_are_those_of_the_checkpoint(file, config, expected, folder, tmp_path):

@@ -201,10 +201,10 @@ def test_the_last_chunk_of_the_decoder_has_a_length_of_its_own():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"clip_length": 21}, "clip_length = 21; supported is 17"),
+        ({"clip_length": 21}, "clip_length = 21; supported: 17"),
         ({"token_drop": 0}, "token_drop = 0"),
-        ({"spatial_padding_mode": "zeros"}, "spatial_padding_mode = zeros; supported is reflect"),
-        ({"spatial_downsample_factors": (2, 2, 2, 1, 1, 1)}, "8 pixels and 4 frames; supported are 16 and 4"),
+        ({"spatial_padding_mode": "zeros"}, "spatial_padding_mode = zeros; supported: reflect"),
+        ({"spatial_downsample_factors": (2, 2, 2, 1, 1, 1)}, "8 pixels and 4 frames; supported: 16 and 4"),
     ],
 )
 def test_a_vae_that_no_model_has_is_refused(change, message, folder):

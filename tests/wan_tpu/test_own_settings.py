@@ -30,7 +30,7 @@ def test_a_model_of_ones_own_has_its_own_defaults(copy):
 @pytest.mark.parametrize(
     ("defaults", "message"),
     [
-        ({"hight": 64}, "hight is no setting; allowed are height, width"),
+        ({"hight": 64}, "there is no setting hight; allowed: height, width"),
         ({"height": 65}, "height is 65"),
         ({"steps": "many"}, "steps"),
         ([64], "in defaults"),
@@ -55,7 +55,7 @@ def test_a_model_of_ones_own_has_its_own_presets(copy):
     assert request.loras == (RequestedAdapter(f"{copy.resolve()}/a.safetensors", 0.5, "high"),)
     for wrong, message in (
         ({"about": "x"}, "presets fast needs about, source and settings"),
-        (preset | {"settings": {"prompt": "a"}}, "prompt is no setting"),
+        (preset | {"settings": {"prompt": "a"}}, "there is no setting prompt"),
         (preset | {"settings": {"sigmas": [2]}}, "in presets fast, sigmas"),
     ):
         (copy / "wan_tpu.json").write_text(json.dumps({"presets": {"fast": wrong}}))

@@ -19,13 +19,16 @@ REFUSED = [
         "uses 4 of the 8 devices of v6e-8",
     ),
     (["--model", "wan2.2-ti2v-5b", "--size", "1280x720"], "multiple of 32, nearest 704"),
-    (["--cache", "magcache"], "holds for shift 5 and solver unipc; here they are 3 and unipc: give preset original"),
+    (
+        ["--cache", "magcache"],
+        "only for shift 5 and solver unipc, and the request has shift 3 and solver unipc; give preset original",
+    ),
     (["--program", "denois"], "'denoise step'"),
-    (["--plot", "step.foo"], "allowed are .png"),
+    (["--plot", "step.foo"], "allowed: .png"),
     (["--compiled", "/proc/nope"], "--compiled /proc/nope can't be written to"),
     (["--slice", "v5e-8", "--videos_a_day", "9"], "no price of v5e is known, of v6e, v5p, v7x only"),
     (["--layout", "one-expert-v6e"], "the model has no stage denoise; it has encoder, denoise_high"),
-    (["--videos_a_day", "9", "--within", "soon"], "'soon' is no duration; write 90s, 10m or 2h"),
+    (["--videos_a_day", "9", "--within", "soon"], "'soon' isn't a duration; write 90s, 10m or 2h"),
     (["--videos_a_day", "9", "--busy", "1"], "--busy is 1; it must lie between 0 and 1"),
 ]
 

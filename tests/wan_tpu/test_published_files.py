@@ -184,10 +184,10 @@ SCHEDULER_FILE = "scheduler/scheduler_config.json"
     ("repository", "changed", "message"),
     [  # Keys left out of a scheduler mean noise prediction, or a schedule without a shift: diffusers would run these.
         (I2V_A14B, {SCHEDULER_FILE: {"prediction_type": ...}}, "scheduler prediction_type 'epsilon'; supported is"),
-        (I2V_A14B, {SCHEDULER_FILE: {"use_flow_sigmas": ...}}, "scheduler use_flow_sigmas False; supported is True"),
-        (I2V_A14B, {SCHEDULER_FILE: {"sigma_min": 0.1}}, "scheduler sigma_min 0.1; supported is None"),
+        (I2V_A14B, {SCHEDULER_FILE: {"use_flow_sigmas": ...}}, "scheduler use_flow_sigmas False; supported: True"),
+        (I2V_A14B, {SCHEDULER_FILE: {"sigma_min": 0.1}}, "scheduler sigma_min 0.1; supported: None"),
         ("THUDM/CogVideoX-5b", {SCHEDULER_FILE: {"prediction_type": ...}}, "scheduler prediction_type 'epsilon'"),
-        (I2V_A14B, {SCHEDULER_FILE: {"_class_name": "DDIMScheduler"}}, "supported are UniPCMultistepScheduler with"),
+        (I2V_A14B, {SCHEDULER_FILE: {"_class_name": "DDIMScheduler"}}, "supported: UniPCMultistepScheduler with"),
         # The high-noise expert of the revision 348da65e has the file of Wan 2.1's.
         (
             I2V_A14B,
@@ -197,9 +197,9 @@ SCHEDULER_FILE = "scheduler/scheduler_config.json"
         (I2V_A14B, {"vae/config.json": {"scale_factor_spatial": None}}, "scale_factor_spatial None .*something like 8"),
         (I2V_A14B, {"transformer/config.json": {"num_layers": "40"}}, "num_layers '40' in transformer/config.json"),
         (I2V_A14B, {"model_index.json": {"transformer": ["diffusers", {}]}}, r'transformer: \["diffusers", {}\]'),
-        (I2V_A14B, {"model_index.json": {"expand_timesteps": "no"}}, "expand_timesteps 'no'; it is true or false"),
-        (I2V_A14B, {"wan_tpu.json": {"model": "wan3"}}, "model 'wan3'; it is one of wan2.1-t2v-1.3b, "),
-        (I2V_A14B, {"wan_tpu.json": {"model": "wan2.2-t2v-a14b"}}, "the configuration is that of wan2.2-i2v-a14b"),
+        (I2V_A14B, {"model_index.json": {"expand_timesteps": "no"}}, "expand_timesteps 'no'; it must be true or false"),
+        (I2V_A14B, {"wan_tpu.json": {"model": "wan3"}}, "model 'wan3'; supported: wan2.1-t2v-1.3b, "),
+        (I2V_A14B, {"wan_tpu.json": {"model": "wan2.2-t2v-a14b"}}, "configuration is that of wan2.2-i2v-a14b"),
     ],
 )
 def test_a_checkpoint_that_diffusers_runs_otherwise_is_refused(repository, changed, message, open_repository):

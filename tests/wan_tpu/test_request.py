@@ -25,15 +25,15 @@ from wan_tpu.request import FIELDS, LIMITS, ResolvedRequest, parse_size
     ("fields", "message"),
     [
         ({"height": 719}, r"height is 719; it must be a multiple of 16, nearest 720"),
-        ({"width": 8}, r"width is 8; allowed are 16 to 8192, nearest 16"),
+        ({"width": 8}, r"width is 8; allowed: 16 to 8192, nearest 16"),
         ({"height": 480.0}, r"height is 480.0; give an integer"),
-        ({"frames": 0}, r"frames is 0; allowed are 1"),
-        ({"steps": -3}, r"steps is -3; allowed are 1 to 1000, nearest 1"),
+        ({"frames": 0}, r"frames is 0; allowed: 1"),
+        ({"steps": -3}, r"steps is -3; allowed: 1 to 1000, nearest 1"),
         ({"steps": True}, r"steps is True"),
         ({"guidance_scale": math.nan}, r"guidance_scale is nan; give a finite number"),
         ({"guidance_scale_2": math.inf}, r"guidance_scale_2 is inf"),
-        ({"guidance_scale": -1}, r"guidance_scale is -1; allowed are 0 to 100, nearest 0"),
-        ({"shift": 0}, r"shift is 0; allowed are 0\.01 to 100"),
+        ({"guidance_scale": -1}, r"guidance_scale is -1; allowed: 0 to 100, nearest 0"),
+        ({"shift": 0}, r"shift is 0; allowed: 0\.01 to 100"),
         ({"fps": "16"}, r"fps is '16'"),
         ({"seed": -1}, r"seed is -1"),
         ({"solver": 1}, r"solver is a int; give a string"),
@@ -172,7 +172,7 @@ def test_any_mode_and_rotation_becomes_upright_rgb(tmp_path):
 def test_requests_that_the_model_cannot_make(checkpoint):
     image = Image.new("RGB", (64, 64))
     for kind, fields, message in [
-        ("wan2.2-i2v-a14b", {}, "image is missing, and .*does i2v only; give one"),
+        ("wan2.2-i2v-a14b", {}, "image is missing, but .*supports only i2v; give an image"),
         ("wan2.1-t2v-1.3b", {"image": image}, "image was given, but .*does t2v only; leave it out"),
         ("wan2.1-t2v-1.3b", {"last_image": image}, "last_image was given, but .*takes no image; leave it out"),
         ("wan2.2-i2v-a14b", {"last_image": image}, "without image, and .*; give image, too, or use MiniMax-H3"),

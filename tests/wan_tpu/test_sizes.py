@@ -83,7 +83,7 @@ def test_video_that_begins_with_another_has_its_shape(tmp_path):
         model = published_model("wan2.1-t2v-14b")
         planned = model.spec.plan(request).request
         assert (planned.height, planned.width) == size
-        cut = "the input video is 72x128 and the video 832x480: what is beyond the video's shape is cut off"
+        cut = "the input video is 72x128 but the video is 832x480; it is cropped to the video's aspect ratio"
         assert list(crop_warnings(model, planned)) == ([cut] if size == (480, 832) else [])
     (tmp_path / "phone.mp4").write_text("no video")
     with pytest.raises(InvalidRequest, match=r"phone.mp4 can't be read"):
@@ -134,7 +134,7 @@ def test_circle_stays_a_circle_where_another_shape_is_asked_for(name):
     ImageDraw.Draw(photo).ellipse((200, 300, 400, 500), fill="white")
     images = {"image": photo} | ({"last_image": photo} if model.spec.last_images == "required" else {})
     request = model.spec.plan(GenerationRequest(**images, height=448, width=832, frames=9)).request
-    assert [str(text).split(" is 600x800 and the video 832x448: ")[0] for text in crop_warnings(model, request)] == [
+    assert [str(text).split(" is 600x800 but the video is 832x448; ")[0] for text in crop_warnings(model, request)] == [
         *images
     ]
     chunks = model.video_condition(request)

@@ -185,12 +185,13 @@ class Targets:
                     continue
                 for slot, piece in zip(slots, value.split([slot.shape[0] for slot in slots]), strict=True):
                     self._add_difference(differences, slot, as_numpy(piece.float()) * np.float32(gain))
-        refuse(path, "has tensors of another model: {} isn't in this one", unknown)
-        refuse(path, "has tensors of another model's shape: {}", wrong)
-        refuse(path, "names the same weights twice: {}; leave one out", again)
+        refuse(path, "is for another model: this one doesn't have {}", unknown)
+        refuse(path, "is for another model: its tensors don't have this model's shapes: {}", wrong)
+        refuse(path, "changes the same weights twice: {}; remove one of the two", again)
         if idle:
             log.warning(
-                "%s: changes of %d modules, %s first, have no effect: this model has none such",
+                "%s: its changes to %d modules (the first is %s) have no effect, because this model doesn't have "
+                "these modules",
                 path,
                 len(idle),
                 idle[0],

@@ -125,7 +125,7 @@ def read(file: AdapterFile, path: str, *, header_alpha: bool = False) -> dict[st
     """
     if file.weights.size > LARGEST:
         raise InvalidRequest(
-            f"adapter {path} has {file.weights.size / 2**30:.1f} GiB; allowed are {LARGEST / 2**30:.0f}", "loras"
+            f"adapter {path} is {file.weights.size / 2**30:.1f} GiB; allowed: at most {LARGEST / 2**30:.0f}", "loras"
         )
     with _attribute_errors(path):
         try:
@@ -163,10 +163,12 @@ def read(file: AdapterFile, path: str, *, header_alpha: bool = False) -> dict[st
         "holds quantised weights ({}), which can't be applied; give the same adapter in bfloat16, float16 or float32",
         quantised,
     )
-    refuse(path, f"has tensors that can't be applied: {{}}; applied are {APPLIED}", unknown)
-    refuse(path, "names the same weights twice: {}; leave one out", again)
+    refuse(path, f"has tensors that can't be applied: {{}}; supported: {APPLIED}", unknown)
+    refuse(path, "changes the same weights twice: {}; remove one of the two", again)
     refuse(path, "is damaged: it has {}; fetch it again", misshapen)
-    refuse(path, "has NaN or Inf in {}; fetch it again or, if it was published so, give another", unhealthy)
+    refuse(
+        path, "has NaN or Inf in {}; fetch it again or, if it was published like that, give another adapter", unhealthy
+    )
     if not changes:
         raise InvalidRequest(f"adapter {path} holds no tensors; fetch it again", "loras")
     with _attribute_errors(path):
@@ -216,7 +218,7 @@ def _pick_only(files: Mapping[str, T]) -> T:
     if len(files) == 1:
         return next(iter(files.values()))
     if files:
-        raise CheckpointError(f"the folder has {', '.join(sorted(files)[:8])}; name one of these")
+        raise CheckpointError(f"the folder has {', '.join(sorted(files)[:8])}; choose one of them")
     raise CheckpointError(f"there is no {_ENDING} file; give one, a folder with one, or OWNER/NAME[/FILE] of the hub")
 
 
@@ -252,7 +254,7 @@ def _fetch_from_hub(path: str) -> AdapterFile:
     """Fetch a file of the hub: OWNER/NAME/FILE, or the only adapter of OWNER/NAME."""
     owner, _, rest = path.partition("/")
     name, _, file = rest.partition("/")
-    missing = CheckpointError("neither a file here nor OWNER/NAME[/FILE] of the hub; check the path")
+    missing = CheckpointError("it is neither a file on this machine nor OWNER/NAME[/FILE] on the hub; check the path")
     if not owner or not name or path.startswith((".", "/", "~")):
         raise missing
     repository = f"{owner}/{name}"
@@ -264,7 +266,9 @@ def _fetch_from_hub(path: str) -> AdapterFile:
         if not file:
             names = [name for name in huggingface_hub.list_repo_files(repository) if name.endswith(_ENDING)]
             if len(names) != 1:
-                raise CheckpointError(f"the repository has {', '.join(names[:8]) or 'no such file'}; name one of these")
+                raise CheckpointError(
+                    f"the repository has {', '.join(names[:8]) or 'no such file'}; choose one of them"
+                )
             file = names[0]
         weights = Path(huggingface_hub.hf_hub_download(repository, file))
         # The repository's other files are ignored, because hosts have different ones in their caches.
@@ -311,9 +315,11 @@ def _read_config(file: AdapterFile) -> dict[str, Any]:
         elif file.config is not None:
             config = dict(json.loads(file.config.read(0, file.config.size)))
     except (AttributeError, RecursionError, TypeError, ValueError) as error:
-        raise CheckpointError(f"what it says of its alpha is damaged ({error!r}); fetch it again") from None
+        raise CheckpointError(f"its rank and alpha settings can't be read ({error!r}); fetch it again") from None
     if config.get("use_dora"):
-        raise CheckpointError("it is a DoRA, which scales whole rows of the merged weights; that can't be applied")
+        raise CheckpointError(
+            "it is a DoRA adapter, which rescales whole rows of the merged weights; supported: LoRA without DoRA"
+        )
     return dict(config)
 
 
@@ -335,7 +341,7 @@ def _compute_gain(module: str, change: ModuleChange, config: Mapping[str, Any]) 
     except (OverflowError, TypeError, ValueError):
         where = "lora_alpha" if pattern is None else f"alpha_pattern for {pattern}"
         raise CheckpointError(
-            f"its {where} is {value!r}, which {change.names['down']} needs a number for; fetch it again"
+            f"its {where}, which {change.names['down']} needs, is {value!r} instead of a number; fetch it again"
         ) from None
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
@@ -344,4 +350,6 @@ def _matches(pattern: str, module: str) -> bool:
     try:
         return re.fullmatch(rf"(.*\.)?({pattern})", module) is not None
     except re.error as error:
-        raise CheckpointError(f"its alpha_pattern has {pattern!r}, which names no modules ({error})") from None
+        raise CheckpointError(
+            f"its alpha_pattern has {pattern!r}, which isn't a valid regular expression ({error}); fetch it again"
+        ) from None

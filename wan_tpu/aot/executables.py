@@ -56,16 +56,16 @@ class Executables:
             return
         here = Path(folder)
         if not save and not here.is_dir():
-            raise InvalidInput(f"{folder} is no folder of executables; make one with scripts/precompile.py")
+            raise InvalidInput(f"{folder} isn't a folder of executables; create one with scripts/precompile.py")
         try:
             here.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise OutputError(f"can't make the folder {folder} ({error.strerror})") from None
+            raise OutputError(f"can't create the folder {folder} ({error.strerror})") from None
 
     def keep_compiled(self) -> None:
         """Have JAX keep what it compiles, unless it already has a place for that: the next start compiles nothing."""
         if not self._folder.jax_can_write:
-            _log.warning("what has to be compiled is not kept: JAX can't write to %s", self._folder.location())
+            _log.warning("compiled programs aren't kept, because JAX can't write to %s", self._folder.location())
         elif jax.config.values["jax_compilation_cache_dir"] is None:
             jax.config.update("jax_compilation_cache_dir", self._folder.location(COMPILED))
 
@@ -110,7 +110,7 @@ class Executables:
             level = logging.INFO if self._save else logging.WARNING
         except Exception as error:  # Damaged files and those of other versions fail in many ways.
             reason = f"{file} can't be loaded ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
-        _log.log(level, "compiling %s, no stored executable is used: %s", description["program"], reason)
+        _log.log(level, "compiling %s instead of loading a stored executable: %s", description["program"], reason)
         return None
 
 

@@ -37,7 +37,9 @@ def calibrate(argv: Sequence[str]) -> None:
         raise InvalidInput(f"--seeds is {args.seeds}; give 1 or more")
     file = Path(args.model_id) / SETTINGS
     if args.write and not file.parent.is_dir():
-        raise InvalidInput(f"--write needs a folder, and --model is {args.model_id}; leave it out, and copy the curve")
+        raise InvalidInput(
+            f"--write needs a folder, and --model is {args.model_id}; omit it, and copy the curve from the output"
+        )
     request = arguments.request_from(args)
     if args.write:
         check_output(file, overwrite=True)
@@ -46,9 +48,11 @@ def calibrate(argv: Sequence[str]) -> None:
     plan = pipe.plan(request)
     resolved = plan.request
     if resolved.cache is not None or (resolved.switch_step is not None and resolved.sigmas is None):
-        raise InvalidInput("a curve is measured without --cache, and of --switch_step only together with --sigmas")
+        raise InvalidInput(
+            "calibration doesn't support --cache, and supports --switch_step only together with --sigmas"
+        )
     if resolved.sigmas is None and (resolved.guidance_scale <= 1 or not pipe.runtime.model.spec.is_guided(resolved)):
-        raise InvalidInput("a curve is of both branches of guidance; give --guidance_scale more than 1")
+        raise InvalidInput("a curve covers both branches of guidance; give a --guidance_scale above 1")
     curve = measure_curve(pipe, plan, args.seeds)
     if not args.write:
         print(json.dumps({"magcache": [curve]}))
@@ -58,7 +62,7 @@ def calibrate(argv: Sequence[str]) -> None:
     text = json.dumps(content | {"magcache": [*other_curves, curve]}, indent=2)
     # Put each step's two ratios on one line.
     file.write_text(re.sub(r"\[\s+([-\d.]+),\s+([-\d.]+)\s+\]", r"[\1, \2]", text) + "\n")
-    print(f"wrote the curve of {resolved.steps} steps into {file}; videos take it with --cache magcache")
+    print(f"wrote the curve for {resolved.steps} steps to {file}; --cache magcache uses it")
 
 
 def _schedule_of(curve: dict[str, Any]) -> tuple[Any, ...]:

@@ -57,7 +57,7 @@ class Parser(argparse.ArgumentParser):
             known = name if name in options else plain.get(name.replace("-", "_"))
             if known is None:
                 if any(name in action.option_strings for action in all_actions(self)):
-                    self.error(f"{name} comes after what to do: {self.prog} ACTION {name} ...")
+                    self.error(f"{name} must come after the action: {self.prog} ACTION {name} ...")
                 self.error(f"there is no {name}{did_you_mean(name, options)}")
             result.append(f"{known}{equals}{value}")
         return result

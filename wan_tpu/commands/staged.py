@@ -136,8 +136,8 @@ def denoise(argv: Sequence[str]) -> None:
     if has_drawn and run.request.seed != encoded.request.seed:
         # diffusers draws the images' noise, and then the video's, from one generator.
         raise InvalidInput(
-            f"--seed is {run.request.seed}, and stage 1 has drawn the images' noise with {encoded.request.seed}; leave "
-            f"--seed out, or run stage 1 again with --seed {run.request.seed}"
+            f"--seed is {run.request.seed}, but stage 1 drew the images' noise with seed {encoded.request.seed}; "
+            f"omit --seed, or run stage 1 again with --seed {run.request.seed}"
         )
     has_video = conditioning.video_latents is not None
     has_last = spec.last_images == "required" or conditioning.has_last_image
@@ -189,7 +189,7 @@ def decode(argv: Sequence[str]) -> None:
     plan = pipe.runtime.model.spec.plan_resolved(request, image=False)  # No image is encoded any more.
     if state.step != plan.steps:
         raise InvalidInput(
-            f"{folder / LATENTS} has {state.step} of {plan.steps} steps; run stage 2 with --resume first"
+            f"{folder / LATENTS} is after step {state.step} of {plan.steps}; finish it with stage 2 and --resume"
         )
     pipe.check_components(*pipe.runtime.model.spec.components[DECODER])
     recorder = Recorder(pipe.runtime, plan, run.warnings)
@@ -218,7 +218,9 @@ def _read_stage1(folder: Path) -> tuple[Conditioning, Run]:
         raise InvalidInput(f"{path} is damaged ({error}); run stage 1 again") from None
     conditioning, notes = load_value(Conditioning, folder / EMBEDDINGS)
     if notes.get("id") != run.id:
-        raise InvalidInput(f"{CONFIG} and {EMBEDDINGS} in {folder} are of two runs of stage 1; run stage 1 again")
+        raise InvalidInput(
+            f"{CONFIG} and {EMBEDDINGS} in {folder} come from different runs of stage 1; run stage 1 again"
+        )
     return conditioning, run
 
 
@@ -228,8 +230,8 @@ def _read_state(folder: Path, run_id: str | None) -> tuple[DenoiseState, Run]:
     run = Run.from_json(notes, folder / LATENTS)
     if run_id not in (None, run.id):
         raise InvalidInput(
-            f"{folder / LATENTS} was begun with other embeddings than stage 1 has written since; "
-            "run stage 2 without --resume, with --overwrite"
+            f"{folder / LATENTS} was computed from embeddings that stage 1 has since replaced; run stage 2 with "
+            "--overwrite instead of --resume"
         )
     return state, run
 
@@ -244,13 +246,12 @@ def _on_pipeline(run: Run, pipe: "Pipeline", *, resumed: bool) -> Run:
     now = dataclasses.replace(run, model_id=pipe.runtime.model.checkpoint.source, dtype=pipe.runtime.dtype)
     if resumed and now.dtype != run.dtype:
         raise InvalidInput(
-            f"--precision is {now.dtype}, and --resume goes on with what it began with, {run.dtype}; "
-            "leave --precision out"
+            f"--precision is {now.dtype}, but the run to resume began with {run.dtype}; omit --precision"
         )
     # The same checkpoint may have been moved or converted in the meantime.
     if resumed and now.model_id != run.model_id:
         warnings.warn(
-            f"goes on with the weights of {now.model_id}; it began with those of {run.model_id}", stacklevel=2
+            f"the run began with the weights of {run.model_id} and continues with those of {now.model_id}", stacklevel=2
         )
     return now
 
@@ -262,7 +263,7 @@ def _with_overrides(run: Run, args: argparse.Namespace) -> Run:
     """
     options = {name: value for name in arguments.SAMPLING if (value := getattr(args, name)) is not None}
     if args.resume and options:
-        raise InvalidInput("--resume goes on with the settings it began with; leave the sampling options out")
+        raise InvalidInput("--resume keeps the settings that the run began with; omit the sampling options")
     request = GenerationRequest(**options)
     settings = {field.name: getattr(run.request, field.name) for field in dataclasses.fields(run.request)}
     overridden = override(settings, {name: getattr(request, name) for name in options})

@@ -50,17 +50,18 @@ def _convert(args: argparse.Namespace) -> None:
         raise InvalidInput(f"{args.destination} is the source itself; give another folder")
     if args.kept_blocks is not None and not args.experts:
         raise InvalidInput(
-            "--kept_blocks needs sparse --experts; a checkpoint that has some says it in transformer/config.json"
+            "--kept_blocks has no effect without sparse --experts; a checkpoint with sparse experts has it in "
+            "transformer/config.json"
         )
     if args.experts:
         family = family_of(checkpoint)
         if family.with_experts is None:
-            raise InvalidInput(f"{family.title} has no experts in files of their own; leave --experts out")
+            raise InvalidInput(f"{family.title}'s experts can't be replaced; omit --experts")
         checkpoint = family.part(family.with_experts)(args.source, args.experts, args.kept_blocks)
     model = open_model(checkpoint)
     show_licence(model.spec)
     check_precision(model, args.dtype)
     existing = convert(checkpoint, model.components, args.dtype, destination, Console())
     for folder in existing:
-        print(f"{folder} was there already")
+        print(f"{folder} exists already")
     print(f"{destination.location()} is ready for --model")

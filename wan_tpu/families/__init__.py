@@ -27,7 +27,7 @@ def family_of(checkpoint: Checkpoint) -> Family:
         known = [f"{family.title} ({name}), for example {family.example}" for name, family in FAMILIES.items()]
         raise CheckpointError(
             f"{checkpoint.source} is a {checkpoint.index.get('_class_name')} with {transformer}; "
-            f"supported are {'; '.join(known)}"
+            f"supported: {'; '.join(known)}"
         )
     return FAMILIES[transformer]
 
@@ -64,8 +64,8 @@ def _check_defaults(spec: ModelSpec, checkpoint: Checkpoint) -> None:
         is_derived = name == "guidance_scale_2" and defaults.get(name) == defaults.get("guidance_scale")
         if name in defaults and not is_derived and defaults[name] != getattr(usual.defaults, name):
             raise CheckpointError(
-                f"{checkpoint.folder / SETTINGS}: in defaults, {name} is {defaults[name]:g}, "
-                f"which {spec.name} has no use for; leave it out"
+                f"{checkpoint.folder / SETTINGS}: in defaults, {name} is {defaults[name]:g}, which {spec.name} "
+                "doesn't use; remove it"
             )
 
 

@@ -98,8 +98,8 @@ def count_bundles(
             from wan_tpu.errors import Unavailable  # Not in the child, which needs none of the package.
 
             raise Unavailable(
-                f"counting {target.rpartition(':')[2]} for {host} took longer than {timeout_s:.0f} s: this machine is "
-                "busy; run it again when a core is free (what has been counted is kept)"
+                f"counting {target.rpartition(':')[2]} for {host} took longer than {timeout_s:.0f} s, because this "
+                "machine is busy; run it again when a core is free (finished counts are kept)"
             ) from None
         if child.returncode:
             raise CompileError(_find_cause(child.stderr))

@@ -70,7 +70,7 @@ class KernelPrices:
         try:
             counts = self.bundles(call)
         except bundles.CompileError as error:
-            _log.warning("kernel %s, grid %s can't be counted: %s", call.name, call.grid, error)
+            _log.warning("the cycles of kernel %s with grid %s can't be counted: %s", call.name, call.grid, error)
             return None
         at_peak = call.macs / self._macs_a_cycle
         products = counts.products if counts.products >= at_peak else at_peak + counts.idle

@@ -92,7 +92,7 @@ class Planner:
         programs_of = stage_programs(runtime, self._request, stages, images=self._images)
         calls = {name: calls for name, (_, _, calls) in programs_of.items()}
         if only is not None and only not in calls:
-            raise InvalidRequest(f"no program is called {only!r}; this model's are {', '.join(map(repr, calls))}")
+            raise InvalidRequest(f"there is no program {only!r}; this model has {', '.join(map(repr, calls))}")
         programs = [self._program(name, n, placed) for name, n in calls.items() if only in (None, name)]
         stage_plans = tuple(self._stages(programs))
         return Plan(

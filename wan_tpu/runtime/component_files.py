@@ -123,8 +123,8 @@ def _choose(files: Collection[str], indexes: Mapping[str, list[str]], folder: st
         variants[stem] = [whole] if stem == _STEMS[1] and whole in files else names
     if not variants:
         raise CheckpointError(
-            f"{folder} holds no {_ENDING} file; other formats are not read: "
-            "save the model again with save_pretrained(safe_serialization=True)"
+            f"{folder} holds no {_ENDING} file, and other formats can't be read; save the model again with "
+            "save_pretrained(safe_serialization=True)"
         )
     for stem in _STEMS:
         if stem in variants:
@@ -132,8 +132,8 @@ def _choose(files: Collection[str], indexes: Mapping[str, list[str]], folder: st
     if len(variants) > 1:
         first = [names[0] for names in variants.values()]
         raise CheckpointError(
-            f"{folder} has {' and '.join(first[:4])}, and none of them is the one that diffusers reads by its name; "
-            f"leave one there, or call it {_STEMS[0]}{_ENDING}"
+            f"{folder} has {' and '.join(first[:4])}, and none of them has the name that diffusers expects; keep "
+            f"only one, or rename it to {_STEMS[0]}{_ENDING}"
         )
     return next(iter(variants.values()))
 
@@ -163,7 +163,7 @@ def check_tensors(module: torch.nn.Module, tied: Mapping[str, str], stored: dict
     ]
     if quantised := [name for name in extra if QUANTISED.search(name)]:
         raise CheckpointError(
-            f"{folder} holds quantised weights ({quantised[0]}), which aren't read; give the same model in bfloat16, "
+            f"{folder} holds quantised weights ({quantised[0]}), which can't be read; give the same model in bfloat16, "
             "float16 or float32, and --precision int8 or float8, which rounds it to 8 bits"
         )
     wrong = [
@@ -175,6 +175,6 @@ def check_tensors(module: torch.nn.Module, tied: Mapping[str, str], stored: dict
         if names:
             examples = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             raise CheckpointError(
-                f"{folder} {problem} {examples}: its files don't belong to its config.json; fetch both again from one "
-                "place, or, where they were published so, give another checkpoint of this model"
+                f"{folder} {problem} {examples}: its files don't match its config.json; fetch both again from the "
+                "same place or, if they were published like that, give another checkpoint of this model"
             )

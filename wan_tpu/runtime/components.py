@@ -161,8 +161,8 @@ def open_component(checkpoint: Checkpoint, component: Component, dtype: str, mes
     except Exception as error:  # A constructor can raise anything for a damaged config.json.
         reason = str(error).splitlines()[0] if str(error) else repr(error)
         raise CheckpointError(
-            f"{checkpoint.source}/{component.folder}/config.json describes no such model ({reason}); give one that "
-            "diffusers opens, too, or fetch it again where it was changed"
+            f"{checkpoint.source}/{component.folder}/config.json can't be used to build the model ({reason}); fetch "
+            "it again, or give a checkpoint that diffusers opens"
         ) from error
     converted = Converted.open(checkpoint, component.folder, component.kept_as(dtype))
     stored: dict[str, Stored] = {}
@@ -284,7 +284,7 @@ def _check_chip(component: Component, precision: str, mesh: Mesh) -> None:
             name for name in DTYPES if name not in MATRICES or (component.offers(name) and can_multiply(MATRICES[name]))
         ]
     if precision not in able:
-        raise InvalidInput(f"{device.device_kind} doesn't compute in {precision}; choose one of {', '.join(able)}")
+        raise InvalidInput(f"{device.device_kind} can't compute in {precision}; choose one of {', '.join(able)}")
 
 
 class _Weight(NamedTuple):

@@ -108,20 +108,24 @@ class Converted:
             return None
         where = f"{checkpoint.source}/{folder}"
         if not (checkpoint.path(folder) / MANIFEST).is_file():
-            raise CheckpointError(f"{where}/{FILE} has no {MANIFEST}: its conversion wasn't finished; {AGAIN}")
+            raise CheckpointError(
+                f"{where}/{FILE} has no {MANIFEST} beside it, so its conversion didn't finish; {AGAIN}"
+            )
         manifest = checkpoint.config(folder, MANIFEST)
         try:
             layout, kind, size = (manifest[name] for name in ("layout", "dtype", "bytes"))
         except KeyError as error:
             raise CheckpointError(f"{where}/{MANIFEST} lacks {error}; {AGAIN}") from None
         if layout != LAYOUT:
-            raise CheckpointError(f"{where} was converted for layout {layout}, this version reads {LAYOUT}; {AGAIN}")
+            raise CheckpointError(
+                f"{where} was converted for layout {layout}, but this version reads layout {LAYOUT}; {AGAIN}"
+            )
         if kind != dtype:
             raise CheckpointError(
-                f"{where} was converted to {kind}; give --precision {kind}, or for {dtype} the original"
+                f"{where} was converted to {kind}; give --precision {kind}, or the original checkpoint for {dtype}"
             )
         if size != files[FILE].size:
-            raise CheckpointError(f"{where}/{FILE} has {files[FILE].size} bytes of {size}; {AGAIN}")
+            raise CheckpointError(f"{where}/{FILE} has {files[FILE].size} bytes instead of {size}; {AGAIN}")
         return cls(where, locate_tensors(files[FILE]), manifest["tensors"])
 
     def blocks(self, name: str, shape: tuple[int, ...]) -> tuple[Block, ...]:

@@ -63,7 +63,7 @@ def convert(
     existing = [name for name, folder in folders.items() if _is_there(name, folder, destination)]
     if len(existing) < len(folders) and SETTINGS not in others and destination.has(SETTINGS):
         raise CheckpointError(
-            f"the destination has a {SETTINGS}, and {checkpoint.source} has none: it is another model's; "
+            f"the destination has a {SETTINGS}, but {checkpoint.source} has none, so it belongs to another model; "
             "delete it, or give another folder"
         )
     for name, content in others.items():

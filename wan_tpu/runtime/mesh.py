@@ -54,7 +54,7 @@ def make_mesh(shape: MeshLike, *, heads: int, devices: Sequence[jax.Device] | No
         return _mesh(shape.devices.flat, MeshShape(*(shape.shape[axis] for axis in AXES)), heads)
     if isinstance(shape, Mapping):
         if not set(shape) <= set(AXES):
-            raise MeshError(f"the mesh names axes {sorted(shape)}; allowed are {', '.join(AXES)}")
+            raise MeshError(f"the mesh names axes {sorted(shape)}; allowed: {', '.join(AXES)}")
         shape = [shape.get(axis) for axis in AXES]
     available = _all_devices() if devices is None else list(devices)
     sizes = fill_shape((None, None, None) if shape is None else shape, len(available), heads)
@@ -75,19 +75,22 @@ def _check_processes(mesh: Mesh, devices: int) -> None:
     if idle:
         raise MeshError(
             f"mesh {tuple(mesh.shape.values())} leaves {len(idle)} of {jax.process_count()} hosts without a device; "
-            f"take all {devices} devices of the slice, or a slice of one host"
+            f"use all {devices} devices of the slice, or a slice of one host"
         )
 
 
 def _all_devices() -> list[jax.Device]:
-    advice = "wan-tpu doctor --part host --part jax says why; set JAX_PLATFORMS=cpu to compute on the CPU, for days"
+    advice = (
+        "wan-tpu doctor --part host --part jax says why; set JAX_PLATFORMS=cpu to compute on the CPU, which "
+        "takes days for a full-size video"
+    )
     try:
         devices = jax.devices()
     except RuntimeError as error:
         raise MeshError(f"JAX finds no device ({str(error).splitlines()[0]}); {advice}") from None
     # Without libtpu, JAX falls back to the CPU, at most with a warning.
     if devices[0].platform == "cpu" and chip_files() and "cpu" not in os.environ.get("JAX_PLATFORMS", ""):
-        raise MeshError(f"this machine has a TPU ({chip_files()[0]}), and JAX only its CPU; {advice}")
+        raise MeshError(f"this machine has a TPU ({chip_files()[0]}), but JAX finds only its CPU; {advice}")
     return devices
 
 
@@ -107,7 +110,7 @@ def fill_shape(shape: Sequence[int | None], devices: int, heads: int) -> MeshSha
     """
     sizes = tuple(shape) if isinstance(shape, Sequence) else ()
     if len(sizes) != 3 or any(n is not None and (type(n) is not int or n < 1) for n in sizes):
-        raise MeshError(f"mesh {shape!r} is not (dp, sp, tp) with three positive integers")
+        raise MeshError(f"mesh {shape!r} is not (dp, sp, tp), three positive integers")
     dp, sp, tp = sizes
     if dp is None:
         free = devices // ((sp or 1) * (tp or 1))
@@ -117,7 +120,9 @@ def fill_shape(shape: Sequence[int | None], devices: int, heads: int) -> MeshSha
     if sp is None:
         sp = max(1, devices // (dp * tp))
     if dp * sp * tp > devices:
-        raise MeshError(f"mesh ({dp}, {sp}, {tp}) needs {dp * sp * tp} devices, there are {devices}; lower one axis")
+        raise MeshError(
+            f"mesh ({dp}, {sp}, {tp}) needs {dp * sp * tp} devices, but there are {devices}; lower one axis"
+        )
     return MeshShape(dp, sp, tp)
 
 
@@ -132,7 +137,7 @@ def rule_of(rules: Sequence[Rule], name: str) -> Rule:
     """Return the rule for a weight, by its name in the checkpoint; raises `MeshError` unless exactly one matches."""
     matching = [rule for rule in rules if re.fullmatch(rule.pattern, name)]
     if len(matching) != 1:
-        raise MeshError(f"weight {name} matches {len(matching)} sharding rules, it must be exactly one")
+        raise MeshError(f"weight {name} matches {len(matching)} sharding rules instead of exactly one")
     return matching[0]
 
 

@@ -192,7 +192,7 @@ def _explain_memory(name: str, args: tuple[Any, ...] = ()) -> Iterator[None]:
         if needed is None or available is None:
             reason = f"needs more memory than a device has: {message.splitlines()[0]}"
         else:
-            reason = f"needs {needed / GIB:.1f} GiB a device of {available / GIB:.1f}"
+            reason = f"needs {needed / GIB:.1f} GiB on each device, which has {available / GIB:.1f}"
         raise DoesNotFit(f"{name}{shape} {reason}", needed, available) from error
 
 

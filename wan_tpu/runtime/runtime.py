@@ -91,7 +91,7 @@ def check_precision(model: HasComponents, precision: str) -> None:
     components = model.components.values()
     choices = [name for name in DTYPES if name not in MATRICES or any(part.offers(name) for part in components)]
     if precision not in choices:
-        raise InvalidInput(f"this model isn't computed in {precision}; choose one of {', '.join(choices)}")
+        raise InvalidInput(f"this model doesn't support {precision}; choose one of {', '.join(choices)}")
 
 
 M = TypeVar("M", bound=HasComponents)

@@ -65,7 +65,7 @@ def locate_tensors(file: WeightFile) -> dict[str, Stored]:
         length = int.from_bytes(file.read(0, _LENGTH_BYTES), "little")
         start = _LENGTH_BYTES + length
         if not 0 < length <= min(_MAX_HEADER_BYTES, file.size - _LENGTH_BYTES):
-            raise ValueError(f"its header would have {length} bytes of {file.size}")
+            raise ValueError(f"its header would have {length} bytes, but the file has {file.size}")
         header = json.loads(file.read(_LENGTH_BYTES, start))
         header.pop("__metadata__", None)
         tensors = {name: _locate(file, start, **fields) for name, fields in header.items()}
@@ -97,18 +97,18 @@ def _check_offsets(spans: list[tuple[int, ...]], size: int) -> None:
             raise ValueError(f"its tensors {'overlap' if first < end else 'leave a hole'} at byte {min(first, end)}")
         end = last
     if end != size:
-        raise ValueError(f"it has {size} bytes of tensors, its header says {end}")
+        raise ValueError(f"it has {size} bytes of tensors, but its header says {end}")
 
 
 def _locate(file: WeightFile, start: int, dtype: str, shape: list[int], data_offsets: list[int]) -> Stored:
     first, last = data_offsets
     if dtype not in KINDS:
         raise CheckpointError(
-            f"{file.address} has a tensor of {dtype}; read are {', '.join(KINDS)}: give one that wasn't quantised"
+            f"{file.address} has a tensor of {dtype}; supported: {', '.join(KINDS)}; give a file that isn't quantised"
         )
     stored = Stored(file.address, start + first, KINDS[dtype], tuple(map(int, shape)))
     if len(stored.shape) > _MAX_DIMENSIONS:
-        raise ValueError(f"a tensor has {len(stored.shape)} dimensions; read are {_MAX_DIMENSIONS}")
+        raise ValueError(f"a tensor has {len(stored.shape)} dimensions; allowed: at most {_MAX_DIMENSIONS}")
     if min(stored.shape, default=0) < 0 or last - first != math.prod(stored.shape) * stored.kind.itemsize:
         raise ValueError(f"a tensor of {shape} {dtype} has {last - first} bytes")
     return stored

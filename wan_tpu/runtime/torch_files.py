@@ -27,10 +27,12 @@ def locate_torch_tensors(file: WeightFile) -> dict[str, Stored]:
     try:
         if not zipfile.is_zipfile(file.address):
             refuse_other_content(file)
-            raise CheckpointError(f"{file.address} is no file of torch.save (since 1.6), or cut off; fetch it again")
+            raise CheckpointError(
+                f"{file.address} is cut off, or isn't a file of torch.save (1.6 or later); fetch it again"
+            )
         with zipfile.ZipFile(file.address) as archive:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                raise CheckpointError(f"{file.address} was packed by something else than torch.save; fetch it again")
+                raise CheckpointError(f"{file.address} wasn't written by torch.save; fetch it again")
         # In this mode torch.load returns the offsets of storages instead of reading them.
         with FakeTensorMode():
             content = torch.load(file.address, weights_only=True, map_location="cpu")
@@ -42,7 +44,10 @@ def locate_torch_tensors(file: WeightFile) -> dict[str, Stored]:
         raise Unavailable(f"{file.address} can't be read now: this machine has no memory left ({error})") from None
     except Exception as error:  # A damaged pickle can raise anything.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{file.address} can't be read as weights alone ({reason})") from None
+        raise CheckpointError(
+            f"{file.address} can't be read without running code that it holds ({reason}); save it "
+            "again as plain tensors"
+        ) from None
     if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
         content = content["state_dict"]
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
@@ -52,6 +57,6 @@ def locate_torch_tensors(file: WeightFile) -> dict[str, Stored]:
 
 def _locate(file: WeightFile, name: str, tensor: torch.Tensor) -> Stored:
     if not tensor.is_contiguous():
-        raise CheckpointError(f"{file.address} has {name} in several pieces; save it again with contiguous()")
+        raise CheckpointError(f"{file.address} has a non-contiguous tensor {name}; save it again with contiguous()")
     start = tensor.untyped_storage()._checkpoint_offset
     return Stored(file.address, start + tensor.storage_offset() * tensor.dtype.itemsize, tensor.dtype, (*tensor.shape,))

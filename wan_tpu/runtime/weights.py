@@ -148,7 +148,7 @@ def _read_ranges(file: FileChunks) -> Iterator[tuple[int, int, torch.Tensor]]:
     for index, (start, size) in enumerate(zip(file.offsets, file.sizes, strict=True)):
         content = source.read(start, start + size)
         if len(content) != size:
-            raise ValueError(f"{len(content)} bytes of {size}")
+            raise ValueError(f"{len(content)} bytes instead of {size}")
         yield file.id, index, torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
@@ -166,7 +166,9 @@ def _explain_failed_read(ends: Mapping[str, int], error: ValueError) -> Checkpoi
         except (CheckpointError, Unavailable) as reason:
             return reason
         if file.size < size:
-            return CheckpointError(f"{address} has {file.size} bytes of at least {size}; fetch the checkpoint again")
+            return CheckpointError(
+                f"{address} has {file.size} bytes instead of at least {size}; fetch the checkpoint again"
+            )
     return Unavailable(f"weights can't be read now ({error}); check the disk or the network, and try again")
 
 
@@ -227,8 +229,8 @@ class _Assembly:
         kind, block = read.block.kind, read.block
         if block.crc32c is not None and google_crc32c.value(content.numpy().tobytes()) != block.crc32c:
             raise CheckpointError(
-                f"{block.file} is damaged: of {read.name}, bytes {block.offset} to {block.offset + read.nbytes}; "
-                "delete it, and convert the checkpoint again"
+                f"{block.file} is damaged in bytes {block.offset} to {block.offset + read.nbytes}, which hold "
+                f"{read.name}; delete it, and convert the checkpoint again"
             )
         if content.data_ptr() % kind.itemsize:
             content = content.clone()

@@ -53,7 +53,10 @@ class NoiseSchedule:
             InvalidRequest: There are more steps than timesteps.
         """
         if steps > TRAIN_TIMESTEPS:
-            raise InvalidRequest(f"steps is {steps}; the model knows {TRAIN_TIMESTEPS} timesteps", "steps")
+            raise InvalidRequest(
+                f"steps is {steps}; allowed: at most {TRAIN_TIMESTEPS}, the timesteps that the model was trained for",
+                "steps",
+            )
         if self.spacing == "linspace":
             return np.linspace(0, TRAIN_TIMESTEPS - 1, steps).round()[::-1].astype(np.int64)
         if self.spacing == "leading":

@@ -84,7 +84,7 @@ def parse_magcache(text: str) -> MagCache:
         if value is not None and not lowest <= value <= highest:
             nearest = min(max(value, lowest), highest)
             raise InvalidRequest(
-                f"cache has the {name} {value:g}; allowed are {lowest} to {highest}, nearest {nearest:g}", "cache"
+                f"cache has {name} {value:g}; allowed: {lowest} to {highest}, nearest {nearest:g}", "cache"
             )
     return cache
 

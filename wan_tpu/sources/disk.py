@@ -27,7 +27,7 @@ def explain_disk_error(error: OSError, path: str | Path) -> CheckpointError | Un
     """Return the exception that says whose fault it is that `path` can't be read."""
     reason = error.strerror or str(error)
     if error.errno in (errno.EACCES, errno.EPERM):
-        return CheckpointError(f"{path} can't be read ({reason}); let the user that runs this read it")
+        return CheckpointError(f"{path} can't be read ({reason}); give the user that runs this permission to read it")
     if is_permanent(error):
         return CheckpointError(f"{path} is missing or can't be read ({reason}); fetch it again")
     return Unavailable(f"{path} can't be read now ({reason}); check the disk that it lies on, and try again")
@@ -56,7 +56,7 @@ def explain_unusable(
     except OSError as failure:
         return explain_disk_error(failure, path)
     reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-    return CheckpointError(f"{path} holds no working {part} ({reason}); fetch it again")
+    return CheckpointError(f"{path} doesn't hold a working {part} ({reason}); fetch it again")
 
 
 def read_file(path: Path) -> bytes:

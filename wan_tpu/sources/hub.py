@@ -46,11 +46,14 @@ def explain_hub_errors(repository: str) -> Iterator[None]:
 
 def explain_missing_index(source: str, *, is_hub: bool) -> CheckpointError:
     """Return the exception for a source without a model_index.json; it says where to find one that has it."""
-    advice = "give a folder in diffusers' form, or a hub id; single files and models as first published are not read"
+    advice = (
+        "give a folder in diffusers' format, or a hub id; single files and models in their authors' own "
+        "formats can't be read"
+    )
     if is_hub:
         name = source.partition("/")[2]
         advice = (
-            "it isn't in diffusers' form; give a repository of the same model that is: "
+            "it isn't in diffusers' format; give a repository of the same model that is: "
             f"https://huggingface.co/models?search={name}-Diffusers lists them"
         )
     return CheckpointError(f"{source} has no model_index.json: {advice}")

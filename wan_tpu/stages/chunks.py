@@ -29,7 +29,7 @@ def first_chunk(model: Model, plan: RequestPlan, generator: np.ndarray | None) -
     """
     assert isinstance(model, ChunkedModel)
     if plan.has_image and generator is None:
-        raise InvalidInput("the request has an image or a video, and nothing of it; run the encoder again")
+        raise InvalidInput("the encoded image or video of this request is missing; run the encoder again")
     schedule, expert = model.spec.schedule(plan.request), plan.experts[0]
     noise, generator = model.chunk_noise(plan.request, expert, generator, plan.images)
     history = tuple(np.zeros_like(noise) for _ in range(schedule.history_terms))

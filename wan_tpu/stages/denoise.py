@@ -80,7 +80,9 @@ def initial_state(
     """
     if model.spec.chunk_frames is not None:
         if noise is not None:
-            raise InvalidRequest(f"noise was given, and {model.spec.name} draws it for each chunk; leave it out")
+            raise InvalidRequest(
+                f"noise was given, but {model.spec.name} draws its own for each chunk; leave noise out"
+            )
         return first_chunk(model, plan, generator)
     request, schedules = plan.request, model.spec.schedules(plan.request)
     shapes = model.spec.latent_shapes(request, 0)
@@ -94,7 +96,7 @@ def initial_state(
         parts = {part: (np.float32(schedules[part].start) * noises[part], histories[part]) for part in shapes}
         return DenoiseState.of_parts(parts, 0, own_noise=noise is not None)
     if video is None:
-        raise InvalidInput("the request begins with a video, and its latents are missing; run the encoder again")
+        raise InvalidInput("the latents of the request's video are missing; run the encoder again")
     sigma = np.float32(schedules[VIDEO].sigmas[plan.first_step])
     latents = (np.float32(1) - sigma) * video + sigma * noises[VIDEO]
     return DenoiseState(latents, histories[VIDEO], plan.first_step, own_noise=noise is not None)
@@ -109,7 +111,7 @@ def check_noise(noise: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     try:
         array = np.array(noise).astype(np.float32, casting="same_kind")
     except (RuntimeError, TypeError, ValueError) as error:
-        raise InvalidRequest(f"noise is no array of real numbers ({error}); give float32 {shape}") from None
+        raise InvalidRequest(f"noise isn't an array of real numbers ({error}); give float32 {shape}") from None
     if array.shape != shape or not np.isfinite(array).all():
         raise InvalidRequest(f"noise has shape {array.shape}; this request needs {shape}, all finite")
     return array
@@ -160,7 +162,10 @@ def expert_inputs(
     prompts = [conditioning.prompt]
     if expert.guided:
         if conditioning.negative is None:
-            raise InvalidInput("guidance needs the negative prompt's embeddings; run the encoder stage again with it")
+            raise InvalidInput(
+                "guidance needs the negative prompt's embeddings, which are missing; run the encoder "
+                "again with a negative prompt"
+            )
         prompts.append(conditioning.negative)
     dtype = DTYPES[runtime.dtype]  # The encoder may have used another one.
 

@@ -63,8 +63,8 @@ def crop_warnings(model: Model, request: ResolvedRequest) -> Iterator[str]:
     for name, picture in pictures.items():
         if isinstance(picture, Image.Image) and not has_shape(picture, *size, model.spec.size_multiple):
             yield (
-                f"{name} is {picture.width}x{picture.height} and the video {request.width}x{request.height}: what is "
-                "beyond the video's shape is cut off"
+                f"{name} is {picture.width}x{picture.height} but the video is "
+                f"{request.width}x{request.height}; it is cropped to the video's aspect ratio"
             )
 
 

@@ -236,11 +236,11 @@ def name_problem(name: str, *, hidden: bool = False) -> str | None:
         return "is not a relative path with forward slashes"
     for part in name.split("/"):
         if part in ("", ".", ".."):
-            return f"has the part {part!r}, and would leave its folder or change its meaning"
+            return f"has the part {part!r}, which would lead out of its folder, or to another name"
         if part.startswith(".") and not hidden:
-            return f"has the part {part!r}, which would be hidden: begin it with another character than a dot"
+            return f"has the part {part!r}, which would be hidden: parts may not begin with a dot"
         if len(part.encode(errors="replace")) > MAX_PART_BYTES:
             return f"has a part of more than {MAX_PART_BYTES} bytes"
     if any(not character.isprintable() for character in name):
-        return "has a control character, or is no valid Unicode"
+        return "has a control character, or isn't valid Unicode"
     return None

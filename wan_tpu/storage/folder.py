@@ -121,7 +121,9 @@ class BucketFolder:
     def _fetch(self, name: str, version: str) -> None:
         file = self.folder / name
         if not file.resolve().is_relative_to(self.folder.resolve()):
-            raise CheckpointError(f"{self.address} has an object {name!r}, which would lie elsewhere")
+            raise CheckpointError(
+                f"{self.address} has an object {name!r}, whose name leads out of the folder; rename or delete it"
+            )
         file.parent.mkdir(parents=True, exist_ok=True)
         mark = file.with_name(f".{file.name}.generation")
         with FileLock(file.with_name(f".{file.name}.lock")):  # Other processes of this machine may fetch the same file.
@@ -147,6 +149,7 @@ class BucketFolder:
             raise Unavailable(str(error)) from None
         except OSError as error:
             raise Unavailable(
-                f"{self.address} can't be kept here ({error.strerror or error}); check the disk of {self.folder}, or "
+                f"{self.address} can't be cached on this machine ({error.strerror or error}); check the disk of "
+                f"{self.folder}, or "
                 "set WAN_TPU_CACHE to a folder on another one"
             ) from None

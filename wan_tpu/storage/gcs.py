@@ -159,8 +159,8 @@ class GcsStorage(BucketStorage):
             if action not in ("write", "list"):
                 raise Missing(f"{where} does not exist, or its bucket doesn't; check the address") from None
             raise Refused(
-                f"can't use {where}: there is no bucket {self.bucket!r}; "
-                f"make it (gcloud storage buckets create gs://{self.bucket}), or check the name"
+                f"can't use {where}: there is no bucket {self.bucket!r}; create it (gcloud storage buckets create "
+                f"gs://{self.bucket}), or check the name"
             ) from None
         except (api.Forbidden, api.Unauthorized) as error:
             raise Refused(

@@ -240,7 +240,7 @@ def _writing(path: Path, action: str = "write") -> Iterator[None]:
     except OSError as error:
         remedy = "choose a folder that can be written to"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            remedy = "make room, or choose a folder on another disk"
+            remedy = "free some space, or choose a folder on another disk"
         elif error.errno == errno.EFBIG:
             remedy = "raise the limit on file sizes (ulimit -f), or choose another disk"
         raise StorageError(f"can't {action} {path} ({_reason(error)}); {remedy}") from None

@@ -199,13 +199,13 @@ class S3Storage(BucketStorage):
         status = _status(error)
         if status == 404 and action in ("write", "list"):
             return Refused(
-                f"can't use {where}: there is no bucket {self.bucket!r}; "
-                f"make it (aws s3 mb s3://{self.bucket}), or check the name"
+                f"can't use {where}: there is no bucket {self.bucket!r}; create it (aws s3 mb s3://{self.bucket}), "
+                "or check the name"
             )
         if status == 404:
             return Missing(f"{where} does not exist, or its bucket doesn't; check the address")
         if status == 412:
-            return Missing(f"{where} was replaced meanwhile; run this again")
+            return Missing(f"{where} was replaced while it was read; run this again")
         if status in (401, 403):
             return Refused(
                 f"can't {action} {where}: not allowed ({first_line(error)}); allow this account s3:GetObject, "

@@ -85,7 +85,7 @@ class Access:
             raise HttpError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         scopes = key.scopes.split(",")
         if not set(any_of) & set(scopes):
-            message = f"this key may {' and '.join(scopes)}; it takes one that may {' or '.join(any_of)}"
+            message = f"this key may only {' and '.join(scopes)}; use a key that may {' or '.join(any_of)}"
             raise HttpError(403, message, code="missing_scope")
         share = max(1, math.ceil(self._limits.key_share * self._queue_limit))
         return Caller(

@@ -167,7 +167,9 @@ def _translate_errors() -> Iterator[None]:
         if first["type"] == "extra_forbidden":
             known = (Adapter if first["loc"][0] == "loras" and len(first["loc"]) > 1 else CreateVideo).model_fields
             hint = did_you_mean(str(first["loc"][-1]), known)
-            raise InvalidRequest(f"there is no field {param!r}{hint}; there are: {', '.join(known)}", param) from None
+            raise InvalidRequest(
+                f"there is no field {param!r}{hint}; the fields are: {', '.join(known)}", param
+            ) from None
         # Use JSON's term instead of Python's.
         reason = "Input should be an object" if first["type"] == "model_type" else first["msg"]
         raise InvalidRequest(f"{param or 'the body'}: {reason}", param) from None

@@ -103,7 +103,7 @@ class TimedResponse(StreamingResponse):
                 async with asyncio.timeout(self._stall_s):
                     await send(message)
             except TimeoutError:
-                raise DownloadCut(f"the client took nothing for {self._stall_s:g} s") from None
+                raise DownloadCut(f"the client received nothing for {self._stall_s:g} s") from None
 
         try:
             await super().stream_response(send_in_time)

@@ -41,4 +41,4 @@ async def extend(request: Request, service: Served, caller: Maker, key: Idempote
 async def refuse_unsupported(request: Request, caller: Watcher) -> Response:
     """Say what this service doesn't do, and what does something like it."""
     feature = request.url.path.split("/")[3]
-    raise HttpError(400, f"no model of this service has {feature}; {_INSTEAD[feature]}", code="unsupported")
+    raise HttpError(400, f"no model of this service supports {feature}; {_INSTEAD[feature]}", code="unsupported")

@@ -48,7 +48,7 @@ class Streams:
     def hold(self, owner: str) -> Iterator[None]:
         """Reserve one of a key's streams until the block ends; raises `HttpError` 429 if it has too many."""
         if (mine := self._streams[owner]) >= self._of_a_key:
-            message = f"this key has {mine} streams, the most it may have; close some, or poll"
+            message = f"this key has {mine} open streams, the most it may have; close some, or poll"
             raise HttpError(429, message, code="too_many_streams", after_s=_AGAIN_S)
         self._streams[owner] += 1
         try:
@@ -162,10 +162,10 @@ class Following(Generic[State]):
 
     def _tell(self, follower: _Follower[State], job: str, seen: State | None) -> None:
         if not self._access.is_in_force(follower.owner):
-            message = "the API key isn't in force any more"
+            message = "the API key has expired or was revoked"
             follower.tell(end=HttpError(401, message, code="invalid_api_key"))
         elif seen is None:
-            follower.tell(end=JobNotFound(f"there is no job {job!r} any more; it was deleted, or has expired"))
+            follower.tell(end=JobNotFound(f"the job {job!r} no longer exists: it was deleted, or has expired"))
         elif self._is_news(follower.latest, seen):
             follower.tell(seen)
 

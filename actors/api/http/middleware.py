@@ -90,7 +90,8 @@ class Middleware:
             allowed = ", ".join(self._settings.names)
             raise HttpError(
                 421,
-                f"this service has no keys and answers only under its own names; use {allowed}, or add keys",
+                f"this service has no API keys, so it accepts only requests for {allowed}; use that address, or add "
+                "a key",
                 code="wrong_host",
             )
         origin = headers.get("origin")
@@ -99,7 +100,11 @@ class Middleware:
         elsewhere = headers.get("sec-fetch-site") == "cross-site" and aim != ("navigate", "document")
         foreign = origin not in (None, *self._settings.origins, *(f"{way}://{headers['host']}" for way in _SCHEMES))
         if foreign or (origin is None and elsewhere):
-            raise HttpError(403, "pages of other sites may not use this service", code="wrong_origin")
+            raise HttpError(
+                403,
+                "pages of other sites may not use this service; call it from its own pages, or from a server",
+                code="wrong_origin",
+            )
 
     def _count(self, scope: Scope, method: str, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "none")

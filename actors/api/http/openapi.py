@@ -27,7 +27,7 @@ TAGS = [
 _SCHEMAS = "#/components/schemas/"
 _ERRORS = {
     400: "Something about the request is wrong: `param` names the field, `message` says what works.",
-    401: "There is no API key, or it isn't in force.",
+    401: "The API key is missing, invalid or expired.",
     403: "The key may not do this, or a page of another site asks.",
     404: "There is no such video, model or file, or it belongs to another key.",
     408: "The body came too slowly, or, of /v1/videos/sync, the video missed its deadline.",

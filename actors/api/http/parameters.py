@@ -61,7 +61,7 @@ def refuse_body(request: Request) -> None:
     length = request.headers.get("content-length", "0")
     small = length.isascii() and length.isdigit() and int(length[:20]) <= _NO_BODY
     if "transfer-encoding" in request.headers or not small:
-        message = f"this route takes no body; send none, or one of at most {_NO_BODY} bytes, which isn't read"
+        message = f"this route takes no body; send none, or at most {_NO_BODY} bytes, which are ignored"
         raise HttpError(413, message, code="too_large", headers={"Connection": "close"})
 
 

@@ -145,7 +145,7 @@ class _Exchange:
         if self._failure is not None:
             raise self._failure
         if self._is_unavailable:
-            message = "the service is starting, or coming back; try again"
+            message = "the service is starting or restarting; try again"
             raise HttpError(503, message, code="unavailable", after_s=_AGAIN_S)
 
 
@@ -165,7 +165,7 @@ class _Clients:
             bounds_by_name[f"key {key}"] = (self._of_a_key, self._of_a_key_at_once)
         for name, bounds in bounds_by_name.items():
             if wait_s := self._wait_s(name, *bounds):
-                message = "too many requests at once, or lately; send fewer"
+                message = "too many concurrent or recent requests; try again later"
                 raise HttpError(429, message, code="rate_limit_exceeded", after_s=math.ceil(wait_s))
         for name in bounds_by_name:
             self._under_way[name] += 1

@@ -133,7 +133,7 @@ class Service:
                     more = body.fields.model_fields_set - {"prompt"} | {name for name in FILES if body.has(name)}
                     if more:
                         field = min(more)
-                        raise InvalidRequest(f"{field} can't be changed by a remix, only the prompt can", field)
+                        raise InvalidRequest(f"a remix can't change {field}; it can change only the prompt", field)
                 prompt = body.fields.prompt
                 remix = functools.partial(self._remix_now, is_retry=is_retry)
                 new_job, new = await asyncio.to_thread(remix, source, prompt, caller, idempotency_key)
@@ -206,7 +206,7 @@ class Service:
         self._check_disk()
         longest_s = _MISSED * self._limits.check_in_s
         if time.monotonic() - self._recorded > longest_s:
-            raise StoreUnavailable(f"nothing could be written to {self.database} for {longest_s:g} s")
+            raise StoreUnavailable(f"{self.database} has accepted no writes for {longest_s:g} s")
         return [process.kind for process in list_check_ins(self.database, self._limits.absent_s)].count("worker")
 
     async def stay_current(self) -> None:
@@ -231,7 +231,10 @@ class Service:
         """Raise `HttpError` if a job's model isn't served any more, since no worker would make its remix."""
         model = source.model or source.request["model"]
         if model != self.settings.model:
-            message = f"{source.id} was made by {model!r}, which isn't offered; the model is {self.settings.model!r}"
+            message = (
+                f"{source.id} was made by {model!r}, which this service doesn't offer; its model is "
+                f"{self.settings.model!r}"
+            )
             message += ": send its request as a new one"
             raise HttpError(400, message, code="model_not_found", param="model")
 
@@ -267,7 +270,9 @@ class Service:
     def _check_disk(self) -> None:
         free, reserve = self.storage.free(), self.settings.limits.free_bytes
         if free is not None and free < reserve:
-            raise StorageError(f"{self.storage.location()} has {free} bytes left, {reserve} are kept free; make room")
+            raise StorageError(
+                f"{self.storage.location()} has {free} bytes left, of which {reserve} are reserved; free some space"
+            )
 
     def _check_in(self) -> None:
         check_in(self.database, self._make_check_in())
@@ -282,4 +287,4 @@ def _translate_missing(source: Job) -> Iterator[None]:
     try:
         yield
     except Missing:
-        raise JobNotFound(f"{source.id} is gone with its inputs: it was deleted, or has expired") from None
+        raise JobNotFound(f"{source.id} and its inputs no longer exist: it was deleted, or has expired") from None

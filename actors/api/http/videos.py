@@ -269,7 +269,11 @@ async def follow(
 async def _send_content(request: Request, service: Service, job: Job, variant: Variant) -> Response:
     inputs = {"input_reference": job.input_image, "last_frame": job.input_last_image, "input_video": job.input_video}
     if variant not in inputs and job.status != "completed":
-        raise HttpError(404, f"{job.id} is {job.status}; only completed videos have content", code="video_not_ready")
+        raise HttpError(
+            404,
+            f"{job.id} is {job.status}; content is available only when a video is completed",
+            code="video_not_ready",
+        )
     name = inputs.get(variant) or job.results.get(variant)
     if name is None:
         raise HttpError(404, f"{job.id} has no {variant}", code="variant_not_found", param="variant")
@@ -279,7 +283,9 @@ async def _send_content(request: Request, service: Service, job: Job, variant: V
         filename = f"{job.id}.{ending}"
         return await send(request, service.storage, name, media_type, filename, url_s, stall_s=stall_s)
     except Missing:
-        raise HttpError(404, f"{job.id} is gone: it was deleted, or has expired", code="video_not_found") from None
+        raise HttpError(
+            404, f"{job.id} no longer exists: it was deleted, or has expired", code="video_not_found"
+        ) from None
 
 
 async def _follow_to_end(service: Service, seen: EstimatedJob, caller: Caller) -> EstimatedJob:

@@ -108,7 +108,7 @@ def _continue(sent: list[str], state: Watched, fragments: list[StoredFragment]) 
     if any(digest != fragment.digest for digest, fragment in zip(sent, fragments, strict=False)):
         raise DownloadCut("the video was decoded again, with other bytes")
     if state.has_ended and not (len(fragments) >= len(sent) and fragments[-1].attempt == state.attempts):
-        raise DownloadCut("the attempt that has finished the job has stored no fragments")
+        raise DownloadCut("the attempt that finished the job stored no fragments")
     return fragments[len(sent) :]
 
 

@@ -23,8 +23,8 @@ class MaybeAccepted(HttpError):
 
     def __init__(self) -> None:
         message = (
-            "the database went away while this video was accepted, so it may have been: GET /v1/videos lists it then. "
-            "Repeat the request with the same Idempotency-Key, which makes no second one"
+            "the database became unreachable while this video was being accepted. If it was accepted, GET "
+            "/v1/videos lists it. Repeating the request with the same Idempotency-Key never creates a second video"
         )
         super().__init__(503, message, code="unavailable", after_s=_REPEAT_S)
 

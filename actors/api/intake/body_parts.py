@@ -50,7 +50,7 @@ def _split_fields(body: Any) -> Parts:
     if isinstance(body, dict):
         for inner in (body, *body.values()):
             if isinstance(inner, dict) and len(inner) > MAX_FIELDS:
-                raise InvalidRequest(f"the body has {len(inner)} fields; {MAX_FIELDS} are taken")
+                raise InvalidRequest(f"the body has {len(inner)} fields; at most {MAX_FIELDS} are accepted")
         body = translate(body)
         for name in FILES:
             if name not in body:
@@ -63,5 +63,7 @@ def _split_fields(body: Any) -> Parts:
                 body[name] = {"image_url": reference} if isinstance(reference, str) else reference
     text = json.dumps(body, ensure_ascii=False)
     if len(text) > _MAX_TEXT:
-        raise InvalidRequest(f"the fields have {len(text)} characters; {_MAX_TEXT} are taken, files not counted")
+        raise InvalidRequest(
+            f"the fields have {len(text)} characters; at most {_MAX_TEXT} are accepted, not counting files"
+        )
     return Parts(text=text, uploads=uploads)

@@ -64,7 +64,7 @@ class Upload:
         if len(content) > most:
             raise InvalidRequest(f"the video has more than {most} bytes; shrink it first", VIDEO)
         if not content:
-            raise InvalidRequest("the video is empty; send an mp4, or what else ffmpeg reads", VIDEO)
+            raise InvalidRequest("the video is empty; send an mp4 or another format that ffmpeg reads", VIDEO)
         # This process may not write to files, but it may shrink a file and map it into memory.
         os.ftruncate(scratch, len(content))
         with mmap.mmap(scratch, len(content)) as memory:
@@ -93,7 +93,7 @@ class Upload:
         if count < frames:
             nearest = max(1, frames - -(-(frames - count) // step) * step)
             raise InvalidRequest(
-                f"the video has {count} frames, and {frames} are asked for; ask for num_frames {nearest}", VIDEO
+                f"the video has {count} frames, but num_frames is {frames}; the nearest that works is {nearest}", VIDEO
             )
         return mp4
 
@@ -145,13 +145,16 @@ class Upload:
         done = self._run(["-map", "0:V:0?", *options])
         counts = _FRAMES.findall(done.stderr)
         if done.returncode < 0:
-            raise InvalidRequest("the video needs more memory or time to read than it gets; send it smaller", VIDEO)
+            raise InvalidRequest(
+                "the video needs more memory or time to decode than the service allows; send a smaller or shorter one",
+                VIDEO,
+            )
         if done.returncode or not counts or int(counts[-1]) < least:
             lines = _SPEAKER.sub("", _PROGRESS.sub(b"", done.stderr).decode(errors="replace")).split("\n")
             message = next((line.strip() for line in lines if line.strip()), "it has no frames")
             raise InvalidRequest(
-                f"the video can't be read ({message[:200]}); send an mp4, or what else ffmpeg reads, with at most "
-                f"{self._limits.pixels} pixels a frame",
+                f"the video can't be read ({message[:200]}); send an mp4 or another format that ffmpeg reads, with "
+                f"at most {self._limits.pixels} pixels a frame",
                 VIDEO,
             )
         return done.stdout, int(counts[-1])

@@ -49,11 +49,11 @@ _Prompt = Annotated[str, Field(min_length=1, max_length=_MAX_PROMPT)]
 def find_text_problem(text: str) -> str | None:
     """Return why a text can't be stored, or None if it can."""
     if "\0" in text:
-        return "the text has a NUL character; leave it out"
+        return "the text has a NUL character; remove it"
     try:
         text.encode()
     except UnicodeEncodeError:
-        return "the text has half of a surrogate pair, which is no character; leave it out"
+        return "the text has an unpaired surrogate, which isn't a character; remove it"
     return None
 
 
@@ -83,7 +83,7 @@ class _Sent(BaseModel):
     def _check_value(cls, value: Any, info: ValidationInfo) -> Any:
         for inner in value if isinstance(value, list) else (value,):
             if isinstance(inner, bool) and info.field_name not in _BOOLEANS:  # In Python it would pass as 0 or 1.
-                raise PydanticCustomError("boolean", "it is neither true nor false; give a number or a text")
+                raise PydanticCustomError("boolean", "true and false are not allowed; give a number or a string")
             if isinstance(inner, str) and (problem := find_text_problem(inner)) is not None:
                 raise PydanticCustomError("text", "{problem}", {"problem": problem})
         return value
@@ -276,7 +276,9 @@ def _parse_size(text: str) -> tuple[int, int]:
     near = [nearest_multiple(side, SIZE_MULTIPLE) for side in (width, height)]
     if near != [width, height]:
         raise InvalidRequest(
-            f"size {text} isn't in multiples of {SIZE_MULTIPLE} pixels; the nearest one is {near[0]}x{near[1]}", "size"
+            f"size {text} isn't a multiple of {SIZE_MULTIPLE} pixels in both directions; the nearest size is "
+            f"{near[0]}x{near[1]}",
+            "size",
         )
     return height, width
 
@@ -285,5 +287,5 @@ def count_frames(seconds: str, fps: float, spec: ModelSpec) -> int:
     """Return the number of frames, of those that a model can make, nearest to `seconds`; raises `InvalidRequest`."""
     value = float(seconds) if _SECONDS.fullmatch(seconds) else math.nan
     if not 0 < value <= 600:
-        raise InvalidRequest(f"seconds is {seconds[:20]!r}; give a number of seconds such as '5'", "seconds")
+        raise InvalidRequest(f"seconds is {seconds[:20]!r}; give a number of seconds, such as '5'", "seconds")
     return spec.nearest_frames(value * fps)

@@ -58,7 +58,9 @@ def translate(fields: dict[str, Any]) -> dict[str, Any]:
     if "extra_body" in body:  # OpenAI's clients merge it themselves, but SGLang's examples send it as it is.
         extra = body.pop("extra_body")
         if not isinstance(extra, dict):
-            raise InvalidRequest("extra_body is no object; send its fields beside the others", "extra_body")
+            raise InvalidRequest(
+                "extra_body isn't an object; send its fields together with the others, at the top level", "extra_body"
+            )
         for name, value in extra.items():
             _set(body, name, value, f"extra_body.{name}")
     for name, ours in _SAME.items():
@@ -67,7 +69,7 @@ def translate(fields: dict[str, Any]) -> dict[str, Any]:
     if "width" in body or "height" in body:
         if "width" not in body or "height" not in body:
             missing = "width" if "height" in body else "height"
-            raise InvalidRequest(f"{missing} is missing beside the other side; give both, or `size`", missing)
+            raise InvalidRequest(f"{missing} is missing; give both width and height, or `size`", missing)
         _set(body, "size", f"{body.pop('width')}x{body.pop('height')}", "width")
     if "frame_images" in body:
         _set_frames(body, body.pop("frame_images"))
@@ -94,7 +96,7 @@ def _set_frames(body: dict[str, Any], frames: Any) -> None:
 
 def _set(body: dict[str, Any], name: str, value: Any, source: str) -> None:
     if name in body:
-        raise InvalidRequest(f"{source[:80]} says {name[:80]} again; send it once", name[:80])
+        raise InvalidRequest(f"{source[:80]} repeats the field {name[:80]}; send it once", name[:80])
     body[name] = value
 
 

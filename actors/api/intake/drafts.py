@@ -111,7 +111,10 @@ class Drafts:
         added = resolved.frames if spec.continues_video else resolved.frames - 1
         frames, most = source_frames + resolved.frames + len(prompts) * added, self._settings.limits.extended_s
         if frames > most * resolved.fps:
-            message = f"the whole video would last {frames / resolved.fps:.0f} s, and may last {most:g} s; send fewer"
+            message = (
+                f"the whole video would last {frames / resolved.fps:.0f} s, but at most {most:g} s are "
+                "allowed; send fewer next_prompts"
+            )
             raise InvalidRequest(message, "next_prompts")
         return {"next_prompts": prompts, "added_frames": added}
 
@@ -184,7 +187,9 @@ class Drafts:
         job = await asyncio.to_thread(self._sources.find, reference.id, caller)
         size, most = await asyncio.to_thread(self._sources.measure, job, "video"), self._reader.limits.video_bytes
         if size > most:
-            message = f"{job.id} has {size} bytes, and a video may have {most}; send a part of it as a file"
+            message = (
+                f"{job.id} has {size} bytes, but an input video may have at most {most}; send a part of it as a file"
+            )
             raise InvalidRequest(message, VIDEO)
         incoming.add(size)
         [content] = await asyncio.to_thread(self._sources.read, job, "video")
@@ -195,7 +200,7 @@ class Drafts:
         """Check and plan a body; raises `InvalidRequest`, `HttpError`. This keeps a core busy for a while."""
         self.check(body.fields, caller)
         if body.has(VIDEO) and not self._spec.takes_video:
-            message = f"video was given, and {self._spec.name} takes none; use a T2V checkpoint of Wan, or Helios"
+            message = f"video was given, but {self._spec.name} doesn't take one; use a T2V checkpoint of Wan, or Helios"
             if "i2v" in self._spec.tasks:
                 message += ", or POST /v1/videos/extensions to continue it"
             raise InvalidRequest(message, VIDEO)
@@ -219,14 +224,14 @@ class Drafts:
 
     def _check_model(self, model: str | None) -> None:
         if model is not None and model not in (self._settings.model, *self._settings.aliases):
-            message = f"there is no model {model[:80]!r} here; there is {self._settings.model!r}"
+            message = f"this service has no model {model[:80]!r}; it has {self._settings.model!r}"
             raise HttpError(400, message, code="model_not_found", param="model")
 
     def _check_webhook(self, url: str | None) -> None:
         if url is None:
             return
         if self._settings.webhook_secret_file is None:
-            raise InvalidRequest("this service calls no webhooks; leave webhook_url out", "webhook_url")
+            raise InvalidRequest("webhooks are not enabled on this service; leave webhook_url out", "webhook_url")
         try:
             check_url(url, self._settings.webhooks)
         except FetchError as error:

@@ -73,7 +73,10 @@ class Extensions:
             origin = {name: value for name, value in origin.items() if name != SIZES[IMAGE]}
         most = self._settings.limits.extended_s
         if source.frames + plan.resolved.frames - len(files) + 1 > most * plan.resolved.fps:
-            raise InvalidRequest(f"the whole video would last more than {most:g} s; begin another one", VIDEO)
+            raise InvalidRequest(
+                f"the whole video would last more than {most:g} s, the longest that is allowed; start a new video",
+                VIDEO,
+            )
         sizes = {}
         async with open_file(body, LAST, incoming, self._reader, self._settings.fetch) as opened_file:
             if opened_file is not None:
@@ -95,7 +98,8 @@ class Extensions:
         for name in _BEGINNINGS:
             if body.has(name):
                 raise InvalidRequest(
-                    f"{name} can't be chosen, since the video begins with the last frame of another", name
+                    f"{name} can't be chosen, because the video begins with the last frame of another; leave it out",
+                    name,
                 )
 
     def _inherit(self, fields: CreateVideo, source: Job) -> CreateVideo:
@@ -180,7 +184,7 @@ def _explain_inherited(source: Job, sent: CreateVideo, completed: CreateVideo) -
             raise
         own = "" if field in ("size", "fps") else f"send {field}, or "
         raise InvalidRequest(
-            f"{field} of {source.id} can't be used for what follows: {error}. To continue it, {own}send its file as "
-            "video, which is converted and passes on no settings",
+            f"{field} of {source.id} can't be used for its continuation: {error}. To continue it, {own}send its "
+            "file as video, which is converted, and whose settings are not inherited",
             field,
         ) from None

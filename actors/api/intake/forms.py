@@ -65,7 +65,9 @@ def read_form(content_type: str, body: bytes, files: Sequence[str]) -> list[tupl
                 return
             raise InvalidRequest(f"{name[:80]} isn't UTF-8; encode the form's texts as UTF-8", name) from None
         if len(value) > _FIELD_BYTES and not may_be_file:
-            raise InvalidRequest(f"the field {name[:80]!r} has {len(value)} bytes; {_FIELD_BYTES} are taken", name)
+            raise InvalidRequest(
+                f"the field {name[:80]!r} has {len(value)} bytes; at most {_FIELD_BYTES} are accepted", name
+            )
         add(name, text)
 
     def on_file(file: File) -> None:
@@ -76,7 +78,8 @@ def read_form(content_type: str, body: bytes, files: Sequence[str]) -> list[tupl
             return
         if _split_name(name)[0] not in files:
             raise InvalidRequest(
-                f"the field {name[:80]!r} is a file; only {' and '.join(files)} may be; send others without a filename",
+                f"the field {name[:80]!r} is a file, but only {' and '.join(files)} may be files; send it without a "
+                "filename",
                 name,
             )
         is_url = content[:8].lower().startswith(_URLS)  # LiteLLM sends a URL as a file's content.
@@ -173,8 +176,8 @@ def _check_lengths(outer: str, columns: dict[str, list[Any]]) -> None:
     if len(set(lengths.values())) > 1:
         counts = ", ".join(f"{count} x {key}" for key, count in lengths.items())[:80]
         raise InvalidRequest(
-            f"{outer}: a form says {counts}, and not which belong together; give every object the same keys, or send "
-            f'the list as JSON, such as {outer}=[{{"name": "a", "scale": 0.5}}]',
+            f"{outer}: a form with {counts} doesn't say which belong together; give every object the same keys, or "
+            f'send the list as JSON, such as {outer}=[{{"name": "a", "scale": 0.5}}]',
             outer,
         )
 

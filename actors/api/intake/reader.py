@@ -254,4 +254,6 @@ def _build_environment() -> dict[str, str]:
 
 
 def _build_too_costly_error() -> InvalidRequest:
-    return InvalidRequest("what was sent needs more memory or time to read than it gets; save the image again, smaller")
+    return InvalidRequest(
+        "the image or video needs more memory or time to read than the service allows; send a smaller one"
+    )

@@ -183,8 +183,8 @@ class Bodies:
         if sum(incoming.key == key for incoming in self._incoming) >= self._limits.bodies:
             raise HttpError(
                 429,
-                f"{self._limits.bodies} requests of this key are arriving or being read, the most that are accepted "
-                "at a time; send their bodies to the end, or fewer at once",
+                f"{self._limits.bodies} requests of this key are being received or read, the most that are accepted "
+                "at a time; finish sending them, or send fewer at once",
                 code="too_many_bodies",
                 after_s=_AGAIN_S,
             )
@@ -203,7 +203,7 @@ class Bodies:
         incoming.size += size
         if incoming.size > self._limits.bodies_bytes:
             raise HttpError(
-                413, "the request takes more memory than there is; ask for a smaller size", code="too_large"
+                413, "the request needs more memory than is available; ask for a smaller size", code="too_large"
             )
         self._make_room(incoming)
 
@@ -232,13 +232,14 @@ class Bodies:
         """Return the error for a body that hasn't arrived in time."""
         limits = self._limits
         message = (
-            "the body was given up, since others need the room and this key has most of it; send fewer at once"
+            "the body was dropped, because other clients need the memory and this key was using most of it; send "
+            "fewer requests at once"
             if incoming.abandoned
-            else f"the body did not arrive within {limits.body_s:g} s and one more for every {limits.body_rate:g} bytes"
+            else f"the body did not arrive within {limits.body_s:g} s plus 1 s for every {limits.body_rate:g} bytes"
         )
         return HttpError(408, message, code="too_slow", headers={"Connection": "close"})
 
 
 def _build_no_room_error() -> HttpError:
-    message = "the requests that are being received take all the room that there is for them; try again"
+    message = "the requests that are being received use all the memory reserved for them; try again"
     return HttpError(503, message, code="unavailable", after_s=_AGAIN_S)

@@ -31,7 +31,7 @@ def read_reference(value: Any, name: str) -> bytes | str:
     if isinstance(value, dict) and value.keys() <= _KEYS:
         if "file_id" in value:
             raise InvalidRequest(
-                f"{name} names a file by its id, and this service keeps no files; {_describe_forms(name)}", name
+                f"{name} names a file by its id, but this service doesn't store files; {_describe_forms(name)}", name
             )
         value = value.get("image_url", value.get("url"))
         if isinstance(value, dict) and value.keys() <= _KEYS:
@@ -39,7 +39,7 @@ def read_reference(value: Any, name: str) -> bytes | str:
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str):
-        raise InvalidRequest(f"{name} is no image; {_describe_forms(name)}", name)
+        raise InvalidRequest(f"{name} isn't an image; {_describe_forms(name)}", name)
     if _is_data(value):
         return decode_data_url(value, name)
     if value.partition("://")[0].lower() not in ("http", "https"):
@@ -65,13 +65,13 @@ def read_video_reference(value: Any) -> bytes | dict[str, str]:
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str):
-        raise InvalidRequest(f"{VIDEO} is no video; {_VIDEO_FORMS}", VIDEO)
+        raise InvalidRequest(f"{VIDEO} isn't a video; {_VIDEO_FORMS}", VIDEO)
     if _is_data(value):
         return decode_data_url(value, VIDEO)
     if is_id(value):
         return {"id": value}
     if value.partition("://")[0].lower() not in ("http", "https"):
-        raise InvalidRequest(f"{VIDEO} is neither a file, a URL nor the id of a video; {_VIDEO_FORMS}", VIDEO)
+        raise InvalidRequest(f"{VIDEO} is not a file, a URL or the id of a video; {_VIDEO_FORMS}", VIDEO)
     return {"video_url": value}
 
 
@@ -80,7 +80,7 @@ def decode_data_url(url: str, name: str = IMAGE) -> bytes:
     subject, example = ("video", "video/mp4") if name == VIDEO else ("image", "image/png")
     head, comma, encoded = url.partition(",")
     if not comma or len(head) > _HEAD or not _is_data(head):
-        raise InvalidRequest(f"the {subject} is no data URL; give one such as data:{example};base64,iVBORw0...", name)
+        raise InvalidRequest(f"the {subject} isn't a data URL; give one such as data:{example};base64,iVBORw0...", name)
     kind, *options = head[5:].lower().split(";")
     if kind.strip() and not kind.strip().startswith(f"{subject}/"):
         raise InvalidRequest(f"the data URL is of type {kind[:40]!r}; give one such as {example}", name)
@@ -88,7 +88,7 @@ def decode_data_url(url: str, name: str = IMAGE) -> bytes:
         content = unquote_to_bytes(encoded) if "%" in encoded else encoded.encode("ascii")
         return base64.b64decode(content, validate=True) if options and options[-1] == "base64" else content
     except (binascii.Error, UnicodeEncodeError):
-        raise InvalidRequest("the data URL is no valid base64; encode the file again", name) from None
+        raise InvalidRequest("the data URL isn't valid base64; encode the file again", name) from None
 
 
 _VIDEO_FORMS = (

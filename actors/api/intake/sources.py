@@ -56,10 +56,13 @@ class Sources:
 
     def _find_results(self, look: Callable[[str], T], job: Job, variants: Sequence[str]) -> list[T]:
         if missing := [variant for variant in variants if variant not in job.results]:
-            message = f"{job.id} has no {missing[0]}, since an earlier version made it; send its file as video instead"
+            message = (
+                f"{job.id} has no {missing[0]}, because it was made by an earlier version; send its file as "
+                "video instead"
+            )
             raise HttpError(400, message, code="video_not_ready", param=VIDEO)
         try:
             return [look(job.results[variant]) for variant in variants]
         except Missing:
-            message = f"{job.id} is gone: it was deleted, or has expired"
+            message = f"{job.id} no longer exists: it was deleted, or has expired"
             raise HttpError(400, message, code="video_not_found", param=VIDEO) from None

@@ -43,7 +43,7 @@ def explain_refusal(text: str, allowed: Sequence[Network] = ()) -> str | None:
     try:
         address = ipaddress.ip_address(text.partition("%")[0])  # Without an interface (fe80::1%eth0).
     except ValueError:
-        return "is no address"
+        return "is not an address"
     if any(address in network for network in allowed):
         return None
     unicast = address.version == 4 or address in _IPV6

@@ -82,12 +82,13 @@ def check_url(url: str, settings: FetchSettings) -> httpcore.URL:
     """
     subject = settings.subject
     if len(url) > _MAX_URL:
-        raise FetchError(f"the {subject}'s URL has {len(url)} characters; at most {_MAX_URL} are taken")
+        raise FetchError(f"the {subject}'s URL has {len(url)} characters; at most {_MAX_URL} are accepted")
     try:
         parts = urlsplit(url)
         if len(parts.hostname or "") > _MAX_HOST:
             raise FetchError(
-                f"the {subject}'s URL has a host of more than {_MAX_HOST} characters; no name is that long"
+                f"the {subject}'s URL has a host name of more than {_MAX_HOST} characters, which can't exist; check "
+                "the URL"
             )
         host, port = (parts.hostname or "").encode("idna").decode(), parts.port or 443
     except ValueError as error:  # UnicodeError is a subclass.
@@ -101,7 +102,7 @@ def check_url(url: str, settings: FetchSettings) -> httpcore.URL:
     if port not in settings.ports:
         raise FetchError(f"the {subject}'s URL has port {port}; allowed: {', '.join(map(str, sorted(settings.ports)))}")
     if is_address(host) and (problem := explain_refusal(host, settings.allowed)):
-        raise FetchError(f"{host} {problem}; only the public internet is reached")
+        raise FetchError(f"{host} {problem}; only the public internet is allowed")
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     if not (host + target).isascii() or not (host + target).isprintable():
         raise FetchError(f"the {subject}'s URL has characters that must be percent-encoded; encode them")
@@ -200,7 +201,7 @@ def _fetch_errors(host: str) -> Iterator[None]:
     except httpcore.ConnectError as error:
         cause = error.args[0] if error.args else error
         if isinstance(cause, ssl.SSLError):
-            raise FetchError(f"{host} has no certificate that is trusted ({cause.reason or 'TLS failed'})") from error
+            raise FetchError(f"{host} has no trusted certificate ({cause.reason or 'TLS failed'})") from error
         raise FetchError(f"{host} can't be reached ({error})") from error
     except httpcore.ConnectTimeout as error:
         raise FetchError(f"{host} can't be reached (no answer in time)") from error
@@ -209,7 +210,7 @@ def _fetch_errors(host: str) -> Iterator[None]:
     except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError, OSError) as error:
         raise FetchError(f"{host} did not answer as it should ({type(error).__name__}: {error})") from error
     except Exception as error:  # The libraries below raise more than they document, depending on what a server does.
-        log.warning("a server was asked in vain", exc_info=error, extra={"fields": {"host": host}})
+        log.warning("a request to a server failed", exc_info=error, extra={"fields": {"host": host}})
         raise FetchError(f"{host} did not answer as it should ({type(error).__name__})") from error
 
 
@@ -249,7 +250,7 @@ async def _copy_content(answer: Answer, settings: FetchSettings, output: IO[byte
         raise FetchError(f"the {settings.subject}'s server answered with status {answer.status}; check the URL")
     encoding = answer.headers.get("content-encoding", "identity").lower()
     if encoding != "identity":
-        raise FetchError(f"the {settings.subject} came in encoding {encoding[:20]!r}, which wasn't asked for")
+        raise FetchError(f"the {settings.subject} came in encoding {encoding[:20]!r}, which wasn't requested")
     content_length, size = answer.headers.get("content-length", ""), 0
     if _SIZE.fullmatch(content_length) and int(content_length) > settings.max_bytes:
         raise _build_too_large_error(settings)
@@ -292,7 +293,7 @@ class CheckedNetwork(httpcore.AnyIOBackend):
         for address in addresses:
             # The address isn't quoted, since it would reveal what names of this network resolve to.
             if problem := explain_refusal(address, self._settings.allowed):
-                raise FetchError(f"{host} {problem}; only the public internet is reached")
+                raise FetchError(f"{host} {problem}; only the public internet is allowed")
         if not addresses:
             raise FetchError(f"the name {host} has no address; check the {self._settings.subject}'s URL")
         return next((address for address in addresses if ":" not in address), addresses[0])  # IPv4, if there is

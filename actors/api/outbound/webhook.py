@@ -177,9 +177,12 @@ def read_secret(file: Path, *, make: bool = False) -> bytes:
     except OSError as error:
         raise InvalidInput(f"can't read {file} ({error.strerror}), the secret that webhooks are signed with") from None
     except (binascii.Error, UnicodeDecodeError):
-        raise InvalidInput(f"{file} holds no secret of the form whsec_BASE64; remove it, and one is made") from None
+        raise InvalidInput(
+            f"{file} holds no secret of the form whsec_BASE64; remove it, and a new one is created"
+        ) from None
     if len(secret) < _MIN_SECRET_BYTES:  # A crash may have left the file empty, and even an empty key could sign.
         raise InvalidInput(
-            f"{file} holds a secret of {len(secret)} bytes, at least {_MIN_SECRET_BYTES} are needed; remove it"
+            f"{file} holds a secret of {len(secret)} bytes, but at least {_MIN_SECRET_BYTES} are needed; remove it, "
+            "and a new one is created"
         )
     return secret

@@ -35,7 +35,7 @@ T = TypeVar("T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0  # Pauses between attempts to store a result grow from first to longest.
 
 
-_GONE = "an image or a video of it isn't in storage any more; send the request again"
+_GONE = "an image or a video that it uses is no longer in storage; send the request again"
 
 
 class InputGone(Exception):
@@ -173,7 +173,7 @@ class Attempt:
         except Missing:
             raise InputGone(_GONE) from None
         except StorageError as error:  # Not the job's fault: as a job's own error it would fail every waiting job.
-            raise PipelineError("its inputs can't be read now") from error
+            raise PipelineError("the job's inputs can't be read now") from error
 
     async def _store_results(self, video: GeneratedVideo) -> dict[str, str]:
         """Store a video and its previews; return their names in storage."""

@@ -47,16 +47,18 @@ def _decode_pictures(mp4: bytes, *, height: int, width: int, frames: int) -> lis
     try:
         done = subprocess.run(command, input=mp4, capture_output=True, timeout=_TIMEOUT_S, start_new_session=True)
     except subprocess.TimeoutExpired:
-        raise Unavailable(f"this machine doesn't decode a video within {_TIMEOUT_S:g} s") from None
+        raise Unavailable(f"this machine can't decode a video within {_TIMEOUT_S:g} s") from None
     except OSError as error:
         raise Unavailable(f"this machine can't start ffmpeg now ({error.strerror})") from None
     if done.returncode < 0:
-        raise Unavailable(f"ffmpeg was ended by signal {-done.returncode}; is memory short?")
+        raise Unavailable(f"ffmpeg was ended by signal {-done.returncode}; is this machine out of memory?")
     size = wide * tall * 3
     expected = len(indices)
     if done.returncode or len(done.stdout) != expected * size:
         messages = done.stderr.decode(errors="replace").strip().splitlines() or ["it ends early"]
-        raise BrokenVideo(f"the video has {len(done.stdout) / size:g} of {expected} pictures ({messages[-1][:200]})")
+        raise BrokenVideo(
+            f"the video has {len(done.stdout) / size:g} frames instead of {expected} ({messages[-1][:200]})"
+        )
     return [
         Image.frombytes("RGB", (wide, tall), done.stdout[start : start + size])
         for start in range(0, len(done.stdout), size)

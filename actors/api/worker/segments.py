@@ -38,7 +38,9 @@ def rebuild_request(job: Job, storage: Storage, catalogue: Catalogue, spec: Mode
     """
     fields = {name: value for name, value in job.request.items() if name not in BESIDE}
     if unknown := fields.keys() - FIELDS:
-        raise PipelineError(f"a later version has accepted it, with {', '.join(unknown)}; one of its workers makes it")
+        raise PipelineError(
+            f"it was accepted by a later version, with {', '.join(unknown)}; a worker of that version will run it"
+        )
     fields["loras"] = catalogue.resolve(fields.get("loras", ()))
     index = len(job.segments)
     if index > 0:

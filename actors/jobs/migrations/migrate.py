@@ -37,6 +37,6 @@ def migrate(database: Database) -> None:
             command.upgrade(config, "head")
         else:
             raise StoreError(
-                f"{database} has schema {revision}, this program knows up to {known.get_current_head()}: "
-                "use the version of wan-tpu that made it, or a newer one"
+                f"{database} has schema {revision}, but this program knows only up to {known.get_current_head()}; "
+                "use the version of wan-tpu that created it, or a newer one"
             )

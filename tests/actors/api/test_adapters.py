@@ -96,7 +96,7 @@ def test_a_model_says_what_there_is(http):
         ({"loras": [{"name": "style", "path": "x"}]}, "loras.0.path", "no field"),
         ({"loras": [5]}, "loras.0", "be an object"),
         ({"loras": [{"name": "style"}] * 9}, "loras", "at most 8"),
-        ({"loras": [{"name": "fast"}] * 5}, "loras", "10 adapters; allowed are 8"),
+        ({"loras": [{"name": "fast"}] * 5}, "loras", "10 adapters; allowed: at most 8"),
         ({"loras": [{"name": "style", "scale": 10}] * 1 + [{"name": "style", "scale": -11}]}, "loras.1.scale", "-10"),
         ({"preset": "other"}, "preset", "there are: original, fast, plain"),
         ({"sigmas": [0.5, 0.9]}, "sigmas", "0.9 after 0.5"),
@@ -151,7 +151,7 @@ def test_a_catalogue_is_read_from_what_an_operator_gives():
     for arguments, message in (
         (["=x"], "no name"),
         (["a=x:200"], "nearest 10"),
-        (["style"], "whose adapters are published are lightning"),
+        (["style"], "or one of these presets: lightning"),
     ):
         with pytest.raises(InvalidInput, match=message):
             Catalogue.parse(arguments).complete_for(A14B)

@@ -202,7 +202,7 @@ def test_what_openai_s_client_sends_is_the_same_in_json(client, http):
         ([("prompt", "a"), ("prompt", "b")], "prompt", "send it once"),
         ([("prompt", "a"), ("num_frames", "many")], "num_frames", "valid integer"),
         ([("prompt", "a"), ("prompt[x]", "b")], "prompt", "send it once"),
-        ([("prompt", "a"), ("input_reference[file_id]", "file-1")], "input_reference", "keeps no files"),
+        ([("prompt", "a"), ("input_reference[file_id]", "file-1")], "input_reference", "doesn't store files"),
         ([("prompt", "a"), ("input_reference", "cat.png")], "input_reference", '"image_url": "https://'),
         ([("prompt", "a"), ("", "b")], "", "there are: prompt"),
         ([("prompt", "a"), ("n" * 500, "b")], "n" * 80, "there are: prompt"),

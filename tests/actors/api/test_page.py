@@ -288,7 +288,7 @@ def test_a_file_that_is_no_image_is_refused_at_once(page):
     page.locator("[name=input_reference]").set_input_files(
         {"name": "notes.png", "mimeType": "image/png", "buffer": b"no image"}
     )
-    sync_api.expect(page.get_by_role("alert")).to_contain_text("notes.png is no image")
+    sync_api.expect(page.get_by_role("alert")).to_contain_text("notes.png isn't an image")
     sync_api.expect(page.get_by_text("Drop, paste or choose an image").first).to_be_visible()
     assert page.locator(".drop img").count() == 0
     page.locator("[name=input_reference]").set_input_files(PHOTO)

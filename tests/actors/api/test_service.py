@@ -192,8 +192,8 @@ def test_without_keys_only_this_machine_s_own_pages_may_ask(http, service):
     ("field", "value", "message"),
     [
         ("num_frames", 12, "num_frames: frames is 12; it must be 4n + 1, nearest 13"),
-        ("size", "1281x720", "size 1281x720 isn't in multiples of 16"),
-        ("size", "16x16000", "height is 16000; allowed are 16 to 8192"),
+        ("size", "1281x720", "size 1281x720 isn't a multiple of 16"),
+        ("size", "16x16000", "height is 16000; allowed: 16 to 8192"),
         ("seconds", "0", "seconds is '0'"),
     ],
 )

@@ -147,7 +147,7 @@ def test_what_cant_be_is_refused(http, settings, mp4):
         (
             {"video": data_url(mp4), "num_frames": 25},
             "video",
-            "has 16 frames, and 25 are asked for; ask for num_frames 13",
+            "has 16 frames, but num_frames is 25; the nearest that works is 13",
         ),
         ({"strength": 0.5}, "strength", "without a video"),
         ({"video": data_url(mp4), "strength": 0.1}, "strength", "give at least 0.25"),

@@ -65,7 +65,7 @@ def test_impossible_request_is_refused_at_once(online):
     with online.client() as client:
         with pytest.raises(openai.BadRequestError, match="i2v only"):
             client.videos.create(**ASKED)
-        with pytest.raises(openai.BadRequestError, match="nearest that does is 64x64 with 17 frames"):
+        with pytest.raises(openai.BadRequestError, match="nearest that is allowed is 64x64 with 17 frames"):
             create(client, 4, frames=33)
 
 

@@ -176,7 +176,7 @@ with pytest.raises(OutOfOrder, match="no step to run here; call begin"):
     host.step("b")
 with pytest.raises(OutOfOrder, match="step 4, latents"):
     host.prepare_decode("d", dataclasses.replace(later.request, steps=5), state)
-with pytest.raises(OutOfOrder, match="a TextEmbedding was given where a DenoiseState belongs"):
+with pytest.raises(OutOfOrder, match="the payload is a TextEmbedding instead of a DenoiseState"):
     host.prepare_decode("d", later.request, texts[0])
 poison = unpack(share_payload("poison", snapshots[1].payload))
 latents = poison.latents.copy()

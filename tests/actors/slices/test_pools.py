@@ -28,7 +28,7 @@ pools:
 """
 KIND = "hunyuanvideo1.5-480p-i2v"
 REQUEST = GenerationRequest(prompt='A cat holds "hello"', image=PHOTO, height=64, width=64, frames=9, steps=6)
-CROPPED = "image is 451x300 and the video 64x64: what is beyond the video's shape is cut off"
+CROPPED = "image is 451x300 but the video is 64x64; it is cropped to the video's aspect ratio"
 
 pytestmark = pytest.mark.soak
 

@@ -39,7 +39,7 @@ def test_profile_is_refused_while_one_is_under_way_and_cancelled_ones_are_not_wr
         host.start_profile("run")
     host.cancel_profile("another")  # which was refused, and may not end this one
     host.cancel_profile("run")
-    with pytest.raises(InvalidInput, match="no profile of this slice is under way"):
+    with pytest.raises(InvalidInput, match="this slice isn't being profiled"):
         host.stop_profile(str(tmp_path), "run")
     assert not list(tmp_path.iterdir())
     host.cancel_profile("run")  # which isn't under way any more

@@ -97,7 +97,7 @@ def test_a_pool_does_its_own_stages_only(checkpoint):
     assert plan.prompts == ("a cat",)
     assert [(e.stage, e.start, e.stop) for e in plan.experts] == [("denoise", 0, 2)]
     assert plan.shapes["denoise"] == "denoise 32x32x1 t2v 1 unipc"
-    with pytest.raises(OutOfOrder, match="encoder is not hosted here"):
+    with pytest.raises(OutOfOrder, match="encoder isn't hosted by this pool"):
         host.encode_text("a cat")
     with pytest.raises(OutOfOrder, match="request a has no image"):
         host.prepare_encode("a", plan.request)
@@ -161,12 +161,12 @@ def test_a_size_that_has_no_room_fails_alone_and_the_nearest_that_has_is_named(c
     host = StageHost(str(checkpoint("wan2.1-t2v-1.3b")), ("denoise",), (1, 1, 1), "float32")
     small = GenerationRequest(prompt="a cat", height=32, width=32, frames=5, steps=2, guidance_scale=1.0)
     too_large = host._spec.plan(dataclasses.replace(small, height=8192, width=8192, frames=2001)).request
-    for fitting, nearest in ((None, "no size is known to fit yet"), (small, "to fit is 32x32 with 5 frames")):
+    for fitting, nearest in ((None, "no size is known to fit so far"), (small, "to fit is 32x32 with 5 frames")):
         if fitting is not None:
             host.warm_up(fitting)
         with pytest.raises(DoesNotFit, match=f"8192x8192 with 2001 frames doesn't fit .*{nearest}") as raised:
             with host._sizes.track(too_large):
-                raise DoesNotFit("needs 64.0 GiB a device of 31.2")
+                raise DoesNotFit("needs 64.0 GiB on each device, which has 31.2")
         assert "64.0 GiB" in str(raised.value)
 
 
@@ -293,7 +293,7 @@ def test_a_request_runs_with_what_was_fetched_for_it(checkpoint, tmp_path):
     path.unlink()
     assert np.array_equal(run(twin), with_new)
     assert np.array_equal(run(twin), with_new)
-    with pytest.raises(Unavailable, match="aren't held here"):
+    with pytest.raises(Unavailable, match="aren't on this host any more"):
         run(twin)
     with pytest.raises(InvalidRequest, match="check the path"):
         host.fetch_adapters(plan("gone"))

@@ -50,7 +50,7 @@ def read_config(checkpoint: Checkpoint) -> CogVideoXConfig:
             raise CheckpointError(f"{checkpoint.source} has no {component}; give a complete CogVideoX checkpoint")
     if checkpoint.class_name("vae") != "AutoencoderKLCogVideoX":
         raise CheckpointError(
-            f"{checkpoint.source} has VAE {checkpoint.class_name('vae')}; CogVideoX's is AutoencoderKLCogVideoX"
+            f"{checkpoint.source} has VAE {checkpoint.class_name('vae')}; supported: AutoencoderKLCogVideoX"
         )
     transformer = complete_config(checkpoint, "transformer", TRANSFORMER_2B)
     check_supported(checkpoint, "transformer", transformer, {key: TRANSFORMER_2B[key] for key in _SAME_MODEL}, {})
@@ -72,17 +72,13 @@ def _read_scheduler(checkpoint: Checkpoint) -> tuple[NoiseSchedule, str]:
     config = checkpoint.config("scheduler", "scheduler_config.json")
     name = config.get("_class_name")
     if name not in _SOLVERS:
-        raise CheckpointError(
-            f"{checkpoint.source} has scheduler {name}; supported are {' and '.join(sorted(_SOLVERS))}"
-        )
+        raise CheckpointError(f"{checkpoint.source} has scheduler {name}; supported: {' and '.join(sorted(_SOLVERS))}")
     same = {key: SCHEDULER[key] for key in _SAME_SCHEDULER}
     check_supported(checkpoint, "scheduler", config, same, {"prediction_type": "v_prediction"})
     config = SCHEDULER | config
     spacing = config["timestep_spacing"]
     if spacing not in list(SPACINGS):
-        raise CheckpointError(
-            f"{checkpoint.source} has timestep_spacing {spacing!r}; supported are {', '.join(SPACINGS)}"
-        )
+        raise CheckpointError(f"{checkpoint.source} has timestep_spacing {spacing!r}; supported: {', '.join(SPACINGS)}")
     noise = NoiseSchedule(
         beta_start=float(config["beta_start"]),
         beta_end=float(config["beta_end"]),

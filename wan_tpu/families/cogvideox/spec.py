@@ -33,11 +33,11 @@ class CogVideoXSpec(FamilySpec):
     def __post_init__(self) -> None:
         strides = 2 ** (len(self.config.vae["block_out_channels"]) - 1)
         if strides != _STRIDE:
-            raise CheckpointError(f"the VAE compresses height and width by {strides}, supported is {_STRIDE}")
+            raise CheckpointError(f"the VAE compresses height and width by {strides}; supported: {_STRIDE}")
         if self.config.transformer["in_channels"] not in (self.latent_channels, 2 * self.latent_channels):
             raise CheckpointError(
                 f"the transformer takes {self.config.transformer['in_channels']} channels; with latents of "
-                f"{self.latent_channels} it takes as many, or twice as many with an image"
+                f"{self.latent_channels} it must take as many, or twice as many with an image"
             )
 
     @property
@@ -100,12 +100,12 @@ class CogVideoXSpec(FamilySpec):
         for name in ("height", "width"):
             value, trained = getattr(request, name), _STRIDE * int(config[f"sample_{name}"])
             if config["use_learned_positional_embeddings"] and value != trained:
-                raise InvalidRequest(f"{name} is {value}; {self.name} makes {trained} alone", name)
+                raise InvalidRequest(f"{name} is {value}; {self.name} supports only {trained}", name)
             if self.config.frames_a_patch > 1 and value > trained:
-                raise InvalidRequest(f"{name} is {value}; {self.name} knows positions of at most {trained}", name)
+                raise InvalidRequest(f"{name} is {value}; {self.name} has positions for at most {trained}", name)
         if config["use_learned_positional_embeddings"] and request.frames != config["sample_frames"]:
             raise InvalidRequest(
-                f"frames is {request.frames}; {self.name} makes {config['sample_frames']} alone", "frames"
+                f"frames is {request.frames}; {self.name} supports only {config['sample_frames']}", "frames"
             )
 
     def padding(self, request: ResolvedRequest) -> int:

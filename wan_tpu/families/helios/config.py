@@ -48,14 +48,14 @@ def read_config(checkpoint: Checkpoint) -> HeliosConfig:
     _check_angles(checkpoint, transformer)
     if checkpoint.class_name("vae") != "AutoencoderKLWan":
         raise CheckpointError(
-            f"{checkpoint.source} has VAE {checkpoint.class_name('vae')}; Helios' is AutoencoderKLWan"
+            f"{checkpoint.source} has VAE {checkpoint.class_name('vae')}; supported: AutoencoderKLWan"
         )
     pyramid = _read_pyramid(checkpoint)
     distilled = checkpoint.index.get("is_distilled") or False
     if distilled != (pyramid.solver == "dmd"):
         raise CheckpointError(
-            f"{checkpoint.source} has is_distilled {distilled!r} and a scheduler whose steps are those of "
-            f"{pyramid.solver}; distilled models have HeliosDMDScheduler, and no other has"
+            f"{checkpoint.source} has is_distilled {distilled!r} but its scheduler is for the solver "
+            f"{pyramid.solver}; only distilled models have HeliosDMDScheduler, and each of them has it"
         )
     text_encoder_class = checkpoint.class_name("text_encoder")
     return HeliosConfig(
@@ -72,8 +72,8 @@ def _check_angles(checkpoint: Checkpoint, transformer: dict[str, Any]) -> None:
     angles, width = transformer["rope_dim"], transformer["attention_head_dim"]
     if len(angles) != 3 or sum(angles) != width or any(size % 2 for size in angles):
         raise CheckpointError(
-            f"{checkpoint.source} has rope_dim {angles!r} in transformer/config.json; it is three even numbers that "
-            f"add up to the heads' width, {width}"
+            f"{checkpoint.source} has rope_dim {angles!r} in transformer/config.json; it must be three even numbers "
+            f"whose sum is the heads' width, {width}"
         )
 
 
@@ -83,7 +83,7 @@ def _read_pyramid(checkpoint: Checkpoint) -> PyramidConfig:
     name = config.get("_class_name")
     if name not in ("HeliosScheduler", "HeliosDMDScheduler"):
         raise CheckpointError(
-            f"{checkpoint.source} has scheduler {name}; supported are HeliosScheduler and HeliosDMDScheduler"
+            f"{checkpoint.source} has scheduler {name}; supported: HeliosScheduler and HeliosDMDScheduler"
         )
     check_supported(checkpoint, "scheduler", config, _SCHEDULER, {})
     distilled = name == "HeliosDMDScheduler"
@@ -91,12 +91,14 @@ def _read_pyramid(checkpoint: Checkpoint) -> PyramidConfig:
     shift_type = config.get("time_shift_type", "linear" if distilled else defaults.shift_type)
     stages, stage_range = config.get("stages", defaults.stages), config.get("stage_range", defaults.stage_range)
     if solver not in ("unipc", "euler", "dmd") or (solver == "dmd") != distilled:
-        raise CheckpointError(f"{checkpoint.source} has scheduler_type {solver!r}; supported are 'unipc' and 'euler'")
+        raise CheckpointError(f"{checkpoint.source} has scheduler_type {solver!r}; supported: 'unipc' and 'euler'")
     if shift_type not in ("exponential", "linear"):
-        raise CheckpointError(f"{checkpoint.source} has time_shift_type {shift_type!r}; it is exponential or linear")
+        raise CheckpointError(
+            f"{checkpoint.source} has time_shift_type {shift_type!r}; supported: exponential and linear"
+        )
     if stages not in (1, 2, 3) or (stages > 1 and len(stage_range) != stages + 1):
         raise CheckpointError(
-            f"{checkpoint.source} has {stages!r} stages and stage_range {stage_range!r}; supported are up to three "
+            f"{checkpoint.source} has {stages!r} stages and stage_range {stage_range!r}; supported: up to three "
             "stages, with a bound before, between and after them"
         )
     return PyramidConfig(

@@ -37,11 +37,11 @@ class HeliosSpec(FamilySpec):
     def __post_init__(self) -> None:
         strides = self.config.vae["scale_factor_temporal"], self.config.vae["scale_factor_spatial"]
         if strides != (self.frame_stride, self.spatial_stride):
-            raise CheckpointError(f"the VAE compresses time and space by {strides}, supported is (4, 8)")
+            raise CheckpointError(f"the VAE compresses time and space by {strides}; supported: (4, 8)")
         if self.config.transformer["in_channels"] != self.latent_channels:
             raise CheckpointError(
-                f"the transformer takes {self.config.transformer['in_channels']} channels, and the VAE makes "
-                f"{self.latent_channels}; give a checkpoint whose parts belong together"
+                f"the transformer takes {self.config.transformer['in_channels']} channels, but the VAE makes "
+                f"{self.latent_channels}; give a checkpoint whose components belong together"
             )
 
     @property
@@ -97,8 +97,8 @@ class HeliosSpec(FamilySpec):
         if request.steps % self.sizes:
             nearest = self.sizes * max(1, round(request.steps / self.sizes))
             raise InvalidRequest(
-                f"steps is {request.steps}; {self.name} denoises each chunk at {self.sizes} sizes, with as many steps "
-                f"at each: nearest {nearest}",
+                f"steps is {request.steps}; {self.name} denoises each chunk at {self.sizes} sizes, with equally "
+                f"many steps at each: nearest {nearest}",
                 "steps",
             )
 

@@ -34,7 +34,7 @@ def read_config(checkpoint: Checkpoint) -> HunyuanConfig:
         raise CheckpointError(f"{checkpoint.source} has no transformer; give a complete checkpoint")
     transformer = complete_config(checkpoint, "transformer", TRANSFORMER)
     if transformer["task_type"] not in ("t2v", "i2v"):
-        raise CheckpointError(f"{checkpoint.source} has task_type {transformer['task_type']!r}; it is t2v or i2v")
+        raise CheckpointError(f"{checkpoint.source} has task_type {transformer['task_type']!r}; supported: t2v and i2v")
     takes_image = transformer["task_type"] == "i2v"
     needed = ["tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2", "transformer", *_CLASSES]
     for component in [*needed, "image_encoder", "feature_extractor"] if takes_image else needed:
@@ -43,7 +43,7 @@ def read_config(checkpoint: Checkpoint) -> HunyuanConfig:
     for component, name in _CLASSES.items():
         if checkpoint.class_name(component) != name:
             raise CheckpointError(
-                f"{checkpoint.source} has {component} {checkpoint.class_name(component)}; supported is {name}"
+                f"{checkpoint.source} has {component} {checkpoint.class_name(component)}; supported: {name}"
             )
     scheduler = checkpoint.config("scheduler", "scheduler_config.json")
     guider = checkpoint.config("guider", "guider_config.json")
@@ -70,5 +70,5 @@ def _read_vae_tile(checkpoint: Checkpoint) -> int | None:
     if tile is None or (type(tile) is int and tile > 0 and tile % unit == 0):
         return tile
     raise CheckpointError(
-        f"{checkpoint.folder / SETTINGS} has vae_tile {tile!r}; it is a multiple of {unit} pixels, 256 as published"
+        f"{checkpoint.folder / SETTINGS} has vae_tile {tile!r}; it must be a multiple of {unit} pixels (published: 256)"
     )

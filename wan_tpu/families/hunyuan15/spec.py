@@ -35,11 +35,11 @@ class HunyuanSpec(FamilySpec):
             ("temporal_compression_ratio", self.frame_stride),
         ):
             if vae[key] != supported:
-                raise CheckpointError(f"the VAE has {key} {vae[key]}, supported is {supported}")
+                raise CheckpointError(f"the VAE has {key} {vae[key]}; supported: {supported}")
         if transformer["in_channels"] != 2 * self.latent_channels + 1:
             raise CheckpointError(
                 f"the transformer takes {transformer['in_channels']} channels; with latents of {self.latent_channels} "
-                f"it takes {2 * self.latent_channels + 1}: latents, an image's, and a mask"
+                f"it must take {2 * self.latent_channels + 1}: the video's latents, an image's, and a mask"
             )
 
     @property

@@ -224,13 +224,15 @@ def _check_vocoder(settings: dict[str, Any]) -> None:
         kind, antialiased = settings[f"{prefix}act_fn"], settings[f"{prefix}antialias"]
         if _ACTIVATIONS.get(kind) != antialiased:
             raise CheckpointError(
-                f"vocoder/config.json has {prefix}act_fn {kind!r} with {prefix}antialias {antialiased}; supported are "
+                f"vocoder/config.json has {prefix}act_fn {kind!r} with {prefix}antialias {antialiased}; supported: "
                 "'snakebeta' with antialias and 'leaky_relu' without"
             )
         if (ratio := settings[f"{prefix}antialias_ratio"]) != RATIO:
-            raise CheckpointError(f"vocoder/config.json has {prefix}antialias_ratio {ratio}; supported is {RATIO}")
+            raise CheckpointError(f"vocoder/config.json has {prefix}antialias_ratio {ratio}; supported: {RATIO}")
         if (final := settings[f"{prefix}final_act_fn"]) not in _FINAL:
-            raise CheckpointError(f"vocoder/config.json has {prefix}final_act_fn {final!r}; it is tanh, clamp or null")
+            raise CheckpointError(
+                f"vocoder/config.json has {prefix}final_act_fn {final!r}; supported: tanh, clamp and null"
+            )
     if has_extension:
         _check_extension(settings)
 
@@ -240,15 +242,15 @@ def _check_extension(settings: dict[str, Any]) -> None:
     if settings["filter_length"] != settings["window_length"]:
         raise CheckpointError(
             f"vocoder/config.json has filter_length {settings['filter_length']} and window_length "
-            f"{settings['window_length']}; supported are equal ones"
+            f"{settings['window_length']}; supported: equal lengths"
         )
     if math.prod(settings["upsample_factors"]) % hop or rates[1] % rates[0]:
         raise CheckpointError(
-            f"vocoder/config.json has hop_length {hop} and rates {rates[0]} and {rates[1]}; each mel frame is a whole "
-            "number of hops, and one rate a multiple of the other"
+            f"vocoder/config.json has hop_length {hop} and rates {rates[0]} and {rates[1]}; each mel frame must be "
+            "a whole number of hops, and one rate a multiple of the other"
         )
     if math.prod(settings["bwe_upsample_factors"]) * rates[0] != hop * rates[1]:
         raise CheckpointError(
-            f"vocoder/config.json has bwe_upsample_factors {settings['bwe_upsample_factors']}; their product is "
-            f"{hop * rates[1] // rates[0]}, the samples of a hop"
+            f"vocoder/config.json has bwe_upsample_factors {settings['bwe_upsample_factors']}; their product must "
+            f"be {hop * rates[1] // rates[0]}, the samples of a hop"
         )

@@ -92,7 +92,7 @@ def read_config(checkpoint: Checkpoint) -> Ltx2Config:
     for component, names in _CLASSES.items():
         if checkpoint.class_name(component) not in names:
             raise CheckpointError(
-                f"{checkpoint.source} has {component} {checkpoint.class_name(component)}; supported is "
+                f"{checkpoint.source} has {component} {checkpoint.class_name(component)}; supported: "
                 f"{' or '.join(names)}, of LTX-2.0 and 2.3"
             )
     transformer = complete_config(checkpoint, "transformer", classes.TRANSFORMER)
@@ -126,7 +126,7 @@ def _find_version(checkpoint: Checkpoint, transformer: dict[str, Any]) -> str:
             return version
     switches = ", ".join(f"{key} {transformer[key]!r}" for key in next(iter(_VERSIONS.values())))
     raise CheckpointError(
-        f"{checkpoint.source} has a transformer with {switches}; supported are LTX-2.0, where only the first is true, "
+        f"{checkpoint.source} has a transformer with {switches}; supported: LTX-2.0, where only the first is true, "
         "and LTX-2.3, where it alone is false"
     )
 
@@ -146,7 +146,7 @@ def _check_sound(
         if value != fitting:
             raise CheckpointError(
                 f"{checkpoint.source} has {name} {value}; with an audio_vae of {audio_vae['latent_channels']} latent "
-                f"channels and {audio_vae['mel_bins']} mel_bins it is {fitting}"
+                f"channels and {audio_vae['mel_bins']} mel_bins it must be {fitting}"
             )
 
 
@@ -163,7 +163,7 @@ def _read_text_config(checkpoint: Checkpoint) -> dict[str, Any]:
     config = checkpoint.config("text_encoder").get("text_config")
     if not isinstance(config, dict):
         raise CheckpointError(
-            f"{checkpoint.source}/text_encoder/config.json has no text_config, as Gemma 3's has; fetch it again"
+            f"{checkpoint.source}/text_encoder/config.json has no text_config, which Gemma 3's has; fetch it again"
         )
     return {"vocab_size": 262208} | config
 
@@ -179,12 +179,11 @@ def _is_distilled(checkpoint: Checkpoint, version: str, scheduler: dict[str, Any
     model = checkpoint.read_settings("model").get("model")
     if model is not None:
         if model not in MODELS:
-            raise CheckpointError(
-                f"{checkpoint.folder / SETTINGS} has model {model!r}; it is one of {', '.join(MODELS)}"
-            )
+            raise CheckpointError(f"{checkpoint.folder / SETTINGS} has model {model!r}; supported: {', '.join(MODELS)}")
         if model.removesuffix("-distilled") != {"2.0": "ltx-2", "2.3": "ltx-2.3"}[version]:
             raise CheckpointError(
-                f"{checkpoint.folder / SETTINGS} has model {model!r}; the configuration is that of LTX-{version}"
+                f"{checkpoint.folder / SETTINGS} has model {model!r}, but the checkpoint's configuration is that of "
+                f"LTX-{version}; correct it"
             )
         return str(model).endswith("-distilled")
     if not scheduler["use_dynamic_shifting"]:

@@ -136,13 +136,13 @@ def _check(config: Ltx2Config) -> None:
         if config.connectors[key] != value:
             raise CheckpointError(
                 f"connectors/config.json has {key} {config.connectors[key]}; for a text encoder with hidden_size "
-                f"{width} and num_hidden_layers {layers} it is {value}"
+                f"{width} and num_hidden_layers {layers} it must be {value}"
             )
     for stream in STREAMS:
         registers = config.connectors[f"{stream}_connector_num_learnable_registers"]
         if not registers or TEXT_TOKENS % registers:
             raise CheckpointError(
-                f"connectors/config.json has {registers} learnable registers for {stream}; supported is a number that "
+                f"connectors/config.json has {registers} learnable registers for {stream}; supported: a number that "
                 f"divides {TEXT_TOKENS}, such as 128"
             )
 

@@ -39,11 +39,11 @@ class Ltx2Spec(FamilySpec):
         vae, transformer = self.config.vae, self.config.transformer
         for key, supported in (("spatial_compression_ratio", STRIDE), ("temporal_compression_ratio", 8)):
             if vae[key] not in (None, supported):
-                raise CheckpointError(f"the VAE has {key} {vae[key]}, supported is {supported}")
+                raise CheckpointError(f"the VAE has {key} {vae[key]}; supported: {supported}")
         if transformer["in_channels"] != vae["latent_channels"]:
             raise CheckpointError(
-                f"the transformer takes {transformer['in_channels']} channels, and the VAE makes "
-                f"{vae['latent_channels']}; give a checkpoint whose parts belong together"
+                f"the transformer takes {transformer['in_channels']} channels, but the VAE makes "
+                f"{vae['latent_channels']}; give a checkpoint whose components belong together"
             )
 
     @property
@@ -153,7 +153,7 @@ class Ltx2Spec(FamilySpec):
             nearest = request.frames / min(max(seconds, least), LONGEST_S)
             raise InvalidRequest(
                 f"fps is {request.fps:g}, so that {request.frames} frames and their sound last {seconds:.3g} s; "
-                f"{self.name} makes {least:g} to {LONGEST_S} s, for which the nearest fps is {nearest:.3g}",
+                f"{self.name} makes {least:g} to {LONGEST_S} s; nearest fps: {nearest:.3g}",
                 "fps",
             )
         if not self.config.distilled or request.sigmas is not None:
@@ -163,7 +163,7 @@ class Ltx2Spec(FamilySpec):
         if request.steps != first and not self.has_two_stages(request):
             raise InvalidRequest(
                 f"steps is {request.steps}; {self.name} was trained for the noise levels of {works}: give that many, "
-                "or sigmas of your own",
+                "or your own sigmas",
                 "steps",
             )
 
@@ -226,8 +226,8 @@ def _noise_levels(config: Ltx2Config, steps: int, tokens: int) -> tuple[float, .
         rest = 1 - sigmas
         if not rest[-1]:
             raise InvalidRequest(
-                f"all noise levels of {tokens} tokens are 1, since a schedule is shifted by their number; give fewer "
-                "frames (121 work at 1920x1088), or sigmas of your own",
+                f"with {tokens} tokens the schedule's shift raises every noise level to 1; give fewer "
+                "frames (121 work at 1920x1088), or your own sigmas",
                 "frames",
             )
         sigmas = 1 - rest / (rest[-1] / (1 - scheduler["shift_terminal"]))

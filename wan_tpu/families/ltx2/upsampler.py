@@ -41,12 +41,15 @@ def upsampler(config: Ltx2Config) -> Component:
     """
     settings = config.upsampler
     if settings is None:
-        raise CheckpointError("this checkpoint has no folder latent_upsampler, which doubles the size of latents")
+        raise CheckpointError(
+            "this checkpoint has no folder latent_upsampler, which two stages need; give one that "
+            "has it, or ask for one stage"
+        )
     expected = _FIXED | ({"rational_spatial_scale": 2.0} if settings["use_rational_resampler"] else {})
     for key, value in expected.items():
         if settings[key] != value:
             raise CheckpointError(
-                f"latent_upsampler/config.json has {key} = {settings[key]}; supported is {value}, as published"
+                f"latent_upsampler/config.json has {key} = {settings[key]}; supported: {value}, as published"
             )
     enlarging = r"upsampler\.(conv|0)"
     changes = (*spreading_changes(enlarging, _DOUBLING), (r".*conv\d?\.weight", taps_first))

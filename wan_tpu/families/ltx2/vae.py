@@ -76,8 +76,8 @@ def _build(config: Ltx2Config) -> torch.nn.Module:
     if any(block.conv_in is not None for block in module.decoder.up_blocks):
         raise CheckpointError(
             f"vae/config.json has decoder_block_out_channels {config.vae['decoder_block_out_channels']} and "
-            f"upsample_factor {config.vae['upsample_factor']}, so that a block changes the number of channels before "
-            "it enlarges; no published model does, and it isn't supported"
+            f"upsample_factor {config.vae['upsample_factor']}, so that a block changes the number of channels "
+            "before it enlarges; supported: blocks that keep it, as in all published models"
         )
     return module
 
@@ -85,22 +85,20 @@ def _build(config: Ltx2Config) -> torch.nn.Module:
 def _check(vae: Mapping[str, Any]) -> None:
     for key, value in _FIXED.items():
         if vae[key] != value:
-            raise CheckpointError(f"vae/config.json has {key} = {vae[key]}; supported is {value}, as published")
+            raise CheckpointError(f"vae/config.json has {key} = {vae[key]}; supported: {value}, as published")
     if np.any(vae["decoder_inject_noise"]):
-        raise CheckpointError("vae/config.json has decoder_inject_noise; supported is false everywhere, as published")
+        raise CheckpointError("vae/config.json has decoder_inject_noise; supported: false everywhere, as published")
     for key in ("spatio_temporal_scaling", "decoder_spatio_temporal_scaling"):
         if not np.all(vae[key]):
-            raise CheckpointError(f"vae/config.json has {key} {vae[key]}; supported is true everywhere, as published")
+            raise CheckpointError(f"vae/config.json has {key} {vae[key]}; supported: true everywhere, as published")
     for key in ("downsample_type", "upsample_type"):
         if unknown := set(vae[key]) - set(_STRIDES):
-            raise CheckpointError(
-                f"vae/config.json has {key} {', '.join(unknown)}; supported are {', '.join(_STRIDES)}"
-            )
+            raise CheckpointError(f"vae/config.json has {key} {', '.join(unknown)}; supported: {', '.join(_STRIDES)}")
     for half in HALVES:
         mode = vae[f"{half}_spatial_padding_mode"]
         if mode not in _PADDINGS:
             known = ", ".join(_PADDINGS)
-            raise CheckpointError(f"vae/config.json has {half}_spatial_padding_mode {mode}; supported are {known}")
+            raise CheckpointError(f"vae/config.json has {half}_spatial_padding_mode {mode}; supported: {known}")
 
 
 def _changes(vae: Mapping[str, Any]) -> Changes:

@@ -71,7 +71,7 @@ def read_config(checkpoint: Checkpoint) -> MiniMaxH3Config:
     for component, name in _CLASSES.items():
         if checkpoint.class_name(component) != name:
             raise CheckpointError(
-                f"{checkpoint.source} has {component} {checkpoint.class_name(component)}; supported is {name}"
+                f"{checkpoint.source} has {component} {checkpoint.class_name(component)}; supported: {name}"
             )
     text = _read_text(checkpoint)
     text_layer = min(TEXT_LAYER, text["num_hidden_layers"] - 1)
@@ -95,7 +95,7 @@ def _read_transformer(checkpoint: Checkpoint) -> dict[str, Any]:
     if rotated > config["attention_head_dim"]:
         raise CheckpointError(
             f"{checkpoint.source} has transformer rope_freq_dim {config['rope_freq_dim']}; with attention_head_dim "
-            f"{config['attention_head_dim']} it is at most {config['attention_head_dim'] // 6}"
+            f"{config['attention_head_dim']} it must be at most {config['attention_head_dim'] // 6}"
         )
     return config
 
@@ -107,7 +107,7 @@ def _read_vae(checkpoint: Checkpoint) -> dict[str, Any]:
         factor, expected = math.prod(config[key]), math.prod(classes.VAE[key])
         if factor != expected:
             raise CheckpointError(
-                f"{checkpoint.source} has vae {key} {config[key]}, {factor} in all; supported is {expected}"
+                f"{checkpoint.source} has vae {key} {config[key]}, {factor} in all; supported: {expected}"
             )
     _check_statistics(checkpoint, "vae", config)
     return config
@@ -120,8 +120,8 @@ def _read_audio_vae(checkpoint: Checkpoint) -> dict[str, Any]:
     for key in ("encoder_rates", "decoder_rates"):
         if (stride := math.prod(config[key])) * LATENTS_PER_S != config["sampling_rate"]:
             raise CheckpointError(
-                f"{checkpoint.source} has audio_vae {key} {config[key]}, {stride} samples a latent; with sampling_rate "
-                f"{config['sampling_rate']} it is {config['sampling_rate'] / LATENTS_PER_S:g}"
+                f"{checkpoint.source} has audio_vae {key} {config[key]}, {stride} samples a latent; with "
+                f"sampling_rate {config['sampling_rate']} it must be {config['sampling_rate'] / LATENTS_PER_S:g}"
             )
     _check_statistics(checkpoint, "audio_vae", config)
     return config
@@ -147,7 +147,7 @@ def _read_text(checkpoint: Checkpoint) -> dict[str, Any]:
     if sum(section) != half or len(section) != 3 or rope.get("rope_theta") is None:
         raise CheckpointError(
             f"{checkpoint.source} has text_encoder rope_theta {rope.get('rope_theta')} and mrope_section {section}; "
-            f"with head_dim {text['head_dim']} the section is three numbers whose sum is {half}"
+            f"with head_dim {text['head_dim']} the section must be three numbers whose sum is {half}"
         )
     return text | {"rope_parameters": {"rope_theta": float(rope["rope_theta"]), "mrope_section": section, **_ROPE}}
 
@@ -158,13 +158,13 @@ def _read_vision(checkpoint: Checkpoint, width: int, text_layer: int) -> dict[st
     check_supported(checkpoint, "text_encoder", vision, {key: classes.VISION[key] for key in _FIXED_VISION_KEYS}, {})
     if vision["out_hidden_size"] != width:
         raise CheckpointError(
-            f"{checkpoint.source} has text_encoder out_hidden_size {vision['out_hidden_size']} in its vision_config; "
-            f"it is {width}, the hidden_size of its text_config"
+            f"{checkpoint.source} has text_encoder out_hidden_size {vision['out_hidden_size']} in its "
+            f"vision_config; it must be {width}, the hidden_size of its text_config"
         )
     indexes = vision["deepstack_visual_indexes"]
     if len(indexes) > text_layer or max(indexes, default=0) >= vision["depth"]:
         raise CheckpointError(
-            f"{checkpoint.source} has text_encoder deepstack_visual_indexes {indexes}; supported are at most "
+            f"{checkpoint.source} has text_encoder deepstack_visual_indexes {indexes}; supported: at most "
             f"{text_layer}, of the {vision['depth']} layers of its vision tower"
         )
     return vision
@@ -174,7 +174,7 @@ def _read_encoder(checkpoint: Checkpoint, part: str) -> dict[str, Any]:
     config = checkpoint.config("text_encoder").get(part)
     if not isinstance(config, dict):
         raise CheckpointError(
-            f"{checkpoint.source}/text_encoder/config.json has no {part}, as Qwen3-VL's has; fetch it again"
+            f"{checkpoint.source}/text_encoder/config.json has no {part}, which Qwen3-VL's has; fetch it again"
         )
     return config
 

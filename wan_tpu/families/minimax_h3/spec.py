@@ -50,8 +50,8 @@ class MiniMaxH3Spec(FamilySpec):
         for key, (value, fitting) in pairs.items():
             if value != fitting:
                 raise CheckpointError(
-                    f"the transformer has {key} {value}, and the part that it belongs to has {fitting}; give a "
-                    "checkpoint whose parts belong together"
+                    f"the transformer has {key} {value}, but its counterpart has {fitting}; give a checkpoint whose "
+                    "components belong together"
                 )
 
     @property
@@ -107,8 +107,9 @@ class MiniMaxH3Spec(FamilySpec):
         shape = picture[1] / picture[0]
         if not 1 / WIDEST <= shape <= WIDEST:
             raise InvalidRequest(
-                f"the image is {picture[1]}x{picture[0]}, {shape:.3g} times as wide as it is high; {self.name} makes "
-                f"videos of shapes from 1:{WIDEST} to {WIDEST}:1: crop the image, or give height and width"
+                f"the image is {picture[1]}x{picture[0]}, {shape:.3g} times as wide as it is high; {self.name} "
+                f"makes videos with aspect ratios from 1:{WIDEST} to {WIDEST}:1: crop the image, or give height and "
+                "width"
             )
         height, width = (short, short * shape) if shape >= 1 else (short / shape, short)
         factor = min(1.0, (area / (height * width)) ** 0.5)

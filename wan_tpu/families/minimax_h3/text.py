@@ -68,7 +68,7 @@ def tokenize_prompt(shared: Tokenizer, prompt: str) -> tuple[np.ndarray, int, li
         padded = [pad_rows(words, TEXT_TOKENS)]
         ids, _ = shared.to_arrays({"input_ids": padded, "attention_mask": padded})
     if not words:
-        raise InvalidRequest("prompt is empty, and MiniMax-H3 needs one: say what happens in the video", "prompt")
+        raise InvalidRequest("prompt is empty, but MiniMax-H3 needs one: describe what happens in the video", "prompt")
     return ids, len(words), warnings
 
 

@@ -96,11 +96,11 @@ def _build(config: MiniMaxH3Config) -> Any:
 def _check(vae: Mapping[str, Any]) -> None:
     for key, value in _FIXED.items():
         if vae[key] != value:
-            raise CheckpointError(f"vae/config.json has {key} = {vae[key]}; supported is {value}, as published")
+            raise CheckpointError(f"vae/config.json has {key} = {vae[key]}; supported: {value}, as published")
     strides = [math.prod(vae[f"{kind}_downsample_factors"]) for kind in ("spatial", "temporal")]
     if strides != [STRIDE, 4]:
         raise CheckpointError(
-            f"vae/config.json has downsample factors of {strides[0]} pixels and {strides[1]} frames; supported are "
+            f"vae/config.json has downsample factors of {strides[0]} pixels and {strides[1]} frames; supported: "
             f"{STRIDE} and 4, as published"
         )
 

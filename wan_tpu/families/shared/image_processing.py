@@ -39,7 +39,7 @@ class ImageProcessor:
             processor = self._kind.from_pretrained(str(self._folder.resolve()))
             shape = _process(processor, [Image.new("RGB", (64, 48))]).shape[1:]
             if shape != self._shape:
-                raise ValueError(f"it makes images of {shape}, the image encoder takes {self._shape}")
+                raise ValueError(f"it makes images of shape {shape}, but the image encoder takes {self._shape}")
         except MemoryError:  # This is the machine's error, not the checkpoint's.
             raise
         except Exception as error:

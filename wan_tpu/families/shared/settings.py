@@ -64,7 +64,7 @@ def complete_config(checkpoint: Checkpoint, component: str, defaults: Mapping[st
         if not _fits(value, defaults.get(key)):
             raise CheckpointError(
                 f"{checkpoint.source} has {key} {value!r} in {component}/config.json; give something like "
-                f"{defaults[key]!r}, which holds where it is left out"
+                f"{defaults[key]!r}, the default"
             )
     return {**defaults, **config}
 
@@ -92,7 +92,7 @@ def check_supported(
     for key, default in defaults.items():
         value, expected = config.get(key, default), supported.get(key, default)
         if (value or None) != (expected or None):
-            raise CheckpointError(f"{checkpoint.source} has {component} {key} {value!r}; supported is {expected!r}")
+            raise CheckpointError(f"{checkpoint.source} has {component} {key} {value!r}; supported: {expected!r}")
 
 
 def _fits(value: Any, default: Any) -> bool:

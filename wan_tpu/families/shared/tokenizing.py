@@ -57,7 +57,7 @@ class Tokenizer:
         ids, mask = (np.asarray(tokens[name]).astype(np.int32) for name in ("input_ids", "attention_mask"))
         highest = int(np.max(ids))
         if highest >= self._vocabulary:
-            raise ValueError(f"it has token {highest}, the text encoder knows {self._vocabulary}")
+            raise ValueError(f"it has token {highest}, but the text encoder's vocabulary has {self._vocabulary}")
         return ids, mask
 
     def _read(self) -> Any:
@@ -65,7 +65,7 @@ class Tokenizer:
         # If the file is missing, transformers returns a tokenizer without words. A tokenizer may have fewer words than
         # the encoder knows.
         if (words := len(tokenizer) - len(tokenizer.get_added_vocab())) < _FEWEST_WORDS:
-            raise ValueError(f"{words} words, of the {self._vocabulary} that the text encoder knows")
+            raise ValueError(f"it has only {words} words, but the text encoder's vocabulary has {self._vocabulary}")
         return tokenizer
 
 

@@ -31,12 +31,12 @@ def check_sizes(file: str, settings: Mapping[str, Any], keys: SizeKeys) -> None:
     if len({len(row) for row in dilations}) != 1 or not all(size % 2 for size in block_taps):
         raise CheckpointError(
             f"{file} has {keys.dilations} {dilations} and {keys.block_taps} {block_taps}; "
-            "supported are equally many dilations in each block, and odd sizes"
+            "supported: the same number of dilations in each block, and odd kernel sizes"
         )
     for taps, factor in zip(settings[keys.taps], settings[keys.factors], strict=True):
         if taps < factor or (taps - factor) % 2:
             raise CheckpointError(
-                f"{file} has an upsampling by {factor} with {taps} taps; supported are as many taps, or 2, 4, ... more"
+                f"{file} has an upsampling by {factor} with {taps} taps; supported: as many taps, or 2, 4, ... more"
             )
 
 

@@ -89,7 +89,9 @@ def vae_half(config: WanConfig, *dropped: str) -> Component:
 def image_encoder(config: WanConfig) -> Component:
     """Return CLIP's vision model without its last layer, since Wan takes the features of the last but one."""
     if config.image_encoder_class not in ("CLIPVisionModel", "CLIPVisionModelWithProjection"):
-        raise CheckpointError(f"image encoder {config.image_encoder_class} is not supported; Wan's is CLIPVisionModel")
+        raise CheckpointError(
+            f"image encoder {config.image_encoder_class} is not supported; supported: CLIPVisionModel"
+        )
     projected = config.image_encoder_class == "CLIPVisionModelWithProjection"
     kind = getattr(transformers, config.image_encoder_class)
     prefix = "vision_model." if projected else ""

@@ -33,12 +33,16 @@ def read_config(checkpoint: Checkpoint) -> WanConfig:
     _check_attention(checkpoint, transformer)
     boundary = index.get("boundary_ratio") if two_experts else None
     if boundary is not None and not (isinstance(boundary, int | float) and 0 < boundary < 1):
-        raise CheckpointError(f"{checkpoint.source} has boundary_ratio {boundary!r}; it lies between 0 and 1")
+        raise CheckpointError(f"{checkpoint.source} has boundary_ratio {boundary!r}; it must lie between 0 and 1")
     expand_timesteps = index.get("expand_timesteps") or False
     if not isinstance(expand_timesteps, bool):
-        raise CheckpointError(f"{checkpoint.source} has expand_timesteps {expand_timesteps!r}; it is true or false")
+        raise CheckpointError(
+            f"{checkpoint.source} has expand_timesteps {expand_timesteps!r}; it must be true or false"
+        )
     if checkpoint.class_name("vae") != "AutoencoderKLWan":
-        raise CheckpointError(f"{checkpoint.source} has VAE {checkpoint.class_name('vae')}; Wan's is AutoencoderKLWan")
+        raise CheckpointError(
+            f"{checkpoint.source} has VAE {checkpoint.class_name('vae')}; supported: AutoencoderKLWan"
+        )
     vae = complete_config(checkpoint, "vae", VAE_21)
     solver, shift = _read_scheduler(checkpoint)
     text_encoder_class = checkpoint.class_name("text_encoder")
@@ -65,7 +69,7 @@ def read_model_name(checkpoint: Checkpoint) -> str | None:
     """Return the published model that wan_tpu.json names, which tells apart models whose files are the same."""
     name = checkpoint.read_settings("model").get("model")
     if name is not None and name not in list(PUBLISHED):
-        raise CheckpointError(f"{checkpoint.folder / SETTINGS} has model {name!r}; it is one of {', '.join(PUBLISHED)}")
+        raise CheckpointError(f"{checkpoint.folder / SETTINGS} has model {name!r}; supported: {', '.join(PUBLISHED)}")
     return name
 
 
@@ -83,13 +87,13 @@ def _check_attention(checkpoint: Checkpoint, transformer: dict[str, Any]) -> Non
     attention, density = transformer.get("attention"), transformer.get("kept_blocks")
     if attention not in (None, "sla"):
         raise CheckpointError(
-            f"{checkpoint.source} has attention {attention!r} in transformer/config.json; supported is 'sla', or none "
-            "for attention to all keys"
+            f"{checkpoint.source} has attention {attention!r} in transformer/config.json; supported: 'sla', or no "
+            "entry for attention to all keys"
         )
     if attention is not None and not (isinstance(density, int | float) and 0 < density <= 1):
         raise CheckpointError(
-            f"{checkpoint.source} has kept_blocks {density!r} in transformer/config.json; with sla it is a share of "
-            "the blocks of keys, more than 0 and at most 1"
+            f"{checkpoint.source} has kept_blocks {density!r} in transformer/config.json; with sla it must be the "
+            "share of key blocks to keep, above 0 and at most 1"
         )
 
 
@@ -116,6 +120,6 @@ def _read_scheduler(checkpoint: Checkpoint) -> tuple[str, float]:
         check_supported(checkpoint, "scheduler", config, FLOW_MATCH_EULER, {})
         return "euler", float(config.get("shift", 1.0))
     raise CheckpointError(
-        f"{checkpoint.source} has scheduler {name}; supported are UniPCMultistepScheduler with "
+        f"{checkpoint.source} has scheduler {name}; supported: UniPCMultistepScheduler with "
         "use_flow_sigmas and FlowMatchEulerDiscreteScheduler"
     )

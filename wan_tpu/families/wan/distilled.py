@@ -34,13 +34,13 @@ class WithExperts(Checkpoint):
         folders = [name for name in FOLDERS if self.has(name)]
         if len(folders) != len(experts):
             raise CheckpointError(
-                f"{self.source} has {len(folders)} experts ({', '.join(folders)}), and {len(experts)} are given; "
-                "give a file for each, that of high noise first"
+                f"{self.source} has {len(folders)} experts ({', '.join(folders)}), but {len(experts)} files were "
+                "given; give one for each expert, the high-noise one first"
             )
         if unread := [str(path) for path in experts if Path(path).suffix not in SUFFIXES]:
-            raise CheckpointError(f"{unread[0]} is no file of torch.save ({' or '.join(SUFFIXES)})")
+            raise CheckpointError(f"{unread[0]} isn't a file of torch.save ({' or '.join(SUFFIXES)})")
         if attention_density is not None and not 0 < attention_density <= 1:
-            raise CheckpointError(f"{attention_density:g} of the blocks can't be kept; give more than 0, and at most 1")
+            raise CheckpointError(f"kept_blocks is {attention_density:g}; give a share above 0 and at most 1")
         self._experts = {name: on_disk(Path(path)) for name, path in zip(folders, experts, strict=True)}
         self._changes: dict[str, dict[str, Any]] = {}
         for name, file in self._experts.items():
@@ -49,11 +49,11 @@ class WithExperts(Checkpoint):
                 raise CheckpointError(f"{file.address} is quantised; give the file without -quant in its name")
             sparse = any(tensor.endswith(_LINEAR) for tensor in names)
             if attention_density is not None and not sparse:
-                raise CheckpointError(f"{file.address} attends to all keys; leave kept_blocks out")
+                raise CheckpointError(f"{file.address} attends to all keys; omit kept_blocks")
             if sparse and self.index.get("_class_name") != _PIPELINE:
                 raise CheckpointError(
-                    f"{self.source} is a {self.index.get('_class_name')}; sparse experts are supported for image to "
-                    f"video ({_PIPELINE}), whose four steps those of other models aren't"
+                    f"{self.source} is a {self.index.get('_class_name')}; sparse experts are supported only for "
+                    f"image to video ({_PIPELINE}), because no other model takes the same four steps"
                 )
             self._changes[name] = {"attention": "sla", "kept_blocks": attention_density or _DENSITY} if sparse else {}
         files = " and ".join(f"{file.address} ({file.version})" for file in self._experts.values())

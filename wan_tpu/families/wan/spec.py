@@ -36,11 +36,12 @@ class WanSpec(FamilySpec):
         for key in ("latents_mean", "latents_std"):
             if len(self.config.vae[key]) != self.latent_channels:
                 raise CheckpointError(
-                    f"vae/config.json has {len(self.config.vae[key])} {key} for z_dim {self.latent_channels}"
+                    f"vae/config.json has {len(self.config.vae[key])} numbers in {key}; with z_dim "
+                    f"{self.latent_channels} it must have as many"
                 )
         stride = self.config.vae["scale_factor_temporal"]
         if stride != self.frame_stride:
-            raise CheckpointError(f"the VAE compresses time by {stride}, supported is {self.frame_stride}")
+            raise CheckpointError(f"the VAE compresses time by {stride}; supported: {self.frame_stride}")
 
     @classmethod
     def open(cls, checkpoint: Checkpoint) -> Self:
@@ -48,7 +49,8 @@ class WanSpec(FamilySpec):
         spec, model = super().open(checkpoint), read_model_name(checkpoint)
         if model not in (None, spec.name):
             raise CheckpointError(
-                f"{checkpoint.folder / SETTINGS} has model {model}, and the configuration is that of {spec.name}"
+                f"{checkpoint.folder / SETTINGS} has model {model}, but the checkpoint's configuration is "
+                f"that of {spec.name}; correct it"
             )
         return spec
 
@@ -126,7 +128,8 @@ class WanSpec(FamilySpec):
         most = len(flow.RCM_ANGLES)
         if request.solver == "rcm" and request.sigmas is None and request.steps > most:
             raise InvalidRequest(
-                f"steps is {request.steps}; rcm takes 1 to {most}, nearest {most}; more need sigmas of their own",
+                f"steps is {request.steps}; with solver rcm, allowed: 1 to {most}, nearest {most}; for more, give "
+                "your own sigmas",
                 "steps",
             )
         super().check(request, image=image, last=last, video=video)

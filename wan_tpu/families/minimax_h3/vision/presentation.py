@@ -113,7 +113,7 @@ def _number(tokenizer: Any, token: str) -> int:
     """Return the number of a token; raises `ValueError` where the tokenizer lacks it."""
     number = tokenizer.convert_tokens_to_ids(token)
     if not isinstance(number, int) or tokenizer.convert_ids_to_tokens(number) != token:
-        raise ValueError(f"it has no {token}, which Qwen3-VL's has")
+        raise ValueError(f"it has no {token}, which Qwen3-VL's tokenizer has")
     return number
 
 
