@@ -16,7 +16,7 @@ def check_finite(values: np.ndarray | bool, where: str) -> None:
     is_healthy = values if isinstance(values, bool) else bool(np.isfinite(values.astype(np.float32)).all())
     if not is_healthy:
         raise UnhealthyResult(
-            f"{where}: NaN or Inf in the result; check that the checkpoint is complete and try --dtype float32"
+            f"{where}: NaN or Inf in the result; check that the checkpoint is complete and try --precision float32"
         )
 
 
