@@ -97,7 +97,7 @@ class Video(_WithSettings):
     loras: list[Adapter] = Field([])
     """The adapters that it is made with, those of its preset included."""
     skipped_steps: list[int] = Field([])
-    """Steps that the cache skips, counted from 0."""
+    """Steps that the cache skips, counted from 1."""
     input_size: str | None
     """WIDTHxHEIGHT of the first frame's file; null without one."""
     last_frame_size: str | None = None
