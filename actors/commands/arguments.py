@@ -21,6 +21,7 @@ GCS_ADDRESS_HELP = (
 JOBS_ADDRESS_HELP = (
     "address of the cluster's job server, http://HOST:8265; default: the emulated cluster of this machine"
 )
+LAYOUT_HELP = f"layout file, or a shipped layout: {', '.join(list_shipped())}"
 REQUESTS_PER_SLICE = 2  # The default of --in_flight: one request computes while the next one's inputs arrive.
 MAX_IN_FLIGHT = 10_000  # The largest --in_flight that `actors.batch.run.open_batch` accepts.
 
@@ -69,7 +70,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser, address_help: str = G
 def add_pipeline_arguments(parser: argparse.ArgumentParser, description: str = "") -> None:
     """Add the options that describe a new pipeline."""
     group = parser.add_argument_group("pipeline", description or None)
-    group.add_argument("--layout", help=f"layout file, or a shipped layout: {', '.join(list_shipped())}")
+    group.add_argument("--layout", help=LAYOUT_HELP)
     group.add_argument("--layout_text", metavar="YAML", help="content of a layout file, in place of --layout")
     add_model(
         group,

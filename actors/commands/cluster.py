@@ -3,10 +3,10 @@
 import argparse
 from collections.abc import Sequence
 
-from actors.commands.arguments import add_actions, add_folder
+from actors.commands.arguments import LAYOUT_HELP, add_actions, add_folder
 from cluster.emulation.cluster import STATE, EmulatedCluster, Settings, list_emulated_slices
 from cluster.errors import ClusterNotFound
-from cluster.layout import Layout, list_shipped
+from cluster.layout import Layout
 from wan_tpu.commands.parser import Parser
 
 
@@ -15,12 +15,7 @@ def cluster(argv: Sequence[str]) -> None:
     parser = Parser(prog="wan-tpu cluster", description=cluster.__doc__)
     actions = add_actions(parser)
     up = actions.add_parser("up", help="start an emulated cluster, which runs until wan-tpu cluster down")
-    up.add_argument(
-        "--emulate",
-        required=True,
-        metavar="LAYOUT",
-        help=f"layout file, or a shipped layout: {', '.join(list_shipped())}",
-    )
+    up.add_argument("--emulate", required=True, metavar="LAYOUT", help=LAYOUT_HELP)
     down = actions.add_parser("down", help="stop the emulated cluster, and remove what a crash has left of it")
     for action in (up, down):
         add_folder(action)

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from actors.commands.arguments import LAYOUT_HELP
 from actors.provision.names import check_account, check_image, check_name
-from cluster.layout import Layout, list_shipped
+from cluster.layout import Layout
 from cluster.provision.tpu_vm import Machines, format_scripts
 from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import OutputError
@@ -14,9 +15,7 @@ def hosts(argv: Sequence[str]) -> None:
     """Write scripts that create the TPU VMs of a layout, and start-up scripts that join them to a Ray cluster."""
     parser = Parser(prog="wan-tpu hosts", description=hosts.__doc__)
     parser.add_argument("folder", type=Path, help="folder for the scripts")
-    parser.add_argument(
-        "--layout", required=True, help=f"layout file, or a shipped layout: {', '.join(list_shipped())}"
-    )
+    parser.add_argument("--layout", required=True, help=LAYOUT_HELP)
     parser.add_argument(
         "--image", required=True, help="container image of all machines, with Python, Ray and this package"
     )

@@ -10,13 +10,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from actors.commands.arguments import MAX_IN_FLIGHT, check_range
+from actors.commands.arguments import LAYOUT_HELP, MAX_IN_FLIGHT, check_range
 from actors.commands.mounted_layout import MountedLayout
 from actors.commands.new_pipeline import read_checked_layout
 from actors.commands.serve import build_service_config
 from actors.commands.serve_arguments import build_serve_parser, list_processes
 from actors.provision.names import check_account, check_hostname, check_image, check_label, check_name
-from cluster.layout import Layout, list_shipped
+from cluster.layout import Layout
 from cluster.provision import cloud_sql, kubernetes
 from cluster.provision.exposure import Exposure, build_exposing_objects
 from cluster.provision.kustomize import read_image, write_base, write_overlay
@@ -51,7 +51,7 @@ def manifests(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     layout = read_checked_layout(args)
     if layout is None:
-        raise InvalidInput(f"--layout is missing; give a layout file, or a shipped layout: {', '.join(list_shipped())}")
+        raise InvalidInput(f"--layout is missing; give a {LAYOUT_HELP}")
     if args.node_pools is not None:
         _write_node_pools(args.node_pools, layout, args.capacity)
         return 0
@@ -127,7 +127,9 @@ def _add_arguments(parser: Parser) -> None:
     group.add_argument(
         "--image", help="image of all containers, with this package and the same versions of Python and Ray as here"
     )
-    group.add_argument("--namespace", default="default", help="namespace of all objects; if omitted, the one called %(default)s")
+    group.add_argument(
+        "--namespace", default="default", help="namespace of all objects; if omitted, the one called %(default)s"
+    )
     group.add_argument("--account", help="Google service account that the pods act as, for buckets and Cloud SQL")
     group.add_argument(
         "--secret", help="Secret whose keys become environment variables of the pods, such as PGPASSWORD"

@@ -53,7 +53,7 @@ _ERROR_OF_SERVE = "{ status 404 500:599 } { res.hdr(content-type) -m beg text/pl
 # the application although that still accepts the job, and texts that Serve fails to decode.
 SERVES_HEADERS = re.compile(r"x-request-timeout-seconds|x-session-id|serve[-_]multiplexed[-_]model[-_]id")
 _REQUEST_ID = "x-request-id"
-# An API key (actors/jobs/keys.py). It is found anywhere in the header, because with added spaces it is the same key.
+# An API key (actors/jobs/keys.py), wherever it is in the header: with additional spaces, it is still the same key.
 KEY = re.compile(r"wan_[0-9a-f]{16}_[0-9a-f]{64}")
 _KEYS, _RATE = "keys", f"http_req_rate({_WINDOW_S}s)"  # The table that counts requests by key, and what it counts.
 _FILES = 3  # Open files that a connection may need: the client's socket, the server's, and another during a reload.
