@@ -16,7 +16,7 @@ import ray
 
 from actors.errors import InputLost, MachineFailed, PipelineError, RequestFailed, StageFailed, StageLost, StageWaited
 from cluster.errors import CallFailed, SliceLost
-from cluster.gang.protocol import GROUPS, Group
+from cluster.gang.protocol import LANES, Lane
 from cluster.gang.slice import Returned, Slice
 from wan_tpu.errors import CompileFailed, DoesNotFit, InvalidRequest, OutputError, Unavailable, UnhealthyResult
 
@@ -37,10 +37,10 @@ class AsyncSlice:
         self._slice = slice_
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="slice")
         self._on_lost = on_lost
-        self._lanes = {group: asyncio.Lock() for group in GROUPS}
+        self._lanes = {lane: asyncio.Lock() for lane in LANES}
         self._fastest: dict[tuple[str, Hashable], float] = {}  # Seconds of the fastest call of a kind.
 
-    async def call(self, method: str, *args: Any, group: Group = "lockstep", kind: Hashable | None = None) -> Returned:
+    async def call(self, method: str, *args: Any, lane: Lane = "lockstep", kind: Hashable | None = None) -> Returned:
         """Run a method of the hosts, as `Slice.call` does.
 
         When cancelled, this waits until the call has ended, so that no step runs unattended.
@@ -48,7 +48,7 @@ class AsyncSlice:
         Args:
             method: The method's name.
             args: Its arguments.
-            group: The lane that the call runs in.
+            lane: The lane that the call runs in.
             kind: A key shared by calls that take equally long. The method's value must begin with the seconds that it
                 spent compiling. A call counts as hung, which ends the slice, if its time without compiling is
                 `HANG_FACTOR` times that of the fastest call with the same key.
@@ -63,9 +63,9 @@ class AsyncSlice:
         timeouts = self._slice.timeouts
         fastest = None if kind is None else self._fastest.get((method, kind))
         limit_s = timeouts.build_s if fastest is None else max(timeouts.hung_s, HANG_FACTOR * fastest)
-        run = functools.partial(self._slice.call, method, *args, group=group, timeout_s=limit_s)
+        run = functools.partial(self._slice.call, method, *args, lane=lane, timeout_s=limit_s)
         try:
-            async with self._lanes[group]:  # Calls don't wait in threads: many may wait for one slow download.
+            async with self._lanes[lane]:  # Calls don't wait in threads: many may wait for one slow download.
                 start = time.monotonic()
                 result = await self.run(run)
             if kind is not None:
@@ -96,11 +96,11 @@ class AsyncSlice:
 
     async def side(self, method: str, *args: Any) -> Returned:
         """Run a method in parallel with those in lockstep; otherwise the same as `call`."""
-        return await self.call(method, *args, group="side")
+        return await self.call(method, *args, lane="side")
 
     async def save(self, method: str, *args: Any) -> Returned:
         """Run a method that copies a state out, without waiting for other kinds of calls; otherwise as `call`."""
-        return await self.call(method, *args, group="save")
+        return await self.call(method, *args, lane="save")
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run any function in one of the threads; when cancelled, wait until it has ended. Raises `StageLost`."""

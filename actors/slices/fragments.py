@@ -127,7 +127,7 @@ class FragmentTaker:
         contents: list[bytes] = []
         while self._may_follow and not contents and not (decoding.done() and decoding.exception()):
             try:
-                outcome = await self._slice.call("take_fragments", self._host_key, group="stream")
+                outcome = await self._slice.call("take_fragments", self._host_key, lane="stream")
             except StageLost:
                 await decoding  # Its own error says more.
                 raise

@@ -207,7 +207,7 @@ class SliceLeader:
             with contextlib.suppress(Exception):
                 await self._slice.side("cancel_profile", run)
             raise
-        results = await self._slice.call("stop_profile", output, run, group="network")
+        results = await self._slice.call("stop_profile", output, run, lane="network")
         return run, results.value
 
     async def list_host_keys(self) -> list[str]:

@@ -19,7 +19,7 @@ from actors.slices.messages import ChunkDenoised, Event, InputsTaken, SliceReque
 from actors.slices.references import RefHandle, watch_driver
 from actors.slices.scheduler import Admission
 from actors.slices.visits import SliceVisits
-from cluster.gang.protocol import Group
+from cluster.gang.protocol import Lane
 from wan_tpu.plan import DECODER, ENCODER, Expert, RequestPlan
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.stage_machine import HandOver, StageMachine, Step
@@ -46,8 +46,8 @@ class StageRunner(SliceVisits):
             async with self._enter_visit(request, self.scheduler.other_places) as visit:
                 start = Start()
                 # A video is read from a shared disk, which may be slow and would hold up the side lane.
-                group: Group = "side" if full_request.video is None else "network"
-                nbytes = (await self._slice.call("prepare_encode", visit.host_key, full_request, group=group)).value
+                lane: Lane = "side" if full_request.video is None else "network"
+                nbytes = (await self._slice.call("prepare_encode", visit.host_key, full_request, lane=lane)).value
                 yield self._make_first_span(request, ENCODER, start, nbytes)
                 yield InputsTaken(start.elapsed_s, nbytes)
                 spans, warnings, ref = await self._compute(request, ENCODER, shape, "encode_image", visit.host_key)
@@ -60,7 +60,7 @@ class StageRunner(SliceVisits):
         """Raise the error that a request's adapters would cause here. Called before anything is computed."""
         stage = request.plan.experts_on(self._where.stages)[0].stage
         with self._serve(request, stage):
-            await self._slice.call("check_adapters", request.plan, group="network")
+            await self._slice.call("check_adapters", request.plan, lane="network")
 
     async def denoise(
         self, request: SliceRequest, inputs: list[RefHandle | None], state: RefHandle | None, step: int | None
@@ -88,7 +88,7 @@ class StageRunner(SliceVisits):
             if state is None and step is not None:
                 loaded = await self._snapshotter.load(request.snapshots, step)
             if plan.request.loras:
-                await self._slice.call("fetch_adapters", plan, group="network")
+                await self._slice.call("fetch_adapters", plan, lane="network")
             fetched_s = fetch.elapsed_s
             async with self._enter_visit(request, self.scheduler.places) as visit:
                 refs = await fetch_again(scope, [*inputs, state], refs, fetch.elapsed_s - fetched_s)

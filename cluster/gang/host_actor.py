@@ -19,7 +19,7 @@ import ray
 from cluster.errors import ChipsBusy, WrongHost
 from cluster.gang.devices import classify_start_failure, wait_for_chips
 from cluster.gang.machine_place import read_machine_place
-from cluster.gang.protocol import GROUPS, Group, GroupRunner, HostPlace, Outcome, Pulse
+from cluster.gang.protocol import LANES, HostPlace, Lane, LaneRunner, Outcome, Pulse
 
 COORDINATOR_PORTS = (21_000, 31_000)  # Below the ports of outgoing connections on Linux, which start at 32,768.
 CHIPS_S = 60.0  # How long the previous user of the chips may take to end.
@@ -33,7 +33,7 @@ class HostActor:
         self._place = place
         self._process = 0  # JAX's index of this process in the slice.
         self._joining = ""
-        self._runners = {group: GroupRunner() for group in GROUPS}
+        self._runners = {lane: LaneRunner() for lane in LANES}
         self._host: Any = None
         # torch, JAX and diffusers create half a million objects. With Python's default, a collection after every 700
         # objects, importing them takes a sixth longer.
@@ -55,9 +55,9 @@ class HostActor:
         return Outcome(read_machine_place(metadata=not self._place.emulated)), 0
 
     @ray.method(concurrency_group="watch")
-    def pulse(self, group: Group) -> Pulse:
+    def pulse(self, lane: Lane) -> Pulse:
         """Answer a heartbeat."""
-        return dataclasses.replace(self._runners[group].pulse(), joining=self._joining)
+        return dataclasses.replace(self._runners[lane].pulse(), joining=self._joining)
 
     @ray.method(concurrency_group="lockstep")
     def join(self, coordinator: str, timeout_s: float) -> tuple[Outcome, Any]:
@@ -89,17 +89,17 @@ class HostActor:
 
     @ray.method(concurrency_group="save")
     def save(self, method: str, *args: Any) -> tuple[Outcome, Any]:
-        """Run a method of the object that copies a state out, in parallel with all other groups."""
+        """Run a method of the object that copies a state out, in parallel with all other lanes."""
         return self._runners["save"].run(getattr(self._host, method), *args, keep=self._process == 0)
 
     @ray.method(concurrency_group="network")
     def network(self, method: str, *args: Any) -> tuple[Outcome, Any]:
-        """Run a method of the object that may wait for the network, in parallel with all other groups."""
+        """Run a method of the object that may wait for the network, in parallel with all other lanes."""
         return self._runners["network"].run(getattr(self._host, method), *args, keep=self._process == 0)
 
     @ray.method(concurrency_group="stream")
     def stream(self, method: str, *args: Any) -> tuple[Outcome, Any]:
-        """Run a method of the object that waits for what the lockstep produces, in parallel with all other groups."""
+        """Run a method of the object that waits for what the lockstep produces, in parallel with all other lanes."""
         return self._runners["stream"].run(getattr(self._host, method), *args, keep=self._process == 0)
 
     def _join(self, coordinator: str, timeout_s: float) -> int:

@@ -12,8 +12,8 @@ from typing import Any, Literal, get_args
 
 # The lanes of calls. Calls in `lockstep` have collectives, so all hosts run them in the same order. The others run
 # in parallel, each in its own lane, so that a slow download or a copy onto the devices delays no state to be saved.
-Group = Literal["lockstep", "side", "save", "network", "stream"]
-GROUPS: tuple[Group, ...] = get_args(Group)
+Lane = Literal["lockstep", "side", "save", "network", "stream"]
+LANES: tuple[Lane, ...] = get_args(Lane)
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ class Outcome:
     progress: Any = None
 
 
-class GroupRunner:
-    """Runs the calls of one group, one at a time, and reports the progress of the running call meanwhile."""
+class LaneRunner:
+    """Runs the calls of one lane, one at a time, and reports the progress of the running call meanwhile."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -172,7 +172,7 @@ class GroupRunner:
             return Pulse(None if since is None else time.monotonic() - since, self._reports, self._progress)
 
 
-_runner: contextvars.ContextVar[GroupRunner | None] = contextvars.ContextVar("runner", default=None)
+_runner: contextvars.ContextVar[LaneRunner | None] = contextvars.ContextVar("runner", default=None)
 
 
 def report(value: Any) -> None:

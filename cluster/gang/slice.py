@@ -18,7 +18,7 @@ from cluster.errors import CallFailed, ChipsBusy, DeviceFailed, SliceError, Slic
 from cluster.gang.host_actor import HostActor
 from cluster.gang.machine_place import check_machine_places
 from cluster.gang.placement import Placement, Tell, reserve
-from cluster.gang.protocol import GROUPS, DeviceError, Group, HostPlace, Outcome, Timeouts
+from cluster.gang.protocol import LANES, DeviceError, HostPlace, Lane, Outcome, Timeouts
 from cluster.gang.watch import GangFailed, Member, OutOfTime, Watch, find_culprit, pick_telling_line
 from cluster.slice_spec import SliceSpec
 
@@ -100,7 +100,7 @@ class Slice:
         self.spec = spec
         self.name = name
         self.timeouts = timeouts
-        self._locks = {group: threading.Lock() for group in GROUPS}
+        self._locks = {lane: threading.Lock() for lane in LANES}
         self._state = threading.Lock()
         self._lost: SliceLost | None = None
         self._placement: Placement | None = None
@@ -145,7 +145,7 @@ class Slice:
         self,
         method: str,
         *args: Any,
-        group: Group = "lockstep",
+        lane: Lane = "lockstep",
         timeout_s: float | None = None,
         on_progress: OnProgress | None = None,
     ) -> Returned:
@@ -154,8 +154,8 @@ class Slice:
         Args:
             method: The method's name.
             *args: Its arguments. References to objects in the store are resolved on the hosts.
-            group: Calls of one group run one after the other. All groups but "lockstep" are for methods without
-                collectives, which may run in parallel with the lockstep.
+            lane: The lane of the call. Calls of one lane run one after the other. All lanes but "lockstep" are for
+                methods without collectives, which may run in parallel with the lockstep.
             timeout_s: After this time without an end or a report, the call counts as hung.
             on_progress: Called with the reports of the method on the first host; some may be skipped.
 
@@ -165,7 +165,7 @@ class Slice:
             DeviceFailed: A device failed, or waits for another one for ever, so the devices' contents can't be trusted.
                 The gang was destroyed.
         """
-        outcomes, payloads = self._call_all(group, method, args, group, timeout_s=timeout_s, on_progress=on_progress)
+        outcomes, payloads = self._call_all(lane, method, args, lane, timeout_s=timeout_s, on_progress=on_progress)
         return Returned(outcomes[0].value, payloads[0])
 
     def gather(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
@@ -178,18 +178,18 @@ class Slice:
         of_actor: str,
         method: str,
         args: Sequence[Any],
-        group: Group,
+        lane: Lane,
         *,
         timeout_s: float | None = None,
         on_progress: OnProgress | None = None,
     ) -> tuple[list[Outcome], list[ray.ObjectRef]]:
         """Call `of_actor` of all host actors, which calls `method` of their objects; return outcomes and payloads."""
-        with self._locks[group]:
+        with self._locks[lane]:
             self._raise_if_lost()
             pairs = [getattr(m.actor, of_actor).options(num_returns=2).remote(method, *args) for m in self._members]
             try:
                 outcomes = self._wait(
-                    method, [pair[0] for pair in pairs], group=group, timeout_s=timeout_s, on_progress=on_progress
+                    method, [pair[0] for pair in pairs], lane=lane, timeout_s=timeout_s, on_progress=on_progress
                 )
             except SliceError:
                 raise
@@ -206,7 +206,7 @@ class Slice:
         limit_s = self.timeouts.heartbeat_s
         refs = [member.actor.hello.options(num_returns=2).remote()[0] for member in self._members]
         try:
-            self._wait("check", refs, group="side", timeout_s=limit_s)
+            self._wait("check", refs, lane="side", timeout_s=limit_s)
         except OutOfTime as late:
             raise self._lose(f"{self.name}: {late} for {limit_s:g} s") from None
 
@@ -232,12 +232,12 @@ class Slice:
             settings: dict[str, Any] = {
                 "num_cpus": 0,
                 "resources": {"TPU": self.spec.chips_per_host},
-                "concurrency_groups": dict.fromkeys((*GROUPS, "watch"), 1),
+                "concurrency_groups": dict.fromkeys((*LANES, "watch"), 1),
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(placement.group, bundle),
             }
             actor: Any = ray.remote(**settings)(HostActor).remote(place)
             self._members += (Member(place, actor),)
-        hellos = [outcome.value for outcome in self._run_phase("start", self.timeouts.start_s, "hello", group=None)]
+        hellos = [outcome.value for outcome in self._run_phase("start", self.timeouts.start_s, "hello", lane=None)]
         self._members = tuple(
             dataclasses.replace(member, pid=pid) for member, (pid, _) in zip(self._members, hellos, strict=True)
         )
@@ -245,7 +245,7 @@ class Slice:
 
     def _join(self, coordinator: str) -> None:
         """Join the hosts' JAX processes, and put the members into JAX's order."""
-        machines = self._run_phase("start", self.timeouts.start_s, "machine_place", group=None)
+        machines = self._run_phase("start", self.timeouts.start_s, "machine_place", lane=None)
         check_machine_places(self.hosts, [outcome.value for outcome in machines])
         joined = self._run_phase("join", self.timeouts.join_s, "join", coordinator, self.timeouts.join_s)
         by_process = {outcome.value: member for outcome, member in zip(joined, self._members, strict=True)}
@@ -275,13 +275,13 @@ class Slice:
         timeout_s: float,
         method: str,
         *args: Any,
-        group: Group | None = "lockstep",
+        lane: Lane | None = "lockstep",
         on_progress: OnProgress | None = None,
     ) -> list[Outcome]:
         """Run one phase of the start on all hosts."""
         refs = [getattr(member.actor, method).options(num_returns=2).remote(*args)[0] for member in self._members]
         try:
-            return self._wait(phase, refs, group=group, timeout_s=timeout_s, on_progress=on_progress)
+            return self._wait(phase, refs, lane=lane, timeout_s=timeout_s, on_progress=on_progress)
         except OutOfTime as late:
             raise SliceStartTimeout(
                 f"{self.name}: {phase} took longer than {timeout_s:g} s; {late}; --timeout {phase}=SECONDS allows more"

@@ -14,7 +14,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
 from cluster.gang.devices import speaks_of_others
-from cluster.gang.protocol import Group, HostPlace, Outcome, Pulse, Timeouts
+from cluster.gang.protocol import HostPlace, Lane, Outcome, Pulse, Timeouts
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Watch:
         outcomes: Sequence[ray.ObjectRef],
         timeouts: Timeouts,
         *,
-        group: Group | None,
+        lane: Lane | None,
         timeout_s: float | None = None,
         on_progress: Callable[[Any], None] | None = None,
     ) -> None:
@@ -69,7 +69,7 @@ class Watch:
             members: The hosts.
             outcomes: A reference to each member's `Outcome`.
             timeouts: For heartbeats and polls.
-            group: The group whose heartbeats are watched; None while the hosts can't answer any yet.
+            lane: The lane whose heartbeats are watched; None while the hosts can't answer any yet.
             timeout_s: How long the call may take until its end or the first member's next report. A report with an
                 attribute `within_s` that isn't None allows that long until the next one instead.
             on_progress: Called with the first member's reports; some may be skipped.
@@ -78,8 +78,8 @@ class Watch:
         self._members = members
         self._pending = dict(zip(outcomes, range(len(members)), strict=True))
         self._timeouts = timeouts
-        self._group = group
-        self._symmetric = group in ("lockstep", None)  # Outside the lockstep, no host waits for another.
+        self._lane = lane
+        self._symmetric = lane in ("lockstep", None)  # Outside the lockstep, no host waits for another.
         self._timeout_s = timeout_s
         self._deadline = None if timeout_s is None else now + timeout_s
         self._on_progress = on_progress
@@ -108,8 +108,8 @@ class Watch:
         while self._pending or self._dead:
             self._collect()
             if self._pending or self._dead:
-                if self._group is not None:
-                    self._check_pulses(self._group)
+                if self._lane is not None:
+                    self._check_pulses(self._lane)
                 self._check_dead()
                 self._check_grace()
                 if self._pending and self._deadline is not None and time.monotonic() > self._deadline:
@@ -151,7 +151,7 @@ class Watch:
         When worker 0 is killed, JAX ends the others, and their end may be noticed first. If worker 0 doesn't answer,
         for instance because its machine is gone, its missing heartbeats will show that in time.
         """
-        joined = self._group is not None and len(self._members) > 1
+        joined = self._lane is not None and len(self._members) > 1
         if not self._dead or (joined and self._first not in self._dead and self._alive[self._first] <= self._died_at):
             return
         index = self._first if self._first in self._dead else min(self._dead)
@@ -169,12 +169,12 @@ class Watch:
         index = find_culprit(self._errors)
         error = self._errors[index]
         silent = [other for other in self._pending.values() if self._alive[other] <= self._failed_at]
-        if not (silent and self._group is not None and speaks_of_others(error)):
+        if not (silent and self._lane is not None and speaks_of_others(error)):
             raise GangFailed(
                 self._members[index], f"raised {_format_error(error)} while the other hosts continued", error
             )
 
-    def _check_pulses(self, group: Group) -> None:
+    def _check_pulses(self, lane: Lane) -> None:
         refs = [ref for ref, _ in self._pulses.values()]
         ready = ray.wait(refs, num_returns=len(refs), timeout=0)[0] if refs else []
         now = time.monotonic()
@@ -196,7 +196,7 @@ class Watch:
                 raise GangFailed(self._members[index], f"is hung: no heartbeat for {self._timeouts.heartbeat_s:g} s")
         for index, member in enumerate(self._members):
             if index not in self._pulses and index not in self._dead:
-                self._pulses[index] = member.actor.pulse.remote(group), now
+                self._pulses[index] = member.actor.pulse.remote(lane), now
 
     def _note_death(self, index: int, error: RayActorError) -> None:
         self._died_at = self._died_at or time.monotonic()

@@ -195,13 +195,13 @@ def test_an_idle_slice_with_a_stopped_host_can_be_checked_and_closed(cluster, al
 def test_an_exception_on_one_host_destroys_the_gang_unless_it_is_beside_the_lockstep(cluster, all_free):
     """One host may fail to read an adapter or a disk; no other host waits for it in a collective."""
     running = Slice(TWO_HOSTS, SmallHost, name="low/0", timeouts=QUICK)
-    for rank, group in ((0, "side"), (1, "side"), (1, "save"), (1, "network"), (1, "stream")):
+    for rank, lane in ((0, "side"), (1, "side"), (1, "save"), (1, "network"), (1, "stream")):
         with pytest.raises(
             CallFailed, match=rf"low/0: fail raised on host {1 - rank} of 2 .*poison on {rank}"
         ) as raised:
-            running.call("fail", (rank,), group=group)
+            running.call("fail", (rank,), lane=lane)
         assert isinstance(raised.value.__cause__, ValueError)
-        assert running.call("fail", (), group=group).value == "fine"
+        assert running.call("fail", (), lane=lane).value == "fine"
     assert running.call("psum", 1.0).value == (2, 4, 6.0)
     error, _ = lost_in(running, "fail", (1,))
     assert f"{running.hosts[1]}"[:-1] in str(error)
@@ -239,7 +239,7 @@ def test_a_side_call_hears_why_the_slice_was_lost(cluster, all_free):
 
     def side():
         try:
-            running.call("slow", 100, 0.5, group="side")
+            running.call("slow", 100, 0.5, lane="side")
         except SliceLost as error:
             errors.append(str(error))
 

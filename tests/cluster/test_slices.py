@@ -37,7 +37,7 @@ def test_hosts_stand_in_the_order_in_which_jax_counts_them(two):
 
 def test_calls_are_in_lockstep_and_keep_the_object(two):
     assert [two.call("count").value for _ in range(3)] == [1, 2, 3]
-    assert two.call("count", group="side").value == 4  # It is the same object.
+    assert two.call("count", lane="side").value == 4  # It is the same object.
 
 
 def test_progress_is_seen_while_a_call_runs(two):
@@ -58,7 +58,7 @@ def test_side_work_runs_beside_a_call(two):
     thread = threading.Thread(target=call)
     thread.start()
     time.sleep(0.3)
-    two.call("place", group="side")
+    two.call("place", lane="side")
     ended["side"] = time.monotonic()
     thread.join()
     assert ended["side"] < ended["call"] - 0.5
@@ -67,11 +67,11 @@ def test_side_work_runs_beside_a_call(two):
 def test_a_payload_passes_by_reference_and_outlives_its_slice(cluster, two):
     with Slice(ONE_HOST, SmallHost, name="encoder/0") as encoder:
         value, payload = encoder.call("make", 1000)
-        side = encoder.call("make", 10, group="side")
+        side = encoder.call("make", 10, lane="side")
     assert value == {"made": 1000}
     assert isinstance(payload, ray.ObjectRef)
     assert two.call("total", payload, 1.0).value == sum(range(1000)) + 1
-    assert two.call("total", side.payload, 0.0, group="side").value == 45
+    assert two.call("total", side.payload, 0.0, lane="side").value == 45
 
 
 def test_an_exception_on_every_host_leaves_the_slice_alive(two):
@@ -84,7 +84,7 @@ def test_an_exception_on_every_host_leaves_the_slice_alive(two):
         two.call("fail_oddly")
     assert isinstance(raised.value.__cause__, RemoteError)
     with pytest.raises(CallFailed, match="no_such_method"):
-        two.call("no_such_method", group="side")
+        two.call("no_such_method", lane="side")
     assert two.call("place").value[2] == before[0]
 
 

@@ -7,7 +7,7 @@ from ray.exceptions import ObjectLostError
 
 from actors.slices.payloads import TextEmbedding, mp4, pack, unpack
 from cluster.errors import CallFailed, DeviceFailed, SliceLost
-from cluster.gang.protocol import GROUPS, HostPlace, Output, Timeouts
+from cluster.gang.protocol import LANES, HostPlace, Output, Timeouts
 from cluster.gang.slice import Returned
 from tests.actors.simulation.ray_objects import Object
 from tests.actors.simulation.virtual_time import Lane, Waiting
@@ -201,7 +201,7 @@ class Slice:
         self.on_loss: Callable[[str], object] = lambda why: None  # Called before the hosts lose what they hold.
         self._lost: SliceLost | None = None
         self._waiting = Waiting(world.loop)
-        self._lanes = {group: Lane(world.loop) for group in GROUPS}
+        self._lanes = {lane: Lane(world.loop) for lane in LANES}
 
     @property
     def is_lost(self) -> bool:
@@ -215,18 +215,18 @@ class Slice:
         self,
         method: str,
         *args: Any,
-        group: str = "lockstep",
+        lane: str = "lockstep",
         timeout_s: float | None = None,
         on_progress: Any = None,
     ) -> Returned:
         world = self.world
-        with self._lanes[group]:
+        with self._lanes[lane]:
             self._check()
             planned = world.seconds.get(method, COPY_S)
             seconds = planned(self.host.requests, *args) if callable(planned) else planned
             if method in ("check_adapters", "fetch_adapters"):
                 seconds = 15.0 if world.hub_is_down else 1.0
-            if group == "lockstep" and self.next_fault is not None:
+            if lane == "lockstep" and self.next_fault is not None:
                 fault, self.next_fault = self.next_fault, None
                 world.tell(f"{self.name}: {method} meets a fault of its devices: {fault}")
                 fault_s = seconds if fault == "device" else timeout_s or 1.0

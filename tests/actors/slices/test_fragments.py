@@ -88,8 +88,8 @@ class Hosts:
     def __init__(self, *answers):
         self.answers = list(answers)
 
-    async def call(self, method, key, group):
-        assert (method, key, group) == ("take_fragments", "cat 1", "stream")
+    async def call(self, method, key, lane):
+        assert (method, key, lane) == ("take_fragments", "cat 1", "stream")
         await asyncio.sleep(0.001)
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
