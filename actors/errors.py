@@ -43,8 +43,11 @@ class PipelineStartFailed(PipelineError):
     """A pool can't be started; the message says which and why."""
 
 
-class StageLost(PipelineError):
-    """A slice or its leader is gone, or can't do its part; the stage must be done again elsewhere.
+class StageInterrupted(PipelineError):
+    """A stage has ended without its result, for no fault of the request; it must be done again, usually elsewhere.
+
+    Raised itself when the slice, its leader or the driver is gone, or when something that the stage needs can't be
+    reached or has been replaced. The subclasses say which other reason there is; with some, nothing is lost.
 
     Attributes:
         replica: Serve's name for the leader to avoid, once that is known.
@@ -53,7 +56,7 @@ class StageLost(PipelineError):
     replica: str | None = None
 
 
-class StageFailed(StageLost):
+class StageFailed(StageInterrupted):
     """A stage raised an error that no request is known to cause, or its devices failed; it is tried again.
 
     Other slices show whether the request or the slice is to blame: a sick slice fails every request, and a bad request
@@ -68,7 +71,7 @@ class MachineFailed(StageFailed):
     """
 
 
-class StageMoved(StageLost):
+class StageMoved(StageInterrupted):
     """A replica is about to end, and nothing is lost: the stage goes on elsewhere."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from ray.exceptions import ObjectLostError, RayActorError, RayError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 
-from actors.errors import InputLost, PipelineError, RequestFailed, StageLost
+from actors.errors import InputLost, PipelineError, RequestFailed, StageInterrupted
 from cluster.gang.watch import pick_telling_line
 
 # `BackPressureError` is included because the pools may be busy with other drivers' requests, and free again later.
@@ -21,11 +21,11 @@ _LOST = (
 
 @contextlib.contextmanager
 def explain_losses() -> Iterator[None]:
-    """Unwrap a stage's error, and turn Ray's own errors into `StageLost`, `InputLost` or `RequestFailed`."""
+    """Unwrap a stage's error, and turn Ray's own errors into `StageInterrupted`, `InputLost` or `RequestFailed`."""
     try:
         yield
     except _LOST as error:
-        raise StageLost(pick_telling_line(error)) from None
+        raise StageInterrupted(pick_telling_line(error)) from None
     except RayError as error:
         cause = getattr(error, "cause", None)
         if isinstance(cause, PipelineError):

@@ -9,7 +9,15 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from actors.engine import Fragment, GeneratedVideo, OnEvent, OnFragment
-from actors.errors import InputLost, MachineFailed, RequestFailed, StageFailed, StageLost, StageMoved, StageWaited
+from actors.errors import (
+    InputLost,
+    MachineFailed,
+    RequestFailed,
+    StageFailed,
+    StageInterrupted,
+    StageMoved,
+    StageWaited,
+)
 from actors.observe.logs import log_event
 from actors.observe.span import Span
 from actors.pipeline.connection import PipelineConnection
@@ -103,7 +111,7 @@ class RequestRun:
                 self._refused = True  # Another slice may accept it; a second refusal is final.
                 self._avoid(failed.replica)
                 await asyncio.sleep(FIRST_WAIT_S)
-            except (StageLost, InputLost) as lost:
+            except (StageInterrupted, InputLost) as lost:
                 self._avoid(getattr(lost, "replica", None))
                 if isinstance(lost, InputLost):  # It isn't known which payload was lost, so all are computed again.
                     self._drop_inputs()
@@ -184,7 +192,7 @@ class RequestRun:
         try:
             return await self._follow(DECODER, pool.decode_chunks.remote(self._sent), is_beside=True)
         except InputLost as lost:  # Nothing is encoded again, since the final state holds all chunks as well.
-            raise StageLost(str(lost)) from None
+            raise StageInterrupted(str(lost)) from None
 
     async def _decode(self) -> EncodedVideo:
         latents = self._state
@@ -202,7 +210,7 @@ class RequestRun:
                 assert ref is not None
                 content = unpack(await ref)
         except InputLost as lost:  # The video is lost, but its latents still exist.
-            raise StageLost(str(lost)) from None
+            raise StageInterrupted(str(lost)) from None
         self._scope.drop(latents)
         assert isinstance(content, EncodedVideo)
         return content
@@ -301,7 +309,7 @@ class RequestRun:
             events.cancel()  # type: ignore[attr-defined]
             raise
         if result is None:
-            raise StageLost(f"{stage} of {self._key} ended without a result")
+            raise StageInterrupted(f"{stage} of {self._key} ended without a result")
         self._warnings.update(result.warnings)
         self._note_progress(f"end of {stage}", result.step)
         return result

@@ -14,7 +14,15 @@ from typing import Any, TypeVar
 
 import ray
 
-from actors.errors import InputLost, MachineFailed, PipelineError, RequestFailed, StageFailed, StageLost, StageWaited
+from actors.errors import (
+    InputLost,
+    MachineFailed,
+    PipelineError,
+    RequestFailed,
+    StageFailed,
+    StageInterrupted,
+    StageWaited,
+)
 from cluster.errors import CallFailed, SliceLost
 from cluster.gang.protocol import LANES, Lane
 from cluster.gang.slice import Returned, Slice
@@ -32,7 +40,7 @@ MAX_KINDS = 256
 class AsyncSlice:
     """A `cluster.gang.slice.Slice` whose calls can be awaited."""
 
-    def __init__(self, slice_: Slice, on_lost: Callable[[SliceLost], StageLost]) -> None:
+    def __init__(self, slice_: Slice, on_lost: Callable[[SliceLost], StageInterrupted]) -> None:
         """Wrap a slice. When the slice is lost, `on_lost` is called and returns the error to raise."""
         self._slice = slice_
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="slice")
@@ -56,7 +64,7 @@ class AsyncSlice:
         Raises:
             RequestFailed: The request is to blame.
             InputLost: A payload is gone.
-            StageLost: The slice is gone, or something that all slices share can't be reached.
+            StageInterrupted: The slice is gone, or something that all slices share can't be reached.
             MachineFailed: A host's disk or ffmpeg failed on the result.
             StageFailed: It isn't known what is to blame.
         """
@@ -90,7 +98,7 @@ class AsyncSlice:
         if isinstance(cause, CompileFailed):  # The compiler would reject the program on every slice.
             return RequestFailed(f"{method}: {cause}", "error")
         if isinstance(cause, Unavailable):
-            return StageLost(f"{self._slice.name}: {method}: {cause}")
+            return StageInterrupted(f"{self._slice.name}: {method}: {cause}")
         kind = MachineFailed if isinstance(cause, OutputError) else StageFailed
         return kind(f"{self._slice.name}: {method}: {type(cause).__name__}: {cause}")
 
@@ -103,7 +111,7 @@ class AsyncSlice:
         return await self.call(method, *args, lane="save")
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run any function in one of the threads; when cancelled, wait until it has ended. Raises `StageLost`."""
+        """Run any function in one of the threads; when cancelled, wait until it has ended. Raises `StageInterrupted`."""
         try:
             return await to_the_end(asyncio.get_running_loop().run_in_executor(self._threads, function, *args))
         except SliceLost as lost:
@@ -156,7 +164,7 @@ class FailureTracker:
             yield
         except StageWaited:
             raise
-        except StageLost as lost:
+        except StageInterrupted as lost:
             lost.replica = self._replica
             if isinstance(lost, StageFailed):
                 self._note(stage, key, again=isinstance(lost, MachineFailed))

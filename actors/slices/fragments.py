@@ -11,7 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
-from actors.errors import StageLost
+from actors.errors import StageInterrupted
 from actors.slices.async_slice import AsyncSlice, to_the_end
 from actors.slices.messages import EncodedFragment
 
@@ -128,7 +128,7 @@ class FragmentTaker:
         while self._may_follow and not contents and not (decoding.done() and decoding.exception()):
             try:
                 outcome = await self._slice.call("take_fragments", self._host_key, lane="stream")
-            except StageLost:
+            except StageInterrupted:
                 await decoding  # Its own error says more.
                 raise
             contents, self._may_follow = outcome.value

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 
 from ray import serve
 
-from actors.errors import StageFailed, StageLost
+from actors.errors import StageFailed, StageInterrupted
 from actors.observe.status_actor import RENEW_S, Activity, ReplicaStatus
 from actors.pipeline_spec import Chips, PipelineSettings
 from actors.slices.async_slice import AsyncSlice, FailureTracker
@@ -278,11 +278,11 @@ class SliceLeader:
         self._reported = ReplicaStatus(self._pool, self._where, activity, detail, work, time.time(), self._software)
         self._status.report_replica(self._name, self._reported)
 
-    def _end_lost(self, error: SliceLost) -> StageLost:
+    def _end_lost(self, error: SliceLost) -> StageInterrupted:
         """End this leader because its slice is lost; return the error for its callers."""
         log.error("%s", error)
         self._end()
-        return (StageFailed if isinstance(error, DeviceFailed) else StageLost)(str(error))
+        return (StageFailed if isinstance(error, DeviceFailed) else StageInterrupted)(str(error))
 
     def _replace(self, why: str) -> None:
         if not self._ended:

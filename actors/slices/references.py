@@ -18,7 +18,7 @@ from typing import Any, NewType, Protocol
 
 import ray
 
-from actors.errors import InputLost, StageLost
+from actors.errors import InputLost, StageInterrupted
 from cluster.gang.placement import make_surviving
 
 ADOPT_S = 10.0  # Time limit for copying one payload to the store's own node.
@@ -100,13 +100,13 @@ class RequestScope:
         return stored[0] if stored else None
 
     async def check(self) -> None:
-        """Raise `StageLost` if the driver is gone, since nobody else waits for this request."""
+        """Raise `StageInterrupted` if the driver is gone, since nobody else waits for this request."""
         try:
             await self._actor.__ray_ready__.remote()
         except ray.exceptions.ActorUnavailableError:
             pass  # The actor may become available again.
         except ray.exceptions.RayActorError:
-            raise StageLost("the driver of this request no longer runs") from None
+            raise StageInterrupted("the driver of this request no longer runs") from None
 
     async def adopt(self, handle: RefHandle) -> None:
         """Copy a payload that is still needed to the store's node, so that it outlives the process that made it."""
@@ -138,7 +138,7 @@ async def watch_driver(scope: RequestScope) -> AsyncIterator[asyncio.Future[None
     A driver that doesn't answer isn't assumed to be dead.
 
     Yields:
-        A future that raises `StageLost` once the driver is gone.
+        A future that raises `StageInterrupted` once the driver is gone.
     """
 
     async def watch() -> None:
@@ -147,7 +147,7 @@ async def watch_driver(scope: RequestScope) -> AsyncIterator[asyncio.Future[None
             try:
                 async with asyncio.timeout(DRIVER_S):
                     await scope.check()
-            except StageLost:
+            except StageInterrupted:
                 raise
             except Exception as error:
                 log.info("a driver doesn't answer: %s", error or type(error).__name__)
@@ -157,7 +157,7 @@ async def watch_driver(scope: RequestScope) -> AsyncIterator[asyncio.Future[None
         yield watching
     finally:
         watching.cancel()
-        with contextlib.suppress(asyncio.CancelledError, StageLost):
+        with contextlib.suppress(asyncio.CancelledError, StageInterrupted):
             if watching.done():
                 watching.result()
 

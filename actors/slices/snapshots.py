@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-from actors.errors import StageLost
+from actors.errors import StageInterrupted
 from actors.slices.async_slice import AsyncSlice, to_the_end
 from actors.slices.messages import SliceRequest
 from actors.slices.payloads import Payload, pack, unpack
@@ -194,7 +194,7 @@ class Snapshotter:
         task.add_done_callback(lambda done: self._writing.pop(name) if self._writing.get(name) is done else None)
 
     async def load(self, name: str, step: int) -> Any:
-        """Put a snapshot into the object store; raise `StageLost` if it can't be used, as there may be a newer one."""
+        """Put a snapshot into the object store; raise `StageInterrupted` if it can't be used, as there may be a newer one."""
         return await self._in_thread(self._read, name, step)
 
     async def _copy(self, host_key: str, request: SliceRequest, before: asyncio.Task[None] | None) -> None:
@@ -239,13 +239,15 @@ class Snapshotter:
         try:
             return self._store.put(self._snapshots.load(name, step))
         except Missing:
-            raise StageLost(f"the snapshot after step {step} of {name} has been replaced by a newer one") from None
+            raise StageInterrupted(
+                f"the snapshot after step {step} of {name} has been replaced by a newer one"
+            ) from None
         except StorageError as away:  # The snapshot may still exist, so it isn't deleted.
-            raise StageLost(f"a snapshot can't be read now: {away}") from None
+            raise StageInterrupted(f"a snapshot can't be read now: {away}") from None
         except InvalidInput as damaged:
             with contextlib.suppress(StorageError):  # If this fails, the next reader rejects the snapshot again.
                 self._snapshots.forget(name, step)
-            raise StageLost(f"a snapshot can't be used and was deleted: {damaged}") from None
+            raise StageInterrupted(f"a snapshot can't be used and was deleted: {damaged}") from None
 
 
 async def _is_finished(request: SliceRequest) -> bool:

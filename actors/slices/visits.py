@@ -7,7 +7,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-from actors.errors import RequestFailed, StageLost, StageWaited
+from actors.errors import RequestFailed, StageInterrupted, StageWaited
 from actors.observe.span import Span, SpanKind, Start, split_compute
 from actors.pipeline_spec import Chips
 from actors.slices.async_slice import AsyncSlice, FailureTracker, to_the_end
@@ -118,7 +118,7 @@ class SliceVisits:
     async def _release(self, visit: Visit) -> None:
         await self._snapshotter.settle(visit.host_key)
         if not visit.is_empty:
-            with contextlib.suppress(StageLost, RequestFailed):
+            with contextlib.suppress(StageInterrupted, RequestFailed):
                 await self._slice.side("drop", visit.host_key)
 
     async def _compute(

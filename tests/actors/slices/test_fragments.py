@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from actors.errors import StageFailed, StageLost
+from actors.errors import StageFailed, StageInterrupted
 from actors.slices import fragments
 from actors.slices.fragments import FragmentQueues, FragmentTaker, run_beside
 from actors.slices.messages import EncodedFragment
@@ -120,9 +120,9 @@ def test_all_fragments_of_a_video_are_taken_though_it_is_decoded():
 
 def test_decoder_that_fails_before_its_turn_is_not_asked_for_fragments():
     async def decode(on_begin):
-        raise StageLost("the slice is drained")
+        raise StageInterrupted("the slice is drained")
 
-    with pytest.raises(StageLost, match="drained"):
+    with pytest.raises(StageInterrupted, match="drained"):
         asyncio.run(read(Hosts(), decode))
 
 
@@ -133,7 +133,7 @@ def test_error_of_the_decoder_counts_not_that_of_its_fragments():
         raise StageFailed("the chip is broken")
 
     with pytest.raises(StageFailed, match="the chip is broken"):
-        asyncio.run(read(Hosts(StageLost("the slice is gone")), decode))
+        asyncio.run(read(Hosts(StageInterrupted("the slice is gone")), decode))
     with pytest.raises(StageFailed, match="the chip is broken"):
         asyncio.run(read(Hosts(*[([], True)] * 100), decode))
 

@@ -8,7 +8,7 @@ import socket
 import numpy as np
 import pytest
 
-from actors.errors import StageLost
+from actors.errors import StageInterrupted
 from actors.slices.async_slice import AsyncSlice
 from actors.slices.messages import SliceRequest
 from actors.slices.payloads import pack
@@ -74,7 +74,7 @@ def test_one_that_can_t_be_read_now_is_kept(snapshots, tmp_path):
     (tmp_path / FILE).symlink_to("/proc/self/mem")  # can be opened; reading it is an input/output error
     with pytest.raises(StorageError, match="Input/output error"):
         snapshots.load(NAME, 5)
-    with pytest.raises(StageLost, match="can't be read now"):
+    with pytest.raises(StageInterrupted, match="can't be read now"):
         load(snapshots)
     assert snapshots.find_newest(NAME) == 5
     whole.rename(tmp_path / FILE)
@@ -83,14 +83,14 @@ def test_one_that_can_t_be_read_now_is_kept(snapshots, tmp_path):
 
 def test_a_damaged_one_is_deleted(snapshots, tmp_path):
     (tmp_path / FILE).write_bytes((tmp_path / FILE).read_bytes()[:100])
-    with pytest.raises(StageLost, match="can't be used and was deleted"):
+    with pytest.raises(StageInterrupted, match="can't be used and was deleted"):
         load(snapshots)
     assert snapshots.find_newest(NAME) is None
 
 
 def test_one_that_is_gone_has_been_replaced(snapshots):
     snapshots.forget(NAME, 5)
-    with pytest.raises(StageLost, match="replaced by a newer one"):
+    with pytest.raises(StageInterrupted, match="replaced by a newer one"):
         load(snapshots)
 
 
