@@ -87,7 +87,7 @@ class FragmentQueues:
 
 
 @contextlib.asynccontextmanager
-async def run_beside(work: Coroutine[Any, Any, T]) -> AsyncIterator["asyncio.Task[T]"]:
+async def run_concurrently(work: Coroutine[Any, Any, T]) -> AsyncIterator["asyncio.Task[T]"]:
     """Run work beside the block, which may await it; when the block fails, cancel the work and wait for its end."""
     task = asyncio.create_task(work)
     try:

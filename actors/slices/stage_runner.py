@@ -13,7 +13,7 @@ from typing import Any
 
 from actors.errors import StageMoved
 from actors.observe.span import Span, Start
-from actors.slices.fragments import FragmentTaker, run_beside
+from actors.slices.fragments import FragmentTaker, run_concurrently
 from actors.slices.handover import ChunksPublished, fetch_again
 from actors.slices.messages import ChunkDenoised, Event, InputsTaken, SliceRequest, StageResult
 from actors.slices.references import RefHandle, watch_driver
@@ -176,7 +176,7 @@ class StageRunner(SliceVisits):
                 yield InputsTaken(fetched_s + start.elapsed_s, nbytes)
                 shape, taker = plan.shapes[DECODER], FragmentTaker(self._slice, visit.host_key)
                 call = self._compute(request, DECODER, shape, "decode", visit.host_key, taker.has_begun)
-                async with run_beside(call) as decoding:
+                async with run_concurrently(call) as decoding:
                     while request.fragments and (fragments := await taker.take(decoding)):
                         for fragment in fragments:
                             yield fragment
@@ -209,7 +209,7 @@ class StageRunner(SliceVisits):
                         shape = f"{plan.shapes[DECODER]}, one of {count} chunks"
                         taker = FragmentTaker(self._slice, visit.host_key, next_fragment)
                         call = self._compute(request, DECODER, shape, "decode", visit.host_key, taker.has_begun)
-                        async with run_beside(call) as decoding:
+                        async with run_concurrently(call) as decoding:
                             while request.fragments and (fragments := await taker.take(decoding)):
                                 for fragment in fragments:
                                     yield fragment

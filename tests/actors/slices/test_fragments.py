@@ -9,7 +9,7 @@ import pytest
 
 from actors.errors import StageFailed, StageInterrupted
 from actors.slices import fragments
-from actors.slices.fragments import FragmentQueues, FragmentTaker, run_beside
+from actors.slices.fragments import FragmentQueues, FragmentTaker, run_concurrently
 from actors.slices.messages import EncodedFragment
 from cluster.gang.slice import Returned
 from wan_tpu.media.mp4 import Mp4
@@ -100,7 +100,7 @@ class Hosts:
 async def read(hosts, decode):
     """Return the fragments of a video that `decode` makes, and what that returns."""
     taker, fragments = FragmentTaker(hosts, "cat 1"), []
-    async with run_beside(decode(taker.has_begun)) as decoding:
+    async with run_concurrently(decode(taker.has_begun)) as decoding:
         while some := await taker.take(decoding):
             fragments += some
         return fragments, await decoding
