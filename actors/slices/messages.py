@@ -60,7 +60,7 @@ class SliceRequest:
         scope: Where the request's payloads wait between two stages.
         snapshots: The name of the request's snapshots (`actors.slices.snapshots.name_of`).
         priority: A request of higher priority runs between two steps of this one.
-        came_s: When the request reached its driver, by `time.time()`. Among requests of equal priority, the earliest
+        arrival_s: When the request reached its driver, by `time.time()`. Among requests of equal priority, the earliest
             goes first.
         avoid: Serve's names of the replicas whose slices have failed the request; other replicas are preferred.
         choices: The router's reasons for choosing each replica, by Serve's names, filled in while a call is routed.
@@ -72,7 +72,7 @@ class SliceRequest:
     scope: RequestScope
     snapshots: str
     priority: int = 0
-    came_s: float = 0.0
+    arrival_s: float = 0.0
     avoid: frozenset[str] = frozenset()
     choices: Mapping[str, str] = field(default_factory=dict, hash=False)
     fragments: bool = False

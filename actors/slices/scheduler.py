@@ -16,10 +16,10 @@ MAX_PLACES = 3
 class Admission:
     """A request's place in a queue, which is granted or still waited for."""
 
-    def __init__(self, priority: int, came_s: float, number: int) -> None:
+    def __init__(self, priority: int, arrival_s: float, number: int) -> None:
         """Queue by priority, then by time of arrival, then by number. A paused request keeps its position."""
         self.priority = priority
-        self.order = (-priority, came_s, number)
+        self.order = (-priority, arrival_s, number)
         self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def __lt__(self, other: "Admission") -> bool:
@@ -42,14 +42,14 @@ class PriorityQueue:
         self._numbers = itertools.count()
 
     @contextlib.asynccontextmanager
-    async def enter(self, priority: int = 0, came_s: float = 0.0) -> AsyncIterator[Admission]:
+    async def enter(self, priority: int = 0, arrival_s: float = 0.0) -> AsyncIterator[Admission]:
         """Wait until there is room, and hold it for the block.
 
         Args:
             priority: Requests of higher priority go first.
-            came_s: When the request arrived, if it may have waited elsewhere before.
+            arrival_s: When the request arrived, if it may have waited elsewhere before.
         """
-        admission = Admission(priority, came_s, next(self._numbers))
+        admission = Admission(priority, arrival_s, next(self._numbers))
         try:
             self._enqueue(admission)
             await admission.granted

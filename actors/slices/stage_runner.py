@@ -129,7 +129,7 @@ class StageRunner(SliceVisits):
         async with contextlib.AsyncExitStack() as stack:
             try:
                 self._drain.check()
-                admission = await stack.enter_async_context(scheduler.enter(request.priority, request.came_s))
+                admission = await stack.enter_async_context(scheduler.enter(request.priority, request.arrival_s))
             except StageMoved as moved:  # A state that the previous pool handed over now exists only on this slice.
                 raise moved if machine.step is None else await self._save_and_move(host_key, request) from None
             driver_gone = await stack.enter_async_context(watch_driver(request.scope))

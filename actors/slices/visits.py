@@ -97,7 +97,7 @@ class SliceVisits:
         async with contextlib.AsyncExitStack() as stack:
             try:
                 async with asyncio.timeout(patience_s):
-                    await stack.enter_async_context(places.enter(request.priority, request.came_s))
+                    await stack.enter_async_context(places.enter(request.priority, request.arrival_s))
             except TimeoutError:
                 raise StageWaited(f"{request.key} has waited for a place on {self._where.name}") from None
             self._drain.check()

@@ -30,11 +30,11 @@ def test_urgent_request_waits_for_no_more_than_a_step_and_its_own_encoding(drive
             ]
             waiting = [asyncio.ensure_future(other) for other in others]
             await asyncio.sleep(ARRIVES_S)
-            came_s = loop.time()
+            arrival_s = loop.time()
 
             def note(span):
                 if span.step == 1:
-                    began.append(loop.time() - SECONDS["step"] - came_s)
+                    began.append(loop.time() - SECONDS["step"] - arrival_s)
 
             urgent = engines[-1].generate(plan_of(6, "text", "urgent", 99), id="urgent", on_event=note, priority=1)
             await urgent
