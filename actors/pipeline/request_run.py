@@ -190,7 +190,7 @@ class RequestRun:
     async def _decode_chunks(self) -> StageResult:
         pool = self._connection.open_stream(DECODER, self._plan.shapes[DECODER])
         try:
-            return await self._follow(DECODER, pool.decode_chunks.remote(self._sent), is_beside=True)
+            return await self._follow(DECODER, pool.decode_chunks.remote(self._sent), is_concurrent=True)
         except InputLost as lost:  # Nothing is encoded again, since the final state holds all chunks as well.
             raise StageInterrupted(str(lost)) from None
 
@@ -269,7 +269,7 @@ class RequestRun:
         events: AsyncIterator[Any],
         on_inputs: Callable[[], None] = lambda: None,
         *,
-        is_beside: bool = False,
+        is_concurrent: bool = False,
     ) -> StageResult:
         """Follow a stage to its end, or cancel it with this task.
 
@@ -277,10 +277,10 @@ class RequestRun:
             stage: The stage.
             events: Its stream.
             on_inputs: Called when the stage has its inputs.
-            is_beside: Whether the request is also at another stage, which is the one that the status shows.
+            is_concurrent: Whether the request is also at another stage, which is the one that the status shows.
         """
         status, steps, result = self._connection.status, self._plan.steps, None
-        if not is_beside:
+        if not is_concurrent:
             status.report_request(self._key, stage, steps=steps)
         try:
             with explain_losses():
@@ -288,7 +288,7 @@ class RequestRun:
                     if isinstance(event, Span):
                         self._tell(event)
                         self._note_progress(event.stage, event.step)
-                        if (event.step is not None or event.chosen) and not is_beside:
+                        if (event.step is not None or event.chosen) and not is_concurrent:
                             step_s = None if event.step is None else event.seconds
                             where = self._key, event.stage, event.step or 0, steps
                             status.report_request(*where, step_s, event.slice, event.chosen)
