@@ -66,7 +66,7 @@ class SliceLeader:
             await asyncio.to_thread(self._start, pool, snapshots)
         finally:
             renewal.cancel()
-        self._slice = AsyncSlice(self._hosts, self._end_lost)
+        self._slice = AsyncSlice(self._hosts, self._end_after_loss)
         chips: Chips = "emulated" if settings.chips == "real" and self._hosts.emulated else settings.chips
         self._runner = StageRunner(
             PoolOfSlice(
@@ -278,7 +278,7 @@ class SliceLeader:
         self._reported = ReplicaStatus(self._pool, self._where, activity, detail, work, time.time(), self._software)
         self._status.report_replica(self._name, self._reported)
 
-    def _end_lost(self, error: SliceLost) -> StageInterrupted:
+    def _end_after_loss(self, error: SliceLost) -> StageInterrupted:
         """End this leader because its slice is lost; return the error for its callers."""
         log.error("%s", error)
         self._end()
