@@ -91,7 +91,7 @@ def _run(layout: Layout, folder: Path, live: LiveConsole) -> tuple[BatchReport, 
             warm_up=(manifest.entries[0].plan.request,),  # all have one size
         )
         spec = PipelineSpec(layout, settings, model=model, lasting=False)
-        deploy(spec, tell=live.tell)
+        deploy(spec, on_status=live.tell)
         live.print_line("the pipeline is up: weights are read, programs compiled")
         with contextlib.closing(PipelineDriver(spec)) as pipeline:
             report, spans = _make(manifest, pipeline, live)

@@ -17,7 +17,7 @@ from actors.api.settings import ServiceSettings
 from actors.errors import PipelineError, PipelineExists
 from actors.jobs.keys import list_keys
 from actors.jobs.store import open_database
-from actors.pipeline.pools import POLL_S, Tell, deploy, find_spec, list_applications, shut_down
+from actors.pipeline.pools import POLL_S, OnStatus, deploy, find_spec, list_applications, shut_down
 from actors.pipeline_spec import PipelineSpec
 from actors.reliability import ReliabilitySettings
 from cluster.connect import is_loopback
@@ -72,7 +72,7 @@ def deploy_service(
     host: str,
     port: int,
     ingresses: int = 1,
-    tell: Tell = lambda text: None,
+    on_status: OnStatus = lambda text: None,
 ) -> None:
     """Start or update pipeline, worker and ingress, and return when the service answers.
 
@@ -84,7 +84,7 @@ def deploy_service(
         host: The address to listen on.
         port: The port to listen on.
         ingresses: How many processes answer HTTP.
-        tell: Called with a line of text about each step.
+        on_status: Called with a line of text about each step.
 
     Raises:
         InvalidInput: Database or secret can't be used, or the host is public and there are no keys.
@@ -115,14 +115,14 @@ def deploy_service(
     before = set(serve.status().applications)
     ours = not list_applications(name)
     if ours:
-        deploy(spec, tell=tell)
+        deploy(spec, on_status=on_status)
     elif (running := find_spec(name)) is None or not running.is_same_as(spec):
         raise PipelineExists(
             f"another pipeline {name!r} runs on this cluster, with another layout, model or settings; take it down "
             "(wan-tpu serve --down), or choose another --name"
         )
     try:
-        tell("starting the service")
+        on_status("starting the service")
         ingress, worker = list_application_names(name)
         answers = make_ingress(settings, spec, replicas=ingresses)
         try:

@@ -109,7 +109,9 @@ def _examine_slice(args: argparse.Namespace, parts: Sequence[str]) -> tuple[Mach
     printer = _Printer()
     try:
         host_class = "actors.doctor.on_slice:DoctorHost"
-        with take(args.slice, host_class, weights_folder, name="doctor", timeouts=args.timeout, tell=print) as slice_:
+        with take(
+            args.slice, host_class, weights_folder, name="doctor", timeouts=args.timeout, on_status=print
+        ) as slice_:
             print(slice_.describe())
             hosts: list[list[Part]] = [[] for _ in slice_.hosts]
             machine = Machine(Path(), is_slice=True)

@@ -31,7 +31,7 @@ def pipeline(argv: Sequence[str]) -> None:
         address = join_cluster(args)
         if args.action == "up":
             spec = build_spec(*read_settings(args, address))
-            deploy(spec, tell=live.tell)
+            deploy(spec, on_status=live.tell)
             message = f"pipeline {args.name} is up: {', '.join(pool.name for pool in spec.layout.pools)}"
         else:
             if not list_applications(args.name):

@@ -69,7 +69,7 @@ def _bring_up(args: argparse.Namespace) -> str:
             live.tell("reading the adapters")
             check(settings.checkpoint, service.catalogue.files)
         join_cluster(args)
-        deploy_service(service, spec, host=args.host, port=args.port, ingresses=args.ingresses, tell=live.tell)
+        deploy_service(service, spec, host=args.host, port=args.port, ingresses=args.ingresses, on_status=live.tell)
     host = f"[{args.host}]" if ":" in args.host else args.host
     return f"{service.model} at http://{host}:{args.port} (API: /v1, documentation: /docs)"
 

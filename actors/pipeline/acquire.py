@@ -8,7 +8,7 @@ import ray
 
 from actors.errors import PipelineNotFound
 from actors.observe.status_actor import NAMESPACE
-from actors.pipeline.pools import Tell, deploy, find_spec, shut_down, wait_until_up
+from actors.pipeline.pools import OnStatus, deploy, find_spec, shut_down, wait_until_up
 from actors.pipeline_spec import PipelineSpec
 from cluster.gang.placement import make_surviving
 
@@ -20,7 +20,7 @@ ANSWER_S = 30.0  # The actor that holds a pipeline's name has this long to answe
 
 @contextlib.contextmanager
 def acquire_pipeline(
-    name: str, spec: PipelineSpec | None, tell: Tell, *, precision: str | None
+    name: str, spec: PipelineSpec | None, on_status: OnStatus, *, precision: str | None
 ) -> Iterator[PipelineSpec]:
     """Use the pipeline of that name if it runs; otherwise bring up `spec`, and take it down at the end.
 
@@ -30,7 +30,7 @@ def acquire_pipeline(
     Args:
         name: The pipeline's name.
         spec: The pipeline to bring up; None to use only a pipeline that is already running.
-        tell: Called with what is being waited for.
+        on_status: Called with what is being waited for.
         precision: The precision that a running pipeline must compute in; None for any.
 
     Raises:
@@ -38,25 +38,25 @@ def acquire_pipeline(
     """
     running = find_reusable(name, spec, precision)
     if running is not None and running.lasting:
-        tell(f"pipeline {name} runs")
-        wait_until_up(running, tell)
+        on_status(f"pipeline {name} runs")
+        wait_until_up(running, on_status)
         yield running
         return
     with _hold_name(name):
         if spec is not None and running is not None and running.is_same_as(spec):
-            wait_until_up(running, tell)
+            wait_until_up(running, on_status)
         else:
             if running is not None:
-                tell(f"taking down what a killed batch has left of {name}")
+                on_status(f"taking down what a killed batch has left of {name}")
                 shut_down(name, drain_s=DRAIN_S)
             if spec is None:
                 raise _build_not_found(name)
-            deploy(spec, tell=tell)
+            deploy(spec, on_status=on_status)
         try:
             yield spec
         finally:
             if not spec.lasting:
-                tell(f"taking the pipeline {name} down")
+                on_status(f"taking the pipeline {name} down")
                 shut_down(name, drain_s=DRAIN_S)
 
 

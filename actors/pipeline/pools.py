@@ -34,34 +34,34 @@ _HANDLE_S = 2.0  # If a handle hasn't learned of its pool's replicas after this 
 # deployment would otherwise listen.
 NO_HTTP = {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
 
-Tell = Callable[[str], object]
+OnStatus = Callable[[str], object]
 
 
-def deploy(spec: PipelineSpec, *, tell: Tell = lambda text: None) -> None:
+def deploy(spec: PipelineSpec, *, on_status: OnStatus = lambda text: None) -> None:
     """Start all pools, and return when every one has at least its minimum of replicas.
 
     This process must have joined a Ray cluster.
 
     Args:
         spec: The pipeline.
-        tell: Called repeatedly with a line that says what is being waited for.
+        on_status: Called repeatedly with a line that says what is being waited for.
 
     Raises:
         PipelineExists: A pipeline of that name exists already, or is being brought up.
         PipelineStartFailed: A pool can't be started. All pools have been shut down again.
     """
     with claim_start(spec.settings.name):
-        _deploy(spec, tell)
+        _deploy(spec, on_status)
 
 
-def _deploy(spec: PipelineSpec, tell: Tell) -> None:
+def _deploy(spec: PipelineSpec, on_status: OnStatus) -> None:
     name, settings, pools = spec.settings.name, spec.settings, spec.layout.pools
     if list_applications(name):
         raise PipelineExists(
             f"a pipeline {name!r} runs on this cluster already; use it, take it down "
             f"(wan-tpu pipeline down --name {name}), or choose another name"
         )
-    tell("starting Ray Serve")
+    on_status("starting Ray Serve")
     StatusActor.create(name, spec)
     _quieten_serve()
     serve.start(proxy_location=ProxyLocation.Disabled)
@@ -73,7 +73,7 @@ def _deploy(spec: PipelineSpec, tell: Tell) -> None:
             for pool in pools
         ]
         serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
-        wait_until_up(spec, tell)
+        wait_until_up(spec, on_status)
     except BaseException:
         # Replicas are killed, because one that is still starting can't be asked to end. All of them belong to this
         # command: none existed before, and the claim on the name has kept other commands from starting any.
@@ -81,7 +81,7 @@ def _deploy(spec: PipelineSpec, tell: Tell) -> None:
         raise
 
 
-def wait_until_up(spec: PipelineSpec, tell: Tell) -> None:
+def wait_until_up(spec: PipelineSpec, on_status: OnStatus) -> None:
     """Return when every pool has at least its minimum of replicas; raise `PipelineStartFailed`.
 
     Serve knows when that is so. The status actor adds what each replica is doing, and which failures are final.
@@ -110,7 +110,7 @@ def wait_until_up(spec: PipelineSpec, tell: Tell) -> None:
         if len(ready) == len(states):
             return
         note = "" if news is not None else " (the status actor doesn't answer)"
-        tell(" · ".join(_describe_start(pool, reported, pool in ready) for pool in states) + note)
+        on_status(" · ".join(_describe_start(pool, reported, pool in ready) for pool in states) + note)
         time.sleep(POLL_S)
 
 

@@ -100,7 +100,7 @@ class SliceLeader:
                     *(settings.kernels, settings.collectives),
                     name=self._name,
                     timeouts=settings.reliability,
-                    tell=lambda text: self._report("starting", text),
+                    on_status=lambda text: self._report("starting", text),
                 )
                 resources.callback(self._hosts.close)
                 self._where, self._software = self._hosts.describe(), self._hosts.software

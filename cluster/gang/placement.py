@@ -19,7 +19,7 @@ from cluster.slice_spec import ACCELERATOR_TYPE, POD_TYPE, SLICE_NAME, WORKER_ID
 TELL_S = 5.0  # Pause between two messages about what a leader waits for.
 POLL_S = 0.1
 
-Tell = Callable[[str], object]
+OnStatus = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Placement:
     bundles: tuple[int, ...]
 
 
-def reserve(spec: SliceSpec, name: str, timeout_s: float | None, tell: Tell = lambda text: None) -> Placement:
+def reserve(spec: SliceSpec, name: str, timeout_s: float | None, on_status: OnStatus = lambda text: None) -> Placement:
     """Reserve a free slice: all of its hosts, or none.
 
     Args:
@@ -39,7 +39,7 @@ def reserve(spec: SliceSpec, name: str, timeout_s: float | None, tell: Tell = la
         name: The holder's name, which `wan-tpu status` shows.
         timeout_s: How long to wait until a slice is free. It may not exist yet, as queued machines may take days. None
             to wait for ever.
-        tell: Called repeatedly with a line that says what is being waited for.
+        on_status: Called repeatedly with a line that says what is being waited for.
 
     Raises:
         SliceStartTimeout: No slice was free in time; the message lists the slices of that kind and their missing hosts.
@@ -55,7 +55,7 @@ def reserve(spec: SliceSpec, name: str, timeout_s: float | None, tell: Tell = la
         name=f"{name}{inventory.SEPARATOR}{uuid.uuid4().hex[:8]}",
     )
     try:
-        _wait(group, spec, name, timeout_s, tell)
+        _wait(group, spec, name, timeout_s, on_status)
         chosen = placement_group_table(group)["bundles_to_node_id"]
         nodes = {node["NodeID"]: node for node in ray.nodes()}
         return _build_placement(spec, group, [nodes[chosen[bundle]] for bundle in range(spec.hosts)])
@@ -83,7 +83,7 @@ def make_surviving(kind: type) -> Any:
     return ray.remote(**options, max_restarts=-1, max_task_retries=-1, label_selector=select_off_hosts())(kind)
 
 
-def _wait(group: PlacementGroup, spec: SliceSpec, name: str, timeout_s: float | None, tell: Tell) -> None:
+def _wait(group: PlacementGroup, spec: SliceSpec, name: str, timeout_s: float | None, on_status: OnStatus) -> None:
     """Wait until a group is placed, by polling: Ray's GCS lets only few calls wait for groups at a time."""
     start, last_notice = time.monotonic(), 0.0
     while placement_group_table(group)["state"] != "CREATED":
@@ -92,7 +92,7 @@ def _wait(group: PlacementGroup, spec: SliceSpec, name: str, timeout_s: float | 
             raise SliceStartTimeout(f"{name}: no free {spec} after {timeout_s:g} s; {_describe_slices(spec)}")
         if waited - last_notice >= TELL_S:
             last_notice = waited
-            tell(f"waits for a free {spec}, {waited:.0f} s so far; {_describe_slices(spec)}")
+            on_status(f"waits for a free {spec}, {waited:.0f} s so far; {_describe_slices(spec)}")
         time.sleep(POLL_S)
 
 

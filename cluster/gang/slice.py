@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.errors import CallFailed, ChipsBusy, DeviceFailed, SliceError, SliceLost, SliceStartTimeout, WrongHost
 from cluster.gang.host_actor import HostActor
 from cluster.gang.machine_place import check_machine_places
-from cluster.gang.placement import Placement, Tell, reserve
+from cluster.gang.placement import OnStatus, Placement, reserve
 from cluster.gang.protocol import LANES, DeviceError, HostPlace, Lane, Outcome, Timeouts
 from cluster.gang.watch import GangFailed, Member, OutOfTime, Watch, find_culprit, pick_telling_line
 from cluster.slice_spec import SliceSpec
@@ -32,7 +32,7 @@ def take(
     host_class: type | str,
     *args: Any,
     timeouts: Timeouts = Timeouts(),  # noqa: B008 (frozen)
-    tell: Tell = lambda text: None,
+    on_status: OnStatus = lambda text: None,
     **keywords: Any,
 ) -> "Slice":
     """Build a `Slice`, retrying while another process holds the chips of one of its hosts.
@@ -42,12 +42,12 @@ def take(
     until = time.monotonic() + timeouts.chips_s
     while True:
         try:
-            return Slice(spec, host_class, *args, timeouts=timeouts, tell=tell, **keywords)
+            return Slice(spec, host_class, *args, timeouts=timeouts, on_status=on_status, **keywords)
         except (CallFailed, SliceLost) as error:
             left_s = until - time.monotonic()
             if not isinstance(error.__cause__, ChipsBusy) or left_s < BUSY_PAUSE_S:
                 raise
-            tell(f"{error.__cause__}; tried again in {BUSY_PAUSE_S:g} s, for {left_s:.0f} s more at most")
+            on_status(f"{error.__cause__}; tried again in {BUSY_PAUSE_S:g} s, for {left_s:.0f} s more at most")
         time.sleep(BUSY_PAUSE_S)
 
 
@@ -73,7 +73,7 @@ class Slice:
         name: str = "slice",
         timeouts: Timeouts = Timeouts(),  # noqa: B008 (frozen)
         on_progress: OnProgress | None = None,
-        tell: Tell = lambda text: None,
+        on_status: OnStatus = lambda text: None,
     ) -> None:
         """Reserve a free slice, start its hosts, join them, and build `host_class(*args)` on each.
 
@@ -88,7 +88,7 @@ class Slice:
             name: Who holds the slice, "pool/replica", as `wan-tpu status` shows it.
             timeouts: How long each phase may take.
             on_progress: Called with the reports of the first host while its object is built.
-            tell: Called with what is being waited for while no slice is free.
+            on_status: Called with what is being waited for while no slice is free.
 
         Raises:
             SliceStartTimeout: A phase took too long; the message names the phase and the missing host.
@@ -108,7 +108,7 @@ class Slice:
         self.start_s: dict[str, float] = {}  # How many seconds each phase of the start took.
         try:
             with self._time_phase("placed"):
-                self._placement = reserve(spec, name, timeouts.place_s, tell)
+                self._placement = reserve(spec, name, timeouts.place_s, on_status)
             with self._time_phase("started"):
                 port = self._start_hosts(self._placement)
             if spec.hosts > 1:

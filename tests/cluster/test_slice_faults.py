@@ -127,7 +127,7 @@ def test_a_slice_that_comes_late_is_waited_for(cluster, monkeypatch):
     with Slice(TWO_HOSTS, SmallHost, name="low/0") as first:
 
         def take():
-            slices.append(Slice(TWO_HOSTS, SmallHost, name="low/1", tell=notices.append))
+            slices.append(Slice(TWO_HOSTS, SmallHost, name="low/1", on_status=notices.append))
 
         waiting = threading.Thread(target=take)
         waiting.start()
@@ -143,7 +143,7 @@ def test_a_slice_whose_chips_another_process_has_is_tried_again(cluster, tmp_pat
     monkeypatch.setattr(gang, "BUSY_PAUSE_S", 0.1)
     notices = []
     patient = Timeouts(chips_s=300)
-    with take(ONE_HOST, BusyAtFirst, tmp_path / "made", name="encoder/0", timeouts=patient, tell=notices.append):
+    with take(ONE_HOST, BusyAtFirst, tmp_path / "made", name="encoder/0", timeouts=patient, on_status=notices.append):
         [notice] = notices
         assert re.fullmatch(r"process 7 has the chips; tried again in 0\.1 s, for (2\d\d|300) s more at most", notice)
     (tmp_path / "made").unlink()

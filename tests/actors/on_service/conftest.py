@@ -83,7 +83,7 @@ def deploy_emulated(settings, spec, folder, forks, **drain):
         connect(cluster.address)
         try:
             with LiveConsole() as live:
-                deploy_service(settings, spec, host="127.0.0.1", port=port, tell=live.tell)
+                deploy_service(settings, spec, host="127.0.0.1", port=port, on_status=live.tell)
             yield Online(cluster, settings, spec, port)
             take_down(spec.settings.name, **drain)
         finally:

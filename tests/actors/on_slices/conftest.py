@@ -96,7 +96,7 @@ def running(
         try:
             chips = ray.available_resources()["TPU"]
             messages: list[str] = []
-            deploy(spec, tell=messages.append)
+            deploy(spec, on_status=messages.append)
             assert all(f"{pool.name}: " in messages[1] for pool in spec.layout.pools)
             running_pipeline = Running(cluster, spec.layout, PipelineDriver(spec))
             yield running_pipeline

@@ -303,7 +303,7 @@ def test_a_pool_that_waits_for_its_slice_is_taken_down_at_once(running, settings
 
     def start():
         with pytest.raises(PipelineStartFailed, match="pool all: it was taken down before it was ready"):
-            pools.deploy(spec, tell=messages.append)
+            pools.deploy(spec, on_status=messages.append)
         ended.append(True)
 
     threading.Thread(target=start).start()
