@@ -75,8 +75,8 @@ class StageMoved(StageInterrupted):
     """A replica is about to end, and nothing is lost: the stage goes on elsewhere."""
 
 
-class StageWaited(StageMoved):
-    """A request has waited at a replica for a while, and another one may be free by now."""
+class StageQueuedTooLong(StageMoved):
+    """A request has waited `patience_s` for a place on a replica's slice; it is queued again, maybe at a free replica."""
 
 
 class InputLost(PipelineError):
