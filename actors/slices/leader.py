@@ -22,7 +22,7 @@ from actors.slices.messages import Event, HostProgress, SliceRequest
 from actors.slices.references import RefHandle
 from actors.slices.snapshots import Snapshots, Snapshotter
 from actors.slices.stage_runner import StageRunner
-from actors.slices.surroundings import Surroundings
+from actors.slices.surroundings import LeaderDependencies
 from actors.slices.visits import PoolOfSlice
 from cluster.errors import CallFailed, DeviceFailed, SliceLost
 from cluster.layout import Pool
@@ -42,17 +42,17 @@ class SliceLeader:
     """A replica of a pool. Serve restarts it when its slice is lost; its callers continue elsewhere."""
 
     async def __init__(  # type: ignore[misc]
-        self, pool: Pool, settings: PipelineSettings, surroundings: Surroundings | None = None
+        self, pool: Pool, settings: PipelineSettings, dependencies: LeaderDependencies | None = None
     ) -> None:
         """Take a slice, start its hosts, and have them read the weights of the pool's stages.
 
         A leader may have to wait days for its slice. Serve waits as well, and can end this process meanwhile.
         """
         self._resources = contextlib.ExitStack()  # Closed when this leader is deleted.
-        self._around = surroundings or Surroundings.of_replica(settings)
+        self._dependencies = dependencies or LeaderDependencies.of_replica(settings)
         self._settings, self._pool, self._stages = settings, pool.name, pool.stages
-        self._name = f"{self._pool}/{self._around.replica}"
-        self._status = self._around.status
+        self._name = f"{self._pool}/{self._dependencies.replica}"
+        self._status = self._dependencies.status
         self._runner: StageRunner | None = None
         self._ended = False
         self._start_s: dict[str, float] = {}  # The seconds that each phase of the start took.
@@ -60,7 +60,7 @@ class SliceLeader:
         self._drain_answer: asyncio.Future[float | None] | None = None
         self._where, self._software, start = "", dict[str, str](), time.monotonic()
         self._report("starting", f"takes a {pool.slice} and starts its hosts")
-        snapshots = Snapshots(self._around.snapshots)
+        snapshots = Snapshots(self._dependencies.snapshots)
         renewal = asyncio.create_task(self._renew_report())  # A start takes long, and may report nothing by itself.
         try:
             await asyncio.to_thread(self._start, pool, snapshots)
@@ -78,9 +78,9 @@ class SliceLeader:
                 settings.reliability.replica_wait_s if pool.replicas.maximum > 1 else None,
             ),
             self._slice,
-            Snapshotter(self._slice, snapshots, self._around.store, self._drain.keep_leader),
+            Snapshotter(self._slice, snapshots, self._dependencies.store, self._drain.keep_leader),
             self._drain,
-            FailureTracker(self._around.replica, settings.reliability.slice_attempts, self._replace),
+            FailureTracker(self._dependencies.replica, settings.reliability.slice_attempts, self._replace),
             self._report_work,
         )
         self._status.report_start(self._pool, self._start_s)
@@ -93,7 +93,7 @@ class SliceLeader:
         with contextlib.ExitStack() as resources:  # Closed if the start fails.
             try:
                 snapshots.clean()
-                self._hosts = self._around.take(
+                self._hosts = self._dependencies.take(
                     pool.slice,
                     settings.host_class,
                     *(settings.checkpoint, pool.stages, pool.mesh, settings.dtype, settings.executables),
@@ -255,7 +255,7 @@ class SliceLeader:
         if self._drain_answer is None:
             nodes = [host.node_id for host in self._hosts.hosts]
             loop = asyncio.get_running_loop()
-            self._drain_answer = loop.run_in_executor(None, self._around.find_drain_s, nodes)
+            self._drain_answer = loop.run_in_executor(None, self._dependencies.find_drain_s, nodes)
         await asyncio.wait([self._drain_answer], timeout=DRAIN_ANSWER_S)
         if not self._drain_answer.done():
             return None  # The next check waits for the same answer, so that only one thread waits for Ray.
@@ -301,4 +301,4 @@ class SliceLeader:
             # Requests that still arrive are sent elsewhere as in a drain, which costs them no attempt.
             self._drain.begin(0.0)
             self._status.report_gone(self._name)
-            asyncio.get_running_loop().call_later(END_DELAY_S, self._around.end_process)
+            asyncio.get_running_loop().call_later(END_DELAY_S, self._dependencies.end_process)

@@ -30,8 +30,8 @@ class RayObjects:
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """The surroundings of one leader.
+class LeaderDependencies:
+    """What one leader depends on.
 
     Attributes:
         replica: Serve's name for this process.
@@ -52,7 +52,7 @@ class Surroundings:
     end_process: Callable[[], object] = lambda: os._exit(1)
 
     @classmethod
-    def of_replica(cls, settings: PipelineSettings) -> "Surroundings":
-        """Return the surroundings of this process, which is a replica."""
+    def of_replica(cls, settings: PipelineSettings) -> "LeaderDependencies":
+        """Return the dependencies of this process, which is a replica."""
         replica = serve.get_replica_context().replica_id.unique_id
         return cls(replica, StatusActor.connect(settings.name), open_storage(settings.snapshots))

@@ -15,7 +15,7 @@ from actors.reliability import ReliabilitySettings
 from actors.slices import router
 from actors.slices.leader import SliceLeader
 from actors.slices.messages import SliceRequest
-from actors.slices.surroundings import Surroundings
+from actors.slices.surroundings import LeaderDependencies
 from cluster.errors import SliceLost
 from cluster.layout import Pool
 from tests.actors.simulation.bucket import Bucket, BucketOfProcess
@@ -73,7 +73,7 @@ class Replica:
 
     async def _live(self) -> None:
         pool, world = self.pool, self.pool.world
-        around = Surroundings(
+        dependencies = LeaderDependencies(
             self.name,
             StatusActor("pipeline", StatusHandle(pool.status, self.process)),
             BucketOfProcess(pool.bucket, self.process),  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ class Replica:
         )
         self.leader = Leader.__new__(Leader)
         try:
-            await self.leader.__init__(pool.pool, pool.settings, around)  # type: ignore[misc]
+            await self.leader.__init__(pool.pool, pool.settings, dependencies)  # type: ignore[misc]
         except Exception as error:
             self.kill(f"it can't be started: {error}")
             return

@@ -117,7 +117,7 @@ def asks_ray_on_the_loop(patch):
     """A control store that doesn't answer stopped the leader's event loop."""
 
     async def seconds_left(leader):
-        return leader._around.find_drain_s([host.node_id for host in leader._hosts.hosts])
+        return leader._dependencies.find_drain_s([host.node_id for host in leader._hosts.hosts])
 
     patch.setattr(SliceLeader, "_read_seconds_left", seconds_left)
 
