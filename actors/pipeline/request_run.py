@@ -16,7 +16,7 @@ from actors.errors import (
     StageFailed,
     StageInterrupted,
     StageMoved,
-    StageWaited,
+    StageQueuedTooLong,
 )
 from actors.observe.logs import log_event
 from actors.observe.span import Span
@@ -339,7 +339,7 @@ class RequestRun:
 
     async def _wait_after(self, error: Exception) -> None:
         """Wait before the next attempt; raise `RequestFailed` after too many without progress."""
-        if isinstance(error, StageWaited):
+        if isinstance(error, StageQueuedTooLong):
             return
         if isinstance(error, StageMoved) and self._moves < self._limits.move_attempts:
             self._moves += 1

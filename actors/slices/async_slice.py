@@ -21,7 +21,7 @@ from actors.errors import (
     RequestFailed,
     StageFailed,
     StageInterrupted,
-    StageWaited,
+    StageQueuedTooLong,
 )
 from cluster.errors import CallFailed, SliceLost
 from cluster.gang.protocol import LANES, Lane
@@ -162,7 +162,7 @@ class FailureTracker:
         """Count the request if the block fails and the slice may be to blame."""
         try:
             yield
-        except StageWaited:
+        except StageQueuedTooLong:
             raise
         except StageInterrupted as lost:
             lost.replica = self._replica

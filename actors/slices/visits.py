@@ -7,7 +7,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-from actors.errors import RequestFailed, StageInterrupted, StageWaited
+from actors.errors import RequestFailed, StageInterrupted, StageQueuedTooLong
 from actors.observe.span import Span, SpanKind, Start, split_compute
 from actors.pipeline_spec import Chips
 from actors.slices.async_slice import AsyncSlice, FailureTracker, to_the_end
@@ -93,13 +93,13 @@ class SliceVisits:
     async def _take_place(
         self, request: SliceRequest, places: PriorityQueue, patience_s: float | None = None
     ) -> AsyncIterator[None]:
-        """Take a place on the devices for the block; raise `StageWaited` if none is free within `patience_s`."""
+        """Take a place on the devices for the block; raise `StageQueuedTooLong` if none is free within `patience_s`."""
         async with contextlib.AsyncExitStack() as stack:
             try:
                 async with asyncio.timeout(patience_s):
                     await stack.enter_async_context(places.enter(request.priority, request.arrival_s))
             except TimeoutError:
-                raise StageWaited(f"{request.key} has waited for a place on {self._where.name}") from None
+                raise StageQueuedTooLong(f"{request.key} has waited for a place on {self._where.name}") from None
             self._drain.check()
             yield
 
