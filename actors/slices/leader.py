@@ -17,12 +17,12 @@ from actors.observe.status_actor import RENEW_S, Activity, ReplicaStatus
 from actors.pipeline_spec import Chips, PipelineSettings
 from actors.slices.async_slice import AsyncSlice, FailureTracker
 from actors.slices.autoscaling import LOAD
+from actors.slices.dependencies import LeaderDependencies
 from actors.slices.drain import DrainState
 from actors.slices.messages import Event, HostProgress, SliceRequest
 from actors.slices.references import RefHandle
 from actors.slices.snapshots import Snapshots, Snapshotter
 from actors.slices.stage_runner import StageRunner
-from actors.slices.surroundings import LeaderDependencies
 from actors.slices.visits import PoolOfSlice
 from cluster.errors import CallFailed, DeviceFailed, SliceLost
 from cluster.layout import Pool

@@ -13,9 +13,9 @@ from actors.observe.status_board import StatusBoard
 from actors.pipeline_spec import PipelineSettings
 from actors.reliability import ReliabilitySettings
 from actors.slices import router
+from actors.slices.dependencies import LeaderDependencies
 from actors.slices.leader import SliceLeader
 from actors.slices.messages import SliceRequest
-from actors.slices.surroundings import LeaderDependencies
 from cluster.errors import SliceLost
 from cluster.layout import Pool
 from tests.actors.simulation.bucket import Bucket, BucketOfProcess
