@@ -21,8 +21,9 @@ def check_size(request: ResolvedRequest, largest: Sequence[Size], model: ModelLi
     if not largest or _fits(requested_size, largest, model):
         return
     nearest = _find_nearest(requested_size, largest, model)
-    remedy = "no size is allowed" if nearest is None else "the nearest that is allowed is {1}x{0} with {2} "
-    "frames".format(*nearest)
+    remedy = "no size is allowed"
+    if nearest is not None:
+        remedy = "the nearest that is allowed is {1}x{0} with {2} frames".format(*nearest)
     raise InvalidRequest(
         f"{width}x{height} with {frames} frames exceeds the largest size that the operator of this service allows; "
         f"{remedy}",

@@ -92,8 +92,9 @@ class _Reasons(logging.Handler):
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a line of the log."""
-        self.lines.append(record.getMessage().partition("is used: ")[2])
+        """Keep the reason that a line of the log states, if it states one."""
+        if reason := record.__dict__.get("reason"):
+            self.lines.append(reason)
 
 
 if __name__ == "__main__":

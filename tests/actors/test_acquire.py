@@ -121,4 +121,4 @@ def test_snapshots_that_can_not_be_looked_at_stop_nothing(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     settings = dataclasses.replace(RUNS.settings, snapshots=str(tmp_path / "file" / "snapshots"))
     assert delete_leftovers(settings, dict) == 0
-    assert "left-over snapshots stay" in caplog.text
+    assert "left-over snapshots can't be deleted" in caplog.text

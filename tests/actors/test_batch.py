@@ -77,7 +77,7 @@ def test_only_what_is_missing_is_made(batch, storage):
     assert sorted(engine.began) == ["cat", "dog"]
     assert (report.exit_code, report.videos_made) == (1, 2)
     assert storage.read("clips/dog.mp4") == mp4()
-    assert re.search(r"fox: .*clips/fox.mp4 exists, and no record says that a batch made it", *messages)
+    assert re.search(r"fox: .*clips/fox.mp4 exists, but has no record of a batch", *messages)
 
 
 def test_other_files_are_never_written_over(batch, storage):
@@ -277,7 +277,7 @@ def test_a_disk_that_gets_full_fails_what_does_not_fit(tmp_path):
         pytest.skip(errors)
     _, a, large, b, c, files = out.splitlines()
     assert (a, b, c) == ("a done ", "b done ", "c done ")
-    assert re.match(r"large failed can't write .*out/large.mp4 \(No space left on device\); make room", large)
+    assert re.match(r"large failed can't write .*out/large.mp4 \(No space left on device\); free some space", large)
     assert "partial" not in files
     assert "'large.mp4'" not in files
     assert worker.returncode == 1

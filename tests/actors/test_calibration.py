@@ -117,7 +117,7 @@ def test_step_that_no_figure_explains_is_the_programs_fault(price):
     measured = with_figures(clock_hz=V6E.clock_hz)
     finding = explain("denoise step", 1.3 * price(measured)[0].estimate, variants(price, measured))
     assert "off: the program +" in finding.measured
-    assert "it is the program: attach this report" in finding.advice
+    assert "the program itself is to blame: attach this report" in finding.advice
     fine = explain("denoise step", 1.02 * price(measured)[0].estimate, variants(price, measured))
     assert (fine.verdict, fine.advice) == ("ok", "")
 
@@ -200,7 +200,7 @@ def test_report_of_another_generation_is_refused(report):
         (lambda text: text.replace("grid_step_s", "grid_steps"), "grid_steps is 5e-07"),
         (lambda text: text.replace('"rehearsal": false', '"rehearsal": true'), "which says nothing about a TPU"),
         (lambda text: text.replace('"chip": "v6e"', '"chip": ""'), "which says nothing about a TPU"),
-        (lambda text: json.dumps(json.loads(text) | {"calibration": {}}), "measured no rates"),
+        (lambda text: json.dumps(json.loads(text) | {"calibration": {}}), "has no measured rates"),
     ],
 )
 def test_report_that_is_of_no_use_is_refused(report, change, message):

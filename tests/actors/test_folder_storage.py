@@ -45,7 +45,7 @@ def test_write_to_a_full_disk_leaves_no_half_file(outcomes):
 
 def test_probe_finds_a_disk_that_is_full_from_the_start(outcomes):
     error, left = lines_of(outcomes, "full from the start")
-    assert error.startswith(f"can't write {outcomes[1]}/full from the start (No space left on device); make room")
+    assert error.startswith(f"can't write {outcomes[1]}/full from the start (No space left on device); free some space")
     assert left == "['zeros']"
 
 

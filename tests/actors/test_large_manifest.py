@@ -131,7 +131,7 @@ def test_no_name_is_a_file_and_a_folder(tmp_path, first, second):
     manifest = read_manifest(write_manifest(tmp_path, lines), SPEC.plan)
     clashes = (first, second) != ("a/b/c/d.mp4", "a/b.mp4")
     assert len(manifest.bad) == clashes
-    assert all("is a file and a folder" in bad.reason for bad in manifest.bad)
+    assert all("would be both a file and a folder" in bad.reason for bad in manifest.bad)
 
 
 @pytest.mark.parametrize("id_", ["x" * 200, "é" * 100, "猫" * 66, f"{'x' * 100}/{'é' * 45}"])

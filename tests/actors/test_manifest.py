@@ -52,7 +52,9 @@ def test_line_with_a_last_frame_alone_has_its_shape(tmp_path):
     )
     [entry], [bad] = read.entries, read.bad
     assert (entry.plan.images, entry.plan.request.height, entry.plan.request.width) == (1, 768, 1152)
-    assert entry.load().request.last_image.size == (30, 20) and "preset fasth3 is for videos from text" in bad.reason
+    assert (
+        entry.load().request.last_image.size == (30, 20) and "preset fasth3 only makes videos from text" in bad.reason
+    )
 
 
 def test_line_with_an_empty_prompt_is_bad_where_the_model_needs_one_and_the_others_stay_good(tmp_path):
@@ -106,7 +108,7 @@ def test_an_image_that_is_replaced_meanwhile_is_not_taken_for_the_one_that_was_r
         ('{"num_steps": 4}', "unknown field 'num_steps'; did you mean 'steps'?"),
         ('{"negativ_prompt": ""}', "did you mean 'negative_prompt'?"),
         ('{"size": "720*1280"}', "give height and width"),
-        ('{"colour": 4}', "known are id, output, prompt"),
+        ('{"colour": 4}', "the fields are id, output, prompt"),
         ('{"prompt": "", "steps": 0}', r"steps is 0; allowed: 1 to 1000, nearest 1"),
         ('{"prompt": "", "fps": NaN}', "fps is nan; give a finite number"),
         ('{"frames": 5}', 'has no prompt; give one, or "" for an empty prompt'),
@@ -116,20 +118,20 @@ def test_an_image_that_is_replaced_meanwhile_is_not_taken_for_the_one_that_was_r
         ('{"prompt": "", "image": "requests.jsonl"}', "is no PNG, JPEG, WebP, AVIF, GIF, BMP or TIFF"),
         ('{"prompt": "", "image": "' + "x" * 5000 + '"}', "can't be read"),
         ('{"prompt": "", "image": "\\u0000"}', "is not a file"),
-        ('{"prompt": "", "id": "\\ud800"}', "no valid Unicode"),
+        ('{"prompt": "", "id": "\\ud800"}', "isn't valid Unicode"),
         ('{"prompt": "", "image": 3}', "has the image 3; give a path"),
         ('{"prompt": "", "image": "https://x.org/cat.png"}', "is a URL; download it"),
         ('{"prompt": "", "image": "gs://videos/none.png"}', "gs://videos/none.png does not exist"),
         ('{"prompt": "", "id": 3}', "has the id 3; give a string"),
-        ('{"prompt": "", "id": "../../etc/passwd"}', "would leave its folder"),
+        ('{"prompt": "", "id": "../../etc/passwd"}', "would lead out of its folder"),
         ('{"prompt": "", "id": "/etc/passwd"}', "is not a relative path"),
         ('{"prompt": "", "id": ".hidden"}', "would be hidden"),
         ('{"prompt": "", "id": ""}', "is empty"),
-        ('{"prompt": "", "output": "../cat.mp4"}', "would leave its folder"),
+        ('{"prompt": "", "output": "../cat.mp4"}', "would lead out of its folder"),
         ('{"prompt": "", "output": "cat.avi"}', "ends in .mp4"),
         ('{"prompt": "", "id": "first"}', "has the same id as line 1, 'first'"),
         ('{"prompt": "", "output": "first.mp4"}', "has the same output as line 1, 'first.mp4'"),
-        ('{"prompt": "", "output": "first.mp4/second.mp4"}', "is a file and a folder"),
+        ('{"prompt": "", "output": "first.mp4/second.mp4"}', "would be both a file and a folder"),
         ('{"prompt": "", "seed": ' + "1" * 5000 + "}", "has a number of 5000 digits"),
         ("[" * 100_000, "nested too deep"),
     ],
@@ -175,7 +177,7 @@ def test_from_gs(gcs, gcs_prefix):
     assert [entry.id for entry in read.entries] == ["cat", "dog"]
     assert read.entries[0].digest == read.entries[1].digest
     assert read.entries[0].load().request.image.size == Image.open(PHOTO).size
-    assert "outside of the bucket 'videos'" in read.bad[0].reason
+    assert "outside the bucket 'videos'" in read.bad[0].reason
 
 
 def test_no_manifest(tmp_path, gcs_prefix):

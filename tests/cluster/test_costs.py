@@ -103,7 +103,7 @@ def test_more_slices_are_taken_where_videos_would_wait_too_long(terms):
 
 
 def test_a_demand_that_nothing_meets_is_refused_with_what_comes_nearest(terms):
-    with pytest.raises(NoCapacity, match=r"the fastest of 10 layouts takes 11\d s to a video .* within 60 s is asked"):
+    with pytest.raises(NoCapacity, match=r"the fastest of 10 layouts takes 11\d s for a video .* the limit is 60 s"):
         recommend(SECONDS, STAGES, EXPERTS, terms, 5000, 60, fits=fit)
     with pytest.raises(NoCapacity, match=r"mine makes at most 66\.0 videos an hour, but 70\.0 are needed"):
         estimate(Layout.parse(LAYOUT, "mine"), SECONDS, terms, 70)
@@ -114,7 +114,7 @@ def test_a_demand_that_nothing_meets_is_refused_with_what_comes_nearest(terms):
 @pytest.mark.parametrize(
     ("kind", "capacity", "region", "message"),
     [
-        ("v5e-8", "spot", None, "no price of v5e is known, of v6e only; give your own with --prices"),
+        ("v5e-8", "spot", None, "there is no price for v5e, only for v6e; give your own with --prices"),
         ("v6e-8", "reserved", None, "there is no reserved price for v6e, only on-demand, spot"),
         ("v6e-8", "spot", "here", "there is no spot price for v6e in here, only in there"),
     ],

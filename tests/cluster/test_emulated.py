@@ -103,7 +103,7 @@ def test_a_cluster_ends_with_its_owner(tmp_path):
         (["cluster", "up", "--emulate", "four-pools"], "four-pools.yaml: it is for real TPUs; add emulate"),
         (
             ["cluster", "up", "--emulate", "nothing.yaml"],
-            "no layout file nothing.yaml; shipped ones, by name: ",
+            "no layout file nothing.yaml; shipped layouts: ",
         ),
         (["status", "--address", "127.0.0.1:9"], "no Ray cluster answers at '127.0.0.1:9'"),
     ],

@@ -20,7 +20,7 @@ def test_machines_in_their_places_and_those_that_say_nothing_are_fine():
         (
             0,
             NAMES,
-            r"host 1 of 3 .* at 10.0.0.1\) is worker 0 of .*TPU_WORKER_ID.* worker 1 by .*; start Ray there without",
+            r"host 1 of 3 .* at 10.0.0.1\) is worker 0 of .*TPU_WORKER_ID.* worker 1 according to .*; start Ray",
         ),
         (
             1,

@@ -180,7 +180,7 @@ def test_published_files_are_converted(published_files, dense, steps, tmp_path):
 
 def test_files_that_are_no_experts_are_refused(published_files, dense, tmp_path):
     high, low = published_files
-    with pytest.raises(CheckpointError, match=r"has 2 experts .* and 1 are given"):
+    with pytest.raises(CheckpointError, match=r"has 2 experts .* but 1 files were given"):
         WithExperts(dense, [high], 0.1)
     with pytest.raises(CheckpointError, match="isn't a file of torch"):
         WithExperts(dense, [high, tmp_path / "low.safetensors"], 0.1)

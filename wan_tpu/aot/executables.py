@@ -110,7 +110,13 @@ class Executables:
             level = logging.INFO if self._save else logging.WARNING
         except Exception as error:  # Damaged files and those of other versions fail in many ways.
             reason = f"{file} can't be loaded ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
-        _log.log(level, "compiling %s instead of loading a stored executable: %s", description["program"], reason)
+        _log.log(
+            level,
+            "compiling %s instead of loading a stored executable: %s",
+            description["program"],
+            reason,
+            extra={"reason": reason},
+        )
         return None
 
 

@@ -91,14 +91,14 @@ def test_a_model_says_what_there_is(http):
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"loras": [{"name": "/etc/passwd"}]}, "loras", "there are: style, fast"),
+        ({"loras": [{"name": "/etc/passwd"}]}, "loras", "it has: style, fast"),
         ({"loras": [{"name": "style", "scale": 99}]}, "loras.0.scale", "less than or equal to 10"),
         ({"loras": [{"name": "style", "path": "x"}]}, "loras.0.path", "no field"),
         ({"loras": [5]}, "loras.0", "be an object"),
         ({"loras": [{"name": "style"}] * 9}, "loras", "at most 8"),
         ({"loras": [{"name": "fast"}] * 5}, "loras", "10 adapters; allowed: at most 8"),
         ({"loras": [{"name": "style", "scale": 10}] * 1 + [{"name": "style", "scale": -11}]}, "loras.1.scale", "-10"),
-        ({"preset": "other"}, "preset", "there are: original, fast, plain"),
+        ({"preset": "other"}, "preset", "it has: original, fast, plain"),
         ({"sigmas": [0.5, 0.9]}, "sigmas", "0.9 after 0.5"),
         ({"sigmas": [0.5], "num_inference_steps": 3}, "sigmas", "leave steps out"),
         ({"switch_step": 9}, "switch_step", "0 to 4"),
@@ -139,7 +139,7 @@ def test_an_adapter_that_is_taken_from_the_catalogue_fails_its_jobs_by_name(offe
         without = dataclasses.replace(offering, catalogue=Catalogue())
         with serving.working(without, engine):
             ended = wait_for_end(http, job)
-        assert ended["status"] == "failed" and "no adapter 'style' here" in ended["error"]["message"]
+        assert ended["status"] == "failed" and "no adapter 'style'" in ended["error"]["message"]
 
 
 def test_a_catalogue_is_read_from_what_an_operator_gives():

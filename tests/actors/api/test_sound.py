@@ -108,12 +108,12 @@ def test_what_a_model_fixes_has_one_value_and_its_licence_may_ask_for_a_name():
     [
         ({"frames": 400}, r"frames is 400; it must be 17n \+ 124, up to 345, nearest 345"),
         ({"frames": 120}, r"frames is 120; it must be 17n \+ 124, nearest 124"),
-        ({"fps": 30}, "fps is 30; minimax-h3 has 24 alone: leave it out"),
-        ({"guidance_scale": 5}, "guidance_scale is 5; minimax-h3 has none: leave it out"),
+        ({"fps": 30}, "fps is 30; minimax-h3 supports only 24: leave it out"),
+        ({"guidance_scale": 5}, "guidance_scale is 5; minimax-h3 doesn't use it: leave it out"),
         ({"height": 720}, "height is 720; minimax-h3 needs a multiple of 32, nearest 704"),
         (
             {"last_image": Image.new("RGB", (96, 64)), "preset": "fasth3"},
-            "last_image was given, and preset fasth3 is for",
+            "last_image was given, but preset fasth3 only makes",
         ),
     ],
 )

@@ -131,7 +131,7 @@ def test_a_long_video_of_the_service_is_refused_before_it_is_loaded(http, engine
     small = change_limits(settings, video_bytes=1000)
     with serve(small, engine.model) as address, open_client(address) as strict:
         error = create(strict, video={"id": job["id"]}).json()["error"]
-        assert error["param"] == "video" and "may have 1000; send a part of it" in error["message"]
+        assert error["param"] == "video" and "may have at most 1000; send a part of it" in error["message"]
 
 
 def test_another_shape_is_cropped_and_the_size_follows_the_video(http, engine):

@@ -42,7 +42,7 @@ def test_a_revoked_key_stays_as_a_row_and_its_name_is_free(database):
         make_key(database, "ann")
     revoke_key(database, "ann")
     assert match_key(in_force(database), text) is None
-    with pytest.raises(match="there are: none"):
+    with pytest.raises(match="the keys are: none"):
         revoke_key(database, "ann")
     renewed = make_key(database, "ann")
     again = match_key(in_force(database), renewed)
@@ -110,7 +110,7 @@ def test_keys_are_added_limited_listed_and_revoked_by_the_command(tmp_path, caps
     assert main(["keys", "list", *options]) == 0
     assert main(["keys", "revoke", "ann", *options]) == 2
     output = capsys.readouterr()
-    assert "there are: none" in output.err and output.out == "revoked ann\n"
+    assert "the keys are: none" in output.err and output.out == "revoked ann\n"
     assert "has no valid key" in output.err
 
 

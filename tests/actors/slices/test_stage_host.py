@@ -77,7 +77,7 @@ def test_two_hosts_make_the_video_of_one_bit_for_bit(runs, kind):
 @pytest.mark.parametrize(
     ("kind", "stages", "message"),
     [
-        ("wan2.1-t2v-1.3b", ("denoise_low",), "denoise_low .* this model has encoder, denoise, decoder"),
+        ("wan2.1-t2v-1.3b", ("denoise_low",), "denoise_low .* it has encoder, denoise, decoder"),
         (KIND, ("denoise",), "stages denoise of"),
         (KIND, (), "can't be hosted"),
     ],
@@ -103,7 +103,7 @@ def test_a_pool_does_its_own_stages_only(checkpoint):
         host.prepare_encode("a", plan.request)
     with pytest.raises(OutOfOrder, match="request a is not ready for this; call prepare_denoise first"):
         host.begin("a")
-    with pytest.raises(OutOfOrder, match="without its prompt's embeddings"):
+    with pytest.raises(OutOfOrder, match="lacks its prompt's embeddings"):
         host.prepare_denoise("a", plan, None)
 
 
