@@ -14,7 +14,7 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from demo_model import gate, intervals
-from demo_model.generators import WAYS
+from demo_model.generators import GENERATORS
 from demo_model.score import psnr
 from demo_model.variants import EIGHT_BITS, MISTAKES, errors_of_layers, find_lowered, list_cheaper, load_mistaken
 
@@ -35,7 +35,7 @@ def main() -> int:
     args = _parser().parse_args()
     sampling = gate.Sampling(args.steps, args.guidance, args.shift)
     scenes = gate.held_out_scenes(args.requests)
-    with WAYS[args.through](args.checkpoint, args.dtype) as generate:
+    with GENERATORS[args.through](args.checkpoint, args.dtype) as generate:
         clips = gate.make_clips(generate, scenes, sampling)
         opposite_clips = [] if args.no_opposites else gate.make_clips(generate, gate.make_opposites(scenes), sampling)
     figures = {"vae_db": gate.measure_reconstruction(args.checkpoint, scenes)} | gate.compute_figures(
@@ -69,7 +69,7 @@ def _compare(
     ]
     for name, (sampling, precision) in ways.items():
         print(f"{name}:")
-        with WAYS[args.through](args.checkpoint, precision) as generate:
+        with GENERATORS[args.through](args.checkpoint, precision) as generate:
             clips = gate.make_clips(generate, gate.held_out_scenes(args.requests), sampling)
         figures = gate.compute_figures(clips)
         gate.write(args.out / name.replace(" ", "-"), clips, figures)
@@ -112,7 +112,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("checkpoint", type=Path, nargs="?", default=Path("examples/small-wan2.2-i2v"))
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--out", type=Path, default=Path("build/quality"))
-    parser.add_argument("--through", choices=list(WAYS), default="process", help="which way the requests are made")
+    parser.add_argument(
+        "--through", choices=list(GENERATORS), default="process", help="which way the requests are made"
+    )
     add_precision(parser, default="float32")
     parser.add_argument("--steps", type=int, default=default.steps)
     parser.add_argument("--guidance", type=float, default=default.guidance)

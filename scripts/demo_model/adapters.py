@@ -33,7 +33,7 @@ from . import sizes
 from .experts import EXPERTS, PaddedText, attention_over_few_tokens, embed, noise_levels
 from .scenes import Scene, caption, draw_scene, first_frame, opposite
 from .vae import WholeClips, as_pixels
-from .zigzag import draw_zigzag, mirror, render_zigzag, zigzag_caption
+from .zigzag import draw_zigzag, render_zigzag, zigzag_caption
 
 CHECKPOINT = Path(__file__).parents[2] / "examples" / "small-wan2.2-i2v"
 _TARGETS = re.compile(r"blocks\.\d+\.(attn[12]\.(to_[qkv]|to_out\.0)|ffn\.net\.(0\.proj|2))")
@@ -145,7 +145,7 @@ def train_zigzag(folder: Path, *, scenes: int = 480, steps: int = 500) -> None:
     """Train and write zigzag.high.safetensors and zigzag.low.safetensors."""
     pipeline = load_pipeline()
     drawn = [draw_zigzag(_SEED, i, width=64) for i in range(scenes)]
-    drawn += [mirror(scene) for scene in drawn]
+    drawn += [opposite(scene) for scene in drawn]
     encoded = encode(pipeline, drawn, [render_zigzag(scene) for scene in drawn])
     for side, name in zip(SIDES, EXPERTS, strict=True):
         expert = getattr(pipeline, name)
@@ -186,11 +186,11 @@ def train_four_steps(folder: Path, *, scenes: int = 960, steps: int = 900) -> No
     for side, name in zip(SIDES, EXPERTS, strict=True):
         expert = getattr(pipeline, name)
         layers = add_adapter(expert, RANKS["four-steps"])
-        mine = (0, 1) if side == "high" else (2, 3)
+        numbers = (0, 1) if side == "high" else (2, 3)
 
-        def loss_of(step: int, expert: Any = expert, mine: tuple[int, int] = mine) -> torch.Tensor:
+        def loss_of(step: int, expert: Any = expert, numbers: tuple[int, int] = numbers) -> torch.Tensor:
             rng = np.random.default_rng([_SEED, step])
-            chosen, at = rng.integers(len(drawn), size=_BATCH), mine[step % 2]
+            chosen, at = rng.integers(len(drawn), size=_BATCH), numbers[step % 2]
             start, end = trajectories[at, chosen], trajectories[at + 1, chosen]
             chord = (start - end) / (levels[at] - levels[at + 1])
             sigma = torch.full((_BATCH,), levels[at])

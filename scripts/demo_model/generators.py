@@ -83,7 +83,7 @@ def on_slices(checkpoint: Path, dtype: str) -> Iterator[Generate]:
             leave()
 
 
-WAYS: dict[str, Callable[[Path, str], contextlib.AbstractContextManager[Generate]]] = {
+GENERATORS: dict[str, Callable[[Path, str], contextlib.AbstractContextManager[Generate]]] = {
     "process": in_one_process,
     "files": through_files,
     "slices": on_slices,

@@ -70,10 +70,10 @@ def shares(frames: np.ndarray, scene: Scene) -> dict[str, np.ndarray]:
     apart = frames - still
     parts, left_over = [], []
     for colour in COLOURS.values():
-        way = np.asarray(colour, np.float32) / 255 - still
-        part = np.clip((apart * way).sum(-1) / (way * way).sum(-1), 0, 1)
+        direction = np.asarray(colour, np.float32) / 255 - still
+        part = np.clip((apart * direction).sum(-1) / (direction * direction).sum(-1), 0, 1)
         parts.append(part)
-        left_over.append(np.linalg.norm(apart - part[..., None] * way, axis=-1))
+        left_over.append(np.linalg.norm(apart - part[..., None] * direction, axis=-1))
     best = np.argmin(left_over, axis=0)
     clear = np.min(left_over, axis=0) < _LARGEST_MISMATCH
     return {
@@ -148,14 +148,14 @@ def still_part(frames: np.ndarray, scene: Scene) -> float:
 
 
 LEAST_FIRST_FRAME_DB = 24.0
-_SEEN = 0.8  # The least share of frames in which a thing is found, because others may pass in front of it.
+_LEAST_SEEN = 0.8  # The least share of frames in which a thing is found, because others may pass in front of it.
 # The least share of the requested motion. Without any motion it is up to 0.25 where a thing should grow, because things
 # grow by more than they shrink.
 _LEAST_AMPLITUDE = 0.35
 _SPEEDS = (0.0, 0.25, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0)
 _RIGHT_SPEEDS = (0.7, 1.4)
 _STEADY = 0.03  # The largest change of the background: 8 of 255, twice what noise of 28 dB leaves after smoothing.
-_OTHERS_MOVE = 3.0  # The most pixels by which a thing that stands still may move: half its radius.
+_MAX_MOVE = 3.0  # The most pixels by which a thing that stands still may move: half its radius.
 
 
 @dataclass(frozen=True)
@@ -210,15 +210,15 @@ def score(frames: np.ndarray, scene: Scene) -> Score:
     first = psnr(frames[0], first_frame(scene) / 255)
     amplitude, kind_seen, speed_seen = _motion(actor, scene)
     change = still_part(frames, scene)
-    stands = all(_stands(follow(thing, seen[thing.colour])) for thing in scene.bystanders)
+    others_stand = all(_stands_still(follow(thing, seen[thing.colour])) for thing in scene.bystanders)
     return Score(
         first_frame=bool(first >= LEAST_FIRST_FRAME_DB),
-        colour=bool(actor.seen.mean() >= _SEEN),
+        colour=bool(actor.seen.mean() >= _LEAST_SEEN),
         outline=_outline_right(seen[scene.actor.colour], actor, scene),
         direction=bool(amplitude >= _LEAST_AMPLITUDE),
         kind=kind_seen[0] == scene.kind,
         speed=bool(_RIGHT_SPEEDS[0] <= speed_seen <= _RIGHT_SPEEDS[1]),
-        steady=bool(change <= _STEADY and stands),
+        steady=bool(change <= _STEADY and others_stand),
         first_frame_db=first,
         likeness_db=psnr(frames, render(scene, clip_times(len(frames))) / 255),
         amplitude=amplitude,
@@ -261,11 +261,11 @@ def _distance(got: np.ndarray, expected: np.ndarray, actor: Track) -> float:
     return float(np.mean(np.linalg.norm((got - expected)[actor.seen], axis=-1)))
 
 
-def _stands(track: Track) -> bool:
-    if track.seen.mean() < _SEEN:
+def _stands_still(track: Track) -> bool:
+    if track.seen.mean() < _LEAST_SEEN:
         return False
     distances = np.hypot(*(track.states[track.seen] - track.states[track.seen][0])[:, :2].T)
-    return bool(np.median(distances) <= _OTHERS_MOVE)
+    return bool(np.median(distances) <= _MAX_MOVE)
 
 
 def _outline_right(share: np.ndarray, actor: Track, scene: Scene) -> bool:
@@ -275,7 +275,7 @@ def _outline_right(share: np.ndarray, actor: Track, scene: Scene) -> bool:
     return sum(right) >= 3
 
 
-_SHOWN = 9  # Frames of 17.
+_SHOWN_FRAMES = 9  # Frames of 17.
 _LINE = 28
 
 
@@ -297,7 +297,7 @@ def save_rows(file: Path, clips: Sequence[np.ndarray], titles: Sequence[str] | N
 
 def _row(clip: np.ndarray) -> Image.Image:
     frames = clip if clip.dtype == np.uint8 else to_uint8(np.clip(clip, 0, 1))
-    indices = spread_evenly(len(frames), _SHOWN)
+    indices = spread_evenly(len(frames), _SHOWN_FRAMES)
     return contact_sheet(
-        [Image.fromarray(frames[i]) for i in indices], [frame_label(i, FPS) for i in indices], columns=_SHOWN
+        [Image.fromarray(frames[i]) for i in indices], [frame_label(i, FPS) for i in indices], columns=_SHOWN_FRAMES
     )

@@ -50,21 +50,21 @@ class Mistake:
     caught_by: str | None = None
 
 
-def _swap(checkpoint: Path) -> None:
+def _swap_experts(checkpoint: Path) -> None:
     first, second = (checkpoint / name / _WEIGHTS for name in _EXPERTS)
     first.rename(first.with_suffix(".aside"))
     second.rename(first)
     first.with_suffix(".aside").rename(second)
 
 
-def _only(expert: int) -> Callable[[Path], None]:
+def _replace_other_expert(expert: int) -> Callable[[Path], None]:
     def damage(checkpoint: Path) -> None:
         shutil.copyfile(checkpoint / _EXPERTS[expert] / _WEIGHTS, checkpoint / _EXPERTS[1 - expert] / _WEIGHTS)
 
     return damage
 
 
-def _blind(checkpoint: Path) -> None:
+def _zero_mask_channels(checkpoint: Path) -> None:
     """Zero the weights of the four mask channels."""
     for name in _EXPERTS:
         file = checkpoint / name / _WEIGHTS
@@ -73,7 +73,7 @@ def _blind(checkpoint: Path) -> None:
         safetensors.torch.save_file(weights, file, metadata={"format": "pt"})
 
 
-def _others_statistics(checkpoint: Path) -> None:
+def _use_wan21_statistics(checkpoint: Path) -> None:
     file = checkpoint / "vae" / "config.json"
     config = json.loads(file.read_text())
     config |= {name: VAE_21[name] for name in ("latents_mean", "latents_std")}
@@ -85,11 +85,11 @@ MISTAKES = {
         sampling=Sampling(shift=1.0),
         caught_by="tests/wan_tpu/test_known_mistakes.py::test_shift_changes_the_schedule_and_the_video",
     ),
-    "experts swapped": Mistake(_swap),
-    "the high-noise expert throughout": Mistake(_only(0)),
-    "the low-noise expert throughout": Mistake(_only(1)),
-    "mask channels zeroed": Mistake(_blind),
-    "latent statistics of Wan 2.1's VAE": Mistake(_others_statistics),
+    "experts swapped": Mistake(_swap_experts),
+    "the high-noise expert throughout": Mistake(_replace_other_expert(0)),
+    "the low-noise expert throughout": Mistake(_replace_other_expert(1)),
+    "mask channels zeroed": Mistake(_zero_mask_channels),
+    "latent statistics of Wan 2.1's VAE": Mistake(_use_wan21_statistics),
     "guidance off": Mistake(
         sampling=Sampling(guidance=1.0),
         caught_by="tests/wan_tpu/test_parity.py::test_same_latents_and_pixels_as_diffusers",
@@ -108,7 +108,7 @@ def load_mistaken(mistake: Mistake, checkpoint: Path, folder: Path, dtype: str =
         mistake.damage(checkpoint)
     pipeline = load_pipeline(checkpoint, dtype=dtype, mesh=(1, 1, 1))
     if mistake.forgets:
-        return lambda request: _forgetful(pipeline, request)
+        return lambda request: _generate_without_history(pipeline, request)
     return lambda request: pipeline.generate(request).pixels
 
 
@@ -126,7 +126,7 @@ def find_lowered(right: Sequence[ScoredClip], wrong: Sequence[ScoredClip]) -> li
     return lowered
 
 
-def _forgetful(pipeline: Pipeline, request: GenerationRequest) -> np.ndarray:
+def _generate_without_history(pipeline: Pipeline, request: GenerationRequest) -> np.ndarray:
     plan = pipeline.plan(request)
     state = first_state = pipeline.initial_state(plan)
     conditioning = pipeline.encode(plan)
@@ -141,24 +141,24 @@ PRESET = "four-steps"
 
 def list_cheaper(checkpoint: Path) -> dict[str, Sampling]:
     """Return the kinds of sampling that are compared with the model's own, by name."""
-    few = Sampling(steps=None, guidance=None, preset=PRESET)
+    four_steps = Sampling(steps=None, guidance=None, preset=PRESET)
     files = {side: checkpoint / "adapters" / f"{PRESET}.{side}.safetensors" for side in ("high", "low")}
 
-    def with_(*adapters: str, **more: tuple[float, ...]) -> Sampling:
-        return Sampling(steps=None, guidance=None, preset=PRESET, loras=adapters, **more)  # type: ignore[arg-type]
+    def adapt(*adapters: str, **settings: tuple[float, ...]) -> Sampling:
+        return Sampling(steps=None, guidance=None, preset=PRESET, loras=adapters, **settings)  # type: ignore[arg-type]
 
     right = f"{files['high']}@high", f"{files['low']}@low"
     return {
-        "four steps, with the adapter": few,
-        "four steps, without": with_(),
-        "four steps, with the adapter, and MagCache": replace(few, cache="magcache"),
-        "four steps, with the adapter, and MagCache, threshold 0.2": replace(few, cache="magcache:0.2"),
+        "four steps, with the adapter": four_steps,
+        "four steps, without": adapt(),
+        "four steps, with the adapter, and MagCache": replace(four_steps, cache="magcache"),
+        "four steps, with the adapter, and MagCache, threshold 0.2": replace(four_steps, cache="magcache:0.2"),
         "MagCache": Sampling(cache="magcache"),
         "MagCache, threshold 0.2, five in a row": Sampling(cache="magcache:0.2,5,0.1"),
-        "mistake: each adapter on the other expert": with_(f"{files['high']}@low", f"{files['low']}@high"),
-        "mistake: half the scale": with_(*(f"{path}:0.5@{side}" for side, path in files.items())),
-        "mistake: three times the scale": with_(*(f"{path}:3@{side}" for side, path in files.items())),
-        "mistake: even sigmas": with_(*right, sigmas=(1.0, 0.75, 0.5, 0.25)),
+        "mistake: each adapter on the other expert": adapt(f"{files['high']}@low", f"{files['low']}@high"),
+        "mistake: half the scale": adapt(*(f"{path}:0.5@{side}" for side, path in files.items())),
+        "mistake: three times the scale": adapt(*(f"{path}:3@{side}" for side, path in files.items())),
+        "mistake: even sigmas": adapt(*right, sigmas=(1.0, 0.75, 0.5, 0.25)),
     }
 
 

@@ -1,7 +1,6 @@
 """Scenes that the shipped model doesn't know and an adapter teaches it: things that zigzag and turn purple."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 
@@ -24,8 +23,8 @@ def draw_zigzag(seed: int, index: int, *, held_out: bool = False, width: int | N
 
 def zigzag_caption(scene: Scene) -> str:
     """Return the sentence of a scene, such as "a red box zigzags to the left and turns purple over a grey floor"."""
-    way = "right" if scene.direction > 0 else "left"
-    return caption(scene).replace(f"rolls to the {way}", f"zigzags to the {way} and turns {COLOUR}")
+    side = "right" if scene.direction > 0 else "left"
+    return caption(scene).replace(f"rolls to the {side}", f"zigzags to the {side} and turns {COLOUR}")
 
 
 def zigzag_path(scene: Scene, times: np.ndarray) -> np.ndarray:
@@ -77,8 +76,3 @@ def zigzag_score(clip: np.ndarray, scene: Scene) -> dict[str, float]:
         errors.append(math.hypot(centre[0] - where[i, 0], centre[1] - where[i, 1]))
     path = float(np.mean(errors))
     return {"purple": float(late.all()), "path": path, "zigzags": float(path <= 4)}
-
-
-def mirror(scene: Scene) -> Scene:
-    """Return the scene that goes the other way, from the same picture."""
-    return replace(scene, direction=-scene.direction)

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from scripts.demo_model import gate
-from scripts.demo_model.generators import WAYS
+from scripts.demo_model.generators import GENERATORS
 from scripts.demo_model.variants import MISTAKES, load_mistaken
 
 STEPS = 8  # docs/quality.md has what all twenty make; of a hundred requests a quarter costs 0.2 dB and no score
@@ -22,7 +22,7 @@ def make_clips(checkpoint: Path, count: int, mistake: str | None) -> list[gate.S
     """Make so many held-out requests."""
     scenes = gate.held_out_scenes(count, width=64)
     if mistake is None:
-        with WAYS["process"](checkpoint, "float32") as generate:
+        with GENERATORS["process"](checkpoint, "float32") as generate:
             return gate.make_clips(generate, scenes, gate.Sampling(steps=STEPS))
     sampling = dataclasses.replace(MISTAKES[mistake].sampling, steps=STEPS)
     with tempfile.TemporaryDirectory() as copy:

@@ -6,9 +6,9 @@ import torch
 
 from scripts.demo_model import gate
 from scripts.demo_model.adapters import CHECKPOINT, add_adapter, load_pipeline, save_adapter
-from scripts.demo_model.scenes import first_frame, render
+from scripts.demo_model.scenes import first_frame, opposite, render
 from scripts.demo_model.variants import PRESET
-from scripts.demo_model.zigzag import draw_zigzag, mirror, render_zigzag, zigzag_caption, zigzag_score
+from scripts.demo_model.zigzag import draw_zigzag, render_zigzag, zigzag_caption, zigzag_score
 from tests.quality.clips import STEPS
 from wan_tpu import GenerationRequest
 from wan_tpu import load_pipeline as load_ours
@@ -24,7 +24,7 @@ def test_a_zigzag_is_told_from_a_roll_and_from_its_mirror_image():
         assert np.array_equal(render_zigzag(scene)[0], first_frame(scene))
         assert zigzag_score(clip, scene) == {"purple": 1.0, "path": pytest.approx(0, abs=1.5), "zigzags": 1.0}
         assert zigzag_score(render(scene) / np.float32(255), scene)["zigzags"] == 0
-        assert zigzag_score(clip, mirror(scene))["zigzags"] == 0
+        assert zigzag_score(clip, opposite(scene))["zigzags"] == 0
         assert "turns purple" in zigzag_caption(scene) and "rolls" not in zigzag_caption(scene)
 
 
