@@ -41,6 +41,17 @@ class Case(NamedTuple):
     v: np.ndarray
 
 
+def draw(seed: int, *shape: int, dtype: Any = jnp.float32) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(jnp.dtype(dtype))
+
+
+def assert_close(got: Any, expected: Any, tolerance: float) -> None:
+    """Assert that no error is larger than a share of the largest expected value."""
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    assert got.shape == expected.shape
+    assert np.abs(got - expected).max() <= tolerance * np.abs(expected).max()
+
+
 def normal(q_len: int, kv_len: int, seed: int = 0) -> Case:
     rng = np.random.default_rng(seed)
     return Case(*(rng.standard_normal((n, D)).astype(np.float32) for n in (q_len, kv_len, kv_len)))

@@ -1,12 +1,11 @@
 """Group norm's kernels in Pallas' interpreter, and their references, against torch in float64."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from jax.experimental.pallas import tpu as pltpu
 
-from tests.kernels.cases import INTERPRET, as_program
+from tests.kernels.cases import INTERPRET, as_program, assert_close, draw
 from wan_tpu_kernels.vae import group_norm
 from wan_tpu_kernels.vae.group_norm import (
     channel_moments,
@@ -30,21 +29,11 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(group_norm, "VALUES_AT_ONCE", 2**11)
 
 
-def normal(seed, *shape, dtype=jnp.float32):
-    return np.random.default_rng(seed).standard_normal(shape).astype(jnp.dtype(dtype))
-
-
-def assert_close(got, expected, tolerance):
-    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
-    assert got.shape == expected.shape
-    assert np.abs(got - expected).max() <= tolerance * np.abs(expected).max()
-
-
 @pytest.mark.parametrize("function", MOMENTS)
 @pytest.mark.parametrize(("columns", "rows"), [(None, None), (5, 27), (0, 32)])
 def test_moments_are_those_of_the_picture(function, columns, rows):
     """A mean of hundreds of deviations costs no precision, because squares aren't summed around zero."""
-    x = normal(0, 3, 8, 32, 64) + 300 * normal(1, 64)
+    x = draw(0, 3, 8, 32, 64) + 300 * draw(1, 64)
     count, mean, squares = MOMENTS[function](x, columns=columns, rows=rows)
     inside = np.asarray(x, np.float64)[:, :columns, :rows].reshape(-1, 64)
     assert count == len(inside)
@@ -56,7 +45,7 @@ def test_moments_are_those_of_the_picture(function, columns, rows):
 
 
 def test_merged_moments_are_those_of_the_union():
-    parts = [np.asarray(normal(i, 5 + i, 7), np.float64) * 3 + 20 * i for i in range(3)]
+    parts = [np.asarray(draw(i, 5 + i, 7), np.float64) * 3 + 20 * i for i in range(3)]
     each = [(len(part), part.mean(0), ((part - part.mean(0)) ** 2).sum(0)) for part in parts]
     counts, means, squares = (np.stack(moment).astype(np.float32) for moment in zip(*each, strict=True))
     total, mean, sums = as_program(merge_moments)(counts[:, None], means, squares)
@@ -75,11 +64,11 @@ PICTURES = [(4, 2, 2), (5, 3, 2), (9, 3, 1), (1, 1, 4), (2, 2, 8), (3, None, 1)]
     [*(("float32", *picture) for picture in PICTURES), ("bfloat16", *PICTURES[1]), ("bfloat16", *PICTURES[-1])],
 )
 def test_norm_is_torchs(function, dtype, frames, latents, factor):
-    x = normal(0, frames, 8, 32, 64, dtype=dtype)
-    scale, shift, around, wide = normal(1, 64), normal(2, 64), None, None
+    x = draw(0, frames, 8, 32, 64, dtype=dtype)
+    scale, shift, around, wide = draw(1, 64), draw(2, 64), None, None
     y = np.array(x, np.float64) * np.array(scale, np.float64) + np.array(shift, np.float64)
     if latents is not None:
-        around = normal(3, latents, 8 // factor, 32 // factor, 128, dtype=dtype)
+        around = draw(3, latents, 8 // factor, 32 // factor, 128, dtype=dtype)
         first = around[:1] if frames % 2 and frames > 1 else around[:0]
         parts = [np.asarray(part, np.float64).transpose(3, 0, 1, 2)[None] for part in (first, around[len(first) :])]
         sizes = [(len(first), 8, 32), (frames - len(first), 8, 32)]
@@ -106,7 +95,11 @@ def test_group_norm_is_exact_in_simulated_tpu_memory():
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator  # It has no public name.
 
     simulated = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait")
-    x, vectors, around = normal(0, 4, 8, 32, 64), (normal(1, 64), normal(2, 64)), normal(3, 2, 4, 16, 128)
+    x, vectors, around = (
+        draw(0, 4, 8, 32, 64),
+        (draw(1, 64), draw(2, 64)),
+        draw(3, 2, 4, 16, 128),
+    )
     arrays = (x, *vectors, around)
     assert_close(NORMS["kernel"](*arrays, interpret=simulated), NORMS["jnp"](*arrays), 2e-6)
     for got, expected in zip(MOMENTS["kernel"](x, interpret=simulated), MOMENTS["jnp"](x), strict=True):

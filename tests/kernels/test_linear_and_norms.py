@@ -7,7 +7,7 @@ import torch
 from diffusers.models.activations import SwiGLU
 from jax.experimental.pallas import tpu as pltpu
 
-from tests.kernels.cases import INTERPRET, as_program
+from tests.kernels.cases import INTERPRET, as_program, assert_close, draw
 from wan_tpu_kernels import head_norm_rope as head_norms
 from wan_tpu_kernels import layer_norm as layer_norms
 from wan_tpu_kernels import linear_tiles
@@ -42,16 +42,6 @@ def small_tiles(monkeypatch):
         monkeypatch.setattr(norms, "ROWS_AT_ONCE", 16)
 
 
-def normal(seed, *shape, dtype=jnp.float32):
-    return np.random.default_rng(seed).standard_normal(shape).astype(jnp.dtype(dtype))
-
-
-def assert_close(got, expected, tolerance):
-    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
-    assert got.shape == expected.shape
-    assert np.abs(got - expected).max() <= tolerance * np.abs(expected).max()
-
-
 SIZES = {"whole": (112, 256, 512), "ragged, in parts": (100, 768, 640), "tiny": (7, 144, 64), "flat": (16, 512, 1024)}
 
 
@@ -62,8 +52,12 @@ SIZES = {"whole": (112, 256, 512), "ragged, in parts": (100, 768, 640), "tiny": 
 )
 def test_linear_is_torchs(size, activation, dtype):
     rows, inputs, outputs = SIZES[size]
-    x, weight = normal(0, rows, inputs, dtype=dtype), normal(1, outputs, inputs, dtype=dtype)
-    bias, residual, gate = normal(2, outputs), normal(3, rows, outputs, dtype=dtype), normal(4, 3, outputs)
+    x, weight = draw(0, rows, inputs, dtype=dtype), draw(1, outputs, inputs, dtype=dtype)
+    bias, residual, gate = (
+        draw(2, outputs),
+        draw(3, rows, outputs, dtype=dtype),
+        draw(4, 3, outputs),
+    )
     wide = [torch.from_numpy(np.array(a, np.float64)) for a in (x, weight, bias)]
     y = torch.nn.functional.linear(*wide)
     if activation:
@@ -84,7 +78,7 @@ def test_linear_is_torchs(size, activation, dtype):
 def test_swiglu_is_diffusers(size, dtype):
     """The first half of the weight's rows gives values, the second half the gates; there is no bias."""
     rows, inputs, outputs = SIZES[size]
-    x, weight = normal(0, rows, inputs, dtype=dtype), normal(1, 2 * outputs, inputs, dtype=dtype)
+    x, weight = draw(0, rows, inputs, dtype=dtype), draw(1, 2 * outputs, inputs, dtype=dtype)
     swiglu = SwiGLU(inputs, outputs, bias=False).double()
     swiglu.proj.weight.data = torch.from_numpy(np.array(weight, np.float64))
     expected = swiglu(torch.from_numpy(np.array(x, np.float64))).detach().numpy()
@@ -93,8 +87,8 @@ def test_swiglu_is_diffusers(size, dtype):
 
 
 def test_sums_may_stay_in_float32_beside_products_of_bfloat16():
-    x, weight = normal(0, 50, 256, dtype="bfloat16"), normal(1, 640, 256, dtype="bfloat16")
-    bias, residual, gate = normal(2, 640), normal(3, 50, 640), normal(4, 1, 640)
+    x, weight = draw(0, 50, 256, dtype="bfloat16"), draw(1, 640, 256, dtype="bfloat16")
+    bias, residual, gate = draw(2, 640), draw(3, 50, 640), draw(4, 1, 640)
     product = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T + bias
     for function in LINEARS:
         result = function(x, weight, bias, residual=residual, gate=gate, dtype=jnp.float32)
@@ -109,10 +103,10 @@ def test_sums_may_stay_in_float32_beside_products_of_bfloat16():
 
 @pytest.mark.parametrize("options", [{"activation": "swiglu"}, {"residual": True}, {"eight": True}], ids=str)
 def test_linear_reads_one_layer_of_a_stack_in_place(options):
-    x, stack, bias = normal(0, 100, 768), normal(1, 3, 640, 768), normal(2, 640)
+    x, stack, bias = draw(0, 100, 768), draw(1, 3, 640, 768), draw(2, 640)
     more = {"activation": options.get("activation")}
     if "residual" in options:
-        more["residual"] = normal(3, 100, 640)
+        more["residual"] = draw(3, 100, 640)
     if "eight" in options:
         x = round_rows_reference(x, jnp.int8)
         stack = np.random.default_rng(1).integers(-127, 128, stack.shape, np.int8)
@@ -126,7 +120,7 @@ def test_linear_reads_one_layer_of_a_stack_in_place(options):
 def test_linear_reads_and_writes_columns_in_groups(monkeypatch):
     if INTERPRET:
         monkeypatch.setattr(linear_tiles, "OUTPUTS", 256)
-    x, weight, bias = normal(0, 50, 512), normal(1, 768, 512), normal(2, 768)
+    x, weight, bias = draw(0, 50, 512), draw(1, 768, 512), draw(2, 768)
     expected = LINEARS[0](x, weight, bias)
     grouped = x.reshape(50, 2, 256).transpose(1, 0, 2)
     parts = grouped[..., :128], grouped[..., 128:]
@@ -145,13 +139,13 @@ def test_linear_reads_and_writes_columns_in_groups(monkeypatch):
 @pytest.mark.parametrize("rows", [96, 100])
 def test_first_rows_alone_are_normalised_and_added_to_a_residual(rows):
     """The second time the last tile has rows that stay as they are."""
-    residual, weight, bias = normal(0, 130, 256), normal(1, 640, 256), normal(2, 640)
+    residual, weight, bias = draw(0, 130, 256), draw(1, 640, 256), draw(2, 640)
     for function in LAYER_NORMS:
         ones, zeros = np.ones((1, 256), np.float32), np.zeros((1, 256), np.float32)
         alone = function(residual[:rows], ones, zeros, eps=1e-6)
         assert np.array_equal(function(residual, ones, zeros, eps=1e-6, rows=rows), alone)
-    x, residual = normal(3, rows, 256), normal(4, 130, 640)
-    gate = normal(5, 2, 640)
+    x, residual = draw(3, rows, 256), draw(4, 130, 640)
+    gate = draw(5, 2, 640)
     for function in LINEARS:
         result = function(x, weight, bias, residual=residual, gate=gate, first_rows=90)
         assert np.array_equal(result[rows:], residual[rows:])
@@ -161,7 +155,7 @@ def test_first_rows_alone_are_normalised_and_added_to_a_residual(rows):
 
 @pytest.mark.parametrize(("rows", "dtype"), [(64, "float32"), (50, "float32"), (5, "float32"), (50, "bfloat16")])
 def test_layer_norm_is_torchs(rows, dtype):
-    x, scale, shift = normal(0, rows, 256), normal(1, 4, 256), normal(2, 4, 256)
+    x, scale, shift = draw(0, rows, 256), draw(1, 4, 256), draw(2, 4, 256)
     x = (x * 3 + 1).astype(jnp.dtype(dtype))
     normed = torch.nn.functional.layer_norm(torch.from_numpy(np.array(x, np.float64)), (256,), eps=1e-6).numpy()
     for ends in ([3], [0], [rows], [-2, 2, 2 + rows], [1, 1, 4]):  # Segments may be empty, or on other devices.
@@ -173,7 +167,7 @@ def test_layer_norm_is_torchs(rows, dtype):
 
 
 def test_layer_norm_with_the_mean_left_in_is_torchs_rms_norm():
-    x, scale, shift = normal(0, 50, 256) * 3 + 1, normal(1, 1, 256), normal(2, 1, 256)
+    x, scale, shift = draw(0, 50, 256) * 3 + 1, draw(1, 1, 256), draw(2, 1, 256)
     normed = torch.nn.functional.rms_norm(torch.from_numpy(np.array(x, np.float64)), (256,), eps=1e-6).numpy()
     for function in LAYER_NORMS:
         assert_close(function(x, scale, shift, eps=1e-6, centred=False), normed * scale + shift, 2e-6)
@@ -182,7 +176,7 @@ def test_layer_norm_with_the_mean_left_in_is_torchs_rms_norm():
 @pytest.mark.parametrize(("rows", "dtype"), [(64, "float32"), (50, "float32"), (5, "float32"), (50, "bfloat16")])
 def test_rms_norm_rope_rotates_pairs_half_a_head_apart(rows, dtype):
     heads, width = 4, 128
-    x, weight = normal(0, rows, heads * width, dtype=dtype), normal(1, heads * width)
+    x, weight = draw(0, rows, heads * width, dtype=dtype), draw(1, heads * width)
     angles, tables = draw_rotations(rows, width)
     wide = np.asarray(x, np.float64)
     normed = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * np.asarray(weight, np.float64)
@@ -199,7 +193,7 @@ def test_rms_norm_rope_rotates_pairs_half_a_head_apart(rows, dtype):
 @pytest.mark.parametrize("width", [128, 64])
 def test_rms_norm_rope_gives_every_head_angles_of_its_own(width):
     heads, rows = 4, 50
-    x, weight = normal(0, rows, heads * width), normal(1, heads * width)
+    x, weight = draw(0, rows, heads * width), draw(1, heads * width)
     angles, tables = zip(*(draw_rotations(rows, width, seed=head) for head in range(heads)), strict=True)
     cos, sin = (jnp.concatenate(parts, axis=1) for parts in zip(*tables, strict=True))
     wide = np.asarray(x, np.float64)
@@ -225,7 +219,7 @@ HEADS = [(12, 64), (4, 128), (6, 64), (10, 16), (16, 32)]
 def test_head_norm_rope_is_torchs_norm_of_each_head(heads, width, kind, dtype):
     """6 heads of 64 in two groups fill one and a half registers each; 10 heads of 16 fill none."""
     rows = 50
-    x, weight, bias = normal(0, rows, heads * width) + 3, normal(1, width), normal(2, width)
+    x, weight, bias = draw(0, rows, heads * width) + 3, draw(1, width), draw(2, width)
     x = (x * np.linspace(1e-3, 30, heads * width, dtype=np.float32)).astype(jnp.dtype(dtype))
     angles, tables = draw_rotations(rows, width)
     each, *vectors = (torch.from_numpy(np.array(a, np.float64)) for a in (x, weight, bias))
@@ -265,10 +259,10 @@ def test_kernels_are_exact_in_simulated_tpu_memory():
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator  # It has no public name.
 
     simulated = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait")
-    x, weight, bias = normal(0, 50, 512), normal(1, 512, 512), normal(2, 512)
+    x, weight, bias = draw(0, 50, 512), draw(1, 512, 512), draw(2, 512)
     ones, zeros = np.ones((1, 512), np.float32), np.zeros((1, 512), np.float32)
-    tables = normal(3, 50, 128), normal(4, 50, 128)
-    narrow = normal(5, 64), normal(6, 64), (tables[0][:, :64], tables[1][:, :64])
+    tables = draw(3, 50, 128), draw(4, 50, 128)
+    narrow = draw(5, 64), draw(6, 64), (tables[0][:, :64], tables[1][:, :64])
     for (reference, kernel), args, more in (
         (LINEARS, (weight, bias), {}),
         (LAYER_NORMS, (ones, zeros), {"eps": 1e-6}),

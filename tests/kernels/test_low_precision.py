@@ -5,7 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.kernels.cases import INTERPRET, as_program
+from tests.kernels.cases import INTERPRET, as_program, assert_close, draw
 from wan_tpu_kernels import layer_norm as layer_norms
 from wan_tpu_kernels import linear_tiles, low_precision
 from wan_tpu_kernels.flash_attention import flash_attention, flash_attention_reference, flash_attention_unchecked
@@ -44,22 +44,12 @@ def small_tiles(monkeypatch):
         monkeypatch.setattr(module, "ROWS_AT_ONCE", 32)
 
 
-def normal(seed, *shape, dtype=jnp.float32):
-    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
-
-
 def round_with_numpy(x, dtype):
     """Round rows to the nearest numbers of a type: values, and scales [L, 1]."""
     x = np.asarray(x, np.float32)
     scales = np.abs(x).max(-1, keepdims=True) / np.float32(DTYPES[dtype])
     scaled = np.divide(x, scales, out=np.zeros_like(x), where=scales > 0)
     return np.rint(scaled) if dtype == "int8" else scaled.astype(ml_dtypes.float8_e4m3fn), scales
-
-
-def assert_close(got, expected, tolerance):
-    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
-    assert got.shape == expected.shape
-    assert np.abs(got - expected).max() <= tolerance * np.abs(expected).max()
 
 
 def assert_rounded(rows, x, dtype):
@@ -77,7 +67,7 @@ def assert_rounded(rows, x, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [128, 100, 5])
 def test_rows_are_rounded_to_the_nearest(rows, dtype):
-    x = normal(0, rows, 768, dtype=jnp.bfloat16) * np.exp(3 * normal(1, rows, 1)).astype(jnp.bfloat16)
+    x = draw(0, rows, 768, dtype=jnp.bfloat16) * np.exp(3 * draw(1, rows, 1)).astype(jnp.bfloat16)
     x[3] = 0
     grouped = x.reshape(rows, 2, 384).transpose(1, 0, 2)
     for function in ROUND_ROWS:
@@ -90,7 +80,11 @@ def test_rows_are_rounded_to_the_nearest(rows, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [128, 50, 5])
 def test_layer_norm_returns_rounded_rows(rows, dtype):
-    x, scale, shift = (normal(0, rows, 256) * 3 + 1).astype(jnp.bfloat16), normal(1, 2, 256), normal(2, 2, 256)
+    x, scale, shift = (
+        (draw(0, rows, 256) * 3 + 1).astype(jnp.bfloat16),
+        draw(1, 2, 256),
+        draw(2, 2, 256),
+    )
     more = {"eps": 1e-6, "first_rows": 3}
     plain = NORMS[0](x.astype(jnp.float32), scale, shift, **more)
     for function in NORMS:
@@ -107,12 +101,12 @@ SIZES = {"whole": (128, 256, 512), "ragged, in parts": (100, 768, 640), "tiny": 
 )
 def test_linear_multiplies_the_rounded_values(size, activation, dtype):
     rows, inputs, outputs = SIZES[size]
-    (x, sizes), (weight, scales) = (round_with_numpy(normal(n, m, inputs), dtype) for n, m in ((0, rows), (1, outputs)))
+    (x, sizes), (weight, scales) = (round_with_numpy(draw(n, m, inputs), dtype) for n, m in ((0, rows), (1, outputs)))
     rounded = Rounded(x.astype(dtype), np.broadcast_to(sizes, (rows, 128)))
     bias, residual, gate = (
-        normal(2, outputs, dtype=jnp.bfloat16),
-        normal(3, rows, outputs, dtype=jnp.bfloat16),
-        normal(4, 2, outputs),
+        draw(2, outputs, dtype=jnp.bfloat16),
+        draw(3, rows, outputs, dtype=jnp.bfloat16),
+        draw(4, 2, outputs),
     )
     y = (x.astype(np.float64) @ weight.astype(np.float64).T) * sizes * scales.T + np.asarray(bias, np.float64)
     y = np.asarray(as_program(ACTIVATIONS[activation])(y.astype(np.float32)), np.float64)
@@ -132,7 +126,7 @@ def test_linear_multiplies_the_rounded_values(size, activation, dtype):
 def test_swiglu_multiplies_the_rounded_values(dtype):
     rows, inputs, outputs = SIZES["ragged, in parts"]
     (x, sizes), (weight, scales) = (
-        round_with_numpy(normal(n, m, inputs), dtype) for n, m in ((0, rows), (1, 2 * outputs))
+        round_with_numpy(draw(n, m, inputs), dtype) for n, m in ((0, rows), (1, 2 * outputs))
     )
     rounded = Rounded(x.astype(dtype), np.broadcast_to(sizes, (rows, 128)))
     both = (x.astype(np.float64) @ weight.astype(np.float64).T) * sizes * scales.T
@@ -151,10 +145,10 @@ def test_queries_are_rounded_by_row_and_head(width, shared, dtype):
     if width == 40:
         heads = 1
     tiles = heads // shared - first
-    q = normal(0, 2, rows, heads * width) * np.exp(normal(1, 2, rows, 1))
+    q = draw(0, 2, rows, heads * width) * np.exp(draw(1, 2, rows, 1))
     q[:, 3] = 0
     own = q[..., first * shared * width :]
-    unit = np.exp(normal(2, 2, own.shape[2]))
+    unit = np.exp(draw(2, 2, own.shape[2]))
     options = {"width": width, "shared": shared, "first": first, "interpret": True}
     terms, scales = as_program(round_queries)(q, unit, jnp.dtype(dtype), **options)
     expected, sizes = as_program(round_queries_reference)(own, unit, jnp.dtype(dtype), heads=tiles * shared)
@@ -174,7 +168,7 @@ def test_queries_are_rounded_by_row_and_head(width, shared, dtype):
 def test_keys_are_rounded_without_their_mean(width, shared, first, dtype, monkeypatch):
     monkeypatch.setattr(low_precision, "TOKENS", 64)
     monkeypatch.setattr(low_precision, "TOKENS_AT_ONCE", 32)
-    k = normal(0, 2, 150, (first + 1) * width * shared) + 20 * normal(1, 1, 1, (first + 1) * width * shared)
+    k = draw(0, 2, 150, (first + 1) * width * shared) + 20 * draw(1, 1, 1, (first + 1) * width * shared)
     k[:, 130:], own = np.nan, slice(first * width * shared, None)
     real = np.asarray(k, np.float64)[:, :130, own]
     plain = real - real.mean(axis=1, keepdims=True)
@@ -194,13 +188,13 @@ def test_keys_are_rounded_without_their_mean(width, shared, first, dtype, monkey
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_that_are_not_finite_stay_so(dtype):
     wrong, rows = np.asarray([np.nan, np.inf]), np.asarray([7, 9])
-    x, weight = normal(0, 40, 256), np.ones((128, 256), dtype)
+    x, weight = draw(0, 40, 256), np.ones((128, 256), dtype)
     x[rows, 3] = wrong
     zeros, ones = np.zeros(128, np.float32), np.ones(128, np.float32)
     for function in ROUND_ROWS:
         result = np.asarray(LINEARS[1](function(x, jnp.dtype(dtype)), weight, zeros, scales=ones))
         assert not np.isfinite(result[rows]).any() and np.isfinite(np.delete(result, rows, axis=0)).all()
-    q, k, v = (normal(seed, 300, 128, dtype=jnp.bfloat16) for seed in range(3))
+    q, k, v = (draw(seed, 300, 128, dtype=jnp.bfloat16) for seed in range(3))
     options = {"heads": 1, "width": 128, "scale": 0.1, "kv_len": 300, "qk": dtype}
     for softmax, key in (("optimistic", np.nan), ("online", np.inf)):
         not_finite, odd = q.copy(), k.copy()
@@ -224,7 +218,7 @@ def test_rows_of_tiny_numbers_stay_finite():
 @pytest.mark.parametrize("length", [5, 40])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_few_keys_are_attended_to_closely(length, dtype):
-    q, k, v = (normal(seed, length, 256) for seed in range(3))
+    q, k, v = (draw(seed, length, 256) for seed in range(3))
     got = np.asarray(as_program(flash_attention)(q, k, v, heads=2, qk=dtype, interpret=INTERPRET), np.float64)
     expected = np.asarray(REFERENCE(q, k, v, heads=2), np.float64)
     assert (got * expected).sum() / np.linalg.norm(got) / np.linalg.norm(expected) > 0.999
@@ -242,7 +236,7 @@ def test_unsupported_8_bit_logits_are_refused():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_of_some_heads_with_logits_in_8_bits(dtype, softmax):
     heads, width, length, kv_len = 3, 128, 600, 580
-    q, k, v = (normal(seed, length, heads * width, dtype=jnp.bfloat16) for seed in range(3))
+    q, k, v = (draw(seed, length, heads * width, dtype=jnp.bfloat16) for seed in range(3))
     k[:, ::7] += 8
     k[kv_len:] = np.nan
     first = (1, 0, 1)

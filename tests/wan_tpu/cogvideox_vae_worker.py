@@ -6,9 +6,9 @@ Arguments: a checkpoint's folder, the npz of inputs, where to write what comes o
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 
+from tests.wan_tpu.chunk_runs import run_in_chunks
 from tests.wan_tpu.meshes import fit_mesh
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.cogvideox import components, vae
@@ -27,17 +27,7 @@ def halves(folder, mesh):
         causal = CausalChunks(
             loaded.module, mesh, run, lambda x: x, lambda x: x, scale, later_frames, history=RepeatedStart
         )
-        first, later = jax.jit(causal.run_first), jax.jit(causal.run_next)
-
-        def run_all(chunks):
-            out, cache = first(loaded.params, chunks[0])
-            outputs = [out]
-            for chunk in chunks[1:]:
-                out, cache = later(loaded.params, chunk, cache)
-                outputs.append(out)
-            return np.concatenate([np.asarray(out) for out in outputs], axis=2)
-
-        return run_all
+        return run_in_chunks(causal, loaded.params)
 
     return half("decoder", vae.encoder, 8, 8), half("encoder", vae.decoder, 1, LATER_FRAMES)
 

@@ -3,6 +3,8 @@
 import diffusers
 import torch
 
+from tests.wan_tpu.diffusers_steps import keep_latents
+
 
 class PyramidPipeline(diffusers.HeliosPyramidPipeline):
     """diffusers' pipeline with the covariance of its noise factored in float64.
@@ -42,10 +44,6 @@ def denoise(folder, text, *, chunks, seed, **options):
     pipeline.vae.decode = lambda latents, return_dict: (latents,)
     results = []
 
-    def keep(pipeline, step, time, arrays):
-        results.append(arrays["latents"].numpy().copy())
-        return arrays
-
     embeddings = torch.from_numpy(text).split(1)
     pipeline(
         prompt_embeds=embeddings[0],
@@ -53,7 +51,7 @@ def denoise(folder, text, *, chunks, seed, **options):
         num_frames=33 * chunks,
         generator=torch.Generator().manual_seed(seed),
         output_type="latent",
-        callback_on_step_end=keep,
+        callback_on_step_end=keep_latents(results),
         **options,
     )
     return results

@@ -6,9 +6,9 @@ Arguments: a checkpoint's folder, the npz of inputs, where to write what comes o
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 
+from tests.wan_tpu.chunk_runs import cut, run_in_chunks
 from tests.wan_tpu.meshes import fit_mesh
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.hunyuan15 import components
@@ -25,24 +25,9 @@ def halves(folder, mesh, frames):
     def half(dropped, make):
         loaded = load_component(Checkpoint(folder), components.vae_half(model.config, dropped), "float32", mesh)
         causal = make(loaded.module, mesh).for_chunks(frames)
-        first, later = jax.jit(causal.run_first), jax.jit(causal.run_next)
-
-        def run_all(chunks):
-            out, cache = first(loaded.params, chunks[0])
-            outputs = [out]
-            for chunk in chunks[1:]:
-                out, cache = later(loaded.params, chunk, cache)
-                outputs.append(out)
-            return np.concatenate([np.asarray(out) for out in outputs], axis=2)
-
-        return run_all
+        return run_in_chunks(causal, loaded.params)
 
     return half("decoder", model.vae_encoder), half("encoder", model.vae_decoder)
-
-
-def cut(x, frames):
-    """Cut x [1, C, T, H, W] into a first chunk of one frame and others of `frames`."""
-    return np.split(x, range(1, x.shape[2], frames), axis=2)
 
 
 if __name__ == "__main__":

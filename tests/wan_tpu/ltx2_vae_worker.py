@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from tests.wan_tpu.chunk_runs import cut, run_in_chunks
 from tests.wan_tpu.meshes import fit_mesh
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.ltx2 import upsampler, vae
@@ -37,17 +38,7 @@ def make_encode(folder, mesh, dtype="float32"):
     config = open_config(folder)
     loaded = load(folder, vae.vae_half(config, "decoder"), mesh, dtype)
     chunks = vae.encoder_chunks(config, loaded.module, mesh)
-    first, later = jax.jit(chunks.run_first), jax.jit(chunks.run_next)
-
-    def encode(pixels):
-        out, cache = first(loaded.params, pixels[0])
-        outputs = [out]
-        for chunk in pixels[1:]:
-            out, cache = later(loaded.params, chunk, cache)
-            outputs.append(out)
-        return np.concatenate([np.asarray(out, np.float32) for out in outputs], axis=2)
-
-    return encode
+    return run_in_chunks(chunks, loaded.params)
 
 
 def make_decode(folder, mesh, dtype="float32"):
@@ -78,11 +69,6 @@ def make_upsample(folder, mesh, dtype="float32"):
 
     program = jax.jit(run)
     return lambda latents: np.asarray(program(loaded.params, latents, mean, deviation))
-
-
-def cut(x, frames):
-    """Cut x [1, C, T, H, W] into a first chunk of one frame and others of `frames`."""
-    return np.split(x, range(1, x.shape[2], frames), axis=2)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import torch
 from tests.conftest import record_steps
 from tests.wan_tpu import adapter_files as files
 from tests.wan_tpu.adapter_weights import KIND, RELATIVE, assert_same, merge_weights, request
+from tests.wan_tpu.diffusers_steps import keep_latents
 from tests.wan_tpu.test_parity import PIXEL_TOLERANCE
 
 
@@ -195,13 +196,9 @@ def test_a_video_is_that_of_diffusers_with_the_same_pair(checkpoint, pipeline, t
     pipe.fuse_lora(components=["transformer", "transformer_2"])
     expected = []
 
-    def keep(pipe, i, t, values):
-        expected.append(values["latents"].numpy().copy())
-        return values
-
     frames = pipe(
         prompt="a cat", height=64, width=96, num_frames=9, num_inference_steps=4, guidance_scale=1.0,
-        latents=torch.from_numpy(noise), callback_on_step_end=keep, output_type="np",
+        latents=torch.from_numpy(noise), callback_on_step_end=keep_latents(expected), output_type="np",
     ).frames[0]  # fmt: skip
     before = record_steps(ours, request(), noise)[-1].latents
 

@@ -171,7 +171,7 @@ def test_adapters_are_checked_before_anything_is_computed(checkpoint, pipeline, 
     spec = SimpleNamespace(settings=SimpleNamespace(checkpoint=str(model)))
     monkeypatch.setattr(serve_config, "_read_args", lambda args: (settings, spec))
     with pytest.raises(InvalidRequest, match="another model"):
-        serve_config.worker({})
+        serve_config.build_worker({})
 
 
 class Stopped(BaseException):

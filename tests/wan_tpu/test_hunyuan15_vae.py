@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.children import run_on_devices
-from tests.wan_tpu.hunyuan15_vae_worker import cut, halves
+from tests.wan_tpu.chunk_runs import cut
+from tests.wan_tpu.hunyuan15_vae_worker import halves
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families import open_spec
 from wan_tpu.families.hunyuan15.small import make_checkpoint

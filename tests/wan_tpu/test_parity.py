@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from tests.conftest import PHOTO, record_steps
+from tests.wan_tpu.diffusers_steps import keep_latents
 from wan_tpu import GenerationRequest, InvalidRequest
 from wan_tpu.data import Video
 from wan_tpu.media.reading import read_frames
@@ -82,10 +83,6 @@ def run_diffusers(folder, request, task, noise):
         pipe.scheduler = diffusers.UniPCMultistepScheduler.from_config(pipe.scheduler.config, flow_shift=request.shift)
     latents = []
 
-    def keep(pipe, i, t, values):
-        latents.append(values["latents"].numpy().copy())
-        return values
-
     image = {} if task == "t2v" else {"image": request.image}
     if task == "flf2v":
         image["last_image"] = request.last_image
@@ -99,7 +96,7 @@ def run_diffusers(folder, request, task, noise):
         num_inference_steps=request.steps,
         guidance_scale=request.guidance_scale,
         latents=torch.from_numpy(noise),
-        callback_on_step_end=keep,
+        callback_on_step_end=keep_latents(latents),
         output_type="np",
         **image,
         **second,
@@ -126,14 +123,10 @@ def test_a_video_is_restyled_as_diffusers_does(strength, solver, checkpoint, pip
         pipe.scheduler = diffusers.UniPCMultistepScheduler.from_config(pipe.scheduler.config, flow_shift=5.0)
     expected = []
 
-    def keep(pipe, i, t, values):
-        expected.append(values["latents"].numpy().copy())
-        return values
-
     frames = pipe(
         video=read_frames(source, FRAMES), prompt="a dog", negative_prompt="", height=64, width=96,
-        num_inference_steps=8, guidance_scale=3.0, strength=strength, callback_on_step_end=keep, output_type="np",
-        generator=torch.Generator().manual_seed(5),
+        num_inference_steps=8, guidance_scale=3.0, strength=strength, generator=torch.Generator().manual_seed(5),
+        callback_on_step_end=keep_latents(expected), output_type="np",
     ).frames[0]  # fmt: skip
     events = []
     video = ours.generate(request, on_step=events.append)

@@ -1,7 +1,6 @@
 """Videos denoised chunk by chunk: each chunk is decoded while the next one is denoised, even after losses."""
 
 import asyncio
-import logging
 
 import pytest
 
@@ -16,14 +15,6 @@ from tests.actors.simulation.world import SECONDS, World
 STEPS = 3  # The number of steps per chunk.
 PLAN = plan_of(STEPS, "chunks", "video 7", 7)
 VIDEOS = 200
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(before)
 
 
 def make(layout="four pools", at_s=None, fault=None):

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import logging
 
 import pytest
 
@@ -27,14 +26,6 @@ LAYOUT = "pools:\n" + "".join(
 # Seconds of a step at each size, the smallest first, and seconds of decoding a chunk, by chip (docs/benchmarks.md).
 V6E_8 = (0.019, 0.029, 0.069), 0.04
 V6E_1 = (0.06, 0.12, 0.40), 0.30
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(before)
 
 
 def arrive(step_s, decode_s):

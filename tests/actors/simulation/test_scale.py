@@ -3,7 +3,6 @@
 import asyncio
 import cProfile
 import gc
-import logging
 import os
 import pstats
 import random
@@ -18,14 +17,6 @@ from tests.actors.simulation.world import SECONDS, World
 
 STEPS = 4
 LOAD = 0.8  # The fraction of time for which the experts' slices are busy.
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(before)
 
 
 def measure_cost(slices, requests, load=LOAD, profiler=None):

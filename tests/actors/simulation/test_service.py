@@ -1,6 +1,5 @@
 """In a service where everything fails at times, each job ends once, with its video or a reason of its own."""
 
-import logging
 import os
 import time
 
@@ -13,15 +12,6 @@ from tests.actors.simulation.scenario import limit_garbage_collection
 from tests.actors.simulation.service import simulate_service
 
 SEEDS, JOBS = range(4), 12
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    """Silence the workers, which log every loss."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(before)
 
 
 @pytest.fixture

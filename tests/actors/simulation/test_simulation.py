@@ -5,7 +5,6 @@ A failing seed prints what happened; `python -m tests.actors.simulation SEED` ru
 
 import asyncio
 import gc
-import logging
 import os
 import time
 import warnings
@@ -25,15 +24,6 @@ VIDEOS = 2000
 # The first seeds have uncovered defects: storage that is down at the end, a drain that begins late, a full disk on the
 # only slice, a hung call whose driver was killed, a cancelled request that is submitted again.
 SEEDS = (127, 435, 1785, 2385, 2510, 4201, *range(1000))
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    """Silence the logs, which would report thousands of drains and losses."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(before)
 
 
 def first_failure(seeds, *, videos=10**9, until_s=float("inf"), **options):
