@@ -9,17 +9,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from actors.engine import Fragment, GeneratedVideo, OnEvent, OnFragment
-from actors.errors import (
-    InputLost,
-    MachineFailed,
-    RequestFailed,
-    StageFailed,
-    StageInterrupted,
-    StageMoved,
-    StageQueuedTooLong,
-)
+from actors.errors import InputLost, RequestFailed, StageInterrupted, StageMoved
 from actors.observe.logs import log_event
 from actors.observe.span import Span
+from actors.pipeline.attempts import FIRST_WAIT_S, LONGEST_WAIT_S, Attempts
 from actors.pipeline.connection import PipelineConnection
 from actors.pipeline.losses import explain_losses
 from actors.slices.messages import ChunkDenoised, EncodedFragment, InputsTaken, SliceRequest, StageResult
@@ -39,8 +32,6 @@ from wan_tpu.stage_machine import (
 from wan_tpu.storage.base import StorageError
 
 log = logging.getLogger(__name__)
-
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 15.0  # Waits before a stage is tried again grow from the first to the longest.
 
 
 class RequestRun:
@@ -77,8 +68,7 @@ class RequestRun:
         self._on_fragment, self._run = on_fragment, -1  # The run that the latest fragment belongs to.
         self._on_event, self._limits = on_event, connection.settings.reliability
         self._refused = False
-        self._attempts = self._moves = 0  # Both count since the last progress.
-        self._done: set[tuple[str, int | None]] = set()
+        self._attempts = Attempts(key, self._limits)
         self._adapters_checked = not plan.request.loras
         self._machine = StageMachine(plan)
         self._encoded: dict[Encode, RefHandle] = {}  # Payloads of the inputs that the machine counts as encoded.
@@ -117,7 +107,7 @@ class RequestRun:
                     self._drop_inputs()
                     self._scope.drop(self._state)
                     self._state = None
-                await self._wait_after(lost)
+                await self._attempts.wait_after(lost)
 
     def _avoid(self, replica: str | None) -> None:
         if replica is not None:
@@ -287,7 +277,7 @@ class RequestRun:
                 async for event in events:
                     if isinstance(event, Span):
                         self._tell(event)
-                        self._note_progress(event.stage, event.step)
+                        self._attempts.note_progress(event.stage, event.step)
                         if (event.step is not None or event.chosen) and not is_concurrent:
                             step_s = None if event.step is None else event.seconds
                             where = self._key, event.stage, event.step or 0, steps
@@ -311,7 +301,7 @@ class RequestRun:
         if result is None:
             raise StageInterrupted(f"{stage} of {self._key} ended without a result")
         self._warnings.update(result.warnings)
-        self._note_progress(f"end of {stage}", result.step)
+        self._attempts.note_progress(f"end of {stage}", result.step)
         return result
 
     def _tell(self, span: Span) -> None:
@@ -330,28 +320,3 @@ class RequestRun:
                 self._on_fragment(Fragment(self._run, fragment.index, fragment.content))
         except Exception:
             log.exception("%s: the callback for its fragments has failed", self._key)
-
-    def _note_progress(self, stage: str, step: int | None) -> None:
-        """Reset the count of attempts if the request gets this far for the first time."""
-        if (stage, step) not in self._done:
-            self._done.add((stage, step))
-            self._attempts = self._moves = 0
-
-    async def _wait_after(self, error: Exception) -> None:
-        """Wait before the next attempt; raise `RequestFailed` after too many without progress."""
-        if isinstance(error, StageQueuedTooLong):
-            return
-        if isinstance(error, StageMoved) and self._moves < self._limits.move_attempts:
-            self._moves += 1
-            log.info("%s: %s", self._key, error)
-            await asyncio.sleep(2 * FIRST_WAIT_S)
-            return
-        self._attempts += 1
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if self._attempts >= self._limits.stage_attempts:
-            # The request failed on every slice that tried it, so the request is to blame.
-            if isinstance(error, StageFailed) and not isinstance(error, MachineFailed):
-                raise RequestFailed(f"failed {self._attempts} times; the last: {reason}", "error")
-            raise RequestFailed(f"given up after {self._attempts} attempts at one stage; the last: {reason}", "lost")
-        log.warning("%s: %s; attempt %d", self._key, reason, self._attempts + 1)
-        await asyncio.sleep(min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**self._attempts))
