@@ -1,4 +1,4 @@
-"""Fragments of a video that is made segment after segment, as a worker stores them for those who watch."""
+"""Videos that continue others, and videos of several segments, are watched while they are decoded."""
 
 import asyncio
 
@@ -9,11 +9,22 @@ from actors.api.worker.fragments import Fragments
 from actors.engine import Fragment
 from actors.jobs.watching import begin_to_watch, list_fragments
 from actors.jobs.work import WorkQueue
-from tests.actors.api.serving import create
+from tests.actors.api import serving
+from tests.actors.api.serving import create, open_client, serve, wait_for_end, working
+from tests.actors.api.test_watching import count_frames, decode_digests, list_stored_fragments, watching
+from tests.actors.small_spec import SOUND_SPEC
+from tests.waiting import wait_for
 from tests.wan_tpu.test_media_continued import encode
+from wan_tpu.media import video
 from wan_tpu.storage.opening import open_storage
 
 FPS = 24
+
+
+@pytest.fixture
+def engine(tmp_path):
+    (tmp_path / "frames").mkdir()
+    return serving.DecodingEngine(tmp_path / "frames")
 
 
 @pytest.fixture(scope="module")
@@ -73,3 +84,43 @@ def test_segments_that_can_not_follow_end_the_stream(http, settings, database, p
             assert await continue_fragments([b"no video"], FPS, None, fragments) is None
 
     asyncio.run(store())
+
+
+@pytest.mark.parametrize(
+    ("spec", "frames", "losses"), [(serving.SPEC, (25, 33), 1), (SOUND_SPEC, (22, 39), 0)], ids=["lost", "sound"]
+)
+def test_continued_video_brings_its_source_at_once_and_then_the_new_part(settings, engine, spec, frames, losses):
+    engine.model, (before, after) = spec, frames
+    with serve(settings, spec) as address, working(settings, engine), open_client(address) as http:
+        engine.decoded.release(2)
+        source = create(http, num_frames=before).json()["id"]
+        assert wait_for_end(http, source)["status"] == "completed"
+        engine.go.clear()
+        engine.losses = losses
+        body = {"prompt": "it goes on", "video": {"id": source}, "num_frames": after, "seed": 7}
+        job = http.post("/v1/videos/extensions", json=body).raise_for_status().json()["id"]
+        with watching(http, job) as (_, viewer):
+            wait_for(lambda: len(list_stored_fragments(settings)) == 2 and viewer.received)
+            wait_for(lambda: count_frames(viewer.received) == before)
+            engine.go.set()
+            engine.decoded.release(5)
+            content, cut = viewer.end()
+        assert not cut
+        finished = http.get(f"/v1/videos/{job}/content").content
+    assert decode_digests(content) == decode_digests(finished) and count_frames(content) == before + after - 1
+    assert (b"mp4a" in content, b"mp4a" in finished) == (spec is SOUND_SPEC,) * 2
+
+
+def test_continued_video_of_other_settings_is_cut_before_its_new_part(http, settings, engine, worker, monkeypatch):
+    source = create(http).json()["id"]
+    engine.decoded.release(1)
+    assert wait_for_end(http, source)["status"] == "completed"
+    monkeypatch.setattr(video, "H264", video.H264.replace("bframes=1", "bframes=0"))
+    body = {"prompt": "it goes on", "video": {"id": source}, "num_frames": 17}
+    job = http.post("/v1/videos/extensions", json=body).raise_for_status().json()["id"]
+    with watching(http, job) as (_, viewer):
+        wait_for(lambda: viewer.received)
+        engine.decoded.release(1)
+        received, cut = viewer.end()
+    assert (count_frames(received), cut) == (9, True)
+    assert wait_for_end(http, job)["status"] == "completed"

@@ -22,9 +22,7 @@ from actors.jobs.work import WorkQueue
 from tests.actors.api import serving
 from tests.actors.api.serving import create, open_client, serve, wait_for_end, working
 from tests.actors.api.test_outages_of_a_job import unwritable
-from tests.actors.small_spec import SOUND_SPEC
 from tests.waiting import wait_for
-from wan_tpu.media import video
 from wan_tpu.media.boxes import FREE
 from wan_tpu.storage.opening import open_storage
 
@@ -84,7 +82,7 @@ def count_frames(content):
     return len(decoded.stdout) // (64 * 96)
 
 
-def list_fragments(settings):
+def list_stored_fragments(settings):
     """Return the names of the fragments in storage."""
     return [name for name in open_storage(settings.storage).list() if re.search(r"\.\d+-\d{4}\.", name)]
 
@@ -95,11 +93,11 @@ def test_video_is_watched_while_it_is_decoded(http, settings, engine, worker):
         assert (viewer.answer.status_code, viewer.answer.headers["content-type"]) == (200, "video/mp4")
         assert viewer.answer.headers["cache-control"] == "no-store"
         wait_for(lambda: http.get(f"/v1/videos/{job}").json()["step"])  # By then the worker knows of the viewer.
-        assert (viewer.received, list_fragments(settings)) == (b"", [])
+        assert (viewer.received, list_stored_fragments(settings)) == (b"", [])
         engine.go.set()
         for count in range(1, 4):
             engine.decoded.release()
-            wait_for(lambda count=count: len(list_fragments(settings)) == count)
+            wait_for(lambda count=count: len(list_stored_fragments(settings)) == count)
             wait_for(lambda: viewer.received == b"".join(engine.fragments[job]))
         assert 0 < count_frames(viewer.received) < FRAMES  # What has come so far is a valid file.
         assert http.get(f"/v1/videos/{job}").json()["status"] == "in_progress"
@@ -123,7 +121,7 @@ def test_job_that_nobody_watches_stores_no_fragments(http, settings, engine, wor
     engine.decoded.release(5)
     job = create(http, num_frames=FRAMES).json()["id"]
     assert wait_for_end(http, job)["status"] == "completed"
-    assert list_fragments(settings) == []
+    assert list_stored_fragments(settings) == []
 
 
 def test_late_viewer_sees_everything_at_any_ingress(http, settings, engine, worker):
@@ -238,46 +236,6 @@ def decode_digests(content):
     command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", "-", "-map", "0:v", "-f", "framehash", "-"]
     lines = subprocess.run(command, input=content, capture_output=True, check=True).stdout.splitlines()
     return [line.replace(b" ", b"") for line in lines if line[:1] != b"#"]
-
-
-@pytest.mark.parametrize(
-    ("spec", "frames", "losses"), [(serving.SPEC, (25, 33), 1), (SOUND_SPEC, (22, 39), 0)], ids=["lost", "sound"]
-)
-def test_continued_video_brings_its_source_at_once_and_then_the_new_part(settings, engine, spec, frames, losses):
-    engine.model, (before, after) = spec, frames
-    with serve(settings, spec) as address, working(settings, engine), open_client(address) as http:
-        engine.decoded.release(2)
-        source = create(http, num_frames=before).json()["id"]
-        assert wait_for_end(http, source)["status"] == "completed"
-        engine.go.clear()
-        engine.losses = losses
-        body = {"prompt": "it goes on", "video": {"id": source}, "num_frames": after, "seed": 7}
-        job = http.post("/v1/videos/extensions", json=body).raise_for_status().json()["id"]
-        with watching(http, job) as (_, viewer):
-            wait_for(lambda: len(list_fragments(settings)) == 2 and viewer.received)
-            wait_for(lambda: count_frames(viewer.received) == before)
-            engine.go.set()
-            engine.decoded.release(5)
-            content, cut = viewer.end()
-        assert not cut
-        finished = http.get(f"/v1/videos/{job}/content").content
-    assert decode_digests(content) == decode_digests(finished) and count_frames(content) == before + after - 1
-    assert (b"mp4a" in content, b"mp4a" in finished) == (spec is SOUND_SPEC,) * 2
-
-
-def test_continued_video_of_other_settings_is_cut_before_its_new_part(http, settings, engine, worker, monkeypatch):
-    source = create(http).json()["id"]
-    engine.decoded.release(1)
-    assert wait_for_end(http, source)["status"] == "completed"
-    monkeypatch.setattr(video, "H264", video.H264.replace("bframes=1", "bframes=0"))
-    body = {"prompt": "it goes on", "video": {"id": source}, "num_frames": 17}
-    job = http.post("/v1/videos/extensions", json=body).raise_for_status().json()["id"]
-    with watching(http, job) as (_, viewer):
-        wait_for(lambda: viewer.received)
-        engine.decoded.release(1)
-        received, cut = viewer.end()
-    assert (count_frames(received), cut) == (9, True)
-    assert wait_for_end(http, job)["status"] == "completed"
 
 
 @pytest.mark.parametrize("end", ["cancel", "failure"])
