@@ -29,12 +29,12 @@ class Chip:
         compiler: Its name in the compiler's topologies.
         devices: How many JAX devices a chip has.
         cores: How many TensorCores a chip has.
-        name_counts: What the number in a slice's name counts.
+        size_unit: What the number in a slice's name counts: "chips", or "cores" as in v5p-8.
         usable_gib: Memory that programs may use, as libtpu's compiler reports it when it refuses a program.
         hbm_bytes_per_s: Bandwidth of that memory.
         bf16_flops: Dense peak per second; a multiply-add counts as two operations.
         clock_hz: Clock of the TensorCore, which issues one VLIW bundle a cycle.
-        matrix_8_bits: The 8-bit type, as JAX names it, whose products take half the time of bfloat16's.
+        mxu_8bit_dtype: The 8-bit type, as JAX names it, that the matrix units multiply in half the time of bfloat16.
         ici_link_bytes_per_s: Rate of one link in one direction; a chip has two links along each axis of the torus.
         core_link_bytes_per_s: Rate between the two devices of a chip, in one direction; None for chips of one device.
         sparse_core_collectives: Collectives that its compiler runs on SparseCores by default.
@@ -57,12 +57,12 @@ class Chip:
     compiler: str
     devices: int
     cores: int
-    name_counts: Literal["chips", "cores"] = "chips"
+    size_unit: Literal["chips", "cores"] = "chips"
     usable_gib: float
     hbm_bytes_per_s: float
     bf16_flops: float
     clock_hz: float
-    matrix_8_bits: str
+    mxu_8bit_dtype: str
     ici_link_bytes_per_s: float
     core_link_bytes_per_s: float | None = None
     sparse_core_collectives: tuple[str, ...] = ()
@@ -90,7 +90,7 @@ class Chip:
     @property
     def counted_per_chip(self) -> int:
         """How much each chip adds to the number in a slice's name."""
-        return self.cores if self.name_counts == "cores" else 1
+        return self.cores if self.size_unit == "cores" else 1
 
     @property
     def host_topology(self) -> str:

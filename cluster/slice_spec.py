@@ -1,6 +1,6 @@
 """Kinds of slices by their usual names: "v6e-8", "v5p-8", "v7x-4", or a generation with its topology, "v5p:2x2x2".
 
-The number counts what the generation's `name_counts` says: a v5p-8 has 8 cores, which are 4 chips. Labels and resources
+The number counts what the generation's `size_unit` says: a v5p-8 has 8 cores, which are 4 chips. Labels and resources
 are spelled as in Ray 2.60 (ray/_private/accelerators/tpu.py); tests/cluster/test_slice_spec.py compares them with Ray's
 own functions.
 """

@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--low-precision", action="store_true", help="8-bit logits, as the chip has them")
     parser.add_argument("--blocks", nargs="+", metavar="QxKV", default=[f"{q}x{kv}" for q, kv in BLOCKS])
     args = parser.parse_args()
-    qk = CHIPS[args.chip].matrix_8_bits if args.low_precision else None
+    qk = CHIPS[args.chip].mxu_8bit_dtype if args.low_precision else None
 
     candidates: list[tuple[Row, BlockSizes, Schedule]] = []
     sizes = [tuple(map(int, block.split("x"))) for block in args.blocks]

@@ -35,7 +35,7 @@ def table(chip: str) -> Iterator[Row]:
         yield ours(chip, softmax, None)
     yield ours(chip, "optimistic", None, width=64)
     yield ours(chip, "optimistic", None, counted=True)
-    yield ours(chip, "optimistic", CHIPS[chip].matrix_8_bits)
+    yield ours(chip, "optimistic", CHIPS[chip].mxu_8bit_dtype)
     for blocks in (118, 177):  # 10 and 15 % of 75,600 tokens
         yield sparse(chip, blocks)
     for peer in ("splash", "tokamax"):

@@ -22,12 +22,12 @@ jax_kind: TPU v99 max
 compiler: tpu99
 devices: 2
 cores: 4
-name_counts: cores
+size_unit: cores
 usable_gib: 400
 hbm_bytes_per_s: 20e12
 bf16_flops: 8e15
 clock_hz: 2e9
-matrix_8_bits: float8_e4m3fn
+mxu_8bit_dtype: float8_e4m3fn
 ici_link_bytes_per_s: 200e9
 core_link_bytes_per_s: 900e9
 topologies: [2x1, 2x2, 2x4, 4x8, 8x8]

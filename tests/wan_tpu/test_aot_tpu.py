@@ -62,7 +62,7 @@ def test_kinds_of_slices_are_known_to_the_compiler(name, devices):
     assert len(described_devices) == devices == kind.devices
     assert len({device.process_index for device in described_devices}) == kind.hosts
     assert described_devices[0].device_kind == kind.chip.jax_kind
-    assert jnp.dtype(type_of_8_bits(described_devices[0])).name == kind.chip.matrix_8_bits
+    assert jnp.dtype(type_of_8_bits(described_devices[0])).name == kind.chip.mxu_8bit_dtype
 
 
 def test_an_unknown_topology_is_refused(v6e_4):
