@@ -33,7 +33,7 @@ class Source:
 
     Attributes:
         location: Absolute path, address in a bucket, or hub id.
-        version: Changes whenever the content does: a checksum, object generations in a bucket, or a hub commit.
+        version: Changes whenever the content does: a checksum, the versions of objects in a bucket, or a hub commit.
         stamps: Stamps of its files on this machine. As long as they are unchanged, the content isn't read again.
     """
 
@@ -66,8 +66,9 @@ def identify(location: str) -> Source | None:
         Unavailable: The bucket doesn't answer now, or the disk fails.
     """
     if is_bucket(location):
-        generations = _generations(location)
-        return Source(location, f"generation {' '.join(generations)}") if generations else None
+        versions = _object_versions(location)
+        # Recorded batches compare this text, so it keeps Google's word for the versions of objects in any bucket.
+        return Source(location, f"generation {' '.join(versions)}") if versions else None
     if stamps := _look(location):
         checksum = _ask(lambda: _checksum(stamps), location)
         return None if checksum is None else Source(location, f"sha256 {checksum}", stamps)
@@ -136,8 +137,8 @@ def _read_checksum(stamps: Stamps) -> str:
 _remembered_checksum = functools.lru_cache(_REMEMBERED)(_read_checksum)
 
 
-def _generations(location: str) -> list[str]:
-    """Return the generations of an adapter's objects; empty if this machine has no access to them."""
+def _object_versions(location: str) -> list[str]:
+    """Return the versions of a source's objects in a bucket; empty if this machine has no access to them."""
     folder, _, name = location.rpartition("/")
     single = name.endswith(_ADAPTER_ENDING)
     try:
