@@ -211,7 +211,7 @@ class S3Storage(BucketStorage):
                 f"can't {action} {where}: not allowed ({first_line(error)}); allow this account s3:GetObject, "
                 f"s3:PutObject, s3:DeleteObject and s3:ListBucket on the bucket {self.bucket!r}"
             )
-        kind = Refused if is_refusal(status) and not _passes(error) else StorageError
+        kind = Refused if is_refusal(status) and not _is_temporary(error) else StorageError
         return kind(f"can't {action} {where} ({first_line(error)}); run this again")
 
 
@@ -315,13 +315,14 @@ def repeat(call: Callable[[], T]) -> T:
         try:
             return call()
         except (aws.ClientError, *_SILENCE) as error:
-            if not _passes(error) or time.monotonic() + pause_s > until:
+            if not _is_temporary(error) or time.monotonic() + pause_s > until:
                 raise
         time.sleep(pause_s * random.uniform(0.5, 1.0))
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def _passes(error: Exception) -> bool:
+def _is_temporary(error: Exception) -> bool:
+    """Return whether a call that failed with this error may succeed when it is repeated."""
     if not isinstance(error, aws.ClientError):
         return True
     return not is_refusal(_status(error)) or error.response["Error"].get("Code") == "RequestTimeout"  # Which is a 400.
