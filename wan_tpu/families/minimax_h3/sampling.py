@@ -27,7 +27,7 @@ def _distil(summary: str, adapter: str, levels: tuple[float, ...], shift: float,
 _TURBO = "lightx2v/Minimax-h3-Turbo/minimax_h3_fl2v_turbo"
 _FASTH3 = "FastVideo/FastVideo-FastH3-4-step-Preview-v1-LoRA/dense-datafree/adapter_model"
 _SHIFT = PUBLISHED["minimax-h3"].scheduler["shift"]
-DISTILLED = {
+FEW_STEP_PRESETS = {
     "minimax-h3": {
         "turbo-4": _distil("four steps", f"{_TURBO}_4step_v1.2_768p_bf16", (1.0, 0.75, 0.5, 0.25), 6.0),
         "turbo-8": _distil(

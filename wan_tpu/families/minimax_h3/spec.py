@@ -57,7 +57,7 @@ class MiniMaxH3Spec(FamilySpec):
     @property
     def presets(self) -> Mapping[str, Preset]:
         """Few steps by distilled adapters, and the checkpoint's own presets."""
-        return {**sampling.DISTILLED.get(self.name, {}), **super().presets}
+        return {**sampling.FEW_STEP_PRESETS.get(self.name, {}), **super().presets}
 
     @property
     def unused(self) -> tuple[str, ...]:

@@ -88,7 +88,7 @@ def original_preset(name: str) -> dict[str, Preset]:
     return {"original": Preset("the settings of Wan's own program", repository, tuple(settings.items()))}
 
 
-DISTILLED: dict[str, dict[str, Preset]] = {
+FEW_STEP_PRESETS: dict[str, dict[str, Preset]] = {
     "wan2.2-i2v-a14b": _lightning_of_two("i2v", "1022"),
     "wan2.2-t2v-a14b": _lightning_of_two("t2v", "1217"),
     "wan2.1-t2v-14b": _lightning_of_one("wan2.1_t2v_14b"),

@@ -159,7 +159,7 @@ class WanSpec(FamilySpec):
     @property
     def presets(self) -> Mapping[str, Preset]:
         """The settings of Wan's own program, four steps by distilled adapters, and the checkpoint's own presets."""
-        presets = sampling.original_preset(self.name) | sampling.DISTILLED.get(self.name, {})
+        presets = sampling.original_preset(self.name) | sampling.FEW_STEP_PRESETS.get(self.name, {})
         if self.config.attention_density is not None:  # All models with sparse attention are distilled.
             presets = {"turbo": sampling.TURBO}
         return {**presets, **super().presets}
