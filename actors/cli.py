@@ -20,14 +20,14 @@ from wan_tpu.versions import summarize_versions
 # Of each command: its module, its function there, and the help text.
 COMMANDS = {
     "doctor": ("actors.commands.doctor", "doctor", "check this machine's chips, kernels, network and disk"),
-    "generate": ("wan_tpu.commands.generate", "generate", "make one video from a prompt and, where it can, an image"),
+    "generate": ("wan_tpu.commands.generate", "generate", "make one video from a prompt or an image"),
     "models": ("wan_tpu.commands.models", "models", "list the published models, and what each makes"),
-    "layouts": ("actors.commands.layouts", "layouts", "list the layouts that come with this: slices, chips, models"),
+    "layouts": ("actors.commands.layouts", "layouts", "list the shipped layouts: slices, chips, models"),
     "plan": ("actors.planning.plan", "plan", "say what fits a slice, how long it takes, and what videos cost"),
     "batch": ("actors.commands.batch", "batch", "make every video of a manifest in this process"),
-    "stage1": ("wan_tpu.commands.staged", "encode", "only the encoder: request -> embeddings"),
-    "stage2": ("wan_tpu.commands.staged", "denoise", "only the experts: embeddings -> latents"),
-    "stage3": ("wan_tpu.commands.staged", "decode", "only the decoder: latents -> video"),
+    "stage1": ("wan_tpu.commands.staged", "encode", "run only the encoder, and write its embeddings"),
+    "stage2": ("wan_tpu.commands.staged", "denoise", "run only the experts, and write the latents"),
+    "stage3": ("wan_tpu.commands.staged", "decode", "run only the decoder, and write the video"),
     "calibrate": ("wan_tpu.commands.calibrate", "calibrate", "measure the curve by which MagCache skips steps"),
     "weights": ("wan_tpu.commands.weights", "weights", "convert a checkpoint to what slices read fastest"),
     "cluster": ("actors.commands.cluster", "cluster", "start and stop an emulated cluster"),
@@ -40,7 +40,7 @@ COMMANDS = {
     "keys": ("actors.commands.keys", "keys", "make, show and revoke API keys of the online service"),
     "manifests": ("actors.provision.manifests", "manifests", "print a layout as Kubernetes objects, for kubectl apply"),
     "hosts": ("actors.provision.hosts", "hosts", "write what creates a layout's machines as TPU VMs"),
-    "completion": ("actors.cli", "completion", "print what lets a shell complete these commands and their options"),
+    "completion": ("actors.cli", "completion", "print a script with which a shell completes commands and options"),
 }
 SHELLS = ("bash", "fish", "tcsh", "zsh")
 # The extra of pyproject.toml that has a command's requirements beyond the core.
@@ -106,7 +106,7 @@ def completion(argv: Sequence[str]) -> None:
 
 def _build_parser(parser_class: Any) -> Parser:
     """Return the parser of all commands; `parser_class` is called with `prog` and `of` for that of one command."""
-    description = "Video generation on TPUs. It runs on CPUs, too; CUDA is not tried."
+    description = "Video generation on TPUs. It also runs on CPUs, but not on GPUs."
     parser = Parser(prog="wan-tpu", description=description)
     parser.add_argument("--version", action="version", version=summarize_versions(), help="show the versions and exit")
     commands = parser.add_subparsers(

@@ -40,6 +40,7 @@ HOSTS = ["hosts", "/proc/x", "--layout", "four-pools", "--image", "i", "--projec
         (["plan", "--model", "wan2.1-t2v-14b", "--layout", "one_machine"], "(did you mean one-machine?)"),
         (["cluster", "up", "--emulate", "emulated_dmo"], "(did you mean emulated-demo?)"),
         (["cluster", "dwn"], "(did you mean down?)"),
+        (["plan", "--model", "wan2.1-t2v-14b", "--steps", "1.5"], "argument --steps: it is '1.5'; give a whole number"),
         (["keys", "limit", "ann", "--per-minutes", "3"], "(did you mean --per_minute?)"),
         (
             ["keys", "--database", "jobs.sqlite", "list"],

@@ -62,6 +62,16 @@ class Parser(argparse.ArgumentParser):
             result.append(f"{known}{equals}{value}")
         return result
 
+    def _get_value(self, action: argparse.Action, text: str) -> Any:
+        """Convert an argument; where argparse only calls a number invalid, say what to give."""
+        try:
+            return super()._get_value(action, text)
+        except argparse.ArgumentError:
+            if action.type not in (int, float):
+                raise
+            kind = "a whole number" if action.type is int else "a number"
+            raise argparse.ArgumentError(action, f"it is {text!r}; give {kind}") from None
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             choices = [str(choice) for choice in action.choices]
