@@ -276,8 +276,8 @@ class ModelSpec(ModelLimits):
             return
         if request.strength is not None or (request.switch_step is not None and request.sigmas is None):
             raise InvalidRequest(
-                f"cache is {request.cache}; a curve holds for a whole schedule, so leave out cache, or strength and "
-                "switch_step (which needs sigmas)",
+                f"cache is {request.cache}, but a curve holds only for a whole schedule; leave strength out, and "
+                "give switch_step only together with sigmas",
                 "cache",
             )
         if self._curve_of(request) is not None:

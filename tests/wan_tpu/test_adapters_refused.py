@@ -12,7 +12,8 @@ from tests.wan_tpu import adapter_files as files
 from tests.wan_tpu.adapter_weights import KIND, merge_weights
 from wan_tpu import GenerationRequest
 from wan_tpu.adapters.adapter import Targets
-from wan_tpu.adapters.files import find, read
+from wan_tpu.adapters.files import read
+from wan_tpu.adapters.location import find
 from wan_tpu.errors import InvalidRequest
 
 
@@ -64,7 +65,7 @@ def test_damaged_files_are_refused(good, pipeline, tmp_path):
     cut.write_bytes((tmp_path / "bad.safetensors").read_bytes()[:-5])
     with pytest.raises(InvalidRequest, match="cut off"):
         merge_weights(pipeline(KIND), "denoise_high", str(cut))
-    for path, message in ((str(tmp_path), "name one of these"), ("/nowhere/x.safetensors", "check the path")):
+    for path, message in ((str(tmp_path), "choose one of them"), ("/nowhere/x.safetensors", "check the path")):
         with pytest.raises(InvalidRequest, match=message):
             merge_weights(pipeline(KIND), "denoise_high", path)
 
@@ -110,14 +111,14 @@ def test_quantised_adapters_are_refused_with_what_works(name, value, good, pipel
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"lora_alpha": "much"}, "lora_alpha is 'much'"),
-        ({"lora_alpha": [8]}, r"lora_alpha is [8]"),
-        ({"lora_alpha": float("inf")}, "lora_alpha is inf"),
+        ({"lora_alpha": "much"}, "is 'much' instead of a number"),
+        ({"lora_alpha": [8]}, r"is [8] instead of a number"),
+        ({"lora_alpha": float("inf")}, "is inf instead of a number"),
         ({"lora_alpha": 8, "alpha_pattern": {"self_attn(": 4}}, "'self_attn(', which isn't a valid regular"),
         ({"lora_alpha": 8, "alpha_pattern": {"self_attn.q": None, "ffn.2": 4}}, ""),
         ({"lora_alpha": 8, "alpha_pattern": {"self_attn.q": {}}}, f"{Q}.lora_down.weight needs a number"),
         ({"lora_alpha": 8, "alpha_pattern": ["self_attn.q"]}, "alpha_pattern is ['self_attn.q']"),
-        ("[" * 100_000, "alpha is damaged"),
+        ("[" * 100_000, "alpha settings can't be read"),
     ],
 )
 def test_impossible_alphas_of_a_configuration_are_refused(config, message, good, pipeline, tmp_path):
@@ -158,7 +159,7 @@ def test_made_up_files_are_read_or_refused_whole(pipeline, tmp_path):
         ([{}], "no path"),
         ([3], "int"),
         ("a.safetensors", "list"),
-        (["a"] * 9, "allowed: 8"),
+        (["a"] * 9, "allowed: at most 8"),
     ],
 )
 def test_requests_with_impossible_adapters_are_refused(loras, message):

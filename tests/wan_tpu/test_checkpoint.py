@@ -104,7 +104,7 @@ def test_stray_files_beside_the_weights_are_left_alone(copy):
     reference = diffusers.WanTransformer3DModel.from_pretrained(folder)
     assert np.array_equal(reference.proj_out.bias.detach().numpy(), expected)
     (folder / WEIGHTS).rename(folder / "half-00001-of-00001.safetensors")
-    with pytest.raises(CheckpointError, match=r"ema\.safetensors and half-.* leave one there, or call it"):
+    with pytest.raises(CheckpointError, match=r"ema\.safetensors and half-.* keep only one, or rename it to"):
         load_high(copy)
     for stray in ("ema.safetensors", "diffusion_pytorch_model.fp16.safetensors", "z.safetensors"):
         (folder / stray).unlink()

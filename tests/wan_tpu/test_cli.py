@@ -127,10 +127,10 @@ def test_adapters_and_sigmas_stage_by_stage(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("options", "field", "message"),
     [
-        (["--steps", "2"], "strength", "strength 0.3 of 2 steps is none"),
-        (["--sigmas", "1", "0.5"], "strength", "strength 0.3 of 2 steps is none"),
+        (["--steps", "2"], "strength", "strength is 0.3, which leaves none of the 2 steps"),
+        (["--sigmas", "1", "0.5"], "strength", "strength is 0.3, which leaves none of the 2 steps"),
         (["--switch_step", "99"], "switch_step", "switch_step is 99, but there are 8 steps"),
-        (["--cache", "magcache"], "cache", "not of strength"),
+        (["--cache", "magcache"], "cache", "leave strength out"),
     ],
 )
 def test_stage_2_checks_what_began_as_a_video(options, field, message, checkpoint, tmp_path):
@@ -154,7 +154,7 @@ def test_stage_2_refuses_another_seed_than_that_of_the_noise_of_images(checkpoin
     text = {"text": np.zeros((1, 4, 4), np.float32)}
     conditioning = Conditioning(text, image_latents=np.zeros((1, 16, 1, 4, 4), np.float32))
     save_value(conditioning, tmp_path / staged.EMBEDDINGS, {"id": run.id})
-    with pytest.raises(InvalidInput, match="--seed is 4, and stage 1 has drawn the images' noise with 3; leave --seed"):
+    with pytest.raises(InvalidInput, match="--seed is 4, but stage 1 drew the images' noise with seed 3; omit --seed"):
         staged.denoise(["--input_dir", str(tmp_path), "--dp", "1", "--seed", "4"])
 
 
@@ -197,7 +197,7 @@ def test_staged_equals_one_command(video_file, checkpoint, tmp_path, capsys):
     assert f"continues with those of {other}" in capsys.readouterr().err
     assert cli.run(staged.encode, [*stage1, "--prompt", "A dog", "--overwrite"]) == 0
     assert cli.run(staged.denoise, [*where, "--resume"]) == 2
-    assert "begun with other embeddings" in capsys.readouterr().err
+    assert "embeddings that stage 1 has since replaced" in capsys.readouterr().err
     config = folder / staged.CONFIG
     config.write_text(config.read_text().replace('"id": "', '"id": "0'))
     assert cli.run(staged.denoise, [*where, "--overwrite"]) == 2

@@ -27,7 +27,7 @@ from wan_tpu.commands.generate import generate
         (["--num_frames", "5"], "there is no --num_frames (did you mean --frames?)"),
         (["--solver", "unipcc"], "(did you mean unipc?)"),
         (["--shift", "1e-30"], "nearest 0.01"),
-        (["--prompt", "caf\udce9"], "no valid Unicode"),
+        (["--prompt", "caf\udce9"], "isn't valid Unicode"),
         (["--image", "https://example.org/cat.png"], "download it"),
         (["--image", "x" * 5000], "can't be read"),
         (["--output", ""], "is a folder"),
@@ -84,17 +84,17 @@ def test_an_image_is_never_written_over(checkpoint, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [
-        ("model_index.json", lambda c: [], "no JSON object"),
+        ("model_index.json", lambda c: [], "isn't a JSON object"),
         ("model_index.json", lambda c: c | {"transformer": ["a"]}, "model_index.json has transformer"),
-        ("model_index.json", lambda c: c | {"boundary_ratio": 7}, "lies between 0 and 1"),
-        ("vae/config.json", lambda c: {}, "fetch both again from one place"),
-        ("vae/config.json", lambda c: c | {"latents_mean": [0]}, "1 latents_mean for z_dim 16"),
+        ("model_index.json", lambda c: c | {"boundary_ratio": 7}, "must lie between 0 and 1"),
+        ("vae/config.json", lambda c: {}, "fetch both again from the same place"),
+        ("vae/config.json", lambda c: c | {"latents_mean": [0]}, "1 numbers in latents_mean; with z_dim 16"),
         ("vae/config.json", lambda c: c | {"dim_mult": "ab"}, "has dim_mult 'ab' in vae/config.json"),
         ("transformer/config.json", lambda c: c | {"patch_size": 2}, "has patch_size 2 in transformer/config.json"),
         ("text_encoder/config.json", lambda c: c | {"d_model": "wide"}, "can't be used to build the model"),
         ("scheduler/scheduler_config.json", lambda c: c | {"flow_shift": [5]}, "damaged configuration"),
         ("scheduler/scheduler_config.json", lambda c: c | {"use_karras_sigmas": True}, "use_karras_sigmas True"),
-        ("tokenizer/tokenizer.json", lambda c: {}, "no working tokenizer"),
+        ("tokenizer/tokenizer.json", lambda c: {}, "doesn't hold a working tokenizer"),
     ],
 )
 def test_damaged_configurations_are_one_line_and_exit_code_2(file, change, message, checkpoint, tmp_path, capsys):

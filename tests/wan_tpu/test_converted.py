@@ -16,7 +16,8 @@ from tests.children import start_module
 from tests.conftest import with_devices
 from tests.waiting import SECONDS
 from wan_tpu import load_pipeline
-from wan_tpu.adapters.files import find, read
+from wan_tpu.adapters.files import read
+from wan_tpu.adapters.location import find
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.model import open_model
@@ -212,7 +213,7 @@ def damage(folder):
             "bfloat16",
             f"converted for layout 0, but this version reads layout {LAYOUT}",
         ),
-        (lambda f: spoil(f, {"bytes": 7}), "bfloat16", "bytes of 7; convert the checkpoint again"),
+        (lambda f: spoil(f, {"bytes": 7}), "bfloat16", "bytes instead of 7; convert the checkpoint again"),
         (lambda f: spoil(f, {"tensors": {}}), "bfloat16", "lacks .*; convert the checkpoint again"),
         (
             lambda f: None,

@@ -277,8 +277,8 @@ def test_explicit_sigmas_have_a_curve_of_their_own(folder, tmp_path):
         ({"cache": "magcache:0.1,2,3"}, "nearest 1"),
         ({"shift": 8.0}, "shift 5 and solver unipc, and the request has shift 8 and solver unipc; measure one"),
         ({"solver": "euler"}, "and the request has shift 5 and solver euler; measure one"),
-        ({"sigmas": [1.0, 0.5]}, "no curve of .* with these sigmas and this switch.*wan-tpu calibrate"),
-        ({"switch_step": 3}, "another switch_step without sigmas"),
+        ({"sigmas": [1.0, 0.5]}, "no calibrated curve for .* with these sigmas and this switch.*wan-tpu calibrate"),
+        ({"switch_step": 3}, "give switch_step only together with sigmas"),
     ],
 )
 def test_settings_that_no_curve_is_for_are_refused(pipe, fields, message):
@@ -300,5 +300,5 @@ def test_damaged_curve_is_refused(folder, tmp_path):
     damaged = ({"ratios": []}, {"ratios": [[1, 1]], "first_low": 5, "shift": 5}, {"ratios": [[1]], "shift": 5}, 3)
     for curve in (*damaged, {"ratios": [[1, 1]], "shift": 5, "sigmas": [1.0, 0.5]}):
         (copy / "wan_tpu.json").write_text(json.dumps({"magcache": [curve]}))
-        with pytest.raises(CheckpointError, match="calibrate it again"):
+        with pytest.raises(CheckpointError, match="with wan-tpu calibrate"):
             open_spec(copy)

@@ -112,7 +112,7 @@ def test_a_mesh_of_jax_is_taken_whatever_its_axis_types():
 
 @pytest.mark.parametrize("shape", [5, 0, (), [], (True, 1, 1), (1, 1), "111", (1, -1, 1)])
 def test_bad_mesh_shapes_are_refused(shape):
-    with pytest.raises(MeshError, match=r"\(dp, sp, tp\) with three positive integers"):
+    with pytest.raises(MeshError, match=r"\(dp, sp, tp\), three positive integers"):
         make_mesh(shape, heads=1)
 
 

@@ -54,7 +54,7 @@ def test_a_model_of_ones_own_has_its_own_presets(copy):
     assert (request.steps, request.sigmas) == (2, (1.0, 0.5))
     assert request.loras == (RequestedAdapter(f"{copy.resolve()}/a.safetensors", 0.5, "high"),)
     for wrong, message in (
-        ({"about": "x"}, "presets fast needs about, source and settings"),
+        ({"about": "x"}, "presets fast must have the keys about, source and settings"),
         (preset | {"settings": {"prompt": "a"}}, "there is no setting prompt"),
         (preset | {"settings": {"sigmas": [2]}}, "in presets fast, sigmas"),
     ):

@@ -183,7 +183,7 @@ SCHEDULER_FILE = "scheduler/scheduler_config.json"
 @pytest.mark.parametrize(
     ("repository", "changed", "message"),
     [  # Keys left out of a scheduler mean noise prediction, or a schedule without a shift: diffusers would run these.
-        (I2V_A14B, {SCHEDULER_FILE: {"prediction_type": ...}}, "scheduler prediction_type 'epsilon'; supported is"),
+        (I2V_A14B, {SCHEDULER_FILE: {"prediction_type": ...}}, "scheduler prediction_type 'epsilon'; supported: "),
         (I2V_A14B, {SCHEDULER_FILE: {"use_flow_sigmas": ...}}, "scheduler use_flow_sigmas False; supported: True"),
         (I2V_A14B, {SCHEDULER_FILE: {"sigma_min": 0.1}}, "scheduler sigma_min 0.1; supported: None"),
         ("THUDM/CogVideoX-5b", {SCHEDULER_FILE: {"prediction_type": ...}}, "scheduler prediction_type 'epsilon'"),
