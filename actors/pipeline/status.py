@@ -130,7 +130,7 @@ def format_status(status: PipelineStatus) -> str:
     lines.append("pools")
     for pool in status.pools:
         replicas = f"{len(pool.replicas)} of {Replicas(*pool.wanted)!s:<7}"
-        lines.append(f"  {pool.name:<12} {pool.slice:<8} {replicas} queue {pool.queue:<4} {_format_facts(pool)}")
+        lines.append(f"  {pool.name:<16} {pool.slice:<8} {replicas} queue {pool.queue:<4} {_format_facts(pool)}")
         lines += [
             f"    {name:<24} {textwrap.shorten(str(replica), 100, placeholder='…')}, {_format_age(now, replica.since)}"
             for name, replica in list(pool.replicas.items())[:MAX_SHOWN]

@@ -210,10 +210,10 @@ def _list_layouts(
     stage_seconds: StageSeconds, stages: Sequence[str], experts: Sequence[str], fits: Fits
 ) -> Iterator[Layout]:
     """Yield the layouts to compare: all stages in one pool; experts in one and the rest in another; one pool each."""
-    ends = tuple(stage for stage in stages if stage not in experts)
+    others = tuple(stage for stage in stages if stage not in experts)
     groupings: list[dict[str, tuple[str, ...]]] = [
         {"all": tuple(stages)},
-        {"ends": ends, "experts": tuple(experts)},
+        {"encoder-decoder": others, "experts": tuple(experts)},
         {stage: (stage,) for stage in stages},
     ]
     kinds = [SliceSpec(name) for name in stage_seconds]

@@ -23,7 +23,7 @@ LAYOUT = Layout.parse(
     """
 emulate: {devices_per_host: 1}
 pools:
-  ends: {stages: [encoder, decoder], slice: v6e-1}
+  encoder-decoder: {stages: [encoder, decoder], slice: v6e-1}
   high: {stages: [denoise_high], slice: v6e-1}
   low: {stages: [denoise_low], slice: v6e-1}
 """,

@@ -40,7 +40,11 @@ gke_accelerator: tpu-v99-slice
 gke_machines: {2: ct99-2t, 4: ct99-4t}
 tpu_vm_runtime: v2-alpha-tpuv99
 """
-LAYOUT = "pools:\n  ends: {stages: [encoder, decoder], slice: v99-8}\n  denoise: {stages: [denoise], slice: v99-32}\n"
+LAYOUT = """
+pools:
+  encoder-decoder: {stages: [encoder, decoder], slice: v99-8}
+  denoise: {stages: [denoise], slice: v99-32}
+"""
 PRICES = "date: 2027-01-01\nchips:\n  v99: {on-demand: {here: 7.5}}\n"
 # One product of 2 x 1024^3 operations, which the compiler takes for 100,000 cycles.
 PRODUCT = """
@@ -101,8 +105,8 @@ def test_its_devices_are_recognised():
 def test_its_kubernetes_objects_are_written(layout, capsys):
     assert main(["manifests", "--image", "i", "--layout", layout]) == 0
     objects = {item["kind"]: item for item in yaml.safe_load_all(capsys.readouterr().out)}
-    _, ends, denoise = objects["RayCluster"]["spec"]["workerGroupSpecs"]
-    assert (ends["numOfHosts"], denoise["numOfHosts"]) == (1, 2)
+    _, encoder_decoder, denoise = objects["RayCluster"]["spec"]["workerGroupSpecs"]
+    assert (encoder_decoder["numOfHosts"], denoise["numOfHosts"]) == (1, 2)
     assert denoise["template"]["spec"]["nodeSelector"] == {
         "cloud.google.com/gke-tpu-accelerator": "tpu-v99-slice",
         "cloud.google.com/gke-tpu-topology": "2x4",

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.soak
 LAYOUT = """
 emulate: {devices_per_host: 1}
 pools:
-  ends: {stages: [encoder, decoder], slice: v6e-1}
+  encoder-decoder: {stages: [encoder, decoder], slice: v6e-1}
   denoise: {stages: [denoise], slice: v6e-1}
 """
 FIELDS = {"num_frames": "9", "num_inference_steps": "3", "seed": "5", "solver": "dpm"}

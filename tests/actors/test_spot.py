@@ -37,7 +37,7 @@ LATE_S = 300.0  # that may pass until all have ended
 LAYOUT = """
 emulate: {devices_per_host: 1}
 pools:
-  ends: {stages: [encoder, decoder], slice: v6e-1}
+  encoder-decoder: {stages: [encoder, decoder], slice: v6e-1}
   high: {stages: [denoise_high], slice: v6e-1}
   low: {stages: [denoise_low], slice: v5p-16}
 """

@@ -33,7 +33,7 @@ def fit(kind, stages):
 
 LAYOUT = """
 pools:
-  ends: {stages: [encoder, decoder], slice: v6e-4}
+  encoder-decoder: {stages: [encoder, decoder], slice: v6e-4}
   experts: {stages: [high, low], slice: v6e-8, replicas: {min: 1, max: 2}}
 """
 
@@ -72,10 +72,10 @@ def test_a_layout_makes_what_its_slowest_pool_makes(terms):
     assert estimated.chips == 4 + 2 * 8
     assert estimated.dollars_an_hour == pytest.approx(20 * 2.0)
     assert estimated.dollars_a_video == pytest.approx(40 / (0.8 * estimated.videos_an_hour))
-    ends, experts = estimated.pools
-    assert (ends.seconds, experts.seconds) == (2.0, 108.0)
+    encoder_decoder, experts = estimated.pools
+    assert (encoder_decoder.seconds, experts.seconds) == (2.0, 108.0)
     assert experts.busy == pytest.approx(0.8)
-    assert estimated.to_a_video_s == pytest.approx(110 + ends.wait_s + experts.wait_s)
+    assert estimated.to_a_video_s == pytest.approx(110 + encoder_decoder.wait_s + experts.wait_s)
     spot = estimate(Layout.parse(LAYOUT, "mine"), SECONDS, Terms(terms.prices, "spot", busy=0.8))
     assert spot.dollars_an_hour == pytest.approx(20 * 1.0)
 

@@ -14,7 +14,7 @@ from tests.conftest import STAGES
 ONE_EXPERT = ("encoder", "denoise", "decoder")
 GOOD = {
     "pools": {
-        "ends": {"stages": ["encoder", "decoder"], "slice": "v6e-1"},
+        "encoder-decoder": {"stages": ["encoder", "decoder"], "slice": "v6e-1"},
         "experts": {
             "stages": ["denoise_high", "denoise_low"],
             "slice": "v6e-8",
@@ -37,9 +37,9 @@ def change_pool(pool, **changes):
 
 def test_a_layout_is_read():
     layout = parse(GOOD)
-    ends, experts = layout.pools
-    assert ends.slice == SliceSpec("v6e-1")
-    assert ends.replicas == Replicas(1, 1)
+    encoder_decoder, experts = layout.pools
+    assert encoder_decoder.slice == SliceSpec("v6e-1")
+    assert encoder_decoder.replicas == Replicas(1, 1)
     assert experts.mesh == (2, None, 4)
     assert layout.find_pool("denoise_low") is experts
     assert layout.devices(experts) == 8
@@ -107,31 +107,40 @@ A_COUNT = "write a whole number from 1 to 1000"
         ({"pools": {"a b": {}}}, "pools: a b: name is 'a b'; a pool's name is made of"),
         ("pools:\n  a: {}\n  a: {}", "'a' appears twice"),
         (
-            change_pool("ends", stage=["encoder"]),
-            "pools: ends has the unknown key 'stage'; write pools: {NAME: {stages: ",
-        ),
-        (change_pool("ends", stages="encoder"), "pools: ends: stages is 'encoder'; write a list of names"),
-        (change_pool("ends", stages=[]), r"pools: ends: stages is \[\]; write a list of names"),
-        (
-            change_pool("ends", stages=["encoder", "denoise_low"]),
-            "pool experts: stage denoise_low is .* also in pool ends",
-        ),
-        (change_pool("ends", stages=["encoder", "encoder"]), "pool ends: stage encoder is listed twice"),
-        (change_pool("ends", slice="v6e-6"), "pools: ends: slice: there is no v6e-6; nearest: v6e-8"),
-        (
-            change_pool("ends", slice=None),
-            "pools: ends: slice: None isn't a slice; write a generation and a size, such as v6",
-        ),
-        (change_pool("ends", replicas=0), f"pools: ends: replicas: min is 0; {A_COUNT}"),
-        (change_pool("ends", replicas=1001), f"replicas: min is 1001; {A_COUNT}"),
-        (change_pool("ends", replicas=True), f"replicas: min is True; {A_COUNT}"),
-        (change_pool("ends", replicas="3"), f"replicas: min is '3'; {A_COUNT}"),
-        (
-            change_pool("ends", replicas={"min": 3, "max": 2}),
-            "pools: ends: replicas: min is 3, but max is 2; swap them",
+            change_pool("encoder-decoder", stage=["encoder"]),
+            "pools: encoder-decoder has the unknown key 'stage'; write pools: {NAME: {stages: ",
         ),
         (
-            change_pool("ends", replicas={"mi": 3}),
+            change_pool("encoder-decoder", stages="encoder"),
+            "pools: encoder-decoder: stages is 'encoder'; write a list of names",
+        ),
+        (change_pool("encoder-decoder", stages=[]), r"pools: encoder-decoder: stages is \[\]; write a list of names"),
+        (
+            change_pool("encoder-decoder", stages=["encoder", "denoise_low"]),
+            "pool experts: stage denoise_low is .* also in pool encoder-decoder",
+        ),
+        (
+            change_pool("encoder-decoder", stages=["encoder", "encoder"]),
+            "pool encoder-decoder: stage encoder is listed twice",
+        ),
+        (
+            change_pool("encoder-decoder", slice="v6e-6"),
+            "pools: encoder-decoder: slice: there is no v6e-6; nearest: v6e-8",
+        ),
+        (
+            change_pool("encoder-decoder", slice=None),
+            "pools: encoder-decoder: slice: None isn't a slice; write a generation and a size",
+        ),
+        (change_pool("encoder-decoder", replicas=0), f"pools: encoder-decoder: replicas: min is 0; {A_COUNT}"),
+        (change_pool("encoder-decoder", replicas=1001), f"replicas: min is 1001; {A_COUNT}"),
+        (change_pool("encoder-decoder", replicas=True), f"replicas: min is True; {A_COUNT}"),
+        (change_pool("encoder-decoder", replicas="3"), f"replicas: min is '3'; {A_COUNT}"),
+        (
+            change_pool("encoder-decoder", replicas={"min": 3, "max": 2}),
+            "pools: encoder-decoder: replicas: min is 3, but max is 2; swap them",
+        ),
+        (
+            change_pool("encoder-decoder", replicas={"mi": 3}),
             "replicas has the unknown key 'mi'; write one number, or {min: 1, max",
         ),
         (
@@ -162,15 +171,15 @@ def test_wrong_layout_is_refused_with_the_remedy(content, message):
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        (["encoder", "vae"], "pool ends: the model has no stage vae; it has encoder, denoise_high, denoise_low, deco"),
+        (["encoder", "vae"], "pool encoder-decoder: the model has no stage vae; it has encoder, denoise_high, "),
         (["encoder"], r"no pool hosts decoder; add a pool with stages: \[decoder\]"),
-        (["decoder", "encoder"], r"pool ends: stages are out of order; write stages: \[encoder, decoder\]"),
+        (["decoder", "encoder"], r"pool encoder-decoder: stages are out of order; write stages: \[encoder, decoder\]"),
     ],
 )
 def test_a_layout_hosts_the_stages_of_a_model(stages, message):
     parse(GOOD).check_stages(STAGES)
     with pytest.raises(LayoutError, match=message):
-        parse(change_pool("ends", stages=stages)).check_stages(STAGES)
+        parse(change_pool("encoder-decoder", stages=stages)).check_stages(STAGES)
 
 
 def test_files_and_shipped_names(tmp_path):

@@ -34,8 +34,8 @@ from wan_tpu.storage.base import StorageError
 
 LAYOUTS = {
     "four pools": {"text": ["encoder"], "high": ["denoise_high"], "low": ["denoise_low"], "vae": ["decoder"]},
-    "two pools": {"ends": ["encoder", "decoder"], "experts": ["denoise_high", "denoise_low"]},
-    "three pools": {"ends": ["encoder", "decoder"], "high": ["denoise_high"], "low": ["denoise_low"]},
+    "two pools": {"encoder-decoder": ["encoder", "decoder"], "experts": ["denoise_high", "denoise_low"]},
+    "three pools": {"encoder-decoder": ["encoder", "decoder"], "high": ["denoise_high"], "low": ["denoise_low"]},
     "one pool": {"whole": ["encoder", "denoise_high", "denoise_low", "decoder"]},
 }
 FAULTS_S = 60.0  # Faults happen until then; afterwards all remaining requests must be completed.

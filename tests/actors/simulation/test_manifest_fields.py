@@ -32,10 +32,12 @@ from wan_tpu.tiny import make_checkpoint
 
 SIZE = {"height": 32, "width": 48, "frames": 5, "steps": 4}
 READ = {"prompt": "a cat " * 100, "height": 32, "width": 64, "steps": 4}  # More than the model reads.
-ONE_EXPERT = "pools:\n  ends: {stages: [encoder, decoder], slice: v6e-1}\n  all: {stages: [denoise], slice: v6e-1}\n"
+ONE_EXPERT = (
+    "pools:\n  encoder-decoder: {stages: [encoder, decoder], slice: v6e-1}\n  all: {stages: [denoise], slice: v6e-1}\n"
+)
 TWO_EXPERTS = """
 pools:
-  ends: {stages: [encoder, decoder], slice: v6e-1}
+  encoder-decoder: {stages: [encoder, decoder], slice: v6e-1}
   high: {stages: [denoise_high], slice: v6e-1}
   low: {stages: [denoise_low], slice: v6e-1}
 """

@@ -76,7 +76,7 @@ def test_file_that_one_slice_cannot_read_is_asked_of_another(error, outcome):
     """The folder of shared inputs isn't mounted on one host of two, which fails fastest and has the fewest calls."""
 
     async def scenario(run):
-        sick = run.pools["ends"].replicas[0]
+        sick = run.pools["encoder-decoder"].replicas[0]
 
         def refuse(requests, request):
             raise error
@@ -96,7 +96,7 @@ def test_file_that_no_slice_can_read_is_the_request_s_fault():
         def refuse(requests, request):
             raise InvalidRequest("no such file")
 
-        for replica in run.pools["ends"].replicas:
+        for replica in run.pools["encoder-decoder"].replicas:
             replica.slice.host.prepare_encode = refuse
         await run.drivers[0].engine.generate(plan_of(2, "image", "video", 1), id="request")
 

@@ -21,7 +21,7 @@ from wan_tpu.media.fragments import FRAGMENT_FRAMES
 LAYOUT = """
 emulate: {devices_per_host: 1}
 pools:
-  ends: {stages: [encoder, decoder], slice: v6e-1}
+  encoder-decoder: {stages: [encoder, decoder], slice: v6e-1}
   denoise: {stages: [denoise], slice: v6e-1}
 """
 KIND = "helios-distilled"

@@ -1,4 +1,4 @@
-"""A model with one expert on two pools, the ends' and its own: the video of one process.
+"""A model with one expert on two pools, the encoder's and its own: the video of one process.
 
 Of the models with one expert this has the most beside it: three encoders. LTX-2 on pools: test_sound_on_pools.py;
 CogVideoX, in a service: tests/actors/test_other_families.py; two experts: tests/actors/on_slices.
@@ -23,7 +23,7 @@ from wan_tpu.families import open_spec
 LAYOUT = """
 emulate: {devices_per_host: 1}
 pools:
-  ends: {stages: [encoder, decoder], slice: v6e-1}
+  encoder-decoder: {stages: [encoder, decoder], slice: v6e-1}
   experts: {stages: [denoise], slice: v6e-1}
 """
 KIND = "hunyuanvideo1.5-480p-i2v"
@@ -87,7 +87,7 @@ def test_a_request_is_told_that_it_waited_for_the_compiler(spec):
     _, [first] = run(spec, request)
     _, [again] = run(spec, request)
     compiled = [span for span in first if span.kind == "compile"]
-    assert ("ends", "decoder") in {(span.pool, span.stage) for span in compiled}
-    assert {span.pool for span in compiled} == {"ends", "experts"}
+    assert ("encoder-decoder", "decoder") in {(span.pool, span.stage) for span in compiled}
+    assert {span.pool for span in compiled} == {"encoder-decoder", "experts"}
     assert all(0 < span.seconds < SECONDS for span in compiled)
     assert not [span for span in again if span.kind == "compile"]

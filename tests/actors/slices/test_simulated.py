@@ -85,7 +85,7 @@ def test_the_share_of_a_pool_is_planned_work_over_time():
     layout = Layout.parse(
         """
 pools:
-  ends: {stages: [encoder, decoder], slice: v6e-1}
+  encoder-decoder: {stages: [encoder, decoder], slice: v6e-1}
   high: {stages: [denoise_high], slice: v6e-1}
   low: {stages: [denoise_low], slice: v6e-1}
 """,

@@ -118,10 +118,10 @@ def test_an_object_lives_in_the_store_until_it_is_dropped(running):
 
 
 def test_a_lost_host_and_its_payloads_cost_one_attempt(running, caplog):
-    """The ends' node is lost while the first expert computes: the second needs what was encoded there."""
+    """The encoder's node is lost while the first expert computes: the second needs what was encoded there."""
     cluster, spec = running
     request = dataclasses.replace(soak.request(8, PHOTO), steps=300)  # half of them high: 3 s
-    name, spans = slice_of("ends"), []
+    name, spans = slice_of("encoder-decoder"), []
 
     async def make():
         making = PipelineDriver(spec).generate(spec.model.plan(request), id="one", on_event=spans.append)

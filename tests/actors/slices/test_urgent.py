@@ -25,7 +25,7 @@ LAYOUT = Layout.parse(
     """
 emulate: {devices_per_host: 1}
 pools:
-  ends: {stages: [encoder, decoder], slice: v6e-1}
+  encoder-decoder: {stages: [encoder, decoder], slice: v6e-1}
   experts: {stages: [denoise_high, denoise_low], slice: v6e-1}
 """,
     "the test's layout",
