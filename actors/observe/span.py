@@ -15,7 +15,7 @@ class Span:
     """A piece of work of a slice, reported when it has ended.
 
     Attributes:
-        slice: The name of the slice's leader.
+        slice: "pool/replica": the slice's pool, and Serve's name for the replica that leads the slice.
         request: The request's key.
         stage: The stage.
         kind: "compute": the chips work on the request; "fetch": its inputs or results travel, during other work;

@@ -69,7 +69,7 @@ def explain_choice(ranks: Sequence[ReplicaRank], index: int, *, needs_program: b
     if needs_program:
         reasons.append("lacks the program" if lacks_program else "holds the program")
     if index:
-        reasons.append(f"{index} that came first took no more calls")
+        reasons.append(f"{index} ranked before it {'was' if index == 1 else 'were'} full")
     if failed:
         reasons.append("has failed this request before, as have all that are left")
     elif count := sum(rank[0] for rank in ranks):

@@ -143,7 +143,7 @@ def test_first_span_of_a_call_says_why_its_slice_was_chosen(spans_of, slices_of,
         (
             [(False, 4, False), (False, 4, True)],
             1,
-            "4 calls, others 4; lacks the program; 1 that came first took no more calls",
+            "4 calls, others 4; lacks the program; 1 ranked before it was full",
         ),
         (
             [(False, 7, False), (True, 0, False)],
