@@ -4,13 +4,10 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 from annotated_types import Ge, Le, MultipleOf
 from pydantic.fields import FieldInfo
-
-if TYPE_CHECKING:
-    from wan_tpu.request import GenerationRequest
 
 # The fields that every record and digest of a request has.
 _FIRST_FIELDS = frozenset(
@@ -40,8 +37,8 @@ _FIRST_FIELDS = frozenset(
 )
 
 
-def list_values(request: "GenerationRequest") -> dict[str, Any]:
-    """Return a request's values by field, for records and digests.
+def list_values(request: Any) -> dict[str, Any]:
+    """Return a `GenerationRequest`'s values by field, for records and digests.
 
     A field that a later version added is left out while it has its default. So what an earlier version stored about
     the same request, such as snapshots and the results of a batch, still belongs to it.

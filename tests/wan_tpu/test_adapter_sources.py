@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save
 
 from tests.actors.gcs_server import Emulator
-from wan_tpu.adapters.files import find, read
+from wan_tpu.adapters.files import read
+from wan_tpu.adapters.location import find
 from wan_tpu.checkpoint import weight_file
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.storage.folder import BucketFolder
@@ -58,7 +59,7 @@ def test_names_with_brackets_mean_themselves(folder):
     path = f"{folder}/a [1] (2)*.safetensors"
     assert find(path).weights.address == weight_file(path).address == path
     assert gain_of(path) == 1
-    with pytest.raises(InvalidRequest, match=r"has a 1 \(2\)\*\.safetensors, a \[1\] \(2\)\*\.safetensors; name one"):
+    with pytest.raises(InvalidRequest, match=r"has a 1 \(2\)\*\.safetensors, a \[1\] \(2\)\*\.safetensors; choose one"):
         find(folder)
     assert find(f"{folder}/deeper").weights.address == f"{folder}/deeper/b.safetensors"
     assert list(BucketFolder(folder).files("deeper")) == ["b.safetensors"]

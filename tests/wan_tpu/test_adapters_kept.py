@@ -21,7 +21,8 @@ from tests.wan_tpu.adapter_weights import KIND, merge_weights, request
 from wan_tpu import load_pipeline
 from wan_tpu.adapters import merging
 from wan_tpu.adapters.adapter import Targets
-from wan_tpu.adapters.files import find, read
+from wan_tpu.adapters.files import read
+from wan_tpu.adapters.location import find
 from wan_tpu.adapters.merging import MAX_MERGED, AdapterCache
 from wan_tpu.errors import InvalidRequest, Unavailable
 from wan_tpu.pipeline import Pipeline

@@ -116,7 +116,7 @@ def test_quantised_adapters_are_refused_with_what_works(name, value, good, pipel
         ({"lora_alpha": float("inf")}, "is inf instead of a number"),
         ({"lora_alpha": 8, "alpha_pattern": {"self_attn(": 4}}, "'self_attn(', which isn't a valid regular"),
         ({"lora_alpha": 8, "alpha_pattern": {"self_attn.q": None, "ffn.2": 4}}, ""),
-        ({"lora_alpha": 8, "alpha_pattern": {"self_attn.q": {}}}, f"{Q}.lora_down.weight needs a number"),
+        ({"lora_alpha": 8, "alpha_pattern": {"self_attn.q": {}}}, f"{Q}.lora_down.weight needs, is {{}} instead"),
         ({"lora_alpha": 8, "alpha_pattern": ["self_attn.q"]}, "alpha_pattern is ['self_attn.q']"),
         ("[" * 100_000, "alpha settings can't be read"),
     ],

@@ -10,7 +10,7 @@ import torch
 import transformers
 from PIL import Image
 
-from wan_tpu.adapters import files as adapters
+from wan_tpu.adapters import files, location
 from wan_tpu.checkpoint import Checkpoint, on_disk
 from wan_tpu.commands import staged
 from wan_tpu.errors import CheckpointError, InvalidInput, InvalidRequest, Unavailable
@@ -35,7 +35,7 @@ def test_weights_on_a_failing_disk_are_unavailable(tmp_path):
     with pytest.raises(Unavailable, match="can't be read now"):
         read_tensors({"a": Stored(str(file), 0, torch.float32, (4,))})
     with pytest.raises(Unavailable, match=r"adapter .*: .*model\.safetensors"):
-        adapters.read(adapters.find(str(tmp_path)), str(tmp_path))
+        files.read(location.find(str(tmp_path)), str(tmp_path))
 
 
 def test_configuration_on_a_failing_disk_is_unavailable(tmp_path):

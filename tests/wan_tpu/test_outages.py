@@ -15,7 +15,7 @@ from huggingface_hub import hf_api
 from huggingface_hub.utils import _http
 
 from tests.actors import s3_server
-from wan_tpu.adapters import files as adapters
+from wan_tpu.adapters import location
 from wan_tpu.checkpoint import Checkpoint, weight_file
 from wan_tpu.errors import CheckpointError, InvalidRequest, Unavailable
 from wan_tpu.storage import base
@@ -110,12 +110,12 @@ def test_bucket_that_does_not_answer_is_unavailable(scheme, closed_port, monkeyp
     with pytest.raises(Unavailable, match=f"can't list {scheme}bucket/model: the service did not answer"):
         BucketFolder(f"{scheme}bucket/model").files()
     with pytest.raises(Unavailable, match=rf"adapter {scheme}bucket/folder/a\.safetensors: "):
-        adapters.find(f"{scheme}bucket/folder/a.safetensors")
+        location.find(f"{scheme}bucket/folder/a.safetensors")
 
 
 def test_cache_that_cannot_be_written_is_unavailable(gcs_object, monkeypatch):
     monkeypatch.setenv("WAN_TPU_CACHE", "/proc/nothing")
-    with pytest.raises(Unavailable, match="can't be kept here"):
+    with pytest.raises(Unavailable, match="can't be cached on this machine"):
         BucketFolder(gcs_object).fetch(["*.json"])
 
 
@@ -164,7 +164,7 @@ def test_status_of_the_hub_says_whose_fault_it_is(status, kind, server, hub):
         Checkpoint("owner/name")
     for path in ("owner/name", "owner/name/a.safetensors"):
         with pytest.raises(InvalidRequest if kind is CheckpointError else Unavailable, match=f"adapter {path}"):
-            adapters.find(path)
+            location.find(path)
 
 
 def test_hub_that_does_not_answer_is_unavailable(closed_port, hub):
@@ -172,7 +172,7 @@ def test_hub_that_does_not_answer_is_unavailable(closed_port, hub):
     with pytest.raises(Unavailable):
         Checkpoint("owner/name")
     with pytest.raises(Unavailable):
-        adapters.find("owner/name/a.safetensors")
+        location.find("owner/name/a.safetensors")
 
 
 def test_hub_is_not_asked_by_a_process_that_was_told_to_stay_offline(hub, monkeypatch):
@@ -180,7 +180,7 @@ def test_hub_is_not_asked_by_a_process_that_was_told_to_stay_offline(hub, monkey
     with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE"):
         Checkpoint("owner/name")
     with pytest.raises(InvalidRequest):
-        adapters.find("owner/name/a.safetensors")
+        location.find("owner/name/a.safetensors")
 
 
 def test_path_that_no_file_can_have_is_the_callers():
@@ -188,7 +188,7 @@ def test_path_that_no_file_can_have_is_the_callers():
         with pytest.raises(CheckpointError):
             Checkpoint(source)
         with pytest.raises(InvalidRequest):
-            adapters.find(source)
+            location.find(source)
 
 
 def test_object_that_is_missing_is_the_callers(gcs_object):

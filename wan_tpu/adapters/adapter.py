@@ -11,7 +11,8 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from wan_tpu.adapters.files import ModuleChange, compute_checksum, find, read, refuse
+from wan_tpu.adapters.files import ModuleChange, compute_checksum, read, refuse
+from wan_tpu.adapters.location import find
 from wan_tpu.runtime.bridge import ScannedBlocks
 from wan_tpu.runtime.component_files import original_name
 from wan_tpu.runtime.components import DTYPES, MATRICES, SCALE, Component, Loaded

@@ -1,4 +1,4 @@
-"""An adapter's file: its location, and its tensors by the names of the modules that they change.
+"""The content of an adapter's file: its tensors, by the names of the modules that they change.
 
 Formats: peft's and diffusers' `lora_A`, `lora_B`; kohya's and musubi-tuner's `lora_down`, `lora_up` with `alpha`, and
 their names in which underscores stand for dots; whole differences `diff` (weight), `diff_b` (bias), `diff_m`
@@ -6,35 +6,24 @@ their names in which underscores stand for dots; whole differences `diff` (weigh
 (`lora_adapter_metadata`, diffusers; `alpha`, LightX2V) or beside the file (adapter_config.json, peft).
 """
 
-import contextlib
 import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
-import huggingface_hub
 import torch
-from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
-from huggingface_hub.utils import validate_repo_id
 
-from wan_tpu.checkpoint import on_disk
-from wan_tpu.errors import CheckpointError, InvalidRequest, Unavailable
+from wan_tpu.adapters.location import AdapterFile, attribute_errors, check_unchanged
+from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.runtime.component_files import QUANTISED
 from wan_tpu.runtime.tensor_files import locate_tensors, read_metadata
 from wan_tpu.runtime.weights import read_tensors
-from wan_tpu.sources.disk import explain_disk_error
-from wan_tpu.sources.hub import explain_hub_errors
-from wan_tpu.storage.addresses import is_bucket
-from wan_tpu.storage.folder import BucketFolder, WeightFile
 
-PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # Peft always saves both.
 LARGEST = 8 * 2**30  # The largest file in bytes. Whole differences for every weight of a 14B model would be 28 GiB.
 _LARGEST_ALPHA = 1e30  # Far beyond any real alpha, and float32 can hold it.
-_ENDING = ".safetensors"
 # Prefixes of a module's name, as written by peft, DistributedDataParallel, ComfyUI, DiffSynth, diffusers and
 # OneTrainer.
 _PREFIXES = (
@@ -61,7 +50,6 @@ _PARTS = (
     ("diff_m", re.compile(r"\.diff_m$")),
 )
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)  # Integer types of quantised weights.
-T = TypeVar("T")
 APPLIED = "lora_A and lora_B (or lora_down and lora_up), alpha, diff, diff_b and diff_m"
 
 
@@ -78,36 +66,6 @@ class ModuleChange:
     names: dict[str, str] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     gain: float = 1.0
-
-
-class AdapterFile(NamedTuple):
-    """An adapter's weights, and the adapter_config.json that belongs to them, if there is one."""
-
-    weights: WeightFile
-    config: WeightFile | None
-
-    @property
-    def version(self) -> str:
-        """A string that changes whenever either file does."""
-        return " ".join(file.version for file in self if file is not None)
-
-
-def find(path: str) -> AdapterFile:
-    """Find the file that an adapter's path refers to.
-
-    Raises:
-        InvalidRequest: There is none, or more than one.
-        Unavailable: The bucket, the hub or the disk doesn't answer; the request may still be valid.
-    """
-    with _attribute_errors(path):
-        if is_bucket(path):
-            return _find_in_bucket(path)
-        local = Path(path)
-        if local.is_dir():
-            return _find_on_disk(_pick_only({file.name: file for file in sorted(local.glob(f"*{_ENDING}"))}))
-        if local.is_file():
-            return _find_on_disk(local)
-        return _fetch_from_hub(path)
 
 
 def read(file: AdapterFile, path: str, *, header_alpha: bool = False) -> dict[str, ModuleChange]:
@@ -127,13 +85,13 @@ def read(file: AdapterFile, path: str, *, header_alpha: bool = False) -> dict[st
         raise InvalidRequest(
             f"adapter {path} is {file.weights.size / 2**30:.1f} GiB; allowed: at most {LARGEST / 2**30:.0f}", "loras"
         )
-    with _attribute_errors(path):
+    with attribute_errors(path):
         try:
             values, config = read_tensors(locate_tensors(file.weights)), _read_config(file)
         except CheckpointError:
-            _check_unchanged(file)  # It may look damaged only because it is being written.
+            check_unchanged(file)  # It may look damaged only because it is being written.
             raise
-        _check_unchanged(file)
+        check_unchanged(file)
     changes: dict[str, ModuleChange] = {}
     unknown, unhealthy, again, misshapen, quantised = (list[str]() for _ in range(5))
     for name, value in values.items():
@@ -171,7 +129,7 @@ def read(file: AdapterFile, path: str, *, header_alpha: bool = False) -> dict[st
     )
     if not changes:
         raise InvalidRequest(f"adapter {path} holds no tensors; fetch it again", "loras")
-    with _attribute_errors(path):
+    with attribute_errors(path):
         if header_alpha and not config and not any("alpha" in change.tensors for change in changes.values()):
             config = {"lora_alpha": read_metadata(file.weights).get("alpha")}
         for module, change in changes.items():
@@ -190,95 +148,11 @@ def compute_checksum(changes: Mapping[str, ModuleChange]) -> str:
     return digest.hexdigest()
 
 
-@contextlib.contextmanager
-def _attribute_errors(path: str) -> Iterator[None]:
-    """Name the adapter in the block's errors: `InvalidRequest` if its file is at fault, otherwise `Unavailable`."""
-    try:
-        yield
-    except CheckpointError as error:
-        raise InvalidRequest(f"adapter {path}: {error}", "loras") from None
-    except Unavailable as error:
-        raise Unavailable(f"adapter {path}: {error}") from None
-    except OSError as error:
-        explanation = explain_disk_error(error, path)
-        if isinstance(explanation, Unavailable):
-            raise explanation from None
-        raise InvalidRequest(f"adapter {path} can't be read ({error.strerror or error})", "loras") from None
-
-
 def refuse(path: str, problem: str, names: list[str]) -> None:
     """Raise `InvalidRequest` if there are names; the first few of them replace the {} in `problem`."""
     if names:
         examples = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise InvalidRequest(f"adapter {path} {problem.format(examples)}", "loras")
-
-
-def _pick_only(files: Mapping[str, T]) -> T:
-    """Return the only file; raises `CheckpointError` if there are none or several."""
-    if len(files) == 1:
-        return next(iter(files.values()))
-    if files:
-        raise CheckpointError(f"the folder has {', '.join(sorted(files)[:8])}; choose one of them")
-    raise CheckpointError(f"there is no {_ENDING} file; give one, a folder with one, or OWNER/NAME[/FILE] of the hub")
-
-
-def _find_in_bucket(path: str) -> AdapterFile:
-    folder, _, name = path.rpartition("/")
-    if not name.endswith(_ENDING):
-        folder, name = path, ""
-    objects = BucketFolder(folder).files()
-    files = {other: file for other, file in objects.items() if other.endswith(_ENDING) and name in ("", other)}
-    return AdapterFile(_pick_only(files), objects.get(PEFT_CONFIG))
-
-
-def _find_on_disk(path: Path) -> AdapterFile:
-    config = path.with_name(PEFT_CONFIG)
-    return AdapterFile(on_disk(path), on_disk(config) if config.is_file() else None)
-
-
-def _check_unchanged(file: AdapterFile) -> None:
-    """Raise `Unavailable` if a file was replaced since `find` returned it: the content read may mix old and new."""
-    address = file.weights.address
-    try:
-        if is_bucket(address):
-            version = _find_in_bucket(address).version
-        else:
-            version = " ".join(on_disk(Path(part.address)).version for part in file if part is not None)
-    except CheckpointError:  # The file is gone.
-        version = None
-    if version != file.version:
-        raise Unavailable("it was replaced while it was read; try again")
-
-
-def _fetch_from_hub(path: str) -> AdapterFile:
-    """Fetch a file of the hub: OWNER/NAME/FILE, or the only adapter of OWNER/NAME."""
-    owner, _, rest = path.partition("/")
-    name, _, file = rest.partition("/")
-    missing = CheckpointError("it is neither a file on this machine nor OWNER/NAME[/FILE] on the hub; check the path")
-    if not owner or not name or path.startswith((".", "/", "~")):
-        raise missing
-    repository = f"{owner}/{name}"
-    try:
-        validate_repo_id(repository)
-    except HFValidationError:
-        raise missing from None
-    with explain_hub_errors(repository):
-        if not file:
-            names = [name for name in huggingface_hub.list_repo_files(repository) if name.endswith(_ENDING)]
-            if len(names) != 1:
-                raise CheckpointError(
-                    f"the repository has {', '.join(names[:8]) or 'no such file'}; choose one of them"
-                )
-            file = names[0]
-        weights = Path(huggingface_hub.hf_hub_download(repository, file))
-        # The repository's other files are ignored, because hosts have different ones in their caches.
-        config = None
-        if PurePosixPath(file).name == PEFT_FILE:
-            commit = weights.parents[len(PurePosixPath(file).parents) - 1].name  # .../snapshots/COMMIT/FILE
-            beside = str(PurePosixPath(file).with_name(PEFT_CONFIG))
-            with contextlib.suppress(RemoteEntryNotFoundError):  # Other programs use this file name, too.
-                config = on_disk(Path(huggingface_hub.hf_hub_download(repository, beside, revision=commit)))
-    return AdapterFile(on_disk(weights), config)
 
 
 def _describe_misfit(part: str, value: torch.Tensor) -> str | None:

@@ -17,7 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from wan_tpu.adapters.adapter import Adapter, Factors, Targets
-from wan_tpu.adapters.files import find, read
+from wan_tpu.adapters.files import read
+from wan_tpu.adapters.location import find
 from wan_tpu.requested_adapter import RequestedAdapter
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.components import DTYPES, SCALE, Component, Loaded
