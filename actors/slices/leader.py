@@ -23,7 +23,7 @@ from actors.slices.messages import Event, HostProgress, SliceRequest
 from actors.slices.references import RefHandle
 from actors.slices.snapshots import Snapshots, Snapshotter
 from actors.slices.stage_runner import StageRunner
-from actors.slices.visits import PoolOfSlice
+from actors.slices.visits import SliceFacts
 from cluster.errors import CallFailed, DeviceFailed, SliceLost
 from cluster.layout import Pool
 from wan_tpu.errors import InvalidInput
@@ -58,7 +58,7 @@ class SliceLeader:
         self._start_s: dict[str, float] = {}  # The seconds that each phase of the start took.
         self._drain = DrainState(self._name, settings.reliability.hand_over_s)
         self._drain_answer: asyncio.Future[float | None] | None = None
-        self._where, self._software, start = "", dict[str, str](), time.monotonic()
+        self._description, self._software, start = "", dict[str, str](), time.monotonic()
         self._report("starting", f"takes a {pool.slice} and starts its hosts")
         snapshots = Snapshots(self._dependencies.snapshots)
         renewal = asyncio.create_task(self._renew_report())  # A start takes long, and may report nothing by itself.
@@ -69,7 +69,7 @@ class SliceLeader:
         self._slice = AsyncSlice(self._hosts, self._end_after_loss)
         chips: Chips = "emulated" if settings.chips == "real" and self._hosts.emulated else settings.chips
         self._runner = StageRunner(
-            PoolOfSlice(
+            SliceFacts(
                 self._pool,
                 self._stages,
                 self._name,
@@ -86,7 +86,7 @@ class SliceLeader:
         self._status.report_start(self._pool, self._start_s)
         took_s, phases = time.monotonic() - start, ", ".join(f"{p} in {s:.1f} s" for p, s in self._start_s.items())
         self._report("idle", f"ready after {took_s:.1f} s: {phases}")
-        log.info("%s leads %s, ready after %.1f s: %s", self._name, self._where, took_s, phases)
+        log.info("%s leads %s, ready after %.1f s: %s", self._name, self._description, took_s, phases)
 
     def _start(self, pool: Pool, snapshots: Snapshots) -> None:
         settings = self._settings
@@ -103,7 +103,7 @@ class SliceLeader:
                     on_status=lambda text: self._report("starting", text),
                 )
                 resources.callback(self._hosts.close)
-                self._where, self._software = self._hosts.describe(), self._hosts.software
+                self._description, self._software = self._hosts.describe(), self._hosts.software
                 self._load()
             except Exception as error:
                 cause = error.__cause__ if isinstance(error, CallFailed) else error
@@ -275,7 +275,9 @@ class SliceLeader:
         if self._ended or self._drain.has_begun:
             return
         work = () if self._runner is None else tuple(self._runner.work)
-        self._reported = ReplicaStatus(self._pool, self._where, activity, detail, work, time.time(), self._software)
+        self._reported = ReplicaStatus(
+            self._pool, self._description, activity, detail, work, time.time(), self._software
+        )
         self._status.report_replica(self._name, self._reported)
 
     def _end_after_loss(self, error: SliceLost) -> StageInterrupted:

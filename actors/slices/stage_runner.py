@@ -58,7 +58,7 @@ class StageRunner(SliceVisits):
 
     async def check_adapters(self, request: SliceRequest) -> None:
         """Raise the error that a request's adapters would cause here. Called before anything is computed."""
-        stage = request.plan.experts_on(self._where.stages)[0].stage
+        stage = request.plan.experts_on(self._facts.stages)[0].stage
         with self._serve(request, stage):
             await self._slice.call("check_adapters", request.plan, lane="network")
 
@@ -77,7 +77,7 @@ class StageRunner(SliceVisits):
         Raises:
             StageMoved: The slice will be taken away before the last step can be done; a snapshot has been taken.
         """
-        key, plan, scope, stages = request.key, request.plan, request.scope, self._where.stages
+        key, plan, scope, stages = request.key, request.plan, request.scope, self._facts.stages
         machine = StageMachine(plan).with_inputs().at_step(step)
         stage = machine.next_step.stage
         with self._serve(request, stage), contextlib.closing(ChunksPublished()) as publishing:
@@ -124,7 +124,7 @@ class StageRunner(SliceVisits):
         self, request: SliceRequest, machine: StageMachine, host_key: str, publishing: ChunksPublished
     ) -> AsyncGenerator[Span | ChunkDenoised, None]:
         """Run the steps of this pool; more urgent requests may run between two of them."""
-        key, plan, scheduler, stages = request.key, request.plan, self.scheduler, self._where.stages
+        key, plan, scheduler, stages = request.key, request.plan, self.scheduler, self._facts.stages
         expert: Expert | None = None
         async with contextlib.AsyncExitStack() as stack:
             try:
@@ -156,7 +156,7 @@ class StageRunner(SliceVisits):
                         raise await self._save_and_move(host_key, request)
                     if driver_gone.done():
                         driver_gone.result()
-                    if steps_left and done % self._where.snapshot_every == 0:
+                    if steps_left and done % self._facts.snapshot_every == 0:
                         self._snapshotter.start(host_key, request)
 
     async def decode(self, request: SliceRequest, state: RefHandle) -> AsyncGenerator[Event, None]:
@@ -192,7 +192,7 @@ class StageRunner(SliceVisits):
         A place is held only while a chunk is decoded. The mp4 stays open on the hosts from the first chunk to the last.
         """
         plan, next_fragment = request.plan, 0
-        count, patience_s = len(plan.chunk_stops), self._where.patience_s
+        count, patience_s = len(plan.chunk_stops), self._facts.patience_s
         with self._serve(request, DECODER):
             async with self._open_visit(request) as visit:
                 for chunk in range(count):

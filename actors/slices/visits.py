@@ -20,7 +20,7 @@ from actors.slices.snapshots import Snapshotter
 
 
 @dataclasses.dataclass(frozen=True)
-class PoolOfSlice:
+class SliceFacts:
     """Constant facts about a slice: its pool, and what its spans are labelled with.
 
     Attributes:
@@ -61,7 +61,7 @@ class SliceVisits:
 
     def __init__(
         self,
-        where: PoolOfSlice,
+        facts: SliceFacts,
         slice_: AsyncSlice,
         snapshotter: Snapshotter,
         drain: DrainState,
@@ -69,7 +69,7 @@ class SliceVisits:
         on_work: Callable[[], object],
     ) -> None:
         """Serve a pool's stages. `on_work` is called whenever `work` changes."""
-        self._where, self._slice, self._snapshotter = where, slice_, snapshotter
+        self._facts, self._slice, self._snapshotter = facts, slice_, snapshotter
         self._drain, self._failures, self._on_work = drain, failures, on_work
         self.work: list[tuple[str, str]] = []
         self.scheduler = StepScheduler()
@@ -86,7 +86,7 @@ class SliceVisits:
     @contextlib.asynccontextmanager
     async def _enter_visit(self, request: SliceRequest, places: PriorityQueue) -> AsyncIterator[Visit]:
         """Take a place on the devices for the block. However that ends, the hosts then drop the request's arrays."""
-        async with self._take_place(request, places, self._where.patience_s), self._open_visit(request) as visit:
+        async with self._take_place(request, places, self._facts.patience_s), self._open_visit(request) as visit:
             yield visit
 
     @contextlib.asynccontextmanager
@@ -99,7 +99,7 @@ class SliceVisits:
                 async with asyncio.timeout(patience_s):
                     await stack.enter_async_context(places.enter(request.priority, request.arrival_s))
             except TimeoutError:
-                raise StageQueuedTooLong(f"{request.key} has waited for a place on {self._where.name}") from None
+                raise StageQueuedTooLong(f"{request.key} has waited for a place on {self._facts.name}") from None
             self._drain.check()
             yield
 
@@ -164,14 +164,14 @@ class SliceVisits:
 
     def _explain_choice(self, request: SliceRequest) -> str:
         """Return why the router chose this slice, or "" if it gave no reason."""
-        return request.choices.get(self._where.name.removeprefix(f"{self._where.pool}/"), "")
+        return request.choices.get(self._facts.name.removeprefix(f"{self._facts.pool}/"), "")
 
     def _make_span(
         self, key: str, stage: str, kind: SpanKind, start: Start, *, step: int | None = None, nbytes: int | None = None
     ) -> Span:
-        where, seconds = self._where, start.elapsed_s
+        facts, seconds = self._facts, start.elapsed_s
         return Span(
-            slice=where.name,
+            slice=facts.name,
             request=key,
             stage=stage,
             kind=kind,
@@ -179,6 +179,6 @@ class SliceVisits:
             seconds=seconds,
             step=step,
             nbytes=nbytes,
-            pool=where.pool,
-            chips=where.chips,
+            pool=facts.pool,
+            chips=facts.chips,
         )
