@@ -113,12 +113,14 @@ class AsyncSlice:
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run any function in one of the threads; when cancelled, wait until it has ended. Raises `StageInterrupted`."""
         try:
-            return await to_the_end(asyncio.get_running_loop().run_in_executor(self._threads, function, *args))
+            return await wait_despite_cancellation(
+                asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+            )
         except SliceLost as lost:
             raise self._on_lost(lost) from None
 
 
-async def to_the_end(work: Awaitable[T]) -> T:
+async def wait_despite_cancellation(work: Awaitable[T]) -> T:
     """Wait until work has ended, however often this is cancelled meanwhile, and only then raise the cancellation.
 
     Serve may cancel a call more than once: for its caller, and again when the stream or the replica is closed.

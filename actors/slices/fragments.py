@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from actors.errors import StageInterrupted
-from actors.slices.async_slice import AsyncSlice, to_the_end
+from actors.slices.async_slice import AsyncSlice, wait_despite_cancellation
 from actors.slices.messages import EncodedFragment
 
 # A call of the host waits so long for the next fragment. It also delays the end of a request that is cancelled.
@@ -95,7 +95,7 @@ async def run_concurrently(work: Coroutine[Any, Any, T]) -> AsyncIterator["async
     finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError, Exception):  # The block has got its error, or has its own.
-            await to_the_end(task)
+            await wait_despite_cancellation(task)
 
 
 class FragmentTaker:

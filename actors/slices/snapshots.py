@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from actors.errors import StageInterrupted
-from actors.slices.async_slice import AsyncSlice, to_the_end
+from actors.slices.async_slice import AsyncSlice, wait_despite_cancellation
 from actors.slices.messages import SliceRequest
 from actors.slices.payloads import Payload, pack, unpack
 from actors.slices.references import ObjectStore
@@ -228,7 +228,9 @@ class Snapshotter:
         return True
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
-        return await to_the_end(asyncio.get_running_loop().run_in_executor(self._threads, function, *args))
+        return await wait_despite_cancellation(
+            asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+        )
 
     def _save(self, request: SliceRequest, step: int, ref: Any) -> None:
         state = unpack(self._store.get(ref))

@@ -10,7 +10,7 @@ from typing import Any
 from actors.errors import RequestFailed, StageInterrupted, StageQueuedTooLong
 from actors.observe.span import Span, SpanKind, Start, split_compute
 from actors.pipeline_spec import Chips
-from actors.slices.async_slice import AsyncSlice, FailureTracker, to_the_end
+from actors.slices.async_slice import AsyncSlice, FailureTracker, wait_despite_cancellation
 from actors.slices.autoscaling import SliceTime
 from actors.slices.drain import DrainState
 from actors.slices.handover import PublishedPayloads
@@ -113,7 +113,7 @@ class SliceVisits:
         try:
             yield visit
         finally:
-            await to_the_end(self._release(visit))
+            await wait_despite_cancellation(self._release(visit))
 
     async def _release(self, visit: Visit) -> None:
         await self._snapshotter.settle(visit.host_key)

@@ -13,7 +13,7 @@ import pytest
 
 from actors.errors import RequestFailed
 from actors.pipeline.request_run import RequestRun
-from actors.slices.async_slice import AsyncSlice, to_the_end
+from actors.slices.async_slice import AsyncSlice, wait_despite_cancellation
 from actors.slices.leader import SliceLeader
 from tests.actors.simulation.scenario import limit_garbage_collection, simulate
 from tests.actors.simulation.virtual_time import virtual_time
@@ -59,7 +59,7 @@ def test_a_run_that_ends_in_the_midst_of_work_warns_of_nothing():
         try:
             await asyncio.sleep(100)
         finally:
-            await to_the_end(release())
+            await wait_despite_cancellation(release())
 
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from actors.slices.async_slice import to_the_end
+from actors.slices.async_slice import wait_despite_cancellation
 
 
 def test_call_runs_to_its_end_however_often_it_is_cancelled():
@@ -17,7 +17,7 @@ def test_call_runs_to_its_end_however_often_it_is_cancelled():
             await go.wait()
             done.append(True)
 
-        waiting = asyncio.create_task(to_the_end(work()))
+        waiting = asyncio.create_task(wait_despite_cancellation(work()))
         for _ in range(3):
             await asyncio.sleep(0.01)
             waiting.cancel()
@@ -36,8 +36,8 @@ def test_result_or_error_of_a_call_comes_through():
         raise ValueError("no")
 
     async def run():
-        assert await to_the_end(asyncio.sleep(0, "yes")) == "yes"
+        assert await wait_despite_cancellation(asyncio.sleep(0, "yes")) == "yes"
         with pytest.raises(ValueError, match="no"):
-            await to_the_end(fails())
+            await wait_despite_cancellation(fails())
 
     asyncio.run(run())
