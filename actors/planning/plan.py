@@ -136,8 +136,8 @@ def _print_costs(args: argparse.Namespace) -> None:
         measured = describe_slice(kind, args.calibration).calibrated
     seconds, fits = _measure_stages(args, layout)
     if layout is not None:
-        an_hour = None if args.videos_a_day is None else args.videos_a_day / 24
-        estimates = [capacity.estimate(layout, seconds, terms, an_hour)]
+        videos_per_hour = None if args.videos_a_day is None else args.videos_a_day / 24
+        estimates = [capacity.estimate(layout, seconds, terms, videos_per_hour)]
     else:
         experts = [expert.stage for expert in spec.experts(request)]
         estimates = capacity.recommend(seconds, spec.stages, experts, terms, args.videos_a_day, args.within, fits=fits)

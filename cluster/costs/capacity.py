@@ -162,11 +162,11 @@ def recommend(
         NoCapacity: No layout is fast enough, in which case the message names the fastest, or no slice is large enough.
         PriceError: A price is unknown.
     """
-    an_hour = videos_a_day / 24
+    videos_per_hour = videos_a_day / 24
     estimates = [
         sized_layout
         for layout in _list_layouts(stage_seconds, stages, experts, fits)
-        if (sized_layout := _size_pools(layout, stage_seconds, terms, an_hour, within_s))
+        if (sized_layout := _size_pools(layout, stage_seconds, terms, videos_per_hour, within_s))
     ]
     if not estimates:
         raise NoCapacity(f"no stage of this model fits the memory of {', '.join(stage_seconds)}; give larger slices")
@@ -185,13 +185,13 @@ def add_up_seconds(pool: Pool, stage_seconds: StageSeconds) -> float:
     return sum(stage_seconds[pool.slice.name][stage] for stage in pool.stages)
 
 
-def estimate_wait_s(replicas: int, seconds: float, an_hour: float) -> float:
+def estimate_wait_s(replicas: int, seconds: float, videos_per_hour: float) -> float:
     """Return the mean wait for one of several slices, each of which takes the same time per video (M/D/c).
 
     It is half of the M/M/c queue's wait (Erlang's C formula), which is exact for one slice and within a tenth for
     several.
     """
-    load = an_hour * seconds / HOUR_S
+    load = videos_per_hour * seconds / HOUR_S
     blocked = 1.0
     for count in range(1, replicas + 1):
         blocked = load * blocked / (count + load * blocked)
@@ -199,11 +199,13 @@ def estimate_wait_s(replicas: int, seconds: float, an_hour: float) -> float:
     return delayed * seconds / (replicas - load) / 2
 
 
-def _estimate_load(pool: Pool, replicas: int, stage_seconds: StageSeconds, terms: Terms, an_hour: float) -> PoolLoad:
+def _estimate_load(
+    pool: Pool, replicas: int, stage_seconds: StageSeconds, terms: Terms, videos_per_hour: float
+) -> PoolLoad:
     # While some slices start, the others have more to do.
     seconds = add_up_seconds(pool, stage_seconds) / terms.ready
-    busy = an_hour * seconds / HOUR_S / replicas
-    return PoolLoad(pool, replicas, seconds * terms.ready, busy, estimate_wait_s(replicas, seconds, an_hour))
+    busy = videos_per_hour * seconds / HOUR_S / replicas
+    return PoolLoad(pool, replicas, seconds * terms.ready, busy, estimate_wait_s(replicas, seconds, videos_per_hour))
 
 
 def _list_layouts(
@@ -232,7 +234,7 @@ def _list_layouts(
 
 
 def _size_pools(
-    layout: Layout, stage_seconds: StageSeconds, terms: Terms, an_hour: float, within_s: float
+    layout: Layout, stage_seconds: StageSeconds, terms: Terms, videos_per_hour: float, within_s: float
 ) -> Estimate | None:
     """Estimate a layout with as few replicas as the demand allows.
 
@@ -240,7 +242,9 @@ def _size_pools(
     would need more than `MOST_REPLICAS`.
     """
     counts = {
-        pool.name: max(1, math.ceil(an_hour * add_up_seconds(pool, stage_seconds) / HOUR_S / terms.ready / terms.busy))
+        pool.name: max(
+            1, math.ceil(videos_per_hour * add_up_seconds(pool, stage_seconds) / HOUR_S / terms.ready / terms.busy)
+        )
         for pool in layout.pools
     }
     while True:
@@ -249,7 +253,7 @@ def _size_pools(
         pools = tuple(
             dataclasses.replace(pool, replicas=Replicas(counts[pool.name], counts[pool.name])) for pool in layout.pools
         )
-        estimated = estimate(dataclasses.replace(layout, pools=pools), stage_seconds, terms, an_hour)
+        estimated = estimate(dataclasses.replace(layout, pools=pools), stage_seconds, terms, videos_per_hour)
         longest = max(estimated.pools, key=lambda load: load.wait_s)
         if estimated.to_a_video_s <= within_s or longest.wait_s < 1.0:
             return estimated
