@@ -257,7 +257,7 @@ class Runtime(Generic[M]):
                 open_component(self.model.checkpoint, self.model.components[name], self.dtype, self.mesh)
                 self._checked.add(name)
 
-    def done_with(self, name: str) -> None:
+    def release_weights(self, name: str) -> None:
         """Free a component's weights, unless they are kept. Its programs stay, because they hold no weights."""
         name = self.model.same_weights.get(name, name)
         if not self._keep_weights:

@@ -70,7 +70,7 @@ def decode_chunks(
 def finish_video(runtime: Runtime[Model], colours: ColourRange) -> None:
     """Release the decoder after a video; raises `UnhealthyResult` for one of a single colour, on every process."""
     colours.check()
-    runtime.done_with("decoder")
+    runtime.release_weights("decoder")
 
 
 def _run_chunks(

@@ -171,7 +171,7 @@ def _read_images(runtime: Runtime[Model], read: Mapping[str, tuple[jax.Array, ..
     for name, inputs in read.items():
         embeddings[name] = _embed(runtime, name, inputs, images=True)
         for part in (name, *runtime.model.joined_with(name, images=True)):
-            runtime.done_with(part)
+            runtime.release_weights(part)
         bar.step()
     return runtime.model.prompt_arrays(jax.tree.map(np.asarray, read), embeddings)
 
@@ -179,7 +179,7 @@ def _read_images(runtime: Runtime[Model], read: Mapping[str, tuple[jax.Array, ..
 def _clip_features(runtime: Runtime[Model], pixels: jax.Array) -> np.ndarray:
     loaded = runtime.component("image_encoder")
     features = fetch(image_program(runtime, loaded.module)(loaded.params, pixels), "image_encoder")
-    runtime.done_with("image_encoder")
+    runtime.release_weights("image_encoder")
     check_finite(features, "encoder, image encoder")
     return features
 
@@ -209,4 +209,4 @@ def vae_encode(runtime: Runtime[Model], chunks: Sequence[jax.Array]) -> Iterator
             moments, extremes, cache = later(loaded.params, pixels, cache)
         check_finite(are_finite(fetch(extremes, "vae_encoder")), f"encoder, VAE chunk {i + 1} of {len(chunks)}")
         yield np.asarray(moments)
-    runtime.done_with("vae_encoder")
+    runtime.release_weights("vae_encoder")

@@ -36,7 +36,7 @@ def enlarge(
     latents = {part: latents for part, (latents, _) in state.parts.items()}
     enlarged: dict[str, jax.Array] = program(params, latents, image, *operands)
     for name in runtime.model.spec.components[expert.stage][1:]:
-        runtime.done_with(name)
+        runtime.release_weights(name)
     histories = runtime.model.spec.schedules(request)
     return {part: (value, (jnp.zeros_like(value),) * histories[part].history_terms) for part, value in enlarged.items()}
 

@@ -247,7 +247,7 @@ class LocalExecutor:
             model = self._runtime.model
             for name in model.token_shapes:
                 for part in (name, *model.joined_with(name)):
-                    self._runtime.done_with(part)
+                    self._runtime.release_weights(part)
         if not isinstance(operation, Step):
             if following[0].stage != operation.stage:
                 self._close_bar()
@@ -267,7 +267,7 @@ class LocalExecutor:
         if self._run is not None:
             self._state, stage, self._run = self._run.state, self._run.expert.stage, None
             if following is None or self._weights_of(following) != self._weights_of(stage):
-                self._runtime.done_with(stage)
+                self._runtime.release_weights(stage)
 
     def _weights_of(self, stage: str) -> str:
         return self._runtime.model.same_weights.get(stage, stage)

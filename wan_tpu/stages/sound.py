@@ -22,7 +22,7 @@ def decode_sound(runtime: Runtime[Model], latents: np.ndarray) -> tuple[np.ndarr
     for name in sound_decoders(runtime.model):
         loaded = runtime.component(name)
         value = sound_program(runtime, name, loaded.module)(loaded.params, value)
-        runtime.done_with(name)
+        runtime.release_weights(name)
     samples = fetch(value, "sound")
     check_finite(samples, "decoder, sound")
     rate = runtime.model.spec.audio_rate
