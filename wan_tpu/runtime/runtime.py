@@ -241,7 +241,7 @@ class Runtime(Generic[M]):
                 self._prepared.add(name)
 
     @contextlib.contextmanager
-    def on_host(self) -> Iterator[None]:
+    def time_host_work(self) -> Iterator[None]:
         """Count the time spent in the block as the host's, during which the devices wait."""
         start = time.perf_counter()
         try:

@@ -48,7 +48,7 @@ def enter_expert(runtime: Runtime[Model], plan: RequestPlan, expert: Expert, sta
     model, schedule = runtime.model, runtime.model.spec.schedule(plan.request)
     assert isinstance(model, ChunkedModel)
     chunks = state.chunks
-    with runtime.on_host():
+    with runtime.time_host_work():
         noise, generator = model.chunk_noise(plan.request, expert, state.generator, plan.images)
         if expert.chunk != plan.chunk_at(state.step):
             chunks = (*chunks, np.asarray(state.latents))
@@ -81,7 +81,7 @@ def place_history(
     """Put on the devices what the steps of a state's chunk need from the earlier chunks, by name."""
     model = runtime.model
     assert isinstance(model, ChunkedModel)
-    with runtime.on_host():
+    with runtime.time_host_work():
         image = None if inputs.image_latents is None else np.asarray(inputs.image_latents)
         arrays: dict[str, jax.Array] = place(model.chunk_history(plan.request, state.chunks, image), runtime.mesh)
     return arrays

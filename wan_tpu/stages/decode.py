@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 def decode(runtime: Runtime[Model], latents: np.ndarray, progress: Progress) -> Iterator[np.ndarray]:
     """Decode final latents [1, C, T, H, W]; yield the video as it is decoded, float32 [1 or 4, H, W, 3] in [0, 1]."""
-    with runtime.on_host():
+    with runtime.time_host_work():
         frames = decoder_inputs(runtime, latents)
     for pixels, _ in decode_chunks(runtime, frames, progress):
         yield runtime.model.pixels(np.asarray(pixels))

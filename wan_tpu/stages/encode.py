@@ -77,7 +77,7 @@ def encode_prompt(runtime: Runtime[Model], prompt: str, warn: Warn) -> Arrays:
     """
     for name in runtime.model.tokenizers:
         runtime.prepare(name)
-    with runtime.on_host():
+    with runtime.time_host_work():
         tokens, warnings = runtime.model.tokenize(prompt)
     for warning in warnings:
         warn(warning)
@@ -137,7 +137,7 @@ def image_inputs(runtime: Runtime[Model], request: ResolvedRequest) -> ImageInpu
         return inputs
     for name in model.tokenizers:
         runtime.prepare(name)
-    with runtime.on_host():
+    with runtime.time_host_work():
         read, warnings = model.tokenize_with_images(request)
     return dataclasses.replace(inputs, read=place(read, runtime.mesh), warnings=tuple(warnings))
 
@@ -154,7 +154,7 @@ def encode_image(runtime: Runtime[Model], request: ResolvedRequest, inputs: Imag
         moments.append(moment)
         bar.step()
     model, generator = runtime.model, None
-    with runtime.on_host():
+    with runtime.time_host_work():
         joined = np.concatenate(moments, axis=2)
         if isinstance(model, ChunkedModel):
             latents, generator = model.condition(joined, request, inputs.source_frames)

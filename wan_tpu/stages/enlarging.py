@@ -30,7 +30,7 @@ def enlarge(
     """
     program, params = enlarging_program(runtime, expert)
     sigmas = {part: schedule.sigmas[expert.start] for part, schedule in runtime.model.spec.schedules(request).items()}
-    with runtime.on_host():
+    with runtime.time_host_work():
         numbers = {part: np.float32(sigma) for part, sigma in sigmas.items()}
         operands = place((runtime.model.renoise(request, expert, has_image=image is not None), numbers), runtime.mesh)
     latents = {part: latents for part, (latents, _) in state.parts.items()}

@@ -164,7 +164,7 @@ class LocalExecutor:
                 return self._step(operation, stop)
             case Finish():
                 assert self._state is not None
-                with self._runtime.on_host():
+                with self._runtime.time_host_work():
                     image_latents = self.conditioning.image_latents
                     self._state = finish_state(self._runtime.model, self.plan.request, self._state, image_latents)
                     self._is_placed = False
@@ -179,7 +179,7 @@ class LocalExecutor:
     def _encoder_bar(self) -> Bar:
         """Return the encoder's bar; before the first encoding, put the images on the devices to know its length."""
         if self._bar is None:
-            with self._runtime.on_host():
+            with self._runtime.time_host_work():
                 self._image_inputs = inputs = image_inputs(self._runtime, self.plan.request)
             messages = () if inputs is None else inputs.warnings
             for warning in (*messages, *crop_warnings(self._runtime.model, self.plan.request)):
@@ -208,7 +208,7 @@ class LocalExecutor:
             stages = [expert.stage for expert in self.plan.experts if step.index < expert.stop]
             adapters = runtime.fetch_adapters(request.loras, stages)
             self.plan = self.plan.with_request(dataclasses.replace(request, loras=adapters))
-        with runtime.on_host():
+        with runtime.time_host_work():
             if not self._is_placed:
                 state = self._initial_state() if self._state is None else self._state
                 self._state, self._is_placed = device_state(runtime, self.plan, state), True
@@ -228,7 +228,7 @@ class LocalExecutor:
         per_chunk = count // len(self.plan.chunk_stops)
         if operation.chunk % per_chunk == 0:
             assert self._state is not None
-            with self._runtime.on_host():
+            with self._runtime.time_host_work():
                 latents = chunk_of(self.plan, self._state, operation.chunk // per_chunk)
                 frames = decoder_inputs(self._runtime, latents)
             self._chunks = decode_chunks(self._runtime, frames, self._progress, self._colours)
