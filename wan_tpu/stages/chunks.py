@@ -16,7 +16,7 @@ from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.stages.step_programs import ExpertInputs
 
 
-def first_chunk(model: Model, plan: RequestPlan, generator: np.ndarray | None) -> DenoiseState:
+def initial_chunked_state(model: Model, plan: RequestPlan, generator: np.ndarray | None) -> DenoiseState:
     """Return the state before the first step of a request that is denoised in chunks.
 
     Args:

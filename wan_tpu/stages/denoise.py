@@ -19,7 +19,7 @@ from wan_tpu.runtime.health import check_finite
 from wan_tpu.runtime.mesh import replicated_sharding
 from wan_tpu.runtime.program import fetch, place
 from wan_tpu.runtime.runtime import Runtime
-from wan_tpu.stages.chunks import enter_expert, first_chunk, join_chunks, place_history
+from wan_tpu.stages.chunks import enter_expert, initial_chunked_state, join_chunks, place_history
 from wan_tpu.stages.enlarging import enlarge
 from wan_tpu.stages.step_programs import (
     ExpertInputs,
@@ -83,7 +83,7 @@ def initial_state(
             raise InvalidRequest(
                 f"noise was given, but {model.spec.name} draws its own for each chunk; leave noise out"
             )
-        return first_chunk(model, plan, generator)
+        return initial_chunked_state(model, plan, generator)
     request, schedules = plan.request, model.spec.schedules(plan.request)
     shapes = model.spec.latent_shapes(request, 0)
     histories = {
