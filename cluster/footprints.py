@@ -27,7 +27,7 @@ class Footprint:
 
 # An idle Python process with Ray takes 0.15 GB. A worker that was attacked for five minutes took 0.25 GB; it also runs
 # a decoder for the previews of each finished video.
-SURVIVING = Footprint(0, GIB // 4)
+RESTARTABLE = Footprint(0, GIB // 4)
 LEADER = Footprint(0.1, GIB // 2)
 WORKER = Footprint(0.1, 2 * GIB)
 

@@ -18,7 +18,7 @@ from actors.errors import PipelineError, PipelineNotFound
 from actors.observe.meters import PipelineMeters
 from actors.observe.status_board import Activity, Outcome, ReplicaStatus, ReportedStatus, RequestStatus, StatusBoard
 from actors.pipeline_spec import PipelineSpec
-from cluster.gang.placement import make_surviving
+from cluster.gang.placement import make_restartable
 
 __all__ = ["Activity", "Outcome", "ReplicaStatus", "ReportedStatus", "RequestStatus", "StatusActor", "StatusSilent"]
 
@@ -50,7 +50,7 @@ class StatusActor:
         if stale is not None:
             stale.close()
         name = {"name": f"{pipeline}-status", "namespace": NAMESPACE, "lifetime": "detached"}
-        kind = make_surviving(_StatusActor).options(**name, max_pending_calls=MAX_PENDING)
+        kind = make_restartable(_StatusActor).options(**name, max_pending_calls=MAX_PENDING)
         _store_spec(spec)
         return cls(pipeline, kind.remote())
 

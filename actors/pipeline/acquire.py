@@ -10,7 +10,7 @@ from actors.errors import PipelineNotFound
 from actors.observe.status_actor import NAMESPACE
 from actors.pipeline.pools import OnStatus, deploy, find_spec, shut_down, wait_until_up
 from actors.pipeline_spec import PipelineSpec
-from cluster.gang.placement import make_surviving
+from cluster.gang.placement import make_restartable
 
 # When a batch takes its pipeline down, remaining requests have this long to finish. The batch has ended, so nobody is
 # waiting for them.
@@ -123,7 +123,7 @@ def _hold_name(pipeline: str) -> Iterator[None]:
     """
     owner = f"Ray job {ray.get_runtime_context().get_job_id()}"
     try:
-        actor = make_surviving(_Owner).options(name=f"{pipeline}-owner", namespace=NAMESPACE).remote(owner)
+        actor = make_restartable(_Owner).options(name=f"{pipeline}-owner", namespace=NAMESPACE).remote(owner)
     except ValueError:  # Another batch took the name a moment ago.
         raise _build_not_shared(pipeline, _find_owner(pipeline) or "which has just begun") from None
     ray.get(actor.describe.remote())

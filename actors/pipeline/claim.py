@@ -9,7 +9,7 @@ import ray
 
 from actors.errors import PipelineExists
 from actors.observe.status_actor import NAMESPACE
-from cluster.gang.placement import make_surviving
+from cluster.gang.placement import make_restartable
 
 FREE_S = 10.0  # A killed actor may keep its name for this long.
 
@@ -25,7 +25,7 @@ def claim_start(pipeline: str) -> Iterator[None]:
     """
     name = f"{pipeline}-start"
     try:
-        claim: Any = make_surviving(_Claim).options(name=name, namespace=NAMESPACE).remote()
+        claim: Any = make_restartable(_Claim).options(name=name, namespace=NAMESPACE).remote()
     except ValueError:
         raise PipelineExists(
             f"a pipeline {pipeline!r} is being started on this cluster by another command; wait for that, "

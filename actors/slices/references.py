@@ -19,7 +19,7 @@ from typing import Any, NewType, Protocol
 import ray
 
 from actors.errors import InputLost, StageInterrupted
-from cluster.gang.placement import make_surviving
+from cluster.gang.placement import make_restartable
 
 ADOPT_S = 10.0  # Time limit for copying one payload to the store's own node.
 ENDED = 10_000  # The number of ended requests that are remembered, to reject payloads of a stage that was cancelled.
@@ -48,7 +48,7 @@ class RefStore:
 
     def __init__(self, actor: Any = None) -> None:
         """Use the given actor to hold the references, or start one."""
-        self._actor = make_surviving(_RefStoreActor).remote() if actor is None else actor
+        self._actor = make_restartable(_RefStoreActor).remote() if actor is None else actor
         self._numbers = itertools.count()
 
     def open_scope(self) -> "RequestScope":

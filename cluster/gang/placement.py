@@ -12,7 +12,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from cluster import inventory
 from cluster.chips import CHIPS
 from cluster.errors import SliceStartTimeout, WrongHost
-from cluster.footprints import SURVIVING
+from cluster.footprints import RESTARTABLE
 from cluster.gang.protocol import HostPlace
 from cluster.slice_spec import ACCELERATOR_TYPE, POD_TYPE, SLICE_NAME, WORKER_ID, SliceSpec
 
@@ -74,12 +74,12 @@ def select_off_hosts() -> dict[str, str]:
     return {ACCELERATOR_TYPE: f"!in({','.join(chip.ray_accelerator for chip in CHIPS.values())})"}
 
 
-def make_surviving(kind: type) -> Any:
+def make_restartable(kind: type) -> Any:
     """Return an actor class that runs off the hosts of slices, and outlives its node.
 
     When its node ends, the actor is restarted elsewhere, and callers wait for it.
     """
-    options = SURVIVING.build_ray_options()
+    options = RESTARTABLE.build_ray_options()
     return ray.remote(**options, max_restarts=-1, max_task_retries=-1, label_selector=select_off_hosts())(kind)
 
 
