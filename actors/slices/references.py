@@ -22,8 +22,10 @@ from actors.errors import InputLost, StageInterrupted
 from cluster.gang.placement import make_restartable
 
 ADOPT_S = 10.0  # Time limit for copying one payload to the store's own node.
-ENDED = 10_000  # The number of ended requests that are remembered, to reject payloads of a stage that was cancelled.
-DRIVER_S = 5.0  # Pause between two checks whether the driver of a request is still alive.
+MAX_REMEMBERED_SCOPES = (
+    10_000  # The number of ended requests that are remembered, to reject payloads of a stage that was cancelled.
+)
+DRIVER_CHECK_S = 5.0  # Pause between two checks whether the driver of a request is still alive.
 
 log = logging.getLogger(__name__)
 
@@ -143,9 +145,9 @@ async def watch_driver(scope: RequestScope) -> AsyncIterator[asyncio.Future[None
 
     async def watch() -> None:
         while True:
-            await asyncio.sleep(DRIVER_S)
+            await asyncio.sleep(DRIVER_CHECK_S)
             try:
-                async with asyncio.timeout(DRIVER_S):
+                async with asyncio.timeout(DRIVER_CHECK_S):
                     await scope.check()
             except StageInterrupted:
                 raise
@@ -225,14 +227,14 @@ class _RefStoreActor:
 
 
 class _LatestNumbers:
-    """The latest `ENDED` numbers that were added."""
+    """The latest `MAX_REMEMBERED_SCOPES` numbers that were added."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, None] = {}
 
     def add(self, number: int) -> None:
         self._numbers[number] = None
-        if len(self._numbers) > ENDED:
+        if len(self._numbers) > MAX_REMEMBERED_SCOPES:
             del self._numbers[next(iter(self._numbers))]
 
     def __contains__(self, number: int) -> bool:

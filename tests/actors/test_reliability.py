@@ -34,7 +34,7 @@ NOT_FOR_OPERATORS = {
         actors/api/worker/maintenance.py:_WEBHOOKS_S actors/batch/run.py:RESULTS_S actors/commands/submit.py:POLL_S
         actors/commands/submit.py:LONGEST_PAUSE_S actors/jobs/retention.py:_RETRY_S
         actors/pipeline/pools.py:POLL_S actors/pipeline/attempts.py:FIRST_WAIT_S
-        actors/pipeline/attempts.py:LONGEST_WAIT_S actors/slices/references.py:DRIVER_S
+        actors/pipeline/attempts.py:LONGEST_WAIT_S actors/slices/references.py:DRIVER_CHECK_S
         actors/slices/fragments.py:WAIT_S actors/slices/stage_runner.py:LOOK_S cluster/gang/devices.py:POLL_S
         cluster/gang/placement.py:POLL_S cluster/gang/placement.py:TELL_S cluster/gang/slice.py:BUSY_PAUSE_S
         wan_tpu/storage/s3.py:_LONGEST_PAUSE_S wan_tpu/storage/s3.py:_PAUSE_S
