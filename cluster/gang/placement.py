@@ -16,7 +16,7 @@ from cluster.footprints import RESTARTABLE
 from cluster.gang.protocol import HostPlace
 from cluster.slice_spec import ACCELERATOR_TYPE, POD_TYPE, SLICE_NAME, WORKER_ID, SliceSpec
 
-TELL_S = 5.0  # Pause between two messages about what a leader waits for.
+STATUS_PAUSE_S = 5.0  # Pause between two messages about what a leader waits for.
 POLL_S = 0.1
 
 OnStatus = Callable[[str], object]
@@ -90,7 +90,7 @@ def _wait(group: PlacementGroup, spec: SliceSpec, name: str, timeout_s: float | 
         waited = time.monotonic() - start
         if timeout_s is not None and waited >= timeout_s:
             raise SliceStartTimeout(f"{name}: no free {spec} after {timeout_s:g} s; {_describe_slices(spec)}")
-        if waited - last_notice >= TELL_S:
+        if waited - last_notice >= STATUS_PAUSE_S:
             last_notice = waited
             on_status(f"waits for a free {spec}, {waited:.0f} s so far; {_describe_slices(spec)}")
         time.sleep(POLL_S)

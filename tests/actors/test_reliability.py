@@ -36,7 +36,7 @@ NOT_FOR_OPERATORS = {
         actors/pipeline/pools.py:POLL_S actors/pipeline/attempts.py:FIRST_WAIT_S
         actors/pipeline/attempts.py:LONGEST_WAIT_S actors/slices/references.py:DRIVER_CHECK_S
         actors/slices/fragments.py:WAIT_S actors/slices/stage_runner.py:LOOK_S cluster/gang/devices.py:POLL_S
-        cluster/gang/placement.py:POLL_S cluster/gang/placement.py:TELL_S cluster/gang/slice.py:BUSY_PAUSE_S
+        cluster/gang/placement.py:POLL_S cluster/gang/placement.py:STATUS_PAUSE_S cluster/gang/slice.py:BUSY_PAUSE_S
         wan_tpu/storage/s3.py:_LONGEST_PAUSE_S wan_tpu/storage/s3.py:_PAUSE_S
     """,
     "what people see: how often it is drawn, how long it is remembered, over which time it is counted": """

@@ -122,7 +122,7 @@ def test_call_that_reports_a_longer_wait_is_waited_for_and_no_longer_than_that(c
 
 @pytest.mark.long
 def test_a_slice_that_comes_late_is_waited_for(cluster, monkeypatch):
-    monkeypatch.setattr(placement, "TELL_S", 0.2)
+    monkeypatch.setattr(placement, "STATUS_PAUSE_S", 0.2)
     notices, slices = [], []
     with Slice(TWO_HOSTS, SmallHost, name="low/0") as first:
 
