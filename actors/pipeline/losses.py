@@ -10,7 +10,7 @@ from actors.errors import InputLost, PipelineError, RequestFailed, StageInterrup
 from cluster.gang.watch import pick_telling_line
 
 # `BackPressureError` is included because the pools may be busy with other drivers' requests, and free again later.
-_LOST = (
+_INTERRUPTIONS = (
     RayActorError,
     DeploymentUnavailableError,
     ReplicaUnavailableError,
@@ -24,7 +24,7 @@ def explain_losses() -> Iterator[None]:
     """Unwrap a stage's error, and turn Ray's own errors into `StageInterrupted`, `InputLost` or `RequestFailed`."""
     try:
         yield
-    except _LOST as error:
+    except _INTERRUPTIONS as error:
         raise StageInterrupted(pick_telling_line(error)) from None
     except RayError as error:
         cause = getattr(error, "cause", None)
