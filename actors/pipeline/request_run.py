@@ -276,7 +276,7 @@ class RequestRun:
             with explain_losses():
                 async for event in events:
                     if isinstance(event, Span):
-                        self._tell(event)
+                        self._report_span(event)
                         self._attempts.note_progress(event.stage, event.step)
                         if (event.step is not None or event.chosen) and not is_concurrent:
                             step_s = None if event.step is None else event.seconds
@@ -304,7 +304,7 @@ class RequestRun:
         self._attempts.note_progress(f"end of {stage}", result.step)
         return result
 
-    def _tell(self, span: Span) -> None:
+    def _report_span(self, span: Span) -> None:
         """Pass a span on; errors in the caller's callback don't stop the request."""
         try:
             self._on_event(span)

@@ -123,7 +123,7 @@ def forgets_while_it_writes(patch):
 
 def raises_into_the_work(patch):
     """Reporting a step raised an error after somebody had set the clock, which failed the request."""
-    patch.setattr(RequestRun, "_tell", lambda run, span: run._on_event(span))
+    patch.setattr(RequestRun, "_report_span", lambda run, span: run._on_event(span))
     patch.setattr("actors.observe.span.Start.elapsed_s", property(lambda start: time.time() - start.wall_s))
 
 
