@@ -24,14 +24,14 @@ from wan_tpu.families.model import open_model
 from wan_tpu.progress import Silent
 from wan_tpu.runtime import converted
 from wan_tpu.runtime.components import load_component, open_component
-from wan_tpu.runtime.converted import FILE, LAYOUT, MANIFEST
+from wan_tpu.runtime.converted import FILE, FORMAT_VERSION, MANIFEST
 from wan_tpu.runtime.converting import convert
 from wan_tpu.runtime.mesh import make_mesh
 from wan_tpu.storage.opening import open_storage
 
 KINDS = ["wan2.2-i2v-a14b", "wan2.2-ti2v-5b", "wan2.1-i2v-14b-480p", "cogvideox1.5-5b-i2v", "hunyuanvideo1.5-480p-i2v"]
 KINDS += ["ltx-2.3-distilled", "minimax-h3"]
-# By kind, of names, shapes and the order of numbers. Whoever changes one of these gives `LAYOUT` another number:
+# By kind, of names, shapes and the order of numbers. Whoever changes one of these gives `FORMAT_VERSION` another number:
 # what was converted before would be read wrongly.
 ORDERS = {
     1: {
@@ -117,7 +117,7 @@ def order(kind, checkpoint, mesh):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_order_of_weights_has_another_number(kind, checkpoint, mesh):
-    assert order(kind, checkpoint, mesh) == ORDERS[LAYOUT][kind]
+    assert order(kind, checkpoint, mesh) == ORDERS[FORMAT_VERSION][kind]
 
 
 def test_what_is_there_is_kept_and_a_converted_one_can_be_the_source(folder, tmp_path, capsys):
@@ -211,7 +211,7 @@ def damage(folder):
         (
             lambda f: spoil(f, {"layout": 0}),
             "bfloat16",
-            f"converted for layout 0, but this version reads layout {LAYOUT}",
+            f"converted for layout 0, but this version reads layout {FORMAT_VERSION}",
         ),
         (lambda f: spoil(f, {"bytes": 7}), "bfloat16", "bytes instead of 7; convert the checkpoint again"),
         (lambda f: spoil(f, {"tensors": {}}), "bfloat16", "lacks .*; convert the checkpoint again"),

@@ -18,7 +18,7 @@ from wan_tpu.runtime.weights import Block
 
 FILE, MANIFEST = "wan_tpu.safetensors", "wan_tpu.safetensors.json"
 # Version of the file's layout: which weights it holds, and how. It must change when any of that does; a test checks it.
-LAYOUT = 1
+FORMAT_VERSION = 1
 PIECES = 16  # The minimum number of pieces of a large weight: the devices along one axis of the widest mesh.
 PIECE_BYTES = 16 * 2**20  # The maximum size of a piece, if the weight can be cut that small.
 SMALL_BYTES = 2**20  # The maximum size of a weight that is stored as a single piece.
@@ -116,9 +116,9 @@ class Converted:
             layout, kind, size = (manifest[name] for name in ("layout", "dtype", "bytes"))
         except KeyError as error:
             raise CheckpointError(f"{where}/{MANIFEST} lacks {error}; {AGAIN}") from None
-        if layout != LAYOUT:
+        if layout != FORMAT_VERSION:
             raise CheckpointError(
-                f"{where} was converted for layout {layout}, but this version reads layout {LAYOUT}; {AGAIN}"
+                f"{where} was converted for layout {layout}, but this version reads layout {FORMAT_VERSION}; {AGAIN}"
             )
         if kind != dtype:
             raise CheckpointError(
@@ -173,5 +173,5 @@ def describe(
         }
         for name, cut in cuts.items()
     }
-    manifest = {"layout": LAYOUT, "dtype": dtype, "bytes": size, "source": source, "version": version}
+    manifest = {"layout": FORMAT_VERSION, "dtype": dtype, "bytes": size, "source": source, "version": version}
     return json.dumps(manifest | {"tensors": tensors})
