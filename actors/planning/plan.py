@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from actors.planning.calibration import load_calibration
 from actors.planning.slice_description import describe_slice
 from cluster.costs import capacity
-from cluster.costs.capacity import Estimate, Fits, StageSeconds, Terms
+from cluster.costs.capacity import CapacityAssumptions, Estimate, Fits, StageSeconds
 from cluster.costs.prices import Prices
 from cluster.layout import Layout
 from cluster.slice_spec import SliceSpec
@@ -124,34 +124,40 @@ def _read_request(args: argparse.Namespace) -> ResolvedRequest:
 def _print_costs(args: argparse.Namespace) -> None:
     """Print what a layout makes and costs, or the layouts that meet a demand."""
     spec, request = published_spec(args.model), _read_request(args)
-    terms = Terms(Prices.load(args.prices), args.capacity, args.region, args.busy, args.cold_start_s, args.starts_a_day)
+    assumptions = CapacityAssumptions(
+        Prices.load(args.prices), args.capacity, args.region, args.busy, args.cold_start_s, args.starts_a_day
+    )
     layout = None if args.layout is None else Layout.load(args.layout)
     if layout is not None:
         layout.check_stages(spec.stages)
     measured = ""
     for kind in [pool.slice for pool in layout.pools] if layout else map(SliceSpec, args.slice):
-        terms.prices.chip_hour(
-            kind, terms.capacity, terms.region
+        assumptions.prices.chip_hour(
+            kind, assumptions.capacity, assumptions.region
         )  # A missing price is refused before minutes of compiling.
         measured = describe_slice(kind, args.calibration).calibrated
     seconds, fits = _measure_stages(args, layout)
     if layout is not None:
         videos_per_hour = None if args.videos_a_day is None else args.videos_a_day / 24
-        estimates = [capacity.estimate(layout, seconds, terms, videos_per_hour)]
+        estimates = [capacity.estimate(layout, seconds, assumptions, videos_per_hour)]
     else:
         experts = [expert.stage for expert in spec.experts(request)]
-        estimates = capacity.recommend(seconds, spec.stages, experts, terms, args.videos_a_day, args.within, fits=fits)
+        estimates = capacity.recommend(
+            seconds, spec.stages, experts, assumptions, args.videos_a_day, args.within, fits=fits
+        )
     if args.plot:
         _draw(estimates, args.plot)
     if args.json:
         print(json.dumps([_as_json(estimate) | {"calibrated": measured} for estimate in estimates]))
         return
     size = f"{request.width}x{request.height}, {request.frames} frames, {request.steps} steps"
-    where = terms.region or "the cheapest region"
-    print(f"{args.model}, {size}; predicted seconds; {terms.capacity} prices of {terms.prices.date} in {where},")
+    where = assumptions.region or "the cheapest region"
     print(
-        f"chips alone; slices busy {terms.busy:.0%} at most, each starting {terms.starts_a_day:g} x a day in "
-        f"{terms.cold_start_s:g} s\n"
+        f"{args.model}, {size}; predicted seconds; {assumptions.capacity} prices of {assumptions.prices.date} in {where},"
+    )
+    print(
+        f"chips alone; slices busy {assumptions.busy:.0%} at most, each starting {assumptions.starts_a_day:g} x a day in "
+        f"{assumptions.cold_start_s:g} s\n"
     )
     if measured:
         print(f"{measured}\n")

@@ -22,8 +22,8 @@ Fits = Callable[[SliceSpec, Sequence[str]], bool]  # Returns whether a slice has
 
 
 @dataclass(frozen=True)
-class Terms:
-    """The terms on which slices are available.
+class CapacityAssumptions:
+    """The assumptions on which slices are available.
 
     Attributes:
         prices: What chips cost.
@@ -104,31 +104,36 @@ class Estimate:
 
 
 def estimate(
-    layout: Layout, stage_seconds: StageSeconds, terms: Terms, videos_an_hour: float | None = None
+    layout: Layout, stage_seconds: StageSeconds, assumptions: CapacityAssumptions, videos_an_hour: float | None = None
 ) -> Estimate:
     """Estimate what a layout makes and costs with all the replicas that it may have.
 
     Args:
         layout: The layout.
         stage_seconds: What each stage takes.
-        terms: How slices are paid for and used.
-        videos_an_hour: The demand. By default, the demand that keeps the busiest pool busy for the share in `terms`.
+        assumptions: How slices are paid for and used.
+        videos_an_hour: The demand. By default, the demand that keeps the busiest pool busy for the share in `assumptions`.
 
     Raises:
         NoCapacity: The layout can't meet the demand.
         PriceError: A price is unknown.
     """
     counts = {pool.name: pool.replicas.maximum for pool in layout.pools}
-    most = min(counts[pool.name] * HOUR_S * terms.ready / add_up_seconds(pool, stage_seconds) for pool in layout.pools)
-    videos_needed = terms.busy * most if videos_an_hour is None else videos_an_hour
+    most = min(
+        counts[pool.name] * HOUR_S * assumptions.ready / add_up_seconds(pool, stage_seconds) for pool in layout.pools
+    )
+    videos_needed = assumptions.busy * most if videos_an_hour is None else videos_an_hour
     if videos_needed >= most:
         raise NoCapacity(
             f"{layout.source} makes at most {most:.1f} videos an hour, but {videos_needed:.1f} are "
             "needed; give a layout with more replicas or larger slices"
         )
-    loads = tuple(_estimate_load(pool, counts[pool.name], stage_seconds, terms, videos_needed) for pool in layout.pools)
+    loads = tuple(
+        _estimate_load(pool, counts[pool.name], stage_seconds, assumptions, videos_needed) for pool in layout.pools
+    )
     dollars = sum(
-        load.replicas * terms.prices.slice_hour(load.pool.slice, terms.capacity, terms.region) for load in loads
+        load.replicas * assumptions.prices.slice_hour(load.pool.slice, assumptions.capacity, assumptions.region)
+        for load in loads
     )
     to_a_video_s = sum(load.seconds + load.wait_s for load in loads)
     return Estimate(layout.source, loads, most, to_a_video_s, dollars, dollars / videos_needed)
@@ -138,7 +143,7 @@ def recommend(
     stage_seconds: StageSeconds,
     stages: Sequence[str],
     experts: Sequence[str],
-    terms: Terms,
+    assumptions: CapacityAssumptions,
     videos_a_day: float,
     within_s: float,
     *,
@@ -150,7 +155,7 @@ def recommend(
         stage_seconds: What each stage takes, on the kinds of slices that may be used.
         stages: The model's stages.
         experts: Those of its stages that denoise.
-        terms: How slices are paid for and used.
+        assumptions: How slices are paid for and used.
         videos_a_day: The demand.
         within_s: The longest mean time from a request to its video.
         fits: Returns whether a slice has memory for all of some stages at once.
@@ -166,7 +171,7 @@ def recommend(
     estimates = [
         sized_layout
         for layout in _list_layouts(stage_seconds, stages, experts, fits)
-        if (sized_layout := _size_pools(layout, stage_seconds, terms, videos_per_hour, within_s))
+        if (sized_layout := _size_pools(layout, stage_seconds, assumptions, videos_per_hour, within_s))
     ]
     if not estimates:
         raise NoCapacity(f"no stage of this model fits the memory of {', '.join(stage_seconds)}; give larger slices")
@@ -200,12 +205,14 @@ def estimate_wait_s(replicas: int, seconds: float, videos_per_hour: float) -> fl
 
 
 def _estimate_load(
-    pool: Pool, replicas: int, stage_seconds: StageSeconds, terms: Terms, videos_per_hour: float
+    pool: Pool, replicas: int, stage_seconds: StageSeconds, assumptions: CapacityAssumptions, videos_per_hour: float
 ) -> PoolLoad:
     # While some slices start, the others have more to do.
-    seconds = add_up_seconds(pool, stage_seconds) / terms.ready
+    seconds = add_up_seconds(pool, stage_seconds) / assumptions.ready
     busy = videos_per_hour * seconds / HOUR_S / replicas
-    return PoolLoad(pool, replicas, seconds * terms.ready, busy, estimate_wait_s(replicas, seconds, videos_per_hour))
+    return PoolLoad(
+        pool, replicas, seconds * assumptions.ready, busy, estimate_wait_s(replicas, seconds, videos_per_hour)
+    )
 
 
 def _list_layouts(
@@ -234,7 +241,11 @@ def _list_layouts(
 
 
 def _size_pools(
-    layout: Layout, stage_seconds: StageSeconds, terms: Terms, videos_per_hour: float, within_s: float
+    layout: Layout,
+    stage_seconds: StageSeconds,
+    assumptions: CapacityAssumptions,
+    videos_per_hour: float,
+    within_s: float,
 ) -> Estimate | None:
     """Estimate a layout with as few replicas as the demand allows.
 
@@ -243,7 +254,10 @@ def _size_pools(
     """
     counts = {
         pool.name: max(
-            1, math.ceil(videos_per_hour * add_up_seconds(pool, stage_seconds) / HOUR_S / terms.ready / terms.busy)
+            1,
+            math.ceil(
+                videos_per_hour * add_up_seconds(pool, stage_seconds) / HOUR_S / assumptions.ready / assumptions.busy
+            ),
         )
         for pool in layout.pools
     }
@@ -253,7 +267,7 @@ def _size_pools(
         pools = tuple(
             dataclasses.replace(pool, replicas=Replicas(counts[pool.name], counts[pool.name])) for pool in layout.pools
         )
-        estimated = estimate(dataclasses.replace(layout, pools=pools), stage_seconds, terms, videos_per_hour)
+        estimated = estimate(dataclasses.replace(layout, pools=pools), stage_seconds, assumptions, videos_per_hour)
         longest = max(estimated.pools, key=lambda load: load.wait_s)
         if estimated.to_a_video_s <= within_s or longest.wait_s < 1.0:
             return estimated

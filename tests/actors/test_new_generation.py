@@ -8,7 +8,7 @@ from actors.doctor.finding import Machine
 from actors.planning.slice_description import describe_slice
 from cluster import chips
 from cluster.chips import CHIPS, GIB, load_chip
-from cluster.costs.capacity import Terms, recommend
+from cluster.costs.capacity import CapacityAssumptions, recommend
 from cluster.costs.prices import Prices
 from cluster.errors import UnknownSlice
 from cluster.slice_spec import SliceSpec
@@ -133,14 +133,14 @@ def test_a_program_is_priced():
 
 def test_a_video_s_dollars_are_computed(tmp_path):
     (tmp_path / "prices.yaml").write_text(PRICES)
-    terms = Terms(Prices.load(tmp_path / "prices.yaml"))
+    assumptions = CapacityAssumptions(Prices.load(tmp_path / "prices.yaml"))
     seconds = {"v99-8": dict.fromkeys(("encoder", "denoise", "decoder"), 36.0)}
     stages = tuple(seconds["v99-8"])
 
     def fit(kind, stages):
         return fits([MemoryNeed(90 * GIB, GIB) for _ in stages], kind.chip.device_bytes)
 
-    [best, *_] = recommend(seconds, stages, ("denoise",), terms, videos_a_day=24, within_s=3600, fits=fit)
+    [best, *_] = recommend(seconds, stages, ("denoise",), assumptions, videos_a_day=24, within_s=3600, fits=fit)
     assert best.chips == 4  # Three stages don't fit the 200 GiB of a device, so two slices of two chips share them.
     assert best.dollars_an_hour == pytest.approx(4 * 7.5)
 

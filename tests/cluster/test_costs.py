@@ -7,7 +7,7 @@ import pytest
 
 from actors.planning import plan
 from cluster.chips import GIB
-from cluster.costs.capacity import Terms, estimate, estimate_wait_s, recommend
+from cluster.costs.capacity import CapacityAssumptions, estimate, estimate_wait_s, recommend
 from cluster.costs.prices import Prices
 from cluster.errors import NoCapacity, PriceError
 from cluster.layout import Layout
@@ -39,10 +39,12 @@ pools:
 
 
 @pytest.fixture(scope="module")
-def terms(tmp_path_factory):
+def assumptions(tmp_path_factory):
     path = tmp_path_factory.mktemp("prices") / "prices.yaml"
     path.write_text(TEXT)
-    return Terms(Prices.load(path), busy=0.8, cold_start_s=864, starts_a_day=1)  # A hundredth of the day is lost.
+    return CapacityAssumptions(
+        Prices.load(path), busy=0.8, cold_start_s=864, starts_a_day=1
+    )  # A hundredth of the day is lost.
 
 
 def simulate_mean_wait_s(replicas, seconds, videos_per_hour, count=100_000):
@@ -66,8 +68,8 @@ def test_waits_are_those_of_a_simulated_queue(replicas, busy):
     )
 
 
-def test_a_layout_makes_what_its_slowest_pool_makes(terms):
-    estimated = estimate(Layout.parse(LAYOUT, "mine"), SECONDS, terms)
+def test_a_layout_makes_what_its_slowest_pool_makes(assumptions):
+    estimated = estimate(Layout.parse(LAYOUT, "mine"), SECONDS, assumptions)
     assert estimated.videos_an_hour == pytest.approx(2 * 3600 / 108 * 0.99)
     assert estimated.chips == 4 + 2 * 8
     assert estimated.dollars_an_hour == pytest.approx(20 * 2.0)
@@ -76,12 +78,12 @@ def test_a_layout_makes_what_its_slowest_pool_makes(terms):
     assert (encoder_decoder.seconds, experts.seconds) == (2.0, 108.0)
     assert experts.busy == pytest.approx(0.8)
     assert estimated.to_a_video_s == pytest.approx(110 + encoder_decoder.wait_s + experts.wait_s)
-    spot = estimate(Layout.parse(LAYOUT, "mine"), SECONDS, Terms(terms.prices, "spot", busy=0.8))
+    spot = estimate(Layout.parse(LAYOUT, "mine"), SECONDS, CapacityAssumptions(assumptions.prices, "spot", busy=0.8))
     assert spot.dollars_an_hour == pytest.approx(20 * 1.0)
 
 
-def test_the_cheapest_comes_first_and_all_meet_the_demand(terms):
-    estimates = recommend(SECONDS, STAGES, EXPERTS, terms, videos_a_day=5000, within_s=600, fits=fit)
+def test_the_cheapest_comes_first_and_all_meet_the_demand(assumptions):
+    estimates = recommend(SECONDS, STAGES, EXPERTS, assumptions, videos_a_day=5000, within_s=600, fits=fit)
     assert [estimated.dollars_an_hour for estimated in estimates] == sorted(
         estimated.dollars_an_hour for estimated in estimates
     )
@@ -92,23 +94,23 @@ def test_the_cheapest_comes_first_and_all_meet_the_demand(terms):
         assert estimated.videos_an_hour * 0.8 >= 5000 / 24
         layout = Layout.parse(estimated.text, "printed")
         layout.check_stages(STAGES)
-        again = estimate(layout, SECONDS, terms, 5000 / 24)
+        again = estimate(layout, SECONDS, assumptions, 5000 / 24)
         assert again.dollars_an_hour == pytest.approx(estimated.dollars_an_hour)
 
 
-def test_more_slices_are_taken_where_videos_would_wait_too_long(terms):
-    slow, fast = (recommend(SECONDS, STAGES, EXPERTS, terms, 500, within, fits=fit)[0] for within in (1000, 130))
+def test_more_slices_are_taken_where_videos_would_wait_too_long(assumptions):
+    slow, fast = (recommend(SECONDS, STAGES, EXPERTS, assumptions, 500, within, fits=fit)[0] for within in (1000, 130))
     assert fast.to_a_video_s <= 130 < slow.to_a_video_s
     assert fast.dollars_an_hour > slow.dollars_an_hour
 
 
-def test_a_demand_that_nothing_meets_is_refused_with_what_comes_nearest(terms):
+def test_a_demand_that_nothing_meets_is_refused_with_what_comes_nearest(assumptions):
     with pytest.raises(NoCapacity, match=r"the fastest of 10 layouts takes 11\d s for a video .* the limit is 60 s"):
-        recommend(SECONDS, STAGES, EXPERTS, terms, 5000, 60, fits=fit)
+        recommend(SECONDS, STAGES, EXPERTS, assumptions, 5000, 60, fits=fit)
     with pytest.raises(NoCapacity, match=r"mine makes at most 66\.0 videos an hour, but 70\.0 are needed"):
-        estimate(Layout.parse(LAYOUT, "mine"), SECONDS, terms, 70)
+        estimate(Layout.parse(LAYOUT, "mine"), SECONDS, assumptions, 70)
     with pytest.raises(NoCapacity, match="fits the memory of v6e-1; give larger slices"):
-        recommend({"v6e-1": {}}, STAGES, EXPERTS, terms, 1, 60, fits=fit)
+        recommend({"v6e-1": {}}, STAGES, EXPERTS, assumptions, 1, 60, fits=fit)
 
 
 @pytest.mark.parametrize(
@@ -119,9 +121,9 @@ def test_a_demand_that_nothing_meets_is_refused_with_what_comes_nearest(terms):
         ("v6e-8", "spot", "here", "there is no spot price for v6e in here, only in there"),
     ],
 )
-def test_a_price_that_is_not_known_is_refused(kind, capacity, region, message, terms):
+def test_a_price_that_is_not_known_is_refused(kind, capacity, region, message, assumptions):
     with pytest.raises(PriceError, match=message):
-        terms.prices.slice_hour(SliceSpec(kind), capacity, region)
+        assumptions.prices.slice_hour(SliceSpec(kind), capacity, region)
 
 
 @pytest.mark.parametrize(
@@ -145,8 +147,8 @@ def test_the_shipped_table_has_what_the_docs_say():
     assert prices.chip_hour(SliceSpec("v5p-8"), "spot") == 0.78
 
 
-def test_what_is_printed_can_be_read(terms, tmp_path):
-    estimates = recommend(SECONDS, STAGES, EXPERTS, terms, 5000, 600, fits=fit)
+def test_what_is_printed_can_be_read(assumptions, tmp_path):
+    estimates = recommend(SECONDS, STAGES, EXPERTS, assumptions, 5000, 600, fits=fit)
     lines = plan._format_table(estimates).splitlines()[1:]
     assert [line.split()[-1] for line in lines] == [f"{estimated.dollars_a_video:.3f}" for estimated in estimates]
     rows = plan._format_estimate(estimates[0]).splitlines()[2:]
