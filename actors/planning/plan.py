@@ -138,8 +138,8 @@ def _print_costs(args: argparse.Namespace) -> None:
         measured = describe_slice(kind, args.calibration).calibrated
     seconds, fits = _measure_stages(args, layout)
     if layout is not None:
-        videos_per_hour = None if args.videos_a_day is None else args.videos_a_day / 24
-        estimates = [capacity.estimate(layout, seconds, assumptions, videos_per_hour)]
+        videos_an_hour = None if args.videos_a_day is None else args.videos_a_day / 24
+        estimates = [capacity.estimate(layout, seconds, assumptions, videos_an_hour)]
     else:
         experts = [expert.stage for expert in spec.experts(request)]
         estimates = capacity.recommend(

@@ -167,11 +167,11 @@ def recommend(
         NoCapacity: No layout is fast enough, in which case the message names the fastest, or no slice is large enough.
         PriceError: A price is unknown.
     """
-    videos_per_hour = videos_a_day / 24
+    videos_an_hour = videos_a_day / 24
     estimates = [
         sized_layout
         for layout in _list_layouts(stage_seconds, stages, experts, fits)
-        if (sized_layout := _size_pools(layout, stage_seconds, assumptions, videos_per_hour, within_s))
+        if (sized_layout := _size_pools(layout, stage_seconds, assumptions, videos_an_hour, within_s))
     ]
     if not estimates:
         raise NoCapacity(f"no stage of this model fits the memory of {', '.join(stage_seconds)}; give larger slices")
@@ -190,13 +190,13 @@ def add_up_seconds(pool: Pool, stage_seconds: StageSeconds) -> float:
     return sum(stage_seconds[pool.slice.name][stage] for stage in pool.stages)
 
 
-def estimate_wait_s(replicas: int, seconds: float, videos_per_hour: float) -> float:
+def estimate_wait_s(replicas: int, seconds: float, videos_an_hour: float) -> float:
     """Return the mean wait for one of several slices, each of which takes the same time per video (M/D/c).
 
     It is half of the M/M/c queue's wait (Erlang's C formula), which is exact for one slice and within a tenth for
     several.
     """
-    load = videos_per_hour * seconds / HOUR_S
+    load = videos_an_hour * seconds / HOUR_S
     blocked = 1.0
     for count in range(1, replicas + 1):
         blocked = load * blocked / (count + load * blocked)
@@ -205,13 +205,13 @@ def estimate_wait_s(replicas: int, seconds: float, videos_per_hour: float) -> fl
 
 
 def _estimate_load(
-    pool: Pool, replicas: int, stage_seconds: StageSeconds, assumptions: CapacityAssumptions, videos_per_hour: float
+    pool: Pool, replicas: int, stage_seconds: StageSeconds, assumptions: CapacityAssumptions, videos_an_hour: float
 ) -> PoolLoad:
     # While some slices start, the others have more to do.
     seconds = add_up_seconds(pool, stage_seconds) / assumptions.ready
-    busy = videos_per_hour * seconds / HOUR_S / replicas
+    busy = videos_an_hour * seconds / HOUR_S / replicas
     return PoolLoad(
-        pool, replicas, seconds * assumptions.ready, busy, estimate_wait_s(replicas, seconds, videos_per_hour)
+        pool, replicas, seconds * assumptions.ready, busy, estimate_wait_s(replicas, seconds, videos_an_hour)
     )
 
 
@@ -244,7 +244,7 @@ def _size_pools(
     layout: Layout,
     stage_seconds: StageSeconds,
     assumptions: CapacityAssumptions,
-    videos_per_hour: float,
+    videos_an_hour: float,
     within_s: float,
 ) -> Estimate | None:
     """Estimate a layout with as few replicas as the demand allows.
@@ -256,7 +256,7 @@ def _size_pools(
         pool.name: max(
             1,
             math.ceil(
-                videos_per_hour * add_up_seconds(pool, stage_seconds) / HOUR_S / assumptions.ready / assumptions.busy
+                videos_an_hour * add_up_seconds(pool, stage_seconds) / HOUR_S / assumptions.ready / assumptions.busy
             ),
         )
         for pool in layout.pools
@@ -267,7 +267,7 @@ def _size_pools(
         pools = tuple(
             dataclasses.replace(pool, replicas=Replicas(counts[pool.name], counts[pool.name])) for pool in layout.pools
         )
-        estimated = estimate(dataclasses.replace(layout, pools=pools), stage_seconds, assumptions, videos_per_hour)
+        estimated = estimate(dataclasses.replace(layout, pools=pools), stage_seconds, assumptions, videos_an_hour)
         longest = max(estimated.pools, key=lambda load: load.wait_s)
         if estimated.to_a_video_s <= within_s or longest.wait_s < 1.0:
             return estimated

@@ -42,16 +42,15 @@ pools:
 def assumptions(tmp_path_factory):
     path = tmp_path_factory.mktemp("prices") / "prices.yaml"
     path.write_text(TEXT)
-    return CapacityAssumptions(
-        Prices.load(path), busy=0.8, cold_start_s=864, starts_a_day=1
-    )  # A hundredth of the day is lost.
+    # A hundredth of the day is lost.
+    return CapacityAssumptions(Prices.load(path), busy=0.8, cold_start_s=864, starts_a_day=1)
 
 
-def simulate_mean_wait_s(replicas, seconds, videos_per_hour, count=100_000):
+def simulate_mean_wait_s(replicas, seconds, videos_an_hour, count=100_000):
     """Return the mean wait of videos that arrive at random."""
     generator, free, now, waited = random.Random(0), [0.0] * replicas, 0.0, 0.0
     for _ in range(count):
-        now += generator.expovariate(videos_per_hour / 3600)
+        now += generator.expovariate(videos_an_hour / 3600)
         first = min(range(replicas), key=free.__getitem__)
         start = max(now, free[first])
         free[first] = start + seconds
@@ -62,9 +61,9 @@ def simulate_mean_wait_s(replicas, seconds, videos_per_hour, count=100_000):
 @pytest.mark.parametrize(("replicas", "busy"), [(1, 0.5), (1, 0.8), (3, 0.8), (10, 0.9)])
 def test_waits_are_those_of_a_simulated_queue(replicas, busy):
     seconds = 108.0
-    videos_per_hour = busy * replicas * 3600 / seconds
-    assert estimate_wait_s(replicas, seconds, videos_per_hour) == pytest.approx(
-        simulate_mean_wait_s(replicas, seconds, videos_per_hour), rel=0.1
+    videos_an_hour = busy * replicas * 3600 / seconds
+    assert estimate_wait_s(replicas, seconds, videos_an_hour) == pytest.approx(
+        simulate_mean_wait_s(replicas, seconds, videos_an_hour), rel=0.1
     )
 
 
