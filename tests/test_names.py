@@ -104,7 +104,16 @@ def test_each_class_of_a_package_has_a_name_of_its_own(package):
 
 @pytest.mark.parametrize(
     "line",
-    ["found = 1", "def _told(): ...", "lambda given: 0", "self._one = 1", "class Doubts: ...", "[0 for made in x]"],
+    [
+        "found = 1",
+        "def _told(): ...",
+        "lambda given: 0",
+        "self._one = 1",
+        "class Doubts: ...",
+        "[0 for made in x]",
+        "with x as said: ...",
+        "def test(wanted): ...",
+    ],  # fmt: skip
 )
 def test_name_that_says_nothing_is_noticed(line):
     assert len(problems(line)) == 1
