@@ -178,7 +178,7 @@ def test_name_of_a_request_whose_adapter_can_t_be_reached_has_its_path_alone(mon
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{bound.getsockname()[1]}")
         names = {name_with(GenerationRequest(prompt="a", loras=[f"gs://bucket/x/{n}.safetensors"])) for n in "aab"}
     assert len(names) == 2
-    assert "without the version of gs://bucket/x/a.safetensors" in caplog.text
+    assert "don't include the version of gs://bucket/x/a.safetensors" in caplog.text
 
 
 def test_a_large_adapter_is_read_once(tmp_path, monkeypatch):
