@@ -113,7 +113,7 @@ def test_each_class_of_a_package_has_a_name_of_its_own(package):
         "[0 for made in x]",
         "with x as said: ...",
         "def test(wanted): ...",
-    ],  # fmt: skip
+    ],
 )
 def test_name_that_says_nothing_is_noticed(line):
     assert len(problems(line)) == 1
