@@ -76,7 +76,7 @@ class StageMoved(StageInterrupted):
 
 
 class StageQueuedTooLong(StageMoved):
-    """A request has waited `patience_s` for a place on a replica's slice; it is queued again, maybe at a free replica."""
+    """A request has waited `patience_s` for a place on a slice; it is queued again, maybe at a free replica."""
 
 
 class InputLost(PipelineError):

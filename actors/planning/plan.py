@@ -153,11 +153,12 @@ def _print_costs(args: argparse.Namespace) -> None:
     size = f"{request.width}x{request.height}, {request.frames} frames, {request.steps} steps"
     where = assumptions.region or "the cheapest region"
     print(
-        f"{args.model}, {size}; predicted seconds; {assumptions.capacity} prices of {assumptions.prices.date} in {where},"
+        f"{args.model}, {size}; predicted seconds; "
+        f"{assumptions.capacity} prices of {assumptions.prices.date} in {where},"
     )
     print(
-        f"chips alone; slices busy {assumptions.busy:.0%} at most, each starting {assumptions.starts_a_day:g} x a day in "
-        f"{assumptions.cold_start_s:g} s\n"
+        f"chips alone; slices busy {assumptions.busy:.0%} at most, "
+        f"each starting {assumptions.starts_a_day:g} x a day in {assumptions.cold_start_s:g} s\n"
     )
     if measured:
         print(f"{measured}\n")

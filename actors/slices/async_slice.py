@@ -111,7 +111,7 @@ class AsyncSlice:
         return await self.call(method, *args, lane="save")
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run any function in one of the threads; when cancelled, wait until it has ended. Raises `StageInterrupted`."""
+        """Run any function in one of the threads; when cancelled, wait for its end. Raises `StageInterrupted`."""
         try:
             return await wait_despite_cancellation(
                 asyncio.get_running_loop().run_in_executor(self._threads, function, *args)

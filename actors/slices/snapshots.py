@@ -194,7 +194,7 @@ class Snapshotter:
         task.add_done_callback(lambda done: self._writing.pop(name) if self._writing.get(name) is done else None)
 
     async def load(self, name: str, step: int) -> Any:
-        """Put a snapshot into the object store; raise `StageInterrupted` if it can't be used, as there may be a newer one."""
+        """Put a snapshot into the object store; raise `StageInterrupted` if it can't be used: a newer one may exist."""
         return await self._in_thread(self._read, name, step)
 
     async def _copy(self, host_key: str, request: SliceRequest, before: asyncio.Task[None] | None) -> None:

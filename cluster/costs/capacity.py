@@ -112,7 +112,7 @@ def estimate(
         layout: The layout.
         stage_seconds: What each stage takes.
         assumptions: How slices are paid for and used.
-        videos_an_hour: The demand. By default, the demand that keeps the busiest pool busy for the share in `assumptions`.
+        videos_an_hour: The demand. By default, the demand that keeps the busiest pool busy for `assumptions.busy`.
 
     Raises:
         NoCapacity: The layout can't meet the demand.
