@@ -89,7 +89,8 @@ class ContinuedVideo:
         tracks = read_tracks(contents[0])
         if tracks is None or (tracks.sound is not None and tracks.sound.units == rate):
             return contents
-        frames = sum(len(read_samples(content)[tracks.video.number].sizes) for content in contents)
+        samples = (read_samples(content).get(tracks.video.number) for content in contents)
+        frames = sum(len(of_video.sizes) for of_video in samples if of_video is not None)  # Sound may end later.
         silence = f"anullsrc=r={rate}:cl=stereo:d={frames / self._fps:.9f}"
         sound = ["-f", "lavfi", "-i", silence, "-map", "0:V:0", "-map", "1:a"]
         if tracks.sound is not None:
