@@ -88,7 +88,7 @@ class FragmentQueues:
 
 @contextlib.asynccontextmanager
 async def run_concurrently(work: Coroutine[Any, Any, T]) -> AsyncIterator["asyncio.Task[T]"]:
-    """Run work concurrently with the block, which may await it; when the block fails, cancel it and wait for its end."""
+    """Run work concurrently with the block, which may await it; if the block fails, cancel it and wait for its end."""
     task = asyncio.create_task(work)
     try:
         yield task
