@@ -1,5 +1,7 @@
 """Adversarial inputs, their attention in float64, and the error that a correct kernel may make."""
 
+import functools
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,17 +20,25 @@ INTERPRET = jax.default_backend() != "tpu"  # `make test-tpu` runs the kernels t
 
 
 def as_program(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Return the function with these options, each call one compiled program as in models, not twenty, op by op."""
+    """Return the function with these options, each call one compiled program as in models, not twenty, op by op.
+
+    Calls of one test that differ only in the values of arrays share a program; a test sets sizes of tiles before them.
+    """
+
+    @functools.lru_cache(maxsize=16)
+    def compile_for(test, tree, constants):
+        def program(arrays):
+            leaves = {i: leaf for i, _, leaf in constants} | arrays
+            args, more = tree.unflatten([leaves[i] for i in sorted(leaves)])
+            return function(*args, **more)
+
+        return jax.jit(program)
 
     def call(*args, **more):
         leaves, tree = jax.tree.flatten((args, options | more))
         arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray | jax.Array)}
-
-        def program(arrays):
-            args, more = tree.unflatten([arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
-            return function(*args, **more)
-
-        return jax.jit(program)(arrays)
+        constants = tuple((i, type(leaf), leaf) for i, leaf in enumerate(leaves) if i not in arrays)
+        return compile_for(os.environ.get("PYTEST_CURRENT_TEST"), tree, constants)(arrays)
 
     return call
 

@@ -184,6 +184,8 @@ def test_rms_norm_rope_rotates_pairs_half_a_head_apart(rows, dtype):
     for function in RMS_NORMS:
         assert_close(function(x, weight, None, eps=1e-6), normed, DTYPES[dtype])
         assert_close(function(x, weight, tables, eps=1e-6), rotated, DTYPES[dtype])
+        if rows != 50:  # The layout of columns doesn't depend on the number of rows.
+            continue
         grouped = function(x, weight, tables, eps=1e-6, groups=2)
         assert_close(grouped.transpose(1, 0, 2).reshape(rows, -1), rotated, DTYPES[dtype])
         first, second = function(x, weight, tables, eps=1e-6, groups=1, parts=(384, 128))
@@ -206,14 +208,15 @@ def test_rms_norm_rope_gives_every_head_angles_of_its_own(width):
         assert_close(grouped.transpose(1, 0, 2).reshape(rows, -1), rotated, 2e-6)
 
 
-HEADS = [(12, 64), (4, 128), (6, 64), (10, 16), (16, 32)]
-
-
 @pytest.mark.parametrize(
     ("heads", "width", "kind", "dtype"),
     [
-        *((*heads, "layer", "float32") for heads in HEADS[:-1]),
-        *((*heads, "rms", "bfloat16") for heads in (HEADS[0], HEADS[-1])),
+        (12, 64, "layer", "float32"),
+        (6, 64, "layer", "float32"),
+        (16, 32, "rms", "bfloat16"),
+        pytest.param(4, 128, "layer", "float32", marks=pytest.mark.long),
+        pytest.param(10, 16, "layer", "float32", marks=pytest.mark.long),
+        pytest.param(12, 64, "rms", "bfloat16", marks=pytest.mark.long),
     ],
 )
 def test_head_norm_rope_is_torchs_norm_of_each_head(heads, width, kind, dtype):
