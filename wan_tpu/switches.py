@@ -22,6 +22,7 @@ NAMES = (
     "rms_norm_rope",
     "head_norm_rope",
     "causal_conv",
+    "folded_conv",
     "channel_moments",
     "norm_silu",
 )

@@ -15,11 +15,11 @@ from wan_tpu.pricing.analyse import analyse
 from wan_tpu.pricing.ici import interconnect_of
 from wan_tpu.pricing.kernel_prices import KernelPrices, count_alone
 
-from .conv_cases import build_causal
+from .conv_cases import build_causal, build_folded
 
 # One latent frame of 1280x720 on one of eight devices, from the middle to the last level: frames, columns, rows
-# (96 for 90 at the lowest level), channels.
-LEVELS = ((1, 20, 96, 384), (2, 40, 192, 384), (4, 80, 384, 192), (4, 160, 768, 96))
+# (96 for 90 at the lowest level), channels, and rows that are folded into one's lanes.
+LEVELS = ((1, 20, 96, 384, 1), (2, 40, 192, 384, 2), (4, 80, 384, 192, 4), (4, 160, 768, 96, 8))
 TAPS = 27
 
 
@@ -58,8 +58,8 @@ def conv_table(described: DescribedSlice, folder: Path) -> Iterator[ConvRow]:
     mesh = Mesh(np.array(described.devices()[:1]), ("device",))
     whole = NamedSharding(mesh, P())
     prices = KernelPrices(folder, hardware, described.cores, count_alone)
-    for sizes in LEVELS:
-        run, shapes = build_causal(*sizes)
+    for *sizes, fold in LEVELS:
+        run, shapes = build_causal(*sizes) if fold == 1 else build_folded(*sizes, fold)
         arguments = [jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=whole) for shape in shapes]
         start = time.process_time()
         with jax.set_mesh(mesh):  # the kernel's own code sees the described chip

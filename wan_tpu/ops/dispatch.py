@@ -16,6 +16,7 @@ from wan_tpu_kernels.linear import linear, linear_reference
 from wan_tpu_kernels.low_precision import Rounded, round_rows, round_rows_reference
 from wan_tpu_kernels.rms_norm_rope import rms_norm_rope, rms_norm_rope_reference
 from wan_tpu_kernels.vae.causal_conv import causal_conv, causal_conv_reference
+from wan_tpu_kernels.vae.folded_conv import folded_conv, folded_conv_reference
 from wan_tpu_kernels.vae.group_norm import (
     channel_moments,
     channel_moments_reference,
@@ -31,6 +32,7 @@ IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "rms_norm_rope": (rms_norm_rope, rms_norm_rope_reference),
     "head_norm_rope": (head_norm_rope, head_norm_rope_reference),
     "causal_conv": (causal_conv, causal_conv_reference),
+    "folded_conv": (folded_conv, folded_conv_reference),
     "channel_moments": (channel_moments, channel_moments_reference),
     "norm_silu": (norm_silu, norm_silu_reference),
 }
@@ -45,6 +47,7 @@ class Ops(NamedTuple):
     rms_norm_rope: Callable[..., Any]
     head_norm_rope: Callable[..., Any]
     causal_conv: Callable[..., jax.Array]
+    folded_conv: Callable[..., Any]
     channel_moments: Callable[..., Any]
     norm_silu: Callable[..., jax.Array]
 

@@ -169,6 +169,9 @@ def _vae_cases(draw: "_Draw", scale: int) -> Iterator[KernelCase]:
     yield KernelCase("causal convolution", "causal_conv", (x, weight, draw(64)), options)
     around = {"centred": True, "norm": draw(64), "before": (1, 1)}
     yield KernelCase("convolution that looks ahead", "causal_conv", (x, weight, draw(64)), around)
+    folded, side = draw(2, 8 * scale, 16, 4 * 64), draw(4, 1, 16, 4 * 64)
+    options = {"fold": 4, "past": folded, "edges": (side, side), "norm_after": draw(64), "before": (1, 1)}
+    yield KernelCase("convolution of folded rows", "folded_conv", (folded, weight, draw(64)), options)
     inside, vector = {"columns": 5, "rows": 27}, functools.partial(draw, dtype=jnp.float32)
     yield KernelCase("moments", "channel_moments", (x.astype(jnp.float32),), inside, tolerance=FLOAT32)
     yield KernelCase("norm and SiLU", "norm_silu", (x, vector(64), vector(64)), inside)

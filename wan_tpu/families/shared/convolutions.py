@@ -82,7 +82,7 @@ def vae_component(build: Callable[[], torch.nn.Module], changes: Changes, droppe
 
 def convolve(
     cut: HaloCut, x: jax.Array, weight: jax.Array, bias: jax.Array, *, past: jax.Array | None = None, **options: Any
-) -> jax.Array:
+) -> Any:
     """Convolve a strip; the result is zero beyond the picture.
 
     Args:
@@ -91,7 +91,8 @@ def convolve(
         weight: [t, x, y, C, O], laid out as above.
         bias: [O].
         past: Frames before x; missing ones are zeros.
-        **options: As for `wan_tpu_kernels.vae.causal_conv.causal_conv`.
+        **options: As for `wan_tpu_kernels.vae.causal_conv.causal_conv`, or for `folded_conv` beside it if `fold` is
+            among them.
     """
     taps = weight.shape[0]
     count = 0 if past is None else taps - options.get("stride", 1)
@@ -104,7 +105,8 @@ def convolve(
         first, last = (jnp.concatenate([part[:, side] for part in frames]) for side in (np.s_[:near], np.s_[-near:]))
         options["edges"] = cut.edges(first, last, padding=padding)
     columns, rows = cut.inside(x)
-    kernel = ops_for(cut.mesh.devices.flat[0].platform).causal_conv
+    ops = ops_for(cut.mesh.devices.flat[0].platform)
+    kernel = ops.folded_conv if "fold" in options else ops.causal_conv
     return kernel(x, weight, bias, past=past, columns=columns, rows=rows, **options)
 
 

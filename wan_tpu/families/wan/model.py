@@ -299,6 +299,7 @@ class WanModel(Model):
             after=lambda pixels: unpatchify(pixels, size),
             scale=1,
             later_frames=1,
+            planes=lambda planes: planes,
         )
 
     @functools.cached_property

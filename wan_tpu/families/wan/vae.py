@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from diffusers.models.autoencoders import autoencoder_kl_wan as wan
 
-from wan_tpu.families.shared.causal_vae import History
+from wan_tpu.families.shared.causal_vae import History, channels_first
 from wan_tpu.families.shared.convolutions import (
     convolve,
     downsample,
@@ -58,13 +58,15 @@ def encoder(module: Any, cut: HaloCut, x: jax.Array, history: History) -> jax.Ar
 
 
 def decoder(module: Any, cut: HaloCut, x: jax.Array, history: History) -> jax.Array:
-    """Return the pixels [1 or 4, X, Y, 3] of latents [1, X, Y, C]."""
+    """Return the planes of pixels [3, 1 or 4, X, Y] of latents [1, X, Y, C]."""
     half = module.decoder
     x = zero_outside(pointwise(module.post_quant_conv, x), *cut.inside(x))
     x = _middle(half.mid_block, cut, _conv(half.conv_in, cut, x, history), history)
+    if not any(isinstance(block, wan.WanResidualUpBlock) for block in half.up_blocks):
+        return _decode_folded(half, cut, x, history)
     for block in half.up_blocks:
         x = _up_block(block, cut, x, history)
-    return _conv(half.conv_out, cut, x, history, norm=half.norm_out)
+    return channels_first(_conv(half.conv_out, cut, x, history, norm=half.norm_out))
 
 
 def _middle(block: Any, cut: HaloCut, x: jax.Array, history: History) -> jax.Array:
@@ -84,14 +86,13 @@ def _down_block(block: Any, cut: HaloCut, x: jax.Array, history: History) -> jax
 
 
 def _up_block(block: Any, cut: HaloCut, x: jax.Array, history: History) -> jax.Array:
+    """Apply a WanResidualUpBlock."""
     out = x
     for resnet in block.resnets:
         out = _residual_block(resnet, cut, out, history)
-    residual = isinstance(block, wan.WanResidualUpBlock)
-    upsampler = block.upsampler if residual else (block.upsamplers or [None])[0]
-    if upsampler is not None:
-        out = _upsample(upsampler, cut, out, history)
-    if residual and block.avg_shortcut is not None:
+    if block.upsampler is not None:
+        out = upsample(block.upsampler.resample[1], cut, _double_frames(block.upsampler, cut, out, history))
+    if block.avg_shortcut is not None:
         out = out + _repeat(block.avg_shortcut, x, first=history.first)
     return out
 
@@ -111,35 +112,105 @@ def _conv(
     norm: Any = None,
     norm_after: Any = None,
     residual: jax.Array | None = None,
-) -> jax.Array:
+    **options: Any,
+) -> Any:
     """Apply a WanCausalConv3d of 3x3x3 taps, with RMS norm and SiLU before and after it, plus a residual."""
     past = history.past(x)
     weight = to_jax(conv.weight)
+    if norm is not None:
+        options["norm"] = _gamma(norm)
     return convolve(
         cut,
         x,
         weight if past is not None else weight[-1:],  # Zeros before the first frame need no taps.
         to_jax(conv.bias),
         past=past,
-        norm=None if norm is None else _gamma(norm),
         norm_after=None if norm_after is None else _gamma(norm_after),
         residual=residual,
         before=(1, 1),
+        **options,
     )
+
+
+# ---- The decoder's blocks with folded rows.
+
+
+def _decode_folded(half: Any, cut: HaloCut, x: jax.Array, history: History) -> jax.Array:
+    """Return the planes of pixels [3, T, X, Y] of the middle block's result.
+
+    After every doubling, the rows that were one row of the latents lie in the lanes of one: 384, 192 and 96 channels
+    fill registers and matrix units so. Every convolution normalises for the next one.
+    """
+    folded, fold = (x, x), 1  # Normalised for the next residual block, and not.
+    convolutions = [conv for block in half.up_blocks for conv in (*block.resnets, *(block.upsamplers or ()))]
+    norms = [getattr(conv, "norm1", None) for conv in convolutions[1:]]
+    for conv, norm in zip(convolutions, [*norms, half.norm_out], strict=True):
+        if isinstance(conv, wan.WanResample):
+            doubled = _double_frames(conv, cut, folded[1], history, fold)
+            weight, bias = to_jax(conv.resample[1].weight), to_jax(conv.resample[1].bias)
+            options = {"norm_after": _gamma(norm), "keeps_raw": True}
+            folded = convolve(cut, doubled, weight, bias, before=(1, 1), fold=fold, doubles=True, **options)
+            fold *= 2
+        elif fold == 1:
+            folded = (_residual_block(conv, cut, folded[1], history),) * 2
+        else:
+            keeps_raw = norm is not None and norm is not half.norm_out
+            folded = _folded_block(conv, cut, folded, history, fold, norm_after=norm, keeps_raw=keeps_raw)
+    return _pixel_planes(half.conv_out, cut, folded[0], history, fold)
+
+
+def _folded_block(
+    block: Any, cut: HaloCut, inputs: tuple[jax.Array, jax.Array], history: History, fold: int, **options: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Apply a residual block.
+
+    Args:
+        block: A WanResidualBlock.
+        cut: How the picture is cut.
+        inputs: x [T, X, Y / fold, C fold], normalised for this block and not.
+        history: The earlier frames.
+        fold: Rows that are folded into one.
+        **options: Of the second convolution, whose result is the block's.
+
+    Returns:
+        The result normalised for the next block, and not; twice the same if only one of these is needed.
+    """
+    normed, x = inputs
+    if not isinstance(block.conv_shortcut, torch.nn.Identity):
+        x = convolve(cut, x, to_jax(block.conv_shortcut.weight), to_jax(block.conv_shortcut.bias), fold=fold)
+    hidden = _conv(block.conv1, cut, normed, history, norm_after=block.norm2, fold=fold)
+    out = _conv(block.conv2, cut, hidden, history, residual=x, fold=fold, **options)
+    return out if isinstance(out, tuple) else (out, out)
+
+
+def _pixel_planes(conv: Any, cut: HaloCut, x: jax.Array, history: History, fold: int) -> jax.Array:
+    """Return [3, T, X, Y], the last convolution of x [T, X, Y / fold, C fold].
+
+    Three channels would take the space of 128, so all frames and folded rows of a column lie beside each other.
+    """
+    frames, columns, rows, _ = x.shape
+    joined = _conv(conv, cut, x, history, fold=fold, joins=True)
+    pixels = joined.reshape(columns, rows, frames, fold, -1)
+    return pixels.transpose(4, 2, 0, 1, 3).reshape(-1, frames, columns, rows * fold)
 
 
 # ---- Resampling.
 
 
-def _upsample(block: Any, cut: HaloCut, x: jax.Array, history: History) -> jax.Array:
-    """Apply a WanResample that doubles columns and rows, and in "upsample3d" all frames but the very first."""
-    if block.mode == "upsample3d":
-        past = history.past(jnp.zeros_like(x) if history.first else x)
-        if past is not None:
-            conv = block.time_conv
-            both = convolve(cut, x, to_jax(conv.weight), to_jax(conv.bias), past=past)
-            x = jnp.stack(jnp.split(both, 2, axis=-1), axis=1).reshape(-1, *x.shape[1:])
-    return upsample(block.resample[1], cut, x)
+def _double_frames(block: Any, cut: HaloCut, x: jax.Array, history: History, fold: int | None = None) -> jax.Array:
+    """Apply the first half of a WanResample: in "upsample3d" all frames but the very first are doubled."""
+    if block.mode != "upsample3d":
+        return x
+    past = history.past(jnp.zeros_like(x) if history.first else x)
+    if past is None:
+        return x
+    weight, bias = to_jax(block.time_conv.weight), to_jax(block.time_conv.bias)
+    if fold is None:
+        both = jnp.split(convolve(cut, x, weight, bias, past=past), 2, axis=-1)
+    else:  # The rows of one result would lie between those of the other.
+        halves = zip(jnp.split(weight, 2, axis=-1), jnp.split(bias, 2), strict=True)
+        both = [convolve(cut, x, *half, past=past, fold=fold) for half in halves]
+    return jnp.stack(both, axis=1).reshape(-1, *x.shape[1:])
 
 
 def _downsample(block: Any, cut: HaloCut, x: jax.Array, history: History) -> jax.Array:
