@@ -26,7 +26,7 @@ UNUSED := /(tests|testing|models|pipelines|modular_pipelines|_inductor|physics|n
 
 # PyTorch's own CPU wheels come first: the default Linux wheel brings gigabytes of CUDA that no TPU host needs. pip
 # skips an index that it can't reach. It would spend half of its time compiling all modules on one core, so compileall
-# does that on all cores, and ignores the few files that aren't valid Python.
+# does that on all cores, and ignores the few files that aren't valid Python. `make UNUSED=.` compiles none of them.
 $(VENV)/installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "No Python from 3.11 to 3.13 with its venv module is here. As root, on Debian 12, Debian 13 or \
 	Ubuntu 24.04: apt install python3-venv. Elsewhere: make PYTHON=/path/to/python3.13"; exit 1; }
@@ -55,10 +55,27 @@ test-long: $(VENV)/installed
 test-all: $(VENV)/installed
 	$(TESTS) -m "not soak"
 
+# What other versions of Python, JAX and libtpu may change: each kernel against float64 and in Pallas' simulation of a
+# TPU, one video against diffusers, and a step compiled by libtpu.
+KERNELS := tests/kernels/test_
+SHORT := $(KERNELS)flash_attention.py::test_flash_attention_equals_float64 \
+	$(KERNELS)flash_attention.py::test_float32_is_computed_in_float32 \
+	$(KERNELS)flash_attention.py::test_low_precision_is_close \
+	$(KERNELS)flash_attention.py::test_flash_attention_is_exact_in_simulated_tpu_memory \
+	$(KERNELS)linear_and_norms.py::test_linear_is_torchs \
+	$(KERNELS)linear_and_norms.py::test_kernels_are_exact_in_simulated_tpu_memory \
+	$(KERNELS)low_precision.py::test_layer_norm_returns_rounded_rows \
+	$(KERNELS)low_precision.py::test_swiglu_multiplies_the_rounded_values \
+	"$(KERNELS)sparse_attention.py::test_sparse_attention_is_exact_in_simulated_tpu_memory[64]" \
+	"$(KERNELS)causal_conv.py::test_causal_conv_is_torchs[two frames a product-bfloat16]" \
+	$(KERNELS)causal_conv.py::test_no_tile_reads_what_another_has_not_written \
+	$(KERNELS)group_norm.py::test_group_norm_is_exact_in_simulated_tpu_memory \
+	"tests/wan_tpu/test_parity.py::test_same_latents_and_pixels_as_diffusers[wan2.2-i2v-a14b-i2v-unipc]" \
+	tests/wan_tpu/test_plan_command.py
+
 # To test with the other versions of JAX and libtpu: `make test-short PYTHON=python3.11 VENV=build/python3.11`.
 test-short: $(VENV)/installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/kernels tests/wan_tpu/test_parity.py
-	$(BIN)/python -m pytest -n 0 -m "not soak" tests/wan_tpu/test_plan_command.py
+	$(BIN)/python -m pytest -n 0 -m "not soak" $(SHORT)
 
 # New seeds of the simulations for a quarter of an hour, then real kills and attacks; docs/benchmarks.md has figures.
 soak: export WAN_TPU_SIMULATION_S ?= 450
@@ -74,11 +91,11 @@ soak: $(VENV)/installed
 # rehearsal without a TPU, in which kernels are interpreted.
 test-tpu: export WAN_TPU_TEST_PLATFORMS ?= tpu,cpu
 test-tpu: $(VENV)/installed
-	$(BIN)/python -m pytest -n 0 tests/kernels --ignore tests/kernels/test_bundles.py -m "not soak"
+	$(BIN)/python -m pytest -n 0 tests/kernels --ignore tests/kernels/test_bundles.py \
+		tests/wan_tpu/test_sparse_linear.py -m "not soak"
 	$(BIN)/python -m pytest -n 0 tests/wan_tpu/test_parity.py \
 		tests/wan_tpu/test_cogvideox_parity.py tests/wan_tpu/test_hunyuan15_parity.py tests/wan_tpu/test_ltx2_parity.py \
-		tests/wan_tpu/test_minimax_h3_parity.py tests/wan_tpu/test_sparse_linear.py \
-		-m "not long and not soak and not loads_libtpu"
+		tests/wan_tpu/test_minimax_h3_parity.py -m "not long and not soak and not loads_libtpu"
 	$(BIN)/python -m pytest -n 0 -rs -m "meshes and not soak" tests/wan_tpu
 	$(BIN)/wan-tpu doctor
 

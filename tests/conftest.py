@@ -92,10 +92,11 @@ class Scheduling(LoadFileScheduling):
         return "clusters: slices" if nodeid.startswith(first) else "clusters: all others"
 
 
-# Tests of the single parts of a family, and of rarely used kernels. The remaining tests still compare whole videos of
-# every family with those of diffusers.
+# Tests of the single parts of a family, of rarely used kernels, and of what holds for each operation or tensor of all
+# families. The remaining tests still compare whole videos of every family with those of diffusers.
 IN_DEPTH = re.compile(
     r"tests/(wan_tpu/test_(cogvideox|helios|hunyuan15|ltx2|minimax_h3)_(?!parity|pipeline)"
+    r"|wan_tpu/test_(every_tensor|float32_weights|flops|sparse_linear)"
     r"|kernels/test_(low_precision|sparse_attention)|cluster/test_slice_faults)"
 )
 
