@@ -170,7 +170,11 @@ def test_weights_are_read_under_their_names_in_other_versions_of_transformers(pr
     [
         ("connectors", {"audio_connector_num_learnable_registers": None}, "None learnable registers for audio"),
         ("connectors", {"video_connector_num_learnable_registers": 100}, "100 learnable registers for video"),
-        ("connectors", {"text_proj_in_factor": 26}, "has text_proj_in_factor 26; for .* num_hidden_layers 48 it must be 49"),
+        (
+            "connectors",
+            {"text_proj_in_factor": 26},
+            "text_proj_in_factor 26; for .* num_hidden_layers 48 it must be 49",
+        ),
         ("text_encoder", {"attn_logit_softcapping": 50.0}, "sets attn_logit_softcapping"),
     ],
 )
