@@ -133,7 +133,7 @@ def test_an_image_that_is_replaced_meanwhile_is_not_taken_for_the_one_that_was_r
         ('{"prompt": "", "output": "first.mp4"}', "has the same output as line 1, 'first.mp4'"),
         ('{"prompt": "", "output": "first.mp4/second.mp4"}', "would be both a file and a folder"),
         ('{"prompt": "", "seed": ' + "1" * 5000 + "}", "has a number of 5000 digits"),
-        ("[" * 100_000, "nested too deep"),
+        ("[" * 100_000, "nested too deeply"),
     ],
 )
 def test_bad_lines_are_told_and_do_not_stop_the_rest(tmp_path, emulator, line, reason):

@@ -88,7 +88,7 @@ def test_a_pipeline_that_stays_serves_jobs_that_come_and_go(cluster, tmp_path):
     code, out, err = cluster.run("pipeline", "up", *cluster.pipeline)
     assert (code, out) == (0, "pipeline wan-tpu is up: all\n"), err
     code, _, err = cluster.run("pipeline", "up", *cluster.pipeline)
-    assert (code, err.count("is on this cluster already")) == (2, 1), err
+    assert (code, err.count("runs on this cluster already")) == (2, 1), err
 
     out = tmp_path / "out"
     lines = manifest(tmp_path / "in.jsonl", **MINUTES)

@@ -142,7 +142,7 @@ def test_slices_need_names_of_their_own(tmp_path):
 
 def test_a_machine_whose_name_leads_nowhere_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "nowhere.invalid")
-    with pytest.raises(ClusterStartFailed, match=r"nowhere\.invalid, leads to no address.*/etc/hosts"):
+    with pytest.raises(ClusterStartFailed, match=r"nowhere\.invalid, doesn't resolve to an address.*/etc/hosts"):
         EmulatedCluster.start([], folder=tmp_path)
 
 
@@ -176,7 +176,7 @@ def test_a_node_with_a_process_that_hangs_or_dies_is_started_once_more(sent, clu
     monkeypatch.setattr(services, "start_gcs_server", hit)
     with EmulatedCluster.start((), folder=tmp_path) as cluster:
         assert len(calls) == 2
-        assert "once more: head didn't start" in caplog.text
+        assert "starting it again: head didn't start" in caplog.text
         assert cluster.running
         assert calls[0].wait(5) == -signal.SIGKILL
     assert internal_kv.internal_kv_get_gcs_client() is joined

@@ -201,7 +201,7 @@ def test_staged_equals_one_command(video_file, checkpoint, tmp_path, capsys):
     config = folder / staged.CONFIG
     config.write_text(config.read_text().replace('"id": "', '"id": "0'))
     assert cli.run(staged.denoise, [*where, "--overwrite"]) == 2
-    assert "two runs of stage 1" in capsys.readouterr().err
+    assert "different runs of stage 1" in capsys.readouterr().err
 
 
 def test_sound_is_asked_for_or_left_out_by_an_option():

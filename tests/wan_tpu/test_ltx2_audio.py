@@ -217,7 +217,11 @@ def test_operations_are_counted():
         ("ltx-2", {"upsample_kernel_sizes": [16, 15, 8, 4, 5]}, "upsampling by 2 with 5 taps; supported: as many"),
         ("ltx-2.3", {"antialias_ratio": 3}, "antialias_ratio 3; supported: 2"),
         ("ltx-2.3", {"window_length": 400}, "filter_length 512 and window_length 400; supported: equal lengths"),
-        ("ltx-2.3", {"hop_length": 96}, "hop_length 96 and rates 16000 and 48000; each mel frame is a whole number"),
+        (
+            "ltx-2.3",
+            {"hop_length": 96},
+            "hop_length 96 and rates 16000 and 48000; each mel frame must be a whole number",
+        ),
         ("ltx-2.3", {"hop_length": 160}, "bwe_upsample_factors .*; their product must be 480, the samples of a hop"),
         ("ltx-2.3", {"resnet_dilations": [[1], [1, 3], [1, 3]]}, "resnet_dilations .*; supported: equally many"),
         ("ltx-2.3", {"bwe_resnet_kernel_sizes": [3, 7, 8]}, r"bwe_resnet_kernel_sizes \[3, 7, 8\]; .* odd sizes"),

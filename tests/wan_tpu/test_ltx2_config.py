@@ -162,7 +162,7 @@ TRANSFORMER_FILE = "transformer/config.json"
         ({"scheduler/scheduler_config.json": {"shift": 3.0}}, "scheduler shift 3.0; supported: 1.0"),
         ({"scheduler/scheduler_config.json": {"use_karras_sigmas": True}}, "use_karras_sigmas True"),
         ({"model_index.json": {"vocoder": [None, None]}}, "has no vocoder; give a complete LTX-2 checkpoint"),
-        ({"text_encoder/config.json": {"text_config": ...}}, "has no text_config, as Gemma 3's has"),
+        ({"text_encoder/config.json": {"text_config": ...}}, "has no text_config, which Gemma 3's has"),
         ({"wan_tpu.json": {"model": "ltx-3"}}, "model 'ltx-3'; supported: ltx-2, ltx-2-distilled, "),
         ({"wan_tpu.json": {"model": "ltx-2"}}, "model 'ltx-2', but the checkpoint's configuration is that of LTX-2.3"),
     ],

@@ -90,7 +90,7 @@ def test_batch_makes_videos_of_both_images_of_one_and_of_none(video_file, model,
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["--prompt", ""], "prompt is empty, and without an image this model has nothing else to go by"),
+        (["--prompt", ""], "prompt is empty, but this model needs a prompt or an image"),
         (["--frames", "120"], "frames is 120; it must be 17n + 124, nearest 124"),
         (["--frames", "362"], "up to 345, nearest 345"),
         (["--size", "112x64"], "needs a multiple of 32, nearest 128"),

@@ -90,8 +90,8 @@ def test_index_with_the_origin_goes_into_copies(folder):
     [
         ([None, None, {"subfolder": "vae"}], "has no vae; give a complete MiniMax-H3 checkpoint"),
         (["diffusers", "AutoencoderKLMiniMaxH3", {"subfolder": "FL2VA/vae"}], 'vae in the folder "FL2VA/vae"; move'),
-        (["diffusers", None, {}], "has vae: .*give the names of a library and a class"),
-        (["diffusers", "AutoencoderKLMiniMaxH3", {}, {}], "has vae: .*give the names of a library and a class"),
+        (["diffusers", None, {}], "has vae: .*give the name of a library and of a class"),
+        (["diffusers", "AutoencoderKLMiniMaxH3", {}, {}], "has vae: .*give the name of a library and of a class"),
         (["diffusers", "AutoencoderKLWan", {}], "vae AutoencoderKLWan; supported: AutoencoderKLMiniMaxH3"),
     ],
 )
@@ -170,7 +170,7 @@ def test_keys_that_qwen_s_file_lacks_have_the_class_s_defaults(kind, ours, publi
          "the transformer has in_channels 24, but its counterpart has 8"),
         ({"audio_vae/config.json": {"sampling_rate": 44100}}, "800 samples a latent; .* 44100 it is 1102.5"),
         ({"audio_vae/config.json": {"latents_std": [1.0]}}, "audio_vae latents_std of 1 numbers; with .* 32"),
-        ({"text_encoder/config.json": {"text_config": ...}}, "has no text_config, as Qwen3-VL's has"),
+        ({"text_encoder/config.json": {"text_config": ...}}, "has no text_config, which Qwen3-VL's has"),
         ({"text_encoder/config.json": {"vision_config": {"out_hidden_size": 4096}}}, "size 4096 .* it is 5120"),
         ({"text_encoder/config.json": {"vision_config": {"out_hidden_size": 5120, "patch_size": 14}}}, "patch_size 14"),
     ],
@@ -315,7 +315,7 @@ def test_files_between_stages_say_which_keyframes_there_are(anchors, expected):
 @pytest.mark.parametrize("images", KEYFRAMES, ids=lambda images: " and ".join(images))
 def test_preset_distilled_from_text_alone_takes_no_keyframes(images):
     request = GenerationRequest(prompt="a cat", preset="fasth3", **images)
-    with pytest.raises(InvalidRequest, match=r"image was given, and preset fasth3 .* give preset turbo-4 or turbo-8"):
+    with pytest.raises(InvalidRequest, match=r"image was given, but preset fasth3 .* give preset turbo-4 or turbo-8"):
         SPEC.plan(request)
     assert SPEC.plan(GenerationRequest(prompt="a cat", preset="turbo-4", **images)).images == len(images)
 

@@ -135,7 +135,7 @@ def test_experts_switch_where_the_request_says():
         ({"sigmas": [0.5], "steps": 3}, "sigmas", "leave steps out"),
         ({"switch_step": 5, "steps": 4}, "switch_step", "0 to 4"),
         ({"switch_step": -1}, "switch_step", "nearest 0"),
-        ({"sigmas": (1.0, 1e-50)}, "sigmas", r"sigmas has 1e-50 after 1; .* falling numbers from 1 to 0.000001"),
+        ({"sigmas": (1.0, 1e-50)}, "sigmas", r"sigmas has 1e-50 after 1; .* decreasing numbers from 1 to 0.000001"),
         ({"preset": "thunder"}, "preset", "lightning"),
         ({"preset": 3}, "preset", "string"),
     ],

@@ -175,7 +175,7 @@ def test_requests_that_the_model_cannot_make(checkpoint):
         ("wan2.2-i2v-a14b", {}, "image is missing, but .*supports only i2v; give an image"),
         ("wan2.1-t2v-1.3b", {"image": image}, "image was given, but .*supports only t2v; leave it out"),
         ("wan2.1-t2v-1.3b", {"last_image": image}, "last_image was given, but .*takes no image; leave it out"),
-        ("wan2.2-i2v-a14b", {"last_image": image}, "without image, and .*; give image, too, or use MiniMax-H3"),
+        ("wan2.2-i2v-a14b", {"last_image": image}, "without image, but .*; give image too, or use MiniMax-H3"),
         ("wan2.2-ti2v-5b", {"height": 48, "width": 64}, "needs a multiple of 32, nearest 64"),
     ]:
         pipe = load_pipeline(checkpoint(kind), mesh=(1, 1, 1))

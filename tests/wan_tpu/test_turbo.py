@@ -193,7 +193,7 @@ def test_files_that_are_no_experts_are_refused(published_files, dense, tmp_path)
     with zipfile.ZipFile(high) as whole, zipfile.ZipFile(cut, "w", zipfile.ZIP_DEFLATED) as packed:
         for name in whole.namelist():
             packed.writestr(name, whole.read(name))
-    with pytest.raises(CheckpointError, match="packed by something else"):
+    with pytest.raises(CheckpointError, match=r"wasn't written by torch.save"):
         WithExperts(dense, [cut, low], 0.1)
     torch.save({"blocks.0.ffn.0.weight": torch.zeros(2)}, cut)
     with pytest.raises(CheckpointError, match="attends to all keys"):
@@ -201,11 +201,11 @@ def test_files_that_are_no_experts_are_refused(published_files, dense, tmp_path)
     video = shutil.copytree(dense, tmp_path / "t2v")
     index = json.loads((video / "model_index.json").read_text()) | {"_class_name": "WanPipeline"}
     (video / "model_index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match="supported for image to video"):
+    with pytest.raises(CheckpointError, match="supported only for image to video"):
         WithExperts(video, [high, low])
     for content, message in (
         ({"blocks.0.ffn.0.int8_weight": torch.zeros(2)}, "without -quant"),
-        ({"blocks.0.ffn.0.weight": torch.zeros(4, 2).T}, "in several pieces"),
+        ({"blocks.0.ffn.0.weight": torch.zeros(4, 2).T}, "has a non-contiguous tensor"),
         ([torch.zeros(2)], "no dictionary of tensors"),
         ({"a": REQUEST}, "can't be read without running code"),
     ):

@@ -78,7 +78,7 @@ def test_what_cant_be_is_refused(http, settings):
     assert error["param"] == "last_frame" and "files alone, or URLs" in error["message"]
     with serve(settings) as address, open_client(address) as plain:
         error = create(plain, last_frame={"image_url": as_data_url(LAST)}).json()["error"]
-        assert error["param"] == "last_frame" and "takes a first frame alone" in error["message"]
+        assert error["param"] == "last_frame" and "takes only a first frame" in error["message"]
 
 
 @pytest.mark.parametrize("frames", [1])

@@ -296,7 +296,7 @@ def test_a_database_that_takes_no_changes_for_now_is_away(on_postgres):
     with psycopg.connect(on_postgres._address, autocommit=True) as operator:
         operator.execute(change + "SET default_transaction_read_only = on")
         on_postgres.close()  # Affects new connections.
-        with pytest.raises(StoreUnavailable, match="takes no changes now"):
+        with pytest.raises(StoreUnavailable, match="accepts no changes now"):
             store.submit(ask())
         operator.execute(change + "RESET default_transaction_read_only")
     store.submit(ask())
