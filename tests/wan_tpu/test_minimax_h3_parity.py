@@ -91,7 +91,9 @@ def assert_same_video(request, pipe, reference):
 
 
 def test_empty_prompt_without_an_image_is_refused_before_any_work(pipe):
-    with pytest.raises(InvalidRequest, match=r"prompt is empty, .* say what happens in the video, or give an image"):
+    with pytest.raises(
+        InvalidRequest, match=r"prompt is empty, .* describe what happens in the video, or give an image"
+    ):
         pipe.generate(GenerationRequest(**SIZE))
     assert pipe.plan(GenerationRequest(last_image=draw_picture(0), **SIZE)).images == 1
 
