@@ -27,7 +27,7 @@ from wan_tpu.storage.opening import open_storage
 def test_missing_bucket_is_named_with_the_command_that_makes_it(bucket):
     missing = open_storage(f"{bucket.scheme}no-such-bucket/run")
     for act in (missing.probe, missing.list, lambda: missing.write("cat.mp4", b"")):
-        with pytest.raises(Refused, match="there is no bucket 'no-such-bucket'; make it"):
+        with pytest.raises(Refused, match="there is no bucket 'no-such-bucket'; create it"):
             act()
     for look in (missing.read, missing.size):
         with pytest.raises(Missing, match="does not exist"):
@@ -134,9 +134,9 @@ def test_objects_that_were_replaced_are_not_mixed(bucket, tmp_path):
         reads = [line for line in bucket.emulator.seen if "alt=media" in line and "a.bin" in line]
         assert len(reads) == 2 and all(f"generation={version}" in line for line in reads)
         return
-    with pytest.raises(Missing, match="was replaced meanwhile"):
+    with pytest.raises(Missing, match="was replaced while it was read"):
         storage.read_version("a.bin", version, 1, 3)
-    with pytest.raises(Missing, match="was replaced meanwhile"):
+    with pytest.raises(Missing, match="was replaced while it was read"):
         storage.download("a.bin", version, tmp_path / "b.bin")
 
 

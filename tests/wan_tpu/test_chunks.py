@@ -97,7 +97,7 @@ def test_a_state_without_its_chunks_is_refused(whole):
 def test_noise_of_ones_own_is_refused(whole):
     pipe, plan, *_ = whole
     noise = np.zeros(pipe.runtime.model.spec.latent_shapes(plan.request, 0)["video"], np.float32)
-    with pytest.raises(InvalidRequest, match="draws it for each chunk"):
+    with pytest.raises(InvalidRequest, match="draws its own for each chunk"):
         pipe.initial_state(plan, noise)
 
 

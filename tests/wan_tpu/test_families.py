@@ -41,7 +41,7 @@ def test_it_is_found_by_its_transformer(folder, monkeypatch):
     assert "toy-large" in list_published()
     assert open_spec(folder).name == published_spec("toy-large").name == "toy-large"
     monkeypatch.delitem(FAMILIES, "Colours")
-    with pytest.raises(CheckpointError, match="is a ToyPipeline with Colours; supported are"):
+    with pytest.raises(CheckpointError, match="is a ToyPipeline with Colours; supported:"):
         open_spec(folder)
 
 
