@@ -224,7 +224,11 @@ def test_operations_are_counted():
         ),
         ("ltx-2.3", {"hop_length": 160}, "bwe_upsample_factors .*; their product must be 480, the samples of a hop"),
         ("ltx-2.3", {"resnet_dilations": [[1], [1, 3], [1, 3]]}, "resnet_dilations .*; supported: equally many"),
-        ("ltx-2.3", {"bwe_resnet_kernel_sizes": [3, 7, 8]}, r"bwe_resnet_kernel_sizes \[3, 7, 8\]; .* odd sizes"),
+        (
+            "ltx-2.3",
+            {"bwe_resnet_kernel_sizes": [3, 7, 8]},
+            r"bwe_resnet_kernel_sizes \[3, 7, 8\]; .* odd kernel sizes",
+        ),
         ("ltx-2", {"final_act_fn": "sine"}, "final_act_fn 'sine'; supported: tanh, clamp and null"),
     ],
 )
