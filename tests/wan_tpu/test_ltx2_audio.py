@@ -223,7 +223,7 @@ def test_operations_are_counted():
             "hop_length 96 and rates 16000 and 48000; each mel frame must be a whole number",
         ),
         ("ltx-2.3", {"hop_length": 160}, "bwe_upsample_factors .*; their product must be 480, the samples of a hop"),
-        ("ltx-2.3", {"resnet_dilations": [[1], [1, 3], [1, 3]]}, "resnet_dilations .*; supported: equally many"),
+        ("ltx-2.3", {"resnet_dilations": [[1], [1, 3], [1, 3]]}, "resnet_dilations .*; supported: the same number"),
         (
             "ltx-2.3",
             {"bwe_resnet_kernel_sizes": [3, 7, 8]},

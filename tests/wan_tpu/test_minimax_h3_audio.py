@@ -164,7 +164,7 @@ def test_operations_are_counted():
     ("changed", "message"),
     [
         ({"decoder_kernel_sizes": [9, 8, 4, 4, 4, 4, 4]}, "an upsampling by 5 with 8 taps; supported: as many"),
-        ({"resblock_dilation_sizes": [[1], [1, 3], [1, 3]]}, "resblock_dilation_sizes .*; supported: equally many"),
+        ({"resblock_dilation_sizes": [[1], [1, 3], [1, 3]]}, "resblock_dilation_sizes .*; supported: the same number"),
         ({"resblock_kernel_sizes": [3, 7, 8]}, r"resblock_kernel_sizes \[3, 7, 8\]; .* odd kernel sizes"),
         ({"latents_mean": None}, "latents_mean None; it needs a number for each of the 32 latent channels"),
     ],
