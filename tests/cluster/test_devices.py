@@ -105,7 +105,7 @@ def test_a_machine_without_chips_is_free(tmp_path):
         (
             "DEADLINE_EXCEEDED: Barrier timed out. Id: PjRT_Client_Connect::0. # of tasks that reached it: 1/2.",
             OtherHostGone,
-            "another host of its slice has failed or isn't there",
+            "another host of its slice has failed or is missing",
         ),
     ],
 )
