@@ -2,7 +2,10 @@
 
 import dataclasses
 
-from wan_tpu.request import GenerationRequest
+from wan_tpu.errors import InvalidRequest
+from wan_tpu.model_limits import FULL_STRENGTH
+from wan_tpu.request import IMAGES, GenerationRequest
+from wan_tpu.spec import ModelSpec
 
 _SEEDS = 2**63
 
@@ -17,3 +20,18 @@ def continue_request(first: GenerationRequest, prompt: str, index: int) -> Gener
     """
     inputs = dict.fromkeys(("image", "last_image", "video", "strength"))
     return dataclasses.replace(first, prompt=prompt, seed=(first.seed + index) % _SEEDS, **inputs)
+
+
+def check_segment(spec: ModelSpec, request: GenerationRequest) -> None:
+    """Raise `InvalidRequest` if a model can't make a later segment; its request has no image or video yet."""
+    if spec.continues_video:
+        spec.plan(dataclasses.replace(request, strength=FULL_STRENGTH), video=True)
+        return
+    try:
+        spec.plan(request, image=True)
+    except InvalidRequest as error:
+        if error.field not in IMAGES:
+            raise
+        # The client hasn't sent the image that the message would be about.
+        message = f"each segment after the first begins with an image, the last frame before it: {error}"
+        raise InvalidRequest(message, "next_prompts") from None

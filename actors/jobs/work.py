@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 
-from sqlalchemy import ColumnElement, func, select
+from sqlalchemy import ColumnElement, func, select, update
 from sqlalchemy.orm import Session, aliased
 
 from actors.jobs.database import Database
@@ -78,6 +78,9 @@ class WorkQueue:
             job.lease_token, job.lease_expires_at = token, now + self._lease_s
             if job.started_at is None:
                 job.started_at = now
+            if job.segments:  # A worker of a version without segments, which gave the job back, has let them expire.
+                keep = update(File).where(File.name.in_(job.needed_files)).values(delete_at=None)
+                session.execute(keep)
             return job
 
     def renew_lease(self, claimed: Job) -> str | None:

@@ -17,7 +17,7 @@ from actors.api.intake.receiving import IncomingRequest
 from actors.api.intake.references import FILES, IMAGE, IMAGES, LAST, VIDEO
 from actors.api.intake.sources import Sources, StoredFile
 from actors.api.outbound.client import FetchError, check_url
-from actors.api.segments import continue_request
+from actors.api.segments import check_segment, continue_request
 from actors.api.settings import ServiceSettings
 from actors.api.sizes import check_size
 from actors.jobs.tables import Job
@@ -62,6 +62,7 @@ class Drafts:
         """Return the job and the inputs that a body describes; raises `InvalidRequest`, `HttpError`."""
         spec, owner = self._spec, caller.owner
         plan = await self._work.run(owner, self._plan, body, caller)
+        segments = await self._work.run(owner, self.plan_segments, body, plan)  # Files are read only afterwards.
         follows = self._follows_input(plan.request, body)
         files: dict[str, bytes] = {}
         sizes: dict[str, str] = {}
@@ -83,7 +84,6 @@ class Drafts:
                 else:
                     files[name] = await reading.make_picture(name=source_name, count=incoming.add, **size)
                 sizes[SIZES[name]] = "{1}x{0}".format(*reading.sizes[source_name])
-        segments = await self._work.run(owner, self.plan_segments, body, plan)
         seconds = None if segments else confirm_seconds(body.fields.seconds, plan.resolved, spec)
         return self.build(body, caller, plan, files, {"seconds": seconds, **sizes, **segments})
 
@@ -102,12 +102,14 @@ class Drafts:
         if not prompts:
             return {}
         if body.has(LAST):
-            message = "last_frame was sent with next_prompts; leave it out, and continue the finished video with it"
-            raise InvalidRequest(message, LAST)
+            instead = "leave it out, and continue the finished video with it"
+            if spec.last_images == "required":
+                instead = f"each segment of {spec.name} needs one of its own, so leave next_prompts out"
+            raise InvalidRequest(f"last_frame was sent with next_prompts; {instead}", LAST)
         spec.check_extension(resolved)
         request = dataclasses.replace(first.request, height=resolved.height, width=resolved.width)
         for index, prompt in enumerate(prompts, 1):
-            spec.plan(continue_request(request, prompt, index), image=True)
+            check_segment(spec, continue_request(request, prompt, index))
         added = resolved.frames if spec.continues_video else resolved.frames - 1
         frames, most = source_frames + resolved.frames + len(prompts) * added, self._settings.limits.extended_s
         if frames > most * resolved.fps:

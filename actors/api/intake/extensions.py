@@ -16,6 +16,7 @@ from actors.api.intake.reader import Reader
 from actors.api.intake.receiving import IncomingRequest
 from actors.api.intake.references import IMAGE, LAST, VIDEO
 from actors.api.intake.sources import FINAL_FRAME, Sources, StoredFile
+from actors.api.segments import check_segment
 from actors.api.settings import ServiceSettings
 from actors.api.sizes import check_size
 from actors.jobs.stored_request import count_frames
@@ -71,6 +72,7 @@ class Extensions:
             # The model continues the video itself rather than its last frame, so all frames that it makes are new.
             files = {VIDEO: files[VIDEO]}
             origin = {name: value for name, value in origin.items() if name != SIZES[IMAGE]}
+            await self._work.run(caller.owner, check_segment, self._spec, plan.request)
         most = self._settings.limits.extended_s
         if source.frames + plan.resolved.frames - len(files) + 1 > most * plan.resolved.fps:
             raise InvalidRequest(

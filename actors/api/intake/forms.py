@@ -19,7 +19,7 @@ from wan_tpu.errors import InvalidRequest
 LISTS_OF_TEXTS = ("next_prompts",)
 LISTS = ("loras", "sigmas", *LISTS_OF_TEXTS)  # Fields that are lists even if they were sent only once.
 TEXTS = ("prompt", "negative_prompt")  # Fields whose text is taken literally, even "" and "null".
-MAX_FIELDS = 40
+MAX_FIELDS = 70  # A form may send each of 29 `next_prompts` as a field of its own.
 _FIELD_BYTES = 200_000  # Enough for a prompt of 32,000 characters in UTF-8.
 _ABSENT = ("", "null")  # Browsers send "" for an empty field, and users of OpenAI's Node client write "null".
 _URLS = (b"https://", b"http://", b"data:")

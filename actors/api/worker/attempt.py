@@ -12,20 +12,19 @@ from typing import Any, TypeVar
 from actors.api.variants import VARIANTS
 from actors.api.worker.context import WorkerContext
 from actors.api.worker.continued import ContinuedFragments, continue_fragments
+from actors.api.worker.failures import InputGone, blame
 from actors.api.worker.fragments import Fragments
-from actors.api.worker.previews import BrokenVideo, make_last_frame, make_previews
+from actors.api.worker.previews import make_last_frame, make_previews
 from actors.api.worker.progress import Tracker
-from actors.api.worker.segments import hides_first_frame, is_last, read_parts, rebuild_request
+from actors.api.worker.segments import hides_first_frame, is_last, join_parts, read_parts, rebuild_request
 from actors.engine import GeneratedVideo
-from actors.errors import PipelineError, RequestFailed
+from actors.errors import PipelineError
 from actors.jobs.errors import CommitUncertain, LeaseLost, StoreUnavailable
 from actors.jobs.stored_request import count_frames, count_segments
 from actors.jobs.tables import Job
-from actors.jobs.values import BROKEN_VIDEO, INPUT_LOST, INTERNAL_ERROR, INVALID, LOST
+from actors.jobs.values import INTERNAL_ERROR, LOST
 from actors.observe.logs import log_event
 from actors.observe.span import Span
-from wan_tpu.errors import InvalidRequest, WanTpuError
-from wan_tpu.media.joining import join_contents
 from wan_tpu.media.video_content import VideoContent
 from wan_tpu.storage.base import Missing, StorageError
 
@@ -33,13 +32,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0  # Pauses between attempts to store a result grow from first to longest.
-
-
-_GONE = "an image or a video that it uses is no longer in storage; send the request again"
-
-
-class InputGone(Exception):
-    """Storage works but doesn't have an input of the job, so another attempt wouldn't find it either."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +85,7 @@ class Attempt:
             await asyncio.wait([making])
             renewal.cancel()
             with contextlib.suppress(LeaseLost, StoreUnavailable):
-                if is_final and self._job.attempts >= self._limits.job_attempts:
+                if is_final and not self._may_repeat:
                     message = f"given up after {self._job.attempts} attempts; its end could not be recorded"
                     failed = await asyncio.to_thread(self._queue.fail, self._job, "internal_error", message)
                     await self._clean_up(failed)
@@ -116,7 +108,7 @@ class Attempt:
                     await stream.end_segment(segment.mp4)
             video = await self._make_segment(stream)
             if parts := await self._read_parts():
-                video = dataclasses.replace(video, mp4=await join_contents([*parts, video.mp4]))
+                video = dataclasses.replace(video, mp4=await join_parts([*parts, video.mp4]))
             names = await self._store_results(video)
             warnings = tuple(dict.fromkeys([*self._job.warnings, *video.warnings]))
             return JobResults(names, warnings, watchable=await fragments.finish())
@@ -134,7 +126,7 @@ class Attempt:
         engine, catalogue = self._context.engine, self._context.settings.catalogue
         request = await self._read(rebuild_request, self._job, self._storage, catalogue, engine.model)
         if self._job.segments and engine.model.continues_video:  # It sees all that came before.
-            request = dataclasses.replace(request, video=VideoContent(await join_contents(await self._read_parts())))
+            request = dataclasses.replace(request, video=VideoContent(await join_parts(await self._read_parts())))
         plan = engine.model.plan(request)  # Jobs outlive upgrades, and adapters may have moved, so no plan is stored.
         self._tracker.begin_segment(engine.model, plan)
         if hides_first_frame(self._job, engine.model):
@@ -162,6 +154,11 @@ class Attempt:
         await self._insist(keep, self._job, index, names["mp4"], names.get("png"), video.warnings)
         await self._context.engine.forget(self._job.id)  # Its snapshots are of no more use.
 
+    @property
+    def _may_repeat(self) -> bool:
+        """Whether another attempt may follow. Each finished segment allows for one more: the job makes headway."""
+        return self._job.attempts < self._limits.job_attempts + len(self._job.segments)
+
     async def _read_parts(self) -> list[bytes]:
         """Return the mp4 files that the job's next segment continues."""
         return await self._read(read_parts, self._job, self._storage)
@@ -171,7 +168,7 @@ class Attempt:
         try:
             return await self._insist(read, *args)
         except Missing:
-            raise InputGone(_GONE) from None
+            raise InputGone from None
         except StorageError as error:  # Not the job's fault: as a job's own error it would fail every waiting job.
             raise PipelineError("the job's inputs can't be read now") from error
 
@@ -270,10 +267,10 @@ class Attempt:
         """Fail the job if it is to blame for the error, otherwise give it back. Return the job if it has ended."""
         if isinstance(error, LeaseLost):
             raise error
-        code, message = _blame(error)
+        code, message = blame(error)
         if code is None:
             await self._pause(self._limits.pipeline_pause_s)
-            if self._job.attempts < self._limits.job_attempts:
+            if self._may_repeat:
                 log_event(log, "released", logging.WARNING, job=self._job.id, reason=message)
                 await self._insist(self._queue.release, self._job)
                 return None
@@ -323,25 +320,3 @@ class Attempt:
                     raise
                 log_event(log, "tried again", logging.WARNING, job=self._job.id, reason=str(error))
                 await asyncio.sleep(min(10.0, 0.25 * 2 ** min(attempt, 6)))
-
-
-def _blame(error: BaseException) -> tuple[str | None, str]:
-    """Return the error code if the job is to blame, or None if it isn't, and the reason."""
-    match error:
-        case RequestFailed(code="invalid" | "unhealthy"):
-            return error.code, str(error)
-        case RequestFailed(code="lost") | asyncio.CancelledError():
-            return None, str(error)
-        case RequestFailed():
-            return INTERNAL_ERROR, str(error)
-        case BrokenVideo():
-            return BROKEN_VIDEO, str(error)
-        case InputGone():
-            return INPUT_LOST, str(error)
-        case InvalidRequest():
-            return INVALID, str(error)
-        case WanTpuError():  # Something that all jobs share failed, such as the pipeline, storage or a hub.
-            return None, str(error)
-    if type(error).__module__.split(".")[0] == "ray":  # The slices can't be reached, for which no job is to blame.
-        return None, f"{type(error).__name__}: {error}"
-    return INTERNAL_ERROR, f"{type(error).__name__}: {error}"

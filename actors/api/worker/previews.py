@@ -7,7 +7,7 @@ import imageio_ffmpeg
 from PIL import Image
 
 from actors.engine import GeneratedVideo
-from wan_tpu.errors import Unavailable, WanTpuError
+from wan_tpu.errors import InvalidRequest, Unavailable, WanTpuError
 from wan_tpu.media.joining import read_end
 from wan_tpu.media.sheet import WIDEST, fill_rows, grid
 
@@ -30,10 +30,16 @@ def make_last_frame(video: GeneratedVideo, frames: int) -> bytes:
     """Return a video's last frame (PNG), from which another one can continue it.
 
     This is the frame before the lossy compression of the mp4, if the engine has kept it.
+
+    Raises:
+        BrokenVideo: The mp4 has no such frame.
     """
-    frame = video.last_frame
-    picture = read_end(video.mp4, frames) if frame is None else Image.fromarray(frame)
-    return _encode(picture, "PNG", compress_level=1)
+    if video.last_frame is not None:
+        return _encode(Image.fromarray(video.last_frame), "PNG", compress_level=1)
+    try:
+        return _encode(read_end(video.mp4, frames), "PNG", compress_level=1)
+    except InvalidRequest as error:  # It is about a client's file, and this one is the engine's.
+        raise BrokenVideo(f"frame {frames}, its last one, can't be decoded") from error
 
 
 def _decode_pictures(mp4: bytes, *, height: int, width: int, frames: int) -> list[Image.Image]:

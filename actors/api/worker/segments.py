@@ -2,14 +2,18 @@
 
 import dataclasses
 import io
+from collections.abc import Sequence
 
 from PIL import Image
 
 from actors.api.catalogue import Catalogue
 from actors.api.segments import continue_request
+from actors.api.worker.previews import BrokenVideo
 from actors.errors import PipelineError
 from actors.jobs.stored_request import BESIDE, count_segments
 from actors.jobs.tables import Job
+from wan_tpu.errors import InvalidRequest
+from wan_tpu.media.joining import join_contents
 from wan_tpu.media.video_content import VideoContent
 from wan_tpu.request import FIELDS, GenerationRequest
 from wan_tpu.spec import ModelSpec
@@ -59,8 +63,20 @@ def rebuild_request(job: Job, storage: Storage, catalogue: Catalogue, spec: Mode
 
 def read_parts(job: Job, storage: Storage) -> list[bytes]:
     """Return the mp4 files that a job's next segment continues, in order; raises `Missing`, `StorageError`."""
+    return [storage.read(name) for name in _list_parts(job)]
+
+
+async def join_parts(parts: Sequence[bytes]) -> bytes:
+    """Return a video's parts as one mp4; raises `BrokenVideo` if one of them can't be read."""
+    try:
+        return await join_contents(parts)
+    except InvalidRequest as error:  # It is about a client's file, and these are the engine's.
+        raise BrokenVideo("a part of it can't be decoded, so it can't be joined with the others") from error
+
+
+def _list_parts(job: Job) -> list[str]:
     source = [job.input_video] if "source_frames" in job.request and job.input_video is not None else []
-    return [storage.read(name) for name in [*source, *job.segments]]
+    return [*source, *job.segments]
 
 
 def _read_picture(storage: Storage, name: str) -> Image.Image:

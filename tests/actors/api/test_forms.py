@@ -259,6 +259,14 @@ def test_a_prompt_means_itself_whatever_it_is():
     assert understood(*fields(("prompt", "x"), ("negative_prompt", "")))[0].negative_prompt == ""
 
 
+def test_a_form_has_room_for_the_prompts_of_all_segments():
+    prompts = [f"[Scene {number}] on" for number in range(29)]
+    others = {"prompt": "x", "model": "m", "seconds": "1", "size": "96x64", "seed": "1", "fps": "8", "shift": "3"}
+    others |= {"guidance_scale": "2", "num_inference_steps": "4", "solver": "unipc", "priority": "1", "preset": "p"}
+    sent = [*others.items(), *(("next_prompts[]", prompt) for prompt in prompts)]
+    assert understood(*fields(*sent))[0].next_prompts == prompts
+
+
 def test_forms_know_which_fields_are_lists():
     """The processes that read them don't import the body's model."""
     assert set(forms.LISTS) == {

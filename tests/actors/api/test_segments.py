@@ -2,20 +2,23 @@
 
 import dataclasses
 import io
+from typing import ClassVar
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from actors.errors import RequestFailed
 from actors.jobs.store import JobStore, open_database
 from actors.jobs.tables import File
 from tests.actors.api import serving
-from tests.actors.api.serving import create, open_client, serve, wait_for_end, working
+from tests.actors.api.serving import change_reliability, create, open_client, serve, wait_for_end, working
 from tests.actors.api.test_extensions import content, extend, packets, wait_for_video
 from tests.actors.api.test_watching import decode_digests, watching
 from tests.actors.small_spec import SOUND_SPEC, SmallSpec
 from tests.waiting import wait_for
 from wan_tpu.media.joining import read_end
+from wan_tpu.request import Preset
 
 
 @pytest.fixture
@@ -109,6 +112,30 @@ def test_no_finished_segment_is_made_again(settings, engine, database):
     assert {file.name for file in files if file.delete_at is None} == results
 
 
+def test_a_job_that_makes_headway_is_not_given_up(settings, engine):
+    limited = change_reliability(settings, pipeline_pause_s=0.1, job_attempts=2)
+    generate, lost = engine.generate, set()
+
+    async def lose_each_segment_once(plan, **options):
+        if plan.request.seed not in lost:
+            lost.add(plan.request.seed)
+            raise RequestFailed("its slices were lost", "lost")
+        return await generate(plan, **options)
+
+    engine.generate = lose_each_segment_once
+    with working(limited, engine), serve(settings) as address, open_client(address) as http:
+        assert wait_for_video(http, create(http, next_prompts=PROMPTS))["attempts"] == 4
+        engine.failure = RequestFailed("its slices were lost", "lost")  # No segment is finished from now on.
+        assert wait_for_end(http, create(http, next_prompts=PROMPTS).json()["id"])["attempts"] == 2
+
+
+def test_a_segment_that_can_not_be_decoded_is_not_the_request_s_fault(http, engine):
+    video = engine.video
+    engine.video = lambda *arguments: video(*arguments)[:900]
+    error = wait_for_end(http, create(http, next_prompts=PROMPTS).json()["id"])["error"]
+    assert (error["code"], "frame 9" in error["message"]) == ("broken_video", True), error
+
+
 def test_a_model_that_sees_motion_gets_all_that_came_before(settings, engine):
     class SeesMotion(SmallSpec):
         takes_video = continues_video = True
@@ -124,9 +151,9 @@ def test_a_model_that_sees_motion_gets_all_that_came_before(settings, engine):
         assert packets(content(http, video)) == list_packets(segments) and video["seconds"] == "1.69"
 
 
-def count_shown(stream):
-    """Return how many frames have arrived of a video that isn't complete yet."""
-    return sum(line.startswith(b"0,") for line in decode_digests(stream)) if stream else 0
+def list_frames(stream):
+    """Return the time and digest of every frame that has arrived; the sound of a stream ends a packet earlier."""
+    return [line for line in decode_digests(stream) if line.startswith(b"0,")] if stream else []
 
 
 @pytest.mark.parametrize("spec", [serving.SPEC, SOUND_SPEC])
@@ -139,15 +166,15 @@ def test_the_whole_is_streamed_though_its_worker_ends(settings, tmp_path, spec):
         with watching(http, job) as (_, viewer):
             engine.decoded.release(4)
             with working(settings, engine):
-                wait_for(lambda: count_shown(viewer.received) == frames + 17)
+                wait_for(lambda: len(list_frames(viewer.received)) == frames + 17)
             engine.decoded.release(3)
             with working(settings, engine):
                 content_, cut = viewer.end()
         assert (cut, len(engine.requests)) == (False, 3)
-        assert decode_digests(content_) == decode_digests(content(http, {"id": job}))
+        assert list_frames(content_) == list_frames(content(http, {"id": job}))
 
 
-def test_what_cant_be_made_in_segments_is_refused(settings, http):
+def test_what_cant_be_made_in_segments_is_refused(settings, http, engine):
     image = {"image_url": "https://example.com/a.png"}
     for fields, param, message in (
         ({"next_prompts": ["on"], "last_frame": image}, "last_frame", "leave it out"),
@@ -167,6 +194,26 @@ def test_what_cant_be_made_in_segments_is_refused(settings, http):
     class TextSpec(SmallSpec):
         tasks = ("t2v",)
 
-    spec = TextSpec(serving.SPEC.config)
-    with serve(settings, spec) as address, open_client(address) as other:
-        assert "use an I2V checkpoint" in create(other, next_prompts=["on"]).json()["error"]["message"]
+    class BothFramesSpec(SmallSpec):
+        tasks, last_images = ("i2v",), "required"
+
+    class TextPresetSpec(SmallSpec):
+        presets: ClassVar = {"fast": Preset("fast", "here", (), text_only=True)}
+
+    class SeesMotion(SmallSpec):
+        takes_video = continues_video = True
+
+    cached = {"cache": "magcache", "shift": 12}
+    for kind, fields, param, message in (
+        (TextSpec, {}, "video", "use an I2V checkpoint"),
+        (BothFramesSpec, {"input_reference": image, "last_frame": image}, "last_frame", "leave next_prompts out"),
+        (TextPresetSpec, {"preset": "fast"}, "next_prompts", "begins with an image, the last frame before it"),
+        (SeesMotion, cached, "cache", "whole schedule"),
+    ):
+        with serve(settings, kind(serving.SPEC.config)) as address, open_client(address) as other:
+            error = create(other, next_prompts=["on"], **fields).json()["error"]
+            assert (error["param"], message in error["message"]) == (param, True), error
+    engine.model = SeesMotion(serving.SPEC.config)
+    with working(settings, engine), serve(settings, engine.model) as address, open_client(address) as other:
+        first = wait_for_video(other, create(other, **cached))  # Its extension would inherit the cache.
+        assert extend(other, first["id"]).json()["error"]["param"] == "cache"

@@ -5,6 +5,7 @@ import time
 import pytest
 from sqlalchemy import update
 
+from actors.jobs.ending import expire_files
 from actors.jobs.errors import LeaseLost
 from actors.jobs.tables import Job
 from actors.jobs.values import Progress
@@ -58,6 +59,19 @@ def test_name_announced_again_is_announced_once(store, work):
     for _ in range(2):
         work.announce(leased, ["a", "b"])
     assert work.complete(leased, {"video": "a"}).results == {"video": "a"}
+
+
+def test_segments_are_kept_though_a_worker_of_an_earlier_version_has_let_them_expire(store, database, work):
+    ask(store)
+    leased = work.claim("new")
+    work.announce(leased, ["segment", "end"])
+    work.keep_segment(leased, 0, "segment", "end")
+    work.release(leased)
+    with database.write() as session:  # During an upgrade it claims the job, too, and gives it back.
+        expire_files(session, leased.id, time.time() + 3600)
+    assert store.count_jobs().files_pending_deletion == 2
+    assert work.claim("new").segments == ["segment"]
+    assert store.count_jobs().files_pending_deletion == 0
 
 
 def test_only_what_was_announced_can_be_a_result(store, work):
