@@ -104,6 +104,7 @@ def request_preset(name, adapter):
     return GenerationRequest(prompt="A cat plays the piano.", seed=SEED, **SIZE, **settings)
 
 
+@pytest.mark.long
 def test_turbo_is_that_of_diffusers_with_the_same_file(pipe, reference, tmp_path):
     """LightX2V's files are raw dumps of peft, of matrices of both kinds of blocks; the header has the alpha."""
     transformer = reference.pipeline.transformer
@@ -168,9 +169,8 @@ def test_a_run_goes_on_from_a_state_bit_for_bit(pipe):
     plan = pipe.plan(GenerationRequest(prompt="A cat plays the piano.", steps=STEPS, seed=SEED, **SIZE))
     conditioning, start = pipe.encode(plan), pipe.initial_state(plan)
     whole = pipe.denoise(plan, conditioning, start)
-    for stop in (1, 2):
-        content = dump_value(pipe.denoise(plan, conditioning, start, stop=stop))
-        state, _ = parse_value(DenoiseState, content, "a snapshot")
-        assert state.step == stop
-        resumed = pipe.denoise(plan, conditioning, state)
-        assert np.array_equal(whole.latents, resumed.latents) and np.array_equal(whole.audio, resumed.audio)
+    content = dump_value(pipe.denoise(plan, conditioning, start, stop=1))
+    state, _ = parse_value(DenoiseState, content, "a snapshot")
+    assert state.step == 1
+    resumed = pipe.denoise(plan, conditioning, state)
+    assert np.array_equal(whole.latents, resumed.latents) and np.array_equal(whole.audio, resumed.audio)
