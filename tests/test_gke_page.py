@@ -103,7 +103,9 @@ def test_overlay_for_locked_memory_changes_the_pods_with_tpus_alone(tmp_path):
         "apiVersion": "ray.io/v1",
         "kind": "RayCluster",
         "metadata": {"name": "wan-tpu"},
-        "spec": kubernetes.build_cluster_spec(Layout.load("one-machine"), Target("wan-tpu", "default", "image", "2.60.0")),
+        "spec": kubernetes.build_cluster_spec(
+            Layout.load("one-machine"), Target("wan-tpu", "default", "image", "2.60.0")
+        ),
     }
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(cluster))
     (tmp_path / "kustomization.yaml").write_text(f"resources: [base.yaml]\n{patch}")

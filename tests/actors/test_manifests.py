@@ -322,7 +322,10 @@ def test_node_pools_are_written_without_an_image(tmp_path, capsys):
             ["--layout", "four-pools", "--kustomize", "/no/such", "--overlay", "staging"],
             "/no/such has no base (No such file or directory); write it first",
         ),
-        (["--layout", "four-pools", "--kustomize", "/no/such", "--overlay", "../a"], "--overlay is '../a'; give up to 63 lower-case"),
+        (
+            ["--layout", "four-pools", "--kustomize", "/no/such", "--overlay", "../a"],
+            "--overlay is '../a'; give up to 63 lower-case",
+        ),
         (
             ["--layout", "four-pools", "--node_pools", "/no/such/folder/x.tfvars"],
             "can't write /no/such/folder/x.tfvars",
