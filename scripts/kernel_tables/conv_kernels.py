@@ -58,7 +58,8 @@ def conv_table(described: DescribedSlice, folder: Path) -> Iterator[ConvRow]:
     mesh = Mesh(np.array(described.devices()[:1]), ("device",))
     whole = NamedSharding(mesh, P())
     prices = KernelPrices(folder, hardware, described.cores, count_alone)
-    for *sizes, fold in LEVELS:
+    for frames, columns, rows, channels, fold in LEVELS:
+        sizes = (frames, columns, rows, channels)
         run, shapes = build_causal(*sizes) if fold == 1 else build_folded(*sizes, fold)
         arguments = [jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=whole) for shape in shapes]
         start = time.process_time()
@@ -67,7 +68,6 @@ def conv_table(described: DescribedSlice, folder: Path) -> Iterator[ConvRow]:
         compile_cpu_s = time.process_time() - start
         cost = analyse(text, hardware, interconnect_of(described, mesh), kernel_cycles=prices)
         [item] = [item for item in cost.items if item.kernel is not None]
-        frames, columns, rows, channels = sizes
         macs = TAPS * channels * channels * frames * columns * rows
         yield ConvRow(
             described.hardware.name,

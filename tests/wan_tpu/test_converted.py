@@ -31,8 +31,8 @@ from wan_tpu.storage.opening import open_storage
 
 KINDS = ["wan2.2-i2v-a14b", "wan2.2-ti2v-5b", "wan2.1-i2v-14b-480p", "cogvideox1.5-5b-i2v", "hunyuanvideo1.5-480p-i2v"]
 KINDS += ["ltx-2.3-distilled", "minimax-h3"]
-# By kind, of names, shapes and the order of numbers. Whoever changes one of these gives `FORMAT_VERSION` another number:
-# what was converted before would be read wrongly.
+# By kind, of names, shapes and the order of numbers. Whoever changes one of these gives `FORMAT_VERSION` another
+# number: what was converted before would be read wrongly.
 ORDERS = {
     1: {
         "wan2.2-i2v-a14b": "be4557190d628f9d",

@@ -13,10 +13,17 @@ from actors.api.variants import VARIANTS
 from actors.api.worker.context import WorkerContext
 from actors.api.worker.continued import ContinuedFragments, continue_fragments
 from actors.api.worker.failures import InputGone, blame
-from actors.api.worker.fragments import Fragments
+from actors.api.worker.fragments import MAX_HELD_BYTES, Fragments
 from actors.api.worker.previews import make_last_frame, make_previews
 from actors.api.worker.progress import Tracker
-from actors.api.worker.segments import hides_first_frame, is_last, join_parts, read_parts, rebuild_request
+from actors.api.worker.segments import (
+    hides_first_frame,
+    is_last,
+    join_parts,
+    measure_parts,
+    read_parts,
+    rebuild_request,
+)
 from actors.engine import GeneratedVideo
 from actors.errors import PipelineError
 from actors.jobs.errors import CommitUncertain, LeaseLost, StoreUnavailable
@@ -118,6 +125,8 @@ class Attempt:
         request, model = self._job.request, self._context.engine.model
         if "source_frames" not in request and count_segments(request) == 1:
             return fragments
+        if await self._read(measure_parts, self._job, self._storage) > MAX_HELD_BYTES:
+            return None  # Its parts would be held in memory several times, though few videos have a viewer.
         rate = model.audio_rate if request.get("generate_audio") else None
         return await continue_fragments(await self._read_parts(), request["fps"], rate, fragments)
 

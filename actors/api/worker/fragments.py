@@ -18,7 +18,7 @@ from wan_tpu.storage.base import Storage
 
 log = logging.getLogger(__name__)
 
-_MAX_HELD_BYTES = 100_000_000  # More than a long video has. A worker holds its finished mp4 as well.
+MAX_HELD_BYTES = 100_000_000  # More than a long video has. A worker holds its finished mp4 as well.
 _AGAIN_S = 0.5  # Pause before the database is tried again.
 _LAST_S = 10.0  # How long a finished job waits until its last fragments are stored.
 
@@ -99,8 +99,8 @@ class Fragments:
             raise WanTpuError(self._refusal)
         while self._waiting and self._latest is not None and self._waiting[0].run != self._latest[0]:
             self._waiting.popleft()  # Its decoder was lost, and another one has begun again.
-        if sum(len(fragment.content) for fragment in self._waiting) > _MAX_HELD_BYTES:
-            raise WanTpuError(f"more than {_MAX_HELD_BYTES} bytes wait to be stored")
+        if sum(len(fragment.content) for fragment in self._waiting) > MAX_HELD_BYTES:
+            raise WanTpuError(f"more than {MAX_HELD_BYTES} bytes wait to be stored")
         return self._waiting.popleft() if self._waiting and self._job.watched_at is not None else None
 
     async def _store(self, fragment: Fragment) -> None:

@@ -66,6 +66,11 @@ def read_parts(job: Job, storage: Storage) -> list[bytes]:
     return [storage.read(name) for name in _list_parts(job)]
 
 
+def measure_parts(job: Job, storage: Storage) -> int:
+    """Return how many bytes these files have in total; raises `Missing`, `StorageError`."""
+    return sum(map(storage.size, _list_parts(job)))
+
+
 async def join_parts(parts: Sequence[bytes]) -> bytes:
     """Return a video's parts as one mp4; raises `BrokenVideo` if one of them can't be read."""
     try:

@@ -120,13 +120,14 @@ def _normalise_rows(blocks, gamma_ref, lane, shape):  # type: ignore[no-untyped-
     squares = [block * block for block in blocks]
     inverse = []
     for row in range(rows):
-        total = None
+        parts = []
         for k in range(row * o // LANES, ((row + 1) * o - 1) // LANES + 1):
             start, stop = max(row * o - k * LANES, 0), min((row + 1) * o - k * LANES, LANES)
             part = squares[k]
             if (start, stop) != (0, LANES):
                 part = jnp.where((lane >= start) & (lane < stop), part, 0.0)
-            total = part if total is None else total + part
+            parts.append(part)
+        total = sum(parts[1:], parts[0])
         # Half of gamma, because silu(2 h) = h tanh(h) + h.
         inverse.append(jax.lax.rsqrt(jnp.maximum(total.sum(-1, keepdims=True), NORM_FLOOR)) * (math.sqrt(o) / 2))
     out = []

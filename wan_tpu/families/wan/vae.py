@@ -148,7 +148,7 @@ def _decode_folded(half: Any, cut: HaloCut, x: jax.Array, history: History) -> j
         if isinstance(conv, wan.WanResample):
             doubled = _double_frames(conv, cut, folded[1], history, fold)
             weight, bias = to_jax(conv.resample[1].weight), to_jax(conv.resample[1].bias)
-            options = {"norm_after": _gamma(norm), "keeps_raw": True}
+            options: dict[str, Any] = {"norm_after": _gamma(norm), "keeps_raw": True}
             folded = convolve(cut, doubled, weight, bias, before=(1, 1), fold=fold, doubles=True, **options)
             fold *= 2
         elif fold == 1:
