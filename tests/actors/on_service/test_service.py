@@ -63,7 +63,7 @@ def test_openai_s_client_gets_lists_and_deletes_a_video(online, video, undisturb
 
 def test_impossible_request_is_refused_at_once(online):
     with online.client() as client:
-        with pytest.raises(openai.BadRequestError, match="i2v only"):
+        with pytest.raises(openai.BadRequestError, match="supports only i2v"):
             client.videos.create(**ASKED)
         with pytest.raises(openai.BadRequestError, match="nearest that is allowed is 64x64 with 17 frames"):
             create(client, 4, frames=33)
