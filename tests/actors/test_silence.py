@@ -71,7 +71,7 @@ def test_status_actor_that_is_silent_stops_nobody(cluster):
 
 
 def test_one_process_at_a_time_brings_a_pipeline_up(cluster):
-    with claim_start("mine"), pytest.raises(PipelineExists, match="'mine' is being brought up"), claim_start("mine"):
+    with claim_start("mine"), pytest.raises(PipelineExists, match="'mine' is being started"), claim_start("mine"):
         pass
     with claim_start("mine"), claim_start("other"):
         pass

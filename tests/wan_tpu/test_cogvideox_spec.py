@@ -87,7 +87,7 @@ def test_full_size(kind, tokens, padding):
         ("cogvideox1.5-5b", {"height": 2416}, "height is 2416; cogvideox1.5-5b has positions for at most 2400"),
         ("cogvideox-5b-i2v", {"height": 512}, "height is 512; cogvideox-5b-i2v supports only 480"),
         ("cogvideox-5b-i2v", {"frames": 25}, "frames is 25; cogvideox-5b-i2v supports only 49"),
-        ("cogvideox-2b", {"shift": 3.0}, "shift is 3; cogvideox-2b has none: leave it out"),
+        ("cogvideox-2b", {"shift": 3.0}, "shift is 3; cogvideox-2b doesn't use it: leave it out"),
         ("cogvideox-2b", {"solver": "unipc"}, "solver 'unipc' is unknown; choose one of ddim, dpm"),
         ("cogvideox-2b", {"steps": 1000, "frames": 0}, "frames is 0"),
     ],

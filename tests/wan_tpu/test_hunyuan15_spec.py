@@ -129,7 +129,7 @@ def test_full_size(kind, tokens):
     [
         ({"frames": 120}, r"frames is 120; it must be 4n \+ 1, nearest 121"),
         ({"solver": "unipc"}, "solver 'unipc' is unknown; choose one of euler"),
-        ({"guidance_scale_2": 3.0}, "guidance_scale_2 is 3; hunyuanvideo1.5-480p-t2v has none: leave it out"),
+        ({"guidance_scale_2": 3.0}, "guidance_scale_2 is 3; hunyuanvideo1.5-480p-t2v doesn't use it: leave it out"),
     ],
 )
 def test_what_a_model_does_not_make_is_refused_with_what_it_does(fields, message):
@@ -141,11 +141,11 @@ def test_what_a_model_does_not_make_is_refused_with_what_it_does(fields, message
     ("file", "changed", "message"),
     [
         ("guider/guider_config.json", {"guidance_rescale": 0.7}, "guider guidance_rescale 0.7; supported: 0.0"),
-        ("scheduler/scheduler_config.json", {"use_dynamic_shifting": True}, "use_dynamic_shifting True; supported is"),
+        ("scheduler/scheduler_config.json", {"use_dynamic_shifting": True}, "use_dynamic_shifting True; supported: "),
         ("transformer/config.json", {"in_channels": 4}, "takes 4 channels; with latents of 4 it must take 9"),
         ("transformer/config.json", {"task_type": "v2v"}, "task_type 'v2v'; supported: t2v and i2v"),
         ("vae/config.json", {"spatial_compression_ratio": 8}, "spatial_compression_ratio 8; supported: 16"),
-        ("model_index.json", {"guider": ["diffusers", "SkipLayerGuidance"]}, "guider SkipLayerGuidance; supported is"),
+        ("model_index.json", {"guider": ["diffusers", "SkipLayerGuidance"]}, "guider SkipLayerGuidance; supported: "),
     ],
 )
 def test_a_checkpoint_that_diffusers_would_run_otherwise_is_refused(file, changed, message, tmp_path):

@@ -36,18 +36,22 @@ def clips(tmp_path_factory):
 
 
 def find_join(process):
-    """Wait until a process joins files, and return all processes that it has started."""
+    """Wait until a process joins files, and return the ffmpegs that it has started."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        children = process.children()
-        for child in children:
-            try:
-                if "ffmpeg" in child.name() and any("joined.mp4" in word for word in child.cmdline()):
-                    return children
-            except psutil.NoSuchProcess:
-                continue
+        commands = {child: read_command(child) for child in process.children()}
+        ffmpegs = {child: words for child, words in commands.items() if any("ffmpeg" in word for word in words[:1])}
+        if any("joined.mp4" in word for words in ffmpegs.values() for word in words):
+            return list(ffmpegs)
         time.sleep(0.02)
     raise AssertionError("no file is joined")
+
+
+def read_command(process):
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
 
 
 def wait_for_end(processes):

@@ -158,7 +158,7 @@ TRANSFORMER_FILE = "transformer/config.json"
         ({TRANSFORMER_FILE: {"num_layers": "48"}}, "num_layers '48' in transformer/config.json"),
         ({"audio_vae/config.json": {"causality_axis": "width"}}, "causality_axis 'width'; supported: 'height'"),
         ({"audio_vae/config.json": {"mel_bins": 32}}, "audio_in_channels 128; with .* 32 mel_bins it must be 64"),
-        ({"vocoder/config.json": {"out_channels": 1}}, "vocoder out_channels 1; .* it is 2"),
+        ({"vocoder/config.json": {"out_channels": 1}}, "vocoder out_channels 1; .* it must be 2"),
         ({"scheduler/scheduler_config.json": {"shift": 3.0}}, "scheduler shift 3.0; supported: 1.0"),
         ({"scheduler/scheduler_config.json": {"use_karras_sigmas": True}}, "use_karras_sigmas True"),
         ({"model_index.json": {"vocoder": [None, None]}}, "has no vocoder; give a complete LTX-2 checkpoint"),

@@ -95,7 +95,7 @@ def test_batch_makes_videos_of_both_images_of_one_and_of_none(video_file, model,
         (["--frames", "362"], "up to 345, nearest 345"),
         (["--size", "112x64"], "needs a multiple of 32, nearest 128"),
         (["--fps", "30"], "has 24 alone: leave it out"),
-        (["--guidance_scale", "3"], "has none: leave it out"),
+        (["--guidance_scale", "3"], "doesn't use it: leave it out"),
         (["--solver", "unipc"], "choose one of euler"),
     ],
 )

@@ -104,7 +104,7 @@ def test_video_that_is_dropped_between_two_chunks_leaves_nothing(folder):
     plan = host._spec.plan(REQUEST)
     latents = np.random.default_rng(0).normal(size=host._spec.latent_shape(plan.request)).astype(np.float32)
     first, second = (pack(DenoiseState(latents, step=stop)) for stop in plan.chunk_stops[:2])
-    with pytest.raises(OutOfOrder, match="given step 8"):
+    with pytest.raises(OutOfOrder, match="received step 8"):
         host.prepare_decode("a", plan.request, second, True, 0)
     host.prepare_decode("a", plan.request, first, True, 0)
     host.decode("a")
