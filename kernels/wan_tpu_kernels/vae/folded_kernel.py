@@ -6,6 +6,7 @@ Shapes: T frames, X columns, Y folded rows, L lanes of a folded row of the resul
 
 import itertools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +73,7 @@ def _block(k: int) -> slice:
 
 def _multiply(seen_ref, w_ref, side, frame, part, lane, shape, precision):  # type: ignore[no-untyped-def]
     """Return the sums of a part's outputs, one [part Y, 128] for each register of the result."""
-    blocks = [None] * shape.out_blocks
+    blocks: list[Any] = [None] * shape.out_blocks
     for product in shape.products:
         if product.side != side:
             continue
