@@ -168,10 +168,10 @@ def test_keys_that_qwen_s_file_lacks_have_the_class_s_defaults(kind, ours, publi
         ({"vae/config.json": {"latents_mean": [0.5]}}, "vae latents_mean of 1 numbers; with latent_channels 24"),
         ({"vae/config.json": {"latent_channels": 8, "latents_mean": [0.0] * 8, "latents_std": [1.0] * 8}},
          "the transformer has in_channels 24, but its counterpart has 8"),
-        ({"audio_vae/config.json": {"sampling_rate": 44100}}, "800 samples a latent; .* 44100 it is 1102.5"),
+        ({"audio_vae/config.json": {"sampling_rate": 44100}}, "800 samples a latent; .* 44100 it must be 1102.5"),
         ({"audio_vae/config.json": {"latents_std": [1.0]}}, "audio_vae latents_std of 1 numbers; with .* 32"),
         ({"text_encoder/config.json": {"text_config": ...}}, "has no text_config, which Qwen3-VL's has"),
-        ({"text_encoder/config.json": {"vision_config": {"out_hidden_size": 4096}}}, "size 4096 .* it is 5120"),
+        ({"text_encoder/config.json": {"vision_config": {"out_hidden_size": 4096}}}, "size 4096 .* it must be 5120"),
         ({"text_encoder/config.json": {"vision_config": {"out_hidden_size": 5120, "patch_size": 14}}}, "patch_size 14"),
     ],
 )  # fmt: skip
@@ -223,7 +223,7 @@ def test_image_that_is_longer_than_diffusers_allows_is_refused_unless_the_size_i
     with pytest.raises(ValueError, match="supports aspect ratios from 1:4 to 4:1"):
         resolve_canvas_size(width, height, 32, 768, 768 * 1344)
     request = GenerationRequest(prompt="a cat", image=Image.new("RGB", (width, height)))
-    with pytest.raises(InvalidRequest, match=f"is {width}x{height}, .* shapes from 1:4 to 4:1: crop the image, or"):
+    with pytest.raises(InvalidRequest, match=f"is {width}x{height}, .* aspect ratios from 1:4 to 4:1: crop the image, or"):
         SPEC.plan(request)
     plan = SPEC.plan(dataclasses.replace(request, width=512, height=512))
     assert (plan.request.width, plan.request.height) == (512, 512)
@@ -259,7 +259,7 @@ def test_turbo_of_eight_steps_is_the_shifted_grid():
 @pytest.mark.parametrize("own", [{"fps": 30}, {"guidance_scale": 4}])
 def test_own_defaults_that_have_no_effect_are_refused(own, folder):
     source = folder({"wan_tpu.json": {"defaults": own}})
-    with pytest.raises(CheckpointError, match=f"in defaults, {next(iter(own))} is .*leave it out"):
+    with pytest.raises(CheckpointError, match=f"in defaults, {next(iter(own))} is .*remove it"):
         open_spec(source)
 
 
