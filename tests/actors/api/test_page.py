@@ -109,8 +109,8 @@ def test_a_video_of_several_segments_is_shown_with_its_whole_length(page, worker
     card.get_by_role("button", name="Reuse").click()
     sync_api.expect(page.get_by_text("As in the reused video, too: next prompts.")).to_be_visible()
     page.get_by_role("button", name="Make video").click()
-    wait_for(lambda: len(engine.asked) == 4)
-    assert [request.prompt for request in engine.asked[2:]] == ["A ball falls", "[Close-up] it bounces"]
+    wait_for(lambda: len(engine.requests) == 4)
+    assert [request.prompt for request in engine.requests[2:]] == ["A ball falls", "[Close-up] it bounces"]
 
 
 def test_failed_and_cancelled_videos_fold_away_and_are_retried(page, worker, engine):
