@@ -262,9 +262,7 @@ def test_a_killed_node_is_named_and_its_replacement_used(cluster, all_free):
     assert dead[:8] in str(error)
     assert seconds < 40
     wait_for(lambda: not alive(dead), "Ray has noticed")
-    with pytest.raises(
-        SliceStartTimeout, match="no free v5p-16 .* of that kind: two: host 1 of 2 missing"
-    ):
+    with pytest.raises(SliceStartTimeout, match=r"no free v5p-16 .* of that kind: two: host 1 of 2 missing"):
         Slice(TWO_HOSTS, SmallHost, name="low/0", timeouts=Timeouts(place_s=1))
     replacement = cluster.add_host("two", 1)
     with Slice(TWO_HOSTS, SmallHost, name="low/0", timeouts=QUICK) as again:

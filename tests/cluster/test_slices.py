@@ -100,9 +100,7 @@ def test_slice_says_that_it_is_emulated_and_who_holds_it(two):
 
 
 def test_a_busy_slice_is_not_shared(two):
-    with pytest.raises(
-        SliceStartTimeout, match=r"low/1: no free v5p-16 .* of that kind: two: taken by low/0"
-    ):
+    with pytest.raises(SliceStartTimeout, match=r"low/1: no free v5p-16 .* of that kind: two: taken by low/0"):
         Slice(TWO_HOSTS, SmallHost, name="low/1", timeouts=Timeouts(place_s=1))
     with pytest.raises(SliceStartTimeout, match="the cluster has none of kind v6e-16, only v5p-16, v6e-1"):
         Slice(SliceSpec("v6e-16"), SmallHost, name="high/0", timeouts=Timeouts(place_s=0.5))

@@ -223,9 +223,7 @@ def test_image_that_is_longer_than_diffusers_allows_is_refused_unless_the_size_i
     with pytest.raises(ValueError, match="supports aspect ratios from 1:4 to 4:1"):
         resolve_canvas_size(width, height, 32, 768, 768 * 1344)
     request = GenerationRequest(prompt="a cat", image=Image.new("RGB", (width, height)))
-    with pytest.raises(
-        InvalidRequest, match=f"is {width}x{height}, .* ratios from 1:4 to 4:1: crop the image, or"
-    ):
+    with pytest.raises(InvalidRequest, match=f"is {width}x{height}, .* ratios from 1:4 to 4:1: crop the image, or"):
         SPEC.plan(request)
     plan = SPEC.plan(dataclasses.replace(request, width=512, height=512))
     assert (plan.request.width, plan.request.height) == (512, 512)
