@@ -110,7 +110,7 @@ def test_a_key_sent_by_many_threads_at_once_makes_one_job(store):
 
 def test_a_full_queue_takes_no_more_but_knows_what_it_took(store):
     job, _ = store.submit(ask(idempotency_key="key"), room=Room(queue=1))
-    with pytest.raises(QueueFull, match="1 jobs wait"):
+    with pytest.raises(QueueFull, match="1 jobs are waiting"):
         store.submit(ask(), room=Room(queue=1))
     assert store.submit(ask(idempotency_key="key"), room=Room(queue=1))[0] == job
 
