@@ -105,12 +105,12 @@ def test_a_video_of_several_segments_is_shown_with_its_whole_length(page, worker
     card = card_of(page, "A ball falls")
     sync_api.expect(card).to_contain_text("step 1 of 4, segment 1 of 2")
     engine.go.set()
+    card.get_by_role("button", name="play: A ball falls").wait_for()
     sync_api.expect(card).to_contain_text("17 frames · 1.1 s at 16 fps")
     card.get_by_role("button", name="Reuse").click()
     sync_api.expect(page.get_by_text("As in the reused video, too: next prompts.")).to_be_visible()
     page.get_by_role("button", name="Make video").click()
-    wait_for(lambda: len(engine.requests) == 4)
-    assert [request.prompt for request in engine.requests[2:]] == ["A ball falls", "[Close-up] it bounces"]
+    wait_for(lambda: [request.prompt for request in engine.requests[2:]] == [body["prompt"], *body["next_prompts"]])
 
 
 def test_failed_and_cancelled_videos_fold_away_and_are_retried(page, worker, engine):

@@ -109,7 +109,7 @@ def test_bodies_that_never_end_are_given_up_and_the_most_greedy_first(http):
     lines = ["POST / HTTP/1.1", "Content-Length: 1990000"]
     connections = [Sent(http, [*lines, "Authorization: Bearer mallory"], bytes(1_500_000)) for _ in range(2)]
     joe = Sent(http, [*lines, "Authorization: Bearer joe"], bytes(1_500_000))  # Then there is no room for all three.
-    wait_for(lambda: any(b"was given up" in sent.answered for sent in connections))
+    wait_for(lambda: any(b"was dropped" in sent.answered for sent in connections))
     wait_for(lambda: [sent.status for sent in (*connections, joe)] == [408] * 3)
     assert b"did not arrive" in joe.answered
     slow = [Sent(http, [*lines, "Authorization: Bearer mallory"], b"x") for _ in range(4)]
