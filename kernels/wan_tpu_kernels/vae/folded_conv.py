@@ -25,6 +25,14 @@ from wan_tpu_kernels.vae.folded_kernel import run_folded_step
 from wan_tpu_kernels.vae.folded_shape import FoldedShape, folded_shape, folded_weights
 
 
+def suits_chip() -> bool:
+    """Return whether the chip of the current mesh has room for the tiles of folded rows; a v5p's compiler refuses them.
+
+    Their products fill matrix units of 256 columns (v6e, v7x). On units of 128 columns they need more of VMEM.
+    """
+    return bool(pltpu.get_tpu_info().mxu_column_size >= 256)
+
+
 def folded_conv(
     x: jax.Array,
     weight: jax.Array,

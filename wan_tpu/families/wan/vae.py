@@ -30,6 +30,7 @@ from wan_tpu.families.shared.convolutions import (
 from wan_tpu.ops.halo import HaloCut
 from wan_tpu.runtime.bridge import to_jax
 from wan_tpu_kernels.vae.causal_conv import zero_outside
+from wan_tpu_kernels.vae.folded_conv import suits_chip
 
 # The number of queries in the middle block whose scores are computed at once (a column of a strip has 45 to 160): with
 # the 14,400 keys of a frame of 1280x720, the float32 scores of 180 queries are 10 MB, which stay in VMEM.
@@ -62,7 +63,8 @@ def decoder(module: Any, cut: HaloCut, x: jax.Array, history: History) -> jax.Ar
     half = module.decoder
     x = zero_outside(pointwise(module.post_quant_conv, x), *cut.inside(x))
     x = _middle(half.mid_block, cut, _conv(half.conv_in, cut, x, history), history)
-    if not any(isinstance(block, wan.WanResidualUpBlock) for block in half.up_blocks):
+    foldable = not any(isinstance(block, wan.WanResidualUpBlock) for block in half.up_blocks)
+    if foldable and (cut.mesh.devices.flat[0].platform != "tpu" or suits_chip()):
         return _decode_folded(half, cut, x, history)
     for block in half.up_blocks:
         x = _up_block(block, cut, x, history)
