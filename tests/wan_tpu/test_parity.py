@@ -10,8 +10,9 @@ from PIL import Image
 
 from tests.conftest import PHOTO, record_steps
 from tests.wan_tpu.diffusers_steps import keep_latents
-from wan_tpu import GenerationRequest, InvalidRequest
+from wan_tpu import GenerationRequest, InvalidRequest, load_pipeline
 from wan_tpu.data import Video
+from wan_tpu.families.wan import vae
 from wan_tpu.media.reading import read_frames
 
 FRAMES, STEPS = 9, 6
@@ -220,3 +221,12 @@ def test_image_changes_the_video(pipeline):
     photo = pipe.generate(GenerationRequest(image=PHOTO, **settings))
     mirrored = Image.open(PHOTO).transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     assert np.abs(photo.pixels - pipe.generate(GenerationRequest(image=mirrored, **settings)).pixels).max() > 0.005
+
+
+def test_a_decoder_makes_the_same_pixels_whether_its_rows_are_folded_or_not(checkpoint, pipeline, monkeypatch):
+    """They aren't on a v5p, and are on other chips and in the other tests."""
+    kind, request = "wan2.1-t2v-1.3b", GenerationRequest(height=64, width=96, frames=9, steps=1, guidance_scale=1.0)
+    folded = pipeline(kind).generate(request).pixels
+    monkeypatch.setattr(vae, "_can_fold", lambda half, cut: False)
+    unfolded = load_pipeline(checkpoint(kind), dtype="float32", mesh=(1, 1, 1)).generate(request).pixels
+    assert folded.std() > 0.05 and np.abs(folded - unfolded).max() <= 1e-5

@@ -63,12 +63,18 @@ def decoder(module: Any, cut: HaloCut, x: jax.Array, history: History) -> jax.Ar
     half = module.decoder
     x = zero_outside(pointwise(module.post_quant_conv, x), *cut.inside(x))
     x = _middle(half.mid_block, cut, _conv(half.conv_in, cut, x, history), history)
-    foldable = not any(isinstance(block, wan.WanResidualUpBlock) for block in half.up_blocks)
-    if foldable and (cut.mesh.devices.flat[0].platform != "tpu" or suits_chip()):
+    if _can_fold(half, cut):
         return _decode_folded(half, cut, x, history)
     for block in half.up_blocks:
         x = _up_block(block, cut, x, history)
     return channels_first(_conv(half.conv_out, cut, x, history, norm=half.norm_out))
+
+
+def _can_fold(half: Any, cut: HaloCut) -> bool:
+    """Return whether the decoder's rows are folded: those of Wan 2.1's, on chips that have room for its tiles."""
+    if any(isinstance(block, wan.WanResidualUpBlock) for block in half.up_blocks):
+        return False
+    return cut.mesh.devices.flat[0].platform != "tpu" or suits_chip()
 
 
 def _middle(block: Any, cut: HaloCut, x: jax.Array, history: History) -> jax.Array:
@@ -88,13 +94,15 @@ def _down_block(block: Any, cut: HaloCut, x: jax.Array, history: History) -> jax
 
 
 def _up_block(block: Any, cut: HaloCut, x: jax.Array, history: History) -> jax.Array:
-    """Apply a WanResidualUpBlock."""
+    """Apply a WanUpBlock or WanResidualUpBlock whose rows aren't folded."""
     out = x
     for resnet in block.resnets:
         out = _residual_block(resnet, cut, out, history)
-    if block.upsampler is not None:
-        out = upsample(block.upsampler.resample[1], cut, _double_frames(block.upsampler, cut, out, history))
-    if block.avg_shortcut is not None:
+    is_residual = isinstance(block, wan.WanResidualUpBlock)
+    upsampler = block.upsampler if is_residual else (block.upsamplers or [None])[0]
+    if upsampler is not None:
+        out = upsample(upsampler.resample[1], cut, _double_frames(upsampler, cut, out, history))
+    if is_residual and block.avg_shortcut is not None:
         out = out + _repeat(block.avg_shortcut, x, first=history.first)
     return out
 
