@@ -16,6 +16,7 @@ from actors.jobs.ending import STOPPED, delete_for_owner, end
 from actors.jobs.errors import IdempotencyConflict, JobError, JobNotFound, JobUnfinished
 from actors.jobs.migrations.migrate import migrate
 from actors.jobs.queries import BY_ID, BY_ID_WITH_POSITION, PRIVATE, WITH_POSITION, find_earlier, select_repeated
+from actors.jobs.stored_request import count_segments
 from actors.jobs.tables import Delivery, File, Job
 from actors.jobs.values import CANCELLED, Counts, JobSettings, Room, Status, is_id
 
@@ -74,6 +75,7 @@ class JobStore:
                 return earlier, False
             check_room(session, job.owner, room)
             job.round = choose_round(session, job.owner, job.priority)
+            job.segments_left = count_segments(job.request)
             job.created_at = self._database.now(session)
             session.add(job)
             if webhook_url is not None:

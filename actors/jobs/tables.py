@@ -66,6 +66,9 @@ class Job(Table, kw_only=True):
         segments: Names in storage of its finished segments, in order, if it makes several (`next_prompts`). A later
             attempt begins after them. Their files are deleted once the job has ended.
         segments_end: The same for the last frame of the newest of them (PNG), which the next one begins with.
+        made: The same for what its last segment has become, by variant; None until that is stored. All that is left
+            then is to join the segments and to make previews. Versions before schema 0008 make that segment again.
+        segments_left: How many segments are still to be made. Limits and turns count them.
         priority: Jobs of higher priority are claimed first; owners of equal priority take turns (round-robin).
         round: Number of the turn in that round-robin: in each round one job of every owner is claimed.
         deadline: A job that hasn't ended by then fails with code "deadline_exceeded".
@@ -105,6 +108,8 @@ class Job(Table, kw_only=True):
     input_video: Mapped[str | None] = mapped_column(Text, default=None)
     segments: Mapped[list[str]] = mapped_column(JSON, default_factory=list)
     segments_end: Mapped[str | None] = mapped_column(Text, default=None)
+    made: Mapped[dict[str, str] | None] = mapped_column(JSON(none_as_null=True), default=None)
+    segments_left: Mapped[int] = mapped_column(default=1, server_default="1")
     priority: Mapped[int] = mapped_column(default=0)
     round: Mapped[int] = mapped_column(BigInteger, default=0)
     deadline: Mapped[float | None] = mapped_column(default=None)
@@ -146,7 +151,8 @@ class Job(Table, kw_only=True):
     @property
     def needed_files(self) -> list[str]:
         """Names of the files in storage that the next attempt needs."""
-        return [*self.inputs, *self.segments, *([self.segments_end] if self.segments_end is not None else [])]
+        last_frame = [] if self.segments_end is None else [self.segments_end]
+        return [*self.inputs, *self.segments, *last_frame, *(self.made or {}).values()]
 
     @property
     def has_ended(self) -> bool:
@@ -164,7 +170,17 @@ _QUEUED = text("status = 'queued'")
 _RUNNING = text("status = 'in_progress'")
 Index("jobs_of_owner", Job.owner, Job.sequence)
 Index("jobs_idempotency", Job.owner, Job.idempotency_key, unique=True)  # Rows without a key don't collide.
-Index("jobs_queue", Job.priority.desc(), Job.round, Job.sequence, sqlite_where=_QUEUED, postgresql_where=_QUEUED)
+# The last two columns are there so that positions and limits are counted without reading the jobs.
+Index(
+    "jobs_queue",
+    Job.priority.desc(),
+    Job.round,
+    Job.sequence,
+    Job.owner,
+    Job.segments_left,
+    sqlite_where=_QUEUED,
+    postgresql_where=_QUEUED,
+)
 Index("jobs_running", Job.lease_expires_at, sqlite_where=_RUNNING, postgresql_where=_RUNNING)
 Index("jobs_outcomes", Job.error_code, Job.status, Job.deleted_at)  # Counts read this index alone.
 Index("jobs_expiry", Job.expires_at)
