@@ -5,9 +5,13 @@ sound is early or late by at most half a packet, however many parts there are. T
 decoder for the next one; it replaces the end of the sound before it, and whatever follows it is decoded exactly.
 """
 
+import itertools
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from wan_tpu.errors import InvalidRequest
 from wan_tpu.media.boxes import FREE, find_box
 from wan_tpu.media.encoding import AAC
 from wan_tpu.media.fragments import cut_video
@@ -34,10 +38,7 @@ class _Place:
 class ContinuedVideo:
     """A video of several parts, of which the last one may still be decoded, as the fragments of one file.
 
-    A finished part gets the same fragments, byte for byte, as it got while it was decoded.
-
-    Attributes:
-        fragments: The fragments of all finished parts.
+    A finished part gets the same fragments, byte for byte, as it got while it was decoded. None are held.
     """
 
     def __init__(self, fps: float, sound_rate: int | None = None) -> None:
@@ -47,29 +48,31 @@ class ContinuedVideo:
             fps: Frames per second.
             sound_rate: Samples per second of the sound of parts that will be decoded; None if they won't have any.
         """
-        self.fragments: list[bytes] = []
         self._fps, self._sound_rate = fps, sound_rate
         self._tracks: Tracks | None = None
         self._end = _Place()
         self._decoding: _Part | None = None
 
-    def add_part(self, mp4: bytes) -> None:
-        """Append a finished part: the video that is continued, or a part whose fragments have been appended.
+    def add_part(self, path: Path) -> Iterator[bytes]:
+        """Yield the fragments of a finished part: the video that is continued, or a part that has been decoded.
+
+        The part counts as finished once its last fragment has been taken; otherwise nothing changes.
 
         Args:
-            mp4: The part, as `VideoWriter` writes it.
+            path: The part, as `VideoWriter` writes it.
 
         Raises:
-            NotContinued: It can't follow the other parts.
+            NotContinued: It can't follow the other parts. Fragments may have been yielded before.
             Unavailable: The machine fails.
         """
-        contents = cut_video(mp4, self._fps)
-        if not contents:
-            raise NotContinued("the video can't be read")
-        if self._tracks is None and self._sound_rate is not None:
-            contents = self._match_sound(mp4, contents, self._sound_rate)
         part = _Part(self._tracks, self._end, self._fps)
-        self.fragments += [part.append(content) for content in contents]
+        try:
+            for content in self._cut(path):
+                yield part.append(content)
+        except InvalidRequest as error:
+            raise NotContinued(str(error)) from None
+        if part.tracks is None or part.end == self._end:
+            raise NotContinued("the video has no frames")
         self._tracks, self._end, self._decoding = part.tracks, part.end, None
 
     def append(self, fragment: bytes) -> bytes:
@@ -84,18 +87,23 @@ class ContinuedVideo:
             self._decoding = _Part(self._tracks, self._end, self._fps)
         return self._decoding.append(fragment)
 
-    def _match_sound(self, mp4: bytes, contents: list[bytes], rate: int) -> list[bytes]:
-        """Return the fragments of the first part, whose sound gets that rate, and is silence if it has none."""
-        tracks = read_tracks(contents[0])
-        if tracks is None or (tracks.sound is not None and tracks.sound.units == rate):
+    def _cut(self, path: Path) -> Iterator[bytes]:
+        """Return the fragments of a part. The first part's sound gets the right rate, and is silence if it has none."""
+        contents, rate = cut_video(path, self._fps), self._sound_rate
+        if self._tracks is not None or rate is None:
             return contents
-        samples = (read_samples(content).get(tracks.video.number) for content in contents)
-        frames = sum(len(of_video.sizes) for of_video in samples if of_video is not None)  # Sound may end later.
-        silence = f"anullsrc=r={rate}:cl=stereo:d={frames / self._fps:.9f}"
-        sound = ["-f", "lavfi", "-i", silence, "-map", "0:V:0", "-map", "1:a"]
-        if tracks.sound is not None:
-            sound = ["-map", "0:V:0", "-map", "0:a:0", "-af", f"aresample={rate}:async=1:first_pts=0", "-ac", "2"]
-        return cut_video(mp4, self._fps, [*sound, "-c:v", "copy", *AAC.split()])
+        if (first := next(contents, None)) is None:
+            return contents
+        tracks = read_tracks(first)
+        if tracks is None or (tracks.sound is not None and tracks.sound.units == rate):
+            return itertools.chain([first], contents)
+        sound = ["-map", "0:V:0", "-map", "0:a:0", "-af", f"aresample={rate}:async=1:first_pts=0", "-ac", "2"]
+        if tracks.sound is None:
+            samples = (read_samples(content).get(tracks.video.number) for content in itertools.chain([first], contents))
+            frames = sum(len(of_video.sizes) for of_video in samples if of_video is not None)  # Sound may end later.
+            silence = f"anullsrc=r={rate}:cl=stereo:d={frames / self._fps:.9f}"
+            sound = ["-f", "lavfi", "-i", silence, "-map", "0:V:0", "-map", "1:a"]
+        return cut_video(path, self._fps, [*sound, "-c:v", "copy", *AAC.split()])
 
 
 class _Part:

@@ -7,13 +7,12 @@ own, so frames are encoded exactly as they would be without fragments.
 import os
 import subprocess
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import imageio_ffmpeg
-
-from wan_tpu.errors import Unavailable
+from wan_tpu.errors import InvalidRequest, Unavailable
 from wan_tpu.media.boxes import HEADER
+from wan_tpu.media.ffmpeg import stream_ffmpeg
 
 # Chromium starts to play after two fragments, but waited 11 s when every frame was a fragment.
 FRAGMENT_FRAMES = 16
@@ -22,7 +21,7 @@ FRAGMENT_FRAMES = 16
 _MOVFLAGS = "+delay_moov+default_base_moof+skip_trailer"
 _READ_BYTES = 2**16
 _ALL_PACKETS = ("-map", "0", "-c", "copy")
-_CUT_S = 60.0  # Cutting copies packets and encodes little besides sound: it takes this long only if a machine hangs.
+_SILENCE_S = 60.0  # Cutting copies packets and encodes little besides sound: it waits so long only if a machine hangs.
 
 
 class FragmentPipe:
@@ -94,24 +93,31 @@ class FragmentSplitter:
         return complete
 
 
-def cut_video(mp4: bytes, fps: float, streams: Sequence[str] = _ALL_PACKETS) -> list[bytes]:
-    """Return the fragments of a finished video, cut where `FragmentPipe` cuts it; none if ffmpeg can't read it.
+def cut_video(path: Path, fps: float, streams: Sequence[str] = _ALL_PACKETS) -> Iterator[bytes]:
+    """Yield the fragments of a finished video one by one, cut where `FragmentPipe` cuts it.
 
     Args:
-        mp4: The video, which begins with its header.
+        path: The video, which isn't read into memory.
         fps: Frames per second.
         streams: ffmpeg's options for what the fragments contain. Without them, all packets are copied.
 
     Raises:
+        InvalidRequest: The file can't be read as a video. Fragments may have been yielded before.
         Unavailable: The machine fails.
     """
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", "-", *streams, "-flags", "+global_header"]
-    command += ["-movflags", _MOVFLAGS, "-frag_duration", str(_lasts_us(fps)), "-f", "mp4", "-"]
+    arguments = ["-v", "error", "-i", str(path.absolute()), *streams, "-flags", "+global_header"]
+    arguments += ["-movflags", _MOVFLAGS, "-frag_duration", str(_lasts_us(fps)), "-f", "mp4", "-"]
+    splitter = FragmentSplitter()
     try:
-        done = subprocess.run(command, input=mp4, capture_output=True, timeout=_CUT_S)
+        for data in stream_ffmpeg(arguments, silence_s=_SILENCE_S):
+            yield from splitter.add(data)
+    except subprocess.CalledProcessError as error:
+        if error.returncode < 0:
+            raise Unavailable(f"ffmpeg was ended by signal {-error.returncode}; check this machine's memory") from None
+        reason = (error.stderr.decode(errors="replace").strip().splitlines() or ["it has no frames"])[-1]
+        raise InvalidRequest(f"video {path} can't be read ({reason[:200]}); give an mp4", "video") from None
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unavailable(f"ffmpeg can't cut a video here now ({error}); check this machine") from None
-    return [] if done.returncode else FragmentSplitter().add(done.stdout)
 
 
 def _lasts_us(fps: float) -> int:

@@ -145,13 +145,17 @@ def read_last_frame(path: Path) -> Image.Image:
     raise InvalidRequest(f"video {path} has no frames; give an mp4, or what else ffmpeg reads", "video")
 
 
-def read_end(content: bytes, frames: int) -> Image.Image:
-    """Return the last of the `frames` frames of a video in memory, RGB; raises `InvalidRequest`, `Unavailable`.
+def read_end(video: Path | bytes, frames: int) -> Image.Image:
+    """Return the last of the `frames` frames of a video, RGB; raises `InvalidRequest`, `Unavailable`.
 
-    The video is read from a pipe, so an mp4 must have its index at the beginning, as those of this program do.
+    Args:
+        video: The file, or its content with the index at the beginning, where this program writes it.
+        frames: How many frames the video has.
     """
+    path, content = (video, b"") if isinstance(video, Path) else (Path("upload"), video)
+    source = "-" if isinstance(video, bytes) else _place(video)
     last = ["-vf", f"select=eq(n\\,{frames - 1})", "-fps_mode", "passthrough", "-f", "image2pipe", "-c:v", "ppm", "-"]
-    picture = _run(["-threads", "1", "-i", "-", "-map", "0:V:0", *last], Path("upload"), content)
+    picture = _run(["-threads", "1", "-i", source, "-map", "0:V:0", *last], path, content)
     if not picture:
         raise InvalidRequest(f"the video has fewer than {frames} frames; save it again", "video")
     with Image.open(io.BytesIO(picture), formats=["PPM"]) as image:
