@@ -139,8 +139,9 @@ class StageRunner(SliceVisits):
                         await self._pause(admission, host_key, request, driver_gone)
                     async with scheduler.device.enter(request.priority):
                         start, before_s = Start(), 0.0
+                        kind = find_step_kind(plan, operation, begins=operation.expert != expert)
                         if operation.expert != expert:
-                            expert, kind = operation.expert, _find_step_kind(plan, operation.expert)
+                            expert = operation.expert
                             [before_s] = (await self._slice.call("begin", host_key, kind=kind)).value
                         compile_s, done = (await self._slice.call("step", host_key, kind=kind)).value
                         spans = self._make_spans(key, expert.stage, start, before_s + compile_s, done)
@@ -266,7 +267,12 @@ class StageRunner(SliceVisits):
         return StageMoved(f"the slice is being drained; {request.key} continues on another slice {where}")
 
 
-def _find_step_kind(plan: RequestPlan, expert: Expert) -> Hashable | None:
-    """Return the key of steps that take equally long; None with a cache, which skips the work of some steps."""
-    kind = plan.shapes[expert.stage], expert.stage, expert.guided, plan.size_of(expert)
-    return None if plan.request.cache else kind
+def find_step_kind(plan: RequestPlan, step: Step, *, begins: bool) -> Hashable:
+    """Return the key of steps that take equally long; `begins` says that it is the first one since `begin`.
+
+    A cache saves the time of a step only if all of its branches reuse what the step before has left.
+    """
+    expert = step.expert
+    branches = plan.skipped[step.index][: 2 if expert.guided else 1] if plan.skipped is not None else (False,)
+    is_skipped = all(branches) and not begins
+    return plan.shapes[expert.stage], expert.stage, expert.guided, plan.size_of(expert), is_skipped

@@ -220,19 +220,20 @@ def test_a_request_that_a_slice_has_failed_goes_to_another(running, slices_of):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", ["sick", "hung"])
-def test_a_slice_that_fails_everybody_or_hangs_is_replaced_and_costs_no_request(running, slices_of, how):
+@pytest.mark.parametrize(("how", "cache"), [("sick", None), ("hung", None), ("hung", "magcache")])
+def test_a_slice_that_fails_everybody_or_hangs_is_replaced_and_costs_no_request(running, slices_of, how, cache):
     """One that fails does it in milliseconds: it always has the fewest calls, and would be given every request.
 
     One that hangs answers heartbeats for ever, as hosts do that wait for each other in a collective.
     """
     spec, cluster = running
-    slices_of(*[REQUEST] * SLICES)  # how long a step takes is known
+    request = dataclasses.replace(REQUEST, cache=cache, shift=5.0)
+    slices_of(*[request] * SLICES)  # how long a step takes is known
     ill = random.choice([p for p in ray_nodes.processes(cluster.temp) if "HostActor" in p.name()])
     mark = Path(spec.settings.checkpoint).with_name(f"{how}-{ill.pid}")
     mark.touch()
     try:
-        slices_of(*[dataclasses.replace(REQUEST, seed=seed) for seed in range(3 * SLICES)])  # all are made
+        slices_of(*[dataclasses.replace(request, seed=seed) for seed in range(3 * SLICES)])  # all are made
         wait_for(lambda: not ill.is_running(), "the end of its host")
     finally:
         mark.unlink()
