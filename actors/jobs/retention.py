@@ -2,7 +2,7 @@
 
 import logging
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import ColumnElement, delete, select, update
 
 from actors.jobs.database import Database
 from actors.jobs.ending import expire_files
@@ -14,6 +14,9 @@ log = logging.getLogger(__name__)
 
 _BATCH = 100  # Jobs or files handled in one transaction.
 _RETRY_S = 60.0  # Pause before another attempt at a file that couldn't be removed.
+_REMOVING = (
+    1.0  # The `delete_at` of a file that is being removed: due, however clocks are set, so that no job takes it.
+)
 
 
 class Retention:
@@ -66,16 +69,24 @@ class Retention:
             return list(session.scalars(query))
 
     def _remove(self, name: str) -> bool:
-        """Remove a file that is due; return False if another attempt is scheduled."""
+        """Remove a file if it is still due; return False if it isn't any more, or if another attempt is scheduled."""
+        with self._database.write() as session:
+            is_due = (File.name == name) & (File.delete_at <= self._database.now(session))
+            if not session.execute(update(File).where(is_due).values(delete_at=_REMOVING).returning(File.name)).all():
+                return False
         try:
             self._storage.delete(name)
         except StorageError as error:
             log.warning("%s; trying again in %d s", error, _RETRY_S)
             with self._database.write() as session:
                 retry_at = self._database.now(session) + _RETRY_S
-                session.execute(update(File).where(File.name == name).values(delete_at=retry_at))
+                session.execute(update(File).where(_is_removing(name)).values(delete_at=retry_at))
             return False
         with self._database.write() as session:  # Last: after a crash in between, the file is removed once more.
-            session.execute(delete(StoredFragment).where(StoredFragment.name == name))
-            session.execute(delete(File).where(File.name == name))
+            if session.execute(delete(File).where(_is_removing(name)).returning(File.name)).all():
+                session.execute(delete(StoredFragment).where(StoredFragment.name == name))
         return True
+
+
+def _is_removing(name: str) -> ColumnElement[bool]:
+    return (File.name == name) & (File.delete_at == _REMOVING)

@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from actors.jobs import retention
 from actors.jobs.errors import JobError, JobNotFound
@@ -13,6 +13,7 @@ from actors.jobs.tables import File, Job
 from actors.jobs.values import JobSettings
 from actors.jobs.work import WorkQueue
 from actors.reliability import ReliabilitySettings
+from wan_tpu.storage.local import LocalStorage
 from wan_tpu.storage.opening import open_storage
 
 ALWAYS = JobSettings()
@@ -131,6 +132,47 @@ def test_a_file_that_can_t_be_removed_holds_up_no_other(database, storage, tmp_p
     assert Retention(database, storage).sweep() == (0, 2)
     assert list_recorded_files(database) == {"a/1/video.mp4"}  # It isn't forgotten.
     assert Retention(database, storage).sweep() == (0, 0)  # It is tried again later.
+
+
+class SlowStorage(LocalStorage):
+    """Calls `meanwhile` while a file is being removed."""
+
+    def delete(self, name):
+        self.meanwhile(name)
+        super().delete(name)
+
+
+@pytest.mark.parametrize("later", [None, HOUR])
+def test_file_that_is_needed_again_while_others_are_removed_stays(database, tmp_path, later):
+    storage = SlowStorage(tmp_path / "results")
+    names = {f"inputs/{number}.png" for number in range(3)}
+    for name in names:
+        Retention(database, storage, AT_ONCE).reserve(name)
+        storage.write(name, b"image")
+
+    def need_the_others(name):
+        with database.write() as session:
+            delete_at = None if later is None else database.now(session) + later
+            session.execute(update(File).where(File.name.in_(names - {name})).values(delete_at=delete_at))
+
+    storage.meanwhile = need_the_others
+    assert Retention(database, storage).sweep() == (0, 1)
+    assert len(storage.list()) == 2 and set(storage.list()) == list_recorded_files(database)
+
+
+def test_file_is_due_for_others_while_it_is_being_removed_and_recorded_if_it_is_taken_all_the_same(database, tmp_path):
+    storage = SlowStorage(tmp_path / "results")
+    Retention(database, storage, AT_ONCE).reserve("inputs/a.png")
+
+    def take(name):
+        with database.write() as session:
+            file = session.get(File, name)
+            assert 0 < file.delete_at < database.now(session) - 10 * HOUR
+            file.delete_at = None
+
+    storage.meanwhile = take
+    Retention(database, storage).sweep()
+    assert list_recorded_files(database) == {"inputs/a.png"}  # It may have been written again meanwhile.
 
 
 def test_sweep_removes_more_jobs_than_one_transaction_takes(database, storage, monkeypatch):
