@@ -1,24 +1,75 @@
 """The part of jobs that is read for clients that watch videos being decoded. It is small, because it is read often."""
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
-from sqlalchemy import func, select, update
+from sqlalchemy import and_, or_, select, update
+from sqlalchemy.orm import Session
 
 from actors.jobs.database import Database
+from actors.jobs.errors import StoreUnavailable
+from actors.jobs.queries import PRIVATE
 from actors.jobs.tables import Job, StoredFragment
 from actors.jobs.values import Status
 
+RENEW_S = 10.0  # Workers store fragments of a job for as long as its `watched_at` is renewed about this often.
 _UNENDED: tuple[Status, ...] = ("queued", "in_progress")
+
+
+class FragmentRow(NamedTuple):
+    """A stored fragment; the fields are those of `StoredFragment`."""
+
+    attempt: int
+    run: int
+    number: int
+    name: str
+    digest: str
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class StoredRun:
+    """The stored fragments of one run. They are read once for all who watch, and only ever added to.
+
+    Attributes:
+        attempt: The job's attempt.
+        run: The run of that attempt.
+        rows: Its fragments from the video's first one on, without a gap.
+        has_gap: Whether there are others, after one that was removed.
+    """
+
+    attempt: int
+    run: int
+    rows: list[FragmentRow] = dataclasses.field(default_factory=list)
+    has_gap: bool = False
+
+    def add(self, rows: Iterable[FragmentRow]) -> None:
+        """Add the fragments that follow, sorted by number."""
+        self.has_gap = False
+        for row in rows:
+            if row.number == len(self.rows):
+                self.rows.append(row)
+            self.has_gap |= row.number >= len(self.rows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Watched:
-    """The part of a job that its watchers need; the fields are those of `Job`."""
+    """The part of a job that its watchers need.
+
+    Attributes:
+        status: As in `Job`.
+        attempts: As in `Job`.
+        fragments: As in `Job`. It changes whenever `stored` does.
+        video: Name of the finished file; None until the job has completed.
+        stored: The latest run of the latest attempt that has stored fragments; None without any.
+    """
 
     status: Status
     attempts: int
     fragments: int | None
+    video: str | None = None
+    stored: StoredRun | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -26,26 +77,76 @@ class Watched:
         return self.status not in _UNENDED
 
 
-def begin_to_watch(database: Database, job: str) -> None:
-    """Have the job's worker store fragments from now on, unless it does already or the job has ended."""
-    condition = (Job.id == job) & Job.status.in_(_UNENDED) & Job.watched_at.is_(None)
+def begin_to_watch(database: Database, *jobs: str) -> None:
+    """Have the workers of jobs that haven't ended store fragments for a while from now on.
+
+    Jobs of which another process has said so lately are left as they are.
+    """
     with database.write() as session:
-        session.execute(update(Job).where(condition).values(watched_at=database.now(session)))
+        now = database.now(session)
+        is_due = Job.watched_at.is_(None) | (Job.watched_at < now - RENEW_S / 2)
+        due = select(Job.id).where(Job.id.in_(jobs), Job.status.in_(_UNENDED), is_due)
+        # Rows are locked in one order, so that two processes never wait for each other.
+        locked = session.scalars(due.order_by(Job.id).with_for_update()).all()
+        if locked:
+            session.execute(update(Job).where(Job.id.in_(locked)).values(watched_at=now))
 
 
-def look_at_watched(database: Database, jobs: Iterable[str]) -> dict[str, Watched]:
-    """Return the jobs with the given ids, except those that don't exist."""
-    columns = select(Job.id, Job.status, Job.attempts, Job.fragments)
+def share(database: Database, job: Job) -> None:
+    """Note that somebody else waits for a job, so that it isn't cancelled with the request that it was made for."""
+    if (key := job.idempotency_key) is not None and key.startswith(PRIVATE):
+        with database.write() as session:
+            same = (Job.id == job.id) & (Job.idempotency_key == key)
+            session.execute(update(Job).where(same).values(idempotency_key=None))
+
+
+def look_at_watched(database: Database, jobs: Mapping[str, Watched]) -> dict[str, Watched]:
+    """Return the jobs with the given ids as they are now, except those that don't exist; keep them watched.
+
+    Args:
+        database: The database.
+        jobs: The jobs as they were seen last, by id. Of their fragments only new ones are read.
+    """
+    columns = select(Job.id, Job.status, Job.attempts, Job.fragments, Job.results, Job.watched_at)
+    seen: dict[str, Watched] = {}
     with database.read() as session:
         rows = session.execute(columns.where(Job.id.in_(list(jobs)), Job.deleted_at.is_(None))).all()
-    return {id_: Watched(status=status, attempts=attempts, fragments=count) for id_, status, attempts, count in rows}
+        now = database.now(session)
+        for id_, status, attempts, count, results, _ in rows:
+            new = Watched(status=status, attempts=attempts, fragments=count, video=results.get("video"))
+            before, stored = jobs[id_], None
+            if count is not None:
+                stored = before.stored
+                if stored is None or new != dataclasses.replace(before, stored=None):
+                    stored = _read_new(session, id_, stored)
+            seen[id_] = dataclasses.replace(new, stored=stored)
+    ages = {id_: RENEW_S if at is None else now - at for id_, status, *_, at in rows if status in _UNENDED}
+    if any(age >= RENEW_S for age in ages.values()):
+        with contextlib.suppress(StoreUnavailable):  # It is tried again with the next look, and news come meanwhile.
+            begin_to_watch(database, *(id_ for id_, age in ages.items() if age >= RENEW_S / 2))
+    return seen
 
 
-def list_fragments(database: Database, job: str) -> list[StoredFragment]:
+def list_fragments(database: Database, job: str) -> list[FragmentRow]:
     """Return the stored fragments of the latest run, in order, of the latest attempt that has stored any."""
-    stored = select(StoredFragment).where(StoredFragment.job == job)
-    attempt = select(func.max(StoredFragment.attempt)).where(StoredFragment.job == job)
     with database.read() as session:
-        fragments = session.scalars(stored.where(StoredFragment.attempt == attempt.scalar_subquery())).all()
-    latest = max((fragment.run for fragment in fragments), default=0)
-    return sorted((part for part in fragments if part.run == latest), key=lambda part: part.number)
+        stored = _read_new(session, job, None)
+    return [] if stored is None else stored.rows
+
+
+def _read_new(session: Session, job: str, before: StoredRun | None) -> StoredRun | None:
+    """Read the rows after those that are known, or all of a later run; return the latest run."""
+    table = StoredFragment
+    query = select(table.attempt, table.run, table.number, table.name, table.digest).where(table.job == job)
+    if before is not None:
+        same = table.attempt == before.attempt
+        later = or_(table.attempt > before.attempt, and_(same, table.run > before.run))
+        query = query.where(or_(later, and_(same, table.run == before.run, table.number >= len(before.rows))))
+    rows = [FragmentRow(*row) for row in session.execute(query.order_by(table.attempt, table.run, table.number))]
+    if not rows:
+        return before
+    newest = rows[-1]
+    if before is None or (newest.attempt, newest.run) != (before.attempt, before.run):
+        before = StoredRun(attempt=newest.attempt, run=newest.run)
+    before.add(row for row in rows if (row.attempt, row.run) == (before.attempt, before.run))
+    return before

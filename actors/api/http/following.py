@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 from actors.api.http.access import Access
@@ -20,17 +20,35 @@ log = logging.getLogger(__name__)
 _LOOK_S = 0.5
 _WATCH_S = 0.15  # Pause between two reads of new fragments, which clients see this much later at most.
 _AGAIN_S = 5
+PROMPTS = frozenset(("prompt", "negative_prompt", "next_prompts"))  # Of a request, and of a video.
 
 EstimatedJob = tuple[Job, float | None]  # A job, and in how many seconds it will be done, if that is known.
 State = TypeVar("State")  # The state of a job that followers receive.
+Look = Callable[[Mapping[str, State]], dict[str, State]]
 
 
-def follow_jobs(look: Callable[[Iterable[str]], dict[str, EstimatedJob]], access: Access) -> "Following[EstimatedJob]":
-    """Return a `Following` of the progress of jobs."""
-    return Following(look, access, every_s=_LOOK_S, has_ended=lambda seen: seen[0].has_ended, is_news=_has_changed)
+def follow_jobs(look: Look[EstimatedJob], access: Access) -> "Following[EstimatedJob]":
+    """Return a `Following` of the progress of jobs, which are followed without their prompts."""
+
+    def look_without_prompts(jobs: Mapping[str, EstimatedJob]) -> dict[str, EstimatedJob]:
+        return {id_: without_prompts(seen) for id_, seen in look(jobs).items()}
+
+    return Following(
+        look_without_prompts, access, every_s=_LOOK_S, has_ended=lambda seen: seen[0].has_ended, is_news=_has_changed
+    )
 
 
-def follow_watched(look: Callable[[Iterable[str]], dict[str, Watched]], access: Access) -> "Following[Watched]":
+def without_prompts(seen: EstimatedJob) -> EstimatedJob:
+    """Empty the prompts of a job that was just read: a stream that waits would hold up to a megabyte of them."""
+    job = seen[0]
+    texts = {name: text for name, text in job.request.items() if name in PROMPTS}
+    # The number of prompts is kept, because it says how long the video takes.
+    emptied = {name: [""] * len(text) if isinstance(text, list) else text and "" for name, text in texts.items()}
+    job.request = job.request | emptied
+    return seen
+
+
+def follow_watched(look: Look[Watched], access: Access) -> "Following[Watched]":
     """Return a `Following` of the stored fragments of jobs."""
     return Following(
         look, access, every_s=_WATCH_S, has_ended=lambda seen: seen.has_ended, is_news=lambda before, now: before != now
@@ -75,7 +93,7 @@ class Following(Generic[State]):
 
     def __init__(
         self,
-        look: Callable[[Iterable[str]], dict[str, State]],
+        look: Look[State],
         access: Access,
         *,
         every_s: float,
@@ -85,7 +103,8 @@ class Following(Generic[State]):
         """Set up without any followers.
 
         Args:
-            look: Returns the jobs with the given ids, except those that don't exist. It is called in threads.
+            look: Returns the jobs with the given ids, except those that don't exist. It gets their latest states, so
+                that it can read only what is new. It is called in threads.
             access: Knows which keys are valid.
             every_s: Pause between two calls of `look`.
             has_ended: Returns whether a job won't change any more.
@@ -94,6 +113,7 @@ class Following(Generic[State]):
         self._look, self._access, self._every_s = look, access, every_s
         self._has_ended, self._is_news = has_ended, is_news
         self._followers: dict[str, set[_Follower[State]]] = {}
+        self._latest: dict[str, State] = {}  # Of each followed job.
         self._looking: asyncio.Task[None] | None = None
 
     @contextlib.asynccontextmanager
@@ -114,6 +134,7 @@ class Following(Generic[State]):
         """
         follower = _Follower(owner, seen)
         self._followers.setdefault(job, set()).add(follower)
+        self._latest.setdefault(job, seen)
         if self._looking is None:
             self._looking = asyncio.create_task(self._look_on())
         try:
@@ -122,7 +143,7 @@ class Following(Generic[State]):
         finally:
             self._followers[job].discard(follower)
             if not self._followers[job]:
-                del self._followers[job]
+                del self._followers[job], self._latest[job]
 
     def count_followers(self, job: str) -> int:
         """Return how many streams of this ingress follow a job."""
@@ -143,21 +164,20 @@ class Following(Generic[State]):
 
     async def _look_on(self) -> None:
         """Read the followed jobs for as long as there are any."""
-        while self._followers:
-            await asyncio.sleep(self._every_s)
-            if not (jobs := list(self._followers)):
-                break
+        while jobs := dict(self._latest):
             try:
                 jobs_now = await asyncio.to_thread(self._look, jobs)
             except WanTpuError as error:
                 log_event(log, "events wait", logging.WARNING, reason=str(error))
-                continue
             except Exception:  # Followers keep waiting, and the next read may succeed.
                 log.exception("events wait")
-                continue
-            for job in jobs:  # Jobs that were followed only after the read began are left for the next one.
-                for follower in self._followers.get(job, ()):
-                    self._tell(follower, job, jobs_now.get(job))
+            else:
+                for job in jobs:  # Jobs that were followed only after the read began are left for the next one.
+                    if job in self._latest and job in jobs_now:
+                        self._latest[job] = jobs_now[job]
+                    for follower in self._followers.get(job, ()):
+                        self._tell(follower, job, jobs_now.get(job))
+            await asyncio.sleep(self._every_s)
         self._looking = None
 
     def _tell(self, follower: _Follower[State], job: str, seen: State | None) -> None:

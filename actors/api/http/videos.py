@@ -12,7 +12,7 @@ from actors.api.estimates import choose_poll_ms
 from actors.api.http.access import Caller
 from actors.api.http.content import send
 from actors.api.http.error_answers import FAILURES, HttpError, answer
-from actors.api.http.following import EstimatedJob
+from actors.api.http.following import PROMPTS, EstimatedJob, without_prompts
 from actors.api.http.objects import Variant, Video, VideoDeleted, VideoList, to_video
 from actors.api.http.openapi import CONTENT, FINISHED, describe_create_body, describe_errors, describe_remix_body
 from actors.api.http.parameters import Ender, IdempotencyKey, Maker, Served, VideoId, Watcher, Which
@@ -23,6 +23,7 @@ from actors.jobs.errors import JobNotFound, StoreUnavailable
 from actors.jobs.store import MAX_PAGE
 from actors.jobs.tables import Job
 from actors.jobs.values import Status
+from actors.jobs.watching import share
 from wan_tpu.storage.base import Missing
 
 POLL_AFTER = "openai-poll-after-ms"
@@ -85,7 +86,7 @@ async def _wait_for_end(request: Request, service: Service, caller: Caller, acce
     """Return a job when it has ended, or when its client has waited long enough.
 
     If the client disconnects, a job that this request has created is cancelled, unless others may wait for it: it has
-    an idempotency key, the request was repeated, or others follow the job.
+    an idempotency key, the request was repeated, or others have followed or watched the job.
     """
     job, ends = accepted.seen[0].id, service.settings.reliability.answer_s
     disconnect = asyncio.create_task(_wait_for_disconnect(request))
@@ -94,7 +95,7 @@ async def _wait_for_end(request: Request, service: Service, caller: Caller, acce
         await asyncio.wait([disconnect, ending], timeout=ends, return_when=asyncio.FIRST_COMPLETED)
         if ending.done():
             return ending.result()
-        if disconnect.done() and accepted.private is not None and service.following.count_followers(job) == 1:
+        if disconnect.done() and accepted.private is not None:
             await asyncio.to_thread(service.store.cancel_private, job, accepted.private)
         return await asyncio.to_thread(service.look_now, job, None)
     except StoreUnavailable:
@@ -177,6 +178,7 @@ async def content(
     """
     job = await asyncio.to_thread(service.store.get, video_id, caller.sees)
     if stream and variant == "video" and not job.has_ended:
+        await asyncio.to_thread(share, service.database, job)
         return await watch(request, service, job, caller.owner)
     return await _send_content(request, service, job, variant)
 
@@ -239,7 +241,8 @@ async def _follow_video(
 ) -> AsyncIterator[AsyncIterator[EstimatedJob]]:
     # Read the job before the answer begins, so that the status can still be 404.
     with service.streams.hold(caller.owner):
-        seen = await asyncio.to_thread(service.look_now, video_id, caller.sees)
+        seen = without_prompts(await asyncio.to_thread(service.look_now, video_id, caller.sees))
+        await asyncio.to_thread(share, service.database, seen[0])
         async with service.following.follow(seen[0].id, seen, caller.owner) as news:
             yield news
 
@@ -256,11 +259,12 @@ async def follow(
 ) -> AsyncIterator[ServerSentEvent]:
     """Stream server-sent events: `progress` with the video object, then `completed` or `failed`, and the stream ends.
 
-    A job that is deleted meanwhile ends with "error", as does a stream whose key is revoked.
+    The object comes without its prompts, since each event would repeat them. A job that is deleted meanwhile ends with
+    "error", as does a stream whose key is revoked.
     """
     try:
         async for job, eta_s in seen:
-            text = await asyncio.to_thread(lambda job, eta_s: to_video(job, eta_s).model_dump_json(), job, eta_s)
+            text = to_video(job, eta_s).model_dump_json(exclude=PROMPTS)
             yield ServerSentEvent(event=job.status if job.has_ended else "progress", raw_data=text)
     except (JobNotFound, HttpError) as error:
         yield ServerSentEvent(event="error", raw_data=bytes(answer(error).body).decode())

@@ -1,8 +1,7 @@
 """Send a video while it is decoded: its fragments, in order, as they are stored."""
 
-import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 
 from fastapi import Request, Response
 from starlette.concurrency import run_in_threadpool
@@ -11,16 +10,17 @@ from actors.api.http.content import CHUNK, DownloadCut, TimedResponse, read_chun
 from actors.api.http.error_answers import HttpError
 from actors.api.http.service import Service
 from actors.api.variants import VARIANTS
-from actors.jobs.errors import JobNotFound, StoreUnavailable
-from actors.jobs.tables import Job, StoredFragment
-from actors.jobs.watching import Watched, begin_to_watch, list_fragments
-from wan_tpu.media.boxes import FREE, list_boxes, shift_samples
-from wan_tpu.storage.base import OpenFile
+from actors.jobs.errors import JobNotFound
+from actors.jobs.tables import Job
+from actors.jobs.watching import FragmentRow, StoredRun, Watched
+from wan_tpu.media.boxes import FREE, list_boxes, make_box, shift_samples
+from wan_tpu.storage.base import Missing, OpenFile, Storage
 
-_AGAIN_S = 1.0  # Pause before the database is asked again.
 # An empty box is sent after so long a silence. Many proxies cut an answer that brings nothing for a minute.
 _SILENCE_S = 25.0
 _LONGEST_HEAD = 16_000_000  # More than the index of any video of this service.
+# What ffmpeg's fragments begin with: programs know an mp4 by it, so it precedes empty boxes.
+FTYP = make_box(b"ftyp", b"iso5", (512).to_bytes(4), b"iso5", b"iso6", b"mp41")
 
 
 async def watch(request: Request, service: Service, job: Job, owner: str) -> Response:
@@ -40,45 +40,136 @@ async def watch(request: Request, service: Service, job: Job, owner: str) -> Res
         "Cache-Control": "no-store",
         "Content-Disposition": f'inline; filename="{job.id}.{ending}"',
         "Content-Security-Policy": "default-src 'none'",
+        "X-Accel-Buffering": "no",  # nginx would otherwise collect fragments before it passes them on.
     }
     if request.scope.get("head"):
-        return Response(None, 200, headers, media_type)
-    if job.watched_at is None:
-        await asyncio.to_thread(begin_to_watch, service.database, job.id)
+        response = Response(None, 200, headers, media_type)
+        del response.headers["content-length"]  # It would be 0, and nobody knows the video's.
+        return response
     seen = Watched(status=job.status, attempts=job.attempts, fragments=job.fragments)
     chunks = _read_video(service, job.id, seen, owner)
     return TimedResponse(chunks, service.settings.limits.download_stall_s, 200, headers, media_type)
 
 
 async def _read_video(service: Service, job: str, seen: Watched, owner: str) -> AsyncGenerator[bytes, None]:
-    sent: list[str] = []  # The digests of the fragments.
-    empty_bytes, before = 0, None
+    place = _Place()
+    lead, before = 0, None  # Bytes that were sent before the video; the latest state.
     try:
         async with service.watching.follow(job, seen, owner, idle_s=_SILENCE_S) as news:
             async for state in news:
                 if state is before:
-                    empty_bytes += len(FREE)
-                    yield FREE
+                    empty = FREE if lead or place.sent else FTYP + FREE
+                    lead += 0 if place.sent else len(empty)
+                    yield empty
                     continue
                 before = state
-                if state.status == "failed":
-                    raise DownloadCut("the job has failed")
-                if state.status == "completed" and not sent:  # Its fragments may never have been stored.
-                    files = [await asyncio.to_thread(_name_result, service, job)]
-                else:
-                    fragments = await _list(service, job) if state.fragments is not None else []
-                    follow = _continue(sent, state, fragments)
-                    files = [fragment.name for fragment in follow]
-                    sent += [fragment.digest for fragment in follow]
-                for name in files:
-                    with contextlib.closing(await run_in_threadpool(service.storage.open, name)) as file:
-                        # Fragments say where their frames are from their own beginning on, a file from the answer's.
-                        head = b"" if sent or not empty_bytes else await run_in_threadpool(_read_head, file)
-                        async with contextlib.aclosing(read_chunks(file, shift_samples(head, empty_bytes))) as chunks:
-                            async for chunk in chunks:
-                                yield chunk
+                files = _Files(service.storage, place.list_next(state))
+                with contextlib.closing(files):
+                    head = b""
+                    if lead and not place.sent:
+                        head = _follow(await run_in_threadpool(_read_head, files), lead)
+                    async with contextlib.aclosing(read_chunks(files, head)) as chunks:
+                        async for chunk in chunks:
+                            yield chunk
+                place.sent += files.read_count
+                if files.is_missing and state.has_ended:
+                    raise DownloadCut("a file was removed before it was sent")
     except (JobNotFound, HttpError) as error:  # The job was deleted, or the key revoked.
         raise DownloadCut(str(error)) from None
+
+
+class _Place:
+    """Where a viewer is in a video.
+
+    Attributes:
+        sent: How many fragments were sent.
+    """
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self._rows: list[FragmentRow] = []  # The run whose fragments were sent last. Its list is shared and may grow,
+        self._other: StoredRun | None = None  # A later run that has fewer fragments so far,
+        self._same = 0  # and how many of these have the same bytes.
+
+    def list_next(self, state: Watched) -> list[str]:
+        """Return the names of the files that come next.
+
+        Raises:
+            DownloadCut: The job has failed, or what was sent can't be continued.
+        """
+        if state.status == "failed":
+            raise DownloadCut("the job has failed")
+        if state.has_ended and not self.sent:  # Its fragments may never have been stored.
+            if state.video is None:
+                raise DownloadCut("the job has no video")
+            return [state.video]
+        if self.sent and state.fragments is None:
+            raise DownloadCut("a fragment could not be stored")
+        run = state.stored
+        if run is not None:
+            self._compare(run)
+        if state.has_ended and not (
+            run is not None and run.rows is self._rows and run.attempt == state.attempts and not run.has_gap
+        ):
+            raise DownloadCut("the attempt that finished the job stored no fragments")
+        if run is None or run.rows is not self._rows:
+            return []
+        return [row.name for row in run.rows[self.sent :]]
+
+    def _compare(self, run: StoredRun) -> None:
+        """Go on with another run once that has as many fragments as were sent, if these have the same bytes.
+
+        After a loss the video is decoded again, which normally gives the same bytes.
+        """
+        if run.rows is self._rows:
+            return
+        if run is not self._other:
+            self._other, self._same = run, 0
+        stop = min(len(run.rows), self.sent)
+        if any(self._rows[number].digest != run.rows[number].digest for number in range(self._same, stop)):
+            raise DownloadCut("the video was decoded again, with other bytes")
+        self._same = stop
+        if stop == self.sent:
+            self._rows, self._other = run.rows, None
+
+
+class _Files:
+    """Files that are read one after the other, as if they were one. It ends early at one that isn't there any more.
+
+    Attributes:
+        read_count: How many were read to their end.
+        is_missing: Whether it has ended early.
+    """
+
+    def __init__(self, storage: Storage, names: Iterable[str]) -> None:
+        self._storage, self._names = storage, iter(names)
+        self._file: OpenFile | None = None
+        self.read_count, self.is_missing = 0, False
+
+    def read(self, size: int) -> bytes:
+        """Return the next bytes: at most `size`, and none at the end; raises `StorageError`."""
+        content = bytearray()
+        while len(content) < size and (file := self._open()) is not None:
+            if chunk := file.read(size - len(content)):
+                content += chunk
+            else:
+                self.close()
+                self.read_count += 1
+        return bytes(content)
+
+    def close(self) -> None:
+        """Close the file that is open."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self) -> OpenFile | None:
+        if self._file is None and not self.is_missing and (name := next(self._names, None)) is not None:
+            try:
+                self._file = self._storage.open(name)
+            except Missing:
+                self.is_missing = True
+        return self._file
 
 
 def _read_head(file: OpenFile) -> bytes:
@@ -91,34 +182,11 @@ def _read_head(file: OpenFile) -> bytes:
     return bytes(head)
 
 
-def _continue(sent: list[str], state: Watched, fragments: list[StoredFragment]) -> list[StoredFragment]:
-    """Return which fragments come next.
+def _follow(head: bytes, lead: int) -> bytes:
+    """Return the beginning of an mp4 as it follows `lead` bytes of other boxes, of which the first is its `ftyp`.
 
-    Args:
-        sent: The digests of the fragments that were sent.
-        state: The job.
-        fragments: All fragments of its latest run.
-
-    Raises:
-        DownloadCut: What was sent can't be continued.
+    A file says where its frames are from the answer's beginning on; a fragment, from its own.
     """
-    if sent and state.fragments is None:
-        raise DownloadCut("a fragment could not be stored")
-    # After a loss the video is decoded again, which normally gives the same bytes.
-    if any(digest != fragment.digest for digest, fragment in zip(sent, fragments, strict=False)):
-        raise DownloadCut("the video was decoded again, with other bytes")
-    if state.has_ended and not (len(fragments) >= len(sent) and fragments[-1].attempt == state.attempts):
-        raise DownloadCut("the attempt that finished the job stored no fragments")
-    return fragments[len(sent) :]
-
-
-async def _list(service: Service, job: str) -> list[StoredFragment]:
-    while True:
-        try:
-            return await asyncio.to_thread(list_fragments, service.database, job)
-        except StoreUnavailable:
-            await asyncio.sleep(_AGAIN_S)
-
-
-def _name_result(service: Service, job: str) -> str:
-    return service.store.get(job).results["video"]
+    first = next(list_boxes(head), None)
+    own = first.stop if first is not None and first.kind == b"ftyp" else 0
+    return shift_samples(head, lead - own)[own:]

@@ -5,6 +5,7 @@ import json
 import threading
 import time
 
+from actors.api.http.following import PROMPTS
 from actors.api.worker.maintenance import remove_orphans
 from actors.jobs.store import JobStore
 from actors.jobs.tables import Job
@@ -41,6 +42,8 @@ def test_events_agree_with_polling(http, worker, engine):
     assert names[-1] == "completed" and set(names[:-1]) == {"progress"}
     percents = [video["progress"] for video in videos]
     assert percents == sorted(percents) and percents[-1] == 100
+    assert {"prompt", "next_prompts"} <= polled[-1].keys()
+    polled = [{name: video[name] for name in video.keys() - PROMPTS} for video in polled]
     assert videos[-1] == polled[-1]
     known = [{**video, "eta_seconds": None, "queue_position": None} for video in polled]
     first = next(video for video in videos if video["step"])

@@ -1,0 +1,180 @@
+"""What a stream sends while it waits, and how it ends: fragments that were removed, storage and databases that fail."""
+
+import contextlib
+import time
+
+import pytest
+from sqlalchemy import delete, text
+
+from actors.api.http import watching as watching_module
+from actors.jobs import watching as watched_jobs
+from actors.jobs.store import JobStore
+from actors.jobs.tables import File, StoredFragment
+from actors.jobs.work import WorkQueue
+from tests.actors.api.serving import create
+from tests.actors.api.test_watching import publish, watching
+from tests.waiting import wait_for
+from wan_tpu.media.boxes import FREE, make_box
+from wan_tpu.storage.opening import open_storage
+
+PARTS = [make_box(b"mdat", bytes([number]) * 50_000) for number in range(4)]
+
+
+@pytest.fixture
+def claim(http, database):
+    """Return a function that creates a job and claims it."""
+
+    def create_and_claim():
+        job, queue = create(http).json()["id"], WorkQueue(database)
+        claimed = queue.claim("w")
+        assert claimed.id == job
+        return queue, claimed
+
+    return create_and_claim
+
+
+def complete(queue, settings, claimed, *, watchable, content=b"the whole file"):
+    name = f"{claimed.id}.whole.mp4"
+    queue.announce(claimed, [name])
+    open_storage(settings.storage).write(name, content)
+    queue.complete(claimed, {"video": name}, watchable=watchable)
+
+
+def remove(settings, database, name, *, row=True):
+    """Remove a fragment as a sweep does, or only its file, as one that is under way has."""
+    open_storage(settings.storage).delete(name)
+    if row:
+        with database.write() as session:
+            for table in (StoredFragment, File):
+                session.execute(delete(table).where(table.name == name))
+
+
+def receives(viewer, parts):
+    wait_for(lambda: viewer.received == b"".join(parts))
+    return True
+
+
+@pytest.mark.parametrize("row", [True, False], ids=["row", "file"])
+def test_late_viewer_whose_first_fragment_was_removed_waits_for_the_file(http, settings, database, claim, row):
+    queue, claimed = claim()
+    names = [publish(queue, settings, claimed, number, PARTS[number]) for number in range(3)]
+    with watching(http, claimed.id) as (_, early):
+        assert receives(early, PARTS[:3])
+        remove(settings, database, names[0], row=row)
+        with watching(http, claimed.id) as (_, late):
+            publish(queue, settings, claimed, 3, PARTS[3])
+            assert receives(early, PARTS)
+            time.sleep(0.4)
+            assert late.received == b""
+            complete(queue, settings, claimed, watchable=True)
+            assert late.end() == (b"the whole file", False)
+            assert early.end() == (b"".join(PARTS), False)
+
+
+def test_viewer_goes_on_in_the_run_that_stores_again_what_was_removed(http, settings, database, claim):
+    queue, claimed = claim()
+    names = [publish(queue, settings, claimed, number, PARTS[number]) for number in range(3)]
+    with watching(http, claimed.id) as (_, early):
+        assert receives(early, PARTS[:3])
+        for name in names[:2]:
+            remove(settings, database, name)
+        with watching(http, claimed.id) as (_, late):
+            queue.release(claimed)
+            again = queue.claim("another")
+            for number, part in enumerate(PARTS):
+                publish(queue, settings, again, number, part)
+                wait_for(lambda number=number: late.received == b"".join(PARTS[: number + 1]))
+            complete(queue, settings, again, watchable=True)
+            assert early.end() == late.end() == (b"".join(PARTS), False)
+
+
+def test_stream_that_lacks_a_fragment_at_the_end_is_cut(http, settings, database, claim):
+    queue, claimed = claim()
+    publish(queue, settings, claimed, 0, PARTS[0])
+    with watching(http, claimed.id) as (_, viewer):
+        assert receives(viewer, PARTS[:1])
+        for number in (2, 3):  # The one before them was removed.
+            publish(queue, settings, claimed, number, PARTS[number])
+        complete(queue, settings, claimed, watchable=True)
+        assert viewer.end() == (PARTS[0], True)
+
+
+def test_abandoned_stream_is_cut_at_once_and_whoever_has_nothing_gets_the_file(http, settings, claim):
+    queue, claimed = claim()
+    name = publish(queue, settings, claimed, 0, PARTS[0])
+    with watching(http, claimed.id) as (_, early):
+        assert receives(early, PARTS[:1])
+        queue.abandon_fragments(claimed)
+        assert early.end() == (PARTS[0], True)
+        with watching(http, claimed.id) as (_, late):
+            time.sleep(0.4)
+            assert (late.received, open_storage(settings.storage).has(name)) == (b"", True)
+            complete(queue, settings, claimed, watchable=False)
+            assert late.end() == (b"the whole file", False)
+
+
+@contextlib.contextmanager
+def missing(database, table):
+    """Rename a table until the block ends, so that queries of it fail."""
+    for old, new in ((table, "away"), ("away", table)):
+        with database.write() as session:
+            session.execute(text(f"ALTER TABLE {old} RENAME TO {new}"))
+        if old == table:
+            yield
+
+
+@pytest.mark.parametrize("table", ["fragments", "jobs"])
+def test_stream_is_kept_alive_while_the_database_fails(http, settings, database, claim, monkeypatch, table):
+    monkeypatch.setattr(watching_module, "_SILENCE_S", 0.05)
+    queue, claimed = claim()
+    with watching(http, claimed.id) as (_, viewer):
+        publish(queue, settings, claimed, 0, PARTS[0])
+        wait_for(lambda: viewer.received.endswith(PARTS[0] + FREE))
+        publish(queue, settings, claimed, 1, PARTS[1])
+        with missing(database, table):
+            time.sleep(0.3)
+            sent = viewer.received.count(FREE)
+            wait_for(lambda: viewer.received.count(FREE) > sent + 3)
+        wait_for(lambda: viewer.received.replace(FREE, b"").endswith(PARTS[0] + PARTS[1]))
+        http.post(f"/v1/videos/{claimed.id}/cancel").raise_for_status()
+        queue.fail(claimed, "invalid", "")
+        assert viewer.end()[1]
+
+
+def test_head_of_a_stream_is_that_of_its_answer(http):
+    job = create(http).json()["id"]
+    path, of_one_answer = f"/v1/videos/{job}/content?stream=1", {"date", "x-request-id", "transfer-encoding"}
+    head = http.head(path)
+    with http.stream("GET", path) as answer:
+        headers = dict(answer.headers)
+    with http.stream("GET", f"/v1/videos/{job}/events") as events:
+        assert events.headers["x-accel-buffering"] == headers["x-accel-buffering"] == "no"
+    assert "content-length" not in head.headers and head.status_code == 200
+    assert {name: head.headers[name] for name in head.headers.keys() - of_one_answer} == {
+        name: headers[name] for name in headers.keys() - of_one_answer
+    }
+
+
+def test_job_counts_as_watched_for_as_long_as_somebody_watches(http, database, monkeypatch):
+    monkeypatch.setattr(watched_jobs, "RENEW_S", 0.2)
+    job, store = create(http).json()["id"], JobStore(database)
+    with http.stream("GET", f"/v1/videos/{job}/content", params={"stream": 1}):
+        first = wait_for(lambda: store.get(job).watched_at)
+        wait_for(lambda: store.get(job).watched_at > first + 0.4)
+    time.sleep(0.5)
+    last = store.get(job).watched_at
+    time.sleep(0.5)
+    assert store.get(job).watched_at == last
+
+
+def test_signatures_know_a_stream_that_waits(http, monkeypatch, tmp_path):
+    monkeypatch.setattr(watching_module, "_SILENCE_S", 0.05)
+    job = create(http).json()["id"]
+    with watching(http, job) as (_, viewer):
+        wait_for(lambda: viewer.received.count(FREE) >= 2)
+        http.delete(f"/v1/videos/{job}").raise_for_status()
+        received, cut = viewer.end()
+    # https://mimesniff.spec.whatwg.org/#signature-for-mp4
+    size = int.from_bytes(received[:4])
+    assert cut and len(received) >= size == 28 and received[4:8] == b"ftyp"
+    assert any(received[at : at + 3] == b"mp4" for at in (8, *range(16, size, 4)))
