@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from actors.api.foresight import Foresight, foresee
+from actors.jobs.queries import Turn
 from actors.jobs.store import JobStore
 from actors.jobs.stored_request import count_segments
 from actors.jobs.tables import Job
@@ -18,7 +20,7 @@ _LATEST = 20  # How many completed jobs estimates are based on.
 # short enough to notice the end in time.
 _POLL_MS = (500, 5000)
 _POLL_UNKNOWN_MS = 1000
-_UNKNOWN_S = 60.0  # Assumed duration of a job until one has completed.
+_UNKNOWN_S = 60.0  # Assumed duration of a segment until a job has completed.
 
 
 @dataclasses.dataclass
@@ -66,10 +68,10 @@ class Pace:
                     seconds.wait = max(1.0, (job.ended_at - job.started_at) / sum(job.stage_seconds.values()))
                 self._known[_count_pixels(job.request)] = seconds
 
-    def estimate_job_s(self, request: Mapping[str, Any]) -> float:
-        """Return the seconds from a job's claim to its end, assuming that slices are as busy as for earlier jobs."""
+    def estimate_segment_s(self, request: Mapping[str, Any]) -> float:
+        """Return the seconds of each of a job's segments, assuming that slices are as busy as for earlier jobs."""
         seconds = self.get(request)
-        return count_segments(request) * seconds.estimate_alone_s(request["steps"]) * seconds.wait
+        return seconds.estimate_alone_s(request["steps"]) * seconds.wait
 
     def get(self, request: Mapping[str, Any]) -> Seconds:
         """Return the seconds for a request's size. The caller updates the object as it measures."""
@@ -86,27 +88,30 @@ class Pace:
 class Estimator:
     """Estimates from the latest jobs, which it reads again every few seconds. Its methods read the database."""
 
-    def __init__(self, store: JobStore, concurrency: int) -> None:
-        """Estimate for a pipeline that has `concurrency` jobs at a time."""
-        self._store, self._concurrency = store, concurrency
+    def __init__(self, store: JobStore, concurrency: int, model: str) -> None:
+        """Estimate for a pipeline of a model that has `concurrency` jobs at a time."""
+        self._store, self._concurrency, self._model = store, concurrency, model
         self._looked_at = -math.inf
+        self._latest: dict[str, Job] = {}
         self._pace: Pace | None = None
-        self._mean_s = _UNKNOWN_S
-        self._running = 0
+        self._mean_s = _UNKNOWN_S  # The duration of a segment.
+        self._foresight = Foresight({}, {}, [], 0.0)
 
     def estimate_eta_s(self, job: Job) -> float | None:
         """Return the seconds until a job's end, or None if that isn't known."""
-        if job.status == "in_progress":
-            return None if job.progress is None else job.progress.eta_s
-        if job.position is None:  # It has ended, or has just begun.
+        is_running = job.status == "in_progress"
+        own_s = job.progress.eta_s if is_running and job.progress is not None else None
+        if own_s is None and job.position is None:  # It has ended, or has just begun.
             return None
         self._look()
         if self._pace is None:
-            return None
-        takes = self._pace.estimate_job_s(job.request)
-        # The pipeline is full; each job that ends admits another.
-        before = max(0, job.position + self._running + 1 - self._concurrency)
-        return takes + before * takes / self._concurrency
+            return own_s
+        if own_s is not None:
+            return own_s + self._mean_s * self._foresight.pauses.get(job.sequence, 0.0)
+        own_s, left = job.segments_left * self._pace.estimate_segment_s(job.request), job.segments_left
+        turn = Turn(job.priority, job.round, job.sequence, job.owner, left)
+        others_s = self._mean_s * (self._foresight.get_end(turn) - left)
+        return own_s + max(0.0, others_s - (time.monotonic() - self._looked_at))
 
     def estimate_next_free_s(self) -> int:
         """Return in how many seconds a full queue may have room again: a whole number from 1 to 600."""
@@ -117,10 +122,12 @@ class Estimator:
         if time.monotonic() - self._looked_at < _LOOK_EVERY_S:
             return
         self._looked_at = time.monotonic()
-        self._running = self._store.count_running()
-        if jobs := self._store.list_recent(_LATEST):
+        self._foresight = foresee(*self._store.list_turns(self._model), self._concurrency)
+        if jobs := self._store.list_recent(_LATEST, self._latest):
+            self._latest = {job.id: job for job in jobs}
             self._pace = Pace(jobs)
-            self._mean_s = statistics.fmean(self._pace.estimate_job_s(job.request) for job in jobs)
+            segments = [self._pace.estimate_segment_s(job.request) for job in jobs]
+            self._mean_s = statistics.fmean(segments, [count_segments(job.request) for job in jobs])
 
 
 def choose_poll_ms(eta_s: float | None) -> int:

@@ -35,8 +35,8 @@ class ServiceLimits:
         reader_bytes: Memory of each.
         followers: Streams of one key, of events and of videos that are decoded.
         download_stall_s: If a client takes less than 64 kB of a download in this time, the connection is closed.
-        key_share: Share of the queue that the jobs of one key may take, if the key has no limit of its own.
-        requests_per_minute: Rate of a key that has no limit of its own.
+        key_share: Share of the queue that the segments of one key may take, if the key has no limit of its own.
+        requests_per_minute: Rate of requests, and of segments asked for, of a key that has no limit of its own.
         fetches: Images fetched from other servers at a time, each into a file. One key may have a quarter of them.
         webhooks: Webhooks called at a time,
         webhooks_of_a_key: and of one key.

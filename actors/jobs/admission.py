@@ -1,30 +1,51 @@
-"""Decide whether one more job may wait, and at which position in the queue."""
+"""Decide whether a job's segments may wait, and at which position in the queue."""
 
-import math
 from typing import Any
 
-from sqlalchemy import func, literal_column, select
+from sqlalchemy import Index, String, bindparam, func, literal_column, select, text
 from sqlalchemy.orm import Session
 
 from actors.jobs.errors import QueueFull
 from actors.jobs.tables import Job
 from actors.jobs.values import Room
+from wan_tpu.errors import InvalidRequest
 
 # A literal, since with a bound parameter SQLite looks up every row of the index of waiting jobs in the table.
 QUEUED: Any = literal_column("'queued'")
-# Built once, since every request runs them.
-_WAITING = select(func.count()).select_from(Job).where(Job.status == QUEUED)
-_WAITING_BY_OWNER = select(Job.owner, func.count()).where(Job.status == QUEUED).group_by(Job.owner)
+_MODEL = bindparam("model", type_=String)
+# Jobs of a model that isn't served any more wait, and take no room. Programs before schema 0004 recorded no model.
+WAITING: Any = (Job.status == QUEUED, func.coalesce(Job.model, _MODEL) == _MODEL)
+# Room and estimates are computed from this index alone. It begins with the owner, so that no claim uses it.
+_COLUMNS = (Job.owner, Job.model, Job.segments_left, Job.priority, Job.round, Job.sequence)
+_WHERE = text("status = 'queued'")
+Index("jobs_room", *_COLUMNS, sqlite_where=_WHERE, postgresql_where=_WHERE)
+# Built once, since every request runs it.
+_WAITING_BY_OWNER = select(Job.owner, func.sum(Job.segments_left).label("segments")).where(*WAITING).group_by(Job.owner)
 
 
-def check_room(session: Session, owner: str, room: Room) -> None:
-    """Raise `QueueFull` if one more job of an owner may not wait."""
-    limits = [limit for limit in (room.queue, room.owner) if limit is not None]
-    if (session.scalar(_WAITING) or 0) < min(limits, default=math.inf):
-        return
-    waiting = dict(session.execute(_WAITING_BY_OWNER).all())
-    owner_waiting, other_owners = waiting.get(owner, 0), waiting.keys() - {owner}
-    if (reason := room.explain_refusal(sum(waiting.values()), owner_waiting, 1 + len(other_owners))) is not None:
+def check_room(session: Session, owner: str, segments: int, model: str | None, room: Room) -> None:
+    """Check whether a job of an owner may wait.
+
+    Args:
+        session: A transaction.
+        owner: Whose job it is.
+        segments: How many segments it makes.
+        model: The model that makes it. Only its jobs take room, and those without a model.
+        room: How many segments may wait.
+
+    Raises:
+        InvalidRequest: The job has more segments than may ever wait.
+        QueueFull: Too many segments wait now.
+    """
+    if segments > (most := max(1, min(room.limits, default=segments))):
+        raise InvalidRequest(
+            f"the video has {segments} segments, but at most {most} may wait at a time; send at most {most - 1} "
+            "next_prompts, and continue the finished video with the others",
+            "next_prompts",
+        )
+    waiting = {row.owner: row.segments for row in session.execute(_WAITING_BY_OWNER, {"model": model or ""})}
+    own, others = waiting.get(owner, 0), waiting.keys() - {owner}
+    if (reason := room.explain_refusal(segments, sum(waiting.values()), own, 1 + len(others))) is not None:
         raise QueueFull(reason)
 
 

@@ -32,8 +32,8 @@ class KeyLimits:
 
     Attributes:
         scopes: "make": make and delete videos; "read": see one's own; "operate": see and cancel everybody's.
-        requests_per_minute: How many requests it may send, on average.
-        waiting: How many of its jobs may wait at a time.
+        requests_per_minute: How many requests it may send, on average, and for how many segments it may ask.
+        waiting: How many segments of its jobs may wait at a time; most jobs have one.
         running: How many of its jobs may run at a time.
         priority: The highest priority that it may request.
         days: For how many days from now the key is valid.

@@ -1,6 +1,6 @@
 """Queries of the clients' view of jobs."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import Select, bindparam, case, func, select
 from sqlalchemy.orm import Session, aliased, with_expression
@@ -10,6 +10,16 @@ from actors.jobs.tables import Job
 
 PRIVATE = "\x1f"  # Clients' idempotency keys are printable, so none of them begins like this.
 _RETRY_CANDIDATES = 200  # The number of an owner's latest jobs that are matched with a repeated request.
+
+
+class Turn(NamedTuple):
+    """What decides when a job runs: the columns of `Job` by which it is claimed, and how much it has left to do."""
+
+    priority: int
+    round: int
+    sequence: int
+    owner: str
+    segments_left: int
 
 
 def _count_before() -> Any:

@@ -3,19 +3,21 @@
 import dataclasses
 import itertools
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, get_args
 
 from sqlalchemy import Select, Text, cast, func, select
 from sqlalchemy.orm import Session
 
-from actors.jobs.admission import check_room, choose_round
+from actors.jobs.admission import WAITING, check_room, choose_round
 from actors.jobs.database import Database
 from actors.jobs.ending import STOPPED, delete_for_owner, end
 from actors.jobs.errors import IdempotencyConflict, JobError, JobNotFound, JobUnfinished
 from actors.jobs.migrations.migrate import migrate
-from actors.jobs.queries import BY_ID, BY_ID_WITH_POSITION, PRIVATE, WITH_POSITION, find_earlier, select_repeated
+from actors.jobs.queries import BY_ID, BY_ID_WITH_POSITION, PRIVATE, WITH_POSITION, Turn, find_earlier, select_repeated
+from actors.jobs.sharing import share
 from actors.jobs.stored_request import count_segments
 from actors.jobs.tables import Delivery, File, Job
 from actors.jobs.values import CANCELLED, Counts, JobSettings, Room, Status, is_id
@@ -55,17 +57,27 @@ class JobStore:
     def __init__(self, database: Database, settings: JobSettings = JobSettings()) -> None:  # noqa: B008 (frozen)
         self._database, self._settings = database, settings
 
-    def submit(self, job: Job, *, webhook_url: str | None = None, room: Room = Room()) -> tuple[Job, bool]:  # noqa: B008
+    def submit(
+        self,
+        job: Job,
+        *,
+        shared: Collection[str] = (),
+        webhook_url: str | None = None,
+        room: Room = Room(),  # noqa: B008
+    ) -> tuple[Job, bool]:
         """Accept a job. Return it and True, or False with the job that has the same idempotency key already.
 
         Args:
             job: The job, without the fields that the queue sets.
+            shared: Those of its inputs that are files of another job. Both need them from now on.
             webhook_url: Called when the job has ended.
-            room: How many jobs may wait.
+            room: How many segments may wait.
 
         Raises:
+            FileGone: A file of another job is gone.
             IdempotencyConflict: The key was used with another body.
-            QueueFull: No more jobs may wait.
+            InvalidRequest: The job has more segments than may ever wait.
+            QueueFull: No more segments may wait now.
         """
         with self._database.write() as session:
             self._database.serialize(session)
@@ -73,22 +85,27 @@ class JobStore:
             if earlier is not None:
                 _check_body(earlier, job.body_digest)
                 return earlier, False
-            check_room(session, job.owner, room)
-            job.round = choose_round(session, job.owner, job.priority)
             job.segments_left = count_segments(job.request)
+            check_room(session, job.owner, job.segments_left, job.model, room)
+            job.round = choose_round(session, job.owner, job.priority)
             job.created_at = self._database.now(session)
             session.add(job)
             if webhook_url is not None:
                 session.add(Delivery(job_id=job.id, url=webhook_url))
             for name in job.inputs:
-                self._attach(session, job, name)
+                if name in shared:
+                    share(session, name, job)
+                else:
+                    self._attach(session, job, name)
             return job, True
 
-    def check_room(self, owner: str, idempotency_key: str | None, room: Room) -> None:
-        """Raise `QueueFull` if there is no room for a job. A job that was accepted before always has room."""
+    def check_room(
+        self, owner: str, idempotency_key: str | None, room: Room, model: str | None, segments: int = 1
+    ) -> None:
+        """Raise what `submit` would if there is no room for a job. One that was accepted before always has room."""
         with self._database.read() as session:
             if find_earlier(session, owner, idempotency_key) is None:
-                check_room(session, owner, room)
+                check_room(session, owner, segments, model, room)
 
     def find_committed(self, job: str) -> Job | None:
         """Return a job if the commit that accepts it succeeded but its answer was lost; None if it certainly failed.
@@ -226,16 +243,28 @@ class JobStore:
                 raise JobUnfinished(f"{row.id} is in progress; cancel it first, or wait for its end")
             delete_for_owner(session, row, self._database.now(session), self._settings)
 
-    def list_recent(self, limit: int) -> tuple[Job, ...]:
-        """Return the latest completed jobs of all owners, the latest first."""
-        query = select(Job).where(Job.status == "completed", Job.expires_at.is_not(None))
+    def list_recent(self, limit: int, known: Mapping[str, Job] = MappingProxyType({})) -> tuple[Job, ...]:
+        """Return the latest completed jobs of all owners, the latest first. Those `known` by id aren't read again."""
+        latest = select(Job.id).where(Job.status == "completed", Job.expires_at.is_not(None))
         with self._database.read() as session:
-            return tuple(session.scalars(query.order_by(Job.expires_at.desc()).limit(limit)))
+            ids = session.scalars(latest.order_by(Job.expires_at.desc()).limit(limit)).all()
+            new = session.scalars(select(Job).where(Job.id.in_(set(ids) - known.keys())))
+            jobs = {**known, **{job.id: job for job in new}}
+        return tuple(jobs[id_] for id_ in ids if id_ in jobs)
 
     def count_running(self) -> int:
         """Return how many jobs are in progress."""
         with self._database.read() as session:
             return session.scalar(select(func.count()).where(Job.status == "in_progress")) or 0
+
+    def list_turns(self, model: str | None = None) -> tuple[tuple[Turn, ...], tuple[Turn, ...]]:
+        """Return the turns of the running jobs, and of the waiting ones that were accepted for a model, unordered."""
+        columns = [getattr(Job, name) for name in Turn._fields]
+        running, waiting = select(*columns).where(Job.status == "in_progress"), select(*columns).where(*WAITING)
+        with self._database.read() as session:
+            running_rows = session.execute(running).all()
+            waiting_rows = session.execute(waiting, {"model": model or ""}).all()
+        return tuple(Turn(*row) for row in running_rows), tuple(Turn(*row) for row in waiting_rows)
 
     def count_jobs(self) -> Counts:
         """Count jobs by status and failure."""

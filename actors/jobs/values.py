@@ -50,28 +50,39 @@ class JobSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Room:
-    """How many jobs may wait, in total (`queue`) and of one owner; None for any number.
+    """How many segments may wait, in total (`queue`) and of one owner; None for any number. Most jobs have one.
 
-    When the queue is full, an owner that has few jobs in it may still add more, up to half of an equal share among all
-    owners that have jobs waiting.
+    When the queue is full, an owner that has few segments in it may still add more, up to half of an equal share among
+    all owners that have jobs waiting.
     """
 
     queue: int | None = None
     owner: int | None = None
 
-    def explain_refusal(self, waiting: int, owner_waiting: int, owners: int) -> str | None:
-        """Return why one more job may not wait, or None if it may.
+    @property
+    def limits(self) -> list[int]:
+        """The limits that there are."""
+        return [limit for limit in (self.queue, self.owner) if limit is not None]
+
+    def explain_refusal(self, segments: int, waiting: int, owner_waiting: int, owners: int) -> str | None:
+        """Return why a job may not wait, or None if it may.
 
         Args:
-            waiting: Jobs that wait, in total.
-            owner_waiting: Jobs of this owner that wait.
+            segments: How many segments the job makes.
+            waiting: Segments that wait, in total.
+            owner_waiting: Segments of this owner that wait.
             owners: How many owners have jobs waiting, this one included.
         """
-        if self.owner is not None and owner_waiting >= self.owner:
-            return f"this key has {owner_waiting} jobs waiting, the most it may have; try again later"
-        if self.queue is None or waiting < self.queue or owner_waiting < self.queue // (2 * owners):
+        asked = "" if segments == 1 else f", and this video has {segments}"
+        if self.owner is not None and owner_waiting + segments > self.owner:
+            return (
+                f"this key has {owner_waiting} videos or segments waiting{asked}; it may have {self.owner}; try again "
+                "later"
+            )
+        queue = self.queue
+        if queue is None or waiting + segments <= queue or owner_waiting + segments <= queue // (2 * owners):
             return None
-        return f"{waiting} jobs are waiting, the most that are accepted; try again later"
+        return f"{waiting} videos or segments are waiting{asked}; {queue} are accepted; try again later"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ class Caller:
     Attributes:
         owner: Owner of the jobs that the caller creates: the key's id, or "" if there are no keys.
         sees: The owner whose jobs the caller may see and cancel; None for everybody's.
-        room: How many of the caller's jobs may wait.
+        room: How many segments of the caller's jobs may wait.
         priority: The highest priority that the caller's jobs may have.
         rate: Headers that report its rate limit.
     """
@@ -52,7 +52,8 @@ class Access:
         """Read the keys; raises `StoreUnavailable`."""
         self._database, self._queue_limit, self._limits = database, queue_limit, limits
         self._lock = threading.Lock()
-        self._spent: dict[str, float] = {}  # The time, by time.monotonic(), until which a key's rate is used up.
+        # The time, by time.monotonic(), until which a key's rate is used up: that of requests, and that of segments.
+        self._spent: dict[tuple[str, str], float] = {}
         self.refresh()
 
     def refresh(self) -> None:
@@ -96,6 +97,24 @@ class Access:
             rate=self._count_request(key),
         )
 
+    def charge_segments(self, owner: str, segments: int) -> None:
+        """Count the segments of a request, which a key may ask for at the rate of its requests.
+
+        What exceeds the rate delays the key's next videos, so that no number of segments is too large for a rate.
+
+        Raises:
+            HttpError: 429, if earlier segments have exceeded the rate.
+        """
+        key = self._keys.get(owner)
+        if key is None:
+            return
+        rate = self._get_rate(key)
+        wait_s, _ = self._take((key.id, "segments"), 60 / rate, segments)
+        if wait_s > 0:
+            after_s = max(1, math.ceil(wait_s))
+            message = f"this key may ask for {rate:g} videos or segments a minute; try again in {after_s} s"
+            raise HttpError(429, message, code="rate_limit_exceeded", after_s=after_s)
+
     def is_in_force(self, owner: str) -> bool:
         """Return whether a key is still valid. Streams check this repeatedly."""
         if not owner:
@@ -111,11 +130,10 @@ class Access:
 
     def _count_request(self, key: ApiKey) -> dict[str, str]:
         """Count a request and return headers that report what is left of the rate; raises `HttpError`."""
-        key_rate = key.requests_per_minute
-        rate = self._limits.requests_per_minute if key_rate is None else key_rate
+        rate = self._get_rate(key)
         every_s = 60 / rate
         burst = max(1, math.floor(BURST_S / every_s))
-        wait_s, spent_s = self._take(key.id, every_s)
+        wait_s, spent_s = self._take((key.id, "requests"), every_s)
         remaining = 0 if wait_s > 0 else max(0, burst - math.ceil(spent_s / every_s))
         headers = {
             "x-ratelimit-limit-requests": f"{rate:g}",
@@ -129,15 +147,19 @@ class Access:
             raise HttpError(429, message, code="rate_limit_exceeded", after_s=after_s, headers=headers)
         return headers
 
-    def _take(self, key: str, every_s: float) -> tuple[float, float]:
-        """Count a request; return how long it must wait, and how long until the full rate is available.
+    def _get_rate(self, key: ApiKey) -> float:
+        """Return how many requests a minute a key may send, on average."""
+        return self._limits.requests_per_minute if key.requests_per_minute is None else key.requests_per_minute
 
-        This is GCRA, a token bucket that is stored as one number.
+    def _take(self, bucket: tuple[str, str], every_s: float, count: int = 1) -> tuple[float, float]:
+        """Count requests; return how long they must wait, and how long until the full rate is available.
+
+        This is GCRA, a token bucket that is stored as one number. Several requests at once may overdraw it.
         """
         with self._lock:
             now = time.monotonic()
-            used_until = max(self._spent.get(key, -math.inf), now - max(BURST_S, every_s))
+            used_until = max(self._spent.get(bucket, -math.inf), now - max(BURST_S, every_s))
             if used_until > now - every_s:
                 return used_until + every_s - now, used_until + max(BURST_S, every_s) - now
-            self._spent[key] = used_until + every_s
-            return 0.0, used_until + every_s + max(BURST_S, every_s) - now
+            self._spent[bucket] = used_until + count * every_s
+            return 0.0, self._spent[bucket] + max(BURST_S, every_s) - now

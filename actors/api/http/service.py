@@ -19,12 +19,12 @@ from actors.api.http.error_answers import HttpError
 from actors.api.http.following import EstimatedJob, Streams, follow_jobs, follow_watched
 from actors.api.http.objects import KeyUsage
 from actors.api.intake.acceptance import Acceptance, MaybeAccepted
-from actors.api.intake.drafts import Drafts, make_input_name
+from actors.api.intake.drafts import Drafts
 from actors.api.intake.extensions import Extensions
 from actors.api.intake.fair_semaphore import Work
 from actors.api.intake.reader import Reader
 from actors.api.intake.receiving import Bodies
-from actors.api.intake.references import FILES
+from actors.api.intake.references import FILES, VIDEO
 from actors.api.intake.retries import Retries
 from actors.api.intake.sources import Sources, StoredFile
 from actors.api.metrics import Meters, ServiceMetrics
@@ -33,7 +33,9 @@ from actors.jobs import deliveries
 from actors.jobs.check_ins import check_in, list_check_ins, make_process_name
 from actors.jobs.errors import JobNotFound, QueueFull, StoreUnavailable
 from actors.jobs.retention import Retention
+from actors.jobs.sharing import FileGone, expire_unshared
 from actors.jobs.store import JobStore, make_private_key, open_database
+from actors.jobs.stored_request import count_segments
 from actors.jobs.tables import CheckIn, Job
 from actors.jobs.usage import read_usage
 from actors.jobs.values import Room
@@ -46,7 +48,9 @@ from wan_tpu.storage.opening import open_storage
 
 log = logging.getLogger(__name__)
 
-_WORKERS = 2  # Threads for work that takes processor time, such as planning a request.
+_WORKERS = 2  # Threads for work that takes processor time, such as planning a request,
+_TRANSFERS = 16  # and for what waits for the storage: a key whose files are large or slow has at most half of them.
+_UNSHARE_S = 30.0
 _MISSED = 4  # After this many check-ins that couldn't be written, the ingress reports that it isn't ready.
 
 
@@ -73,12 +77,12 @@ class Service:
         self.following = follow_jobs(self.look_at_all_now, self.access)
         self.watching = follow_watched(functools.partial(look_at_watched, self.database), self.access)
         self.bodies, self.reader = Bodies(settings.limits), Reader(settings.limits)
-        self.work, self.retries = Work(_WORKERS), Retries()
+        self.work, self.transfers, self.retries = Work(_WORKERS), Work(_TRANSFERS, _TRANSFERS // 2), Retries()
         sources = Sources(self.store, self.storage)
-        self.drafts = Drafts(settings, spec, self.reader, self.work, sources)
-        self.extensions = Extensions(settings, spec, self.reader, self.work, sources, self.drafts)
+        self.drafts = Drafts(settings, spec, self.reader, self.work, self.transfers, sources)
+        self.extensions = Extensions(settings, spec, self.reader, self.work, self.transfers, sources, self.drafts)
         self.acceptance = Acceptance(self.store, self.storage, self.retention)
-        self.forecast = Estimator(self.store, settings.concurrency)
+        self.forecast = Estimator(self.store, settings.concurrency, settings.model)
         self.meters = Meters()
         self._name, self._recorded = make_process_name("ingress"), time.monotonic()
 
@@ -93,7 +97,8 @@ class Service:
     ) -> Accepted:
         """Accept a job, or raise the reason for rejecting it. No error but `MaybeAccepted` leaves an accepted job.
 
-        Cheap checks come first: the queue before the body, and all fields before the files.
+        Cheap checks come first: the queue before the body, and all fields before the files. What is refused before the
+        job could be accepted costs its key no segments.
 
         Args:
             request: The request, whose body is read here.
@@ -112,13 +117,19 @@ class Service:
                 ) as body:
                     known = functools.partial(self.store.find_repeat, is_retry=is_retry)
                     job = await asyncio.to_thread(known, caller.owner, idempotency_key, body.digest)
-                    draft = None if job is not None else await drafts.draft(body, incoming, caller)
+                    draft = None
+                    if job is None:
+                        segments = 1 + len(body.fields.next_prompts or ())
+                        await asyncio.to_thread(self._refuse_early_now, caller, idempotency_key, segments)
+                        draft = await drafts.draft(body, incoming, caller)
                 # From here on, no reading process is held and none of its time limits applies.
                 new, private = False, make_private_key() if alone and idempotency_key is None else None
                 if draft is not None:
                     draft.job.idempotency_key = private or idempotency_key
                     accept = functools.partial(self._accept_now, webhook_url=draft.webhook_url)
-                    job, new = await asyncio.to_thread(accept, draft.job, draft.contents, caller.room)
+                    # A job without files waits for no other's.
+                    run = functools.partial(self.transfers.run, caller.owner) if draft.contents else asyncio.to_thread
+                    job, new = await run(accept, draft.job, draft.contents, caller.room)
                 assert job is not None
         return Accepted(seen=await self._look(job, new), private=private if new else None)
 
@@ -136,7 +147,7 @@ class Service:
                         raise InvalidRequest(f"a remix can't change {field}; it can change only the prompt", field)
                 prompt = body.fields.prompt
                 remix = functools.partial(self._remix_now, is_retry=is_retry)
-                new_job, new = await asyncio.to_thread(remix, source, prompt, caller, idempotency_key)
+                new_job, new = await self.transfers.run(caller.owner, remix, source, prompt, caller, idempotency_key)
         return Accepted(seen=await self._look(new_job, new))
 
     @contextlib.contextmanager
@@ -210,21 +221,26 @@ class Service:
         return [process.kind for process in list_check_ins(self.database, self._limits.absent_s)].count("worker")
 
     async def stay_current(self) -> None:
-        """Check this process in with its metrics, and keep the keys up to date, until this is cancelled."""
+        """Check this process in with its metrics, and keep keys and shared files current, until this is cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            for work, every_s in ((self._check_in, self._limits.check_in_s), (self.access.refresh, REFRESH_S)):
+            for work, every_s in (
+                (self._check_in, self._limits.check_in_s),
+                (self.access.refresh, REFRESH_S),
+                (functools.partial(expire_unshared, self.database), _UNSHARE_S),
+            ):
                 in_thread = functools.partial(asyncio.to_thread, work)
-                tasks.create_task(repeat(log, "check-in and keys", in_thread, every_s))
+                tasks.create_task(repeat(log, "check-in, keys and files", in_thread, every_s))
 
-    def _refuse_early_now(self, caller: Caller, idempotency_key: str | None) -> None:
+    def _refuse_early_now(self, caller: Caller, idempotency_key: str | None, segments: int = 1) -> None:
         self._check_disk()
         with self._translate_queue_full():
-            self.store.check_room(caller.owner, idempotency_key, caller.room)
+            self.store.check_room(caller.owner, idempotency_key, caller.room, self.settings.model, segments)
 
     def _accept_now(
         self, job: Job, contents: Sequence[bytes | StoredFile], room: Room, *, webhook_url: str | None = None
     ) -> tuple[Job, bool]:
-        with self._translate_queue_full():
+        self.access.charge_segments(job.owner, count_segments(job.request))
+        with self._translate_queue_full(), _translate_gone(job):
             return self.acceptance.accept(job, contents, webhook_url=webhook_url, room=room)
 
     def _check_source(self, source: Job) -> None:
@@ -249,16 +265,15 @@ class Service:
             owner=caller.owner,
             model=self.settings.model,
             request=source.request | {"prompt": prompt},
-            input_image=None if source.input_image is None else make_input_name("png"),
-            input_last_image=None if source.input_last_image is None else make_input_name("png"),
-            input_video=None if source.input_video is None else make_input_name("mp4"),
+            input_image=source.input_image,
+            input_last_image=source.input_last_image,
+            input_video=source.input_video,
             priority=min(source.priority, caller.priority),
             idempotency_key=idempotency_key,
             body_digest=digest,
             remixed_from=source.id,
         )
-        with _translate_missing(source):
-            return self._accept_now(new_job, [StoredFile(name) for name in source.inputs], caller.room)
+        return self._accept_now(new_job, [StoredFile(name) for name in source.inputs], caller.room)
 
     @contextlib.contextmanager
     def _translate_queue_full(self) -> Iterator[None]:
@@ -283,8 +298,13 @@ class Service:
 
 
 @contextlib.contextmanager
-def _translate_missing(source: Job) -> Iterator[None]:
+def _translate_gone(job: Job) -> Iterator[None]:
+    """Raise errors of files that a job should share with the names of the jobs that they belong to."""
     try:
         yield
-    except Missing:
-        raise JobNotFound(f"{source.id} and its inputs no longer exist: it was deleted, or has expired") from None
+    except FileGone:
+        source = job.remixed_from or job.request.get("extended_from")
+        message = f"{source} no longer exists: it was deleted, or has expired"
+        if job.remixed_from is not None:
+            raise JobNotFound(message) from None
+        raise HttpError(400, message, code="video_not_found", param=VIDEO) from None

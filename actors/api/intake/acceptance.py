@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from actors.api.http.error_answers import HttpError
 from actors.api.intake.sources import StoredFile
@@ -38,7 +38,7 @@ class Acceptance:
     def accept(
         self, job: Job, contents: Sequence[bytes | StoredFile], *, webhook_url: str | None = None, room: Room
     ) -> tuple[Job, bool]:
-        """Store a job's inputs and accept the job; return what `JobStore.submit` returns.
+        """Store a job's own inputs, and accept the job; return what `JobStore.submit` returns.
 
         It also raises what that raises. After any error but `MaybeAccepted`, nothing was accepted.
 
@@ -46,24 +46,25 @@ class Acceptance:
             StorageError: An input can't be stored.
             MaybeAccepted: Whether the job was accepted is unknown.
         """
+        inputs = dict(zip(job.inputs, contents, strict=True))
+        own = {name: content for name, content in inputs.items() if not isinstance(content, StoredFile)}
         try:
-            for name, content in zip(job.inputs, contents, strict=True):
+            for name, content in own.items():
                 self._retention.reserve(name)
-                if isinstance(content, StoredFile):
-                    self._storage.copy(content.name, name)
-                else:
-                    self._storage.write(name, content)
-            accepted, new = self._store.submit(job, webhook_url=webhook_url, room=room)
+                self._storage.write(name, content)
+            accepted, new = self._store.submit(
+                job, shared=inputs.keys() - own.keys(), webhook_url=webhook_url, room=room
+            )
         except CommitUncertain:
             if (existing := self._find_committed(job)) is not None:
                 return existing, True
-            self._release(job)
+            self._release(own)
             raise
         except BaseException:
-            self._release(job)
+            self._release(own)
             raise
         if not new:
-            self._release(job)
+            self._release(own)
         return accepted, new
 
     def _find_committed(self, job: Job) -> Job | None:
@@ -77,7 +78,7 @@ class Acceptance:
                     raise MaybeAccepted from None
                 time.sleep(_AGAIN_S)
 
-    def _release(self, job: Job) -> None:
-        for name in job.inputs:
+    def _release(self, names: Iterable[str]) -> None:
+        for name in names:
             with contextlib.suppress(StoreUnavailable, StoreFailed):  # Retention removes it in an hour.
                 self._retention.release(name)

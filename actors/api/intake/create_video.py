@@ -42,6 +42,9 @@ _MAX_URL = 8192  # Characters.
 _MAX_PROMPT = 32_000  # Characters, as in OpenAI's API.
 _MAX_NAME = 80  # Characters.
 _MOST_SEGMENTS = 30
+# Characters of all prompts of a request, which every answer about it repeats. It is what `prompt` and `negative_prompt`
+# may have together, or 30 prompts of 2,100; other services take 1,000 (Runway) to 2,500 (Kling) a video.
+_MAX_PROMPTS = 2 * _MAX_PROMPT
 
 _Prompt = Annotated[str, Field(min_length=1, max_length=_MAX_PROMPT)]
 
@@ -207,7 +210,8 @@ class CreateVideo(_WithSettings):
         default=None,
         max_length=_MOST_SEGMENTS - 1,
         description="Prompts of further segments. Each one continues the video so far, and is as long as the first: "
-        "`seconds` and `num_frames` are the length of one segment. For models that can continue a video.",
+        "`seconds` and `num_frames` are the length of one segment. For models that can continue a video. All prompts "
+        f"of a request have at most {_MAX_PROMPTS:,} characters together.",
         examples=[["the ball falls off the table", "a cat catches it"]],
     )
     loras: list[Adapter] | None = Field(
@@ -227,6 +231,20 @@ class CreateVideo(_WithSettings):
         le=1e11,
         description="Unix time in seconds. A video that isn't finished by then fails with code `deadline_exceeded`.",
     )
+
+    @field_validator("next_prompts")
+    @classmethod
+    def _check_prompts(cls, prompts: list[str] | None, info: ValidationInfo) -> list[str] | None:
+        all_prompts = [info.data.get("prompt"), info.data.get("negative_prompt"), *(prompts or ())]
+        characters = sum(len(prompt) for prompt in all_prompts if prompt is not None)
+        if characters > _MAX_PROMPTS:
+            raise PydanticCustomError(
+                "prompts",
+                "all prompts together have {characters} characters; at most {most} are allowed, of which a model reads "
+                "about 2000 a prompt",
+                {"characters": characters, "most": _MAX_PROMPTS},
+            )
+        return prompts
 
     @field_validator("seconds", mode="before")
     @classmethod

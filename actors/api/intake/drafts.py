@@ -53,10 +53,10 @@ class Drafts:
     """Turns bodies into jobs, and rejects what can't be made."""
 
     def __init__(
-        self, settings: ServiceSettings, spec: ModelSpec, reader: Reader, work: Work, sources: Sources
+        self, settings: ServiceSettings, spec: ModelSpec, reader: Reader, work: Work, transfers: Work, sources: Sources
     ) -> None:
         self._settings, self._spec, self._reader, self._work = settings, spec, reader, work
-        self._sources = sources
+        self._transfers, self._sources = transfers, sources
 
     async def draft(self, body: ParsedBody, incoming: IncomingRequest, caller: Caller) -> Draft:
         """Return the job and the inputs that a body describes; raises `InvalidRequest`, `HttpError`."""
@@ -139,7 +139,12 @@ class Drafts:
         """
         fields = body.fields
         resolved = {name: value for name, value in plan.resolved.to_json().items() if name not in (*PICTURES, "video")}
-        names = {name: make_input_name("mp4" if name == VIDEO else "png") for name in files}
+        names = {
+            name: content.name
+            if isinstance(content, StoredFile)
+            else make_input_name("mp4" if name == VIDEO else "png")
+            for name, content in files.items()
+        }
         job = Job(
             owner=caller.owner,
             model=self._settings.model,
@@ -187,14 +192,15 @@ class Drafts:
                 yield source
             return
         job = await asyncio.to_thread(self._sources.find, reference.id, caller)
-        size, most = await asyncio.to_thread(self._sources.measure, job, "video"), self._reader.limits.video_bytes
+        size = await self._transfers.run(caller.owner, self._sources.measure, job, "video")
+        most = self._reader.limits.video_bytes
         if size > most:
             message = (
                 f"{job.id} has {size} bytes, but an input video may have at most {most}; send a part of it as a file"
             )
             raise InvalidRequest(message, VIDEO)
         incoming.add(size)
-        [content] = await asyncio.to_thread(self._sources.read, job, "video")
+        [content] = await self._transfers.run(caller.owner, self._sources.read, job, "video")
         async with open_content(content, incoming, self._reader) as reading:
             yield reading, VIDEO
 

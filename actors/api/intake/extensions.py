@@ -49,10 +49,17 @@ class Extensions:
     """Turns bodies into jobs that continue videos, and rejects what can't be made."""
 
     def __init__(
-        self, settings: ServiceSettings, spec: ModelSpec, reader: Reader, work: Work, sources: Sources, drafts: Drafts
+        self,
+        settings: ServiceSettings,
+        spec: ModelSpec,
+        reader: Reader,
+        work: Work,
+        transfers: Work,
+        sources: Sources,
+        drafts: Drafts,
     ) -> None:
         self._settings, self._spec, self._reader, self._work = settings, spec, reader, work
-        self._sources, self._drafts = sources, drafts
+        self._transfers, self._sources, self._drafts = transfers, sources, drafts
 
     async def draft(self, body: ParsedBody, incoming: IncomingRequest, caller: Caller) -> Draft:
         """Return the job and the inputs that a body describes; raises `InvalidRequest`, `HttpError`."""
@@ -63,7 +70,7 @@ class Extensions:
             sent, body = body.fields, dataclasses.replace(body, fields=self._inherit(body.fields, job))
             with _explain_inherited(job, sent, body.fields):
                 plan = await self._work.run(caller.owner, self._plan, body, caller, None)
-            source = await asyncio.to_thread(self._find_source, job)
+            source = await self._transfers.run(caller.owner, self._find_source, job)
         else:
             plan = await self._work.run(caller.owner, self._plan, body, caller, None)
             plan, source = await self._read_upload(body, plan, incoming, caller)

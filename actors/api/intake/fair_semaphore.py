@@ -90,10 +90,12 @@ class FairSemaphore:
 
 
 class Work:
-    """A few threads for computation whose amount clients control, so that the event loop stays responsive."""
+    """A few threads for work whose amount clients control, so that the event loop stays responsive."""
 
-    def __init__(self, threads: int) -> None:
-        self._threads, self._turns = ThreadPoolExecutor(threads, "work"), FairSemaphore(threads, max(1, threads - 1))
+    def __init__(self, threads: int, of_a_key: int | None = None) -> None:
+        """Set up so many threads, of which one key may have `of_a_key` at a time: all but one if omitted."""
+        most = max(1, threads - 1) if of_a_key is None else of_a_key
+        self._threads, self._turns = ThreadPoolExecutor(threads, "work"), FairSemaphore(threads, most)
 
     async def run(self, key: str, work: Callable[..., T], *args: object) -> T:
         """Call a function in a thread when it is the key's turn, and return its result."""

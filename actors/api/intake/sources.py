@@ -18,7 +18,7 @@ FINAL_FRAME = "final_frame"  # The variant that a video is continued from.
 
 @dataclasses.dataclass(frozen=True)
 class StoredFile:
-    """A file in storage of which a job gets a copy as an input. The storage makes it, so nobody reads the file."""
+    """A file of another job in storage, which a new job shares as an input."""
 
     name: str
 
@@ -46,7 +46,7 @@ class Sources:
         return sum(self._find_results(self._storage.size, job, variants))
 
     def locate(self, job: Job, *variants: str) -> list[StoredFile]:
-        """Return results of a job, to be copied; raises `HttpError` where it hasn't one."""
+        """Return results of a job, to be shared; raises `HttpError` where it hasn't one."""
         self._find_results(self._storage.size, job, variants)
         return [StoredFile(job.results[variant]) for variant in variants]
 
@@ -57,8 +57,8 @@ class Sources:
     def _find_results(self, look: Callable[[str], T], job: Job, variants: Sequence[str]) -> list[T]:
         if missing := [variant for variant in variants if variant not in job.results]:
             message = (
-                f"{job.id} has no {missing[0]}, because it was made by an earlier version; send its file as "
-                "video instead"
+                f"{job.id} has no {missing[0]}: it was made by an earlier version, or that picture couldn't be made; "
+                "send its file as video instead"
             )
             raise HttpError(400, message, code="video_not_ready", param=VIDEO)
         try:

