@@ -36,6 +36,10 @@ class Ingress:
         self._process.start()
         wait_for(self._answers)
 
+    @property
+    def pid(self):
+        return self._process.pid
+
     def kill(self):
         self._process.kill()
         self._process.join()
