@@ -61,7 +61,7 @@ def delete_for_owner(session: Session, job: Job, now: float, settings: JobSettin
     if job.status == "queued":
         end(session, job, now, settings, failure=(CANCELLED, "the job was deleted before it was made"))
     expire_files(session, job.id, now)
-    if job.status == "completed":  # Its last attempt writes nothing more, such as fragments that were to stay a while.
+    if job.status == "completed":  # Its last attempt writes nothing more, except for files that have no attempt now.
         latest = (File.job == job.id) & (File.attempt == job.attempts)
         session.execute(update(File).where(latest).values(delete_at=now))
     job.deleted_at, job.idempotency_key = now, None

@@ -1,14 +1,18 @@
 """The workers' view of jobs: claim a job, report its progress, and end it exactly once."""
 
+import math
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from sqlalchemy import ColumnElement, func, select, update
 from sqlalchemy.orm import Session, aliased
 
+from actors.jobs.admission import choose_round
 from actors.jobs.database import Database
 from actors.jobs.ending import STOPPED, end, expire_files
 from actors.jobs.errors import CommitUncertain, LeaseLost
+from actors.jobs.stored_request import count_segments
 from actors.jobs.tables import ApiKey, File, Job, StoredFragment
 from actors.jobs.values import DEADLINE, LOST, JobSettings, make_storable
 from actors.reliability import ReliabilitySettings
@@ -21,6 +25,10 @@ _COUNT_OF_KEY = (
     .correlate(ApiKey)
     .scalar_subquery()
 )
+# After a clock was set forward, no lease counts as expired for this many renewals. The clock of SQLite is the machine's;
+# setting it expires all leases at once, and their workers renew them.
+_RENEWALS = 3
+_REUSABLE_S = 60.0  # A file that is due for removal within this time isn't reused.
 _OWNERS_AT_LIMIT = select(ApiKey.id).where(ApiKey.running.is_not(None), ApiKey.running <= _COUNT_OF_KEY)
 
 
@@ -41,8 +49,18 @@ class WorkQueue:
     ) -> None:
         self._database, self._settings = database, settings
         self._lease_s, self._worker_attempts = reliability.lease_s, reliability.worker_attempts
+        self._renewal_s = reliability.renewal_s
+        self._clocks: tuple[float, float] | None = None  # The database's and this process's own at the latest look.
+        self._trusted_from = -math.inf  # When expired leases count again, by the process's own clock.
 
-    def claim(self, worker: str, *, above: int | None = None, model: str | None = None) -> Job | None:
+    def claim(
+        self,
+        worker: str,
+        *,
+        above: int | None = None,
+        model: str | None = None,
+        can_run: Callable[[Job], bool] = lambda job: True,
+    ) -> Job | None:
         """Claim the next job: by priority, then round-robin over owners, then by age. Return None if there is none.
 
         Keys that have as many jobs running as they may are skipped. Jobs whose lease has run out are requeued first.
@@ -51,15 +69,18 @@ class WorkQueue:
             worker: The name of the worker that claims.
             above: Claim only a job of a higher priority than this.
             model: Claim only a job that was accepted for this model. Others wait for a worker that has theirs.
+            can_run: Returns whether the worker's version understands a job. Others wait for a newer worker.
         """
         token = secrets.token_hex(16)
         try:
-            return self._claim(worker, token, above, model)
+            return self._claim(worker, token, above, model, can_run)
         except CommitUncertain:  # The claim may have succeeded, and no other worker could then make the video.
             with self._database.read() as session:
                 return session.scalars(select(Job).where(Job.lease_token == token)).one_or_none()
 
-    def _claim(self, worker: str, token: str, above: int | None, model: str | None) -> Job | None:
+    def _claim(
+        self, worker: str, token: str, above: int | None, model: str | None, can_run: Callable[[Job], bool]
+    ) -> Job | None:
         with self._database.write() as session:
             now = self._database.now(session)
             self._requeue_lost(session, now)
@@ -71,14 +92,15 @@ class WorkQueue:
                 conditions.append(Job.priority > above)
             if model is not None:
                 conditions.append((Job.model == model) | Job.model.is_(None))
-            job = self._find_next(session, conditions, model)
+            job = self._find_next(session, conditions, model, can_run)
             if job is None:
                 return None
             job.status, job.worker, job.attempts = "in_progress", worker, job.attempts + 1
             job.lease_token, job.lease_expires_at = token, now + self._lease_s
             if job.started_at is None:
                 job.started_at = now
-            if job.segments:  # A worker of a version without segments, which gave the job back, has let them expire.
+            job.segments_left = count_segments(job.request) - len(job.segments) - (job.made is not None)
+            if job.segments or job.made:  # A worker of an earlier version, which gave the job back, lets them expire.
                 keep = update(File).where(File.name.in_(job.needed_files)).values(delete_at=None)
                 session.execute(keep)
             return job
@@ -101,13 +123,44 @@ class WorkQueue:
             for name in names:  # The rows exist already if the answer to an earlier commit was lost.
                 session.merge(File(name=name, job=job.id, attempt=job.attempts))
 
-    def publish_fragment(self, claimed: Job, fragment: StoredFragment) -> None:
-        """Show clients that watch a fragment whose name was announced and whose file is stored."""
+    def publish_fragments(self, claimed: Job, fragments: Sequence[StoredFragment]) -> None:
+        """Show clients that watch fragments whose names were announced and whose files are stored."""
         with self._database.write() as session:
             job = self._lock_claimed(session, claimed)
-            if session.get(StoredFragment, fragment.name) is None:  # An earlier try may have added it.
-                session.merge(fragment)
-                job.fragments = (job.fragments or 0) + 1
+            new = [fragment for fragment in fragments if session.get(StoredFragment, fragment.name) is None]
+            if new:  # An earlier try may have added them.
+                for fragment in new:
+                    session.merge(fragment)
+                job.fragments = (job.fragments or 0) + len(new)
+
+    def reuse_fragments(self, claimed: Job, wanted: Sequence[StoredFragment]) -> int:
+        """Make fragments that an earlier run has stored part of this one.
+
+        Args:
+            claimed: The job.
+            wanted: Fragments as this run would store them, in order.
+
+        Returns:
+            How many of them, from the first on, are stored by now.
+        """
+        with self._database.write() as session:
+            job, now = self._lock_claimed(session, claimed), self._database.now(session)
+            numbers = [fragment.number for fragment in wanted]
+            rows = session.scalars(
+                select(StoredFragment).where(StoredFragment.job == job.id, StoredFragment.number.in_(numbers))
+            ).all()
+            stored = {(row.number, row.digest): row for row in rows}
+            count = 0
+            for fragment in wanted:
+                row = stored.get((fragment.number, fragment.digest))
+                file = None if row is None else session.get(File, row.name, with_for_update=True)
+                if row is None or file is None or (file.delete_at or now + 2 * _REUSABLE_S) < now + _REUSABLE_S:
+                    break
+                row.attempt, row.run, file.attempt, file.delete_at = fragment.attempt, fragment.run, job.attempts, None
+                count += 1
+            if count:
+                job.fragments = (job.fragments or 0) + count
+            return count
 
     def abandon_fragments(self, claimed: Job) -> None:
         """Tell clients that watch that no more fragments will come."""
@@ -125,18 +178,75 @@ class WorkQueue:
             claimed: The job.
             index: The segment's number, counted from 0.
             segment: Name of the segment's file, which was announced.
-            end: The same for its last frame, if the next segment needs that.
+            end: The same for its last frame, if that is stored as well.
             warnings: What the job's owner should know about the segment.
         """
         with self._database.write() as session:
             job = self._lock_claimed(session, claimed)
             if len(job.segments) == index:  # Otherwise the answer to an earlier commit was lost.
-                job.segments, job.segments_end, job.losses = [*job.segments, segment], end, 0
-                job.warnings = list(dict.fromkeys([*job.warnings, *map(make_storable, warnings)]))
-            claimed.segments, claimed.segments_end, claimed.warnings = job.segments, job.segments_end, job.warnings
+                job.segments, job.segments_end = [*job.segments, segment], end
+                self._count_segment(job, warnings)
+            claimed.segments, claimed.segments_end = job.segments, job.segments_end
+            claimed.segments_left, claimed.warnings = job.segments_left, job.warnings
+
+    def keep_last_segment(self, claimed: Job, made: Mapping[str, str], warnings: Sequence[str] = ()) -> None:
+        """Record that a job's last segment is stored. What is left to do can fail, and be repeated, without it.
+
+        Args:
+            claimed: The job.
+            made: Names of its files, which were announced, by variant.
+            warnings: What the job's owner should know about the segment.
+        """
+        with self._database.write() as session:
+            job = self._lock_claimed(session, claimed)
+            if job.made is None:
+                job.made = dict(made)
+                self._count_segment(job, warnings)
+            claimed.made, claimed.segments_left, claimed.warnings = job.made, job.segments_left, job.warnings
+
+    def keep_end(self, claimed: Job, end: str) -> None:
+        """Record the name of the last frame of the newest segment, which was announced and is stored."""
+        with self._database.write() as session:
+            job = self._lock_claimed(session, claimed)
+            job.segments_end = claimed.segments_end = end
+
+    def give_way(self, claimed: Job) -> bool:
+        """Give a job back after a segment if another one's turn has come; return whether it was given back.
+
+        That is the case if a job of another owner with the same priority waits, or any one with a higher priority. The
+        job keeps its finished segments, and waits for its next turn.
+        """
+        with self._database.write() as session:
+            job, now = self._lock_claimed(session, claimed), self._database.now(session)
+            is_ahead = (Job.priority > job.priority) | ((Job.priority == job.priority) & (Job.owner != job.owner))
+            waiting = (
+                select(Job.sequence)
+                .where(
+                    Job.status == "queued",
+                    is_ahead,
+                    Job.owner.not_in(_OWNERS_AT_LIMIT),
+                    (Job.model == job.model) | Job.model.is_(None),
+                    Job.deadline.is_(None) | (Job.deadline > now),
+                )
+                .limit(1)
+            )
+            if job.stop_code is not None or session.scalar(waiting) is None:
+                return False
+            others = (Job.status == "queued") & (Job.priority == job.priority) & (Job.owner != job.owner)
+            first = session.scalar(select(func.min(Job.round)).where(others))
+            # It is older than the other owners' first jobs, so in the same round it would come before them.
+            job.round = max(choose_round(session, job.owner, job.priority), -1 if first is None else first + 1)
+            self._requeue(session, job, now)
+            return True
 
     def complete(
-        self, claimed: Job, results: Mapping[str, str], warnings: Sequence[str] = (), *, watchable: bool = False
+        self,
+        claimed: Job,
+        results: Mapping[str, str],
+        warnings: Sequence[str] = (),
+        *,
+        watchable: bool = False,
+        unwritten: Collection[str] = (),
     ) -> Job:
         """End a job with its results; but if it was told to stop, fail it with its `stop_code`.
 
@@ -147,16 +257,18 @@ class WorkQueue:
             results: Names that were announced, by variant.
             warnings: What the job's owner should know about the video.
             watchable: Whether all fragments of the last run are stored, so that clients can watch to the end.
+            unwritten: Names of announced files that may still be written. They aren't deleted before that, either.
         """
         with self._database.write() as session:
             job, now = self._lock_claimed(session, claimed), self._database.now(session)
             names = set(session.scalars(select(File.name).where(File.job == job.id)))
             if unknown := set(results.values()) - names:
                 raise ValueError(f"results of {job.id} that were never announced: {', '.join(sorted(unknown))}")
-            texts = [make_storable(warning) for warning in warnings]
+            texts = dict.fromkeys([*job.warnings, *map(make_storable, warnings)])
             if not watchable:
                 job.fragments = None
-            return end(session, job, now, self._settings, results=dict(results), warnings=texts)
+            session.execute(update(File).where(File.name.in_(unwritten)).values(attempt=None))
+            return end(session, job, now, self._settings, results=dict(results), warnings=list(texts))
 
     def fail(self, claimed: Job, code: str, message: str) -> Job:
         """End a job that can't be made, with a reason for people. A job that was to stop fails with its `stop_code`."""
@@ -191,7 +303,13 @@ class WorkQueue:
                     job.stop_code = DEADLINE
             return [job.id for job in overdue]
 
-    def _find_next(self, session: Session, conditions: list[ColumnElement[bool]], model: str | None) -> Job | None:
+    def _find_next(
+        self,
+        session: Session,
+        conditions: list[ColumnElement[bool]],
+        model: str | None,
+        can_run: Callable[[Job], bool],
+    ) -> Job | None:
         """Return the first job that may run, locked."""
         query = (
             select(Job)
@@ -201,15 +319,21 @@ class WorkQueue:
             .with_for_update(skip_locked=True)  # On PostgreSQL workers don't wait for one another.
         )
         busy_owners: set[str] = set()
-        while (job := session.scalars(query.where(Job.owner.not_in(busy_owners))).one_or_none()) is not None:
+        of_newer: list[int] = []  # Jobs that only a newer version can run.
+        while True:
+            others = query.where(Job.owner.not_in(busy_owners), Job.sequence.not_in(of_newer))
+            if (job := session.scalars(others).one_or_none()) is None:
+                return None
             if job.model is None:  # An earlier version accepted it while this one was starting.
                 job.model = str(job.request.get("model", ""))
             if model not in (None, job.model):
                 continue  # The query doesn't return it again.
-            if self._may_run(session, job.owner):
+            if not can_run(job):
+                of_newer.append(job.sequence)
+            elif self._may_run(session, job.owner):
                 return job
-            busy_owners.add(job.owner)
-        return None
+            else:
+                busy_owners.add(job.owner)
 
     def _may_run(self, session: Session, owner: str) -> bool:
         """Return whether a key may have one more job running. If so, its row stays locked until the job is counted.
@@ -242,7 +366,17 @@ class WorkQueue:
         claimed.watched_at = job.watched_at
         return job
 
+    def _has_been_set(self, now: float) -> bool:
+        """Return whether the database's clock was set forward so lately that leases may not have been renewed since."""
+        moment, before = time.monotonic(), self._clocks
+        self._clocks = now, moment
+        if before is not None and (now - before[0]) - (moment - before[1]) > self._renewal_s:
+            self._trusted_from = moment + _RENEWALS * self._renewal_s
+        return moment < self._trusted_from
+
     def _requeue_lost(self, session: Session, now: float) -> list[str]:
+        if self._has_been_set(now):
+            return []
         silent = session.scalars(
             select(Job)
             .where(Job.status == "in_progress", Job.lease_expires_at <= now)
@@ -257,6 +391,10 @@ class WorkQueue:
             else:
                 self._requeue(session, job, now)
         return [job.id for job in silent]
+
+    def _count_segment(self, job: Job, warnings: Sequence[str]) -> None:
+        job.losses, job.segments_left = 0, max(0, job.segments_left - 1)
+        job.warnings = list(dict.fromkeys([*job.warnings, *map(make_storable, warnings)]))
 
     def _requeue(self, session: Session, job: Job, now: float) -> None:
         if job.stop_code is not None:

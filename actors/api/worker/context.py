@@ -7,6 +7,7 @@ from actors.api.estimates import Pace
 from actors.api.metrics import Meters
 from actors.api.outbound.webhook import Webhooks, read_secret
 from actors.api.settings import ServiceSettings
+from actors.api.worker.held_bytes import HeldBytes
 from actors.api.worker.traces import Traces
 from actors.engine import Engine
 from actors.jobs.retention import Retention
@@ -31,6 +32,7 @@ class WorkerContext:
     Attributes:
         snapshots: The snapshots of unfinished jobs that the engine has stored.
         traces: Exports traces of jobs that have ended; None if traces are off.
+        held: Counts the bytes of videos that the process holds.
         previews: Whether to make pictures of the videos. Simulated videos aren't mp4 files and have none.
     """
 
@@ -49,6 +51,7 @@ class WorkerContext:
         self.database = open_database(settings.database)
         self.store = JobStore(self.database)
         self.storage = open_storage(settings.storage)
+        self.held = HeldBytes()
         self.queue = WorkQueue(self.database, settings.jobs, settings.reliability)
         self.retention = Retention(self.database, self.storage, settings.jobs)
         self.pace = Pace(self.store.list_recent(_RECENT))

@@ -1,133 +1,270 @@
-"""Store a video's fragments while it is decoded, for clients that watch; decoding never waits for it."""
+"""Store a video's fragments while it is made, for clients that watch; making it never waits for that."""
 
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import logging
+import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Iterator, Sequence
 
+from actors.api.worker.context import WorkerContext
+from actors.api.worker.job_files import JobFiles
+from actors.api.worker.segments import list_parts
 from actors.engine import Fragment
 from actors.jobs.errors import LeaseLost, StoreUnavailable
 from actors.jobs.tables import Job, StoredFragment
-from actors.jobs.work import WorkQueue
 from actors.observe.logs import log_event
 from wan_tpu.errors import WanTpuError
-from wan_tpu.storage.base import Storage
+from wan_tpu.media.continued import ContinuedVideo, NotContinued
 
 log = logging.getLogger(__name__)
 
-MAX_HELD_BYTES = 100_000_000  # More than a long video has. A worker holds its finished mp4 as well.
-_AGAIN_S = 0.5  # Pause before the database is tried again.
-_LAST_S = 10.0  # How long a finished job waits until its last fragments are stored.
+AT_ONCE = 4  # Fragments that are written to storage at a time, each in a thread.
+_WATCHED_S = 45.0  # A client watches for this long after an ingress has said so. Ingresses repeat it every 10 s.
+# How long a finished job waits for its last fragments: as long as one is stored within the first time, and in total.
+_HEADWAY_S, _LONGEST_S = 10.0, 120.0
 
 
 class Fragments:
-    """The fragments of one attempt at a job. They are held until a client watches, and dropped if none does.
+    """The fragments of the video that an attempt makes, numbered over all of its parts.
 
-    If one can't be stored, the clients that watch are cut off, and the job goes on.
+    The parts are the video that is continued, if any, and the segments. While nobody watches, nothing is stored, and
+    only fragments of the segment that is being made are held. Those of finished parts come from their files, byte for
+    byte as they came while they were made. What an earlier run has stored is reused.
+
+    If a fragment can't follow the others or can't be stored, the clients that watch are cut off, and the job goes on.
     """
 
-    def __init__(self, queue: WorkQueue, storage: Storage, job: Job) -> None:
-        self._queue, self._storage, self._job = queue, storage, job
+    def __init__(self, context: WorkerContext, job: Job, files: JobFiles) -> None:
+        self._context, self._job, self._files = context, job, files
         self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()
-        self._waiting: deque[Fragment] = deque()
-        self._latest: tuple[int, int] | None = None  # Run and index of the fragment that came last,
-        self._stored: tuple[int, int] | None = None  # and of the one that was stored last.
-        self._finishing = self._failed = False
-        self._refusal: str | None = None  # Why the next fragment can't follow the others.
+        self._parts = list_parts(job)
+        # Fragments of segments, each with its part's index. Those of a finished part are held only if none was dropped.
+        self._waiting: deque[tuple[int, Fragment]] = deque()
+        self._latest: Fragment | None = None  # Of the segment that is being made.
+        self._is_incomplete = False  # Whether some of its fragments were dropped.
+        self._live: set[int] = set()  # Finished parts whose fragments all came while they were made.
+        self._run = -1
+        self._begin_run()
+        self._watched_at, self._watched_until = job.watched_at, 0.0
+        if job.watched_at is not None:
+            self._watched_until = time.monotonic() + _WATCHED_S
+        self._is_finishing = self._failed = self._is_complete = False
         self._storing: asyncio.Task[None] | None = None
+        self.unwritten: set[str] = set()  # Names of announced files that may still be written.
 
     @contextlib.asynccontextmanager
-    async def storing(self) -> AsyncIterator["Fragments"]:
+    async def storing(self) -> AsyncIterator[None]:
         """Store fragments until the block ends."""
         self._storing = asyncio.create_task(self._store_all())
         try:
-            yield self
+            yield
         finally:
             self._storing.cancel()
             await asyncio.wait([self._storing])
+            self._drop(len(self._parts) + 1)
 
     def add(self, fragment: Fragment) -> None:
-        """Take the next fragment, in any thread."""
-        if not self._failed:
-            self._latest = fragment.run, fragment.index
-            self._waiting.append(fragment)
-            self._loop.call_soon_threadsafe(self._news.set)
+        """Take the next fragment of the segment that is being made, in any thread."""
+        self._loop.call_soon_threadsafe(self._add, fragment)
 
-    def refuse(self, reason: str) -> None:
-        """Take no more fragments, in any thread, because the next one can't follow the others."""
-        self._refusal = reason
-        self._loop.call_soon_threadsafe(self._news.set)
+    def end_segment(self, name: str) -> None:
+        """Take the name in storage of the segment, after its last fragment: it is a finished part now."""
+        if self._latest is not None and not self._is_incomplete and self._is_watched:
+            self._live.add(len(self._parts))
+        self._parts.append(name)
+        self._latest, self._is_incomplete = None, False
+        if len(self._parts) - 1 not in self._live:
+            self._drop(len(self._parts))
+        self._news.set()
 
     def look(self) -> None:
         """See whether a client watches by now: the job's `watched_at` was read."""
-        if self._job.watched_at is not None:
-            self._news.set()
+        if self._job.watched_at != self._watched_at:
+            self._watched_at, self._watched_until = self._job.watched_at, time.monotonic() + _WATCHED_S
+        self._news.set()
 
     async def finish(self) -> bool:
-        """Wait a moment until all fragments are stored; return whether they are, so that clients have all of them."""
+        """Wait until all fragments are stored, if a client watches; return whether clients can watch to the end.
+
+        Clients that have received nothing yet get the finished file instead.
+        """
         assert self._storing is not None
-        self._finishing = True
+        self._is_finishing = True
         self._news.set()
-        await asyncio.wait([self._storing], timeout=_LAST_S)
-        return self._storing.done() and self._stored is not None and self._stored == self._latest
+        give_up = time.monotonic() + _LONGEST_S
+        while not self._storing.done() and time.monotonic() < give_up:
+            position = self._position
+            await asyncio.wait([self._storing], timeout=_HEADWAY_S)
+            if position == self._position:
+                break
+        return self._is_complete
+
+    @property
+    def _is_watched(self) -> bool:
+        return time.monotonic() < self._watched_until and not self._failed
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether clients may have received fragments."""
+        return self._run > 0 or self._position > 0 or self._job.fragments is not None
+
+    def _begin_run(self) -> None:
+        """Begin the video again, from its first fragment on."""
+        self._run += 1
+        self._finished = 0  # The number of parts that are stored whole.
+        self._begin = 0  # The number of the next part's first fragment,
+        self._digests: list[str] = []  # and the digests of those of its fragments that are stored.
+        request, rate = self._job.request, self._context.engine.model.audio_rate
+        self._whole = ContinuedVideo(request["fps"], rate if request.get("generate_audio") else None)
+
+    def _add(self, fragment: Fragment) -> None:
+        part = len(self._parts)
+        if self._latest is not None and fragment.run != self._latest.run:
+            self._drop(part + 1, since=part)  # Its decoder was lost, and another one has begun again.
+            self._is_incomplete = False
+        self._latest = fragment
+        if self._failed or self._is_incomplete:
+            return
+        if not self._context.held.take(len(fragment.content)):
+            self._is_incomplete = True  # Clients get the rest of this segment from its file.
+            self._drop(part + 1, since=part)
+            return
+        self._waiting.append((part, fragment))
+        self._news.set()
+
+    def _drop(self, stop: int, since: int = 0) -> None:
+        """Drop the fragments of parts from index `since` to before `stop`."""
+        for part, fragment in self._waiting:
+            if since <= part < stop:
+                self._context.held.give_back(len(fragment.content))
+        self._waiting = deque(item for item in self._waiting if not since <= item[0] < stop)
+        self._live.difference_update(range(since, stop))
 
     async def _store_all(self) -> None:
         try:
             while True:
                 await self._news.wait()
                 self._news.clear()
-                while (fragment := self._take()) is not None:
-                    await self._store(fragment)
-                if self._finishing:
+                while self._is_watched and await self._store_next():
+                    pass
+                if not self._is_watched:
+                    self._drop(len(self._parts))
+                if self._is_finishing:
+                    self._is_complete = self._is_watched and self._finished == len(self._parts)
                     return
         except LeaseLost:
             self._fail()
         except Exception as error:
-            known = isinstance(error, WanTpuError)
+            known = isinstance(error, (WanTpuError, NotContinued))
             fields = {"job": self._job.id, "reason": str(error) if known else type(error).__name__}
             log_event(log, "fragments end", logging.WARNING, **fields)
             self._fail()
             with contextlib.suppress(LeaseLost, StoreUnavailable):
-                await asyncio.to_thread(self._queue.abandon_fragments, self._job)
+                await asyncio.to_thread(self._context.queue.abandon_fragments, self._job)
 
-    def _take(self) -> Fragment | None:
-        """Return the next fragment to store, if there is one and a client watches."""
-        if self._refusal is not None:
-            raise WanTpuError(self._refusal)
-        while self._waiting and self._latest is not None and self._waiting[0].run != self._latest[0]:
-            self._waiting.popleft()  # Its decoder was lost, and another one has begun again.
-        if sum(len(fragment.content) for fragment in self._waiting) > MAX_HELD_BYTES:
-            raise WanTpuError(f"more than {MAX_HELD_BYTES} bytes wait to be stored")
-        return self._waiting.popleft() if self._waiting and self._job.watched_at is not None else None
+    async def _store_next(self) -> bool:
+        """Store what comes next, if it is there; return whether something was."""
+        index = self._finished
+        if self._job.made is not None and not self._has_begun:
+            return False  # Clients get the finished file.
+        if index < len(self._parts) and index not in self._live:
+            await self._store_part(self._parts[index])
+        elif self._waiting and self._waiting[0][0] == index:
+            await self._store_waiting(index)
+        elif index < len(self._parts):
+            self._whole.end_part()
+            self._end_part()
+        else:
+            return False
+        return True
 
-    async def _store(self, fragment: Fragment) -> None:
-        digest = await asyncio.to_thread(lambda: hashlib.sha256(fragment.content).hexdigest())
-        place = f"{self._job.id}.{self._job.attempts}.{fragment.run}-{fragment.index:04}"
-        stored = StoredFragment(
-            name=f"{place}.{digest[:16]}.mp4",
-            job=self._job.id,
-            attempt=self._job.attempts,
-            run=fragment.run,
-            number=fragment.index,
-            digest=digest,
-        )
-        await self._insist(self._queue.announce, self._job, [stored.name])
-        await asyncio.to_thread(self._storage.write, stored.name, fragment.content)
-        await self._insist(self._queue.publish_fragment, self._job, stored)
-        self._stored = fragment.run, fragment.index
+    async def _store_part(self, name: str) -> None:
+        """Store the fragments of a finished part from its file."""
+        path = await self._files.fetch(name)
+        with contextlib.closing(self._whole.add_part(path)) as contents:
+            number = self._begin
+            while batch := await asyncio.to_thread(_take, contents):
+                if not self._is_watched or not await self._store(number, batch):
+                    return
+                number += len(batch)
+        self._end_part()
+
+    async def _store_waiting(self, part: int) -> None:
+        """Store the next fragments of a segment, those that came first."""
+        batch = [fragment for of_part, fragment in itertools.islice(self._waiting, AT_ONCE) if of_part == part]
+        for fragment in batch:
+            self._waiting.popleft()
+            self._context.held.give_back(len(fragment.content))
+        contents = [self._whole.append(fragment.content) for fragment in batch]
+        if not await self._store(self._begin + batch[0].index, contents) and part == len(self._parts):
+            self._is_incomplete = True
+            self._drop(part + 1, since=part)
+
+    def _end_part(self) -> None:
+        self._finished, self._begin, self._digests = self._finished + 1, self._position, []
+
+    @property
+    def _position(self) -> int:
+        """The number of the next fragment to store."""
+        return self._begin + len(self._digests)
+
+    async def _store(self, number: int, contents: Sequence[bytes]) -> bool:
+        """Store those of a part's fragments that aren't stored yet: reuse earlier runs' ones, and write the others.
+
+        Args:
+            number: The number of the first one; those before it are stored.
+            contents: The fragments of the whole video, some of which may be stored already.
+
+        Returns:
+            False if they don't continue what is stored, because the part was decoded again with other bytes. A new run
+            has then begun, for which finished parts are read from their files.
+        """
+        digests = await asyncio.to_thread(lambda: [hashlib.sha256(content).hexdigest() for content in contents])
+        stored = self._digests[number - self._begin :]
+        if any(old != new for old, new in zip(stored, digests, strict=False)):
+            self._drop(len(self._parts))
+            self._begin_run()
+            return False
+        wanted = [
+            self._describe(number + index, digest) for index, digest in enumerate(digests) if index >= len(stored)
+        ]
+        queue, insist = self._context.queue, self._files.insist
+        reused = 0
+        if wanted and self._has_begun:
+            reused = await insist(queue.reuse_fragments, self._job, wanted)
+        if new := wanted[reused:]:
+            self._check_disk()
+            names = [fragment.name for fragment in new]
+            await insist(queue.announce, self._job, names)
+            self.unwritten.update(names)
+            to_write = zip(names, contents[len(stored) + reused :], strict=True)
+            await asyncio.gather(*(asyncio.to_thread(self._write, *item) for item in to_write))
+            await insist(queue.publish_fragments, self._job, new)
+        self._digests += [fragment.digest for fragment in wanted]
+        return True
+
+    def _describe(self, number: int, digest: str) -> StoredFragment:
+        job = self._job
+        name = f"{job.id}.{job.attempts}.{self._run}-{number:04}.{digest[:16]}.mp4"
+        return StoredFragment(name=name, job=job.id, attempt=job.attempts, run=self._run, number=number, digest=digest)
+
+    def _write(self, name: str, content: bytes) -> None:
+        self._context.storage.write(name, content)
+        self.unwritten.discard(name)  # Also if nobody waits any more, since a thread can't be cancelled.
+
+    def _check_disk(self) -> None:
+        """Raise if the results need the rest of the disk."""
+        free = self._context.storage.free()
+        if free is not None and free < self._context.settings.limits.free_bytes:
+            raise WanTpuError(f"{self._context.storage.location()} has only {free} bytes left")
 
     def _fail(self) -> None:
         self._failed = True
-        self._latest = self._stored = None
-        self._waiting.clear()
+        self._drop(len(self._parts) + 1)
 
-    async def _insist(self, change: Callable[..., Any], *args: Any) -> None:
-        """Change the database, and retry for as long as it is unavailable: the job waits for it as well."""
-        while True:
-            try:
-                return await asyncio.to_thread(change, *args)
-            except StoreUnavailable:
-                await asyncio.sleep(_AGAIN_S)
+
+def _take(contents: Iterator[bytes]) -> list[bytes]:
+    return list(itertools.islice(contents, AT_ONCE))

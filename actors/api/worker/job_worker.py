@@ -8,7 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from actors.api.worker.attempt import Attempt
 from actors.api.worker.context import WorkerContext
+from actors.api.worker.fragments import AT_ONCE
 from actors.api.worker.maintenance import maintain
+from actors.api.worker.segments import can_read
 from actors.jobs.tables import Job
 from actors.observe.logs import log_event
 from wan_tpu.errors import WanTpuError
@@ -18,7 +20,7 @@ log = logging.getLogger(__name__)
 _URGENT = 2  # The most jobs claimed beyond `concurrency`, each more urgent than a running one.
 _LOOK_S = 0.5  # Pause between two polls of an empty queue.
 _AGAIN_S = 2.0  # Pause after the database or the pipeline failed to answer.
-# Besides two threads per job, for its result and its fragments. Leases are thus renewed even while storage hangs.
+# Besides those of each job, for its result and its fragments. Leases are thus renewed even while storage hangs.
 _THREADS = 32
 
 
@@ -35,7 +37,7 @@ class JobWorker:
 
     async def run(self) -> None:
         """Work until this is cancelled. Unfinished jobs are then given back for another worker to resume."""
-        threads = _THREADS + 2 * (self._context.settings.concurrency + _URGENT)
+        threads = _THREADS + (2 + AT_ONCE) * (self._context.settings.concurrency + _URGENT)
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(threads))
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(maintain(self.name, self._context))
@@ -57,7 +59,7 @@ class JobWorker:
     async def _claim(self) -> Job | None:
         """Claim a job if one more may run. Beyond `concurrency`, it must have a higher priority than a running one."""
         most, running = self._context.settings.concurrency, [priority for _, priority in self._running.values()]
-        if time.monotonic() < self._paused_until or len(running) >= most + _URGENT:
+        if time.monotonic() < self._paused_until or len(running) >= most + _URGENT or self._context.held.is_full:
             return None
         above = min(running) if len(running) >= most else None
         try:
@@ -67,7 +69,7 @@ class JobWorker:
                     await asyncio.to_thread(self._context.storage.probe)
                     self._must_check = False
                 claim, model = self._context.queue.claim, self._context.settings.model
-                return await asyncio.to_thread(claim, self.name, above=above, model=model)
+                return await asyncio.to_thread(claim, self.name, above=above, model=model, can_run=can_read)
         except WanTpuError as error:
             log_event(log, "no claim", logging.WARNING, reason=str(error))
         except Exception:  # If this ended the worker, the others would hit the same error and end one by one.

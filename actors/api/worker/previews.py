@@ -2,11 +2,12 @@
 
 import io
 import subprocess
+from pathlib import Path
 
 import imageio_ffmpeg
+import numpy as np
 from PIL import Image
 
-from actors.engine import GeneratedVideo
 from wan_tpu.errors import InvalidRequest, Unavailable, WanTpuError
 from wan_tpu.media.joining import read_end
 from wan_tpu.media.sheet import WIDEST, fill_rows, grid
@@ -19,39 +20,38 @@ class BrokenVideo(WanTpuError):
     """The mp4 can't be decoded."""
 
 
-def make_previews(mp4: bytes, *, height: int, width: int, frames: int) -> dict[str, bytes]:
-    """Return the thumbnail (WebP) and the sheet (JPEG) of a video, by variant; raises `BrokenVideo`."""
-    pictures = _decode_pictures(mp4, height=height, width=width, frames=frames)
+def make_previews(video: Path, *, height: int, width: int, frames: int) -> dict[str, bytes]:
+    """Return the thumbnail (WebP) and the sheet (JPEG) of a video, by variant; raises `BrokenVideo`, `Unavailable`."""
+    pictures = _decode_pictures(video, height=height, width=width, frames=frames)
     sheet = _encode(grid(pictures), "JPEG", quality=85)
     return {"thumbnail": _encode(pictures[0], "WEBP", quality=80), "spritesheet": sheet}
 
 
-def make_last_frame(video: GeneratedVideo, frames: int) -> bytes:
-    """Return a video's last frame (PNG), from which another one can continue it.
+def encode_last_frame(pixels: np.ndarray) -> bytes:
+    """Return a frame, uint8 [H, W, 3], as a PNG, from which another video can continue."""
+    return _encode(Image.fromarray(pixels), "PNG", compress_level=1)
 
-    This is the frame before the lossy compression of the mp4, if the engine has kept it.
 
-    Raises:
-        BrokenVideo: The mp4 has no such frame.
-    """
-    if video.last_frame is not None:
-        return _encode(Image.fromarray(video.last_frame), "PNG", compress_level=1)
+def read_last_frame(video: Path, frames: int) -> bytes:
+    """Return the last of a video's `frames` frames as a PNG; raises `BrokenVideo`, `Unavailable`."""
     try:
-        return _encode(read_end(video.mp4, frames), "PNG", compress_level=1)
+        return _encode(read_end(video, frames), "PNG", compress_level=1)
     except InvalidRequest as error:  # It is about a client's file, and this one is the engine's.
         raise BrokenVideo(f"frame {frames}, its last one, can't be decoded") from error
 
 
-def _decode_pictures(mp4: bytes, *, height: int, width: int, frames: int) -> list[Image.Image]:
+def _decode_pictures(video: Path, *, height: int, width: int, frames: int) -> list[Image.Image]:
     wide = min(WIDEST, width)
     tall = max(2, round(height * wide / width))
     indices = fill_rows(frames, SHEET_FRAMES)
     select = "+".join(f"eq(n,{index})" for index in indices)
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-threads", "1", "-i", "-"]
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-threads", "1", "-i", str(video)]
     command += ["-vf", f"select='{select}',scale={wide}:{tall}", "-fps_mode", "passthrough"]
     command += ["-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
     try:
-        done = subprocess.run(command, input=mp4, capture_output=True, timeout=_TIMEOUT_S, start_new_session=True)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIMEOUT_S, start_new_session=True
+        )
     except subprocess.TimeoutExpired:
         raise Unavailable(f"this machine can't decode a video within {_TIMEOUT_S:g} s") from None
     except OSError as error:

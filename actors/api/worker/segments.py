@@ -1,8 +1,11 @@
 """Rebuild a job's request from what is stored: the request of its next segment, if it has several."""
 
+import asyncio
 import dataclasses
 import io
+import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 from PIL import Image
 
@@ -13,7 +16,7 @@ from actors.errors import PipelineError
 from actors.jobs.stored_request import BESIDE, count_segments
 from actors.jobs.tables import Job
 from wan_tpu.errors import InvalidRequest
-from wan_tpu.media.joining import join_contents
+from wan_tpu.media.joining import join_videos
 from wan_tpu.media.video_content import VideoContent
 from wan_tpu.request import FIELDS, GenerationRequest
 from wan_tpu.spec import ModelSpec
@@ -41,7 +44,7 @@ def rebuild_request(job: Job, storage: Storage, catalogue: Catalogue, spec: Mode
         StorageError: Storage is unavailable.
     """
     fields = {name: value for name, value in job.request.items() if name not in BESIDE}
-    if unknown := fields.keys() - FIELDS:
+    if unknown := _list_unknown(job):
         raise PipelineError(
             f"it was accepted by a later version, with {', '.join(unknown)}; a worker of that version will run it"
         )
@@ -61,27 +64,36 @@ def rebuild_request(job: Job, storage: Storage, catalogue: Catalogue, spec: Mode
     return GenerationRequest(**fields)
 
 
-def read_parts(job: Job, storage: Storage) -> list[bytes]:
-    """Return the mp4 files that a job's next segment continues, in order; raises `Missing`, `StorageError`."""
-    return [storage.read(name) for name in _list_parts(job)]
+def can_read(job: Job) -> bool:
+    """Return whether this version understands all of a job's request; a later version may have accepted it."""
+    return not _list_unknown(job)
 
 
-def measure_parts(job: Job, storage: Storage) -> int:
-    """Return how many bytes these files have in total; raises `Missing`, `StorageError`."""
-    return sum(map(storage.size, _list_parts(job)))
+def list_parts(job: Job) -> list[str]:
+    """Return the names in storage of the video's finished parts, in order: what it continues, and its segments."""
+    source = [job.input_video] if "source_frames" in job.request and job.input_video is not None else []
+    return [*source, *job.segments, *([job.made["video"]] if job.made is not None else [])]
 
 
-async def join_parts(parts: Sequence[bytes]) -> bytes:
-    """Return a video's parts as one mp4; raises `BrokenVideo` if one of them can't be read."""
+async def join_parts(parts: Sequence[Path], output: Path) -> None:
+    """Write a video's parts as one mp4. When cancelled, it leaves no process behind.
+
+    Raises:
+        BrokenVideo: One of them can't be read.
+        OutputError: The disk can't hold it.
+        Unavailable: The machine fails.
+    """
+    cancelled = threading.Event()
     try:
-        return await join_contents(parts)
+        await asyncio.to_thread(join_videos, parts, output, cancelled=cancelled)
     except InvalidRequest as error:  # It is about a client's file, and these are the engine's.
         raise BrokenVideo("a part of it can't be decoded, so it can't be joined with the others") from error
+    finally:
+        cancelled.set()
 
 
-def _list_parts(job: Job) -> list[str]:
-    source = [job.input_video] if "source_frames" in job.request and job.input_video is not None else []
-    return [*source, *job.segments]
+def _list_unknown(job: Job) -> set[str]:
+    return job.request.keys() - FIELDS - set(BESIDE)
 
 
 def _read_picture(storage: Storage, name: str) -> Image.Image:

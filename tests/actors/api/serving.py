@@ -88,6 +88,7 @@ class Engine:
         self.under_way = 0
         self.compile_s = 0.0  # Seconds that the first step waits for its program.
         self.warnings = ()
+        self.losses = 0  # How often a decoder is lost before all is decoded.
 
     async def check_ready(self):
         pass
@@ -112,7 +113,7 @@ class Engine:
                     await asyncio.sleep(0.01)
                 if self.failure is not None:
                     raise self.failure
-            mp4 = await asyncio.to_thread(self.video, request, id)
+            mp4 = await asyncio.to_thread(self.video, self.redo(request, self.losses), id)
             await self.decode(request, id, on_fragment)
             on_event(span(id, "decoder"))
             return GeneratedVideo(mp4, self.warnings)
@@ -121,6 +122,10 @@ class Engine:
 
     async def decode(self, request, id, on_fragment):
         """Pass on the video's fragments. This engine passes on none, as one that can't stream."""
+
+    def redo(self, request, run):
+        """Return the request that is decoded again after a loss: normally the same."""
+        return request
 
     def video(self, request, name="made", on_fragment=None):
         path = self._folder / f"{name}-{next(self._files)}.mp4"  # A cancelled attempt may still write its own.
@@ -138,14 +143,12 @@ class DecodingEngine(Engine):
 
     Attributes:
         decoded: Counts the fragments that may be passed on.
-        losses: How often a decoder is lost before all is decoded.
         fragments: Those of all runs, as they were passed on, by job.
     """
 
     def __init__(self, folder):
         super().__init__(folder)
         self.decoded = threading.Semaphore(0)
-        self.losses = 0
         self.fragments = collections.defaultdict(list)
 
     async def decode(self, request, id, on_fragment):
@@ -159,10 +162,6 @@ class DecodingEngine(Engine):
                     raise self.failure
                 self.fragments[id].append(content)
                 on_fragment(Fragment(run, index, content))
-
-    def redo(self, request, run):
-        """Return the request that is decoded again after a loss: normally the same."""
-        return request
 
 
 def span(job, stage, step=None, seconds=0.25):

@@ -1,24 +1,19 @@
 """Videos that continue others, and videos of several segments, are watched while they are decoded."""
 
-import asyncio
+import time
 
 import pytest
 
-from actors.api.worker.continued import continue_fragments
-from actors.api.worker.fragments import Fragments
-from actors.engine import Fragment
-from actors.jobs.watching import begin_to_watch, list_fragments
-from actors.jobs.work import WorkQueue
+from actors.api.worker import fragments
+from actors.jobs import watching as watching_jobs
+from actors.jobs.store import JobStore
+from actors.jobs.watching import begin_to_watch
 from tests.actors.api import serving
 from tests.actors.api.serving import create, open_client, serve, wait_for_end, working
 from tests.actors.api.test_watching import count_frames, decode_digests, list_stored_fragments, watching
 from tests.actors.small_spec import SOUND_SPEC
 from tests.waiting import wait_for
-from tests.wan_tpu.test_media_continued import encode
 from wan_tpu.media import video
-from wan_tpu.storage.opening import open_storage
-
-FPS = 24
 
 
 @pytest.fixture
@@ -27,63 +22,129 @@ def engine(tmp_path):
     return serving.DecodingEngine(tmp_path / "frames")
 
 
-@pytest.fixture(scope="module")
-def parts():
-    """Return finished parts, and their fragments as they came."""
-    return [encode(frames, FPS, seed=seed, hidden_frames=seed > 0) for seed, frames in enumerate((17, 34, 34))]
+def list_contents(settings):
+    """Return the digests in the names of the fragments in storage: one for each time that a fragment was written."""
+    return [name.split(".")[3] for name in list_stored_fragments(settings)]
 
 
-def test_segments_follow_each_other_and_a_lost_decoder_begins_the_video_again(http, settings, database, parts):
-    jobs = [create(http).json()["id"] for _ in range(2)]
-    for job in jobs:
-        begin_to_watch(database, job)
-    queue, storage = WorkQueue(database), open_storage(settings.storage)
-    (source, _), (first, first_fragments), (second, second_fragments) = parts
-
-    async def store(finished, add_segments):
-        """Claim a job and store fragments; return their runs, and their names and contents."""
-        job = queue.claim("worker")
-        async with Fragments(queue, storage, job).storing() as fragments:
-            await add_segments(await continue_fragments(finished, FPS, None, fragments))
-            assert await fragments.finish()
-        stored = list_fragments(database, job.id)
-        assert [fragment.number for fragment in stored] == list(range(len(stored)))
-        return {fragment.run for fragment in stored}, [storage.read(fragment.name) for fragment in stored]
-
-    async def add(continued, contents, run=0):
-        for index, content in enumerate(contents):
-            continued.add(Fragment(run, index, content))
-            await asyncio.sleep(0.05)  # It is stored meanwhile.
-
-    async def lose_the_second_segment_s_decoder(continued):
-        await add(continued, first_fragments)
-        await continued.end_segment(first)
-        await add(continued, second_fragments[:1])
-        await add(continued, second_fragments, run=1)
-
-    async def resume_and_stream_nothing(continued):
-        await add(continued, second_fragments[:1])
-        await continued.end_segment(second)
-
-    runs, contents = asyncio.run(store([source], lose_the_second_segment_s_decoder))
-    assert runs == {1} and len(contents) == 2 + 3 + 3
-    resumed_runs, resumed_contents = asyncio.run(store([source, first], resume_and_stream_nothing))
-    assert (resumed_runs, resumed_contents) == ({0}, contents)
+def list_frames(stream):
+    """Return the time and the digest of each frame; the sound of a stream may end a packet earlier than the file's."""
+    return [line for line in decode_digests(stream) if line.startswith(b"0,")] if stream else []
 
 
-def test_segments_that_can_not_follow_end_the_stream(http, settings, database, parts):
-    begin_to_watch(database, create(http).json()["id"])
-    queue, storage = WorkQueue(database), open_storage(settings.storage)
+def download(http, job):
+    assert wait_for_end(http, job)["status"] == "completed"
+    return http.get(f"/v1/videos/{job}/content").content
 
-    async def store():
-        async with Fragments(queue, storage, queue.claim("worker")).storing() as fragments:
-            continued = await continue_fragments([parts[0][0]], FPS, None, fragments)
-            await continued.end_segment(b"no video")
-            continued.add(Fragment(0, 0, parts[1][1][0]))
-            assert not await fragments.finish()
-            assert await continue_fragments([b"no video"], FPS, None, fragments) is None
 
-    asyncio.run(store())
+def lose_in(engine, index):
+    """Have the decoder of one segment lost once."""
+    decode = engine.decode
+
+    async def decode_and_lose(request, id, on_fragment):
+        engine.losses = int(len(engine.requests) == index + 1)
+        await decode(request, id, on_fragment)
+
+    engine.decode = decode_and_lose
+
+
+def test_lost_decoder_of_a_later_segment_begins_the_video_again_with_what_is_stored(http, settings, engine, worker):
+    lose_in(engine, 1)
+    job = create(http, num_frames=33, next_prompts=["on"]).json()["id"]
+    with watching(http, job) as (_, viewer):
+        engine.decoded.release(3)
+        wait_for(lambda: len(list_frames(viewer.received)) == 33)
+        engine.decoded.release(3)
+        content, cut = viewer.end()
+    assert (cut, list_frames(content)) == (False, list_frames(download(http, job)))
+    assert len(list_contents(settings)) == len(set(list_contents(settings))) == 3 + 2
+
+
+def test_finished_parts_are_not_held_and_a_late_client_gets_all_of_them(http, settings, engine, worker):
+    job = create(http, num_frames=33, next_prompts=["on", "and on"]).json()["id"]
+    engine.decoded.release(3 + 2 + 1)  # All of two segments, and a fragment of the third.
+    wait_for(lambda: len(engine.fragments[job]) == 6)
+    wait_for(lambda: worker.held.total == len(engine.fragments[job][-1]))
+    assert list_stored_fragments(settings) == []
+    with watching(http, job) as (_, viewer):
+        wait_for(lambda: len(list_frames(viewer.received)) == 33 + 32 + 16)
+        engine.decoded.release(1)
+        content, cut = viewer.end()
+    assert (cut, list_frames(content)) == (False, list_frames(download(http, job)))
+    assert worker.held.total == 0
+
+
+@pytest.mark.parametrize("later", [[], ["on"]], ids=["one segment", "two"])
+def test_clients_get_from_its_file_what_of_a_segment_could_not_be_held(http, engine, worker, later):
+    job = create(http, num_frames=65, next_prompts=later).json()["id"]
+    engine.decoded.release(2)
+    with watching(http, job) as (_, viewer):
+        wait_for(lambda: len(list_frames(viewer.received)) == 32)
+        with worker.held.hold(2**30):
+            engine.decoded.release(2)
+            wait_for(lambda: len(engine.fragments[job]) == 4)
+        engine.decoded.release(1 + 4 * len(later))
+        content, cut = viewer.end()
+    assert (cut, list_frames(content)) == (False, list_frames(download(http, job)))
+
+
+def test_fragments_are_stored_only_while_a_client_watches(http, database, settings, engine, worker, monkeypatch):
+    monkeypatch.setattr(fragments, "_WATCHED_S", 1.5)
+    monkeypatch.setattr(watching_jobs, "RENEW_S", 0.5)
+    job = create(http, num_frames=33, next_prompts=["on"]).json()["id"]
+    begin_to_watch(database, job)  # As a client that goes away at once.
+    engine.decoded.release(1)
+    wait_for(lambda: len(list_stored_fragments(settings)) == 1)
+    time.sleep(2.0)
+    engine.decoded.release(2)
+    wait_for(lambda: JobStore(database).get(job).segments)
+    time.sleep(0.3)
+    assert len(list_stored_fragments(settings)) == 1
+    with watching(http, job) as (_, viewer):
+        wait_for(lambda: len(list_frames(viewer.received)) == 33)
+        time.sleep(2.0)
+        engine.decoded.release(2)
+        content, cut = viewer.end()
+    assert (cut, list_frames(content)) == (False, list_frames(download(http, job)))
+
+
+def test_attempt_that_can_not_stream_cuts_early_clients_at_once_and_late_ones_get_the_file(
+    http, settings, engine, monkeypatch
+):
+    job = create(http, num_frames=33, next_prompts=["on"]).json()["id"]
+    with watching(http, job) as (_, early), working(settings, engine):
+        engine.decoded.release(3)
+        wait_for(lambda: len(list_frames(early.received)) == 33)
+        wait_for(lambda: len(engine.requests) == 2)
+    monkeypatch.setattr(video, "H264", video.H264.replace("bframes=1", "bframes=0"))
+    with working(settings, engine):
+        engine.decoded.release(1)
+        content, cut = early.end()  # Although the segment isn't finished.
+        assert (len(list_frames(content)), cut) == (33, True)
+        with watching(http, job) as (_, late):
+            engine.decoded.release(1)
+            received, cut = late.end()
+    assert (cut, received) == (False, download(http, job)) and len(list_frames(received)) == 65
+
+
+def test_a_client_of_slow_storage_gets_the_whole_video(http, settings, engine, worker, monkeypatch):
+    monkeypatch.setattr(fragments, "_HEADWAY_S", 1.0)
+    write = worker.storage.write
+
+    def write_slowly(name, content):
+        time.sleep(0.6)
+        write(name, content)
+
+    monkeypatch.setattr(worker.storage, "write", write_slowly)
+    job = create(http, num_frames=161, next_prompts=["on"]).json()["id"]
+    engine.decoded.release(12)
+    wait_for(lambda: len(engine.requests) == 2)
+    with watching(http, job) as (_, viewer):
+        wait_for(lambda: viewer.received)
+        engine.decoded.release(9)
+        content, cut = viewer.end()
+    assert (cut, list_frames(content)) == (False, list_frames(download(http, job)))
+    assert len(list_contents(settings)) == 21
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from actors.api.worker import attempt
 from actors.errors import RequestFailed
 from actors.jobs.store import JobStore, open_database
 from actors.jobs.tables import File
-from actors.jobs.watching import list_fragments
 from tests.actors.api import serving
 from tests.actors.api.serving import change_reliability, create, open_client, serve, wait_for_end, working
 from tests.actors.api.test_extensions import content, extend, packets, wait_for_video
@@ -112,16 +110,6 @@ def test_no_finished_segment_is_made_again(settings, engine, database):
             files = session.query(File).where(File.job == job).all()
     results = set(JobStore(database).get(job).results.values())
     assert {file.name for file in files if file.delete_at is None} == results
-
-
-def test_a_long_video_is_continued_without_holding_its_fragments(http, database, monkeypatch):
-    first = wait_for_video(http, create(http))
-    monkeypatch.setattr(attempt, "MAX_HELD_BYTES", len(content(http, first)) - 1)
-    job = extend(http, first["id"], next_prompts=PROMPTS).json()
-    with watching(http, job["id"]) as (_, viewer):
-        received, cut = viewer.end()
-    assert (cut, list_fragments(database, job["id"])) == (False, [])
-    assert decode_digests(received) == decode_digests(content(http, job))
 
 
 def test_a_job_that_makes_headway_is_not_given_up(settings, engine):

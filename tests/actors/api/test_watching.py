@@ -168,8 +168,10 @@ def test_silent_answer_brings_empty_boxes_and_stays_a_valid_file(http, settings,
 
 def test_lost_decoder_continues_at_the_byte_where_it_was(http, engine, worker):
     engine.losses = 1
-    engine.decoded.release(9)
+    engine.decoded.release(2)
     with watching(http) as (job, viewer):
+        wait_for(lambda: viewer.received)
+        engine.decoded.release(7)
         content, cut = viewer.end()
     assert (content, cut) == (b"".join(engine.fragments[job][4:]), False)
 

@@ -25,5 +25,5 @@ def upgrade() -> None:
         if later := len(request.get("next_prompts") or ()):
             connection.execute(sa.update(_JOBS).where(_JOBS.c.id == id_).values(segments_left=1 + later))
     op.drop_index("jobs_queue", "jobs")
-    columns = [sa.text("priority DESC"), "round", "sequence", "owner", "segments_left"]
+    columns = [sa.text(name) for name in ("priority DESC", "round", "sequence", "owner", "segments_left")]
     op.create_index("jobs_queue", "jobs", columns, sqlite_where=_QUEUED, postgresql_where=_QUEUED)

@@ -1,0 +1,159 @@
+"""The files of a claimed job: in storage, and on this machine's disk for as long as an attempt lasts."""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import secrets
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from actors.api.worker.context import WorkerContext
+from actors.api.worker.failures import InputGone
+from actors.errors import PipelineError
+from actors.jobs.errors import CommitUncertain, LeaseLost, StoreUnavailable
+from actors.jobs.tables import Job
+from actors.observe.logs import log_event
+from wan_tpu.errors import Unavailable
+from wan_tpu.media.temporary import open_folder
+from wan_tpu.storage.base import Missing, StorageError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0  # Pauses between attempts to store a result grow from first to longest.
+_CHUNK = 2**20
+
+
+class JobFiles:
+    """Reads and writes a job's files, and insists while database or storage are unavailable."""
+
+    def __init__(self, context: WorkerContext, job: Job, pause: Callable[[float], Awaitable[None]]) -> None:
+        """Set up without a folder.
+
+        Args:
+            context: What the worker's process shares.
+            job: The claimed job.
+            pause: Stops new claims for a number of seconds.
+        """
+        self._context, self._job, self._pause = context, job, pause
+        self._storage, self._limits = context.storage, context.settings.reliability
+        self._folder: Path | None = None
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Keep files on this machine until the block ends; raises `Unavailable`."""
+        with contextlib.ExitStack() as stack:
+            try:
+                self._folder = await asyncio.to_thread(stack.enter_context, open_folder())
+            except OSError as error:
+                raise Unavailable(f"this machine has no room for temporary files ({error.strerror})") from None
+            yield
+
+    def get_path(self, name: str) -> Path:
+        """Return where a file is, or can be written, on this machine."""
+        assert self._folder is not None
+        return self._folder / name.replace("/", "_")
+
+    async def fetch(self, name: str) -> Path:
+        """Return a file of storage on this machine, where it is copied first; raises as `read`, or `Unavailable`."""
+        path = self.get_path(name)
+        if not path.exists():
+            await self.read(self._download, name, path)
+        return path
+
+    async def read(self, read: Callable[..., T], *args: Any) -> T:
+        """Return what a function returns that reads the job's files.
+
+        Raises:
+            InputGone: Storage doesn't have one of them.
+            PipelineError: Storage is unavailable.
+        """
+        try:
+            return await self.insist(read, *args)
+        except Missing:
+            raise InputGone from None
+        except StorageError as error:  # Not the job's fault: as a job's own error it would fail every waiting job.
+            raise PipelineError("the job's inputs can't be read now") from error
+
+    async def write(self, contents: Mapping[str, tuple[str, Path | bytes]], part: str | None = None) -> dict[str, str]:
+        """Store files; return their names in storage, which are unique to this attempt and their content.
+
+        Args:
+            contents: Each file's ending and content, by a key. A file on this machine is moved to where `fetch` looks.
+            part: The part of the job's video that they belong to; None for the whole.
+        """
+        names = {}
+        for key, (ending, content) in contents.items():
+            digest = (await asyncio.to_thread(_compute_digest, content))[:16]
+            parts = [self._job.id, str(self._job.attempts), *([part] if part else []), digest, ending]
+            names[key] = ".".join(parts)
+        await self.insist(self._context.queue.announce, self._job, list(names.values()))
+        for key, (_, content) in contents.items():
+            if isinstance(content, Path):
+                content = content.replace(self.get_path(names[key]))
+            await self._store(names[key], content)
+        return names
+
+    async def insist(self, change: Callable[..., T], *args: Any) -> T:
+        """Call a function that uses the database or storage, and retry while they are unavailable.
+
+        Raises:
+            LeaseLost: The job isn't this worker's any more.
+            StorageError: Storage was unavailable `input_attempts` times.
+        """
+        attempt, uncertain = 0, False
+        while True:
+            try:
+                return await asyncio.to_thread(change, *args)
+            except LeaseLost:
+                if uncertain and (job := await asyncio.to_thread(self._context.store.get, self._job.id)).has_ended:
+                    return job  # type: ignore[return-value] # An earlier try ended it, but its answer was lost.
+                raise
+            except (StoreUnavailable, StorageError) as error:
+                uncertain |= isinstance(error, CommitUncertain)
+                attempt += 1
+                if isinstance(error, StorageError) and attempt == self._limits.input_attempts:
+                    raise
+                log_event(log, "tried again", logging.WARNING, job=self._job.id, reason=str(error))
+                await asyncio.sleep(min(10.0, 0.25 * 2 ** min(attempt, 6)))
+
+    async def _store(self, name: str, content: Path | bytes) -> None:
+        """Write a result, retrying without limit, since the next job couldn't store its video either."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                return await asyncio.to_thread(self._upload, name, content)
+            except StorageError as error:
+                log_event(log, "not stored yet", logging.WARNING, job=self._job.id, reason=str(error))
+                await self._pause(2 * pause_s)  # So that no job is claimed in between.
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _upload(self, name: str, content: Path | bytes) -> None:
+        if isinstance(content, bytes):
+            self._storage.write(name, content)
+            return
+        with content.open("rb") as source, self._storage.writing(name) as target:
+            shutil.copyfileobj(source, target, _CHUNK)
+
+    def _download(self, name: str, path: Path) -> None:
+        partial = path.with_name(f"{secrets.token_hex(8)}.partial")
+        with contextlib.closing(self._storage.open(name)) as source:
+            try:
+                with partial.open("wb") as target:
+                    while chunk := source.read(_CHUNK):
+                        target.write(chunk)
+                partial.replace(path)
+            except OSError as error:
+                raise Unavailable(f"this machine has no room for a video's parts ({error.strerror})") from None
+
+
+def _compute_digest(content: Path | bytes) -> str:
+    """Return the SHA-256 in hex."""
+    if isinstance(content, bytes):
+        return hashlib.sha256(content).hexdigest()
+    with content.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

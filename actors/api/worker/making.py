@@ -1,0 +1,186 @@
+"""Make the video of a claimed job. Whatever has been computed is stored before anything else can fail."""
+
+import asyncio
+import dataclasses
+import functools
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+from actors.api.variants import VARIANTS
+from actors.api.worker.context import WorkerContext
+from actors.api.worker.fragments import Fragments
+from actors.api.worker.job_files import JobFiles
+from actors.api.worker.previews import encode_last_frame, make_previews, read_last_frame
+from actors.api.worker.progress import Tracker
+from actors.api.worker.segments import hides_first_frame, is_last, join_parts, list_parts, rebuild_request
+from actors.engine import GeneratedVideo, OnEvent
+from actors.jobs.stored_request import count_frames, count_segments
+from actors.jobs.tables import Job
+from actors.observe.logs import log_event
+from wan_tpu.errors import OutputError, Unavailable
+from wan_tpu.media.video_content import VideoContent
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+# Pauses between attempts at what is left to do with a finished video, which another machine may do if this one can't.
+_JOIN_PAUSES_S = (1.0, 5.0, 15.0, 30.0)
+_PREVIEW_PAUSES_S = (1.0,)
+
+
+@dataclasses.dataclass(frozen=True)
+class JobResults:
+    """The stored results of a job.
+
+    Attributes:
+        names: The names of the results in storage, by variant.
+        watchable: Whether all fragments of the video are stored as well.
+        unwritten: Names of fragments that may still be written.
+    """
+
+    names: dict[str, str]
+    watchable: bool
+    unwritten: tuple[str, ...]
+
+
+class VideoMaker:
+    """Makes what is left of a job's video."""
+
+    def __init__(
+        self, context: WorkerContext, job: Job, files: JobFiles, fragments: Fragments, tracker: Tracker, note: OnEvent
+    ) -> None:
+        """Set up without doing anything.
+
+        Args:
+            context: What the worker's process shares.
+            job: The claimed job.
+            files: Its files.
+            fragments: Takes the video's fragments.
+            tracker: Told where segments begin and end.
+            note: Called with the slices' spans.
+        """
+        self._context, self._job, self._files, self._fragments = context, job, files, fragments
+        self._tracker, self._note, self._queue = tracker, note, context.queue
+
+    async def run(self) -> JobResults | None:
+        """Make and store the results; return None if the job was given back because another one's turn has come."""
+        async with self._files.open(), self._fragments.storing():
+            while self._job.made is None:
+                await self._make_segment()
+                if self._job.made is None and await self._files.insist(self._queue.give_way, self._job):
+                    return None
+            names = await self._make_results()
+            watchable = await self._fragments.finish()
+            return JobResults(names, watchable, tuple(self._fragments.unwritten))
+
+    async def _make_segment(self) -> None:
+        """Make and store the job's next segment; most jobs have one."""
+        job, engine = self._job, self._context.engine
+        seen = b""
+        if job.segments and engine.model.continues_video:  # It sees all that came before.
+            seen = (await self._join()).read_bytes()
+        elif job.segments and job.segments_end is None:
+            await self._store_end()
+        with self._context.held.hold(len(seen)):
+            request = await self._files.read(
+                rebuild_request, job, self._context.storage, self._context.settings.catalogue, engine.model
+            )
+            if seen:
+                request = dataclasses.replace(request, video=VideoContent(seen))
+            plan = engine.model.plan(request)  # Jobs outlive upgrades, and adapters may have moved, so none is stored.
+            self._tracker.begin_segment(engine.model, plan)
+            if hides_first_frame(job, engine.model):
+                plan = plan.with_request(dataclasses.replace(plan.request, hidden_frames=1))
+            video = await engine.generate(
+                plan, id=job.id, on_event=self._note, priority=job.priority, on_fragment=self._fragments.add
+            )
+        await self._keep(video)
+
+    async def _keep(self, video: GeneratedVideo) -> None:
+        """Store a segment, and record that it is."""
+        job, index, last = self._job, len(self._job.segments), is_last(self._job)
+        part = None if count_segments(job.request) == 1 else f"segment-{index + 1}"
+        with self._context.held.hold(len(video.mp4)):
+            mp4 = self._files.get_path("new.mp4")
+            await asyncio.to_thread(_write, mp4, video.mp4)
+        contents: dict[str, tuple[str, Path | bytes]] = {"video": ("mp4", mp4)}
+        needs_end = self._shows_final_frame if last else not self._context.engine.model.continues_video
+        if needs_end and video.last_frame is not None:
+            contents["final_frame"] = ("png", await asyncio.to_thread(encode_last_frame, video.last_frame))
+        names = await self._files.write(contents, part)
+        self._tracker.end_segment()
+        self._job.progress = self._tracker.estimate()
+        if last:
+            await self._files.insist(self._queue.keep_last_segment, job, names, video.warnings)
+        else:
+            end = names.get("final_frame")
+            await self._files.insist(self._queue.keep_segment, job, index, names["video"], end, video.warnings)
+        self._fragments.end_segment(names["video"])
+        await self._context.engine.forget(job.id)  # Its snapshots are of no more use.
+
+    async def _store_end(self) -> None:
+        """Store the last frame of the newest segment, which the next one begins with."""
+        job, index = self._job, len(self._job.segments) - 1
+        is_first = index == 0 and "source_frames" not in job.request
+        frames = job.request["frames" if is_first else "added_frames"]
+        video = await self._files.fetch(job.segments[index])
+        png = await self._repeat(_PREVIEW_PAUSES_S, asyncio.to_thread, read_last_frame, video, frames)
+        [name] = (await self._files.write({"end": ("png", png)}, f"segment-{index + 1}")).values()
+        await self._files.insist(self._queue.keep_end, job, name)
+
+    async def _join(self) -> Path:
+        """Return the video's finished parts as one file."""
+        paths = [await self._files.fetch(name) for name in list_parts(self._job)]
+        joined = self._files.get_path("joined.mp4")
+        await self._repeat(_JOIN_PAUSES_S, join_parts, paths, joined)
+        return joined
+
+    async def _make_results(self) -> dict[str, str]:
+        """Join the parts, and make the previews; return the results' names in storage, by variant."""
+        assert self._job.made is not None
+        results = dict(self._job.made)
+        if len(list_parts(self._job)) > 1:
+            results |= await self._files.write({"video": (VARIANTS["video"][1], await self._join())})
+        if self._context.previews:
+            results |= await self._make_previews(results)
+        return results
+
+    async def _make_previews(self, results: dict[str, str]) -> dict[str, str]:
+        """Store the previews; a video is complete without those that this machine can't make."""
+        request = self._job.request
+        height, width, frames = int(request["height"]), int(request["width"]), count_frames(request)
+        video = await self._files.fetch(results["video"])
+        contents: dict[str, bytes] = {}
+        try:
+            make = functools.partial(make_previews, video, height=height, width=width, frames=frames)
+            contents |= await self._repeat(_PREVIEW_PAUSES_S, asyncio.to_thread, make)
+            if self._shows_final_frame and "final_frame" not in results:
+                read = functools.partial(read_last_frame, video, frames)
+                contents["final_frame"] = await self._repeat(_PREVIEW_PAUSES_S, asyncio.to_thread, read)
+        except Unavailable as error:
+            log_event(log, "no previews", logging.WARNING, job=self._job.id, reason=str(error))
+        return await self._files.write({key: (VARIANTS[key][1], value) for key, value in contents.items()})
+
+    @property
+    def _shows_final_frame(self) -> bool:
+        """Whether the results include the last frame; models without images can't continue a video from it."""
+        return self._context.previews and "i2v" in self._context.engine.model.tasks
+
+    async def _repeat(self, pauses_s: tuple[float, ...], work: Callable[..., Awaitable[T]], *args: object) -> T:
+        """Do something with finished files, again after each pause if this machine fails."""
+        for pause_s in pauses_s:
+            try:
+                return await work(*args)
+            except (Unavailable, OutputError) as error:
+                log_event(log, "done again", logging.WARNING, job=self._job.id, reason=str(error))
+                await asyncio.sleep(pause_s)
+        return await work(*args)
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise Unavailable(f"this machine has no room for a finished video ({error.strerror})") from None
