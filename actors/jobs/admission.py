@@ -15,8 +15,9 @@ QUEUED: Any = literal_column("'queued'")
 _MODEL = bindparam("model", type_=String)
 # Jobs of a model that isn't served any more wait, and take no room. Programs before schema 0004 recorded no model.
 WAITING: Any = (Job.status == QUEUED, func.coalesce(Job.model, _MODEL) == _MODEL)
-# Room and estimates are computed from this index alone. It begins with the owner, so that no claim uses it.
-_COLUMNS = (Job.owner, Job.model, Job.segments_left, Job.priority, Job.round, Job.sequence)
+# Room and estimates are computed from this index alone. It begins with the owner, so that no claim uses it. SQLite
+# before 3.41 looks up even the column that all of its rows have in common.
+_COLUMNS = (Job.owner, Job.model, Job.segments_left, Job.priority, Job.round, Job.sequence, Job.status)
 _WHERE = text("status = 'queued'")
 Index("jobs_room", *_COLUMNS, sqlite_where=_WHERE, postgresql_where=_WHERE)
 # Built once, since every request runs it.

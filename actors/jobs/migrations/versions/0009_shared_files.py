@@ -16,5 +16,5 @@ def upgrade() -> None:
         sa.Column("name", sa.String(255), primary_key=True),
         sa.Column("job", sa.String(64), primary_key=True),
     )
-    columns = ["owner", "model", "segments_left", "priority", "round", "sequence"]
+    columns = ["owner", "model", "segments_left", "priority", "round", "sequence", "status"]
     op.create_index("jobs_room", "jobs", columns, sqlite_where=_QUEUED, postgresql_where=_QUEUED)

@@ -1,0 +1,95 @@
+"""Room in the queue counts segments of the served model, on both databases."""
+
+import pytest
+from sqlalchemy import event
+
+from actors.jobs.errors import QueueFull
+from actors.jobs.tables import Job
+from actors.jobs.values import Room
+from wan_tpu.errors import InvalidRequest
+
+
+def chain(segments, owner="ann", **options):
+    return Job(owner=owner, request={"next_prompts": ["on"] * (segments - 1)}, **options)
+
+
+def test_own_limit_counts_segments(store):
+    room = Room(queue=100, owner=5)
+    store.submit(chain(3), room=room)
+    with pytest.raises(QueueFull):
+        store.submit(chain(3), room=room)
+    with pytest.raises(QueueFull):
+        store.check_room("ann", None, room, None, 3)
+    store.submit(chain(2), room=room)
+    with pytest.raises(QueueFull):
+        store.submit(chain(1), room=room)
+    store.submit(chain(5, "bob"), room=room)
+
+
+def test_finished_segments_leave_room(store, work):
+    room = Room(owner=3)
+    store.submit(chain(3), room=room)
+    claimed = work.claim("w")
+    work.keep_segment(claimed, 0, "segment", None)
+    work.release(claimed)
+    store.submit(chain(1), room=room)
+    with pytest.raises(QueueFull):
+        store.submit(chain(1), room=room)
+
+
+def test_full_queue_takes_segments_up_to_half_of_a_share(store):
+    room = Room(queue=12)
+    store.submit(chain(12), room=room)
+    with pytest.raises(QueueFull):
+        store.submit(chain(4, "bob"), room=room)  # Half of Bob's share are three.
+    store.submit(chain(2, "bob"), room=room)
+    with pytest.raises(QueueFull):
+        store.submit(chain(2, "bob"), room=room)
+    store.submit(chain(1, "bob"), room=room)
+    with pytest.raises(QueueFull):
+        store.submit(chain(1, "bob"), room=room)
+
+
+@pytest.mark.parametrize("room", [Room(queue=100, owner=4), Room(queue=4)])
+def test_more_segments_than_may_ever_wait_are_the_request_s_fault(store, room):
+    with pytest.raises(InvalidRequest) as refused:
+        store.submit(chain(5), room=room)
+    assert refused.value.field == "next_prompts"
+    store.submit(chain(4), room=room)
+
+
+def test_jobs_of_a_model_that_is_not_served_take_no_room(store):
+    for _ in range(3):
+        store.submit(chain(2, model="old"))
+    room = Room(queue=4, owner=2)
+    store.submit(chain(1, model="new"), room=room)
+    store.check_room("ann", None, room, "new")
+    with pytest.raises(QueueFull):
+        store.check_room("ann", None, room, "old")
+    assert [turn.segments_left for turn in store.list_turns("new")[1]] == [1]
+
+
+def test_room_and_turns_are_read_from_an_index(database, store):
+    statements = []
+    for number in range(20):
+        store.submit(chain(2, model="served", body_digest=str(number)))
+
+    def record(_connection, _cursor, statement, parameters, _context, _many):
+        if "coalesce" in statement:
+            statements.append((statement, parameters))
+
+    event.listen(database._engine, "before_cursor_execute", record)
+    store.check_room("ann", None, Room(queue=50), "served")
+    store.list_turns("served")
+    event.remove(database._engine, "before_cursor_execute", record)
+    assert len(statements) == 2
+    with database.read() as session:
+        connection = session.connection()
+        if database.postgresql:  # A small table is read whole, whatever its indexes.
+            connection.exec_driver_sql("SET LOCAL enable_seqscan = off")
+            connection.exec_driver_sql("SET LOCAL enable_bitmapscan = off")
+        for statement, parameters in statements:
+            explain = "EXPLAIN " if database.postgresql else "EXPLAIN QUERY PLAN "
+            plan = "\n".join(str(row) for row in connection.exec_driver_sql(explain + statement, parameters))
+            assert ("Index Only Scan" if database.postgresql else "COVERING INDEX") in plan, plan
+            assert "jobs_room" in plan, plan
