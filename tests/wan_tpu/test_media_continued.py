@@ -10,6 +10,8 @@ import pytest
 from tests.wan_tpu.test_media_fragments import moving
 from wan_tpu.media import video
 from wan_tpu.media.continued import ContinuedVideo, NotContinued
+from wan_tpu.media.encoding import exact_rate
+from wan_tpu.media.joining import join_videos, read_clip
 from wan_tpu.media.mp4 import Mp4
 from wan_tpu.media.samples import PACKET
 
@@ -60,7 +62,8 @@ def decode_sound(content, channels):
 def check_frames(content, *parts):
     """Check that a file has the frames of its parts, at an even rate."""
     digests, times = decode_frames(content)
-    assert digests == [digest for part in parts for digest in decode_frames(part)[0]]
+    own = {part: decode_frames(part)[0] for part in parts}
+    assert digests == [digest for part in parts for digest in own[part]]
     assert times == list(range(len(digests)))
 
 
@@ -78,6 +81,7 @@ def check_packets(content):
         (24, (48000, 2), (49, 65, 18)),
         (25, (24000, 2), (81, 6, 33)),
         (23.976, (32000, 1), (22, 49)),
+        (16.1234, (44100, 2), (22, 49)),
     ],
 )
 def test_finished_parts_have_the_fragments_that_they_had_while_they_were_decoded(
@@ -102,11 +106,40 @@ def test_finished_parts_have_the_fragments_that_they_had_while_they_were_decoded
     samples, end = decode_sound(whole, channels), 0
     for mp4, _ in parts:
         begin, end = end, end + len(decode_frames(mp4)[0])
-        start, stop = (round(place / fps * rate / PACKET) * PACKET for place in (begin, end))
+        start, stop = (round(place / exact_rate(fps) * rate / PACKET) * PACKET for place in (begin, end))
         assert abs(start - begin / fps * rate) <= PACKET / 2
         own = decode_sound(mp4, channels)[: stop - start - PACKET]
         assert np.array_equal(samples[start:][: len(own)], own) and len(own) > PACKET
     assert len(samples) == stop - PACKET  # The sound ends so much before the last frame.
+
+
+@pytest.mark.parametrize(
+    ("fps", "sound", "lengths"), [(16, None, (1, 17, 1)), (16, (48000, 2), (1, 1, 17, 1)), (1, (44100, 2), (18, 3))]
+)
+def test_short_parts_and_slow_ones_follow_each_other(fps, sound, lengths, tmp_path):
+    parts = [encode(frames, fps, sound, seed=seed) for seed, frames in enumerate(lengths)]
+    watched, finished, contents = ContinuedVideo(fps, sound and sound[0]), ContinuedVideo(fps, sound and sound[0]), []
+    for mp4, fragments in parts:
+        contents += (decoded := [watched.append(fragment) for fragment in fragments])
+        file = write(tmp_path, mp4)
+        assert list(finished.add_part(file)) == list(watched.add_part(file)) == decoded
+    check_frames(b"".join(contents), *(mp4 for mp4, _ in parts))
+    if sound is not None:
+        check_packets(b"".join(contents))
+
+
+@pytest.mark.parametrize("fps", [16.1234, 7.12346, 30000 / 1001])
+def test_stream_has_the_frames_of_the_joined_file_at_any_rate(fps, tmp_path):
+    first, again = (write(tmp_path, encode(9, fps, seed=seed)[0], f"{seed}.mp4") for seed in (0, 1))
+    files = [first, *[again] * 12]
+    whole = ContinuedVideo(fps)
+    streamed = b"".join(fragment for file in files for fragment in whole.add_part(file))
+    join_videos(files, tmp_path / "joined.mp4")
+    for content in (streamed, (tmp_path / "joined.mp4").read_bytes()):
+        check_frames(content, *(file.read_bytes() for file in files))
+    write(tmp_path, streamed, "streamed.mp4")
+    clips = [read_clip(tmp_path / name) for name in ("streamed.mp4", "joined.mp4")]
+    assert {(clip.is_even, clip.rate) for clip in clips} == {(True, read_clip(first).rate)}
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,16 @@ decoder for the next one; it replaces the end of the sound before it, and whatev
 
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.media.boxes import FREE, find_box
-from wan_tpu.media.encoding import AAC
+from wan_tpu.media.encoding import AAC, exact_rate
 from wan_tpu.media.fragments import cut_video
-from wan_tpu.media.samples import PACKET, delay, describe_packets, read_samples, write_fragment
+from wan_tpu.media.samples import PACKET, delay, delay_frame, describe_packets, read_samples, write_fragment
 from wan_tpu.media.tracks import Track, Tracks, normalise_header, read_tracks
 
 # Packets of silence, by the number of channels. They are the same at every rate.
@@ -48,12 +49,12 @@ class ContinuedVideo:
             fps: Frames per second.
             sound_rate: Samples per second of the sound of parts that will be decoded; None if they won't have any.
         """
-        self._fps, self._sound_rate = fps, sound_rate
+        self._fps, self._rate, self._sound_rate = fps, exact_rate(fps), sound_rate
         self._tracks: Tracks | None = None
         self._end = _Place()
         self._decoding: _Part | None = None
 
-    def add_part(self, path: Path) -> Iterator[bytes]:
+    def add_part(self, path: Path) -> Generator[bytes, None, None]:
         """Yield the fragments of a finished part: the video that is continued, or a part that has been decoded.
 
         The part counts as finished once its last fragment has been taken; otherwise nothing changes.
@@ -65,7 +66,7 @@ class ContinuedVideo:
             NotContinued: It can't follow the other parts. Fragments may have been yielded before.
             Unavailable: The machine fails.
         """
-        part = _Part(self._tracks, self._end, self._fps)
+        part = _Part(self._tracks, self._end, self._rate)
         try:
             for content in self._cut(path):
                 yield part.append(content)
@@ -84,8 +85,13 @@ class ContinuedVideo:
             NotContinued: The part can't follow the other ones.
         """
         if self._decoding is None or find_box(fragment, b"moov") is not None:
-            self._decoding = _Part(self._tracks, self._end, self._fps)
+            self._decoding = _Part(self._tracks, self._end, self._rate)
         return self._decoding.append(fragment)
+
+    def end_part(self) -> None:
+        """Take the part whose fragments have all been appended as finished."""
+        if self._decoding is not None:
+            self._tracks, self._end, self._decoding = self._decoding.tracks, self._decoding.end, None
 
     def _cut(self, path: Path) -> Iterator[bytes]:
         """Return the fragments of a part. The first part's sound gets the right rate, and is silence if it has none."""
@@ -101,7 +107,7 @@ class ContinuedVideo:
         if tracks.sound is None:
             samples = (read_samples(content).get(tracks.video.number) for content in itertools.chain([first], contents))
             frames = sum(len(of_video.sizes) for of_video in samples if of_video is not None)  # Sound may end later.
-            silence = f"anullsrc=r={rate}:cl=stereo:d={frames / self._fps:.9f}"
+            silence = f"anullsrc=r={rate}:cl=stereo,atrim=end_sample={round(frames / self._rate * rate)}"
             sound = ["-f", "lavfi", "-i", silence, "-map", "0:V:0", "-map", "1:a"]
         return cut_video(path, self._fps, [*sound, "-c:v", "copy", *AAC.split()])
 
@@ -114,11 +120,11 @@ class _Part:
         end: Where the next part begins, if no more fragments come.
     """
 
-    def __init__(self, tracks: Tracks | None, begin: _Place, fps: float) -> None:
+    def __init__(self, tracks: Tracks | None, begin: _Place, rate: Fraction) -> None:
         self.tracks, self.end = tracks, begin
-        self._begin, self._fps = begin, fps
+        self._begin, self._rate = begin, rate
         self._packets: deque[bytes] = deque()  # Packets of sound that belong to frames that haven't come.
-        self._has_sound = False
+        self._has_sound = self._is_single = False
 
     def append(self, fragment: bytes) -> bytes:
         """Return a fragment of the part as a fragment of the whole file."""
@@ -128,7 +134,10 @@ class _Part:
         video, sound = self.tracks.video, self.tracks.sound
         if (frames := samples.get(video.number)) is not None:
             self.end = replace(self.end, frames=self.end.frames + len(frames.sizes))
-            moved.append(delay(frames, round(self._begin.frames * video.units / self._fps)))
+            if self._is_single and self.end.frames > self._begin.frames + 1:
+                raise NotContinued("the video's frames don't follow each other at its rate")
+            frames = delay_frame(frames, video.start) if self._is_single else frames
+            moved.append(delay(frames, round(self._begin.frames * video.units / self._rate)))
         if sound is not None:
             if sound.number in samples:
                 self._packets += samples[sound.number].split()
@@ -146,8 +155,13 @@ class _Part:
         if tracks is None or begin is None:
             raise NotContinued("the video has other tracks than H.264 and AAC")
         head = b""
+        frames = read_samples(fragment).get(tracks.video.number)
+        if tracks.video.start == 0 and frames is not None and len(frames.sizes) == 1:
+            # The encoder shows a single frame at once, but in all other videos one frame later, for its B-frames.
+            self._is_single = True
+            tracks = replace(tracks, video=replace(tracks.video, start=round(tracks.video.units / self._rate)))
         if self.tracks is None:
-            self.tracks, head = tracks, normalise_header(fragment[: begin.start])
+            self.tracks, head = tracks, normalise_header(fragment[: begin.start], tracks.video.start)
         if tracks.video != self.tracks.video or tracks.sound not in (None, self.tracks.sound):
             raise NotContinued("what continues the video is encoded with other settings")
         sound, self._has_sound = self.tracks.sound, tracks.sound is not None
@@ -168,4 +182,4 @@ class _Part:
 
     def _count_packets(self, sound: Track) -> int:
         """Return how many packets of the whole file precede the end of the frames that have come."""
-        return round(self.end.frames / self._fps * sound.units / PACKET)
+        return round(self.end.frames / self._rate * sound.units / PACKET)

@@ -1,6 +1,7 @@
 """Settings of the encoders of frames and sound. Files with the same settings can be joined without encoding again."""
 
 import re
+from fractions import Fraction
 
 # Pixels become BT.709 with a limited range at every size, and the file says so. If a file says nothing, players guess
 # by the number of lines, and most of them guess BT.709 from 720 lines on, and BT.601 below.
@@ -27,6 +28,11 @@ H264 = (
 AAC = "-c:a aac -b:a 192k"
 # PQ and HLG, whose curves ffmpeg prints after matrix and primaries; without those they can't be converted.
 _HDR = re.compile(rb"Video: .{0,300}?\b(?:bt2020nc|bt709)/(?:bt2020|smpte432|bt709)/(?:smpte2084|arib-std-b67)\b")
+
+
+def exact_rate(fps: float) -> Fraction:
+    """Return the rate of a file that is to have `fps` frames per second: six digits, which ffmpeg takes exactly."""
+    return Fraction(f"{fps:g}")
 
 
 def is_hdr(described: bytes) -> bool:

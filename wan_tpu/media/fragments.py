@@ -7,11 +7,13 @@ own, so frames are encoded exactly as they would be without fragments.
 import os
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from fractions import Fraction
 from pathlib import Path
 
 from wan_tpu.errors import InvalidRequest, Unavailable
 from wan_tpu.media.boxes import HEADER
+from wan_tpu.media.encoding import exact_rate
 from wan_tpu.media.ffmpeg import stream_ffmpeg
 
 # Chromium starts to play after two fragments, but waited 11 s when every frame was a fragment.
@@ -93,7 +95,7 @@ class FragmentSplitter:
         return complete
 
 
-def cut_video(path: Path, fps: float, streams: Sequence[str] = _ALL_PACKETS) -> Iterator[bytes]:
+def cut_video(path: Path, fps: float, streams: Sequence[str] = _ALL_PACKETS) -> Generator[bytes, None, None]:
     """Yield the fragments of a finished video one by one, cut where `FragmentPipe` cuts it.
 
     Args:
@@ -106,7 +108,8 @@ def cut_video(path: Path, fps: float, streams: Sequence[str] = _ALL_PACKETS) -> 
         Unavailable: The machine fails.
     """
     arguments = ["-v", "error", "-i", str(path.absolute()), *streams, "-flags", "+global_header"]
-    arguments += ["-movflags", _MOVFLAGS, "-frag_duration", str(_lasts_us(fps)), "-f", "mp4", "-"]
+    arguments += ["-movflags", _MOVFLAGS, "-movie_timescale", "1000", "-frag_duration", str(_lasts_us(fps))]
+    arguments += ["-f", "mp4", "-"]
     splitter = FragmentSplitter()
     try:
         for data in stream_ffmpeg(arguments, silence_s=_SILENCE_S):
@@ -125,4 +128,4 @@ def _lasts_us(fps: float) -> int:
 
     It is half a frame shorter, so that no rounding moves the cut past the next frame.
     """
-    return int((FRAGMENT_FRAMES - 0.5) / fps * 1e6)
+    return int((FRAGMENT_FRAMES - Fraction(1, 2)) / exact_rate(fps) * 10**6)

@@ -48,6 +48,11 @@ class Clip:
     sound: tuple[str, str] | None
 
     @property
+    def tick(self) -> Fraction:
+        """The unit of time of its frames, in seconds."""
+        return Fraction(dict(self.settings)["tb"])
+
+    @property
     def size(self) -> tuple[int, int]:
         """(width, height) in pixels."""
         width, height = dict(self.settings)["dimensions"].split("x")
@@ -104,7 +109,12 @@ def join_videos(clips: Sequence[Path], output: Path, *, cancelled: threading.Eve
     filters = [] if alike else _encode_frames(files)
     # The list of files is the input after the files themselves. Sound begins before the first frame, by its encoder's
     # delay; without -copyts, the frames would be late by that much.
-    maps = ["-map", f"{len(files)}:v", "-c:v", "copy", "-copyts"] if alike else ["-map", "[frames]", *H264.split()]
+    maps = ["-map", "[frames]", *H264.split()]
+    if alike:
+        # A list of files holds durations in microseconds. Here every frame gets the time that its number gives it.
+        ticks = 1 / (last.rate * last.tick)
+        exact = f"setts=pts=round(PTS/{ticks})*{ticks}:dts=round(DTS/{ticks})*{ticks}"
+        maps = ["-map", f"{len(files)}:v", "-c:v", "copy", "-bsf:v", exact, "-copyts"]
     sound = next((clip.sound for clip in reversed(files) if clip.sound is not None), None)
     if sound is not None:
         filters += _join_sound(files, sound)
@@ -200,19 +210,21 @@ def _list_sdr_filters(path: Path) -> list[str]:
 def _join_sound(clips: Sequence[Clip], sound: tuple[str, str]) -> list[str]:
     """Return filters that join the sound of files, each of which lasts as long as its frames at the last one's rate."""
     rate, layout = sound
-    filters = []
+    filters, frames = [], 0
     for index, clip in enumerate(clips):
-        lasts = f"{float(_count_frames(clip, clips[-1].rate) / clips[-1].rate):.9f}"
+        # Each file's sound begins at the sample that is nearest to its first frame, however many files there are.
+        begin, frames = frames, frames + _count_frames(clip, clips[-1].rate)
+        start, stop = (round(place / clips[-1].rate * int(rate)) for place in (begin, frames))
         if clip.sound is None:
-            filters.append(f"anullsrc=r={rate}:cl={layout}:d={lasts}[a{index}]")
+            filters.append(f"anullsrc=r={rate}:cl={layout},atrim=end_sample={stop - start}[a{index}]")
             continue
         # Gaps at the beginning or within the sound become silence, so that the rest stays in sync.
         steps = [
             f"aresample={rate}:async=1:first_pts=0",
             f"aformat=channel_layouts={layout}",
-            f"apad=whole_dur={lasts}",
+            f"apad=whole_len={stop - start}",
         ]
-        steps += [f"atrim=end={lasts}"] if clip is not clips[-1] else []
+        steps += [f"atrim=end_sample={stop - start}"] if clip is not clips[-1] else []
         filters.append(f"[{index}:a:0]{','.join(steps)}[a{index}]")
     return [*filters, "".join(f"[a{index}]" for index in range(len(clips))) + f"concat=n={len(clips)}:v=0:a=1[sound]"]
 

@@ -8,6 +8,7 @@ from wan_tpu.media.boxes import HEADER, Box, find_box, list_boxes, make_box
 from wan_tpu.media.tracks import Track
 
 PACKET = 1024  # A packet of AAC lasts for so many samples of sound.
+_HAS_DELAYS = 0x800  # The flag of a box trun whose samples say how long after their decoding they are shown.
 _OFFSET = 8  # Where a box trun says where its samples are.
 # A packet of sound is decoded without others. Such are the flags of a sample that needs none.
 _INDEPENDENT = 0x02000000
@@ -68,6 +69,21 @@ def delay(samples: Samples, by: int) -> Samples:
     number = struct.Struct(">Q" if traf[time.content] == 1 else ">I")
     number.pack_into(traf, time.content + 4, number.unpack_from(traf, time.content + 4)[0] + by)
     return Samples(bytes(traf), samples.sizes, samples.content)
+
+
+def delay_frame(samples: Samples, by: int) -> Samples:
+    """Return a single sample that is decoded at the same time as before, but shown later, by that many units."""
+    [_] = samples.sizes
+    traf = samples.traf
+    run = find_box(traf, b"traf", b"trun")
+    assert run is not None
+    flags, *_ = struct.unpack_from(">I", traf, run.content)
+    content, shown = traf[run.content + 4 : run.stop], 0
+    if flags & _HAS_DELAYS:  # A sample's last number.
+        content, shown = content[:-4], struct.unpack(">I", content[-4:])[0]
+    run_box = make_box(b"trun", struct.pack(">I", flags | _HAS_DELAYS), content, struct.pack(">I", shown + by))
+    before = traf[HEADER.size : run.start]
+    return Samples(make_box(b"traf", before, run_box, traf[run.stop :]), samples.sizes, samples.content)
 
 
 def describe_packets(packets: Sequence[bytes], track: Track, start: int) -> Samples:

@@ -52,16 +52,24 @@ def read_tracks(head: bytes) -> Tracks | None:
     return Tracks(tracks[_VIDEO], tracks.get(_SOUND)) if _VIDEO in tracks else None
 
 
-def normalise_header(head: bytes) -> bytes:
+def normalise_header(head: bytes, start: int) -> bytes:
     """Return a header without what differs between packets that are encoded and packets that are copied.
 
     These are the bit rates, and the unit of the whole file's duration, which fragmented files leave out.
+
+    Args:
+        head: The header.
+        start: The time of the frames' track at which the file begins to be shown.
     """
     data = bytearray(remove_boxes(head, b"btrt"))
     index, movie = find_box(data, b"moov"), find_box(data, b"moov", b"mvhd")
     assert index is not None and movie is not None
     struct.pack_into(">I", data, movie.content + 12, _MOVIE_UNITS)
     for box in list_boxes(data, index.content, index.stop):
+        if box.kind == b"trak" and find_box(data, *_ENTRY, b"avc1", inside=box) is not None:
+            edits = find_box(data, b"edts", b"elst", inside=box)
+            assert edits is not None
+            struct.pack_into(">i", data, edits.content + 12, start)
         settings = find_box(data, *_ENTRY, b"mp4a", b"esds", inside=box) if box.kind == b"trak" else None
         if settings is not None:
             data[settings.content : settings.stop] = _clear_bit_rates(data[settings.content : settings.stop])

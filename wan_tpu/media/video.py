@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from wan_tpu.errors import OutputError
-from wan_tpu.media.encoding import AAC, COLOURS, H264
+from wan_tpu.media.encoding import AAC, COLOURS, H264, exact_rate
 from wan_tpu.media.fragments import FragmentPipe
 from wan_tpu.media.sheet import contact_sheet, fill_rows, frame_label
 
@@ -150,7 +150,7 @@ class VideoWriter:
 
     def _start(self, height: int, width: int) -> "subprocess.Popen[bytes]":
         pixels = "gbrp" if self._planes else "rgb24"
-        video = f"-f rawvideo -pix_fmt {pixels} -s {width}x{height} -r {self._fps:g} -i -".split()
+        video = f"-f rawvideo -pix_fmt {pixels} -s {width}x{height} -r {exact_rate(self._fps)} -i -".split()
         target = ["-vf", COLOURS, *H264.split()]
         if self._audio is None:
             return self._run(video, target)
