@@ -10,8 +10,9 @@ from actors.jobs.tables import Job
 from actors.jobs.values import Room
 from wan_tpu.errors import InvalidRequest
 
-# A literal, since with a bound parameter SQLite looks up every row of the index of waiting jobs in the table.
+# Literals, since with a bound parameter SQLite doesn't see that the index of these jobs alone will do.
 QUEUED: Any = literal_column("'queued'")
+RUNNING: Any = literal_column("'in_progress'")
 _MODEL = bindparam("model", type_=String)
 # Jobs of a model that isn't served any more wait, and take no room. Programs before schema 0004 recorded no model.
 WAITING: Any = (Job.status == QUEUED, func.coalesce(Job.model, _MODEL) == _MODEL)

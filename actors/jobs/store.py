@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from sqlalchemy import Select, Text, cast, func, select
 from sqlalchemy.orm import Session
 
-from actors.jobs.admission import WAITING, check_room, choose_round
+from actors.jobs.admission import RUNNING, WAITING, check_room, choose_round
 from actors.jobs.database import Database
 from actors.jobs.ending import STOPPED, delete_for_owner, end
 from actors.jobs.errors import IdempotencyConflict, JobError, JobNotFound, JobUnfinished
@@ -260,7 +260,7 @@ class JobStore:
     def list_turns(self, model: str | None = None) -> tuple[tuple[Turn, ...], tuple[Turn, ...]]:
         """Return the turns of the running jobs, and of the waiting ones that were accepted for a model, unordered."""
         columns = [getattr(Job, name) for name in Turn._fields]
-        running, waiting = select(*columns).where(Job.status == "in_progress"), select(*columns).where(*WAITING)
+        running, waiting = select(*columns).where(Job.status == RUNNING), select(*columns).where(*WAITING)
         with self._database.read() as session:
             running_rows = session.execute(running).all()
             waiting_rows = session.execute(waiting, {"model": model or ""}).all()

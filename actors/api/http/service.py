@@ -273,7 +273,10 @@ class Service:
             body_digest=digest,
             remixed_from=source.id,
         )
-        return self._accept_now(new_job, [StoredFile(name) for name in source.inputs], caller.room)
+        with _translate_gone(new_job):
+            for name in source.inputs:
+                self.storage.size(name)
+            return self._accept_now(new_job, [StoredFile(name) for name in source.inputs], caller.room)
 
     @contextlib.contextmanager
     def _translate_queue_full(self) -> Iterator[None]:
@@ -302,7 +305,7 @@ def _translate_gone(job: Job) -> Iterator[None]:
     """Raise errors of files that a job should share with the names of the jobs that they belong to."""
     try:
         yield
-    except FileGone:
+    except (FileGone, Missing):
         source = job.remixed_from or job.request.get("extended_from")
         message = f"{source} no longer exists: it was deleted, or has expired"
         if job.remixed_from is not None:

@@ -1,5 +1,6 @@
 """Videos that continue others: by id and as files, joined without encoding again, whatever dies meanwhile."""
 
+import contextlib
 import dataclasses
 import io
 import subprocess
@@ -15,6 +16,7 @@ from openai import OpenAI, omit
 from PIL import Image
 from sqlalchemy import select
 
+from actors.jobs.errors import JobNotFound
 from actors.jobs.keys import make_key
 from actors.jobs.store import JobStore
 from actors.jobs.tables import Job
@@ -191,6 +193,19 @@ def test_a_source_may_be_deleted_once_the_job_is_accepted(http, engine):
     assert packets(content(http, wait_for_video(http, second)))[:9] == source
 
 
+def test_job_that_continues_a_video_takes_no_storage(http, settings, engine):
+    first = wait_for_video(http, create(http))
+    source, files = content(http, first), set(Path(settings.storage).iterdir())
+    engine.go.clear()
+    jobs = [extend(http, first["id"]).json()["id"] for _ in range(4)]
+    jobs.append(http.post(f"/v1/videos/{jobs[-1]}/remix", json={"prompt": "otherwise"}).json()["id"])
+    assert set(Path(settings.storage).iterdir()) == files
+    assert all(content(http, {"id": job}, "input_video") == source for job in jobs)
+    for job in jobs:
+        http.post(f"/v1/videos/{job}/cancel").raise_for_status()
+    engine.go.set()
+
+
 def test_a_killed_worker_s_successor_makes_the_whole_video(settings, engine, database):
     quick = change_reliability(settings, lease_s=1.0)
     with serve(quick) as address, open_client(address) as http:
@@ -247,7 +262,7 @@ def test_what_cant_be_continued_is_refused_with_what_to_do(http, engine, setting
 
 def test_video_of_any_size_is_continued_without_being_read_by_the_ingress(http, settings, database, monkeypatch):
     first = wait_for_video(http, create(http))
-    source, results = content(http, first), JobStore(database).get(first["id"]).results
+    source, store = content(http, first), JobStore(database)
     assert len(source) > 1000
     with serve(change_limits(settings, bodies_bytes=1000)) as address, open_client(address) as strict:
         second = extend(strict, first["id"])
@@ -255,20 +270,24 @@ def test_video_of_any_size_is_continued_without_being_read_by_the_ingress(http, 
         assert packets(content(http, wait_for_video(http, second)))[:9] == packets(source)
         remix = strict.post(f"/v1/videos/{second.json()['id']}/remix", json={"prompt": "otherwise"})
         assert content(strict, remix.json(), "input_video") == source
-        # A source that vanishes between the checks and the copy leaves nothing of the new job.
-        inputs = set(Path(settings.storage).glob("input-*"))
+        third = wait_for_video(http, create(http))
         measure = LocalStorage.size
 
-        def remove(storage, name):
+        def delete(storage, name):
             size = measure(storage, name)
-            if name == results["video"]:
-                storage.delete(name)
+            with contextlib.suppress(JobNotFound):
+                store.delete(name.partition(".")[0])
             return size
 
-        monkeypatch.setattr(LocalStorage, "size", remove)
-        assert extend(strict, first["id"]).status_code == 503
-        assert set(Path(settings.storage).glob("input-*")) == inputs
-        assert extend(strict, first["id"]).json()["error"]["code"] == "video_not_found"
+        # A source that is deleted between the checks and the acceptance is named, and nothing is accepted.
+        monkeypatch.setattr(LocalStorage, "size", delete)
+        jobs = len(store.list().jobs)
+        for _ in range(2):
+            answer = extend(strict, third["id"])
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"], error["param"]) == (400, "video_not_found", "video")
+            assert third["id"] in error["message"]
+        assert len(store.list().jobs) == jobs - 1
 
 
 def test_settings_of_an_earlier_model_are_left_out(http, settings):
