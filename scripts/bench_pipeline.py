@@ -96,7 +96,7 @@ def run_simulated(args: argparse.Namespace, folder: Path) -> None:
                 continue
             load, videos = run(PipelineSpec(variant, settings, MODEL, lasting=True), requests, args.in_flight)
             for key, request in requests.items():
-                assert videos[key].startswith(simulated_video(request)), f"{key} has another's video"
+                assert videos[key].endswith(simulated_video(request)), f"{key} has another's video"
             rates[name] = report(name, variant, load, planned_s, args.speed)
             if args.picture and name == (args.only or "pools"):
                 args.picture.write_bytes(draw(load.spans, f"Simulated: {variant.source}, {count} requests"))

@@ -1,5 +1,7 @@
 """A host that computes nothing: it waits for the planned seconds of each stage and returns payloads of real sizes.
 
+Its videos are black mp4s, which can be continued, joined and streamed like real ones.
+
 With it the orchestration can be measured alone: pools, replicas, pipeline, Serve and object store are those of
 production, `PipelineSettings.host_class` names this class, `checkpoint` a `Planned` file, and the pipeline's model is
 `MODEL`. It imports neither JAX nor torch.
@@ -9,6 +11,7 @@ filled with the request's seed, a state knows its step, and a text embedding kno
 """
 
 import dataclasses
+import functools
 import json
 import time
 import zlib
@@ -24,6 +27,8 @@ from wan_tpu.data import DenoiseState, ImageCondition
 from wan_tpu.errors import InvalidInput, InvalidRequest
 from wan_tpu.families.wan.published import PUBLISHED
 from wan_tpu.families.wan.spec import WanSpec
+from wan_tpu.media.boxes import FREE, make_box
+from wan_tpu.media.mp4 import Mp4
 from wan_tpu.plan import DECODER, ENCODER, RequestPlan
 from wan_tpu.request import GenerationRequest, ResolvedRequest
 
@@ -52,7 +57,7 @@ class Planned:
         step_s: Seconds for a denoising step.
         decode_s: Seconds for a video.
         text: The shape of a prompt's embeddings, bfloat16 [1, L, C].
-        mp4_bytes: The size of a video.
+        mp4_bytes: The size of a video, unless its black frames need more.
         speed: Durations are divided by it, sizes are not.
     """
 
@@ -120,7 +125,9 @@ class SimulatedHost:
         self._report(HostProgress("load", 1, 1))
 
     def warm_up(self, request: GenerationRequest) -> None:
-        """Return at once: there are no programs."""
+        """Encode the video of this size; there are no programs."""
+        resolved = MODEL.plan(request).request
+        _encode_black(resolved.height, resolved.width, resolved.frames, resolved.fps)
 
     def encode_text(self, prompt: str) -> Output:
         """Wait for one prompt's seconds: ((0, no warnings), `TextEmbedding`)."""
@@ -154,15 +161,19 @@ class SimulatedHost:
         return 0.0, work.step
 
     def decode(self, key: str) -> Output:
-        """Wait for a video's seconds: ((0, no warnings), `EncodedVideo`), whose bytes say that they are none."""
+        """Wait for a video's seconds: ((0, no warnings), `EncodedVideo`), a black one whose bytes end with a label."""
         work = self._work.pop(key)
         with self._lasting(self._planned.decode_s):
-            label = simulated_video(work.request)
-            content = label + b"\0" * (self._planned.mp4_bytes - len(label))
+            request = work.request
+            shape = request.height, request.width, request.frames - request.hidden_frames
+            content, fragments = _encode_black(*shape, request.fps)
+            content = _label(content, simulated_video(request), self._planned.mp4_bytes)
             with self._fragments.fill(key) as on_fragment:
                 if on_fragment is not None:
-                    on_fragment(content)
-        return Output((0.0, []), pack(mp4(content)))
+                    for fragment in fragments[:-1]:
+                        on_fragment(fragment)
+                    on_fragment(_label(fragments[-1], simulated_video(request)))
+        return Output((0.0, []), pack(mp4(content, np.zeros((*shape[:2], 3), np.uint8))))
 
     # ---- beside the lockstep
 
@@ -205,7 +216,7 @@ class SimulatedHost:
     def prepare_decode(
         self, key: str, request: ResolvedRequest, state: Payload, fragments: bool = False, chunk: int | None = None
     ) -> int:
-        """Copy final latents; return their bytes. With `fragments`, the video will be one."""
+        """Copy final latents; return their bytes. With `fragments`, the video's are passed on."""
         if chunk is not None:
             raise InvalidRequest("a simulated video has no chunks")
         if state.step != request.steps or state.arrays["latents"].shape != MODEL.latent_shape(request):
@@ -216,7 +227,7 @@ class SimulatedHost:
         return state.nbytes
 
     def take_fragments(self, key: str) -> tuple[list[bytes], bool]:
-        """Wait a while for the fragment of a video; return it, and whether it may still come."""
+        """Wait a while for fragments of a video; return them, and whether others may follow."""
         return self._fragments.take(key)
 
     def snapshot(self, key: str) -> Output:
@@ -277,8 +288,27 @@ class _Lasting:
 
 
 def simulated_video(request: GenerationRequest) -> bytes:
-    """Return how the bytes of a request's simulated video begin."""
-    return f"simulated, no video: {request.prompt}, seed {request.seed}".encode()
+    """Return how the bytes of a request's simulated video end, as a file and as a stream."""
+    return f"simulated: {request.prompt}, seed {request.seed}".encode()
+
+
+@functools.lru_cache(maxsize=8)
+def _encode_black(height: int, width: int, frames: int, fps: float) -> tuple[bytes, tuple[bytes, ...]]:
+    """Return a black mp4 and its fragments. Encoding takes long, so requests of one size share them."""
+    fragments: list[bytes] = []
+    with Mp4(fps, fragments.append) as video:
+        for _ in range(frames):
+            video.add(np.zeros((1, 3, height, width), np.uint8))
+        video.finish()
+        if video.failure is not None:
+            raise video.failure
+    return video.content, tuple(fragments)
+
+
+def _label(content: bytes, label: bytes, size: int = 0) -> bytes:
+    """Return an mp4 or a fragment of at least `size` bytes that ends with a label, in a box that players skip."""
+    padding = max(0, size - len(content) - len(FREE) - len(label))
+    return content + make_box(b"free", bytes(padding), label)
 
 
 def _check_payload(payload: Payload | None, kind: type[Value], mark: float) -> list[np.ndarray]:

@@ -72,7 +72,7 @@ async def soak(
         batch = {f"s{i}": request(i, image) for i in range(first, min(first + a_round, requests))}
         _, videos = await measure.run(pipeline, batch, IN_FLIGHT)
         for key, sent in batch.items():
-            if not videos[key].startswith(simulated_video(sent)):
+            if not videos[key].endswith(simulated_video(sent)):
                 raise AssertionError(f"{key} has another request's video")
         left = await _wait_until_settled()
         samples.append(dataclasses.replace(sample(temp, first + len(batch)), store_mib=left))

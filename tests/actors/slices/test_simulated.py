@@ -1,5 +1,6 @@
 """The simulated host is like the real one to whoever calls it, and notices payloads that are not its request's."""
 
+import dataclasses
 import inspect
 import subprocess
 import sys
@@ -14,11 +15,13 @@ from scripts.simulation.measure import Load, pool_figures, videos_per_hour
 from scripts.simulation.simulated import MODEL, Planned, SimulatedHost, simulated_video
 from tests.conftest import PHOTO, ROOT, STAGES
 from wan_tpu import GenerationRequest, InvalidInput
+from wan_tpu.media.continued import ContinuedVideo
+from wan_tpu.media.joining import join_videos, read_clip
 
 
 @pytest.fixture
 def host(tmp_path):
-    plan = Planned(0.0, 0.0, 0.0, 0.0, text=(1, 8, 4), mp4_bytes=1000).save(tmp_path / "plan.json")
+    plan = Planned(0.0, 0.0, 0.0, 0.0, text=(1, 8, 4), mp4_bytes=20_000).save(tmp_path / "plan.json")
     return SimulatedHost(str(plan), STAGES)
 
 
@@ -46,8 +49,35 @@ def test_a_request_runs_through_and_its_video_says_what_it_is(host):
     assert done.step == 4 and set(done.arrays) == {"latents"}
     host.prepare_decode("k", plan.without_image().request, done)
     video = host.decode("k").payload.arrays["mp4"].tobytes()
-    assert len(video) == 1000 and video.startswith(simulated_video(plan.request)) and b"simulated" in video
+    assert len(video) == 20_000 and video.endswith(simulated_video(plan.request)) and b"simulated" in video
     assert host.list_keys() == []
+
+
+def test_videos_continue_each_other_as_files_and_as_streams(host, tmp_path):
+    whole, files, streamed = ContinuedVideo(16.0), [], []
+    for hidden in (0, 1):
+        plan = MODEL.plan(request(prompt="a"))
+        plan = plan.with_request(dataclasses.replace(plan.request, hidden_frames=hidden))
+        prepare(host, plan)
+        for expert in plan.experts:
+            host.begin("k")
+            for _ in range(expert.start, expert.stop):
+                host.step("k")
+        host.prepare_decode("k", plan.without_image().request, host.collect("k").payload, fragments=True)
+        video = host.decode("k").payload
+        assert video.arrays["last_frame"].shape == (64, 64, 3)
+        files.append(tmp_path / f"{hidden}.mp4")
+        files[-1].write_bytes(video.arrays["mp4"].tobytes())
+        fragments, _ = host.take_fragments("k")
+        assert fragments[-1].endswith(simulated_video(plan.request))
+        passed_on = [whole.append(fragment) for fragment in fragments]
+        streamed += whole.add_part(files[-1])
+        assert streamed[-len(passed_on) :] == passed_on
+    join_videos(files, tmp_path / "joined.mp4")
+    (tmp_path / "streamed.mp4").write_bytes(b"".join(streamed))
+    for name in ("joined.mp4", "streamed.mp4"):
+        clip = read_clip(tmp_path / name)
+        assert (clip.frames, clip.is_even) == (9 + 8, True)
 
 
 def test_another_request_s_payload_is_noticed(host):
