@@ -234,8 +234,10 @@ class WorkQueue:
                 return False
             others = (Job.status == "queued") & (Job.priority == job.priority) & (Job.owner != job.owner)
             first = session.scalar(select(func.min(Job.round)).where(others))
-            # It is older than the other owners' first jobs, so in the same round it would come before them.
-            job.round = max(choose_round(session, job.owner, job.priority), -1 if first is None else first + 1)
+            job.round = choose_round(session, job.owner, job.priority)
+            if first is not None:  # After the others' first jobs. In one round, older jobs come first.
+                last = session.scalar(select(func.max(Job.sequence)).where(others, Job.round == first))
+                job.round = max(job.round, first + (job.sequence < (last or 0)))
             self._requeue(session, job, now)
             return True
 

@@ -3,11 +3,12 @@
 import time
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import select, update
 
+from actors.jobs.database import Database
 from actors.jobs.ending import expire_files
 from actors.jobs.errors import LeaseLost
-from actors.jobs.tables import Job
+from actors.jobs.tables import ApiKey, File, Job
 from actors.jobs.values import Progress
 from actors.jobs.work import WorkQueue
 from actors.reliability import ReliabilitySettings
@@ -254,3 +255,99 @@ def test_job_that_an_older_program_accepted_is_claimed_for_its_model_only(store,
     store.submit(Job(owner="ann", request={"prompt": "old", "model": "a"}))
     assert work.claim("w", model="b") is None
     assert work.claim("w", model="a").request["prompt"] == "old"
+
+
+def chain(name, segments):
+    """Return a request of several segments."""
+    return {"prompt": name, "next_prompts": [f"{name}{index}" for index in range(1, segments)]}
+
+
+def make_segment(work, job):
+    """Record a segment of a claimed job as stored; return whether the job was given back after it."""
+    index = len(job.segments)
+    work.keep_segment(job, index, f"{job.id}-{job.attempts}-{index}", None)
+    return work.give_way(job)
+
+
+def test_a_job_of_many_segments_gives_way_to_other_owners_after_each(store, work):
+    for name in ("a", "A"):
+        store.submit(Job(owner="ann", request=chain(name, 30)))
+    first, second = work.claim("w"), work.claim("w")
+    assert not make_segment(work, first) and not make_segment(work, second)  # Nobody else waits.
+    ask(store, "bob", "b")
+    store.submit(Job(owner="cem", request=chain("c", 3)))
+    assert make_segment(work, first) and make_segment(work, second)
+    order = []
+    while len(order) < 6:  # One place, whose jobs take turns.
+        leased = work.claim("w")
+        order.append(leased.request["prompt"])
+        if leased.segments_left == 1:
+            work.fail(leased, "cancelled", "")
+        else:
+            assert make_segment(work, leased)
+    assert order == ["b", "c", "a", "c", "A", "c"]
+
+
+def test_segments_left_are_counted_whoever_has_made_them(store, work):
+    job, _ = store.submit(Job(owner="ann", request=chain("a", 3)))
+    assert store.get(job.id).segments_left == 3
+    leased = work.claim("w")
+    make_segment(work, leased)
+    make_segment(work, leased)
+    assert (leased.segments_left, store.get(job.id).segments_left) == (1, 1)
+    work.announce(leased, ["last"])
+    work.keep_last_segment(leased, {"video": "last"}, ["cut"])
+    work.release(leased)
+    again = work.claim("next")
+    assert (again.segments_left, again.made, again.warnings) == (0, {"video": "last"}, ["cut"])
+    assert store.count_jobs().files_pending_deletion == 0
+    assert work.complete(again, {"video": "last"}).warnings == ["cut"]
+
+
+def test_nobody_gives_way_to_a_job_that_could_not_run(store, database, work):
+    store.submit(Job(owner="ann", request=chain("a", 3), model="m"))
+    leased = work.claim("w")
+    ask(store, "ann", "own", model="m")
+    ask(store, "bob", "less urgent", priority=-1, model="m")
+    ask(store, "bob", "another model's", model="n")
+    with database.write() as session:
+        session.add(ApiKey(id="cem", name="cem", secret_hash="0" * 64, running=0))
+    ask(store, "cem", "at its limit", model="m")
+    assert not make_segment(work, leased)
+    ask(store, "ann", "more urgent", priority=1, model="m")
+    assert make_segment(work, leased)
+
+
+def test_a_job_of_a_later_version_waits_and_holds_up_nobody(store, work):
+    newer = [ask(store, "ann", "newer"), ask(store, "bob", "newer")]
+    ask(store, "bob", "b")
+    can_run = lambda job: job.request["prompt"] != "newer"  # noqa: E731
+    assert [work.claim("old", can_run=can_run).request["prompt"], work.claim("old", can_run=can_run)] == ["b", None]
+    assert [(job.status, job.attempts) for job in map(store.get, (job.id for job in newer))] == [("queued", 0)] * 2
+    assert claim_all(work) == ["newer", "newer"]
+
+
+def test_a_clock_that_is_set_forward_takes_no_job_from_a_worker_that_lives(store, database, monkeypatch):
+    job, late = ask(store), ask(store, "bob")
+    quick = ReliabilitySettings(renewal_s=0.1)
+    work, checker = WorkQueue(database, reliability=quick), WorkQueue(database, reliability=quick)
+    leased, _ = work.claim("alive"), work.claim("dead")
+    assert checker.requeue_lost() == []
+    now = Database.now
+    monkeypatch.setattr(Database, "now", lambda self, session: now(self, session) + 60)
+    assert checker.requeue_lost() == []
+    work.renew_lease(leased)
+    time.sleep(0.4)
+    assert checker.requeue_lost() == [late.id]
+    assert store.get(job.id).losses == 0
+
+
+def test_what_may_still_be_written_is_not_deleted_before(store, database, work):
+    job = ask(store)
+    leased = work.claim("w")
+    work.announce(leased, ["video", "fragment", "late"])
+    work.complete(leased, {"video": "video"}, unwritten=["late"])
+    store.delete(job.id)
+    with database.read() as session:
+        due = {file.name: file.delete_at - time.time() for file in session.scalars(select(File))}
+    assert due.pop("late") > 3000 and max(due.values()) < 60 and len(due) == 2

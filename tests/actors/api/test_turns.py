@@ -1,0 +1,123 @@
+"""Owners take turns by the segment; what is computed is stored before anything that can fail, and never made again."""
+
+import dataclasses
+
+import imageio_ffmpeg
+import pytest
+
+from actors.api.worker import making
+from actors.jobs.keys import make_key
+from actors.jobs.store import JobStore
+from actors.jobs.stored_request import count_segments
+from tests.actors.api.serving import change_reliability, create, open_client, serve, wait_for_end, working
+from tests.actors.api.test_extensions import content, packets
+from tests.actors.api.test_segments import PROMPTS, list_packets
+from tests.waiting import wait_for
+
+
+def test_a_plain_job_begins_after_a_segment_of_others_and_not_after_all_of_them(settings, engine, database):
+    ann, bob = ({"Authorization": f"Bearer {make_key(database, name)}"} for name in ("ann", "bob"))
+    engine.go.clear()
+    with serve(settings) as address, open_client(address) as http:
+        long = [create(http, ann, prompt="long", next_prompts=["on"] * 29).json()["id"] for _ in range(2)]
+        with working(dataclasses.replace(settings, concurrency=2), engine):
+            wait_for(lambda: len(engine.requests) == 2)
+            plain = create(http, bob, prompt="plain").json()["id"]
+            engine.go.set()
+            wait_for(lambda: "plain" in [request.prompt for request in engine.requests])
+            before = [request.prompt for request in engine.requests].index("plain")
+            for job in long:
+                http.post(f"/v1/videos/{job}/cancel", headers=ann).raise_for_status()
+            wait_for(lambda: http.get(f"/v1/videos/{plain}", headers=bob).json()["status"] == "completed")
+    # Each place had a segment; the other place may have begun another one before the plain job was seen to wait.
+    assert before <= 3
+
+
+def test_segments_of_two_owners_alternate_on_one_place(settings, engine, database):
+    keys = [{"Authorization": f"Bearer {make_key(database, name)}"} for name in ("ann", "bob")]
+    with serve(settings) as address, open_client(address) as http:
+        jobs = [create(http, key, prompt="0", next_prompts=["1", "2"]).json()["id"] for key in keys]
+        with working(dataclasses.replace(settings, concurrency=1), engine):
+            for job, key in zip(jobs, keys, strict=True):
+                wait_for(lambda job=job, key=key: http.get(f"/v1/videos/{job}", headers=key).json()["progress"] == 100)
+    assert [request.prompt for request in engine.requests] == ["0", "0", "1", "1", "2", "2"]
+    # The first one gave way twice, the second one only until the first one had ended.
+    assert [JobStore(database).get(job).attempts for job in jobs] == [3, 3]
+
+
+class Killing:
+    """An ffmpeg that is killed at the first `most` commands that match a pattern, as on a machine without memory."""
+
+    SCRIPT = """#!/bin/sh
+for argument in "$@"; do case "$argument" in {pattern}) met=1;; esac; done
+cd {folder}
+if [ "$met" ] && [ "$(cat most)" -gt "$(wc -l < killed)" ]; then echo >> killed; kill -9 $$; fi
+exec {ffmpeg} "$@"
+"""
+
+    def __init__(self, monkeypatch, folder, pattern, most=10**6):
+        folder.mkdir()
+        self._folder = folder
+        (folder / "killed").touch()
+        self.change(most)
+        program, ffmpeg = folder / "ffmpeg", imageio_ffmpeg.get_ffmpeg_exe()
+        program.write_text(self.SCRIPT.format(pattern=pattern, folder=folder, ffmpeg=ffmpeg))
+        program.chmod(0o755)
+        monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", lambda: str(program))
+
+    def change(self, most):
+        (self._folder / "most").write_text(str(most))
+
+    @property
+    def count(self):
+        return len((self._folder / "killed").read_text())
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(making, "_JOIN_PAUSES_S", (0.05,))
+    monkeypatch.setattr(making, "_PREVIEW_PAUSES_S", (0.05,))
+
+
+JOIN, PICTURES = "*joined.mp4", r"select=\'*"
+
+
+def test_a_join_that_fails_is_done_again_and_no_segment_is(settings, engine, monkeypatch, quick, tmp_path):
+    failing = Killing(
+        monkeypatch, tmp_path / "bin", JOIN, most=5
+    )  # Two tries in each of two attempts fail, and the first of the third one.
+    limited = change_reliability(settings, pipeline_pause_s=0.1)
+    with serve(settings) as address, open_client(address) as http, working(limited, engine):
+        job = create(http, next_prompts=PROMPTS).json()["id"]
+        assert wait_for_end(http, job)["status"] == "completed"
+        assert failing.count == 5 and len(engine.requests) == 3
+        assert packets(content(http, {"id": job})) == list_packets(map(engine.video, engine.requests))
+
+
+@pytest.mark.parametrize("later", [[], PROMPTS], ids=["plain", "chain"])
+def test_a_video_is_complete_without_previews_that_can_not_be_made(
+    settings, engine, monkeypatch, quick, tmp_path, later
+):
+    failing = Killing(monkeypatch, tmp_path / "bin", PICTURES)
+    with serve(settings) as address, open_client(address) as http:
+        job = create(http, next_prompts=later).json()["id"]
+        with working(settings, engine):
+            video = wait_for_end(http, job)
+        assert (video["status"], video["attempts"], len(engine.requests)) == ("completed", 1, 1 + len(later))
+        assert failing.count > 0 and content(http, video)
+        assert http.get(f"/v1/videos/{job}/content", params={"variant": "thumbnail"}).status_code == 404
+
+
+def test_a_worker_that_ends_before_the_join_costs_no_segment(settings, engine, database, monkeypatch, tmp_path):
+    failing = Killing(monkeypatch, tmp_path / "bin", JOIN)
+    with serve(settings) as address, open_client(address) as http:
+        job = create(http, next_prompts=PROMPTS).json()["id"]
+        with working(settings, engine):
+            wait_for(lambda: failing.count)
+        stored = JobStore(database).get(job)
+        assert (stored.status, len(stored.segments), stored.segments_left) == ("queued", 2, 0)
+        assert count_segments(stored.request) == 3 and set(stored.made) >= {"video"}
+        failing.change(0)
+        with working(settings, engine):
+            assert wait_for_end(http, job)["status"] == "completed"
+    assert len(engine.requests) == 3
