@@ -140,7 +140,7 @@ class SimulatedHost:
         request = self._work.pop(key).request
         with self._lasting(self._planned.image_s):
             _, channels, *rest = MODEL.latent_shape(request)
-            condition = np.full((1, 4 + channels, *rest), request.seed, np.float32)
+            condition = np.full((1, 4 + channels, *rest), _mark_seed(request), np.float32)
         return Output((0.0, []), pack(ImageCondition(None, condition)))
 
     def begin(self, key: str) -> tuple[float]:
@@ -202,13 +202,13 @@ class SimulatedHost:
         work = _Work(request, [], plan=plan)
         for text, payload in ((request.prompt, prompt), (request.negative_prompt, negative)):
             work.arrays += _check_payload(payload, TextEmbedding, _mark(text))
-        work.arrays += _check_payload(image, ImageCondition, request.seed)
+        work.arrays += _check_payload(image, ImageCondition, _mark_seed(request))
         if state is None:
-            noise = np.full(MODEL.latent_shape(request), request.seed, np.float32)
+            noise = np.full(MODEL.latent_shape(request), _mark_seed(request), np.float32)
             terms = MODEL.schedule(request).history_terms
             work.arrays += [noise, *(np.zeros_like(noise) for _ in range(terms))]
         else:
-            work.arrays += _check_payload(state, DenoiseState, request.seed)
+            work.arrays += _check_payload(state, DenoiseState, _mark_seed(request))
             work.step = state.step or 0
         self._work[key] = work
         return sum(payload.nbytes for payload in (prompt, negative, image, state) if payload is not None)
@@ -221,7 +221,7 @@ class SimulatedHost:
             raise InvalidRequest("a simulated video has no chunks")
         if state.step != request.steps or state.arrays["latents"].shape != MODEL.latent_shape(request):
             raise InvalidRequest(f"the decoder was given step {state.step}; this request needs step {request.steps}")
-        self._work[key] = _Work(request, _check_payload(state, DenoiseState, request.seed), request.steps)
+        self._work[key] = _Work(request, _check_payload(state, DenoiseState, _mark_seed(request)), request.steps)
         if fragments:
             self._fragments.open(key)
         return state.nbytes
@@ -321,6 +321,10 @@ def _check_payload(payload: Payload | None, kind: type[Value], mark: float) -> l
     if not isinstance(value, kind) or float(array.flat[0]) != mark:
         raise InvalidInput(f"{payload.kind} marked {array.flat[0]} was given, {kind.__name__} marked {mark:g} expected")
     return [np.array(array) for array in payload.arrays.values()]  # the copy onto the devices
+
+
+def _mark_seed(request: ResolvedRequest) -> float:
+    return float(request.seed % 2**24)  # exact in float32
 
 
 def _mark(prompt: str | None) -> float:

@@ -56,7 +56,7 @@ def test_a_request_runs_through_and_its_video_says_what_it_is(host):
 def test_videos_continue_each_other_as_files_and_as_streams(host, tmp_path):
     whole, files, streamed = ContinuedVideo(16.0), [], []
     for hidden in (0, 1):
-        plan = MODEL.plan(request(prompt="a"))
+        plan = MODEL.plan(request(prompt="a", seed=199_460_447))  # Not a number of float32.
         plan = plan.with_request(dataclasses.replace(plan.request, hidden_frames=hidden))
         prepare(host, plan)
         for expert in plan.experts:
