@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from sqlalchemy import Select, Text, cast, func, select
 from sqlalchemy.orm import Session
 
-from actors.jobs.admission import RUNNING, WAITING, check_room, choose_round
+from actors.jobs.admission import OF_MODEL, QUEUED, RUNNING, check_room, choose_round
 from actors.jobs.database import Database
 from actors.jobs.ending import STOPPED, delete_for_owner, end
 from actors.jobs.errors import IdempotencyConflict, JobError, JobNotFound, JobUnfinished
@@ -258,12 +258,11 @@ class JobStore:
             return session.scalar(select(func.count()).where(Job.status == "in_progress")) or 0
 
     def list_turns(self, model: str | None = None) -> tuple[tuple[Turn, ...], tuple[Turn, ...]]:
-        """Return the turns of the running jobs, and of the waiting ones that were accepted for a model, unordered."""
-        columns = [getattr(Job, name) for name in Turn._fields]
-        running, waiting = select(*columns).where(Job.status == RUNNING), select(*columns).where(*WAITING)
+        """Return the turns of a model's running jobs, and of its waiting ones, unordered."""
+        of_model = select(*(getattr(Job, name) for name in Turn._fields)).where(OF_MODEL)
         with self._database.read() as session:
-            running_rows = session.execute(running).all()
-            waiting_rows = session.execute(waiting, {"model": model or ""}).all()
+            running_rows = session.execute(of_model.where(Job.status == RUNNING), {"model": model or ""}).all()
+            waiting_rows = session.execute(of_model.where(Job.status == QUEUED), {"model": model or ""}).all()
         return tuple(Turn(*row) for row in running_rows), tuple(Turn(*row) for row in waiting_rows)
 
     def count_jobs(self) -> Counts:

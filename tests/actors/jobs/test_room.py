@@ -75,7 +75,7 @@ def test_room_and_turns_are_read_from_an_index(database, store):
         store.submit(chain(2, model="served", body_digest=str(number)))
 
     def record(_connection, _cursor, statement, parameters, _context, _many):
-        if "coalesce" in statement:
+        if "coalesce" in statement and "in_progress" not in statement:
             statements.append((statement, parameters))
 
     event.listen(database._engine, "before_cursor_execute", record)
