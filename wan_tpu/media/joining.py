@@ -1,6 +1,5 @@
 """Continue videos: read a video's last frame, and join a video with the clips that continue it."""
 
-import asyncio
 import contextlib
 import io
 import os
@@ -129,15 +128,6 @@ def join_videos(clips: Sequence[Path], output: Path, *, cancelled: threading.Eve
         os.replace(partial, output)
 
 
-async def join_contents(clips: Sequence[bytes]) -> bytes:
-    """Return `join_videos` of mp4 files in memory; when cancelled, it leaves no process behind."""
-    cancelled = threading.Event()
-    try:
-        return await asyncio.to_thread(_join_contents, clips, cancelled)
-    finally:
-        cancelled.set()
-
-
 def read_last_frame(path: Path) -> Image.Image:
     """Return a video's last frame, RGB and upright; raises `InvalidRequest`, `OutputError`, `Unavailable`."""
     check_ffmpeg()
@@ -171,16 +161,6 @@ def read_end(video: Path | bytes, frames: int) -> Image.Image:
     with Image.open(io.BytesIO(picture), formats=["PPM"]) as image:
         image.load()
         return image
-
-
-def _join_contents(clips: Sequence[bytes], cancelled: threading.Event) -> bytes:
-    with _open_folder() as folder:
-        paths = [folder / f"{index}.mp4" for index in range(len(clips))]
-        for path, content in zip(paths, clips, strict=True):
-            path.write_bytes(content)
-        output = folder / "joined.mp4"
-        join_videos(paths, output, cancelled=cancelled)
-        return output.read_bytes()
 
 
 def _encode_frames(clips: Sequence[Clip]) -> list[str]:
