@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 _LOOK_S = 0.5
 _WATCH_S = 0.15  # Pause between two reads of new fragments, which clients see this much later at most.
 _AGAIN_S = 5
+_READERS = 8  # Threads that read for streams. Everything else in this process would wait for more of them.
 PROMPTS = frozenset(("prompt", "negative_prompt", "next_prompts"))  # Of a request, and of a video.
 
 EstimatedJob = tuple[Job, float | None]  # A job, and in how many seconds it will be done, if that is known.
@@ -56,10 +57,15 @@ def follow_watched(look: Look[Watched], access: Access) -> "Following[Watched]":
 
 
 class Streams:
-    """The streams of one ingress. Their number per key is limited."""
+    """The streams of one ingress. Their number per key is limited.
+
+    Attributes:
+        reading: Is held by a stream while it reads from storage. They take turns.
+    """
 
     def __init__(self, of_a_key: int) -> None:
         self._of_a_key = of_a_key
+        self.reading = asyncio.Semaphore(_READERS)
         self._streams: Counter[str] = Counter()
 
     @contextlib.contextmanager

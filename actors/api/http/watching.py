@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Iterable
 from fastapi import Request, Response
 from starlette.concurrency import run_in_threadpool
 
-from actors.api.http.content import CHUNK, DownloadCut, TimedResponse, read_chunks
+from actors.api.http.content import CHUNK, DownloadCut, TimedResponse
 from actors.api.http.error_answers import HttpError
 from actors.api.http.service import Service
 from actors.api.variants import VARIANTS
@@ -63,14 +63,14 @@ async def _read_video(service: Service, job: str, seen: Watched, owner: str) -> 
                     yield empty
                     continue
                 before = state
-                files = _Files(service.storage, place.list_next(state))
+                files = _Files(service.storage, place.list_next(state), 0 if place.sent else lead)
                 with contextlib.closing(files):
-                    head = b""
-                    if lead and not place.sent:
-                        head = _follow(await run_in_threadpool(_read_head, files), lead)
-                    async with contextlib.aclosing(read_chunks(files, head)) as chunks:
-                        async for chunk in chunks:
-                            yield chunk
+                    while True:
+                        async with service.streams.reading:
+                            chunk = await run_in_threadpool(files.read)
+                        if not chunk:
+                            break
+                        yield chunk
                 place.sent += files.read_count
                 if files.is_missing and state.has_ended:
                     raise DownloadCut("a file was removed before it was sent")
@@ -141,13 +141,35 @@ class _Files:
         is_missing: Whether it has ended early.
     """
 
-    def __init__(self, storage: Storage, names: Iterable[str]) -> None:
-        self._storage, self._names = storage, iter(names)
+    def __init__(self, storage: Storage, names: Iterable[str], lead: int = 0) -> None:
+        """Read nothing yet.
+
+        Args:
+            storage: Where the files are.
+            names: Their names there.
+            lead: How many bytes of other boxes, the first of them an `ftyp`, the files follow as one mp4.
+        """
+        self._storage, self._names, self._lead = storage, iter(names), lead
         self._file: OpenFile | None = None
         self.read_count, self.is_missing = 0, False
 
-    def read(self, size: int) -> bytes:
-        """Return the next bytes: at most `size`, and none at the end; raises `StorageError`."""
+    def read(self) -> bytes:
+        """Return the next bytes: `CHUNK`, unless more is needed to adjust the first ones, and none at the end.
+
+        Raises:
+            StorageError: A file can't be read.
+        """
+        content = self._read(CHUNK)
+        if lead := self._lead:
+            self._lead = 0
+            while len(content) < _LONGEST_HEAD and not any(box.kind == b"mdat" for box in list_boxes(content)):
+                if not (more := self._read(CHUNK)):
+                    break
+                content += more
+            content = _follow(content, lead)
+        return content
+
+    def _read(self, size: int) -> bytes:
         content = bytearray()
         while len(content) < size and (file := self._open()) is not None:
             if chunk := file.read(size - len(content)):
@@ -170,16 +192,6 @@ class _Files:
             except Missing:
                 self.is_missing = True
         return self._file
-
-
-def _read_head(file: OpenFile) -> bytes:
-    """Return the beginning of an mp4, at least up to its frames."""
-    head = bytearray()
-    while len(head) < _LONGEST_HEAD and not any(box.kind == b"mdat" for box in list_boxes(head)):
-        if not (chunk := file.read(CHUNK)):
-            break
-        head += chunk
-    return bytes(head)
 
 
 def _follow(head: bytes, lead: int) -> bytes:

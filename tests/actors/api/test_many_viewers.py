@@ -18,9 +18,11 @@ import pytest
 from sqlalchemy import update
 
 from actors.jobs.keys import make_key
+from actors.jobs.store import JobStore
 from actors.jobs.tables import Job, StoredFragment
+from actors.jobs.values import Progress
 from actors.jobs.work import WorkQueue
-from tests.actors.api.serving import create
+from tests.actors.api.serving import change_limits, create
 from tests.actors.api.test_watching_restarts import Ingress
 from tests.waiting import wait_for
 from wan_tpu.media.boxes import make_box
@@ -127,9 +129,7 @@ def serving(settings, database):
 def test_many_viewers_of_a_long_video_delay_nobody_s_polls(settings, database):
     """The target is a p95 of 50 ms on two cores that do nothing else."""
     count, fragments, size = 100, 2000, 2000
-    settings = dataclasses.replace(
-        settings, limits=dataclasses.replace(settings.limits, followers=count, requests_per_minute=1e5)
-    )
+    settings = change_limits(settings, followers=count, requests_per_minute=1e5)
     with serving(settings, database) as (ingress, (ann, bob), (job, other)):
         video = Video(database, settings, job)
         video.add(fragments, size)
@@ -151,6 +151,32 @@ def test_many_viewers_of_a_long_video_delay_nobody_s_polls(settings, database):
     describe("alone", alone)
     assert describe("while they join", joining) < 300
     assert describe("while they watch", watching) < 150
+
+
+def test_events_of_a_job_of_long_prompts_cost_little(settings, database):
+    """Its prompts have 480,000 characters, which no event repeats."""
+    settings = change_limits(settings, followers=100, requests_per_minute=1e5)
+    with serving(settings, database) as (ingress, (ann, bob), (job, other)):
+        queue, store = WorkQueue(database), JobStore(database)
+        plain = store.get(job)
+        request = plain.request | {"next_prompts": ["x" * 16_000] * 29, "prompt": "x" * 16_000}
+        job = store.submit(Job(owner=plain.owner, request=request, priority=1))[0].id
+        claimed = queue.claim("w")
+        assert claimed.id == job
+        process = psutil.Process(ingress.pid)
+        before = process.memory_info().rss
+        with viewers(ingress.address, f"/v1/videos/{job}/events", ann, 100) as (received, reading):
+            reading.set()
+            wait_for(lambda: min(received) > 1000)
+            with polling(ingress.address, f"/v1/videos/{other}", bob) as took_ms:
+                for step in range(20):
+                    claimed.progress = Progress(stage="denoise", step=step, steps=50, percent=step)
+                    queue.renew_lease(claimed)
+                    time.sleep(0.5)
+            rss, sent = process.memory_info().rss - before, sum(received)
+    print(f"100 event streams cost {rss / 2**20:.0f} MiB and sent {sent / 1e6:.1f} MB")
+    assert describe("while they follow", took_ms) < 150
+    assert rss < 150 * 2**20
 
 
 @pytest.mark.parametrize("reads", [True, False])
