@@ -78,10 +78,10 @@ def delay_frame(samples: Samples, by: int) -> Samples:
     run = find_box(traf, b"traf", b"trun")
     assert run is not None
     flags, *_ = struct.unpack_from(">I", traf, run.content)
-    content, shown = traf[run.content + 4 : run.stop], 0
+    content, own_delay = traf[run.content + 4 : run.stop], 0
     if flags & _HAS_DELAYS:  # A sample's last number.
-        content, shown = content[:-4], struct.unpack(">I", content[-4:])[0]
-    run_box = make_box(b"trun", struct.pack(">I", flags | _HAS_DELAYS), content, struct.pack(">I", shown + by))
+        content, own_delay = content[:-4], struct.unpack(">I", content[-4:])[0]
+    run_box = make_box(b"trun", struct.pack(">I", flags | _HAS_DELAYS), content, struct.pack(">I", own_delay + by))
     before = traf[HEADER.size : run.start]
     return Samples(make_box(b"traf", before, run_box, traf[run.stop :]), samples.sizes, samples.content)
 
