@@ -73,16 +73,13 @@ class Room:
             owner_waiting: Segments of this owner that wait.
             owners: How many owners have jobs waiting, this one included.
         """
-        asked = "" if segments == 1 else f", and this video has {segments}"
+        counted = "" if segments == 1 else f" (each segment counts as one; this video has {segments})"
         if self.owner is not None and owner_waiting + segments > self.owner:
-            return (
-                f"this key has {owner_waiting} videos or segments waiting{asked}; it may have {self.owner}; try again "
-                "later"
-            )
+            return f"this key has {owner_waiting} jobs waiting{counted}, and may have {self.owner}; try again later"
         queue = self.queue
         if queue is None or waiting + segments <= queue or owner_waiting + segments <= queue // (2 * owners):
             return None
-        return f"{waiting} videos or segments are waiting{asked}; {queue} are accepted; try again later"
+        return f"{waiting} jobs are waiting{counted}, and at most {queue} are accepted; try again later"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -52,8 +52,8 @@ class Access:
         """Read the keys; raises `StoreUnavailable`."""
         self._database, self._queue_limit, self._limits = database, queue_limit, limits
         self._lock = threading.Lock()
-        # The time, by time.monotonic(), until which a key's rate is used up: that of requests, and that of segments.
-        self._spent: dict[tuple[str, str], float] = {}
+        # The time, by time.monotonic(), until which the rate of a key's requests is used up, or that of its segments.
+        self._spent: dict[str, float] = {}
         self.refresh()
 
     def refresh(self) -> None:
@@ -109,7 +109,7 @@ class Access:
         if key is None:
             return
         rate = self._get_rate(key)
-        wait_s, _ = self._take((key.id, "segments"), 60 / rate, segments)
+        wait_s, _ = self._take(f"segments of {key.id}", 60 / rate, segments)
         if wait_s > 0:
             after_s = max(1, math.ceil(wait_s))
             message = f"this key may ask for {rate:g} videos or segments a minute; try again in {after_s} s"
@@ -133,7 +133,7 @@ class Access:
         rate = self._get_rate(key)
         every_s = 60 / rate
         burst = max(1, math.floor(BURST_S / every_s))
-        wait_s, spent_s = self._take((key.id, "requests"), every_s)
+        wait_s, spent_s = self._take(key.id, every_s)
         remaining = 0 if wait_s > 0 else max(0, burst - math.ceil(spent_s / every_s))
         headers = {
             "x-ratelimit-limit-requests": f"{rate:g}",
@@ -151,7 +151,7 @@ class Access:
         """Return how many requests a minute a key may send, on average."""
         return self._limits.requests_per_minute if key.requests_per_minute is None else key.requests_per_minute
 
-    def _take(self, bucket: tuple[str, str], every_s: float, count: int = 1) -> tuple[float, float]:
+    def _take(self, bucket: str, every_s: float, count: int = 1) -> tuple[float, float]:
         """Count requests; return how long they must wait, and how long until the full rate is available.
 
         This is GCRA, a token bucket that is stored as one number. Several requests at once may overdraw it.
