@@ -50,7 +50,6 @@ log = logging.getLogger(__name__)
 
 _WORKERS = 2  # Threads for work that takes processor time, such as planning a request,
 _TRANSFERS = 16  # and for what waits for the storage: a key whose files are large or slow has at most half of them.
-_UNSHARE_S = 30.0
 _MISSED = 4  # After this many check-ins that couldn't be written, the ingress reports that it isn't ready.
 
 
@@ -225,8 +224,8 @@ class Service:
         async with asyncio.TaskGroup() as tasks:
             for work, every_s in (
                 (self._check_in, self._limits.check_in_s),
+                (functools.partial(expire_unshared, self.database), self._limits.check_in_s),
                 (self.access.refresh, REFRESH_S),
-                (functools.partial(expire_unshared, self.database), _UNSHARE_S),
             ):
                 in_thread = functools.partial(asyncio.to_thread, work)
                 tasks.create_task(repeat(log, "check-in, keys and files", in_thread, every_s))
