@@ -1,5 +1,9 @@
 """A stand-in for storage that is slow, full or down at times."""
 
+import contextlib
+import io
+from collections.abc import Iterator
+
 from tests.actors.simulation.world import Process, World
 from wan_tpu.storage.base import Missing, StorageError
 
@@ -43,6 +47,21 @@ class BucketOfProcess:
             self._bucket.failures += 1
             raise StorageError("no space is left in the bucket")
         self._bucket.content[name] = content
+
+    def size(self, name: str) -> int:
+        return len(self.read(name))
+
+    def open(self, name: str, start: int = 0) -> io.BytesIO:
+        return io.BytesIO(self.read(name, start))
+
+    @contextlib.contextmanager
+    def writing(self, name: str) -> Iterator[io.BytesIO]:
+        file = io.BytesIO()
+        yield file
+        self.write(name, file.getvalue())
+
+    def free(self) -> int | None:
+        return None
 
     def list(self, prefix: str = "") -> dict[str, int]:
         self._wait()

@@ -25,6 +25,7 @@ from actors.jobs.values import JobSettings
 from actors.jobs.watching import list_fragments
 from actors.slices.snapshots import Snapshots
 from tests.actors.simulation.bucket import Bucket, BucketOfProcess
+from tests.actors.simulation.media import Media
 from tests.actors.simulation.scenario import FAULTS_S, Result, Run
 from tests.actors.simulation.slices import video_of
 from tests.actors.simulation.submissions import MODEL
@@ -283,6 +284,7 @@ def simulate_service(seed: int, folder: Path, empty: Path, jobs: int = 12) -> Re
     """Run one service to its end. `empty` is a database file that has only the schema."""
     address = shutil.copy(empty, folder / f"{seed}.sqlite")
     with virtual_time() as loop, pytest.MonkeyPatch.context() as patch:
+        Media(loop).install(patch)
         # Idle workers look for jobs less often than in production, and for orphans more often, to save test time.
         patch.setattr(job_worker, "_LOOK_S", 2.0)
         patch.setattr(maintenance, "_ORPHANS_S", 60.0)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from actors.api.worker.attempt import Attempt
+from actors.api.worker.job_files import JobFiles
 from actors.jobs.store import open_database
 from actors.jobs.work import WorkQueue
 from tests.actors.simulation.scenario import limit_garbage_collection
@@ -56,11 +56,11 @@ def forgets_the_jobs_of_lost_workers(patch):
 def writes_what_it_has_not_announced(patch):
     """What a killed worker had written was never found again."""
 
-    async def insist(attempt, change, *args):
-        return None if getattr(change, "__name__", "") == "announce" else await original(attempt, change, *args)
+    async def insist(files, change, *args):
+        return None if getattr(change, "__name__", "") == "announce" else await original(files, change, *args)
 
-    original = Attempt._insist
-    patch.setattr(Attempt, "_insist", insist)
+    original = JobFiles.insist
+    patch.setattr(JobFiles, "insist", insist)
 
 
 @pytest.mark.soak
