@@ -7,6 +7,7 @@ from typing import Any
 
 from cluster.footprints import Footprint, build_ingress
 from wan_tpu.errors import InvalidInput
+from wan_tpu.storage.base import Storage, StorageError
 from wan_tpu.suggest import did_you_mean
 
 
@@ -89,6 +90,14 @@ class ServiceLimits:
             if not 0 < changed[name] < math.inf:
                 raise InvalidInput(f"--limit {text}: give a number above 0")
         return cls(**changed)
+
+    def check_disk(self, storage: Storage) -> None:
+        """Raise `StorageError` if so little of the disk is left that nothing more should be begun."""
+        free = storage.free()
+        if free is not None and free < self.free_bytes:
+            raise StorageError(
+                f"{storage.location()} has {free} bytes left, of which {self.free_bytes} are reserved; free some space"
+            )
 
     @property
     def ingress(self) -> Footprint:

@@ -221,7 +221,7 @@ class StoredFragment(Table, kw_only=True):
     digest: Mapped[str] = mapped_column(String(64))
 
 
-Index("fragments_of_job", StoredFragment.job)
+Index("fragments_of_run", StoredFragment.job, StoredFragment.attempt, StoredFragment.run, StoredFragment.number)
 
 
 class CheckIn(Table, kw_only=True):

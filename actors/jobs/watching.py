@@ -6,15 +6,16 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from sqlalchemy import and_, or_, select, update
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, load_only
 
 from actors.jobs.database import Database
 from actors.jobs.errors import StoreUnavailable
-from actors.jobs.queries import PRIVATE
+from actors.jobs.queries import PRIVATE, WITH_POSITION
 from actors.jobs.tables import Job, StoredFragment
 from actors.jobs.values import Status
 
 RENEW_S = 10.0  # Workers store fragments of a job for as long as its `watched_at` is renewed about this often.
+TOLD = ("id", "status", "progress", "attempts", "position", "warnings")  # What clients that wait for a job are told of.
 _UNENDED: tuple[Status, ...] = ("queued", "in_progress")
 
 
@@ -125,6 +126,18 @@ def look_at_watched(database: Database, jobs: Mapping[str, Watched]) -> dict[str
         with contextlib.suppress(StoreUnavailable):  # It is tried again with the next look, and news come meanwhile.
             begin_to_watch(database, *(id_ for id_, age in ages.items() if age >= RENEW_S / 2))
     return seen
+
+
+def find_unchanged(database: Database, jobs: Mapping[str, Job]) -> set[str]:
+    """Return the ids of the jobs that still are as they were seen, by what clients are told of while they wait.
+
+    Only these columns are read. A job's prompts alone may have hundreds of kilobytes.
+    """
+    columns = [getattr(Job, name) for name in TOLD if name != "position"]
+    query = select(Job).options(load_only(*columns), WITH_POSITION).where(Job.id.in_(list(jobs)))
+    with database.read() as session:
+        now = session.scalars(query.where(Job.deleted_at.is_(None))).all()
+    return {job.id for job in now if all(getattr(job, name) == getattr(jobs[job.id], name) for name in TOLD)}
 
 
 def list_fragments(database: Database, job: str) -> list[FragmentRow]:

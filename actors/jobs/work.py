@@ -5,13 +5,14 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from sqlalchemy import ColumnElement, func, select, update
+from sqlalchemy import bindparam, func, literal_column, select, update
 from sqlalchemy.orm import Session, aliased
 
-from actors.jobs.admission import choose_round
+from actors.jobs.admission import QUEUED, choose_round
 from actors.jobs.database import Database
 from actors.jobs.ending import STOPPED, end, expire_files
 from actors.jobs.errors import CommitUncertain, LeaseLost
+from actors.jobs.keys import PRIORITIES
 from actors.jobs.stored_request import count_segments
 from actors.jobs.tables import ApiKey, File, Job, StoredFragment
 from actors.jobs.values import DEADLINE, LOST, JobSettings, make_storable
@@ -25,11 +26,43 @@ _COUNT_OF_KEY = (
     .correlate(ApiKey)
     .scalar_subquery()
 )
-# After a clock was set forward, no lease counts as expired for this many renewals. The clock of SQLite is the machine's;
-# setting it expires all leases at once, and their workers renew them.
+# After the clock was set forward, no lease counts as expired for this many renewals: SQLite's clock is the machine's,
+# and setting it expires all leases at once.
 _RENEWALS = 3
 _REUSABLE_S = 60.0  # A file that is due for removal within this time isn't reused.
 _OWNERS_AT_LIMIT = select(ApiKey.id).where(ApiKey.running.is_not(None), ApiKey.running <= _COUNT_OF_KEY)
+# Built once, since every worker runs them all the time, and building them takes longer than running them. On PostgreSQL
+# workers don't wait for one another. Ending jobs locks their owners' usage, always in the same order.
+_RUNNING_JOB = Job.status == literal_column("'in_progress'")
+_CLAIMED = select(Job).where(Job.id == bindparam("job"), _RUNNING_JOB, Job.lease_token == bindparam("token"))
+_CLAIMED = _CLAIMED.with_for_update()
+_SILENT = (
+    select(Job)
+    .where(_RUNNING_JOB, Job.lease_expires_at <= bindparam("now"))
+    .order_by(Job.owner)
+    .with_for_update(skip_locked=True)
+)
+_OVERDUE = (
+    select(Job)
+    .where((Job.status == QUEUED) | _RUNNING_JOB, Job.deadline <= bindparam("now"), Job.stop_code.is_(None))
+    .order_by(Job.owner)
+    .with_for_update(skip_locked=True)
+)
+_NEXT = (
+    select(Job)
+    .where(
+        Job.status == QUEUED,
+        Job.priority > bindparam("above"),
+        Job.deadline.is_(None) | (Job.deadline > bindparam("now")),
+        Job.owner.not_in(_OWNERS_AT_LIMIT),
+        Job.owner.not_in(bindparam("busy_owners", expanding=True)),
+        Job.sequence.not_in(bindparam("of_newer", expanding=True)),
+    )
+    .order_by(Job.priority.desc(), Job.round, Job.sequence)
+    .limit(1)
+    .with_for_update(skip_locked=True)
+)
+_NEXT_OF_MODEL = _NEXT.where((Job.model == bindparam("model")) | Job.model.is_(None))
 
 
 class WorkQueue:
@@ -84,15 +117,8 @@ class WorkQueue:
         with self._database.write() as session:
             now = self._database.now(session)
             self._requeue_lost(session, now)
-            conditions: list[ColumnElement[bool]] = [
-                Job.status == "queued",
-                Job.deadline.is_(None) | (Job.deadline > now),
-            ]
-            if above is not None:
-                conditions.append(Job.priority > above)
-            if model is not None:
-                conditions.append((Job.model == model) | Job.model.is_(None))
-            job = self._find_next(session, conditions, model, can_run)
+            values = {"now": now, "above": PRIORITIES[0] - 1 if above is None else above}
+            job = self._find_next(session, values, model, can_run)
             if job is None:
                 return None
             job.status, job.worker, job.attempts = "in_progress", worker, job.attempts + 1
@@ -101,8 +127,8 @@ class WorkQueue:
                 job.started_at = now
             job.segments_left = count_segments(job.request) - len(job.segments) - (job.made is not None)
             if job.segments or job.made:  # A worker of an earlier version, which gave the job back, lets them expire.
-                keep = update(File).where(File.name.in_(job.needed_files)).values(delete_at=None)
-                session.execute(keep)
+                is_kept = File.name.in_(job.needed_files) & (File.delete_at > now)
+                session.execute(update(File).where(is_kept).values(delete_at=None))
             return job
 
     def renew_lease(self, claimed: Job) -> str | None:
@@ -292,12 +318,7 @@ class WorkQueue:
         """Fail queued jobs whose deadline has passed, and tell running ones to stop. Return their ids."""
         with self._database.write() as session:
             now = self._database.now(session)
-            overdue = session.scalars(
-                select(Job)
-                .where(Job.status.in_(("queued", "in_progress")), Job.deadline <= now, Job.stop_code.is_(None))
-                .order_by(Job.owner)
-                .with_for_update(skip_locked=True)
-            ).all()
+            overdue = session.scalars(_OVERDUE, {"now": now}).all()
             for job in overdue:
                 if job.status == "queued":
                     end(session, job, now, self._settings, failure=STOPPED[DEADLINE])
@@ -306,25 +327,15 @@ class WorkQueue:
             return [job.id for job in overdue]
 
     def _find_next(
-        self,
-        session: Session,
-        conditions: list[ColumnElement[bool]],
-        model: str | None,
-        can_run: Callable[[Job], bool],
+        self, session: Session, values: Mapping[str, float], model: str | None, can_run: Callable[[Job], bool]
     ) -> Job | None:
         """Return the first job that may run, locked."""
-        query = (
-            select(Job)
-            .where(*conditions, Job.owner.not_in(_OWNERS_AT_LIMIT))
-            .order_by(Job.priority.desc(), Job.round, Job.sequence)
-            .limit(1)
-            .with_for_update(skip_locked=True)  # On PostgreSQL workers don't wait for one another.
-        )
         busy_owners: set[str] = set()
         of_newer: list[int] = []  # Jobs that only a newer version can run.
         while True:
-            others = query.where(Job.owner.not_in(busy_owners), Job.sequence.not_in(of_newer))
-            if (job := session.scalars(others).one_or_none()) is None:
+            others = {**values, "busy_owners": busy_owners, "of_newer": of_newer}
+            query, more = (_NEXT, {}) if model is None else (_NEXT_OF_MODEL, {"model": model})
+            if (job := session.scalars(query, others | more).one_or_none()) is None:
                 return None
             if job.model is None:  # An earlier version accepted it while this one was starting.
                 job.model = str(job.request.get("model", ""))
@@ -357,8 +368,8 @@ class WorkQueue:
 
         In return, the worker's copy gets the row's `watched_at`.
         """
-        mine = (Job.id == claimed.id) & (Job.status == "in_progress") & (Job.lease_token == claimed.lease_token)
-        job = session.scalars(select(Job).where(mine).with_for_update()).one_or_none()
+        mine = {"job": claimed.id, "token": claimed.lease_token}
+        job = session.scalars(_CLAIMED, mine).one_or_none()
         if job is None:
             raise LeaseLost(
                 f"{claimed.id} no longer belongs to {claimed.worker}: the lease has expired, or the job has ended"
@@ -379,12 +390,7 @@ class WorkQueue:
     def _requeue_lost(self, session: Session, now: float) -> list[str]:
         if self._has_been_set(now):
             return []
-        silent = session.scalars(
-            select(Job)
-            .where(Job.status == "in_progress", Job.lease_expires_at <= now)
-            .order_by(Job.owner)  # Ending jobs locks their owners' usage, always in this order.
-            .with_for_update(skip_locked=True)
-        ).all()
+        silent = session.scalars(_SILENT, {"now": now}).all()
         for job in silent:
             job.losses += 1
             if job.losses >= self._worker_attempts:

@@ -11,7 +11,7 @@ from actors.api.http.access import Access
 from actors.api.http.error_answers import HttpError
 from actors.jobs.errors import JobNotFound
 from actors.jobs.tables import Job
-from actors.jobs.watching import Watched
+from actors.jobs.watching import TOLD, Watched
 from actors.observe.logs import log_event
 from wan_tpu.errors import WanTpuError
 
@@ -198,5 +198,4 @@ class Following(Generic[State]):
 
 def _has_changed(before: EstimatedJob, now: EstimatedJob) -> bool:
     """Return whether a job has changed. A new estimate alone doesn't count, since it changes every time."""
-    fields = ("status", "progress", "attempts", "position", "warnings")
-    return any(getattr(before[0], name) != getattr(now[0], name) for name in fields)
+    return any(getattr(before[0], name) != getattr(now[0], name) for name in TOLD)

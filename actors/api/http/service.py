@@ -7,7 +7,7 @@ import functools
 import hashlib
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import generate_latest
 from starlette.requests import Request
@@ -39,11 +39,11 @@ from actors.jobs.stored_request import count_segments
 from actors.jobs.tables import CheckIn, Job
 from actors.jobs.usage import read_usage
 from actors.jobs.values import Room
-from actors.jobs.watching import look_at_watched
+from actors.jobs.watching import find_unchanged, look_at_watched
 from actors.observe.logs import log_event, repeat
 from wan_tpu.errors import InvalidRequest, WanTpuError
 from wan_tpu.spec import ModelSpec
-from wan_tpu.storage.base import Missing, StorageError
+from wan_tpu.storage.base import Missing
 from wan_tpu.storage.opening import open_storage
 
 log = logging.getLogger(__name__)
@@ -178,9 +178,13 @@ class Service:
         job_now = self.store.look(job, owner)
         return job_now, self.forecast.estimate_eta_s(job_now)
 
-    def look_at_all_now(self, jobs: Iterable[str]) -> dict[str, EstimatedJob]:
-        """Return the jobs with the given ids, by id, except those that don't exist."""
-        return {job.id: (job, self.forecast.estimate_eta_s(job)) for job in self.store.look_at_all(jobs)}
+    def look_at_all_now(self, seen: Mapping[str, EstimatedJob]) -> dict[str, EstimatedJob]:
+        """Return jobs that were seen as they are now, except those that don't exist. Only changed ones are read."""
+        unchanged = find_unchanged(self.database, {id_: job for id_, (job, _) in seen.items()})
+        changed = self.store.look_at_all(seen.keys() - unchanged)
+        return {id_: seen[id_] for id_ in unchanged} | {
+            job.id: (job, self.forecast.estimate_eta_s(job)) for job in changed
+        }
 
     def read_usage_now(self, caller: Caller, first: str, last: str) -> list[KeyUsage]:
         """Return the usage of all keys that a caller may see."""
@@ -213,7 +217,7 @@ class Service:
         """Return the number of workers; raises if database or storage can't be read or written."""
         with contextlib.suppress(Missing):  # Any answer shows that the storage can be reached.
             self.storage.size("ready")
-        self._check_disk()
+        self.settings.limits.check_disk(self.storage)
         longest_s = _MISSED * self._limits.check_in_s
         if time.monotonic() - self._recorded > longest_s:
             raise StoreUnavailable(f"{self.database} has accepted no writes for {longest_s:g} s")
@@ -231,7 +235,7 @@ class Service:
                 tasks.create_task(repeat(log, "check-in, keys and files", in_thread, every_s))
 
     def _refuse_early_now(self, caller: Caller, idempotency_key: str | None, segments: int = 1) -> None:
-        self._check_disk()
+        self.settings.limits.check_disk(self.storage)
         with self._translate_queue_full():
             self.store.check_room(caller.owner, idempotency_key, caller.room, self.settings.model, segments)
 
@@ -283,13 +287,6 @@ class Service:
             yield
         except QueueFull as full:
             raise HttpError(429, str(full), code="queue_full", after_s=self.forecast.estimate_next_free_s()) from None
-
-    def _check_disk(self) -> None:
-        free, reserve = self.storage.free(), self.settings.limits.free_bytes
-        if free is not None and free < reserve:
-            raise StorageError(
-                f"{self.storage.location()} has {free} bytes left, of which {reserve} are reserved; free some space"
-            )
 
     def _check_in(self) -> None:
         check_in(self.database, self._make_check_in())

@@ -33,7 +33,7 @@ class WorkerContext:
         snapshots: The snapshots of unfinished jobs that the engine has stored.
         traces: Exports traces of jobs that have ended; None if traces are off.
         held: Counts the bytes of videos that the process holds.
-        previews: Whether to make pictures of the videos. Simulated videos aren't mp4 files and have none.
+        previews: Whether to make pictures of the videos. A simulated service makes none, for speed.
     """
 
     def __init__(

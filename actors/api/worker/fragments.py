@@ -236,7 +236,7 @@ class Fragments:
         if wanted and self._has_begun:
             reused = await insist(queue.reuse_fragments, self._job, wanted)
         if new := wanted[reused:]:
-            self._check_disk()
+            self._context.settings.limits.check_disk(self._context.storage)
             names = [fragment.name for fragment in new]
             await insist(queue.announce, self._job, names)
             self.unwritten.update(names)
@@ -254,12 +254,6 @@ class Fragments:
     def _write(self, name: str, content: bytes) -> None:
         self._context.storage.write(name, content)
         self.unwritten.discard(name)  # Also if nobody waits any more, since a thread can't be cancelled.
-
-    def _check_disk(self) -> None:
-        """Raise if the results need the rest of the disk."""
-        free = self._context.storage.free()
-        if free is not None and free < self._context.settings.limits.free_bytes:
-            raise WanTpuError(f"{self._context.storage.location()} has only {free} bytes left")
 
     def _fail(self) -> None:
         self._failed = True

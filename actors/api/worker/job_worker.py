@@ -68,6 +68,7 @@ class JobWorker:
                     await self._context.engine.check_ready()
                     await asyncio.to_thread(self._context.storage.probe)
                     self._must_check = False
+                self._context.settings.limits.check_disk(self._context.storage)
                 claim, model = self._context.queue.claim, self._context.settings.model
                 return await asyncio.to_thread(claim, self.name, above=above, model=model, can_run=can_read)
         except WanTpuError as error:

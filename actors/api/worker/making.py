@@ -69,6 +69,7 @@ class VideoMaker:
         async with self._files.open(), self._fragments.storing():
             while self._job.made is None:
                 await self._make_segment()
+                self._context.settings.limits.check_disk(self._context.storage)
                 if self._job.made is None and await self._files.insist(self._queue.give_way, self._job):
                     return None
             names = await self._make_results()

@@ -13,7 +13,7 @@ _QUEUED = sa.text("status = 'queued'")
 
 
 def upgrade() -> None:
-    """Add the columns, fill them for jobs that wait or run, and let the queue's index cover them.
+    """Add the columns, fill them for jobs that wait or run, and let indexes cover what is read often.
 
     Processes of an earlier version go on adding rows without them, each of which then counts as one segment.
     """
@@ -27,3 +27,5 @@ def upgrade() -> None:
     op.drop_index("jobs_queue", "jobs")
     columns = [sa.text(name) for name in ("priority DESC", "round", "sequence", "owner", "segments_left")]
     op.create_index("jobs_queue", "jobs", columns, sqlite_where=_QUEUED, postgresql_where=_QUEUED)
+    op.drop_index("fragments_of_job", "fragments")
+    op.create_index("fragments_of_run", "fragments", ["job", "attempt", "run", "number"])
