@@ -2,7 +2,7 @@
 
 The command line reaches all of it, and so does a service's config: `--timeout NAME=SECONDS` for the fields that end in
 `_s`, `--attempts NAME=COUNT` for those that end in `_attempts` (`actors.commands.timeouts`). Constants elsewhere are
-pauses and guards that no installation needs to change; `tests/actors/test_reliability.py` lists them with the reason.
+pauses and guards that no installation needs to change.
 """
 
 from dataclasses import dataclass

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sqlalchemy import Index, String, bindparam, func, literal_column, select, text
+from sqlalchemy import String, bindparam, func, literal_column, select
 from sqlalchemy.orm import Session
 
 from actors.jobs.errors import QueueFull
@@ -16,11 +16,6 @@ RUNNING: Any = literal_column("'in_progress'")
 _MODEL = bindparam("model", type_=String)
 # Jobs of a model that isn't served any more wait, and take no room. Programs before schema 0004 recorded no model.
 OF_MODEL: Any = func.coalesce(Job.model, _MODEL) == _MODEL
-# Room and estimates are computed from this index alone. It begins with the owner, so that no claim uses it. SQLite
-# before 3.41 looks up even the column that all of its rows have in common.
-_COLUMNS = (Job.owner, Job.model, Job.segments_left, Job.priority, Job.round, Job.sequence, Job.status)
-_WHERE = text("status = 'queued'")
-Index("jobs_room", *_COLUMNS, sqlite_where=_WHERE, postgresql_where=_WHERE)
 # Built once, since every request runs it.
 _WAITING_BY_OWNER = (
     select(Job.owner, func.sum(Job.segments_left).label("segments"))

@@ -6,6 +6,7 @@ from sqlalchemy import ColumnElement, delete, select, update
 
 from actors.jobs.database import Database
 from actors.jobs.ending import expire_files
+from actors.jobs.sharing import expire_unshared
 from actors.jobs.tables import Delivery, File, Job, StoredFragment
 from actors.jobs.values import JobSettings
 from wan_tpu.storage.base import Storage, StorageError
@@ -47,6 +48,7 @@ class Retention:
     def sweep(self) -> tuple[int, int]:
         """Remove what is due; return the numbers of jobs and of files removed."""
         count = sum(iter(self._expire, 0))
+        expire_unshared(self._database)
         return count, sum(self._remove(name) for batch in iter(self._list_due, []) for name in batch)
 
     def _expire(self) -> int:

@@ -4,27 +4,18 @@ A shared file belongs to no job (`File.job` is `SHARED`), so no end, deletion or
 not even one by an earlier version. It is scheduled once every job that has a share in it is gone.
 """
 
-from sqlalchemy import String, delete, exists, select
-from sqlalchemy.orm import Mapped, Session, mapped_column
+from sqlalchemy import delete, exists, select
+from sqlalchemy.orm import Session
 
 from actors.jobs.database import Database
 from actors.jobs.errors import JobError
-from actors.jobs.tables import File, Job, Table
+from actors.jobs.tables import File, FileShare, Job
 
 SHARED = "shared"
 
 
 class FileGone(JobError):
     """A file that a job should share is gone, or about to be removed."""
-
-
-class FileShare(Table, kw_only=True):
-    """A job's share in a file that others need as well. It ends when the job's row is deleted, or hidden."""
-
-    __tablename__ = "file_shares"
-
-    name: Mapped[str] = mapped_column(String(255), primary_key=True)
-    job: Mapped[str] = mapped_column(String(64), primary_key=True)
 
 
 _IS_ALIVE = exists().where(Job.id == FileShare.job, Job.deleted_at.is_(None))

@@ -252,11 +252,6 @@ class JobStore:
             jobs = {**known, **{job.id: job for job in new}}
         return tuple(jobs[id_] for id_ in ids if id_ in jobs)
 
-    def count_running(self) -> int:
-        """Return how many jobs are in progress."""
-        with self._database.read() as session:
-            return session.scalar(select(func.count()).where(Job.status == "in_progress")) or 0
-
     def list_turns(self, model: str | None = None) -> tuple[tuple[Turn, ...], tuple[Turn, ...]]:
         """Return the turns of a model's running jobs, and of its waiting ones, unordered."""
         of_model = select(*(getattr(Job, name) for name in Turn._fields)).where(OF_MODEL)

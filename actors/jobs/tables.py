@@ -170,14 +170,12 @@ _QUEUED = text("status = 'queued'")
 _RUNNING = text("status = 'in_progress'")
 Index("jobs_of_owner", Job.owner, Job.sequence)
 Index("jobs_idempotency", Job.owner, Job.idempotency_key, unique=True)  # Rows without a key don't collide.
-# The last two columns are there so that positions and limits are counted without reading the jobs.
+Index("jobs_queue", Job.priority.desc(), Job.round, Job.sequence, sqlite_where=_QUEUED, postgresql_where=_QUEUED)
+# Room and estimates are computed from this index alone. It begins with the owner, so that no claim uses it. SQLite
+# before 3.41 looks up even the column that all of its rows have in common.
 Index(
-    "jobs_queue",
-    Job.priority.desc(),
-    Job.round,
-    Job.sequence,
-    Job.owner,
-    Job.segments_left,
+    "jobs_room",
+    *(Job.owner, Job.model, Job.segments_left, Job.priority, Job.round, Job.sequence, Job.status),
     sqlite_where=_QUEUED,
     postgresql_where=_QUEUED,
 )
@@ -199,6 +197,15 @@ class File(Table, kw_only=True):
 
 Index("files_of_job", File.job)
 Index("files_delete", File.delete_at)
+
+
+class FileShare(Table, kw_only=True):
+    """A job's share in a file that others need as well. It ends when the job's row is deleted, or hidden."""
+
+    __tablename__ = "file_shares"
+
+    name: Mapped[str] = mapped_column(String(255), primary_key=True)
+    job: Mapped[str] = mapped_column(String(64), primary_key=True)
 
 
 class StoredFragment(Table, kw_only=True):

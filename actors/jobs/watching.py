@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from sqlalchemy import and_, or_, select, update
+from sqlalchemy import and_, bindparam, or_, select, update
 from sqlalchemy.orm import Session, load_only
 
 from actors.jobs.database import Database
@@ -17,6 +17,10 @@ from actors.jobs.values import Status
 RENEW_S = 10.0  # Workers store fragments of a job for as long as its `watched_at` is renewed about this often.
 TOLD = ("id", "status", "progress", "attempts", "position", "warnings")  # What clients that wait for a job are told of.
 _UNENDED: tuple[Status, ...] = ("queued", "in_progress")
+# Built once, because it is run several times a second.
+_WATCHED = select(Job.id, Job.status, Job.attempts, Job.fragments, Job.results, Job.watched_at).where(
+    Job.id.in_(bindparam("jobs", expanding=True)), Job.deleted_at.is_(None)
+)
 
 
 class FragmentRow(NamedTuple):
@@ -108,10 +112,9 @@ def look_at_watched(database: Database, jobs: Mapping[str, Watched]) -> dict[str
         database: The database.
         jobs: The jobs as they were seen last, by id. Of their fragments only new ones are read.
     """
-    columns = select(Job.id, Job.status, Job.attempts, Job.fragments, Job.results, Job.watched_at)
     seen: dict[str, Watched] = {}
     with database.read() as session:
-        rows = session.execute(columns.where(Job.id.in_(list(jobs)), Job.deleted_at.is_(None))).all()
+        rows = session.execute(_WATCHED, {"jobs": list(jobs)}).all()
         now = database.now(session)
         for id_, status, attempts, count, results, _ in rows:
             new = Watched(status=status, attempts=attempts, fragments=count, video=results.get("video"))

@@ -5,10 +5,10 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from sqlalchemy import bindparam, func, literal_column, select, update
+from sqlalchemy import bindparam, func, select, update
 from sqlalchemy.orm import Session, aliased
 
-from actors.jobs.admission import QUEUED, choose_round
+from actors.jobs.admission import QUEUED, RUNNING, choose_round
 from actors.jobs.database import Database
 from actors.jobs.ending import STOPPED, end, expire_files
 from actors.jobs.errors import CommitUncertain, LeaseLost
@@ -18,11 +18,11 @@ from actors.jobs.tables import ApiKey, File, Job, StoredFragment
 from actors.jobs.values import DEADLINE, LOST, JobSettings, make_storable
 from actors.reliability import ReliabilitySettings
 
-_RUNNING = aliased(Job)
+_OTHER = aliased(Job)
 _COUNT_OF_KEY = (
     select(func.count())
-    .select_from(_RUNNING)
-    .where(_RUNNING.status == "in_progress", _RUNNING.owner == ApiKey.id)
+    .select_from(_OTHER)
+    .where(_OTHER.status == RUNNING, _OTHER.owner == ApiKey.id)
     .correlate(ApiKey)
     .scalar_subquery()
 )
@@ -33,18 +33,17 @@ _REUSABLE_S = 60.0  # A file that is due for removal within this time isn't reus
 _OWNERS_AT_LIMIT = select(ApiKey.id).where(ApiKey.running.is_not(None), ApiKey.running <= _COUNT_OF_KEY)
 # Built once, since every worker runs them all the time, and building them takes longer than running them. On PostgreSQL
 # workers don't wait for one another. Ending jobs locks their owners' usage, always in the same order.
-_RUNNING_JOB = Job.status == literal_column("'in_progress'")
-_CLAIMED = select(Job).where(Job.id == bindparam("job"), _RUNNING_JOB, Job.lease_token == bindparam("token"))
+_CLAIMED = select(Job).where(Job.id == bindparam("job"), Job.status == RUNNING, Job.lease_token == bindparam("token"))
 _CLAIMED = _CLAIMED.with_for_update()
 _SILENT = (
     select(Job)
-    .where(_RUNNING_JOB, Job.lease_expires_at <= bindparam("now"))
+    .where(Job.status == RUNNING, Job.lease_expires_at <= bindparam("now"))
     .order_by(Job.owner)
     .with_for_update(skip_locked=True)
 )
 _OVERDUE = (
     select(Job)
-    .where((Job.status == QUEUED) | _RUNNING_JOB, Job.deadline <= bindparam("now"), Job.stop_code.is_(None))
+    .where(Job.status.in_((QUEUED, RUNNING)), Job.deadline <= bindparam("now"), Job.stop_code.is_(None))
     .order_by(Job.owner)
     .with_for_update(skip_locked=True)
 )
@@ -357,7 +356,7 @@ class WorkQueue:
         query = select(ApiKey.running).where(ApiKey.id == owner, ApiKey.running.is_not(None)).with_for_update()
         with session.begin_nested() as locked:
             most = session.scalar(query)
-            running = select(func.count()).select_from(Job).where(Job.status == "in_progress", Job.owner == owner)
+            running = select(func.count()).select_from(Job).where(Job.status == RUNNING, Job.owner == owner)
             if most is None or (session.scalar(running) or 0) < most:
                 return True
             locked.rollback()

@@ -52,21 +52,6 @@ def test_upload_whose_answer_is_lost_is_repeated(bucket):
     assert storage.read("job.json") == b"mine"
 
 
-def test_service_copies_an_object_itself_and_again_if_its_answer_is_lost(bucket):
-    storage, emulator = bucket.storage, bucket.emulator
-    storage.write("a.mp4", b"video")
-    emulator.seen.clear()
-    emulator.failures += [(503, "Service Unavailable", "before"), (503, "Service Unavailable", "after")]
-    storage.copy("a.mp4", "b.mp4")
-    assert storage.read("b.mp4") == b"video" and not emulator.failures
-    assert len([line for line in emulator.seen if "b.mp4" in line]) == 3 + 1
-    assert not [line for line in emulator.seen if line.startswith("GET") and "a.mp4" in line]
-    if bucket.scheme == "s3://":
-        assert storage._head(storage.key("b.mp4"))["ContentType"] == "video/mp4"
-    else:
-        assert storage._bucket.get_blob(storage.key("b.mp4")).content_type == "video/mp4"
-
-
 def test_refused_access_names_the_rights_that_lack(bucket):
     storage = bucket.storage
     bucket.emulator.failures += [(403, "Access Denied", "before")]

@@ -1,6 +1,5 @@
 """The same cases on a folder and on buckets, with real clients and real HTTP."""
 
-import errno
 import os
 import pickle
 from pathlib import Path
@@ -27,30 +26,6 @@ def test_written_content_is_read_back(storage):
     storage.delete("clips/cat.mp4")
     storage.delete("clips/cat.mp4")
     assert storage.list() == {"empty.json": 0}
-
-
-def test_copy_is_a_file_of_its_own(storage, monkeypatch):
-    content = os.urandom(100_000)
-    storage.write("clips/cat.mp4", content)
-    storage.copy("clips/cat.mp4", "inputs/cat.mp4")
-    storage.write("clips/cat.mp4", b"other")
-    assert storage.read("inputs/cat.mp4") == content
-    storage.copy("clips/cat.mp4", "inputs/cat.mp4")  # Over what is there.
-    storage.delete("clips/cat.mp4")
-    assert storage.read("inputs/cat.mp4") == b"other"
-    with pytest.raises(Missing, match=r"clips/cat.mp4 does not exist"):
-        storage.copy("clips/cat.mp4", "inputs/dog.mp4")
-    with pytest.raises(StorageError, match="the name"):
-        storage.copy("inputs/cat.mp4", "../cat.mp4")
-    monkeypatch.setattr(os, "link", refuse_link)
-    storage.copy("inputs/cat.mp4", "inputs/dog.mp4")
-    assert storage.read("inputs/dog.mp4") == b"other"
-    assert storage.list() == {"inputs/cat.mp4": 5, "inputs/dog.mp4": 5}
-
-
-def refuse_link(source, target):
-    """Fail as on a file system that has no links."""
-    raise PermissionError(errno.EPERM, "Operation not permitted")
 
 
 def test_error_of_a_missing_name_says_where_it_is_missing(storage):

@@ -77,9 +77,6 @@ class Storage(Protocol):
     def write(self, name: str, content: bytes) -> None:
         """Write the whole content or nothing, over what is there."""
 
-    def copy(self, name: str, new_name: str) -> None:
-        """Write the content of another name as `write` does, without reading it here if possible; raises `Missing`."""
-
     def writing(self, name: str) -> contextlib.AbstractContextManager[BinaryIO]:
         """Open a file to write to in pieces; it appears under its name once the block has ended without an error."""
 

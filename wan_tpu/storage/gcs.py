@@ -113,15 +113,6 @@ class GcsStorage(BucketStorage):
         with self._explain_errors("write", self.location(name)):
             self._blob(name).upload_from_string(content, content_type=content_type(name), retry=_retry())
 
-    def copy(self, name: str, new_name: str) -> None:
-        """Let the service copy the object, in several calls if it must move the content elsewhere."""
-        with self._explain_errors("copy", self.location(check_name(name))):
-            source, copied = self._blob(name), self._blob(check_name(new_name))
-            copied.content_type = content_type(new_name)
-            token, _, _ = copied.rewrite(source, retry=_retry())
-            while token is not None:
-                token, _, _ = copied.rewrite(source, token=token, retry=_retry())
-
     def remove(self, name: str) -> None:
         """Remove the object."""
         with self._explain_errors("delete", self.location(name)):

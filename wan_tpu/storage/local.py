@@ -17,7 +17,6 @@ from wan_tpu.storage.base import Missing, OpenFile, Storage, StorageError, check
 
 _LOCK = ".wan-tpu.lock"
 _PARTIAL = ".partial"
-_PIECE_BYTES = 2**20  # How much of a file is copied at a time.
 
 
 class LocalStorage(Storage):
@@ -55,16 +54,6 @@ class LocalStorage(Storage):
         """Write a temporary file, flush it to disk and rename it: a reader sees the old file or the new one."""
         with self._one_at_a_time, self.writing(name) as file:
             file.write(content)
-
-    def copy(self, name: str, new_name: str) -> None:
-        """Link the file under the new name too, since files are replaced and never changed; copy it if that fails."""
-        copied = self._path(new_name)
-        with contextlib.closing(self.open(name)) as file:
-            if _link(self._path(name), copied):
-                return
-            with self._one_at_a_time, self.writing(new_name) as copied_file:
-                while piece := file.read(_PIECE_BYTES):
-                    copied_file.write(piece)
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[BinaryIO]:
@@ -205,18 +194,6 @@ def _unless_missing(error: OSError) -> None:
     """Raise an error of listing, unless the folder doesn't exist: a folder that can't be listed isn't empty."""
     if not isinstance(error, FileNotFoundError):
         raise error
-
-
-def _link(source: Path, copied: Path) -> bool:
-    """Give a file a second name; return False if that can't be done here, or if the name is taken."""
-    with _writing(copied):
-        copied.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(source, copied)
-        except OSError:
-            return False
-        _sync_folder(copied.parent)
-    return True
 
 
 def _flush(file: BinaryIO) -> None:

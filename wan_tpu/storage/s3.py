@@ -128,13 +128,6 @@ class S3Storage(BucketStorage):
             Bucket=self.bucket, Key=key, Body=content, ContentType=content_type(name)
         ))  # fmt: skip
 
-    def copy(self, name: str, new_name: str) -> None:
-        """Let the service copy the object in a single call, which allows at most 5 GB."""
-        copied = self.key(check_name(new_name))
-        self.call("copy", check_name(name), lambda key: self.client.copy_object(
-            Bucket=self.bucket, Key=copied, CopySource={"Bucket": self.bucket, "Key": key}
-        ))  # fmt: skip
-
     def remove(self, name: str) -> None:
         """Remove the object."""
         self.call("delete", name, lambda key: self.client.delete_object(Bucket=self.bucket, Key=key))

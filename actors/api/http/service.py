@@ -33,7 +33,7 @@ from actors.jobs import deliveries
 from actors.jobs.check_ins import check_in, list_check_ins, make_process_name
 from actors.jobs.errors import JobNotFound, QueueFull, StoreUnavailable
 from actors.jobs.retention import Retention
-from actors.jobs.sharing import FileGone, expire_unshared
+from actors.jobs.sharing import FileGone
 from actors.jobs.store import JobStore, make_private_key, open_database
 from actors.jobs.stored_request import count_segments
 from actors.jobs.tables import CheckIn, Job
@@ -224,15 +224,14 @@ class Service:
         return [process.kind for process in list_check_ins(self.database, self._limits.absent_s)].count("worker")
 
     async def stay_current(self) -> None:
-        """Check this process in with its metrics, and keep keys and shared files current, until this is cancelled."""
+        """Check this process in with its metrics, and keep the keys up to date, until this is cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for work, every_s in (
                 (self._check_in, self._limits.check_in_s),
-                (functools.partial(expire_unshared, self.database), self._limits.check_in_s),
                 (self.access.refresh, REFRESH_S),
             ):
                 in_thread = functools.partial(asyncio.to_thread, work)
-                tasks.create_task(repeat(log, "check-in, keys and files", in_thread, every_s))
+                tasks.create_task(repeat(log, "check-in and keys", in_thread, every_s))
 
     def _refuse_early_now(self, caller: Caller, idempotency_key: str | None, segments: int = 1) -> None:
         self.settings.limits.check_disk(self.storage)

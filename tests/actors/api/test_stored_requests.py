@@ -18,7 +18,6 @@ from actors.jobs.tables import Job
 from actors.jobs.values import Room
 from tests.actors.api import serving
 from tests.actors.api.serving import create, open_client, wait_for_end
-from tests.waiting import wait_for
 from wan_tpu.families import published_spec
 from wan_tpu.requested_adapter import RequestedAdapter
 from wan_tpu.storage.opening import open_storage
@@ -116,19 +115,3 @@ def test_a_job_is_stored_with_the_version_of_its_form(http, database):
     assert (stored["version"], stored["seed"], stored["model"]) == (VERSION, 3, serving.MODEL)
     assert "image" not in stored
     assert "version" not in JobStore(database).get(job).request
-
-
-def test_a_job_of_a_later_version_is_left_to_a_worker_of_that_version(http, database, settings, engine):
-    """During an upgrade, workers of both versions run."""
-    job = create(http).json()["id"]
-    with database.write() as session:
-        change = text('UPDATE jobs SET request = replace(request, \'"seed"\', \'"invented": 1, "seed"\')')
-        assert session.execute(change).rowcount == 1
-
-    def is_back():
-        stored = JobStore(database).get(job)
-        return stored.attempts and stored.status == "queued"
-
-    with serving.working(settings, engine):
-        wait_for(is_back, "a claim, and its end")
-    assert engine.requests == []

@@ -10,8 +10,8 @@ import pytest
 from sqlalchemy import func, select, update
 
 from actors.jobs.retention import Retention
-from actors.jobs.sharing import FileGone, FileShare, expire_unshared
-from actors.jobs.tables import File, Job
+from actors.jobs.sharing import FileGone, expire_unshared
+from actors.jobs.tables import File, FileShare, Job
 from wan_tpu.storage.local import LocalStorage
 
 VIDEO = "made.mp4"

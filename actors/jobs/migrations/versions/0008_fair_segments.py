@@ -1,4 +1,4 @@
-"""How many segments of a job are left, by which jobs take turns, and its last segment before the video is joined."""
+"""How many segments of a job are left, its last one before the video is joined, and files that several jobs need."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -13,9 +13,10 @@ _QUEUED = sa.text("status = 'queued'")
 
 
 def upgrade() -> None:
-    """Add the columns, fill them for jobs that wait or run, and let indexes cover what is read often.
+    """Add columns and a table, fill them for jobs that wait or run, and add indexes over what is read often.
 
-    Processes of an earlier version go on adding rows without them, each of which then counts as one segment.
+    Processes of an earlier version go on adding rows without the columns, each of which then counts as one segment.
+    They share no files, and remove none that are shared.
     """
     op.add_column("jobs", sa.Column("made", sa.JSON()))
     op.add_column("jobs", sa.Column("segments_left", sa.Integer(), nullable=False, server_default="1"))
@@ -24,8 +25,12 @@ def upgrade() -> None:
     for id_, request in connection.execute(waiting).all():
         if later := len(request.get("next_prompts") or ()):
             connection.execute(sa.update(_JOBS).where(_JOBS.c.id == id_).values(segments_left=1 + later))
-    op.drop_index("jobs_queue", "jobs")
-    columns = [sa.text(name) for name in ("priority DESC", "round", "sequence", "owner", "segments_left")]
-    op.create_index("jobs_queue", "jobs", columns, sqlite_where=_QUEUED, postgresql_where=_QUEUED)
+    columns = ["owner", "model", "segments_left", "priority", "round", "sequence", "status"]
+    op.create_index("jobs_room", "jobs", columns, sqlite_where=_QUEUED, postgresql_where=_QUEUED)
     op.drop_index("fragments_of_job", "fragments")
     op.create_index("fragments_of_run", "fragments", ["job", "attempt", "run", "number"])
+    op.create_table(
+        "file_shares",
+        sa.Column("name", sa.String(255), primary_key=True),
+        sa.Column("job", sa.String(64), primary_key=True),
+    )
