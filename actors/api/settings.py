@@ -25,7 +25,7 @@ class ServiceSettings:
             this keeps other sites' pages, open in a browser on this machine, from using the service.
         catalogue: Adapters that clients may name.
         largest: Sizes that fit the slices' memory; if empty, any size does.
-        queue_limit: How many jobs may wait. Further ones are answered with 429.
+        queue_limit: How many segments may wait; most videos have one. Further videos are answered with 429.
         concurrency: How many jobs a worker has in the pipeline at a time.
         chips: Number of chips of the slice that runs a stage, for chip-seconds.
         dollars: Price per hour of one of those chips, by stage, where known.

@@ -62,7 +62,10 @@ def build_serve_parser(description: str | None = None) -> Parser:
         "limit",
     )
     group.add_argument(
-        "--queue_limit", type=int, default=1000, help="number of jobs that may wait; default %(default)s"
+        "--queue_limit",
+        type=int,
+        default=1000,
+        help="number of segments that may wait (most videos have one); default %(default)s",
     )
     group.add_argument(
         "--concurrency", type=int, help="number of jobs in the pipeline at a time; default: two for each slice"
