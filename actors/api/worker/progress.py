@@ -39,7 +39,7 @@ class Tracker:
         before = job.progress or Progress(stage=ENCODER)
         self._stage, self._step, self._percent = ENCODER, 0, before.percent
         self._decoded, self._is_first_attempt, self._in_chunks = False, job.attempts <= 1, False
-        self._segments, self._first = count_segments(job.request), len(job.segments)
+        self._segments, self._first = count_segments(job.request), len(job.segments) + (job.made is not None)
         self._finished = self._first
         # Per stage of this attempt: when it began and ended by its slice's clock, and for how many seconds it computed.
         self.times: dict[str, tuple[float, float, float]] = {}
@@ -102,6 +102,8 @@ class Tracker:
     def learn(self, seconds: float) -> None:
         """Learn from the completed job, which took `seconds` from its claim to its end."""
         pace, mine, segments = self._pace, self.stage_seconds, self._segments - self._first
+        if not segments:  # It had only the finished segments to join.
+            return
         pace.encode += _NEW * (mine.get(ENCODER, 0.0) / segments - pace.encode)
         pace.decode += _NEW * (mine.get(DECODER, 0.0) / segments - pace.decode)
         if sum(map(len, self._measured.values())) == segments * sum(step is not None for step in self._steps):

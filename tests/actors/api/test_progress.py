@@ -121,3 +121,13 @@ def test_an_unknown_size_is_guessed_by_its_tokens(job):
     seconds = Pace([make_ended_job(job, 25.0)]).get(REQUEST | {"height": 128})
     assert (seconds.encode, seconds.step, seconds.decode) == (2.0, 4.0, 8.0)
     assert Pace().get(REQUEST).step > 0  # From published figures, until the first job has ended.
+
+
+def test_an_attempt_that_only_joins_segments_teaches_nothing(job):
+    job.made = {"video": "last"}
+    pace = Pace([make_ended_job(job, 25.0)]).get(REQUEST)
+    before = dataclasses.replace(pace)
+    tracker = Tracker(job, pace, CHIPS)
+    assert tracker.estimate().percent == 99.9
+    tracker.learn(3.0)
+    assert pace == before
