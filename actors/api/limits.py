@@ -41,7 +41,8 @@ class ServiceLimits:
         fetches: Images fetched from other servers at a time, each into a file. One key may have a quarter of them.
         webhooks: Webhooks called at a time,
         webhooks_of_a_key: and of one key.
-        free_bytes: With less free space on the disk of a results folder, no more jobs are accepted.
+        free_bytes: With less free space on the disk of a results folder, no more jobs are accepted and no segments
+            begun, and no fragments are stored.
     """
 
     image_bytes: int = 20_000_000

@@ -31,7 +31,8 @@ class KeyLimits:
     """The scopes and limits of a key; None means that it has no limit of its own.
 
     Attributes:
-        scopes: "make": make and delete videos; "read": see one's own; "operate": see and cancel everybody's.
+        scopes: "make": make and delete videos; "read": see one's own; "operate": see, cancel and delete
+            everybody's.
         requests_per_minute: How many requests it may send, on average, and for how many segments it may ask.
         waiting: How many segments of its jobs may wait at a time; most jobs have one.
         running: How many of its jobs may run at a time.

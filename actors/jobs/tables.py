@@ -81,9 +81,10 @@ class Job(Table, kw_only=True):
         warnings: What the owner should know about the video, such as that a prompt was cut.
         stage_seconds: Measured seconds by stage, summed over attempts, as a worker last reported them.
         dollars: Cost of the chip-seconds, where prices are known.
-        watched_at: When a client first asked to watch the video while it is decoded. Fragments are stored only then.
-        fragments: How many fragments all attempts together have stored. None before the first one, and also after one
-            couldn't be stored, because nobody can go on watching then.
+        watched_at: When a client was last known to watch the video while it is decoded. Ingresses renew it, and
+            fragments are stored only for as long as they do.
+        fragments: How often a fragment was stored, or reused by a later run. It changes with each, so that clients see
+            news. None before the first one, and after one couldn't be stored: nobody can go on watching then.
         remixed_from: Id of the job whose request this one repeats with another prompt.
         expires_at: When the job and its files are removed.
         deleted_at: When the owner deleted the job. It is hidden from then on, but lists can still continue after it.
@@ -214,7 +215,7 @@ class StoredFragment(Table, kw_only=True):
     Attributes:
         name: Name of its file, which `File` has as well, and which is removed with this row.
         run: Counts the decodings in an attempt, as `actors.engine.Fragment` does.
-        number: Counts the fragments of a run.
+        number: Counts the fragments from the video's beginning on, over all of its parts.
         digest: SHA-256 of its bytes, in hex.
     """
 

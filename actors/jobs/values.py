@@ -73,13 +73,13 @@ class Room:
             owner_waiting: Segments of this owner that wait.
             owners: How many owners have jobs waiting, this one included.
         """
-        counted = "" if segments == 1 else f" (each segment counts as one; this video has {segments})"
+        counted = "each segment of a video counts as one" + (f"; this video has {segments}" if segments > 1 else "")
         if self.owner is not None and owner_waiting + segments > self.owner:
-            return f"this key has {owner_waiting} jobs waiting{counted}, and may have {self.owner}; try again later"
+            return f"this key has {owner_waiting} jobs waiting, and may have {self.owner} ({counted}); try again later"
         queue = self.queue
         if queue is None or waiting + segments <= queue or owner_waiting + segments <= queue // (2 * owners):
             return None
-        return f"{waiting} jobs are waiting{counted}, and at most {queue} are accepted; try again later"
+        return f"{waiting} jobs are waiting, and at most {queue} are accepted ({counted}); try again later"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

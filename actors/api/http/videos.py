@@ -61,7 +61,7 @@ async def create_and_wait(request: Request, service: Served, caller: Maker, key:
     """Have a short video made, and return its mp4, with its id in the header `x-video-id`.
 
     A video that isn't there in time is made on, and the answer is 202 with the video object: poll for it. One whose
-    client hangs up is cancelled.
+    client hangs up is cancelled, unless the request has an idempotency key or others follow the video.
     """
     with service.streams.hold(caller.owner):  # First, so that nothing is accepted that couldn't be waited for.
         accepted = await service.submit(request, caller, key, alone=True)

@@ -82,7 +82,8 @@ class JobFiles:
         """Store files; return their names in storage, which are unique to this attempt and their content.
 
         Args:
-            contents: Each file's ending and content, by a key. A file on this machine is moved to where `fetch` looks.
+            contents: Each file's ending and content, by a key. What this machine's disk has room for is left where
+                `fetch` looks.
             part: The part of the job's video that they belong to; None for the whole.
         """
         names = {}
@@ -92,9 +93,9 @@ class JobFiles:
             names[key] = ".".join(parts)
         await self.insist(self._context.queue.announce, self._job, list(names.values()))
         for key, (_, content) in contents.items():
-            if isinstance(content, Path):
-                content = content.replace(self.get_path(names[key]))
             await self._store(names[key], content)
+            with contextlib.suppress(OSError):  # It is in storage now.
+                await asyncio.to_thread(_leave, content, self.get_path(names[key]))
         return names
 
     async def insist(self, change: Callable[..., T], *args: Any) -> T:
@@ -149,6 +150,15 @@ class JobFiles:
                 partial.replace(path)
             except OSError as error:
                 raise Unavailable(f"this machine has no room for a video's parts ({error.strerror})") from None
+
+
+def _leave(content: Path | bytes, path: Path) -> None:
+    """Write a file at once, or not at all."""
+    if isinstance(content, bytes):
+        partial = path.with_name(f"{secrets.token_hex(8)}.partial")
+        partial.write_bytes(content)
+        content = partial
+    content.replace(path)
 
 
 def _compute_digest(content: Path | bytes) -> str:

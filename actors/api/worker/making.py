@@ -69,9 +69,10 @@ class VideoMaker:
         async with self._files.open(), self._fragments.storing():
             while self._job.made is None:
                 await self._make_segment()
-                self._context.settings.limits.check_disk(self._context.storage)
-                if self._job.made is None and await self._files.insist(self._queue.give_way, self._job):
-                    return None
+                if self._job.made is None:
+                    self._context.settings.limits.check_disk(self._context.storage)
+                    if await self._files.insist(self._queue.give_way, self._job):
+                        return None
             names = await self._make_results()
             watchable = await self._fragments.finish()
             return JobResults(names, watchable, tuple(self._fragments.unwritten))
@@ -103,14 +104,12 @@ class VideoMaker:
         """Store a segment, and record that it is."""
         job, index, last = self._job, len(self._job.segments), is_last(self._job)
         part = None if count_segments(job.request) == 1 else f"segment-{index + 1}"
-        with self._context.held.hold(len(video.mp4)):
-            mp4 = self._files.get_path("new.mp4")
-            await asyncio.to_thread(_write, mp4, video.mp4)
-        contents: dict[str, tuple[str, Path | bytes]] = {"video": ("mp4", mp4)}
+        contents: dict[str, tuple[str, Path | bytes]] = {"video": ("mp4", video.mp4)}
         needs_end = self._shows_final_frame if last else not self._context.engine.model.continues_video
         if needs_end and video.last_frame is not None:
             contents["final_frame"] = ("png", await asyncio.to_thread(encode_last_frame, video.last_frame))
-        names = await self._files.write(contents, part)
+        with self._context.held.hold(len(video.mp4)):
+            names = await self._files.write(contents, part)
         self._tracker.end_segment()
         self._job.progress = self._tracker.estimate()
         if last:
@@ -152,9 +151,9 @@ class VideoMaker:
         """Store the previews; a video is complete without those that this machine can't make."""
         request = self._job.request
         height, width, frames = int(request["height"]), int(request["width"]), count_frames(request)
-        video = await self._files.fetch(results["video"])
         contents: dict[str, bytes] = {}
         try:
+            video = await self._files.fetch(results["video"])
             make = functools.partial(make_previews, video, height=height, width=width, frames=frames)
             contents |= await self._repeat(_PREVIEW_PAUSES_S, asyncio.to_thread, make)
             if self._shows_final_frame and "final_frame" not in results:
@@ -178,10 +177,3 @@ class VideoMaker:
                 log_event(log, "done again", logging.WARNING, job=self._job.id, reason=str(error))
                 await asyncio.sleep(pause_s)
         return await work(*args)
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise Unavailable(f"this machine has no room for a finished video ({error.strerror})") from None

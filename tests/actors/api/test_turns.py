@@ -1,6 +1,8 @@
 """Owners take turns by the segment; what is computed is stored before anything that can fail, and never made again."""
 
 import dataclasses
+import errno
+from pathlib import Path
 
 import imageio_ffmpeg
 import pytest
@@ -121,3 +123,24 @@ def test_a_worker_that_ends_before_the_join_costs_no_segment(settings, engine, d
         with working(settings, engine):
             assert wait_for_end(http, job)["status"] == "completed"
     assert len(engine.requests) == 3
+
+
+def test_a_temporary_disk_that_is_full_costs_no_segment(settings, engine, database, monkeypatch, quick):
+    """A plain video is complete without previews; a chain waits for room, since its next segment needs a last frame."""
+    is_full, open_file = True, Path.open
+
+    def open_if_there_is_room(path, mode="r", *args, **options):
+        if is_full and "w" in mode and ".wan-tpu.temporary." in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return open_file(path, mode, *args, **options)
+
+    monkeypatch.setattr(Path, "open", open_if_there_is_room)
+    limited, store = change_reliability(settings, pipeline_pause_s=0.1), JobStore(database)
+    with serve(settings) as address, open_client(address) as http, working(limited, engine):
+        plain = wait_for_end(http, create(http).json()["id"])
+        assert (plain["status"], plain["attempts"], len(engine.requests)) == ("completed", 1, 1)
+        chain = create(http, next_prompts=PROMPTS).json()["id"]
+        wait_for(lambda: store.get(chain).attempts >= 3)
+        assert len(store.get(chain).segments) == 1 and len(engine.requests) == 2
+        is_full = False
+        assert wait_for_end(http, chain)["status"] == "completed" and len(engine.requests) == 4
