@@ -3,7 +3,7 @@
 import bisect
 import dataclasses
 import heapq
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 
 from actors.jobs.queries import Turn
@@ -67,66 +67,46 @@ def foresee(running: Sequence[Turn], waiting: Sequence[Turn], places: int) -> Fo
 
 
 class _Queue:
-    """The waiting jobs. It does what `WorkQueue.claim`, `give_way` and `choose_round` do in the database."""
+    """The waiting jobs. It does what `WorkQueue.claim` and `give_way` do in the database."""
 
     def __init__(self, waiting: Sequence[Turn]) -> None:
-        self._heap: list[tuple[_Order, Turn]] = []
-        self._owners: dict[int, Counter[str]] = defaultdict(Counter)  # The jobs of each owner, by priority.
-        self._last: dict[tuple[int, str], int] = {}  # The latest round of an owner's jobs, by priority and owner.
-        # The owner of each job, by priority and round, and the rounds that there are, in order.
-        self._rounds: dict[int, dict[int, dict[int, str]]] = defaultdict(dict)
-        self._order: dict[int, list[int]] = defaultdict(list)
-        self._new: dict[int, list[tuple[int, int]]] = defaultdict(list)  # Never claimed, the first one last.
-        for turn in sorted(waiting, key=_get_order, reverse=True):
-            self._push(turn)
-            self._new[turn.priority].append((turn.round, turn.sequence))
-        self._unclaimed = {turn.sequence for turn in waiting}
+        self._jobs: dict[tuple[int, str], list[Turn]] = defaultdict(list)  # In order, by priority and owner.
+        for turn in sorted(waiting, key=_get_order):
+            self._jobs[turn.priority, turn.owner].append(turn)
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return sum(map(len, self._jobs.values()))
 
     def pop(self) -> Turn:
         """Claim the next job."""
-        _, turn = heapq.heappop(self._heap)
-        self._owners[turn.priority][turn.owner] -= 1
-        jobs = self._rounds[turn.priority][turn.round]
-        del jobs[turn.sequence]
+        jobs = min(self._jobs.values(), key=lambda jobs: _get_order(jobs[0]))
+        turn = jobs.pop(0)
         if not jobs:
-            del self._rounds[turn.priority][turn.round]
-            self._order[turn.priority].remove(turn.round)
-        self._unclaimed.discard(turn.sequence)
+            del self._jobs[turn.priority, turn.owner]
         return turn
 
     def has_other(self, turn: Turn) -> bool:
         """Return whether a running job has to give way after its segment."""
-        first = self._heap[0][1].priority if self._heap else None
-        owners = self._owners[turn.priority]
-        return first is not None and (first > turn.priority or owners.total() > owners[turn.owner])
+        return any(
+            priority > turn.priority or (priority == turn.priority and owner != turn.owner)
+            for priority, owner in self._jobs
+        )
 
     def give_back(self, turn: Turn) -> None:
-        """Have a running job wait for its next turn."""
-        priority, new, owners = turn.priority, self._new[turn.priority], self._owners[turn.priority]
-        while new and new[-1][1] not in self._unclaimed:
-            new.pop()
-        earliest = [new[-1][0] if new else 0, *self._order[priority][:1]]
-        if owners[turn.owner]:
-            earliest.append(self._last[priority, turn.owner] + 1)
-        for round_ in self._order[priority]:
-            others = [job for job, owner in self._rounds[priority][round_].items() if owner != turn.owner]
-            if others:
-                earliest.append(round_ + (turn.sequence < max(others)))
-                break
-        self._push(turn._replace(round=max(earliest)))
-
-    def _push(self, turn: Turn) -> None:
-        own = turn.priority, turn.owner
-        is_alone = not self._owners[turn.priority][turn.owner]
-        self._last[own] = turn.round if is_alone else max(self._last[own], turn.round)
-        self._owners[turn.priority][turn.owner] += 1
-        if turn.round not in self._rounds[turn.priority]:
-            bisect.insort(self._order[turn.priority], turn.round)
-        self._rounds[turn.priority].setdefault(turn.round, {})[turn.sequence] = turn.owner
-        heapq.heappush(self._heap, (_get_order(turn), turn))
+        """Have a running job wait for its owner's next turn."""
+        others = [
+            jobs for (priority, owner), jobs in self._jobs.items() if priority == turn.priority and owner != turn.owner
+        ]
+        own = self._jobs[turn.priority, turn.owner]
+        if others:
+            first = min(jobs[0].round for jobs in others)
+            last = max(job.sequence for jobs in others for job in jobs if job.round == first)
+            older = [job.round + 1 for job in own if job.sequence < turn.sequence]
+            turn = turn._replace(round=max([first + (turn.sequence < last), *older]))
+            for index, job in enumerate(own):
+                if job.sequence > turn.sequence and job.round >= turn.round:
+                    own[index] = job._replace(round=job.round + 1)
+        bisect.insort(own, turn, key=_get_order)
 
 
 def _get_order(turn: Turn) -> _Order:

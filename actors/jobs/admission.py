@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from sqlalchemy import String, bindparam, func, literal_column, select
-from sqlalchemy.orm import Session
+from sqlalchemy import ColumnElement, String, and_, bindparam, func, literal_column, select, true
+from sqlalchemy.orm import Session, aliased
 
 from actors.jobs.errors import QueueFull
-from actors.jobs.tables import Job
+from actors.jobs.tables import ApiKey, Job
 from actors.jobs.values import Room
 from wan_tpu.errors import InvalidRequest
 
@@ -14,6 +14,15 @@ from wan_tpu.errors import InvalidRequest
 QUEUED: Any = literal_column("'queued'")
 RUNNING: Any = literal_column("'in_progress'")
 _MODEL = bindparam("model", type_=String)
+_OTHER = aliased(Job)
+_COUNT_OF_KEY = (
+    select(func.count())
+    .select_from(_OTHER)
+    .where(_OTHER.status == RUNNING, _OTHER.owner == ApiKey.id)
+    .correlate(ApiKey)
+    .scalar_subquery()
+)
+OWNERS_AT_LIMIT = select(ApiKey.id).where(ApiKey.running.is_not(None), ApiKey.running <= _COUNT_OF_KEY)
 # Jobs of a model that isn't served any more wait, and take no room. Programs before schema 0004 recorded no model.
 OF_MODEL: Any = func.coalesce(Job.model, _MODEL) == _MODEL
 # Built once, since every request runs it.
@@ -50,13 +59,21 @@ def check_room(session: Session, owner: str, segments: int, model: str | None, r
         raise QueueFull(reason)
 
 
-def choose_round(session: Session, owner: str, priority: int) -> int:
+def is_claimable(model: str | None, now: float) -> ColumnElement[bool]:
+    """Return the condition that a job waits and could be claimed for a model. Turns are only those of such jobs."""
+    is_of_model = true() if model is None else (Job.model == model) | Job.model.is_(None)
+    is_in_time = Job.deadline.is_(None) | (Job.deadline > now)
+    return and_(Job.status == QUEUED, is_of_model, is_in_time, Job.owner.not_in(OWNERS_AT_LIMIT))
+
+
+def choose_round(session: Session, owner: str, priority: int, model: str | None, now: float) -> int:
     """Return the round of an owner's next job: after its own waiting jobs, and not before everyone else's first.
 
     Jobs of equal priority are claimed round by round (round-robin over owners), however many each owner has submitted.
     """
-    waiting = (Job.status == QUEUED) & (Job.priority == priority)
-    last_own = session.scalar(select(func.max(Job.round)).where(waiting, Job.owner == owner))
+    own = (Job.status == QUEUED) & (Job.priority == priority) & (Job.owner == owner)
+    last_own = session.scalar(select(func.max(Job.round)).where(own))
+    waiting = is_claimable(model, now) & (Job.priority == priority)
     # A requeued job has an old round. A new job in the same round would overtake all that came in between.
     new = func.min(Job.round).filter(Job.attempts == 0)
     first = session.scalar(select(func.coalesce(new, func.min(Job.round))).where(waiting))

@@ -87,8 +87,8 @@ class JobStore:
                 return earlier, False
             job.segments_left = count_segments(job.request)
             check_room(session, job.owner, job.segments_left, job.model, room)
-            job.round = choose_round(session, job.owner, job.priority)
             job.created_at = self._database.now(session)
+            job.round = choose_round(session, job.owner, job.priority, job.model, job.created_at)
             session.add(job)
             if webhook_url is not None:
                 session.add(Delivery(job_id=job.id, url=webhook_url))

@@ -89,7 +89,8 @@ def begin_to_watch(database: Database, *jobs: str) -> None:
     """
     with database.write() as session:
         now = database.now(session)
-        is_due = Job.watched_at.is_(None) | (Job.watched_at < now - RENEW_S / 2)
+        # A time to come means that the clock was set back.
+        is_due = Job.watched_at.is_(None) | (Job.watched_at < now - RENEW_S / 2) | (Job.watched_at > now)
         due = select(Job.id).where(Job.id.in_(jobs), Job.status.in_(_UNENDED), is_due)
         # Rows are locked in one order, so that two processes never wait for each other.
         locked = session.scalars(due.order_by(Job.id).with_for_update()).all()
@@ -124,7 +125,8 @@ def look_at_watched(database: Database, jobs: Mapping[str, Watched]) -> dict[str
                 if stored is None or new != dataclasses.replace(before, stored=None):
                     stored = _read_new(session, id_, stored)
             seen[id_] = dataclasses.replace(new, stored=stored)
-    ages = {id_: RENEW_S if at is None else now - at for id_, status, *_, at in rows if status in _UNENDED}
+    unended = {id_: at for id_, status, *_, at in rows if status in _UNENDED}
+    ages = {id_: RENEW_S if at is None or at > now else now - at for id_, at in unended.items()}
     if any(age >= RENEW_S for age in ages.values()):
         with contextlib.suppress(StoreUnavailable):  # It is tried again with the next look, and news come meanwhile.
             begin_to_watch(database, *(id_ for id_, age in ages.items() if age >= RENEW_S / 2))

@@ -1,14 +1,15 @@
 """The workers' view of jobs: claim a job, report its progress, and end it exactly once."""
 
+import itertools
 import math
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from sqlalchemy import bindparam, func, select, update
-from sqlalchemy.orm import Session, aliased
+from sqlalchemy.orm import Session
 
-from actors.jobs.admission import QUEUED, RUNNING, choose_round
+from actors.jobs.admission import OWNERS_AT_LIMIT, QUEUED, RUNNING, is_claimable
 from actors.jobs.database import Database
 from actors.jobs.ending import STOPPED, end, expire_files
 from actors.jobs.errors import CommitUncertain, LeaseLost
@@ -18,19 +19,12 @@ from actors.jobs.tables import ApiKey, File, Job, StoredFragment
 from actors.jobs.values import DEADLINE, LOST, JobSettings, make_storable
 from actors.reliability import ReliabilitySettings
 
-_OTHER = aliased(Job)
-_COUNT_OF_KEY = (
-    select(func.count())
-    .select_from(_OTHER)
-    .where(_OTHER.status == RUNNING, _OTHER.owner == ApiKey.id)
-    .correlate(ApiKey)
-    .scalar_subquery()
-)
 # After the clock was set forward, no lease counts as expired for this many renewals: SQLite's clock is the machine's,
 # and setting it expires all leases at once.
 _RENEWALS = 3
+_LOOK_AT = 200  # Waiting jobs that are looked at together.
+_FROZEN_S = 10.0  # Workers look at the queue much more often, unless they or their machine stood still.
 _REUSABLE_S = 60.0  # A file that is due for removal within this time isn't reused.
-_OWNERS_AT_LIMIT = select(ApiKey.id).where(ApiKey.running.is_not(None), ApiKey.running <= _COUNT_OF_KEY)
 # Built once, since every worker runs them all the time, and building them takes longer than running them. On PostgreSQL
 # workers don't wait for one another. Ending jobs locks their owners' usage, always in the same order.
 _CLAIMED = select(Job).where(Job.id == bindparam("job"), Job.status == RUNNING, Job.lease_token == bindparam("token"))
@@ -53,13 +47,11 @@ _NEXT = (
         Job.status == QUEUED,
         Job.priority > bindparam("above"),
         Job.deadline.is_(None) | (Job.deadline > bindparam("now")),
-        Job.owner.not_in(_OWNERS_AT_LIMIT),
+        Job.owner.not_in(OWNERS_AT_LIMIT),
         Job.owner.not_in(bindparam("busy_owners", expanding=True)),
         Job.sequence.not_in(bindparam("of_newer", expanding=True)),
     )
     .order_by(Job.priority.desc(), Job.round, Job.sequence)
-    .limit(1)
-    .with_for_update(skip_locked=True)
 )
 _NEXT_OF_MODEL = _NEXT.where((Job.model == bindparam("model")) | Job.model.is_(None))
 
@@ -81,6 +73,7 @@ class WorkQueue:
     ) -> None:
         self._database, self._settings = database, settings
         self._lease_s, self._worker_attempts = reliability.lease_s, reliability.worker_attempts
+        self._of_newer: set[int] = set()  # The sequences of waiting jobs that only a newer version can run.
         self._renewal_s = reliability.renewal_s
         self._clocks: tuple[float, float] | None = None  # The database's and this process's own at the latest look.
         self._trusted_from = -math.inf  # When expired leases count again, by the process's own clock.
@@ -124,10 +117,9 @@ class WorkQueue:
             job.lease_token, job.lease_expires_at = token, now + self._lease_s
             if job.started_at is None:
                 job.started_at = now
+            if job.segments or job.made:
+                self._keep_files(session, job, now)
             job.segments_left = count_segments(job.request) - len(job.segments) - (job.made is not None)
-            if job.segments or job.made:  # A worker of an earlier version, which gave the job back, lets them expire.
-                is_kept = File.name.in_(job.needed_files) & (File.delete_at > now)
-                session.execute(update(File).where(is_kept).values(delete_at=None))
             return job
 
     def renew_lease(self, claimed: Job) -> str | None:
@@ -171,16 +163,21 @@ class WorkQueue:
         with self._database.write() as session:
             job, now = self._lock_claimed(session, claimed), self._database.now(session)
             numbers = [fragment.number for fragment in wanted]
-            rows = session.scalars(
-                select(StoredFragment).where(StoredFragment.job == job.id, StoredFragment.number.in_(numbers))
+            is_stored = (StoredFragment.job == job.id) & StoredFragment.number.in_(numbers)
+            is_safe = File.delete_at.is_(None) | (File.delete_at > now + _REUSABLE_S)
+            pairs = session.execute(
+                select(StoredFragment, File)
+                .join(File, File.name == StoredFragment.name)
+                .where(is_stored, is_safe)
+                .order_by(File.name)
+                .with_for_update()
             ).all()
-            stored = {(row.number, row.digest): row for row in rows}
+            stored = {(row.number, row.digest): (row, file) for row, file in pairs}
             count = 0
             for fragment in wanted:
-                row = stored.get((fragment.number, fragment.digest))
-                file = None if row is None else session.get(File, row.name, with_for_update=True)
-                if row is None or file is None or (file.delete_at or now + 2 * _REUSABLE_S) < now + _REUSABLE_S:
+                if (pair := stored.get((fragment.number, fragment.digest))) is None:
                     break
+                row, file = pair
                 row.attempt, row.run, file.attempt, file.delete_at = fragment.attempt, fragment.run, job.attempts, None
                 count += 1
             if count:
@@ -243,26 +240,17 @@ class WorkQueue:
         """
         with self._database.write() as session:
             job, now = self._lock_claimed(session, claimed), self._database.now(session)
-            is_ahead = (Job.priority > job.priority) | ((Job.priority == job.priority) & (Job.owner != job.owner))
-            waiting = (
-                select(Job.sequence)
-                .where(
-                    Job.status == "queued",
-                    is_ahead,
-                    Job.owner.not_in(_OWNERS_AT_LIMIT),
-                    (Job.model == job.model) | Job.model.is_(None),
-                    Job.deadline.is_(None) | (Job.deadline > now),
-                )
-                .limit(1)
-            )
-            if job.stop_code is not None or session.scalar(waiting) is None:
+            could_run = is_claimable(job.model, now) & Job.sequence.not_in(self._of_newer)
+            is_other = could_run & (Job.owner != job.owner) & (Job.priority == job.priority)
+            is_urgent = could_run & (Job.priority > job.priority)
+            first = session.scalar(select(func.min(Job.round)).where(is_other))
+            if job.stop_code is not None:
                 return False
-            others = (Job.status == "queued") & (Job.priority == job.priority) & (Job.owner != job.owner)
-            first = session.scalar(select(func.min(Job.round)).where(others))
-            job.round = choose_round(session, job.owner, job.priority)
-            if first is not None:  # After the others' first jobs. In one round, older jobs come first.
-                last = session.scalar(select(func.max(Job.sequence)).where(others, Job.round == first))
-                job.round = max(job.round, first + (job.sequence < (last or 0)))
+            if first is None and session.scalar(select(Job.sequence).where(is_urgent).limit(1)) is None:
+                return False
+            if first is not None:
+                last = session.scalar(select(func.max(Job.sequence)).where(is_other, Job.round == first))
+                self._move_behind(session, job, first, last or 0)
             self._requeue(session, job, now)
             return True
 
@@ -330,18 +318,18 @@ class WorkQueue:
     ) -> Job | None:
         """Return the first job that may run, locked."""
         busy_owners: set[str] = set()
-        of_newer: list[int] = []  # Jobs that only a newer version can run.
+        query, more = (_NEXT, values) if model is None else (_NEXT_OF_MODEL, {**values, "model": model})
         while True:
-            others = {**values, "busy_owners": busy_owners, "of_newer": of_newer}
-            query, more = (_NEXT, {}) if model is None else (_NEXT_OF_MODEL, {"model": model})
-            if (job := session.scalars(query, others | more).one_or_none()) is None:
+            others = {**more, "busy_owners": busy_owners, "of_newer": self._of_newer}
+            if (job := session.scalars(query.limit(1).with_for_update(skip_locked=True), others).one_or_none()) is None:
                 return None
             if job.model is None:  # An earlier version accepted it while this one was starting.
                 job.model = str(job.request.get("model", ""))
             if model not in (None, job.model):
                 continue  # The query doesn't return it again.
-            if not can_run(job):
-                of_newer.append(job.sequence)
+            if not can_run(job):  # There may be many, so they are looked at together, and only once.
+                candidates = session.scalars(query.limit(_LOOK_AT), others)
+                self._of_newer.update(other.sequence for other in candidates if not can_run(other))
             elif self._may_run(session, job.owner):
                 return job
             else:
@@ -379,10 +367,13 @@ class WorkQueue:
         return job
 
     def _has_been_set(self, now: float) -> bool:
-        """Return whether the database's clock was set forward so lately that leases may not have been renewed since."""
+        """Return whether leases may not have been renewed, since lately the clock was set or processes stood still."""
         moment, before = time.monotonic(), self._clocks
         self._clocks = now, moment
-        if before is not None and (now - before[0]) - (moment - before[1]) > self._renewal_s:
+        if before is None:
+            return False
+        looked_s = moment - before[1]  # So long only if this process was frozen, and then probably others as well.
+        if (now - before[0]) - looked_s > self._renewal_s or looked_s > max(self._lease_s / 2, _FROZEN_S):
             self._trusted_from = moment + _RENEWALS * self._renewal_s
         return moment < self._trusted_from
 
@@ -398,6 +389,40 @@ class WorkQueue:
             else:
                 self._requeue(session, job, now)
         return [job.id for job in silent]
+
+    def _keep_files(self, session: Session, job: Job, now: float) -> None:
+        """Keep what a job has made, and forget what isn't stored any more, so that it is made again.
+
+        Workers of earlier versions that gave the job back have let these files expire.
+        """
+        is_kept = File.name.in_(job.needed_files) & (File.delete_at > now)
+        session.execute(update(File).where(is_kept).values(delete_at=None))
+        stored = File.name.in_(job.needed_files) & File.delete_at.is_(None)
+        names = set(session.scalars(select(File.name).where(stored)))
+        segments = list(itertools.takewhile(names.__contains__, job.segments))
+        if len(segments) < len(job.segments):
+            job.segments, job.segments_end, job.made = segments, None, None
+        if job.segments_end not in names:
+            job.segments_end = None
+        if job.made is not None and not names.issuperset(job.made.values()):
+            job.made = None
+
+    def _move_behind(self, session: Session, job: Job, first: int, last: int) -> None:
+        """Move a job to its owner's next turn, and the owner's later jobs to the turns after that.
+
+        Args:
+            session: A transaction that has locked the job's row.
+            job: The job.
+            first: The round of the other owners' next turns,
+            last: and the latest sequence of their jobs in it. Within a round, older jobs come first.
+        """
+        own = (Job.status == QUEUED) & (Job.owner == job.owner) & (Job.priority == job.priority)
+        older = session.scalar(select(func.max(Job.round)).where(own, Job.sequence < job.sequence))
+        job.round = max(first + (job.sequence < last), -1 if older is None else older + 1)
+        # Rows are locked in one order, so that no two processes wait for each other.
+        later = select(Job.id).where(own, Job.sequence > job.sequence, Job.round >= job.round)
+        if ids := session.scalars(later.order_by(Job.id).with_for_update()).all():
+            session.execute(update(Job).where(Job.id.in_(ids)).values(round=Job.round + 1))
 
     def _count_segment(self, job: Job, warnings: Sequence[str]) -> None:
         job.losses, job.segments_left = 0, max(0, job.segments_left - 1)

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 from actors.api.http.access import Access
 from actors.api.http.error_answers import HttpError
+from actors.api.intake.fair_semaphore import FairSemaphore
 from actors.jobs.errors import JobNotFound
 from actors.jobs.tables import Job
 from actors.jobs.watching import TOLD, Watched
@@ -60,12 +61,12 @@ class Streams:
     """The streams of one ingress. Their number per key is limited.
 
     Attributes:
-        reading: Is held by a stream while it reads from storage. They take turns.
+        reading: Gives keys turns at reading from storage for their streams.
     """
 
     def __init__(self, of_a_key: int) -> None:
         self._of_a_key = of_a_key
-        self.reading = asyncio.Semaphore(_READERS)
+        self.reading = FairSemaphore(_READERS, _READERS - 1)
         self._streams: Counter[str] = Counter()
 
     @contextlib.contextmanager

@@ -66,7 +66,7 @@ async def _read_video(service: Service, job: str, seen: Watched, owner: str) -> 
                 files = _Files(service.storage, place.list_next(state), 0 if place.sent else lead)
                 with contextlib.closing(files):
                     while True:
-                        async with service.streams.reading:
+                        async with service.streams.reading.take_turn(owner):
                             chunk = await run_in_threadpool(files.read)
                         if not chunk:
                             break

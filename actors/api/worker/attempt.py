@@ -116,6 +116,9 @@ class Attempt:
 
     async def _record_end(self, making: asyncio.Task[JobResults | None]) -> None:
         job: Job | None
+        if not making.cancelled() and making.exception() is None and making.result() is None:
+            log_event(log, "gave way", job=self._job.id, worker=self._job.worker, segments=self._headway)
+            return
         try:
             if self._lease_lost:
                 raise LeaseLost("seen when it was to be renewed")
@@ -125,18 +128,16 @@ class Attempt:
                 job = await self._fail(asyncio.CancelledError("the engine cancelled it, and nobody else did"))
             elif (error := making.exception()) is not None:
                 job = await self._fail(error)
-            elif (results := making.result()) is not None:
-                job = await self._files.insist(self._complete, results)
             else:
-                log_event(log, "gave way", job=self._job.id, worker=self._job.worker, segments=self._headway)
-                return
+                job = await self._files.insist(self._complete, making.result())
         except LeaseLost:
             log_event(log, "lost", logging.WARNING, job=self._job.id, worker=self._job.worker)
             return
         if job is not None:
             await self._clean_up(job)
 
-    def _complete(self, results: JobResults) -> Job:
+    def _complete(self, results: JobResults | None) -> Job:
+        assert results is not None
         return self._queue.complete(self._job, results.names, watchable=results.watchable, unwritten=results.unwritten)
 
     async def _fail(self, error: BaseException) -> Job | None:

@@ -50,7 +50,8 @@ class Fragments:
         self._begin_run()
         self._watched_at, self._watched_until = job.watched_at, 0.0
         if job.watched_at is not None:
-            self._watched_until = time.monotonic() + _WATCHED_S
+            claimed_at = (job.lease_expires_at or 0.0) - context.settings.reliability.lease_s
+            self._watched_until = time.monotonic() + min(_WATCHED_S, _WATCHED_S + job.watched_at - claimed_at)
         self._is_finishing = self._failed = self._is_complete = False
         self._storing: asyncio.Task[None] | None = None
         self.unwritten: set[str] = set()  # Names of announced files that may still be written.
@@ -64,7 +65,7 @@ class Fragments:
         finally:
             self._storing.cancel()
             await asyncio.wait([self._storing])
-            self._drop(len(self._parts) + 1)
+            self._fail()  # What comes now comes too late.
 
     def add(self, fragment: Fragment) -> None:
         """Take the next fragment of the segment that is being made, in any thread."""

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -141,24 +141,42 @@ class JobFiles:
             shutil.copyfileobj(source, target, _CHUNK)
 
     def _download(self, name: str, path: Path) -> None:
-        partial = path.with_name(f"{secrets.token_hex(8)}.partial")
         with contextlib.closing(self._storage.open(name)) as source:
             try:
-                with partial.open("wb") as target:
+                with _writing(path) as partial, partial.open("wb") as target:
                     while chunk := source.read(_CHUNK):
                         target.write(chunk)
-                partial.replace(path)
             except OSError as error:
                 raise Unavailable(f"this machine has no room for a video's parts ({error.strerror})") from None
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[Path]:
+    """Yield where to write a file that then appears at once, or not at all."""
+    partial = path.with_name(f"{secrets.token_hex(8)}.partial")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def check_folder() -> None:
+    """Raise `Unavailable` if this machine has no place for temporary files."""
+    try:
+        with open_folder():
+            pass
+    except OSError as error:
+        raise Unavailable(f"this machine has no room for temporary files ({error.strerror})") from None
 
 
 def _leave(content: Path | bytes, path: Path) -> None:
     """Write a file at once, or not at all."""
     if isinstance(content, bytes):
-        partial = path.with_name(f"{secrets.token_hex(8)}.partial")
-        partial.write_bytes(content)
-        content = partial
-    content.replace(path)
+        with _writing(path) as partial:
+            partial.write_bytes(content)
+    else:
+        content.replace(path)
 
 
 def _compute_digest(content: Path | bytes) -> str:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from actors.api.worker.attempt import Attempt
 from actors.api.worker.context import WorkerContext
 from actors.api.worker.fragments import AT_ONCE
+from actors.api.worker.job_files import check_folder
 from actors.api.worker.maintenance import maintain
 from actors.api.worker.segments import can_read
 from actors.jobs.tables import Job
@@ -67,6 +68,7 @@ class JobWorker:
                 if self._must_check:  # During an outage, claims would use up jobs' attempts and slices' time.
                     await self._context.engine.check_ready()
                     await asyncio.to_thread(self._context.storage.probe)
+                    await asyncio.to_thread(check_folder)
                     self._must_check = False
                 self._context.settings.limits.check_disk(self._context.storage)
                 claim, model = self._context.queue.claim, self._context.settings.model

@@ -3,10 +3,13 @@
 import time
 
 import pytest
+from sqlalchemy import update
 
 from actors.api.worker import fragments
+from actors.engine import Fragment
 from actors.jobs import watching as watching_jobs
 from actors.jobs.store import JobStore
+from actors.jobs.tables import Job
 from actors.jobs.watching import begin_to_watch
 from tests.actors.api import serving
 from tests.actors.api.serving import create, open_client, serve, wait_for_end, working
@@ -106,6 +109,36 @@ def test_fragments_are_stored_only_while_a_client_watches(http, database, settin
         engine.decoded.release(2)
         content, cut = viewer.end()
     assert (cut, list_frames(content)) == (False, list_frames(download(http, job)))
+
+
+def test_nothing_is_stored_for_a_client_that_is_long_gone(http, database, settings, engine):
+    job = create(http, num_frames=33).json()["id"]
+    with database.write() as session:
+        session.execute(update(Job).where(Job.id == job).values(watched_at=time.time() - 3600))
+    engine.decoded.release(3)
+    with working(settings, engine):
+        assert wait_for_end(http, job)["status"] == "completed"
+    assert list_stored_fragments(settings) == []
+
+
+def test_a_fragment_that_comes_after_its_attempt_is_not_held(http, settings, engine, worker):
+    engine.decoded.release(1)
+    job = create(http, num_frames=33).json()["id"]
+    late = []
+    decode = engine.decode
+
+    async def decode_late(request, id, on_fragment):
+        late.append(on_fragment)
+        await decode(request, id, on_fragment)
+
+    engine.decode = decode_late
+    wait_for(lambda: engine.fragments[job])
+    http.post(f"/v1/videos/{job}/cancel").raise_for_status()
+    assert wait_for_end(http, job)["error"]["code"] == "cancelled"
+    wait_for(lambda: worker.held.total == 0)
+    late[0](Fragment(0, 1, bytes(1000)))
+    time.sleep(0.2)
+    assert worker.held.total == 0
 
 
 def test_attempt_that_can_not_stream_cuts_early_clients_at_once_and_late_ones_get_the_file(

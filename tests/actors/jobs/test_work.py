@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from sqlalchemy import select, update
+from sqlalchemy import delete, select, update
 
 from actors.jobs.database import Database
 from actors.jobs.ending import expire_files
@@ -285,7 +285,50 @@ def test_a_job_of_many_segments_gives_way_to_other_owners_after_each(store, work
             work.fail(leased, "cancelled", "")
         else:
             assert make_segment(work, leased)
-    assert order == ["b", "c", "a", "c", "A", "c"]
+    assert order == ["b", "c", "a", "c", "a", "c"]
+
+
+def take_turns(work, turns):
+    """Return the names of the jobs that have the turns of one place; a job of one segment ends after its turn."""
+    order, job = [], None
+    while len(order) < turns:
+        job = job or work.claim("w", model="m")
+        order.append(job.request["prompt"])
+        if job.segments_left == 1:
+            work.fail(job, "cancelled", "")
+            job = None
+        elif make_segment(work, job):
+            job = None
+    return order
+
+
+def test_turns_alternate_though_other_jobs_wait_that_nobody_may_claim(store, database, work):
+    with database.write() as session:
+        session.add(ApiKey(id="dan", name="dan", secret_hash="0" * 64, running=1))
+    ask(store, "dan", "running", model="m")
+    work.claim("another")
+    ask(store, "dan", "at its limit", model="m")
+    ask(store, "eve", "of no worker", model="n")
+    store.submit(Job(owner="ann", request=chain("a", 9), model="m"))
+    for index in range(3):
+        ask(store, "bob", f"b{index}", model="m")
+    assert take_turns(work, 9) == ["a", "b0", "a", "b1", "a", "b2", "a", "a", "a"]
+    for index in range(3):
+        ask(store, "ann", f"a{index}", model="m")
+    ask(store, "cem", "c0", model="m")  # Its owner always has one waiting.
+    assert take_turns(work, 2) == ["a0", "c0"]
+    ask(store, "cem", "c1", model="m")
+    assert take_turns(work, 2) == ["a1", "c1"]
+
+
+def test_a_chain_takes_its_owner_s_turns_before_later_jobs_and_no_other_ones(store, work):
+    store.submit(Job(owner="ann", request=chain("a", 4), model="m"))
+    for index in range(3):
+        ask(store, "ann", f"later {index}", model="m")
+    for index in range(6):
+        ask(store, "bob", f"b{index}", model="m")
+    order = take_turns(work, 12)
+    assert order[::2] == ["a", "a", "a", "a", "later 0", "later 1"] and order[1::2] == [f"b{i}" for i in range(6)]
 
 
 def test_segments_left_are_counted_whoever_has_made_them(store, work):
@@ -351,3 +394,54 @@ def test_what_may_still_be_written_is_not_deleted_before(store, database, work):
     with database.read() as session:
         due = {file.name: file.delete_at - time.time() for file in session.scalars(select(File))}
     assert due.pop("late") > 3000 and max(due.values()) < 60 and len(due) == 2
+
+
+def test_what_is_not_stored_any_more_is_made_again(store, database, work):
+    store.submit(Job(owner="ann", request=chain("a", 3)))
+    leased = work.claim("w")
+    work.announce(leased, ["first", "second", "end", "last"])
+    work.keep_segment(leased, 0, "first", None)
+    work.keep_segment(leased, 1, "second", "end")
+    work.keep_last_segment(leased, {"video": "last"})
+    for gone, segments, end, left in (
+        ("last", ["first", "second"], "end", 1),
+        ("end", ["first", "second"], None, 1),
+        ("second", ["first"], None, 2),
+    ):
+        work.release(leased)
+        with database.write() as session:  # As an earlier version lets it expire, and be removed.
+            session.execute(delete(File).where(File.name == gone))
+        leased = work.claim("w")
+        assert (leased.segments, leased.segments_end, leased.made, leased.segments_left) == (segments, end, None, left)
+
+
+def test_processes_that_stood_still_may_renew_their_leases_first(store, database, monkeypatch):
+    job = ask(store)
+    work = WorkQueue(database, reliability=ReliabilitySettings(renewal_s=0.1))
+    leased = work.claim("w")
+    assert work.requeue_lost() == []
+    now, monotonic = Database.now, time.monotonic
+    monkeypatch.setattr(Database, "now", lambda self, session: now(self, session) + 60)
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + 60)
+    assert work.requeue_lost() == []
+    work.renew_lease(leased)
+    time.sleep(0.4)
+    assert work.requeue_lost() == []
+    monkeypatch.setattr(Database, "now", lambda self, session: now(self, session) + 120)
+    assert work.requeue_lost() == []  # The clock was set.
+    time.sleep(0.4)
+    assert work.requeue_lost() == [job.id]
+
+
+def test_many_jobs_of_a_later_version_hold_up_no_claim(store, database, work):
+    with database.write() as session:
+        session.add_all(Job(owner=f"o{index % 7}", request={"prompt": "newer"}) for index in range(600))
+    ask(store, "bob", "b")
+    refused = []
+
+    def can_run(job):
+        refused.append(job.sequence)
+        return job.request["prompt"] != "newer"
+
+    assert work.claim("old", can_run=can_run).request["prompt"] == "b"
+    assert len(refused) < 610 and work.claim("old", can_run=can_run) is None and len(refused) < 610
