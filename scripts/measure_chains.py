@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import multiprocessing
 import re
@@ -306,9 +307,9 @@ def measure_loss(folder: Path, segments: int = 4, finished: int = 2) -> None:
     total, made = sum(written.values()), len(stand.list_begun())
     print(
         f"loss: a viewer's worker was killed after {finished} of {segments} segments, when fragments of "
-        f"{before / 1e6:.1f} MB had been written; {(total - before) / 1e6:.1f} MB followed, {len(written)} files in all; "
-        f"the viewer received {received / 1e6:.1f} MB, {'to the end' if is_whole else 'cut off'}; {made} segments were "
-        "begun",
+        f"{before / 1e6:.1f} MB had been written; {(total - before) / 1e6:.1f} MB followed, {len(written)} files; "
+        f"the viewer received {received / 1e6:.1f} MB, {'to the end' if is_whole else 'cut off'}; "
+        f"{made} segments were begun",
         flush=True,
     )
 
@@ -371,7 +372,12 @@ def wait_until(holds: Callable[[], bool], timeout_s: float = 60) -> None:
         time.sleep(SAMPLE_S)
 
 
-MEASURES: dict[str, Callable[..., None]] = {"memory": measure_memory, "turns": measure_turns, "loss": measure_loss}
+MEASURES: dict[str, Callable[[Path], None]] = {
+    "memory": measure_memory,
+    "plain-memory": functools.partial(measure_memory, segments=1, frames=321),
+    "turns": measure_turns,
+    "loss": measure_loss,
+}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
