@@ -3,11 +3,14 @@
 import asyncio
 import contextlib
 import hashlib
+import io
 import itertools
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import NamedTuple
 
 from actors.api.worker.context import WorkerContext
 from actors.api.worker.job_files import JobFiles
@@ -27,12 +30,22 @@ _WATCHED_S = 45.0  # A client watches for this long after an ingress has said so
 _HEADWAY_S, _LONGEST_S = 10.0, 120.0
 
 
+class _Waiting(NamedTuple):
+    """A fragment that waits to be stored: its part's index, its place in a run of the engine, and in the file."""
+
+    part: int
+    run: int
+    number: int
+    start: int
+    size: int
+
+
 class Fragments:
     """The fragments of the video that an attempt makes, numbered over all of its parts.
 
-    The parts are the video that is continued, if any, and the segments. While nobody watches, nothing is stored, and
-    only fragments of the segment that is being made are held. Those of finished parts come from their files, byte for
-    byte as they came while they were made. What an earlier run has stored is reused.
+    The parts are the video that is continued, if any, and the segments. While nobody watches, nothing is stored. The
+    fragments of the segment that is being made wait in a file on this machine; those of finished parts come from the
+    parts' own files, byte for byte as they came while they were made. What an earlier run has stored is reused.
 
     If a fragment can't follow the others or can't be stored, the clients that watch are cut off, and the job goes on.
     """
@@ -41,9 +54,10 @@ class Fragments:
         self._context, self._job, self._files = context, job, files
         self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()
         self._parts = list_parts(job)
-        # Fragments of segments, each with its part's index. Those of a finished part are held only if none was dropped.
-        self._waiting: deque[tuple[int, Fragment]] = deque()
-        self._latest: Fragment | None = None  # Of the segment that is being made.
+        # Fragments of segments, in a file. Those of a finished part wait only if none of them was dropped.
+        self._waiting: deque[_Waiting] = deque()
+        self._file: io.FileIO | None = None
+        self._latest_run: int | None = None  # Of the fragments of the segment that is being made.
         self._is_incomplete = False  # Whether some of its fragments were dropped.
         self._live: set[int] = set()  # Finished parts whose fragments all came while they were made.
         self._run = -1
@@ -59,6 +73,8 @@ class Fragments:
     @contextlib.asynccontextmanager
     async def storing(self) -> AsyncIterator[None]:
         """Store fragments until the block ends."""
+        with contextlib.suppress(OSError):  # Without it, clients get segments once they are finished.
+            self._file = open(self._files.get_path("fragments"), "w+b", buffering=0)  # noqa: SIM115 (closed below)
         self._storing = asyncio.create_task(self._store_all())
         try:
             yield
@@ -66,6 +82,8 @@ class Fragments:
             self._storing.cancel()
             await asyncio.wait([self._storing])
             self._fail()  # What comes now comes too late.
+            if self._file is not None:
+                self._file.close()
 
     def add(self, fragment: Fragment) -> None:
         """Take the next fragment of the segment that is being made, in any thread."""
@@ -73,10 +91,10 @@ class Fragments:
 
     def end_segment(self, name: str) -> None:
         """Take the name in storage of the segment, after its last fragment: it is a finished part now."""
-        if self._latest is not None and not self._is_incomplete and self._is_watched:
+        if self._latest_run is not None and not self._is_incomplete and self._is_watched:
             self._live.add(len(self._parts))
         self._parts.append(name)
-        self._latest, self._is_incomplete = None, False
+        self._latest_run, self._is_incomplete = None, False
         if len(self._parts) - 1 not in self._live:
             self._drop(len(self._parts))
         self._news.set()
@@ -123,25 +141,34 @@ class Fragments:
 
     def _add(self, fragment: Fragment) -> None:
         part = len(self._parts)
-        if self._latest is not None and fragment.run != self._latest.run:
+        if self._latest_run not in (None, fragment.run):
             self._drop(part + 1, since=part)  # Its decoder was lost, and another one has begun again.
             self._is_incomplete = False
-        self._latest = fragment
+        self._latest_run = fragment.run
         if self._failed or self._is_incomplete:
             return
-        if not self._context.held.take(len(fragment.content)):
-            self._is_incomplete = True  # Clients get the rest of this segment from its file.
+        if (start := self._append(fragment.content)) is None:
+            self._is_incomplete = True  # Clients get the rest of this segment from its own file.
             self._drop(part + 1, since=part)
             return
-        self._waiting.append((part, fragment))
+        self._waiting.append(_Waiting(part, fragment.run, fragment.index, start, len(fragment.content)))
         self._news.set()
+
+    def _append(self, content: bytes) -> int | None:
+        """Append to the file of waiting fragments; return where, or None if the disk has no room."""
+        try:
+            if self._file is None:
+                return None
+            if not self._waiting:
+                self._file.truncate(0)
+            start = self._file.seek(0, os.SEEK_END)
+            return start if self._file.write(content) == len(content) else None
+        except OSError:
+            return None
 
     def _drop(self, stop: int, since: int = 0) -> None:
         """Drop the fragments of parts from index `since` to before `stop`."""
-        for part, fragment in self._waiting:
-            if since <= part < stop:
-                self._context.held.give_back(len(fragment.content))
-        self._waiting = deque(item for item in self._waiting if not since <= item[0] < stop)
+        self._waiting = deque(fragment for fragment in self._waiting if not since <= fragment.part < stop)
         self._live.difference_update(range(since, stop))
 
     async def _store_all(self) -> None:
@@ -173,7 +200,7 @@ class Fragments:
             return False  # Clients get the finished file.
         if index < len(self._parts) and index not in self._live:
             await self._store_part(self._parts[index])
-        elif self._waiting and self._waiting[0][0] == index:
+        elif self._waiting and self._waiting[0].part == index:
             await self._store_waiting(index)
         elif index < len(self._parts):
             self._whole.end_part()
@@ -195,12 +222,16 @@ class Fragments:
 
     async def _store_waiting(self, part: int) -> None:
         """Store the next fragments of a segment, those that came first."""
-        batch = [fragment for of_part, fragment in itertools.islice(self._waiting, AT_ONCE) if of_part == part]
-        for fragment in batch:
+        batch = [fragment for fragment in itertools.islice(self._waiting, AT_ONCE) if fragment.part == part]
+        assert self._file is not None
+        file = self._file.fileno()
+        read = await asyncio.to_thread(lambda: [os.pread(file, each.size, each.start) for each in batch])
+        if list(itertools.islice(self._waiting, len(batch))) != batch:
+            return  # They were dropped meanwhile, and others may have taken their place.
+        for _ in batch:
             self._waiting.popleft()
-            self._context.held.give_back(len(fragment.content))
-        contents = [self._whole.append(fragment.content) for fragment in batch]
-        if not await self._store(self._begin + batch[0].index, contents) and part == len(self._parts):
+        contents = [self._whole.append(content) for content in read]
+        if not await self._store(self._begin + batch[0].number, contents) and part == len(self._parts):
             self._is_incomplete = True
             self._drop(part + 1, since=part)
 

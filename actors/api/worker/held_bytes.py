@@ -10,10 +10,7 @@ LIMIT_BYTES = 512 * 2**20
 
 
 class HeldBytes:
-    """Counts bytes against one limit; any thread may use it.
-
-    What can be read again from a file, such as fragments, is held only within the limit (`take`). What can't, such as a
-    video that an engine has just returned, always is (`hold`); no more jobs are claimed while that exceeds the limit.
+    """Counts bytes against one limit; any thread may use it. No more jobs are claimed while they exceed it.
 
     Attributes:
         total: The bytes that are held now.
@@ -28,25 +25,13 @@ class HeldBytes:
         """Whether the limit is reached."""
         return self.total >= self._limit
 
-    def take(self, size: int) -> bool:
-        """Count bytes if they are within the limit; return whether they are."""
-        with self._lock:
-            if self.total + size > self._limit:
-                return False
-            self.total += size
-            return True
-
-    def give_back(self, size: int) -> None:
-        """Count bytes as released."""
-        with self._lock:
-            self.total -= size
-
     @contextlib.contextmanager
     def hold(self, size: int) -> Iterator[None]:
-        """Count bytes until the block ends, even beyond the limit."""
+        """Count bytes until the block ends."""
         with self._lock:
             self.total += size
         try:
             yield
         finally:
-            self.give_back(size)
+            with self._lock:
+                self.total -= size

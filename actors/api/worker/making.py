@@ -98,7 +98,8 @@ class VideoMaker:
             video = await engine.generate(
                 plan, id=job.id, on_event=self._note, priority=job.priority, on_fragment=self._fragments.add
             )
-        await self._keep(video)
+        with self._context.held.hold(len(video.mp4)):
+            await self._keep(video)
 
     async def _keep(self, video: GeneratedVideo) -> None:
         """Store a segment, and record that it is."""
@@ -108,8 +109,7 @@ class VideoMaker:
         needs_end = self._shows_final_frame if last else not self._context.engine.model.continues_video
         if needs_end and video.last_frame is not None:
             contents["final_frame"] = ("png", await asyncio.to_thread(encode_last_frame, video.last_frame))
-        with self._context.held.hold(len(video.mp4)):
-            names = await self._files.write(contents, part)
+        names = await self._files.write(contents, part)
         self._tracker.end_segment()
         self._job.progress = self._tracker.estimate()
         if last:
