@@ -62,7 +62,9 @@ class Pipeline:
                 self._work.complete(job, {})
                 self.ends[job.id] = self.now
             else:
-                self._work.keep_segment(job, len(job.segments), f"{job.id}-{len(job.segments)}", None)
+                segment = f"{job.id}-{len(job.segments)}"
+                self._work.announce(job, [segment])
+                self._work.keep_segment(job, len(job.segments), segment, None)
                 if not self._work.give_way(job):
                     heapq.heappush(self._busy, (self.now + 1.0, job.sequence, job))
             self.fill()

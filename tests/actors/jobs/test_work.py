@@ -265,7 +265,9 @@ def chain(name, segments):
 def make_segment(work, job):
     """Record a segment of a claimed job as stored; return whether the job was given back after it."""
     index = len(job.segments)
-    work.keep_segment(job, index, f"{job.id}-{job.attempts}-{index}", None)
+    name = f"{job.id}-{job.attempts}-{index}"
+    work.announce(job, [name])
+    work.keep_segment(job, index, name, None)
     return work.give_way(job)
 
 
@@ -361,13 +363,13 @@ def test_nobody_gives_way_to_a_job_that_could_not_run(store, database, work):
     assert make_segment(work, leased)
 
 
-def test_a_job_of_a_later_version_waits_and_holds_up_nobody(store, work):
+def test_a_job_of_a_later_version_waits_and_holds_up_nobody(store, database, work):
     newer = [ask(store, "ann", "newer"), ask(store, "bob", "newer")]
     ask(store, "bob", "b")
     can_run = lambda job: job.request["prompt"] != "newer"  # noqa: E731
     assert [work.claim("old", can_run=can_run).request["prompt"], work.claim("old", can_run=can_run)] == ["b", None]
     assert [(job.status, job.attempts) for job in map(store.get, (job.id for job in newer))] == [("queued", 0)] * 2
-    assert claim_all(work) == ["newer", "newer"]
+    assert claim_all(WorkQueue(database)) == ["newer", "newer"]
 
 
 def test_a_clock_that_is_set_forward_takes_no_job_from_a_worker_that_lives(store, database, monkeypatch):
