@@ -13,7 +13,7 @@ from actors.jobs.work import WorkQueue
 from tests.actors.simulation.chains import simulate_chains
 from tests.actors.simulation.scenario import limit_garbage_collection
 
-SEEDS = range(50)  # In about ten seconds of processor time; `make soak` tries new ones.
+SEEDS = range(25)  # In about ten seconds of processor time; `make soak` tries new ones.
 
 
 @pytest.fixture
