@@ -121,7 +121,7 @@ def test_jobs_of_a_model_that_is_not_served_delay_nobody(queue):
 
 def test_thousand_waiting_jobs_are_foreseen_at_once():
     waiting = [Turn(0, index, index, f"key {index % 50}", 1 + index % 5) for index in range(1000)]
-    start = time.perf_counter()
+    start = time.process_time()
     foresight = foresee(waiting[:8], waiting[8:], 8)
-    assert time.perf_counter() - start < 0.5  # It takes 0.08 s on a busy machine.
+    assert time.process_time() - start < 0.5  # It takes 0.08 s.
     assert max(foresight.ends.values()) == pytest.approx(3000 / 8, rel=0.02)
