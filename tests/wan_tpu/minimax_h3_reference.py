@@ -24,7 +24,12 @@ class Processor:
 
 
 class SmallPipeline(MiniMaxH3ModularPipeline):
-    """The pipeline, which reads the last layer but one of a small text encoder in place of the fiftieth."""
+    """The pipeline, which reads the last layer but one of a small text encoder in place of the fiftieth.
+
+    It makes the lengths that MiniMax names, 4 s and 15 s, rounded up as the VAE needs them.
+    """
+
+    min_duration, max_duration = 4.0, 362 / 24
 
     @property
     def text_encoder_layer(self) -> int:

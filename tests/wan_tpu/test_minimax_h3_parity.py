@@ -73,12 +73,19 @@ def test_same_latents_pixels_and_sound_as_diffusers(prompt, images, pipe, refere
     assert_same_video(GenerationRequest(prompt=prompt, steps=STEPS, seed=SEED, **SIZE, **images), pipe, reference)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("frames", [107, 362])
+def test_shortest_and_longest_video_are_those_of_diffusers(frames, pipe, reference):
+    request = GenerationRequest(prompt="A cat plays the piano.", frames=frames, steps=2, seed=SEED, **SIZE)
+    assert_same_video(request, pipe, reference)
+
+
 def assert_same_video(request, pipe, reference):
     """Compare a request's video, and its latents after each step, with those of diffusers' pipeline."""
     states = []
     video = pipe.generate(request, on_step=lambda event: states.append(event.state))
     images = {name: image for name in ("image", "last_image") if (image := getattr(request, name))}
-    inputs = {"prompt": request.prompt, "seed": request.seed, "num_frames": 124, **SIZE, **images}
+    inputs = {"prompt": request.prompt, "seed": request.seed, "num_frames": request.frames or 124, **SIZE, **images}
     pixels, sound, latents = reference(steps=len(states), **inputs)
     assert len(states) == (request.steps or len(request.sigmas))
     for state, rows, audio in zip(states, latents["video"], latents["sound"], strict=True):

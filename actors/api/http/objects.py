@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from actors.api.intake.create_video import NAMES, SETTINGS, Adapter, add_settings, describe_field
+from actors.api.intake.create_video import NAMES, SETTINGS, Adapter, add_settings, describe_field, format_seconds
 from actors.jobs.stored_request import count_frames, count_segments
 from actors.jobs.tables import Job
 from actors.jobs.values import Status
@@ -59,7 +59,7 @@ class _Described(Object):
     size: str
     """WIDTHxHEIGHT in pixels."""
     seconds: str
-    """Length in seconds, with the video that it continues."""
+    """Length in seconds of what is made, with the video that it continues."""
     remixed_from_video_id: str | None = None
     """The video whose request it repeats with another prompt."""
     error: VideoError | None
@@ -207,7 +207,7 @@ def to_video(job: Job, eta_s: float | None = None) -> Video:
         completed_at=int(job.ended_at) if job.ended_at is not None and job.status == "completed" else None,
         expires_at=int(job.expires_at) if job.expires_at is not None else None,
         size=f"{request['width']}x{request['height']}",
-        seconds=request.get("seconds") or format_seconds(count_frames(request) / request["fps"]),
+        seconds=format_seconds(count_frames(request) / request["fps"]),
         remixed_from_video_id=job.remixed_from,
         error=VideoError(code=job.error_code, message=job.error_message or "") if job.error_code is not None else None,
         input_size=request.get("input_size"),
@@ -231,11 +231,6 @@ def make_error_body(status: int, message: str, *, code: str | None = None, param
 def _escape(text: str) -> str:
     """Escape lone surrogates, which UTF-8 can't encode but a client may have put in a field's name."""
     return text.encode(errors="backslashreplace").decode()
-
-
-def format_seconds(seconds: float) -> str:
-    """Format a length as OpenAI does: "5", or "5.06" if it isn't a whole number."""
-    return f"{seconds:.2f}".rstrip("0").rstrip(".")
 
 
 def _count_finished(job: Job) -> int | None:

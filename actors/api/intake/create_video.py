@@ -18,10 +18,12 @@ from wan_tpu.fields import describe, type_of
 from wan_tpu.model_limits import FULL_STRENGTH
 from wan_tpu.request import (
     FIELDS,
+    LIMITS,
     MAX_STEPS,
     SIZE_MULTIPLE,
     STRENGTH,
     GenerationRequest,
+    ResolvedRequest,
     nearest_multiple,
     parse_size,
 )
@@ -160,7 +162,7 @@ class _Described(_Sent):
     seconds: str | None = Field(
         default=None,
         description="Length in seconds, above 0 and at most 600, as a text or a number. It is rounded to a number of "
-        "frames that the model makes. Use this or `num_frames`.",
+        "frames that the model makes, and the answer says how long that is. Use this or `num_frames`.",
         examples=["5"],
     )
     size: str | None = Field(
@@ -302,8 +304,35 @@ def _parse_size(text: str) -> tuple[int, int]:
 
 
 def count_frames(seconds: str, fps: float, spec: ModelSpec) -> int:
-    """Return the number of frames, of those that a model can make, nearest to `seconds`; raises `InvalidRequest`."""
+    """Return the number of frames, of those that a model can make, nearest to `seconds`.
+
+    Raises:
+        InvalidRequest: The text is no length, or the model's shortest or longest video is more than a step away.
+    """
     value = float(seconds) if _SECONDS.fullmatch(seconds) else math.nan
     if not 0 < value <= 600:
         raise InvalidRequest(f"seconds is {seconds[:20]!r}; give a number of seconds, such as '5'", "seconds")
-    return spec.nearest_frames(value * fps)
+    limit = int(LIMITS["frames"][1])
+    longest = min(spec.nearest_frames(limit), limit - (limit - spec.frame_offset) % spec.frame_step)
+    frames = min(spec.nearest_frames(value * fps), longest)
+    if abs(value * fps - frames) > spec.frame_step:
+        least, most = (format_seconds(count / fps) for count in (spec.nearest_frames(0), longest))
+        raise InvalidRequest(
+            f"seconds is {seconds!r}; at {fps:g} frames a second {spec.name} makes videos of {least} to {most} s, "
+            f"nearest {format_seconds(frames / fps)}",
+            "seconds",
+        )
+    return frames
+
+
+def describe_length(seconds: str | None, request: ResolvedRequest, spec: ModelSpec) -> list[str]:
+    """Return a warning if a video's length differs from the one that was asked for by more than rounding."""
+    if seconds is None or abs(float(seconds) * request.fps - request.frames) <= spec.frame_step / 2:
+        return []
+    made = format_seconds(request.frames / request.fps)
+    return [f"seconds is {seconds!r}, but the video lasts {made} s: {request.frames} frames, the nearest that are made"]
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a length as OpenAI does: "5", or "5.06" if it isn't a whole number."""
+    return f"{seconds:.2f}".rstrip("0").rstrip(".")

@@ -10,7 +10,7 @@ from typing import Any
 from actors.api.http.access import Caller
 from actors.api.http.bodies import ParsedBody, open_content, open_file
 from actors.api.http.error_answers import HttpError
-from actors.api.intake.create_video import CreateVideo, choose_adapters, make_request
+from actors.api.intake.create_video import CreateVideo, choose_adapters, describe_length, make_request
 from actors.api.intake.fair_semaphore import Work
 from actors.api.intake.reader import Reader, Reading
 from actors.api.intake.receiving import IncomingRequest
@@ -84,8 +84,7 @@ class Drafts:
                 else:
                     files[name] = await reading.make_picture(name=source_name, count=incoming.add, **size)
                 sizes[SIZES[name]] = "{1}x{0}".format(*reading.sizes[source_name])
-        seconds = None if segments else confirm_seconds(body.fields.seconds, plan.resolved, spec)
-        return self.build(body, caller, plan, files, {"seconds": seconds, **sizes, **segments})
+        return self.build(body, caller, plan, files, {**sizes, **segments})
 
     def plan_segments(self, body: ParsedBody, first: Planned, source_frames: int = 0) -> dict[str, Any]:
         """Return the fields of a job's request that describe the segments after the first one.
@@ -156,6 +155,7 @@ class Drafts:
             input_video=names.get(VIDEO),
             priority=fields.priority,
             deadline=fields.deadline,
+            warnings=describe_length(fields.seconds, plan.resolved, self._spec),
             body_digest=body.digest,
         )
         return Draft(job=job, webhook_url=fields.webhook_url, contents=[files[name] for name in FILES if name in files])
@@ -244,16 +244,6 @@ class Drafts:
             check_url(url, self._settings.webhooks)
         except FetchError as error:
             raise InvalidRequest(str(error), "webhook_url") from None
-
-
-def confirm_seconds(seconds: str | None, request: ResolvedRequest, spec: ModelSpec) -> str | None:
-    """Return the length that a client asked for, for answers to repeat, or None if the video's length differs much.
-
-    A model's shortest video may be seconds longer.
-    """
-    if seconds is None or abs(float(seconds) * request.fps - request.frames) > spec.frame_step:
-        return None
-    return seconds
 
 
 def make_input_name(ending: str) -> str:

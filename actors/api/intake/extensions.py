@@ -94,7 +94,7 @@ class Extensions:
                 height, width, slack = plan.resolved.height, plan.resolved.width, self._spec.shape_slack
                 files[LAST] = await reading.make_picture(height, width, slack=slack, name=name, count=incoming.add)
         segments = await self._work.run(caller.owner, self._drafts.plan_segments, body, plan, source.frames)
-        beside = {"seconds": None, "source_frames": source.frames, **origin, **sizes, **segments}
+        beside = {"source_frames": source.frames, **origin, **sizes, **segments}
         return self._drafts.build(body, caller, plan, files, beside)
 
     def _check(self, body: ParsedBody) -> None:

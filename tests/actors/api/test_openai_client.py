@@ -32,7 +32,7 @@ def test_a_video_from_nothing_to_the_end(client, worker, engine):
         prompt="A cat", size="96x64", seconds="1", model=MODEL, extra_body={"num_inference_steps": "3", "seed": "7"}
     )
     assert (video.status, video.progress, video.error) == ("completed", 100, None)
-    assert (video.object, video.size, video.seconds) == ("video", "96x64", "1")
+    assert (video.object, video.size, video.seconds) == ("video", "96x64", "1.06")
     assert (video.prompt, video.model) == ("A cat", MODEL)
     assert video.completed_at >= video.created_at and video.expires_at > video.completed_at
     assert video.num_inference_steps == 3 and video.seed == 7 and video.num_frames == 17
@@ -137,7 +137,7 @@ def test_a_remix_is_the_same_request_with_another_prompt(client, worker, engine)
     )
     second = client.videos.poll(client.videos.remix(first.id, prompt="a dog").id)
     assert (second.status, second.prompt, second.remixed_from_video_id) == ("completed", "a dog", first.id)
-    assert (second.seconds, second.size, second.seed, second.input_size) == ("1", "96x64", 7, first.input_size)
+    assert (second.seconds, second.size, second.seed, second.input_size) == ("1.06", "96x64", 7, first.input_size)
     assert engine.requests[1].image.tobytes() == engine.requests[0].image.tobytes()
     client.videos.delete(first.id)
     assert client.videos.retrieve(second.id).status == "completed"

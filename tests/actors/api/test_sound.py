@@ -97,17 +97,24 @@ def test_what_a_model_fixes_has_one_value_and_its_licence_may_ask_for_a_name():
     assert described.display_name == "MiniMax H3"
     assert (described.defaults["fps"], described.defaults["generate_audio"]) == (24, True)
     limits = {name: (limit.minimum, limit.maximum) for name, limit in described.limits.items()}
-    assert (limits["fps"], limits["num_frames"]) == ((24, 24), (124, 345))
+    assert (limits["fps"], limits["num_frames"]) == ((24, 24), (107, 362))
     assert "guidance_scale" not in limits
-    for seconds, frames in (("1", 124), ("5", 124), ("10", 243), ("15", 345), ("60", 345)):
+    for seconds, frames in (("4", 107), ("5", 124), ("10", 243), ("15", 362)):
         assert count_frames(seconds, 24, H3) == frames
+
+
+@pytest.mark.parametrize(("seconds", "nearest"), [("1", "4.46"), ("3", "4.46"), ("16", "15.08"), ("30", "15.08")])
+def test_length_that_a_model_is_more_than_a_step_away_from_is_refused(seconds, nearest):
+    with pytest.raises(InvalidRequest, match=f"nearest {nearest}") as refused:
+        count_frames(seconds, 24, H3)
+    assert refused.value.field == "seconds"
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"frames": 400}, r"frames is 400; it must be 17n \+ 124, up to 345, nearest 345"),
-        ({"frames": 120}, r"frames is 120; it must be 17n \+ 124, nearest 124"),
+        ({"frames": 400}, r"frames is 400; it must be 17n \+ 107, up to 362, nearest 362"),
+        ({"frames": 120}, r"frames is 120; it must be 17n \+ 107, nearest 124"),
         ({"fps": 30}, "fps is 30; minimax-h3 supports only 24: leave it out"),
         ({"guidance_scale": 5}, "guidance_scale is 5; minimax-h3 doesn't use it: leave it out"),
         ({"height": 720}, "height is 720; minimax-h3 needs a multiple of 32, nearest 704"),
@@ -128,11 +135,19 @@ def test_answer_names_the_size_and_length_of_the_video_that_is_made(settings):
     with serve(settings, H3) as address, open_client(address) as http:
         video = create(http, input_reference=first, last_frame=last, seconds="10").json()
         assert (video["size"], video["input_size"], video["last_frame_size"]) == ("1152x768", "96x64", "96x64")
-        assert (video["num_frames"], video["fps"], video["seconds"]) == (243, 24, "10")
+        assert (video["num_frames"], video["fps"], video["seconds"]) == (243, 24, "10.12")
         assert stored_request(settings, video["id"])["frames"] == 243
-        for fields, seconds in (({}, "5.17"), ({"seconds": "1"}, "5.17"), ({"seconds": "5"}, "5")):
+        for fields, frames, seconds, warnings in (
+            ({}, 124, "5.17", 0),
+            ({"seconds": "4"}, 107, "4.46", 1),  # Further away than rounding explains.
+            ({"seconds": "5"}, 124, "5.17", 0),
+            ({"seconds": "15"}, 362, "15.08", 0),
+        ):
             video = create(http, **fields).json()
-            assert (video["num_frames"], video["seconds"], video["size"]) == (124, seconds, "1344x768")
+            assert (video["num_frames"], video["seconds"], video["size"]) == (frames, seconds, "1344x768")
+            assert len(video["warnings"]) == warnings
+            assert http.get(f"/v1/videos/{video['id']}").json()["warnings"] == video["warnings"]
+        assert create(http, seconds="30").json()["error"]["param"] == "seconds"
         video = create(http, last_frame=last).json()
         assert (video["size"], video["input_size"], video["last_frame_size"]) == ("1152x768", None, "96x64")
 

@@ -16,7 +16,8 @@ from wan_tpu.schedules import flow
 from wan_tpu.schedules.schedule import Schedule
 
 FPS = 24  # The only frame rate that the model was trained on.
-SHORTEST, LONGEST = 124, 345  # Frames: of what the VAE can decode, the first from 5 s on, and the last up to 15 s.
+# Frames: 4 s and 15 s, as MiniMax-H3's model card has them, rounded up to what the VAE can decode, as in SGLang.
+SHORTEST, LONGEST = 107, 362
 AUDIO_RATE, CHANNELS = 40, 2  # Latents of the sound a second, for each of its channels.
 WIDEST = 4  # The width of the widest video, divided by its height.
 STRIDE = 16  # Pixels per pixel of the latents, four of which are a token.
@@ -55,9 +56,9 @@ class MiniMaxH3Spec(FamilySpec):
                 )
 
     @property
-    def presets(self) -> Mapping[str, Preset]:
-        """Few steps by distilled adapters, and the checkpoint's own presets."""
-        return {**sampling.FEW_STEP_PRESETS.get(self.name, {}), **super().presets}
+    def few_step_presets(self) -> Mapping[str, Preset]:
+        """Few steps by distilled adapters."""
+        return sampling.FEW_STEP_PRESETS.get(self.name, {})
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -81,7 +82,7 @@ class MiniMaxH3Spec(FamilySpec):
     # ---- Shapes.
 
     def nearest_frames(self, frames: float) -> int:
-        """Return the length, in frames, from 5 to 15 seconds, that is nearest to `frames`."""
+        """Return the length, in frames, from `SHORTEST` to `LONGEST`, that is nearest to `frames`."""
         return super().nearest_frames(min(frames, LONGEST))
 
     def latent_frames(self, frames: int) -> int:
@@ -97,7 +98,7 @@ class MiniMaxH3Spec(FamilySpec):
         sound = 1, self.audio_tokens(request.frames), int(self.config.audio_vae["latent_channels"])
         return {VIDEO: self.latent_shape(request), AUDIO: sound}
 
-    def size_like(self, picture: tuple[int, int]) -> tuple[int, int]:
+    def size_like(self, picture: tuple[int, int], preset: str | None = None) -> tuple[int, int]:
         """Return the (height, width) of an image's shape, whose short side or area is that of the default size.
 
         Raises:
