@@ -23,15 +23,18 @@ LOCK_WAIT_S = 30  # How long a writer waits for another; each holds the lock for
 # after a failover; a transaction stood still for too long.
 _READ_ONLY, _IDLE_TOO_LONG = "25006", "25P03"
 # These bound how long a process that froze, or whose node lost power, keeps its locks. Transactions here take
-# milliseconds. Settings in the address (?options=...) come after these and take precedence.
-_SERVER_LIMITS = {
-    "lock_timeout": "15s",
-    "statement_timeout": "30s",
-    "idle_in_transaction_session_timeout": "10s",
-    "tcp_keepalives_idle": "10",
-    "tcp_keepalives_interval": "5",
-    "tcp_keepalives_count": "3",
-    "tcp_user_timeout": "20s",
+# milliseconds. Settings in the address (?options=...) take precedence. Every transaction sets them for itself, since
+# behind a pooler the server's connection serves others before and after it, and poolers refuse settings at the start of
+# a connection.
+_TRANSACTION_LIMITS = {"lock_timeout": "15s", "statement_timeout": "30s", "idle_in_transaction_session_timeout": "10s"}
+# With these the server soon forgets clients whose nodes lost power. They concern its own connection, whoever uses it.
+_KEEPALIVES = {"tcp_keepalives_idle": 10, "tcp_keepalives_interval": 5, "tcp_keepalives_count": 3}
+# Words in the refusals of PgBouncer, and of services built on it, that stay until somebody changes something; their
+# error code is the same (08P01) as for a pool that is only full.
+_POOLER_REMEDIES = {
+    "unsupported startup parameter": "a pooler takes no settings when a connection starts: remove `options` from the "
+    "address and PGOPTIONS from the environment, or have the pooler ignore them (ignore_startup_parameters)",
+    "statement pooling": "jobs need transactions: use transaction pooling (pool_mode = transaction) or session pooling",
 }
 _ADVISORY_LOCK = 0x77616E747075  # Spells "wantpu". PostgreSQL's advisory lock for the whole database has this key.
 
@@ -121,11 +124,16 @@ class Database:
     def _translate_error(self, error: DBAPIError, unavailable: type[StoreUnavailable]) -> WanTpuError:
         """Return our exception for a driver's error. It quotes no values, which may be a client's prompt."""
         state = getattr(error.orig, "sqlstate", None)
+        for words, remedy in _POOLER_REMEDIES.items():
+            if isinstance(error, OperationalError) and words in str(error.orig):
+                return StoreError(f"{self} refuses this program ({_take_first_line(error)}): {remedy}")
         if state == _READ_ONLY:
             self._engine.dispose()  # By now the address may lead to the new primary.
             return StoreUnavailable(f"{self} accepts no changes now: {_take_first_line(error)}; try again")
         if error.connection_invalidated or state == _IDLE_TOO_LONG:
             return unavailable(f"the connection to {self} was lost: {_take_first_line(error)}; try again")
+        if getattr(error.orig, "pgconn", None) is not None:  # No connection came about, perhaps never will.
+            return StoreUnavailable(f"there is no connection to {self}: {' '.join(str(error.orig).split())}")
         if isinstance(error, OperationalError):
             return unavailable(f"{self} can't be used now: {_take_first_line(error)}; try again")
         kind, statement = type(error.orig).__name__, " ".join(str(error.statement).split())
@@ -158,11 +166,11 @@ def _describe_allowed(scheme: str) -> str:
 
 
 def _make_postgresql_engine(url: URL) -> Engine:
-    own_options = url.query.get("options", ())
-    limits = " ".join(f"-c {name}={value}" for name, value in _SERVER_LIMITS.items())
-    options = " ".join([limits, own_options] if isinstance(own_options, str) else [limits, *own_options])
+    own_options = str(url.query.get("options", ""))
+    limits = [f"SET LOCAL {name} = '{value}'" for name, value in _TRANSACTION_LIMITS.items() if name not in own_options]
+    keepalives = [f"SET {name} = {value}" for name, value in _KEEPALIVES.items() if name not in own_options]
     try:
-        return sqlalchemy.create_engine(
+        engine = sqlalchemy.create_engine(
             url,
             hide_parameters=True,  # They hold prompts.
             pool_pre_ping=True,  # Replaces a connection that died while it was idle.
@@ -176,11 +184,24 @@ def _make_postgresql_engine(url: URL) -> Engine:
                 "keepalives_interval": 5,
                 "keepalives_count": 3,
                 "application_name": "wan-tpu",
-                "options": options,
+                "autocommit": True,  # Transactions begin below.
+                "prepare_threshold": None,  # A pooler's next transaction may go to a server that has prepared nothing.
             },
         )
     except ModuleNotFoundError:
         raise StoreError('PostgreSQL needs its driver: pip install "wan-tpu[postgresql]"') from None
+
+    @event.listens_for(engine, "connect")
+    def configure_connection(connection: Any, _record: Any) -> None:
+        connection.execute("; ".join(keepalives))
+
+    @event.listens_for(engine, "begin")
+    def begin_transaction(connection: Connection) -> None:
+        writes = connection.get_execution_options()["writes"]
+        begin = f"BEGIN ISOLATION LEVEL {'READ COMMITTED' if writes else 'REPEATABLE READ, READ ONLY'}"
+        connection.exec_driver_sql("; ".join([begin, *limits]))  # One message, as long on its way as BEGIN alone.
+
+    return engine
 
 
 def _make_sqlite_engine(url: URL) -> Engine:

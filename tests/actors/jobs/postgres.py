@@ -1,4 +1,4 @@
-"""A private, real PostgreSQL server for the tests, on a Unix socket in a temporary folder."""
+"""A private, real PostgreSQL server for the tests, on a Unix socket in a temporary folder, and poolers before it."""
 
 import contextlib
 import itertools
@@ -9,7 +9,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 START_S = 60
@@ -47,6 +47,32 @@ class Server:
         with psycopg.connect(self._at("postgres"), autocommit=True) as connection:
             connection.execute(f"CREATE DATABASE {name} TEMPLATE {like}".encode())
         return self._at(name)
+
+    @contextlib.contextmanager
+    def pooler(self, mode: str) -> Iterator[Callable[[str], str]]:
+        """Run PgBouncer with its defaults and a mode; yield what turns an address of this server into the pooler's."""
+        program = shutil.which("pgbouncer", path=f"{os.environ['PATH']}:/usr/sbin")
+        assert program is not None
+        folder = Path(tempfile.mkdtemp(prefix="wan-tpu-pgbouncer-"))
+        shutil.chown(folder, self._user)
+        (folder / "pgbouncer.ini").write_text(
+            f"[databases]\n* = host={self._folder} user={self._user}\n[pgbouncer]\nunix_socket_dir = {folder}\n"
+            f"listen_port = 5432\nauth_type = any\npool_mode = {mode}\n"
+        )
+        user = find_unprivileged_user()
+        with (folder / "log").open("wb") as log:
+            started = subprocess.Popen([program, folder / "pgbouncer.ini"], user=user, cwd=folder, stderr=log)
+        try:
+            give_up = time.monotonic() + START_S
+            while not (folder / ".s.PGSQL.5432").exists():
+                if started.poll() is not None or time.monotonic() > give_up:
+                    raise RuntimeError(f"PgBouncer did not start: {(folder / 'log').read_text()}")
+                time.sleep(0.05)
+            yield lambda address: address.replace(str(self._folder), str(folder))
+        finally:
+            started.send_signal(signal.SIGTERM)
+            started.wait(START_S)
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _at(self, name: str) -> str:
         return f"postgresql://{self._user}@/{name}?host={self._folder}"
