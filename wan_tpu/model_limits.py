@@ -24,6 +24,7 @@ class ModelLimits(abc.ABC):
         audio_rate: Samples per second of the model's sound; None for models without sound.
         last_images: Whether a request may or must have a last frame as well as a first one, or may have a last frame
             only.
+        cuts_prompts: Whether a prompt that is longer than the model reads is cut, unless a request says otherwise.
         takes_video: Whether a request may start from a video's frames.
         continues_video: Whether the new video then continues after those frames instead of changing them. Such a
             request has no strength.
@@ -37,6 +38,7 @@ class ModelLimits(abc.ABC):
     frame_offset: int = 1
     audio_rate: int | None = None
     last_images: Literal["none", "optional", "required", "alone"] = "none"
+    cuts_prompts: bool = True
     takes_video: bool = False
     continues_video: bool = False
 
@@ -92,8 +94,13 @@ class ModelLimits(abc.ABC):
         sizes = dict.fromkeys([(height, width), (width, height), *usual])
         return [(h, w) for h, w in sizes if not h % self.size_multiple and not w % self.size_multiple]
 
-    def size_like(self, picture: tuple[int, int]) -> tuple[int, int]:
-        """Return the (height, width) of a video that takes the shape of an image, given the image's (height, width)."""
+    def size_like(self, picture: tuple[int, int], preset: str | None = None) -> tuple[int, int]:
+        """Return the (height, width) of a video that takes the shape of an image.
+
+        Args:
+            picture: (height, width) of the image.
+            preset: The request's, as families whose authors compute it otherwise than diffusers need.
+        """
         return size_at_area(self.defaults.height * self.defaults.width, picture, self.size_multiple)
 
     def size_to_extend(self, picture: tuple[int, int]) -> tuple[int, int]:
@@ -118,6 +125,10 @@ class ModelLimits(abc.ABC):
     def first_step(self, request: ResolvedRequest) -> int:
         """Return the first step that is run; the strength of a request's video skips the steps before it."""
         return 0 if request.strength is None else request.steps - int(request.steps * request.strength)
+
+    def may_cut(self, request: ResolvedRequest) -> bool:
+        """Return whether a request's prompt is cut if it is longer than the model reads; otherwise it is refused."""
+        return self.cuts_prompts if request.truncate_prompt is None else request.truncate_prompt
 
     def check(self, request: ResolvedRequest, *, image: bool, last: bool, video: bool | None = None) -> None:
         """Refuse a request that this model can't make.

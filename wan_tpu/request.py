@@ -45,7 +45,7 @@ MAX_STEPS = 1000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Defaults:
-    """The published sampling settings of a model, used where a request leaves a field open."""
+    """Sampling settings of a model, used where a request leaves a field open."""
 
     height: int
     width: int
@@ -58,6 +58,11 @@ class Defaults:
     solver: str
     # Whether a video has sound; None where the model makes none, so that records and digests of requests omit it.
     generate_audio: bool | None = None
+    negative_prompt: str = ""
+
+
+ORIGINAL = "original"  # The preset with a model's own settings, those of its authors' program; the default.
+DIFFUSERS = "diffusers"  # The preset with the settings of diffusers' pipeline.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,10 +167,11 @@ class GenerationRequest:
     """
 
     prompt: Text = ""
-    """What the video shows; an empty text means nothing in particular. A prompt too long for the model is cut, with
-    a warning."""
+    """What the video shows; an empty text means nothing in particular. `truncate_prompt` says what becomes of one
+    that is too long for the model."""
     negative_prompt: Text | None = None
-    """What to steer away from; an empty text means nothing. Unused without guidance."""
+    """What to steer away from; an empty text means nothing. The model's authors' if omitted; unused without
+    guidance."""
     image: Picture | None = None
     """The first frame, for models that begin with an image."""
     last_image: Picture | None = None
@@ -211,7 +217,11 @@ class GenerationRequest:
         examples=["magcache"],
     )
     preset: str | None = None
-    """One of the model's presets: lightning, or original for Wan's program. It sets omitted fields, adapters too."""
+    """One of the model's presets, which sets omitted fields, adapters too. `original`, the default, is what the
+    model's authors' program makes; `diffusers` is what diffusers makes."""
+    truncate_prompt: bool | None = None
+    """Whether a prompt that is longer than the model reads is cut, with a warning, instead of refused. If omitted,
+    MiniMax-H3 refuses it, and other models cut it."""
 
     __pydantic_fields__: ClassVar[Mapping[str, FieldInfo]]
 
@@ -235,7 +245,7 @@ class GenerationRequest:
     def resolve(self, defaults: Defaults, preset: Mapping[str, Any] = MappingProxyType({})) -> "ResolvedRequest":
         """Fill every open field from a preset's settings, or from `defaults` where the preset leaves it open."""
         settings = {f.name: getattr(defaults, f.name) for f in dataclasses.fields(defaults)}
-        settings |= {"negative_prompt": "", "loras": (), **fill_second_scale(preset)}
+        settings |= {"loras": (), **fill_second_scale(preset)}
         fields = {f.name: value for f in dataclasses.fields(self) if (value := getattr(self, f.name)) is not None}
         if defaults.generate_audio is None and self.generate_audio is False:
             del fields["generate_audio"]  # False for a model without sound is the same as leaving the field out.

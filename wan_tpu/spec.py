@@ -17,8 +17,10 @@ from wan_tpu.errors import InvalidRequest
 from wan_tpu.model_limits import FULL_STRENGTH, ModelLimits
 from wan_tpu.plan import DECODER, ENCODER, VIDEO, Expert, RequestPlan
 from wan_tpu.request import (
+    DIFFUSERS,
     IMAGES,
     NO_OVERRIDES,
+    ORIGINAL,
     CheckpointOverrides,
     Defaults,
     GenerationRequest,
@@ -43,6 +45,8 @@ class ModelSpec(ModelLimits):
         needs_prompt: Whether a request without images needs a prompt that isn't empty.
         seeds_images: Whether the latents of images are sampled with a request's seed.
         boundary_ratio: The first of two experts runs the steps with t >= boundary_ratio x 1000; None with one expert.
+        text_rows: The lengths of texts, in tokens, that have programs of their own; a text takes the first that holds
+            it. Empty if texts of all lengths have the same programs.
         chunk_frames: Latent frames of a chunk, if videos are denoised and decoded chunk after chunk; otherwise None.
     """
 
@@ -53,6 +57,7 @@ class ModelSpec(ModelLimits):
     reads_images: bool = False
     needs_prompt: bool = False
     seeds_images: bool = False
+    text_rows: tuple[int, ...] = ()
     chunk_frames: int | None = None
 
     @property
@@ -67,7 +72,7 @@ class ModelSpec(ModelLimits):
 
     @property
     def presets(self) -> Mapping[str, Preset]:
-        """Presets, in addition to the model's defaults: the published ones and the checkpoint's own."""
+        """The model's presets, by name."""
         return dict(self.overrides.presets)
 
     @property
@@ -82,6 +87,10 @@ class ModelSpec(ModelLimits):
     def latent_shapes(self, request: ResolvedRequest, step: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of a request's latents after `step` steps, by part; only the video's by default."""
         return {VIDEO: self.latent_shape(request)}
+
+    def conditioned_shape(self, request: ResolvedRequest, expert: Expert) -> tuple[int, ...]:
+        """Return the shape of the latents to which an expert's image condition belongs: by default, the first ones."""
+        return self.latent_shapes(request, 0)[VIDEO]
 
     def decoded_shape(self, request: ResolvedRequest) -> tuple[int, int, int, int, int]:
         """Return [1, C, T, H, W] of the latents that are decoded: the denoised ones, unless a family overrides this."""
@@ -107,6 +116,14 @@ class ModelSpec(ModelLimits):
     def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:
         """Return which stage runs which steps, in order; those with no step are left out."""
 
+    def follows_diffusers(self, request: GenerationRequest) -> bool:
+        """Return whether a video is made by diffusers' rules, where these differ from those of the model's authors."""
+        return request.preset == DIFFUSERS
+
+    def count_evaluations(self, request: ResolvedRequest, expert: Expert) -> int:
+        """Return how often one of an expert's steps runs the transformer: twice with guidance, unless overridden."""
+        return 2 if expert.guided else 1
+
     def is_guided(self, request: ResolvedRequest) -> bool:
         """Return whether the request uses guidance and so needs the negative prompt."""
         return request.guidance_scale > 1
@@ -118,6 +135,10 @@ class ModelSpec(ModelLimits):
     def prompts(self, request: ResolvedRequest) -> tuple[str, ...]:
         """Return the texts whose embeddings a request needs: the prompt and, with guidance, the negative prompt."""
         return (request.prompt, request.negative_prompt) if self.is_guided(request) else (request.prompt,)
+
+    def choose_text_rows(self, request: ResolvedRequest, *, images: int) -> int:
+        """Return which of the `text_rows` a request's text takes; 0 if there are none."""
+        return 0
 
     def shapes(self, request: ResolvedRequest, *, images: int) -> dict[str, str]:
         """Return, for each stage, a name for the set of programs that a resolved request needs.
@@ -133,8 +154,8 @@ class ModelSpec(ModelLimits):
         pictures = images or request.strength is not None
         names = {ENCODER: f"{ENCODER} {size}{several}" if pictures else f"{ENCODER} text"}
         for expert in self.experts(request):
-            branches = 2 if expert.guided else 1
-            names[expert.stage] = f"{expert.stage} {size}x{request.frames} {task} {branches} {request.solver}"
+            evaluations = self.count_evaluations(request, expert)
+            names[expert.stage] = f"{expert.stage} {size}x{request.frames} {task} {evaluations} {request.solver}"
             names[expert.stage] += "" if request.cache is None else " cached"
             for adapter in request.adapters_for(expert.stage):
                 names[expert.stage] += f" {adapter}"
@@ -172,19 +193,22 @@ class ModelSpec(ModelLimits):
             [frame] = read_frames(request.video, 1)
             picture = frame.height, frame.width
         preset: dict[str, Any] = {}
+        if request.preset == ORIGINAL:
+            request = dataclasses.replace(request, preset=None)
         if request.preset is not None:
             if request.preset not in self.presets:
                 known = ", ".join(self.presets) or "none"
                 hint = did_you_mean(request.preset, self.presets)
                 raise InvalidRequest(
-                    f"preset {request.preset!r} is unknown{hint}; {self.name} has {known}, and uses its defaults "
-                    "without one",
+                    f"preset {request.preset!r} is unknown{hint}; {self.name} has {known}",
                     "preset",
                 )
             preset = dict(self.presets[request.preset].settings)
         if request.video is not None and request.strength is None and self.continues_video:
             request = dataclasses.replace(request, strength=FULL_STRENGTH)
         resolved = request.resolve(self.defaults_for(request, picture), preset)
+        if request.negative_prompt is None and not self.is_guided(resolved):
+            resolved = dataclasses.replace(resolved, negative_prompt="")
         self.check(resolved, image=image, last=last, video=video)
         return self.plan_resolved(resolved, image=image, last=last)
 
@@ -210,6 +234,7 @@ class ModelSpec(ModelLimits):
             has_sound=self.has_sound(request),
             shapes=self.shapes(request, images=images),
             needs_prompt=self.needs_prompt and not images,
+            cuts_prompts=self.may_cut(request),
         )
 
     def check(self, request: ResolvedRequest, *, image: bool, last: bool, video: bool | None = None) -> None:
@@ -245,7 +270,7 @@ class ModelSpec(ModelLimits):
         follows = self.follows_image or request.strength is not None or request.video is not None
         if picture is None or not follows or None not in (request.height, request.width):
             return self.defaults
-        height, width = self.size_like(picture)
+        height, width = self.size_like(picture, request.preset)
         if request.height is not None:
             width = nearest_multiple(request.height * picture[1] / picture[0], self.size_multiple)
         if request.width is not None:

@@ -1,5 +1,6 @@
 """`wan-tpu models`: the published models, and what each makes when a request gives no settings."""
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 from wan_tpu.commands.parser import Parser
 from wan_tpu.commands.tables import as_table
 from wan_tpu.families import FAMILIES, list_published, published_spec
+from wan_tpu.request import DIFFUSERS, ORIGINAL
 
+_ALL = (ORIGINAL, DIFFUSERS)  # Presets that all models have.
 _MAKES = {("t2v",): "text to video", ("i2v",): "image to video", ("t2v", "i2v"): "text or image to video"}
 
 
@@ -18,11 +21,17 @@ def models(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     rows = [_describe(name) for name in list_published()]
     if args.json:
-        print(json.dumps(rows))
+        print(json.dumps(rows, ensure_ascii=False))
         return
-    header = ("model", "makes", "size", "frames", "seconds", "steps", "presets")
-    print(as_table(header, [[str(model[column]) for column in header] for model in rows]))
+    header = ("model", "makes", "size", "frames", "seconds", "steps")
+    table = [
+        [*(str(model[column]) for column in header), ", ".join(name for name in model["presets"] if name not in _ALL)]
+        for model in rows
+    ]
+    print(as_table((*header, "more presets"), table))
     print(
+        "\nThese are the settings of the models' own programs, preset original, which is used without one. Preset\n"
+        "diffusers has those of diffusers. --json says where they are from.\n"
         "\nSizes are WIDTHxHEIGHT. wan-tpu plan takes these names; all other commands take a checkpoint of such\na "
         "model: a diffusers directory, here or in gs://, or a hub id, such as"
     )
@@ -44,6 +53,7 @@ def _describe(name: str) -> dict[str, Any]:
         "frames": settings.frames,
         "seconds": round(settings.frames / settings.fps, 1),
         "steps": settings.steps,
-        "presets": ", ".join(spec.presets),
+        "settings": dataclasses.asdict(settings),
+        "presets": {name: {"about": preset.about, "source": preset.source} for name, preset in spec.presets.items()},
         "licence": list_published()[name].licence,
     }

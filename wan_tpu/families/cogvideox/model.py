@@ -26,6 +26,7 @@ from wan_tpu.families.model import Model, StepInputs, apply_guidance
 from wan_tpu.families.shared.causal_vae import CausalChunks, RepeatedStart
 from wan_tpu.families.shared.family_spec import DENOISE
 from wan_tpu.families.shared.t5 import text_encoder
+from wan_tpu.families.shared.token_counts import Cut
 from wan_tpu.families.shared.tokenizing import tokenize
 from wan_tpu.families.shared.tokens import unpatchify
 from wan_tpu.media.image import fit_image
@@ -76,10 +77,10 @@ class CogVideoXModel(Model):
 
     # ---- The encoder stage.
 
-    def tokenize(self, prompt: str) -> tuple[dict[str, tuple[np.ndarray, ...]], list[str]]:
-        """Return token ids, int32 [1, 226], and a warning if the prompt was cut."""
-        ids, _, warnings = tokenize(self.tokenizers["text_encoder"], prompt, TEXT_TOKENS)
-        return {"text_encoder": (ids,)}, warnings
+    def tokenize(self, prompt: str) -> tuple[dict[str, tuple[np.ndarray, ...]], list[Cut]]:
+        """Return token ids, int32 [1, 226], and the cut if the prompt is too long."""
+        ids, _, cuts = tokenize(self.tokenizers["text_encoder"], prompt, TEXT_TOKENS)
+        return {"text_encoder": (ids,)}, cuts
 
     def encode_text(self, component: str, loaded: Sequence[Loaded], *tokens: jax.Array) -> jax.Array:
         """Encode ids [B, L] as embeddings [B, L, C]; T5 reads the padding just as it reads words."""

@@ -1,10 +1,11 @@
 """The published CogVideoX models: configurations, which suffice to compile them, and sampling settings.
 
 Sources: the config.json files of the THUDM/CogVideoX* repositories on the Hugging Face hub, google/t5-v1_1-xxl for the
-encoder; sampling settings from the models' cards and inference/cli_demo.py of github.com/THUDM/CogVideo.
+encoder; sampling settings from inference/cli_demo.py of github.com/THUDM/CogVideo at e519eced, and from the models'
+cards the length and frame rate of 1.0, for which that program has those of 1.5.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from wan_tpu.request import Defaults
@@ -98,7 +99,10 @@ def recognise(config: CogVideoXConfig) -> str:
 
 
 def defaults(config: CogVideoXConfig) -> Defaults:
-    """Return a model's published sampling settings, those of its generation, 1.0 or 1.5."""
+    """Return the settings of the authors' program, by the model's generation, 1.0 or 1.5.
+
+    Its solver is DPM with `use_dynamic_cfg`, whatever the checkpoint's scheduler.
+    """
     newer = config.frames_a_patch > 1
     height, width, frames, fps = (768, 1360, 81, 16) if newer else (480, 720, 49, 8)
     return Defaults(
@@ -110,5 +114,15 @@ def defaults(config: CogVideoXConfig) -> Defaults:
         guidance_scale=6.0,
         guidance_scale_2=6.0,
         shift=1.0,
-        solver=config.solver,
+        solver="dpm",
     )
+
+
+def diffusers_defaults(config: CogVideoXConfig) -> Defaults:
+    """Return the settings with the checkpoint's scheduler, which diffusers takes."""
+    return replace(defaults(config), solver=config.solver)
+
+
+def source(config: CogVideoXConfig) -> str:
+    """Return the address of the authors' program."""
+    return "https://github.com/THUDM/CogVideo/blob/e519eced/inference/cli_demo.py"

@@ -47,8 +47,8 @@ class CogVideoXSpec(FamilySpec):
 
     @property
     def solvers(self) -> tuple[str, ...]:  # type: ignore[override]
-        """DDIM and DPM-Solver++, the checkpoint's own scheduler first."""
-        return tuple(sorted(_SOLVERS, key=lambda name: name != self.config.solver))
+        """DPM-Solver++ and DDIM, that of the authors' program first."""
+        return tuple(sorted(_SOLVERS, key=lambda name: name != self.defaults.solver))
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -77,7 +77,7 @@ class CogVideoXSpec(FamilySpec):
         """Whether the model takes images, and has positions for more than one size."""
         return super().follows_image and not self.config.transformer["use_learned_positional_embeddings"]
 
-    def size_like(self, picture: tuple[int, int]) -> tuple[int, int]:
+    def size_like(self, picture: tuple[int, int], preset: str | None = None) -> tuple[int, int]:
         """Return the size of the model cards: the shorter side of the model's own size, and at most the longer one.
 
         If that has more rows or columns than there are positions, return the model's own size.

@@ -2,11 +2,11 @@
 
 Helios (arXiv 2603.04379) is Wan 2.1 T2V 14B that continues a video: its text encoder and VAE are Wan's, and its
 transformer has three more patch embeddings, for the frames before. Sources: the model_index.json and config.json files
-of BestWishYsh/Helios-Base, -Mid and -Distilled on the Hugging Face hub; sampling settings from the same repositories'
-model cards, and from docs/source/en/api/pipelines/helios.md of diffusers.
+of BestWishYsh/Helios-Base, -Mid and -Distilled on the Hugging Face hub; sampling settings from infer_helios.py and
+scripts/inference of github.com/PKU-YuanGroup/Helios at 2276f8fe.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from wan_tpu.families.wan.published import TEXT_TOKENS as TEXT_TOKENS  # Prompts have as many tokens as Wan's.
@@ -88,6 +88,13 @@ PUBLISHED: dict[str, HeliosConfig] = {
     "helios-mid": _configuration(PyramidConfig(dynamic=True), scaled_guidance=True),
     "helios-distilled": _configuration(PyramidConfig(dynamic=True, shift_type="linear", solver="dmd")),
 }
+# The default of --negative_prompt of infer_helios.py.
+NEGATIVE_PROMPT = (
+    "Bright tones, overexposed, static, blurred details, subtitles, style, works, paintings, images, static, "
+    "overall gray, worst quality, low quality, JPEG compression residue, ugly, incomplete, extra fingers, "
+    "poorly drawn hands, poorly drawn faces, deformed, disfigured, misshapen limbs, fused fingers, still "
+    "picture, messy background, three legs, many people in the background, walking backwards"
+)
 # Steps of a chunk, or of each stage if there are several; the scale of guidance.
 SAMPLING: dict[str, tuple[int, float]] = {
     "helios-base": (50, 5.0),
@@ -111,7 +118,7 @@ def recognise(config: HeliosConfig) -> str:
 
 
 def defaults(config: HeliosConfig) -> Defaults:
-    """Return a model's published sampling settings; a custom model has those of its nearest relative."""
+    """Return the settings of the authors' program; a custom model has those of its nearest relative."""
     relative = "helios-distilled" if config.distilled else "helios-base" if config.pyramid.stages == 1 else "helios-mid"
     steps, guidance_scale = SAMPLING[relative]
     return Defaults(
@@ -124,4 +131,15 @@ def defaults(config: HeliosConfig) -> Defaults:
         guidance_scale_2=guidance_scale,
         shift=config.pyramid.shift,
         solver=config.pyramid.solver,
+        negative_prompt=NEGATIVE_PROMPT if guidance_scale > 1 else "",
     )
+
+
+def diffusers_defaults(config: HeliosConfig) -> Defaults:
+    """Return the settings without a negative prompt, as of diffusers' pipeline."""
+    return replace(defaults(config), negative_prompt="")
+
+
+def source(config: HeliosConfig) -> str:
+    """Return the address of the authors' program."""
+    return "https://github.com/PKU-YuanGroup/Helios/blob/2276f8fe/infer_helios.py"

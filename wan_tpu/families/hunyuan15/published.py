@@ -2,9 +2,9 @@
 
 Sources: scripts/convert_hunyuan_video1_5_to_diffusers.py of github.com/huggingface/diffusers, which made the
 HunyuanVideo-1.5-Diffusers-* repositories on the Hugging Face hub; Qwen/Qwen2.5-VL-7B-Instruct, google/byt5-small with
-the tokens of Glyph-SDXL-v2, and google/siglip-so400m-patch14-384 for the encoders; steps and frames per second from the
-README of github.com/Tencent-Hunyuan/HunyuanVideo-1.5 (for the step-distilled model "8 or 12 steps"; its shift is from
-the conversion script).
+the tokens of Glyph-SDXL-v2, and google/siglip-so400m-patch14-384 for the encoders; shift, guidance and steps from
+PIPELINE_CONFIGS in hyvideo/commons/__init__.py, and length and aspect ratio from generate.py, of
+github.com/Tencent-Hunyuan/HunyuanVideo-1.5 at 60783e70.
 """
 
 from dataclasses import dataclass
@@ -107,7 +107,10 @@ def recognise(config: HunyuanConfig) -> str:
 
 
 def defaults(config: HunyuanConfig) -> Defaults:
-    """Return a model's published sampling settings, with a size of 16 : 9."""
+    """Return the settings of the authors' program, which are diffusers', too, with a size of 16 : 9.
+
+    That program then runs a super-resolution model unless it is told not to (`--sr false`).
+    """
     height, width = default_size(config.transformer["target_size"], 9, 16)
     return Defaults(
         height=height,
@@ -120,3 +123,11 @@ def defaults(config: HunyuanConfig) -> Defaults:
         shift=config.shift,
         solver="euler",
     )
+
+
+diffusers_defaults = defaults
+
+
+def source(config: HunyuanConfig) -> str:
+    """Return the address of the authors' program."""
+    return "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5/blob/60783e70/hyvideo/commons/__init__.py"

@@ -47,7 +47,7 @@ class HunyuanSpec(FamilySpec):
         """Text to video, or image to video."""
         return (str(self.config.transformer["task_type"]),)
 
-    def size_like(self, picture: tuple[int, int]) -> tuple[int, int]:
+    def size_like(self, picture: tuple[int, int], preset: str | None = None) -> tuple[int, int]:
         """Return the size for an image, among those that the model was trained on."""
         return default_size(int(self.config.transformer["target_size"]), *picture)
 

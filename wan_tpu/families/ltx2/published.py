@@ -2,25 +2,40 @@
 
 Sources: scripts/convert_ltx2_to_diffusers.py of github.com/huggingface/diffusers at 58eb52c0 (2026-08-23), which made
 Lightricks/LTX-2, rootonchair/LTX-2-19b-distilled, diffusers/LTX-2.3-Diffusers and diffusers/LTX-2.3-Distilled-Diffusers
-on the Hugging Face hub, and google/gemma-3-12b-it for the text encoder. Sampling settings are the defaults of
-pipelines/ltx2 in diffusers: of 0.42.1 for LTX-2.3, of 0.37 for LTX-2.0, and of utils.py there for distilled models.
+on the Hugging Face hub, and google/gemma-3-12b-it for the text encoder. Sampling settings are Lightricks': the defaults
+of ltx_pipelines/utils/constants.py and args.py in ltx-pipelines 1.0.0 (PyPI). Those of the preset `diffusers` are the
+defaults of pipelines/ltx2 in diffusers: of 0.42.1 for LTX-2.3, of 0.37 for LTX-2.0.
 """
 
 from dataclasses import replace
 from typing import Any
 
 from wan_tpu.families.ltx2 import classes
-from wan_tpu.families.ltx2.config import Ltx2Config
+from wan_tpu.families.ltx2.config import Ltx2Config, is_23
 from wan_tpu.request import Defaults
 
 CUSTOM = "a custom LTX-2"
-# The noise levels of distilled models, and those of their second stage, at twice the size.
+# The noise levels of distilled models, and those of their second stage, at twice the size; Lightricks' and diffusers'.
 DISTILLED_SIGMAS = (1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875)
 SECOND_STAGE_SIGMAS = (0.909375, 0.725, 0.421875)
 
+# DEFAULT_NEGATIVE_PROMPT of ltx_pipelines/utils/constants.py, ltx-pipelines 1.0.0; distilled models have no guidance.
+NEGATIVE_PROMPT = (
+    "blurry, out of focus, overexposed, underexposed, low contrast, washed out colors, excessive noise, grainy "
+    "texture, poor lighting, flickering, motion blur, distorted proportions, unnatural skin tones, deformed facial "
+    "features, asymmetrical face, missing facial features, extra limbs, disfigured hands, wrong hand count, "
+    "artifacts around text, inconsistent perspective, camera shake, incorrect depth of field, background too sharp,"
+    " background clutter, distracting reflections, harsh shadows, inconsistent lighting direction, color banding, "
+    "cartoonish rendering, 3D CGI look, unrealistic materials, uncanny valley effect, incorrect ethnicity, wrong "
+    "gender, exaggerated expressions, wrong gaze direction, mismatched lip sync, silent or muted audio, distorted "
+    "voice, robotic voice, echo, background noise, off-sync audio, incorrect dialogue, added dialogue, repetitive "
+    "speech, jittery movement, awkward pauses, incorrect timing, unnatural transitions, inconsistent framing, "
+    "tilted camera, flat lighting, inconsistent tone, cinematic oversaturation, stylized filters, or AI artifacts."
+)
+
 # (height, width) offered in addition to a model's own: diffusers' examples, doubled or not, and 720p in multiples of
 # 64.
-SIZES = ((1024, 1536), (704, 1280), (512, 768))
+SIZES = ((1088, 1920), (1024, 1536), (704, 1280), (512, 768))
 
 # fmt: off
 # The configuration of Gemma 3 12B.
@@ -118,17 +133,27 @@ def recognise(config: Ltx2Config) -> str:
 
 
 def defaults(config: Ltx2Config) -> Defaults:
-    """Return a model's published sampling settings.
+    """Return Lightricks' sampling settings for a model.
 
     Distilled models have 8 steps at half the size, and 3 at the whole size if they come with an upsampler.
     """
-    height, width, steps, scale = 512, 768, 30, 3.0
-    if not config.transformer["cross_attn_mod"]:  # LTX-2.0.
-        steps, scale = 40, 4.0
+    if config.distilled and config.upsampler is not None:
+        return _make_defaults(1024, 1536, len(DISTILLED_SIGMAS) + len(SECOND_STAGE_SIGMAS), 1.0)
+    if config.distilled:  # Lightricks has no program for a single stage.
+        return _make_defaults(512, 768, len(DISTILLED_SIGMAS), 1.0)
+    return _make_defaults(512, 768, 30 if is_23(config) else 40, 3.0, NEGATIVE_PROMPT)
+
+
+def diffusers_defaults(config: Ltx2Config) -> Defaults:
+    """Return diffusers' sampling settings for a model; of two stages, the size is that of its examples, doubled."""
+    if config.distilled and config.upsampler is not None:
+        return _make_defaults(1088, 1920, len(DISTILLED_SIGMAS) + len(SECOND_STAGE_SIGMAS), 1.0)
     if config.distilled:
-        steps, scale = len(DISTILLED_SIGMAS), 1.0
-        if config.upsampler is not None:
-            height, width, steps = 1088, 1920, steps + len(SECOND_STAGE_SIGMAS)
+        return _make_defaults(512, 768, len(DISTILLED_SIGMAS), 1.0)
+    return _make_defaults(512, 768, 30, 3.0) if is_23(config) else _make_defaults(512, 768, 40, 4.0)
+
+
+def _make_defaults(height: int, width: int, steps: int, scale: float, negative_prompt: str = "") -> Defaults:
     return Defaults(
         height=height,
         width=width,
@@ -140,4 +165,10 @@ def defaults(config: Ltx2Config) -> Defaults:
         shift=1.0,
         solver="euler",
         generate_audio=True,
+        negative_prompt=negative_prompt,
     )
+
+
+def source(config: Ltx2Config) -> str:
+    """Return the address of the authors' program."""
+    return "https://pypi.org/project/ltx-pipelines/1.0.0"

@@ -95,3 +95,11 @@ def defaults(config: MiniMaxH3Config) -> Defaults:
         solver="euler",
         generate_audio=True,
     )
+
+
+diffusers_defaults = defaults
+
+
+def source(config: MiniMaxH3Config) -> str:
+    """Return the address of the authors' files, which name the shifts; their program is SGLang's server."""
+    return "https://github.com/MiniMax-AI/MiniMax-H3/blob/8d8824ef/FL2VA/model_index.json"

@@ -1,15 +1,19 @@
 """A MiniMax-H3 model as its configuration describes it: stages, limits, defaults, shapes, its steps' numbers."""
 
+import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import numpy as np
 
+from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.families.minimax_h3 import published, sampling
 from wan_tpu.families.minimax_h3.clips import CLIP_FRAMES, CLIP_LATENTS, chunk_lengths
-from wan_tpu.families.minimax_h3.config import MiniMaxH3Config, read_config
+from wan_tpu.families.minimax_h3.config import LABEL, TEXT_ROWS, MiniMaxH3Config, fit_rows, read_config
 from wan_tpu.families.shared.family_spec import DENOISE, FamilySpec
+from wan_tpu.families.shared.token_counts import TokenCount, count_tokens
 from wan_tpu.plan import AUDIO, DECODER, ENCODER, VIDEO
 from wan_tpu.request import Preset, ResolvedRequest, nearest_multiple
 from wan_tpu.schedules import flow
@@ -23,10 +27,17 @@ WIDEST = 4  # The width of the widest video, divided by its height.
 STRIDE = 16  # Pixels per pixel of the latents, four of which are a token.
 
 
+@dataclass(frozen=True)
 class MiniMaxH3Spec(FamilySpec):
-    """One MiniMax-H3 model."""
+    """One MiniMax-H3 model.
+
+    Attributes:
+        tokenizer: The folder of the checkpoint's tokenizer. A process that can't read it plans for texts of the first
+            of the `text_rows`; the text encoder counts in any case.
+    """
 
     config: MiniMaxH3Config
+    tokenizer: str | None = dataclasses.field(default=None, compare=False)
     published: ClassVar = published
     read_config: ClassVar = staticmethod(read_config)
     spatial_stride = STRIDE
@@ -35,6 +46,8 @@ class MiniMaxH3Spec(FamilySpec):
     last_images = "alone"
     reads_images = True
     needs_prompt = True
+    cuts_prompts = False
+    text_rows = TEXT_ROWS
     seeds_images = True
     solvers = ("euler",)
     frame_stride = CLIP_FRAMES
@@ -54,6 +67,11 @@ class MiniMaxH3Spec(FamilySpec):
                     f"the transformer has {key} {value}, but its counterpart has {fitting}; give a checkpoint whose "
                     "components belong together"
                 )
+
+    @classmethod
+    def open(cls, checkpoint: Checkpoint) -> Self:
+        """Read a checkpoint's configuration; raises `CheckpointError`."""
+        return dataclasses.replace(super().open(checkpoint), tokenizer=str(checkpoint.path("tokenizer").absolute()))
 
     @property
     def few_step_presets(self) -> Mapping[str, Preset]:
@@ -128,10 +146,32 @@ class MiniMaxH3Spec(FamilySpec):
         _, patch_height, patch_width = self.config.transformer["patch_size"]
         return frames * (height // patch_height) * (width // patch_width)
 
+    def choose_text_rows(self, request: ResolvedRequest, *, images: int) -> int:
+        """Return how many rows the prompt and the labels of its keyframes take."""
+        count = self._count_text(request, images)
+        return TEXT_ROWS[0] if count is None else fit_rows(count.tokens)
+
     def shapes(self, request: ResolvedRequest, *, images: int) -> dict[str, str]:
-        """Name the programs as every model does; the decoder's differ by the length of the sound, too."""
+        """Name the programs as every model does; long texts have their own, as the sound's lengths have decoders."""
         names = super().shapes(request, images=images)
+        rows = self.choose_text_rows(request, images=images)
+        if rows > TEXT_ROWS[0]:
+            names = {stage: f"{name}, {rows} tokens" if stage != DECODER else name for stage, name in names.items()}
         return names | {DECODER: f"{names[DECODER]}x{request.frames}"}
+
+    def check(self, request: ResolvedRequest, *, image: bool, last: bool, video: bool | None = None) -> None:
+        """Refuse what every model refuses, and a prompt that is too long unless it may be cut."""
+        super().check(request, image=image, last=last, video=video)
+        count = self._count_text(request, image + last)
+        if count is not None and count.cut is not None and not self.may_cut(request):
+            raise count.cut.refuse("prompt")
+
+    def _count_text(self, request: ResolvedRequest, images: int) -> TokenCount | None:
+        """Count the tokens of a prompt, behind the labels of its keyframes; None if there is no telling here."""
+        labels = [count_tokens(self.tokenizer, LABEL.format(i + 1), TEXT_ROWS[-1]) for i in range(images)]
+        spoken = sum(label.tokens for label in labels if label is not None)
+        count = count_tokens(self.tokenizer, request.prompt, TEXT_ROWS[-1] - spoken)
+        return None if count is None else count._replace(tokens=count.tokens + spoken)
 
     # ---- Steps.
 

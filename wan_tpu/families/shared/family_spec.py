@@ -2,14 +2,16 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.plan import Expert
-from wan_tpu.request import NO_OVERRIDES, CheckpointOverrides, Defaults, ResolvedRequest
+from wan_tpu.request import DIFFUSERS, NO_OVERRIDES, ORIGINAL, CheckpointOverrides, Defaults, Preset, ResolvedRequest
 from wan_tpu.spec import ModelSpec
 
+_DIFFUSERS = "https://github.com/huggingface/diffusers/tree/v0.42.1/src/diffusers/pipelines"
 DENOISE = "denoise"  # The stage of a model's only expert, and the name of its component.
 
 
@@ -20,7 +22,13 @@ class Publication(Protocol):
         """Return the name of the published model with a configuration, or `CUSTOM` for any other."""
 
     def defaults(self, config: Any) -> Defaults:
-        """Return the published sampling settings of a model."""
+        """Return the sampling settings of the program that a model's authors published."""
+
+    def diffusers_defaults(self, config: Any) -> Defaults | None:
+        """Return the sampling settings of diffusers' pipeline for a model, or None if there is none."""
+
+    def source(self, config: Any) -> str:
+        """Return the address of the authors' program."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,24 @@ class FamilySpec(ModelSpec):
         """The checkpoint's own sampling settings, else the published ones."""
         overrides: dict[str, Any] = dict(self.overrides.defaults)
         return dataclasses.replace(self.published.defaults(self.config), **overrides)
+
+    @property
+    def presets(self) -> Mapping[str, Preset]:
+        """The authors' settings, diffusers', those of adapters for few steps, and the checkpoint's own."""
+        authors, diffusers = self.published.defaults(self.config), self.published.diffusers_defaults(self.config)
+        presets = {ORIGINAL: Preset("what the model's authors' program makes", self.published.source(self.config), ())}
+        if diffusers is not None:
+            own = dict(self.overrides.defaults)
+            names = [field.name for field in dataclasses.fields(Defaults) if field.name not in own]
+            pairs = [(name, getattr(diffusers, name)) for name in names]
+            settings = tuple((name, value) for name, value in pairs if value != getattr(authors, name))
+            presets[DIFFUSERS] = Preset("what diffusers makes", _DIFFUSERS, settings)
+        return {**presets, **self.few_step_presets, **super().presets}
+
+    @property
+    def few_step_presets(self) -> Mapping[str, Preset]:
+        """Published ways to sample in few steps, by name."""
+        return {}
 
     @property
     def heads(self) -> int:  # type: ignore[override]

@@ -25,6 +25,7 @@ from wan_tpu.families.shared.causal_vae import CausalChunks
 from wan_tpu.families.shared.convolutions import patchify, unpatchify
 from wan_tpu.families.shared.image_processing import ImageProcessor
 from wan_tpu.families.shared.t5 import text_encoder
+from wan_tpu.families.shared.token_counts import Cut
 from wan_tpu.families.shared.tokenizing import tokenize
 from wan_tpu.families.wan import components, transformer, vae
 from wan_tpu.families.wan.flops import WanFlops
@@ -101,10 +102,10 @@ class WanModel(Model):
 
     # ---- The encoder stage.
 
-    def tokenize(self, prompt: str) -> tuple[dict[str, tuple[np.ndarray, ...]], list[str]]:
-        """Return token ids and mask, both int32 [1, 512], and a warning if the prompt was cut."""
-        ids, mask, warnings = tokenize(self.tokenizers["text_encoder"], prompt_clean(prompt), TEXT_TOKENS)
-        return {"text_encoder": (ids, mask)}, warnings
+    def tokenize(self, prompt: str) -> tuple[dict[str, tuple[np.ndarray, ...]], list[Cut]]:
+        """Return token ids and mask, both int32 [1, 512], and the cut if the prompt is too long."""
+        ids, mask, cuts = tokenize(self.tokenizers["text_encoder"], prompt_clean(prompt), TEXT_TOKENS)
+        return {"text_encoder": (ids, mask)}, cuts
 
     def encode_text(self, component: str, loaded: Sequence[Loaded], *tokens: jax.Array) -> jax.Array:
         """Encode ids and mask [B, L] as embeddings [B, L, C], zero where the mask is."""

@@ -2,11 +2,10 @@
 
 Sources: the config.json files of the Wan-AI/*-Diffusers repositories on the Hugging Face hub (diffusers'
 scripts/convert_wan_to_diffusers.py has the same values), google/umt5-xxl and laion/CLIP-ViT-H-14 for the encoders;
-shift and solver from scheduler/scheduler_config.json there; all other sampling settings from wan/configs of
-github.com/Wan-Video/Wan2.1 and Wan2.2, whose own shift is different: `sampling.ORIGINAL_SHIFTS`.
+solver, and the shift that diffusers takes, from scheduler/scheduler_config.json there.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from wan_tpu.request import Defaults
@@ -21,7 +20,7 @@ class WanConfig:
     """The configuration of a Wan model, from a checkpoint or as published.
 
     Attributes:
-        shift: The shift of the scheduler's flow schedule.
+        shift: The shift of the checkpoint's scheduler, which is diffusers' and not that of Wan's own program.
         solver: Our name of the scheduler's class, "unipc" or "euler".
         resolution: "480p" or "720p" if the checkpoint's name says so, otherwise "". It matters because Wan 2.1 I2V was
             published as two models with the same configuration files.
@@ -145,17 +144,33 @@ PUBLISHED: dict[str, WanConfig] = {
     "turbowan2.2-i2v-a14b": _configuration(TRANSFORMER_14B_TURBO, 3.0, boundary_ratio=0.9),
 }
 
-FIELDS = ("height", "width", "frames", "fps", "steps", "guidance_scale", "guidance_scale_2")
-SAMPLING: dict[str, tuple[int, int, int, int, int, float, float]] = {
-    "wan2.1-t2v-1.3b": (480, 832, 81, 16, 50, 5.0, 5.0),
-    "wan2.1-t2v-14b": (720, 1280, 81, 16, 50, 5.0, 5.0),
-    "wan2.1-i2v-14b-480p": (480, 832, 81, 16, 40, 5.0, 5.0),
-    "wan2.1-i2v-14b-720p": (720, 1280, 81, 16, 40, 5.0, 5.0),
-    "wan2.1-flf2v-14b-720p": (720, 1280, 81, 16, 50, 5.0, 5.0),
-    "wan2.2-t2v-a14b": (720, 1280, 81, 16, 40, 4.0, 3.0),
-    "wan2.2-i2v-a14b": (720, 1280, 81, 16, 40, 3.5, 3.5),
-    "wan2.2-ti2v-5b": (704, 1280, 121, 24, 50, 5.0, 5.0),
-    "turbowan2.2-i2v-a14b": (720, 1280, 81, 16, 4, 1.0, 1.0),
+# Sampling settings of Wan's own programs: wan/configs and generate.py of github.com/Wan-Video/Wan2.1 at 9737cba9, and
+# wan/configs of Wan2.2 at 42bf4cfa. The size is that of its README's example where generate.py's default (1280x720)
+# isn't one that it supports for the model. Wan 2.1 I2V is one model in that program, whose shift follows the size.
+FIELDS = ("height", "width", "frames", "fps", "steps", "guidance_scale", "guidance_scale_2", "shift")
+SAMPLING: dict[str, tuple[int, int, int, int, int, float, float, float]] = {
+    "wan2.1-t2v-1.3b": (480, 832, 81, 16, 50, 5.0, 5.0, 5.0),
+    "wan2.1-t2v-14b": (720, 1280, 81, 16, 50, 5.0, 5.0, 5.0),
+    "wan2.1-i2v-14b-480p": (480, 832, 81, 16, 40, 5.0, 5.0, 3.0),
+    "wan2.1-i2v-14b-720p": (720, 1280, 81, 16, 40, 5.0, 5.0, 5.0),
+    "wan2.1-flf2v-14b-720p": (720, 1280, 81, 16, 50, 5.0, 5.0, 16.0),
+    "wan2.2-t2v-a14b": (720, 1280, 81, 16, 40, 4.0, 3.0, 12.0),
+    "wan2.2-i2v-a14b": (720, 1280, 81, 16, 40, 3.5, 3.5, 5.0),
+    "wan2.2-ti2v-5b": (704, 1280, 121, 24, 50, 5.0, 5.0, 5.0),
+    # inference/wan2.2_i2v_infer.py of github.com/thu-ml/TurboDiffusion.
+    "turbowan2.2-i2v-a14b": (720, 1280, 81, 16, 4, 1.0, 1.0, 3.0),  # Its solver has no shift.
+}
+AREA_480P, SHIFT_480P, SHIFT_720P = 480 * 832, 3.0, 5.0  # Of Wan 2.1 I2V.
+# sample_neg_prompt of wan/configs/shared_config.py; wan_i2v_14B.py and __init__.py of Wan 2.1 put more before it.
+NEGATIVE_PROMPT = (
+    "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留，丑陋的，残缺的，"
+    "多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，杂乱的背景，三条腿，背景人很多，倒着走"
+)
+_SHAKING, _CUTS = "镜头晃动，", "镜头切换，"
+NEGATIVE_PROMPTS = {
+    "wan2.1-i2v-14b-480p": _SHAKING + NEGATIVE_PROMPT,
+    "wan2.1-i2v-14b-720p": _SHAKING + NEGATIVE_PROMPT,
+    "wan2.1-flf2v-14b-720p": _CUTS + _SHAKING + NEGATIVE_PROMPT,
 }
 
 
@@ -179,11 +194,45 @@ def recognise(config: WanConfig) -> str:
 
 
 def defaults(config: WanConfig) -> Defaults:
-    """Return a model's published sampling settings; a custom model has those of its nearest relative."""
-    takes_image = config.transformer["in_channels"] > config.vae["z_dim"]
-    relative = "wan2.2-i2v-a14b" if takes_image else "wan2.1-t2v-14b"
-    if config.attention_density is not None:
-        relative = "turbowan2.2-i2v-a14b"
-    published = dict(zip(FIELDS, SAMPLING.get(recognise(config), SAMPLING[relative]), strict=True))
+    """Return the settings of Wan's own program; a custom model has those of its nearest relative.
+
+    A checkpoint whose shift isn't the one that was published keeps its own: whoever trained it chose it.
+    """
+    values: dict[str, Any] = dict(zip(FIELDS, SAMPLING[_relative(config)], strict=True))
+    if not has_published_shift(config):
+        values["shift"] = config.shift
     solver = config.solver if config.attention_density is None else "rcm"
-    return Defaults(**published, shift=config.shift, solver=solver)  # type: ignore[arg-type]
+    negative = NEGATIVE_PROMPTS.get(recognise(config), NEGATIVE_PROMPT) if values["guidance_scale"] > 1 else ""
+    return Defaults(**values, solver=solver, negative_prompt=negative)
+
+
+def diffusers_defaults(config: WanConfig) -> Defaults | None:
+    """Return the settings with the shift of the checkpoint's scheduler, which diffusers takes; it has no TurboWan."""
+    if config.attention_density is not None:
+        return None
+    return replace(defaults(config), shift=config.shift, negative_prompt="")
+
+
+def has_published_shift(config: WanConfig) -> bool:
+    """Return whether a checkpoint's scheduler is that of the published model."""
+    name = recognise(config)
+    return name != CUSTOM and config.shift == PUBLISHED[name].shift
+
+
+def source(config: WanConfig) -> str:
+    """Return the address of the authors' program."""
+    relative = _relative(config)
+    if relative.startswith("turbo"):
+        return "https://github.com/thu-ml/TurboDiffusion/blob/main/inference/wan2.2_i2v_infer.py"
+    repository, commit = ("Wan2.1", "9737cba9") if relative.startswith("wan2.1") else ("Wan2.2", "42bf4cfa")
+    return f"https://github.com/Wan-Video/{repository}/tree/{commit}/wan/configs"
+
+
+def _relative(config: WanConfig) -> str:
+    """Return the name of the published model with a configuration, or of the nearest one to a custom model."""
+    name = recognise(config)
+    if name != CUSTOM:
+        return name
+    if config.attention_density is not None:
+        return "turbowan2.2-i2v-a14b"
+    return "wan2.2-i2v-a14b" if config.transformer["in_channels"] > config.vae["z_dim"] else "wan2.1-t2v-14b"

@@ -1,7 +1,4 @@
-"""Presets of the published Wan models (Wan's own program, four steps), and their curves for MagCache.
-
-Published checkpoints have a different shift than Wan's own program (wan/configs of github.com/Wan-Video/Wan2.1 and
-Wan2.2; generate.py of Wan 2.1 has 3 for 480p).
+"""Presets of the published Wan models with four steps, and their curves for MagCache.
 
 LightX2V trained its adapters with Euler's method at sigma = shift s / (1 + (shift - 1) s), s = 1, 0.75, 0.5, 0.25 and
 shift 5, two steps on each expert of Wan 2.2: github.com/ModelTC/LightX2V, configs/distill; the files are those of
@@ -13,9 +10,6 @@ The curves were measured by the authors of MagCache (github.com/Zehong-Ma/MagCac
 negative prompt's branch. Each has the settings that it was published with.
 """
 
-from typing import Any
-
-from wan_tpu.families.wan import published
 from wan_tpu.request import Preset
 from wan_tpu.requested_adapter import RequestedAdapter
 from wan_tpu.schedules import flow
@@ -64,29 +58,6 @@ TURBO = Preset(
         ("guidance_scale_2", 1.0),
     ),
 )
-
-ORIGINAL_SHIFTS = {
-    "wan2.1-t2v-1.3b": 5.0,
-    "wan2.1-t2v-14b": 5.0,
-    "wan2.1-i2v-14b-480p": 3.0,
-    "wan2.1-i2v-14b-720p": 5.0,
-    "wan2.1-flf2v-14b-720p": 16.0,
-    "wan2.2-t2v-a14b": 12.0,
-    "wan2.2-i2v-a14b": 5.0,
-    "wan2.2-ti2v-5b": 5.0,
-}
-
-
-def original_preset(name: str) -> dict[str, Preset]:
-    """Return the preset with the settings of Wan's own program, by the preset's name; empty for a custom model."""
-    if name not in ORIGINAL_SHIFTS:
-        return {}
-    defaults = dict(zip(published.FIELDS, published.SAMPLING[name], strict=True))
-    settings: dict[str, Any] = {key: defaults[key] for key in ("steps", "guidance_scale", "guidance_scale_2")}
-    settings |= {"shift": ORIGINAL_SHIFTS[name], "solver": "unipc"}
-    repository = f"https://github.com/Wan-Video/{name.partition('-')[0].title()}"
-    return {"original": Preset("the settings of Wan's own program", repository, tuple(settings.items()))}
-
 
 FEW_STEP_PRESETS: dict[str, dict[str, Preset]] = {
     "wan2.2-i2v-a14b": _lightning_of_two("i2v", "1022"),

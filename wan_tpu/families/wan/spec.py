@@ -1,5 +1,6 @@
 """A Wan model as its configuration describes it: stages, limits, defaults, shapes, and each expert's steps."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, Self
 
@@ -8,11 +9,11 @@ import numpy as np
 from wan_tpu.checkpoint import SETTINGS, Checkpoint
 from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.families.shared.family_spec import FamilySpec
-from wan_tpu.families.wan import published, sampling
+from wan_tpu.families.wan import published, sampling, sizes
 from wan_tpu.families.wan.config import read_config, read_model_name
 from wan_tpu.families.wan.published import WanConfig
 from wan_tpu.plan import DECODER, ENCODER, Expert
-from wan_tpu.request import Preset, ResolvedRequest
+from wan_tpu.request import DIFFUSERS, Defaults, GenerationRequest, Preset, ResolvedRequest
 from wan_tpu.schedules import flow
 from wan_tpu.schedules.magcache import Curve
 from wan_tpu.schedules.schedule import TRAIN_TIMESTEPS, Schedule
@@ -119,6 +120,27 @@ class WanSpec(FamilySpec):
         """The number of pixels that heights and widths must be multiples of."""
         return self.spatial_stride * self.patch[1]
 
+    def size_like(self, picture: tuple[int, int], preset: str | None = None) -> tuple[int, int]:
+        """Return the (height, width) of a video that takes the shape of an image, as Wan's own program chooses it."""
+        if preset == DIFFUSERS:
+            return super().size_like(picture)
+        choose = sizes.closest_shape if self.config.expand_timesteps else sizes.below_area
+        return choose(self.defaults.height * self.defaults.width, picture, self.size_multiple)
+
+    def defaults_for(self, request: GenerationRequest, picture: tuple[int, int] | None) -> Defaults:
+        """Return the settings that fill a request's open fields; the shift of Wan 2.1 I2V depends on the size."""
+        settings = super().defaults_for(request, picture)
+        if not self._shift_follows_size or request.preset == DIFFUSERS:
+            return settings
+        area = (request.height or settings.height) * (request.width or settings.width)
+        shift = published.SHIFT_480P if area <= published.AREA_480P else published.SHIFT_720P
+        return dataclasses.replace(settings, shift=shift)
+
+    @property
+    def _shift_follows_size(self) -> bool:
+        is_own = "shift" in dict(self.overrides.defaults) or not published.has_published_shift(self.config)
+        return self.name.startswith("wan2.1-i2v") and not is_own
+
     def check(self, request: ResolvedRequest, *, image: bool, last: bool, video: bool | None = None) -> None:
         """Check a request as every model does, and check that rCM has noise levels for its steps.
 
@@ -157,12 +179,11 @@ class WanSpec(FamilySpec):
         return self._unguided_schedule(request).with_guidance(scales)
 
     @property
-    def presets(self) -> Mapping[str, Preset]:
-        """The settings of Wan's own program, four steps by distilled adapters, and the checkpoint's own presets."""
-        presets = sampling.original_preset(self.name) | sampling.FEW_STEP_PRESETS.get(self.name, {})
-        if self.config.attention_density is not None:  # All models with sparse attention are distilled.
-            presets = {"turbo": sampling.TURBO}
-        return {**presets, **super().presets}
+    def few_step_presets(self) -> Mapping[str, Preset]:
+        """Four steps by distilled adapters; all models with sparse attention are distilled themselves."""
+        if self.config.attention_density is not None:
+            return {"turbo": sampling.TURBO}
+        return sampling.FEW_STEP_PRESETS.get(self.name, {})
 
     @property
     def curves(self) -> tuple[Curve, ...]:

@@ -1,0 +1,120 @@
+"""A request with a prompt only is made with the settings of the model's authors' program; `diffusers` has its own."""
+
+import math
+
+import pytest
+
+from wan_tpu import GenerationRequest
+from wan_tpu.families import list_published, published_spec
+
+# steps, guidance of both experts, shift and solver, the negative prompt's beginning. From wan/configs and generate.py of
+# Wan-Video/Wan2.1 (9737cba9) and Wan2.2 (42bf4cfa), inference/cli_demo.py of THUDM/CogVideo (e519eced), PIPELINE_CONFIGS
+# of Tencent-Hunyuan/HunyuanVideo-1.5 (60783e70), infer_helios.py of PKU-YuanGroup/Helios (2276f8fe).
+AUTHORS = {
+    "wan2.1-t2v-1.3b": (50, 5, 5, 5, "unipc", "色调艳丽"),
+    "wan2.1-t2v-14b": (50, 5, 5, 5, "unipc", "色调艳丽"),
+    "wan2.1-i2v-14b-480p": (40, 5, 5, 3, "unipc", "镜头晃动，色调艳丽"),
+    "wan2.1-i2v-14b-720p": (40, 5, 5, 5, "unipc", "镜头晃动，色调艳丽"),
+    "wan2.1-flf2v-14b-720p": (50, 5, 5, 16, "unipc", "镜头切换，镜头晃动，色调艳丽"),
+    "wan2.2-t2v-a14b": (40, 4, 3, 12, "unipc", "色调艳丽"),
+    "wan2.2-i2v-a14b": (40, 3.5, 3.5, 5, "unipc", "色调艳丽"),
+    "wan2.2-ti2v-5b": (50, 5, 5, 5, "unipc", "色调艳丽"),
+    "cogvideox-2b": (50, 6, 6, 1, "dpm", ""),
+    "cogvideox-5b-i2v": (50, 6, 6, 1, "dpm", ""),
+    "cogvideox1.5-5b": (50, 6, 6, 1, "dpm", ""),
+    "hunyuanvideo1.5-480p-t2v": (50, 6, 6, 5, "euler", ""),
+    "hunyuanvideo1.5-720p-t2v": (50, 6, 6, 9, "euler", ""),
+    "hunyuanvideo1.5-720p-i2v": (50, 6, 6, 7, "euler", ""),
+    "hunyuanvideo1.5-480p-i2v-step-distilled": (12, 1, 1, 7, "euler", ""),
+    "helios-base": (50, 5, 5, 1, "unipc", "Bright tones"),
+    "helios-mid": (60, 5, 5, 1, "unipc", "Bright tones"),
+    "helios-distilled": (6, 1, 1, 1, "dmd", ""),
+}
+# The shift in the published scheduler/scheduler_config.json, which diffusers' pipelines take.
+DIFFUSERS_SHIFTS = {
+    "wan2.1-t2v-1.3b": 3,
+    "wan2.1-t2v-14b": 3,
+    "wan2.1-i2v-14b-480p": 3,
+    "wan2.1-i2v-14b-720p": 3,
+    "wan2.1-flf2v-14b-720p": 16,
+    "wan2.2-t2v-a14b": 3,
+    "wan2.2-i2v-a14b": 3,
+    "wan2.2-ti2v-5b": 5,
+}
+
+
+def plan(name, picture=None, **fields):
+    spec = published_spec(name)
+    image, last = "t2v" not in spec.tasks or picture is not None, spec.last_images == "required"
+    request = GenerationRequest(prompt="a cat", **fields)
+    return spec.plan(request, image=image, last=last, picture=picture)
+
+
+@pytest.mark.parametrize("name", AUTHORS)
+def test_prompt_alone_is_made_as_the_authors_program_makes_it(name):
+    steps, scale, scale_2, shift, solver, negative = AUTHORS[name]
+    made = plan(name)
+    request = made.request
+    assert (request.steps, request.shift, request.solver) == (steps, shift, solver)
+    assert (request.guidance_scale, request.guidance_scale_2) == (scale, scale_2)
+    assert request.negative_prompt.startswith(negative) and bool(request.negative_prompt) == bool(negative)
+    reads_later = published_spec(name).reads_images and made.images
+    assert reads_later or made.prompts == ("a cat", request.negative_prompt)[: 1 + (scale > 1)]
+    assert plan(name, preset="original") == made  # The same job, the same name of snapshots.
+
+
+@pytest.mark.parametrize("name", DIFFUSERS_SHIFTS)
+def test_preset_diffusers_has_the_schedulers_shift_and_no_negative_prompt(name):
+    request = plan(name, preset="diffusers").request
+    assert (request.shift, request.negative_prompt) == (DIFFUSERS_SHIFTS[name], "")
+    assert request.steps == plan(name).request.steps
+
+
+@pytest.mark.parametrize("name", list_published())
+def test_each_preset_says_where_it_is_from(name):
+    presets = published_spec(name).presets
+    assert list(presets)[0] == "original"
+    assert ("diffusers" in presets) == (name != "turbowan2.2-i2v-a14b")  # diffusers can't run TurboWan.
+    assert all(preset.source.startswith("https://") for preset in presets.values())
+
+
+def test_negative_prompt_is_filled_in_only_where_it_is_used():
+    assert plan("wan2.2-t2v-a14b", guidance_scale=1).request.negative_prompt == ""
+    assert plan("wan2.2-t2v-a14b", negative_prompt="").request.negative_prompt == ""
+    assert plan("wan2.2-t2v-a14b", preset="lightning").request.negative_prompt == ""
+
+
+@pytest.mark.parametrize("name", ["wan2.1-i2v-14b-480p", "wan2.1-i2v-14b-720p"])
+def test_shift_of_wan_21_from_an_image_follows_the_size(name):
+    """In generate.py it is 3 for 832*480 and 480*832, and 5 otherwise; diffusers has 3 in the checkpoint."""
+    for height, width, shift in ((480, 832, 3), (832, 480, 3), (720, 1280, 5), (1280, 720, 5)):
+        assert plan(name, height=height, width=width).request.shift == shift
+        assert plan(name, height=height, width=width, preset="diffusers").request.shift == 3
+        assert plan(name, height=height, width=width, shift=4).request.shift == 4
+
+
+def best_output_size(width, height, multiple, area):
+    """wan/utils/utils.py of Wan2.2, by its description: both candidates as floats, the closer ratio wins."""
+    ratio = width / height
+    float_width = (area * ratio) ** 0.5
+    width_1 = int(float_width // multiple * multiple)
+    height_1 = int(area / width_1 // multiple * multiple)
+    height_2 = int(area / float_width // multiple * multiple)
+    width_2 = int(area / height_2 // multiple * multiple)
+    distances = [max(ratio / (w / h), (w / h) / ratio) for w, h in ((width_1, height_1), (width_2, height_2))]
+    return (height_1, width_1) if distances[0] < distances[1] else (height_2, width_2)
+
+
+def test_sizes_of_images_are_those_of_wans_program():
+    turned = 0
+    for width, height in ((1280, 720), (1000, 1000), (3000, 2000), (2000, 3000), (1920, 1080), (777, 1234), (640, 480)):
+        made = plan("wan2.2-ti2v-5b", (height, width)).request
+        assert (made.height, made.width) == best_output_size(width, height, 32, 704 * 1280)
+        diffusers = plan("wan2.2-ti2v-5b", (height, width), preset="diffusers").request
+        turned += (made.height, made.width) != (diffusers.height, diffusers.width)
+        made = plan("wan2.2-i2v-a14b", (height, width)).request
+        sides = (math.sqrt(720 * 1280 * side) // 16 * 16 for side in (height / width, width / height))
+        assert (made.height, made.width) == tuple(map(int, sides))
+    assert turned
+    # There, the root of a float64 below 480² makes it 464 rows.
+    assert plan("wan2.1-i2v-14b-480p", (480, 832)).request.height == 480
