@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 
 from actors.api.http.error_answers import HttpError
-from actors.api.intake.body_parts import CLIP, FORM, JSON, PICTURE, Parts, parse_media_type, split_body
+from actors.api.intake.body_parts import CLIP, FORM, JSON, PICTURE, URLENCODED, Parts, parse_media_type, split_body
 from actors.api.intake.create_video import Adapter, CreateVideo
 from actors.api.intake.fair_semaphore import Work
 from actors.api.intake.json_text import loads
@@ -65,7 +65,7 @@ async def parse_body(
     """
     content_type = request.headers.get("content-type", "")
     kind = parse_media_type(content_type)
-    if kind not in (JSON, FORM):
+    if kind not in (JSON, FORM, URLENCODED):
         known = f"{JSON} or {FORM}"
         raise HttpError(415, f"the body is {kind[:60] or 'of no type'}; send {known}", code="type")
     async with contextlib.AsyncExitStack() as stack:

@@ -5,7 +5,7 @@ from fastapi import APIRouter, Request, Response
 from actors.api.http.error_answers import HttpError
 from actors.api.http.objects import Video
 from actors.api.http.openapi import describe_extension_body
-from actors.api.http.parameters import IdempotencyKey, Maker, Served, Watcher
+from actors.api.http.parameters import AnyCaller, IdempotencyKey, Maker, Served
 from actors.api.http.videos import REFUSED, answer_seen
 
 router = APIRouter(prefix="/v1/videos", tags=["videos"])
@@ -38,7 +38,7 @@ async def extend(request: Request, service: Served, caller: Maker, key: Idempote
 @router.post("/edits", include_in_schema=False)
 @router.post("/characters", include_in_schema=False)
 @router.get("/characters/{name}", include_in_schema=False)
-async def refuse_unsupported(request: Request, caller: Watcher) -> Response:
+async def refuse_unsupported(request: Request, caller: AnyCaller) -> Response:
     """Say what this service doesn't do, and what does something like it."""
     feature = request.url.path.split("/")[3]
     raise HttpError(400, f"no model of this service supports {feature}; {_INSTEAD[feature]}", code="unsupported")

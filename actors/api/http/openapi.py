@@ -15,7 +15,7 @@ Videos from text and images. This is the `/v1/videos` API that OpenAI defined (i
 2026), with more fields and routes: OpenAI's clients work with another base URL.
 
 A video is a job: POST /v1/videos accepts it, GET /v1/videos/{video_id} says how far it is, and
-GET /v1/videos/{video_id}/content returns the mp4. Bodies are JSON or multipart/form-data. Times are Unix seconds, sizes
+GET /v1/videos/{video_id}/content returns the mp4. Bodies are JSON or forms. Times are Unix seconds, sizes
 WIDTHxHEIGHT in pixels.
 """
 TAGS = [
@@ -33,7 +33,7 @@ _ERRORS = {
     408: "The body came too slowly, or, of /v1/videos/sync, the video missed its deadline.",
     409: "The video is being made, was cancelled, or the Idempotency-Key came with another body.",
     413: "The body is too large, or the route takes none.",
-    415: "The body is neither JSON nor multipart/form-data.",
+    415: "The body is neither JSON nor a form.",
     421: "The service has no keys, and was asked under a name that isn't localhost.",
     429: "Too many requests, bodies, streams or waiting videos; `Retry-After` says when to try again.",
     500: "The service failed; its log says why. Of /v1/videos/sync: the video can't be made.",

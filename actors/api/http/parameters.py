@@ -67,6 +67,7 @@ def refuse_body(request: Request) -> None:
 
 Maker = Annotated[Caller, Depends(require_scopes(MAKE, body=True))]
 Watcher = Annotated[Caller, Depends(require_scopes(READ, OPERATE))]
+AnyCaller = Annotated[Caller, Depends(require_scopes(MAKE, READ, OPERATE, body=True))]
 Ender = Annotated[Caller, Depends(require_scopes(MAKE, OPERATE))]
 
 

@@ -5,12 +5,12 @@ import json
 from typing import Any
 
 from actors.api.intake.dialects import translate
-from actors.api.intake.forms import MAX_FIELDS, nest, read_form
+from actors.api.intake.forms import MAX_FIELDS, nest, read_form, read_urlencoded
 from actors.api.intake.json_text import loads
 from actors.api.intake.references import FILES, IMAGE, VIDEO, read_reference, read_video_reference
 from wan_tpu.errors import InvalidRequest
 
-JSON, FORM = "application/json", "multipart/form-data"
+JSON, FORM, URLENCODED = "application/json", "multipart/form-data", "application/x-www-form-urlencoded"
 PICTURE, CLIP = "image", "video"
 WRAPPED = {PICTURE: IMAGE, CLIP: VIDEO}  # The field of a file that comes without a body, by its content type.
 _MAX_TEXT = 500_000  # Characters of all fields as JSON.
@@ -40,7 +40,10 @@ def split_body(content_type: str, body: bytes) -> Parts:
     if kind in WRAPPED:
         return Parts(uploads={WRAPPED[kind]: body})
     try:
-        return _split_fields(loads(body) if kind == JSON else nest(read_form(content_type, body, FILES)))
+        if kind == JSON:
+            return _split_fields(loads(body))
+        fields = read_urlencoded(body, FILES) if kind == URLENCODED else read_form(content_type, body, FILES)
+        return _split_fields(nest(fields))
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply; send the fields as /docs describes them") from None
 

@@ -162,7 +162,7 @@ class _Described(_Sent):
     seconds: str | None = Field(
         default=None,
         description="Length in seconds, above 0 and at most 600, as a text or a number. It is rounded to a number of "
-        "frames that the model makes, and the answer says how long that is. Use this or `num_frames`.",
+        "frames that the model makes, and the answer says how long that is. `num_frames` has precedence.",
         examples=["5"],
     )
     size: str | None = Field(
@@ -279,9 +279,9 @@ def make_request(
     height, width = _parse_size(body.size) if body.size is not None else (None, None)
     settings = {name: getattr(body, NAMES.get(name, name)) for name in SETTINGS}
     if body.seconds is not None:
-        if settings["frames"] is not None:
-            raise InvalidRequest("seconds and num_frames were both given; give one of them", "seconds")
-        settings["frames"] = count_frames(body.seconds, settings["fps"] or spec.defaults.fps, spec)
+        _parse_seconds(body.seconds)
+        if settings["frames"] is None:
+            settings["frames"] = count_frames(body.seconds, settings["fps"] or spec.defaults.fps, spec)
     if settings["seed"] is None:
         settings["seed"] = seed
     if video and settings["strength"] is None:
@@ -309,9 +309,7 @@ def count_frames(seconds: str, fps: float, spec: ModelSpec) -> int:
     Raises:
         InvalidRequest: The text is no length, or the model's shortest or longest video is more than a step away.
     """
-    value = float(seconds) if _SECONDS.fullmatch(seconds) else math.nan
-    if not 0 < value <= 600:
-        raise InvalidRequest(f"seconds is {seconds[:20]!r}; give a number of seconds, such as '5'", "seconds")
+    value = _parse_seconds(seconds)
     limit = int(LIMITS["frames"][1])
     longest = min(spec.nearest_frames(limit), limit - (limit - spec.frame_offset) % spec.frame_step)
     frames = min(spec.nearest_frames(value * fps), longest)
@@ -325,12 +323,20 @@ def count_frames(seconds: str, fps: float, spec: ModelSpec) -> int:
     return frames
 
 
+def _parse_seconds(text: str) -> float:
+    """Return a length; raises `InvalidRequest`."""
+    value = float(text) if _SECONDS.fullmatch(text) else math.nan
+    if not 0 < value <= 600:
+        raise InvalidRequest(f"seconds is {text[:20]!r}; give a number of seconds, such as '5'", "seconds")
+    return value
+
+
 def describe_length(seconds: str | None, request: ResolvedRequest, spec: ModelSpec) -> list[str]:
     """Return a warning if a video's length differs from the one that was asked for by more than rounding."""
     if seconds is None or abs(float(seconds) * request.fps - request.frames) <= spec.frame_step / 2:
         return []
     made = format_seconds(request.frames / request.fps)
-    return [f"seconds is {seconds!r}, but the video lasts {made} s: {request.frames} frames, the nearest that are made"]
+    return [f"seconds is {seconds!r}, but the video lasts {made} s, since it has {request.frames} frames"]
 
 
 def format_seconds(seconds: float) -> str:

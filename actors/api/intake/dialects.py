@@ -1,8 +1,8 @@
 """Translate the fields of other servers with `/v1/videos` into this service's own.
 
-OpenAI, LiteLLM, OpenRouter, vLLM-Omni and SGLang name the same things differently. Fields with the same meaning are
-accepted under either name; for what can't be done, the error says what to send instead. docs/serving.md compares all
-fields.
+OpenAI, LiteLLM, OpenRouter, vLLM-Omni, SGLang and MiniMax name the same things differently. Fields with the same
+meaning are accepted under either name; for what can't be done, the error says what to send instead. docs/serving.md
+compares all fields.
 """
 
 from typing import Any
@@ -21,6 +21,8 @@ _SAME = {
 # Fields that are accepted as long as they have no effect, that is, with one of these values.
 _NOTHING = {
     "user": None,  # OpenAI, LiteLLM, vLLM-Omni: for the caller's own records. Any value.
+    "generator_device": None,  # SGLang's ComfyUI client: where noise is drawn, which doesn't depend on it here.
+    "audio_flow_shift": ("3", "3.0"),  # SGLang's, for MiniMax-H3: the model's own.
     "n": ("1",),
     "num_outputs_per_prompt": ("1",),
     "enable_teacache": ("false", "0"),
@@ -43,12 +45,19 @@ _INSTEAD = {
     "video_reference": "a video to be restyled is `video`, for models that take one; POST /v1/videos/extensions "
     "continues one",
     "audio_reference": "these models hear nothing; leave it out",
+    "audio_flow_shift": "the sound's shift is the model's own; leave it out",
+    "output_path": "the video is at GET /v1/videos/{id}/content once it has completed; leave it out",
     "lora": 'it is a list here: loras=[{"name": "NAME", "scale": 1.0}], with names that GET /v1/models shows',
     "image": f"the first frame is {IMAGE}",
     "steps": "it is num_inference_steps here",
     "frames": "it is num_frames here",
     "output_format": "videos are mp4 files; leave it out",
 }
+_TASKS = ("t2va", "fl2va")  # MiniMax-H3's tasks that exist here: from a text, and from a first or last frame.
+_KEYFRAMES = {"0": IMAGE, "-1": LAST}  # By their index in a request of MiniMax.
+# Sizes of MiniMax-H3's videos by aspect ratio, whose short side is that of its own size. "auto" is its image's shape.
+_SHORT_EDGE = 768
+_SIZES = {"16:9": "1344x768", "9:16": "768x1344", "4:3": "1024x768", "3:4": "768x1024", "1:1": "768x768", "auto": None}
 _FRAME_TYPES = {"first_frame": IMAGE, "last_frame": LAST}
 
 
@@ -73,6 +82,7 @@ def translate(fields: dict[str, Any]) -> dict[str, Any]:
         _set(body, "size", f"{body.pop('width')}x{body.pop('height')}", "width")
     if "frame_images" in body:
         _set_frames(body, body.pop("frame_images"))
+    _translate_minimax(body)
     for name in [name for name in body if name in _NOTHING or name in _INSTEAD]:
         harmless = _NOTHING.get(name, ())
         if harmless is not None and str(body[name]).lower() not in harmless:
@@ -92,6 +102,42 @@ def _set_frames(body: dict[str, Any], frames: Any) -> None:
                 "frame_images",
             )
         _set(body, name, {key: value for key, value in frame.items() if key != "frame_type"}, "frame_images")
+
+
+def _translate_minimax(body: dict[str, Any]) -> None:
+    """Replace the fields of MiniMax's request scripts for H3 (`task`, `conditions`, `target`)."""
+    task = body.pop("task", None)
+    if task is not None and task not in _TASKS:
+        raise InvalidRequest(
+            f"there is no field 'task': {IMAGE} makes a video from its first frame, {LAST} from its last; without them "
+            "it is made from the text. Reference images, videos and sounds (ref2va) aren't supported",
+            "task",
+        )
+    conditions = body.pop("conditions", [])
+    for condition in conditions if isinstance(conditions, list) else [conditions]:
+        keys = condition if isinstance(condition, dict) else {}
+        name = _KEYFRAMES.get(str(keys.get("frame_index")))
+        if name is None or (keys.get("type"), keys.get("role")) != ("image", "keyframe"):
+            raise InvalidRequest(
+                f"of conditions, only images with the role keyframe and a frame_index of 0 ({IMAGE}) or -1 ({LAST}) "
+                "are accepted",
+                "conditions",
+            )
+        _set(body, name, keys.get("uri", ""), "conditions")
+    target = body.pop("target", {})
+    if not isinstance(target, dict) or not target.keys() <= {"duration_seconds", "aspect_ratio", "short_edge"}:
+        raise InvalidRequest("there is no field 'target': give `seconds` and `size`", "target")
+    if "duration_seconds" in target:
+        _set(body, "seconds", target["duration_seconds"], "target.duration_seconds")
+    ratio = str(target.get("aspect_ratio", "auto"))
+    if ratio not in _SIZES or target.get("short_edge", _SHORT_EDGE) != _SHORT_EDGE:
+        raise InvalidRequest(
+            f"target: only a short_edge of {_SHORT_EDGE} with an aspect_ratio of {', '.join(_SIZES)} is accepted; give "
+            "other sizes in pixels with `size` instead, such as '1344x768'",
+            "target",
+        )
+    if (size := _SIZES[ratio]) is not None:
+        _set(body, "size", size, "target")
 
 
 def _set(body: dict[str, Any], name: str, value: Any, source: str) -> None:

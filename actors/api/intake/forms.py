@@ -1,4 +1,4 @@
-"""Read forms (multipart/form-data) as the equivalent JSON: names with brackets become objects and lists.
+"""Read forms, with files or URL-encoded, as the equivalent JSON: names with brackets become objects and lists.
 
 Clients write lists in these ways, all of which are supported:
 
@@ -12,6 +12,7 @@ Clients write lists in these ways, all of which are supported:
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
+from urllib.parse import parse_qsl
 
 from actors.api.intake.json_text import loads
 from wan_tpu.errors import InvalidRequest
@@ -51,24 +52,12 @@ def read_form(content_type: str, body: bytes, files: Sequence[str]) -> list[tupl
 
     def add(name: str, value: Value) -> None:
         if len(fields) == MAX_FIELDS:
-            raise InvalidRequest(f"the form has more than {MAX_FIELDS} fields, the most that are accepted; send fewer")
+            raise _build_too_many_error()
         fields.append((name, value))
 
     def on_field(field: Field) -> None:
-        name, value = _decode_name(field.field_name), field.value or b""
-        may_be_file = _split_name(name)[0] in files
-        try:
-            text = value.decode(errors="surrogatepass")  # A lone surrogate is rejected later, with the field's name.
-        except UnicodeDecodeError:
-            if may_be_file:
-                add(name, value)
-                return
-            raise InvalidRequest(f"{name[:80]} isn't UTF-8; encode the form's texts as UTF-8", name) from None
-        if len(value) > _FIELD_BYTES and not may_be_file:
-            raise InvalidRequest(
-                f"the field {name[:80]!r} has {len(value)} bytes; at most {_FIELD_BYTES} are accepted", name
-            )
-        add(name, text)
+        name = _decode_name(field.field_name)
+        add(name, _decode_value(name, field.value or b"", files))
 
     def on_file(file: File) -> None:
         name = _decode_name(file.field_name)
@@ -101,6 +90,21 @@ def read_form(content_type: str, body: bytes, files: Sequence[str]) -> list[tupl
     if not ends:
         raise _build_unreadable_error("it is cut off before its end")
     return fields
+
+
+def read_urlencoded(body: bytes, files: Sequence[str]) -> list[tuple[str, Value]]:
+    """Return the fields of a form without files (application/x-www-form-urlencoded), as `read_form` does."""
+    if body.lstrip()[:1] == b"{":
+        raise InvalidRequest(
+            "the body is JSON, but its Content-Type says that it is a form; send Content-Type: application/json, as "
+            "curl does with --json"
+        )
+    try:
+        pairs = parse_qsl(body, keep_blank_values=True, max_num_fields=MAX_FIELDS)
+    except ValueError:
+        raise _build_too_many_error() from None
+    named = [(_decode_name(name), value) for name, value in pairs]
+    return [(name, _decode_value(name, value, files)) for name, value in named]
 
 
 def nest(fields: Iterable[tuple[str, Value]]) -> dict[str, Any]:
@@ -192,11 +196,31 @@ def _collect_lists(value: Any) -> Any:
     return inner
 
 
+def _decode_value(name: str, value: bytes, files: Sequence[str]) -> Value:
+    """Return a field's text, or its bytes if it may be a file and isn't text; raises `InvalidRequest`."""
+    may_be_file = _split_name(name)[0] in files
+    try:
+        text = value.decode(errors="surrogatepass")  # A lone surrogate is rejected later, with the field's name.
+    except UnicodeDecodeError:
+        if may_be_file:
+            return value
+        raise InvalidRequest(f"{name[:80]} isn't UTF-8; encode the form's texts as UTF-8", name) from None
+    if len(value) > _FIELD_BYTES and not may_be_file:
+        raise InvalidRequest(
+            f"the field {name[:80]!r} has {len(value)} bytes; at most {_FIELD_BYTES} are accepted", name
+        )
+    return text
+
+
 def _decode_name(name: bytes | None) -> str:
     try:
         return (name or b"").decode()
     except UnicodeDecodeError:
         raise _build_unreadable_error("a field's name isn't UTF-8") from None
+
+
+def _build_too_many_error() -> InvalidRequest:
+    return InvalidRequest(f"the form has more than {MAX_FIELDS} fields, the most that are accepted; send fewer")
 
 
 def _build_repeated_error(name: str) -> InvalidRequest:

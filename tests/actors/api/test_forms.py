@@ -5,6 +5,7 @@ import contextlib
 import json
 import random
 
+import aiohttp
 import httpx
 import httpx2
 import pytest
@@ -13,7 +14,7 @@ from openai import OpenAI
 
 from actors.api.http.bodies import parse_json
 from actors.api.intake import dialects, forms
-from actors.api.intake.body_parts import FORM, JSON, split_body
+from actors.api.intake.body_parts import FORM, JSON, URLENCODED, split_body
 from actors.api.intake.create_video import CreateVideo
 from tests.conftest import ROOT
 from wan_tpu.errors import InvalidRequest
@@ -56,7 +57,7 @@ def openai_python(**body):
 
 def in_requests(**body):
     sent = requests.Request("POST", URL, **body).prepare()
-    return sent.headers["content-type"], sent.body
+    return sent.headers["content-type"], sent.body.encode() if isinstance(sent.body, str) else sent.body
 
 
 def in_httpx(**body):
@@ -72,6 +73,15 @@ def in_form(*parts):
 
 def fields(*pairs):
     return in_form(*((f'name="{name}"', text.encode()) for name, text in pairs))
+
+
+def in_aiohttp(**body):
+    """Return a form as aiohttp writes it: URL-encoded, since it has no file."""
+    form = aiohttp.FormData()
+    for name, value in body.items():
+        form.add_field(name, str(value))
+    payload = form()
+    return payload.content_type, payload._value
 
 
 def texts(body):
@@ -94,6 +104,18 @@ PLAIN = {  # ASKED, by client
         ("prompt", "a cät"), ("width", "96"), ("height", "64"), ("seconds", "4"), ("num_inference_steps", "2"),
         ("flow_shift", "3.5"), ("seed", "7"), ("num_outputs_per_prompt", "1"),
     ),
+    "vLLM-Omni's benchmark": lambda: in_aiohttp(
+        prompt="a cät", width=96, height=64, seconds=4, num_inference_steps=2, seed=7, flow_shift=3.5
+    ),
+    "curl -d": lambda: (URLENCODED, b"&".join(f"{name}={value}".encode() for name, value in ASKED.items())),
+    "requests": lambda: in_requests(data=ASKED),
+    "SGLang's ComfyUI client": lambda: in_json(
+        prompt="a cät", size="96x64", seconds=4, num_inference_steps=2, seed=7, generator_device="cuda", flow_shift=3.5
+    ),
+    "MiniMax's script": lambda: in_json(
+        task="t2va", prompt="a cät", conditions=[], target={"duration_seconds": 4}, seed=7, size="96x64",
+        num_inference_steps=2, shift=3.5, audio_flow_shift=3.0,
+    ),
     "SGLang": lambda: in_json(
         prompt="a cät", size="96x64", seconds=4, n=1, flow_shift=3.5, extra_body={"num_inference_steps": 2, "seed": 7}
     ),
@@ -115,6 +137,9 @@ WITH_LISTS = {  # LISTS, by client
         *texts(ASKED).items(), ("sigmas[1]", "0.5"), ("sigmas[0]", "1"), ("loras[1][name]", "style"),
         ("loras[0][name]", "lightning"), ("loras[0][scale]", "0.5"), ("loras[1][scale]", "1.5"),
     ),
+    "requests, names repeated, no file": lambda: in_requests(
+        data=ASKED | {"sigmas": ["1.0", "0.5"], "loras": [json.dumps(lora) for lora in LORAS]}
+    ),
     "requests, names repeated": lambda: in_requests(
         data=ASKED | {"sigmas": ["1.0", "0.5"], "loras": [json.dumps(lora) for lora in LORAS]}, files={"": (None, b"")}
     ),
@@ -128,6 +153,11 @@ WITH_IMAGE = {  # ASKED and an image, by client
         **ASKED, frame_images=[{"type": "image_url", "image_url": {"url": DATA}, "frame_type": "first_frame"}]
     ),
     "vLLM-Omni's JSON": lambda: fields(*texts(ASKED).items(), ("image_reference", json.dumps(IMAGE))),
+    "requests, a URL": lambda: in_requests(data=ASKED | {"input_reference": DATA}),
+    "MiniMax's condition": lambda: in_json(
+        **ASKED, conditions=[{"type": "image", "uri": DATA, "role": "keyframe", "frame_index": 0}], task="fl2va",
+        target={"short_edge": 768, "aspect_ratio": "auto"},
+    ),
     "SGLang's URL": lambda: fields(*texts(ASKED).items(), ("reference_url", DATA)),
     "OpenAI's Python client, an object": lambda: openai_python(**ASKED, input_reference=IMAGE),
     "OpenAI's Python client, a file": lambda: openai_python(**ASKED, input_reference=PNG),
@@ -223,6 +253,38 @@ def test_wrong_fields_are_named_with_the_right_form(sent, param, remedy):
         understood(*fields(*sent))
     assert refused.value.field == param
     assert remedy in str(refused.value) and len(str(refused.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("sent", "param", "remedy"),
+    [
+        ({"task": "ref2va"}, "task", "input_reference"),
+        ({"conditions": [{"type": "video", "uri": "https://a.test/b", "role": "reference"}]}, "conditions", "keyframe"),
+        ({"conditions": ["x"]}, "conditions", "keyframe"),
+        ({"target": {"short_edge": 1440, "aspect_ratio": "16:9"}}, "target", "`size`"),
+        ({"target": "large"}, "target", "`size`"),
+        ({"target": {"duration_seconds": 5}, "seconds": 4}, "seconds", "send it once"),
+        ({"audio_flow_shift": 7}, "audio_flow_shift", "leave it out"),
+        ({"output_path": "/tmp/x.mp4"}, "output_path", "content"),
+    ],
+)
+def test_what_minimax_s_scripts_may_ask_beyond_this_is_refused_with_what_to_send(sent, param, remedy):
+    with pytest.raises(InvalidRequest) as refused:
+        understood(*in_json(prompt="x", **sent))
+    assert refused.value.field == param and remedy in str(refused.value)
+
+
+def test_minimax_s_shapes_are_its_own_sizes():
+    """SGLang, MiniMax's own server, makes 1344x768 of 16:9 (its test_h3_request.py at d035d4b7)."""
+    for ratio, size in (("16:9", "1344x768"), ("9:16", "768x1344"), ("auto", None)):
+        target = {"short_edge": 768, "aspect_ratio": ratio, "duration_seconds": 8}
+        request, _ = understood(*in_json(task="t2va", prompt="x", conditions=[], target=target))
+        assert (request.size, request.seconds) == (size, "8")
+
+
+def test_json_that_is_sent_as_a_form_is_refused_with_the_right_header():
+    with pytest.raises(InvalidRequest, match="application/json"):
+        understood(URLENCODED, b'{"prompt": "a cat"}')  # curl -d without a header
 
 
 @pytest.mark.parametrize(

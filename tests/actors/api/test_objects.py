@@ -109,9 +109,10 @@ def test_lengths_are_written_short(seconds, text):
     assert format_seconds(seconds) == text
 
 
-def test_length_and_frames_exclude_each_other():
-    with pytest.raises(InvalidRequest, match="give one of them"):
-        make_request(CreateVideo(prompt="x", seconds="5", num_frames=81), SPEC, seed=0)
+def test_frames_have_precedence_over_a_length_as_in_sglang_and_vllm_omni():
+    assert make_request(CreateVideo(prompt="x", seconds="5", num_frames=17), SPEC, seed=0).frames == 17
+    with pytest.raises(InvalidRequest, match="seconds is"):
+        make_request(CreateVideo(prompt="x", seconds="five", num_frames=17), SPEC, seed=0)
 
 
 @pytest.mark.parametrize(

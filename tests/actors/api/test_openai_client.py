@@ -147,10 +147,11 @@ def test_a_remix_is_the_same_request_with_another_prompt(client, worker, engine)
         client.videos.remix(second.id, prompt="a cow", extra_body={"seed": 9})
 
 
-def test_unsupported_endpoint_names_one_that_does_something_like_it(client):
+@pytest.mark.parametrize("video", [b"x", bytes(3_000_000)])
+def test_unsupported_endpoint_names_one_that_does_something_like_it(client, video):
     for ask in (
-        lambda: client.videos.edit(video=b"x", prompt="x"),
-        lambda: client.videos.create_character(name="x", video=b"x"),
+        lambda: client.videos.edit(video=video, prompt="x"),
+        lambda: client.videos.create_character(name="x", video=video),
         lambda: client.videos.get_character("one"),
     ):
         with pytest.raises(openai.BadRequestError, match=r"remix|input_reference") as refused:

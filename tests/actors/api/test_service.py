@@ -46,6 +46,12 @@ def test_the_same_key_and_body_is_the_same_job(http):
     assert conflict.status_code == 409
 
 
+def test_frames_that_differ_from_the_length_are_answered_with_a_warning(http):
+    video = create(http, seconds=4, num_frames=17).json()
+    assert (video["num_frames"], video["seconds"], len(video["warnings"])) == (17, "1.06", 1)
+    assert create(http, seconds=1, num_frames=17).json()["warnings"] == []
+
+
 def test_a_full_queue_says_when_to_come_back(settings):
     with serve(dataclasses.replace(settings, queue_limit=2)) as address, open_client(address) as http:
         assert [create(http).status_code for _ in range(3)] == [200, 200, 429]
@@ -271,7 +277,8 @@ def test_a_page_elsewhere_may_ask_where_it_was_allowed_to(settings):
         ({"content": b"{", "headers": {"content-type": "application/json"}}, 400),
         ({"content": b"[" * 100_000, "headers": {"content-type": "application/json"}}, 400),
         ({"content": b"\xff\xfe", "headers": {"content-type": "application/json"}}, 400),
-        ({"content": b"prompt=x", "headers": {"content-type": "application/x-www-form-urlencoded"}}, 415),
+        ({"content": b"prompt=x&seed=a", "headers": {"content-type": "application/x-www-form-urlencoded"}}, 400),
+        ({"content": b"prompt=x", "headers": {"content-type": "text/plain"}}, 415),
         ({"content": b"x"}, 415),
         ({"content": b"--x", "headers": {"content-type": "multipart/form-data"}}, 400),
         ({"content": b"nonsense", "headers": {"content-type": "multipart/form-data; boundary=x"}}, 400),
