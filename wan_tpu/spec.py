@@ -315,8 +315,12 @@ class ModelSpec(ModelLimits):
                 f"cache is {request.cache}, but there is no calibrated curve for {model}; {remedy}", "cache"
             )
         solvers = [(curve.shift, curve.solver) for curve in curves]
-        settings = {name: dict(preset.settings) for name, preset in self.presets.items()}
-        presets = [name for name, fields in settings.items() if (fields.get("shift"), fields.get("solver")) in solvers]
+        usual = {"shift": self.defaults.shift, "solver": self.defaults.solver, "sigmas": None}
+        settings = {name: usual | dict(preset.settings) for name, preset in self.presets.items()}
+        schedules = {
+            name: (fields["shift"], fields["solver"]) for name, fields in settings.items() if not fields["sigmas"]
+        }
+        presets = [name for name, schedule in schedules.items() if schedule in solvers]
         remedy = f"give preset {' or '.join(presets)}, {remedy}" if presets else remedy
         known = " and ".join(f"shift {curve.shift:g} and solver {curve.solver}" for curve in curves)
         raise InvalidRequest(

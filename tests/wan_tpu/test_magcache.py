@@ -116,7 +116,14 @@ def pipe(folder):
 
 
 def request(**more):
-    fields = {"prompt": "a cat", "image": PHOTO, "steps": STEPS, "guidance_scale": 3.5, "cache": "magcache:0.1,2,0.2"}
+    fields = {
+        "prompt": "a cat",
+        "negative_prompt": "",
+        "image": PHOTO,
+        "steps": STEPS,
+        "guidance_scale": 3.5,
+        "cache": "magcache:0.1,2,0.2",
+    }
     return GenerationRequest(**SIZE | fields | more)
 
 
@@ -216,20 +223,8 @@ def test_calibration_measures_what_diffusers_does(checkpoint, tmp_path, capsys):
     )  # fmt: skip
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("[1.0")]
     argv = ["--model_id", str(copy), "--prompt", "a cat", "--image", str(PHOTO), "--size", "96x64", "--frames", "9"]
-    argv += [
-        "--steps",
-        "6",
-        "--shift",
-        "5",
-        "--guidance_scale",
-        "3.5",
-        "--seed",
-        "3",
-        "--dtype",
-        "float32",
-        "--dp",
-        "1",
-    ]
+    argv += ["--negative_prompt", "", "--steps", "6", "--shift", "5", "--guidance_scale", "3.5", "--seed", "3"]
+    argv += ["--dtype", "float32", "--dp", "1"]
     assert cli.run(calibrate, argv) == 0
     [curve] = json.loads(capsys.readouterr().out)["magcache"]
     schedule = [curve[name] for name in ("first_low", "shift", "boundary", "solver")]

@@ -7,9 +7,9 @@ import pytest
 from wan_tpu import GenerationRequest
 from wan_tpu.families import list_published, published_spec
 
-# steps, guidance of both experts, shift and solver, the negative prompt's beginning. From wan/configs and generate.py of
-# Wan-Video/Wan2.1 (9737cba9) and Wan2.2 (42bf4cfa), inference/cli_demo.py of THUDM/CogVideo (e519eced), PIPELINE_CONFIGS
-# of Tencent-Hunyuan/HunyuanVideo-1.5 (60783e70), infer_helios.py of PKU-YuanGroup/Helios (2276f8fe).
+# Steps, guidance of both experts, shift, solver, and the negative prompt's beginning. From wan/configs and generate.py
+# of Wan-Video/Wan2.1 (9737cba9) and Wan2.2 (42bf4cfa), inference/cli_demo.py of THUDM/CogVideo (e519eced),
+# PIPELINE_CONFIGS of Tencent-Hunyuan/HunyuanVideo-1.5 (60783e70), infer_helios.py of PKU-YuanGroup/Helios (2276f8fe).
 AUTHORS = {
     "wan2.1-t2v-1.3b": (50, 5, 5, 5, "unipc", "色调艳丽"),
     "wan2.1-t2v-14b": (50, 5, 5, 5, "unipc", "色调艳丽"),
@@ -73,7 +73,7 @@ def test_preset_diffusers_has_the_schedulers_shift_and_no_negative_prompt(name):
 @pytest.mark.parametrize("name", list_published())
 def test_each_preset_says_where_it_is_from(name):
     presets = published_spec(name).presets
-    assert list(presets)[0] == "original"
+    assert next(iter(presets)) == "original"
     assert ("diffusers" in presets) == (name != "turbowan2.2-i2v-a14b")  # diffusers can't run TurboWan.
     assert all(preset.source.startswith("https://") for preset in presets.values())
 

@@ -21,7 +21,6 @@ from wan_tpu.families.hunyuan15.config import GUIDER
 from wan_tpu.families.model import open_model
 from wan_tpu.families.shared.settings import ENCODERS, FLOW_MATCH_EULER, UNIPC
 from wan_tpu.families.wan import published as wan
-from wan_tpu.families.wan import sampling
 
 REPOSITORIES = published_files.REPOSITORIES | ltx2_files.LTX_REPOSITORIES
 REPOSITORIES |= {minimax_h3_files.REPOSITORY: minimax_h3_files.FILES}
@@ -264,20 +263,18 @@ def test_settings_that_no_class_has_are_not_handed_to_it(open_repository):
     assert "clip_output" not in open_repository("Wan-AI/Wan2.2-TI2V-5B-Diffusers").config.vae
 
 
-@pytest.mark.parametrize("name", sampling.ORIGINAL_SHIFTS)
-def test_wans_own_settings_are_a_preset(name):
-    """Its shift is that of wan/configs; published checkpoints have another. MagCache's curves were measured with it."""
-    spec, shifts = published_spec(name), {"wan2.2-t2v-a14b": 12, "wan2.1-flf2v-14b-720p": 16, "wan2.1-i2v-14b-480p": 3}
-    plan = default_plan(spec, preset="original")
-    assert (plan.request.shift, plan.request.solver) == (shifts.get(name, 5), "unipc")
-    assert plan.request.steps == spec.defaults.steps
-    if "a14b" in name:
+@pytest.mark.parametrize("name", wan.SAMPLING)
+def test_magcaches_curves_hold_for_wans_own_settings(name):
+    """They were measured with the shift of wan/configs; diffusers takes another."""
+    spec = published_spec(name)
+    plan = default_plan(spec)
+    if spec.config.two_experts and spec.config.attention_density is None:
         assert [expert.stop - expert.start for expert in plan.experts] == ([26, 14] if "t2v" in name else [15, 25])
     if spec.curves:
-        assert default_plan(spec, preset="original", cache="magcache").request.cache == "magcache"
-        if spec.defaults.shift != plan.request.shift:
-            with pytest.raises(InvalidRequest, match="give preset original, measure one with wan-tpu calibrate"):
-                default_plan(spec, cache="magcache")
+        assert default_plan(spec, cache="magcache").request.cache == "magcache"
+        if default_plan(spec, preset="diffusers").request.shift != plan.request.shift:
+            with pytest.raises(InvalidRequest, match="preset original"):
+                default_plan(spec, cache="magcache", preset="diffusers")
 
 
 def test_name_of_a_link_counts_and_stored_executables_are_of_no_name(tmp_path):

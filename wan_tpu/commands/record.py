@@ -17,7 +17,7 @@ import jax
 from wan_tpu.data import write_json
 from wan_tpu.families.flops import count_step
 from wan_tpu.plan import RequestPlan
-from wan_tpu.request import ResolvedRequest
+from wan_tpu.request import ORIGINAL, ResolvedRequest
 from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.stage_machine import Decode, DecodeSound, EncodeImage, EncodeText, Operation, Step
 from wan_tpu.stages import StepEvent
@@ -148,7 +148,7 @@ class Recorder:
         experts = Counter(step.expert for step in operations if isinstance(step, Step))
         flops, images = 0, self._plan.images
         for expert, steps in experts.items():
-            flops += steps * count_step(model, request, expert, branches=1 + expert.guided, images=images)
+            flops += steps * count_step(model, request, expert, images=images)
         # A text encoder that reads the prompt together with the images has no separate operation for the prompt.
         if any(isinstance(operation, EncodeText | EncodeImage) for operation in operations):
             flops += model.flops.encoder(request, prompts=prompts)
@@ -173,7 +173,7 @@ class Recorder:
         write_json(
             path,
             {
-                "request": request.to_json(),
+                "request": request.to_json() | {"preset": request.preset or ORIGINAL},
                 "settings": describe(self.runtime),
                 "versions": list_versions(),
                 "stages": [record.to_json() for record in self.stages.values()],

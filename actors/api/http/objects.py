@@ -12,7 +12,7 @@ from actors.jobs.stored_request import count_frames, count_segments
 from actors.jobs.tables import Job
 from actors.jobs.values import Status
 from wan_tpu.fields import type_of
-from wan_tpu.request import FIELDS, FILLED
+from wan_tpu.request import FIELDS, FILLED, ORIGINAL
 
 Variant = Literal["video", "thumbnail", "spritesheet", "final_frame", "input_reference", "last_frame", "input_video"]
 # Fields of a video that a job, or a job's request, has under the same name.
@@ -200,7 +200,8 @@ def to_video(job: Job, eta_s: float | None = None) -> Video:
     return Video(
         **{name: getattr(job, name) for name in _OF_JOB},
         **{name: request[name] for name in _OF_REQUEST if name in request},
-        **{NAMES.get(name, name): request[name] for name in SETTINGS if name in request},
+        **{NAMES.get(name, name): request[name] for name in SETTINGS if name in request and name != "preset"},
+        preset=request.get("preset") or ORIGINAL,
         skipped_steps=request.get("skipped", []),
         progress=_compute_percent(job),
         created_at=int(job.created_at),

@@ -79,8 +79,8 @@ def test_a_model_says_what_there_is(http):
     """A preset whose adapters the operator doesn't offer isn't listed."""
     model = http.get("/v1/models").json()["data"][0]
     assert model["loras"] == ["style", "fast"]
-    assert [preset["name"] for preset in model["presets"]] == ["original", "fast", "plain"]
-    assert model["presets"][1] == {
+    assert [preset["name"] for preset in model["presets"]] == ["original", "diffusers", "fast", "plain"]
+    assert model["presets"][2] == {
         "name": "fast",
         "about": "in two steps",
         "source": "https://here",
@@ -98,7 +98,7 @@ def test_a_model_says_what_there_is(http):
         ({"loras": [{"name": "style"}] * 9}, "loras", "at most 8"),
         ({"loras": [{"name": "fast"}] * 5}, "loras", "10 adapters; allowed: at most 8"),
         ({"loras": [{"name": "style", "scale": 10}] * 1 + [{"name": "style", "scale": -11}]}, "loras.1.scale", "-10"),
-        ({"preset": "other"}, "preset", "it has: original, fast, plain"),
+        ({"preset": "other"}, "preset", "it has: original, diffusers, fast, plain"),
         ({"sigmas": [0.5, 0.9]}, "sigmas", "0.9 after 0.5"),
         ({"sigmas": [0.5], "num_inference_steps": 3}, "sigmas", "leave steps out"),
         ({"switch_step": 9}, "switch_step", "0 to 4"),
@@ -146,8 +146,8 @@ def test_a_catalogue_is_read_from_what_an_operator_gives():
     catalogue = Catalogue.parse(["a=x.safetensors@low", "lightning"]).complete_for(A14B)
     assert catalogue.adapters["a"] == (RequestedAdapter("x.safetensors", expert="low"),)
     assert [lora.expert for lora in catalogue.adapters["lightning"]] == ["high", "low"]
-    assert list(catalogue.list_presets(A14B)) == ["original", "lightning"]
-    assert list(Catalogue().list_presets(A14B)) == ["original"]  # It has no adapters.
+    assert list(catalogue.list_presets(A14B)) == ["original", "diffusers", "lightning"]
+    assert list(Catalogue().list_presets(A14B)) == ["original", "diffusers"]  # It has no adapters.
     for arguments, message in (
         (["=x"], "no name"),
         (["a=x:200"], "nearest 10"),
