@@ -79,7 +79,7 @@ def run_simulated(args: argparse.Namespace, folder: Path) -> None:
     count = args.requests or 48
     # The settings of the preset lightning, whose adapters a simulated host can't read.
     four_steps = {"sigmas": SIGMAS, "switch_step": 2, "solver": "euler", "guidance_scale": 1.0}
-    sampling: dict[str, Any] = four_steps if args.four_steps else {"preset": "original"}
+    sampling: dict[str, Any] = four_steps if args.four_steps else {}
     requests = {
         f"r{i}": GenerationRequest(prompt=f"prompt {i}", image=IMAGE, height=720, width=1280, seed=i, **sampling)
         for i in range(count)

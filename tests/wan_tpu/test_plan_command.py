@@ -20,7 +20,7 @@ REFUSED = [
     ),
     (["--model", "wan2.2-ti2v-5b", "--size", "1280x720"], "multiple of 32, nearest 704"),
     (
-        ["--cache", "magcache"],
+        ["--preset", "diffusers", "--cache", "magcache"],
         "only for shift 5 and solver unipc, and the request has shift 3 and solver unipc; give preset original",
     ),
     (["--program", "denois"], "'denoise step'"),
