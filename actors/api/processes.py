@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from ray import serve
 
 from actors.api.http.app import make_app
+from actors.api.http.middleware import OneRequestId
 from actors.api.http.service import Service
 from actors.api.settings import ServiceSettings
 from actors.api.worker.context import WorkerContext
@@ -55,7 +56,14 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return what Serve runs."""
-        return make_app(self._service)
+        return make_served_app(self._service)
+
+
+def make_served_app(service: Service) -> FastAPI:
+    """Return the application as Serve runs it."""
+    app = make_app(service)
+    app.add_middleware(OneRequestId)
+    return app
 
 
 class ServiceWorker:

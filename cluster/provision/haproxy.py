@@ -52,7 +52,8 @@ _ERROR_OF_SERVE = "{ status 404 500:599 } { res.hdr(content-type) -m beg text/pl
 # Headers by which a client could change how Serve treats its request: a time-out, after which Serve answers in place of
 # the application although that still accepts the job, and texts that Serve fails to decode.
 SERVES_HEADERS = re.compile(r"x-request-timeout-seconds|x-session-id|serve[-_]multiplexed[-_]model[-_]id")
-_REQUEST_ID = "x-request-id"
+# A client's or a proxy's id of a request, which every answer repeats. Others are dropped, and Serve gives one.
+REQUEST_ID_HEADER, REQUEST_ID = "x-request-id", re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 # An API key (actors/jobs/keys.py), wherever it is in the header: with additional spaces, it is still the same key.
 KEY = re.compile(r"wan_[0-9a-f]{16}_[0-9a-f]{64}")
 _KEYS, _RATE = "keys", f"http_req_rate({_WINDOW_S}s)"  # The table that counts requests by key, and what it counts.
@@ -118,10 +119,8 @@ def narrow(
             case "frontend http_frontend":
                 lines.append(f"    http-request set-header {_UNREAD_BODY} ?1")
                 lines.append(f"    http-request del-header '^({SERVES_HEADERS.pattern})$' -m reg")
-                condition = (
-                    f"{{ req.fhdr({_REQUEST_ID}) -m found }} !{{ req.fhdr({_REQUEST_ID}) -m reg ^[!-~]{{1,200}}$ }}"
-                )
-                lines.append(f"    http-request del-header {_REQUEST_ID} if {condition}")
+                is_known = f"{{ req.fhdr({REQUEST_ID_HEADER}) -m reg ^{REQUEST_ID.pattern}$ }}"
+                lines.append(f"    http-request del-header {REQUEST_ID_HEADER} if !{is_known}")
                 lines.append(f"    {_format_return(503, _UNAVAILABLE, 'http-response')} if {_ERROR_OF_SERVE}")
                 lines += [f"    {rule}" for rule in _list_address_rules(proxies, hops, bounds or BOUNDS)]
                 lines += [f"    {rule}" for rule in _list_key_rules(bounds or BOUNDS)]

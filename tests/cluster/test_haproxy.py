@@ -187,6 +187,8 @@ def test_headers_that_are_for_serve_come_from_no_client(tmp_path):
         assert reached["idempotency-key"] == "kept" and reached["x-request-disconnect-disabled"] == "?1"
         assert not {name for name in reached if name.startswith(("x-request-t", "serve", "x-session", "x-request-i"))}
         assert dict(parse_answer(exchange(port, b"X-Request-Id: mine-1"))[2])["x-request-id"] == "mine-1"
+        for other in (b"no id", b"a" * 65, b"<b>"):
+            assert "x-request-id" not in dict(parse_answer(exchange(port, b"X-Request-Id: " + other))[2])
 
 
 def test_a_key_is_one_key_however_it_is_written(tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """Middleware for every request: reject other sites' pages, give the answer an id, count it and log it."""
 
 import logging
-import re
 import secrets
 import time
 
@@ -13,6 +12,7 @@ from actors.api.http.error_answers import HttpError, answer
 from actors.api.http.lingering import end_answer
 from actors.api.http.service import Service
 from actors.observe.logs import log_event
+from cluster.provision.haproxy import REQUEST_ID, REQUEST_ID_HEADER
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,6 @@ _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 _MAX_UNREAD = 65_536  # The most bytes of a rejected body that the server still reads to keep the connection.
 # Sent with every answer. Only our own web page needs to allow more, and it has a policy of its own.
 _GUARDS = {"x-content-type-options": "nosniff", "x-frame-options": "DENY"}
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 
 
 class Middleware:
@@ -56,7 +55,7 @@ class Middleware:
             nonlocal status, closes
             if message["type"] == "http.response.start":
                 status = message["status"]
-                extra = _GUARDS | {"x-request-id": state["request_id"]} | state.get("headers", {})
+                extra = _GUARDS | {REQUEST_ID_HEADER: state["request_id"]} | state.get("headers", {})
                 if not read and _is_long(headers, _MAX_UNREAD if status < 400 else 0):
                     extra["connection"], closes = "close", True  # Otherwise the whole unwanted body would still arrive.
                 original = message.get("headers", [])
@@ -128,6 +127,24 @@ class Middleware:
         )
 
 
+class OneRequestId:
+    """ASGI middleware under Ray Serve, which gives every request an id, and adds it to every answer again."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, and its answer without the id."""
+
+        async def send_without_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [header for header in message["headers"] if header[0].lower() != REQUEST_ID_HEADER.encode()]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        await self._app(scope, receive, send_without_id)
+
+
 def _find_job(scope: Scope) -> str | None:
     """Return the id of the job that a request refers to, if any."""
     job: str | None = (scope.get("path_params") or {}).get("video_id")
@@ -152,8 +169,8 @@ def _is_long(headers: Headers, most: int) -> bool:
 
 def _choose_request_id(headers: Headers) -> str:
     """Return the id of a request: that of its client or a proxy if it is printable, else a new one."""
-    client_id = headers.get("x-request-id", "")
-    return client_id if _REQUEST_ID.fullmatch(client_id) else f"req_{secrets.token_hex(12)}"
+    client_id = headers.get(REQUEST_ID_HEADER, "")
+    return client_id if REQUEST_ID.fullmatch(client_id) else f"req_{secrets.token_hex(12)}"
 
 
 def _strip_port(host: str) -> str:

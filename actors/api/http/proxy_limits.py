@@ -21,7 +21,7 @@ from actors.api.http.error_answers import HttpError, answer
 from actors.api.http.lingering import end_answer
 from actors.api.intake.receiving import Bodies, IncomingRequest
 from actors.api.limits import ServiceLimits
-from cluster.provision.haproxy import BOUNDS, KEY, SERVES_HEADERS
+from cluster.provision.haproxy import BOUNDS, KEY, REQUEST_ID, REQUEST_ID_HEADER, SERVES_HEADERS
 
 _AGAIN_S = 2
 _WINDOW_S = 10.0  # The window in which `BOUNDS` count requests.
@@ -53,7 +53,7 @@ class ProxyLimits:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope = {**scope, "headers": [header for header in scope["headers"] if not _is_serve_header(header[0])]}
+        scope = {**scope, "headers": [header for header in scope["headers"] if not _is_unwanted(*header)]}
         headers = Headers(scope=scope)
         address, key = _group_address((scope.get("client") or ("",))[0]), _normalize_key(headers.get("authorization"))
         exchange = _Exchange(receive, send, self._limits.small_bytes)
@@ -76,9 +76,12 @@ class ProxyLimits:
             await end_answer({"type": "http.response.body", "body": refusal.body}, receive, send)
 
 
-def _is_serve_header(name: bytes) -> bool:
-    """Return whether a header would change how Serve treats a request."""
-    return SERVES_HEADERS.fullmatch(name.decode("latin-1").lower()) is not None
+def _is_unwanted(name: bytes, value: bytes) -> bool:
+    """Return whether a header would change how Serve treats a request, or be an id that no answer should repeat."""
+    known = name.decode("latin-1").lower()
+    if known == REQUEST_ID_HEADER:
+        return REQUEST_ID.fullmatch(value.decode("latin-1")) is None
+    return SERVES_HEADERS.fullmatch(known) is not None
 
 
 def _normalize_key(authorization: str | None) -> str | None:

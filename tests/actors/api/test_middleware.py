@@ -5,16 +5,18 @@ import socket
 
 import httpx
 import pytest
+from ray.serve._private.http_util import _apply_middlewares
 
 from actors.api.http.access import Access
 from actors.api.http.app import make_app
 from actors.api.http.error_answers import HttpError
 from actors.api.http.service import Service
 from actors.api.limits import ServiceLimits
+from actors.api.processes import make_served_app
 from actors.jobs.keys import KeyLimits, list_keys, make_key
 from actors.jobs.store import JobStore
 from actors.jobs.work import WorkQueue
-from tests.actors.api.serving import create, open_client, serve
+from tests.actors.api.serving import create, listening, open_client, serve
 from tests.actors.api.test_hostile import Sent
 from tests.actors.jobs.test_store import ask
 from tests.actors.small_spec import SPEC
@@ -49,6 +51,15 @@ def test_odd_methods_and_paths_make_no_series_of_metrics(settings):
         assert "ODD" not in service.meters.format_text() and "FIRST" not in service.meters.format_text()
     finally:
         service.database.close()
+
+
+def test_answers_under_serve_have_one_id_which_is_the_client_s_if_it_sent_one(settings):
+    app = _apply_middlewares(make_served_app(Service(settings, SPEC)), [])  # Serve's own.
+    with listening(app) as address, open_client(address) as http:
+        for path in ("/health", "/v1/videos/none", "/nowhere"):
+            [made] = http.get(path).headers.get_list("x-request-id")
+            assert made
+            assert http.get(path, headers={"x-request-id": "mine-1"}).headers.get_list("x-request-id") == ["mine-1"]
 
 
 def test_metrics_name_keys_only_to_who_shows_one(settings, database):
