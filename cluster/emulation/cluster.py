@@ -27,6 +27,9 @@ from cluster.layout import Layout
 from cluster.slice_spec import DEVICES, SliceSpec
 
 STATE = "cluster.json"
+_SHORT = Path("/tmp")
+# Characters of a temporary folder's path: that of HAProxy's socket has 84 more, and may have 97. Ray's are shorter.
+_LONGEST = 13
 HEAD_CPUS, HOST_CPUS = 32, 4  # How many CPUs Ray counts, whatever the machine has.
 
 
@@ -142,7 +145,7 @@ class EmulatedCluster:
         _check_folder(folder)
         _refuse_second(folder, slices)
         _check_name()
-        temp = Path(tempfile.mkdtemp(prefix="wan-"))
+        temp = Path(tempfile.mkdtemp(prefix="wan-", dir=_find_temporary_folder()))
         cluster = cls(folder, temp, "", None, slices, settings)
         cluster._save()  # From here on, `stop` finds what was started.
         if not outlive:
@@ -251,6 +254,18 @@ def _check_folder(folder: Path) -> None:
         raise ClusterStartFailed(f"{folder} can't be created ({error.strerror}); give another folder") from None
     if not os.access(folder, os.W_OK):
         raise ClusterStartFailed(f"{folder} can't be written to; give another folder")
+
+
+def _find_temporary_folder() -> Path:
+    """Return the folder for a cluster's own: the usual one, or /tmp if paths of sockets would be too long there."""
+    usual = Path(tempfile.gettempdir()).absolute()
+    folder = usual if len(os.fsencode(usual)) <= _LONGEST else _SHORT
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ClusterStartFailed(
+            f"the path of the temporary folder, {usual}, has more than {_LONGEST} characters, and paths of an emulated "
+            "cluster's sockets would be too long; set TMPDIR to a folder with a shorter path"
+        )
+    return folder
 
 
 def _check_own(path: Path) -> None:

@@ -84,10 +84,12 @@ time.sleep(600)
 """
 
 
-def test_a_cluster_ends_with_its_owner(tmp_path):
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+def test_a_cluster_starts_below_a_long_temporary_folder_and_ends_with_its_owner(tmp_path):
+    command, env = [sys.executable, "-c", OWNER, str(tmp_path)], {**os.environ, "TMPDIR": str(tmp_path)}
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env)
     assert owner.stdout is not None
     temp = Path(owner.stdout.readline().strip())
+    assert len(f"{temp}/haproxy/{'0' * 56}/admin") <= 97  # Below a node's id; HAProxy refuses longer paths.
     processes = ray_nodes.processes(temp)
     assert "raylet" in {process.name() for process in processes}
     os.kill(owner.pid, signal.SIGKILL)
@@ -144,6 +146,13 @@ def test_a_machine_whose_name_leads_nowhere_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "nowhere.invalid")
     with pytest.raises(ClusterStartFailed, match=r"nowhere\.invalid, doesn't resolve to an address.*/etc/hosts"):
         EmulatedCluster.start([], folder=tmp_path)
+
+
+def test_no_cluster_starts_where_no_short_folder_can_be_written_to(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("cluster.emulation.cluster._SHORT", tmp_path / "nowhere")
+    with pytest.raises(ClusterStartFailed, match="set TMPDIR"):
+        EmulatedCluster.start((), folder=tmp_path / "state")
 
 
 def test_a_node_that_does_not_start_tells_the_end_of_its_logs(tmp_path, caplog):
