@@ -34,6 +34,7 @@ class Conditioning:
         negative: The same for the negative prompt; None without guidance.
         image: CLIP features [1, L=257, C] (Wan 2.1 I2V).
         image_latents: Mask and latents [1, 4+C, T, H, W], or the latents of one or two frames, [1, C, 1 or 2, H, W].
+        larger_image_latents: The same at the size of enlarged latents, if images are encoded for both sizes.
         video_latents: Float32 [1, C, T, H, W] of the video that the request begins with.
         generator: The state of the request's random generator, uint8, if later draws continue after those for these
             latents.
@@ -43,6 +44,7 @@ class Conditioning:
     negative: Arrays | None = None
     image: Array | None = None
     image_latents: Array | None = None
+    larger_image_latents: Array | None = None
     video_latents: Array | None = None
     generator: Array | None = None
 
@@ -68,6 +70,7 @@ class ImageCondition:
 
     image: Array | None = None
     image_latents: Array | None = None
+    larger_image_latents: Array | None = None
     video_latents: Array | None = None
     prompt: Arrays | None = None
     generator: Array | None = None
@@ -165,7 +168,8 @@ def join_conditioning(image: ImageCondition, *texts: Arrays) -> Conditioning:
     """
     first, *others = texts if image.prompt is None else (image.prompt,)
     negative = others[0] if others else None
-    return Conditioning(first, negative, image.image, image.image_latents, image.video_latents, image.generator)
+    parts = {f.name: getattr(image, f.name) for f in dataclasses.fields(image) if f.name != "prompt"}
+    return Conditioning(first, negative, **parts)
 
 
 def save_value(value: Conditioning | DenoiseState, path: Path, notes: dict[str, Any] | None = None) -> None:

@@ -39,10 +39,10 @@ def predict(folder, mesh, inputs, precision="float32"):
             audio,
             conditions,
             evaluations(config, int(inputs["evaluations"])),
-            cross_timestep=config.transformer["cross_attn_mod"],
         )
 
-    conditions = transformer.Conditions(inputs["times"], inputs["times"][-1:], text, audio_text, tables)
+    times = inputs["times"], inputs["cross_times"], inputs["times"][-1:]
+    conditions = transformer.Conditions(*times, text, audio_text, tables)
     return [np.asarray(part) for part in run(loaded.params, video, audio, conditions)]
 
 

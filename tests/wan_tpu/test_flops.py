@@ -132,7 +132,7 @@ def test_a_helios_step_of_any_size_has_the_history_s_tokens():
         length = tokens + history
         linear = 2 * width * (length * (4 * width + 2 * hidden) + tokens * 2 * width + text * 2 * width)
         attention = 4 * width * (length**2 + tokens * text)
-        counted = count_step(model, request, expert, branches=1, images=0)
+        counted = count_step(model, request, expert, images=0)
         assert counted == pytest.approx(40 * (linear + attention), rel=0.02)
 
 

@@ -22,7 +22,8 @@ from wan_tpu.request import GenerationRequest
 from wan_tpu.runtime import runtime as runtimes
 
 LATENT_TOLERANCE, PIXEL_TOLERANCE, SOUND_TOLERANCE = 1e-4, 2e-3, 2e-3
-SIZE = {"height": 64, "width": 128, "frames": 9, "seed": 5}  # Tests of one model share its programs.
+# Tests of one model share its programs.
+SIZE = {"height": 64, "width": 128, "frames": 9, "seed": 5, "preset": "diffusers"}
 PROMPTS = {
     "plain": ("A cat in the rain.", "blurred, distorted, of low quality"),
     "nothing": ("", ""),
@@ -120,10 +121,9 @@ def test_same_latents_pixels_and_sound_as_diffusers(kind, prompts, has_image, fo
 def test_second_stage_at_twice_the_size_is_that_of_diffusers(has_image, folders, pipelines):
     kind = "ltx-2.3-distilled"
     pipe, image = pipelines(kind), load_image(PHOTO) if has_image else None
-    size = {"height": 64, "width": 128, "frames": 9}
     states = []
     video = pipe.generate(
-        GenerationRequest(prompt="A cat", image=image, seed=5, **size), on_step=lambda event: states.append(event.state)
+        GenerationRequest(prompt="A cat", image=image, **SIZE), on_step=lambda event: states.append(event.state)
     )
 
     theirs = diffusers.LTX2Pipeline.from_pretrained(folders(kind))
@@ -157,7 +157,7 @@ def test_second_stage_at_twice_the_size_is_that_of_diffusers(has_image, folders,
 def test_noise_of_ones_own_leaves_the_sound_and_the_second_stage_what_they_were(has_image, folders, pipelines):
     kind = "ltx-2.3-distilled"
     pipe, image = pipelines(kind), load_image(PHOTO) if has_image else None
-    plan = pipe.plan(GenerationRequest(prompt="A cat", image=image, height=64, width=128, frames=9, seed=5))
+    plan = pipe.plan(GenerationRequest(prompt="A cat", image=image, **SIZE))
     conditioning, drawn = pipe.encode(plan), pipe.initial_state(plan)
     noise = np.random.default_rng(7).standard_normal(drawn.latents.shape).astype(np.float32)
     first = pipe.denoise(plan, conditioning, pipe.initial_state(plan, noise), stop=8)
@@ -270,11 +270,12 @@ def test_an_error_within_a_stage_frees_its_weights(folders):
     assert not pipe.runtime._components
 
 
-def test_image_of_another_number_of_stages_is_refused(pipelines):
+@pytest.mark.parametrize(("preset", "first", "then"), [("diffusers", 11, 8), (None, 8, 11)])
+def test_image_of_another_number_of_stages_is_refused(preset, first, then, pipelines):
     pipe = pipelines("ltx-2.3-distilled")
-    request = {"prompt": "A cat", "image": load_image(PHOTO), "height": 64, "width": 128, "frames": 9}
-    conditioning = pipe.encode(pipe.plan(GenerationRequest(**request)))
-    plan = pipe.plan(GenerationRequest(**request, steps=8))
+    request = {"prompt": "A cat", "image": load_image(PHOTO)} | SIZE | {"preset": preset}
+    conditioning = pipe.encode(pipe.plan(GenerationRequest(**request, steps=first)))
+    plan = pipe.plan(GenerationRequest(**request, steps=then))
     with pytest.raises(InvalidInput, match="run the encoder stage again"):
         pipe.denoise(plan, conditioning, pipe.initial_state(plan))
 
@@ -303,8 +304,8 @@ def test_videos_whose_sound_is_too_long_or_too_short_are_refused(frames, fps, ne
 def test_stages_of_other_sizes_have_programs_of_other_names():
     spec = published_spec("ltx-2.3-distilled")
     two_stages, single = (spec.plan(GenerationRequest(prompt="A cat", steps=steps)).shapes for steps in (11, 8))
-    assert two_stages["denoise"].startswith("denoise 544x960x121")
-    assert two_stages["refine"].startswith("refine 1088x1920x121")
-    assert single["denoise"].startswith("denoise 1088x1920x121")
+    assert two_stages["denoise"].startswith("denoise 512x768x121")
+    assert two_stages["refine"].startswith("refine 1024x1536x121")
+    assert single["denoise"].startswith("denoise 1024x1536x121")
     slow = spec.plan(GenerationRequest(prompt="A cat", steps=8, fps=12)).shapes
     assert slow["denoise"] != single["denoise"] and slow["decoder"] != single["decoder"]

@@ -1,5 +1,6 @@
 """Every program that a video needs, with the shapes of its arguments, to be compiled ahead of time."""
 
+import collections
 from collections.abc import Sequence
 from typing import Any
 
@@ -213,12 +214,15 @@ def _enlarging(
         number = numbers[VIDEO]
         return growing_program(runtime), (smaller[VIDEO], larger[VIDEO], (number, number)), len(experts)
     program, params = enlarging_program(runtime, experts[0])
-    return program, (params, smaller, _image_latents(runtime, request, images), larger, numbers), len(experts)
+    image = _image_latents(runtime, request, experts[0], images)
+    return program, (params, smaller, image, larger, numbers), len(experts)
 
 
-def _image_latents(runtime: Runtime, request: ResolvedRequest, images: int) -> jax.ShapeDtypeStruct | None:
-    """Return the latents of a request's images, which have the size of the first step's latents; None without any."""
-    shapes = runtime.model.image_latents_shapes(runtime.model.spec.latent_shapes(request, 0)[VIDEO])
+def _image_latents(
+    runtime: Runtime, request: ResolvedRequest, expert: Expert, images: int
+) -> jax.ShapeDtypeStruct | None:
+    """Return the latents of a request's images, as an expert takes them; None without any."""
+    shapes = runtime.model.image_latents_shapes(runtime.model.spec.conditioned_shape(request, expert))
     return _array(runtime, shapes[min(images, len(shapes)) - 1], jnp.float32) if images and shapes else None
 
 
@@ -242,7 +246,7 @@ def _denoise(
     integers = {name: shape for name, (shape, is_integer) in prompt.items() if is_integer}
     text = {name: np.zeros((1, *shape), np.int32) for name, shape in integers.items()}
     constants = model.constants(request, shapes[VIDEO], text)
-    first = _image_latents(runtime, request, images)
+    first = _image_latents(runtime, request, experts[-1], images)
     if isinstance(model, ChunkedModel):
         image = None if first is None else np.zeros(first.shape, np.float32)
         constants |= model.chunk_history(request, (), image)
@@ -289,9 +293,14 @@ def _vae(runtime: Runtime, name: str, shapes: Sequence[tuple[int, ...]]) -> Stag
         dtype = runtime.model.latents_dtype or dtype
     x, *later_chunks = (_array(runtime, shape, dtype) for shape in shapes)
     half, first, later = vae_programs(runtime, name, loaded.module, 1 + len(later_chunks))
-    cache = half.cache_shapes(loaded.params, x) if later_chunks else ()
+    begins_anew = name == "vae_encoder" and all(chunk.shape[2] == 1 for chunk in later_chunks)
+    cache = half.cache_shapes(loaded.params, x) if later_chunks and not begins_anew else ()
     if not cache and name == "vae_encoder":  # Nothing is cached between keyframes: each is encoded as a first chunk.
-        return {f"{name} first": (first, (loaded.params, x), 1 + len(later_chunks))}
+        sizes = collections.Counter([x, *later_chunks])
+        return {
+            f"{name} first{', larger' * (frame is not x)}": (first, (loaded.params, frame), calls)
+            for frame, calls in sizes.items()
+        }
     # A chunk that was denoised separately is decoded separately, starting with a first chunk of latent frames.
     per_chunk = (runtime.model.spec.chunk_frames if name == DECODER else None) or len(shapes)
     programs: StagePrograms = {f"{name} first": (first, (loaded.params, x), len(shapes) // per_chunk)}

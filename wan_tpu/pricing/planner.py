@@ -178,7 +178,6 @@ class Planner:
 
     def _stages(self, programs: list[ProgramPlan]) -> Iterator[StagePlan]:
         flops, spec = self._model.flops, self._model.spec
-        branches = 2 if spec.is_guided(self._request) else 1
         images = spec.image_counts[0] if self._images is None else self._images
         denoise = [
             program
@@ -192,14 +191,14 @@ class Planner:
         if encoder:
             # Only the number of images matters here, not their content.
             pictures: dict[str, Any] = dict.fromkeys(IMAGES[:images], Image.new("RGB", (1, 1)))
-            operations = flops.encoder(dataclasses.replace(self._request, **pictures), prompts=branches)
+            prompts = len(spec.prompts(self._request))
+            operations = flops.encoder(dataclasses.replace(self._request, **pictures), prompts=prompts)
             yield StagePlan("encoder", tuple(encoder), operations, host_s["encoder"])
         if denoise:
             names = name_steps(self._model, self._request, spec.experts(self._request))
             experts = {name: expert for expert, name in names.items()}
             operations = sum(
-                program.calls
-                * count_step(self._model, self._request, experts[program.name], branches=branches, images=images)
+                program.calls * count_step(self._model, self._request, experts[program.name], images=images)
                 for program in denoise
                 if program.name in experts
             )

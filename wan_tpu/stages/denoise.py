@@ -174,19 +174,31 @@ def expert_inputs(
 
     text = {name: cast(np.concatenate([arrays[name] for arrays in prompts])) for name in conditioning.prompt}
     image = None if conditioning.image is None else cast(conditioning.image)
-    video_latents = conditioning.image_latents
-    if runtime.model.spec.continues_video and video_latents is None:  # Chunks attend to either.
-        video_latents = conditioning.video_latents
-    latents = None if video_latents is None else np.array(video_latents)
-    expected = runtime.model.image_latents_shapes(runtime.model.spec.latent_shapes(request, 0)[VIDEO])
-    if latents is not None and latents.shape not in expected:
-        raise InvalidInput(
-            f"the image's latents are {latents.shape}; this request needs {' or '.join(map(str, expected))}: run the "
-            "encoder stage again with its settings"
-        )
+    image_latents = _select_image_latents(runtime, request, expert, conditioning)
+    latents = None if image_latents is None else np.array(image_latents)
     shape = runtime.model.spec.latent_shapes(request, expert.stop)[VIDEO]
     constants = runtime.model.constants(request, shape, conditioning.prompt)
     return ExpertInputs(*place((text, image, latents, constants), runtime.mesh))
+
+
+def _select_image_latents(
+    runtime: Runtime[Model], request: ResolvedRequest, expert: Expert, conditioning: Conditioning
+) -> np.ndarray | None:
+    """Return the latents of images that an expert takes, or of the video that it continues; None without any."""
+    spec = runtime.model.spec
+    sizes = [conditioning.image_latents, conditioning.larger_image_latents]
+    if spec.continues_video and conditioning.image_latents is None:  # Chunks attend to either.
+        sizes = [conditioning.video_latents]
+    given = [latents for latents in sizes if latents is not None]
+    expected = runtime.model.image_latents_shapes(spec.conditioned_shape(request, expert))
+    fitting = next((latents for latents in given if latents.shape in expected), None)
+    if given and fitting is None:
+        shapes = " and ".join(str(latents.shape) for latents in given)
+        raise InvalidInput(
+            f"the image's latents are {shapes}; this request needs {' or '.join(map(str, expected))}: run the "
+            "encoder stage again with its settings"
+        )
+    return fitting
 
 
 class ExpertRun:

@@ -1,6 +1,7 @@
 """The encoder stage: prompts one at a time, and the image."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -155,14 +156,20 @@ def encode_image(runtime: Runtime[Model], request: ResolvedRequest, inputs: Imag
         bar.step()
     model, generator = runtime.model, None
     with runtime.time_host_work():
-        joined = np.concatenate(moments, axis=2)
+        # Chunks of another size are another condition.
+        joined = [np.concatenate(list(chunks), axis=2) for _, chunks in itertools.groupby(moments, _frame_size)]
         if isinstance(model, ChunkedModel):
-            latents, generator = model.condition(joined, request, inputs.source_frames)
+            latents, generator = model.condition(joined[0], request, inputs.source_frames)
+            larger = None
         else:
-            latents = model.image_latents(joined, request)
+            latents, larger, *_ = [*(model.image_latents(chunks, request) for chunks in joined), None]
     if request.video is not None:
         return ImageCondition(video_latents=latents, generator=generator)
-    return ImageCondition(features, latents, prompt=prompt, generator=generator)
+    return ImageCondition(features, latents, larger, prompt=prompt, generator=generator)
+
+
+def _frame_size(moments: np.ndarray) -> tuple[int, ...]:
+    return moments.shape[3:]
 
 
 def _read_images(runtime: Runtime[Model], read: Mapping[str, tuple[jax.Array, ...]], bar: Bar) -> Arrays:

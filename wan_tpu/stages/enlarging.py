@@ -26,7 +26,7 @@ def enlarge(
         request: The request.
         expert: An expert that enlarges.
         state: The state, on the devices.
-        image: The request's image latents at the smaller size, or None.
+        image: The expert's image latents (`ModelSpec.conditioned_shape`), or None.
     """
     program, params = enlarging_program(runtime, expert)
     sigmas = {part: schedule.sigmas[expert.start] for part, schedule in runtime.model.spec.schedules(request).items()}
@@ -51,13 +51,12 @@ def enlarging_program(runtime: Runtime[Model], expert: Expert) -> tuple[Program,
 
     def run(params, latents, image, noises, sigmas):  # type: ignore[no-untyped-def]
         loaded = [Loaded(part.module, weights) for part, weights in zip(components, params, strict=True)]
-        video = latents[VIDEO]
-        if image is not None:
-            video = video.at[:, :, :1].set(image)  # Denoising leaves the image as it was.
-        larger = {**latents, VIDEO: runtime.model.enlarge(loaded, runtime.mesh, video)}
+        larger = {**latents, VIDEO: runtime.model.enlarge(loaded, runtime.mesh, latents[VIDEO])}
         noisy = {part: (1 - sigmas[part]) * x + sigmas[part] * noises[part] for part, x in larger.items()}
         if image is not None:
-            noisy[VIDEO] = noisy[VIDEO].at[:, :, :1].set(larger[VIDEO][:, :, :1])
+            # It has no noise: it is the image, or what it has become if it wasn't encoded at the larger size.
+            enlarged = larger[VIDEO][:, :, :1]
+            noisy[VIDEO] = noisy[VIDEO].at[:, :, :1].set(image if image.shape == enlarged.shape else enlarged)
         return jax.lax.with_sharding_constraint(noisy, replicated_sharding(runtime.mesh))
 
     return runtime.program("enlarge latents", run), tuple(part.params for part in components)

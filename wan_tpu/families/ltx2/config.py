@@ -80,6 +80,11 @@ class Ltx2Config:
     distilled: bool = False
 
 
+def is_23(config: Ltx2Config) -> bool:
+    """Return whether a model is LTX-2.3; otherwise it is LTX-2.0."""
+    return bool(config.transformer["cross_attn_mod"])
+
+
 def read_config(checkpoint: Checkpoint) -> Ltx2Config:
     """Read a checkpoint's configuration.
 

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 
 from wan_tpu.families.ltx2 import audio, components, connectors, text, vae
-from wan_tpu.families.ltx2.spec import STRIDE, Ltx2Spec
+from wan_tpu.families.ltx2.spec import Ltx2Spec
 from wan_tpu.families.shared.flop_count import count
-from wan_tpu.plan import VIDEO
 from wan_tpu.request import ResolvedRequest
 
 
@@ -20,20 +19,15 @@ class Ltx2Flops:
         self._spec, self._config = spec, spec.config
 
     def encoder(self, request: ResolvedRequest, *, prompts: int) -> int:
-        """Count the encoding of prompts, and of the request's image if it has one."""
+        """Count the encoding of prompts, and of the request's image, if it has one, at each of its sizes."""
         total = prompts * text.count_flops(self._config)
-        if request.image is not None:
-            *_, height, width = self._spec.latent_shapes(request, 0)[VIDEO]
-            total += vae.count_encoding(self._config, (1, 3, 1, height * STRIDE, width * STRIDE))
-        return total
+        sizes = [] if request.image is None else self._spec.image_sizes(request)
+        return total + sum(vae.count_encoding(self._config, (1, 3, 1, *size)) for size in sizes)
 
     def step(self, latent_shape: tuple[int, ...], *, branches: int, images: int = 0) -> int:
-        """Count a denoising step over latents [1, C, T, H, W]: one evaluation, or all that guidance takes."""
-        evaluations = 1
-        if branches > 1:
-            evaluations = 4 if self._config.transformer["perturbed_attn"] else 2
+        """Count a denoising step over latents [1, C, T, H, W]; the branches are all evaluations that guidance takes."""
         build = components.transformer(self._config).build
-        return evaluations * count(build, lambda module: self._run(module, latent_shape))
+        return branches * count(build, lambda module: self._run(module, latent_shape))
 
     def decoder(self, latent_shape: tuple[int, ...]) -> int:
         """Count the decoding of latents [1, C, T, H, W], and of the sound."""

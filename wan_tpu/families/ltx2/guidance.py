@@ -3,10 +3,10 @@
 Shapes: E evaluations, L tokens, C channels.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from wan_tpu.families.ltx2.config import Ltx2Config
+from wan_tpu.families.ltx2.config import Ltx2Config, is_23
 
 
 @dataclass(frozen=True)
@@ -33,33 +33,43 @@ class Guidance:
         perturbation: The scale of guidance away from perturbed layers (STG); 0 for none.
         modality: The scale of guidance away from video and sound that don't attend to each other; 1 for none.
         rescale: How much of the deviation of the prompt's own clean estimate is restored.
+        image_noise: The part of a step's noise that an image's tokens count with when the deviations are measured.
     """
 
     audio_scale: float | None = None
     perturbation: float = 0.0
     modality: float = 1.0
     rescale: float = 0.0
+    image_noise: float = 0.0
 
 
-# Defaults of diffusers' pipelines for LTX-2.3. LTX-2.0 was published with guidance by the negative prompt only.
-_OF_23 = Guidance(audio_scale=7.0, perturbation=1.0, modality=3.0, rescale=0.7)
-_PERTURBED = 28  # The layer, of 48, that those pipelines perturb.
+# Lightricks' settings for all versions since 2026-03-04: ltx_pipelines/utils/constants.py of ltx-pipelines 1.0.0. An
+# image's tokens have timestep 0 there, and so are clean: `X0Model` of ltx_core/model/transformer/model.py, ltx-core
+# 1.0.0.
+_LIGHTRICKS = Guidance(audio_scale=7.0, perturbation=1.0, modality=3.0, rescale=0.7)
+# diffusers 0.42.1 has the same defaults for LTX-2.3, and takes an image's tokens to be as noisy as all others. For
+# LTX-2.0, diffusers 0.37 had guidance by the negative prompt only.
+_DIFFUSERS_23 = replace(_LIGHTRICKS, image_noise=1.0)
+# The layers, of 48, that are perturbed in LTX-2.0 and in LTX-2.3, from the same file of ltx-pipelines.
+_PERTURBED_20, _PERTURBED_23 = 29, 28
 
 
-def guidance_of(config: Ltx2Config) -> Guidance:
-    """Return the guidance that a model was published with."""
-    return _OF_23 if config.transformer["perturbed_attn"] else Guidance()
+def guidance_of(config: Ltx2Config, *, follows_diffusers: bool) -> Guidance:
+    """Return the guidance of a model by the rules of its authors or of diffusers."""
+    if not follows_diffusers:
+        return _LIGHTRICKS
+    return _DIFFUSERS_23 if config.transformer["perturbed_attn"] else Guidance()
 
 
 def evaluations(config: Ltx2Config, count: int) -> tuple[Evaluation, ...]:
     """Return the first `count` evaluations of a step: the prompt's, the negative prompt's, perturbed, isolated."""
     layers = config.transformer["num_layers"]
-    perturbed = (_PERTURBED * layers // 48,)
+    perturbed = ((_PERTURBED_23 if is_23(config) else _PERTURBED_20) * layers // 48,)
     return (Evaluation(), Evaluation(1), Evaluation(perturbed_blocks=perturbed), Evaluation(is_isolated=True))[:count]
 
 
-def combine(velocities: Any, latents: Any, sigma: Any, scales: Any) -> Any:
-    """Return the guided velocity [L, C] of several evaluations, as diffusers' LTX-2 pipelines combine them.
+def combine(velocities: Any, latents: Any, sigma: Any, scales: Any, noise: Any) -> Any:
+    """Return the guided velocity [L, C] of several evaluations, as Lightricks' and diffusers' pipelines combine them.
 
     Every evaluation pushes the clean estimate of the first one away from its own; then the result is pulled back to the
     deviation that the first one had.
@@ -69,10 +79,11 @@ def combine(velocities: Any, latents: Any, sigma: Any, scales: Any) -> Any:
         latents: Float32 [L, C].
         sigma: The step's noise level.
         scales: Float32 [E]: how strongly each other evaluation pushes, and last how much is pulled back.
+        noise: The noise level that the tokens are taken to have, a scalar or [L, 1].
     """
     if len(velocities) == 1:
         return velocities[0]
-    clean = latents - sigma * velocities
+    clean = latents - noise * velocities
     guided = clean[0] + sum(scales[i - 1] * (clean[0] - clean[i]) for i in range(1, len(clean)))
     rescaled = guided * (clean[0].std(ddof=1) / guided.std(ddof=1))
     return (latents - (scales[-1] * rescaled + (1 - scales[-1]) * guided)) / sigma

@@ -1,6 +1,7 @@
 """The LTX-2 family: video with sound from text, or from text and an image.
 
-The reference for every formula is diffusers 0.42, pipelines/ltx2.
+The references for every formula are ltx-core and ltx-pipelines 1.0.0, Lightricks' own programs, and, for the preset
+that follows it, diffusers 0.42, pipelines/ltx2.
 
 Shapes: T latent frames, H W latent height and width, L tokens of the video, A tokens of the sound, C channels.
 """
@@ -14,26 +15,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from diffusers.pipelines.ltx2.utils import DEFAULT_IMAGE_CRF, apply_image_conditioning_crf
 from jax.sharding import Mesh
 from PIL import Image
 
-from wan_tpu.families.ltx2 import audio, components, connectors, positions, text, transformer, upsampler, vae
-from wan_tpu.families.ltx2.config import Ltx2Config
+from wan_tpu.families.ltx2 import audio, components, connectors, image, positions, text, transformer, upsampler, vae
+from wan_tpu.families.ltx2.config import Ltx2Config, is_23
 from wan_tpu.families.ltx2.flops import Ltx2Flops
-from wan_tpu.families.ltx2.guidance import combine, evaluations
-from wan_tpu.families.ltx2.spec import REFINE, STRIDE, Ltx2Spec
+from wan_tpu.families.ltx2.guidance import combine, evaluations, guidance_of
+from wan_tpu.families.ltx2.spec import REFINE, Ltx2Spec
 from wan_tpu.families.model import Model, StepInputs
 from wan_tpu.families.shared.causal_vae import CausalChunks
 from wan_tpu.families.shared.family_spec import DENOISE
 from wan_tpu.families.shared.flop_count import Flops
-from wan_tpu.media.image import fit_image
+from wan_tpu.families.shared.token_counts import Cut
 from wan_tpu.plan import AUDIO, VIDEO, Expert
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.components import Component, Loaded
-
-_LONGEST_SIDE = 16384  # Pixels of a picture that x264 compresses.
 
 
 class Ltx2Model(Model):
@@ -92,13 +90,13 @@ class Ltx2Model(Model):
         return (*latent_shape[:2], 1, *latent_shape[3:])
 
     def image_chunks(self, request: ResolvedRequest, images: int) -> list[tuple[int, int, int, int, int]]:
-        """Return the shape of the image at the size of the first stage."""
-        return [(1, 3, 1, *self._image_size(request))]
+        """Return the shape of the image at each size at which it is encoded."""
+        return [(1, 3, 1, *size) for size in self.spec.image_sizes(request)]
 
     # ---- The encoder stage.
 
-    def tokenize(self, prompt: str) -> tuple[dict[str, tuple[np.ndarray, ...]], list[str]]:
-        """Return ids and mask of a prompt, int32 [1, 1024], and a warning if it was cut."""
+    def tokenize(self, prompt: str) -> tuple[dict[str, tuple[np.ndarray, ...]], list[Cut]]:
+        """Return ids and mask of a prompt, int32 [1, 1024], and the cut if it is too long."""
         ids, mask, warnings = text.tokenize_prompt(self.tokenizers["text_encoder"], prompt)
         return {"text_encoder": (ids, mask)}, warnings
 
@@ -118,25 +116,18 @@ class Ltx2Model(Model):
         return dict(encoded["text_encoder"])
 
     def video_condition(self, request: ResolvedRequest) -> list[np.ndarray]:
-        """Return the image as the VAE takes it, float32 [1, 3, 1, H, W] in [-1, 1], at the size of the first stage.
-
-        It is first compressed with H.264, because the model was trained on compressed frames.
-        """
+        """Return the image as the VAE takes it, float32 [1, 3, 1, H, W] in [-1, 1], at each size of `image_sizes`."""
         assert isinstance(request.image, Image.Image)
-        # H.264 has pairs of rows and columns, and not any number of them.
-        scale = min(1.0, _LONGEST_SIDE / max(request.image.size))
-        width, height = (max(2, round(side * scale)) for side in request.image.size)
-        image = request.image.resize((width, height))
-        compressed = Image.fromarray(apply_image_conditioning_crf(np.array(image), DEFAULT_IMAGE_CRF))
-        height, width = self._image_size(request)
-        slack = self.spec.shape_slack * height // request.height
-        frame = fit_image(compressed, height, width, slack=slack, resample=Image.Resampling.BILINEAR)
-        pixels = 2.0 * (np.asarray(frame, np.float32) / 255.0) - 1.0
-        return [pixels.transpose(2, 0, 1)[None, :, None]]
+        compressed = image.compress(request.image)
+        return [self._fit(compressed, request, *size) for size in self.spec.image_sizes(request)]
 
-    def _image_size(self, request: ResolvedRequest) -> tuple[int, int]:
-        *_, height, width = self.spec.latent_shapes(request, 0)[VIDEO]
-        return height * STRIDE, width * STRIDE
+    def _fit(self, picture: Image.Image, request: ResolvedRequest, height: int, width: int) -> np.ndarray:
+        if self.spec.follows_diffusers(request):
+            slack = self.spec.shape_slack * height // request.height
+            pixels = 2.0 * (image.fit_as_diffusers(picture, height, width, slack=slack) / 255.0) - 1.0
+        else:
+            pixels = image.fit_as_lightricks(picture, height, width) / 127.5 - 1.0
+        return pixels.transpose(2, 0, 1)[None, :, None]
 
     def image_latents(self, moments: np.ndarray, request: ResolvedRequest) -> np.ndarray:
         """Return the mean, the first half of the channels, float32 [1, C, 1, H, W]."""
@@ -154,33 +145,33 @@ class Ltx2Model(Model):
         The video's noise is drawn even if `noise` replaces it: diffusers mixes latents that it is given with a noise
         whose weight is 0.
         """
-        generator = torch.Generator("cpu").manual_seed(request.seed)
-        video = torch.randn(self.spec.latent_shapes(request, 0)[VIDEO], generator=generator).numpy()
-        sound = self._draw_sound(request, generator).transpose(1, 2).flatten(2).numpy()
-        return {VIDEO: video if noise is None else noise, AUDIO: sound}
+        drawn = self._draw_first(request, torch.Generator("cpu").manual_seed(request.seed))
+        return drawn if noise is None else drawn | {VIDEO: noise}
 
-    def _draw_sound(self, request: ResolvedRequest, generator: torch.Generator) -> torch.Tensor:
-        """Draw noise [1, channels, A, bins] for the sound."""
-        _, count, channels = self.spec.audio_shape(request)
+    def _draw_first(self, request: ResolvedRequest, generator: torch.Generator) -> dict[str, np.ndarray]:
+        """Draw the noise of the first stage: Lightricks draws tokens, diffusers the latents before they become tokens.
+
+        Source: ltx_core/components/noisers.py and tools.py of ltx-core 1.0.0.
+        """
+        shapes = self.spec.latent_shapes(request, 0)
+        if not self.spec.follows_diffusers(request):
+            return {VIDEO: _draw_tokens(shapes[VIDEO], generator), AUDIO: _draw(shapes[AUDIO], generator)}
+        video = _draw(shapes[VIDEO], generator)
+        _, count, channels = shapes[AUDIO]
         latents = self.config.audio_vae["latent_channels"]
-        return torch.randn((1, latents, count, channels // latents), generator=generator)
+        sound = _draw((1, latents, count, channels // latents), generator)
+        return {VIDEO: video, AUDIO: sound.transpose(0, 2, 1, 3).reshape(shapes[AUDIO])}
 
     def renoise(self, request: ResolvedRequest, expert: Expert, *, has_image: bool) -> dict[str, np.ndarray]:
         """Return the noise of the second stage, drawn after the first one's.
 
-        diffusers draws the sound's as tokens, and the video's as well where there is no image.
+        It is drawn as tokens, except for the video's in diffusers where there is an image.
         """
         generator = torch.Generator("cpu").manual_seed(request.seed)
-        torch.randn(self.spec.latent_shapes(request, 0)[VIDEO], generator=generator)
-        self._draw_sound(request, generator)
+        self._draw_first(request, generator)
         shapes = self.spec.latent_shapes(request, expert.stop)
-        _, channels, *grid = shapes[VIDEO]
-        if has_image:
-            video = torch.randn(shapes[VIDEO], generator=generator)
-        else:
-            tokens = torch.randn((math.prod(grid), channels), generator=generator)
-            video = tokens.T.reshape(shapes[VIDEO]).contiguous()
-        return {VIDEO: video.numpy(), AUDIO: torch.randn(shapes[AUDIO], generator=generator).numpy()}
+        draw = _draw if has_image and self.spec.follows_diffusers(request) else _draw_tokens
+        return {VIDEO: draw(shapes[VIDEO], generator), AUDIO: _draw(shapes[AUDIO], generator)}
 
     def enlarge(self, loaded: Sequence[Loaded], mesh: Mesh, latents: jax.Array) -> jax.Array:
         """Double the width and height of the video's latents."""
@@ -192,11 +183,21 @@ class Ltx2Model(Model):
     def constants(
         self, request: ResolvedRequest, latent_shape: tuple[int, ...], text: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        """Return the rotary tables of the request's tokens, whose positions are seconds and pixels."""
+        """Return the rotary tables of the request's tokens, whose positions are seconds and pixels.
+
+        With them come the parts of a step's noise that an image's tokens count with, float32 [2]: when guidance is
+        rescaled, and in the attention between video and sound.
+        """
         _, count, _ = self.spec.audio_shape(request)
         frames, height, width = latent_shape[2:]
         tables = positions.make_tables(self.config.transformer, (frames, height, width), count, request.fps)
-        return {f"{_ROPE}{name}": table for name, table in tables.items()}
+        follows_diffusers = self.spec.follows_diffusers(request)
+        in_guidance = guidance_of(self.config, follows_diffusers=follows_diffusers).image_noise
+        # ltx-core 1.0.0 modulates this attention by the sound's timestep (ltx_core/model/transformer/
+        # transformer_args.py); diffusers does so for LTX-2.3 only.
+        in_attention = 1.0 if is_23(self.config) or not follows_diffusers else 0.0
+        rules = {_IMAGE_NOISE: np.float32([in_guidance, in_attention])}
+        return rules | {f"{_ROPE}{name}": table for name, table in tables.items()}
 
     def text_keys(
         self,
@@ -212,38 +213,37 @@ class Ltx2Model(Model):
     def velocity(self, module: torch.nn.Module, params: Params, mesh: Mesh, inputs: StepInputs) -> dict[str, jax.Array]:
         """Return the guided velocities, float32, of the video [1, C, T, H, W] and of the sound [1, A, C]."""
         assert inputs.audio is not None
-        latents, (sound, time) = inputs.latents, inputs.audio
-        times = time[None]
-        if inputs.image_latents is not None:
-            # The image has no noise: tokens of the first latent frame have timestep 0. In a second stage, that frame is
-            # the image as enlarged with the latents.
-            if inputs.image_latents.shape[3:] == latents.shape[3:]:
-                latents = latents.at[:, :, :1].set(inputs.image_latents)
-            times = jnp.stack([jnp.zeros_like(time), time])
+        latents, (sound, time), picture = inputs.latents, inputs.audio, inputs.image_latents
         keys, dtype = inputs.keys, inputs.keys["text"].dtype
         rope = {name.removeprefix(_ROPE): keys[name] for name in keys if name.startswith(_ROPE)}
+        sigma, times = time / 1000, time[None]
+        cross_times, noise, of_image = times, sigma, jnp.zeros_like(latents[:, :, :1])
+        if picture is not None:
+            # Tokens of the first latent frame have timestep 0: the image has no noise. Its velocity leads from what the
+            # latents have there to the image, which the model sees from the first step on.
+            if picture.shape[3:] == latents.shape[3:]:
+                of_image = (latents[:, :, :1] - picture) / sigma
+                latents = latents.at[:, :, :1].set(picture)
+            in_guidance, in_attention = keys[_IMAGE_NOISE]
+            times = jnp.stack([jnp.zeros_like(time), time])
+            if not is_23(self.config):
+                cross_times = jnp.stack([in_attention * time, time])
+            is_image = jnp.arange(math.prod(latents.shape[2:])) < math.prod(latents.shape[3:])
+            noise = jnp.where(is_image, in_guidance * sigma, sigma)[:, None]
         videos, sounds = transformer.predict(
             module,
             params,
             mesh,
             latents.astype(dtype),
             sound[0].astype(dtype),
-            transformer.Conditions(times, time[None], keys["text"], keys["audio_text"], rope),
+            transformer.Conditions(times, cross_times, time[None], keys["text"], keys["audio_text"], rope),
             evaluations(self.config, inputs.guidance.shape[-1]),
-            cross_timestep=self.config.transformer["cross_attn_mod"],
         )
-        sigma = time / 1000
         tokens = latents[0].reshape(latents.shape[1], -1).T
-        velocity = combine(videos, tokens, sigma, inputs.guidance[0]).T.reshape(latents.shape)
-        if inputs.image_latents is not None:
-            velocity = velocity.at[:, :, :1].set(0)  # The image must not change.
-        return {VIDEO: velocity, AUDIO: combine(sounds, sound[0], sigma, inputs.guidance[1])[None]}
-
-    def finish(self, latents: np.ndarray, image_latents: np.ndarray | None, request: ResolvedRequest) -> np.ndarray:
-        """Return the latents to decode: the image's are put back in place, unless they have been enlarged."""
-        if image_latents is None or image_latents.shape[3:] != latents.shape[3:]:
-            return latents
-        return np.concatenate([image_latents, latents[:, :, 1:]], axis=2)
+        velocity = combine(videos, tokens, sigma, inputs.guidance[0], noise).T.reshape(latents.shape)
+        if picture is not None:
+            velocity = velocity.at[:, :, :1].set(of_image)
+        return {VIDEO: velocity, AUDIO: combine(sounds, sound[0], sigma, inputs.guidance[1], sigma)[None]}
 
     # ---- The decoder stage.
 
@@ -257,4 +257,14 @@ class Ltx2Model(Model):
         return decode(module, params, value)
 
 
-_ROPE = "rope."
+def _draw(shape: tuple[int, ...], generator: torch.Generator) -> np.ndarray:
+    return torch.randn(shape, generator=generator).numpy()
+
+
+def _draw_tokens(shape: tuple[int, ...], generator: torch.Generator) -> np.ndarray:
+    """Draw noise [1, C, T, H, W] token by token."""
+    _, channels, *grid = shape
+    return np.ascontiguousarray(_draw((math.prod(grid), channels), generator).T.reshape(shape))
+
+
+_ROPE, _IMAGE_NOISE = "rope.", "image noise"

@@ -48,7 +48,7 @@ class Ltx2Spec(FamilySpec):
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """A schedule is shifted by the number of its tokens, or not at all; both stages run the same transformer."""
+        """How a schedule is shifted is no setting of a request; both stages run the same transformer."""
         return "guidance_scale_2", "switch_step", "shift"
 
     @property
@@ -59,10 +59,19 @@ class Ltx2Spec(FamilySpec):
     @property
     def usual_sizes(self) -> list[tuple[int, int]]:
         """The usual ones, of which few are multiples of 64, and LTX-2's own that are no larger than the default."""
-        height, width = self.defaults.height, self.defaults.width
-        examples = [(h, w) for h, w in published.SIZES if h * w <= height * width]
+        examples = [(h, w) for h, w in published.SIZES if h * w <= self._usual_area]
         sizes = [*super().usual_sizes, *examples, *((w, h) for h, w in examples)]
         return list(dict.fromkeys(sizes))
+
+    @property
+    def _usual_area(self) -> int:
+        """The pixels of the larger of Lightricks' size and diffusers'."""
+        return max(size.height * size.width for size in (self.defaults, published.diffusers_defaults(self.config)))
+
+    def size_to_extend(self, picture: tuple[int, int]) -> tuple[int, int]:
+        """Return the (height, width) of a clip that continues a video, which keeps every usual size."""
+        height, width = (nearest_multiple(side, self.size_multiple) for side in picture)
+        return (height, width) if height * width <= self._usual_area else super().size_to_extend(picture)
 
     @property
     def audio_rate(self) -> int:  # type: ignore[override]
@@ -110,6 +119,20 @@ class Ltx2Spec(FamilySpec):
             height, width = height // 2, width // 2
         return {VIDEO: (*leading, height, width), AUDIO: self.audio_shape(request)}
 
+    def conditioned_shape(self, request: ResolvedRequest, expert: Expert) -> tuple[int, ...]:
+        """Return the shape of an expert's latents, since Lightricks encodes the image again for the second stage.
+
+        Source: ltx_pipelines/distilled.py of ltx-pipelines 1.0.0. diffusers' second stage doesn't see the image.
+        """
+        if self.follows_diffusers(request):
+            return super().conditioned_shape(request, expert)
+        return self.latent_shapes(request, expert.stop)[VIDEO]
+
+    def image_sizes(self, request: ResolvedRequest) -> list[tuple[int, int]]:
+        """Return each (height, width) in pixels at which an image is encoded."""
+        shapes = (self.conditioned_shape(request, expert) for expert in self.experts(request))
+        return list(dict.fromkeys((height * STRIDE, width * STRIDE) for *_, height, width in shapes))
+
     def tokens(self, latent_shape: tuple[int, ...]) -> int:
         """Return L, the video's tokens."""
         return math.prod(latent_shape[2:])
@@ -126,6 +149,11 @@ class Ltx2Spec(FamilySpec):
             *_, height, width = self.latent_shapes(request, expert.stop)[VIDEO]
             program = names[expert.stage].replace(size, f"{height * STRIDE}x{width * STRIDE}", 1)
             names[expert.stage] = f"{program} {sound}"
+        if images:
+            sizes = [f"{height}x{width}" for height, width in self.image_sizes(request)]
+            names[ENCODER] = f"{ENCODER} {' and '.join(sizes)}"
+            if REFINE in names:
+                names[REFINE] += f" of {sizes[-1]}"  # The image, whose size need not be the second stage's.
         return names | {DECODER: f"{DECODER} {size}x{request.frames} {sound}"}
 
     def check_size(self, request: ResolvedRequest) -> None:
@@ -178,6 +206,10 @@ class Ltx2Spec(FamilySpec):
         """Return whether there is guidance, of any kind that the model has."""
         return request.guidance_scale > 1
 
+    def count_evaluations(self, request: ResolvedRequest, expert: Expert) -> int:
+        """Return how often a step runs the transformer."""
+        return self._guidance_rows(request).shape[1] if expert.guided else 1
+
     def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:
         """Return the one expert, or the two stages that run the same transformer at two sizes."""
         guided, first = self.is_guided(request), len(published.DISTILLED_SIGMAS)
@@ -198,14 +230,23 @@ class Ltx2Spec(FamilySpec):
         elif self.config.distilled and request.steps == len(published.DISTILLED_SIGMAS):
             schedule = flow.euler_at(published.DISTILLED_SIGMAS)
         else:
-            schedule = flow.euler_at(_noise_levels(self.config, request.steps, self.tokens(self.latent_shape(request))))
-        rows = np.zeros((2, 1))
-        if self.is_guided(request):
-            guidance = guidance_of(self.config)
-            extra_scales = (guidance.perturbation, guidance.modality - 1) if guidance.perturbation else ()
-            scales = request.guidance_scale, guidance.audio_scale or request.guidance_scale
-            rows = np.array([(scale - 1, *extra_scales, guidance.rescale) for scale in scales])
+            # diffusers shifts by the number of tokens, Lightricks as for the number at which the shift is largest:
+            # ltx_core/components/schedulers.py of ltx-core 1.0.0, which ltx-pipelines calls without latents.
+            tokens = self.config.scheduler["max_image_seq_len"]
+            if self.follows_diffusers(request):
+                tokens = self.tokens(self.latent_shape(request))
+            schedule = flow.euler_at(_noise_levels(self.config, request.steps, tokens))
+        rows = self._guidance_rows(request)
         return schedule.with_guidance(np.broadcast_to(rows, (request.steps, *rows.shape)))
+
+    def _guidance_rows(self, request: ResolvedRequest) -> np.ndarray:
+        """Return the guidance of video and sound, [2, E]."""
+        if not self.is_guided(request):
+            return np.zeros((2, 1))
+        guidance = guidance_of(self.config, follows_diffusers=self.follows_diffusers(request))
+        extra_scales = (guidance.perturbation, guidance.modality - 1) if guidance.perturbation else ()
+        scales = request.guidance_scale, guidance.audio_scale or request.guidance_scale
+        return np.array([(scale - 1, *extra_scales, guidance.rescale) for scale in scales])
 
     def schedules(self, request: ResolvedRequest) -> dict[str, Schedule]:
         """Return the schedule of the video, which is also the sound's."""
@@ -214,7 +255,10 @@ class Ltx2Spec(FamilySpec):
 
 
 def _noise_levels(config: Ltx2Config, steps: int, tokens: int) -> tuple[float, ...]:
-    """Return the noise level of each step, as diffusers' FlowMatchEulerDiscreteScheduler computes them in float32."""
+    """Return the noise level of each step as diffusers' FlowMatchEulerDiscreteScheduler computes them in float32.
+
+    For the same number of tokens, Lightricks' LTX2Scheduler computes the same ones.
+    """
     scheduler = config.scheduler
     sigmas: np.ndarray = np.linspace(1.0, 1 / steps, steps).astype(np.float32)
     if scheduler["use_dynamic_shifting"]:

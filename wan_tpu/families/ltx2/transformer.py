@@ -42,6 +42,7 @@ class Conditions(NamedTuple):
 
     Attributes:
         times: float32 [M], timesteps of the video's tokens; of two, the first is for the first latent frame.
+        cross_times: float32 [1] or [M], the same in the attention between video and sound.
         time: float32 [1], the step's timestep, which the sound and the text have.
         text: [X, S, channels] of the video's embeddings of the texts.
         audio_text: The sound's.
@@ -49,6 +50,7 @@ class Conditions(NamedTuple):
     """
 
     times: jax.Array
+    cross_times: jax.Array
     time: jax.Array
     text: jax.Array
     audio_text: jax.Array
@@ -63,8 +65,6 @@ def predict(
     audio: jax.Array,
     conditions: Conditions,
     evaluations: Sequence[Evaluation],
-    *,
-    cross_timestep: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Return each evaluation's velocity of video and sound as tokens, float32 [E, L, channels] and [E, A, channels].
 
@@ -76,12 +76,12 @@ def predict(
         audio: Latents as tokens [A, channels].
         conditions: The inputs that all evaluations share.
         evaluations: The evaluations.
-        cross_timestep: Whether the attention between the streams is modulated by the other's timestep (LTX-2.3).
     """
     grid = video.shape[2:]
 
     def method(module: Any, tokens: torch.Tensor, sound: torch.Tensor, texts: Any) -> tuple[jax.Array, jax.Array]:
-        embedded = embed_times(module, conditions.times, conditions.time, tokens.dtype, cross_timestep=cross_timestep)
+        times = conditions.times, conditions.cross_times, conditions.time
+        embedded = embed_times(module, *times, tokens.dtype)
         text, audio_text = (to_jax(value) for value in project_texts(module, texts))
         count = math.prod(grid)
         layout = token_layout(mesh, 1, count, module.config.num_attention_heads)

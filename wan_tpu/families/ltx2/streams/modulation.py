@@ -13,18 +13,18 @@ from wan_tpu.runtime.bridge import Params, to_jax, to_torch
 
 
 def embed_times(
-    module: Any, times: jax.Array, time: jax.Array, dtype: torch.dtype, *, cross_timestep: bool
+    module: Any, times: jax.Array, cross_times: jax.Array, time: jax.Array, dtype: torch.dtype
 ) -> dict[str, jax.Array]:
     """Return the timesteps' embeddings for every use, float32 [M, rows, channels], by the names of modulations.
 
     Args:
         module: The transformer, inside `wan_tpu.runtime.bridge.call`.
         times: Float32 [M], of the video's tokens.
+        cross_times: Float32 [1] or [M], of the video's tokens in the attention between the streams.
         time: Float32 [1], the step's, which the sound and the text have.
         dtype: The dtype to compute in.
-        cross_timestep: Whether the attention between the streams is modulated by the other's timestep (LTX-2.3).
     """
-    video_times, sound_time = to_torch(times), to_torch(time)
+    video_times, cross, sound_time = to_torch(times), to_torch(cross_times), to_torch(time)
 
     def embed(layer: Any, times: torch.Tensor) -> tuple[jax.Array, jax.Array]:
         modulation, embedding = layer(times, batch_size=len(times), hidden_dtype=dtype)
@@ -32,7 +32,6 @@ def embed_times(
         return rows.reshape(len(rows), layer.num_mod_params, -1), to_jax(embedding).astype(jnp.float32)
 
     scale = module.config.cross_attn_timestep_scale_multiplier / module.config.timestep_scale_multiplier
-    cross = sound_time if cross_timestep else video_times  # Of the video's tokens: the sound's timestep in LTX-2.3.
     video, embedding = embed(module.time_embed, video_times)
     audio, audio_embedding = embed(module.audio_time_embed, sound_time)
     results = {
