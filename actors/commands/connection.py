@@ -82,9 +82,13 @@ def _advise_start(args: argparse.Namespace) -> str:
         source = getattr(args, "layout", None)
         if source is not None and Layout.load(source).devices_per_host is not None:
             layout = source
-    folder = [] if args.folder == find_default_folder() else ["--folder", str(args.folder)]
-    command = shlex.join(["wan-tpu", "cluster", "up", "--emulate", layout, *folder])
+    command = shlex.join(["wan-tpu", "cluster", "up", "--emulate", layout, *spell_folder(args)])
     return f"give the --address of a real cluster, or start an emulated one: {command}"
+
+
+def spell_folder(args: argparse.Namespace) -> list[str]:
+    """Return --folder as another command needs it: not at all if it is the default."""
+    return [] if args.folder == find_default_folder() else ["--folder", str(args.folder)]
 
 
 def is_emulated_here(args: argparse.Namespace, address: str) -> bool:

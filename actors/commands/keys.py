@@ -3,6 +3,7 @@
 import argparse
 import datetime
 import os
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.commands.arguments import add_actions, add_folder, check_range
+from actors.commands.connection import spell_folder
 from actors.commands.serve_arguments import NONE, choose_database
 from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import InvalidInput
@@ -51,9 +53,11 @@ def keys(argv: Sequence[str]) -> None:
     from actors.jobs.store import open_database
 
     address = choose_database(args.database, args.folder)
+    shown = [] if args.database is None else ["--database", "..." if "://" in address else address]  # No password.
+    add_command = shlex.join(["wan-tpu", "keys", "add", "NAME", *shown, *spell_folder(args)])
     if args.action != "add" and "://" not in address and not Path(address).exists():
         # Don't create the database here, because it would belong to the first user who happened to list its keys.
-        message = f"there are no keys: the database {address} doesn't exist yet; wan-tpu keys add NAME creates it"
+        message = f"there are no keys: the database {address} doesn't exist yet; {add_command} creates it"
         if args.action in ("limit", "revoke"):
             raise InvalidInput(message)
         print(message, file=sys.stderr)
@@ -77,7 +81,7 @@ def keys(argv: Sequence[str]) -> None:
             for key in valid_keys:
                 print(_describe(key))
             if not valid_keys:
-                print(f"{database} has no valid key; create one with wan-tpu keys add NAME", file=sys.stderr)
+                print(f"{database} has no valid key; create one with {add_command}", file=sys.stderr)
         case "usage":
             _print_usage(database, args.days)
 

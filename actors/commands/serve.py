@@ -3,12 +3,13 @@
 import argparse
 import dataclasses
 import os
+import shlex
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.commands.connection import find_gcs_address, join_cluster
+from actors.commands.connection import find_gcs_address, join_cluster, spell_folder
 from actors.commands.mounted_layout import MountedLayout
 from actors.commands.new_pipeline import build_spec, read_settings
 from actors.commands.serve_arguments import NONE, build_serve_parser, read_service_settings
@@ -45,7 +46,10 @@ def serve(argv: Sequence[str]) -> None:
         return
     summary = _bring_up(args)
     if args.detach:
-        print(f"{summary}; wan-tpu serve --down takes it down")
+        explicit = parser.non_defaults(args)
+        location = [word for name in ("address", "name") if name in explicit for word in (f"--{name}", explicit[name])]
+        down = shlex.join(["wan-tpu", "serve", "--down", *location, *spell_folder(args)])
+        print(f"{summary}; to take it down: {down}")
         return
     try:
         print(f"{summary}; Ctrl-C takes it down", flush=True)

@@ -1,5 +1,6 @@
 """`wan-tpu serve` before it joins a cluster: who may be let in, and the config for `serve deploy`."""
 
+import shlex
 import threading
 from pathlib import Path
 
@@ -10,14 +11,31 @@ from ray.serve.schema import ServeDeploySchema
 from actors.api.deploy import prepare
 from actors.api.settings import ServiceSettings
 from actors.cli import main
+from actors.commands import serve as commands
 from actors.commands.mounted_layout import MountedLayout, wait_for_layout
 from actors.commands.serve_config import read_service
 from actors.jobs.keys import make_key, revoke_key
 from actors.jobs.store import open_database
+from actors.pipeline_spec import PipelineSettings
 from actors.reliability import ReliabilitySettings
 from wan_tpu.errors import InvalidInput, Unavailable
 
 LAYOUT = "emulated-demo"
+
+
+@pytest.mark.parametrize("more", [[], ["--name", "another", "--address", "127.0.0.1:1"]])
+def test_detached_service_s_hint_takes_that_service_down(more, tmp_path, capsys, monkeypatch):
+    taken_down = []
+    monkeypatch.setattr(commands, "_bring_up", lambda args: "up")
+    monkeypatch.setattr(commands, "_check_running", lambda args: None)
+    monkeypatch.setattr(commands, "_take_down", taken_down.append)
+    folder = tmp_path / "my state"
+    assert main(["serve", "--detach", "--layout", LAYOUT, "--model", "m", "--folder", str(folder), *more]) == 0
+    hint = capsys.readouterr().out.rpartition("wan-tpu ")[2]
+    assert main(shlex.split(hint)) == 0
+    [args] = taken_down
+    assert (args.folder, args.address) == (folder, more[3] if more else None)
+    assert args.name == (more[1] if more else PipelineSettings.name)
 
 
 def test_a_public_address_needs_a_key(tmp_path):

@@ -85,10 +85,11 @@ def make_app(service: Service) -> FastAPI:
 )
 async def list_models(service: Served, caller: Watcher) -> ModelList:
     """Return what can be asked for, with its tasks, stages, defaults and limits."""
-    return ModelList(data=[describe_model(service.settings, service.spec, _STARTED)])
+    names = (service.settings.model, *service.settings.aliases)
+    return ModelList(data=[describe_model(service.settings, service.spec, _STARTED, name) for name in names])
 
 
-_ModelName = Annotated[str, Path(description="The model's `id`, or one of its `aliases`.")]
+_ModelName = Annotated[str, Path(description="The `id` of a model, or of an alias.")]
 
 
 @other_routes.get(
@@ -102,7 +103,7 @@ async def retrieve_model(service: Served, name: _ModelName, caller: Watcher) -> 
     """Return one model, by its name or an alias."""
     if name not in (service.settings.model, *service.settings.aliases):
         raise HttpError(404, f"there is no model {name[:80]!r}; GET /v1/models lists them", code="model_not_found")
-    return describe_model(service.settings, service.spec, _STARTED)
+    return describe_model(service.settings, service.spec, _STARTED, name)
 
 
 _DAY = r"^\d{4}-\d{2}-\d{2}$"

@@ -14,9 +14,9 @@ from wan_tpu.spec import ModelSpec
 class Limits(Object):
     """The lowest and the highest value of a field."""
 
-    minimum: float
+    minimum: int | float
     """The lowest value that is taken."""
-    maximum: float
+    maximum: int | float
     """The highest value that is taken."""
 
 
@@ -38,6 +38,8 @@ class Model(Object):
 
     id: str
     """What a request writes in `model`."""
+    alias_of: str | None
+    """The model for which this name stands; null where it is the model's own."""
     object: Literal["model"] = "model"
     created: int
     """Unix seconds, when this process began to offer it."""
@@ -85,15 +87,15 @@ class Model(Object):
 
 
 class ModelList(Object):
-    """All models: there is one."""
+    """All names that `model` may have."""
 
     object: Literal["list"] = "list"
     data: list[Model]
-    """The models; a service has one."""
+    """The model, of which a service has one, and then its aliases."""
 
 
-def describe_model(settings: ServiceSettings, spec: ModelSpec, created: int) -> Model:
-    """Return the API's description of a service's model."""
+def describe_model(settings: ServiceSettings, spec: ModelSpec, created: int, name: str = "") -> Model:
+    """Return the API's description of a service's model, or of the `name` that is its alias."""
     # Videos have a rate of frames also where a request can't choose it.
     unused = {*spec.unused} - {"fps"}
     defaults = {name: value for name, value in dataclasses.asdict(spec.defaults).items() if name not in unused}
@@ -105,7 +107,8 @@ def describe_model(settings: ServiceSettings, spec: ModelSpec, created: int) -> 
     height, width = defaults.pop("height"), defaults.pop("width")
     family = family_of_spec(spec)
     return Model(
-        id=settings.model,
+        id=name or settings.model,
+        alias_of=settings.model if name not in ("", settings.model) else None,
         created=created,
         display_name=None if family is None else family.display_name or None,
         tasks=list(spec.tasks),

@@ -163,7 +163,9 @@ def test_an_alias_is_the_model(settings):
     with serve(dataclasses.replace(settings, aliases=("sora-2",))) as address:
         with OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
             assert client.videos.create(prompt="x", model="sora-2").model == MODEL
-            assert client.models.retrieve("sora-2").id == MODEL
+            models = {model.id: model.alias_of for model in client.models.list()}
+            assert models == {MODEL: None, "sora-2": MODEL}  # n8n offers only listed ids that contain "sora".
+            assert client.models.retrieve("sora-2").alias_of == MODEL
             with pytest.raises(openai.BadRequestError):
                 client.videos.create(prompt="x", model="sora-3")
 

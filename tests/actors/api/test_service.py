@@ -248,6 +248,10 @@ def test_a_model_says_what_it_makes_and_within_which_limits(settings):
         [model] = http.get("/v1/models").json()["data"]
         assert http.get(f"/v1/models/{serving.MODEL}").json() == model
         assert http.get("/v1/models/another").status_code == 404
+        highest = model["limits"]["seed"]["maximum"]
+        assert [
+            create(http, size="832x480", num_frames=81, seed=seed).status_code for seed in (highest, highest + 1)
+        ] == [200, 400]
     assert (model["tasks"], model["stages"]) == (["t2v", "i2v"], ["encoder", "denoise", "decoder"])
     assert (model["size_multiple"], model["frame_step"], model["solvers"]) == (32, 4, ["unipc", "euler"])
     assert model["largest"] == [{"size": "832x480", "num_frames": 81}]

@@ -111,7 +111,7 @@ def test_keys_are_added_limited_listed_and_revoked_by_the_command(tmp_path, caps
     assert main(["keys", "revoke", "ann", *options]) == 2
     output = capsys.readouterr()
     assert "the keys are: none" in output.err and output.out == "revoked ann\n"
-    assert "has no valid key" in output.err
+    assert "has no valid key" in output.err and "keys add NAME --database" in output.err
 
 
 def test_looking_for_keys_makes_no_database(tmp_path, capsys):
