@@ -14,10 +14,12 @@ class Emulator:
     """Starts in this process on a free port of the loopback interface.
 
     failures  (HTTP status, message, "before" | "after" the request is carried out), for the next requests
+    refusal  (HTTP status, code) of whatever has a checksum, as from Cloudflare's R2 and older MinIO
     """
 
     def __init__(self):
         self.failures = []
+        self.refusal = None
         self.seen = []
         self._application = DomainDispatcherApplication(create_backend_app)
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=_Silent)
@@ -28,14 +30,18 @@ class Emulator:
 
     def _answer(self, environ, start_response):
         self.seen.append(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}?{environ['QUERY_STRING']}")
-        if not self.failures:
+        if self.refusal is not None and any("CHECKSUM" in name or name == "HTTP_X_AMZ_TRAILER" for name in environ):
+            failure = (*self.refusal, "before")
+        elif self.failures:
+            failure = self.failures.pop(0)
+        else:
             return self._application(environ, start_response)
-        status, message, when = self.failures.pop(0)
+        status, message, when = failure
         if when == "after":  # the request is carried out, its answer is lost
             list(self._application(environ, lambda *args: None))
         else:
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-        code = re.sub(r"\W", "", message.title())
+        code = re.sub(r"\W", "", message if " " not in message else message.title())
         start_response(f"{status} {message}", [("Content-Type", "application/xml")])
         return [f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()]
 

@@ -59,6 +59,61 @@ def test_refused_access_names_the_rights_that_lack(bucket):
         storage.probe()
 
 
+# As R2, older MinIO and others answer a request with Amazon's checksum.
+CHECKSUM_REFUSALS = [(501, "NotImplemented"), (401, "Unauthorized"), (400, "InvalidRequest")]
+
+
+@pytest.fixture
+def without_checksums(s3_emulator, monkeypatch):
+    monkeypatch.setattr(s3, "PART_BYTES", 5 * 2**20)
+    yield s3_emulator
+    s3_emulator.refusal = None
+
+
+def test_service_that_refuses_checksums_is_written_to(without_checksums):
+    storage, content = open_storage("s3://videos/plain"), os.urandom(6 * 2**20)
+    without_checksums.refusal = 501, "NotImplemented"
+    storage.write("small.json", b"{}")
+    with storage.writing("large.mp4") as file:
+        file.write(content)
+    assert (storage.read("small.json"), storage.read("large.mp4")) == (b"{}", content)
+
+
+@pytest.mark.parametrize("refusal", CHECKSUM_REFUSALS)
+def test_checksums_that_a_service_refuses_are_named_at_once(refusal, without_checksums, monkeypatch):
+    monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_supported")
+    without_checksums.refusal = refusal
+    storage, start = open_storage("s3://videos/checked"), time.monotonic()
+    with pytest.raises(Refused, match="unset AWS_REQUEST_CHECKSUM_CALCULATION"):
+        storage.write("small.json", b"{}")
+    assert time.monotonic() - start < 5
+
+
+def test_checksums_that_a_service_takes_are_kept_in_the_parts(without_checksums, monkeypatch):
+    monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_supported")
+    storage, content = open_storage("s3://videos/checked"), os.urandom(6 * 2**20)
+    with storage.writing("large.mp4") as file:
+        file.write(content)
+    assert storage.read("large.mp4") == content
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "remedy"),
+    [
+        (403, "SignatureDoesNotMatch", "AWS_SECRET_ACCESS_KEY"),
+        (400, "ExpiredToken", "expired"),
+        (403, "RequestTimeTooSkewed", "clock"),
+        (403, "InvalidObjectState", "restore"),
+    ],
+)
+def test_refusals_of_amazon_name_the_remedy_for_their_cause(status, code, remedy, s3_emulator):
+    storage = open_storage("s3://videos/refused")
+    s3_emulator.failures[:] = [(status, code, "before")]
+    with pytest.raises(Refused, match=remedy) as refused:
+        storage.read("a.json")
+    assert "s3:PutObject" not in str(refused.value) and "again" not in str(refused.value)
+
+
 def test_large_objects_go_up_in_a_resumable_upload(gcs, emulator):
     content = os.urandom(9_000_000)  # the client's limit for one request is 8 MB
     gcs.write("large.mp4", content)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
+from urllib.parse import urlsplit
 
 import urllib3
 
@@ -46,6 +47,24 @@ MAX_CLIENTS = 16  # The number of buckets whose clients are kept.
 _CONFIG = Config(
     connect_timeout=10, read_timeout=60, max_pool_connections=32, retries={"mode": "standard", "total_max_attempts": 1}
 )
+# Amazon's client adds a checksum (CRC32) to all it writes, which R2, older MinIO and others refuse.
+_OTHER_SERVICE = _CONFIG.merge(
+    Config(request_checksum_calculation="when_required", response_checksum_validation="when_required")
+)
+_CHECKSUMS = "AWS_REQUEST_CHECKSUM_CALCULATION"
+_KEYS = "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, or the profile in AWS_PROFILE"
+_REGION = "set AWS_DEFAULT_REGION to the bucket's region"
+# What to do, by the service's error code; the same status (403, 400) has many causes.
+_REMEDIES = {
+    "InvalidAccessKeyId": _KEYS,
+    "SignatureDoesNotMatch": _KEYS,
+    "InvalidToken": _KEYS,
+    "ExpiredToken": "the credentials have expired; get new ones, such as with aws sso login",
+    "RequestTimeTooSkewed": "this machine's clock is wrong; set it",
+    "InvalidObjectState": "the object is archived; restore it first (aws s3api restore-object)",
+    "PermanentRedirect": _REGION,
+    "AuthorizationHeaderMalformed": _REGION,
+}
 _SILENCE = (
     aws.ConnectionError,
     aws.HTTPClientError,
@@ -199,13 +218,24 @@ class S3Storage(BucketStorage):
             return Missing(f"{where} does not exist, or its bucket doesn't; check the address")
         if status == 412:
             return Missing(f"{where} was replaced while it was read; run this again")
-        if status in (401, 403):
-            return Refused(
-                f"can't {action} {where}: not allowed ({first_line(error)}); allow this account s3:GetObject, "
-                f"s3:PutObject, s3:DeleteObject and s3:ListBucket on the bucket {self.bucket!r}"
+        if _is_temporary(error):
+            return StorageError(f"can't {action} {where} ({first_line(error)}); run this again")
+        remedy = _REMEDIES.get(error.response["Error"].get("Code", ""))
+        if remedy is None and action == "write" and self._adds_checksums_elsewhere():
+            remedy = f"if it refuses checksums, as R2 and older MinIO do, unset {_CHECKSUMS}"
+        if remedy is None and status in (401, 403):
+            remedy = (
+                "allow this account s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket on the bucket "
+                f"{self.bucket!r}"
             )
-        kind = Refused if is_refusal(status) and not _is_temporary(error) else StorageError
-        return kind(f"can't {action} {where} ({first_line(error)}); run this again")
+        verdict = "not allowed" if status in (401, 403) else "the service refuses it"
+        reason = f"can't {action} {where}: {verdict} ({first_line(error)})"
+        return Refused(reason if remedy is None else f"{reason}; {remedy}")
+
+    def _adds_checksums_elsewhere(self) -> bool:
+        """Return whether another service than Amazon's gets checksums, because the environment says so."""
+        client = self.client.meta
+        return not _is_amazon(client.endpoint_url) and client.config.request_checksum_calculation == "when_supported"
 
 
 @functools.lru_cache(MAX_CLIENTS)
@@ -221,7 +251,15 @@ def _make_client(bucket: str, settings: frozenset[tuple[str, str]]) -> Any:
     session = boto3.session.Session()
     if session.get_credentials() is None:
         raise aws.NoCredentialsError
-    return session.client("s3", config=_CONFIG)
+    client = session.client("s3", config=_CONFIG)
+    if _is_amazon(client.meta.endpoint_url) or _CHECKSUMS in os.environ:
+        return client
+    return session.client("s3", config=_OTHER_SERVICE)
+
+
+def _is_amazon(address: str) -> bool:
+    host = urlsplit(address).hostname or ""
+    return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
 
 
 class _Upload(io.RawIOBase):
