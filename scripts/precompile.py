@@ -49,13 +49,15 @@ def main() -> int:
         height, width = (None, None) if args.size is None else read_size("--size", args.size)
         partial = GenerationRequest(height=height, width=width, frames=args.frames, guidance_scale=args.guidance_scale)
         request = partial.resolve(model.spec.defaults)
+        models = [model.for_text(model.spec.fit_text_rows(count)) for count in args.prompt_tokens] or [model]
         for part in _parts(args, model):
             devices = describe_slice(part.slice).devices() if part.slice else None
             mesh = make_mesh(part.mesh, heads=model.spec.heads, devices=devices)
             print(f"{part.name}{model.spec.name}, mesh {dict(mesh.shape)} of {_kind(part, mesh)}", flush=True)
-            for done in precompile(model, request, mesh, args.dtype, args.folder, stages=part.stages):
-                took = f"{done.compile_s:8.1f} s compiling{done.seconds:8.1f} s in all"
-                print(f"{done.name:<20}{done.refusal or took}", flush=True)
+            for sized in models:
+                for done in precompile(sized, request, mesh, args.dtype, args.folder, stages=part.stages):
+                    took = f"{done.compile_s:8.1f} s compiling{done.seconds:8.1f} s in all"
+                    print(f"{done.name:<20}{done.refusal or took}", flush=True)
     except jax.errors.JaxRuntimeError as error:  # all that a compiler says
         print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
         return 1
@@ -93,6 +95,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--size", help="WIDTHxHEIGHT in pixels")
     parser.add_argument("--frames", type=int)
     parser.add_argument("--guidance_scale", type=float)
+    parser.add_argument(
+        "--prompt_tokens",
+        type=int,
+        nargs="+",
+        default=[],
+        help="MiniMax-H3: of prompts to compile for, such as 1024 6000",
+    )
     add_precision(parser)
     add_mesh(parser)
     parser.add_argument("folder", help="or gs://bucket/folder")

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from PIL import Image
 
@@ -35,6 +36,20 @@ class Expert:
     chunk: int = 0
 
 
+class PromptText(NamedTuple):
+    """A text to encode.
+
+    Attributes:
+        text: The text.
+        field: The request's field that has it.
+        may_be_cut: Whether it is cut if the model reads less; otherwise the request is refused.
+    """
+
+    text: str
+    field: str = "prompt"
+    may_be_cut: bool = True
+
+
 @dataclass(frozen=True)
 class RequestPlan:
     """What a request needs, stage by stage; created once, by `wan_tpu.spec.ModelSpec.plan`.
@@ -51,6 +66,7 @@ class RequestPlan:
         has_sound: Whether the video has sound.
         shapes: For each stage, a name for the programs and adapters that it needs. A different name means that
             something must be compiled or merged first.
+        cuts_prompts: Whether a prompt that is longer than the model reads is cut.
         needs_prompt: Whether an empty prompt leaves the model nothing to attend to. Only `check_prompt` refuses one,
             because sizes are planned without a prompt.
     """
@@ -65,6 +81,7 @@ class RequestPlan:
     has_sound: bool
     shapes: dict[str, str]
     needs_prompt: bool = False
+    cuts_prompts: bool = True
 
     @property
     def first_step(self) -> int:
@@ -111,6 +128,10 @@ class RequestPlan:
     def size_of(self, expert: Expert) -> int:
         """Return an expert's position in its chunk and stage: each later expert of a stage denoises larger latents."""
         return [e for e in self.experts if (e.stage, e.chunk) == (expert.stage, expert.chunk)].index(expert)
+
+    def describe_text(self, text: str) -> PromptText:
+        """Return one of the `prompts` with what its encoding needs to know."""
+        return PromptText(text, "prompt" if text == self.request.prompt else "negative_prompt", self.cuts_prompts)
 
     def check_prompt(self) -> None:
         """Refuse an empty prompt where the model needs one; raises `InvalidRequest`."""

@@ -136,6 +136,18 @@ class ModelSpec(ModelLimits):
         """Return the texts whose embeddings a request needs: the prompt and, with guidance, the negative prompt."""
         return (request.prompt, request.negative_prompt) if self.is_guided(request) else (request.prompt,)
 
+    def fit_text_rows(self, tokens: int) -> int:
+        """Return the first of the `text_rows` that holds so many tokens.
+
+        Raises:
+            InvalidRequest: There is none.
+        """
+        rows = next((rows for rows in self.text_rows if rows >= tokens), None)
+        if rows is None:
+            most = f"reads at most {self.text_rows[-1]}" if self.text_rows else "has the same programs for all prompts"
+            raise InvalidRequest(f"prompt_tokens is {tokens}; {self.name} {most}", "prompt_tokens")
+        return rows
+
     def choose_text_rows(self, request: ResolvedRequest, *, images: int) -> int:
         """Return which of the `text_rows` a request's text takes; 0 if there are none."""
         return 0

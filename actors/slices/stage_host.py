@@ -31,7 +31,7 @@ from wan_tpu.aot.precompile import compile_all
 from wan_tpu.data import DenoiseState, ImageCondition, join_conditioning
 from wan_tpu.errors import InvalidInput, OutputError
 from wan_tpu.pipeline import open_runtime
-from wan_tpu.plan import ENCODER, VIDEO, RequestPlan
+from wan_tpu.plan import ENCODER, VIDEO, PromptText, RequestPlan
 from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.runtime.processes import share_first
 from wan_tpu.stage_machine import StageMachine, Step
@@ -130,7 +130,7 @@ class StageHost(HostProfile):
         """Tell the leader that a program is being compiled, or that this is done, lest the call be counted as hung."""
         self._report(dataclasses.replace(self._reported, within_s=COMPILE_S if program else None))
 
-    def encode_text(self, prompt: str) -> Output:
+    def encode_text(self, prompt: PromptText) -> Output:
         """Encode one prompt: ((compile_s, warnings), `TextEmbedding`).
 
         The embedding's bits depend only on prompt, model, dtype and mesh.

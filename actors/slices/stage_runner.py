@@ -33,7 +33,8 @@ class StageRunner(SliceVisits):
     async def encode_text(self, request: SliceRequest, prompt: str) -> AsyncGenerator[Event, None]:
         """Encode a prompt; the result is a `TextEmbedding`."""
         with self._serve(request, ENCODER):
-            spans, warnings, ref = await self._compute(request, ENCODER, "one prompt", "encode_text", prompt)
+            text = request.plan.describe_text(prompt)
+            spans, warnings, ref = await self._compute(request, ENCODER, "one prompt", "encode_text", text)
             spans[0] = dataclasses.replace(spans[0], chosen=self._explain_choice(request))
             for span in spans:
                 yield span

@@ -127,7 +127,7 @@ class SliceVisits:
         stage: str,
         shape: str,
         method: str,
-        arg: str,
+        arg: Any,
         has_begun: asyncio.Event | None = None,
     ) -> tuple[list[Span], tuple[str, ...], Any]:
         """Hold the devices for one call, and set `has_begun` then; return the call's spans, warnings and payload."""

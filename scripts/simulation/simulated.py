@@ -29,7 +29,7 @@ from wan_tpu.families.wan.published import PUBLISHED
 from wan_tpu.families.wan.spec import WanSpec
 from wan_tpu.media.boxes import FREE, make_box
 from wan_tpu.media.mp4 import Mp4
-from wan_tpu.plan import DECODER, ENCODER, RequestPlan
+from wan_tpu.plan import DECODER, ENCODER, PromptText, RequestPlan
 from wan_tpu.request import GenerationRequest, ResolvedRequest
 
 SIMULATED_HOST = f"{__name__}:SimulatedHost"
@@ -129,10 +129,10 @@ class SimulatedHost:
         resolved = MODEL.plan(request).request
         _encode_black(resolved.height, resolved.width, resolved.frames, resolved.fps)
 
-    def encode_text(self, prompt: str) -> Output:
+    def encode_text(self, prompt: PromptText) -> Output:
         """Wait for one prompt's seconds: ((0, no warnings), `TextEmbedding`)."""
         with self._lasting(self._planned.text_s):
-            values = {"text": np.full(self._planned.text, _mark(prompt), BFLOAT16)}
+            values = {"text": np.full(self._planned.text, _mark(prompt.text), BFLOAT16)}
         return Output((0.0, []), pack(TextEmbedding(values)))
 
     def encode_image(self, key: str) -> Output:

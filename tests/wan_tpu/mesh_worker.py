@@ -59,7 +59,7 @@ for shape in meshes:
     plan = pipe.plan(request)
     if image is None:  # encoded once: test_halo compares the VAE's halves on meshes
         image = pipe.encode(plan)
-    text, negative = (encode_prompt(pipe.runtime, prompt, print) for prompt in plan.prompts)
+    text, negative = (encode_prompt(pipe.runtime, plan.describe_text(prompt), print) for prompt in plan.prompts)
     conditioning = dataclasses.replace(image, prompt=text, negative=negative)
     state = pipe.denoise(plan, conditioning, pipe.initial_state(plan))
     latents["x".join(map(str, shape))] = state.latents

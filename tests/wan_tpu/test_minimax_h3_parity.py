@@ -1,5 +1,6 @@
 """MiniMax-H3 as a whole, against diffusers' modular pipeline: latents of both parts after each step, pixels, sound."""
 
+import dataclasses
 import re
 
 import numpy as np
@@ -10,14 +11,15 @@ from PIL import Image
 from tests.wan_tpu import adapter_files as files
 from tests.wan_tpu.minimax_h3_reference import Reference, relative
 from wan_tpu import GenerationRequest, InvalidRequest, load_pipeline
-from wan_tpu.aot.programs import programs_by_images
+from wan_tpu.aot.programs import AbstractRuntime, programs_by_images, stage_programs
 from wan_tpu.data import DenoiseState, dump_value, parse_value
-from wan_tpu.families import published_spec
+from wan_tpu.families import open_spec, published_spec
 from wan_tpu.families.minimax_h3.small import make_checkpoint
 from wan_tpu.families.shared.tokens import patchify
 
 SIZE = {"height": 64, "width": 96}
 STEPS, SEED = 3, 7
+LONG_PROMPT = ("the sea and the wind " * 300)[:5000]  # The small tokenizer has one token for each letter.
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +67,19 @@ def test_requests_with_and_without_keyframes_compile_nothing_after_a_warm_up(pip
         pytest.param("", {"image": 0}, marks=pytest.mark.soak),
         pytest.param("A cat plays the piano.", {"last_image": 1}, marks=pytest.mark.long),
         ("A cat plays the piano.", {"image": 0, "last_image": 1}),
+        pytest.param(LONG_PROMPT[:1500], {}, marks=pytest.mark.long),
+        pytest.param(LONG_PROMPT, {"image": 0, "last_image": 1}, marks=pytest.mark.soak),
     ],
-    ids=["text", "long text", "first frame", "first frame alone", "last frame", "first and last frame"],
+    ids=[
+        "text",
+        "long text",
+        "first frame",
+        "first frame alone",
+        "last frame",
+        "first and last frame",
+        "1,500 tokens",
+        "5,000 tokens, first and last frame",
+    ],
 )
 def test_same_latents_pixels_and_sound_as_diffusers(prompt, images, pipe, reference):
     images = {name: draw_picture(seed) for name, seed in images.items()}
@@ -78,6 +91,53 @@ def test_same_latents_pixels_and_sound_as_diffusers(prompt, images, pipe, refere
 def test_shortest_and_longest_video_are_those_of_diffusers(frames, pipe, reference):
     request = GenerationRequest(prompt="A cat plays the piano.", frames=frames, steps=2, seed=SEED, **SIZE)
     assert_same_video(request, pipe, reference)
+
+
+def test_prompt_that_is_too_long_is_refused_unless_it_may_be_cut(pipe):
+    """It is refused when it is planned, with its length and the longest one, before any work."""
+    too_long = GenerationRequest(prompt="the sea and the wind " * 300, **SIZE)
+    with pytest.raises(InvalidRequest, match=r"prompt is 6300 tokens long; allowed: at most 6144") as refused:
+        pipe.plan(too_long)
+    assert refused.value.field == "prompt"
+    with pytest.raises(InvalidRequest, match=r"allowed: at most 6131"):  # Its keyframe's label takes 13.
+        pipe.plan(dataclasses.replace(too_long, image=draw_picture(0)))
+    warnings = []
+    plan = pipe.plan(dataclasses.replace(too_long, truncate_prompt=True))
+    conditioning = pipe.encode(plan, warn=warnings.append)
+    assert len(warnings) == 1 and warnings[0].startswith("prompt is 6300 tokens long")
+    cut = pipe.encode(pipe.plan(dataclasses.replace(too_long, prompt=too_long.prompt[:6144])), warn=warnings.append)
+    assert len(warnings) == 1 and np.array_equal(conditioning.prompt["text"], cut.prompt["text"])
+
+
+def test_longer_texts_have_programs_of_their_own(pipe, folder):
+    """Their names differ, so that pools know which of them are compiled; short prompts' are what they were."""
+    spec = open_spec(folder)
+    names = {}
+    for letters in (1, 1024, 1025, 5000):
+        plan = spec.plan(GenerationRequest(prompt="x" * letters, **SIZE))
+        assert plan.shapes == pipe.plan(GenerationRequest(prompt="x" * letters, **SIZE)).shapes
+        names[letters] = plan.shapes
+    assert names[1] == names[1024] == published_spec("minimax-h3").plan(GenerationRequest(prompt="x", **SIZE)).shapes
+    for stage in ("encoder", "denoise"):
+        assert len({names[letters][stage] for letters in (1, 1025, 5000)}) == 3
+    assert len({names[letters]["decoder"] for letters in names}) == 1
+    picture = spec.plan(GenerationRequest(prompt="x" * 1020, image=draw_picture(0), **SIZE))
+    assert picture.shapes["denoise"].endswith("2048 tokens")  # With its label.
+
+
+def test_programs_are_compiled_ahead_for_the_length_that_is_asked_for(pipe):
+    request = pipe.plan(GenerationRequest(prompt="x", steps=1, **SIZE)).request
+    usual = stage_programs(AbstractRuntime(pipe.runtime.model, pipe.runtime.mesh, "float32"), request)
+    model = pipe.runtime.model.for_text(2048)
+    longer = stage_programs(AbstractRuntime(model, pipe.runtime.mesh, "float32"), request, images=0)
+    assert [x.shape for x in longer["text_encoder"][1][1:]] == [(1, 2048), (1, 1)]
+    assert longer["text keys"][1][1]["text"].shape[1] == 2048
+    keys, _ = longer["denoise step"][1][3]
+    assert keys["text"].shape[0] == 2048 and len(keys["places"]) > 2048
+    assert usual["decoder first"][1][1].shape == longer["decoder first"][1][1].shape
+    longest = stage_programs(AbstractRuntime(model, pipe.runtime.mesh, "float32"), request, images=2)
+    vision = len(longest["denoise step"][1][3][0]["text"]) - 2048
+    assert longest["text_encoder"][1][1].shape == (1, 2048 + vision) and vision > 0
 
 
 def assert_same_video(request, pipe, reference):

@@ -18,10 +18,11 @@ from tests.wan_tpu.minimax_h3_text_worker import Encoder, draw_keyframes
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.families.minimax_h3 import text
-from wan_tpu.families.minimax_h3.config import read_config
+from wan_tpu.families.minimax_h3.config import TEXT_ROWS, read_config
 from wan_tpu.families.minimax_h3.published import PUBLISHED
 from wan_tpu.families.minimax_h3.small import make_checkpoint
 from wan_tpu.families.minimax_h3.vision import pictures, presentation, tower
+from wan_tpu.families.shared.token_counts import count_tokens
 from wan_tpu.families.shared.tokenizing import Tokenizer
 from wan_tpu.runtime.components import load_component
 from wan_tpu.runtime.mesh import make_mesh
@@ -72,22 +73,51 @@ def ours(folder):
 
 @pytest.mark.parametrize("name", PROMPTS)
 def test_a_prompt_becomes_what_diffusers_makes_of_it(name, theirs, ours):
-    ids, count, warnings = text.tokenize_prompt(ours.tokenizer, PROMPTS[name])
-    assert ids.shape == (1, text.TEXT_TOKENS) and ids.dtype == np.int32 and not warnings
+    ids, count, cuts = text.tokenize_prompt(ours.tokenizer, PROMPTS[name])
+    assert ids.shape == (1, TEXT_ROWS[0]) and ids.dtype == np.int32 and not cuts
     expected, _ = theirs(PROMPTS[name])
     assert relative(ours.encode(ids)[:count], expected) < TOLERANCE
     assert ours.without_keyframes._cache_size() == 1  # A single program serves prompts of every length.
 
 
-def test_a_prompt_of_ten_thousand_characters_is_cut_with_a_warning(theirs, ours):
+@pytest.mark.parametrize(
+    ("letters", "rows"), [(1024, 1024), (1025, 2048), (2048, 2048), (2049, 4096), (4097, 6144), (6144, 6144)]
+)
+def test_a_long_prompt_takes_the_first_length_that_holds_it_and_becomes_what_diffusers_makes(
+    letters, rows, theirs, ours
+):
+    prompt = ("the sea and the wind " * 300)[:letters]
+    ids, count, cuts = text.tokenize_prompt(ours.tokenizer, prompt)
+    assert (ids.shape, count, cuts) == ((1, rows), letters, [])  # The small tokenizer has one for each letter.
+    expected, _ = theirs(prompt)
+    assert relative(ours.encode(ids)[:count], expected) < TOLERANCE
+
+
+def test_a_prompt_longer_than_all_lengths_is_cut_to_the_longest(theirs, ours):
     prompt = "the sea and the wind " * 500
-    ids, count, [warning] = text.tokenize_prompt(ours.tokenizer, prompt)
-    assert count == text.TEXT_TOKENS  # The small tokenizer has one for each letter.
-    assert "is 10500 tokens long, the model reads 1024" in warning and "cut after" in warning
-    assert relative(ours.encode(ids), theirs(prompt[: text.TEXT_TOKENS])[0]) < TOLERANCE
-    inputs, [warning] = presentation.present(ours.config, ours.tokenizer, prompt, draw_keyframes(1), (0,))
-    assert "the model reads 1011" in warning  # Its keyframe's label takes 13.
+    ids, count, [cut] = text.tokenize_prompt(ours.tokenizer, prompt)
+    assert count == TEXT_ROWS[-1] and (cut.tokens, cut.read) == (10500, TEXT_ROWS[-1])
+    assert prompt[: TEXT_ROWS[-1]].endswith(cut.end)
+    assert relative(ours.encode(ids), theirs(prompt[: TEXT_ROWS[-1]])[0]) < TOLERANCE
+    inputs, [cut] = presentation.present(ours.config, ours.tokenizer, prompt, draw_keyframes(1), (0,))
+    assert cut.read == TEXT_ROWS[-1] - 13  # Its keyframe's label takes 13.
     assert inputs.count == inputs.ids.size
+
+
+@pytest.mark.parametrize("name", [*PROMPTS, "long"])
+@pytest.mark.parametrize("room", [5, 6144])
+def test_tokens_are_counted_and_cut_without_transformers_as_with_it(name, room, folder, ours):
+    prompt = PROMPTS.get(name, "the sea and the wind " * 300)
+    with ours.tokenizer.lock() as tokenizer:
+        ids, cuts = text.read_words(tokenizer, prompt, room)
+        expected = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    count = count_tokens(str(folder / "tokenizer"), prompt, room)
+    assert count.tokens == expected and min(expected, room) == len(ids)
+    assert cuts == ([] if count.cut is None else [count.cut])
+
+
+def test_tokens_of_an_unreadable_tokenizer_are_not_counted(tmp_path):
+    assert count_tokens(None, "a", 5) is None and count_tokens(str(tmp_path), "a", 5) is None
 
 
 def test_an_empty_prompt_without_keyframes_is_refused(ours):
@@ -106,17 +136,29 @@ def test_padding_changes_nothing(ours):
 )
 def test_keyframes_are_read_before_the_prompt_as_diffusers_does(count, anchors, prompt, theirs, ours):
     prompt, keyframes = PROMPTS.get(prompt, ""), draw_keyframes(count)
-    inputs, warnings = presentation.present(ours.config, ours.tokenizer, prompt, keyframes, anchors)
-    assert not warnings and inputs.anchors.tolist() == [list(anchors)]
-    shapes = presentation.shapes(ours.config, 64, 96, count)
+    inputs, cuts = presentation.present(ours.config, ours.tokenizer, prompt, keyframes, anchors)
+    assert not cuts and inputs.anchors.tolist() == [list(anchors)]
+    shapes = presentation.shapes(ours.config, 64, 96, count, TEXT_ROWS[0])
     assert [(x.shape, x.dtype) for x in inputs] == [(x.shape, x.dtype) for x in shapes]
     expected, tags = theirs(prompt, keyframes)
     order, rows = inputs.order[0], int(inputs.count[0, 0])
     vision = count * pictures.vision_rows(ours.config, 64, 96)
-    assert sorted(order) == list(range(vision + text.TEXT_TOKENS))
+    assert sorted(order) == list(range(vision + TEXT_ROWS[0]))
     assert tags[order[:rows]].tolist() == [0] * vision + [1] * (rows - vision)
     assert relative(ours.encode(inputs)[:rows], expected[order[:rows]]) < TOLERANCE
     assert ours.with_keyframes._cache_size() <= 2  # A program for each number of keyframes.
+
+
+def test_keyframes_with_a_long_prompt_are_read_as_diffusers_does(theirs, ours):
+    prompt, keyframes = ("the sea and the wind " * 300)[:2040], draw_keyframes(2)
+    inputs, cuts = presentation.present(ours.config, ours.tokenizer, prompt, keyframes, (0, 1))
+    vision = 2 * pictures.vision_rows(ours.config, 64, 96)
+    assert inputs.ids.size == vision + 4096 and not cuts  # With both labels it has more than 2,048 tokens.
+    shapes = presentation.shapes(ours.config, 64, 96, 2, 4096)
+    assert [(x.shape, x.dtype) for x in inputs] == [(x.shape, x.dtype) for x in shapes]
+    expected, _ = theirs(prompt, keyframes)
+    order, rows = inputs.order[0], int(inputs.count[0, 0])
+    assert relative(ours.encode(inputs)[:rows], expected[order[:rows]]) < TOLERANCE
 
 
 @pytest.mark.parametrize("last", [(108, 192), (141, 97), (96, 160)])
@@ -223,9 +265,9 @@ def test_the_limits_of_images_are_those_of_the_checkpoint(file, config, expected
 
 
 def test_operations_are_those_of_the_matrices():
-    rows, patches = 1010 + text.TEXT_TOKENS, 4032
+    rows, patches = 1010 + 2048, 4032
     layer = 5120 * (2 * 64 * 128 + 2 * 8 * 128 + 3 * 25600) + 2 * rows * 64 * 128
     block = 4 * 1152**2 + 2 * 1152 * 4304 + 2 * patches * 1152
     merger = 4608 * (4608 + 5120)
     expected = 50 * rows * layer + patches * (27 * block + 1536 * 1152) + patches // 4 * 4 * merger
-    assert presentation.count_flops(MODEL, 768, 1344, 1) == 2 * expected
+    assert presentation.count_flops(MODEL, 768, 1344, 1, 2048) == 2 * expected

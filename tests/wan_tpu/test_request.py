@@ -1,5 +1,6 @@
 """Bad input is refused in one line that says what works; odd but good input is taken."""
 
+import dataclasses
 import math
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -251,6 +252,18 @@ def test_long_prompt_is_cut_with_a_warning_that_says_where(pipeline):
     assert len(cut) == 1
     assert len(cut[0][1]) > 3
     assert cut[0][1] in request.prompt
+
+
+@pytest.mark.parametrize("field", ["prompt", "negative_prompt"])
+def test_text_that_is_too_long_is_named_by_its_field_and_refused_if_it_may_not_be_cut(field, pipeline):
+    pipe = pipeline("wan2.1-t2v-1.3b")
+    request = GenerationRequest(height=32, width=32, frames=1, steps=1, **{field: "a cat and a dog " * 300})
+    warnings = []
+    pipe.encode(pipe.plan(request), warn=warnings.append)
+    assert [warning.partition(" is ")[0] for warning in warnings] == [field]
+    with pytest.raises(InvalidRequest, match="allowed: at most 512") as refused:
+        pipe.encode(pipe.plan(dataclasses.replace(request, truncate_prompt=False)))
+    assert refused.value.field == field
 
 
 SCALES = [(0.5, 3.0), (1.0, 3.0), (1.0, 0.5), (3.0, 0.5), (3.0, 1.0), (3.0, 2.0), (0.5, 0.5)]

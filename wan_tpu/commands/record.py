@@ -143,7 +143,8 @@ class Recorder:
 
     def _count_flops(self, stage: str) -> int:
         """Return the multiplications and additions of the operations of a stage."""
-        model, request, operations = self.runtime.model, self._plan.request, self._operations.get(stage, [])
+        spec, request, operations = self.runtime.model.spec, self._plan.request, self._operations.get(stage, [])
+        model = self.runtime.model.for_text(spec.choose_text_rows(request, images=self._plan.images))
         prompts = sum(isinstance(operation, EncodeText) for operation in operations)
         experts = Counter(step.expert for step in operations if isinstance(step, Step))
         flops, images = 0, self._plan.images

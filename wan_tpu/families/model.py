@@ -4,9 +4,10 @@ Shapes: B batch (guidance branches), T latent frames, H W latent height and widt
 """
 
 import abc
+import copy
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ from wan_tpu.families.noise import SeededNoise
 from wan_tpu.families.shared.causal_vae import Chunks
 from wan_tpu.families.shared.flop_count import Flops
 from wan_tpu.families.shared.image_processing import ImageProcessor
+from wan_tpu.families.shared.token_counts import Cut
 from wan_tpu.families.shared.tokenizing import Tokenizer
 from wan_tpu.plan import Expert
 from wan_tpu.request import ResolvedRequest
@@ -66,10 +68,13 @@ class Model(SeededNoise, abc.ABC):
         config: A dataclass of everything that determines its programs; it is a part of the key of compiled programs.
         checkpoint: The source of tokenizers and the image processor; None for a published model, which can only be
             compiled.
+        text_rows: The length of a text that the shapes below are for, where texts of several lengths have programs of
+            their own (`ModelSpec.text_rows`); otherwise 0.
         latents_dtype: The dtype of the latents to decode: float32 if the VAE denormalises them; None for the dtype of
             its weights.
     """
 
+    text_rows: int = 0
     latents_dtype: Any = None
 
     def __init__(self, spec: Any, checkpoint: Checkpoint | None = None) -> None:
@@ -89,6 +94,12 @@ class Model(SeededNoise, abc.ABC):
         """The floating-point operations of each stage."""
 
     # ---- Shapes, for programs that are compiled before there is a request.
+
+    def for_text(self, rows: int) -> Self:
+        """Return the same model with the shapes for texts of `rows` rows, one of `ModelSpec.text_rows`."""
+        model = copy.copy(self)
+        model.text_rows = rows
+        return model
 
     @property
     @abc.abstractmethod
@@ -172,13 +183,13 @@ class Model(SeededNoise, abc.ABC):
             self.image_processor.read()
 
     @abc.abstractmethod
-    def tokenize(self, prompt: str) -> tuple[dict[str, tuple[np.ndarray, ...]], list[str]]:
-        """Return each text encoder's inputs, int32 [1, L], by component, and a warning if the prompt was cut.
+    def tokenize(self, prompt: str) -> tuple[dict[str, tuple[np.ndarray, ...]], list[Cut]]:
+        """Return each text encoder's inputs, int32 [1, L], by component, and the cut if the prompt is too long.
 
         Encoders for which this prompt contains nothing to read are left out.
         """
 
-    def tokenize_with_images(self, request: ResolvedRequest) -> tuple[dict[str, tuple[np.ndarray, ...]], list[str]]:
+    def tokenize_with_images(self, request: ResolvedRequest) -> tuple[dict[str, tuple[np.ndarray, ...]], list[Cut]]:
         """Return what `tokenize` does for a prompt and the images that the text encoder reads with it.
 
         Called only if the spec says that it does (`ModelSpec.reads_images`).

@@ -37,6 +37,7 @@ class Job:
         settings: The fields of the request that shapes and programs depend on.
         dtype: The precision.
         images: How many images the request has; the usual number if None.
+        text_rows: `Model.text_rows`, if not the usual.
     """
 
     model: str
@@ -46,6 +47,7 @@ class Job:
     settings: dict[str, Any]
     dtype: str
     images: int | None = None
+    text_rows: int | None = None
 
     @property
     def digest(self) -> str:
@@ -134,6 +136,8 @@ def _compile(job: Job, result: Path) -> None:
     from wan_tpu.runtime.mesh import make_mesh
 
     model = published_model(job.model)
+    if job.text_rows is not None:
+        model = model.for_text(job.text_rows)
     mesh = make_mesh(job.mesh, heads=model.spec.heads, devices=job.slice.devices())
     request = GenerationRequest(**job.settings).resolve(model.spec.defaults)
     programs = stage_programs(AbstractRuntime(model, mesh, job.dtype), request, images=job.images)

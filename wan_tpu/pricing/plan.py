@@ -119,6 +119,7 @@ class Plan:
         experts: The number of denoising stages with weights of their own.
         same_weights: The stages that use another stage's weights, with that stage's name.
         images: How many images the request has; the usual number if None.
+        text_rows: How long the texts are that its programs are for, where they depend on that; the shortest if None.
         playbacks: How a video that is made chunk by chunk plays, by where its chunks are decoded.
     """
 
@@ -131,6 +132,7 @@ class Plan:
     experts: int
     same_weights: Mapping[str, str] = field(default_factory=dict)
     images: int | None = None
+    text_rows: int | None = None
     playbacks: Mapping[str, Playback] = field(default_factory=dict)
 
     def needs(self, experts: Sequence[Expert]) -> dict[str, StageNeeds]:

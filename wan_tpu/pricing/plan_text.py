@@ -18,7 +18,9 @@ def describe(plan: Plan) -> str:
     request, memory = plan.request, plan.slice.hardware.hbm_bytes / GIB
     size = f"{request.width}x{request.height}, {request.frames} frames ({plan.tokens} tokens), {request.steps} steps"
     lines = [
-        f"{plan.model}, {size}" + ("" if plan.images is None else f", images: {plan.images}"),
+        f"{plan.model}, {size}"
+        + ("" if plan.images is None else f", images: {plan.images}")
+        + ("" if plan.text_rows is None else f", prompts of up to {plan.text_rows} tokens"),
         f"{plan.slice.name}, mesh {_format_mesh(plan)}, {memory:g} GiB a device can be used",
         "",
     ]
@@ -71,6 +73,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "model": plan.model,
         "request": plan.request.to_json(),
         "images": plan.images,
+        "text_rows": plan.text_rows,
         "tokens": plan.tokens,
         "slice": dataclasses.asdict(plan.slice),
         "mesh": plan.mesh._asdict(),

@@ -51,6 +51,7 @@ class Planner:
         report: Report,
         count: CountBundles = count_alone,
         images: int | None = None,
+        prompt_tokens: int | None = None,
     ) -> None:
         """Prepare to plan for one request on one slice.
 
@@ -63,9 +64,11 @@ class Planner:
             report: Called with a line for each program that is compiled or priced.
             count: Counts a kernel's bundles.
             images: How many images the request has; the usual number if None.
+            prompt_tokens: How long its prompt is, if programs depend on that; short if None.
 
         Raises:
-            InvalidRequest: The model can't generate that size, or takes another number of images.
+            InvalidRequest: The model can't generate that size, takes another number of images, or reads no prompt that
+                is so long.
         """
         self._name = model
         self._model = published_model(model)
@@ -74,6 +77,9 @@ class Planner:
         if images not in (None, *counts):
             raise InvalidRequest(f"images is {images}; {model} takes {' or '.join(map(str, sorted(counts)))}", "images")
         self._images = images
+        self._text_rows = None if prompt_tokens is None else self._model.spec.fit_text_rows(prompt_tokens)
+        if self._text_rows is not None:
+            self._model = self._model.for_text(self._text_rows)
         self._request = request
         self._slice = described
         self._dtype = dtype
@@ -105,6 +111,7 @@ class Planner:
             same_weights=self._model.same_weights,
             experts=len({self._model.same_weights.get(stage, stage) for stage in self._model.spec.denoise_stages}),
             images=self._images,
+            text_rows=self._text_rows,
             playbacks=self._predict_playbacks(stage_plans),
         )
 
@@ -143,7 +150,7 @@ class Planner:
             settings |= {name: value for name, value in schedule.items() if value is not None}
         if program.startswith(ADAPTERS):
             settings["loras"] = [str(adapter) for adapter in self._request.loras]
-        return Job(self._name, program, self._slice, mesh, settings, self._dtype, self._images)
+        return Job(self._name, program, self._slice, mesh, settings, self._dtype, self._images, self._text_rows)
 
     def _program(self, name: str, calls: int, mesh: Mesh) -> ProgramPlan:
         shape = MeshShape(**mesh.shape)

@@ -15,9 +15,10 @@ from wan_tpu.data import Arrays, ImageCondition
 from wan_tpu.families.chunked import ChunkedModel
 from wan_tpu.families.model import Model
 from wan_tpu.families.shared.causal_vae import Cache
+from wan_tpu.families.shared.token_counts import Cut
 from wan_tpu.media.image import has_shape
 from wan_tpu.media.reading import read_frames
-from wan_tpu.plan import ENCODER
+from wan_tpu.plan import ENCODER, PromptText
 from wan_tpu.progress import Bar
 from wan_tpu.request import IMAGES, ResolvedRequest
 from wan_tpu.runtime.bridge import Params
@@ -26,6 +27,7 @@ from wan_tpu.runtime.health import check_finite
 from wan_tpu.runtime.mesh import replicated_sharding
 from wan_tpu.runtime.program import Program, fetch, place
 from wan_tpu.runtime.runtime import Runtime
+from wan_tpu.spec import ModelSpec
 from wan_tpu.stages.vae import are_finite, vae_programs
 
 Warn = Callable[[str], object]
@@ -39,15 +41,20 @@ class ImageInputs:
         chunks: For the VAE, [1, 3, 1 or 4, H, W] in [-1, 1], H W in pixels.
         clip: [1, 3, 224, 224], where the model takes CLIP features.
         read: The text encoder's inputs by component, if it reads the image together with the prompt; also on the host.
-        warnings: Warnings about the prompt that is read with the image.
+        cuts: What is cut of the prompt that is read with the image.
         source_frames: How many frames the request's video has, where the model continues it.
     """
 
     chunks: tuple[jax.Array, ...]
     clip: jax.Array | None
     read: Mapping[str, tuple[jax.Array, ...]] | None = None
-    warnings: tuple[str, ...] = ()
+    cuts: tuple[Cut, ...] = ()
     source_frames: int | None = None
+
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings about the prompt that is read with the image."""
+        return [cut.describe("prompt") for cut in self.cuts]
 
     @property
     def parts(self) -> int:
@@ -60,28 +67,41 @@ def crop_warnings(model: Model, request: ResolvedRequest) -> Iterator[str]:
     pictures = {name: getattr(request, name) for name in IMAGES}
     if request.video is not None:
         [pictures["the input video"]] = read_frames(request.video, 1)
-    size = request.height, request.width
     for name, picture in pictures.items():
-        if isinstance(picture, Image.Image) and not has_shape(picture, *size, model.spec.size_multiple):
-            yield (
-                f"{name} is {picture.width}x{picture.height} but the video is "
-                f"{request.width}x{request.height}; it is cropped to the video's aspect ratio"
-            )
+        if isinstance(picture, Image.Image):
+            warning = explain_crop(model.spec, request, name, (picture.height, picture.width))
+            if warning is not None:
+                yield warning
 
 
-def encode_prompt(runtime: Runtime[Model], prompt: str, warn: Warn) -> Arrays:
+def explain_crop(spec: ModelSpec, request: ResolvedRequest, name: str, size: tuple[int, int]) -> str | None:
+    """Return a warning if an input of a (height, width) is cropped because its shape isn't the video's."""
+    if has_shape(Image.new("1", size[::-1]), request.height, request.width, spec.size_multiple):
+        return None
+    return (
+        f"{name} is {size[1]}x{size[0]} but the video is {request.width}x{request.height}; it is cropped to the "
+        "video's aspect ratio"
+    )
+
+
+def encode_prompt(runtime: Runtime[Model], prompt: PromptText, warn: Warn) -> Arrays:
     """Return the text encoders' arrays for a prompt, by name (`Conditioning`); `warn` is called when it is cut.
 
     Each call encodes a single prompt, so that its result, bit for bit, depends on nothing else and can be cached for
     other requests. Encoding two prompts at once would read the weights only once, but saves little: it takes 24 ms
     instead of 2 x 16 on a v6e chip (docs/benchmarks.md), in a request of a minute.
+
+    Raises:
+        InvalidRequest: The prompt is too long, and may not be cut.
     """
     for name in runtime.model.tokenizers:
         runtime.prepare(name)
     with runtime.time_host_work():
-        tokens, warnings = runtime.model.tokenize(prompt)
-    for warning in warnings:
-        warn(warning)
+        tokens, cuts = runtime.model.tokenize(prompt.text)
+    if cuts and not prompt.may_be_cut:
+        raise cuts[0].refuse(prompt.field)
+    for cut in cuts:
+        warn(cut.describe(prompt.field))
     embeddings = {name: _embed(runtime, name, place(inputs, runtime.mesh)) for name, inputs in tokens.items()}
     return runtime.model.prompt_arrays(tokens, embeddings)
 
@@ -116,7 +136,11 @@ def text_program(runtime: Runtime[Model], name: str, *, images: bool = False) ->
 
 
 def image_inputs(runtime: Runtime[Model], request: ResolvedRequest) -> ImageInputs | None:
-    """Put the encoder's inputs from a request's image, or video, on the devices; None when there is none."""
+    """Put the encoder's inputs from a request's image, or video, on the devices; None when there is none.
+
+    Raises:
+        InvalidRequest: The prompt that is read with the image is too long, and may not be cut.
+    """
     if all(getattr(request, name) is None for name in (*IMAGES, "video")):
         return None
     model, dtype = runtime.model, DTYPES[runtime.dtype]
@@ -139,8 +163,10 @@ def image_inputs(runtime: Runtime[Model], request: ResolvedRequest) -> ImageInpu
     for name in model.tokenizers:
         runtime.prepare(name)
     with runtime.time_host_work():
-        read, warnings = model.tokenize_with_images(request)
-    return dataclasses.replace(inputs, read=place(read, runtime.mesh), warnings=tuple(warnings))
+        read, cuts = model.tokenize_with_images(request)
+    if cuts and not model.spec.may_cut(request):
+        raise cuts[0].refuse("prompt")
+    return dataclasses.replace(inputs, read=place(read, runtime.mesh), cuts=tuple(cuts))
 
 
 def encode_image(runtime: Runtime[Model], request: ResolvedRequest, inputs: ImageInputs, bar: Bar) -> ImageCondition:

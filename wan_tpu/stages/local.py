@@ -152,7 +152,7 @@ class LocalExecutor:
         match operation:
             case EncodeText(prompt):
                 bar = self._encoder_bar()
-                self._texts[operation] = encode_prompt(self._runtime, prompt, self._warn)
+                self._texts[operation] = encode_prompt(self._runtime, self.plan.describe_text(prompt), self._warn)
                 bar.step()
                 return self._texts[operation]
             case EncodeImage():

@@ -14,7 +14,7 @@ from tests.actors.simulation.virtual_time import Lane, Waiting
 from tests.actors.simulation.world import CALL_S, COPY_S, Process, World, array, digest
 from wan_tpu.data import DenoiseState, ImageCondition
 from wan_tpu.errors import InvalidRequest, OutputError, Unavailable, UnhealthyResult
-from wan_tpu.plan import RequestPlan
+from wan_tpu.plan import PromptText, RequestPlan
 from wan_tpu.request import ResolvedRequest
 
 
@@ -30,8 +30,8 @@ class Host:
     def load(self) -> None:
         """Do nothing, as there are no weights to read."""
 
-    def encode_text(self, prompt: str) -> Output:
-        return Output((0.0, []), pack(TextEmbedding({"text": array(digest("text", prompt))})))
+    def encode_text(self, prompt: PromptText) -> Output:
+        return Output((0.0, []), pack(TextEmbedding({"text": array(digest("text", prompt.text))})))
 
     def prepare_encode(self, key: str, request: ResolvedRequest) -> int:
         self.requests[key] = request
@@ -165,7 +165,7 @@ def reads_image(request: ResolvedRequest) -> bool:
 def expected_fragments(plan: RequestPlan) -> list[bytes]:
     """Return the fragments that a request must produce, wherever and however often its parts are computed."""
     request = plan.request
-    inputs = b"".join(digest("text", prompt) for prompt in plan.prompts)
+    inputs = b"".join(digest("text", prompt.text) for prompt in plan.prompts)
     if request.image is not None or request.video is not None:
         inputs += digest("image", request.seed)
     if reads_image(request):

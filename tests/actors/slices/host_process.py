@@ -32,6 +32,7 @@ from wan_tpu.data import DenoiseState, Video
 from wan_tpu.errors import Unavailable
 from wan_tpu.families.shared.tokens import half_split
 from wan_tpu.pipeline import Pipeline
+from wan_tpu.plan import PromptText
 from wan_tpu.progress import Silent
 from wan_tpu.runtime.components import load_component
 from wan_tpu.runtime.mesh import AXES, make_mesh
@@ -113,7 +114,9 @@ host.warm_up(request)
 compiled = {name: len(program._compiled) for name, program in runtime.programs.items()}
 
 # ---- the whole request
-texts = [share_payload(f"text{i}", host.encode_text(prompt).payload) for i, prompt in enumerate(plan.prompts)]
+texts = [
+    share_payload(f"text{i}", host.encode_text(PromptText(prompt)).payload) for i, prompt in enumerate(plan.prompts)
+]
 host.prepare_encode("a", plan.request)
 condition = share_payload("image", host.encode_image("a").payload)
 host.prepare_denoise("a", later, *texts, condition)

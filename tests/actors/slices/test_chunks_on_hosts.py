@@ -12,6 +12,7 @@ from wan_tpu.data import DenoiseState
 from wan_tpu.families import FAMILIES
 from wan_tpu.media import fragments
 from wan_tpu.media.mp4 import Mp4
+from wan_tpu.plan import PromptText
 from wan_tpu.stage_machine import Decode, Step
 from wan_tpu.tiny import make_checkpoint
 
@@ -35,7 +36,7 @@ def test_pools_hand_chunks_to_each_other_and_resume_them_bit_for_bit(folder):
     hosts = [StageHost(str(folder), stages, (1, 1, 1), "float32") for stages in pools]
     for host in hosts:
         host.warm_up(REQUEST)
-    text, state, step = hosts[0].encode_text(REQUEST.prompt).payload, None, 0
+    text, state, step = hosts[0].encode_text(PromptText(REQUEST.prompt)).payload, None, 0
     while step < plan.steps:
         expert = plan.expert_at(step)
         host = next(host for host, stages in zip(hosts, pools, strict=True) if expert.stage in stages)
@@ -70,7 +71,7 @@ def test_chunks_are_decoded_one_by_one_as_all_of_them_are_together(folder, monke
     monkeypatch.setattr(fragments, "FRAGMENT_FRAMES", 4)
     host = StageHost(str(folder), ("encoder", "rough", "fine", "decoder"), (1, 1, 1), "float32")
     plan = load_pipeline(folder, dtype="float32", mesh=(1, 1, 1)).plan(REQUEST)
-    text = host.encode_text(REQUEST.prompt).payload
+    text = host.encode_text(PromptText(REQUEST.prompt)).payload
     host.prepare_denoise("a", plan, text)
     chunks = []
     for expert in plan.experts:

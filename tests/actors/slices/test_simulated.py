@@ -17,6 +17,7 @@ from tests.conftest import PHOTO, ROOT, STAGES
 from wan_tpu import GenerationRequest, InvalidInput
 from wan_tpu.media.continued import ContinuedVideo
 from wan_tpu.media.joining import join_videos, read_clip
+from wan_tpu.plan import PromptText
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def test_videos_continue_each_other_as_files_and_as_streams(host, tmp_path):
 
 def test_another_request_s_payload_is_noticed(host):
     mine, other = MODEL.plan(request(prompt="a", seed=3)), MODEL.plan(request(prompt="b", seed=4))
-    texts = [host.encode_text(prompt).payload for prompt in other.prompts]
+    texts = [host.encode_text(PromptText(prompt)).payload for prompt in other.prompts]
     with pytest.raises(InvalidInput, match="TextEmbedding marked"):
         host.prepare_denoise("k", mine.without_image(), *texts)
     prepare(host, other)
@@ -137,6 +138,6 @@ pools:
 
 
 def prepare(host, plan, state=None):
-    texts = [host.encode_text(prompt).payload for prompt in plan.prompts]
+    texts = [host.encode_text(PromptText(prompt)).payload for prompt in plan.prompts]
     host.prepare_encode("k", plan.request)
     host.prepare_denoise("k", plan.without_image(), *texts, host.encode_image("k").payload, state)

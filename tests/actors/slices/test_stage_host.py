@@ -23,6 +23,7 @@ from wan_tpu import GenerationRequest, InvalidInput, InvalidRequest, UnhealthyRe
 from wan_tpu.data import DenoiseState, ImageCondition
 from wan_tpu.errors import DoesNotFit, Unavailable
 from wan_tpu.families import published_spec
+from wan_tpu.plan import PromptText
 
 KIND = "wan2.2-i2v-a14b"
 
@@ -98,7 +99,7 @@ def test_a_pool_does_its_own_stages_only(checkpoint):
     assert [(e.stage, e.start, e.stop) for e in plan.experts] == [("denoise", 0, 2)]
     assert plan.shapes["denoise"] == "denoise 32x32x1 t2v 1 unipc"
     with pytest.raises(OutOfOrder, match="encoder isn't hosted by this pool"):
-        host.encode_text("a cat")
+        host.encode_text(PromptText("a cat"))
     with pytest.raises(OutOfOrder, match="request a has no image"):
         host.prepare_encode("a", plan.request)
     with pytest.raises(OutOfOrder, match="request a is not ready for this; call prepare_denoise first"):

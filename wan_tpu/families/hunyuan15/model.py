@@ -30,6 +30,7 @@ from wan_tpu.families.shared.family_spec import DENOISE
 from wan_tpu.families.shared.flop_count import Flops
 from wan_tpu.families.shared.image_processing import ImageProcessor
 from wan_tpu.families.shared.tiles import TiledChunks
+from wan_tpu.families.shared.token_counts import Cut
 from wan_tpu.families.shared.tokenizing import Tokenizer
 from wan_tpu.plan import VIDEO
 from wan_tpu.request import ResolvedRequest
@@ -113,15 +114,15 @@ class HunyuanModel(Model):
             "glyph_encoder": self.open_tokenizer("tokenizer_2", self.config.glyph_encoder),
         }
 
-    def tokenize(self, prompt: str) -> tuple[dict[str, tuple[np.ndarray, ...]], list[str]]:
-        """Return ids and mask of the prompt and of its quoted text, if any, and warnings if either was cut."""
-        ids, mask, warnings = text.tokenize_prompt(self.tokenizers["text_encoder"], prompt)
+    def tokenize(self, prompt: str) -> tuple[dict[str, tuple[np.ndarray, ...]], list[Cut]]:
+        """Return ids and mask of the prompt and of its quoted text, if any, and the cuts of those that are too long."""
+        ids, mask, cuts = text.tokenize_prompt(self.tokenizers["text_encoder"], prompt)
         tokens: dict[str, tuple[np.ndarray, ...]] = {"text_encoder": (ids, mask)}
         glyph_tokens = text.tokenize_glyphs(self.tokenizers["glyph_encoder"], prompt)
         if glyph_tokens is not None:
             tokens["glyph_encoder"] = glyph_tokens[:2]
-            warnings = warnings + glyph_tokens[2]
-        return tokens, warnings
+            cuts = cuts + glyph_tokens[2]
+        return tokens, cuts
 
     def encode_text(self, component: str, loaded: Sequence[Loaded], *tokens: jax.Array) -> jax.Array:
         """Encode ids and mask [B, L] as embeddings [B, L, C], for the prompt without the instructions' start."""

@@ -11,7 +11,8 @@ import torch
 from diffusers.pipelines.hunyuan_video1_5 import pipeline_hunyuan_video1_5 as reference
 
 from wan_tpu.families.hunyuan15.published import GLYPH_TOKENS, TEMPLATE_TOKENS, TEXT_TOKENS
-from wan_tpu.families.shared.tokenizing import Tokenizer, describe_cut, tokenize
+from wan_tpu.families.shared.token_counts import Cut
+from wan_tpu.families.shared.tokenizing import Tokenizer, tokenize
 from wan_tpu.runtime.bridge import Params, call
 
 _INSTRUCTIONS: str = (
@@ -19,8 +20,8 @@ _INSTRUCTIONS: str = (
 )
 
 
-def tokenize_prompt(shared: Tokenizer, prompt: str) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Return ids and mask of a prompt in its chat, int32 [1, 1108], and a warning if the prompt was cut.
+def tokenize_prompt(shared: Tokenizer, prompt: str) -> tuple[np.ndarray, np.ndarray, list[Cut]]:
+    """Return ids and mask of a prompt in its chat, int32 [1, 1108], and the cut if the prompt is too long.
 
     Raises:
         CheckpointError: The tokenizer doesn't work.
@@ -28,7 +29,7 @@ def tokenize_prompt(shared: Tokenizer, prompt: str) -> tuple[np.ndarray, np.ndar
     length = TEMPLATE_TOKENS + TEXT_TOKENS
     options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
     chat = reference.format_text_input([prompt], _INSTRUCTIONS)
-    warnings = []
+    cuts = []
     with shared.lock() as tokenizer:
         token_count = len(tokenizer.apply_chat_template(chat, **options)["input_ids"][0])
         tokens = tokenizer.apply_chat_template(
@@ -36,12 +37,12 @@ def tokenize_prompt(shared: Tokenizer, prompt: str) -> tuple[np.ndarray, np.ndar
         )
         if token_count > length:
             end = tokenizer.decode(tokens["input_ids"][0, -9:], skip_special_tokens=True)
-            warnings.append(describe_cut("the prompt", token_count - TEMPLATE_TOKENS, TEXT_TOKENS, end))
-        return *shared.to_arrays(tokens), warnings
+            cuts.append(Cut(token_count - TEMPLATE_TOKENS, TEXT_TOKENS, end))
+        return *shared.to_arrays(tokens), cuts
 
 
-def tokenize_glyphs(shared: Tokenizer, prompt: str) -> tuple[np.ndarray, np.ndarray, list[str]] | None:
-    """Return ids and mask of a prompt's quoted text, int32 [1, 256], and a warning if it was cut; None if it has none.
+def tokenize_glyphs(shared: Tokenizer, prompt: str) -> tuple[np.ndarray, np.ndarray, list[Cut]] | None:
+    """Return ids and mask of a prompt's quoted text, int32 [1, 256], and its cut if any; None if there is no such text.
 
     Raises:
         CheckpointError: The tokenizer doesn't work.

@@ -18,7 +18,8 @@ from wan_tpu.families.ltx2.config import Ltx2Config
 from wan_tpu.families.ltx2.connectors import TEXT_TOKENS, rotate, select_part
 from wan_tpu.families.shared import t5
 from wan_tpu.families.shared.flop_count import count
-from wan_tpu.families.shared.tokenizing import Tokenizer, describe_cut
+from wan_tpu.families.shared.token_counts import Cut
+from wan_tpu.families.shared.tokenizing import Tokenizer
 from wan_tpu.runtime.bridge import call, to_jax, to_torch
 from wan_tpu.runtime.components import Component, Loaded
 from wan_tpu.runtime.mesh import AXES, Rule
@@ -41,14 +42,14 @@ _KINDS = ("sliding_attention", "full_attention")  # Kinds of layers; a layer's k
 _UNSUPPORTED = ("attn_logit_softcapping", "use_bidirectional_attention")  # Gemma 3 has neither.
 
 
-def tokenize_prompt(shared: Tokenizer, prompt: str) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Return ids and mask of a prompt, int32 [1, 1024], padded on the left, and a warning if the prompt was cut.
+def tokenize_prompt(shared: Tokenizer, prompt: str) -> tuple[np.ndarray, np.ndarray, list[Cut]]:
+    """Return ids and mask of a prompt, int32 [1, 1024], padded on the left, and the cut if the prompt is too long.
 
     Raises:
         CheckpointError: The tokenizer doesn't work.
     """
     settings = {"padding": "max_length", "max_length": TEXT_TOKENS, "truncation": True, "return_tensors": "np"}
-    prompt, warnings = prompt.strip(), []
+    prompt, cuts = prompt.strip(), []
     with shared.lock() as tokenizer:
         tokenizer.padding_side = "left"
         if tokenizer.pad_token is None:
@@ -57,8 +58,8 @@ def tokenize_prompt(shared: Tokenizer, prompt: str) -> tuple[np.ndarray, np.ndar
         token_count = len(tokenizer(prompt, verbose=False)["input_ids"])
         if token_count > TEXT_TOKENS:
             end = tokenizer.decode(tokens["input_ids"][0, -8:], skip_special_tokens=True)
-            warnings.append(describe_cut("the prompt", token_count, TEXT_TOKENS, end))
-        return *shared.to_arrays(tokens), warnings
+            cuts.append(Cut(token_count, TEXT_TOKENS, end))
+        return *shared.to_arrays(tokens), cuts
 
 
 def text_encoder(config: Ltx2Config) -> Component:

@@ -9,6 +9,10 @@ from wan_tpu.errors import CheckpointError
 from wan_tpu.families.minimax_h3 import classes
 from wan_tpu.families.shared.settings import check_supported, complete_config
 
+# Rows for a prompt and the labels of its keyframes: the fewest that hold them are used, each with programs of its own.
+# MiniMax's service takes 7,000 characters, about 1,500 tokens in English and 5,100 in Chinese.
+TEXT_ROWS = (1024, 2048, 4096, 6144)
+LABEL = "<Picture {}>: "  # What the text encoder reads before a keyframe, counted from 1.
 TEXT_LAYER = 50  # The layer of Qwen3-VL whose output the published model was trained with.
 LATENTS_PER_S = 40  # Latents of the sound per second. diffusers computes with this number, whatever the VAE's strides.
 _CLASSES = {
@@ -57,6 +61,11 @@ class MiniMaxH3Config:
     audio_scheduler: dict[str, Any]
     text_layer: int = TEXT_LAYER
     picture: dict[str, int] = field(default_factory=lambda: dict(classes.PICTURE))
+
+
+def fit_rows(tokens: int) -> int:
+    """Return the rows for a text with that many tokens; the most that there are if it must be cut."""
+    return next((rows for rows in TEXT_ROWS if rows >= tokens), TEXT_ROWS[-1])
 
 
 def read_config(checkpoint: Checkpoint) -> MiniMaxH3Config:

@@ -13,6 +13,7 @@ import torch
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from wan_tpu.families.minimax_h3.layers import attend_in_parts
 from wan_tpu.runtime.bridge import Params, call, to_jax, to_torch
 
 
@@ -47,7 +48,12 @@ def _attend(attention: Any, rows: torch.Tensor, real: jax.Array) -> jax.Array:
         for projection in (attention.to_q, attention.to_k, attention.to_v)
     )
     query, key = attention.norm_q(query), attention.norm_k(key)
-    mask = jnp.broadcast_to(real, (1, 1, len(real), len(real)))
-    query, key, value = (to_jax(x)[None] for x in (query, key, value))
-    attended = jax.nn.dot_product_attention(query, key, value, mask=mask)
-    return to_jax(attention.to_out[0](to_torch(attended[0].reshape(len(real), -1))))
+    key, value = to_jax(key), to_jax(value)
+
+    def attend(query: jax.Array, _: jax.Array) -> jax.Array:
+        mask = jnp.broadcast_to(real, (1, 1, len(query), len(key)))
+        attended: jax.Array = jax.nn.dot_product_attention(query[None], key[None], value[None], mask=mask)[0]
+        return attended
+
+    attended = attend_in_parts(attend, to_jax(query))
+    return to_jax(attention.to_out[0](to_torch(attended.reshape(len(real), -1))))

@@ -15,21 +15,21 @@ from wan_tpu.request import IMAGES, ResolvedRequest
 class MiniMaxH3Flops:
     """Floating-point operations (a multiply-add is two) of each stage of one model."""
 
-    def __init__(self, spec: MiniMaxH3Spec) -> None:
-        """Count a model."""
-        self._spec, self._config = spec, spec.config
+    def __init__(self, spec: MiniMaxH3Spec, text_rows: int) -> None:
+        """Count a model, with texts of that many rows."""
+        self._spec, self._config, self._text_rows = spec, spec.config, text_rows
 
     def encoder(self, request: ResolvedRequest, *, prompts: int) -> int:
         """Count the encoding of prompts, or of the prompt with the request's images."""
         images = sum(getattr(request, name) is not None for name in IMAGES)
         if not images:
-            return prompts * text.count_flops(self._config)
+            return prompts * text.count_flops(self._config, self._text_rows)
         size = request.height, request.width
         keyframes = images * vae.count_encoding(self._config, *size)
-        return keyframes + presentation.count_flops(self._config, *size, images)
+        return keyframes + presentation.count_flops(self._config, *size, images, self._text_rows)
 
     def step(self, latent_shape: tuple[int, ...], *, branches: int, images: int = 0) -> int:
-        """Count a denoising step over latents [1, C, T, H, W], with a text of the longest length.
+        """Count a denoising step over latents [1, C, T, H, W].
 
         Keyframes are rows of the video and of the text. The text's own layers, which run once a request, are counted in
         every step; they are a thousandth of it.
@@ -55,7 +55,7 @@ class MiniMaxH3Flops:
         video, sound, config = self._spec.tokens(latent_shape), self._audio_tokens(latent_shape), module.config
         _, channels, _, height, width = latent_shape
         video += images * self._spec.tokens((1, channels, 1, height, width))
-        words = text.TEXT_TOKENS + images * pictures.vision_rows(self._config, STRIDE * height, STRIDE * width)
+        words = self._text_rows + images * pictures.vision_rows(self._config, STRIDE * height, STRIDE * width)
         rows = video + sound + words
         indices = torch.arange(rows, device="meta")
         module(

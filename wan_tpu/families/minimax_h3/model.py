@@ -18,17 +18,17 @@ from jax.sharding import Mesh
 from PIL import Image
 
 from wan_tpu.families.minimax_h3 import audio, components, context, positions, text, transformer, vae
-from wan_tpu.families.minimax_h3.config import MiniMaxH3Config
+from wan_tpu.families.minimax_h3.config import TEXT_ROWS, MiniMaxH3Config
 from wan_tpu.families.minimax_h3.flops import MiniMaxH3Flops
-from wan_tpu.families.minimax_h3.spec import MiniMaxH3Spec
-from wan_tpu.families.minimax_h3.text import TEXT_TOKENS
-from wan_tpu.families.minimax_h3.vision import presentation, tower
+from wan_tpu.families.minimax_h3.spec import STRIDE, MiniMaxH3Spec
+from wan_tpu.families.minimax_h3.vision import pictures, presentation, tower
 from wan_tpu.families.minimax_h3.vision.pictures import fit_keyframes
 from wan_tpu.families.minimax_h3.vision.presentation import Presentation
 from wan_tpu.families.model import Model, StepInputs
 from wan_tpu.families.shared.causal_vae import Chunks
 from wan_tpu.families.shared.family_spec import DENOISE
 from wan_tpu.families.shared.flop_count import Flops
+from wan_tpu.families.shared.token_counts import Cut
 from wan_tpu.families.shared.tokens import patchify, unpatchify
 from wan_tpu.plan import AUDIO, VIDEO
 from wan_tpu.request import IMAGES, ResolvedRequest
@@ -44,6 +44,7 @@ class MiniMaxH3Model(Model):
 
     spec: MiniMaxH3Spec
     config: MiniMaxH3Config
+    text_rows = TEXT_ROWS[0]
 
     @functools.cached_property
     def components(self) -> dict[str, Component]:
@@ -60,19 +61,19 @@ class MiniMaxH3Model(Model):
     @property
     def flops(self) -> Flops:
         """The floating-point operations of each stage."""
-        return MiniMaxH3Flops(self.spec)
+        return MiniMaxH3Flops(self.spec, self.text_rows)
 
     # ---- Shapes.
 
     @property
     def text_shape(self) -> tuple[int, int]:
         """(R, C) of a prompt's embeddings."""
-        return TEXT_TOKENS, int(self.config.text_encoder["hidden_size"])
+        return self.text_rows, int(self.config.text_encoder["hidden_size"])
 
     @property
     def token_shapes(self) -> dict[str, tuple[tuple[int, ...], ...]]:
         """Ids, and the number of real ones, which come first."""
-        return {"text_encoder": ((1, TEXT_TOKENS), (1, 1))}
+        return {"text_encoder": ((1, self.text_rows), (1, 1))}
 
     @property
     def prompt_shapes(self) -> dict[str, tuple[tuple[int, ...], bool]]:
@@ -82,13 +83,14 @@ class MiniMaxH3Model(Model):
 
     def image_prompt_shapes(self, request: ResolvedRequest, images: int) -> dict[str, tuple[tuple[int, ...], bool]]:
         """Return the shapes of a prompt's arrays with keyframes, and which end of the video each of them is."""
-        _, rows = presentation.shapes(self.config, request.height, request.width, images).ids.shape
+        _, rows = self.image_token_shapes(request, images)["text_encoder"].ids.shape
         text = {"text": ((rows, self.text_shape[1]), False), "positions": ((rows,), True)}
         return self.prompt_shapes | text | {"anchors": ((images,), True)}
 
-    def image_token_shapes(self, request: ResolvedRequest, images: int) -> dict[str, tuple[jax.ShapeDtypeStruct, ...]]:
+    def image_token_shapes(self, request: ResolvedRequest, images: int) -> dict[str, Presentation]:
         """Return the shapes of the text encoder's inputs with keyframes."""
-        return {"text_encoder": presentation.shapes(self.config, request.height, request.width, images)}
+        size = request.height, request.width
+        return {"text_encoder": presentation.shapes(self.config, *size, images, self.text_rows)}
 
     def image_latents_shape(self, latent_shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the shape of one keyframe's latents."""
@@ -104,17 +106,17 @@ class MiniMaxH3Model(Model):
 
     # ---- The encoder stage.
 
-    def tokenize(self, prompt: str) -> tuple[dict[str, tuple[np.ndarray, ...]], list[str]]:
-        """Return the ids of a prompt, int32 [1, R], and their number, and a warning if it was cut."""
-        ids, count, warnings = text.tokenize_prompt(self.tokenizers["text_encoder"], prompt)
-        return {"text_encoder": (ids, np.array([[count]], np.int32))}, warnings
+    def tokenize(self, prompt: str) -> tuple[dict[str, tuple[np.ndarray, ...]], list[Cut]]:
+        """Return the ids of a prompt, int32 [1, R], and their number, and the cut if it is too long."""
+        ids, count, cuts = text.tokenize_prompt(self.tokenizers["text_encoder"], prompt)
+        return {"text_encoder": (ids, np.array([[count]], np.int32))}, cuts
 
-    def tokenize_with_images(self, request: ResolvedRequest) -> tuple[dict[str, tuple[np.ndarray, ...]], list[str]]:
-        """Return a prompt with its keyframes, each preceded by a label, and a warning if the prompt was cut."""
+    def tokenize_with_images(self, request: ResolvedRequest) -> tuple[dict[str, tuple[np.ndarray, ...]], list[Cut]]:
+        """Return a prompt with its keyframes, each preceded by a label, and the cut if it is too long."""
         anchors = [ANCHORS.index(end) for end, name in zip(ANCHORS, IMAGES, strict=True) if getattr(request, name)]
         shared, keyframes = self.tokenizers["text_encoder"], self._fit_keyframes(request)
-        tokens, warnings = presentation.present(self.config, shared, request.prompt, keyframes, anchors)
-        return {"text_encoder": tokens}, warnings
+        tokens, cuts = presentation.present(self.config, shared, request.prompt, keyframes, anchors)
+        return {"text_encoder": tokens}, cuts
 
     def joined_with(self, component: str, *, images: bool = False) -> tuple[str, ...]:
         """Return the vision tower, if there are keyframes to read."""
@@ -199,10 +201,15 @@ class MiniMaxH3Model(Model):
             sound,
             rows,
             int(count),
-            len(rows) - TEXT_TOKENS,
+            self._vision_rows(latent_shape, len(anchors)),
             anchors,
         )
         return {"places": places}
+
+    def _vision_rows(self, latent_shape: tuple[int, ...], keyframes: int) -> int:
+        """Return how many rows of the text keyframes take, for latents [1, C, T, H, W]."""
+        height, width = (STRIDE * side for side in latent_shape[3:])
+        return keyframes * pictures.vision_rows(self.config, height, width)
 
     def text_keys(
         self,
@@ -231,11 +238,12 @@ class MiniMaxH3Model(Model):
             positions=keys["places"],
             words=keys["count"],
         )
-        images, text_rows = 0 if keyframes is None else len(keyframes), len(keys["text"])
-        layout = positions.Layout(len(video), text_rows - TEXT_TOKENS, images, sound.shape[1], TEXT_TOKENS)
+        images = vision = 0
         times = [inputs.timestep, sound_time]
-        if keyframes is not None:
+        if keyframes is not None and inputs.image_latents is not None:
+            images, vision = len(keyframes), self._vision_rows(latents.shape, inputs.image_latents.shape[2])
             times.append(jnp.maximum(inputs.timestep, KEYFRAME_TIME))
+        layout = positions.Layout(len(video), vision, images, sound.shape[1], len(keys["text"]) - vision)
         velocity, of_sound = transformer.predict(module, params, mesh, rows, layout, jnp.stack(times))
         return {VIDEO: unpatchify(velocity, latents.shape, patch), AUDIO: of_sound[None]}
 

@@ -17,15 +17,16 @@ import transformers
 from jax.sharding import Mesh
 
 from wan_tpu.errors import InvalidRequest
-from wan_tpu.families.minimax_h3.config import MiniMaxH3Config
+from wan_tpu.families.minimax_h3.config import TEXT_ROWS, MiniMaxH3Config, fit_rows
+from wan_tpu.families.minimax_h3.layers import attend_in_parts
 from wan_tpu.families.shared import t5
 from wan_tpu.families.shared.flop_count import count
-from wan_tpu.families.shared.tokenizing import Tokenizer, describe_cut
+from wan_tpu.families.shared.token_counts import Cut
+from wan_tpu.families.shared.tokenizing import Tokenizer
 from wan_tpu.runtime.bridge import Params, call, to_jax, to_torch
 from wan_tpu.runtime.components import Component, Loaded
 from wan_tpu.runtime.mesh import AXES, Rule
 
-TEXT_TOKENS = 1024  # Rows for a prompt, and for the labels of its keyframes.
 # Shardings of Qwen (25 G parameters in 50 layers, 52 GB): projections [O outputs, I inputs] are split by outputs or
 # inputs over all devices, because no other stage runs meanwhile.
 _COLUMNS, _ROWS = (AXES, None), (None, AXES)
@@ -56,28 +57,28 @@ class VisionOutput(NamedTuple):
     deepstack: jax.Array
 
 
-def tokenize_prompt(shared: Tokenizer, prompt: str) -> tuple[np.ndarray, int, list[str]]:
-    """Return a prompt's ids, int32 [1, R], the number of real ones, and a warning if the prompt was cut.
+def tokenize_prompt(shared: Tokenizer, prompt: str) -> tuple[np.ndarray, int, list[Cut]]:
+    """Return a prompt's ids, int32 [1, R], the number of real ones, and the cut if it is too long.
 
     Raises:
         CheckpointError: The tokenizer doesn't work.
         InvalidRequest: The prompt is empty: there would be no row to attend to.
     """
     with shared.lock() as tokenizer:
-        words, warnings = read_words(tokenizer, prompt, TEXT_TOKENS)
-        padded = [pad_rows(words, TEXT_TOKENS)]
+        words, cuts = read_words(tokenizer, prompt, TEXT_ROWS[-1])
+        padded = [pad_rows(words, fit_rows(len(words)))]
         ids, _ = shared.to_arrays({"input_ids": padded, "attention_mask": padded})
     if not words:
         raise InvalidRequest("prompt is empty, but MiniMax-H3 needs one: describe what happens in the video", "prompt")
-    return ids, len(words), warnings
+    return ids, len(words), cuts
 
 
-def read_words(tokenizer: Any, prompt: str, room: int) -> tuple[list[int], list[str]]:
-    """Return a prompt's ids, at most `room` of them, and a warning if it was cut."""
+def read_words(tokenizer: Any, prompt: str, room: int) -> tuple[list[int], list[Cut]]:
+    """Return a prompt's ids, at most `room` of them, and the cut if there were more."""
     ids: list[int] = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) <= room:
         return ids, []
-    return ids[:room], [describe_cut("the prompt", len(ids), room, tokenizer.decode(ids[room - 8 : room]))]
+    return ids[:room], [Cut(len(ids), room, tokenizer.decode(ids[room - 8 : room]))]
 
 
 def pad_rows(ids: Sequence[int], rows: int) -> list[int]:
@@ -201,24 +202,20 @@ def _attend(
         by, across = cos.astype(values.dtype), sin.astype(values.dtype)
         return jnp.concatenate([first * by - second * across, second * by + first * across], axis=-1)
 
-    attended = jax.nn.dot_product_attention(
-        rotate(attention.q_norm(query))[None],
-        rotate(attention.k_norm(key))[None],
-        to_jax(value)[None],
-        is_causal=True,
-        scale=attention.scaling,
-    )
-    return attention.o_proj(to_torch(attended[0]).flatten(1)), None
+    query, key = rotate(attention.q_norm(query)), rotate(attention.k_norm(key))
+
+    def attend(query: jax.Array, indices: jax.Array) -> jax.Array:
+        causal = {"is_causal": True} if len(query) == len(key) else {"mask": indices[:, None] >= jnp.arange(len(key))}
+        attended: jax.Array = jax.nn.dot_product_attention(
+            query[None], key[None], to_jax(value)[None], scale=attention.scaling, **causal
+        )[0]
+        return attended
+
+    return attention.o_proj(to_torch(attend_in_parts(attend, query)).flatten(1)), None
 
 
-def count_flops(config: MiniMaxH3Config, rows: int = 0) -> int:
-    """Count the operations of encoding a prompt (a multiply-add is two) on transformers' own module.
-
-    Args:
-        config: The model's configuration.
-        rows: How many rows there are for keyframes.
-    """
-    rows += TEXT_TOKENS
+def count_flops(config: MiniMaxH3Config, rows: int) -> int:
+    """Count the operations of encoding rows of text and keyframes (a multiply-add is two) on transformers' module."""
     ids = torch.ones(1, rows, dtype=torch.int32, device="meta")
 
     def build() -> torch.nn.Module:

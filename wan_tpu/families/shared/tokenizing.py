@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import transformers
 
+from wan_tpu.families.shared.token_counts import Cut
 from wan_tpu.sources.disk import explain_unusable
 
 _FEWEST_WORDS = 100  # The smallest plausible vocabulary: even a tokenizer of bytes has 256 words.
@@ -69,31 +70,24 @@ class Tokenizer:
         return tokenizer
 
 
-def tokenize(
-    shared: Tokenizer, prompt: str, length: int, name: str = "the prompt"
-) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Return token ids and mask, both int32 [1, length], and a warning if the prompt was cut.
+def tokenize(shared: Tokenizer, prompt: str, length: int, part: str = "") -> tuple[np.ndarray, np.ndarray, list[Cut]]:
+    """Return token ids and mask, both int32 [1, length], and the cut if the text is too long.
 
     Args:
         shared: The tokenizer.
         prompt: The text.
         length: Number of tokens, padding included.
-        name: What the warning calls the text.
+        part: What of the prompt the text is, if it isn't all of it.
 
     Raises:
         CheckpointError: The tokenizer doesn't work.
     """
     settings = {"padding": "max_length", "max_length": length, "truncation": True, "return_tensors": "np"}
-    warnings = []
+    cuts = []
     with shared.lock() as tokenizer:
         tokens = tokenizer([prompt], **settings)
         token_count = len(tokenizer(prompt, verbose=False)["input_ids"])
         if token_count > length:
             end = tokenizer.decode(tokens["input_ids"][0, -9:-1], skip_special_tokens=True)
-            warnings.append(describe_cut(name, token_count, length, end))
-        return *shared.to_arrays(tokens), warnings
-
-
-def describe_cut(name: str, tokens: int, read: int, end: str) -> str:
-    """Return the warning that a text was cut; `end` has the last words that are read."""
-    return f"{name} is {tokens} tokens long, the model reads {read}: cut after «… {end.strip()}»"
+            cuts.append(Cut(token_count, length, end, part))
+        return *shared.to_arrays(tokens), cuts

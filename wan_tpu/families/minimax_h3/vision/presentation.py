@@ -13,9 +13,9 @@ import numpy as np
 from PIL import Image
 
 from wan_tpu.families.minimax_h3 import text
-from wan_tpu.families.minimax_h3.config import MiniMaxH3Config
-from wan_tpu.families.minimax_h3.text import TEXT_TOKENS
+from wan_tpu.families.minimax_h3.config import LABEL, TEXT_ROWS, MiniMaxH3Config, fit_rows
 from wan_tpu.families.minimax_h3.vision import pictures, tower
+from wan_tpu.families.shared.token_counts import Cut
 from wan_tpu.families.shared.tokenizing import Tokenizer
 from wan_tpu.runtime.components import Loaded
 
@@ -44,10 +44,10 @@ class Presentation(NamedTuple):
     patches: Any
 
 
-def shapes(config: MiniMaxH3Config, height: int, width: int, images: int) -> Presentation:
-    """Return the shapes of the inputs for keyframes of a size in pixels."""
+def shapes(config: MiniMaxH3Config, height: int, width: int, images: int, text_rows: int) -> Presentation:
+    """Return the shapes of the inputs for keyframes of a size in pixels, and a text of that many rows."""
     grid = pictures.token_grid(config, height, width)
-    rows = images * pictures.vision_rows(config, height, width) + TEXT_TOKENS
+    rows = images * pictures.vision_rows(config, height, width) + text_rows
     values = pictures.CHANNELS * pictures.SIDE**2
     integers = {
         "ids": (1, rows),
@@ -65,10 +65,8 @@ def shapes(config: MiniMaxH3Config, height: int, width: int, images: int) -> Pre
 
 def present(
     config: MiniMaxH3Config, shared: Tokenizer, prompt: str, keyframes: Sequence[Image.Image], anchors: Sequence[int]
-) -> tuple[Presentation, list[str]]:
-    """Return a prompt with its keyframes, and a warning if the prompt was cut.
-
-    Labels and prompt together have `TEXT_TOKENS` rows.
+) -> tuple[Presentation, list[Cut]]:
+    """Return a prompt with its keyframes, and the cut if labels and prompt together are too long.
 
     Args:
         config: The model's configuration.
@@ -83,13 +81,15 @@ def present(
     patches = np.stack([pictures.cut_patches(config, keyframe) for keyframe in keyframes])
     _, height, width, _ = patches.shape
     with shared.lock() as tokenizer:
-        labels = [text.read_words(tokenizer, f"<Picture {i + 1}>: ", TEXT_TOKENS)[0] for i in range(len(keyframes))]
+        room = TEXT_ROWS[-1]
+        labels = [text.read_words(tokenizer, LABEL.format(i + 1), room)[0] for i in range(len(keyframes))]
         start, picture, end = (_number(tokenizer, token) for token in (_START, _PICTURE, _END))
-        words, warnings = text.read_words(tokenizer, prompt, TEXT_TOKENS - sum(map(len, labels)))
+        spoken = sum(map(len, labels))
+        words, cuts = text.read_words(tokenizer, prompt, room - spoken)
         block = [start, *[picture] * (height * width), end]
         parts = [part for label in labels for part in (label, block)] + [words]
         real = [number for part in parts for number in part]
-        rows = len(keyframes) * len(block) + TEXT_TOKENS
+        rows = len(keyframes) * len(block) + fit_rows(spoken + len(words))
         padded = [text.pad_rows(real, rows)]
         ids, _ = shared.to_arrays({"input_ids": padded, "attention_mask": padded})
     is_block = [part is block for part in parts]
@@ -106,7 +106,7 @@ def present(
         starts=(firsts[is_block] + 1).astype(np.int32),
         patches=patches,
     )
-    return presentation, warnings
+    return presentation, cuts
 
 
 def _number(tokenizer: Any, token: str) -> int:
@@ -151,8 +151,8 @@ def encode(loaded: Sequence[Loaded], presentation: Presentation) -> jax.Array:
     return encoded[:, presentation.order[0]]
 
 
-def count_flops(config: MiniMaxH3Config, height: int, width: int, images: int) -> int:
-    """Count the operations of encoding a prompt with keyframes of a size in pixels (a multiply-add is two)."""
+def count_flops(config: MiniMaxH3Config, height: int, width: int, images: int, text_rows: int) -> int:
+    """Count the operations of encoding a text with keyframes of a size in pixels (a multiply-add is two)."""
     grid = pictures.token_grid(config, height, width)
-    rows = images * (math.prod(grid) + pictures.MARKS)
+    rows = images * (math.prod(grid) + pictures.MARKS) + text_rows
     return text.count_flops(config, rows) + tower.count_flops(config, grid, images)
