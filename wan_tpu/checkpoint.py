@@ -19,7 +19,7 @@ from wan_tpu.request import CheckpointOverrides, Defaults, GenerationRequest, Pr
 from wan_tpu.requested_adapter import parse_adapter
 from wan_tpu.schedules.magcache import Curve, read_curve
 from wan_tpu.sources.disk import explain_disk_error, is_permanent, read_file
-from wan_tpu.sources.hub import explain_hub_errors, explain_missing_index
+from wan_tpu.sources.hub import advise_on_download, explain_hub_errors, explain_missing_index
 from wan_tpu.storage.addresses import is_bucket
 from wan_tpu.storage.folder import BucketFolder, WeightFile
 
@@ -257,10 +257,9 @@ class Checkpoint:
             if not is_permanent(error):
                 raise explain_disk_error(error, self.folder / name) from None
             if name == INDEX:
-                raise explain_missing_index(self.source, is_hub=self._hub_id is not None) from None
-            raise CheckpointError(
-                f"{self.source} has no {name}, which its {self.index_name} lists; fetch the checkpoint again"
-            ) from None
+                raise explain_missing_index(self.source, self.folder, is_hub=self._hub_id is not None) from None
+            advice = advise_on_download(self.folder) or "fetch the checkpoint again"
+            raise CheckpointError(f"{self.source} has no {name}, which its {self.index_name} lists; {advice}") from None
         except ValueError as error:
             raise CheckpointError(f"{self.folder / name} isn't valid JSON ({error}); fetch it again") from None
         if not isinstance(content, dict):

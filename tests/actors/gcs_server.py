@@ -1,5 +1,6 @@
 """The gcp-storage-emulator over real HTTP, able to fail as the service does."""
 
+import json
 import re
 import threading
 from functools import partial
@@ -20,6 +21,10 @@ class _Handler(RequestHandler):
         if not super().parse_request():
             return False
         self.emulator.seen.append(f"{self.command} {self.path}")
+        if self.emulator.requester_pays and "userProject=" not in self.path:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self._refuse(400, "Bucket is a requester pays bucket but no user project provided.")
+            return False
         # Not the bucket's own: the client asks for its place in the background, once, whenever it likes.
         if self.emulator.failures and re.search(r"/b/[^/]+/o\b", self.path):
             status, message, when = self.emulator.failures.pop(0)
@@ -30,6 +35,15 @@ class _Handler(RequestHandler):
             self.send_error(status, message)
             return False
         return True
+
+    def _refuse(self, status, message):
+        """Answer as the service's JSON API does."""
+        body = json.dumps({"error": {"code": status, "message": message, "errors": [{"reason": "required"}]}}).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
     def do_POST(self):  # noqa: N802 (http.server's name)
         answer = self.wfile
@@ -63,9 +77,11 @@ class Emulator:
     """Starts in this process on a free port of the loopback interface.
 
     failures  (HTTP status, message, "before" | "after" the request is carried out), for the next requests
+    requester_pays  it refuses requests that name no project
     """
 
     def __init__(self):
+        self.requester_pays = False
         self.storage = Storage(use_memory_fs=True)
         self.failures = []
         self.seen = []

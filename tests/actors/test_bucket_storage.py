@@ -1,5 +1,6 @@
 """What can go wrong with buckets: outages, refusals, lost answers, broken connections, replaced objects."""
 
+import gzip
 import hashlib
 import os
 import socket
@@ -7,8 +8,10 @@ import sys
 import time
 from urllib.parse import parse_qs, urlsplit
 
+import numpy as np
 import pytest
 import requests
+import safetensors.numpy
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
@@ -17,7 +20,8 @@ from google.oauth2 import service_account
 from tests.actors import s3_server
 from tests.actors.s3_server import count_uploads
 from wan_tpu.checkpoint import weight_file
-from wan_tpu.errors import InvalidInput
+from wan_tpu.errors import CheckpointError, InvalidInput
+from wan_tpu.runtime.tensor_files import locate_tensors
 from wan_tpu.storage import base, s3
 from wan_tpu.storage.base import Missing, Refused, StorageError
 from wan_tpu.storage.folder import BucketFolder
@@ -112,6 +116,63 @@ def test_refusals_of_amazon_name_the_remedy_for_their_cause(status, code, remedy
     with pytest.raises(Refused, match=remedy) as refused:
         storage.read("a.json")
     assert "s3:PutObject" not in str(refused.value) and "again" not in str(refused.value)
+
+
+@pytest.fixture
+def paying(gcs, emulator):
+    gcs.write("a.json", b"[1, 2]")
+    emulator.requester_pays = True
+    yield gcs.location()
+    emulator.requester_pays = False
+
+
+def test_bucket_whose_requester_pays_names_the_variable_for_the_project(paying):
+    storage = open_storage(paying)
+    for act in (
+        lambda: storage.read("a.json"),
+        lambda: storage.read("a.json", 1, 3),
+        lambda: storage.open("a.json").read(9),
+        lambda: storage.size("a.json"),
+        storage.list,
+        storage.probe,
+    ):
+        with pytest.raises(Refused, match="set GOOGLE_CLOUD_QUOTA_PROJECT"):
+            act()
+
+
+def test_bucket_is_read_whose_requester_pays(paying, monkeypatch):
+    monkeypatch.setenv("GOOGLE_CLOUD_QUOTA_PROJECT", "mine-1")
+    storage = open_storage(paying)
+    assert (storage.read("a.json"), storage.read("a.json", 1, 4)) == (b"[1, 2]", b"1, ")
+    assert (storage.size("a.json"), storage.list()) == (6, {"a.json": 6})
+    file = storage.open("a.json", 1)
+    assert file.read(9) == b"1, 2]"
+    file.close()
+    storage.write("b.json", b"{}")
+    storage.delete("b.json")
+
+
+@pytest.mark.parametrize(
+    ("message", "remedy"),
+    [
+        ("Caller does not have serviceusage.services.use access to the project", "serviceUsageConsumer"),
+        ("The billing account for the owning project is disabled in state absent", "enable billing"),
+    ],
+)
+def test_refusals_of_google_name_the_remedy_for_their_cause(message, remedy, gcs, emulator):
+    emulator.failures[:] = [(403, message, "before")]
+    with pytest.raises(Refused, match=remedy) as refused:
+        gcs.size("a.json")
+    assert "storage.objectUser" not in str(refused.value)
+
+
+def test_compressed_weights_in_a_bucket_are_named(gcs):
+    content = safetensors.numpy.save({"a": np.zeros(1000, np.float32)})
+    blob = gcs._blob("a.safetensors")
+    blob.content_encoding = "gzip"  # As gcloud storage cp --gzip-local uploads it.
+    blob.upload_from_string(gzip.compress(content))
+    with pytest.raises(CheckpointError, match="compressed with gzip"):
+        locate_tensors(weight_file(gcs.location("a.safetensors")))
 
 
 def test_large_objects_go_up_in_a_resumable_upload(gcs, emulator):

@@ -1,5 +1,6 @@
 """Checkpoints are read whole or refused by name."""
 
+import gzip
 import json
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from huggingface_hub._local_folder import get_local_download_paths
 from huggingface_hub.utils import filter_repo_objects
 
 from tests.conftest import PHOTO, ROOT
@@ -69,8 +71,46 @@ def test_truncated_file_is_refused(copy):
 
 def test_pickles_are_not_read(copy):
     (copy / "transformer" / WEIGHTS).rename(copy / "transformer" / "diffusion_pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"no \.safetensors file"):
+    interrupt_download(copy, "vae/other.safetensors")  # An interrupted download isn't why it can't be read.
+    with pytest.raises(CheckpointError, match=r"no \.safetensors file.*save_pretrained"):
         load_high(copy)
+
+
+def interrupt_download(folder, name):
+    """Leave what `hf download --local-dir` has of a file before it is complete."""
+    paths = get_local_download_paths(folder, name)
+    paths.incomplete_path("etag").write_bytes(b"half")
+    (folder / name).unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_interrupted_download_of_weights_is_to_be_continued(sharded, copy):
+    name = WEIGHTS
+    if sharded:
+        name = "diffusion_pytorch_model-00001-of-00002.safetensors"
+        index = {"weight_map": {"proj_out.bias": name, "proj_out.weight": name.replace("00001", "00002")}}
+        (copy / "transformer" / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
+        (copy / "transformer" / WEIGHTS).unlink()
+    interrupt_download(copy, f"transformer/{name}")
+    with pytest.raises(CheckpointError, match="`hf download` again") as refused:
+        load_high(copy)
+    assert "save_pretrained" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["model_index.json", "transformer/config.json"])
+def test_interrupted_download_of_small_files_is_to_be_continued(name, copy):
+    interrupt_download(copy, name)
+    with pytest.raises(CheckpointError, match="`hf download` again"):
+        load_high(copy)
+
+
+def test_interrupted_download_into_the_hub_s_cache_is_to_be_continued(copy, tmp_path):
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / "0123"
+    shutil.copytree(copy, snapshot)
+    (snapshot / "transformer" / WEIGHTS).unlink()
+    (snapshot.parent.parent / "blobs").mkdir()
+    with pytest.raises(CheckpointError, match="`hf download` again"):
+        load_high(snapshot)
 
 
 def test_sharded_files_equal_one_file(copy):
@@ -144,6 +184,7 @@ def test_tensors_that_overlap_or_leave_holes_are_refused(offsets, message, tmp_p
         (b"\n<!DOCTYPE html><title>Sign in</title>", "is a web page"),
         (b"PK\x03\x04" + bytes(100), "safetensors.torch.save_file"),
         (b"GGUF\x03" + bytes(100), "GGUF"),
+        (gzip.compress(bytes(100)), "compressed with gzip"),
         (b"", "damaged or cut off"),
     ],
 )

@@ -13,9 +13,11 @@ from wan_tpu.errors import CheckpointError
 from wan_tpu.runtime.tensor_files import Stored, locate_tensors
 from wan_tpu.runtime.torch_files import SUFFIXES, locate_torch_tensors
 from wan_tpu.sources.disk import read_file
+from wan_tpu.sources.hub import advise_on_download
 from wan_tpu.storage.folder import WeightFile
 
 _ENDING, _INDEX = ".safetensors", ".safetensors.index.json"
+_OTHER_FORMATS = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth"}
 _STEMS = "diffusion_pytorch_model", "model"  # Names of the files that diffusers and transformers read, without endings.
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 # Names of the extra tensors in files with 8-bit or 4-bit weights, alone or after a layer's name, as ComfyUI, DeepSeek
@@ -73,17 +75,28 @@ def index_tensors(
 def _weight_files(checkpoint: Checkpoint, component: str) -> Iterator[WeightFile]:
     """Yield the files that diffusers or transformers would read, wherever they are; raises as `index_tensors`."""
     folder, indexes = f"{checkpoint.source}/{component}", _read_indexes(checkpoint.path(component))
+    download = advise_on_download(checkpoint.folder)
     files = checkpoint.weights(component, _list_needed(indexes)) or checkpoint.weights(component)
     # Files written by torch.save replace those in the folder.
     stands_in = any(name.endswith(SUFFIXES) for name in files)
+    if not files and not indexes:
+        raise CheckpointError(
+            f"{folder} holds no {_ENDING} file; {_advise_on_format(checkpoint.path(component), download)}"
+        )
     names = sorted(files) if stands_in else _choose(files, indexes, folder)
     for name in names:
         if name not in files:
-            raise CheckpointError(
-                f"{folder}/{name} is missing or can't be read; fetch the checkpoint again, or delete the "
-                "*.index.json that names it"
-            )
+            remedy = download or "fetch the checkpoint again, or delete the *.index.json that names it"
+            raise CheckpointError(f"{folder}/{name} is missing or can't be read; {remedy}")
         yield files[name]
+
+
+def _advise_on_format(folder: Path, download: str | None) -> str:
+    """Return what to do about a component without safetensors: it has another format, or wasn't fetched."""
+    save = "save the model again with save_pretrained(safe_serialization=True)"
+    if any(file.suffix in _OTHER_FORMATS for file in folder.glob("*")):
+        return f"the formats that it has can't be read: {save}"
+    return download or f"fetch the checkpoint again, or if it has another format, {save}"
 
 
 def _read_indexes(folder: Path) -> dict[str, list[str]]:
@@ -121,11 +134,6 @@ def _choose(files: Collection[str], indexes: Mapping[str, list[str]], folder: st
         # transformers prefers a single whole file to an index; diffusers reads its index first.
         whole = f"{stem}{_ENDING}"
         variants[stem] = [whole] if stem == _STEMS[1] and whole in files else names
-    if not variants:
-        raise CheckpointError(
-            f"{folder} holds no {_ENDING} file, and other formats can't be read; save the model again with "
-            "save_pretrained(safe_serialization=True)"
-        )
     for stem in _STEMS:
         if stem in variants:
             return variants[stem]

@@ -33,6 +33,8 @@ _STAND_INS = {
     b"version https://git-lfs": "a pointer of Git LFS; `git lfs pull`, or `hf download`, fetches the file itself",
     b"<!doctype": "a web page; where it was downloaded from, a login may be wanted",
     b"<html": "a web page; where it was downloaded from, a login may be wanted",
+    b"\x1f\x8b": "compressed with gzip; decompress it (gunzip), and upload it without Content-Encoding: gzip (without "
+    "--gzip-local of gcloud storage cp), which can't be read in ranges",
 }
 _OTHER_FORMATS = {
     b"pk\x03\x04": "an archive, as torch.save writes it; save its tensors with safetensors.torch.save_file",

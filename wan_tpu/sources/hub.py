@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 from huggingface_hub import constants
 from huggingface_hub.errors import (
@@ -44,8 +45,21 @@ def explain_hub_errors(repository: str) -> Iterator[None]:
         ) from None
 
 
-def explain_missing_index(source: str, *, is_hub: bool) -> CheckpointError:
+def advise_on_download(folder: Path) -> str | None:
+    """Return what to do if a file is missing from a folder that hf download has filled; None for other folders."""
+    own = folder / ".cache" / "huggingface"  # With --local-dir. Otherwise the folder is one of the hub's cache.
+    state = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else own
+    if not state.is_dir():
+        return None
+    interrupted = sum(1 for _ in state.rglob("*.incomplete"))
+    reason = f" ({interrupted} files were interrupted)" if interrupted else ""
+    return f"its download isn't complete{reason}: run the same `hf download` again, which fetches what is missing"
+
+
+def explain_missing_index(source: str, folder: Path, *, is_hub: bool) -> CheckpointError:
     """Return the exception for a source without a model_index.json; it says where to find one that has it."""
+    if not is_hub and (advice := advise_on_download(folder)) is not None:
+        return CheckpointError(f"{source} has no model_index.json: {advice}")
     advice = (
         "give a folder in diffusers' format, or a hub id; single files and models in their authors' own "
         "formats can't be read"

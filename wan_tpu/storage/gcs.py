@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, BinaryIO
+from urllib.parse import quote
 
 import requests
 import urllib3
@@ -37,6 +38,16 @@ from wan_tpu.storage.base import (
     first_line,
 )
 
+_PAYER = "GOOGLE_CLOUD_QUOTA_PROJECT"  # A variable of Google's clients: the project that pays for requests.
+# What to do, by words of the service's message; its status (400, 403) and reason are the same for many causes.
+_REMEDIES = {
+    "requester pays": f"set {_PAYER} to the project that pays for reading this bucket",
+    "serviceusage.services.use": "give this account roles/serviceusage.serviceUsageConsumer on the project that pays "
+    f"({_PAYER})",
+    "billing account": "enable billing for the bucket's project",
+    "vpcServiceControls": "let this account through the service perimeter of the bucket's project",
+}
+_MAX_ANSWER = 2000  # Characters of an error's body that are looked at.
 _TIMEOUT_S = (10.0, 60.0)  # Time-outs of a connection, and of each piece of a download.
 
 
@@ -51,7 +62,7 @@ class GcsStorage(BucketStorage):
         with self._explain_errors("open", self.location()):
             self._client = storage.Client()
             self._session = AuthorizedSession(self._client._credentials)
-        self._bucket = self._client.bucket(bucket)
+        self._bucket = self._client.bucket(bucket, user_project=os.environ.get(_PAYER))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Return the content of the object; the client verifies the checksum of a whole one."""
@@ -69,7 +80,9 @@ class GcsStorage(BucketStorage):
             blob = self._bucket.get_blob(self.key(name), retry=_retry())
             if blob is None:
                 raise Missing(f"{where} does not exist; check the address")
-            return _OpenObject(self._session, blob.media_link, start, lambda: self._explain_errors("read", where))
+            payer = self._bucket.user_project
+            link = blob.media_link if payer is None else f"{blob.media_link}&userProject={quote(payer)}"
+            return _OpenObject(self._session, link, start, lambda: self._explain_errors("read", where))
 
     def stat(self, name: str) -> StoredObject:
         """Return the size and the generation of the object."""
@@ -145,18 +158,12 @@ class GcsStorage(BucketStorage):
             yield
         except (api.NotFound, InvalidResponse) as error:
             if isinstance(error, InvalidResponse) and error.response.status_code != 404:
-                kind = Refused if is_refusal(error.response.status_code) else StorageError
-                raise kind(f"can't {action} {where} ({first_line(error)}); try again") from None
+                raise self._explain(action, where, error, error.response.status_code) from None
             if action not in ("write", "list"):
                 raise Missing(f"{where} does not exist, or its bucket doesn't; check the address") from None
             raise Refused(
                 f"can't use {where}: there is no bucket {self.bucket!r}; create it (gcloud storage buckets create "
                 f"gs://{self.bucket}), or check the name"
-            ) from None
-        except (api.Forbidden, api.Unauthorized) as error:
-            raise Refused(
-                f"can't {action} {where}: not allowed ({first_line(error)}); "
-                f"give this account the role roles/storage.objectUser on the bucket {self.bucket!r}"
             ) from None
         except auth.GoogleAuthError as error:
             kind = Refused if _is_refused(error) else StorageError
@@ -170,9 +177,21 @@ class GcsStorage(BucketStorage):
                 "check the network (and STORAGE_EMULATOR_HOST, if set), and run this again"
             ) from None
         except (api.GoogleAPIError, DataCorruption) as error:
-            code = getattr(error, "code", None)
-            kind = Refused if code is not None and is_refusal(int(code)) else StorageError
-            raise kind(f"can't {action} {where} ({first_line(error)}); run this again") from None
+            raise self._explain(action, where, error, int(getattr(error, "code", None) or 500)) from None
+
+    def _explain(self, action: str, where: str, error: Exception, status: int) -> StorageError:
+        """Return our error for an answer of the service. What to do comes from its words, not from its status."""
+        if not is_refusal(status):
+            return StorageError(f"can't {action} {where} ({first_line(error)}); run this again")
+        answer = getattr(error, "response", None)
+        text = f"{error} {'' if answer is None else answer.text[:_MAX_ANSWER]}"
+        remedy = next((remedy for words, remedy in _REMEDIES.items() if words in text), None)
+        verdict = "the service refuses it"
+        if status in (401, 403):
+            verdict = "not allowed"
+            remedy = remedy or f"give this account the role roles/storage.objectUser on the bucket {self.bucket!r}"
+        reason = f"can't {action} {where}: {verdict} ({first_line(error)})"
+        return Refused(reason if remedy is None else f"{reason}; {remedy}")
 
 
 def _is_refused(error: auth.GoogleAuthError) -> bool:
