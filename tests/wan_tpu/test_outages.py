@@ -1,5 +1,6 @@
 """An outage is nobody's fault: buckets and the hub that fail are told apart from what they refuse."""
 
+import errno
 import json
 import socket
 import threading
@@ -18,6 +19,7 @@ from tests.actors import s3_server
 from wan_tpu.adapters import location
 from wan_tpu.checkpoint import Checkpoint, weight_file
 from wan_tpu.errors import CheckpointError, InvalidRequest, Unavailable
+from wan_tpu.sources.hub import explain_hub_errors
 from wan_tpu.storage import base
 from wan_tpu.storage.addresses import SCHEMES
 from wan_tpu.storage.folder import BucketFolder
@@ -44,6 +46,8 @@ def server():
             content = json.dumps(serving.answer).encode()
             self.send_response(serving.status)
             self.send_header("Content-Type", "application/json")
+            for name, value in serving.headers.items():
+                self.send_header(name, value)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             if self.command != "HEAD":
@@ -55,7 +59,7 @@ def server():
             pass
 
     serving = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
-    serving.status, serving.answer = 200, {}
+    serving.status, serving.answer, serving.headers = 200, {}, {}
     serving.address = f"http://127.0.0.1:{serving.server_port}"
     thread = threading.Thread(target=serving.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -165,6 +169,23 @@ def test_status_of_the_hub_says_whose_fault_it_is(status, kind, server, hub):
     for path in ("owner/name", "owner/name/a.safetensors"):
         with pytest.raises(InvalidRequest if kind is CheckpointError else Unavailable, match=f"adapter {path}"):
             location.find(path)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "remedy"),
+    [(403, "GatedRepo", r"accept its conditions at \S+/owner/name"), (401, "RepoNotFound", "check the id; if")],
+)
+def test_refusal_of_the_hub_names_the_remedy_for_its_cause(status, code, remedy, server, hub):
+    server.status, server.headers = status, {"X-Error-Code": code}
+    hub(server.address)
+    with pytest.raises(CheckpointError, match=remedy):
+        Checkpoint("owner/name")
+
+
+def test_full_disk_below_the_hub_s_cache_is_not_blamed_on_the_network():
+    with pytest.raises(Unavailable, match="HF_HOME") as full, explain_hub_errors("owner/name"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert "network" not in str(full.value)
 
 
 def test_hub_that_does_not_answer_is_unavailable(closed_port, hub):

@@ -1,16 +1,19 @@
 """Errors of the Hugging Face hub: a repository that it refuses is the caller's mistake, an outage is not."""
 
 import contextlib
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 
 from huggingface_hub import constants
 from huggingface_hub.errors import (
+    GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
     HTTPError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
+    RepositoryNotFoundError,
 )
 
 from wan_tpu.errors import CheckpointError, Unavailable
@@ -34,15 +37,12 @@ def explain_hub_errors(repository: str) -> Iterator[None]:
     # RuntimeError is what hf_xet, the hub's downloader for large files, raises when a transfer fails.
     except (HFValidationError, HTTPError, OSError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        remedy = _advise(error, repository)
         if _is_permanent(error):
-            raise CheckpointError(
-                f"can't fetch {repository} from the Hugging Face hub ({reason}); "
-                "check the id and the access token, or give a local path"
-            ) from None
-        raise Unavailable(
-            f"can't fetch {repository} from the Hugging Face hub now ({reason}); "
-            "check the network and try again, or give a local path"
-        ) from None
+            message = f"can't fetch {repository} from the Hugging Face hub ({reason}); {remedy}, or give a local path"
+            raise CheckpointError(message) from None
+        message = f"can't fetch {repository} from the Hugging Face hub now ({reason}); {remedy}, or give a local path"
+        raise Unavailable(message) from None
 
 
 def advise_on_download(folder: Path) -> str | None:
@@ -71,6 +71,22 @@ def explain_missing_index(source: str, folder: Path, *, is_hub: bool) -> Checkpo
             f"https://huggingface.co/models?search={name}-Diffusers lists them"
         )
     return CheckpointError(f"{source} has no model_index.json: {advice}")
+
+
+def _advise(error: BaseException, repository: str) -> str:
+    """Return what to do about an error of the hub's client."""
+    if isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None:
+        return _advise(error.__cause__, repository)
+    match error:
+        case GatedRepoError():
+            return f"accept its conditions at https://huggingface.co/{repository}, and log in with `hf auth login`"
+        case RepositoryNotFoundError():
+            return "check the id; if the repository is private, log in with `hf auth login`"
+        case OfflineModeIsEnabled() | LocalEntryNotFoundError() if constants.is_offline_mode():
+            return "unset HF_HUB_OFFLINE"
+        case OSError() if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return "free some space, or set HF_HOME to a folder on another disk"
+    return "check the id and the access token" if _is_permanent(error) else "check the network and try again"
 
 
 def _is_permanent(error: BaseException | None) -> bool:
