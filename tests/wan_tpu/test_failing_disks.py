@@ -1,14 +1,11 @@
 """A failing disk is nobody's fault; a file that is missing or damaged is the caller's."""
 
-import errno
-import io
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 import torch
 import transformers
-from PIL import Image
 
 from wan_tpu.adapters import files, location
 from wan_tpu.checkpoint import Checkpoint, on_disk
@@ -125,28 +122,6 @@ def test_inputs_on_a_failing_disk_are_not_the_requests_fault(tmp_path):
         read_frames(file, 1)
     with pytest.raises(InvalidRequest, match=r"none\.mp4 can't be read"):
         read_frames(tmp_path / "none.mp4", 1)
-
-
-def test_disk_that_fails_within_a_gif_is_not_the_requests_fault(tmp_path, monkeypatch):
-    """The second picture is read after the first has been decoded."""
-    film = tmp_path / "film.gif"
-    pictures = [Image.effect_noise((64, 64), 100 + i) for i in range(4)]
-    pictures[0].save(film, save_all=True, append_images=pictures[1:])
-    content = film.read_bytes()
-
-    class Failing(io.BytesIO):
-        def read(self, size=-1):
-            if self.tell() > len(content) // 2:
-                raise OSError(errno.EIO, "Input/output error")
-            return super().read(size)
-
-    monkeypatch.setattr("builtins.open", lambda path, *args: Failing(content))
-    with pytest.raises(Unavailable, match=r"film\.gif can't be read now"):
-        read_frames(film, 4)
-    film.write_bytes(content[: len(content) // 2])
-    monkeypatch.undo()
-    with pytest.raises(InvalidRequest, match=r"film\.gif can't be read"):
-        read_frames(film, 4)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("KILL", Unavailable), ("SEGV", InvalidRequest)])

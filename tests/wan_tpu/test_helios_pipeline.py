@@ -18,6 +18,7 @@ from wan_tpu.media.reading import count_frames, read_ends, read_frames
 from wan_tpu.stage_machine import Decode, Step
 
 KIND = "helios-distilled"
+FPS = 24
 REQUEST = GenerationRequest(prompt="a cat", seed=3, height=64, width=64, frames=66, steps=6)
 DISTILLED = {"guidance_scale": 1.0, "pyramid_num_inference_steps_list": [2, 2, 2], "is_amplify_first_chunk": True}
 SOURCE_FRAMES = 140  # Four whole chunks behind eight frames, and the history sees the last three.
@@ -59,7 +60,7 @@ def run_theirs(pipeline, request, **options):
     latents = []
 
     if request.video is not None:
-        options["video"] = read_frames(request.video, count_frames(request.video))
+        options["video"] = read_frames(request.video, count_frames(request.video, FPS))
     video = pipeline(
         request.prompt,
         height=request.height,
@@ -158,18 +159,19 @@ def test_a_video_is_extended_by_its_motion_unless_it_is_too_short(requests, pipe
     spec, source = pipeline(KIND).runtime.model.spec, requests["short video"].video
     extension = dataclasses.replace(REQUEST, height=None, width=None)
     [frame, *_] = frames = read_frames(source, 32)
-    request = plan_extension(spec, extension, source, frame).request
-    assert (request.video, request.image, request.hidden_frames) == (source, None, 0)
+    plan, joined = plan_extension(spec, extension, source, frame.size[::-1], tmp_path)
+    request = plan.request
+    assert (request.video, request.image, request.hidden_frames) == (joined, None, 0)
     assert (request.height, request.width, request.strength) == (64, 64, 1)
     short = Video(np.stack([np.asarray(frame) / 255 for frame in frames]), 24.0).save(tmp_path / "short.mp4")
-    request = plan_extension(spec, extension, short, frame).request
+    request = plan_extension(spec, extension, short, frame.size[::-1], tmp_path)[0].request
     assert (request.video, request.hidden_frames) == (None, 1) and isinstance(request.image, Image.Image)
 
 
 def test_the_ends_of_a_video_are_its_first_frame_and_its_last_ones(requests):
     source = requests["video"].video
     frames = read_frames(source, SOURCE_FRAMES)
-    assert count_frames(source) == SOURCE_FRAMES
-    for start, (first, *last) in ((start, read_ends(source, start)) for start in (0, 1, 107)):
+    assert count_frames(source, FPS) == SOURCE_FRAMES
+    for start, (first, *last) in ((start, read_ends(source, start, FPS)) for start in (0, 1, 107)):
         assert first.tobytes() == frames[0].tobytes()
         assert [frame.tobytes() for frame in last] == [frame.tobytes() for frame in frames[start:]]

@@ -28,7 +28,7 @@ with Mp4(8) as mp4:
 
 @pytest.fixture(scope="module")
 def clips(tmp_path_factory):
-    """Two files that take half a minute to join, since the first must be encoded again at the rate of the second."""
+    """Two files that take half a minute to join, since the first must be converted to the rate of the second."""
     folder = tmp_path_factory.mktemp("clips")
     paths = [folder / "hour.mp4", folder / "segment.mp4"]
     for path, source in zip(paths, ("s=48x32:r=1:d=3600", "s=48x32:r=60:d=1"), strict=True):
@@ -38,12 +38,12 @@ def clips(tmp_path_factory):
 
 
 def find_join(process):
-    """Wait until a process joins files, and return the ffmpegs that it has started."""
+    """Wait until a process converts the first of the files to join, and return the ffmpegs that it has started."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         commands = {child: read_command(child) for child in process.children()}
         ffmpegs = {child: words for child, words in commands.items() if any("ffmpeg" in word for word in words[:1])}
-        if any("joined.mp4" in word for words in ffmpegs.values() for word in words):
+        if any(word.endswith("/0.mp4") for words in ffmpegs.values() for word in words):
             return list(ffmpegs)
         time.sleep(0.02)
     raise AssertionError("no file is joined")

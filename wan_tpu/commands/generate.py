@@ -1,6 +1,7 @@
 """`wan-tpu generate`: a whole video in one process."""
 
 import argparse
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from wan_tpu.commands import arguments
 from wan_tpu.commands.parser import Parser
-from wan_tpu.errors import InvalidInput
-from wan_tpu.media.joining import join_videos, read_clip, read_last_frame
-from wan_tpu.media.reading import count_frames
+from wan_tpu.errors import InvalidInput, OutputError, WanTpuError
+from wan_tpu.media.joining import join_videos, prepare_source, read_clip
+from wan_tpu.media.reading import open_video, read_frame
+from wan_tpu.media.shown import Fit
 from wan_tpu.media.temporary import open_folder
+from wan_tpu.media.video import check_output
 
 if TYPE_CHECKING:
-    from PIL import Image
-
     from wan_tpu.plan import RequestPlan
     from wan_tpu.request import GenerationRequest
     from wan_tpu.spec import ModelSpec
@@ -37,62 +38,84 @@ def generate(argv: Sequence[str]) -> None:
     arguments.add_overwrite(parser)
     args = parser.parse_args(argv)
 
-    last_frame = None if args.extend is None else _read_end(args)
+    size = None if args.extend is None else _read_size(args)
     request = arguments.request_from(args)
-    outputs = arguments.check_outputs(
-        args.output,
-        overwrite=args.overwrite,
-        inputs=(args.image, args.last_image, args.video, args.extend, args.model_id),
-    )
+    inputs = (args.image, args.last_image, args.video, args.extend, args.model_id)
+    outputs = arguments.check_outputs(args.output, overwrite=args.overwrite, inputs=inputs)
+    part = outputs[0] if size is None else outputs[0].with_suffix(".new.mp4")
+    check_output(part, overwrite=args.overwrite, inputs=inputs)
     profiler = arguments.profiler_from(args)
 
     from wan_tpu.commands.recorded import Recorder, decode_to_files, denoise_recorded, encode_recorded, report
 
     pipe = arguments.pipeline_from(args)
-    plan = (
-        pipe.plan(request)
-        if last_frame is None
-        else plan_extension(pipe.runtime.model.spec, request, args.extend, last_frame)
-    )
-    pipe.check_components()
-    recorder = Recorder(pipe.runtime, plan)
-    run = pipe.run(pipe.fetch_adapters(plan), warn=recorder.warn, around=recorder.operation)
-    encode_recorded(run)
-    denoise_recorded(run, recorder, profiler)
-    if args.extend is None:
-        decode_to_files(run, recorder, plan.request, outputs, overwrite=args.overwrite)
-    else:
-        with open_folder(outputs[0].absolute().parent) as folder:
-            segment = folder / "segment.mp4"
-            decode_to_files(run, recorder, plan.request, (segment, *outputs[1:]), overwrite=args.overwrite)
-            join_videos([args.extend, segment], outputs[0])
-    recorder.save(outputs[2], plan.request)
+    spec = pipe.runtime.model.spec
+    with contextlib.ExitStack() as opened:
+        source = None
+        if size is None:
+            plan = pipe.plan(request)
+        else:
+            folder = opened.enter_context(open_folder(outputs[0].absolute().parent))
+            plan, source = plan_extension(spec, request, args.extend, size, folder)
+        pipe.check_components()
+        recorder = Recorder(pipe.runtime, plan)
+        for warning in [] if size is None else spec.describe_fit(plan.request, "the video to extend", size):
+            recorder.warn(warning)
+        run = pipe.run(pipe.fetch_adapters(plan), warn=recorder.warn, around=recorder.operation)
+        encode_recorded(run)
+        denoise_recorded(run, recorder, profiler)
+        decode_to_files(run, recorder, plan.request, (part, *outputs[1:]), overwrite=args.overwrite)
+        if source is not None and plan.request.video is not None:
+            recorder.save(outputs[2], dataclasses.replace(plan.request, video=args.extend))
+        else:
+            recorder.save(outputs[2], plan.request)
+        if source is not None:
+            try:
+                join_videos([source, part], outputs[0])
+            except WanTpuError as error:
+                raise OutputError(f"{error}; the new part is in {part}") from error
+            part.unlink()
     report(outputs, recorder)
 
 
-def _read_end(args: argparse.Namespace) -> "Image.Image":
-    """Return the last frame of the video to extend; raises `InvalidInput` if arguments name another beginning."""
+def _read_size(args: argparse.Namespace) -> tuple[int, int]:
+    """Return the (height, width) of the video to extend; raises `InvalidInput` if arguments name another beginning."""
     for name in ("image", "video"):
         if getattr(args, name) is not None:
             raise InvalidInput(f"--extend begins with the last frame of {args.extend}; leave --{name} out")
-    read_clip(args.extend)  # Refuse videos that can't be joined before computing anything.
-    frame = read_last_frame(args.extend)
-    frame.info["source"] = f"the last frame of {args.extend}"
-    return frame
+    with open_video(args.extend) as shown:
+        return shown.height, shown.width
 
 
-def plan_extension(spec: "ModelSpec", request: "GenerationRequest", video: Path, frame: "Image.Image") -> "RequestPlan":
+def plan_extension(
+    spec: "ModelSpec", request: "GenerationRequest", video: Path, size: tuple[int, int], folder: Path
+) -> "tuple[RequestPlan, Path]":
     """Plan the clip that continues a video, by default at the video's size.
 
     Models that take motion into account continue after its last frames. For other models, and for a video that is too
     short, the clip starts with the video's last frame, which isn't written a second time.
+
+    Args:
+        spec: The model.
+        request: The request, without a beginning.
+        video: The video.
+        size: Its (height, width).
+        folder: A folder for temporary files, which are used until the clip has been joined with the video.
+
+    Returns:
+        The plan, and the video to join with the clip.
     """
     spec.check_extension()
     if request.height is None and request.width is None:
-        height, width = spec.size_to_extend((frame.height, frame.width))
+        height, width = spec.size_to_extend(size)
         request = dataclasses.replace(request, height=height, width=width)
-    if spec.continues_video and count_frames(video) >= spec.frame_offset:
-        return spec.plan(dataclasses.replace(request, video=video))
+    resolved = spec.plan(request, image=True, picture=size).request
+    source = prepare_source(video, folder, Fit(resolved.height, resolved.width, spec.shape_slack), resolved.fps)
+    frames = read_clip(source).frames
+    if spec.continues_video and frames >= spec.frame_offset:
+        return spec.plan(dataclasses.replace(request, video=source)), source
+    frame = read_frame(source, frames - 1)
+    frame.info["source"] = f"the last frame of {video}"
     plan = spec.plan(dataclasses.replace(request, image=frame))
     spec.check_extension(plan.request)
-    return plan.with_request(dataclasses.replace(plan.request, hidden_frames=1))
+    return plan.with_request(dataclasses.replace(plan.request, hidden_frames=1)), source

@@ -30,7 +30,11 @@ _NOT_STARTED = 127  # ffmpeg itself never exits with this.
 
 
 def run_ffmpeg(
-    arguments: Sequence[str], content: bytes = b"", *, timeout_s: float, cancelled: threading.Event | None = None
+    arguments: Sequence[str],
+    *,
+    timeout_s: float,
+    cancelled: threading.Event | None = None,
+    descriptors: Sequence[int] = (),
 ) -> "subprocess.CompletedProcess[bytes]":
     """Run ffmpeg and return its output and messages.
 
@@ -38,9 +42,9 @@ def run_ffmpeg(
 
     Args:
         arguments: What follows the name of the program.
-        content: Its input.
         timeout_s: How long it may take, in seconds.
         cancelled: Another thread may set this.
+        descriptors: Open files that it may use.
 
     Raises:
         OSError: It can't be started.
@@ -50,9 +54,10 @@ def run_ffmpeg(
     if sys.platform == "linux":
         command = [sys.executable, "-ISc", _END_WITH_PARENT, str(os.getpid()), *command]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+    # With a terminal as its input, ffmpeg would read key presses.
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, pass_fds=descriptors) as process:
         try:
-            output, messages = _wait(process, content, time.monotonic() + timeout_s, cancelled or threading.Event())
+            output, messages = _wait(process, time.monotonic() + timeout_s, cancelled or threading.Event())
         except BaseException:
             process.kill()
             raise
@@ -111,16 +116,12 @@ def _read_both(
                     selector.unregister(key.data)
 
 
-def _wait(
-    process: "subprocess.Popen[bytes]", content: bytes, until: float, cancelled: threading.Event
-) -> tuple[bytes, bytes]:
-    waiting: bytes | None = content
+def _wait(process: "subprocess.Popen[bytes]", until: float, cancelled: threading.Event) -> tuple[bytes, bytes]:
     while True:
         if cancelled.is_set():
             process.kill()
         try:
-            return process.communicate(waiting, timeout=_LOOK_S)
+            return process.communicate(timeout=_LOOK_S)
         except subprocess.TimeoutExpired:
-            waiting = None  # The next call sends the rest.
             if time.monotonic() > until:
                 raise

@@ -21,6 +21,7 @@ KINDS = "PNG, JPEG, WebP, AVIF, GIF, BMP or TIFF"
 MAX_PIXELS = 64_000_000
 # Models were trained on aspect ratios near those of films and phones. A video shows the middle of a longer image.
 _LONGEST = 4.0
+_UNSEEN = 0.02  # By how much an image may be stretched, or be cut at its edges, without a warning.
 _MARGIN = 16  # Pixels kept around the resized area, more than any filter reads.
 
 
@@ -120,6 +121,24 @@ def has_shape(image: Image.Image, height: int, width: int, slack: int) -> bool:
     off_width = abs(width - height * image.width / image.height)
     off_height = abs(height - width * image.height / image.width)
     return min(off_width, off_height) < slack
+
+
+def describe_fit(name: str, picture: tuple[int, int], video: tuple[int, int], slack: int) -> str | None:
+    """Return a warning if fitting an image to its video loses some of it, or changes its shape visibly.
+
+    Args:
+        name: What the image is called.
+        picture: Its (height, width).
+        video: Those of the video.
+        slack: As in `fit_image`.
+    """
+    stretch = (picture[1] * video[0]) / (picture[0] * video[1])
+    change = max(stretch, 1 / stretch) - 1
+    if change <= _UNSEEN:
+        return None
+    near = has_shape(Image.new("1", (picture[1], picture[0])), *video, slack)
+    fitted = f"stretched or cropped by {change:.1%}" if near else "cropped to the video's aspect ratio"
+    return f"{name} is {picture[1]}x{picture[0]} but the video is {video[1]}x{video[0]}; it is {fitted}"
 
 
 def fit_image(

@@ -1,9 +1,9 @@
-"""Continue videos: read a video's last frame, and join a video with the clips that continue it."""
+"""Join a video with the clips that continue it."""
 
 import contextlib
-import io
 import os
 import re
+import shutil
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
@@ -11,16 +11,22 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from PIL import Image
+import numpy as np
 
 from wan_tpu.errors import InvalidRequest, OutputError, Unavailable
-from wan_tpu.media.encoding import AAC, COLOURS, H264, SQUARE, TO_SDR, is_hdr
+from wan_tpu.media.encoding import AAC, exact_rate
 from wan_tpu.media.ffmpeg import run_ffmpeg
+from wan_tpu.media.reading import open_video
+from wan_tpu.media.shown import Fit, mix_sound
 from wan_tpu.media.temporary import open_folder
-from wan_tpu.media.video import check_ffmpeg
+from wan_tpu.media.video import VideoWriter, check_ffmpeg
 
 # Joining copies packets and encodes little besides the sound: it takes this long only if a disk or a machine hangs.
 _TIMEOUT_S = 600.0
+_CONVERSION_S = 6 * 3600.0  # Longer than any video takes that people continue.
+_LAYOUTS = ("mono", "stereo")  # Those of the sound that this program writes.
+_TRIAL_FRAMES = 3  # A single frame is encoded in another way.
+_LEAST_ROOM = 2**20  # Bytes. Less remains only when ffmpeg has filled a disk.
 _FACT = re.compile(r"#(\w+) (\d+)[:,]\s*(.+)")
 
 
@@ -32,9 +38,9 @@ class Clip:
         path: The file.
         settings: Codec, size and everything else that must be equal in two files whose packets are to form one stream.
         rate: Frames per second; the average of a file whose rate varies.
-        is_even: Whether its frames follow each other at exactly that rate from the start of the file.
+        is_even: Whether its packets are exactly the frames that are shown, neither turned nor stretched, and follow
+            each other at exactly that rate from the start of the file.
         frames: How many frames it has.
-        lasts: Seconds from where its sound may begin until its last frame ends.
         sound: Rate and channel layout of its sound, if it has any.
     """
 
@@ -43,7 +49,6 @@ class Clip:
     rate: Fraction
     is_even: bool
     frames: int
-    lasts: Fraction
     sound: tuple[str, str] | None
 
     @property
@@ -60,7 +65,8 @@ class Clip:
 
 def read_clip(path: Path) -> Clip:
     """Return the description of a video file; raises `InvalidRequest`, `OutputError`, `Unavailable`."""
-    text = _run(["-i", _place(path), "-map", "0:V:0", "-map", "0:a:0?", "-c", "copy", "-f", "framehash", "-"], path)
+    streams = ["-map", "0:V:0", "-map", "0:a:0?", "-c", "copy", "-f", "framehash", "-"]
+    text, described = _run(["-v", "info", "-nostats", "-i", _place(path), *streams], path)
     facts: dict[str, dict[str, str]] = {"0": {}, "1": {}}
     frames: list[tuple[int, int]] = []  # The start and the duration of each frame.
     for line in text.decode().splitlines():
@@ -76,20 +82,25 @@ def read_clip(path: Path) -> Clip:
     if span <= 0:
         raise InvalidRequest(f"video {path} has no frames that last; save it again as an mp4", "video")
     video, sound = facts["0"], facts["1"]
-    is_even = span % steps == 0 and times == [index * (span // steps) for index in range(len(times))]
+    is_even = (
+        span % steps == 0
+        and times == [index * (span // steps) for index in range(len(times))]
+        and video.get("sar", "1/1") in ("0/1", "1/1")
+        and b"Display Matrix:" not in described
+    )
     tick = Fraction(video["tb"])
-    rate, lasts = Fraction(steps, span) / tick, (times[-1] + (frames[-1][1] or Fraction(span, steps))) * tick
+    rate = Fraction(steps, span) / tick
     sound_format = (sound["sample_rate"], sound["channel_layout_name"]) if "channel_layout_name" in sound else None
-    return Clip(path, tuple(sorted(video.items())), rate, is_even, len(times), lasts, sound_format)
+    return Clip(path, tuple(sorted(video.items())), rate, is_even, len(times), sound_format)
 
 
 def join_videos(clips: Sequence[Path], output: Path, *, cancelled: threading.Event | None = None) -> None:
     """Write a video that shows files one after another, in the size and at the rate of the last one.
 
-    Packets are copied where all files were encoded with the same settings; else all frames are encoded again. Sound is
-    always encoded again, once, because its packets begin and end between frames. The sound of a file is cut or padded
-    to its frames, and a file without any is silent where another has some. A file whose frames begin after its sound
-    shows the first one from the beginning.
+    Packets are copied from files that are encoded with the settings of the last one; other files are converted first.
+    Sound is always encoded again, once, because its packets begin and end between frames. The sound of a file is cut or
+    padded to its frames, and a file without any is silent where another has some. A file whose frames begin after its
+    sound shows the first one from the beginning.
 
     Args:
         clips: The files, in the order in which they are shown.
@@ -102,98 +113,106 @@ def join_videos(clips: Sequence[Path], output: Path, *, cancelled: threading.Eve
         Unavailable: The machine fails.
     """
     check_ffmpeg()
-    files = [read_clip(path) for path in clips]
-    last = files[-1]
-    alike = all(clip.is_even and (clip.settings, clip.rate) == (last.settings, last.rate) for clip in files)
-    filters = [] if alike else _encode_frames(files)
-    # The list of files is the input after the files themselves. Sound begins before the first frame, by its encoder's
-    # delay; without -copyts, the frames would be late by that much.
-    maps = ["-map", "[frames]", *H264.split()]
-    if alike:
+    with _open_folder(output.absolute().parent) as folder:
+        files = _make_alike(clips, folder, cancelled)
+        last, script, partial = files[-1], folder / "parts", folder / "joined.mp4"
+        script.write_text("ffconcat version 1.0\n" + "".join(_part(clip) for clip in files))
         # A list of files holds durations in microseconds. Here every frame gets the time that its number gives it.
         ticks = 1 / (last.rate * last.tick)
         exact = f"setts=pts=round(PTS/{ticks})*{ticks}:dts=round(DTS/{ticks})*{ticks}"
+        # The list of files is the input after the files themselves. Sound begins before the first frame, by its
+        # encoder's delay; without -copyts, the frames would be late by that much.
+        command = [argument for clip in files for argument in ("-i", _place(clip.path))]
+        command += ["-f", "concat", "-safe", "0", "-auto_convert", "0", "-i", _place(script)]
         maps = ["-map", f"{len(files)}:v", "-c:v", "copy", "-bsf:v", exact, "-copyts"]
-    sound = next((clip.sound for clip in reversed(files) if clip.sound is not None), None)
-    if sound is not None:
-        filters += _join_sound(files, sound)
-        maps = [*maps, "-map", "[sound]", *AAC.split()]
-    with _open_folder(output.absolute().parent) as folder:
-        script, partial = folder / "parts", folder / "joined.mp4"
-        script.write_text("ffconcat version 1.0\n" + "".join(_part(clip) for clip in files))
-        command = [argument for path in clips for argument in ("-i", _place(path))]
-        command += ["-f", "concat", "-safe", "0", "-auto_convert", "0", "-i", _place(script)] if alike else []
-        command += ["-filter_complex", ";".join(filters)] if filters else []
+        sound = next((clip.sound for clip in reversed(files) if clip.sound is not None), None)
+        if sound is not None:
+            command += ["-filter_complex", ";".join(_join_sound(files, sound))]
+            maps += ["-map", "[sound]", *AAC.split()]
         _run([*command, *maps, "-movflags", "+faststart", str(partial)], output, cancelled=cancelled)
         os.replace(partial, output)
 
 
-def read_last_frame(path: Path) -> Image.Image:
-    """Return a video's last frame, RGB and upright; raises `InvalidRequest`, `OutputError`, `Unavailable`."""
-    check_ffmpeg()
-    with _open_folder() as folder:
-        picture = folder / "last.ppm"
-        # The last seconds suffice for nearly all videos, but some have frames that end long before their sound.
-        for start in (["-sseof", "-3"], []):
-            target = ["-map", "0:V:0", "-fps_mode", "passthrough", "-vf", ",".join([SQUARE, *_list_sdr_filters(path)])]
-            target += ["-pix_fmt", "rgb24", "-update", "1", str(picture)]
-            _run([*start, "-i", _place(path), *target], path)
-            if picture.exists():
-                with Image.open(picture) as image:
-                    image.load()
-                    return image
-    raise InvalidRequest(f"video {path} has no frames; give an mp4, or what else ffmpeg reads", "video")
+def prepare_source(video: Path, folder: Path, fit: Fit, fps: float) -> Path:
+    """Return a video that what is generated at a size and a rate can continue: the video itself, or a converted one.
 
-
-def read_end(video: Path | bytes, frames: int) -> Image.Image:
-    """Return the last of the `frames` frames of a video, RGB; raises `InvalidRequest`, `Unavailable`.
+    Both are joined with a few frames for a trial, so whatever would prevent that later is found before anything is
+    computed.
 
     Args:
-        video: The file, or its content with the index at the beginning, where this program writes it.
-        frames: How many frames the video has.
+        video: The video.
+        folder: A folder for what is written.
+        fit: The size of what will continue the video.
+        fps: Frames per second, likewise.
+
+    Raises:
+        InvalidRequest: It can't be read as a video.
+        OutputError: There is too little room for a video that includes this one.
+        Unavailable: The machine fails.
     """
-    path, content = (video, b"") if isinstance(video, Path) else (Path("upload"), video)
-    source = "-" if isinstance(video, bytes) else _place(video)
-    last = ["-vf", f"select=eq(n\\,{frames - 1})", "-fps_mode", "passthrough", "-f", "image2pipe", "-c:v", "ppm", "-"]
-    picture = _run(["-threads", "1", "-i", source, "-map", "0:V:0", *last], path, content)
-    if not picture:
-        raise InvalidRequest(f"the video has fewer than {frames} frames; save it again", "video")
-    with Image.open(io.BytesIO(picture), formats=["PPM"]) as image:
-        image.load()
-        return image
+    trial, joined, converted = folder / "trial.mp4", folder / "joined.mp4", folder / "source.mp4"
+    with VideoWriter(trial, fps=fps) as writer:
+        writer.write(np.zeros((_TRIAL_FRAMES, fit.height, fit.width, 3), np.uint8))
+    if not _are_alike([read_clip(video), read_clip(trial)]):
+        with _explain_disk(folder):
+            _convert(video, converted, fit, exact_rate(fps))
+        video = converted
+    with _explain_disk(folder):
+        join_videos([video, trial], joined)
+    joined.unlink()
+    return video
 
 
-def _encode_frames(clips: Sequence[Clip]) -> list[str]:
-    """Return filters that convert the frames of files to the size and the rate of the last file, and join them."""
-    (width, height), rate = clips[-1].size, clips[-1].rate
-    fit = f"scale={width}:{height}:force_original_aspect_ratio=increase:flags=lanczos,crop={width}:{height},setsar=0"
-    filters = []
-    for index, clip in enumerate(clips):
-        # The last frame is repeated until there are enough frames, however the file states its duration.
-        rated = f"tpad=stop=-1:stop_mode=clone,fps={rate}:start_time=0,trim=end_frame={_count_frames(clip, rate)}"
-        steps = [rated, SQUARE, fit, *_list_sdr_filters(clip.path), COLOURS]
-        filters.append(f"[{index}:V:0]{','.join(steps)}[v{index}]")
-    return [*filters, "".join(f"[v{index}]" for index in range(len(clips))) + f"concat=n={len(clips)}[frames]"]
+def _make_alike(videos: Sequence[Path], folder: Path, cancelled: threading.Event | None) -> list[Clip]:
+    """Return files of the same settings, those of the last one if that is one of ours: the given or converted ones."""
+    files = [read_clip(path) for path in videos]
+    last = files[-1]
+    if _are_alike(files):
+        return files
+    width, height = (side // 2 * 2 for side in last.size)
+    for others in (True, False):  # If the last one isn't one of ours, all are converted.
+        for index, clip in enumerate(files):
+            if not (others and _are_alike([clip, last])):
+                path = folder / f"{index}.mp4"
+                with _explain_disk(folder):
+                    _convert(videos[index], path, Fit(height, width), last.rate, cancelled)
+                files[index] = read_clip(path)
+        if _are_alike(files):
+            return files
+    raise OutputError(f"{videos[-1]} can't be joined with what precedes it; check IMAGEIO_FFMPEG_EXE")
 
 
-def _count_frames(clip: Clip, rate: Fraction) -> int:
-    """Return the number of a file's frames at another rate. Its sound must last exactly that long."""
-    return clip.frames if clip.is_even and clip.rate == rate else max(1, round(clip.lasts * rate))
+def _are_alike(files: Sequence[Clip]) -> bool:
+    """Return whether the packets of files can form one stream."""
+    last = files[-1]
+    return all(clip.is_even and (clip.settings, clip.rate) == (last.settings, last.rate) for clip in files)
 
 
-def _list_sdr_filters(path: Path) -> list[str]:
-    """Return the filters that make an HDR video look right on an ordinary display; none for other videos."""
-    described = run_ffmpeg(["-hide_banner", "-i", _place(path)], timeout_s=_TIMEOUT_S)
-    return [TO_SDR] if is_hdr(described.stderr) else []
+def _convert(video: Path, output: Path, fit: Fit, rate: Fraction, cancelled: threading.Event | None = None) -> None:
+    """Write what a video shows and its sound as this program encodes them."""
+    with open_video(video, timeout_s=_CONVERSION_S, cancelled=cancelled) as shown:
+        shown.encode(fit, rate, ["-movflags", "+faststart", "-f", "mp4", _place(output)], sound=True)
+
+
+@contextlib.contextmanager
+def _explain_disk(folder: Path) -> Iterator[None]:
+    """Raise `OutputError` instead of another error if there is no room any more."""
+    try:
+        yield
+    except (InvalidRequest, Unavailable):
+        if shutil.disk_usage(folder).free > _LEAST_ROOM:
+            raise
+        raise OutputError(f"there is too little room in {folder.parent}; make room there") from None
 
 
 def _join_sound(clips: Sequence[Clip], sound: tuple[str, str]) -> list[str]:
     """Return filters that join the sound of files, each of which lasts as long as its frames at the last one's rate."""
     rate, layout = sound
+    layout = layout if layout in _LAYOUTS else "stereo"
     filters, frames = [], 0
     for index, clip in enumerate(clips):
         # Each file's sound begins at the sample that is nearest to its first frame, however many files there are.
-        begin, frames = frames, frames + _count_frames(clip, clips[-1].rate)
+        begin, frames = frames, frames + clip.frames
         start, stop = (round(place / clips[-1].rate * int(rate)) for place in (begin, frames))
         if clip.sound is None:
             filters.append(f"anullsrc=r={rate}:cl={layout},atrim=end_sample={stop - start}[a{index}]")
@@ -201,7 +220,7 @@ def _join_sound(clips: Sequence[Clip], sound: tuple[str, str]) -> list[str]:
         # Gaps at the beginning or within the sound become silence, so that the rest stays in sync.
         steps = [
             f"aresample={rate}:async=1:first_pts=0",
-            f"aformat=channel_layouts={layout}",
+            *mix_sound(clip.sound[1], layout),
             f"apad=whole_len={stop - start}",
         ]
         steps += [f"atrim=end_sample={stop - start}"] if clip is not clips[-1] else []
@@ -216,14 +235,13 @@ def _part(clip: Clip) -> str:
 
 
 @contextlib.contextmanager
-def _open_folder(parent: Path | None = None) -> Iterator[Path]:
+def _open_folder(parent: Path) -> Iterator[Path]:
     """Open a folder for temporary files; raises `OutputError`, also within the block, if the disk can't hold them."""
     try:
         with open_folder(parent) as folder:
             yield folder
     except OSError as error:
-        place = parent or "the folder for temporary files"
-        raise OutputError(f"can't write in {place} ({error.strerror or error}); make room there") from None
+        raise OutputError(f"can't write in {parent} ({error.strerror or error}); make room there") from None
 
 
 def _place(path: Path) -> str:
@@ -231,13 +249,11 @@ def _place(path: Path) -> str:
     return str(path.absolute())
 
 
-def _run(
-    arguments: Sequence[str], path: Path, content: bytes = b"", *, cancelled: threading.Event | None = None
-) -> bytes:
-    """Run ffmpeg with `content` as its input, and return its output; errors name the file `path`."""
+def _run(arguments: Sequence[str], path: Path, *, cancelled: threading.Event | None = None) -> tuple[bytes, bytes]:
+    """Run ffmpeg, and return its output and messages; errors name the file `path`."""
     command = ["-y", "-v", "error", *arguments]
     try:
-        done = run_ffmpeg(command, content, timeout_s=_TIMEOUT_S, cancelled=cancelled)
+        done = run_ffmpeg(command, timeout_s=_TIMEOUT_S, cancelled=cancelled)
     except subprocess.TimeoutExpired:
         raise Unavailable(f"ffmpeg doesn't finish {path} within {_TIMEOUT_S:g} s; check this machine") from None
     except OSError as error:
@@ -246,9 +262,9 @@ def _run(
         raise Unavailable(f"ffmpeg was ended by signal {-done.returncode} at {path}; check this machine's memory")
     if done.returncode:
         message = (done.stderr.decode(errors="replace").strip().splitlines() or ["it has no frames"])[-1]
-        if arguments[-1] == "-" or arguments[-1].endswith(".ppm"):
+        if arguments[-1] == "-":
             raise InvalidRequest(
                 f"video {path} can't be read ({message[:200]}); give an mp4, or what else ffmpeg reads", "video"
             )
         raise OutputError(f"{path} can't be joined ({message[:200]}); check the disk")
-    return done.stdout
+    return done.stdout, done.stderr

@@ -1,31 +1,32 @@
-"""Frames of an input video, read by ffmpeg: pictures that may differ in size."""
+"""Read the frames of an input video that this program's user trusts, as `ShownVideo` shows them."""
 
-import itertools
+import contextlib
 import signal
 import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import imageio_ffmpeg
-from PIL import Image, ImageSequence
+from PIL import Image
 
 from wan_tpu.errors import InvalidRequest, Unavailable
+from wan_tpu.media.encoding import exact_rate
+from wan_tpu.media.ffmpeg import run_ffmpeg
+from wan_tpu.media.shown import ShownVideo
 from wan_tpu.media.video import check_ffmpeg
 from wan_tpu.media.video_content import VideoContent
 from wan_tpu.sources.disk import is_permanent
 
 # Few frames are read, however long the video is: this takes so long only if a disk or a machine hangs.
 _TIMEOUT_S = 600.0
-_PICTURES = ["-pix_fmt", "rgb24", "-vcodec", "ppm"]
+_REMEDY = "give an mp4, or what else ffmpeg reads"
 # A machine or its operator ends a process by these signals. Others, such as SIGSEGV, come from a damaged file.
 _OUTSIDE_SIGNALS = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, -signal.SIGXCPU}
 
 
 def read_frames(video: str | Path | VideoContent, count: int, *, step: int = 1) -> list[Image.Image]:
-    """Return a video's first frames, RGB, as `diffusers.utils.load_video` does.
-
-    Pixels in another format are converted to 8-bit RGB by the colour space that the file declares, rotation is applied
-    as it declares, and a variable frame rate becomes a constant one. Each picture of a GIF is a frame, however long it
-    is shown.
+    """Return a video's first frames, RGB, at the rate of the file.
 
     Args:
         video: The path of the file, or its content.
@@ -37,11 +38,8 @@ def read_frames(video: str | Path | VideoContent, count: int, *, step: int = 1) 
         Unavailable: The disk or the machine fails.
         OutputError: There is no ffmpeg.
     """
-    check_ffmpeg()
-    if _is_gif(video):
-        frames = _gif_frames(Path(str(video)), count)
-    else:
-        frames = _split_pictures(_run_ffmpeg(video, ["-frames:v", str(count), *_PICTURES]))
+    with open_video(video) as shown:
+        frames = shown.read_pictures(count=count)
     if len(frames) < count:
         nearest = max(1, count - -(-(count - len(frames)) // step) * step)
         raise InvalidRequest(
@@ -50,84 +48,81 @@ def read_frames(video: str | Path | VideoContent, count: int, *, step: int = 1) 
     return frames
 
 
-def count_frames(video: str | Path | VideoContent) -> int:
-    """Return how many frames `read_frames` could read from a video; raises what `read_frames` raises."""
-    check_ffmpeg()
-    if _is_gif(video):
-        return len(_gif_frames(Path(str(video))))
-    return len(_run_ffmpeg(video, ["-vf", "scale=1:1", "-pix_fmt", "gray", "-vcodec", "rawvideo"]))
+def read_frame(video: str | Path | VideoContent, index: int) -> Image.Image:
+    """Return one frame of a video, RGB, at the rate of the file; raises what `read_frames` raises."""
+    with open_video(video) as shown:
+        frames = shown.read_pictures(select=f"eq(n,{index})", count=1)
+    if not frames:
+        raise InvalidRequest(f"video {video} has no frame {index}; save it again", "video")
+    return frames[0]
 
 
-def read_ends(video: str | Path | VideoContent, start: int) -> list[Image.Image]:
-    """Return a video's first frame, and all frames from number `start` on; raises what `read_frames` raises."""
-    check_ffmpeg()
-    if _is_gif(video):
-        frames = _gif_frames(Path(str(video)))
-        return [frames[0], *frames[start:]]
-    # Frames are dropped after they are timed: if a filter dropped them earlier, others would be repeated instead.
-    left_out = ["-bsf:v", f"noise=amount=0:drop='between(n,1,{start - 1})'"] if start > 1 else []
-    frames = _split_pictures(_run_ffmpeg(video, [*_PICTURES, *left_out]))
+def count_frames(video: str | Path | VideoContent, fps: float) -> int:
+    """Return how many frames a video has at a rate; raises what `read_frames` raises."""
+    with open_video(video) as shown:
+        return shown.count_frames(exact_rate(fps))
+
+
+def read_ends(video: str | Path | VideoContent, start: int, fps: float) -> list[Image.Image]:
+    """Return a video's first frame, and all frames from number `start` on, at a rate; raises as `read_frames`."""
+    with open_video(video) as shown:
+        frames = shown.read_pictures(rate=exact_rate(fps), select=f"eq(n,0)+gte(n,{start})")
     return frames if start else [frames[0], *frames]
 
 
-def _is_gif(video: str | Path | VideoContent) -> bool:
-    """Return whether a video is a GIF, by its name; raise an error if the file can't be read."""
-    if isinstance(video, VideoContent):
-        return False
-    _check_readable(Path(video))
-    return str(video).endswith(".gif")
+@contextlib.contextmanager
+def open_video(
+    video: str | Path | VideoContent, *, timeout_s: float = _TIMEOUT_S, cancelled: threading.Event | None = None
+) -> Iterator[ShownVideo]:
+    """Open a video, of which nothing is decoded after the block.
 
+    Args:
+        video: The path of the file, or its content.
+        timeout_s: How long each run of ffmpeg may take, in seconds.
+        cancelled: Another thread may set this to make the block fail soon.
 
-def _gif_frames(path: Path, count: int | None = None) -> list[Image.Image]:
-    try:
-        with Image.open(path, formats=["GIF"]) as pictures:
-            return [frame.convert("RGB") for frame in itertools.islice(ImageSequence.Iterator(pictures), count)]
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        # An error of the operating system has a number, Pillow's own have none.
-        if isinstance(error, OSError) and error.errno is not None:
-            raise _explain(error, path) from None
-        raise _unreadable(path, str(error)) from None
+    Raises:
+        InvalidRequest: It can't be read, also within the block.
+        Unavailable: The disk or the machine fails, also within the block.
+        OutputError: There is no ffmpeg.
+    """
+    check_ffmpeg()
+    name, descriptors = f"video {video}", []
+    with contextlib.ExitStack() as opened:
+        if isinstance(video, VideoContent):
+            # ffmpeg couldn't go back in a pipe, but many files end with their index.
+            try:
+                file = opened.enter_context(tempfile.TemporaryFile())
+                file.write(video.content)
+                file.flush()
+            except OSError as error:
+                raise Unavailable(
+                    f"can't write a video to {tempfile.gettempdir()} ({error.strerror}); make room there"
+                ) from None
+            descriptors, source = [file.fileno()], ["-fd", str(file.fileno()), "-i", "fd:"]
+        else:
+            _check_readable(Path(video))
+            # ffmpeg reads a colon in a relative path as a protocol.
+            source = ["-i", str(Path(video).absolute())]
 
+        def run(options: Sequence[str]) -> "subprocess.CompletedProcess[bytes]":
+            if descriptors:
+                file.seek(0)
+            command = ["-y", "-nostdin", *source, *options]
+            try:
+                done = run_ffmpeg(command, timeout_s=timeout_s, cancelled=cancelled, descriptors=descriptors)
+            except subprocess.TimeoutExpired:
+                raise Unavailable(
+                    f"{name} can't be read within {timeout_s:.0f} s; check the disk that it lies on, and try again"
+                ) from None
+            except OSError as error:
+                raise Unavailable(f"ffmpeg can't be started ({error.strerror}); make room on this machine") from None
+            if done.returncode in _OUTSIDE_SIGNALS:
+                ended_by = signal.Signals(-done.returncode).name
+                raise Unavailable(f"ffmpeg was killed ({ended_by}) while it read {name}; check the machine's memory")
+            return done
 
-def _run_ffmpeg(path: str | Path | VideoContent, options: list[str]) -> bytes:
-    """Return the frames of a video, at least one, as ffmpeg writes them with the given options."""
-    content = path.content if isinstance(path, VideoContent) else None
-    place = str(path) if content is None else "-"
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-loglevel", "error", "-i", place]
-    command += [*options, "-f", "image2pipe", "-"]
-    try:
-        # Without any input, ffmpeg would read key presses from the terminal.
-        process = subprocess.run(command, input=content or b"", capture_output=True, timeout=_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired:
-        raise Unavailable(
-            f"video {path} can't be read within {_TIMEOUT_S:.0f} s; check the disk that it lies on, and try again"
-        ) from None
-    except OSError as error:
-        raise Unavailable(f"ffmpeg can't be started ({error.strerror}); make room on this machine") from None
-    if process.returncode in _OUTSIDE_SIGNALS:
-        name = signal.Signals(-process.returncode).name
-        raise Unavailable(f"ffmpeg was killed ({name}) while it read video {path}; check the machine's memory")
-    if not process.stdout:
-        raise _unreadable(
-            path, (process.stderr.decode(errors="replace").strip().splitlines() or ["it has no frames"])[-1]
-        )
-    return process.stdout
-
-
-def _split_pictures(pictures: bytes) -> list[Image.Image]:
-    """Split concatenated pictures; a truncated one at the end is left out."""
-    frames, rest = [], memoryview(pictures)
-    while rest:
-        # A picture is "P6\n<width> <height>\n255\n" and its pixels.
-        kind, size, depth, _ = bytes(rest[:40]).split(b"\n", 3)
-        width, height = map(int, size.split())
-        start = len(kind) + len(size) + len(depth) + 3
-        pixels = rest[start : start + 3 * width * height]
-        if len(pixels) < 3 * width * height:
-            break
-        frames.append(Image.frombytes("RGB", (width, height), bytes(pixels)))
-        rest = rest[start + 3 * width * height :]
-    return frames
+        yield ShownVideo(run, name, _REMEDY)
 
 
 def _check_readable(path: Path) -> None:
@@ -136,18 +131,7 @@ def _check_readable(path: Path) -> None:
         with path.open("rb") as file:
             file.read(1)
     except OSError as error:
-        raise _explain(error, path) from None
-
-
-def _explain(error: OSError, path: Path) -> InvalidRequest | Unavailable:
-    """Return the exception that says whose fault an error of the operating system is."""
-    reason = str(error.strerror or error)
-    if is_permanent(error):
-        return _unreadable(path, reason)
-    return Unavailable(f"video {path} can't be read now ({reason}); check the disk, and try again")
-
-
-def _unreadable(path: str | Path | VideoContent, reason: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"video {path} can't be read ({reason[:200]}); give an mp4, or what else ffmpeg reads", "video"
-    )
+        reason = str(error.strerror or error)
+        if is_permanent(error):
+            raise InvalidRequest(f"video {path} can't be read ({reason}); {_REMEDY}", "video") from None
+        raise Unavailable(f"video {path} can't be read now ({reason}); check the disk, and try again") from None

@@ -16,7 +16,6 @@ from wan_tpu.families.chunked import ChunkedModel
 from wan_tpu.families.model import Model
 from wan_tpu.families.shared.causal_vae import Cache
 from wan_tpu.families.shared.token_counts import Cut
-from wan_tpu.media.image import has_shape
 from wan_tpu.media.reading import read_frames
 from wan_tpu.plan import ENCODER, PromptText
 from wan_tpu.progress import Bar
@@ -27,7 +26,6 @@ from wan_tpu.runtime.health import check_finite
 from wan_tpu.runtime.mesh import replicated_sharding
 from wan_tpu.runtime.program import Program, fetch, place
 from wan_tpu.runtime.runtime import Runtime
-from wan_tpu.spec import ModelSpec
 from wan_tpu.stages.vae import are_finite, vae_programs
 
 Warn = Callable[[str], object]
@@ -62,26 +60,14 @@ class ImageInputs:
         return len(self.chunks) + (self.clip is not None) + len(self.read or ())
 
 
-def crop_warnings(model: Model, request: ResolvedRequest) -> Iterator[str]:
-    """Yield a warning for each image or input video that is cropped because its shape isn't the video's."""
+def fit_warnings(model: Model, request: ResolvedRequest) -> Iterator[str]:
+    """Yield a warning for each image or input video that is stretched or cropped, as its shape isn't the video's."""
     pictures = {name: getattr(request, name) for name in IMAGES}
     if request.video is not None:
         [pictures["the input video"]] = read_frames(request.video, 1)
     for name, picture in pictures.items():
         if isinstance(picture, Image.Image):
-            warning = explain_crop(model.spec, request, name, (picture.height, picture.width))
-            if warning is not None:
-                yield warning
-
-
-def explain_crop(spec: ModelSpec, request: ResolvedRequest, name: str, size: tuple[int, int]) -> str | None:
-    """Return a warning if an input of a (height, width) is cropped because its shape isn't the video's."""
-    if has_shape(Image.new("1", size[::-1]), request.height, request.width, spec.size_multiple):
-        return None
-    return (
-        f"{name} is {size[1]}x{size[0]} but the video is {request.width}x{request.height}; it is cropped to the "
-        "video's aspect ratio"
-    )
+            yield from model.spec.describe_fit(request, name, (picture.height, picture.width))
 
 
 def encode_prompt(runtime: Runtime[Model], prompt: PromptText, warn: Warn) -> Arrays:

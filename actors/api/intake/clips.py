@@ -1,29 +1,25 @@
 """Read an untrusted video in the process that parses uploads: ffmpeg decodes it there, within the process's limits."""
 
 import dataclasses
-import io
+import functools
 import mmap
 import os
-import re
 import resource
 import subprocess
+from collections.abc import Callable, Sequence
 
 import imageio_ffmpeg
 from PIL import Image
 
 from actors.api.intake.references import VIDEO
 from wan_tpu.errors import InvalidRequest
-from wan_tpu.media.encoding import AAC, COLOURS, H264, SQUARE, TO_SDR, is_hdr
-from wan_tpu.media.image import has_shape
+from wan_tpu.media.encoding import exact_rate
+from wan_tpu.media.shown import Fit, ShownVideo
 
 # At this quality the loss makes no difference to a model; files are 1.5 times as large as those of finished videos.
 _FINE = "-crf 8"
 # The mp4 is fragmented, since a pipe can't be rewound to complete the header. The first frame is still shown at 0.
-_TARGET = "-f mp4 -movflags frag_keyframe+delay_moov+default_base_moof -progress pipe:2 pipe:1"
-_PICTURE = "-f image2pipe -c:v ppm -progress pipe:2 pipe:1"
-_PROGRESS = re.compile(rb"^\w+=.*$", re.MULTILINE)
-_SPEAKER = re.compile(r"\[[^\[\]]*\] *")  # The name and address of a component, which ffmpeg puts before a message.
-_FRAMES = re.compile(rb"^frame=(\d+)$", re.MULTILINE)
+_TARGET = "-f mp4 -movflags frag_keyframe+delay_moov+default_base_moof pipe:1"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,10 +65,8 @@ class Upload:
         os.ftruncate(scratch, len(content))
         with mmap.mmap(scratch, len(content)) as memory:
             memory[:] = content
-        picture, _ = self._decode(["-frames:v", "1", "-vf", SQUARE, *_PICTURE.split()])
-        with Image.open(io.BytesIO(picture), formats=["PPM"]) as first:
-            self.size = first.height, first.width
-        self._to_sdr = [TO_SDR] if is_hdr(self._run([]).stderr) else []
+        self._shown = self._open(functools.partial(self._run, None))
+        self.size = self._shown.height, self._shown.width
 
     def cut(self, frames: int, *, height: int, width: int, slack: int, step: int) -> bytes:
         """Return the first frames in another size, without sound, as an mp4.
@@ -87,9 +81,8 @@ class Upload:
         Raises:
             InvalidRequest: The video has fewer frames.
         """
-        fit = ",".join([*self._fit(height, width, slack), COLOURS])
-        options = ["-frames:v", str(frames), "-fps_mode", "cfr", "-vf", fit, *H264.split(), *_FINE.split()]
-        mp4, count = self._decode([*options, *_TARGET.split()])
+        target = [*_FINE.split(), *_TARGET.split()]
+        mp4, count = self._shown.encode(Fit(height, width, slack), None, target, count=frames, sound=False)
         if count < frames:
             nearest = max(1, frames - -(-(frames - count) // step) * step)
             raise InvalidRequest(
@@ -105,56 +98,44 @@ class Upload:
         Raises:
             InvalidRequest: The video is too long.
         """
-        most = int(self._limits.seconds * fps)
-        sound = ["-map", "0:a:0?", "-ac", "2", "-af", "aresample=async=1:first_pts=0", *AAC.split()]
-        for ending in ("", ":eof_action=pass"):  # A frame that lasts for less than half of one of the new rate.
-            fit = ",".join([f"fps={fps:g}:start_time=0{ending}", *self._fit(height, width, slack), COLOURS])
-            options = ["-frames:v", str(most + 1), "-vf", fit, *H264.split(), *sound]
-            mp4, count = self._decode([*options, *_TARGET.split()], least=0 if not ending else 1)
-            if count:
-                break
+        most, fit = int(self._limits.seconds * fps), Fit(height, width, slack)
+        target = _TARGET.split()
+        mp4, count = self._shown.encode(fit, exact_rate(fps), target, count=most + 1, sound=True)
         if count > most:
             raise InvalidRequest(f"the video lasts more than {self._limits.seconds:g} s; cut it first", VIDEO)
         return mp4, count
 
-    def _fit(self, height: int, width: int, slack: int) -> list[str]:
-        """Return the filters that bring frames to a size as `wan_tpu.media.image.fit_image` does an image."""
-        size, crop = f"{width}:{height}", ""
-        if not has_shape(Image.new("1", self.size[::-1]), height, width, slack):
-            size, crop = f"{size}:force_original_aspect_ratio=increase", f",crop={width}:{height}"
-        return [SQUARE, f"scale={size}:flags=lanczos{crop},setsar=0", *self._to_sdr]
+    def read_end(self, mp4: bytes, frames: int) -> Image.Image:
+        """Return the last frame of what `convert` returned."""
+        converted = self._open(functools.partial(self._run, mp4))
+        [frame] = converted.read_pictures(select=f"eq(n,{frames - 1})", count=1)
+        return frame
 
-    def _run(self, options: list[str]) -> "subprocess.CompletedProcess[bytes]":
-        """Run ffmpeg on the file. Without options, ffmpeg only describes the file's content."""
+    def _open(self, run: Callable[[Sequence[str]], "subprocess.CompletedProcess[bytes]"]) -> ShownVideo:
+        most = self._limits.pixels
+        return ShownVideo(
+            run, "the video", f"send an mp4 or another format that ffmpeg reads, with at most {most} pixels a frame"
+        )
+
+    def _run(self, mp4: bytes | None, options: Sequence[str]) -> "subprocess.CompletedProcess[bytes]":
+        """Run ffmpeg on the file, or on an mp4 that this program has encoded itself."""
         # ffmpeg can read only this file. Anything that a playlist in it refers to is neither opened nor fetched.
         source = f"-protocol_whitelist fd -max_pixels {self._limits.pixels} -threads 1 -fd {self._scratch} -i fd:"
-        level = "error" if options else "info"
-        command = [imageio_ffmpeg.get_ffmpeg_exe(), "-nostdin", "-v", level, "-filter_threads", "1", *source.split()]
+        if mp4 is not None:
+            source = "-protocol_whitelist pipe -threads 1 -i pipe:0"
+        command = [imageio_ffmpeg.get_ffmpeg_exe(), "-nostdin", "-filter_threads", "1", *source.split()]
         os.lseek(self._scratch, 0, os.SEEK_SET)
-        return subprocess.run(
+        done = subprocess.run(
             [*command, *options],
             pass_fds=[self._scratch],
-            stdin=subprocess.DEVNULL,
+            input=mp4 or b"",
             capture_output=True,
             check=False,
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (self._limits.cpu_s, self._limits.cpu_s)),
         )
-
-    def _decode(self, options: list[str], *, least: int = 1) -> tuple[bytes, int]:
-        """Run ffmpeg on the frames; return its output and the number of frames, which must be `least` or more."""
-        done = self._run(["-map", "0:V:0?", *options])
-        counts = _FRAMES.findall(done.stderr)
         if done.returncode < 0:
             raise InvalidRequest(
                 "the video needs more memory or time to decode than the service allows; send a smaller or shorter one",
                 VIDEO,
             )
-        if done.returncode or not counts or int(counts[-1]) < least:
-            lines = _SPEAKER.sub("", _PROGRESS.sub(b"", done.stderr).decode(errors="replace")).split("\n")
-            message = next((line.strip() for line in lines if line.strip()), "it has no frames")
-            raise InvalidRequest(
-                f"the video can't be read ({message[:200]}); send an mp4 or another format that ffmpeg reads, with "
-                f"at most {self._limits.pixels} pixels a frame",
-                VIDEO,
-            )
-        return done.stdout, int(counts[-1])
+        return done

@@ -118,10 +118,8 @@ class _Files:
 
     def make(self, name: str, **options: Any) -> tuple[bytes, int]:
         """Return a file in the requested form, and its number of frames; raises `InvalidRequest`."""
-        if name == END and self._converted is not None:
-            from wan_tpu.media.joining import read_end
-
-            return encode_png(read_end(*self._converted)), 1
+        if name == END and self._video is not None and self._converted is not None:
+            return encode_png(self._video.read_end(*self._converted)), 1
         if name == VIDEO and self._video is not None:
             if "frames" in options:
                 return self._video.cut(**options), options["frames"]

@@ -9,7 +9,8 @@ import numpy as np
 from PIL import Image
 
 from wan_tpu.errors import InvalidRequest, Unavailable, WanTpuError
-from wan_tpu.media.joining import read_end
+from wan_tpu.media.encoding import EXACT
+from wan_tpu.media.reading import read_frame
 from wan_tpu.media.sheet import WIDEST, fill_rows, grid
 
 SHEET_FRAMES = 12
@@ -35,7 +36,7 @@ def encode_last_frame(pixels: np.ndarray) -> bytes:
 def read_last_frame(video: Path, frames: int) -> bytes:
     """Return the last of a video's `frames` frames as a PNG; raises `BrokenVideo`, `Unavailable`."""
     try:
-        return _encode(read_end(video, frames), "PNG", compress_level=1)
+        return _encode(read_frame(video, frames - 1), "PNG", compress_level=1)
     except InvalidRequest as error:  # It is about a client's file, and this one is the engine's.
         raise BrokenVideo(f"frame {frames}, its last one, can't be decoded") from error
 
@@ -46,8 +47,8 @@ def _decode_pictures(video: Path, *, height: int, width: int, frames: int) -> li
     indices = fill_rows(frames, SHEET_FRAMES)
     select = "+".join(f"eq(n,{index})" for index in indices)
     command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-threads", "1", "-i", str(video)]
-    command += ["-vf", f"select='{select}',scale={wide}:{tall}", "-fps_mode", "passthrough"]
-    command += ["-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
+    filters = f"select='{select}',scale={wide}:{tall}:flags=bicubic+{EXACT},format=rgb24"
+    command += ["-vf", filters, "-fps_mode", "passthrough", "-f", "rawvideo", "-"]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIMEOUT_S, start_new_session=True

@@ -70,7 +70,8 @@ def packets(mp4):
 
 
 def frames(mp4):
-    return np.frombuffer(ffmpeg(mp4, "-f", "rawvideo", "-pix_fmt", "rgb24"), np.uint8).reshape(-1, 64, 96, 3)
+    exact = ["-vf", "scale=flags=bicubic+accurate_rnd+full_chroma_int,format=rgb24"]
+    return np.frombuffer(ffmpeg(mp4, *exact, "-f", "rawvideo"), np.uint8).reshape(-1, 64, 96, 3)
 
 
 def clip(mp4, tmp_path):

@@ -17,7 +17,8 @@ from tests.actors.api.test_extensions import content, extend, packets, wait_for_
 from tests.actors.api.test_watching import decode_digests, watching
 from tests.actors.small_spec import SOUND_SPEC, SmallSpec
 from tests.waiting import wait_for
-from wan_tpu.media.joining import read_end
+from wan_tpu.media.reading import read_frame
+from wan_tpu.media.video_content import VideoContent
 from wan_tpu.request import Preset
 
 
@@ -45,7 +46,7 @@ def test_each_segment_continues_the_one_before(http, engine):
     segments = [engine.video(request) for request in engine.requests]
     assert engine.requests[0].image is None
     for before, request, frames in zip(segments[:-1], engine.requests[1:], (9, 8), strict=True):
-        assert np.array_equal(np.asarray(request.image), np.asarray(read_end(before, frames)))
+        assert np.array_equal(np.asarray(request.image), np.asarray(read_frame(VideoContent(before), frames - 1)))
     assert packets(content(http, video)) == list_packets(segments)
     fields = {name: video[name] for name in ("next_prompts", "finished_segments", "seconds", "num_frames", "progress")}
     assert fields == {
@@ -57,7 +58,7 @@ def test_each_segment_continues_the_one_before(http, engine):
     }
     assert video["warnings"] == ["the prompt was cut"]
     end = Image.open(io.BytesIO(content(http, video, "final_frame")))
-    assert np.array_equal(np.asarray(end), np.asarray(read_end(segments[-1], 8)))
+    assert np.array_equal(np.asarray(end), np.asarray(read_frame(VideoContent(segments[-1]), 7)))
 
 
 def test_a_continued_video_goes_on_for_several_segments(http, engine):

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import contextlib
+import io
 import subprocess
 import time
 
@@ -11,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 from openai import OpenAI
+from PIL import Image
 
 from actors.api.intake.body_parts import CLIP
 from actors.api.intake.reader import Reader
@@ -22,9 +24,12 @@ from tests.actors.api import fetching, serving
 from tests.actors.api.serving import change_limits, create, open_client, serve, wait_for_end, working
 from tests.actors.small_spec import SmallSpec
 from tests.waiting import wait_for
+from tests.wan_tpu.shown_clips import FPS, KINDS
+from tests.wan_tpu.test_media_shown import LOSS, assert_shown
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.media.joining import read_clip
-from wan_tpu.media.reading import read_frames
+from wan_tpu.media.reading import open_video, read_frames
+from wan_tpu.media.video_content import VideoContent
 
 
 class TakesVideo(SmallSpec):
@@ -40,7 +45,8 @@ def film(*options, source="testsrc=s=96x64:r=16:d=1", kind="mp4"):
 
 @pytest.fixture(scope="module")
 def mp4():
-    return film("-pix_fmt", "yuv420p", "-qp", "0")
+    colours = "scale=out_color_matrix=bt709,format=yuv420p,setparams=colorspace=bt709"
+    return film("-vf", colours, "-qp", "0")
 
 
 @pytest.fixture
@@ -216,9 +222,33 @@ def test_all_of_a_video_is_converted_however_it_begins_and_ends(tmp_path):
     late.write_bytes(film("-f", "lavfi", "-i", "sine=d=1.5", "-vf", "setpts=PTS+0.5/TB", "-pix_fmt", "yuv420p"))
     (tmp_path / "all.mp4").write_bytes(read(late.read_bytes(), convert=True)[0])
     clip = read_clip(tmp_path / "all.mp4")  # Its frames begin with its sound.
-    assert (clip.frames, clip.is_even, clip.lasts) == (24, True, 1.5)
+    assert (clip.frames, clip.is_even, clip.rate) == (24, True, 16)
     for source, frames in (("color=s=96x64:r=60:d=0.016", 1), ("color=s=96x64:r=16:d=0.5", 8)):
         assert read(film(source=source), convert=True)[1] == frames
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_upload_of_every_kind_has_the_frames_that_are_shown(name, tmp_path):
+    kind = KINDS[name]
+    path = tmp_path / f"clip{kind.suffix}"
+    kind.make(path)
+    count, height, width = kind.shown.shape[:3]
+    size = {"height": height, "width": width, "slack": 0, "count": lambda size: None}
+
+    async def ask():
+        with open_memory_file(path.read_bytes()) as file:
+            async with Reader(ServiceLimits()).read(CLIP, file, "ann") as reading:
+                assert reading.sizes == {"video": (height, width)}
+                cut = await reading.cut_video(count, step=4, **size)
+                return cut, *await reading.convert_video(fps=FPS, **size)
+
+    cut, converted, frames, end = asyncio.run(ask())
+    assert frames == count
+    for mp4 in (cut, converted):
+        assert_shown(read_frames(VideoContent(mp4), count), kind.shown, kind.tolerance + LOSS)
+        with open_video(VideoContent(mp4)) as shown:
+            assert (shown.rate, shown.count_frames()) == (FPS, count)
+    assert_shown([Image.open(io.BytesIO(end))], kind.shown[-1:], kind.tolerance + LOSS)
 
 
 HLS = "#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\n{}\n#EXT-X-ENDLIST\n"

@@ -75,7 +75,9 @@ class HeliosModel(ChunkedModel, WanModel):
             still = self.prepare_frame(request, request.image)
             return [still, *[still.repeat(self.spec.frame_stride, axis=2)] * (CHUNK_FRAMES - 1)]
         starts = conditioning.source_starts(self.count_source(request), self.spec.frame_step)
-        first, *last = (self.prepare_frame(request, frame) for frame in read_ends(request.video, starts[0]))
+        first, *last = (
+            self.prepare_frame(request, frame) for frame in read_ends(request.video, starts[0], request.fps)
+        )
         chunks = [first]
         for start in range(0, len(last), self.spec.frame_step):
             frames = last[start : start + self.spec.frame_step]
@@ -86,7 +88,7 @@ class HeliosModel(ChunkedModel, WanModel):
     def count_source(self, request: ResolvedRequest) -> int:
         """Return how many frames a request's video has."""
         assert request.video is not None
-        frames = count_frames(request.video)
+        frames = count_frames(request.video, request.fps)
         self.spec.check_source(frames)
         return frames
 
