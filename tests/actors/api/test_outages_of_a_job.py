@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import tempfile
 import time
 from pathlib import Path
 
@@ -83,6 +84,18 @@ def test_nothing_is_begun_while_results_have_no_place(http, settings, engine, ca
         assert not engine.requests
     with working(settings, engine):
         assert wait_for_end(http, job)["status"] == "completed"
+
+
+def test_nothing_is_begun_while_temporary_files_have_no_place(http, settings, engine, monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(job_worker, "_AGAIN_S", 0.1)
+    job = create(http).json()["id"]
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with working(settings, engine):
+        wait_for(lambda: caplog.text.count("no claim") > 2)
+        assert http.get(f"/v1/videos/{job}").json()["attempts"] == 0
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        assert wait_for_end(http, job)["status"] == "completed"
+    assert http.get(f"/v1/videos/{job}").json()["attempts"] == 1
 
 
 def test_a_slow_storage_costs_no_lease(http, settings, database, engine):
