@@ -7,7 +7,7 @@ from typing import Any
 
 from cluster.footprints import Footprint, build_ingress
 from wan_tpu.errors import InvalidInput
-from wan_tpu.storage.base import Storage, StorageError
+from wan_tpu.storage.base import NoSpace, Storage
 from wan_tpu.suggest import did_you_mean
 
 
@@ -93,10 +93,10 @@ class ServiceLimits:
         return cls(**changed)
 
     def check_disk(self, storage: Storage) -> None:
-        """Raise `StorageError` if so little of the disk is left that nothing more should be begun."""
+        """Raise `NoSpace` if so little of the disk is left that nothing more should be begun."""
         free = storage.free()
         if free is not None and free < self.free_bytes:
-            raise StorageError(
+            raise NoSpace(
                 f"{storage.location()} has {free} bytes left, of which {self.free_bytes} are reserved; free some space"
             )
 

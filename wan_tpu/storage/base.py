@@ -28,6 +28,10 @@ class StorageError(Unavailable):
     exit_code = 2
 
 
+class NoSpace(StorageError):
+    """The disk is full, or too little of it is left to begin anything."""
+
+
 class Refused(StorageError):
     """The service refused, and would refuse the same call again: the name is wrong, or access isn't granted."""
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from wan_tpu.storage.base import Missing, OpenFile, Storage, StorageError, check_name
+from wan_tpu.storage.base import Missing, NoSpace, OpenFile, Storage, StorageError, check_name
 
 _LOCK = ".wan-tpu.lock"
 _PARTIAL = ".partial"
@@ -215,12 +215,12 @@ def _writing(path: Path, action: str = "write") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = "choose a folder that can be written to"
+        kind, remedy = StorageError, "choose a folder that can be written to"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            remedy = "free some space, or choose a folder on another disk"
+            kind, remedy = NoSpace, "free some space, or choose a folder on another disk"
         elif error.errno == errno.EFBIG:
             remedy = "raise the limit on file sizes (ulimit -f), or choose another disk"
-        raise StorageError(f"can't {action} {path} ({_reason(error)}); {remedy}") from None
+        raise kind(f"can't {action} {path} ({_reason(error)}); {remedy}") from None
 
 
 def _reason(error: OSError) -> str:

@@ -115,6 +115,14 @@ class Access:
             message = f"this key may ask for {rate:g} videos or segments a minute; try again in {after_s} s"
             raise HttpError(429, message, code="rate_limit_exceeded", after_s=after_s)
 
+    def refund_segments(self, owner: str, segments: int) -> None:
+        """Take back what `charge_segments` has counted for a request that was refused after all."""
+        key = self._keys.get(owner)
+        if key is not None:
+            with self._lock:
+                bucket = f"segments of {key.id}"
+                self._spent[bucket] = self._spent.get(bucket, -math.inf) - segments * 60 / self._get_rate(key)
+
     def is_in_force(self, owner: str) -> bool:
         """Return whether a key is still valid. Streams check this repeatedly."""
         if not owner:

@@ -24,7 +24,7 @@ from actors.jobs.values import (
 )
 from actors.observe.logs import log_event
 from wan_tpu.errors import InvalidInput, InvalidRequest
-from wan_tpu.storage.base import StorageError
+from wan_tpu.storage.base import NoSpace, StorageError
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +78,8 @@ def answer(error: Exception, request_id: str = "") -> Response:
             status, code, headers["Retry-After"] = 503, "unavailable", str(_AGAIN_S)
             log_event(log, "unavailable", logging.WARNING, reason=message)
             message = "the service can't reach its database or storage now; try again"  # Hides internal addresses.
+            if isinstance(error, NoSpace):
+                message, code = "the service's disk is full; try again once its operator has freed some", "no_space"
         case JobError():
             status, code = 409, "conflict"
         case InvalidRequest():

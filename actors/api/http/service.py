@@ -241,9 +241,18 @@ class Service:
     def _accept_now(
         self, job: Job, contents: Sequence[bytes | StoredFile], room: Room, *, webhook_url: str | None = None
     ) -> tuple[Job, bool]:
-        self.access.charge_segments(job.owner, count_segments(job.request))
-        with self._translate_queue_full(), _translate_gone(job):
-            return self.acceptance.accept(job, contents, webhook_url=webhook_url, room=room)
+        segments, is_new = count_segments(job.request), False
+        self.access.charge_segments(job.owner, segments)
+        try:
+            with self._translate_queue_full(), _translate_gone(job):
+                accepted, is_new = self.acceptance.accept(job, contents, webhook_url=webhook_url, room=room)
+        except MaybeAccepted:
+            is_new = True
+            raise
+        finally:
+            if not is_new:
+                self.access.refund_segments(job.owner, segments)
+        return accepted, is_new
 
     def _check_source(self, source: Job) -> None:
         """Raise `HttpError` if a job's model isn't served any more, since no worker would make its remix."""

@@ -1,6 +1,7 @@
 """Make the video of a claimed job. Whatever has been computed is stored before anything else can fail."""
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -85,12 +86,15 @@ class VideoMaker:
             seen = (await self._join()).read_bytes()
         elif job.segments and job.segments_end is None:
             await self._store_end()
-        with self._context.held.hold(len(seen)):
+        with contextlib.ExitStack() as holds:
+            holds.enter_context(self._context.held.hold(len(seen)))
             request = await self._files.read(
                 rebuild_request, job, self._context.storage, self._context.settings.catalogue, engine.model
             )
             if seen:
                 request = dataclasses.replace(request, video=VideoContent(seen))
+            elif isinstance(request.video, VideoContent):  # The video that it continues, or restyles.
+                holds.enter_context(self._context.held.hold(len(request.video.content)))
             plan = engine.model.plan(request)  # Jobs outlive upgrades, and adapters may have moved, so none is stored.
             self._tracker.begin_segment(engine.model, plan)
             if hides_first_frame(job, engine.model):

@@ -216,6 +216,7 @@ def test_a_full_disk_is_said_before_anything_is_accepted(settings):
     with open_limited(settings, free_bytes=2**60) as http:
         for answer in (http.get("/ready"), create(http)):
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+            assert answer.json()["error"]["code"] == "no_space"
         assert http.get("/metrics").status_code == 200
 
 
