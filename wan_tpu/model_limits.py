@@ -4,7 +4,7 @@ import abc
 from typing import Literal
 
 from wan_tpu.errors import InvalidRequest
-from wan_tpu.media.image import size_at_area
+from wan_tpu.media.image import describe_fit, size_at_area
 from wan_tpu.request import NAMED_SIZES, Defaults, ResolvedRequest, nearest_multiple, parse_size
 from wan_tpu.suggest import did_you_mean
 
@@ -129,6 +129,11 @@ class ModelLimits(abc.ABC):
     def may_cut(self, request: ResolvedRequest) -> bool:
         """Return whether a request's prompt is cut if it is longer than the model reads; otherwise it is refused."""
         return self.cuts_prompts if request.truncate_prompt is None else request.truncate_prompt
+
+    def describe_fit(self, request: ResolvedRequest, name: str, picture: tuple[int, int]) -> list[str]:
+        """Return a warning if an image or a video of a (height, width) is stretched or cropped to the video's shape."""
+        warning = describe_fit(name, picture, (request.height, request.width), self.shape_slack)
+        return [] if warning is None else [warning]
 
     def check(self, request: ResolvedRequest, *, image: bool, last: bool, video: bool | None = None) -> None:
         """Refuse a request that this model can't make.

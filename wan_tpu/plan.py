@@ -67,6 +67,7 @@ class RequestPlan:
         shapes: For each stage, a name for the programs and adapters that it needs. A different name means that
             something must be compiled or merged first.
         cuts_prompts: Whether a prompt that is longer than the model reads is cut.
+        warnings: What the request's author should know before anything is computed.
         needs_prompt: Whether an empty prompt leaves the model nothing to attend to. Only `check_prompt` refuses one,
             because sizes are planned without a prompt.
     """
@@ -82,6 +83,7 @@ class RequestPlan:
     shapes: dict[str, str]
     needs_prompt: bool = False
     cuts_prompts: bool = True
+    warnings: tuple[str, ...] = ()
 
     @property
     def first_step(self) -> int:

@@ -7,7 +7,7 @@ here, and the limits of what a model can make are in `wan_tpu.model_limits`.
 
 import abc
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -247,7 +247,13 @@ class ModelSpec(ModelLimits):
             shapes=self.shapes(request, images=images),
             needs_prompt=self.needs_prompt and not images,
             cuts_prompts=self.may_cut(request),
+            warnings=tuple(self.list_warnings(request, images=images)),
         )
+
+    def list_warnings(self, request: ResolvedRequest, *, images: int) -> Iterator[str]:
+        """Yield what a request asks for that has no effect, or another one than its author may expect."""
+        if request.negative_prompt and not self.is_guided(request):
+            yield f"negative_prompt has no effect, because {self.name} makes this video without guidance"
 
     def check(self, request: ResolvedRequest, *, image: bool, last: bool, video: bool | None = None) -> None:
         """Refuse what `ModelLimits` refuses, and a request with images whose preset is for text only.

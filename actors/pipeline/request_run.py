@@ -76,7 +76,7 @@ class RequestRun:
         # Decodes chunks while later ones are denoised. If it fails, the next denoised chunk starts it again.
         self._decoding: asyncio.Task[StageResult] | None = None
         self._decodings = 0
-        self._warnings: set[str] = set()  # Sorted at the end, because text and image are encoded at the same time.
+        self._warnings = set(plan.warnings)  # Sorted at the end, because text and image are encoded at the same time.
 
     async def run(self) -> GeneratedVideo:
         """Go through all stages, and after a loss continue from the newest snapshot."""

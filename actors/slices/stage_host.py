@@ -36,7 +36,7 @@ from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.runtime.processes import share_first
 from wan_tpu.stage_machine import StageMachine, Step
 from wan_tpu.stages.decode import finish_video
-from wan_tpu.stages.encode import crop_warnings
+from wan_tpu.stages.encode import fit_warnings
 from wan_tpu.switches import OVERLAPPED, OWN_KERNELS, set_switches
 
 COMPILE_S = 1800.0  # Time limit for compiling one program.
@@ -146,7 +146,7 @@ class StageHost(HostProfile):
         bar = self._progress.bar(ENCODER, work.inputs.parts)
         with self._sizes.track(work.request):
             condition = stages.encode_image(self._runtime, work.request, work.inputs, bar)
-        warnings = [*work.inputs.warnings, *crop_warnings(self._runtime.model, work.request)]
+        warnings = [*work.inputs.warnings, *fit_warnings(self._runtime.model, work.request)]
         return self._output((self._runtime.compile_s - before, warnings), lambda: condition)
 
     def begin(self, key: str) -> tuple[float]:

@@ -14,7 +14,7 @@ from wan_tpu.families.minimax_h3.vision.pictures import cover
 from wan_tpu.families.model import published_model
 from wan_tpu.media.image import fit_image, has_shape
 from wan_tpu.media.video import VideoWriter
-from wan_tpu.stages.encode import crop_warnings
+from wan_tpu.stages.encode import fit_warnings
 
 PICTURES = [(720, 1280), (1280, 720), (4032, 3024), (3024, 4032), (300, 451), (1000, 1000), (2400, 1080), (777, 333)]
 
@@ -78,16 +78,32 @@ def test_size_that_is_said_is_kept_and_one_side_leads_to_the_other():
 def test_video_that_begins_with_another_has_its_shape(tmp_path):
     with VideoWriter(tmp_path / "phone.mp4", fps=8) as writer:
         writer.write(np.zeros((5, 128, 72, 3), np.uint8))
-    for fields, size in (({}, (1280, 720)), ({"height": 640}, (640, 352)), ({"height": 480, "width": 832}, (480, 832))):
+    cut = "the input video is 72x128 but the video is 832x480; it is cropped to the video's aspect ratio"
+    stretched = "the input video is 72x128 but the video is 352x640; it is stretched or cropped by 2.3%"
+    for fields, size, warnings in (
+        ({}, (1280, 720), []),
+        ({"height": 640}, (640, 352), [stretched]),
+        ({"height": 480, "width": 832}, (480, 832), [cut]),
+    ):
         request = GenerationRequest(video=tmp_path / "phone.mp4", **fields)
         model = published_model("wan2.1-t2v-14b")
         planned = model.spec.plan(request).request
         assert (planned.height, planned.width) == size
-        cut = "the input video is 72x128 but the video is 832x480; it is cropped to the video's aspect ratio"
-        assert list(crop_warnings(model, planned)) == ([cut] if size == (480, 832) else [])
+        assert list(fit_warnings(model, planned)) == warnings
     (tmp_path / "phone.mp4").write_text("no video")
     with pytest.raises(InvalidRequest, match=r"phone.mp4 can't be read"):
         published_spec("wan2.1-t2v-14b").plan(GenerationRequest(video=tmp_path / "phone.mp4"))
+
+
+@pytest.mark.parametrize(
+    ("picture", "warned"), [((480, 832), 0), ((490, 832), 1), ((489, 832), 0), ((480, 849), 1), ((480, 848), 0)]
+)
+def test_image_is_stretched_by_two_percent_at_most_without_a_warning(picture, warned):
+    """Within 16 pixels of a side it is stretched as in diffusers, here by up to 2.1 %."""
+    spec, (height, width) = published_spec("wan2.2-i2v-a14b"), (480, 832)
+    assert has_shape(Image.new("L", picture[::-1]), height, width, spec.shape_slack)
+    request = spec.plan(GenerationRequest(height=height, width=width), image=True).request
+    assert len(spec.describe_fit(request, "image", picture)) == warned
 
 
 @pytest.mark.parametrize("picture", PICTURES)
@@ -134,7 +150,7 @@ def test_circle_stays_a_circle_where_another_shape_is_asked_for(name):
     ImageDraw.Draw(photo).ellipse((200, 300, 400, 500), fill="white")
     images = {"image": photo} | ({"last_image": photo} if model.spec.last_images == "required" else {})
     request = model.spec.plan(GenerationRequest(**images, height=448, width=832, frames=9)).request
-    assert [str(text).split(" is 600x800 but the video is 832x448; ")[0] for text in crop_warnings(model, request)] == [
+    assert [str(text).split(" is 600x800 but the video is 832x448; ")[0] for text in fit_warnings(model, request)] == [
         *images
     ]
     chunks = model.video_condition(request)

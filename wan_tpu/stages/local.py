@@ -38,7 +38,7 @@ from wan_tpu.stages.denoise import (
     initial_state,
     to_host,
 )
-from wan_tpu.stages.encode import ImageInputs, Warn, crop_warnings, encode_image, encode_prompt, image_inputs
+from wan_tpu.stages.encode import ImageInputs, Warn, encode_image, encode_prompt, fit_warnings, image_inputs
 from wan_tpu.stages.sound import decode_sound
 
 Around = Callable[[Operation], AbstractContextManager[object]]
@@ -73,7 +73,7 @@ class LocalExecutor:
             conditioning: The encoder's earlier result for the request.
             state: The state that an earlier run has reached; after the last step it holds finished latents.
             noise: Initial latents [1, C, T, H, W], to use instead of those drawn from the seed.
-            warn: Called when a prompt or an image is cut.
+            warn: Called when the request is changed, or a part of it has no effect.
             around: Returns the context manager that an operation runs in.
 
         Raises:
@@ -81,7 +81,8 @@ class LocalExecutor:
             ValueError: The state's step isn't one of this plan's.
         """
         self.plan, self._runtime, self._progress = plan, runtime, progress
-        self._warn, self._around = warn, around
+        self._warned: set[str] = set()
+        self._tell, self._around = warn, around
         shape = runtime.model.spec.latent_shapes(plan.request, 0)[VIDEO]
         self._noise = None if noise is None else check_noise(noise, shape)
         self._texts: dict[EncodeText, Arrays] = {}
@@ -182,12 +183,18 @@ class LocalExecutor:
             with self._runtime.time_host_work():
                 self._image_inputs = inputs = image_inputs(self._runtime, self.plan.request)
             messages = () if inputs is None else inputs.warnings
-            for warning in (*messages, *crop_warnings(self._runtime.model, self.plan.request)):
+            fits = fit_warnings(self._runtime.model, self.plan.request)
+            for warning in (*self.plan.warnings, *messages, *fits):
                 self._warn(warning)
             units = 0 if inputs is None else inputs.parts
             texts = len(self.machine.inputs) - (inputs is not None)
             self._bar = self._progress.bar(ENCODER, texts + units)
         return self._bar
+
+    def _warn(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            self._tell(message)
 
     def _step(self, step: Step, stop: int | None) -> StepEvent:
         if self._run is None:

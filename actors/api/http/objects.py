@@ -12,7 +12,7 @@ from actors.jobs.stored_request import count_frames, count_segments
 from actors.jobs.tables import Job
 from actors.jobs.values import Status
 from wan_tpu.fields import type_of
-from wan_tpu.request import FIELDS, FILLED, ORIGINAL
+from wan_tpu.request import FIELDS, FILLED, ORIGINAL, Defaults
 
 Variant = Literal["video", "thumbnail", "spritesheet", "final_frame", "input_reference", "last_frame", "input_video"]
 # Fields of a video that a job, or a job's request, has under the same name.
@@ -72,7 +72,7 @@ def _declare_setting(name: str) -> tuple[Any, Any]:
     """Return the type and pydantic field of a setting. It is required if every job has it."""
     kind, always = type_of(FIELDS[name]), name in FILLED or FIELDS[name].default is not None
     description = describe_field(name)
-    if kind is bool:
+    if kind is bool and hasattr(Defaults, name):
         return kind, Field(False, description=description)
     return (kind, Field(description=description)) if always else (kind | None, Field(None, description=description))
 

@@ -153,7 +153,7 @@ class _Described(_Sent):
     prompt: str = Field(
         min_length=1,
         max_length=_MAX_PROMPT,
-        description="What the video shows. What is longer than the model reads is cut, and `warnings` says so.",
+        description="What the video shows. `truncate_prompt` says what becomes of one that is too long for the model.",
         examples=["a red ball rolls to the right over a brown floor"],
     )
     model: str | None = Field(

@@ -38,6 +38,7 @@ class Planned:
     resolved: ResolvedRequest
     loras: list[dict[str, Any]]
     skipped_steps: list[int]
+    warnings: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,7 +156,7 @@ class Drafts:
             input_video=names.get(VIDEO),
             priority=fields.priority,
             deadline=fields.deadline,
-            warnings=describe_length(fields.seconds, plan.resolved, self._spec),
+            warnings=[*plan.warnings, *self._list_changes(fields, plan.resolved, beside)],
             body_digest=body.digest,
         )
         return Draft(job=job, webhook_url=fields.webhook_url, contents=[files[name] for name in FILES if name in files])
@@ -177,9 +178,27 @@ class Drafts:
             has: What `ModelSpec.plan` should know about its inputs.
         """
         spec = self._spec
-        resolved = spec.plan(request, **has).request
+        plan = spec.plan(request, **has)
         adapters = choose_adapters(body.fields, spec, self._settings.catalogue)  # By name, since their files may move.
-        return Planned(request=request, resolved=resolved, loras=adapters, skipped_steps=spec.skipped_steps(resolved))
+        skipped = spec.skipped_steps(plan.request)
+        return Planned(
+            request=request, resolved=plan.request, loras=adapters, skipped_steps=skipped, warnings=plan.warnings
+        )
+
+    def _list_changes(self, fields: CreateVideo, resolved: ResolvedRequest, sizes: Mapping[str, Any]) -> list[str]:
+        """Return how the video's length and its inputs' shapes differ from what was sent.
+
+        Args:
+            fields: What was sent.
+            resolved: What is made.
+            sizes: The sizes of the inputs' files, by `SIZES`.
+        """
+        changes = describe_length(fields.seconds, resolved, self._spec)
+        for name, size_name in SIZES.items():
+            if (size := sizes.get(size_name)) is not None:
+                width, height = map(int, size.split("x"))
+                changes += self._spec.describe_fit(resolved, name, (height, width))
+        return changes
 
     @contextlib.asynccontextmanager
     async def _open(

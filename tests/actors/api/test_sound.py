@@ -152,6 +152,21 @@ def test_answer_names_the_size_and_length_of_the_video_that_is_made(settings):
         assert (video["size"], video["input_size"], video["last_frame_size"]) == ("1152x768", None, "96x64")
 
 
+def test_what_is_changed_or_has_no_effect_is_in_the_answer_that_accepts_it(settings):
+    photo = {"image_url": as_data_url(Image.new("RGB", (96, 64)))}
+    fields = {"negative_prompt": "dogs", "input_reference": photo, "size": "640x384", "seconds": "4"}
+    with serve(settings, H3) as address, open_client(address) as http:
+        video = create(http, **fields).json()
+        assert [warning.split()[0] for warning in video["warnings"]] == [
+            "negative_prompt",
+            "seconds",
+            "input_reference",
+        ]
+        assert http.get(f"/v1/videos/{video['id']}").json()["warnings"] == video["warnings"]
+        fitting = create(http, input_reference=photo, size="672x448").json()
+        assert fitting["warnings"] == [] and fitting["truncate_prompt"] is None
+
+
 @pytest.mark.parametrize(("seconds", "frames"), [("0.1", 5), ("1", 22), ("1.5", 22), ("2.4", 39)])
 def test_seconds_become_frames_that_the_model_makes(sound_http, seconds, frames):
     assert create(sound_http, seconds=seconds).json()["num_frames"] == frames

@@ -1,7 +1,7 @@
 """A MiniMax-H3 model as its configuration describes it: stages, limits, defaults, shapes, its steps' numbers."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -165,6 +165,13 @@ class MiniMaxH3Spec(FamilySpec):
         count = self._count_text(request, image + last)
         if count is not None and count.cut is not None and not self.may_cut(request):
             raise count.cut.refuse("prompt")
+
+    def list_warnings(self, request: ResolvedRequest, *, images: int) -> Iterator[str]:
+        """Yield what every model does, and the cut if the prompt is too long."""
+        yield from super().list_warnings(request, images=images)
+        count = self._count_text(request, images)
+        if count is not None and count.cut is not None:
+            yield count.cut.describe("prompt")
 
     def _count_text(self, request: ResolvedRequest, images: int) -> TokenCount | None:
         """Count the tokens of a prompt, behind the labels of its keyframes; None if there is no telling here."""
