@@ -83,11 +83,11 @@ class MiniMaxH3Model(Model):
 
     def image_prompt_shapes(self, request: ResolvedRequest, images: int) -> dict[str, tuple[tuple[int, ...], bool]]:
         """Return the shapes of a prompt's arrays with keyframes, and which end of the video each of them is."""
-        _, rows = self.image_token_shapes(request, images)["text_encoder"].ids.shape
+        _, rows = presentation.shapes(self.config, request.height, request.width, images, self.text_rows).ids.shape
         text = {"text": ((rows, self.text_shape[1]), False), "positions": ((rows,), True)}
         return self.prompt_shapes | text | {"anchors": ((images,), True)}
 
-    def image_token_shapes(self, request: ResolvedRequest, images: int) -> dict[str, Presentation]:
+    def image_token_shapes(self, request: ResolvedRequest, images: int) -> dict[str, tuple[jax.ShapeDtypeStruct, ...]]:
         """Return the shapes of the text encoder's inputs with keyframes."""
         size = request.height, request.width
         return {"text_encoder": presentation.shapes(self.config, *size, images, self.text_rows)}

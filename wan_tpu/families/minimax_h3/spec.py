@@ -1,13 +1,10 @@
 """A MiniMax-H3 model as its configuration describes it: stages, limits, defaults, shapes, its steps' numbers."""
 
-import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import numpy as np
 
-from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.families.minimax_h3 import published, sampling
 from wan_tpu.families.minimax_h3.clips import CLIP_FRAMES, CLIP_LATENTS, chunk_lengths
@@ -27,17 +24,10 @@ WIDEST = 4  # The width of the widest video, divided by its height.
 STRIDE = 16  # Pixels per pixel of the latents, four of which are a token.
 
 
-@dataclass(frozen=True)
 class MiniMaxH3Spec(FamilySpec):
-    """One MiniMax-H3 model.
-
-    Attributes:
-        tokenizer: The folder of the checkpoint's tokenizer. A process that can't read it plans for texts of the first
-            of the `text_rows`; the text encoder counts in any case.
-    """
+    """One MiniMax-H3 model."""
 
     config: MiniMaxH3Config
-    tokenizer: str | None = dataclasses.field(default=None, compare=False)
     published: ClassVar = published
     read_config: ClassVar = staticmethod(read_config)
     spatial_stride = STRIDE
@@ -67,11 +57,6 @@ class MiniMaxH3Spec(FamilySpec):
                     f"the transformer has {key} {value}, but its counterpart has {fitting}; give a checkpoint whose "
                     "components belong together"
                 )
-
-    @classmethod
-    def open(cls, checkpoint: Checkpoint) -> Self:
-        """Read a checkpoint's configuration; raises `CheckpointError`."""
-        return dataclasses.replace(super().open(checkpoint), tokenizer=str(checkpoint.path("tokenizer").absolute()))
 
     @property
     def few_step_presets(self) -> Mapping[str, Preset]:
@@ -147,7 +132,10 @@ class MiniMaxH3Spec(FamilySpec):
         return frames * (height // patch_height) * (width // patch_width)
 
     def choose_text_rows(self, request: ResolvedRequest, *, images: int) -> int:
-        """Return how many rows the prompt and the labels of its keyframes take."""
+        """Return how many rows the prompt and the labels of its keyframes take.
+
+        A process that can't read the tokenizer plans for a short text. The text encoder's counts in any case.
+        """
         count = self._count_text(request, images)
         return TEXT_ROWS[0] if count is None else fit_rows(count.tokens)
 

@@ -38,6 +38,7 @@ class FamilySpec(ModelSpec):
     Attributes:
         config: Everything that determines the model's programs, a dataclass of the family.
         overrides: The checkpoint's own sampling settings.
+        tokenizer: The folder of its tokenizer, with which a prompt's tokens are counted; None without a checkpoint.
         published: The family's module of that name.
         read_config: Reads a checkpoint's configuration; raises `CheckpointError` for one that the family doesn't run.
         own_keys: Keys that the family reads in a checkpoint's `wan_tpu.json` in addition to the sampling settings.
@@ -49,6 +50,7 @@ class FamilySpec(ModelSpec):
 
     config: Any
     overrides: CheckpointOverrides = NO_OVERRIDES
+    tokenizer: str | None = dataclasses.field(default=None, compare=False)
     published: ClassVar[Publication]
     read_config: ClassVar["staticmethod[[Checkpoint], Any]"]
     own_keys: ClassVar[tuple[str, ...]] = ()
@@ -61,7 +63,8 @@ class FamilySpec(ModelSpec):
     @classmethod
     def open(cls, checkpoint: Checkpoint) -> Self:
         """Read a checkpoint's configuration; raises `CheckpointError`."""
-        return cls(cls.read_config(checkpoint), checkpoint.sampling(*cls.own_keys))
+        tokenizer = str((checkpoint.folder / "tokenizer").absolute())
+        return cls(cls.read_config(checkpoint), checkpoint.sampling(*cls.own_keys), tokenizer)
 
     @functools.cached_property
     def name(self) -> str:  # type: ignore[override]
