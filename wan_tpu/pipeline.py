@@ -10,7 +10,7 @@ import numpy as np
 
 from wan_tpu import stages
 from wan_tpu.adapters.merging import AdapterCache
-from wan_tpu.aot import key
+from wan_tpu.aot import kept, key
 from wan_tpu.aot.executables import Executables
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.data import Conditioning, DenoiseState, Video
@@ -220,7 +220,9 @@ def open_runtime(
     model = open_model(Checkpoint(path_or_id))
     device_mesh = make_mesh(mesh, heads=model.spec.heads)
     stored = None if executables is None else Executables(executables, key.settings(model.config, dtype))
-    if stored is not None:
+    if stored is None:
+        kept.keep_compiled()
+    else:
         stored.keep_compiled()
     return Runtime(
         model,

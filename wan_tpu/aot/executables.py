@@ -3,8 +3,7 @@
 One file holds one program: a line of JSON with everything that it was compiled from, then the serialised executable. A
 file is used only if all of that is the same; otherwise the program is compiled, and the log says why.
 
-Beside them, in `COMPILED`, JAX keeps the programs that had to be compiled anyway, under its own keys: the next process
-that uses the folder loads them.
+Beside them, in `COMPILED`, JAX keeps the programs that had to be compiled anyway (`wan_tpu.aot.kept`).
 
 Loading runs code from the files: use only folders that you trust.
 """
@@ -24,7 +23,7 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
-from wan_tpu.aot import key
+from wan_tpu.aot import kept, key
 from wan_tpu.errors import InvalidInput, OutputError
 from wan_tpu.storage.addresses import is_bucket
 from wan_tpu.storage.base import Missing
@@ -63,11 +62,11 @@ class Executables:
             raise OutputError(f"can't create the folder {folder} ({error.strerror})") from None
 
     def keep_compiled(self) -> None:
-        """Have JAX keep what it compiles, unless it already has a place for that: the next start compiles nothing."""
+        """Have JAX keep what it compiles, so that the next start compiles nothing."""
         if not self._folder.jax_can_write:
             _log.warning("compiled programs aren't kept, because JAX can't write to %s", self._folder.location())
-        elif jax.config.values["jax_compilation_cache_dir"] is None:
-            jax.config.update("jax_compilation_cache_dir", self._folder.location(COMPILED))
+        else:
+            kept.keep_compiled(self._folder.location(COMPILED))
 
     def get(self, name: str, args: Any, mesh: Mesh, build: Callable[[], Any]) -> Any:
         """Return the executable of a program for arguments like these.
@@ -102,12 +101,14 @@ class Executables:
             reason = "; ".join(key.list_differences(header["made_by"], key.describe_build()))
             if not reason:
                 executable, in_tree, out_tree = pickle.loads(payload)
-                return serialize_executable.deserialize_and_load(
+                loaded = serialize_executable.deserialize_and_load(
                     executable, in_tree, out_tree, mesh.devices.flat[0].client, list(mesh.devices.flat)
                 )
+                kept.note_loaded()
+                return loaded
         except Missing:
             reason = "there is none for these shapes, this mesh and this model"
-            level = logging.INFO if self._save else logging.WARNING
+            level = logging.INFO  # What is compiled now is kept.
         except Exception as error:  # Damaged files and those of other versions fail in many ways.
             reason = f"{file} can't be loaded ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
         _log.log(

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from wan_tpu.aot.kept import count_programs
 from wan_tpu.data import write_json
 from wan_tpu.families.flops import count_step
 from wan_tpu.plan import RequestPlan
@@ -139,6 +140,9 @@ class Recorder:
                 f"{record.stage:<14}{record.total_s:9.2f}{record.load_s:9.2f}{record.compile_s:11.2f}"
                 f"{record.run_s:9.2f}{record.host_s:11.2f}{rate}"
             )
+        programs = count_programs()
+        if any(programs.values()):
+            lines.append(f"programs: {programs['loaded']} from the cache, {programs['compiled']} compiled and kept")
         return "\n".join(lines)
 
     def _count_flops(self, stage: str) -> int:
@@ -177,6 +181,7 @@ class Recorder:
                 "request": request.to_json() | {"preset": request.preset or ORIGINAL},
                 "settings": describe(self.runtime),
                 "versions": list_versions(),
+                "programs": count_programs(),
                 "stages": [record.to_json() for record in self.stages.values()],
                 "video": self._video().to_json(),
                 "steps": self._steps,
