@@ -1,6 +1,9 @@
 """A request of which something has no effect is planned with a warning that says so."""
 
+import re
+
 import pytest
+from diffusers.pipelines.hunyuan_video1_5 import pipeline_hunyuan_video1_5 as reference
 
 from wan_tpu.families import published_spec
 from wan_tpu.request import GenerationRequest
@@ -31,3 +34,26 @@ def test_negative_prompt_without_guidance_is_answered_with_a_warning(model, fiel
 def test_negative_prompt_that_is_read_is_no_reason_to_warn(model):
     plan = published_spec(model).plan(GenerationRequest(prompt="a cat", negative_prompt="dogs"))
     assert plan.warnings == () and plan.prompts == ("a cat", "dogs")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "warnings"),
+    [
+        ("A cat.", 0),
+        ('A sign says "OPEN", below it “Café”, and "ROUTE 66".', 0),
+        ('“He said "hi"” on a wall', 0),
+        ('a 24" monitor shows "HELLO"', 2),  # 24" and "HELLO are a pair, and the last mark is alone.
+        ('a sign "OPEN" between a 24" screen and a 12" one', 1),
+        ('a sign says "OPEN', 1),
+        ('a sign says "OPEN\nALL NIGHT"', 1),
+        ("a sign says “OPEN", 1),
+    ],
+)
+def test_quotation_marks_that_may_not_mean_lettering_are_answered_with_a_warning(prompt, warnings):
+    """What counts as lettering is diffusers' rule."""
+    spec = published_spec("hunyuanvideo1.5-480p-t2v")
+    found = spec.plan(GenerationRequest(prompt=prompt, negative_prompt=prompt)).warnings
+    assert len(found) == 2 * warnings and all("negative_prompt" in text for text in found[warnings:])
+    assert len(spec.plan(GenerationRequest(prompt=prompt, guidance_scale=1.0)).warnings) == warnings
+    rest = reference.extract_glyph_texts(prompt) or ""
+    assert ("Text" in rest) == bool(re.search(r'".*"|“.*”', prompt))

@@ -1,11 +1,13 @@
 """A HunyuanVideo-1.5 model as its configuration describes it: stages, limits, defaults, shapes, its steps' numbers."""
 
 import math
+from collections.abc import Iterator
 from typing import ClassVar
 
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.hunyuan15 import published
 from wan_tpu.families.hunyuan15.config import read_config
+from wan_tpu.families.hunyuan15.lettering import find_doubtful_marks
 from wan_tpu.families.hunyuan15.published import HunyuanConfig
 from wan_tpu.families.hunyuan15.sizes import STRIDE, default_size
 from wan_tpu.families.shared.family_spec import DENOISE, FamilySpec
@@ -54,6 +56,12 @@ class HunyuanSpec(FamilySpec):
     def is_guided(self, request: ResolvedRequest) -> bool:
         """Return whether there are two branches; diffusers' guider also has them at a scale below 1."""
         return not math.isclose(request.guidance_scale, 1.0)
+
+    def list_warnings(self, request: ResolvedRequest, *, images: int) -> Iterator[str]:
+        """Yield what every model does, and what may become lettering without being meant to."""
+        yield from super().list_warnings(request, images=images)
+        for field in ("prompt", "negative_prompt")[: len(self.prompts(request))]:
+            yield from find_doubtful_marks(field, getattr(request, field))
 
     @property
     def components(self) -> dict[str, tuple[str, ...]]:  # type: ignore[override]
