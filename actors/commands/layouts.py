@@ -10,6 +10,7 @@ from cluster.layout import Layout, Pool, list_shipped
 from wan_tpu.commands.parser import Parser
 from wan_tpu.commands.tables import as_table
 from wan_tpu.families import list_published, published_spec
+from wan_tpu.hub_ids import name_of
 
 
 def layouts(argv: Sequence[str]) -> None:
@@ -18,9 +19,10 @@ def layouts(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--model",
         "--model_id",
+        type=name_of,
         choices=list_published(),
         metavar="MODEL",
-        help="list only the layouts for this model; wan-tpu models lists the names",
+        help="list only the layouts for this model, by its name or hub id: wan-tpu models",
     )
     parser.add_argument("--json", action="store_true", help="print a list of JSON objects, for programs")
     args = parser.parse_args(argv)

@@ -21,6 +21,7 @@ from wan_tpu.commands.parser import Parser, add_mesh, add_precision
 from wan_tpu.commands.sizes import read_size
 from wan_tpu.errors import InvalidInput, OutputError
 from wan_tpu.families import list_published, published_spec
+from wan_tpu.hub_ids import name_of
 from wan_tpu.media.video import check_folder, check_output
 from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.runtime import memory
@@ -290,10 +291,11 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--model",
         "--model_id",
+        type=name_of,
         choices=list_published(),
         required=True,
         metavar="MODEL",
-        help="by name: wan-tpu models",
+        help="a published model's name or hub id: wan-tpu models",
     )
     parser.add_argument("--slice", action="append", help="such as v6e-8; may be given several times")
     parser.add_argument("--size", help="WIDTHxHEIGHT in pixels; default the model's")

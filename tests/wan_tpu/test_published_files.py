@@ -4,6 +4,7 @@ import inspect
 import json
 
 import diffusers
+import huggingface_hub
 import numpy as np
 import pytest
 import transformers
@@ -13,6 +14,7 @@ from tests.wan_tpu.published_files import EULER, WAN_I2V, write
 from wan_tpu import CheckpointError, GenerationRequest, InvalidRequest
 from wan_tpu.aot.key import settings
 from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.errors import WanTpuError
 from wan_tpu.families import list_published, open_spec, published_spec
 from wan_tpu.families.cogvideox import published as cogvideox
 from wan_tpu.families.cogvideox.config import SCHEDULER
@@ -21,6 +23,7 @@ from wan_tpu.families.hunyuan15.config import GUIDER
 from wan_tpu.families.model import open_model
 from wan_tpu.families.shared.settings import ENCODERS, FLOW_MATCH_EULER, UNIPC
 from wan_tpu.families.wan import published as wan
+from wan_tpu.hub_ids import HUB_IDS, name_of
 
 REPOSITORIES = published_files.REPOSITORIES | ltx2_files.LTX_REPOSITORIES
 REPOSITORIES |= {minimax_h3_files.REPOSITORY: minimax_h3_files.FILES}
@@ -117,6 +120,25 @@ def test_every_published_model_is_among_them():
     assert names | WITHOUT_FILES == {name for name in list_published() if not name.startswith("toy")}
     assert set(OPENED) == set(REPOSITORIES)
     assert all(published_spec(name).name == name for name in list_published())
+
+
+def test_every_published_model_has_its_address_on_the_hub():
+    addresses = {name: repository for repository, (name, *_) in OPENED.items() if "," not in repository}
+    assert HUB_IDS.items() >= addresses.items()
+    assert HUB_IDS.keys() == list_published().keys() - {"turbowan2.2-i2v-a14b"}
+    assert name_of("wan-ai/wan2.2-I2V-A14B-Diffusers") == "wan2.2-i2v-a14b"
+
+
+def test_names_of_models_are_addresses_unless_a_folder_has_that_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    with pytest.raises(WanTpuError, match="TI2V-5B-Diffusers"):
+        Checkpoint("wan2.2-ti2v-5b")
+    with pytest.raises(CheckpointError, match=r"wan2\.2-ti2v-5b"):  # The nearest name.
+        Checkpoint("wan2.2-ti2v-5")
+    write(tmp_path / "wan2.2-ti2v-5b", REPOSITORIES["Wan-AI/Wan2.2-TI2V-5B-Diffusers"])
+    assert Checkpoint("wan2.2-ti2v-5b").source == str(tmp_path / "wan2.2-ti2v-5b")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 from wan_tpu.commands.parser import Parser
 from wan_tpu.commands.tables import as_table
 from wan_tpu.families import FAMILIES, list_published, published_spec
+from wan_tpu.hub_ids import HUB_IDS
 from wan_tpu.request import DIFFUSERS, ORIGINAL
 
 _ALL = (ORIGINAL, DIFFUSERS)  # Presets that all models have.
@@ -18,10 +19,14 @@ def models(argv: Sequence[str]) -> None:
     """List the published models: what they make, their default size, length and steps, and their presets."""
     parser = Parser(prog="wan-tpu models", description=models.__doc__)
     parser.add_argument("--json", action="store_true", help="for programs: a list of JSON objects")
+    parser.add_argument("--hub_ids", action="store_true", help="list where the models are on the Hugging Face hub")
     args = parser.parse_args(argv)
     rows = [_describe(name) for name in list_published()]
     if args.json:
         print(json.dumps(rows, ensure_ascii=False))
+        return
+    if args.hub_ids:
+        print(as_table(("model", "hub id"), [[name, hub_id] for name, hub_id in HUB_IDS.items()]))
         return
     header = ("model", "makes", "size", "frames", "seconds", "steps")
     table = [
@@ -32,10 +37,9 @@ def models(argv: Sequence[str]) -> None:
     print(
         "\nThese are the settings of the models' own programs, preset original, which is used without one. Preset\n"
         "diffusers has those of diffusers. --json says where they are from.\n"
-        "\nSizes are WIDTHxHEIGHT. wan-tpu plan takes these names; all other commands take a checkpoint of such\na "
-        "model: a diffusers directory, here or in gs://, or a hub id, such as"
+        "\nSizes are WIDTHxHEIGHT. All commands take these names and the models' hub ids (--hub_ids lists them);\n"
+        "those that make videos also take a diffusers directory, here or in gs://."
     )
-    print("\n".join(f"  {family.example}" for family in FAMILIES.values()))
     for family in FAMILIES.values():
         if family.licence:
             print(f"\nLicence of {family.title}: {family.licence}.")
@@ -48,6 +52,7 @@ def _describe(name: str) -> dict[str, Any]:
     makes = "two images to video" if spec.last_images == "required" else _MAKES[spec.tasks]
     return {
         "model": name,
+        "hub_id": HUB_IDS.get(name),
         "makes": makes if spec.audio_rate is None else f"{makes} with sound",
         "size": f"{settings.width}x{settings.height}",
         "frames": settings.frames,
