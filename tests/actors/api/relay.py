@@ -46,7 +46,7 @@ class Relay:
     def _ask(self, client: socket.socket, server: socket.socket, lost: threading.Event) -> None:
         with contextlib.suppress(OSError):
             while content := client.recv(65536):
-                if b"COMMIT" in content and self.lose is not None:
+                if b"COMMIT\0" in content and self.lose is not None:
                     self.after -= 1
                     if self.after < 0:
                         if self.lose == "request":
