@@ -196,7 +196,7 @@ class Ltx2Model(Model):
         # ltx-core 1.0.0 modulates this attention by the sound's timestep (ltx_core/model/transformer/
         # transformer_args.py); diffusers does so for LTX-2.3 only.
         in_attention = 1.0 if is_23(self.config) or not follows_diffusers else 0.0
-        rules = {_IMAGE_NOISE: np.float32([in_guidance, in_attention])}
+        rules = {_IMAGE_NOISE: np.array([in_guidance, in_attention], np.float32)}
         return rules | {f"{_ROPE}{name}": table for name, table in tables.items()}
 
     def text_keys(

@@ -19,6 +19,9 @@ CUSTOM = "a custom LTX-2"
 DISTILLED_SIGMAS = (1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875)
 SECOND_STAGE_SIGMAS = (0.909375, 0.725, 0.421875)
 
+# How far Lightricks shifts the noise levels of models that aren't distilled, and the last of them: LTX2Scheduler of
+# ltx_core/components/schedulers.py, ltx-core 1.0.0.
+SHIFT, TERMINAL = 2.05, 0.1
 # DEFAULT_NEGATIVE_PROMPT of ltx_pipelines/utils/constants.py, ltx-pipelines 1.0.0; distilled models have no guidance.
 NEGATIVE_PROMPT = (
     "blurry, out of focus, overexposed, underexposed, low contrast, washed out colors, excessive noise, grainy "

@@ -230,12 +230,10 @@ class Ltx2Spec(FamilySpec):
         elif self.config.distilled and request.steps == len(published.DISTILLED_SIGMAS):
             schedule = flow.euler_at(published.DISTILLED_SIGMAS)
         else:
-            # diffusers shifts by the number of tokens, Lightricks as for the number at which the shift is largest:
-            # ltx_core/components/schedulers.py of ltx-core 1.0.0, which ltx-pipelines calls without latents.
-            tokens = self.config.scheduler["max_image_seq_len"]
+            levels = _lightricks_levels(request.steps)
             if self.follows_diffusers(request):
-                tokens = self.tokens(self.latent_shape(request))
-            schedule = flow.euler_at(_noise_levels(self.config, request.steps, tokens))
+                levels = _diffusers_levels(self.config, request.steps, self.tokens(self.latent_shape(request)))
+            schedule = flow.euler_at(levels)
         rows = self._guidance_rows(request)
         return schedule.with_guidance(np.broadcast_to(rows, (request.steps, *rows.shape)))
 
@@ -254,11 +252,29 @@ class Ltx2Spec(FamilySpec):
         return {VIDEO: schedule, AUDIO: schedule}
 
 
-def _noise_levels(config: Ltx2Config, steps: int, tokens: int) -> tuple[float, ...]:
-    """Return the noise level of each step as diffusers' FlowMatchEulerDiscreteScheduler computes them in float32.
+def _lightricks_levels(steps: int) -> tuple[float, ...]:
+    """Return the noise level of each step as Lightricks' LTX2Scheduler computes them for videos of any size.
 
-    For the same number of tokens, Lightricks' LTX2Scheduler computes the same ones.
+    ltx-pipelines 1.0.0 calls that scheduler without latents: ltx_core/components/schedulers.py of ltx-core 1.0.0. It
+    computes in float32 with torch, whose way to count down and to divide is repeated here: the model's embedding of a
+    timestep changes with the last bit of a level near 1.
     """
+    one, index = np.float32(1), np.arange(steps)
+    step = np.float64(one / np.float32(steps))  # Multiplied and added with one rounding.
+    levels = np.where(index < (steps + 1) // 2, 1 - step * index, step * (steps - index)).astype(np.float32)
+    shift = np.float32(math.exp(published.SHIFT))
+    levels = one / (shift + (one / levels - one)) * shift
+    return _stretch(levels, published.TERMINAL) if steps > 1 else (1.0,)
+
+
+def _stretch(levels: np.ndarray, terminal: float) -> tuple[float, ...]:
+    """Return noise levels whose distances from 1 are multiplied so that the last level is `terminal`."""
+    rest = 1 - levels
+    return tuple((1 - rest / (rest[-1] / (1 - terminal))).astype(np.float32).tolist())
+
+
+def _diffusers_levels(config: Ltx2Config, steps: int, tokens: int) -> tuple[float, ...]:
+    """Return the noise level of each step, as diffusers' FlowMatchEulerDiscreteScheduler computes them in float32."""
     scheduler = config.scheduler
     sigmas: np.ndarray = np.linspace(1.0, 1 / steps, steps).astype(np.float32)
     if scheduler["use_dynamic_shifting"]:
@@ -267,12 +283,11 @@ def _noise_levels(config: Ltx2Config, steps: int, tokens: int) -> tuple[float, .
         shift = math.exp(min(tokens * slope + scheduler["base_shift"] - slope * first, _LARGEST_EXPONENT))
         sigmas = shift / (shift + (1 / sigmas - 1))
     if scheduler["shift_terminal"] and steps > 1:
-        rest = 1 - sigmas
-        if not rest[-1]:
+        if sigmas[-1] == 1:
             raise InvalidRequest(
                 f"with {tokens} tokens the schedule's shift raises every noise level to 1; give fewer "
-                "frames (121 work at 1920x1088), or your own sigmas",
+                "frames (121 work at 1920x1088), leave the preset out, or give your own sigmas",
                 "frames",
             )
-        sigmas = 1 - rest / (rest[-1] / (1 - scheduler["shift_terminal"]))
+        return _stretch(sigmas, scheduler["shift_terminal"])
     return tuple(sigmas.astype(np.float32).tolist())

@@ -1,0 +1,200 @@
+"""The rules of Lightricks' pipelines (ltx-core and ltx-pipelines 1.0.0) in plain torch, around diffusers' networks.
+
+`scripts/compare_ltx.py` shows that they make the latents that Lightricks' own pipelines make; tests compare ours with
+theirs.
+
+Shapes: L tokens of the video, A of the sound, C channels, H W latent height and width.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+from diffusers.pipelines.ltx2 import LTX2LatentUpsamplerModel
+from diffusers.pipelines.ltx2.utils import apply_image_conditioning_crf
+from PIL import Image
+
+FIRST = (1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0)
+SECOND = (0.909375, 0.725, 0.421875, 0.0)
+VIDEO_SCALE, AUDIO_SCALE, PERTURBED, ISOLATED, RESCALE = 3.0, 7.0, 1.0, 3.0, 0.7
+FPS = 24.0
+
+
+class Lightricks:
+    """Makes the latents of one small checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the checkpoint in a folder."""
+        # LTX-2.0's configuration switches off what perturbs layers.
+        transformer = diffusers.LTX2VideoTransformer3DModel.from_pretrained(folder / "transformer", perturbed_attn=True)
+        self._pipe: Any = diffusers.LTX2Pipeline.from_pretrained(folder, transformer=transformer.eval())
+        self._folder = folder
+
+    @torch.no_grad()
+    def make_in_one_stage(
+        self,
+        prompt: str,
+        negative_prompt: str,
+        steps: int,
+        seed: int,
+        size: tuple[int, int, int],
+        image: Image.Image | None = None,
+    ) -> list[np.ndarray]:
+        """Return the latents [1, C, T, H, W] and [1, A, C] of a guided model; the size is height, width, frames."""
+        generator = torch.Generator().manual_seed(seed)
+        texts = [self._read(text) for text in (prompt, negative_prompt)]
+        frame = None if image is None else self._encode(image, *size[:2])
+        shape = self._shape(*size)
+        video, audio = self._noise(shape, generator)
+        return self._denoise(video, audio, shape, noise_levels(steps), texts, frame)
+
+    @torch.no_grad()
+    def make_in_two_stages(
+        self, prompt: str, seed: int, size: tuple[int, int, int], image: Image.Image | None = None
+    ) -> list[list[np.ndarray]]:
+        """Return the latents of both stages of a distilled model."""
+        height, width, frames = size
+        generator, texts = torch.Generator().manual_seed(seed), [self._read(prompt)]
+        stages: list[list[np.ndarray]] = []
+        for sigmas, scale in ((FIRST, 2), (SECOND, 1)):
+            shape = self._shape(height // scale, width // scale, frames)
+            frame = None if image is None else self._encode(image, height // scale, width // scale)
+            video, audio = self._noise(shape, generator)
+            if stages:
+                before, sound = (torch.from_numpy(part) for part in stages[0])
+                larger = to_tokens(self._enlarge(before))
+                video = sigmas[0] * video + (1 - sigmas[0]) * larger
+                audio = sigmas[0] * audio + (1 - sigmas[0]) * sound
+            stages.append(self._denoise(video, audio, shape, torch.tensor(sigmas), texts, frame))
+        return stages
+
+    def _shape(self, height: int, width: int, frames: int) -> tuple[int, int, int, int]:
+        return (frames - 1) // 8 + 1, height // 32, width // 32, round(frames / FPS * 25)
+
+    def _noise(self, shape: tuple[int, ...], generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw the video's tokens, then the sound's."""
+        *grid, count = shape
+        config = self._pipe.transformer.config
+        return (
+            torch.randn(1, math.prod(grid), config.in_channels, generator=generator),
+            torch.randn(1, count, config.audio_in_channels, generator=generator),
+        )
+
+    def _read(self, text: str) -> tuple[torch.Tensor, torch.Tensor]:
+        states, mask, *_ = self._pipe.encode_prompt(text, do_classifier_free_guidance=False)
+        video, audio, _ = self._pipe.connectors(states, mask, padding_side="left")
+        return video, audio
+
+    def _encode(self, image: Image.Image, height: int, width: int) -> torch.Tensor:
+        """Compress an image, resize its middle between neighbouring pixels, and return its mean latents."""
+        pixels = torch.from_numpy(apply_image_conditioning_crf(np.array(image), 33)).float().permute(2, 0, 1)[None]
+        scale = max(height / pixels.shape[2], width / pixels.shape[3])
+        sides = [math.ceil(side * scale) for side in pixels.shape[2:]]
+        pixels = torch.nn.functional.interpolate(pixels, sides, mode="bilinear", align_corners=False)
+        top, left = (sides[0] - height) // 2, (sides[1] - width) // 2
+        pixels = pixels[:, :, top : top + height, left : left + width] / 127.5 - 1
+        mean, deviation = self._statistics()
+        return (self._pipe.vae.encode(pixels[:, :, None]).latent_dist.mode() - mean) / deviation
+
+    def _enlarge(self, latents: torch.Tensor) -> torch.Tensor:
+        upsampler = LTX2LatentUpsamplerModel.from_pretrained(self._folder / "latent_upsampler").eval()
+        mean, deviation = self._statistics()
+        return (upsampler(latents * deviation + mean) - mean) / deviation
+
+    def _statistics(self) -> Iterator[torch.Tensor]:
+        return (getattr(self._pipe.vae, f"latents_{name}").view(1, -1, 1, 1, 1) for name in ("mean", "std"))
+
+    def _denoise(
+        self,
+        video: torch.Tensor,
+        audio: torch.Tensor,
+        shape: tuple[int, ...],
+        sigmas: torch.Tensor,
+        texts: Sequence[Any],
+        frame: torch.Tensor | None,
+    ) -> list[np.ndarray]:
+        """Take Euler steps over estimates of the clean latents."""
+        *grid, _ = shape
+        mask = torch.ones(1, video.shape[1], 1)
+        if frame is not None:
+            first = to_tokens(frame)
+            mask[:, : first.shape[1]] = 0
+            clean = torch.cat([first, torch.zeros_like(video[:, first.shape[1] :])], dim=1)
+            video = mask * video + (1 - mask) * clean
+        for sigma, following in itertools.pairwise(sigmas):
+            estimates = self._estimate(video, audio, shape, float(sigma), mask, texts)
+            if frame is not None:
+                estimates[0] = mask * estimates[0] + (1 - mask) * clean
+            video, audio = (
+                x + (x - estimate) / sigma * (following - sigma)
+                for x, estimate in zip((video, audio), estimates, strict=True)
+            )
+        channels = video.shape[2]
+        return [video[0].T.reshape(1, channels, *grid).numpy(), audio.numpy()]
+
+    def _estimate(
+        self,
+        video: torch.Tensor,
+        audio: torch.Tensor,
+        shape: tuple[int, ...],
+        sigma: float,
+        mask: torch.Tensor,
+        texts: Sequence[Any],
+    ) -> list[torch.Tensor]:
+        """Return the clean estimates of video and sound, guided if there is a negative prompt."""
+
+        def run(text: Any, **options: Any) -> list[torch.Tensor]:
+            velocities = self._pipe.transformer(
+                hidden_states=video,
+                audio_hidden_states=audio,
+                encoder_hidden_states=text[0],
+                audio_encoder_hidden_states=text[1],
+                timestep=1000 * sigma * mask[:, :, 0],
+                audio_timestep=torch.tensor([1000 * sigma]),
+                sigma=torch.tensor([1000 * sigma]),
+                num_frames=shape[0],
+                height=shape[1],
+                width=shape[2],
+                fps=FPS,
+                audio_num_frames=shape[3],
+                use_cross_timestep=True,
+                return_dict=False,
+                **options,
+            )
+            return [
+                x - noise * v for x, v, noise in zip((video, audio), velocities, (sigma * mask, sigma), strict=True)
+            ]
+
+        plain = run(texts[0])
+        if len(texts) == 1:
+            return plain
+        layers = self._pipe.transformer.config.num_layers
+        layer = (28 if self._pipe.transformer.config.cross_attn_mod else 29) * layers // 48
+        others = (
+            run(texts[1]),
+            run(texts[0], spatio_temporal_guidance_blocks=[layer]),
+            run(texts[0], isolate_modalities=True),
+        )
+        results = []
+        for part, scale in enumerate((VIDEO_SCALE, AUDIO_SCALE)):
+            pushes = zip((scale - 1, PERTURBED, ISOLATED - 1), others, strict=True)
+            guided = plain[part] + sum(push * (plain[part] - other[part]) for push, other in pushes)
+            results.append(guided * (RESCALE * plain[part].std() / guided.std() + 1 - RESCALE))
+        return results
+
+
+def to_tokens(latents: torch.Tensor) -> torch.Tensor:
+    """Turn latents [1, C, T, H, W] into tokens [1, L, C]."""
+    return latents.flatten(2).transpose(1, 2)
+
+
+def noise_levels(steps: int) -> torch.Tensor:
+    """Return the noise levels of a guided model, shifted as for 4,096 tokens; the last but one becomes 0.1."""
+    levels, shift = torch.linspace(1, 0, steps + 1)[:-1], math.exp(2.05)
+    rest = 1 - shift / (shift + (1 / levels - 1))
+    return torch.cat([1 - rest / (rest[-1] / 0.9), torch.zeros(1)])
