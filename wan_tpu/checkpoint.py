@@ -15,7 +15,6 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from wan_tpu.errors import CheckpointError, InvalidRequest
-from wan_tpu.hub_ids import HUB_IDS
 from wan_tpu.request import CheckpointOverrides, Defaults, GenerationRequest, Preset, fill_second_scale
 from wan_tpu.requested_adapter import parse_adapter
 from wan_tpu.schedules.magcache import Curve, read_curve
@@ -23,7 +22,6 @@ from wan_tpu.sources.disk import explain_disk_error, is_permanent, read_file
 from wan_tpu.sources.hub import advise_on_download, explain_hub_errors, explain_missing_index
 from wan_tpu.storage.addresses import is_bucket
 from wan_tpu.storage.folder import BucketFolder, WeightFile
-from wan_tpu.suggest import did_you_mean
 
 INDEX = "model_index.json"
 MODULAR_INDEX = "modular_model_index.json"  # Modular pipelines of diffusers have it instead.
@@ -55,7 +53,7 @@ class Checkpoint:
         except OSError as error:
             raise explain_disk_error(error, local) from None
         # Absolute, so that stage files mean the same from every folder.
-        self.source = str(local.resolve()) if exists else HUB_IDS.get(str(source), str(source))
+        self.source = str(local.resolve()) if exists else str(source)
         self._asked_for = str(source)
         self._hub_id = None if exists or self._bucket else _hub_id(self.source)
         self._local = self._bucket is None and self._hub_id is None
@@ -323,8 +321,5 @@ def _hub_id(source: str) -> str:
     except HFValidationError:
         valid = False
     if not valid:
-        raise CheckpointError(
-            f"{source} is neither a directory, nor a hub id (OWNER/NAME), nor the name of a model on the hub"
-            f"{did_you_mean(source, HUB_IDS)}; wan-tpu models lists them"
-        )
+        raise CheckpointError(f"{source} is neither a directory nor a hub id (OWNER/NAME)")
     return source

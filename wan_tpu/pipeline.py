@@ -12,9 +12,9 @@ from wan_tpu import stages
 from wan_tpu.adapters.merging import AdapterCache
 from wan_tpu.aot import kept, key
 from wan_tpu.aot.executables import Executables
-from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.data import Conditioning, DenoiseState, Video
 from wan_tpu.errors import InvalidInput, InvalidRequest
+from wan_tpu.families import open_checkpoint
 from wan_tpu.families.model import Model, open_model
 from wan_tpu.licences import show_licence
 from wan_tpu.plan import RequestPlan
@@ -217,7 +217,7 @@ def open_runtime(
     progress: Progress = Silent(),  # noqa: B008 (It has no state.)
 ) -> Runtime[Model]:
     """Open a checkpoint for a mesh; arguments and errors are those of `load_pipeline`."""
-    model = open_model(Checkpoint(path_or_id))
+    model = open_model(open_checkpoint(path_or_id))
     device_mesh = make_mesh(mesh, heads=model.spec.heads)
     stored = None if executables is None else Executables(executables, key.settings(model.config, dtype))
     if stored is None:

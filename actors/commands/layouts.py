@@ -9,8 +9,7 @@ from cluster.errors import LayoutError
 from cluster.layout import Layout, Pool, list_shipped
 from wan_tpu.commands.parser import Parser
 from wan_tpu.commands.tables import as_table
-from wan_tpu.families import list_published, published_spec
-from wan_tpu.hub_ids import name_of
+from wan_tpu.families import list_published, name_of, published_spec
 
 
 def layouts(argv: Sequence[str]) -> None:

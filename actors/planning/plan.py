@@ -20,8 +20,7 @@ from cluster.slice_spec import SliceSpec
 from wan_tpu.commands.parser import Parser, add_mesh, add_precision
 from wan_tpu.commands.sizes import read_size
 from wan_tpu.errors import InvalidInput, OutputError
-from wan_tpu.families import list_published, published_spec
-from wan_tpu.hub_ids import name_of
+from wan_tpu.families import list_published, name_of, published_spec
 from wan_tpu.media.video import check_folder, check_output
 from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.runtime import memory

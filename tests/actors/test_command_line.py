@@ -228,7 +228,7 @@ def test_models_and_layouts_are_listed(capsys):
     assert layouts["four-pools"]["chips"] == "21 to 105" and layouts["emulated-demo"]["emulated"] == "yes"
     for argv, row in (
         (["models"], r"turbowan2.2-i2v-a14b +image to video +1280x720 +81 +5.1 +4 +turbo"),
-        (["models"], r"ltx-2.3-distilled +text or image to video with sound +1920x1088 +121 +5.0 +11"),
+        (["models"], r"ltx-2.3-distilled +text or image to video with sound +1536x1024 +121 +5.0 +11"),
         (["models"], r"minimax-h3 +text (or image )?to video with sound +1344x768 +124 +5.2 +49 +turbo-4"),
         (["layouts", "--model", "ltx-2.3-distilled"], r"ltx-2.3-v6e +one expert, refine +12 +375 +no +1 x v6e-4: enc"),
         (["layouts", "--model", "wan2.2-ti2v-5b"], r"one-machine-one-expert +one expert +8 +250 +no +1 x v6e-8: enc"),

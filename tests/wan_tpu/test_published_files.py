@@ -15,7 +15,7 @@ from wan_tpu import CheckpointError, GenerationRequest, InvalidRequest
 from wan_tpu.aot.key import settings
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import WanTpuError
-from wan_tpu.families import list_published, open_spec, published_spec
+from wan_tpu.families import list_hub_ids, list_published, name_of, open_checkpoint, open_spec, published_spec
 from wan_tpu.families.cogvideox import published as cogvideox
 from wan_tpu.families.cogvideox.config import SCHEDULER
 from wan_tpu.families.hunyuan15 import published as hunyuan15
@@ -23,7 +23,6 @@ from wan_tpu.families.hunyuan15.config import GUIDER
 from wan_tpu.families.model import open_model
 from wan_tpu.families.shared.settings import ENCODERS, FLOW_MATCH_EULER, UNIPC
 from wan_tpu.families.wan import published as wan
-from wan_tpu.hub_ids import HUB_IDS, name_of
 
 REPOSITORIES = published_files.REPOSITORIES | ltx2_files.LTX_REPOSITORIES
 REPOSITORIES |= {minimax_h3_files.REPOSITORY: minimax_h3_files.FILES}
@@ -124,8 +123,8 @@ def test_every_published_model_is_among_them():
 
 def test_every_published_model_has_its_address_on_the_hub():
     addresses = {name: repository for repository, (name, *_) in OPENED.items() if "," not in repository}
-    assert HUB_IDS.items() >= addresses.items()
-    assert HUB_IDS.keys() == list_published().keys() - {"turbowan2.2-i2v-a14b"}
+    assert list_hub_ids().items() >= addresses.items()
+    assert list_hub_ids().keys() == list_published().keys() - {"turbowan2.2-i2v-a14b"}
     assert name_of("wan-ai/wan2.2-I2V-A14B-Diffusers") == "wan2.2-i2v-a14b"
 
 
@@ -134,11 +133,11 @@ def test_names_of_models_are_addresses_unless_a_folder_has_that_name(tmp_path, m
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     with pytest.raises(WanTpuError, match="TI2V-5B-Diffusers"):
-        Checkpoint("wan2.2-ti2v-5b")
+        open_checkpoint("wan2.2-ti2v-5b")
     with pytest.raises(CheckpointError, match=r"wan2\.2-ti2v-5b"):  # The nearest name.
-        Checkpoint("wan2.2-ti2v-5")
+        open_checkpoint("wan2.2-ti2v-5")
     write(tmp_path / "wan2.2-ti2v-5b", REPOSITORIES["Wan-AI/Wan2.2-TI2V-5B-Diffusers"])
-    assert Checkpoint("wan2.2-ti2v-5b").source == str(tmp_path / "wan2.2-ti2v-5b")
+    assert open_checkpoint("wan2.2-ti2v-5b").source == str(tmp_path / "wan2.2-ti2v-5b")
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,7 @@ def colours(folder: Path, text: np.ndarray, noise: np.ndarray, steps: int, shift
 FAMILY = Family(
     name="toy",
     title="a toy",
-    example="nobody/toy-large",
+    hub_ids={"toy-large": "nobody/toy-large"},
     transformer="Colours",
     published={"toy-large": ToyConfig(TEXT | {"vocab_size": 400})},
     spec=ToySpec,

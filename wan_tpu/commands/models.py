@@ -7,8 +7,7 @@ from typing import Any
 
 from wan_tpu.commands.parser import Parser
 from wan_tpu.commands.tables import as_table
-from wan_tpu.families import FAMILIES, list_published, published_spec
-from wan_tpu.hub_ids import HUB_IDS
+from wan_tpu.families import FAMILIES, list_hub_ids, list_published, published_spec
 from wan_tpu.request import DIFFUSERS, ORIGINAL
 
 _ALL = (ORIGINAL, DIFFUSERS)  # Presets that all models have.
@@ -26,7 +25,7 @@ def models(argv: Sequence[str]) -> None:
         print(json.dumps(rows, ensure_ascii=False))
         return
     if args.hub_ids:
-        print(as_table(("model", "hub id"), [[name, hub_id] for name, hub_id in HUB_IDS.items()]))
+        print(as_table(("model", "hub id"), [[name, hub_id] for name, hub_id in list_hub_ids().items()]))
         return
     header = ("model", "makes", "size", "frames", "seconds", "steps")
     table = [
@@ -52,7 +51,7 @@ def _describe(name: str) -> dict[str, Any]:
     makes = "two images to video" if spec.last_images == "required" else _MAKES[spec.tasks]
     return {
         "model": name,
-        "hub_id": HUB_IDS.get(name),
+        "hub_id": list_hub_ids().get(name),
         "makes": makes if spec.audio_rate is None else f"{makes} with sound",
         "size": f"{settings.width}x{settings.height}",
         "frames": settings.frames,

@@ -35,8 +35,7 @@ def weights(argv: Sequence[str]) -> None:
 
 
 def _convert(args: argparse.Namespace) -> None:
-    from wan_tpu.checkpoint import Checkpoint
-    from wan_tpu.families import family_of
+    from wan_tpu.families import family_of, open_checkpoint
     from wan_tpu.families.model import open_model
     from wan_tpu.licences import show_licence
     from wan_tpu.progress import Console
@@ -45,7 +44,7 @@ def _convert(args: argparse.Namespace) -> None:
     from wan_tpu.storage.opening import open_storage
 
     destination = open_storage(args.destination, private=False)
-    checkpoint = Checkpoint(args.source)
+    checkpoint = open_checkpoint(args.source)
     if checkpoint.source in (destination.location(), os.path.realpath(args.destination)):
         raise InvalidInput(f"{args.destination} is the source itself; give another folder")
     if args.kept_blocks is not None and not args.experts:

@@ -10,6 +10,7 @@ from wan_tpu.errors import CheckpointError
 from wan_tpu.families.family import Family
 from wan_tpu.request import NO_OVERRIDES
 from wan_tpu.spec import ModelSpec
+from wan_tpu.suggest import did_you_mean
 
 _FOLDERS = [
     importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__) if module.ispkg
@@ -32,13 +33,41 @@ def family_of(checkpoint: Checkpoint) -> Family:
     return FAMILIES[transformer]
 
 
+def list_hub_ids() -> dict[str, str]:
+    """Return where each published model is on the Hugging Face hub, by the model's name."""
+    return {name: hub_id for family in FAMILIES.values() for name, hub_id in family.hub_ids.items()}
+
+
+def name_of(model: str) -> str:
+    """Return a published model's name, given its name or hub id; anything else is returned as it is."""
+    return next((name for name, hub_id in list_hub_ids().items() if hub_id.lower() == model.lower()), model)
+
+
+def open_checkpoint(source: str | Path) -> Checkpoint:
+    """Open a diffusers directory, a hub id, or the name of a published model unless a folder has that name.
+
+    Raises:
+        CheckpointError: There is no such checkpoint.
+        Unavailable: The bucket, the hub or the disk doesn't answer.
+    """
+    hub_ids, name = list_hub_ids(), str(source)
+    if isinstance(source, str) and name and "/" not in name and not Path(name).exists():
+        if name not in hub_ids:
+            raise CheckpointError(
+                f"{name} is neither a directory, nor a hub id (OWNER/NAME), nor the name of a model on the hub"
+                f"{did_you_mean(name, hub_ids)}; wan-tpu models lists them"
+            )
+        source = hub_ids[name]
+    return Checkpoint(source)
+
+
 def open_spec(source: str | Path) -> ModelSpec:
-    """Return the spec of a diffusers directory or hub id, reading only its configurations.
+    """Return the spec of a checkpoint, as `open_checkpoint` takes it, reading only its configurations.
 
     Raises:
         CheckpointError: No family knows it.
     """
-    return spec_of(Checkpoint(source))
+    return spec_of(open_checkpoint(source))
 
 
 def spec_of(checkpoint: Checkpoint) -> ModelSpec:

@@ -13,9 +13,9 @@ class Family:
     Attributes:
         name: The folder's name.
         title: The name shown to people.
-        example: A hub id of one of its models.
         transformer: The class of its checkpoints' transformer, by which checkpoints are recognised.
         published: The published models' configurations, by name.
+        hub_ids: Where the published models are on the Hugging Face hub, by name, as diffusers' checkpoints.
         spec: The `ModelSpec`'s class, which takes a configuration, or with `open` a checkpoint.
         model: "module:class" of its `wan_tpu.families.model.Model`, which needs JAX and torch.
         small: "module:function" that writes small checkpoints (`wan_tpu.tiny`), which needs diffusers.
@@ -27,15 +27,20 @@ class Family:
 
     name: str
     title: str
-    example: str
     transformer: str
     published: Mapping[str, Any]
+    hub_ids: Mapping[str, str]
     spec: type[Any]
     model: str
     small: str
     with_experts: str | None = None
     licence: str = ""
     display_name: str = ""
+
+    @property
+    def example(self) -> str:
+        """A hub id of one of its models."""
+        return next(iter(self.hub_ids.values()))
 
     def part(self, path: str) -> Any:
         """Import and return the object at "module:name"."""

@@ -88,6 +88,13 @@ PUBLISHED: dict[str, CogVideoXConfig] = {
     "cogvideox1.5-5b": _configuration(TRANSFORMER_15, VAE_5B, 1.0),
     "cogvideox1.5-5b-i2v": _configuration(TRANSFORMER_15_I2V, VAE_15_I2V, 1.0),
 }
+HUB_IDS: dict[str, str] = {
+    "cogvideox-2b": "THUDM/CogVideoX-2b",
+    "cogvideox-5b": "THUDM/CogVideoX-5b",
+    "cogvideox-5b-i2v": "THUDM/CogVideoX-5b-I2V",
+    "cogvideox1.5-5b": "zai-org/CogVideoX1.5-5B",
+    "cogvideox1.5-5b-i2v": "zai-org/CogVideoX1.5-5B-I2V",
+}
 
 
 def recognise(config: CogVideoXConfig) -> str:

@@ -101,6 +101,11 @@ SAMPLING: dict[str, tuple[int, float]] = {
     "helios-mid": (60, 5.0),
     "helios-distilled": (6, 1.0),
 }
+HUB_IDS: dict[str, str] = {
+    "helios-base": "BestWishYsh/Helios-Base",
+    "helios-mid": "BestWishYsh/Helios-Mid",
+    "helios-distilled": "BestWishYsh/Helios-Distilled",
+}
 
 
 def recognise(config: HeliosConfig) -> str:

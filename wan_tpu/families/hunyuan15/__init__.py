@@ -1,15 +1,15 @@
 """HunyuanVideo-1.5."""
 
 from wan_tpu.families.family import Family
-from wan_tpu.families.hunyuan15.published import PUBLISHED
+from wan_tpu.families.hunyuan15.published import HUB_IDS, PUBLISHED
 from wan_tpu.families.hunyuan15.spec import HunyuanSpec
 
 FAMILY = Family(
     name="hunyuan15",
     title="HunyuanVideo-1.5",
-    example="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
     transformer="HunyuanVideo15Transformer3DModel",
     published=PUBLISHED,
+    hub_ids=HUB_IDS,
     spec=HunyuanSpec,
     model="wan_tpu.families.hunyuan15.model:HunyuanModel",
     small="wan_tpu.families.hunyuan15.small:make_checkpoint",

@@ -95,6 +95,8 @@ PUBLISHED: dict[str, HunyuanConfig] = {
     "hunyuanvideo1.5-720p-i2v-distilled": _configuration("i2v", 960, 7.0, 1.0),
     "hunyuanvideo1.5-480p-i2v-step-distilled": _configuration("i2v", 640, 7.0, 1.0, meanflow=True),
 }
+_HUB = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers"
+HUB_IDS: dict[str, str] = {name: f"{_HUB}-{name.partition('-')[2].replace('-', '_')}" for name in PUBLISHED}
 
 
 def recognise(config: HunyuanConfig) -> str:

@@ -1,15 +1,15 @@
 """LTX-2: video with sound."""
 
 from wan_tpu.families.family import Family
-from wan_tpu.families.ltx2.published import PUBLISHED
+from wan_tpu.families.ltx2.published import HUB_IDS, PUBLISHED
 from wan_tpu.families.ltx2.spec import Ltx2Spec
 
 FAMILY = Family(
     name="ltx2",
     title="LTX-2",
-    example="diffusers/LTX-2.3-Distilled-Diffusers",
     transformer="LTX2VideoTransformer3DModel",
     published=PUBLISHED,
+    hub_ids=HUB_IDS,
     spec=Ltx2Spec,
     model="wan_tpu.families.ltx2.model:Ltx2Model",
     small="wan_tpu.families.ltx2.small:make_checkpoint",

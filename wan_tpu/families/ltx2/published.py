@@ -36,8 +36,7 @@ NEGATIVE_PROMPT = (
     "tilted camera, flat lighting, inconsistent tone, cinematic oversaturation, stylized filters, or AI artifacts."
 )
 
-# (height, width) offered in addition to a model's own: diffusers' examples, doubled or not, and 720p in multiples of
-# 64.
+# (height, width) offered in addition to a model's own, in multiples of 64: 1080p, 720p, and the defaults.
 SIZES = ((1088, 1920), (1024, 1536), (704, 1280), (512, 768))
 
 # fmt: off
@@ -124,6 +123,12 @@ PUBLISHED: dict[str, Ltx2Config] = {
         distilled=True,
     ),
 }
+HUB_IDS: dict[str, str] = {
+    "ltx-2": "Lightricks/LTX-2",
+    "ltx-2-distilled": "rootonchair/LTX-2-19b-distilled",
+    "ltx-2.3": "diffusers/LTX-2.3-Diffusers",
+    "ltx-2.3-distilled": "diffusers/LTX-2.3-Distilled-Diffusers",
+}
 
 
 def recognise(config: Ltx2Config) -> str:
@@ -140,20 +145,23 @@ def defaults(config: Ltx2Config) -> Defaults:
 
     Distilled models have 8 steps at half the size, and 3 at the whole size if they come with an upsampler.
     """
-    if config.distilled and config.upsampler is not None:
-        return _make_defaults(1024, 1536, len(DISTILLED_SIGMAS) + len(SECOND_STAGE_SIGMAS), 1.0)
-    if config.distilled:  # Lightricks has no program for a single stage.
-        return _make_defaults(512, 768, len(DISTILLED_SIGMAS), 1.0)
+    if config.distilled:
+        return _distilled_defaults(config)
     return _make_defaults(512, 768, 30 if is_23(config) else 40, 3.0, NEGATIVE_PROMPT)
 
 
 def diffusers_defaults(config: Ltx2Config) -> Defaults:
-    """Return diffusers' sampling settings for a model; of two stages, the size is that of its examples, doubled."""
-    if config.distilled and config.upsampler is not None:
-        return _make_defaults(1088, 1920, len(DISTILLED_SIGMAS) + len(SECOND_STAGE_SIGMAS), 1.0)
+    """Return diffusers' sampling settings for a model; those of distilled models are Lightricks'."""
     if config.distilled:
-        return _make_defaults(512, 768, len(DISTILLED_SIGMAS), 1.0)
+        return _distilled_defaults(config)
     return _make_defaults(512, 768, 30, 3.0) if is_23(config) else _make_defaults(512, 768, 40, 4.0)
+
+
+def _distilled_defaults(config: Ltx2Config) -> Defaults:
+    first, second = len(DISTILLED_SIGMAS), len(SECOND_STAGE_SIGMAS)
+    if config.upsampler is None:  # Lightricks has no program for a single stage.
+        return _make_defaults(512, 768, first, 1.0)
+    return _make_defaults(1024, 1536, first + second, 1.0)
 
 
 def _make_defaults(height: int, width: int, steps: int, scale: float, negative_prompt: str = "") -> Defaults:

@@ -1,15 +1,15 @@
 """MiniMax-H3: video with sound."""
 
 from wan_tpu.families.family import Family
-from wan_tpu.families.minimax_h3.published import PUBLISHED
+from wan_tpu.families.minimax_h3.published import HUB_IDS, PUBLISHED
 from wan_tpu.families.minimax_h3.spec import MiniMaxH3Spec
 
 FAMILY = Family(
     name="minimax_h3",
     title="MiniMax-H3",
-    example="MiniMaxAI/MiniMax-H3",
     transformer="MiniMaxH3Transformer3DModel",
     published=PUBLISHED,
+    hub_ids=HUB_IDS,
     spec=MiniMaxH3Spec,
     model="wan_tpu.families.minimax_h3.model:MiniMaxH3Model",
     small="wan_tpu.families.minimax_h3.small:make_checkpoint",

@@ -71,6 +71,9 @@ PUBLISHED: dict[str, MiniMaxH3Config] = {
         audio_scheduler={"shift": 3.0},
     ),
 }
+HUB_IDS: dict[str, str] = {
+    "minimax-h3": "MiniMaxAI/MiniMax-H3",
+}
 
 
 def recognise(config: MiniMaxH3Config) -> str:

@@ -172,6 +172,17 @@ NEGATIVE_PROMPTS = {
     "wan2.1-i2v-14b-720p": _SHAKING + NEGATIVE_PROMPT,
     "wan2.1-flf2v-14b-720p": _CUTS + _SHAKING + NEGATIVE_PROMPT,
 }
+# TurboWan is published as .pth files only.
+HUB_IDS: dict[str, str] = {
+    "wan2.1-t2v-1.3b": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+    "wan2.1-t2v-14b": "Wan-AI/Wan2.1-T2V-14B-Diffusers",
+    "wan2.1-i2v-14b-480p": "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers",
+    "wan2.1-i2v-14b-720p": "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers",
+    "wan2.1-flf2v-14b-720p": "Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers",
+    "wan2.2-t2v-a14b": "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
+    "wan2.2-i2v-a14b": "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
+    "wan2.2-ti2v-5b": "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
+}
 
 
 def recognise(config: WanConfig) -> str:
