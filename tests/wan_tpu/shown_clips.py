@@ -31,9 +31,9 @@ def play(*indices: int) -> np.ndarray:
     return np.stack([paint(index) for index in indices or range(FRAMES)])
 
 
-def tones(channels: int) -> np.ndarray:
+def tones(channels: int, rate: int) -> np.ndarray:
     """Return sound for the whole clip, int16 [samples, channels]: a tone in each of the first two channels."""
-    times = np.arange(RATE * FRAMES // FPS) / RATE
+    times = np.arange(rate * FRAMES // FPS) / rate
     sound = np.zeros((len(times), channels))
     for channel, pitch in zip(range(channels), (LEFT, RIGHT), strict=False):
         sound[:, channel] = np.sin(2 * np.pi * pitch * times) / 2
@@ -174,4 +174,45 @@ KINDS = {
         tolerance=4,
         suffix=".gif",
     ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class SoundKind:
+    """A kind of sound: how its samples are written to a file of sound, and the tones that it has left and right."""
+
+    channels: int
+    options: str = ""
+    rate: int = RATE
+    tones: tuple[int, int] = (LEFT, RIGHT)
+    unnamed: bool = False
+
+    def make(self, path: Path) -> None:
+        """Write one second to a QuickTime file."""
+        samples = path.with_suffix(".samples")
+        samples.write_bytes(tones(self.channels, self.rate).tobytes())
+        run("-f", "s16le", "-ar", self.rate, *self.options.split(), "-i", samples, "-c:a", "pcm_s16le", path)
+        if self.unnamed:
+            _unname(path)
+
+
+def _unname(path: Path) -> None:
+    """Make the four channels of a QuickTime file "unused"."""
+    content = bytearray(path.read_bytes())
+    count = content.index(b"chan") + 16  # Behind the kind, the version, and a layout that stands for a list.
+    assert int.from_bytes(content[count : count + 4], "big") == 4
+    for channel in range(4):
+        start = count + 4 + 20 * channel
+        content[start : start + 4] = bytes(4)
+    path.write_bytes(content)
+
+
+SOUNDS = {
+    "mono": SoundKind(1, "-ac 1", tones=(LEFT, LEFT)),
+    "stereo": SoundKind(2, "-ac 2"),
+    "stereo at 192 kHz": SoundKind(2, "-ac 2", rate=192000),
+    "stereo at 8 kHz": SoundKind(2, "-ac 2", rate=8000),
+    "5.1": SoundKind(6, "-ch_layout 5.1"),
+    "nine channels without names": SoundKind(9, "-ac 9"),
+    "four channels that are unused": SoundKind(4, "-ch_layout FC+FR+FL+TFC", unnamed=True),
 }

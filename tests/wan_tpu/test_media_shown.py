@@ -1,11 +1,12 @@
 """One reader of videos: every way in gets the frames that are shown, and they are the ones that were painted."""
 
+import subprocess
+
 import numpy as np
 import pytest
 
-from tests.wan_tpu import shown_clips
-from tests.wan_tpu.shown_clips import FPS, KINDS
-from wan_tpu.media.joining import join_videos, prepare_source
+from tests.wan_tpu.shown_clips import FFMPEG, FPS, FRAMES, HEIGHT, KINDS, LEFT, SOUNDS, WIDTH, paint, play, run
+from wan_tpu.media.joining import join_videos, prepare_source, read_clip
 from wan_tpu.media.reading import count_frames, open_video, read_ends, read_frame, read_frames
 from wan_tpu.media.shown import Fit
 from wan_tpu.media.video import VideoWriter
@@ -64,7 +65,46 @@ def test_a_video_of_every_kind_is_continued(clip, tmp_path):
     assert_shown(read_frames(joined, count + 4), whole, tolerance + LOSS)
 
 
-STILL = shown_clips.paint(3)
+def write_own(path):
+    """Write a clip as this program does."""
+    with VideoWriter(path, fps=FPS) as writer:
+        writer.write(play())
+    return path
+
+
+OWN_OTHERWISE = {
+    "turned by 180": (lambda path, plain: run("-display_rotation", "180", "-i", plain, "-c", "copy", path), False),
+    "mirrored": (lambda path, plain: run("-display_hflip", "-i", plain, "-c", "copy", path), False),
+    "stretched": (lambda path, plain: run("-i", plain, "-c", "copy", "-aspect", "1", path), False),
+    "begun later": (lambda path, plain: run("-ss", "0.3", "-i", plain, "-c", "copy", path), False),
+    "moved to another container": (lambda path, plain: run("-i", plain, "-c", "copy", path), True),
+}
+
+
+@pytest.mark.parametrize("how", OWN_OTHERWISE)
+def test_a_clip_of_ours_that_is_shown_otherwise_is_converted(how, tmp_path):
+    change, is_kept = OWN_OTHERWISE[how]
+    plain, path, joined = write_own(tmp_path / "plain.mp4"), tmp_path / "clip.mp4", tmp_path / "all.mp4"
+    change(path, plain)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    assert (prepare_source(path, folder, Fit(HEIGHT, WIDTH, 40), FPS) == path) == is_kept
+    join_videos([path, plain], joined)
+    shown = {
+        "turned by 180": play()[:, ::-1, ::-1],
+        "mirrored": play()[:, :, ::-1],
+        "stretched": None,
+        "begun later": play(*range(3, FRAMES)),
+        "moved to another container": play(),
+    }[how]
+    if shown is None:  # A square, of which the middle is shown.
+        cut = (WIDTH - HEIGHT) // 3
+        rows = np.linspace(cut, HEIGHT - 1 - cut, HEIGHT).round().astype(int)
+        shown = play()[:, rows]
+    assert_shown(read_frames(joined, len(shown) + FRAMES), np.concatenate([shown, play()]), 1 + LOSS)
+
+
+STILL = paint(3)
 
 
 def test_colours_stay_when_a_video_is_continued_from_its_own_file_again_and_again(tmp_path):
@@ -85,3 +125,70 @@ def test_colours_stay_when_a_video_is_continued_from_its_own_file_again_and_agai
     last = np.asarray(read_frame(whole, 43), float)
     assert np.abs((last - still).mean((0, 1))).max() <= 0.5
     assert np.abs(last - still).mean() <= 2.5
+
+
+def listen(path, start_s, stop_s):
+    """Return a part of a file's sound, float32 [2, n], at 44.1 kHz."""
+    command = [FFMPEG, "-v", "error", "-i", path, "-map", "0:a", "-ac", "2", "-ar", "44100", "-f", "f32le", "-"]
+    samples = np.frombuffer(subprocess.check_output(command), "<f4").reshape(-1, 2).T
+    return samples[:, round(start_s * 44100) : round(stop_s * 44100)]
+
+
+def assert_tones(path, tones, start_s, stop_s):
+    """Check the loudest tone of each side within a part of a file."""
+    sound = listen(path, start_s, stop_s)
+    for side, tone in zip(sound, tones, strict=True):
+        spectrum = np.abs(np.fft.rfft(side))
+        assert spectrum.argmax() * 44100 / sound.shape[1] == pytest.approx(tone, abs=3)
+        assert 0.02 < np.abs(side).max() < 1
+
+
+@pytest.mark.parametrize("codec", ["ours", "mpeg4"])
+@pytest.mark.parametrize("name", SOUNDS)
+def test_sound_of_every_kind_goes_on_in_stereo(name, codec, tmp_path):
+    sound, plain, path, joined = (tmp_path / f"{part}.mov" for part in ("sound", "plain", "clip", "all"))
+    SOUNDS[name].make(sound)
+    write_own(plain.with_suffix(".mp4"))
+    streams = ["-i", plain.with_suffix(".mp4"), "-map", "1:v", "-map", "0:a", "-c", "copy"]
+    run("-i", sound, *streams, *([] if codec == "ours" else ["-c:v", codec, "-q:v", "2"]), path)
+    source = prepare_source(path, tmp_path, Fit(HEIGHT, WIDTH), FPS)
+    join_videos([source, plain.with_suffix(".mp4"), source], joined)
+    for start in (0, 2):
+        assert_tones(joined, SOUNDS[name].tones, start + 0.1, start + 0.9)
+    assert np.abs(listen(joined, 1.1, 1.9)).max() < 0.01
+    assert listen(joined, 0, 9).shape[1] / 44100 == pytest.approx(3, abs=0.1)
+    assert read_clip(joined).sound[::2] == ("aac", "mono" if (name, codec) == ("mono", "ours") else "stereo")
+
+
+def test_sound_stays_when_a_video_is_continued_from_its_own_file_again_and_again(tmp_path):
+    noise = np.random.default_rng(0).normal(0, 0.1, (2, 44100)).astype(np.float32)
+    whole, part = tmp_path / "whole.mp4", tmp_path / "part.mp4"
+
+    def write(path):
+        with VideoWriter(path, fps=FPS, overwrite=True) as writer:
+            writer.set_audio(noise, 44100)
+            writer.write(play())
+
+    write(whole)
+    first = listen(whole, 0, 0.95)
+    for _ in range(10):
+        write(part)
+        join_videos([whole, part], whole)
+    assert np.array_equal(listen(whole, 0, 0.95), first)
+    # Each part begins with the packet that is nearest to its first frame.
+    for index in range(1, 11):
+        heard = listen(whole, index + 0.1, index + 0.2)[0]
+        near = listen(part, 0.08, 0.22)[0]
+        lag = np.correlate(near, heard, "valid").argmax() - round(0.02 * 44100)
+        assert abs(lag) <= 512 + 2
+
+
+def test_sound_that_some_other_program_put_beside_our_frames_is_encoded_again(tmp_path):
+    plain, sound, path, joined = (tmp_path / f"{name}.mp4" for name in ("plain", "sound", "clip", "all"))
+    write_own(plain)
+    run("-f", "lavfi", "-i", f"sine={LEFT}:d=2:r=44100", "-ac", "2", "-c:a", "aac", sound)
+    # The sound is cut between packets, as the file says, so it begins otherwise than ours does.
+    run("-ss", "0.31", "-i", sound, "-i", plain, "-map", "1:v", "-map", "0:a", "-c", "copy", "-t", "1", path)
+    join_videos([path, plain], joined)
+    assert_tones(joined, (LEFT, LEFT), 0.1, 0.9)
+    assert read_clip(joined).is_even

@@ -42,17 +42,19 @@ class ContinuedVideo:
     A finished part gets the same fragments, byte for byte, as it got while it was decoded. None are held.
     """
 
-    def __init__(self, fps: float, sound_rate: int | None = None) -> None:
+    def __init__(self, fps: float | Fraction, sound_rate: int | None = None) -> None:
         """Begin a video without parts.
 
         Args:
-            fps: Frames per second.
+            fps: Frames per second; a fraction is exact.
             sound_rate: Samples per second of the sound of parts that will be decoded; None if they won't have any.
         """
-        self._fps, self._rate, self._sound_rate = fps, exact_rate(fps), sound_rate
+        self._fps = self._rate = fps if isinstance(fps, Fraction) else exact_rate(fps)
+        self._sound_rate = sound_rate
         self._tracks: Tracks | None = None
         self._end = _Place()
         self._decoding: _Part | None = None
+        self._last: _Part | None = None
 
     def add_part(self, path: Path) -> Generator[bytes, None, None]:
         """Yield the fragments of a finished part: the video that is continued, or a part that has been decoded.
@@ -74,7 +76,12 @@ class ContinuedVideo:
             raise NotContinued(str(error)) from None
         if part.tracks is None or part.end == self._end:
             raise NotContinued("the video has no frames")
-        self._tracks, self._end, self._decoding = part.tracks, part.end, None
+        self._tracks, self._end, self._decoding, self._last = part.tracks, part.end, None, part
+
+    def finish(self) -> bytes:
+        """Return the last fragment of a video whose parts are all finished: the end of its sound, if it has any."""
+        assert self._last is not None
+        return self._last.finish()
 
     def append(self, fragment: bytes) -> bytes:
         """Return a fragment of the part that is being decoded as a fragment of the whole file.
@@ -148,6 +155,16 @@ class _Part:
             return FREE
         self.end = replace(self.end, fragments=self.end.fragments + 1)
         return head + write_fragment(self.end.fragments, moved)
+
+    def finish(self) -> bytes:
+        """Return the end of the part's sound, which nothing follows."""
+        if self.tracks is None or (sound := self.tracks.sound) is None:
+            return b""
+        # A packet is heard while the next one is, because the first one only prepares the decoder.
+        missing = self._count_packets(sound) + 1 - self.end.packets
+        packets = [self._packets.popleft() if self._packets else _SILENCE[sound.channels] for _ in range(missing)]
+        samples = describe_packets(packets, sound, self.end.packets * PACKET)
+        return write_fragment(self.end.fragments + 1, [samples])
 
     def _read_header(self, fragment: bytes) -> bytes:
         """Check a part's header, and return that of the whole file if the file begins with this part."""

@@ -95,7 +95,7 @@ class FragmentSplitter:
         return complete
 
 
-def cut_video(path: Path, fps: float, streams: Sequence[str] = _ALL_PACKETS) -> Generator[bytes, None, None]:
+def cut_video(path: Path, fps: float | Fraction, streams: Sequence[str] = _ALL_PACKETS) -> Generator[bytes, None, None]:
     """Yield the fragments of a finished video one by one, cut where `FragmentPipe` cuts it.
 
     Args:
@@ -123,9 +123,10 @@ def cut_video(path: Path, fps: float, streams: Sequence[str] = _ALL_PACKETS) -> 
         raise Unavailable(f"ffmpeg can't cut a video here now ({error}); check this machine") from None
 
 
-def _lasts_us(fps: float) -> int:
+def _lasts_us(fps: float | Fraction) -> int:
     """Return how long a fragment lasts, in microseconds.
 
     It is half a frame shorter, so that no rounding moves the cut past the next frame.
     """
-    return int((FRAGMENT_FRAMES - Fraction(1, 2)) / exact_rate(fps) * 10**6)
+    rate = fps if isinstance(fps, Fraction) else exact_rate(fps)
+    return int((FRAGMENT_FRAMES - Fraction(1, 2)) / rate * 10**6)

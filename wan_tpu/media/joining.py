@@ -10,10 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from wan_tpu.errors import InvalidRequest, OutputError, Unavailable
+from wan_tpu.media.continued import ContinuedVideo, NotContinued
 from wan_tpu.media.encoding import AAC, exact_rate
 from wan_tpu.media.ffmpeg import run_ffmpeg
 from wan_tpu.media.reading import open_video
@@ -24,10 +26,17 @@ from wan_tpu.media.video import VideoWriter, check_ffmpeg
 # Joining copies packets and encodes little besides the sound: it takes this long only if a disk or a machine hangs.
 _TIMEOUT_S = 600.0
 _CONVERSION_S = 6 * 3600.0  # Longer than any video takes that people continue.
-_LAYOUTS = ("mono", "stereo")  # Those of the sound that this program writes.
 _TRIAL_FRAMES = 3  # A single frame is encoded in another way.
 _LEAST_ROOM = 2**20  # Bytes. Less remains only when ffmpeg has filled a disk.
 _FACT = re.compile(r"#(\w+) (\d+)[:,]\s*(.+)")
+
+
+class Sound(NamedTuple):
+    """A format of sound: the codec, samples per second, and the channels."""
+
+    codec: str
+    rate: int
+    layout: str
 
 
 @dataclass(frozen=True)
@@ -41,7 +50,7 @@ class Clip:
         is_even: Whether its packets are exactly the frames that are shown, neither turned nor stretched, and follow
             each other at exactly that rate from the start of the file.
         frames: How many frames it has.
-        sound: Rate and channel layout of its sound, if it has any.
+        sound: The format of its sound, if it has any.
     """
 
     path: Path
@@ -49,7 +58,7 @@ class Clip:
     rate: Fraction
     is_even: bool
     frames: int
-    sound: tuple[str, str] | None
+    sound: Sound | None
 
     @property
     def tick(self) -> Fraction:
@@ -90,17 +99,19 @@ def read_clip(path: Path) -> Clip:
     )
     tick = Fraction(video["tb"])
     rate = Fraction(steps, span) / tick
-    sound_format = (sound["sample_rate"], sound["channel_layout_name"]) if "channel_layout_name" in sound else None
+    sound_format = None
+    if "channel_layout_name" in sound:
+        sound_format = Sound(sound["codec_id"], int(sound["sample_rate"]), sound["channel_layout_name"])
     return Clip(path, tuple(sorted(video.items())), rate, is_even, len(times), sound_format)
 
 
 def join_videos(clips: Sequence[Path], output: Path, *, cancelled: threading.Event | None = None) -> None:
     """Write a video that shows files one after another, in the size and at the rate of the last one.
 
-    Packets are copied from files that are encoded with the settings of the last one; other files are converted first.
-    Sound is always encoded again, once, because its packets begin and end between frames. The sound of a file is cut or
-    padded to its frames, and a file without any is silent where another has some. A file whose frames begin after its
-    sound shows the first one from the beginning.
+    Packets are copied from files that are encoded as the last one is; other files are converted first. So nothing is
+    lost when a video is continued again and again. The sound of a file begins with the packet nearest to its first
+    frame, lasts as long as its frames, and is silence if the file has none and another has some. A file whose frames
+    begin after its sound shows the first one from the beginning.
 
     Args:
         clips: The files, in the order in which they are shown.
@@ -115,22 +126,30 @@ def join_videos(clips: Sequence[Path], output: Path, *, cancelled: threading.Eve
     check_ffmpeg()
     with _open_folder(output.absolute().parent) as folder:
         files = _make_alike(clips, folder, cancelled)
-        last, script, partial = files[-1], folder / "parts", folder / "joined.mp4"
-        script.write_text("ffconcat version 1.0\n" + "".join(_part(clip) for clip in files))
-        # A list of files holds durations in microseconds. Here every frame gets the time that its number gives it.
-        ticks = 1 / (last.rate * last.tick)
-        exact = f"setts=pts=round(PTS/{ticks})*{ticks}:dts=round(DTS/{ticks})*{ticks}"
-        # The list of files is the input after the files themselves. Sound begins before the first frame, by its
-        # encoder's delay; without -copyts, the frames would be late by that much.
-        command = [argument for clip in files for argument in ("-i", _place(clip.path))]
-        command += ["-f", "concat", "-safe", "0", "-auto_convert", "0", "-i", _place(script)]
-        maps = ["-map", f"{len(files)}:v", "-c:v", "copy", "-bsf:v", exact, "-copyts"]
-        sound = next((clip.sound for clip in reversed(files) if clip.sound is not None), None)
-        if sound is not None:
-            command += ["-filter_complex", ";".join(_join_sound(files, sound))]
-            maps += ["-map", "[sound]", *AAC.split()]
-        _run([*command, *maps, "-movflags", "+faststart", str(partial)], output, cancelled=cancelled)
+        fragments, partial = folder / "fragments.mp4", folder / "joined.mp4"
+        try:
+            _write_fragments(*_make_sound_alike(files, folder, cancelled), fragments, cancelled)
+        except NotContinued:  # Some other program has put sound beside our frames.
+            every = _make_sound_alike(files, folder, cancelled, every=True)
+            try:
+                _write_fragments(*every, fragments, cancelled)
+            except NotContinued as error:
+                raise OutputError(f"{output} can't be joined ({error}); check IMAGEIO_FFMPEG_EXE") from None
+        copied = ["-map", "0", "-c", "copy", "-movflags", "+faststart"]
+        _run(["-i", _place(fragments), *copied, _place(partial)], output, cancelled=cancelled)
         os.replace(partial, output)
+
+
+def _write_fragments(files: Sequence[Clip], rate: int | None, output: Path, cancelled: threading.Event | None) -> None:
+    """Write files one after another as the fragments of one; `rate` is that of their sound."""
+    whole = ContinuedVideo(files[-1].rate, rate)
+    with output.open("wb") as file:
+        for clip in files:
+            for fragment in whole.add_part(clip.path):
+                file.write(fragment)
+                if cancelled is not None and cancelled.is_set():
+                    raise Unavailable(f"{output} isn't wanted any more")
+        file.write(whole.finish())
 
 
 def prepare_source(video: Path, folder: Path, fit: Fit, fps: float) -> Path:
@@ -205,33 +224,27 @@ def _explain_disk(folder: Path) -> Iterator[None]:
         raise OutputError(f"there is too little room in {folder.parent}; make room there") from None
 
 
-def _join_sound(clips: Sequence[Clip], sound: tuple[str, str]) -> list[str]:
-    """Return filters that join the sound of files, each of which lasts as long as its frames at the last one's rate."""
-    rate, layout = sound
-    layout = layout if layout in _LAYOUTS else "stereo"
-    filters, frames = [], 0
-    for index, clip in enumerate(clips):
-        # Each file's sound begins at the sample that is nearest to its first frame, however many files there are.
-        begin, frames = frames, frames + clip.frames
-        start, stop = (round(place / clips[-1].rate * int(rate)) for place in (begin, frames))
-        if clip.sound is None:
-            filters.append(f"anullsrc=r={rate}:cl={layout},atrim=end_sample={stop - start}[a{index}]")
+def _make_sound_alike(
+    files: Sequence[Clip], folder: Path, cancelled: threading.Event | None, *, every: bool = False
+) -> tuple[list[Clip], int | None]:
+    """Return files whose sound has one format, the given or converted ones, and its samples per second."""
+    sounds = [clip.sound for clip in files if clip.sound is not None]
+    if not sounds:
+        return list(files), None
+    # What is silent at its beginning is stereo.
+    layout = "mono" if files[0].sound is not None and all(sound.layout == "mono" for sound in sounds) else "stereo"
+    wanted, alike = Sound("aac", sounds[-1].rate, layout), []
+    for index, clip in enumerate(files):
+        if clip.sound is None or (clip.sound == wanted and not every):
+            alike.append(clip)
             continue
-        # Gaps at the beginning or within the sound become silence, so that the rest stays in sync.
-        steps = [
-            f"aresample={rate}:async=1:first_pts=0",
-            *mix_sound(clip.sound[1], layout),
-            f"apad=whole_len={stop - start}",
-        ]
-        steps += [f"atrim=end_sample={stop - start}"] if clip is not clips[-1] else []
-        filters.append(f"[{index}:a:0]{','.join(steps)}[a{index}]")
-    return [*filters, "".join(f"[a{index}]" for index in range(len(clips))) + f"concat=n={len(clips)}:v=0:a=1[sound]"]
-
-
-def _part(clip: Clip) -> str:
-    """Return a file's lines in a list of files to join, with its frames' duration: its sound may end later."""
-    name = str(clip.path.absolute()).replace("'", "'\\''")
-    return f"file '{name}'\nduration {float(clip.frames / clip.rate):.9f}\n"
+        path, mixed = folder / f"{index}.sound.mp4", mix_sound(clip.sound.layout, layout)
+        target = ["-af", ",".join([*mixed, f"aresample={wanted.rate}:async=1:first_pts=0"]), *AAC.split(), _place(path)]
+        with _explain_disk(folder):
+            streams = ["-map", "0:V:0", "-map", "0:a:0", "-c:v", "copy"]
+            _run(["-i", _place(clip.path), *streams, *target], clip.path, cancelled=cancelled)
+        alike.append(read_clip(path))
+    return alike, wanted.rate
 
 
 @contextlib.contextmanager

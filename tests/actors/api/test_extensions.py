@@ -142,7 +142,12 @@ def test_a_file_of_another_kind_gets_the_size_and_rate_of_what_follows(http, eng
     video = wait_for_video(http, http.post("/v1/videos/extensions", files=form))
     assert (video["size"], video["video_size"], video["extended_from_video_id"]) == ("96x64", "100x66", None)
     result = clip(content(http, video), tmp_path)
-    assert (result.frames, result.rate, result.size, result.sound) == (16 + 5 - 1, 16, (96, 64), ("44100", "stereo"))
+    assert (result.frames, result.rate, result.size, result.sound) == (
+        16 + 5 - 1,
+        16,
+        (96, 64),
+        ("aac", 44100, "stereo"),
+    )
     whole = frames(content(http, video))
     assert np.array_equal(np.asarray(engine.requests[-1].image), frames(content(http, video, "input_video"))[-1])
     # Its end is shown there, and not only its colours, of which the file has a quarter as many pixels.
