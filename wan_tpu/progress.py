@@ -53,6 +53,11 @@ class Progress(Protocol):
         """Start a stage of `total` units, which are steps unless `unit` is another word, or `BYTES`."""
 
 
+def say(message: str) -> None:
+    """Show what begins now, where there is no bar yet: importing JAX and PyTorch takes seconds."""
+    print(message, file=sys.stderr, flush=True)
+
+
 def format_count(done: int, total: int, unit: str = "") -> str:
     """Format progress in a few characters."""
     if unit != BYTES:

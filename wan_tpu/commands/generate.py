@@ -15,6 +15,7 @@ from wan_tpu.media.reading import open_video, read_frame
 from wan_tpu.media.shown import Fit
 from wan_tpu.media.temporary import open_folder
 from wan_tpu.media.video import check_output
+from wan_tpu.progress import say
 
 if TYPE_CHECKING:
     from wan_tpu.plan import RequestPlan
@@ -45,6 +46,7 @@ def generate(argv: Sequence[str]) -> None:
     part = outputs[0] if size is None else outputs[0].with_suffix(".new.mp4")
     check_output(part, overwrite=args.overwrite, inputs=inputs)
     profiler = arguments.profiler_from(args)
+    say(f"opening {args.model_id}")
 
     from wan_tpu.commands.recorded import Recorder, decode_to_files, denoise_recorded, encode_recorded, report
 
@@ -65,17 +67,16 @@ def generate(argv: Sequence[str]) -> None:
         encode_recorded(run)
         denoise_recorded(run, recorder, profiler)
         decode_to_files(run, recorder, plan.request, (part, *outputs[1:]), overwrite=args.overwrite)
-        if source is not None and plan.request.video is not None:
-            recorder.save(outputs[2], dataclasses.replace(plan.request, video=args.extend))
-        else:
-            recorder.save(outputs[2], plan.request)
+        made = plan.request
         if source is not None:
             try:
                 join_videos([source, part], outputs[0])
             except WanTpuError as error:
                 raise OutputError(f"{error}; the new part is in {part}") from error
             part.unlink()
-    report(outputs, recorder)
+            if made.video is not None:
+                made = dataclasses.replace(made, video=args.extend)
+        report(outputs, recorder, made)
 
 
 def _read_size(args: argparse.Namespace) -> tuple[int, int]:

@@ -1,7 +1,6 @@
 """The stages as `generate` and the stage commands run them: each is timed in the record of the video."""
 
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -57,8 +56,13 @@ def decode_to_files(
         record.host_s += time.perf_counter() - last_frames  # The devices have been idle since then.
 
 
-def report(outputs: Iterable[Path], recorder: Recorder) -> None:
-    """Print where the results are and what each stage took."""
+def report(outputs: tuple[Path, Path, Path], recorder: Recorder, request: ResolvedRequest) -> None:
+    """Print where the results are, then write the record and print what each stage took.
+
+    The operations of a large model take seconds to count.
+    """
+    for name, path in zip(("video", "contact sheet"), outputs, strict=False):
+        print(f"{name + ':':<15}{path}", flush=True)
+    recorder.save(outputs[2], request)
+    print(f"{'record:':<15}{outputs[2]}")
     print(recorder.table())
-    for name, path in zip(("video", "contact sheet", "record"), outputs, strict=False):
-        print(f"{name + ':':<15}{path}")

@@ -195,8 +195,7 @@ def decode(argv: Sequence[str]) -> None:
     recorder = Recorder(pipe.runtime, plan, run.warnings)
     decoding = pipe.run(plan, state=state, around=recorder.operation)
     decode_to_files(decoding, recorder, request, outputs, overwrite=args.overwrite)
-    recorder.save(outputs[2], request)
-    report(outputs, recorder)
+    report(outputs, recorder, request)
 
 
 def _add_input(parser: argparse.ArgumentParser) -> None:
