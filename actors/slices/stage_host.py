@@ -34,6 +34,7 @@ from wan_tpu.pipeline import open_runtime
 from wan_tpu.plan import ENCODER, VIDEO, PromptText, RequestPlan
 from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.runtime.processes import share_first
+from wan_tpu.runtime.runtime import list_adapter_warnings
 from wan_tpu.stage_machine import StageMachine, Step
 from wan_tpu.stages.decode import finish_video
 from wan_tpu.stages.encode import fit_warnings
@@ -216,12 +217,15 @@ class StageHost(HostProfile):
         """Read a request's adapters into host memory, or raise the error that `fetch_adapters` would."""
         self._runtime.fetch_adapters(plan.request.loras, self._stages_of(plan))
 
-    def fetch_adapters(self, plan: RequestPlan) -> None:
+    def fetch_adapters(self, plan: RequestPlan) -> list[str]:
         """Read a request's adapters from files or the network into host memory, where `prepare_denoise` takes them.
 
-        On this slice the request runs with this content, even if the files change meanwhile.
+        On this slice the request runs with this content, even if the files change meanwhile. The result is what the
+        files ask for that isn't done.
         """
-        self._fetched.put(plan, self._runtime.fetch_adapters(plan.request.loras, self._stages_of(plan)))
+        adapters = self._runtime.fetch_adapters(plan.request.loras, self._stages_of(plan))
+        self._fetched.put(plan, adapters)
+        return list_adapter_warnings(adapters)
 
     def prepare_encode(self, key: str, request: ResolvedRequest) -> int:
         """Put the encoder's inputs on the devices: a request's image, and the prompt if it is encoded with the image.

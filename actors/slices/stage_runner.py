@@ -85,11 +85,11 @@ class StageRunner(SliceVisits):
             # Everything that may wait for the network is done before taking a place, which others can use meanwhile.
             fetch = Start()
             refs = await scope.get(*inputs, state)
-            loaded = None
+            loaded, warnings = None, list[str]()
             if state is None and step is not None:
                 loaded = await self._snapshotter.load(request.snapshots, step)
             if plan.request.loras:
-                await self._slice.call("fetch_adapters", plan, lane="network")
+                warnings = (await self._slice.call("fetch_adapters", plan, lane="network")).value
             fetched_s = fetch.elapsed_s
             async with self._enter_visit(request, self.scheduler.places) as visit:
                 refs = await fetch_again(scope, [*inputs, state], refs, fetch.elapsed_s - fetched_s)
@@ -119,7 +119,7 @@ class StageRunner(SliceVisits):
                 # If the next pool is lost before its first snapshot, no step of this pool has to be repeated.
                 self._snapshotter.keep(request, done, ref)
             yield self._make_span(key, plan.experts_on(stages)[-1].stage, "fetch", start)
-            yield StageResult(handle, done)
+            yield StageResult(handle, done, tuple(warnings))
 
     async def _run_steps(
         self, request: SliceRequest, machine: StageMachine, host_key: str, publishing: ChunksPublished

@@ -180,8 +180,9 @@ class SimulatedHost:
     def check_adapters(self, plan: RequestPlan) -> None:
         """Find nothing wrong."""
 
-    def fetch_adapters(self, plan: RequestPlan) -> None:
-        """Return at once: there are no weights to apply adapters to."""
+    def fetch_adapters(self, plan: RequestPlan) -> list[str]:
+        """Return no warnings: there are no weights to apply adapters to."""
+        return []
 
     def prepare_encode(self, key: str, request: ResolvedRequest) -> int:
         """Hold what the encoder needs; return the bytes of the pixels."""

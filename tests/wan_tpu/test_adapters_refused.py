@@ -31,7 +31,7 @@ def refusal(pipeline, tensors, tmp_path, metadata=None):
         "diffusion_model.blocks.0.self_attn.q.dora_scale",
         "diffusion_model.blocks.0.self_attn.q.hada_w1_a",
         "diffusion_model.blocks.0.self_attn.q.lokr_w1",
-        "lora_te_text_model_encoder_layers_0_mlp_fc1.lora_mid.weight",
+        "diffusion_model.blocks.0.self_attn.q.lora_mid.weight",
         "diffusion_model.blocks.0.self_attn.v.alpha",
         "diffusion_model.blocks.0.self_attn.v.lora_down.weight",
         "diffusion_model.blocks.0.self_attn.v.lora_up.weight",

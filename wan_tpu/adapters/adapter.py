@@ -1,7 +1,6 @@
 """An adapter laid out as an expert's program holds its weights: stacked layer by layer, rows in the program's order."""
 
 import functools
-import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,14 +10,12 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from wan_tpu.adapters.files import ModuleChange, compute_checksum, read, refuse
+from wan_tpu.adapters.files import Changes, ModuleChange, compute_checksum, read, refuse
 from wan_tpu.adapters.location import find
 from wan_tpu.runtime.bridge import ScannedBlocks
 from wan_tpu.runtime.component_files import original_name
 from wan_tpu.runtime.components import DTYPES, MATRICES, SCALE, Component, Loaded
 from wan_tpu.runtime.weights import as_numpy
-
-log = logging.getLogger(__name__)
 
 _MODULATION = "scale_shift_table"  # Diffusers' name of the parameter that `diff_m` changes.
 _FUSED = re.compile(r"_([qkv])(_proj)?\.\w+$")  # to_q and add_q_proj, which some formats fuse with others.
@@ -51,11 +48,13 @@ class Adapter:
         factors: The low-rank changes, by weight.
         differences: Whole differences, by weight: float32 in the weight's shape.
         checksum: A checksum of the file's content; files with the same content give the same weights.
+        warnings: What the file asks for that isn't done.
     """
 
     factors: Mapping[str, Factors]
     differences: Mapping[str, np.ndarray]
     checksum: str
+    warnings: tuple[str, ...] = ()
 
     @functools.cached_property
     def nbytes(self) -> int:
@@ -136,7 +135,7 @@ class Targets:
         """Read a file, or raise `InvalidRequest` naming the tensors that don't belong to this model."""
         return self.adapter(path, read(find(path), path, header_alpha=self.header_alpha))
 
-    def adapter(self, path: str, changes: Mapping[str, ModuleChange]) -> Adapter:
+    def adapter(self, path: str, changes: Changes) -> Adapter:
         """Lay out a file's changes, as `files.read` returns them.
 
         Raises:
@@ -189,16 +188,14 @@ class Targets:
         refuse(path, "is for another model: this one doesn't have {}", unknown)
         refuse(path, "is for another model: its tensors don't have this model's shapes: {}", wrong)
         refuse(path, "changes the same weights twice: {}; remove one of the two", again)
+        warnings = list(changes.warnings)
         if idle:
-            log.warning(
-                "%s: its changes to %d modules (the first is %s) have no effect, because this model doesn't have "
-                "these modules",
-                path,
-                len(idle),
-                idle[0],
+            warnings.append(
+                f"adapter {path} changes {len(idle)} modules that this model doesn't have; this has no effect (the "
+                f"first is {idle[0]})"
             )
         factors = {name: self._stack(name, layers) for name, layers in pairs.items()}
-        return Adapter(factors, differences, compute_checksum(changes))
+        return Adapter(factors, differences, compute_checksum(changes), tuple(warnings))
 
     def _add_difference(self, differences: dict[str, np.ndarray], slot: _Slot, value: np.ndarray) -> None:
         weight = self._weights[slot.weight]

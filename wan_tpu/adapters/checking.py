@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import os
 import sys
 from collections.abc import Iterable
@@ -16,16 +17,23 @@ from wan_tpu.storage.addresses import is_bucket
 if TYPE_CHECKING:
     from wan_tpu.adapters.adapter import Targets
 
+log = logging.getLogger(__name__)
+
 
 def check(checkpoint: str, adapters: Iterable[RequestedAdapter]) -> None:
-    """Read adapters' files, or raise `InvalidRequest` naming the tensors that don't fit the model's experts."""
+    """Read adapters' files, and log what they ask for that isn't done.
+
+    Raises:
+        InvalidRequest: Some tensors don't fit the model's experts; the message names them.
+    """
     for adapter in adapters:
         # Nothing is computed, so this machine's accelerators are left to other processes.
         if "jax" not in sys.modules:
             os.environ["JAX_PLATFORMS"] = "cpu"
         for stage, targets in _load_targets(checkpoint).items():
             if adapter.is_for(stage):
-                targets.read(adapter.path)
+                for warning in targets.read(adapter.path).warnings:
+                    log.warning("%s", warning)
                 break  # The other expert has the same shapes.
 
 
@@ -46,12 +54,12 @@ def _load_targets(checkpoint: str) -> dict[str, "Targets"]:
     from jax.sharding import Mesh
 
     from wan_tpu.adapters.adapter import Targets
-    from wan_tpu.checkpoint import Checkpoint
+    from wan_tpu.families import open_checkpoint
     from wan_tpu.families.model import open_model
     from wan_tpu.runtime.components import abstract_component
     from wan_tpu.runtime.mesh import AXES
 
-    model = open_model(Checkpoint(checkpoint))
+    model = open_model(open_checkpoint(checkpoint))
     mesh = Mesh(np.array(jax.local_devices(backend="cpu")[:1]).reshape(1, 1, 1), AXES)
     components = {stage: model.components[stage] for stage in model.spec.denoise_stages}
     return {

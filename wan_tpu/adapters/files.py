@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from wan_tpu.adapters.header import list_unmet
 from wan_tpu.adapters.location import AdapterFile, attribute_errors, check_unchanged
 from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.runtime.component_files import QUANTISED
@@ -34,6 +35,11 @@ _PREFIXES = (
     "pipe.dit.",
     "transformer.",
     "lora_transformer.",
+)
+# Other components that trainers and diffusers store changes of in the same file.
+_OTHERS = re.compile(
+    r"(?:base_model\.model\.|pipe\.)?"
+    r"(text_embedding_projection|connectors|text_encoders?(?:_\d)?|transformer_ref|vae|lora_te\d?)[._]"
 )
 # Prefixes of names with underscores for dots: kohya, musubi-tuner, OneTrainer, LyCORIS. VideoX-Fun writes one more "_".
 _FLAT_PREFIX = re.compile(r"^(lora_unet|lora_transformer|lycoris)_{1,2}")
@@ -68,8 +74,20 @@ class ModuleChange:
     gain: float = 1.0
 
 
-def read(file: AdapterFile, path: str, *, header_alpha: bool = False) -> dict[str, ModuleChange]:
-    """Read the changes in a file, keyed by module name as the file spells it, without its prefix.
+class Changes(dict[str, ModuleChange]):
+    """A file's changes of an expert, keyed by module name as the file spells it, without its prefix.
+
+    Attributes:
+        warnings: What the file asks for that isn't done.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.warnings: list[str] = []
+
+
+def read(file: AdapterFile, path: str, *, header_alpha: bool = False) -> Changes:
+    """Read the changes in a file.
 
     Args:
         file: From `find`.
@@ -88,13 +106,17 @@ def read(file: AdapterFile, path: str, *, header_alpha: bool = False) -> dict[st
     with attribute_errors(path):
         try:
             values, config = read_tensors(locate_tensors(file.weights)), _read_config(file)
+            metadata = read_metadata(file.weights)
         except CheckpointError:
             check_unchanged(file)  # It may look damaged only because it is being written.
             raise
         check_unchanged(file)
-    changes: dict[str, ModuleChange] = {}
+    changes, of_others = Changes(), dict[str, list[str]]()
     unknown, unhealthy, again, misshapen, quantised = (list[str]() for _ in range(5))
     for name, value in values.items():
+        if other := _OTHERS.match(name):
+            of_others.setdefault(other[1], []).append(name)
+            continue
         module, part = _parse_name(name)
         if QUANTISED.search(name) or (part not in (None, "alpha") and value.dtype in _INTEGERS):
             quantised.append(name)
@@ -128,13 +150,21 @@ def read(file: AdapterFile, path: str, *, header_alpha: bool = False) -> dict[st
         path, "has NaN or Inf in {}; fetch it again or, if it was published like that, give another adapter", unhealthy
     )
     if not changes:
-        raise InvalidRequest(f"adapter {path} holds no tensors; fetch it again", "loras")
+        wrong = f"changes only {', '.join(of_others)}; supported: changes of the transformer"
+        raise InvalidRequest(f"adapter {path} {wrong if of_others else 'holds no tensors; fetch it again'}", "loras")
     with attribute_errors(path):
         if header_alpha and not config and not any("alpha" in change.tensors for change in changes.values()):
-            config = {"lora_alpha": read_metadata(file.weights).get("alpha")}
-        for module, change in changes.items():
-            if "down" in change.tensors:
-                change.gain = _compute_gain(module, change, config)
+            config = {"lora_alpha": metadata.get("alpha")}
+        pairs = {module: change for module, change in changes.items() if "down" in change.tensors}
+        for module, change in pairs.items():
+            change.gain = _compute_gain(module, change, config)
+    for component, names in of_others.items():
+        text = f"changes {component}, too ({len(names)} tensors, such as {names[0]}); these changes aren't applied"
+        changes.warnings.append(f"adapter {path} {text}")
+    root = 0.5 if config.get("use_rslora") else 1.0
+    applied = {change.gain * len(change.tensors["down"]) ** root for change in pairs.values()}
+    stated = metadata | ({"lora_alpha": config["lora_alpha"]} if "lora_alpha" in config else {})
+    changes.warnings += [f"adapter {path} {text}" for text in list_unmet(stated, applied)]
     return changes
 
 

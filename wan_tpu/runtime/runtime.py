@@ -56,6 +56,11 @@ class FetchedAdapter(RequestedAdapter):
     adapter: Any = field(kw_only=True, compare=False, repr=False)
 
 
+def list_adapter_warnings(adapters: Iterable[RequestedAdapter]) -> list[str]:
+    """Return what the files of a request's fetched adapters ask for that isn't done."""
+    return [text for adapter in adapters if isinstance(adapter, FetchedAdapter) for text in adapter.adapter.warnings]
+
+
 class AdapterStore(Protocol):
     """Provides weights with adapters applied: `wan_tpu.adapters.merging.AdapterCache`."""
 

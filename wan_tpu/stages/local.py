@@ -14,7 +14,7 @@ from wan_tpu.families.model import Model
 from wan_tpu.plan import ENCODER, VIDEO, RequestPlan
 from wan_tpu.progress import Bar, Progress
 from wan_tpu.runtime.health import ColourRange
-from wan_tpu.runtime.runtime import Runtime
+from wan_tpu.runtime.runtime import Runtime, list_adapter_warnings
 from wan_tpu.stage_machine import (
     Decode,
     DecodeSound,
@@ -215,6 +215,8 @@ class LocalExecutor:
             stages = [expert.stage for expert in self.plan.experts if step.index < expert.stop]
             adapters = runtime.fetch_adapters(request.loras, stages)
             self.plan = self.plan.with_request(dataclasses.replace(request, loras=adapters))
+            for warning in list_adapter_warnings(adapters):
+                self._warn(warning)
         with runtime.time_host_work():
             if not self._is_placed:
                 state = self._initial_state() if self._state is None else self._state

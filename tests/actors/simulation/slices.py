@@ -45,9 +45,10 @@ class Host:
     def check_adapters(self, plan: RequestPlan) -> None:
         pass
 
-    def fetch_adapters(self, plan: RequestPlan) -> None:
+    def fetch_adapters(self, plan: RequestPlan) -> list[str]:
         if self._world.hub_is_down:
             raise Unavailable("the hub doesn't answer")
+        return []
 
     def prepare_denoise(
         self, key: str, plan: RequestPlan, prompt: Any, negative: Any = None, image: Any = None, state: Any = None

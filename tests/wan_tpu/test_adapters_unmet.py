@@ -1,0 +1,77 @@
+"""What an adapter's file asks for without getting it is a warning of the request."""
+
+import diffusers
+import pytest
+import torch
+
+from tests.wan_tpu import adapter_files as files
+from tests.wan_tpu.adapter_weights import KIND, merge_weights, request
+from wan_tpu.adapters.files import read
+from wan_tpu.adapters.location import find
+from wan_tpu.errors import InvalidRequest
+
+PAIR = {"x.lora_A.weight": torch.ones(4, 8), "x.lora_B.weight": torch.ones(8, 4)}
+ALPHA = PAIR | {"x.alpha": torch.tensor(2.0)}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "metadata", "about"),
+    [
+        (PAIR, None, []),
+        (PAIR, {"alpha": "4", "ss_network_alpha": "4", "format": "pt"}, []),  # It is the rank, as without an alpha.
+        (ALPHA, {"ss_network_alpha": "2.0", "ss_scale_weight_norms": "3"}, []),
+        (PAIR, {"alpha": "8"}, ["alpha 8"]),
+        (ALPHA, {"ss_network_alpha": "4"}, ["ss_network_alpha 4"]),
+        (ALPHA, {"lora_adapter_metadata": '{"transformer.lora_alpha": 16}'}, ["lora_alpha 16"]),
+        (PAIR, {"lora_adapter_metadata": '{"transformer.lora_alpha": 16}', "alpha": "8"}, ["alpha 8"]),
+        (PAIR, {"lora_adapter_metadata": '{"transformer.lora_alpha": 16}', "alpha": "16"}, []),
+        (PAIR, {"reference_downscale_factor": "2"}, ["reference_downscale_factor 2"]),  # LTX-2's IC-LoRA
+        (PAIR, {"reference_downscale_factor": "1", "lora_scale": "1.0"}, []),
+        (PAIR, {"lora_scale": "0.5"}, ["lora_scale 0.5"]),
+        (PAIR | {"connectors.a.lora_A.weight": torch.ones(4, 8)}, None, ["connectors"]),
+        (PAIR | {"lora_te_a_b.lora_down.weight": torch.ones(4, 8)}, None, ["lora_te"]),
+    ],
+)
+def test_wishes_of_a_file_that_are_not_met_are_named(tensors, metadata, about, tmp_path):
+    path = files.save(tensors, tmp_path / "a.safetensors", metadata)
+    warnings = read(find(path), path).warnings
+    assert len(warnings) == len(about)
+    for warning, text in zip(warnings, about, strict=True):
+        assert path in warning and text in warning
+
+
+def test_file_for_another_component_alone_is_refused_by_its_name(tmp_path):
+    tensors = {"text_encoder.a.lora_A.weight": torch.ones(4, 8), "text_encoder.a.lora_B.weight": torch.ones(8, 4)}
+    path = files.save(tensors, tmp_path / "a.safetensors")
+    with pytest.raises(InvalidRequest, match="changes only text_encoder"):
+        read(find(path), path)
+
+
+def test_warnings_of_adapters_reach_the_request(pipeline, transformer, tmp_path):
+    names = files.blocks(transformer, files.WAN)
+    tensors = files.name_tensors(files.factors(transformer, names), names, "diffusion_model.", alpha=4)
+    path = files.save(tensors, tmp_path / "a.safetensors", {"reference_downscale_factor": "2"})
+    pipe, warnings = pipeline(KIND), []
+    run = pipe.run(pipe.plan(request(loras=[path], steps=2)), warn=warnings.append)
+    for _ in run.work(stop=1):
+        pass
+    assert [warning for warning in warnings if "reference_downscale_factor" in warning] == warnings != []
+
+
+def test_part_for_ltx2_s_connectors_does_not_make_a_file_one_for_another_model(checkpoint, pipeline, tmp_path):
+    """Diffusers loads it into the connectors; here the transformer's part is applied as there."""
+    kind = "ltx-2.3-distilled"
+    pipe = diffusers.LTX2Pipeline.from_pretrained(checkpoint(kind))
+    names = {name: name for name in ("transformer_blocks.0.attn1.to_q", "transformer_blocks.1.ff.net.2")}
+    pairs = files.factors(pipe.transformer, names)
+    tensors = files.name_tensors(pairs, names, "diffusion_model.", "lora_A", "lora_B")
+    projections = {"video_text_proj_in": "video_aggregate_embed", "audio_text_proj_in": "audio_aggregate_embed"}
+    of_connectors = files.factors(pipe.connectors, projections)
+    tensors |= files.name_tensors(of_connectors, projections, "text_embedding_projection.", "lora_A", "lora_B")
+    path = files.save(tensors, tmp_path / "ltx2.safetensors")
+    expected = files.by_hand(pipe.transformer.state_dict(), pairs, 1.0)
+    got = merge_weights(pipeline(kind), "denoise", path)
+    for name, value in expected.items():
+        assert (got[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
+    [warning] = read(find(path), path).warnings
+    assert "text_embedding_projection" in warning and "4 tensors" in warning

@@ -1,0 +1,33 @@
+"""What the header of an adapter's file asks for without getting it."""
+
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+# Keys of what a program does with the adapter, such as LTX-2's reference_downscale_factor. Trainers' own settings
+# begin with ss_ or modelspec.
+_WISHES = re.compile(r"(?!ss_|modelspec)(.*reference.*|(.*[_.])?(scale_factor|lora_scale|scale|strength|multiplier))")
+_NOTHING = ("", "0", "1", "1.0", "none", "null", "false", "[]")
+_ALPHAS = ("alpha", "lora_alpha", "network_alpha", "ss_network_alpha")
+
+
+def list_unmet(metadata: Mapping[str, Any], applied: Collection[float]) -> Iterator[str]:
+    """Yield what a header asks for that isn't done, as the rest of a sentence that begins with the adapter.
+
+    Args:
+        metadata: The header's entries.
+        applied: The alphas that are applied; a pair without one has its rank.
+    """
+    for key, value in metadata.items():
+        text = str(value).strip()
+        if _WISHES.fullmatch(key.lower()) and text.lower() not in _NOTHING:
+            yield f"asks for {key} {text[:40]} in its header, which has no effect here"
+    for key in _ALPHAS:
+        try:
+            stated = float(metadata[key])
+        except (KeyError, OverflowError, TypeError, ValueError):
+            continue
+        if applied and math.isfinite(stated) and not any(math.isclose(stated, alpha) for alpha in applied):
+            used = " or ".join(f"{alpha:g}" for alpha in sorted(applied)[:3])
+            yield f"has {key} {stated:g} in its header, but {used} is applied as alpha; if need be, scale the adapter"
