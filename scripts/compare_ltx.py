@@ -86,7 +86,7 @@ def run_lightricks(python: Path, cases: dict[str, dict[str, Any]], folder: Path)
     """Return the latents and settings of Lightricks' pipelines."""
     (folder / "cases.json").write_text(json.dumps(cases))
     command = [python, ROOT / "scripts" / "published" / "ltx_latents.py", folder / "cases.json", folder / "latents.npz"]
-    subprocess.run(command, check=True, stderr=subprocess.PIPE)
+    subprocess.run(command, check=True)
     return dict(np.load(folder / "latents.npz"))
 
 

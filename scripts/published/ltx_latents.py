@@ -224,8 +224,8 @@ def run(case: dict[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     kept: dict[str, np.ndarray] = {}
     module.torch = Float32("torch")
     module.ModelLedger = lambda **_: ledger
-    module.vae_decode_video = lambda latents, *_: kept.update(video=latents.numpy())
-    module.vae_decode_audio = lambda latents, *_: kept.update(audio=latents.numpy())
+    module.vae_decode_video = lambda latents, *_, **__: kept.update(video=latents.numpy())
+    module.vae_decode_audio = lambda latents, *_, **__: kept.update(audio=latents.numpy())
     _set_sound(ledger.read_config("audio_vae"))
 
     params = constants.LTX_2_3_PARAMS if "2.3" in case["kind"] else constants.LTX_2_PARAMS

@@ -38,7 +38,7 @@ def predict(folder, mesh, inputs, precision="float32"):
             video,
             audio,
             conditions,
-            evaluations(config, int(inputs["evaluations"])),
+            evaluations(config, 4),
         )
 
     times = inputs["times"], inputs["cross_times"], inputs["times"][-1:]

@@ -115,8 +115,8 @@ PROGRAMS = {
     "ltx-2.3-distilled": (
         (64, 128, 9),
         [
-            *("text_encoder", "vae_encoder first", "text keys", "denoise step, smaller", "denoise step"),
-            *("enlarge latents", "audio_decoder", "vocoder", "decoder first"),
+            *("text_encoder", "vae_encoder first", "vae_encoder first, larger", "text keys"),
+            *("denoise step, smaller", "denoise step", "enlarge latents", "audio_decoder", "vocoder", "decoder first"),
         ],
         ["denoise step, smaller", "denoise step", "enlarge latents"],
     ),

@@ -114,17 +114,19 @@ def test_picture_of_a_single_row_of_latents_is_refused_where_the_decoder_mirrors
 
 
 def test_steps_whose_noise_levels_are_all_one_are_refused():
-    """A dev model's schedule is shifted by the number of tokens: diffusers divides by zero, and its video is NaN."""
-    long = GenerationRequest(height=1088, width=1920, frames=257)
+    """diffusers shifts a dev model's schedule by the number of tokens: it divides by zero, and its video is NaN."""
+    long, huge = {"height": 1088, "width": 1920, "frames": 257}, {"height": 8192, "width": 8192, "frames": 121}
     with pytest.raises(
-        InvalidRequest, match=r"with 67320 tokens .* noise level to 1; .* fewer frames .*, or your own sigmas"
+        InvalidRequest, match=r"with 67320 tokens .* noise level to 1; .* fewer frames .*, or give your own sigmas"
     ):
-        published_spec("ltx-2.3").plan(long)
+        published_spec("ltx-2.3").plan(GenerationRequest(**long, preset="diffusers"))
     with pytest.raises(
         InvalidRequest, match=r"with 1048576 tokens .* every noise level to 1"
     ):  # float32 has no such shift.
-        published_spec("ltx-2.3").plan(GenerationRequest(height=8192, width=8192, frames=121))
-    assert published_spec("ltx-2.3-distilled").plan(long).request.steps == 11
+        published_spec("ltx-2.3").plan(GenerationRequest(**huge, preset="diffusers"))
+    assert published_spec("ltx-2.3-distilled").plan(GenerationRequest(**long, preset="diffusers")).request.steps == 11
+    for size in (long, huge):
+        assert published_spec("ltx-2.3").plan(GenerationRequest(**size)).request.steps == 30
     single = published_spec("ltx-2.3").plan(GenerationRequest(steps=1)).request
     assert published_spec("ltx-2.3").schedule(single).sigmas[0] == 1
 

@@ -19,12 +19,12 @@ from wan_tpu.families.ltx2.published import PUBLISHED
 from wan_tpu.families.ltx2.small import make_checkpoint
 
 DEV, DISTILLED = "diffusers/LTX-2.3-Diffusers", "diffusers/LTX-2.3-Distilled-Diffusers"
-# Name, size, steps and guidance.
+# Name; size, steps and guidance of Lightricks' program, and of diffusers.
 OPENED = {
-    "Lightricks/LTX-2": ("ltx-2", (512, 768), 40, 4),
-    "rootonchair/LTX-2-19b-distilled": ("ltx-2-distilled", (1088, 1920), 11, 1),
-    DEV: ("ltx-2.3", (512, 768), 30, 3),
-    DISTILLED: ("ltx-2.3-distilled", (1088, 1920), 11, 1),
+    "Lightricks/LTX-2": ("ltx-2", ((512, 768), 40, 3), ((512, 768), 40, 4)),
+    "rootonchair/LTX-2-19b-distilled": ("ltx-2-distilled", ((1024, 1536), 11, 1), ((1024, 1536), 11, 1)),
+    DEV: ("ltx-2.3", ((512, 768), 30, 3), ((512, 768), 30, 3)),
+    DISTILLED: ("ltx-2.3-distilled", ((1024, 1536), 11, 1), ((1024, 1536), 11, 1)),
 }
 
 
@@ -46,16 +46,17 @@ def read(tmp_path):
 @pytest.mark.parametrize("repository", OPENED)
 def test_published_files_are_those_of_a_preset(repository, read):
     config = read(repository)
-    name, size, steps, scale = OPENED[repository]
+    name, *settings = OPENED[repository]
     assert published.recognise(config) == name
     # Gemma's file leaves out what its class says.
     same = dataclasses.replace(config, text_encoder=PUBLISHED[name].text_encoder)
     assert same == PUBLISHED[name]
     assert {key: PUBLISHED[name].text_encoder[key] for key in config.text_encoder} == config.text_encoder
-    defaults = published.defaults(config)
-    assert (defaults.height, defaults.width, defaults.frames, defaults.fps) == (*size, 121, 24)
-    assert (defaults.steps, defaults.guidance_scale, defaults.guidance_scale_2) == (steps, scale, scale)
-    assert (defaults.solver, defaults.generate_audio) == ("euler", True)
+    for find, (size, steps, scale) in zip((published.defaults, published.diffusers_defaults), settings, strict=True):
+        defaults = find(config)
+        assert (defaults.height, defaults.width, defaults.frames, defaults.fps) == (*size, 121, 24)
+        assert (defaults.steps, defaults.guidance_scale, defaults.guidance_scale_2) == (steps, scale, scale)
+        assert (defaults.solver, defaults.generate_audio) == ("euler", True)
 
 
 def test_names_that_wan_tpu_json_may_have_are_the_presets():
@@ -95,11 +96,19 @@ def test_keys_that_a_file_lacks_have_the_class_s_defaults(kind, ours):
     assert json.loads(json.dumps({parameter.name: parameter.default for parameter in parameters})) == ours
 
 
+def test_negative_prompt_is_lightricks_and_diffusers_has_none():
+    """diffusers keeps theirs as a constant, which its pipelines don't use."""
+    for kind, config in PUBLISHED.items():
+        expected = "" if kind.endswith("distilled") else utils.DEFAULT_NEGATIVE_PROMPT
+        assert published.defaults(config).negative_prompt == expected
+        assert published.diffusers_defaults(config).negative_prompt == ""
+
+
 def test_sampling_settings_are_those_of_diffusers():
     assert list(published.DISTILLED_SIGMAS) == utils.DISTILLED_SIGMA_VALUES
     assert list(published.SECOND_STAGE_SIGMAS) == utils.STAGE_2_DISTILLED_SIGMA_VALUES
     parameters = inspect.signature(diffusers.LTX2Pipeline.__call__).parameters
-    defaults = published.defaults(PUBLISHED["ltx-2.3"])
+    defaults = published.diffusers_defaults(PUBLISHED["ltx-2.3"])
     for name, value in (
         ("height", defaults.height),
         ("width", defaults.width),

@@ -36,7 +36,7 @@ def size_for(model, picture, **fields):
         ("wan2.2-i2v-a14b", 720 * 1280, 16),
         ("wan2.2-ti2v-5b", 704 * 1280, 32),
         ("ltx-2.3", 512 * 768, 32),
-        ("ltx-2.3-distilled", 1088 * 1920, 64),
+        ("ltx-2.3-distilled", 1024 * 1536, 64),
     ],
 )
 def test_video_of_wan_or_ltx_has_the_shape_of_its_image(model, area, multiple, picture):

@@ -30,7 +30,8 @@ pools:
 LTX = GenerationRequest(prompt="A cat purrs", height=64, width=64, frames=9)
 H3 = GenerationRequest(prompt="A cat purrs", height=32, width=64, frames=124, steps=3)
 REQUESTS = {
-    "ltx-2.3-distilled": (LTX,),
+    # The image is encoded for each stage.
+    "ltx-2.3-distilled": (dataclasses.replace(LTX, image=PHOTO), LTX),
     # Its text encoder reads the prompt, which all have, with the images of each.
     "minimax-h3": (
         dataclasses.replace(H3, image=PHOTO, last_image=PHOTO),

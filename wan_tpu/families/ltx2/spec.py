@@ -58,15 +58,16 @@ class Ltx2Spec(FamilySpec):
 
     @property
     def usual_sizes(self) -> list[tuple[int, int]]:
-        """The usual ones, of which few are multiples of 64, and LTX-2's own that are no larger than the default."""
+        """The usual ones, of which few are multiples of 64, and LTX-2's own."""
         examples = [(h, w) for h, w in published.SIZES if h * w <= self._usual_area]
         sizes = [*super().usual_sizes, *examples, *((w, h) for h, w in examples)]
         return list(dict.fromkeys(sizes))
 
     @property
     def _usual_area(self) -> int:
-        """The pixels of the larger of Lightricks' size and diffusers'."""
-        return max(size.height * size.width for size in (self.defaults, published.diffusers_defaults(self.config)))
+        """The pixels of the largest size that is offered: 1080p with two stages, otherwise the default."""
+        default = self.defaults.height * self.defaults.width
+        return default if self.config.upsampler is None else max(default, math.prod(published.SIZES[0]))
 
     def size_to_extend(self, picture: tuple[int, int]) -> tuple[int, int]:
         """Return the (height, width) of a clip that continues a video, which keeps every usual size."""
