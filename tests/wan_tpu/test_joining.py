@@ -8,6 +8,7 @@ import imageio_ffmpeg
 import numpy as np
 import pytest
 
+from tests.wan_tpu.shown_clips import SOUNDS, run
 from tests.wan_tpu.test_cli import REQUEST
 from wan_tpu import GenerationRequest, InvalidRequest, cli
 from wan_tpu.commands.generate import generate
@@ -202,11 +203,16 @@ def test_a_video_in_memory_has_the_frames_of_the_file(tmp_path):
     assert json.loads(json.dumps(request.to_json()))["video"] == str(content)
 
 
+def list_arguments():
+    """Return the arguments of a request without an image and a size."""
+    bare = [word for i, word in enumerate(REQUEST) if "--image" not in REQUEST[max(0, i - 1) : i + 1]]
+    return [word for i, word in enumerate(bare) if "--size" not in bare[max(0, i - 1) : i + 1]]
+
+
 def test_generate_extends_a_file(checkpoint, tmp_path, capsys):
     source, out = write(tmp_path / "a.mp4", 9), tmp_path / "whole.mp4"
     model = ["--model_id", str(checkpoint("wan2.2-i2v-a14b")), "--output", str(out)]
-    bare = [word for i, word in enumerate(REQUEST) if "--image" not in REQUEST[max(0, i - 1) : i + 1]]
-    bare = [word for i, word in enumerate(bare) if "--size" not in bare[max(0, i - 1) : i + 1]]
+    bare = list_arguments()
     assert cli.run(generate, [*model, *REQUEST, "--extend", str(source)]) == 2
     assert "leave --image out" in capsys.readouterr().err
     assert cli.run(generate, [*model, *bare, "--extend", str(source)]) == 0
@@ -220,3 +226,38 @@ def test_generate_extends_a_file(checkpoint, tmp_path, capsys):
     text_only = ["--model_id", str(checkpoint("wan2.2-t2v-a14b")), "--output", str(tmp_path / "b.mp4")]
     assert cli.run(generate, [*text_only, *bare, "--extend", str(source)]) == 2
     assert "use an I2V checkpoint" in capsys.readouterr().err
+
+
+def test_what_is_generated_is_kept_if_it_cant_be_joined(checkpoint, tmp_path, monkeypatch, capsys):
+    plain, source, out = write(tmp_path / "plain.mp4", 9), tmp_path / "a.mp4", tmp_path / "whole.mp4"
+    plain.rename(source)
+
+    def join(clips, output):
+        clips[0].unlink()  # Somebody deletes the video while it is being continued.
+        join_videos(clips, output)
+
+    monkeypatch.setattr("wan_tpu.commands.generate.join_videos", join)
+    model = ["--model_id", str(checkpoint("wan2.2-i2v-a14b")), "--output", str(out)]
+    assert cli.run(generate, [*model, *list_arguments(), "--extend", str(source)]) != 0
+    part = tmp_path / "whole.new.mp4"
+    assert str(part) in capsys.readouterr().err
+    assert read_clip(part).frames == 5 - 1
+    names = ["whole.json", "whole.new.mp4", "whole.sheet.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_a_clip_that_is_turned_and_has_odd_sound_is_extended(checkpoint, tmp_path):
+    """Its shape is that of what is shown, and its sound, which AAC can't hold as it is, is in stereo."""
+    plain, sound, source, out = (tmp_path / name for name in ("plain.mp4", "sound.mov", "a.mov", "whole.mp4"))
+    write(plain, 9)
+    SOUNDS["four channels that are unused"].make(sound)
+    run("-i", sound, "-display_rotation", "90", "-i", plain, "-map", "1:v", "-map", "0:a", "-c", "copy", source)
+    model = ["--model_id", str(checkpoint("wan2.2-i2v-a14b")), "--output", str(out)]
+    assert cli.run(generate, [*model, *list_arguments(), "--extend", str(source)]) == 0
+    clip = read_clip(out)
+    assert (clip.size, clip.sound[2]) == ((32, 48), "stereo")
+    assert clip.frames == 9 * clip.rate / 8 + 5 - 1
+    record = json.loads(out.with_suffix(".json").read_text())["request"]
+    assert record["image"] == f"the last frame of {source}, 32x48"
+    shown = np.rot90(frames(plain), axes=(1, 2)).astype(int)
+    assert np.abs(frames(out)[0] - shown[0]).mean() < 8  # The frames are noise, encoded twice.

@@ -72,6 +72,7 @@ def generate(argv: Sequence[str]) -> None:
             try:
                 join_videos([source, part], outputs[0])
             except WanTpuError as error:
+                recorder.save(outputs[2], made)
                 raise OutputError(f"{error}; the new part is in {part}") from error
             part.unlink()
             if made.video is not None:
