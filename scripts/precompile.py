@@ -23,9 +23,8 @@ from cluster.slice_spec import SliceSpec
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.cli import run
 from wan_tpu.commands.parser import Parser, add_mesh, add_model, add_precision
-from wan_tpu.commands.sizes import read_size
 from wan_tpu.families import list_published
-from wan_tpu.request import GenerationRequest
+from wan_tpu.request import GenerationRequest, parse_size
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -46,7 +45,7 @@ def main() -> int:
     try:
         name = args.model_id
         model = published_model(name) if name in list_published() else open_model(Checkpoint(name))
-        height, width = (None, None) if args.size is None else read_size("--size", args.size)
+        height, width = (None, None) if args.size is None else parse_size(args.size)
         partial = GenerationRequest(height=height, width=width, frames=args.frames, guidance_scale=args.guidance_scale)
         request = partial.resolve(model.spec.defaults)
         models = [model.for_text(model.spec.fit_text_rows(count)) for count in args.prompt_tokens] or [model]

@@ -18,11 +18,10 @@ from cluster.costs.prices import Prices
 from cluster.layout import Layout
 from cluster.slice_spec import SliceSpec
 from wan_tpu.commands.parser import Parser, add_mesh, add_precision
-from wan_tpu.commands.sizes import read_size
 from wan_tpu.errors import InvalidInput, OutputError
 from wan_tpu.families import list_published, name_of, published_spec
 from wan_tpu.media.video import check_folder, check_output
-from wan_tpu.request import GenerationRequest, ResolvedRequest
+from wan_tpu.request import GenerationRequest, ResolvedRequest, parse_size
 from wan_tpu.runtime import memory
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ def _make_planner(args: argparse.Namespace, kind: SliceSpec) -> "Planner":
 
 
 def _read_request(args: argparse.Namespace) -> ResolvedRequest:
-    height, width = (None, None) if args.size is None else read_size("--size", args.size)
+    height, width = (None, None) if args.size is None else parse_size(args.size)
     request = GenerationRequest(
         height=height,
         width=width,

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wan_tpu.commands.parser import add_mesh, add_model, add_precision, add_switches
-from wan_tpu.commands.sizes import read_size
 from wan_tpu.errors import InvalidInput, OutputError
 from wan_tpu.families import FAMILIES
 from wan_tpu.fields import describe, type_of
 from wan_tpu.media.video import check_ffmpeg, check_folder, check_output
 from wan_tpu.progress import Console
-from wan_tpu.request import FIELDS, NAMED_SIZES, GenerationRequest
+from wan_tpu.request import FIELDS, NAMED_SIZES, GenerationRequest, parse_size
 
 if TYPE_CHECKING:
     from wan_tpu.commands.record import Profiler
@@ -118,7 +117,7 @@ def request_from(args: argparse.Namespace) -> GenerationRequest:
     if args.prompt is None:
         raise InvalidInput('--prompt is missing; say what the video shows, or --prompt "" for nothing in particular')
     fields = {name: value for name, value in vars(args).items() if name in FIELDS and value is not None}
-    height, width = (None, None) if args.size is None else read_size("--size", args.size)
+    height, width = (None, None) if args.size is None else parse_size(args.size)
     return GenerationRequest(height=height, width=width, **fields)
 
 
