@@ -2,6 +2,7 @@
 
 import _thread
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -49,6 +50,9 @@ def run(
     except known as error:
         print(f"error: {error}", file=sys.stderr)
         return getattr(error, "exit_code", 1)
+    except BrokenPipeError:  # Whoever reads the output has seen enough, as `head` does.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # What is left would raise again at the end.
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt as interrupt:
         print("interrupted", file=sys.stderr)
         return getattr(interrupt, "exit_code", 130)

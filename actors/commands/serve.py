@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import os
 import shlex
-import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from actors.commands.connection import find_gcs_address, join_cluster, spell_fol
 from actors.commands.mounted_layout import MountedLayout
 from actors.commands.new_pipeline import build_spec, read_settings
 from actors.commands.serve_arguments import NONE, build_serve_parser, read_service_settings
-from actors.errors import PipelineNotFound
+from actors.errors import PipelineError, PipelineExists, PipelineNotFound
 from actors.observe.console import LiveConsole
 from wan_tpu.adapters.checking import check
 from wan_tpu.commands.parser import Parser
@@ -21,7 +21,19 @@ from wan_tpu.errors import InvalidInput
 
 ALL_INTERFACES = "0.0.0.0"  # The default of --host in a config, which is for another cluster.
 # Options that only concern this machine and this command. A config omits or replaces them.
-_LOCAL_OPTIONS = ("address", "folder", "layout", "layout_text", "host", "port", "write_config", "detach", "down")
+_LOCAL_OPTIONS = (
+    "address",
+    "folder",
+    "layout",
+    "layout_text",
+    "host",
+    "port",
+    "write_config",
+    "detach",
+    "down",
+    "replace",
+)
+_LOOK_S = 5  # Pause between two looks at whether the service still runs.
 
 
 def serve(argv: Sequence[str]) -> None:
@@ -35,6 +47,7 @@ def serve(argv: Sequence[str]) -> None:
     group.add_argument(
         "--write_config", type=Path, metavar="FILE", help="write a config for Ray's command serve deploy FILE"
     )
+    parser.add_argument("--replace", action="store_true", help="update the service if it runs already")
     args = parser.parse_args(argv)
     if args.write_config is not None:
         _write_config(args, parser)
@@ -53,9 +66,12 @@ def serve(argv: Sequence[str]) -> None:
         return
     try:
         print(f"{summary}; Ctrl-C takes it down", flush=True)
-        threading.Event().wait()
-    finally:
+        while _is_running(args.name):
+            time.sleep(_LOOK_S)
+    except BaseException:
         _take_down(args)
+        raise
+    raise PipelineError("the service was taken down from elsewhere; its jobs wait for the next start")
 
 
 def _bring_up(args: argparse.Namespace) -> str:
@@ -73,6 +89,11 @@ def _bring_up(args: argparse.Namespace) -> str:
             live.tell("reading the adapters")
             check(settings.checkpoint, service.catalogue.files)
         join_cluster(args)
+        if not args.replace and _is_running(args.name):
+            raise PipelineExists(
+                f"a service called {args.name!r} runs on this cluster already; give --replace to update it, another "
+                "--name for a second one, or take it down with wan-tpu serve --down"
+            )
         deploy_service(service, spec, host=args.host, port=args.port, ingresses=args.ingresses, on_status=live.tell)
     host = f"[{args.host}]" if ":" in args.host else args.host
     return f"{service.model} at http://{host}:{args.port} (API: /v1, documentation: /docs)"
@@ -80,17 +101,22 @@ def _bring_up(args: argparse.Namespace) -> str:
 
 def _check_running(args: argparse.Namespace) -> None:
     """Raise `PipelineNotFound` where --down would take nothing down, as with a misspelt --name."""
-    from ray import serve as ray_serve
-
-    from actors.api.processes import list_application_names
     from actors.pipeline.pools import list_applications
 
     join_cluster(args)
-    running = {*ray_serve.status().applications}
-    if not running & {*list_application_names(args.name)} and not list_applications(args.name):
+    if not _is_running(args.name) and not list_applications(args.name):
         raise PipelineNotFound(
             f"no service called {args.name!r} runs on this cluster; its --name must be that of wan-tpu serve"
         )
+
+
+def _is_running(name: str) -> bool:
+    """Return whether a service of that name runs on the cluster that this process has joined."""
+    from ray import serve as ray_serve
+
+    from actors.api.processes import list_application_names
+
+    return not ray_serve.status().applications.keys().isdisjoint(list_application_names(name))
 
 
 def _take_down(args: argparse.Namespace) -> None:

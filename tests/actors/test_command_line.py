@@ -5,7 +5,9 @@ import itertools
 import json
 import re
 import shlex
+import signal
 import subprocess
+import sys
 
 import pytest
 
@@ -272,3 +274,24 @@ def test_bash_completes_commands_options_and_values(capsys, tmp_path):
     ):
         done = subprocess.run(["bash", "--norc", "-c", script, *words], capture_output=True, text=True, check=True)
         assert completed in done.stdout.split(), (words, done)
+
+
+def test_request_that_the_model_cannot_make_is_refused_without_importing_jax(tmp_path):
+    code = "import sys; sys.modules['jax'] = sys.modules['torch'] = None; from actors.cli import main; sys.exit(main())"
+    argv = ["generate", "--model", "examples/small-wan2.2-i2v", "--prompt", "x", "--output", str(tmp_path / "x.mp4")]
+
+    def run(*more):
+        return subprocess.run([sys.executable, "-c", code, *argv, *more], cwd=ROOT, capture_output=True, text=True)
+
+    for wrong, field in ((["--image", "examples/ball.png", "--preset", "fast"], "preset"), ([], "image")):
+        done = run(*wrong)
+        assert done.returncode == 2 and field in done.stderr
+    assert "ModuleNotFoundError" in run("--image", "examples/ball.png").stderr  # A good one needs them.
+
+
+def test_output_that_nobody_reads_to_its_end_is_no_error():
+    command = [sys.executable, "-uc", "from actors.cli import main; import sys; sys.exit(main(['models']))"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 128 + signal.SIGPIPE

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 
 import imageio.v3 as iio
 import psutil
@@ -175,6 +176,22 @@ def test_a_batch_of_a_bucket_and_a_status_that_is_watched(cluster, gcs_prefix):
     (result,) = storage.read("out/results.jsonl").splitlines()
     assert json.loads(result)["output"] == f"{gcs_prefix}/out/cat.mp4"
     assert not [name for name in storage.list("out/") if "snapshots" in name]
+    cluster.check_nothing_is_held()
+
+
+@pytest.mark.long
+def test_second_service_is_refused_and_the_first_notices_that_it_was_taken_down(cluster, tmp_path):
+    options = [*cluster.pipeline, "--port", str(free_port()), "--database", str(tmp_path / "jobs.sqlite")]
+    service = cluster.start("serve", *options)
+    line = service.stdout.readline()
+    assert " at http://127.0.0.1:" in line
+    code, _, err = cluster.run("serve", *options)
+    assert code == 2 and "--replace" in err
+    models = urllib.request.urlopen(f"{line.split(' at ')[1].split()[0]}/v1/models", timeout=60)
+    assert json.load(models)["data"]
+    assert cluster.run("serve", "--down")[0] == 0
+    _, err = service.communicate(timeout=SECONDS)
+    assert service.returncode == 1 and "taken down from elsewhere" in err
     cluster.check_nothing_is_held()
 
 

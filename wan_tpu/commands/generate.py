@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from wan_tpu.commands import arguments
 from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import InvalidInput, OutputError, WanTpuError
+from wan_tpu.families import open_spec
 from wan_tpu.media.joining import join_videos, prepare_source, read_clip
 from wan_tpu.media.reading import open_video, read_frame
 from wan_tpu.media.shown import Fit
@@ -47,18 +48,19 @@ def generate(argv: Sequence[str]) -> None:
     check_output(part, overwrite=args.overwrite, inputs=inputs)
     profiler = arguments.profiler_from(args)
     say(f"opening {args.model_id}")
-
-    from wan_tpu.commands.recorded import Recorder, decode_to_files, denoise_recorded, encode_recorded, report
-
-    pipe = arguments.pipeline_from(args)
-    spec = pipe.runtime.model.spec
+    spec = open_spec(args.model_id)
     with contextlib.ExitStack() as opened:
         source = None
-        if size is None:
-            plan = pipe.plan(request)
+        if size is None:  # Planned before JAX and PyTorch are imported, which takes seconds.
+            plan = spec.plan(request)
+            plan.check_prompt()
         else:
             folder = opened.enter_context(open_folder(outputs[0].absolute().parent))
             plan, source = plan_extension(spec, request, args.extend, size, folder)
+
+        from wan_tpu.commands.recorded import Recorder, decode_to_files, denoise_recorded, encode_recorded, report
+
+        pipe = arguments.pipeline_from(args)
         pipe.check_components()
         recorder = Recorder(pipe.runtime, plan)
         for warning in [] if size is None else spec.describe_fit(plan.request, "the video to extend", size):
