@@ -173,6 +173,7 @@ def _make_postgresql_engine(url: URL) -> Engine:
         engine = sqlalchemy.create_engine(
             url,
             hide_parameters=True,  # They hold prompts.
+            use_native_hstore=False,  # Nothing is looked up that no table has.
             pool_pre_ping=True,  # Replaces a connection that died while it was idle.
             pool_size=5,
             max_overflow=15,

@@ -59,6 +59,7 @@ class Server:
             f"[databases]\n* = host={self._folder} user={self._user}\n[pgbouncer]\nunix_socket_dir = {folder}\n"
             f"listen_port = 5432\nauth_type = any\npool_mode = {mode}\n"
         )
+        shutil.chown(folder / "pgbouncer.ini", self._user)  # Whatever the umask is.
         user = find_unprivileged_user()
         with (folder / "log").open("wb") as log:
             started = subprocess.Popen([program, folder / "pgbouncer.ini"], user=user, cwd=folder, stderr=log)
