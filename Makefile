@@ -32,7 +32,7 @@ $(VENV)/installed: pyproject.toml
 	Ubuntu 24.04: apt install python3-venv. Elsewhere: make PYTHON=/path/to/python3.13"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --no-compile --retries 1 --timeout 10 --extra-index-url $(TORCH_CPU) "torch>=2.13,<2.14"
-	$(BIN)/pip install --quiet --no-compile --editable ".[dev]"
+	$(BIN)/pip install --quiet --no-compile --editable ".[dev]" $(VERSIONS)
 	$(BIN)/python -m compileall -qq -j 0 -x '$(UNUSED)' $(VENV)/lib || true
 	touch $@
 
@@ -55,8 +55,8 @@ test-long: $(VENV)/installed
 test-all: $(VENV)/installed
 	$(TESTS) -m "not soak"
 
-# What other versions of Python, JAX and libtpu may change: each kernel against float64 and in Pallas' simulation of a
-# TPU, one video against diffusers, and a step compiled by libtpu.
+# What other versions of Python, JAX, libtpu and ffmpeg may change: each kernel against float64 and in Pallas' simulation
+# of a TPU, one video against diffusers, a step compiled by libtpu, and videos of every kind that are read and continued.
 KERNELS := tests/kernels/test_
 SHORT := $(KERNELS)flash_attention.py::test_flash_attention_equals_float64 \
 	$(KERNELS)flash_attention.py::test_float32_is_computed_in_float32 \
@@ -71,9 +71,10 @@ SHORT := $(KERNELS)flash_attention.py::test_flash_attention_equals_float64 \
 	$(KERNELS)causal_conv.py::test_no_tile_reads_what_another_has_not_written \
 	$(KERNELS)group_norm.py::test_group_norm_is_exact_in_simulated_tpu_memory \
 	"tests/wan_tpu/test_parity.py::test_same_latents_and_pixels_as_diffusers[wan2.2-i2v-a14b-i2v-unipc]" \
-	tests/wan_tpu/test_plan_command.py
+	tests/wan_tpu/test_plan_command.py tests/wan_tpu/test_media_shown.py
 
-# To test with the other versions of JAX and libtpu: `make test-short PYTHON=python3.11 VENV=build/python3.11`.
+# To test with the other versions of JAX and libtpu: `make test-short PYTHON=python3.11 VENV=build/python3.11`. VERSIONS
+# are packages for pip, such as imageio-ffmpeg==0.8.
 test-short: $(VENV)/installed
 	$(BIN)/python -m pytest -n 0 -m "not soak" $(SHORT)
 

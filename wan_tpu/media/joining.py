@@ -95,7 +95,7 @@ def read_clip(path: Path) -> Clip:
         span % steps == 0
         and times == [index * (span // steps) for index in range(len(times))]
         and video.get("sar", "1/1") in ("0/1", "1/1")
-        and b"Display Matrix:" not in described
+        and b"displaymatrix:" not in described.lower().replace(b" ", b"")
     )
     tick = Fraction(video["tb"])
     rate = Fraction(steps, span) / tick
