@@ -3,9 +3,11 @@
 Shapes use one legend: B batch, T latent frames, H W latent height and width, L tokens, C channels.
 """
 
+import base64
 import dataclasses
 import json
 import os
+import tempfile
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -142,6 +144,17 @@ class Video:
     def frames(self) -> Array:
         """The pixels as uint8 [T, H, W, 3]."""
         return to_uint8(self.pixels)
+
+    def __repr__(self) -> str:
+        frames, height, width, _ = self.pixels.shape
+        sound = "" if self.audio is None else ", with sound"
+        return f"<Video: {frames} frames of {width}x{height}, {self.fps:g} a second{sound}>"
+
+    def _repr_html_(self) -> str:
+        """Return a player for notebooks."""
+        with tempfile.TemporaryDirectory() as folder:
+            mp4 = self.save(Path(folder) / "video.mp4").read_bytes()
+        return f'<video controls loop src="data:video/mp4;base64,{base64.b64encode(mp4).decode()}"></video>'
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write an mp4 (H.264, yuv420p, AAC) to `path`, completely or not at all, and return the path.

@@ -5,8 +5,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
 from wan_tpu import stages
 from wan_tpu.adapters.merging import AdapterCache
@@ -30,7 +32,7 @@ OnStep = Callable[[stages.StepEvent], object]
 
 def load_pipeline(
     path_or_id: str | Path,
-    dtype: str = "bfloat16",
+    dtype: str | torch.dtype = "bfloat16",
     mesh: MeshLike = None,
     *,
     keep_weights: bool = True,
@@ -40,10 +42,10 @@ def load_pipeline(
     """Open a checkpoint, and show a restrictive licence the first time. Weights are read when a stage first needs them.
 
     Args:
-        path_or_id: Diffusers directory, or hub id, OWNER/NAME.
-        dtype: Of weights and activations, "bfloat16" or "float32"; latents are always float32. "int8" and "float8" mean
-            bfloat16, except that the transformer's linear layers multiply 8-bit weights by 8-bit inputs.
-            "int8-attention" and "float8-attention" compute attention's logits in 8 bits, too.
+        path_or_id: Diffusers directory, hub id, or the name of a published model (`wan-tpu models`).
+        dtype: Of weights and activations, "bfloat16" or "float32", or torch's of that name; latents are always
+            float32. "int8" and "float8" mean bfloat16, except that the transformer's linear layers multiply 8-bit
+            weights by 8-bit inputs. "int8-attention" and "float8-attention" compute attention's logits in 8 bits, too.
         mesh: (dp, sp, tp), {"dp": ..., "sp": ..., "tp": ...} or a jax Mesh with these axes. An axis that is None or
             missing takes the default of `mesh.fill_shape`.
         keep_weights: False frees each component after its stage, to make one video in the least memory.
@@ -58,8 +60,9 @@ def load_pipeline(
         InvalidInput: The model doesn't have that precision, or there is no such folder of executables.
     """
     progress = progress or Silent()
+    precision = str(dtype).removeprefix("torch.")
     runtime = open_runtime(
-        path_or_id, dtype, mesh, keep_weights=keep_weights, executables=executables, progress=progress
+        path_or_id, precision, mesh, keep_weights=keep_weights, executables=executables, progress=progress
     )
     show_licence(runtime.model.spec)
     return Pipeline(runtime, progress)
@@ -83,21 +86,33 @@ class Pipeline:
         return plan
 
     def generate(
-        self, request: GenerationRequest, noise: np.ndarray | None = None, on_step: OnStep | None = None
+        self,
+        request: GenerationRequest | str | None = None,
+        noise: np.ndarray | None = None,
+        on_step: OnStep | None = None,
+        **fields: Any,
     ) -> Video:
-        """Make one video.
+        """Make one video: `generate(GenerationRequest(prompt="a cat"))` or `generate("a cat", seed=3)`.
 
         Args:
-            request: The video to make.
+            request: The video to make, or its prompt.
             noise: Initial latents [1, C, T, H, W], to use instead of those drawn from the seed.
             on_step: Called with a `StepEvent` after each denoising step; raising from it stops the run.
+            fields: Fields of a `GenerationRequest`, where none is given.
 
         Raises:
             InvalidRequest: The model can't make what the request asks for. This is raised before any work is done.
+            TypeError: There is no such field, or there are fields beside a request.
             UnhealthyResult: A stage gave NaN or Inf; the error names stage and step.
         """
+        if isinstance(request, str):
+            fields = {"prompt": request, **fields}
+        elif request is not None and fields:
+            raise TypeError(f"generate takes a request or fields, not both; put {', '.join(fields)} into the request")
+        if request is None or isinstance(request, str):
+            request = GenerationRequest(**fields)
         if not isinstance(request, GenerationRequest):
-            raise InvalidRequest(f"the request is a {type(request).__name__}; give a GenerationRequest")
+            raise InvalidRequest(f"the request is a {type(request).__name__}; give a GenerationRequest or its fields")
         plan = self.plan(request)
         run = self.run(plan, noise=noise)
         self.check_components()

@@ -34,6 +34,7 @@ from wan_tpu.media.image import load_image
 from wan_tpu.media.video_content import VideoContent
 from wan_tpu.requested_adapter import RequestedAdapter, parse_adapters
 from wan_tpu.schedules.magcache import FORM, Curve, parse_magcache
+from wan_tpu.suggest import did_you_mean
 
 NAMED_SIZES = ("1280x720", "720x1280", "832x480", "480x832")
 SIZE_MULTIPLE = 16  # Pixels: the VAE's 8 times the transformer's patch of 2. Models that need more check it.
@@ -144,7 +145,7 @@ def _check_video(video: object) -> str | VideoContent:
 Number = int | float  # An integer stays an integer, so that digests and records show it as it was written.
 Text = Annotated[str, AfterValidator(_check_text)]
 # Decoded when the request is created, so that a damaged file fails before any model is loaded.
-Picture = Annotated[str | Path | Image.Image, PlainValidator(load_image)]
+Picture = Annotated[str | Path | Image.Image | np.ndarray, PlainValidator(load_image)]
 Adapters = Annotated[Sequence[RequestedAdapter | str | Mapping[str, Any]], PlainValidator(parse_adapters)]
 
 
@@ -239,7 +240,8 @@ class GenerationRequest:
             first = error.errors(include_url=False)[0]
             name = str(first["loc"][0])
             if name not in cls.__pydantic_fields__:
-                raise TypeError(f"{cls.__name__} has no field {name!r}") from None
+                hint = did_you_mean(name, cls.__pydantic_fields__)
+                raise TypeError(f"{cls.__name__} has no field {name!r}{hint}") from None
             raise InvalidRequest(explain_refusal(name, cls.__pydantic_fields__[name], first["input"]), name) from None
 
     def resolve(self, defaults: Defaults, preset: Mapping[str, Any] = MappingProxyType({})) -> "ResolvedRequest":

@@ -25,8 +25,8 @@ _UNSEEN = 0.02  # By how much an image may be stretched, or be cut at its edges,
 _MARGIN = 16  # Pixels kept around the resized area, more than any filter reads.
 
 
-def load_image(source: str | Path | Image.Image) -> Image.Image:
-    """Return `source` as an upright RGB image.
+def load_image(source: "str | Path | Image.Image | np.ndarray") -> Image.Image:
+    """Return `source`, a file, an image or uint8 [H, W, 3], as an upright RGB image.
 
     EXIF rotation is applied, transparency is dropped as `diffusers.utils.load_image` drops it, and 16-bit images are
     scaled to 8 bits.
@@ -37,8 +37,12 @@ def load_image(source: str | Path | Image.Image) -> Image.Image:
     """
     if isinstance(source, Image.Image):
         return _to_rgb(source)
+    if hasattr(source, "__array_interface__") and not isinstance(source, str | Path):  # NumPy itself is imported late.
+        if str(source.dtype) != "uint8" or source.ndim != 3 or source.shape[2] != 3 or not source.size:
+            raise InvalidRequest(f"image is an array of {source.dtype} {list(source.shape)}; give uint8 [H, W, 3]")
+        return Image.fromarray(source)
     if not isinstance(source, str | Path):
-        raise InvalidRequest(f"image is a {type(source).__name__}; give a path or a PIL.Image")
+        raise InvalidRequest(f"image is a {type(source).__name__}; give a path, a PIL.Image or an array")
     if str(source).startswith(("http://", "https://")):
         raise InvalidRequest(f"image {source} is a URL; download it and give the path of the file")
     path = Path(source)
