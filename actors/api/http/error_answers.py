@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect
 
 from actors.api.http.objects import make_error_body
 from actors.api.intake.create_video import NAMES
-from actors.jobs.errors import IdempotencyConflict, JobError, JobNotFound, JobUnfinished, StoreUnavailable
+from actors.jobs.errors import IdempotencyConflict, JobError, JobNotFound, JobUnfinished, StoreError, StoreUnavailable
 from actors.jobs.values import (
     BROKEN_VIDEO,
     CANCELLED,
@@ -24,7 +24,7 @@ from actors.jobs.values import (
 )
 from actors.observe.logs import log_event
 from wan_tpu.errors import InvalidInput, InvalidRequest
-from wan_tpu.storage.base import NoSpace, StorageError
+from wan_tpu.storage.base import Missing, NoSpace, Refused, StorageError
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +74,11 @@ def answer(error: Exception, request_id: str = "") -> Response:
             status, code = 409, "idempotency_conflict"
         case JobUnfinished():
             status, code = 409, "video_in_progress"
+        case Refused() | StoreError() if not isinstance(error, Missing):
+            # Whatever the client does, this stays until the operator has changed something.
+            status, code, headers = 503, "misconfigured", {"x-should-retry": "false"}
+            log_event(log, "misconfigured", logging.ERROR, reason=message)
+            message = "the service's database or storage refuses it; its operator finds the reason in its log"
         case StoreUnavailable() | StorageError():
             status, code, headers["Retry-After"] = 503, "unavailable", str(_AGAIN_S)
             log_event(log, "unavailable", logging.WARNING, reason=message)

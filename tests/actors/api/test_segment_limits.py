@@ -17,7 +17,7 @@ from actors.jobs.store import JobStore
 from actors.jobs.tables import Job
 from tests.actors.api.serving import create, open_client, serve, wait_for_end
 from tests.waiting import wait_for
-from wan_tpu.storage.base import StorageError
+from wan_tpu.storage.base import Refused, StorageError
 from wan_tpu.storage.local import LocalStorage
 
 
@@ -78,6 +78,17 @@ def test_refused_request_has_not_paid_for_its_segments(database, open_service, m
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
     assert ask_chain(http, key, 30).status_code == 200
     assert ask_chain(http, key, 1).status_code == 429  # What was accepted has paid.
+
+
+def test_storage_that_refuses_for_good_is_not_to_be_tried_again(http, monkeypatch):
+    def refuse(self, name, content):
+        raise Refused("s3:PutObject isn't allowed on the bucket secret-name")
+
+    monkeypatch.setattr(LocalStorage, "write", refuse)
+    refused = create(http, input_reference=make_image(False))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "misconfigured")
+    assert refused.headers["x-should-retry"] == "false" and "retry-after" not in refused.headers
+    assert "secret-name" not in refused.text
 
 
 def test_operator_sees_and_ends_the_jobs_of_a_model_that_is_no_longer_served(settings, database):
