@@ -72,11 +72,20 @@ def write_own(path):
     return path
 
 
+def end_earlier(plain, path):
+    """Let the edit list hide the last four frames."""
+    content = bytearray(plain.read_bytes())
+    lasts = content.index(b"elst") + 12
+    content[lasts : lasts + 4] = (600).to_bytes(4, "big")  # Milliseconds.
+    path.write_bytes(content)
+
+
 OWN_OTHERWISE = {
     "turned by 180": (lambda path, plain: run("-display_rotation", "180", "-i", plain, "-c", "copy", path), False),
     "mirrored": (lambda path, plain: run("-display_hflip", "-i", plain, "-c", "copy", path), False),
     "stretched": (lambda path, plain: run("-i", plain, "-c", "copy", "-aspect", "1", path), False),
     "begun later": (lambda path, plain: run("-ss", "0.3", "-i", plain, "-c", "copy", path), False),
+    "ended earlier": (lambda path, plain: end_earlier(plain, path), False),
     "moved to another container": (lambda path, plain: run("-i", plain, "-c", "copy", path), True),
 }
 
@@ -95,6 +104,7 @@ def test_a_clip_of_ours_that_is_shown_otherwise_is_converted(how, tmp_path):
         "mirrored": play()[:, :, ::-1],
         "stretched": None,
         "begun later": play(*range(3, FRAMES)),
+        "ended earlier": play(*range(6)),
         "moved to another container": play(),
     }[how]
     if shown is None:  # A square, of which the middle is shown.

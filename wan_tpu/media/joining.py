@@ -29,6 +29,8 @@ _CONVERSION_S = 6 * 3600.0  # Longer than any video takes that people continue.
 _TRIAL_FRAMES = 3  # A single frame is encoded in another way.
 _LEAST_ROOM = 2**20  # Bytes. Less remains only when ffmpeg has filled a disk.
 _FACT = re.compile(r"#(\w+) (\d+)[:,]\s*(.+)")
+_FLAGS = re.compile(r", F=0x([0-9A-F]+)")
+_HIDDEN = 0x4  # The flag of a packet that an edit list hides.
 
 
 class Sound(NamedTuple):
@@ -74,16 +76,19 @@ class Clip:
 
 def read_clip(path: Path) -> Clip:
     """Return the description of a video file; raises `InvalidRequest`, `OutputError`, `Unavailable`."""
-    streams = ["-map", "0:V:0", "-map", "0:a:0?", "-c", "copy", "-f", "framehash", "-"]
+    streams = ["-map", "0:V:0", "-map", "0:a:0?", "-c", "copy", "-f", "framecrc", "-"]
     text, described = _run(["-v", "info", "-nostats", "-i", _place(path), *streams], path)
     facts: dict[str, dict[str, str]] = {"0": {}, "1": {}}
     frames: list[tuple[int, int]] = []  # The start and the duration of each frame.
+    hides = False
     for line in text.decode().splitlines():
         if (fact := _FACT.match(line)) is not None:
             facts[fact[2]][fact[1]] = fact[3]
         elif line.startswith("0,"):
             _, _, timestamp, duration, *_ = line.split(",")
             frames.append((int(timestamp), int(duration)))
+            flags = _FLAGS.search(line)
+            hides = hides or (flags is not None and bool(int(flags[1], 16) & _HIDDEN))
     frames.sort()
     times = [timestamp for timestamp, _ in frames]
     # A single frame has only its duration to tell the rate.
@@ -92,7 +97,8 @@ def read_clip(path: Path) -> Clip:
         raise InvalidRequest(f"video {path} has no frames that last; save it again as an mp4", "video")
     video, sound = facts["0"], facts["1"]
     is_even = (
-        span % steps == 0
+        not hides
+        and span % steps == 0
         and times == [index * (span // steps) for index in range(len(times))]
         and video.get("sar", "1/1") in ("0/1", "1/1")
         and b"displaymatrix:" not in described.lower().replace(b" ", b"")
