@@ -189,11 +189,13 @@ def test_noise_of_ones_own_leaves_the_sound_and_the_second_stage_what_they_were(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("preset", [None, "diffusers"])
 @pytest.mark.parametrize(("kind", "stop"), [("ltx-2.3", 1), ("ltx-2.3-distilled", 8), ("ltx-2.3-distilled", 9)])
-def test_a_run_goes_on_from_a_state_bit_for_bit(kind, stop, pipelines):
+def test_a_run_goes_on_from_a_state_bit_for_bit(kind, stop, preset, pipelines):
     pipe = pipelines(kind)
     steps = {} if kind.endswith("distilled") else {"steps": 3}
-    plan = pipe.plan(GenerationRequest(prompt="A cat", height=64, width=128, frames=9, **steps))
+    fields = SIZE | steps | {"preset": preset}
+    plan = pipe.plan(GenerationRequest(prompt="A cat", image=load_image(PHOTO), **fields))
     conditioning, start = pipe.encode(plan), pipe.initial_state(plan)
     whole = pipe.denoise(plan, conditioning, start)
     content = dump_value(pipe.denoise(plan, conditioning, start, stop=stop))
