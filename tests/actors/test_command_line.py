@@ -49,6 +49,7 @@ HOSTS = ["hosts", "/proc/x", "--layout", "four-pools", "--image", "i", "--projec
             "--database must come after the action: wan-tpu keys ACTION --dat",
         ),
         (["serve", "--largest_size", "1280x720x81"], "(did you mean --largest?)"),
+        (["generate", "--model", "m", "--prompt", "x", "-o", "a.gif"], "a.mp4"),
     ],
 )
 def test_misspelt_argument_is_answered_with_the_nearest_one(argv, hint, capsys):

@@ -149,8 +149,10 @@ def check_outputs(video: Path, *, overwrite: bool, inputs: Sequence[str | Path |
     # Unlike is_dir(), isdir() is false for a name that is too long.
     if not video.name or os.path.isdir(video):
         raise OutputError(f"{str(video)!r} is a folder; give the path of an mp4 in it")
+    if not video.suffix:
+        video = video.with_suffix(".mp4")
     if video.suffix.lower() != ".mp4":
-        video = video.with_name(video.name + ".mp4")
+        raise OutputError(f"{str(video)!r} isn't the name of an mp4, and only those are written; give {video.stem}.mp4")
     paths = (video, video.with_suffix(".sheet.png"), video.with_suffix(".json"))
     for path in paths:
         check_output(path, overwrite=overwrite, inputs=inputs)

@@ -36,7 +36,7 @@ def generate(argv: Sequence[str]) -> None:
         metavar="VIDEO",
         help="a video to continue, by an I2V checkpoint or Helios: the mp4 shows it, then what follows its last frame",
     )
-    parser.add_argument("--output", type=Path, default=Path("video.mp4"), help="the mp4; default %(default)s")
+    parser.add_argument("--output", "-o", type=Path, default=Path("video.mp4"), help="the mp4; default %(default)s")
     arguments.add_overwrite(parser)
     args = parser.parse_args(argv)
 
