@@ -24,8 +24,8 @@ from tests.actors.api import fetching, serving
 from tests.actors.api.serving import change_limits, create, open_client, serve, wait_for_end, working
 from tests.actors.small_spec import SmallSpec
 from tests.waiting import wait_for
-from tests.wan_tpu.shown_clips import FPS, KINDS
-from tests.wan_tpu.test_media_shown import LOSS, assert_shown
+from tests.wan_tpu.shown_clips import FPS, KINDS, SOUNDS, run
+from tests.wan_tpu.test_media_shown import LOSS, assert_shown, assert_tones
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.media.joining import read_clip
 from wan_tpu.media.reading import open_video, read_frames
@@ -249,6 +249,17 @@ def test_an_upload_of_every_kind_has_the_frames_that_are_shown(name, tmp_path):
         with open_video(VideoContent(mp4)) as shown:
             assert (shown.rate, shown.count_frames()) == (FPS, count)
     assert_shown([Image.open(io.BytesIO(end))], kind.shown[-1:], kind.tolerance + LOSS)
+
+
+@pytest.mark.parametrize("name", SOUNDS)
+def test_sound_of_every_kind_is_converted_to_stereo(name, tmp_path):
+    sound, path = tmp_path / "sound.mov", tmp_path / "clip.mov"
+    SOUNDS[name].make(sound)
+    run("-f", "lavfi", "-i", "color=s=96x64:r=16:d=1", "-i", sound, "-c:v", "mpeg4", "-c:a", "copy", path)
+    mp4, _, _ = read(path.read_bytes(), convert=True)
+    (tmp_path / "all.mp4").write_bytes(mp4)
+    assert read_clip(tmp_path / "all.mp4").sound.layout == "stereo"
+    assert_tones(tmp_path / "all.mp4", SOUNDS[name].tones, 0.1, 0.9)
 
 
 HLS = "#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\n{}\n#EXT-X-ENDLIST\n"
