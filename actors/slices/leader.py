@@ -256,10 +256,12 @@ class SliceLeader:
             nodes = [host.node_id for host in self._hosts.hosts]
             loop = asyncio.get_running_loop()
             self._drain_answer = loop.run_in_executor(None, self._dependencies.find_drain_s, nodes)
-        await asyncio.wait([self._drain_answer], timeout=DRAIN_ANSWER_S)
-        if not self._drain_answer.done():
+        answer = self._drain_answer
+        await asyncio.wait([answer], timeout=DRAIN_ANSWER_S)
+        if not answer.done():
             return None  # The next check waits for the same answer, so that only one thread waits for Ray.
-        answer, self._drain_answer = self._drain_answer, None
+        if self._drain_answer is answer:  # Serve doesn't wait for one check before it begins another.
+            self._drain_answer = None
         try:
             return answer.result()
         except Exception as error:

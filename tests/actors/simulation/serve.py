@@ -96,7 +96,8 @@ class Replica:
             await asyncio.sleep(pool.health_s)
             try:
                 async with asyncio.timeout(20 * pool.health_s):
-                    await self.leader.check_health()
+                    # While a replica starts, Serve's controller asks, and the replica itself.
+                    await asyncio.gather(self.leader.check_health(), self.leader.check_health())
             except Exception as error:
                 self.kill(f"it isn't healthy: {error!r}")
 
