@@ -51,7 +51,7 @@ def test_a_video_from_nothing_to_the_end(client, worker, engine):
 def test_an_image_goes_with_the_form(client, worker, engine):
     video = client.videos.create_and_poll(prompt="It moves", input_reference=PHOTO)
     assert video.status == "completed"
-    assert engine.requests[0].image.size == (96, 64)  # The ingress fitted it to the video's size.
+    assert engine.requests[0].image.size == (96, 48)  # The ingress fitted it to the video's size.
 
 
 def test_progress_is_told_and_never_falls(client, worker, engine):
