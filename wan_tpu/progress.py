@@ -87,14 +87,21 @@ class _LineBar:
     def __init__(self, stage: str, total: int, unit: str) -> None:
         self._stage, self._total, self._unit, self._done = stage, total, unit, 0
         self._start = time.perf_counter()
+        self._first: tuple[float, int] | None = None  # When the first units were done, and how many these were.
         self._say("started")
 
     def step(self, units: int = 1) -> None:
         before = self._done * 10 // self._total
         self._done += units
+        now = time.perf_counter()
+        if self._first is None:  # They may have waited for the compiler, so they say nothing about the others.
+            self._first = now, self._done
         if self._done < self._total and self._done * 10 // self._total > before:
-            remaining_s = (time.perf_counter() - self._start) / self._done * (self._total - self._done)
-            self._say(f"ETA {remaining_s:.0f} s")
+            begin, first = self._first
+            if self._done > first:
+                self._say(f"ETA {(now - begin) / (self._done - first) * (self._total - self._done):.0f} s")
+            else:
+                self._say(f"{now - self._start:.1f} s")
 
     def close(self) -> None:
         self._say(f"{time.perf_counter() - self._start:.1f} s")
