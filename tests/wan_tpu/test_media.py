@@ -10,6 +10,7 @@ import pytest
 from diffusers.utils import load_video
 from PIL import Image
 
+from tests.wan_tpu.shown_clips import KINDS, run
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.media.reading import read_frames
 from wan_tpu.media.video import VideoWriter
@@ -63,13 +64,11 @@ def test_colours_are_those_of_the_matrix_that_the_video_says(bars):
     assert errors["bt709"] <= TOLERANCE and errors["bt601"] > 20, errors
 
 
-@pytest.mark.long
-def test_browser_shows_the_colours(bars):
+def play_in_browser(*paths):
+    """Return the first frame of videos as Chromium shows it, uint8 [H, W, 3]; skip the test without Chromium."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if (chromium := shutil.which("chromium")) is None:
         pytest.skip("there is no Chromium (Debian: apt-get install chromium)")
-    path, height, width = bars
-    source = "data:video/mp4;base64," + base64.b64encode(path.read_bytes()).decode()
     draw = """async source => {
         const video = document.createElement("video");
         video.src = source;
@@ -77,19 +76,58 @@ def test_browser_shows_the_colours(bars):
         await new Promise((resolve, reject) => {
             video.requestVideoFrameCallback(resolve);
             video.onerror = reject;
-            video.play();
+            video.play().then(() => video.pause());
         });
         const canvas = new OffscreenCanvas(video.videoWidth, video.videoHeight).getContext("2d");
-        canvas.drawImage(video, 0, 0);
-        return Array.from(canvas.getImageData(0, 0, video.videoWidth, video.videoHeight).data);
+        canvas.drawImage(video, 0, 0, video.videoWidth, video.videoHeight);
+        const pixels = canvas.getImageData(0, 0, video.videoWidth, video.videoHeight).data;
+        return [video.videoHeight, video.videoWidth, Array.from(pixels)];
     }"""
+    frames = []
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
-        pixels = browser.new_page().evaluate(draw, source)
+        for path in paths:
+            source = "data:video/mp4;base64," + base64.b64encode(path.read_bytes()).decode()
+            height, width, pixels = browser.new_page().evaluate(draw, source)
+            frames.append(np.array(pixels, np.uint8).reshape(height, width, 4)[..., :3])
         browser.close()
-    errors = np.abs(middles(np.array(pixels).reshape(height, width, 4)[..., :3]) - COLOURS).max(0)
+    return frames
+
+
+@pytest.mark.long
+def test_browser_shows_the_colours(bars):
+    path, _, _ = bars
+    [pixels] = play_in_browser(path)
+    errors = np.abs(middles(pixels) - COLOURS).max(0)
     # Without a GPU, Chromium multiplies what makes blue by at most 2, where BT.709 has 2.11.
     assert (errors <= [TOLERANCE, TOLERANCE, 12]).all(), errors
+
+
+SHOWN_IN_BROWSERS = (
+    "plain",
+    "turned by 90",
+    "turned by 180",
+    "turned by 270",
+    "sample aspect ratio",
+    "edit list",
+    "full range without a matrix",  # Without a GPU, Chromium takes every full range for that of BT.601.
+    "720 lines without colours",
+)
+
+
+@pytest.mark.long
+def test_what_is_read_is_what_a_browser_shows(tmp_path):
+    paths = []
+    for name in SHOWN_IN_BROWSERS:
+        KINDS[name].make(tmp_path / "lossless.mp4")
+        paths.append(tmp_path / f"{name}.mp4")
+        # Chromium plays no lossless H.264.
+        options = ["-c:v", "libx264", "-qp", "4", "-map_metadata", "0", "-profile:v", "high"]
+        run("-noautorotate", "-i", tmp_path / "lossless.mp4", *options, paths[-1])
+    for name, path, shown in zip(SHOWN_IN_BROWSERS, paths, play_in_browser(*paths), strict=True):
+        read = np.asarray(read_frames(path, 1)[0], float)
+        assert read.shape == shown.shape, name
+        assert np.abs((read - shown).mean((0, 1))).max() <= 6 and np.abs(read - shown).mean() <= 4, name
 
 
 @pytest.mark.parametrize(
