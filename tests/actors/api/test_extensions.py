@@ -328,7 +328,7 @@ def test_settings_that_are_no_longer_offered_are_named(http, database):
     for part in (f"loras of {first['id']}", "no adapter 'gone too'", "send loras"):
         assert part in error["message"]
     second = extend(http, first["id"], loras=[]).json()
-    assert (second["preset"], second["num_inference_steps"]) == (None, 3)
+    assert (second["preset"], second["num_inference_steps"]) == ("original", 3)
 
 
 def test_models_of_text_alone_continue_nothing(settings):
