@@ -1,6 +1,7 @@
 """A whole Helios video in one process against diffusers: its chunks, from the prompt, image or video to the pixels."""
 
 import dataclasses
+from pathlib import Path
 
 import diffusers
 import numpy as np
@@ -159,12 +160,13 @@ def test_a_video_is_extended_by_its_motion_unless_it_is_too_short(requests, pipe
     spec, source = pipeline(KIND).runtime.model.spec, requests["short video"].video
     extension = dataclasses.replace(REQUEST, height=None, width=None)
     [frame, *_] = frames = read_frames(source, 32)
-    plan, joined = plan_extension(spec, extension, source, frame.size[::-1], tmp_path)
+    plan, joined = plan_extension(spec, extension, Path(source), frame.size[::-1], tmp_path)
     request = plan.request
-    assert (request.video, request.image, request.hidden_frames) == (joined, None, 0)
+    assert joined == Path(source)
+    assert (request.video, request.image, request.hidden_frames) == (str(source), None, 0)
     assert (request.height, request.width, request.strength) == (64, 64, 1)
     short = Video(np.stack([np.asarray(frame) / 255 for frame in frames]), 24.0).save(tmp_path / "short.mp4")
-    request = plan_extension(spec, extension, short, frame.size[::-1], tmp_path)[0].request
+    request = plan_extension(spec, extension, Path(short), frame.size[::-1], tmp_path)[0].request
     assert (request.video, request.hidden_frames) == (None, 1) and isinstance(request.image, Image.Image)
 
 

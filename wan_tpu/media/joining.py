@@ -184,6 +184,7 @@ def prepare_source(video: Path, folder: Path, fit: Fit, fps: float) -> Path:
         video = converted
     with _explain_disk(folder):
         join_videos([video, trial], joined)
+    trial.unlink()
     joined.unlink()
     return video
 
