@@ -24,6 +24,7 @@ class ModelLimits(abc.ABC):
         audio_rate: Samples per second of the model's sound; None for models without sound.
         last_images: Whether a request may or must have a last frame as well as a first one, or may have a last frame
             only.
+        adapts_text: Whether a request's adapters may change how its prompts are encoded.
         cuts_prompts: Whether a prompt that is longer than the model reads is cut, unless a request says otherwise.
         takes_video: Whether a request may start from a video's frames.
         continues_video: Whether the new video then continues after those frames instead of changing them. Such a
@@ -38,6 +39,7 @@ class ModelLimits(abc.ABC):
     frame_offset: int = 1
     audio_rate: int | None = None
     last_images: Literal["none", "optional", "required", "alone"] = "none"
+    adapts_text: bool = False
     cuts_prompts: bool = True
     takes_video: bool = False
     continues_video: bool = False

@@ -66,6 +66,7 @@ class RequestPlan:
         has_sound: Whether the video has sound.
         shapes: For each stage, a name for the programs and adapters that it needs. A different name means that
             something must be compiled or merged first.
+        adapts_text: Whether the request's adapters may change how its prompts are encoded.
         cuts_prompts: Whether a prompt that is longer than the model reads is cut.
         warnings: What the request's author should know before anything is computed.
         needs_prompt: Whether an empty prompt leaves the model nothing to attend to. Only `check_prompt` refuses one,
@@ -82,6 +83,7 @@ class RequestPlan:
     has_sound: bool
     shapes: dict[str, str]
     needs_prompt: bool = False
+    adapts_text: bool = False
     cuts_prompts: bool = True
     warnings: tuple[str, ...] = ()
 

@@ -246,6 +246,7 @@ class ModelSpec(ModelLimits):
             has_sound=self.has_sound(request),
             shapes=self.shapes(request, images=images),
             needs_prompt=self.needs_prompt and not images,
+            adapts_text=self.adapts_text and bool(request.loras),
             cuts_prompts=self.may_cut(request),
             warnings=tuple(self.list_warnings(request, images=images)),
         )

@@ -30,7 +30,7 @@ from wan_tpu.errors import CompileFailed, DoesNotFit, InvalidRequest, OutputErro
 
 THREADS = 32  # Each lane of the hosts takes one at a time, so that health checks never wait for requests.
 # Methods of hosts that read files whose paths come from a request.
-READING_FILES = ("check_adapters", "fetch_adapters", "prepare_encode")
+READING_FILES = ("check_adapters", "fetch_adapters", "fetch_text_adapters", "prepare_encode")
 T = TypeVar("T")
 HANG_FACTOR = 20.0  # A call counts as hung when it takes this many times as long as the fastest of its kind.
 # Only for the latest kinds of calls is the fastest time remembered, because requests may have any number of sizes.

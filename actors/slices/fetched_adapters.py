@@ -3,6 +3,8 @@
 import hashlib
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import jax
 import numpy as np
@@ -17,36 +19,39 @@ from wan_tpu.runtime.runtime import FetchedAdapter
 MAX_WAITING = 64  # The most requests whose adapters are held. No more than this wait for a place on one slice.
 
 
-class FetchedAdapters:
+T = TypeVar("T")
+
+
+class FetchedAdapters(Generic[T]):
     """The adapters of requests whose inputs aren't on the devices yet. Any thread may call its methods.
 
     A request is identified by its plan, because it has no place on the devices yet, and so no key there. Requests with
     equal plans share the adapters that were fetched last.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: OrderedDict[ResolvedRequest, tuple[int, tuple[RequestedAdapter, ...]]] = (
-            OrderedDict()
-        )  # Adapters by plan, with the number of requests that will take them.
+    def __init__(self, none: T) -> None:
+        """Hold nothing; `none` is taken for a request without adapters."""
+        self._lock, self._none = threading.Lock(), none
+        # Adapters by plan, with the number of requests that will take them.
+        self._waiting: OrderedDict[ResolvedRequest, tuple[int, T]] = OrderedDict()
 
-    def put(self, plan: RequestPlan, adapters: tuple[RequestedAdapter, ...]) -> None:
-        """Hold a request's adapters, as `Runtime.fetch_adapters` returns them, until `take`."""
+    def put(self, plan: RequestPlan, adapters: T) -> None:
+        """Hold a request's adapters, as the `Runtime` returns them, until `take`."""
         key = plan.without_image().request
         with self._lock:
-            count, _ = self._waiting.pop(key, (0, ()))
+            count, _ = self._waiting.pop(key, (0, self._none))
             self._waiting[key] = count + 1, adapters
             # The oldest belong to cancelled requests, because no other request waits that long.
             while len(self._waiting) > MAX_WAITING:
                 self._waiting.popitem(last=False)
 
-    def take(self, plan: RequestPlan) -> tuple[RequestedAdapter, ...]:
+    def take(self, plan: RequestPlan) -> T:
         """Return and release a request's adapters; raise `Unavailable` if they are no longer held."""
         if not plan.request.loras:
-            return ()
+            return self._none
         key = plan.without_image().request
         with self._lock:
-            count, adapters = self._waiting.pop(key, (0, ()))
+            count, adapters = self._waiting.pop(key, (0, self._none))
             if count > 1:
                 self._waiting[key] = count - 1, adapters
         if not count:
@@ -54,7 +59,7 @@ class FetchedAdapters:
         return adapters
 
 
-def check_same_everywhere(adapters: tuple[RequestedAdapter, ...]) -> None:
+def check_same_everywhere(adapters: Sequence[RequestedAdapter]) -> None:
     """Check that all hosts of a slice have fetched the same content for a request.
 
     This is a collective: every process calls it, in the same order as its programs.

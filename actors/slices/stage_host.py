@@ -37,7 +37,7 @@ from wan_tpu.runtime.processes import share_first
 from wan_tpu.runtime.runtime import list_adapter_warnings
 from wan_tpu.stage_machine import StageMachine, Step
 from wan_tpu.stages.decode import finish_video
-from wan_tpu.stages.encode import fit_warnings
+from wan_tpu.stages.encode import Adapters, fit_warnings
 from wan_tpu.switches import OVERLAPPED, OWN_KERNELS, set_switches
 
 COMPILE_S = 1800.0  # Time limit for compiling one program.
@@ -91,7 +91,9 @@ class StageHost(HostProfile):
         if jax.default_backend() == "tpu":
             ChipMeters(hosted).start()
         self._prepared = PreparedRequests()
-        self._fragments, self._fetched = FragmentQueues(), FetchedAdapters()
+        self._fragments = FragmentQueues()
+        self._fetched: FetchedAdapters[Adapters] = FetchedAdapters(())
+        self._fetched_texts: FetchedAdapters[dict[str, Adapters]] = FetchedAdapters({})
         self._sizes = FittingSizes()
 
     def software(self) -> dict[str, str]:
@@ -131,14 +133,22 @@ class StageHost(HostProfile):
         """Tell the leader that a program is being compiled, or that this is done, lest the call be counted as hung."""
         self._report(dataclasses.replace(self._reported, within_s=COMPILE_S if program else None))
 
-    def encode_text(self, prompt: PromptText) -> Output:
+    def encode_text(self, prompt: PromptText, adapted: RequestPlan | None = None) -> Output:
         """Encode one prompt: ((compile_s, warnings), `TextEmbedding`).
 
-        The embedding's bits depend only on prompt, model, dtype and mesh.
+        The embedding's bits depend only on prompt, model, dtype, mesh and adapters.
+
+        Args:
+            prompt: The prompt.
+            adapted: The request's plan if `fetch_text_adapters` has fetched what its adapters change of the encoder.
         """
         self._check_stage(ENCODER)
         before, warnings = self._runtime.compile_s, list[str]()
-        values = stages.encode_prompt(self._runtime, prompt, warnings.append)
+        adapters: dict[str, Adapters] = {}
+        if adapted is not None:
+            adapters = self._fetched_texts.take(adapted)
+            check_same_everywhere([adapter for fetched in adapters.values() for adapter in fetched])
+        values = stages.encode_prompt(self._runtime, prompt, warnings.append, adapters)
         return self._output((self._runtime.compile_s - before, warnings), lambda: TextEmbedding(values))
 
     def encode_image(self, key: str) -> Output:
@@ -216,6 +226,10 @@ class StageHost(HostProfile):
     def check_adapters(self, plan: RequestPlan) -> None:
         """Read a request's adapters into host memory, or raise the error that `fetch_adapters` would."""
         self._runtime.fetch_adapters(plan.request.loras, self._stages_of(plan))
+
+    def fetch_text_adapters(self, plan: RequestPlan) -> None:
+        """Read what a request's adapters change of the encoder into host memory, where `encode_text` takes it."""
+        self._fetched_texts.put(plan, self._runtime.fetch_text_adapters(plan.request.loras))
 
     def fetch_adapters(self, plan: RequestPlan) -> list[str]:
         """Read a request's adapters from files or the network into host memory, where `prepare_denoise` takes them.

@@ -33,8 +33,13 @@ class StageRunner(SliceVisits):
     async def encode_text(self, request: SliceRequest, prompt: str) -> AsyncGenerator[Event, None]:
         """Encode a prompt; the result is a `TextEmbedding`."""
         with self._serve(request, ENCODER):
-            text = request.plan.describe_text(prompt)
-            spans, warnings, ref = await self._compute(request, ENCODER, "one prompt", "encode_text", text)
+            plan, kind = request.plan, "one prompt"
+            adapted = (plan,) if plan.adapts_text else ()
+            if adapted:
+                kind += " with adapters"
+                await self._slice.call("fetch_text_adapters", plan, lane="network")
+            text = plan.describe_text(prompt)
+            spans, warnings, ref = await self._compute(request, ENCODER, kind, "encode_text", text, *adapted)
             spans[0] = dataclasses.replace(spans[0], chosen=self._explain_choice(request))
             for span in spans:
                 yield span
@@ -177,7 +182,7 @@ class StageRunner(SliceVisits):
                 yield self._make_first_span(request, DECODER, start, nbytes)
                 yield InputsTaken(fetched_s + start.elapsed_s, nbytes)
                 shape, taker = plan.shapes[DECODER], FragmentTaker(self._slice, visit.host_key)
-                call = self._compute(request, DECODER, shape, "decode", visit.host_key, taker.has_begun)
+                call = self._compute(request, DECODER, shape, "decode", visit.host_key, has_begun=taker.has_begun)
                 async with run_concurrently(call) as decoding:
                     while request.fragments and (fragments := await taker.take(decoding)):
                         for fragment in fragments:
@@ -210,7 +215,9 @@ class StageRunner(SliceVisits):
                         yield InputsTaken(start.elapsed_s, nbytes)
                         shape = f"{plan.shapes[DECODER]}, one of {count} chunks"
                         taker = FragmentTaker(self._slice, visit.host_key, next_fragment)
-                        call = self._compute(request, DECODER, shape, "decode", visit.host_key, taker.has_begun)
+                        call = self._compute(
+                            request, DECODER, shape, "decode", visit.host_key, has_begun=taker.has_begun
+                        )
                         async with run_concurrently(call) as decoding:
                             while request.fragments and (fragments := await taker.take(decoding)):
                                 for fragment in fragments:

@@ -127,7 +127,7 @@ class SliceVisits:
         stage: str,
         shape: str,
         method: str,
-        arg: Any,
+        *args: Any,
         has_begun: asyncio.Event | None = None,
     ) -> tuple[list[Span], tuple[str, ...], Any]:
         """Hold the devices for one call, and set `has_begun` then; return the call's spans, warnings and payload."""
@@ -137,7 +137,7 @@ class SliceVisits:
                 start = Start()
                 if has_begun is not None:
                     has_begun.set()
-                (compile_s, warnings), ref = await self._slice.call(method, arg, kind=shape)
+                (compile_s, warnings), ref = await self._slice.call(method, *args, kind=shape)
                 return self._make_spans(request.key, stage, start, compile_s), tuple(warnings), ref
 
     def _make_spans(self, key: str, stage: str, start: Start, compile_s: float, step: int | None = None) -> list[Span]:

@@ -129,7 +129,7 @@ class SimulatedHost:
         resolved = MODEL.plan(request).request
         _encode_black(resolved.height, resolved.width, resolved.frames, resolved.fps)
 
-    def encode_text(self, prompt: PromptText) -> Output:
+    def encode_text(self, prompt: PromptText, adapted: RequestPlan | None = None) -> Output:
         """Wait for one prompt's seconds: ((0, no warnings), `TextEmbedding`)."""
         with self._lasting(self._planned.text_s):
             values = {"text": np.full(self._planned.text, _mark(prompt.text), BFLOAT16)}
@@ -179,6 +179,9 @@ class SimulatedHost:
 
     def check_adapters(self, plan: RequestPlan) -> None:
         """Find nothing wrong."""
+
+    def fetch_text_adapters(self, plan: RequestPlan) -> None:
+        """Return at once: there are no weights to apply adapters to."""
 
     def fetch_adapters(self, plan: RequestPlan) -> list[str]:
         """Return no warnings: there are no weights to apply adapters to."""

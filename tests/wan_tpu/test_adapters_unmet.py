@@ -1,11 +1,15 @@
 """What an adapter's file asks for without getting it is a warning of the request."""
 
+import dataclasses
+
 import diffusers
+import numpy as np
 import pytest
 import torch
 
 from tests.wan_tpu import adapter_files as files
 from tests.wan_tpu.adapter_weights import KIND, merge_weights, request
+from wan_tpu import GenerationRequest
 from wan_tpu.adapters.files import read
 from wan_tpu.adapters.location import find
 from wan_tpu.errors import InvalidRequest
@@ -28,7 +32,7 @@ ALPHA = PAIR | {"x.alpha": torch.tensor(2.0)}
         (PAIR, {"reference_downscale_factor": "2"}, ["reference_downscale_factor 2"]),  # LTX-2's IC-LoRA
         (PAIR, {"reference_downscale_factor": "1", "lora_scale": "1.0"}, []),
         (PAIR, {"lora_scale": "0.5"}, ["lora_scale 0.5"]),
-        (PAIR | {"connectors.a.lora_A.weight": torch.ones(4, 8)}, None, ["connectors"]),
+        (PAIR | {"transformer_ref.a.lora_A.weight": torch.ones(4, 8)}, None, ["transformer_ref"]),
         (PAIR | {"lora_te_a_b.lora_down.weight": torch.ones(4, 8)}, None, ["lora_te"]),
     ],
 )
@@ -58,20 +62,37 @@ def test_warnings_of_adapters_reach_the_request(pipeline, transformer, tmp_path)
     assert [warning for warning in warnings if "reference_downscale_factor" in warning] == warnings != []
 
 
-def test_part_for_ltx2_s_connectors_does_not_make_a_file_one_for_another_model(checkpoint, pipeline, tmp_path):
-    """Diffusers loads it into the connectors; here the transformer's part is applied as there."""
-    kind = "ltx-2.3-distilled"
+@pytest.mark.parametrize("kind", ["ltx-2.3-distilled", "ltx-2"])
+def test_part_for_ltx2_s_connectors_is_applied_there_as_diffusers_does(kind, checkpoint, pipeline, tmp_path):
+    """One file changes the transformer and the projections of the text; LTX-2.0 has a single one for both streams."""
     pipe = diffusers.LTX2Pipeline.from_pretrained(checkpoint(kind))
     names = {name: name for name in ("transformer_blocks.0.attn1.to_q", "transformer_blocks.1.ff.net.2")}
     pairs = files.factors(pipe.transformer, names)
     tensors = files.name_tensors(pairs, names, "diffusion_model.", "lora_A", "lora_B")
-    projections = {"video_text_proj_in": "video_aggregate_embed", "audio_text_proj_in": "audio_aggregate_embed"}
-    of_connectors = files.factors(pipe.connectors, projections)
+    projections = {
+        name: name.replace("text_proj_in", "aggregate_embed")
+        for name, _ in pipe.connectors.named_children()
+        if name.endswith("text_proj_in")
+    }
+    of_connectors = files.factors(pipe.connectors, projections, scale=3.0)
     tensors |= files.name_tensors(of_connectors, projections, "text_embedding_projection.", "lora_A", "lora_B")
     path = files.save(tensors, tmp_path / "ltx2.safetensors")
     expected = files.by_hand(pipe.transformer.state_dict(), pairs, 1.0)
     got = merge_weights(pipeline(kind), "denoise", path)
     for name, value in expected.items():
         assert (got[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
-    [warning] = read(find(path), path).warnings
-    assert "text_embedding_projection" in warning and "4 tensors" in warning
+    assert read(find(path), path, beside=("text_embedding_projection.",)).warnings == []
+
+    pipe.load_lora_weights(path)
+    with torch.no_grad():
+        states, mask, _, _ = pipe.encode_prompt("A cat in the rain.", do_classifier_free_guidance=False)
+        video, audio, _ = pipe.connectors(states, mask, padding_side=pipe.tokenizer.padding_side)
+    ours, sizes = pipeline(kind), {"height": 64, "width": 128, "frames": 9}
+    plain = GenerationRequest(prompt="A cat in the rain.", **sizes)
+    before = ours.encode(ours.plan(plain)).prompt
+    adapted = ours.encode(ours.plan(dataclasses.replace(plain, loras=[path]))).prompt
+    for name, reference in (("text", video), ("audio_text", audio)):
+        assert np.abs(adapted[name] - reference.numpy()).max() <= 1e-5 * np.abs(reference.numpy()).max()
+        assert np.abs(adapted[name] - before[name]).max() > 1e-2 * np.abs(before[name]).max()
+    again = ours.encode(ours.plan(plain)).prompt
+    assert all(np.array_equal(again[name], value) for name, value in before.items())  # The base again, to the bit.

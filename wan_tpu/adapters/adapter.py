@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from wan_tpu.adapters.files import Changes, ModuleChange, compute_checksum, read, refuse
-from wan_tpu.adapters.location import find
+from wan_tpu.adapters.location import AdapterFile, find
 from wan_tpu.runtime.bridge import ScannedBlocks
 from wan_tpu.runtime.component_files import original_name
 from wan_tpu.runtime.components import DTYPES, MATRICES, SCALE, Component, Loaded
@@ -56,6 +56,11 @@ class Adapter:
     checksum: str
     warnings: tuple[str, ...] = ()
 
+    @property
+    def changes_something(self) -> bool:
+        """Whether there is any change."""
+        return bool(self.factors or self.differences)
+
     @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of host memory."""
@@ -71,6 +76,7 @@ class _Slot(NamedTuple):
         layer: The layer in a stack, or None without one.
         shape: The parameter's shape.
         change: The function that reorders the parameter's rows for the program, if they are reordered.
+        of_inputs: Whether it reorders the inputs instead.
         part: The parameter's place among those that some files fuse into one matrix: queries, then keys, then values.
     """
 
@@ -78,6 +84,7 @@ class _Slot(NamedTuple):
     layer: int | None
     shape: tuple[int, ...]
     change: Callable[[np.ndarray], np.ndarray] | None
+    of_inputs: bool
     part: int
 
 
@@ -95,7 +102,7 @@ class Targets:
     def __init__(self, component: Component, loaded: Loaded) -> None:
         self._weights: dict[str, _Weight] = {}
         self._absent, self._original_rows = component.absent, component.original_rows
-        self.header_alpha = component.header_alpha
+        self._component = component
         self._slots: dict[tuple[str, str], list[_Slot]] = {}
         depths = {
             path: module.depth for path, module in loaded.module.named_modules() if isinstance(module, ScannedBlocks)
@@ -116,7 +123,12 @@ class Targets:
             for layer in [None] if depth is None else range(depth):
                 full_name = name if layer is None else f"{path}.{layer}.{rest}"
                 part = _FUSED.search(full_name)
-                self._add(full_name, component, _Slot(name, layer, shape, change, "qkv".find(part[1]) if part else 0))
+                of_inputs = any(re.fullmatch(pattern, plain) for pattern in component.changed_inputs)
+                self._add(
+                    full_name,
+                    component,
+                    _Slot(name, layer, shape, change, of_inputs, "qkv".find(part[1]) if part else 0),
+                )
 
     def _add(self, full_name: str, component: Component, slot: _Slot) -> None:
         original = original_name(full_name, component.originals)
@@ -133,7 +145,19 @@ class Targets:
 
     def read(self, path: str) -> Adapter:
         """Read a file, or raise `InvalidRequest` naming the tensors that don't belong to this model."""
-        return self.adapter(path, read(find(path), path, header_alpha=self.header_alpha))
+        return self.read_file(find(path), path)
+
+    def read_file(self, file: AdapterFile, path: str) -> Adapter:
+        """Read a file that was found; errors as of `read`."""
+        component = self._component
+        changes = read(
+            file,
+            path,
+            header_alpha=component.header_alpha,
+            prefixes=component.adapted_by,
+            beside=component.adapted_beside,
+        )
+        return self.adapter(path, changes)
 
     def adapter(self, path: str, changes: Changes) -> Adapter:
         """Lay out a file's changes, as `files.read` returns them.
@@ -212,10 +236,13 @@ class Targets:
         gain = np.zeros((*depth, rank), np.float32)
         for layer, (up_piece, down_piece, factor) in layers.items():
             here = ... if layer is None else layer
-            change, have = slots[layer].change, len(down_piece)
-            rows = _to_numpy(up_piece, weight.dtype)
-            up[here][:, :have] = rows if change is None else change(rows)
-            down[here][:have] = _to_numpy(down_piece, weight.dtype)
+            slot, have = slots[layer], len(down_piece)
+            rows, columns = _to_numpy(up_piece, weight.dtype), _to_numpy(down_piece, weight.dtype)
+            if slot.change is not None and slot.of_inputs:
+                columns = slot.change(columns)
+            elif slot.change is not None:
+                rows = slot.change(rows)
+            up[here][:, :have], down[here][:have] = rows, columns
             gain[here][:have] = factor
         return Factors(up, down, gain)
 

@@ -30,11 +30,11 @@ def check(checkpoint: str, adapters: Iterable[RequestedAdapter]) -> None:
         # Nothing is computed, so this machine's accelerators are left to other processes.
         if "jax" not in sys.modules:
             os.environ["JAX_PLATFORMS"] = "cpu"
-        for stage, targets in _load_targets(checkpoint).items():
-            if adapter.is_for(stage):
-                for warning in targets.read(adapter.path).warnings:
-                    log.warning("%s", warning)
-                break  # The other expert has the same shapes.
+        experts, encoders = _load_targets(checkpoint)
+        stage = next((stage for stage in experts if adapter.is_for(stage)), None)  # The other has the same shapes.
+        for targets in (*([] if stage is None else [experts[stage]]), *encoders):
+            for warning in targets.read(adapter.path).warnings:
+                log.warning("%s", warning)
 
 
 def check_visible(checkpoint: str, adapters: Iterable[RequestedAdapter]) -> None:
@@ -46,8 +46,8 @@ def check_visible(checkpoint: str, adapters: Iterable[RequestedAdapter]) -> None
 
 
 @functools.lru_cache(1)
-def _load_targets(checkpoint: str) -> dict[str, "Targets"]:
-    """Return the weights that adapters may change, for each of a model's experts."""
+def _load_targets(checkpoint: str) -> tuple[dict[str, "Targets"], list["Targets"]]:
+    """Return the weights that adapters may change: of each expert, and of components of the encoder stage."""
     # Imported here because JAX and torch take seconds to load, and JAX reads the environment when it is imported.
     import jax
     import numpy as np
@@ -61,8 +61,9 @@ def _load_targets(checkpoint: str) -> dict[str, "Targets"]:
 
     model = open_model(open_checkpoint(checkpoint))
     mesh = Mesh(np.array(jax.local_devices(backend="cpu")[:1]).reshape(1, 1, 1), AXES)
-    components = {stage: model.components[stage] for stage in model.spec.denoise_stages}
-    return {
-        stage: Targets(component, abstract_component(component, "bfloat16", mesh))
-        for stage, component in components.items()
-    }
+
+    def load(name: str) -> Targets:
+        component = model.components[name]
+        return Targets(component, abstract_component(component, "bfloat16", mesh))
+
+    return {stage: load(stage) for stage in model.spec.denoise_stages}, list(map(load, model.adapted_encoders))

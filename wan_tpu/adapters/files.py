@@ -27,8 +27,9 @@ LARGEST = 8 * 2**30  # The largest file in bytes. Whole differences for every we
 _LARGEST_ALPHA = 1e30  # Far beyond any real alpha, and float32 can hold it.
 # Prefixes of a module's name, as written by peft, DistributedDataParallel, ComfyUI, DiffSynth, diffusers and
 # OneTrainer.
+_PEFT = "base_model.model."
 _PREFIXES = (
-    "base_model.model.",
+    _PEFT,
     "module.",
     "model.diffusion_model.",
     "diffusion_model.",
@@ -38,8 +39,7 @@ _PREFIXES = (
 )
 # Other components that trainers and diffusers store changes of in the same file.
 _OTHERS = re.compile(
-    r"(?:base_model\.model\.|pipe\.)?"
-    r"(text_embedding_projection|connectors|text_encoders?(?:_\d)?|transformer_ref|vae|lora_te\d?)[._]"
+    r"(?:pipe\.)?(text_embedding_projection|connectors|text_encoders?(?:_\d)?|transformer_ref|vae|lora_te\d?)[._]"
 )
 # Prefixes of names with underscores for dots: kohya, musubi-tuner, OneTrainer, LyCORIS. VideoX-Fun writes one more "_".
 _FLAT_PREFIX = re.compile(r"^(lora_unet|lora_transformer|lycoris)_{1,2}")
@@ -86,13 +86,22 @@ class Changes(dict[str, ModuleChange]):
         self.warnings: list[str] = []
 
 
-def read(file: AdapterFile, path: str, *, header_alpha: bool = False) -> Changes:
-    """Read the changes in a file.
+def read(
+    file: AdapterFile,
+    path: str,
+    *,
+    header_alpha: bool = False,
+    prefixes: tuple[str, ...] = (),
+    beside: tuple[str, ...] = (),
+) -> Changes:
+    """Read the changes of an expert, or of another component, in a file.
 
     Args:
         file: From `find`.
         path: The request's name for it, for messages.
         header_alpha: Whether "alpha" in the header applies to all modules without one of their own.
+        prefixes: Of the tensors that change the other component. A file may have none.
+        beside: Of the tensors that change other components, to which they are applied.
 
     Raises:
         InvalidRequest: Tensors are unknown, quantised, unpaired, of an impossible shape, or not finite; the message
@@ -105,7 +114,9 @@ def read(file: AdapterFile, path: str, *, header_alpha: bool = False) -> Changes
         )
     with attribute_errors(path):
         try:
-            values, config = read_tensors(locate_tensors(file.weights)), _read_config(file)
+            stored = locate_tensors(file.weights)
+            wanted = {name: place for name, place in stored.items() if _strip(name).startswith(prefixes or "")}
+            values, config = read_tensors(wanted), _read_config(file)
             metadata = read_metadata(file.weights)
         except CheckpointError:
             check_unchanged(file)  # It may look damaged only because it is being written.
@@ -114,10 +125,12 @@ def read(file: AdapterFile, path: str, *, header_alpha: bool = False) -> Changes
     changes, of_others = Changes(), dict[str, list[str]]()
     unknown, unhealthy, again, misshapen, quantised = (list[str]() for _ in range(5))
     for name, value in values.items():
-        if other := _OTHERS.match(name):
+        if _strip(name).startswith(beside or ("\0",)):
+            continue
+        if not prefixes and (other := _OTHERS.match(_strip(name))):
             of_others.setdefault(other[1], []).append(name)
             continue
-        module, part = _parse_name(name)
+        module, part = _parse_name(name, prefixes)
         if QUANTISED.search(name) or (part not in (None, "alpha") and value.dtype in _INTEGERS):
             quantised.append(name)
             continue
@@ -149,7 +162,7 @@ def read(file: AdapterFile, path: str, *, header_alpha: bool = False) -> Changes
     refuse(
         path, "has NaN or Inf in {}; fetch it again or, if it was published like that, give another adapter", unhealthy
     )
-    if not changes:
+    if not changes and not prefixes and len(values) == sum(map(len, of_others.values())):
         wrong = f"changes only {', '.join(of_others)}; supported: changes of the transformer"
         raise InvalidRequest(f"adapter {path} {wrong if of_others else 'holds no tensors; fetch it again'}", "loras")
     with attribute_errors(path):
@@ -196,10 +209,15 @@ def _describe_misfit(part: str, value: torch.Tensor) -> str | None:
     return None if value.numel() else "a tensor that isn't empty"
 
 
-def _parse_name(name: str) -> tuple[str, str | None]:
+def _strip(name: str) -> str:
+    """Return a tensor's name without what peft puts before it."""
+    return name.removeprefix(_PEFT)
+
+
+def _parse_name(name: str, prefixes: tuple[str, ...] = ()) -> tuple[str, str | None]:
     """Return a tensor's module and part; the part is None if no pattern matches."""
     name = name.replace(_COMPILED, "")
-    for prefix in _PREFIXES:
+    for prefix in (*_PREFIXES, *prefixes):
         name = name.removeprefix(prefix)
     name = _FLAT_PREFIX.sub("", name)
     for part, pattern in _PARTS:

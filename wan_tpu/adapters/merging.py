@@ -17,7 +17,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from wan_tpu.adapters.adapter import Adapter, Factors, Targets
-from wan_tpu.adapters.files import read
 from wan_tpu.adapters.location import find
 from wan_tpu.requested_adapter import RequestedAdapter
 from wan_tpu.runtime.bridge import Params
@@ -38,7 +37,7 @@ class AdapterCache:
 
     def __init__(self, host_bytes: int = HOST_BYTES) -> None:
         self._host_bytes = host_bytes
-        self._read: OrderedDict[tuple[str, str], Adapter] = OrderedDict()  # by address and version
+        self._read: OrderedDict[tuple[str, str, str], Adapter] = OrderedDict()  # by folder, address and version
         self._targets: dict[str, Targets] = {}
         self._merged: OrderedDict[tuple[str, Content], Loaded] = OrderedDict()
         self._room = DeviceRoom()
@@ -65,13 +64,12 @@ class AdapterCache:
             if component.folder not in self._targets:
                 self._targets[component.folder] = Targets(component, base)
         file = find(adapter.path)
-        key = file.weights.address, file.version
+        key = component.folder, file.weights.address, file.version
         with self._lock:
             if key in self._read:
                 self._read.move_to_end(key)
                 return self._read[key]
-        changes = read(file, adapter.path, header_alpha=component.header_alpha)
-        content = self._targets[component.folder].adapter(adapter.path, changes)
+        content = self._targets[component.folder].read_file(file, adapter.path)
         with self._lock:
             self._read[key] = content
             while len(self._read) > 1 and sum(item.nbytes for item in self._read.values()) > self._host_bytes:

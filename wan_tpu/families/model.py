@@ -68,12 +68,14 @@ class Model(SeededNoise, abc.ABC):
         config: A dataclass of everything that determines its programs; it is a part of the key of compiled programs.
         checkpoint: The source of tokenizers and the image processor; None for a published model, which can only be
             compiled.
+        adapted_encoders: Components of the encoder stage that a request's adapters may change.
         text_rows: The length of a text that the shapes below are for, where texts of several lengths have programs of
             their own (`ModelSpec.text_rows`); otherwise 0.
         latents_dtype: The dtype of the latents to decode: float32 if the VAE denormalises them; None for the dtype of
             its weights.
     """
 
+    adapted_encoders: tuple[str, ...] = ()
     text_rows: int = 0
     latents_dtype: Any = None
 

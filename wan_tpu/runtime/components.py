@@ -56,6 +56,10 @@ class Component:
         aliases: (pattern, replacement) that turn an original name into the one that other programs and trainers use.
         absent: Patterns of modules that related models have and this one doesn't use: an adapter's changes to them have
             no effect, but aren't an error.
+        adapted_by: Prefixes of the tensors in an adapter's file that change this component; none for an expert, which
+            all others change.
+        adapted_beside: Such prefixes of other components that a file for this one may change, too.
+        changed_inputs: Patterns of weights whose `changes` reorder inputs, not outputs.
         header_alpha: Whether "alpha" in an adapter's header applies to all its modules; diffusers reads it for some
             models only.
         matrices: Pattern of the weights [O, I] that may be in 8 bits, with one scale per output; "" for none.
@@ -75,6 +79,9 @@ class Component:
     original_rows: tuple[tuple[str, Callable[[torch.Tensor, str], torch.Tensor]], ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
     absent: tuple[str, ...] = ()
+    adapted_by: tuple[str, ...] = ()
+    adapted_beside: tuple[str, ...] = ()
+    changed_inputs: tuple[str, ...] = ()
     header_alpha: bool = False
     matrices: str = ""
     logits: bool = False

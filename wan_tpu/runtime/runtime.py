@@ -30,6 +30,7 @@ class HasComponents(Protocol):
     """The part of a model that a runtime needs; stages need more."""
 
     checkpoint: Checkpoint | None
+    adapted_encoders: tuple[str, ...]
 
     @property
     def components(self) -> dict[str, Component]:
@@ -209,6 +210,16 @@ class Runtime(Generic[M]):
             adapter if stage is None else self._fetch(stage, adapter)
             for adapter, stage in zip(adapters, stages, strict=True)
         )
+
+    def fetch_text_adapters(self, adapters: Iterable[RequestedAdapter]) -> dict[str, tuple[RequestedAdapter, ...]]:
+        """Return what a request's adapters change of the encoder stage, by component; as `fetch_adapters` otherwise."""
+        plain = [RequestedAdapter(adapter.path, adapter.scale, adapter.expert) for adapter in adapters]
+        fetched: dict[str, tuple[RequestedAdapter, ...]] = {}
+        for name in self.model.adapted_encoders:
+            contents = [self._fetch(name, adapter) for adapter in plain]
+            changing = tuple(x for x in contents if isinstance(x, FetchedAdapter) and x.adapter.changes_something)
+            fetched |= {name: changing} if changing else {}
+        return fetched
 
     def _fetch(self, name: str, adapter: RequestedAdapter) -> FetchedAdapter:
         if isinstance(adapter, FetchedAdapter):

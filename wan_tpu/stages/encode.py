@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from wan_tpu.media.reading import read_frames
 from wan_tpu.plan import ENCODER, PromptText
 from wan_tpu.progress import Bar
 from wan_tpu.request import IMAGES, ResolvedRequest
+from wan_tpu.requested_adapter import RequestedAdapter
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.components import DTYPES, Loaded
 from wan_tpu.runtime.health import check_finite
@@ -29,6 +31,8 @@ from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.stages.vae import are_finite, vae_programs
 
 Warn = Callable[[str], object]
+Adapters = tuple[RequestedAdapter, ...]
+NO_ADAPTERS: Mapping[str, Adapters] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -70,12 +74,20 @@ def fit_warnings(model: Model, request: ResolvedRequest) -> Iterator[str]:
             yield from model.spec.describe_fit(request, name, (picture.height, picture.width))
 
 
-def encode_prompt(runtime: Runtime[Model], prompt: PromptText, warn: Warn) -> Arrays:
+def encode_prompt(
+    runtime: Runtime[Model], prompt: PromptText, warn: Warn, adapters: Mapping[str, Adapters] = NO_ADAPTERS
+) -> Arrays:
     """Return the text encoders' arrays for a prompt, by name (`Conditioning`); `warn` is called when it is cut.
 
-    Each call encodes a single prompt, so that its result, bit for bit, depends on nothing else and can be cached for
-    other requests. Encoding two prompts at once would read the weights only once, but saves little: it takes 24 ms
-    instead of 2 x 16 on a v6e chip (docs/benchmarks.md), in a request of a minute.
+    Each call encodes a single prompt, so that its result, bit for bit, depends on nothing but that and the adapters.
+    Encoding two prompts at once would read the weights only once, but saves little: it takes 24 ms instead of 2 x 16 on
+    a v6e chip (docs/benchmarks.md), in a request of a minute.
+
+    Args:
+        runtime: The model on its devices.
+        prompt: The prompt.
+        warn: Called with a warning.
+        adapters: What is applied, by component, from `Runtime.fetch_text_adapters`.
 
     Raises:
         InvalidRequest: The prompt is too long, and may not be cut.
@@ -88,20 +100,31 @@ def encode_prompt(runtime: Runtime[Model], prompt: PromptText, warn: Warn) -> Ar
         raise cuts[0].refuse(prompt.field)
     for cut in cuts:
         warn(cut.describe(prompt.field))
-    embeddings = {name: _embed(runtime, name, place(inputs, runtime.mesh)) for name, inputs in tokens.items()}
+    embeddings = {
+        name: _embed(runtime, name, place(inputs, runtime.mesh), adapters=adapters) for name, inputs in tokens.items()
+    }
     return runtime.model.prompt_arrays(tokens, embeddings)
 
 
-def _embed(runtime: Runtime[Model], name: str, inputs: Sequence[jax.Array], *, images: bool = False) -> Any:
+def _embed(
+    runtime: Runtime[Model],
+    name: str,
+    inputs: Sequence[jax.Array],
+    *,
+    images: bool = False,
+    adapters: Mapping[str, Adapters] = NO_ADAPTERS,
+) -> Any:
     """Return a text encoder's embeddings, on the host."""
-    program, params = text_program(runtime, name, images=images)
+    program, params = text_program(runtime, name, images=images, adapters=adapters)
     embeddings = jax.tree.map(lambda result: fetch(result, name), program(params, *inputs))
     for array in jax.tree.leaves(embeddings):
         check_finite(array, f"encoder, {name.replace('_', ' ')}")
     return embeddings
 
 
-def text_program(runtime: Runtime[Model], name: str, *, images: bool = False) -> tuple[Program, tuple[Params, ...]]:
+def text_program(
+    runtime: Runtime[Model], name: str, *, images: bool = False, adapters: Mapping[str, Adapters] = NO_ADAPTERS
+) -> tuple[Program, tuple[Params, ...]]:
     """Return a jitted text encoder, (params, *tokens [1, L]) -> embeddings [1, L, C], or several, and its params.
 
     The params are the weights of the encoder and of the components that are joined with it.
@@ -110,8 +133,10 @@ def text_program(runtime: Runtime[Model], name: str, *, images: bool = False) ->
         runtime: The model on its devices.
         name: The text encoder.
         images: Whether it reads images with the prompt.
+        adapters: What is applied to them, by component, from `Runtime.fetch_text_adapters`.
     """
-    parts = [runtime.component(part) for part in (name, *runtime.model.joined_with(name, images=images))]
+    names = name, *runtime.model.joined_with(name, images=images)
+    parts = [runtime.component(part, adapters.get(part, ())) for part in names]
 
     def run(params, *tokens):  # type: ignore[no-untyped-def]
         loaded = [Loaded(part.module, weights) for part, weights in zip(parts, params, strict=True)]

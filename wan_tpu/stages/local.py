@@ -2,7 +2,7 @@
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -38,7 +38,7 @@ from wan_tpu.stages.denoise import (
     initial_state,
     to_host,
 )
-from wan_tpu.stages.encode import ImageInputs, Warn, encode_image, encode_prompt, fit_warnings, image_inputs
+from wan_tpu.stages.encode import Adapters, ImageInputs, Warn, encode_image, encode_prompt, fit_warnings, image_inputs
 from wan_tpu.stages.sound import decode_sound
 
 Around = Callable[[Operation], AbstractContextManager[object]]
@@ -86,6 +86,7 @@ class LocalExecutor:
         shape = runtime.model.spec.latent_shapes(plan.request, 0)[VIDEO]
         self._noise = None if noise is None else check_noise(noise, shape)
         self._texts: dict[EncodeText, Arrays] = {}
+        self._text_adapters: Mapping[str, Adapters] | None = None
         self._image = ImageCondition()
         self._image_inputs: ImageInputs | None = None
         self._conditioning, self._state = conditioning, state
@@ -153,7 +154,11 @@ class LocalExecutor:
         match operation:
             case EncodeText(prompt):
                 bar = self._encoder_bar()
-                self._texts[operation] = encode_prompt(self._runtime, self.plan.describe_text(prompt), self._warn)
+                if self._text_adapters is None:
+                    loras = self.plan.request.loras if self.plan.adapts_text else ()
+                    self._text_adapters = self._runtime.fetch_text_adapters(loras)
+                text = self.plan.describe_text(prompt)
+                self._texts[operation] = encode_prompt(self._runtime, text, self._warn, self._text_adapters)
                 bar.step()
                 return self._texts[operation]
             case EncodeImage():

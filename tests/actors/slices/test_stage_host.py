@@ -303,7 +303,7 @@ def test_a_request_runs_with_what_was_fetched_for_it(checkpoint, tmp_path):
 
 
 def test_adapters_of_requests_that_never_come_are_let_go_of():
-    fetched = FetchedAdapters()
+    fetched = FetchedAdapters(())
     spec = published_spec("wan2.1-t2v-1.3b")
     plans = [spec.plan(GenerationRequest(prompt=str(i), loras=["owner/style"])) for i in range(MAX_WAITING + 1)]
     for plan in plans:

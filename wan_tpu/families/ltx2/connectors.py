@@ -28,10 +28,13 @@ from wan_tpu.runtime.mesh import AXES, Rule
 TEXT_TOKENS = 1024  # Tokens of every prompt, padding included.
 STREAMS = ("video", "audio")
 
+# Prefixes of their tensors in adapters' files: in diffusers' names, and in LTX-2's own.
+ADAPTED_BY = ("connectors.", "text_embedding_projection.")
 # Shardings of projections [O outputs, I inputs] (3 G parameters), over all devices as Gemma's are.
 _COLUMNS, _ROWS = (AXES, None), (None, AXES)
+_PROJECTIONS = r"((video|audio)_)?text_proj_in\.weight"
 _RULES = (
-    Rule(r"((video|audio)_)?text_proj_in\.weight", _COLUMNS),
+    Rule(_PROJECTIONS, _COLUMNS),
     Rule(r"((video|audio)_)?text_proj_in\.bias", (AXES,)),
     Rule(r".*\.learnable_registers", ()),
     Rule(r".*\.attn1\.(to_q|to_k|to_v|to_gate_logits)\.weight", _COLUMNS),
@@ -55,7 +58,7 @@ def connectors(config: Ltx2Config) -> Component:
     """
     _check(config)
     layers = config.connectors["text_proj_in_factor"]
-    changes = [(r"((video|audio)_)?text_proj_in\.weight", functools.partial(_order_by_layer, layers))]
+    changes = [(_PROJECTIONS, functools.partial(_order_by_layer, layers))]
     if config.connectors["rope_type"] == "interleaved":
         for stream in STREAMS:
             heads = config.connectors[f"{stream}_connector_num_attention_heads"]
@@ -68,6 +71,9 @@ def connectors(config: Ltx2Config) -> Component:
         scanned=tuple(f"{stream}_connector.transformer_blocks" for stream in STREAMS),
         rules=_RULES,
         changes=tuple(changes),
+        changed_inputs=(_PROJECTIONS,),
+        originals=((r"text_proj_in\.", "aggregate_embed."),),
+        adapted_by=ADAPTED_BY,
     )
 
 

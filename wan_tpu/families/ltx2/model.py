@@ -39,6 +39,7 @@ class Ltx2Model(Model):
 
     spec: Ltx2Spec
     config: Ltx2Config
+    adapted_encoders = ("connectors",)
     latents_dtype = np.float32  # The statistics of latents are among the VAE's weights.
 
     @functools.cached_property

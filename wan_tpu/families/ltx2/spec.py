@@ -31,6 +31,7 @@ class Ltx2Spec(FamilySpec):
     spatial_stride = STRIDE
     own_keys = ("model",)
 
+    adapts_text = True
     tasks = ("t2v", "i2v")
     solvers = ("euler",)
     frame_stride = 8
