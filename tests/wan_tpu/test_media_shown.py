@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.wan_tpu.shown_clips import FFMPEG, FPS, FRAMES, HEIGHT, KINDS, LEFT, SOUNDS, WIDTH, paint, play, run
+from wan_tpu.media.encoding import exact_rate
 from wan_tpu.media.joining import join_videos, prepare_source, read_clip
 from wan_tpu.media.reading import count_frames, open_video, read_ends, read_frame, read_frames
 from wan_tpu.media.shown import Fit
@@ -202,3 +203,28 @@ def test_sound_that_some_other_program_put_beside_our_frames_is_encoded_again(tm
     join_videos([path, plain], joined)
     assert_tones(joined, (LEFT, LEFT), 0.1, 0.9)
     assert read_clip(joined).is_even
+
+
+@pytest.mark.parametrize("rate", [5, 20])
+def test_a_video_has_the_same_frames_at_another_rate_whoever_asks(rate, tmp_path):
+    path = tmp_path / "clip.mp4"
+    KINDS["plain"].make(path)
+    shown = play(*(index * FPS // rate for index in range(FRAMES * rate // FPS)))
+    assert count_frames(path, rate) == len(shown)
+    assert_shown(read_ends(path, 0, rate)[1:], shown, 0.7)
+    source = prepare_source(path, tmp_path, Fit(HEIGHT, WIDTH), rate)
+    assert_shown(read_frames(source, len(shown)), shown, 0.7 + LOSS)
+
+
+@pytest.mark.parametrize("fps", [16.1234, 7.12346, 29.97, 23.976])
+def test_a_video_of_any_rate_is_continued_without_encoding_it_again(fps, tmp_path):
+    whole, part = tmp_path / "whole.mp4", tmp_path / "part.mp4"
+    for path in (whole, part):
+        with VideoWriter(path, fps=fps) as writer:
+            writer.set_audio(np.zeros((2, 44100), np.float32), 44100)
+            writer.write(play())
+    for times in range(2, 6):
+        join_videos([whole, part], whole)
+        clip = read_clip(whole)
+        assert (clip.frames, clip.is_even, clip.rate) == (times * FRAMES, True, exact_rate(fps))
+        assert prepare_source(whole, tmp_path, Fit(HEIGHT, WIDTH), fps) == whole
