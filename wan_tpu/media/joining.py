@@ -63,11 +63,6 @@ class Clip:
     sound: Sound | None
 
     @property
-    def tick(self) -> Fraction:
-        """The unit of time of its frames, in seconds."""
-        return Fraction(dict(self.settings)["tb"])
-
-    @property
     def size(self) -> tuple[int, int]:
         """(width, height) in pixels."""
         width, height = dict(self.settings)["dimensions"].split("x")
