@@ -166,7 +166,7 @@ def reads_image(request: ResolvedRequest) -> bool:
 def expected_fragments(plan: RequestPlan) -> list[bytes]:
     """Return the fragments that a request must produce, wherever and however often its parts are computed."""
     request = plan.request
-    inputs = b"".join(digest("text", prompt.text) for prompt in plan.prompts)
+    inputs = b"".join(digest("text", prompt) for prompt in plan.prompts)
     if request.image is not None or request.video is not None:
         inputs += digest("image", request.seed)
     if reads_image(request):

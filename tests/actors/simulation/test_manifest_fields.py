@@ -55,7 +55,7 @@ LINES = {
         {"prompt": "a cat", "video": "VIDEO", "strength": 0.5, **SIZE},
         {"prompt": "a cat", "video": "VIDEO", "strength": 1.0, "solver": "euler", **SIZE},
         {"prompt": "a dog", "negative_prompt": "rain", "guidance_scale": 3, "shift": 4, "fps": 12, "seed": 3, **SIZE},
-        {"prompt": "a dog", "generate_audio": False, **SIZE},
+        {"prompt": "a dog", "generate_audio": False, "truncate_prompt": False, **SIZE},
         {"prompt": "a dog", "sigmas": [1.0, 0.7, 0.4], "loras": ["LORA"], **SIZE | {"steps": 3}},
     ],
     "wan2.2-i2v-a14b": [
