@@ -1,0 +1,139 @@
+"""Whole runs of LTX-2 against the rules of Lightricks' own pipelines, in plain torch."""
+
+import functools
+import math
+
+import numpy as np
+import pytest
+import torch
+from diffusers.pipelines.ltx2.utils import DEFAULT_NEGATIVE_PROMPT
+from PIL import Image
+
+from scripts.published.ltx_rules import Lightricks, noise_levels
+from tests.conftest import PHOTO
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.families import published_spec
+from wan_tpu.families.flops import count_step
+from wan_tpu.families.ltx2.image import fit_as_lightricks
+from wan_tpu.families.ltx2.small import make_checkpoint
+from wan_tpu.families.model import open_model
+from wan_tpu.media.image import load_image
+from wan_tpu.pipeline import load_pipeline
+from wan_tpu.request import GenerationRequest
+
+# Lightricks' own pipelines differ from this reference by up to 2e-6, and from us by up to 6e-6: scripts/compare_ltx.py.
+TOLERANCE = 2e-5
+SIZE = (64, 128, 9)
+STEPS, SEED, PROMPT = 3, 5, "A cat in the rain."
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return functools.cache(lambda kind: make_checkpoint(tmp_path_factory.mktemp("ltx2") / kind, kind))
+
+
+def make_ours(folder, **fields):
+    """Return the state after each step."""
+    pipe, states = load_pipeline(folder, "float32", mesh=(1, 1, 1)), []
+    height, width, frames = SIZE
+    request = GenerationRequest(prompt=PROMPT, seed=SEED, height=height, width=width, frames=frames, **fields)
+    pipe.generate(request, on_step=lambda event: states.append(event.state))
+    return states
+
+
+def assert_close(state, expected):
+    for ours, theirs in zip((np.asarray(state.latents), np.asarray(state.audio)), expected, strict=True):
+        assert np.abs(ours - theirs).max() <= TOLERANCE * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_image"),
+    [
+        pytest.param("ltx-2", False, marks=pytest.mark.long),
+        ("ltx-2", True),
+        pytest.param("ltx-2.3", False, marks=pytest.mark.long),
+        pytest.param("ltx-2.3", True, marks=pytest.mark.long),
+    ],
+)
+def test_guided_models_make_what_lightricks_makes(kind, has_image, folders):
+    image = load_image(PHOTO) if has_image else None
+    expected = Lightricks(folders(kind)).make_in_one_stage(PROMPT, DEFAULT_NEGATIVE_PROMPT, STEPS, SEED, SIZE, image)
+    assert_close(make_ours(folders(kind), image=image, steps=STEPS)[-1], expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_image"),
+    [
+        pytest.param("ltx-2-distilled", True, marks=pytest.mark.long),
+        pytest.param("ltx-2.3-distilled", False, marks=pytest.mark.long),
+        ("ltx-2.3-distilled", True),
+    ],
+)
+def test_both_stages_of_distilled_models_make_what_lightricks_makes(kind, has_image, folders):
+    image = load_image(PHOTO) if has_image else None
+    first, second = Lightricks(folders(kind)).make_in_two_stages(PROMPT, SEED, SIZE, image)
+    states = make_ours(folders(kind), image=image)
+    assert_close(states[7], first)
+    assert_close(states[-1], second)
+
+
+@pytest.mark.parametrize("kind", ["ltx-2", "ltx-2.3"])
+def test_noise_levels_of_a_guided_model_are_lightricks_for_every_size_and_number_of_steps(kind):
+    spec = published_spec(kind)
+    for steps in range(2, 101):
+        for size in ({}, {"height": 1088, "width": 1920, "frames": 257}):
+            levels = spec.schedule(spec.plan(GenerationRequest(steps=steps, **size)).request).sigmas
+            # To the last bit, except where torch, without fused operations, counts down less exactly.
+            assert np.abs(np.append(levels[:steps], 0) - noise_levels(steps).numpy()).max() <= 2**-22
+
+
+@pytest.mark.parametrize(
+    ("picture", "size"),
+    [((480, 640), (64, 128)), ((1000, 733), (512, 768)), ((50, 20), (64, 128)), ((2, 64), (64, 128))],
+)
+def test_middle_of_an_image_is_interpolated_as_torch_does_it(picture, size):
+    pixels = np.random.default_rng(0).integers(0, 256, (*picture, 3), dtype=np.uint8)
+    scale = max(size[0] / picture[0], size[1] / picture[1])
+    whole = [math.ceil(side * scale) for side in picture]
+    resized = torch.nn.functional.interpolate(
+        torch.from_numpy(pixels).float().permute(2, 0, 1)[None], whole, mode="bilinear", align_corners=False
+    )[0].permute(1, 2, 0)
+    top, left = ((side - shown) // 2 for side, shown in zip(whole, size, strict=True))
+    expected = resized[top : top + size[0], left : left + size[1]].numpy()
+    # Of 255: torch rounds positions after fused operations.
+    assert np.abs(fit_as_lightricks(Image.fromarray(pixels), *size) - expected).max() <= 0.01
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_image", "differing"),
+    [
+        ("ltx-2", False, {"denoise"}),
+        ("ltx-2.3", True, set()),
+        ("ltx-2.3-distilled", False, set()),
+        ("ltx-2.3-distilled", True, {"encoder", "refine"}),
+    ],
+)
+def test_programs_have_other_names_where_they_are_not_those_of_diffusers(kind, has_image, differing):
+    spec = published_spec(kind)
+    ours, theirs = (
+        spec.plan(GenerationRequest(prompt="A cat", preset=preset), image=has_image).shapes
+        for preset in (None, "diffusers")
+    )
+    assert {stage for stage, name in ours.items() if name != theirs[stage]} == differing
+
+
+@pytest.mark.long
+def test_work_of_every_evaluation_and_of_both_sizes_of_an_image_is_counted(folders):
+    for kind, preset, evaluations in (("ltx-2", None, 4), ("ltx-2", "diffusers", 2), ("ltx-2.3-distilled", None, 1)):
+        model = open_model(Checkpoint(folders(kind)))
+        plan = model.spec.plan(GenerationRequest(prompt="A cat", preset=preset, height=64, width=64, frames=9))
+        expert = plan.experts[-1]
+        once = model.flops.step(model.spec.latent_shapes(plan.request, expert.stop)["video"], branches=1)
+        assert count_step(model, plan.request, expert, images=0) == evaluations * once
+    request = {"prompt": "A cat", "image": Image.new("RGB", (64, 64)), "height": 64, "width": 64, "frames": 9}
+    both, first, text = (
+        model.flops.encoder(model.spec.plan(GenerationRequest(**request | changed)).request, prompts=1)
+        for changed in ({}, {"preset": "diffusers"}, {"image": None})
+    )
+    # The second size has four times the pixels, and so has almost all of the encoder's work.
+    assert (both - text) / (first - text) == pytest.approx(5, rel=0.01)
