@@ -67,9 +67,9 @@ OPENED = {
         )
     },
     "Lightricks/LTX-2": ("ltx-2", (512, 768, 121), 40, 1, (4, 4), (0,)),
-    "rootonchair/LTX-2-19b-distilled": ("ltx-2-distilled", (1088, 1920, 121), 11, 1, (1, 1), (0, 8)),
+    "rootonchair/LTX-2-19b-distilled": ("ltx-2-distilled", (1024, 1536, 121), 11, 1, (1, 1), (0, 8)),
     "diffusers/LTX-2.3-Diffusers": ("ltx-2.3", (512, 768, 121), 30, 1, (3, 3), (0,)),
-    "diffusers/LTX-2.3-Distilled-Diffusers": ("ltx-2.3-distilled", (1088, 1920, 121), 11, 1, (1, 1), (0, 8)),
+    "diffusers/LTX-2.3-Distilled-Diffusers": ("ltx-2.3-distilled", (1024, 1536, 121), 11, 1, (1, 1), (0, 8)),
     minimax_h3_files.REPOSITORY: ("minimax-h3", (768, 1344, 124), 49, 12, (1, 1), (0,)),
 }
 
