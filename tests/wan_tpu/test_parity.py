@@ -111,8 +111,8 @@ def test_a_video_is_restyled_as_diffusers_does(strength, solver, checkpoint, pip
     source = Video(np.random.default_rng(1).random((11, 48, 80, 3), np.float32), 8.0).save(tmp_path / "source.mp4")
     ours = pipeline(kind)
     request = GenerationRequest(
-        prompt="a dog", negative_prompt="", video=source, strength=strength, height=64, width=96, frames=FRAMES, steps=8,
-        guidance_scale=3.0, shift=5.0, seed=5, solver=solver,
+        prompt="a dog", negative_prompt="", video=source, strength=strength, height=64, width=96, frames=FRAMES,
+        steps=8, guidance_scale=3.0, shift=5.0, seed=5, solver=solver,
     )  # fmt: skip
     pipe = diffusers.WanVideoToVideoPipeline.from_pretrained(checkpoint(kind))
     pipe.set_progress_bar_config(disable=True)
