@@ -105,7 +105,7 @@ def chunks(folder, text, request):
 
 FAMILY = dataclasses.replace(
     toy_family.FAMILY,
-    example="nobody/toy-in-chunks",
+    hub_ids={"toy-in-chunks": "nobody/toy-in-chunks"},
     published={"toy-in-chunks": toy_family.FAMILY.published["toy-large"]},
     spec=ChunkedToySpec,
     model=f"{__name__}:ChunkedToyModel",

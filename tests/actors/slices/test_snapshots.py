@@ -131,7 +131,7 @@ def name_with(request):
 
 
 def test_snapshots_of_models_without_sound_keep_the_names_that_they_had_before_any_made_it():
-    silent = GenerationRequest(prompt="a cat", steps=7)
+    silent = GenerationRequest(prompt="a cat", negative_prompt="", steps=7, shift=3.0)
     assert name_with(silent) == name_with(dataclasses.replace(silent, generate_audio=False)) == "cat.b915e95a8f0ba8a3"
     requests = (GenerationRequest(prompt="a cat", generate_audio=sound) for sound in (None, True, False))
     names = [name_of("cat", SOUND_SPEC.plan(request).request, "model") for request in requests]
