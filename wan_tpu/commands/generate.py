@@ -47,7 +47,6 @@ def generate(argv: Sequence[str]) -> None:
     part = outputs[0] if size is None else outputs[0].with_suffix(".new.mp4")
     check_output(part, overwrite=args.overwrite, inputs=inputs)
     profiler = arguments.profiler_from(args)
-    say(f"opening {args.model_id}")
     spec = open_spec(args.model_id)
     with contextlib.ExitStack() as opened:
         source = None
@@ -58,6 +57,7 @@ def generate(argv: Sequence[str]) -> None:
             folder = opened.enter_context(open_folder(outputs[0].absolute().parent))
             plan, source = plan_extension(spec, request, args.extend, size, folder)
 
+        say(f"opening {args.model_id}")
         from wan_tpu.commands.recorded import Recorder, decode_to_files, denoise_recorded, encode_recorded, report
 
         pipe = arguments.pipeline_from(args)

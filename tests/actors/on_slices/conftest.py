@@ -31,7 +31,14 @@ LAYOUT = ROOT / "cluster" / "layouts" / "emulated-demo.yaml"
 HIGH = "  high:\n    stages: [denoise_high]\n    slice: v6e-4\n"
 # 72 steps of the high expert, 128 of the low: 20 ms each on two idle cores, and long enough to be met in the middle.
 REQUEST = GenerationRequest(
-    prompt="A cat looks into the camera", image=PHOTO, height=64, width=64, frames=9, steps=200, shift=5.0
+    prompt="A cat looks into the camera",
+    negative_prompt="",  # The small tokenizer doesn't know all of Wan's.
+    image=PHOTO,
+    height=64,
+    width=64,
+    frames=9,
+    steps=200,
+    shift=5.0,
 )
 SHORT = dataclasses.replace(REQUEST, steps=100)  # where nothing is killed
 POISON = "☠"  # the tokenizer doesn't know it, and what stands for unknown words is broken in these weights
