@@ -40,7 +40,7 @@ def size_for(model, picture, **fields):
     ],
 )
 def test_video_of_wan_or_ltx_has_the_shape_of_its_image(model, area, multiple, picture):
-    size, shape = size_for(model, picture), picture[0] / picture[1]
+    size, shape = size_for(model, picture, preset="diffusers"), picture[0] / picture[1]
     # The example of diffusers' WanImageToVideoPipeline.
     height = round(np.sqrt(area * shape)) // multiple * multiple
     width = round(np.sqrt(area / shape)) // multiple * multiple
@@ -109,7 +109,7 @@ def test_image_is_stretched_by_two_percent_at_most_without_a_warning(picture, wa
 @pytest.mark.parametrize("picture", PICTURES)
 @pytest.mark.parametrize("model", ["wan2.2-i2v-a14b", "wan2.2-ti2v-5b", "wan2.1-i2v-14b-480p"])
 def test_image_that_a_video_follows_is_resized_as_diffusers_does(model, picture):
-    height, width = size_for(model, picture)
+    height, width = size_for(model, picture, preset="diffusers")
     assert has_shape(Image.new("L", picture[::-1]), height, width, published_spec(model).shape_slack)
 
 

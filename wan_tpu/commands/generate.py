@@ -17,6 +17,7 @@ from wan_tpu.media.shown import Fit
 from wan_tpu.media.temporary import open_folder
 from wan_tpu.media.video import check_output
 from wan_tpu.progress import say
+from wan_tpu.switches import set_switches
 
 if TYPE_CHECKING:
     from wan_tpu.plan import RequestPlan
@@ -47,6 +48,7 @@ def generate(argv: Sequence[str]) -> None:
     part = outputs[0] if size is None else outputs[0].with_suffix(".new.mp4")
     check_output(part, overwrite=args.overwrite, inputs=inputs)
     profiler = arguments.profiler_from(args)
+    set_switches(args.kernels, args.collectives)
     spec = open_spec(args.model_id)
     with contextlib.ExitStack() as opened:
         source = None

@@ -25,6 +25,9 @@ SOLVERS: dict[str, tuple[Callable[..., Schedule], Callable[..., Schedule]]] = {
 }
 
 
+_LONGEST = 4  # The longest shape that a video takes from an image.
+
+
 class WanSpec(FamilySpec):
     """One Wan model."""
 
@@ -124,6 +127,9 @@ class WanSpec(FamilySpec):
         """Return the (height, width) of a video that takes the shape of an image, as Wan's own program chooses it."""
         if preset == DIFFUSERS:
             return super().size_like(picture)
+        height, width = picture
+        if max(picture) > _LONGEST * min(picture):  # A video shows the middle of a longer image.
+            picture = (_LONGEST, 1) if height > width else (1, _LONGEST)
         choose = sizes.closest_shape if self.config.expand_timesteps else sizes.below_area
         return choose(self.defaults.height * self.defaults.width, picture, self.size_multiple)
 
