@@ -22,8 +22,7 @@ from actors.slices.drain import DrainState
 from actors.slices.messages import Event, HostProgress, SliceRequest
 from actors.slices.references import RefHandle
 from actors.slices.snapshots import Snapshots, Snapshotter
-from actors.slices.stage_runner import StageRunner
-from actors.slices.visits import SliceFacts
+from actors.slices.stage_runner import SliceFacts, StageRunner
 from cluster.errors import CallFailed, DeviceFailed, SliceLost
 from cluster.layout import Pool
 from wan_tpu.errors import InvalidInput
