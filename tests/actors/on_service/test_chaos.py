@@ -153,35 +153,39 @@ class Killer(threading.Thread):
         elif victims := online.processes(*TITLES[kind]):
             os.kill(self._random.choice(victims).pid, signal.SIGKILL)
 
-    def end(self):
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *error):
+        """Kills nothing more, also where a test fails, so that its cluster can shut down."""
         self._ended.set()
         self.join(120)
-        self.check()
 
     def check(self):
         assert self.failure is None, self.failure
 
 
 def test_nothing_is_lost_and_nothing_done_twice(online):
-    client, killer = Client(online.address), Killer(online, SEED)
+    client = Client(online.address)
     database = open_database(online.settings.database)
     keys = [{"Authorization": f"Bearer {make_key(database, name)}"} for name in ("ann", "bob", "cleo")]
     wait_for(lambda: httpx.get(f"{online.address}/v1/models", timeout=60).status_code == 401)
     print(f"WAN_TPU_CHAOS_SEED={SEED}")
-    killer.start()
     start, jobs, viewers = time.monotonic(), {}, []
-    for i in itertools.takewhile(lambda i: i < JOBS or killer.killed.total() < KILLS, itertools.count()):
-        killer.check()
-        fields = {"prompt": f"{i % 20}", "size": "256x256", "num_frames": 17, "num_inference_steps": 4, "seed": i}
-        video = client.ask(
-            "POST", "/v1/videos", json=fields, headers=keys[i % 3] | {"Idempotency-Key": f"job {i}"}
-        ).json()
-        jobs[video["id"]] = fields | {"key": keys[i % 3]}
-        if i % 5 == 0:
-            viewers.append(Viewer(online.address, video["id"], jobs[video["id"]]))
-            viewers[-1].start()
-        time.sleep(max(0.0, start + (i + 1) / A_SECOND - time.monotonic()))
-    killer.end()
+    with Killer(online, SEED) as killer:
+        for i in itertools.takewhile(lambda i: i < JOBS or killer.killed.total() < KILLS, itertools.count()):
+            killer.check()
+            fields = {"prompt": f"{i % 20}", "size": "256x256", "num_frames": 17, "num_inference_steps": 4, "seed": i}
+            video = client.ask(
+                "POST", "/v1/videos", json=fields, headers=keys[i % 3] | {"Idempotency-Key": f"job {i}"}
+            ).json()
+            jobs[video["id"]] = fields | {"key": keys[i % 3]}
+            if i % 5 == 0:
+                viewers.append(Viewer(online.address, video["id"], jobs[video["id"]]))
+                viewers[-1].start()
+            time.sleep(max(0.0, start + (i + 1) / A_SECOND - time.monotonic()))
+    killer.check()
     took = time.monotonic() - start
     print(f"{len(jobs)} sent in {took:.0f} s; killed {dict(killer.killed)}; again {dict(client.again)}")
 
