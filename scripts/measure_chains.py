@@ -37,8 +37,8 @@ import psutil
 import uvicorn
 
 import actors
+from actors.api.core.service import Service
 from actors.api.http.app import make_app
-from actors.api.http.service import Service
 from actors.api.settings import ServiceSettings
 from actors.api.worker.context import WorkerContext
 from actors.api.worker.job_worker import JobWorker

@@ -13,9 +13,9 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 
+from actors.api.core.service import Service
 from actors.api.http.app import make_app
 from actors.api.http.middleware import OneRequestId
-from actors.api.http.service import Service
 from actors.api.settings import ServiceSettings
 from actors.api.worker.context import WorkerContext
 from actors.api.worker.job_worker import JobWorker

@@ -1,1 +1,1 @@
-"""HTTP: routes, bodies and answers, and how a request becomes a job."""
+"""HTTP: routes, and what they answer."""

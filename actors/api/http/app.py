@@ -15,15 +15,15 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi_offline import FastAPIOffline
 from prometheus_client import generate_latest
 
-from actors.api.http.access import Caller, read_bearer
-from actors.api.http.error_answers import HANDLERS, HttpError
-from actors.api.http.extensions import router as extensions
+from actors.api.core.access import Caller, read_bearer
+from actors.api.core.errors import HttpError
+from actors.api.core.service import Service
+from actors.api.http.error_answers import HANDLERS
 from actors.api.http.middleware import Middleware
 from actors.api.http.models import Model, ModelList, describe_model
-from actors.api.http.objects import UsageList
+from actors.api.http.objects import KeyUsage, UsageList
 from actors.api.http.openapi import DESCRIPTION, TAGS, describe, describe_errors
 from actors.api.http.parameters import Served, Watcher, refuse_body
-from actors.api.http.service import Service
 from actors.api.http.videos import POLL_AFTER, router
 from actors.api.metrics import CONTENT_TYPE, KeyMetrics
 from actors.jobs.errors import StoreUnavailable
@@ -59,7 +59,6 @@ def make_app(service: Service) -> FastAPI:
         redirect_slashes=False,  # `Middleware` strips them.
     )
     app.state.service = service
-    app.include_router(extensions)
     app.include_router(router)
     app.include_router(other_routes)
     settings = service.settings
@@ -123,7 +122,18 @@ async def usage(
     last: Annotated[str, Query(pattern=_DAY, description="The last day that counts, UTC.")] = "9999-12-31",
 ) -> UsageList:
     """Return what your key has used; with the scope `operate`, what every key has."""
-    data = await asyncio.to_thread(service.read_usage_now, caller, first, last)
+    used_by_key = await asyncio.to_thread(read_usage, service.database, caller.sees, first=first, last=last)
+    data = [
+        KeyUsage(
+            key=key,
+            name=service.access.get_name(key),
+            videos=used.videos,
+            failed=used.failed,
+            chip_seconds=round(used.chip_seconds, 3),
+            dollars=round(used.dollars, 6),
+        )
+        for key, used in used_by_key.items()
+    ]
     return UsageList(data=data, first=first, last=last)
 
 

@@ -1,16 +1,15 @@
 """Turn errors into answers with OpenAI's error body. The status depends on the type of the error."""
 
 import logging
-from collections.abc import Mapping
-from types import MappingProxyType
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from actors.api.core.create_video import NAMES
+from actors.api.core.errors import HttpError
 from actors.api.http.objects import make_error_body
-from actors.api.intake.create_video import NAMES
 from actors.jobs.errors import IdempotencyConflict, JobError, JobNotFound, JobUnfinished, StoreError, StoreUnavailable
 from actors.jobs.values import (
     BROKEN_VIDEO,
@@ -40,24 +39,6 @@ FAILURES = {
     INPUT_LOST: 503,
 }
 _AGAIN_S = 5  # Retry-After of a service that is unavailable.
-
-
-class HttpError(Exception):
-    """An error answer for cases without an exception of their own."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: str | None = None,
-        param: str | None = None,
-        after_s: int | None = None,
-        headers: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        super().__init__(message)
-        again = {} if after_s is None else {"Retry-After": str(after_s)}
-        self.status, self.code, self.param, self.headers = status, code, param, again | dict(headers)
 
 
 def answer(error: Exception, request_id: str = "") -> Response:

@@ -1,21 +1,24 @@
 """Middleware for every request: reject other sites' pages, give the answer an id, count it and log it."""
 
 import logging
+import re
 import secrets
 import time
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from actors.api.core.errors import HttpError
+from actors.api.core.service import Service
 from actors.api.http.content import DownloadCut
-from actors.api.http.error_answers import HttpError, answer
+from actors.api.http.error_answers import answer
 from actors.api.http.lingering import end_answer
-from actors.api.http.service import Service
 from actors.observe.logs import log_event
-from cluster.provision.haproxy import REQUEST_ID, REQUEST_ID_HEADER
 
 log = logging.getLogger(__name__)
 
+REQUEST_ID_HEADER = "x-request-id"
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)  # As in cluster/provision/haproxy.cfg.
 _QUIET = ("/health", "/ready", "/metrics")  # Machines request these every few seconds, so they aren't logged.
 _SCHEMES = ("http", "https")
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))  # Others are counted as "other".
@@ -170,7 +173,7 @@ def _is_long(headers: Headers, most: int) -> bool:
 def _choose_request_id(headers: Headers) -> str:
     """Return the id of a request: that of its client or a proxy if it is printable, else a new one."""
     client_id = headers.get(REQUEST_ID_HEADER, "")
-    return client_id if REQUEST_ID.fullmatch(client_id) else f"req_{secrets.token_hex(12)}"
+    return client_id if _REQUEST_ID.fullmatch(client_id) else f"req_{secrets.token_hex(12)}"
 
 
 def _strip_port(host: str) -> str:

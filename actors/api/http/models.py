@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Literal
 
+from actors.api.core.create_video import NAMES
 from actors.api.http.objects import Object
-from actors.api.intake.create_video import NAMES
 from actors.api.settings import ServiceSettings
 from wan_tpu.families import family_of_spec
 from wan_tpu.request import LIMITS, Preset

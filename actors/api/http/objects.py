@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from actors.api.intake.create_video import NAMES, SETTINGS, Adapter, add_settings, describe_field, format_seconds
+from actors.api.core.create_video import NAMES, SETTINGS, Adapter, add_settings, describe_field, format_seconds
 from actors.jobs.stored_request import count_frames, count_segments
 from actors.jobs.tables import Job
 from actors.jobs.values import Status

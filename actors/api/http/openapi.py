@@ -4,9 +4,9 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from actors.api.core.create_video import CreateVideo
 from actors.api.http.objects import ErrorBody, Video
-from actors.api.intake.create_video import CreateVideo
-from actors.api.intake.references import FILES, VIDEO
+from actors.api.untrusted.references import FILES, VIDEO
 from actors.api.variants import VARIANTS
 from wan_tpu.media.image import KINDS
 

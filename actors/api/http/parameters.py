@@ -6,10 +6,10 @@ from typing import Annotated, Any
 from fastapi import Depends, Header, Path, Query, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
-from actors.api.http.access import Caller
-from actors.api.http.error_answers import HttpError
+from actors.api.core.access import Caller
+from actors.api.core.errors import HttpError
+from actors.api.core.service import Service
 from actors.api.http.objects import Variant
-from actors.api.http.service import Service
 from actors.jobs.keys import MAKE, OPERATE, READ
 from wan_tpu.errors import InvalidRequest
 

@@ -1,4 +1,4 @@
-"""The routes of the `/v1/videos` API, including our own extensions."""
+"""The routes of the `/v1/videos` API."""
 
 import asyncio
 import contextlib
@@ -8,15 +8,23 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
+from actors.api.core.access import Caller
+from actors.api.core.errors import HttpError
+from actors.api.core.following import PROMPTS, EstimatedJob, without_prompts
+from actors.api.core.service import Accepted, Service
 from actors.api.estimates import choose_poll_ms
-from actors.api.http.access import Caller
 from actors.api.http.content import send
-from actors.api.http.error_answers import FAILURES, HttpError, answer
-from actors.api.http.following import PROMPTS, EstimatedJob, without_prompts
+from actors.api.http.error_answers import FAILURES, answer
 from actors.api.http.objects import Variant, Video, VideoDeleted, VideoList, to_video
-from actors.api.http.openapi import CONTENT, FINISHED, describe_create_body, describe_errors, describe_remix_body
-from actors.api.http.parameters import Ender, IdempotencyKey, Maker, Served, VideoId, Watcher, Which
-from actors.api.http.service import Accepted, Service
+from actors.api.http.openapi import (
+    CONTENT,
+    FINISHED,
+    describe_create_body,
+    describe_errors,
+    describe_extension_body,
+    describe_remix_body,
+)
+from actors.api.http.parameters import AnyCaller, Ender, IdempotencyKey, Maker, Served, VideoId, Watcher, Which
 from actors.api.http.watching import watch
 from actors.api.variants import VARIANTS
 from actors.jobs.errors import JobNotFound, StoreUnavailable
@@ -30,7 +38,13 @@ POLL_AFTER = "openai-poll-after-ms"
 
 router = APIRouter(prefix="/v1/videos", tags=["videos"])
 
-REFUSED = describe_errors(408, 409, 415)
+_REFUSED = describe_errors(408, 409, 415)
+# What does something like a call of OpenAI's API that this service doesn't have.
+_INSTEAD = {
+    "edits": "POST /v1/videos with `video` and `strength` makes a video again from its frames, where GET /v1/models "
+    "says `takes_video`; POST /v1/videos/{id}/remix makes one again with another prompt",
+    "characters": "`input_reference` starts a video from an image, such as one of the character",
+}
 
 
 @router.post(
@@ -38,7 +52,7 @@ REFUSED = describe_errors(408, 409, 415)
     summary="Ask for a video",
     response_description="The video, queued.",
     response_model=Video,
-    responses=REFUSED,
+    responses=_REFUSED,
     openapi_extra={"requestBody": describe_create_body()},
 )
 async def create(request: Request, service: Served, caller: Maker, key: IdempotencyKey) -> Response:
@@ -47,14 +61,14 @@ async def create(request: Request, service: Served, caller: Maker, key: Idempote
     Poll it, follow its events, or give a `webhook_url`.
     """
     accepted = await service.submit(request, caller, key)
-    return await answer_seen(request, accepted.seen)
+    return await _answer_seen(request, accepted.seen)
 
 
 @router.post(
     "/sync",
     summary="Ask for a video and wait for it",
     response_class=Response,
-    responses=REFUSED | FINISHED,
+    responses=_REFUSED | FINISHED,
     openapi_extra={"requestBody": describe_create_body()},
 )
 async def create_and_wait(request: Request, service: Served, caller: Maker, key: IdempotencyKey) -> Response:
@@ -68,7 +82,7 @@ async def create_and_wait(request: Request, service: Served, caller: Maker, key:
         seen = await _wait_for_end(request, service, caller, accepted)
     job = seen[0]
     if not job.has_ended:
-        waiting = await answer_seen(request, seen)
+        waiting = await _answer_seen(request, seen)
         waiting.status_code = 202
         return waiting
     request.state.job = job.id
@@ -103,6 +117,34 @@ async def _wait_for_end(request: Request, service: Service, caller: Caller, acce
     finally:
         disconnect.cancel()
         ending.cancel()
+
+
+@router.post(
+    "/extensions",
+    summary="Continue a video",
+    response_description="The new video, queued.",
+    response_model=Video,
+    responses=_REFUSED,
+    openapi_extra={"requestBody": describe_extension_body()},
+)
+async def extend(request: Request, service: Served, caller: Maker, key: IdempotencyKey) -> Response:
+    """Accept a video that shows another one and then what follows its last frame; models of images can do it.
+
+    `video` is a finished video of yours or a file, and `seconds` is how long the new part lasts. Only the last frame
+    is seen, so movements don't go on by themselves: say in the prompt what moves. Settings that you omit are those of
+    the video that is continued. Its frames aren't encoded again; those of a file are, in the new part's size and rate.
+    """
+    accepted = await service.submit(request, caller, key, extends=True)
+    return await _answer_seen(request, accepted.seen)
+
+
+@router.post("/edits", include_in_schema=False)
+@router.post("/characters", include_in_schema=False)
+@router.get("/characters/{name}", include_in_schema=False)
+async def refuse_unsupported(request: Request, caller: AnyCaller) -> Response:
+    """Say what this service doesn't do, and what does something like it."""
+    feature = request.url.path.split("/")[3]
+    raise HttpError(400, f"no model of this service supports {feature}; {_INSTEAD[feature]}", code="unsupported")
 
 
 @router.get(
@@ -221,13 +263,13 @@ async def cancel(service: Served, video_id: VideoId, caller: Ender) -> Response:
     summary="Make a video again with another prompt",
     response_description="The new video, queued.",
     response_model=Video,
-    responses=REFUSED | describe_errors(404),
+    responses=_REFUSED | describe_errors(404),
     openapi_extra={"requestBody": describe_remix_body()},
 )
 async def remix(request: Request, service: Served, video_id: VideoId, caller: Maker, key: IdempotencyKey) -> Response:
     """Accept a video with the request of another one, its images and seed included, and a new prompt."""
     accepted = await service.remix(video_id, request, caller, key)
-    return await answer_seen(request, accepted.seen)
+    return await _answer_seen(request, accepted.seen)
 
 
 class Events(EventSourceResponse):
@@ -305,7 +347,7 @@ async def _wait_for_disconnect(request: Request) -> None:
         pass
 
 
-async def answer_seen(request: Request, seen: EstimatedJob) -> Response:
+async def _answer_seen(request: Request, seen: EstimatedJob) -> Response:
     """Return a video as an answer, encoded in a thread, since it holds long texts."""
     request.state.job = seen[0].id
     return await asyncio.to_thread(_answer_video, seen)

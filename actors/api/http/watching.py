@@ -6,9 +6,9 @@ from collections.abc import AsyncGenerator, Iterable
 from fastapi import Request, Response
 from starlette.concurrency import run_in_threadpool
 
+from actors.api.core.errors import HttpError
+from actors.api.core.service import Service
 from actors.api.http.content import CHUNK, DownloadCut, TimedResponse
-from actors.api.http.error_answers import HttpError
-from actors.api.http.service import Service
 from actors.api.variants import VARIANTS
 from actors.jobs.errors import JobNotFound
 from actors.jobs.tables import Job

@@ -1,1 +1,1 @@
-"""What clients send: received within limits, and parsed in processes that can reach nothing else."""
+"""The old place of `actors.api.core.receiving`."""

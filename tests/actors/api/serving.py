@@ -14,8 +14,8 @@ import httpx
 import numpy as np
 import uvicorn
 
+from actors.api.core.service import Service
 from actors.api.http.app import make_app
-from actors.api.http.service import Service
 from actors.api.settings import ServiceSettings
 from actors.api.worker.context import WorkerContext
 from actors.api.worker.job_worker import JobWorker

@@ -10,10 +10,10 @@ import httpx
 import pytest
 from sqlalchemy.engine import make_url
 
+from actors.api.core import acceptance
+from actors.api.core.acceptance import Acceptance, MaybeAccepted
+from actors.api.core.service import Service
 from actors.api.http.app import make_app
-from actors.api.http.service import Service
-from actors.api.intake import acceptance
-from actors.api.intake.acceptance import Acceptance, MaybeAccepted
 from actors.jobs.database import Database
 from actors.jobs.errors import CommitUncertain, StoreUnavailable
 from actors.jobs.retention import Retention

@@ -13,7 +13,7 @@ from pathlib import Path
 import openapi_spec_validator
 import pytest
 
-from actors.api.http.bodies import parse_json
+from actors.api.core.bodies import parse_json
 from tests.actors.api.serving import open_client, serve, working
 from tests.actors.jobs import postgres
 from tests.waiting import wait_for

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 from starlette.datastructures import Headers
 
-from actors.api.http.error_answers import HttpError
-from actors.api.intake.receiving import Bodies
+from actors.api.core.errors import HttpError
+from actors.api.core.receiving import Bodies
 from actors.api.limits import ServiceLimits
 from tests.actors.api.conftest import NAME
 from tests.actors.api.serving import change_limits, create, open_client, serve

@@ -13,9 +13,9 @@ import httpx
 import pytest
 import uvicorn
 
+from actors.api.core.service import Service
 from actors.api.http.app import make_app
-from actors.api.http.service import Service
-from actors.api.intake.body_parts import FORM
+from actors.api.untrusted.body_parts import FORM
 from actors.jobs.store import PAGE_CHARACTERS, JobStore
 from actors.jobs.tables import Job
 from tests.actors.api.conftest import NAME

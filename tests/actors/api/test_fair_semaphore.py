@@ -2,7 +2,7 @@
 
 import asyncio
 
-from actors.api.intake.fair_semaphore import FairSemaphore
+from actors.api.fair_semaphore import FairSemaphore
 
 
 def test_heavy_key_waits_for_those_that_have_used_little():

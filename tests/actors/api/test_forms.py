@@ -12,10 +12,10 @@ import pytest
 import requests
 from openai import OpenAI
 
-from actors.api.http.bodies import parse_json
-from actors.api.intake import dialects, forms
-from actors.api.intake.body_parts import FORM, JSON, URLENCODED, split_body
-from actors.api.intake.create_video import CreateVideo
+from actors.api.core.bodies import parse_json
+from actors.api.core.create_video import CreateVideo
+from actors.api.untrusted import dialects, forms
+from actors.api.untrusted.body_parts import FORM, JSON, URLENCODED, split_body
 from tests.conftest import ROOT
 from wan_tpu.errors import InvalidRequest
 

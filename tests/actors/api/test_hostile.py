@@ -17,9 +17,9 @@ import psutil
 import pytest
 from PIL import Image
 
-from actors.api.http import following
-from actors.api.http.access import Access
-from actors.api.http.service import Service
+from actors.api.core import following
+from actors.api.core.access import Access
+from actors.api.core.service import Service
 from actors.api.limits import ServiceLimits
 from actors.jobs.keys import KeyLimits, list_keys, make_key, revoke_key
 from actors.jobs.store import JobStore

@@ -15,12 +15,12 @@ import pytest
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image, PngImagePlugin
 
-from actors.api.intake.body_parts import FORM, JSON, PICTURE, split_body
-from actors.api.intake.reader import Reader
-from actors.api.intake.reader_process import REFUSED, encode_png, open_image
-from actors.api.intake.receiving import open_memory_file
-from actors.api.intake.references import IMAGE, LAST, decode_data_url
 from actors.api.limits import ServiceLimits
+from actors.api.untrusted.body_parts import FORM, JSON, PICTURE, split_body
+from actors.api.untrusted.memory_file import open_memory_file
+from actors.api.untrusted.reader import Reader
+from actors.api.untrusted.reader_process import REFUSED, encode_png, open_image
+from actors.api.untrusted.references import IMAGE, LAST, decode_data_url
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.media.image import FORMATS
 
@@ -230,7 +230,7 @@ def test_time_is_limited_and_nothing_is_left_running():
     with pytest.raises(InvalidRequest, match="more memory or time"):
         read_image(content, ServiceLimits(reader_s=0.05))
     mine = psutil.Process().children()  # Other processes may belong to other tests.
-    assert not [child for child in mine if "actors.api.intake.reader_process" in child.cmdline()]
+    assert not [child for child in mine if "actors.api.untrusted.reader_process" in child.cmdline()]
 
 
 def test_the_process_that_decodes_knows_no_secrets(monkeypatch):

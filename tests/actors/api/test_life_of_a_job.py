@@ -5,7 +5,7 @@ import json
 import threading
 import time
 
-from actors.api.http.following import PROMPTS
+from actors.api.core.following import PROMPTS
 from actors.api.worker.maintenance import remove_orphans
 from actors.jobs.store import JobStore
 from actors.jobs.tables import Job

@@ -7,10 +7,10 @@ import httpx
 import pytest
 from ray.serve._private.http_util import _apply_middlewares
 
-from actors.api.http.access import Access
+from actors.api.core.access import Access
+from actors.api.core.errors import HttpError
+from actors.api.core.service import Service
 from actors.api.http.app import make_app
-from actors.api.http.error_answers import HttpError
-from actors.api.http.service import Service
 from actors.api.limits import ServiceLimits
 from actors.api.processes import make_served_app
 from actors.jobs.keys import KeyLimits, list_keys, make_key

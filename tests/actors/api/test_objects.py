@@ -8,9 +8,9 @@ import pytest
 from openai.types import Video as OpenAIVideo
 from pydantic import BaseModel, ValidationError
 
-from actors.api.http.bodies import parse_json
+from actors.api.core.bodies import parse_json
+from actors.api.core.create_video import CreateVideo, count_frames, format_seconds, make_request
 from actors.api.http.objects import make_error_body, to_video
-from actors.api.intake.create_video import CreateVideo, count_frames, format_seconds, make_request
 from actors.jobs.store import JobStore
 from actors.jobs.tables import Job
 from actors.jobs.values import Progress

@@ -9,7 +9,7 @@ from PIL import Image
 from sqlalchemy import text
 
 from actors.api.catalogue import Catalogue
-from actors.api.intake.acceptance import Acceptance
+from actors.api.core.acceptance import Acceptance
 from actors.errors import RequestFailed
 from actors.jobs.retention import Retention
 from actors.jobs.store import JobStore

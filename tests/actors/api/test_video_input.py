@@ -14,10 +14,10 @@ import pytest
 from openai import OpenAI
 from PIL import Image
 
-from actors.api.intake.body_parts import CLIP
-from actors.api.intake.reader import Reader
-from actors.api.intake.receiving import open_memory_file
 from actors.api.limits import ServiceLimits
+from actors.api.untrusted.body_parts import CLIP
+from actors.api.untrusted.memory_file import open_memory_file
+from actors.api.untrusted.reader import Reader
 from actors.jobs.store import open_database
 from actors.jobs.tables import File
 from tests.actors.api import fetching, serving

@@ -7,8 +7,8 @@ import httpx
 import pytest
 import uvicorn
 
+from actors.api.core.service import Service
 from actors.api.http.app import make_app
-from actors.api.http.service import Service
 from tests.actors.api.serving import DecodingEngine, working
 from tests.actors.api.test_watching import FRAMES, count_frames, watching
 from tests.actors.small_spec import SPEC

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actors.api.core.following import Streams, follow_watched
 from actors.api.http import content as content_module
 from actors.api.http import watching as watching_module
 from actors.api.http.content import DownloadCut
-from actors.api.http.following import Streams, follow_watched
 from actors.api.settings import ServiceSettings
 from actors.api.worker import context as worker_context
 from actors.api.worker import job_worker, maintenance

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import imageio_ffmpeg
 from PIL import Image
 
-from actors.api.intake.references import VIDEO
+from actors.api.untrusted.references import VIDEO
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.media.encoding import exact_rate
 from wan_tpu.media.shown import Fit, ShownVideo

@@ -1,6 +1,6 @@
 """The process that parses one untrusted body, image or video, and can reach nothing else.
 
-python -m actors.api.intake.reader_process LIMITS
+python -m actors.api.untrusted.reader_process LIMITS
 
 LIMITS are those of `ReaderLimits` below as JSON.
 
@@ -26,14 +26,14 @@ import resource
 import sys
 from typing import TYPE_CHECKING, Any
 
-from actors.api.intake.body_parts import Parts, split_body
-from actors.api.intake.references import IMAGE, VIDEO
+from actors.api.untrusted.body_parts import Parts, split_body
+from actors.api.untrusted.references import IMAGE, VIDEO
 from wan_tpu.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from PIL import Image
 
-    from actors.api.intake.clips import Upload
+    from actors.api.untrusted.clips import Upload
 
 REFUSED = 3
 LENGTH = 8  # Bytes of each number before a file.
@@ -110,7 +110,7 @@ class _Files:
         self._video: Upload | None = None
         self._converted: tuple[bytes, int] | None = None
         if (content := parts.uploads.get(VIDEO)) is not None:
-            from actors.api.intake import clips  # Imported within the limits.
+            from actors.api.untrusted import clips  # Imported within the limits.
 
             most = clips.ClipLimits(pixels=limits.video_pixels, cpu_s=limits.video_cpu_s, seconds=limits.video_s)
             self._video = clips.Upload(content, limits.scratch, most)

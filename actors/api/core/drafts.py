@@ -7,19 +7,19 @@ import secrets
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from actors.api.http.access import Caller
-from actors.api.http.bodies import ParsedBody, open_content, open_file
-from actors.api.http.error_answers import HttpError
-from actors.api.intake.create_video import CreateVideo, choose_adapters, describe_length, make_request
-from actors.api.intake.fair_semaphore import Work
-from actors.api.intake.reader import Reader, Reading
-from actors.api.intake.receiving import IncomingRequest
-from actors.api.intake.references import FILES, IMAGE, IMAGES, LAST, VIDEO
-from actors.api.intake.sources import Sources, StoredFile
+from actors.api.core.access import Caller
+from actors.api.core.bodies import ParsedBody, open_content, open_file
+from actors.api.core.create_video import CreateVideo, choose_adapters, describe_length, make_request
+from actors.api.core.errors import HttpError
+from actors.api.core.receiving import IncomingRequest
+from actors.api.core.sources import Sources, StoredFile
+from actors.api.fair_semaphore import Work
 from actors.api.outbound.client import FetchError, check_url
 from actors.api.segments import check_segment, continue_request
 from actors.api.settings import ServiceSettings
 from actors.api.sizes import check_size
+from actors.api.untrusted.reader import Reader, Reading
+from actors.api.untrusted.references import FILES, IMAGE, IMAGES, LAST, VIDEO
 from actors.jobs.tables import Job
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.request import IMAGES as PICTURES

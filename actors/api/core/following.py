@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from typing import Generic, TypeVar
 
-from actors.api.http.access import Access
-from actors.api.http.error_answers import HttpError
-from actors.api.intake.fair_semaphore import FairSemaphore
+from actors.api.core.access import Access
+from actors.api.core.errors import HttpError
+from actors.api.fair_semaphore import FairSemaphore
 from actors.jobs.errors import JobNotFound
 from actors.jobs.tables import Job
 from actors.jobs.watching import TOLD, Watched

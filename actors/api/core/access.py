@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from actors.api.http.error_answers import HttpError
+from actors.api.core.errors import HttpError
 from actors.api.limits import ServiceLimits
 from actors.jobs.database import Database
 from actors.jobs.keys import OPERATE, PRIORITIES, list_keys, match_key

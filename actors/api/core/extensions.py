@@ -7,18 +7,18 @@ import secrets
 from collections.abc import Iterator
 from typing import Any
 
-from actors.api.http.access import Caller
-from actors.api.http.bodies import ParsedBody, open_file
-from actors.api.intake.create_video import NAMES, SETTINGS, Adapter, CreateVideo, make_request
-from actors.api.intake.drafts import SIZES, Draft, Drafts, Planned
-from actors.api.intake.fair_semaphore import Work
-from actors.api.intake.reader import Reader
-from actors.api.intake.receiving import IncomingRequest
-from actors.api.intake.references import IMAGE, LAST, VIDEO
-from actors.api.intake.sources import FINAL_FRAME, Sources, StoredFile
+from actors.api.core.access import Caller
+from actors.api.core.bodies import ParsedBody, open_file
+from actors.api.core.create_video import NAMES, SETTINGS, Adapter, CreateVideo, make_request
+from actors.api.core.drafts import SIZES, Draft, Drafts, Planned
+from actors.api.core.receiving import IncomingRequest
+from actors.api.core.sources import FINAL_FRAME, Sources, StoredFile
+from actors.api.fair_semaphore import Work
 from actors.api.segments import check_segment
 from actors.api.settings import ServiceSettings
 from actors.api.sizes import check_size
+from actors.api.untrusted.reader import Reader
+from actors.api.untrusted.references import IMAGE, LAST, VIDEO
 from actors.jobs.stored_request import count_frames
 from actors.jobs.tables import Job
 from wan_tpu.errors import InvalidRequest

@@ -12,23 +12,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from prometheus_client import generate_latest
 from starlette.requests import Request
 
+from actors.api.core.acceptance import Acceptance, MaybeAccepted
+from actors.api.core.access import REFRESH_S, Access, Caller
+from actors.api.core.bodies import parse_body
+from actors.api.core.drafts import Drafts
+from actors.api.core.errors import HttpError
+from actors.api.core.extensions import Extensions
+from actors.api.core.following import EstimatedJob, Streams, follow_jobs, follow_watched
+from actors.api.core.receiving import Bodies
+from actors.api.core.retries import Retries
+from actors.api.core.sources import Sources, StoredFile
 from actors.api.estimates import Estimator
-from actors.api.http.access import REFRESH_S, Access, Caller
-from actors.api.http.bodies import parse_body
-from actors.api.http.error_answers import HttpError
-from actors.api.http.following import EstimatedJob, Streams, follow_jobs, follow_watched
-from actors.api.http.objects import KeyUsage
-from actors.api.intake.acceptance import Acceptance, MaybeAccepted
-from actors.api.intake.drafts import Drafts
-from actors.api.intake.extensions import Extensions
-from actors.api.intake.fair_semaphore import Work
-from actors.api.intake.reader import Reader
-from actors.api.intake.receiving import Bodies
-from actors.api.intake.references import FILES, VIDEO
-from actors.api.intake.retries import Retries
-from actors.api.intake.sources import Sources, StoredFile
+from actors.api.fair_semaphore import Work
 from actors.api.metrics import Meters, ServiceMetrics
 from actors.api.settings import ServiceSettings
+from actors.api.untrusted.reader import Reader
+from actors.api.untrusted.references import FILES, VIDEO
 from actors.jobs import deliveries
 from actors.jobs.check_ins import check_in, list_check_ins, make_process_name
 from actors.jobs.errors import JobNotFound, QueueFull, StoreUnavailable
@@ -37,7 +36,6 @@ from actors.jobs.sharing import FileGone
 from actors.jobs.store import JobStore, make_private_key, open_database
 from actors.jobs.stored_request import count_segments
 from actors.jobs.tables import CheckIn, Job
-from actors.jobs.usage import read_usage
 from actors.jobs.values import Room
 from actors.jobs.watching import find_unchanged, look_at_watched
 from actors.observe.logs import log_event, repeat
@@ -185,20 +183,6 @@ class Service:
         return {id_: seen[id_] for id_ in unchanged} | {
             job.id: (job, self.forecast.estimate_eta_s(job)) for job in changed
         }
-
-    def read_usage_now(self, caller: Caller, first: str, last: str) -> list[KeyUsage]:
-        """Return the usage of all keys that a caller may see."""
-        return [
-            KeyUsage(
-                key=key,
-                name=self.access.get_name(key),
-                videos=used.videos,
-                failed=used.failed,
-                chip_seconds=round(used.chip_seconds, 3),
-                dollars=round(used.dollars, 6),
-            )
-            for key, used in read_usage(self.database, caller.sees, first=first, last=last).items()
-        ]
 
     def read_metrics_now(self) -> bytes:
         """Return the metrics of all processes in Prometheus's text format."""

@@ -9,15 +9,15 @@ from collections.abc import AsyncIterator, Iterator
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from actors.api.http.error_answers import HttpError
-from actors.api.intake.body_parts import CLIP, FORM, JSON, PICTURE, URLENCODED, Parts, parse_media_type, split_body
-from actors.api.intake.create_video import Adapter, CreateVideo
-from actors.api.intake.fair_semaphore import Work
-from actors.api.intake.json_text import loads
-from actors.api.intake.reader import Reader, Reading
-from actors.api.intake.receiving import IncomingRequest
-from actors.api.intake.references import FILES, IMAGE, VIDEO
+from actors.api.core.create_video import Adapter, CreateVideo
+from actors.api.core.errors import HttpError
+from actors.api.core.receiving import IncomingRequest
+from actors.api.fair_semaphore import Work
 from actors.api.outbound.client import FetchSettings, fetch
+from actors.api.untrusted.body_parts import CLIP, FORM, JSON, PICTURE, URLENCODED, Parts, parse_media_type, split_body
+from actors.api.untrusted.json_text import loads
+from actors.api.untrusted.reader import Reader, Reading
+from actors.api.untrusted.references import FILES, IMAGE, VIDEO
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.suggest import did_you_mean
 

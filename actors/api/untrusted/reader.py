@@ -12,16 +12,16 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any, NoReturn, TypeVar
 
-from actors.api.intake.body_parts import CLIP, PICTURE, Parts
-from actors.api.intake.fair_semaphore import FairSemaphore
-from actors.api.intake.reader_process import END, LENGTH, REFUSED, ReaderLimits
-from actors.api.intake.receiving import open_memory_file
-from actors.api.intake.references import IMAGE, VIDEO
+from actors.api.fair_semaphore import FairSemaphore
 from actors.api.limits import ServiceLimits
+from actors.api.untrusted.body_parts import CLIP, PICTURE, Parts
+from actors.api.untrusted.memory_file import open_memory_file
+from actors.api.untrusted.reader_process import END, LENGTH, REFUSED, ReaderLimits
+from actors.api.untrusted.references import IMAGE, VIDEO
 from wan_tpu.errors import InvalidRequest
 
 T = TypeVar("T")
-_CHILD = "actors.api.intake.reader_process"
+_CHILD = "actors.api.untrusted.reader_process"
 
 
 class Reading:

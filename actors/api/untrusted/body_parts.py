@@ -4,10 +4,10 @@ import dataclasses
 import json
 from typing import Any
 
-from actors.api.intake.dialects import translate
-from actors.api.intake.forms import MAX_FIELDS, nest, read_form, read_urlencoded
-from actors.api.intake.json_text import loads
-from actors.api.intake.references import FILES, IMAGE, VIDEO, read_reference, read_video_reference
+from actors.api.untrusted.dialects import translate
+from actors.api.untrusted.forms import MAX_FIELDS, nest, read_form, read_urlencoded
+from actors.api.untrusted.json_text import loads
+from actors.api.untrusted.references import FILES, IMAGE, VIDEO, read_reference, read_video_reference
 from wan_tpu.errors import InvalidRequest
 
 JSON, FORM, URLENCODED = "application/json", "multipart/form-data", "application/x-www-form-urlencoded"

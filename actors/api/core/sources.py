@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from actors.api.http.access import Caller
-from actors.api.http.error_answers import HttpError
-from actors.api.intake.references import VIDEO
+from actors.api.core.access import Caller
+from actors.api.core.errors import HttpError
+from actors.api.untrusted.references import VIDEO
 from actors.jobs.errors import JobNotFound
 from actors.jobs.store import JobStore
 from actors.jobs.tables import Job

@@ -4,8 +4,8 @@ import contextlib
 import time
 from collections.abc import Iterable, Sequence
 
-from actors.api.http.error_answers import HttpError
-from actors.api.intake.sources import StoredFile
+from actors.api.core.errors import HttpError
+from actors.api.core.sources import StoredFile
 from actors.jobs.errors import CommitUncertain, StoreFailed, StoreUnavailable
 from actors.jobs.retention import Retention
 from actors.jobs.store import JobStore

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, create_model,
 from pydantic_core import PydanticCustomError
 
 from actors.api.catalogue import Catalogue
-from actors.api.intake.references import IMAGE, LAST
+from actors.api.untrusted.references import IMAGE, LAST
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.fields import describe, type_of
 from wan_tpu.model_limits import FULL_STRENGTH

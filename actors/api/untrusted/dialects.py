@@ -7,7 +7,7 @@ compares all fields.
 
 from typing import Any
 
-from actors.api.intake.references import IMAGE, LAST
+from actors.api.untrusted.references import IMAGE, LAST
 from wan_tpu.errors import InvalidRequest
 
 # Our field with the same meaning, by another server's.

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 from urllib.parse import parse_qsl
 
-from actors.api.intake.json_text import loads
+from actors.api.untrusted.json_text import loads
 from wan_tpu.errors import InvalidRequest
 
 LISTS_OF_TEXTS = ("next_prompts",)

@@ -1,0 +1,1 @@
+"""What touches bytes that clients send: parsers, most of them in processes that can reach nothing else."""
