@@ -1,68 +1,21 @@
-"""docs/gke.md and docs/tpu-vm.md can be followed: what each command prints and costs, and every name before its use."""
+"""docs/gke.md and docs/tpu-vm.md can be followed: every name is set before its use, and what they add to pods works."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import yaml
 
 from tests.conftest import ROOT
 
 PAGE, TPU_VM = ((ROOT / "docs" / name).read_text() for name in ("gke.md", "tpu-vm.md"))
-# These print nothing, nor does a command whose output goes to a file or to another program, or an ssh that runs none.
-SILENT = ("export ", "cd ", "rm ")
-TO_ELSEWHERE = re.compile(r"> [\w.]+$| \| \w+ -$| -- -N ")
-COSTLY = (
-    "clusters create",
-    "node-pools create",
-    "sql instances create",
-    "addresses create wan",
-    "docker push",
-    "weights convert",
-    "terraform apply",
-    "secrets versions add",
-    "create.sh",
-)
 
 
 def blocks_of(page):
     """Return the shell blocks with continued lines joined, and without the files that they write."""
     blocks = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
     return [re.sub(r"(<<EOF)\n.*?\nEOF\n", r"\1\n", text, flags=re.DOTALL).replace("\\\n", " ") for text in blocks]
-
-
-def find_problems(page):
-    """Yield the commands that don't say what they print or what they cost."""
-    for block in blocks_of(page):
-        for lines in re.findall(r"(?m)^[^#\n].*\n(?:#.*\n)*", block):
-            command, *rest = lines.splitlines()
-            plain = re.sub(r"\s+# .*|<<EOF", "", command)
-            is_silent = plain.startswith(SILENT) or TO_ELSEWHERE.search(plain.strip())
-            if not is_silent and not any(line.startswith("# ") for line in rest):
-                yield f"what does it print? {command}"
-            if any(words in plain for words in COSTLY) and not any(line.startswith("#$ ") for line in rest):
-                yield f"what does it cost? {command}"
-
-
-@pytest.mark.parametrize(("page", "prices"), [(PAGE, 14), (TPU_VM, 1)], ids=["gke", "tpu-vm"])
-def test_every_command_is_followed_by_what_it_prints_and_costs(page, prices):
-    assert not list(find_problems(page))
-    assert len(re.findall(r"(?m)^#\$ .*(?:\d|nothing)", page)) >= prices
-
-
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        ("kubectl get pods", "what does it print?"),
-        ("gcloud container clusters create wan \\\n    --num-nodes 1\n# NAME", "what does it cost?"),
-        ("docker push $IMAGE\n#$ 1 a month", "what does it print?"),
-    ],
-)
-def test_command_without_an_output_or_a_price_is_named(line, problem):
-    [text] = find_problems(f"```sh\n{line}\n```")
-    assert text.startswith(problem)
 
 
 def find_missing_names(page, names):
