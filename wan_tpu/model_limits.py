@@ -1,6 +1,7 @@
 """The limits of what a model can make, and the checks that refuse other requests. Imports no JAX and no torch."""
 
 import abc
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 from wan_tpu.errors import InvalidRequest
@@ -8,6 +9,8 @@ from wan_tpu.media.image import describe_fit, size_at_area
 from wan_tpu.request import NAMED_SIZES, Defaults, ResolvedRequest, nearest_multiple, parse_size
 from wan_tpu.suggest import did_you_mean
 
+# Returns all published models. `wan_tpu.families` sets it, whose files import this one.
+list_models: Callable[[], Iterable["ModelLimits"]] = tuple
 FULL_STRENGTH = 1.0  # The strength when a video is continued: every step runs.
 
 
@@ -53,6 +56,11 @@ class ModelLimits(abc.ABC):
     @abc.abstractmethod
     def size_multiple(self) -> int:
         """The number of pixels that heights and widths must be multiples of."""
+
+    @property
+    def makes_sound(self) -> bool:
+        """Whether videos may have sound."""
+        return self.audio_rate is not None
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -203,7 +211,7 @@ class ModelLimits(abc.ABC):
         if video and (image or last or not self.takes_video):
             why = "both a video and an image were given; give one of them"
             if not self.takes_video:
-                why = f"video was given, but {self.name} doesn't take one; use a T2V checkpoint of Wan, or Helios"
+                why = f"video was given, but {self.name} doesn't take one; use {name_models(takes_video=True)}"
             raise InvalidRequest(why, "video")
         if request.strength is not None:
             if not video:
@@ -226,11 +234,14 @@ class ModelLimits(abc.ABC):
 
     def _check_images(self, request: ResolvedRequest, *, image: bool, last: bool) -> None:
         """Refuse first and last frames that the model doesn't take, and requests without those that it needs."""
-        reason = f"this checkpoint ({self.name}) supports only {' and '.join(self.tasks)}"
         if image and "i2v" not in self.tasks:
-            raise InvalidRequest(f"image was given, but {reason}; leave it out, or use an I2V checkpoint", "image")
+            raise InvalidRequest(
+                f"image was given, but {self.name} makes videos from texts only; leave it out, or use a model for "
+                "images (I2V)",
+                "image",
+            )
         if not image and not last and "t2v" not in self.tasks:
-            raise InvalidRequest(f"image is missing, but {reason}; give an image", "image")
+            raise InvalidRequest(f"image is missing, and {self.name} makes videos from images only; give one", "image")
         if last and self.last_images == "none":
             takes = "only a first frame" if "i2v" in self.tasks else "no image"
             raise InvalidRequest(
@@ -241,7 +252,7 @@ class ModelLimits(abc.ABC):
         if last and not image and self.last_images != "alone":
             raise InvalidRequest(
                 f"last_image was given without image, but {self.name} needs both a first and a last frame; give "
-                "image too, or use MiniMax-H3, which takes a last frame alone",
+                f"image too, or use {name_models(last_images='alone')}, which takes a last frame alone",
                 "last_image",
             )
         if not last and self.last_images == "required":
@@ -269,8 +280,8 @@ class ModelLimits(abc.ABC):
             raise InvalidRequest(f"frames is {request.frames}; it must be {form}, nearest {nearest}", "frames")
         if request.generate_audio and self.audio_rate is None:
             raise InvalidRequest(
-                f"generate_audio is true, but {self.name} makes no sound; leave it out, or use a checkpoint of LTX-2 "
-                "or MiniMax-H3",
+                f"generate_audio is true, but {self.name} makes no sound; leave it out, or use "
+                f"{name_models(makes_sound=True)}",
                 "generate_audio",
             )
         for adapter in request.loras:
@@ -298,3 +309,10 @@ class ModelLimits(abc.ABC):
                 f"{request.steps}",
                 "switch_step",
             )
+
+
+def name_models(**abilities: object) -> str:
+    """Return the names of the published models whose attributes have these values."""
+    models = list_models()
+    able = [model.name for model in models if all(getattr(model, name) == abilities[name] for name in abilities)]
+    return " or ".join(filter(None, [", ".join(able[:-1]), *able[-1:]]))

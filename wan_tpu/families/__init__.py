@@ -5,6 +5,7 @@ import importlib
 import pkgutil
 from pathlib import Path
 
+from wan_tpu import model_limits
 from wan_tpu.checkpoint import SETTINGS, Checkpoint
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.family import Family
@@ -112,3 +113,6 @@ def published_spec(name: str) -> ModelSpec:
     """Return the spec of a published model."""
     family = list_published()[name]
     return family.spec(family.published[name])
+
+
+model_limits.list_models = lambda: map(published_spec, list_published())
