@@ -32,7 +32,8 @@ def sparse_attention(
     width: int | None = None,
     first_heads: tuple[int, int, int] = (0, 0, 0),
     scale: float | None = None,
-    kv_len: int | None = None,
+    kv_len: int | jax.Array | None = None,
+    least: int | None = None,
     softmax: Literal["auto", "online"] = "auto",
     interpret: Any = False,
 ) -> jax.Array:
@@ -43,11 +44,13 @@ def sparse_attention(
             128 if N * D is a multiple of 128.
         k, v: [B, Lk, N * D].
         blocks: [B, N, ceil(Lq / 128), n] int32: which blocks of 64 keys the queries of a block attend to, in rising
-            order, each once. Each block must hold a real key. None of this is checked.
+            order, each once. Each block must hold a real key, but for entries from `least` on, which stand for no block
+            if they are larger. None of this is checked.
         heads: N.
         width: D, if q, k or v hold more heads.
         first_heads: The first head to use of q, k and v; they are read in place.
-        scale, kv_len, interpret: As for `flash_attention`; kv_len is a Python number.
+        scale, kv_len, interpret: As for `flash_attention`.
+        least: How many entries of every list stand for a block; all if None.
         softmax: "online" is always right; "auto" is "optimistic", repeated if its check fails. Both are exact.
 
     Returns:
@@ -56,7 +59,7 @@ def sparse_attention(
     Raises:
         ValueError: Shapes don't fit.
     """
-    (batch, rows, channels), real = q.shape, kv_len or k.shape[1]
+    batch, rows, channels = q.shape
     width = channels // heads if width is None else width
     first = first_tiles(first_heads, heads, width)
     _check(q, k, v, blocks, heads, width, kv_len)
@@ -64,24 +67,26 @@ def sparse_attention(
     tile = SparseTile(
         width=width,
         shared=LANES // width if width < LANES else 1,
-        kv_len=real,
         count=count,
+        least=count if least is None else least,
         multiplier=(width**-0.5 if scale is None else scale) * math.log2(math.e),
     )
     unused = -(-count // TOGETHER) * TOGETHER - count  # Padding entries, which stand for no block.
     lists = jnp.pad(blocks, ((0, 0), (0, 0), (0, steps * STEP // QUERIES - blocks.shape[2]), (0, unused)))
     lists = lists.reshape(batch * heads * steps, PAIRS, -1)
-    short = -(-real // KEYS) * KEYS - k.shape[1]
+    most = kv_len if isinstance(kv_len, int) else k.shape[1]
+    short = -(-most // KEYS) * KEYS - k.shape[1]
     k, v = (jnp.pad(x, ((0, 0), (0, max(0, short)), (0, 0))) for x in (k, v))
     q = jnp.pad(q, ((0, 0), (0, max(0, STEP - rows)), (0, 0)))
+    real = jnp.asarray(most if kv_len is None else kv_len, jnp.int32).reshape(1)
 
     def run_online() -> jax.Array:
-        return sparse_tiles(q, k, v, lists, dataclasses.replace(tile, online=True), heads, first, interpret)[0]
+        return sparse_tiles(q, k, v, lists, real, dataclasses.replace(tile, online=True), heads, first, interpret)[0]
 
     # With one chunk in all, "online" sees the row's maximum at once.
     if softmax == "online" or tile.chunks == 1:
         return run_online()[:, :rows]
-    out, check = sparse_tiles(q, k, v, lists, tile, heads, first, interpret)
+    out, check = sparse_tiles(q, k, v, lists, real, tile, heads, first, interpret)
     return repeat_if(~jnp.all(jnp.isfinite(check)), out, run_online)[:, :rows]
 
 
@@ -93,15 +98,17 @@ def sparse_attention_reference(
     *,
     heads: int,
     scale: float | None = None,
-    kv_len: int | None = None,
+    kv_len: int | jax.Array | None = None,
 ) -> jax.Array:
     """Compute the same as `sparse_attention` in plain jnp, float32, as dense attention with a mask."""
     batch, rows, channels = q.shape
-    width, real = channels // heads, kv_len or k.shape[1]
+    width, keys = channels // heads, k.shape[1]
     _check(q, k, v, blocks, heads, width, kv_len)
-    q4, k4, v4 = (x.astype(jnp.float32).reshape(batch, -1, heads, width) for x in (q, k[:, :real], v[:, :real]))
-    chosen = jnp.any(blocks[..., None] == jnp.arange(-(-real // KEYS)), axis=-2)  # [B, N, query blocks, key blocks]
-    mask = jnp.repeat(jnp.repeat(chosen, QUERIES, axis=2), KEYS, axis=3)[:, :, :rows, :real]
+    real = jnp.arange(keys) < (keys if kv_len is None else kv_len)
+    k, v = (jnp.where(real[:, None], x, 0) for x in (k, v))  # Other rows may be NaN.
+    q4, k4, v4 = (x.astype(jnp.float32).reshape(batch, -1, heads, width) for x in (q, k, v))
+    chosen = jnp.any(blocks[..., None] == jnp.arange(-(-keys // KEYS)), axis=-2)  # [B, N, query blocks, key blocks]
+    mask = jnp.repeat(jnp.repeat(chosen, QUERIES, axis=2), KEYS, axis=3)[:, :, :rows, :keys] & real
     logits = jnp.einsum("bqnd,bknd->bnqk", q4, k4, precision="highest") * (width**-0.5 if scale is None else scale)
     weights = jax.nn.softmax(jnp.where(mask, logits, -jnp.inf))
     return jnp.einsum("bnqk,bknd->bqnd", weights, v4, precision="highest").reshape(q.shape).astype(v.dtype)
@@ -123,7 +130,7 @@ def first_tiles(first_heads: Sequence[int], heads: int, width: int) -> tuple[int
 
 
 def _check(
-    q: jax.Array, k: jax.Array, v: jax.Array, blocks: jax.Array, heads: int, width: int, kv_len: int | None
+    q: jax.Array, k: jax.Array, v: jax.Array, blocks: jax.Array, heads: int, width: int, kv_len: int | jax.Array | None
 ) -> None:
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}, {heads} heads"
     lengths = {x.ndim == 3 and x.shape[:2] for x in (k, v)} | {q.ndim == 3 and (q.shape[0], k.shape[1])}
@@ -131,8 +138,8 @@ def _check(
         raise ValueError(f"q, k, v must be [B, L, N * D], k and v of one length, got {shapes}")
     if len({x.dtype for x in (q, k, v)}) > 1 or q.dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"q, k, v must all be bfloat16 or float32, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if kv_len is not None and not 1 <= kv_len <= k.shape[1]:
+    if isinstance(kv_len, int) and not 1 <= kv_len <= k.shape[1]:
         raise ValueError(f"kv_len must be from 1 to {k.shape[1]}, the keys given, got {kv_len}")
-    lists, most = (q.shape[0], heads, -(-q.shape[1] // QUERIES)), -(-(kv_len or k.shape[1]) // KEYS)
+    lists, most = (q.shape[0], heads, -(-q.shape[1] // QUERIES)), -(-(kv_len if isinstance(kv_len, int) else k.shape[1]) // KEYS)
     if blocks.shape[:-1] != lists or not 1 <= blocks.shape[-1] <= most or blocks.dtype != jnp.int32:
         raise ValueError(f"blocks must be int32 {[*lists, f'1 to {most}']}, got {blocks.dtype} {[*blocks.shape]}")

@@ -45,16 +45,16 @@ class SparseTile:
     Attributes:
         width: D.
         shared: S.
-        kv_len: Number of real keys.
         count: Blocks of keys in a list.
+        least: How many entries of every list stand for a block; later ones may stand for none.
         multiplier: The factor of q.k that makes logits powers of two.
         online: Whether softmax is "online".
     """
 
     width: int
     shared: int
-    kv_len: int
     count: int
+    least: int
     multiplier: float
     online: bool = False
 
@@ -68,12 +68,27 @@ class SparseTile:
         """Number of chunks of `TOGETHER` blocks in a list."""
         return -(-self.count // TOGETHER)
 
+    @property
+    def first_masked(self) -> int:
+        """The first chunk in which a row of K may be no key."""
+        return (self.least - 1) // TOGETHER
+
+    @property
+    def groups(self) -> list[range]:
+        """Chunks that are unrolled together; masked ones are in the last group."""
+        groups = [range(start, min(start + UNROLLED, self.chunks)) for start in range(0, self.chunks, UNROLLED)]
+        while groups[-1].start > self.first_masked:
+            last = groups.pop()
+            groups[-1] = range(groups[-1].start, last.stop)
+        return groups
+
 
 def sparse_tiles(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     lists: jax.Array,
+    kv_len: jax.Array,
     tile: SparseTile,
     heads: int,
     first: tuple[int, int, int],
@@ -85,6 +100,7 @@ def sparse_tiles(
         q: [B, at least 512, N * D].
         k, v: [B, Lk, N * D].
         lists: [B * N * steps, 2, 2 n]: of each pair A's list, then B's.
+        kv_len: int32 [1], the number of real keys.
         tile: The static settings.
         heads: N.
         first: The first tile to use of q, k and v.
@@ -118,7 +134,7 @@ def sparse_tiles(
     return pl.pallas_call(
         functools.partial(_kernel, tile=tile),
         grid=(batch, tiles, steps, shared),
-        in_specs=[lists_of, queries, keys, values],
+        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), lists_of, queries, keys, values],
         out_specs=[results, flags][:outputs],
         scratch_shapes=[
             pltpu.VMEM((PAIRS, PAIR, 2 * lanes), q.dtype),
@@ -141,7 +157,7 @@ def sparse_tiles(
         ),
         interpret=interpret,
         name="sparse_attention" + ("_online" if tile.online else ""),
-    )(lists, q, k, v)
+    )(kv_len, lists, q, k, v)
 
 
 def _vmem_bytes() -> int:
@@ -152,11 +168,15 @@ def _vmem_bytes() -> int:
         return 64 * MIB
 
 
-def _kernel(list_ref: Ref, q_ref: Ref, k_ref: Ref, v_ref: Ref, o_ref: Ref, *refs: Ref, tile: SparseTile) -> None:
+def _kernel(
+    kv_len_ref: Ref, list_ref: Ref, q_ref: Ref, k_ref: Ref, v_ref: Ref, o_ref: Ref, *refs: Ref, tile: SparseTile
+) -> None:
     """Run one grid step (b, t, i, s): four blocks of queries of one head."""
     check_ref, (q2_ref, acc_ref, sum_ref, shift_ref) = refs[:-4], refs[-4:]
     pairs = [
-        _Pair(list_ref.at[i], k_ref, v_ref, q2_ref.at[i], acc_ref.at[i], sum_ref.at[i], shift_ref.at[i], tile)
+        _Pair(
+            kv_len_ref, list_ref.at[i], k_ref, v_ref, q2_ref.at[i], acc_ref.at[i], sum_ref.at[i], shift_ref.at[i], tile
+        )
         for i in range(PAIRS)
     ]
     in_head = lax.div(lax.broadcasted_iota(jnp.int32, (PAIR, tile.lanes), 1), tile.width) == pl.program_id(3)
@@ -165,7 +185,7 @@ def _kernel(list_ref: Ref, q_ref: Ref, k_ref: Ref, v_ref: Ref, o_ref: Ref, *refs
         q = q_ref[here, :]
         pair.start(q if tile.shared == 1 else jnp.where(in_head, q, jnp.zeros_like(q)))
 
-    groups = [range(start, min(start + UNROLLED, tile.chunks)) for start in range(0, tile.chunks, UNROLLED)]
+    groups = tile.groups
     if len(groups) > 1:
         _add(pairs, groups[0], first=True)
 
@@ -185,12 +205,12 @@ def _kernel(list_ref: Ref, q_ref: Ref, k_ref: Ref, v_ref: Ref, o_ref: Ref, *refs
 def _add(pairs: Sequence["_Pair"], chunks: Sequence[Any], first: bool = False, last: bool = False) -> None:
     """Add the same chunks of each pair's lists; `first` and `last` say whether the lists begin and end with them."""
     units = [(pair, position) for pair in pairs for position in range(len(chunks))]
-    ends = [last and position == len(chunks) - 1 for _, position in units]
+    masked = [last and chunks[position] >= pair.tile.first_masked for pair, position in units]
     logits: list[jax.Array] = []
     for number, (pair, position) in enumerate(units):
         for other in range(number + len(logits), min(number + AHEAD + 1, len(units))):
-            logits.append(units[other][0].logits(chunks[units[other][1]], ends[other]))
-        pair.add(logits.pop(0), chunks[position], first and position == 0, ends[number])
+            logits.append(units[other][0].logits(chunks[units[other][1]], masked[other]))
+        pair.add(logits.pop(0), chunks[position], first and position == 0, masked[number])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,6 +218,7 @@ class _Pair:
     """Two blocks of queries, A and B, and their accumulators; columns are those of A, then those of B.
 
     Attributes:
+        kv_len_ref: [1], the number of real keys.
         list_ref: [2 n], A's list, then B's.
         k_ref, v_ref: All of K and V of the tile.
         q2_ref: [256, 2 S D], Q_A and Q_B as diagonal blocks.
@@ -207,6 +228,7 @@ class _Pair:
         tile: The static settings.
     """
 
+    kv_len_ref: Ref
     list_ref: Ref
     k_ref: Ref
     v_ref: Ref
@@ -234,7 +256,7 @@ class _Pair:
             self.sum_ref[...] * 0.0, axis=0, keepdims=True
         )
 
-    def add(self, s: jax.Array, chunk: Any, first: bool, last: bool) -> None:
+    def add(self, s: jax.Array, chunk: Any, first: bool, masked: bool) -> None:
         """Add a chunk whose logits are S^T [256, 256]."""
         if first or self.tile.online:
             largest = jnp.max(s, axis=0, keepdims=True)
@@ -250,36 +272,39 @@ class _Pair:
         self.sum_ref[...] += jnp.sum(p.reshape(-1, SUBLANES, PAIR), axis=0)
         for block in range(2):
             columns = slice(block * QUERIES, (block + 1) * QUERIES)
-            v = self._rows(self.v_ref, chunk, block, last)
+            v = self._rows(self.v_ref, chunk, block, masked)
             self.acc_ref[:, columns] += dot(v.T, p[:, columns].astype(v.dtype), contract=(1, 0))
 
-    def logits(self, chunk: Any, last: bool) -> jax.Array:
+    def logits(self, chunk: Any, masked: bool) -> jax.Array:
         """Return S^T [256, 256] float32 in powers of two, -inf where there is no real key."""
-        keys = jnp.concatenate([self._rows(self.k_ref, chunk, block, last) for block in range(2)], axis=1)
+        keys = jnp.concatenate([self._rows(self.k_ref, chunk, block, masked) for block in range(2)], axis=1)
         s = dot(keys, self.q2_ref[...], contract=(1, 1))
         if not math.isclose(self.tile.multiplier, 1.0, rel_tol=1e-6):
             s = s * self.tile.multiplier
-        if not last:
+        if not masked:
             return s
         shape = TOGETHER * KEYS, QUERIES
         real = jnp.concatenate([self._is_key(chunk, block, shape) for block in range(2)], axis=1)
         return jnp.where(real, s, -jnp.inf)
 
-    def _rows(self, ref: Ref, chunk: Any, block: int, last: bool) -> jax.Array:
+    def _rows(self, ref: Ref, chunk: Any, block: int, masked: bool) -> jax.Array:
         """Return the rows [256, S D] of K or V that A (0) or B (1) attends to, zero where there is no real key."""
-        rows = jnp.concatenate([ref[pl.ds(self._start(chunk, block, i), KEYS), :] for i in range(TOGETHER)], axis=0)
+        starts = [self._start(chunk, block, i) for i in range(TOGETHER)]
+        if masked:  # What stands for no block is read from the last one.
+            starts = [jnp.minimum(start, ref.shape[0] // KEYS * KEYS - KEYS) for start in starts]
+        rows = jnp.concatenate([ref[pl.ds(pl.multiple_of(start, KEYS), KEYS), :] for start in starts], axis=0)
         # Rows after the last key may be NaN, and 0 * NaN is NaN.
-        return jnp.where(self._is_key(chunk, block, rows.shape), rows, jnp.zeros_like(rows)) if last else rows
+        return jnp.where(self._is_key(chunk, block, rows.shape), rows, jnp.zeros_like(rows)) if masked else rows
 
     def _start(self, chunk: Any, block: int, i: int) -> Any:
-        return pl.multiple_of(self.list_ref[(block * self.tile.chunks + chunk) * TOGETHER + i] * KEYS, KEYS)
+        return self.list_ref[(block * self.tile.chunks + chunk) * TOGETHER + i] * KEYS
 
     def _is_key(self, chunk: int, block: int, shape: tuple[int, ...]) -> jax.Array:
         """Return whether each of 256 rows is a real key, of a block that is listed."""
         return jnp.concatenate(
             [
                 lax.broadcasted_iota(jnp.int32, (KEYS, shape[1]), 0)
-                < (self.tile.kv_len - self._start(chunk, block, i) if chunk * TOGETHER + i < self.tile.count else 0)
+                < (self.kv_len_ref[0] - self._start(chunk, block, i) if chunk * TOGETHER + i < self.tile.count else 0)
                 for i in range(TOGETHER)
             ],
             axis=0,

@@ -89,5 +89,6 @@ def sparse(tokens: int, blocks: int) -> Case:
     x = jax.ShapeDtypeStruct((1, tokens, D), jnp.bfloat16)
     padded = -(-blocks // TOGETHER) * TOGETHER
     lists = jax.ShapeDtypeStruct((tokens // STEP, PAIRS, STEP // QUERIES // PAIRS * padded), jnp.int32)
-    tile = SparseTile(width=D, shared=1, kv_len=tokens, count=blocks, multiplier=1.0)
-    return lambda q, k, v, lists: sparse_tiles(q, k, v, lists, tile, 1, (0, 0, 0), False), (x, x, x, lists)
+    kv_len = jax.ShapeDtypeStruct((1,), jnp.int32)
+    tile = SparseTile(width=D, shared=1, count=blocks, least=blocks, multiplier=1.0)
+    return lambda q, k, v, *lists: sparse_tiles(q, k, v, *lists, tile, 1, (0, 0, 0), False), (x, x, x, lists, kv_len)

@@ -25,9 +25,10 @@ from wan_tpu_kernels.sparse_kernel import KEYS, QUERIES, SparseTile, sparse_tile
 
 
 @functools.cache
-def program(**options):
-    """One compiled program for each set of options and shapes."""
-    return jax.jit(functools.partial(sparse_attention, interpret=INTERPRET, **options))
+def program(kv_len=None, **options):
+    """One compiled program for each set of options and shapes; `kv_len` may be an argument of it."""
+    constant = {} if kv_len == "argument" else {"kv_len": kv_len}
+    return jax.jit(functools.partial(sparse_attention, interpret=INTERPRET, **constant, **options))
 
 
 def draw_lists(q_len: int, kv_len: int, count: int, heads: int = 1) -> np.ndarray:
@@ -39,9 +40,12 @@ def draw_lists(q_len: int, kv_len: int, count: int, heads: int = 1) -> np.ndarra
     return np.asarray(lists, np.int32).reshape(1, heads, -1, count)
 
 
-def run(case: Case, lists: np.ndarray, dtype=jnp.bfloat16, **options) -> np.ndarray:
-    arrays = (x.astype(dtype)[None] for x in case)
-    return np.asarray(program(**{"heads": 1} | options)(*arrays, lists), np.float32)[0]
+def run(case: Case, lists: np.ndarray, dtype=jnp.bfloat16, kv_len=None, **options) -> np.ndarray:
+    arrays, options = [x.astype(dtype)[None] for x in case], {"heads": 1} | options
+    if isinstance(kv_len, jax.Array):
+        got = program("argument", **options)(*arrays, lists, kv_len=kv_len)
+        return np.asarray(got, np.float32)[0]
+    return np.asarray(program(kv_len=kv_len, **options)(*arrays, lists), np.float32)[0]
 
 
 def assert_exact(case: Case, lists: np.ndarray, got: np.ndarray, dtype=jnp.bfloat16) -> None:
@@ -86,12 +90,13 @@ def test_lists_longer_than_the_unrolled_chunks_are_exact(monkeypatch):
 
 def test_the_check_sees_overflow():
     """Otherwise the cases above might pass without the repeat they are meant to force."""
-    failed, tile = [], SparseTile(D, 1, 704, 8, D**-0.5 * np.log2(np.e))
+    failed, tile = [], SparseTile(D, 1, 8, 8, D**-0.5 * np.log2(np.e))
     tiles = as_program(lambda *args: sparse_tiles(*args, tile, 1, (0, 0, 0), True))
     for name in ("late key", "sink"):
         case, lists = adversarial(name, 512, 704), draw_lists(512, 704, 8)
         q, k, v = (x.astype(jnp.bfloat16)[None] for x in case)
-        failed.append(bool(np.isnan(tiles(q, k, v, lists.reshape(1, 2, -1))[1]).any()))
+        kv_len = np.array([704], np.int32)
+        failed.append(bool(np.isnan(tiles(q, k, v, lists.reshape(1, 2, -1), kv_len)[1]).any()))
     assert failed == [True, False]
 
 
@@ -100,6 +105,18 @@ def test_keys_beyond_kv_len_are_never_read():
     lists = draw_lists(300, 520, 6)
     k[520:], v[520:] = np.nan, np.nan
     assert_exact(Case(q, k[:520], v[:520]), lists[0, 0], run(Case(q, k, v), lists, kv_len=520))
+
+
+@pytest.mark.parametrize("kv_len", [321, 448, 700])
+def test_lists_and_keys_of_any_length_at_run_time(kv_len):
+    """One program for all; what stands for no block is as large as it likes."""
+    q, k, v = normal(300, 700)
+    k[kv_len:], v[kv_len:] = np.nan, np.nan
+    blocks = -(-kv_len // KEYS)
+    lists = draw_lists(300, kv_len, blocks)
+    padded = np.pad(lists, ((0, 0), (0, 0), (0, 0), (0, 11 - blocks)), constant_values=1000)
+    got = run(Case(q, k, v), padded, least=6, kv_len=jnp.int32(kv_len))
+    assert_exact(Case(q, k[:kv_len], v[:kv_len]), lists[0, 0], got)
 
 
 @pytest.mark.parametrize("width", [64, pytest.param(128, marks=pytest.mark.long)])

@@ -6,7 +6,7 @@ the chosen scores, and entry j of a list is the number of positions whose runnin
 
 Columns are the 128 lanes, so each of these steps is done for 128 lists at once.
 
-Letters: N lists of lists, Q lists, K scores for each, n the length of a list.
+Letters: N lists of lists, Q lists, K scores for each.
 """
 
 import functools
@@ -24,52 +24,59 @@ from wan_tpu_kernels.flash_kernel import SUBLANES, dot
 Ref = Any  # A Pallas reference to VMEM.
 
 
-def top_lists(scores: jax.Array, count: int, *, interpret: Any = False) -> jax.Array:
-    """Return the positions of the `count` largest scores of each column, in rising order.
+def top_lists(scores: jax.Array, most: int, count: jax.Array | None = None, *, interpret: Any = False) -> jax.Array:
+    """Return the positions of the largest scores of each column, in rising order.
 
     Of equal scores the first ones are taken; NaN is as large as inf.
 
     Args:
         scores: [N, K, Q] float32.
-        count: From 1 to K.
+        most: The length of a list, from 1 to K.
+        count: int32 scalar, how many positions a list has, from 1 to `most`; `most` if None. Its other entries are K.
         interpret: As for `pallas_call`.
 
     Returns:
-        [N, Q, count] int32.
+        [N, Q, most] int32.
 
     Raises:
-        ValueError: The count is out of range.
+        ValueError: The length is out of range.
     """
     lists, rows, columns = scores.shape
-    if not 1 <= count <= rows:
-        raise ValueError(f"count must be from 1 to {rows}, the scores of a list, got {count}")
+    if not 1 <= most <= rows:
+        raise ValueError(f"lists must be from 1 to {rows} long, the scores of a column, got {most}")
     # The rows added as padding lose against all others, even equal ones, because those come first.
     scores = jnp.pad(scores, ((0, 0), (0, -rows % LANES), (0, 0)), constant_values=-jnp.inf)
-    rows, length = scores.shape[1], -(-count // LANES) * LANES
+    padded, length = scores.shape[1], -(-most // LANES) * LANES
     positions = pl.pallas_call(
-        functools.partial(_kernel, count=count),
+        functools.partial(_kernel, most=most, none=rows),
         grid=(lists, -(-columns // LANES)),
-        in_specs=[pl.BlockSpec((None, rows, LANES), lambda i, j: (i, 0, j))],
+        in_specs=[
+            pl.BlockSpec(memory_space=pltpu.SMEM),
+            pl.BlockSpec((None, padded, LANES), lambda i, j: (i, 0, j)),
+        ],
         out_specs=pl.BlockSpec((None, LANES, length), lambda i, j: (i, j, 0)),
-        scratch_shapes=[pltpu.VMEM((rows, LANES), jnp.float32), pltpu.VMEM((length, LANES), jnp.float32)],
+        scratch_shapes=[pltpu.VMEM((padded, LANES), jnp.float32), pltpu.VMEM((length, LANES), jnp.float32)],
         out_shape=jax.ShapeDtypeStruct((lists, columns, length), jnp.int32),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         interpret=interpret,
         name="top_lists",
-    )(scores)
-    return positions[:, :, :count]
+    )(jnp.asarray(most if count is None else count, jnp.int32).reshape(1), scores)
+    return positions[:, :, :most]
 
 
-def top_lists_reference(scores: jax.Array, count: int) -> jax.Array:
+def top_lists_reference(scores: jax.Array, most: int, count: jax.Array | None = None) -> jax.Array:
     """Compute the same as `top_lists`, by sorting."""
     scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)
-    order = jnp.argsort(-scores, axis=1, stable=True)[:, :count]
-    return jnp.sort(order, axis=1).swapaxes(1, 2).astype(jnp.int32)
+    order = jnp.argsort(-scores, axis=1, stable=True)[:, :most]
+    taken = jnp.arange(most)[:, None] < (most if count is None else count)
+    return jnp.sort(jnp.where(taken, order, scores.shape[1]), axis=1).swapaxes(1, 2).astype(jnp.int32)
 
 
-def _kernel(scores_ref: Ref, out_ref: Ref, sums_ref: Ref, lists_ref: Ref, *, count: int) -> None:
+def _kernel(
+    count_ref: Ref, scores_ref: Ref, out_ref: Ref, sums_ref: Ref, lists_ref: Ref, *, most: int, none: int
+) -> None:
     """Run one grid step (i, j): 128 lists."""
-    scores = scores_ref[...]
+    count, scores = count_ref[0].astype(jnp.float32), scores_ref[...]
     bits = lax.bitcast_convert_type(jnp.where(jnp.isnan(scores), jnp.inf, scores), jnp.int32)
     key = jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)  # Integers in the order of the scores.
     position = lax.broadcasted_iota(jnp.int32, key.shape, 0)
@@ -106,8 +113,8 @@ def _kernel(scores_ref: Ref, out_ref: Ref, sums_ref: Ref, lists_ref: Ref, *, cou
         rows = [count_true(sums <= entry + j) for j in range(SUBLANES)]
         lists_ref[pl.ds(start, SUBLANES), :] = jnp.concatenate(rows, axis=0)
 
-    lax.fori_loop(0, -(-count // SUBLANES), write_entries, None)
-    out_ref[...] = lists_ref[...].T.astype(jnp.int32)
+    lax.fori_loop(0, -(-most // SUBLANES), write_entries, None)
+    out_ref[...] = jnp.minimum(lists_ref[...].T.astype(jnp.int32), none)
 
 
 def _cumulate(ref: Ref) -> None:
