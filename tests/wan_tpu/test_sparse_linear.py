@@ -20,16 +20,18 @@ def softmax(x):
     return weights / weights.sum(-1, keepdims=True)
 
 
-def by_formula(q, k, v, share, weight, bias):
-    """arXiv 2509.24006 for one head, [L, D] float64: blocks by means, softmax over them, and the linear part."""
+def by_formula(q, k, v, share, weight=None, bias=None):
+    """arXiv 2509.24006 for one head, [L, D] float64: blocks by means, softmax over them, and any linear part."""
     blocks = [np.arange(i, min(i + KEYS, len(k))) for i in range(0, len(k), KEYS)]
     means = np.stack([(k - k.mean(0))[rows].mean(0) for rows in blocks])
     out = np.empty_like(v)
     for start in range(0, len(q), QUERIES):
         rows = slice(start, start + QUERIES)
-        best = np.argsort(-(means @ q[rows].mean(0)), kind="stable")[: int(share * len(blocks))]
+        best = np.argsort(-(means @ q[rows].mean(0)), kind="stable")[: max(1, int(share * len(blocks)))]
         keys = np.concatenate([blocks[i] for i in best])
         out[rows] = softmax(q[rows] @ k[keys].T * q.shape[1] ** -0.5) @ v[keys]
+    if weight is None:
+        return out
     phi_q, phi_k = softmax(q), softmax(k)
     linear = phi_q @ (phi_k.T @ v) / (EPSILON + (phi_q * phi_k.sum(0)).sum(1, keepdims=True))
     return out + linear @ weight.T + bias
@@ -53,6 +55,7 @@ def test_it_is_the_papers(heads, width, tokens, interpret):
         *arrays,
         SparseLinear(0.4, jnp.asarray(weight), jnp.asarray(bias)),
         heads=heads,
+        width=width,
         kv_len=tokens,
         platform="cpu",
         interpret=interpret,
@@ -67,7 +70,7 @@ def test_some_heads_of_many_are_used_in_place():
     q, k, v, weight, bias = draw_inputs(700, 3, 128, jnp.float32)
     how = SparseLinear(0.4, jnp.asarray(weight), jnp.asarray(bias))
     inputs = [x.astype(np.float32) for x in (q * query_scale(128), k, v)]
-    more = {"kv_len": 700, "platform": "cpu"}
+    more = {"width": 128, "kv_len": 700, "platform": "cpu"}
     last = slice(256, None)
     expected = by_formula(q[:, last], k[:, last], v[:, last], 0.4, weight, bias)
     for interpret in (False, True):
@@ -83,16 +86,31 @@ def test_queries_may_begin_behind_the_first_key(interpret):
     how = SparseLinear(0.4, jnp.asarray(weight), jnp.asarray(bias))
     expected = by_formula(q[:900], k[:900], v[:900], 0.4, weight, bias)[512:]
     q, k, v = (x.astype(np.float32) for x in (q * query_scale(128), k, v))
-    more = {"heads": 1, "kv_len": 900, "platform": "cpu", "interpret": interpret}
+    more = {"heads": 1, "width": 128, "kv_len": 900, "platform": "cpu", "interpret": interpret}
     part = ATTENTION(q[512:], k, v, how, first_query=jnp.int32(512), **more)
     np.testing.assert_allclose(part[: 900 - 512], expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("interpret", [False, True], ids=["plain", "kernels"])
+def test_the_number_of_tokens_may_be_an_argument(interpret):
+    """Without a linear part, as in LightX2V's adapters for MiniMax-H3; one program for all lengths."""
+    q, k, v, *_ = draw_inputs(1100, 2, 128, jnp.float32)
+    layer = SparseLinear(1 - 0.85, shortest=600)
+    options = {"heads": 2, "width": 128, "platform": "cpu", "interpret": interpret}
+    for tokens in (600, 833, 1100):
+        padded = [np.where(np.arange(1100)[:, None] < tokens, x, np.nan) for x in (q * query_scale(128), k, v)]
+        arrays = [x.astype(np.float32) for x in padded]
+        got = ATTENTION(*arrays, layer, kv_len=jnp.int32(tokens), **options)
+        for lanes in (slice(0, 128), slice(128, 256)):
+            expected = by_formula(*(x[:tokens, lanes] for x in (q, k, v)), 1 - 0.85)
+            np.testing.assert_allclose(got[:tokens, lanes], expected, rtol=0, atol=2e-5)
 
 
 def test_one_block_is_kept_at_least():
     q, k, _, weight, bias = draw_inputs(300, 1, 128, jnp.float32)
     for share, count in ((0.01, 1), (1, 5)):
         how = SparseLinear(share, jnp.asarray(weight), jnp.asarray(bias))
-        lists = as_program(choose_blocks)(q, k, how, heads=1, kv_len=300, kernels=False)
+        lists = as_program(choose_blocks)(q, k, how, heads=1, width=128, kv_len=300, kernels=False)
         assert lists.shape == (1, 1, 3, count)
 
 

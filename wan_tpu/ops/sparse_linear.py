@@ -1,5 +1,7 @@
 """Sparse-linear attention (SLA, arXiv 2509.24006) of some heads on one device: few keys exactly, all keys linearly.
 
+Some checkpoints are trained without the linear part, such as LightX2V's adapters for MiniMax-H3.
+
 A block of 128 queries attends to the blocks of 64 keys whose mean key has the largest product with the mean query. (The
 paper first subtracts the mean of all keys, which changes all of a query's products by the same amount and so chooses
 the same blocks.) Linear attention over all keys, through a trained matrix, makes up for what softmax attention misses.
@@ -33,12 +35,18 @@ class SparseLinear:
 
     Attributes:
         density: The share of the blocks of keys that are kept.
-        weight, bias: [D, D] and [D], those of the linear part.
+        weight, bias: [D, D] and [D], those of the linear part; None if there is none.
+        shortest: The least number of real keys, where that number is an argument of the program.
     """
 
     density: float
-    weight: jax.Array
-    bias: jax.Array
+    weight: jax.Array | None = None
+    bias: jax.Array | None = None
+    shortest: int = 1
+
+    def count(self, blocks: int) -> int:
+        """Return how many of a number of blocks that hold real keys are kept."""
+        return max(1, min(blocks, int(self.density * blocks)))
 
 
 def sparse_linear_attention(
@@ -48,21 +56,23 @@ def sparse_linear_attention(
     layer: SparseLinear,
     *,
     heads: int,
+    width: int,
     first_heads: tuple[int, int, int] = (0, 0, 0),
-    kv_len: int,
+    kv_len: int | jax.Array,
     first_query: int | jax.Array = 0,
     platform: str,
     interpret: Any = False,
 ) -> jax.Array:
-    """Compute sparse attention plus linear attention.
+    """Compute sparse attention, plus linear attention if the layer has its weights.
 
     Args:
         q: [L, at least N * D], times `query_scale`.
         k, v: [L, at least N * D].
         layer: How the layer attends.
         heads: N.
+        width: D.
         first_heads: The first head to use of q, k and v.
-        kv_len: Tokens from here on are ignored.
+        kv_len: Tokens from here on are ignored; with a linear part it is a Python number.
         first_query: The index of q's first token in k, a multiple of the block size.
         platform: "tpu", "gpu" or "cpu".
         interpret: Runs the kernels on any platform, interpreted.
@@ -70,20 +80,23 @@ def sparse_linear_attention(
     Returns:
         [L, N * D], in the dtype of q.
     """
-    kernels, width = uses_kernel("sparse_attention", platform) or bool(interpret), len(layer.bias)
+    kernels = uses_kernel("sparse_attention", platform) or bool(interpret)
     if kernels:
         first_tiles(first_heads, heads, width)  # This raises for heads that the kernels don't support.
     first_q, first_k, _ = first_heads
     sizes: dict[str, Any] = {"heads": heads, "kv_len": kv_len}
     choice: dict[str, Any] = {"first_heads": (first_q, first_k), "kernels": kernels, "interpret": interpret}
-    lists = choose_blocks(q, k, layer, first_query=first_query, **sizes, **choice)
+    lists = choose_blocks(q, k, layer, width=width, first_query=first_query, **sizes, **choice)
+    linear: dict[str, Any] = {"weight": layer.weight, "bias": layer.bias, "scale": 1 / query_scale(width)}
     if kernels:
         options = sizes | {"first_heads": first_heads, "interpret": interpret}
-        out = sparse_attention(q[None], k[None], v[None], lists, width=width, scale=math.log(2), **options)[0]
-        return add_linear(out, q, k, v, layer.weight, layer.bias, scale=1 / query_scale(width), **options)
+        least = None if isinstance(kv_len, int) else layer.count(-(-layer.shortest // KEYS))
+        whole: dict[str, Any] = {"width": width, "scale": math.log(2), "least": least}
+        out = sparse_attention(q[None], k[None], v[None], lists, **whole, **options)[0]
+        return out if layer.weight is None else add_linear(out, q, k, v, **linear, **options)
     q, k, v = (x[:, n * width : (n + heads) * width] for x, n in zip((q, k, v), first_heads, strict=True))
     out = sparse_attention_reference(q[None], k[None], v[None], lists, scale=math.log(2), **sizes)[0]
-    return add_linear_reference(out, q, k, v, layer.weight, layer.bias, scale=1 / query_scale(width), **sizes)
+    return out if layer.weight is None else add_linear_reference(out, q, k, v, **linear, **sizes)
 
 
 def choose_blocks(
@@ -92,19 +105,20 @@ def choose_blocks(
     layer: SparseLinear,
     *,
     heads: int,
+    width: int,
     first_heads: tuple[int, int] = (0, 0),
-    kv_len: int,
+    kv_len: int | jax.Array,
     first_query: int | jax.Array = 0,
     kernels: bool,
     interpret: Any = False,
 ) -> jax.Array:
     """Return the blocks of keys of each block of queries, as `sparse_attention` takes them, [1, N, Lq / 128, n].
 
-    n is `layer.density` times the number of blocks that hold a real key, rounded down, and at least one. q may be
-    scaled by any positive number; arguments are those of `sparse_linear_attention`.
+    n is `layer.density` times the number of blocks that hold a real key, rounded down, and at least one. If `kv_len` is
+    an array, lists are as long as for all keys of k, and entries behind the n-th stand for no block. q may be scaled by
+    any positive number; arguments are those of `sparse_linear_attention`.
     """
-    blocks, width = -(-kv_len // KEYS), len(layer.bias)
-    count = min(blocks, max(1, int(layer.density * blocks)))
+    blocks = -(-(kv_len if isinstance(kv_len, int) else len(k)) // KEYS)
     shared = max(1, LANES // width) if kernels else 1
     means = functools.partial(block_means, interpret=interpret) if kernels else block_means_reference
     sizes: dict[str, Any] = {"tiles": heads // shared, "lanes": width * shared}
@@ -114,4 +128,11 @@ def choose_blocks(
     queries, keys = (x.reshape(*x.shape[:2], shared, width) for x in (queries, keys))
     scores = jnp.einsum("tksd,tqsd->tskq", keys[:, :blocks], queries, precision="highest")
     scores = scores.reshape(heads, *scores.shape[2:])
-    return (top_lists(scores, count, interpret=interpret) if kernels else top_lists_reference(scores, count))[None]
+    count = None
+    if not isinstance(kv_len, int):
+        real = -(-kv_len // KEYS)
+        scores = jnp.where(jnp.arange(blocks)[:, None] < real, scores, -jnp.inf)
+        # Numbers rounded down as Python does it, in float64.
+        count = jnp.array([layer.count(number + 1) for number in range(blocks)], jnp.int32)[real - 1]
+    choose = functools.partial(top_lists, interpret=interpret) if kernels else top_lists_reference
+    return choose(scores, layer.count(blocks), count)[None]
