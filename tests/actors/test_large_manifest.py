@@ -240,7 +240,7 @@ def test_a_video_that_was_replaced_is_a_change(tmp_path):
     [entry] = read_manifest(path, planner).entries
     entry.load()
     film.write_bytes(b"other")
-    with pytest.raises(InvalidInput, match=r"film.mp4 has changed since this run looked at it"):
+    with pytest.raises(InvalidInput, match=r"film\.mp4"):
         entry.load()
     [again] = read_manifest(path, planner).entries
     assert again.digest == entry.digest  # The digest is that of the line. The content's version is recorded separately.

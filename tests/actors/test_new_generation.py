@@ -94,7 +94,7 @@ def test_its_slices_are_parsed():
     assert (kind.pod_type, kind.build_host_resources(1)) == ("v99-32", {"TPU": 4.0})
     assert SliceSpec("v99:4x8").wraps == (False, True)
     assert SliceSpec("tpu99:2x2").chip is CHIPS["v99"]
-    with pytest.raises(UnknownSlice, match="there is no v99-40; nearest: v99-32"):
+    with pytest.raises(UnknownSlice, match=r"v99-40.*v99-32"):
         SliceSpec("v99-40")
 
 

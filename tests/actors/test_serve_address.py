@@ -62,7 +62,7 @@ def test_serve_starts_anew_elsewhere_unless_something_runs():
     port = free_port()
     serve.start(proxy_location=ProxyLocation.Disabled)
     run_other()
-    with pytest.raises(ServiceStartFailed, match=r"runs without HTTP.*\(other\)"):
+    with pytest.raises(ServiceStartFailed, match=r"\(other\)"):
         start_http("127.0.0.1", port)
     serve.delete("other")
 
@@ -72,7 +72,7 @@ def test_serve_starts_anew_elsewhere_unless_something_runs():
     same = controller()
     start_http("127.0.0.1", port)
     for host, other_port in (("127.0.0.2", port), ("127.0.0.1", port + 1)):
-        with pytest.raises(ServiceStartFailed, match=rf"listens at 127\.0\.0\.1 port {port} .*\(other\)"):
+        with pytest.raises(ServiceStartFailed, match=rf"port {port} .*\(other\)"):
             start_http(host, other_port)
     serve.delete("other")
     start_http("127.0.0.1", port)
@@ -112,7 +112,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_made(tmp_path):
     settings = ServiceSettings(database=str(tmp_path / "jobs.sqlite"), storage=str(tmp_path / "results"), model="m")
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(PortTaken, match=rf"port {port} of 127.0.0.1 is taken by process {os.getpid()} "):
+        with pytest.raises(PortTaken, match=rf"port {port} .*process {os.getpid()}\b"):
             prepare_on_head(settings, "127.0.0.1", port)
     assert not list(tmp_path.iterdir())
     prepare_on_head(settings, "127.0.0.1", port)

@@ -161,10 +161,10 @@ def test_service_waits_for_the_layout_that_its_configuration_means(tmp_path):
     """Kubernetes brings a changed ConfigMap to a pod a minute after the configuration that goes with it."""
     file = tmp_path / "layout.yaml"
     new = MountedLayout(str(file), "pools: []")
-    with pytest.raises(Unavailable, match=r"can't be read .* apply both the ConfigMap .* and the RayService "):
+    with pytest.raises(Unavailable, match=r"ConfigMap.*RayService"):
         wait_for_layout(new.path, new.sha256, wait_s=0)
     file.write_text("pools: old")
-    with pytest.raises(Unavailable, match=f"has the hash .* was written for {new.sha256[:12]}"):
+    with pytest.raises(Unavailable, match=new.sha256[:12]):
         wait_for_layout(new.path, new.sha256, wait_s=0)
     timer = threading.Timer(0.2, file.write_text, [new.text])
     timer.start()

@@ -58,7 +58,7 @@ def test_status_actor_that_is_silent_stops_nobody(cluster):
     wait_for(lambda: (read := status.read_or_none()) and read.replicas, "the first report")
     with stop_process(cluster, "_StatusActor"):
         start = time.monotonic()
-        with pytest.raises(StatusSilent, match="status of pipeline 'quiet' can't be read now"):
+        with pytest.raises(StatusSilent, match="'quiet'"):
             status.read(timeout_s=0.5)
         assert status.read_or_none(timeout_s=0.5) is None
         for number in range(3000):  # more than may wait for it
@@ -71,7 +71,7 @@ def test_status_actor_that_is_silent_stops_nobody(cluster):
 
 
 def test_one_process_at_a_time_brings_a_pipeline_up(cluster):
-    with claim_start("mine"), pytest.raises(PipelineExists, match="'mine' is being started"), claim_start("mine"):
+    with claim_start("mine"), pytest.raises(PipelineExists, match="'mine'"), claim_start("mine"):
         pass
     with claim_start("mine"), claim_start("other"):
         pass

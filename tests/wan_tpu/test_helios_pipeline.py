@@ -149,10 +149,10 @@ def test_videos_that_cant_be_continued_are_refused(requests, runs, pipeline, tmp
             pipe.plan(dataclasses.replace(REQUEST, **fields))
         assert raised.value.field == field
     short = Video(np.zeros((32, 16, 16, 3), np.float32), 24.0).save(tmp_path / "short.mp4")
-    with pytest.raises(InvalidRequest, match=r"32 frames, and .* needs at least 33 to continue it"):
+    with pytest.raises(InvalidRequest, match=r"\b32 frames.*\b33\b"):
         pipe.generate(dataclasses.replace(REQUEST, video=short))
     plan, conditioning, _ = runs["image"]
-    with pytest.raises(InvalidInput, match="run the encoder again"):
+    with pytest.raises(InvalidInput, match="encoder"):
         pipe.initial_state(plan, conditioning=dataclasses.replace(conditioning, generator=None))
 
 

@@ -92,12 +92,12 @@ def test_images_are_embedded_as_diffusers_does(folder, theirs, run):
 
 
 def test_missing_tokenizer_is_named(tmp_path, folder):
-    with pytest.raises(CheckpointError, match="doesn't hold a working tokenizer"):
+    with pytest.raises(CheckpointError, match="tokenizer"):
         text.tokenize_prompt(Tokenizer(tmp_path, 384), "a cat")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "T5Tokenizer"}')
-    with pytest.raises(CheckpointError, match=r"only 1 words, but .* vocabulary has 384"):
+    with pytest.raises(CheckpointError, match=r"\b1 words.*\b384\b"):
         tokenize(Tokenizer(tmp_path, 384), "a cat", 16)
-    with pytest.raises(CheckpointError, match="it has token 119, but the text encoder's vocabulary has 100"):
+    with pytest.raises(CheckpointError, match=r"token 119.* 100"):
         tokenize(Tokenizer(folder / "tokenizer_2", 100), "a cat", 16)
 
 

@@ -170,9 +170,9 @@ def test_what_is_no_video_is_refused(content, tmp_path):
     path = tmp_path / "a.mp4"
     path.write_bytes(content)
     for read in (lambda path: read_frame(path, 0), read_clip):
-        with pytest.raises(InvalidRequest, match="can't be read"):
+        with pytest.raises(InvalidRequest):
             read(path)
-    with pytest.raises(InvalidRequest, match="can't be read"):
+    with pytest.raises(InvalidRequest):
         join_videos([path, path], tmp_path / "b.mp4")
     assert not (tmp_path / "b.mp4").exists()
 
@@ -197,7 +197,7 @@ def test_a_video_in_memory_has_the_frames_of_the_file(tmp_path):
     content = VideoContent(path.read_bytes())
     both = zip(read_frames(path, 9), read_frames(content, 9), strict=True)
     assert all(np.array_equal(np.asarray(read), np.asarray(expected)) for read, expected in both)
-    with pytest.raises(InvalidRequest, match=r"video of \d+ bytes, SHA-256 .* has 9 frames.* ask for 6"):
+    with pytest.raises(InvalidRequest, match=r"\b9 frames.*\b6\b"):
         read_frames(content, 10, step=4)
     request = GenerationRequest(prompt="x", video=content)
     assert json.loads(json.dumps(request.to_json()))["video"] == str(content)

@@ -108,7 +108,7 @@ def test_request_that_the_model_can_not_make_is_one_line(change, message, model,
 def test_picture_of_a_single_row_of_latents_is_refused_where_the_decoder_mirrors_it():
     """diffusers' module of LTX-2.0 fails there; that of LTX-2.3 has zeros beyond the picture."""
     for size in ({"width": 32, "height": 96}, {"width": 96, "height": 32}):
-        with pytest.raises(InvalidRequest, match="is 32; ltx-2 needs a multiple of 32, at least 64, nearest 64"):
+        with pytest.raises(InvalidRequest, match=r"is 32;.* 32, .* 64, .* 64"):
             published_spec("ltx-2").plan(GenerationRequest(**size))
         assert published_spec("ltx-2.3").plan(GenerationRequest(**size)).request.frames == 121
 
@@ -116,13 +116,9 @@ def test_picture_of_a_single_row_of_latents_is_refused_where_the_decoder_mirrors
 def test_steps_whose_noise_levels_are_all_one_are_refused():
     """diffusers shifts a dev model's schedule by the number of tokens: it divides by zero, and its video is NaN."""
     long, huge = {"height": 1088, "width": 1920, "frames": 257}, {"height": 8192, "width": 8192, "frames": 121}
-    with pytest.raises(
-        InvalidRequest, match=r"with 67320 tokens .* noise level to 1; .* fewer frames .*, or give your own sigmas"
-    ):
+    with pytest.raises(InvalidRequest, match=r"67320 tokens.*sigmas"):
         published_spec("ltx-2.3").plan(GenerationRequest(**long, preset="diffusers"))
-    with pytest.raises(
-        InvalidRequest, match=r"with 1048576 tokens .* every noise level to 1"
-    ):  # float32 has no such shift.
+    with pytest.raises(InvalidRequest, match="1048576 tokens"):  # float32 has no such shift.
         published_spec("ltx-2.3").plan(GenerationRequest(**huge, preset="diffusers"))
     assert published_spec("ltx-2.3-distilled").plan(GenerationRequest(**long, preset="diffusers")).request.steps == 11
     for size in (long, huge):

@@ -176,7 +176,7 @@ def test_a_vae_that_no_model_has_is_refused(change, message):
 
 def test_a_decoder_that_changes_channels_before_it_enlarges_is_refused():
     component = vae.vae_half(replace(CONFIG, vae=CONFIG.vae | {"upsample_factor": [1, 1, 1, 1]}), "encoder")
-    with torch.device("meta"), pytest.raises(CheckpointError, match="changes the number of channels"):
+    with torch.device("meta"), pytest.raises(CheckpointError, match="channels"):
         component.build()
 
 

@@ -257,9 +257,9 @@ def test_explicit_sigmas_have_a_curve_of_their_own(folder, tmp_path):
     events = record_steps(pipe, request(**fields))
     assert [event.skipped for event in events] == [False, True, False, True]
     for other in ({"switch_step": 1}, {"sigmas": [1, 0.9, 0.7, 0.3]}):
-        with pytest.raises(InvalidRequest, match="these sigmas and this switch of experts"):
+        with pytest.raises(InvalidRequest, match="sigmas"):
             pipe.plan(request(**fields | other))
-    with pytest.raises(InvalidRequest, match="these sigmas and this switch of experts"):
+    with pytest.raises(InvalidRequest, match="sigmas"):
         pipe.plan(request(**fields | {"solver": "unipc"}))
 
 
@@ -295,5 +295,5 @@ def test_damaged_curve_is_refused(folder, tmp_path):
     damaged = ({"ratios": []}, {"ratios": [[1, 1]], "first_low": 5, "shift": 5}, {"ratios": [[1]], "shift": 5}, 3)
     for curve in (*damaged, {"ratios": [[1, 1]], "shift": 5, "sigmas": [1.0, 0.5]}):
         (copy / "wan_tpu.json").write_text(json.dumps({"magcache": [curve]}))
-        with pytest.raises(CheckpointError, match="with wan-tpu calibrate"):
+        with pytest.raises(CheckpointError, match="wan-tpu calibrate"):
             open_spec(copy)

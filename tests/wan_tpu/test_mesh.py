@@ -99,7 +99,7 @@ def test_open_axes_take_the_default(devices, heads, shape, expected):
 
 def test_a_mesh_by_axis_names():
     assert dict(make_mesh({"sp": 1}, heads=3).shape) == {"dp": 1, "sp": 1, "tp": 1}
-    with pytest.raises(MeshError, match="allowed: dp, sp, tp"):
+    with pytest.raises(MeshError, match="dp, sp, tp"):
         make_mesh({"fsdp": 1}, heads=3)
 
 
@@ -112,7 +112,7 @@ def test_a_mesh_of_jax_is_taken_whatever_its_axis_types():
 
 @pytest.mark.parametrize("shape", [5, 0, (), [], (True, 1, 1), (1, 1), "111", (1, -1, 1)])
 def test_bad_mesh_shapes_are_refused(shape):
-    with pytest.raises(MeshError, match=r"\(dp, sp, tp\), three positive integers"):
+    with pytest.raises(MeshError, match=r"\(dp, sp, tp\)"):
         make_mesh(shape, heads=1)
 
 
@@ -139,7 +139,7 @@ def test_a_weight_needs_exactly_one_rule():
     mesh = make_mesh((1, 1, 1), heads=1)
     rules = (Rule(r"a\..*", ()), Rule(r".*\.b", ()))
     for name, count in (("a.b", 2), ("c", 0)):
-        with pytest.raises(MeshError, match=f"{name} matches {count}"):
+        with pytest.raises(MeshError, match=f"{name}.*{count}"):
             weight_spec(mesh, rules, name, (1,), stacked=False)
 
 
@@ -148,5 +148,5 @@ def test_machine_with_a_tpu_does_not_compute_on_its_cpu_unasked(monkeypatch):
     monkeypatch.setattr("wan_tpu.runtime.mesh.chip_files", lambda: ["/dev/vfio/0"])
     make_mesh((1, 1, 1), heads=1)  # Tests have asked for the CPU.
     monkeypatch.delenv("JAX_PLATFORMS")
-    with pytest.raises(MeshError, match=r"has a TPU \(/dev/vfio/0\), but JAX finds only its CPU; wan-tpu doctor"):
+    with pytest.raises(MeshError, match=r"/dev/vfio/0.*wan-tpu doctor"):
         make_mesh((1, 1, 1), heads=1)

@@ -223,7 +223,7 @@ def test_image_that_is_longer_than_diffusers_allows_is_refused_unless_the_size_i
     with pytest.raises(ValueError, match="supports aspect ratios from 1:4 to 4:1"):
         resolve_canvas_size(width, height, 32, 768, 768 * 1344)
     request = GenerationRequest(prompt="a cat", image=Image.new("RGB", (width, height)))
-    with pytest.raises(InvalidRequest, match=f"is {width}x{height}, .* ratios from 1:4 to 4:1: crop the image, or"):
+    with pytest.raises(InvalidRequest, match=f"{width}x{height}.* 1:4 .*4:1"):
         SPEC.plan(request)
     plan = SPEC.plan(dataclasses.replace(request, width=512, height=512))
     assert (plan.request.width, plan.request.height) == (512, 512)
@@ -259,7 +259,7 @@ def test_turbo_of_eight_steps_is_the_shifted_grid():
 @pytest.mark.parametrize("own", [{"fps": 30}, {"guidance_scale": 4}])
 def test_own_defaults_that_have_no_effect_are_refused(own, folder):
     source = folder({"wan_tpu.json": {"defaults": own}})
-    with pytest.raises(CheckpointError, match=f"in defaults, {next(iter(own))} is .*remove it"):
+    with pytest.raises(CheckpointError, match=f"defaults.*{next(iter(own))}"):
         open_spec(source)
 
 
@@ -315,7 +315,7 @@ def test_files_between_stages_say_which_keyframes_there_are(anchors, expected):
 @pytest.mark.parametrize("images", KEYFRAMES, ids=lambda images: " and ".join(images))
 def test_preset_distilled_from_text_alone_takes_no_keyframes(images):
     request = GenerationRequest(prompt="a cat", preset="fasth3", **images)
-    with pytest.raises(InvalidRequest, match=r"image was given, but preset fasth3 .* give preset turbo-4 or turbo-8"):
+    with pytest.raises(InvalidRequest, match=r"image.*fasth3.*turbo-4 .*turbo-8"):
         SPEC.plan(request)
     assert SPEC.plan(GenerationRequest(prompt="a cat", preset="turbo-4", **images)).images == len(images)
 

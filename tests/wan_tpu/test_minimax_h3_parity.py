@@ -96,10 +96,10 @@ def test_shortest_and_longest_video_are_those_of_diffusers(frames, pipe, referen
 def test_prompt_that_is_too_long_is_refused_unless_it_may_be_cut(pipe):
     """It is refused when it is planned, with its length and the longest one, before any work."""
     too_long = GenerationRequest(prompt="the sea and the wind " * 300, **SIZE)
-    with pytest.raises(InvalidRequest, match=r"prompt is 6300 tokens long; allowed: at most 6144") as refused:
+    with pytest.raises(InvalidRequest, match=r"prompt is 6300 .* 6144") as refused:
         pipe.plan(too_long)
     assert refused.value.field == "prompt"
-    with pytest.raises(InvalidRequest, match=r"allowed: at most 6131"):  # Its keyframe's label takes 13.
+    with pytest.raises(InvalidRequest, match=r"\b6131\b"):  # Its keyframe's label takes 13.
         pipe.plan(dataclasses.replace(too_long, image=draw_picture(0)))
     warnings = []
     plan = pipe.plan(dataclasses.replace(too_long, truncate_prompt=True))
@@ -158,9 +158,7 @@ def assert_same_video(request, pipe, reference):
 
 
 def test_empty_prompt_without_an_image_is_refused_before_any_work(pipe):
-    with pytest.raises(
-        InvalidRequest, match=r"prompt is empty, .* describe what happens in the video, or give an image"
-    ):
+    with pytest.raises(InvalidRequest, match=r"prompt.*image"):
         pipe.generate(GenerationRequest(**SIZE))
     assert pipe.plan(GenerationRequest(last_image=draw_picture(0), **SIZE)).images == 1
 

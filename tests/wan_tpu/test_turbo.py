@@ -180,11 +180,11 @@ def test_published_files_are_converted(published_files, dense, steps, tmp_path):
 
 def test_files_that_are_no_experts_are_refused(published_files, dense, tmp_path):
     high, low = published_files
-    with pytest.raises(CheckpointError, match=r"has 2 experts .* but 1 files were given"):
+    with pytest.raises(CheckpointError, match=r"\b2 experts.*\b1 files"):
         WithExperts(dense, [high], 0.1)
     with pytest.raises(CheckpointError, match="isn't a file of torch"):
         WithExperts(dense, [high, tmp_path / "low.safetensors"], 0.1)
-    with pytest.raises(CheckpointError, match="kept_blocks is 0; give a share"):
+    with pytest.raises(CheckpointError, match="kept_blocks is 0"):
         WithExperts(dense, [high, low], 0)
     cut = tmp_path / "cut.pth"
     cut.write_bytes(high.read_bytes()[:5000])
@@ -193,7 +193,7 @@ def test_files_that_are_no_experts_are_refused(published_files, dense, tmp_path)
     with zipfile.ZipFile(high) as whole, zipfile.ZipFile(cut, "w", zipfile.ZIP_DEFLATED) as packed:
         for name in whole.namelist():
             packed.writestr(name, whole.read(name))
-    with pytest.raises(CheckpointError, match=r"wasn't written by torch.save"):
+    with pytest.raises(CheckpointError, match=r"torch\.save"):
         WithExperts(dense, [cut, low], 0.1)
     torch.save({"blocks.0.ffn.0.weight": torch.zeros(2)}, cut)
     with pytest.raises(CheckpointError, match="attends to all keys"):
@@ -224,7 +224,7 @@ def test_more_steps_need_noise_levels_of_their_own(checkpoint):
     assert spec.plan(GenerationRequest(image=PHOTO, preset="turbo")).request.sigmas == pytest.approx(
         spec.schedule(plan.request).sigmas
     )
-    with pytest.raises(InvalidRequest, match="with solver rcm, allowed: 1 to 4, nearest 4"):
+    with pytest.raises(InvalidRequest, match=r"rcm.* 1 to 4, .*4"):
         spec.plan(GenerationRequest(image=PHOTO, steps=5))
     spec.plan(GenerationRequest(image=PHOTO, steps=8, solver="unipc"))
 

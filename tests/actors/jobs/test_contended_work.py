@@ -36,7 +36,7 @@ def test_results_and_reasons_that_no_database_can_hold_are_recorded_without_the_
 def test_refused_statement_is_told_without_what_was_to_be_stored(database, store):
     prompt = "-".join(("hidden", "words"))  # Not written literally, since a traceback quotes this file.
     first = ask(store, name=prompt)
-    with pytest.raises(StoreFailed, match=r"refused a statement \(\w+.*INSERT INTO jobs") as refused:
+    with pytest.raises(StoreFailed, match="INSERT INTO jobs") as refused:
         store.submit(Job(id=first.id, owner="ann", request={"prompt": prompt}))
     assert prompt not in "".join(traceback.format_exception(refused.value))
 

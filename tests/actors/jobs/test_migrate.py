@@ -103,5 +103,5 @@ def test_the_schema_of_a_newer_program_is_refused(empty):
     migrate(empty)
     with empty.write() as session:
         session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
-    with pytest.raises(StoreError, match=r"schema 9999.*up to \d{4}"):
+    with pytest.raises(StoreError, match="9999"):
         migrate(empty)

@@ -125,5 +125,5 @@ def test_a_pooler_that_is_gone_is_away_for_now(pooled, postgres_server, direct, 
 
 
 def test_statement_pooling_is_refused(postgres_server, direct, mode):
-    with postgres_server.pooler("statement") as through, pytest.raises(StoreError, match="pool_mode = transaction"):
+    with postgres_server.pooler("statement") as through, pytest.raises(StoreError, match="pool_mode"):
         open_database(through(direct))

@@ -93,7 +93,7 @@ def test_no_job_gets_an_upload_that_is_being_released(database, storage, tmp_pat
     retention.reserve("inputs/b.png")
     (tmp_path / "results" / "inputs/b.png").mkdir(parents=True)  # Not a file: even root can't unlink it.
     assert not retention.release("inputs/b.png")
-    with pytest.raises(JobError, match="send it again"):
+    with pytest.raises(JobError):
         JobStore(database).submit(Job(owner="ann", request={}, input_image="inputs/b.png"))
 
 

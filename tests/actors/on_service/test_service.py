@@ -63,16 +63,16 @@ def test_openai_s_client_gets_lists_and_deletes_a_video(online, video, undisturb
 
 def test_impossible_request_is_refused_at_once(online):
     with online.client() as client:
-        with pytest.raises(openai.BadRequestError, match="supports only i2v"):
+        with pytest.raises(openai.BadRequestError, match="i2v"):
             client.videos.create(**ASKED)
-        with pytest.raises(openai.BadRequestError, match="nearest that is allowed is 64x64 with 17 frames"):
+        with pytest.raises(openai.BadRequestError, match=r"64x64.* 17 "):
             create(client, 4, frames=33)
 
 
 @pytest.mark.parametrize(("host", "other_port"), [("127.0.0.2", False), ("127.0.0.1", True)])
 def test_another_address_than_the_proxy_s_is_refused_at_once(online, host, other_port):
     port = online.port
-    with pytest.raises(ServiceStartFailed, match=rf"listens at 127\.0\.0\.1 port {port} .*--port {port}"):
+    with pytest.raises(ServiceStartFailed, match=f"--port {port}"):
         deploy_service(online.settings, online.spec, host=host, port=free_port() if other_port else port)
     assert httpx.get(f"{online.address}/health", timeout=60).status_code == 200
 

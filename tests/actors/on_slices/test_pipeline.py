@@ -81,7 +81,7 @@ def test_fragments_are_the_video_that_others_have_without_them(running, first, t
 def test_a_poisoned_request_fails_alone(running, undisturbed_video):
     poisoned = running.start("poisoned", dataclasses.replace(SHORT, prompt=f"a cat {POISON}"))
     after = running.start("after", SHORT)
-    with pytest.raises(RequestFailed, match="encoder, text encoder: NaN or Inf") as raised:
+    with pytest.raises(RequestFailed, match="encoder") as raised:
         poisoned.video()
     assert (type(raised.value), raised.value.code) == (RequestFailed, "unhealthy")
     assert after.video() == undisturbed_video
@@ -101,10 +101,10 @@ def test_a_request_has_its_own_adapters_and_others_have_none(running, undisturbe
     requests = {"adapted": adapted, "plain": SHORT, "broken": dataclasses.replace(SHORT, loras=[wrong])}
     requests["absent"] = dataclasses.replace(SHORT, loras=["/nowhere.safetensors"])
     runs = {name: running.start(f"lora-{name}", request) for name, request in requests.items()}
-    with pytest.raises(RequestFailed, match=r"this one doesn't have .*blocks\.77\.diff_m") as raised:
+    with pytest.raises(RequestFailed, match=r"blocks\.77\.diff_m") as raised:
         runs["broken"].video()
     assert raised.value.code == "invalid"
-    with pytest.raises(RequestFailed, match=r"/nowhere\.safetensors.*check the path"):
+    with pytest.raises(RequestFailed, match=r"/nowhere\.safetensors"):
         runs["absent"].video()
     assert not runs["broken"].spans and not runs["absent"].spans  # Nothing was computed for them.
     assert runs["plain"].video() == undisturbed_video
@@ -127,7 +127,7 @@ def test_latents_that_are_nan_fail_their_request_on_both_hosts_and_no_other(runn
     save_snapshot(running, "nan", 50, lambda latents: latents * np.nan)
     nan = running.start("nan", SHORT)
     beside = running.start("beside", SHORT)
-    with pytest.raises(RequestFailed, match=r"step: denoise_low, step 51 of 100") as raised:
+    with pytest.raises(RequestFailed, match=r"denoise_low.* 51 .*100") as raised:
         nan.video()
     assert raised.value.code == "unhealthy"
     assert beside.video() == undisturbed_video
@@ -209,7 +209,7 @@ def test_more_requests_than_fit_wait(running, spec):
     first = running.start("one", long, other)
     first.wait_for("denoise_high", 1)
     twin = running.start("one", long, other)
-    with pytest.raises(RequestFailed, match="request with the id one is already running"):
+    with pytest.raises(RequestFailed, match=r"\bone\b"):
         twin.video()
     others = [running.start(f"more-{i}", long, other) for i in range(20)]
     for making in others:
@@ -302,7 +302,7 @@ def test_a_pool_that_waits_for_its_slice_is_taken_down_at_once(running, settings
     messages, ended = [], []
 
     def start():
-        with pytest.raises(PipelineStartFailed, match="pool all: it was taken down before it was ready"):
+        with pytest.raises(PipelineStartFailed, match="pool all"):
             pools.deploy(spec, on_status=messages.append)
         ended.append(True)
 

@@ -94,7 +94,7 @@ reports = []
 host = StageHost(checkpoint, ALL, MESH, "float32", report=reports.append)
 runtime, pipe = host._runtime, Pipeline(host._runtime, Silent())
 if hosts > 1:
-    with pytest.raises(MeshError, match="leaves 1 of 2 hosts without a device"):
+    with pytest.raises(MeshError, match=r"1 .*2 "):
         StageHost(checkpoint, ALL, (1, 1, 2), "float32")
 if hosts == 1:  # what several are compared with: the one-machine pipeline alone
     latents = []
@@ -175,11 +175,11 @@ for step in (1, 3):
     assert rank > 0 or np.array_equal(resumed.arrays["latents"], state.arrays["latents"]), step
 
 # ---- what fails, fails on every host and leaves it usable
-with pytest.raises(OutOfOrder, match="no step to run here; call begin"):
+with pytest.raises(OutOfOrder, match=r"\bbegin\b"):
     host.step("b")
-with pytest.raises(OutOfOrder, match="step 4, latents"):
+with pytest.raises(OutOfOrder, match=r"step 4\b"):
     host.prepare_decode("d", dataclasses.replace(later.request, steps=5), state)
-with pytest.raises(OutOfOrder, match="the payload is a TextEmbedding instead of a DenoiseState"):
+with pytest.raises(OutOfOrder, match=r"TextEmbedding.*DenoiseState"):
     host.prepare_decode("d", later.request, texts[0])
 poison = unpack(share_payload("poison", snapshots[1].payload))
 latents = poison.latents.copy()
@@ -188,18 +188,18 @@ host.prepare_denoise("d", later, *texts, condition, pack(dataclasses.replace(poi
 host.prepare_denoise("e", later, *texts, condition, share_payload("snapshot1", snapshots[1].payload))
 host.begin("d")
 host.begin("e")
-with pytest.raises(UnhealthyResult, match="denoise_high, step 2 of 4"):
+with pytest.raises(UnhealthyResult, match=r"denoise_high.* 2 .*4"):
     host.step("d")
 host.drop("d")
 begin_and_step("e")
 host.drop("e")
 broken = pack(DenoiseState(np.full_like(unpack(state).latents, np.inf), (), 4))
 host.prepare_decode("d", later.request, broken)
-with pytest.raises(UnhealthyResult, match="decoder, chunk 1 of 3"):
+with pytest.raises(UnhealthyResult, match=r"decoder.* 1 .*3"):
     host.decode("d")
 host.prepare_decode("d", later.request, state)
 usual_folder, tempfile.tempdir = tempfile.tempdir, "/proc/nothing" if rank == 0 else None  # one host's disk is gone
-with pytest.raises(OutputError, match="No such file"):
+with pytest.raises(OutputError):
     host.decode("d")
 tempfile.tempdir = usual_folder
 
@@ -231,7 +231,7 @@ pipe.generate(dataclasses.replace(request, loras=adapted.request.loras), on_step
 assert np.array_equal(unpack(changed).latents, expected[-1])
 assert np.abs(expected[-1] - unpack(state).latents).max() > 0.01
 wrong = host._spec.plan(dataclasses.replace(request, loras=["/nowhere.safetensors"])).without_image()
-with pytest.raises(InvalidRequest, match="check the path"):
+with pytest.raises(InvalidRequest, match=r"/nowhere\.safetensors"):
     host.fetch_adapters(wrong)
 with pytest.raises(Unavailable, match="fetch_adapters"):
     host.prepare_denoise("g", wrong, *texts, condition)
@@ -247,7 +247,7 @@ for seed in (rank, 5):
     host.fetch_adapters(with_adapter)
     host.prepare_denoise("g", with_adapter, *texts, condition)
     if seed == rank:
-        with pytest.raises(Unavailable, match=r"different content of /proc/self/cwd/a\.safetensors"):
+        with pytest.raises(Unavailable, match=r"/proc/self/cwd/a\.safetensors"):
             host.begin("g")
     else:
         host.begin("g")

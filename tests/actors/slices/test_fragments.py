@@ -122,7 +122,7 @@ def test_decoder_that_fails_before_its_turn_is_not_asked_for_fragments():
     async def decode(on_begin):
         raise StageInterrupted("the slice is drained")
 
-    with pytest.raises(StageInterrupted, match="drained"):
+    with pytest.raises(StageInterrupted):
         asyncio.run(read(Hosts(), decode))
 
 

@@ -92,7 +92,7 @@ def test_the_size_and_the_step_are_known_without_looking_inside():
 
 @pytest.mark.parametrize("wrong", [np.zeros(3), None, Payload("Conditioning", {})])
 def test_anything_else_is_refused(wrong):
-    with pytest.raises(TypeError, match="a payload of a stage; pack"):
+    with pytest.raises(TypeError):
         unpack(wrong)
 
 

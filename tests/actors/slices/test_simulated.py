@@ -84,10 +84,10 @@ def test_videos_continue_each_other_as_files_and_as_streams(host, tmp_path):
 def test_another_request_s_payload_is_noticed(host):
     mine, other = MODEL.plan(request(prompt="a", seed=3)), MODEL.plan(request(prompt="b", seed=4))
     texts = [host.encode_text(PromptText(prompt)).payload for prompt in other.prompts]
-    with pytest.raises(InvalidInput, match="TextEmbedding marked"):
+    with pytest.raises(InvalidInput, match="TextEmbedding"):
         host.prepare_denoise("k", mine.without_image(), *texts)
     prepare(host, other)
-    with pytest.raises(InvalidInput, match="DenoiseState marked 4"):
+    with pytest.raises(InvalidInput, match=r"DenoiseState.*\b4\b"):
         prepare(host, mine, state=host.snapshot("k").payload)
 
 
@@ -133,7 +133,7 @@ pools:
     assert low.bound_s == 0.8
     assert low.busy == pytest.approx(2.7 / 2.9) and low.share == pytest.approx(2.4 / 2.9)
     assert videos_per_hour(load) == pytest.approx(3600 * 3 / 2.9)
-    with pytest.raises(ValueError, match="2 requests, 2 at a time, never fill"):
+    with pytest.raises(ValueError, match="2 requests"):
         Load(2, 2, load.spans[1:2], {"r0": 0.9, "r1": 1.9}).full  # noqa: B018
 
 

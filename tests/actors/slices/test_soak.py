@@ -106,7 +106,7 @@ def test_an_object_lives_in_the_store_until_it_is_dropped(running):
         assert _settled_mib(base + 40) == pytest.approx(base + 40, abs=1)
         scope.drop(first)
         assert _settled_mib(base + 20) == pytest.approx(base + 20, abs=1)
-        with pytest.raises(InputLost, match="1 of 2 payloads"):
+        with pytest.raises(InputLost, match="1 of 2"):
             await scope.get(first, second)
         scope.close()
         late = await scope.put(ray.put(np.zeros(20 << 20, np.uint8)))  # by a stage that was cancelled
