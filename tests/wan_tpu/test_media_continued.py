@@ -1,19 +1,23 @@
 """Videos that continue each other as the fragments of one file."""
 
+import errno
 import itertools
 import subprocess
 
+import av
 import imageio_ffmpeg
 import numpy as np
+import psutil
 import pytest
 
 from tests.wan_tpu.test_media_fragments import moving
+from wan_tpu.errors import Unavailable
 from wan_tpu.media import video
 from wan_tpu.media.continued import ContinuedVideo, NotContinued
 from wan_tpu.media.encoding import exact_rate
 from wan_tpu.media.joining import join_videos, read_clip
 from wan_tpu.media.mp4 import Mp4
-from wan_tpu.media.samples import PACKET
+from wan_tpu.media.packets import PACKET
 
 PITCHES = 300, 500
 
@@ -82,6 +86,7 @@ def check_packets(content):
         (25, (24000, 2), (81, 6, 33)),
         (23.976, (32000, 1), (22, 49)),
         (16.1234, (44100, 2), (22, 49)),
+        (60, (48000, 2), (65, 33)),  # Here the sound decides where a fragment ends.
     ],
 )
 def test_finished_parts_have_the_fragments_that_they_had_while_they_were_decoded(
@@ -111,6 +116,29 @@ def test_finished_parts_have_the_fragments_that_they_had_while_they_were_decoded
         own = decode_sound(mp4, channels)[: stop - start - PACKET]
         assert np.array_equal(samples[start:][: len(own)], own) and len(own) > PACKET
     assert len(samples) == stop - PACKET  # The sound ends so much before the last frame.
+
+
+def test_a_part_of_which_only_some_fragments_are_taken_is_closed_and_changes_nothing(tmp_path):
+    file, whole = write(tmp_path, encode(33, 16, (48000, 2))[0]), ContinuedVideo(16, 48000)
+    fragments = whole.add_part(file)
+    first = next(fragments)
+    assert str(file) in [opened.path for opened in psutil.Process().open_files()]
+    fragments.close()
+    assert str(file) not in [opened.path for opened in psutil.Process().open_files()]
+    assert next(whole.add_part(file)) == first
+
+
+def test_an_unreadable_part_is_an_error_of_the_machine_or_of_the_file(tmp_path, monkeypatch):
+    for path in (tmp_path / "missing.mp4", tmp_path):
+        with pytest.raises(NotContinued):
+            list(ContinuedVideo(16).add_part(path))
+
+    def fail(*_args, **_options):
+        raise av.error.OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(av, "open", fail)
+    with pytest.raises(Unavailable):
+        list(ContinuedVideo(16).add_part(write(tmp_path, b"")))
 
 
 @pytest.mark.parametrize(

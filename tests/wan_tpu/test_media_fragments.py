@@ -2,18 +2,15 @@
 
 import re
 import resource
-import struct
 import subprocess
 import time
-import tracemalloc
 
 import imageio_ffmpeg
 import numpy as np
-import psutil
 import pytest
 
-from wan_tpu.errors import InvalidRequest, OutputError, Unavailable
-from wan_tpu.media.fragments import FRAGMENT_FRAMES, FragmentSplitter, cut_video
+from wan_tpu.errors import OutputError
+from wan_tpu.media.fragments import FRAGMENT_FRAMES, FragmentSplitter
 from wan_tpu.media.mp4 import Mp4
 from wan_tpu.media.video import VideoWriter
 
@@ -119,66 +116,6 @@ def test_splitter_cuts_at_the_same_bytes_however_they_come():
     for byte in b"".join(fragments):
         cut += splitter.add(bytes([byte]))
     assert cut == fragments
-
-
-@pytest.fixture
-def program(tmp_path, monkeypatch):
-    """Return a function that has a shell script run in place of ffmpeg."""
-
-    def replace_ffmpeg(script):
-        path = tmp_path / "ffmpeg"
-        path.write_text(f"#!/bin/sh\n{script}\n")
-        path.chmod(0o755)
-        monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(path))
-
-    return replace_ffmpeg
-
-
-def list_children():
-    return [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
-
-
-def test_finished_video_is_cut_as_it_was_while_it_was_encoded(tmp_path):
-    fragments, before = [], list_children()
-    (tmp_path / "video.mp4").write_bytes(encode(81, on_fragment=fragments.append))
-    first, *others = cut_video(tmp_path / "video.mp4", 16)
-    assert others == fragments[1:] and first[first.index(b"moof") :] == fragments[0][fragments[0].index(b"moof") :]
-    cutting = cut_video(tmp_path / "video.mp4", 16)
-    assert next(cutting) == first
-    cutting.close()
-    assert list_children() == before
-
-
-def test_long_video_is_cut_in_little_memory_and_the_taker_may_take_its_time(tmp_path, program, monkeypatch):
-    monkeypatch.setattr("wan_tpu.media.fragments._SILENCE_S", 0.5)
-    box = struct.pack(">I4s", 2**20, b"mdat")
-    (tmp_path / "fragment").write_bytes(box + bytes(2**20 - len(box)))
-    program(f"for _ in $(seq 100); do cat {tmp_path}/fragment; done")
-    tracemalloc.start()
-    count = 0
-    for fragment in cut_video(tmp_path / "video.mp4", 16):
-        assert len(fragment) == 2**20
-        count += 1
-        time.sleep(0.7 if count == 1 else 0)
-    assert count == 100 and tracemalloc.get_traced_memory()[1] < 8 * 2**20
-    tracemalloc.stop()
-
-
-@pytest.mark.parametrize(
-    ("script", "error"),
-    [
-        ("exec sleep 60", Unavailable),
-        ("kill -9 $$", Unavailable),
-        ("yes | head -c 1000000 >&2; exit 1", InvalidRequest),
-    ],
-)
-def test_video_that_can_not_be_cut_is_an_error_of_the_machine_or_of_the_file(
-    script, error, tmp_path, program, monkeypatch
-):
-    monkeypatch.setattr("wan_tpu.media.fragments._SILENCE_S", 0.5)
-    program(script)
-    with pytest.raises(error):
-        list(cut_video(tmp_path / "video.mp4", 16))
 
 
 def test_path_of_the_file_may_have_any_characters(tmp_path):

@@ -1,4 +1,4 @@
-"""Read the boxes of an mp4, and adjust them when other boxes are put before them."""
+"""Find the boxes of an mp4, and adjust them when other boxes are put before them."""
 
 import struct
 from collections.abc import Iterator
@@ -7,8 +7,6 @@ from typing import NamedTuple
 FREE = struct.pack(">I4s", 8, b"free")  # An empty box, which players skip anywhere in a file.
 HEADER = struct.Struct(">I4s")  # A box begins with its length and its kind.
 _TO_OFFSETS = (b"moov", b"trak", b"mdia", b"minf", b"stbl")  # The path from the file to its samples' offsets.
-_FIELDS = {b"stsd": 8, b"avc1": 78, b"mp4a": 28}  # Bytes of other content before the boxes inside a box.
-_INDEX = frozenset({b"moov", b"trak", b"mdia", b"minf", b"stbl", *_FIELDS})  # Boxes of an index that have boxes inside.
 
 
 class Box(NamedTuple):
@@ -31,6 +29,12 @@ def list_boxes(data: bytes | bytearray, start: int = 0, stop: int | None = None)
         start += size
 
 
+def split_header(fragment: bytes) -> tuple[bytes, bytes]:
+    """Return what precedes a fragment's `moof`, which is empty or a file's header, and the rest."""
+    start = next((box.start for box in list_boxes(fragment) if box.kind == b"moof"), 0)
+    return fragment[:start], fragment[start:]
+
+
 def shift_samples(head: bytes, by: int) -> bytes:
     """Return the beginning of an mp4, up to its samples, adjusted for `by` more bytes in front of it."""
     data = bytearray(head)
@@ -42,34 +46,9 @@ def shift_samples(head: bytes, by: int) -> bytes:
     return bytes(data)
 
 
-def find_box(data: bytes | bytearray, *path: bytes, inside: Box | None = None) -> Box | None:
-    """Return the first box under a path of kinds, which begins at the file or inside a box, if there is one."""
-    for kind in path:
-        start, stop = 0, len(data)
-        if inside is not None:
-            start, stop = inside.content + _FIELDS.get(inside.kind, 0), inside.stop
-        inside = next((box for box in list_boxes(data, start, stop) if box.kind == kind), None)
-        if inside is None:
-            return None
-    return inside
-
-
 def make_box(kind: bytes, *contents: bytes | bytearray) -> bytes:
     """Return a box of the given contents, one after the other."""
     return HEADER.pack(HEADER.size + sum(map(len, contents)), kind) + b"".join(contents)
-
-
-def remove_boxes(data: bytes, kind: bytes) -> bytes:
-    """Return the boxes of a header without those of one kind at any depth."""
-    boxes = []
-    for box in list_boxes(data):
-        content = data[box.content : box.stop]
-        if box.kind in _INDEX:
-            fields = _FIELDS.get(box.kind, 0)
-            content = content[:fields] + remove_boxes(content[fields:], kind)
-        if box.kind != kind:
-            boxes.append(make_box(box.kind, content))
-    return b"".join(boxes)
 
 
 def _find_offsets(data: bytearray, start: int, stop: int, path: tuple[bytes, ...]) -> Iterator[Box]:

@@ -5,19 +5,34 @@ sound is early or late by at most half a packet, however many parts there are. T
 decoder for the next one; it replaces the end of the sound before it, and whatever follows it is decoded exactly.
 """
 
-import itertools
+import contextlib
+import heapq
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
+from av.container import InputContainer
+
 from wan_tpu.errors import InvalidRequest
-from wan_tpu.media.boxes import FREE, find_box
-from wan_tpu.media.encoding import AAC, exact_rate
-from wan_tpu.media.fragments import cut_video
-from wan_tpu.media.samples import PACKET, delay, delay_frame, describe_packets, read_samples, write_fragment
-from wan_tpu.media.tracks import Track, Tracks, normalise_header, read_tracks
+from wan_tpu.media.boxes import FREE, split_header
+from wan_tpu.media.encoding import exact_rate
+from wan_tpu.media.fragments import find_length_us
+from wan_tpu.media.packets import (
+    PACKET,
+    SOUND,
+    VIDEO,
+    Fragment,
+    Packet,
+    find_streams,
+    make_header,
+    open_media,
+    read_packets,
+    read_tracks,
+)
+from wan_tpu.media.sound import convert_sound
+from wan_tpu.media.temporary import open_folder
 
 # Packets of silence, by the number of channels. They are the same at every rate.
 _SILENCE = {1: bytes.fromhex("01182007"), 2: bytes.fromhex("211004608c1c")}
@@ -49,11 +64,11 @@ class ContinuedVideo:
             fps: Frames per second; a fraction is exact.
             sound_rate: Samples per second of the sound of parts that will be decoded; None if they won't have any.
         """
-        self._fps = self._rate = fps if isinstance(fps, Fraction) else exact_rate(fps)
-        self._sound_rate = sound_rate
-        self._tracks: Tracks | None = None
+        self._rate, self._sound_rate = fps if isinstance(fps, Fraction) else exact_rate(fps), sound_rate
+        self._header: bytes | None = None
         self._end = _Place()
         self._decoding: _Part | None = None
+        self._own_header = b""  # Of the fragments of the part that is being decoded.
         self._last: _Part | None = None
 
     def add_part(self, path: Path) -> Generator[bytes, None, None]:
@@ -68,18 +83,28 @@ class ContinuedVideo:
             NotContinued: It can't follow the other parts. Fragments may have been yielded before.
             Unavailable: The machine fails.
         """
-        part = _Part(self._tracks, self._end, self._rate)
+        for fragment in self.read_part(path):
+            yield fragment.write() if fragment.packets else FREE
+
+    def read_part(self, path: Path) -> Generator[Fragment, None, None]:
+        """Yield what `add_part` yields, as packets."""
         try:
-            for content in self._cut(path):
-                yield part.append(content)
+            with (
+                self._give_rate(path) as source,
+                open_media(source) as frames,
+                open_media(source) as sound,  # Read on its own, so that both are read in the order of their times.
+            ):
+                part = self._begin_part(frames)
+                for packets in _cut(frames, sound, find_length_us(self._rate)):
+                    yield part.append(packets)
         except InvalidRequest as error:
             raise NotContinued(str(error)) from None
-        if part.tracks is None or part.end == self._end:
+        if part.end == self._end:
             raise NotContinued("the video has no frames")
-        self._tracks, self._end, self._decoding, self._last = part.tracks, part.end, None, part
+        self._header, self._end, self._decoding, self._last = part.header, part.end, None, part
 
-    def finish(self) -> bytes:
-        """Return the last fragment of a video whose parts are all finished: the end of its sound, if it has any."""
+    def finish(self) -> list[Packet]:
+        """Return the end of the sound of a video whose parts are all finished; nothing if it has no sound."""
         assert self._last is not None
         return self._last.finish()
 
@@ -91,112 +116,157 @@ class ContinuedVideo:
         Raises:
             NotContinued: The part can't follow the other ones.
         """
-        if self._decoding is None or find_box(fragment, b"moov") is not None:
-            self._decoding = _Part(self._tracks, self._end, self._rate)
-        return self._decoding.append(fragment)
+        header, samples = split_header(fragment)
+        self._own_header = header or self._own_header
+        try:
+            with open_media(self._own_header + samples) as file:
+                if self._decoding is None or header:
+                    self._decoding = self._begin_part(file)
+                moved = self._decoding.append(read_packets(file))
+        except InvalidRequest as error:
+            raise NotContinued(str(error)) from None
+        return moved.write() if moved.packets else FREE
 
     def end_part(self) -> None:
         """Take the part whose fragments have all been appended as finished."""
         if self._decoding is not None:
-            self._tracks, self._end, self._decoding = self._decoding.tracks, self._decoding.end, None
+            self._header, self._end, self._decoding = self._decoding.header, self._decoding.end, None
 
-    def _cut(self, path: Path) -> Iterator[bytes]:
-        """Return the fragments of a part. The first part's sound gets the right rate, and is silence if it has none."""
-        contents, rate = cut_video(path, self._fps), self._sound_rate
-        if self._tracks is not None or rate is None:
-            return contents
-        if (first := next(contents, None)) is None:
-            return contents
-        tracks = read_tracks(first)
-        if tracks is None or (tracks.sound is not None and tracks.sound.units == rate):
-            return itertools.chain([first], contents)
-        sound = ["-map", "0:V:0", "-map", "0:a:0", "-af", f"aresample={rate}:async=1:first_pts=0", "-ac", "2"]
-        if tracks.sound is None:
-            samples = (read_samples(content).get(tracks.video.number) for content in itertools.chain([first], contents))
-            frames = sum(len(of_video.sizes) for of_video in samples if of_video is not None)  # Sound may end later.
-            silence = f"anullsrc=r={rate}:cl=stereo,atrim=end_sample={round(frames / self._rate * rate)}"
-            sound = ["-f", "lavfi", "-i", silence, "-map", "0:V:0", "-map", "1:a"]
-        return cut_video(path, self._fps, [*sound, "-c:v", "copy", *AAC.split()])
+    def _begin_part(self, file: InputContainer) -> "_Part":
+        return _Part(file, self._header, self._end, self._rate, self._sound_rate)
+
+    @contextlib.contextmanager
+    def _give_rate(self, path: Path) -> Iterator[Path]:
+        """Provide a part, the first one with the sound's rate."""
+        layout = None
+        if self._header is None and self._sound_rate is not None:
+            with open_media(path) as file:
+                sound = find_streams(file).get(SOUND)
+                if sound is not None and sound.codec_context.sample_rate != self._sound_rate:
+                    layout = sound.codec_context.layout.name
+        if layout is None:
+            yield path
+            return
+        with open_folder() as folder:
+            converted = folder / "converted.mp4"
+            convert_sound(path, converted, layout=layout, into="stereo", rate=self._sound_rate)
+            yield converted
 
 
 class _Part:
-    """Turns the fragments of one part into fragments of the whole file.
+    """Turns the packets of one part into packets of the whole file.
 
     Attributes:
-        tracks: The tracks of the whole file; None before its first header.
-        end: Where the next part begins, if no more fragments come.
+        header: That of the whole file.
+        end: Where the next part begins, if no more packets come.
     """
 
-    def __init__(self, tracks: Tracks | None, begin: _Place, rate: Fraction) -> None:
-        self.tracks, self.end = tracks, begin
-        self._begin, self._rate = begin, rate
-        self._packets: deque[bytes] = deque()  # Packets of sound that belong to frames that haven't come.
-        self._has_sound = self._is_single = False
+    def __init__(
+        self, file: InputContainer, header: bytes | None, begin: _Place, rate: Fraction, sound_rate: int | None
+    ) -> None:
+        """Check that a part can follow the other ones.
 
-    def append(self, fragment: bytes) -> bytes:
-        """Return a fragment of the part as a fragment of the whole file."""
-        head = self._read_header(fragment) if find_box(fragment, b"moov") is not None else b""
-        assert self.tracks is not None
-        samples, moved = read_samples(fragment), []
-        video, sound = self.tracks.video, self.tracks.sound
-        if (frames := samples.get(video.number)) is not None:
-            self.end = replace(self.end, frames=self.end.frames + len(frames.sizes))
-            if self._is_single and self.end.frames > self._begin.frames + 1:
-                raise NotContinued("the video's frames don't follow each other at its rate")
-            frames = delay_frame(frames, video.start) if self._is_single else frames
-            moved.append(delay(frames, round(self._begin.frames * video.units / self._rate)))
-        if sound is not None:
-            if sound.number in samples:
-                self._packets += samples[sound.number].split()
-            if packets := self._take_packets(sound):
-                moved.append(describe_packets(packets, sound, self.end.packets * PACKET))
-                self.end = replace(self.end, packets=self.end.packets + len(packets))
-        if not moved:
-            return FREE
-        self.end = replace(self.end, fragments=self.end.fragments + 1)
-        return head + write_fragment(self.end.fragments, moved)
+        Args:
+            file: The part, or its first fragment.
+            header: That of the whole file; None if it begins with this part.
+            begin: Where the part begins.
+            rate: Frames per second.
+            sound_rate: Samples per second of the sound of a file that begins in silence.
 
-    def finish(self) -> bytes:
-        """Return the end of the part's sound, which nothing follows."""
-        if self.tracks is None or (sound := self.tracks.sound) is None:
-            return b""
-        # A packet is heard while the next one is, because the first one only prepares the decoder.
-        missing = self._count_packets(sound) + 1 - self.end.packets
-        packets = [self._packets.popleft() if self._packets else _SILENCE[sound.channels] for _ in range(missing)]
-        samples = describe_packets(packets, sound, self.end.packets * PACKET)
-        return write_fragment(self.end.fragments + 1, [samples])
-
-    def _read_header(self, fragment: bytes) -> bytes:
-        """Check a part's header, and return that of the whole file if the file begins with this part."""
-        tracks, begin = read_tracks(fragment), find_box(fragment, b"moof")
-        if tracks is None or begin is None:
+        Raises:
+            NotContinued: It can't follow.
+        """
+        own = read_tracks(file)
+        self._has_sound, self._has_begun = SOUND in own, False
+        if {kind: track.codec for kind, track in own.items()} | {SOUND: "aac"} != {VIDEO: "h264", SOUND: "aac"}:
             raise NotContinued("the video has other tracks than H.264 and AAC")
-        head = b""
-        frames = read_samples(fragment).get(tracks.video.number)
-        if tracks.video.start == 0 and frames is not None and len(frames.sizes) == 1:
-            # The encoder shows a single frame at once, but in all other videos one frame later, for its B-frames.
-            self._is_single = True
-            tracks = replace(tracks, video=replace(tracks.video, start=round(tracks.video.units / self._rate)))
-        if self.tracks is None:
-            self.tracks, head = tracks, normalise_header(fragment[: begin.start], tracks.video.start)
-        if tracks.video != self.tracks.video or tracks.sound not in (None, self.tracks.sound):
+        self.header = header or make_header(file, None if self._has_sound else sound_rate)
+        with open_media(self.header) as whole:
+            tracks = read_tracks(whole)
+        if own.items() - tracks.items():
             raise NotContinued("what continues the video is encoded with other settings")
-        sound, self._has_sound = self.tracks.sound, tracks.sound is not None
-        if sound is not None:
-            if sound.start != PACKET or sound.channels not in _SILENCE:
-                raise NotContinued("the video's sound doesn't begin as ours does")
+        self.end = self._begin = begin
+        self._rate, self._frame = rate, 1 / (rate * tracks[VIDEO].unit)  # How long a frame lasts, in its track's unit.
+        self._leads = {VIDEO: round(self._frame), SOUND: PACKET}
+        self._packets: deque[bytes] = deque()  # Packets of sound that belong to frames that haven't come.
+        self._sound_rate, self._silence = None, b""
+        if SOUND in tracks:
+            self._sound_rate, channels = tracks[SOUND].shape
+            if tracks[SOUND].unit * self._sound_rate != 1 or channels not in _SILENCE:
+                raise NotContinued("the video's sound isn't as ours")
+            self._silence = _SILENCE[channels]
             # The sound of the part before may end before its frames.
-            missing = self._count_packets(sound) - self.end.packets
-            self._packets += [_SILENCE[sound.channels]] * missing
-        return head
+            self._packets += [self._silence] * (self._count_packets() - self.end.packets)
 
-    def _take_packets(self, sound: Track) -> list[bytes]:
-        """Return the packets that the frames need up to here, or fewer if more haven't come."""
-        count = self._count_packets(sound) - self.end.packets
-        if not self._has_sound:
-            return [_SILENCE[sound.channels]] * count
-        return [self._packets.popleft() for _ in range(min(count, len(self._packets)))]
+    def append(self, packets: Iterable[Packet]) -> Fragment:
+        """Return packets of the part as packets of the whole file."""
+        moved = []
+        for packet in packets:
+            if packet.kind == VIDEO:
+                moved.append(self._move(packet))
+            elif self._has_begun or packet.shown_at == -PACKET:
+                self._packets.append(packet.content)
+                self._has_begun = True
+            else:
+                raise NotContinued("the video's sound doesn't begin as ours does")
+        if self._sound_rate is not None:
+            count = self._count_packets() - self.end.packets
+            if not self._has_sound:
+                self._packets += [self._silence] * (count - len(self._packets))
+            moved += self._take_packets(min(count, len(self._packets)))
+        if moved:
+            self.end = replace(self.end, fragments=self.end.fragments + 1)
+        return Fragment(self.header, self.end.fragments, moved, self._leads)
 
-    def _count_packets(self, sound: Track) -> int:
+    def finish(self) -> list[Packet]:
+        """Return the end of the part's sound, which nothing follows."""
+        if self._sound_rate is None:
+            return []
+        # A packet is heard while the next one is, because the first one only prepares the decoder.
+        missing = self._count_packets() + 1 - self.end.packets
+        self._packets += [self._silence] * (missing - len(self._packets))
+        return self._take_packets(missing)
+
+    def _move(self, packet: Packet) -> Packet:
+        """Return a frame at its place in the whole file, decoded at least a frame before it is shown."""
+        if packet.shown_at % self._frame:
+            raise NotContinued("the video's frames don't follow each other at its rate")
+        shown_at = round(self._begin.frames * self._frame) + packet.shown_at
+        decoded_at = round((self.end.frames - 1) * self._frame)
+        self.end = replace(self.end, frames=self.end.frames + 1)
+        return packet._replace(decoded_at=decoded_at, shown_at=shown_at, lasts=round(self._frame))
+
+    def _take_packets(self, count: int) -> list[Packet]:
+        """Return the next packets of sound."""
+        starts = [PACKET * (self.end.packets + index - 1) for index in range(count)]
+        self.end = replace(self.end, packets=self.end.packets + len(starts))
+        return [Packet(SOUND, self._packets.popleft(), start, start, PACKET, True) for start in starts]
+
+    def _count_packets(self) -> int:
         """Return how many packets of the whole file precede the end of the frames that have come."""
-        return round(self.end.frames / self._rate * sound.units / PACKET)
+        assert self._sound_rate is not None
+        return round(self.end.frames / self._rate * self._sound_rate / PACKET)
+
+
+def _cut(frames: InputContainer, sound: InputContainer, lasts_us: int) -> Iterator[list[Packet]]:
+    """Yield the packets of a finished video's fragments, cut where the muxer cuts them while it is encoded.
+
+    That is before the first packet that is decoded so much later than the first one of its kind in the fragment.
+
+    Args:
+        frames: The video.
+        sound: The same video, opened again.
+        lasts_us: How long a fragment lasts, in microseconds.
+    """
+    units = {kind: track.unit for kind, track in read_tracks(frames).items()}
+    both = [read_packets(frames, [VIDEO]), read_packets(sound, [SOUND])]
+    fragment: list[Packet] = []
+    begins: dict[str, int] = {}
+    for packet in heapq.merge(*both, key=lambda packet: packet.decoded_at * units[packet.kind]):
+        begin = begins.setdefault(packet.kind, packet.decoded_at)
+        if round((packet.decoded_at - begin) * units[packet.kind] * 10**6) >= lasts_us:
+            yield fragment
+            fragment, begins = [], {packet.kind: packet.decoded_at}
+        fragment.append(packet)
+    if fragment:
+        yield fragment

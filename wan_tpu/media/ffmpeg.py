@@ -1,17 +1,14 @@
 """Run ffmpeg so that it doesn't outlive whoever waits for it."""
 
 import os
-import selectors
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import IO
+from collections.abc import Sequence
 
 import imageio_ffmpeg
 
-_READ_BYTES = 2**16
 _LOOK_S = 0.25  # How often to look whether a run is still wanted.
 # An ffmpeg that reads or writes a pipe ends soon after the process at its other end. One that reads and writes files
 # must be killed by Linux, which does so if the child itself asks for it (1 is PR_SET_PDEATHSIG, and 9 SIGKILL). A small
@@ -64,56 +61,6 @@ def run_ffmpeg(
     if process.returncode == _NOT_STARTED:
         raise OSError(0, messages.decode(errors="replace"))
     return subprocess.CompletedProcess(command, process.returncode, output, messages)
-
-
-def stream_ffmpeg(arguments: Sequence[str], *, silence_s: float) -> "Iterator[bytes]":
-    """Run ffmpeg and yield its output as it comes, so that little of it is in memory.
-
-    It is killed once the iterator is closed, or if it writes nothing for too long. The caller may take its time.
-
-    Args:
-        arguments: What follows the name of the program.
-        silence_s: How long it may write nothing while the caller waits, in seconds.
-
-    Raises:
-        OSError: It can't be started.
-        subprocess.TimeoutExpired: It wrote nothing for too long.
-        subprocess.CalledProcessError: It failed; `stderr` is the end of its messages.
-    """
-    command, pipe = [imageio_ffmpeg.get_ffmpeg_exe(), *arguments], subprocess.PIPE
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe) as process:
-        try:
-            assert process.stdout is not None and process.stderr is not None
-            messages = b""
-            for source, data in _read_both(process.stdout, process.stderr, command, silence_s):
-                if source is process.stdout:
-                    yield data
-                else:
-                    messages = (messages + data)[-_READ_BYTES:]
-            process.wait(silence_s)
-        except BaseException:
-            process.kill()
-            raise
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command, stderr=messages)
-
-
-def _read_both(
-    output: IO[bytes], messages: IO[bytes], command: Sequence[str], silence_s: float
-) -> Iterator[tuple[IO[bytes], bytes]]:
-    """Yield what comes from two pipes until both are closed, and from which."""
-    with selectors.DefaultSelector() as selector:
-        for pipe in (output, messages):
-            selector.register(pipe, selectors.EVENT_READ, pipe)
-        while selector.get_map():
-            ready = selector.select(silence_s)
-            if not ready:
-                raise subprocess.TimeoutExpired(command, silence_s)
-            for key, _ in ready:
-                if data := os.read(key.fd, _READ_BYTES):
-                    yield key.data, data
-                else:
-                    selector.unregister(key.data)
 
 
 def _wait(process: "subprocess.Popen[bytes]", until: float, cancelled: threading.Event) -> tuple[bytes, bytes]:

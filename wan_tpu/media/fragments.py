@@ -1,20 +1,17 @@
-"""Cut a video's fragmented mp4 into fragments while ffmpeg writes it, or a finished video in the same way.
+"""Cut a video's fragmented mp4 into fragments while ffmpeg writes it.
 
 A player can start with the first fragments, long before the last frame exists. Fragments need no keyframes of their
 own, so frames are encoded exactly as they would be without fragments.
 """
 
 import os
-import subprocess
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
-from wan_tpu.errors import InvalidRequest, Unavailable
 from wan_tpu.media.boxes import HEADER
 from wan_tpu.media.encoding import exact_rate
-from wan_tpu.media.ffmpeg import stream_ffmpeg
 
 # Chromium starts to play after two fragments, but waited 11 s when every frame was a fragment.
 FRAGMENT_FRAMES = 16
@@ -22,8 +19,6 @@ FRAGMENT_FRAMES = 16
 # late by that delay. The index at the end is left out, because only a complete file would have it.
 _MOVFLAGS = "+delay_moov+default_base_moof+skip_trailer"
 _READ_BYTES = 2**16
-_ALL_PACKETS = ("-map", "0", "-c", "copy")
-_SILENCE_S = 60.0  # Cutting copies packets and encodes little besides sound: it waits so long only if a machine hangs.
 
 
 class FragmentPipe:
@@ -51,7 +46,7 @@ class FragmentPipe:
             audio: Whether there is a second input with sound.
         """
         name = "".join(f"\\{character}" if character in "\\'|" else character for character in str(path))
-        target = f"[f=mp4:movflags={_MOVFLAGS}:frag_duration={_lasts_us(fps)}]pipe:{self.descriptor}"
+        target = f"[f=mp4:movflags={_MOVFLAGS}:frag_duration={find_length_us(fps)}]pipe:{self.descriptor}"
         streams = ["-map", "0:v", *(["-map", "1:a"] if audio else [])]
         return [*streams, "-flags", "+global_header", "-f", "tee", f"[f=mp4:movflags=+faststart]{name}|{target}"]
 
@@ -95,35 +90,7 @@ class FragmentSplitter:
         return complete
 
 
-def cut_video(path: Path, fps: float | Fraction, streams: Sequence[str] = _ALL_PACKETS) -> Generator[bytes, None, None]:
-    """Yield the fragments of a finished video one by one, cut where `FragmentPipe` cuts it.
-
-    Args:
-        path: The video, which isn't read into memory.
-        fps: Frames per second.
-        streams: ffmpeg's options for what the fragments contain. Without them, all packets are copied.
-
-    Raises:
-        InvalidRequest: The file can't be read as a video. Fragments may have been yielded before.
-        Unavailable: The machine fails.
-    """
-    arguments = ["-v", "error", "-i", str(path.absolute()), *streams, "-flags", "+global_header"]
-    arguments += ["-movflags", _MOVFLAGS, "-movie_timescale", "1000", "-frag_duration", str(_lasts_us(fps))]
-    arguments += ["-f", "mp4", "-"]
-    splitter = FragmentSplitter()
-    try:
-        for data in stream_ffmpeg(arguments, silence_s=_SILENCE_S):
-            yield from splitter.add(data)
-    except subprocess.CalledProcessError as error:
-        if error.returncode < 0:
-            raise Unavailable(f"ffmpeg was ended by signal {-error.returncode}; check this machine's memory") from None
-        reason = (error.stderr.decode(errors="replace").strip().splitlines() or ["it has no frames"])[-1]
-        raise InvalidRequest(f"video {path} can't be read ({reason[:200]}); give an mp4", "video") from None
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise Unavailable(f"ffmpeg can't cut a video here now ({error}); check this machine") from None
-
-
-def _lasts_us(fps: float | Fraction) -> int:
+def find_length_us(fps: float | Fraction) -> int:
     """Return how long a fragment lasts, in microseconds.
 
     It is half a frame shorter, so that no rounding moves the cut past the next frame.

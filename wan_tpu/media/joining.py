@@ -1,36 +1,42 @@
 """Join a video with the clips that continue it."""
 
 import contextlib
+import itertools
 import os
-import re
 import shutil
-import subprocess
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from av.sidedata.sidedata import Type
 
 from wan_tpu.errors import InvalidRequest, OutputError, Unavailable
 from wan_tpu.media.continued import ContinuedVideo, NotContinued
-from wan_tpu.media.encoding import AAC, exact_rate
-from wan_tpu.media.ffmpeg import run_ffmpeg
+from wan_tpu.media.encoding import exact_rate
+from wan_tpu.media.packets import (
+    SOUND,
+    VIDEO,
+    Fragment,
+    Packet,
+    Track,
+    find_streams,
+    open_media,
+    read_tracks,
+    write_file,
+)
 from wan_tpu.media.reading import open_video
-from wan_tpu.media.shown import Fit, mix_sound
+from wan_tpu.media.shown import Fit
+from wan_tpu.media.sound import convert_sound
 from wan_tpu.media.temporary import open_folder
 from wan_tpu.media.video import VideoWriter, check_ffmpeg
 
-# Joining copies packets and encodes little besides the sound: it takes this long only if a disk or a machine hangs.
-_TIMEOUT_S = 600.0
 _CONVERSION_S = 6 * 3600.0  # Longer than any video takes that people continue.
 _TRIAL_FRAMES = 3  # A single frame is encoded in another way.
 _LEAST_ROOM = 2**20  # Bytes. Less remains only when ffmpeg has filled a disk.
-_FACT = re.compile(r"#(\w+) (\d+)[:,]\s*(.+)")
-_FLAGS = re.compile(r", F=0x([0-9A-F]+)")
-_HIDDEN = 0x4  # The flag of a packet that an edit list hides.
 
 
 class Sound(NamedTuple):
@@ -47,7 +53,7 @@ class Clip:
 
     Attributes:
         path: The file.
-        settings: Codec, size and everything else that must be equal in two files whose packets are to form one stream.
+        track: What must be equal in two files whose packets are to form one stream.
         rate: Frames per second; the average of a file whose rate varies.
         is_even: Whether its packets are exactly the frames that are shown, neither turned nor stretched, and follow
             each other at exactly that rate from the start of the file.
@@ -56,7 +62,7 @@ class Clip:
     """
 
     path: Path
-    settings: tuple[tuple[str, str], ...]
+    track: Track
     rate: Fraction
     is_even: bool
     frames: int
@@ -65,45 +71,42 @@ class Clip:
     @property
     def size(self) -> tuple[int, int]:
         """(width, height) in pixels."""
-        width, height = dict(self.settings)["dimensions"].split("x")
-        return int(width), int(height)
+        return self.track.shape
 
 
 def read_clip(path: Path) -> Clip:
-    """Return the description of a video file; raises `InvalidRequest`, `OutputError`, `Unavailable`."""
-    streams = ["-map", "0:V:0", "-map", "0:a:0?", "-c", "copy", "-f", "framecrc", "-"]
-    text, described = _run(["-v", "info", "-nostats", "-i", _place(path), *streams], path)
-    facts: dict[str, dict[str, str]] = {"0": {}, "1": {}}
-    frames: list[tuple[int, int]] = []  # The start and the duration of each frame.
-    hides = False
-    for line in text.decode().splitlines():
-        if (fact := _FACT.match(line)) is not None:
-            facts[fact[2]][fact[1]] = fact[3]
-        elif line.startswith("0,"):
-            _, _, timestamp, duration, *_ = line.split(",")
-            frames.append((int(timestamp), int(duration)))
-            flags = _FLAGS.search(line)
-            hides = hides or (flags is not None and bool(int(flags[1], 16) & _HIDDEN))
-    frames.sort()
-    times = [timestamp for timestamp, _ in frames]
-    # A single frame has only its duration to tell the rate.
-    span, steps = (times[-1] - times[0], len(times) - 1) if len(times) > 1 else (frames[0][1] if frames else 0, 1)
-    if span <= 0:
-        raise InvalidRequest(f"video {path} has no frames that last; save it again as an mp4", "video")
-    video, sound = facts["0"], facts["1"]
-    is_even = (
-        not hides
-        and span % steps == 0
-        and times == [index * (span // steps) for index in range(len(times))]
-        and video.get("sar", "1/1") in ("0/1", "1/1")
-        and b"displaymatrix:" not in described.lower().replace(b" ", b"")
-    )
-    tick = Fraction(video["tb"])
-    rate = Fraction(steps, span) / tick
-    sound_format = None
-    if "channel_layout_name" in sound:
-        sound_format = Sound(sound["codec_id"], int(sound["sample_rate"]), sound["channel_layout_name"])
-    return Clip(path, tuple(sorted(video.items())), rate, is_even, len(times), sound_format)
+    """Return the description of a video file; raises `InvalidRequest`, `Unavailable`."""
+    with open_media(path) as file:
+        streams, tracks = find_streams(file), read_tracks(file)
+        if VIDEO not in tracks:
+            raise InvalidRequest(f"video {path} has no frames; save it again as an mp4", "video")
+        video, sound = streams[VIDEO], streams.get(SOUND)
+        times, lasts, hides = [], 0, False
+        for packet in file.demux(video):
+            if packet.size:
+                times.append(packet.pts if packet.pts is not None else packet.dts or 0)
+                lasts, hides = packet.duration or 0, hides or packet.is_discard  # Others need a hidden frame.
+        times.sort()
+        # A single frame has only its duration to tell the rate.
+        span, steps = (times[-1] - times[0], len(times) - 1) if len(times) > 1 else (lasts, 1)
+        if span <= 0:
+            raise InvalidRequest(f"video {path} has no frames that last; save it again as an mp4", "video")
+        file.seek(0)
+        shown = next(file.decode(video), None)
+        is_turned = shown is None or any(data.type is Type.DISPLAYMATRIX for data in shown.side_data)
+        is_even = (
+            not hides
+            and not is_turned
+            and video.sample_aspect_ratio in (None, 0, 1)
+            and span % steps == 0
+            and times == [index * (span // steps) for index in range(len(times))]
+        )
+        sound_format = None
+        if sound is not None:
+            codec = sound.codec_context
+            sound_format = Sound(codec.name, codec.sample_rate, codec.layout.name)
+        rate = Fraction(steps, span) / tracks[VIDEO].unit
+        return Clip(path, tracks[VIDEO], rate, is_even, len(times), sound_format)
 
 
 def join_videos(clips: Sequence[Path], output: Path, *, cancelled: threading.Event | None = None) -> None:
@@ -127,30 +130,32 @@ def join_videos(clips: Sequence[Path], output: Path, *, cancelled: threading.Eve
     check_ffmpeg()
     with _open_folder(output.absolute().parent) as folder:
         files = _make_alike(clips, folder, cancelled)
-        fragments, partial = folder / "fragments.mp4", folder / "joined.mp4"
+        partial = folder / "joined.mp4"
         try:
-            _write_fragments(*_make_sound_alike(files, folder, cancelled), fragments, cancelled)
+            _write(*_make_sound_alike(files, folder, cancelled), partial, cancelled)
         except NotContinued:  # Some other program has put sound beside our frames.
             every = _make_sound_alike(files, folder, cancelled, every=True)
             try:
-                _write_fragments(*every, fragments, cancelled)
+                _write(*every, partial, cancelled)
             except NotContinued as error:
                 raise OutputError(f"{output} can't be joined ({error}); check IMAGEIO_FFMPEG_EXE") from None
-        copied = ["-map", "0", "-c", "copy", "-movflags", "+faststart"]
-        _run(["-i", _place(fragments), *copied, _place(partial)], output, cancelled=cancelled)
         os.replace(partial, output)
 
 
-def _write_fragments(files: Sequence[Clip], rate: int | None, output: Path, cancelled: threading.Event | None) -> None:
-    """Write files one after another as the fragments of one; `rate` is that of their sound."""
+def _write(files: Sequence[Clip], rate: int | None, output: Path, cancelled: threading.Event | None) -> None:
+    """Write the packets of files one after another as one file; `rate` is that of their sound."""
     whole = ContinuedVideo(files[-1].rate, rate)
-    with output.open("wb") as file:
-        for clip in files:
-            for fragment in whole.add_part(clip.path):
-                file.write(fragment)
-                if cancelled is not None and cancelled.is_set():
-                    raise Unavailable(f"{output} isn't wanted any more")
-        file.write(whole.finish())
+
+    def list_packets(fragments: Iterable[Fragment]) -> Iterator[Packet]:
+        for fragment in fragments:
+            yield from fragment.packets
+            if cancelled is not None and cancelled.is_set():
+                raise Unavailable(f"{output} isn't wanted any more")
+        yield from whole.finish()
+
+    fragments = itertools.chain.from_iterable(whole.read_part(clip.path) for clip in files)
+    first = next(fragments)
+    write_file(output, first.header, list_packets(itertools.chain([first], fragments)))
 
 
 def prepare_source(video: Path, folder: Path, fit: Fit, fps: float) -> Path:
@@ -206,13 +211,13 @@ def _make_alike(videos: Sequence[Path], folder: Path, cancelled: threading.Event
 def _are_alike(files: Sequence[Clip]) -> bool:
     """Return whether the packets of files can form one stream."""
     last = files[-1]
-    return all(clip.is_even and (clip.settings, clip.rate) == (last.settings, last.rate) for clip in files)
+    return all(clip.is_even and (clip.track, clip.rate) == (last.track, last.rate) for clip in files)
 
 
 def _convert(video: Path, output: Path, fit: Fit, rate: Fraction, cancelled: threading.Event | None = None) -> None:
     """Write what a video shows and its sound as this program encodes them."""
     with open_video(video, timeout_s=_CONVERSION_S, cancelled=cancelled) as shown:
-        shown.encode(fit, rate, ["-movflags", "+faststart", "-f", "mp4", _place(output)], sound=True)
+        shown.encode(fit, rate, ["-movflags", "+faststart", "-f", "mp4", str(output.absolute())], sound=True)
 
 
 @contextlib.contextmanager
@@ -240,11 +245,9 @@ def _make_sound_alike(
         if clip.sound is None or (clip.sound == wanted and not every):
             alike.append(clip)
             continue
-        path, mixed = folder / f"{index}.sound.mp4", mix_sound(clip.sound.layout, layout)
-        target = ["-af", ",".join([*mixed, f"aresample={wanted.rate}:async=1:first_pts=0"]), *AAC.split(), _place(path)]
+        path = folder / f"{index}.sound.mp4"
         with _explain_disk(folder):
-            streams = ["-map", "0:V:0", "-map", "0:a:0", "-c:v", "copy"]
-            _run(["-i", _place(clip.path), *streams, *target], clip.path, cancelled=cancelled)
+            convert_sound(clip.path, path, layout=clip.sound.layout, into=layout, rate=wanted.rate, cancelled=cancelled)
         alike.append(read_clip(path))
     return alike, wanted.rate
 
@@ -257,29 +260,3 @@ def _open_folder(parent: Path) -> Iterator[Path]:
             yield folder
     except OSError as error:
         raise OutputError(f"can't write in {parent} ({error.strerror or error}); make room there") from None
-
-
-def _place(path: Path) -> str:
-    """Return a path that ffmpeg can use: it reads a colon in a relative path as a protocol."""
-    return str(path.absolute())
-
-
-def _run(arguments: Sequence[str], path: Path, *, cancelled: threading.Event | None = None) -> tuple[bytes, bytes]:
-    """Run ffmpeg, and return its output and messages; errors name the file `path`."""
-    command = ["-y", "-v", "error", *arguments]
-    try:
-        done = run_ffmpeg(command, timeout_s=_TIMEOUT_S, cancelled=cancelled)
-    except subprocess.TimeoutExpired:
-        raise Unavailable(f"ffmpeg doesn't finish {path} within {_TIMEOUT_S:g} s; check this machine") from None
-    except OSError as error:
-        raise Unavailable(f"ffmpeg can't be started ({error.strerror}); make room on this machine") from None
-    if done.returncode < 0:
-        raise Unavailable(f"ffmpeg was ended by signal {-done.returncode} at {path}; check this machine's memory")
-    if done.returncode:
-        message = (done.stderr.decode(errors="replace").strip().splitlines() or ["it has no frames"])[-1]
-        if arguments[-1] == "-":
-            raise InvalidRequest(
-                f"video {path} can't be read ({message[:200]}); give an mp4, or what else ffmpeg reads", "video"
-            )
-        raise OutputError(f"{path} can't be joined ({message[:200]}); check the disk")
-    return done.stdout, done.stderr

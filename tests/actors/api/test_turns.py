@@ -4,6 +4,7 @@ import dataclasses
 import errno
 from pathlib import Path
 
+import av
 import imageio_ffmpeg
 import pytest
 
@@ -48,27 +49,22 @@ def test_segments_of_two_owners_alternate_on_one_place(settings, engine, databas
 
 
 class Killing:
-    """An ffmpeg that is killed at the first `most` commands that match a pattern, as on a machine without memory."""
+    """An ffmpeg that is killed at commands that match a pattern, as on a machine without memory."""
 
     SCRIPT = """#!/bin/sh
 for argument in "$@"; do case "$argument" in {pattern}) met=1;; esac; done
-cd {folder}
-if [ "$met" ] && [ "$(cat most)" -gt "$(wc -l < killed)" ]; then echo >> killed; kill -9 $$; fi
+if [ "$met" ]; then echo >> {folder}/killed; kill -9 $$; fi
 exec {ffmpeg} "$@"
 """
 
-    def __init__(self, monkeypatch, folder, pattern, most=10**6):
+    def __init__(self, monkeypatch, folder, pattern):
         folder.mkdir()
         self._folder = folder
         (folder / "killed").touch()
-        self.change(most)
         program, ffmpeg = folder / "ffmpeg", imageio_ffmpeg.get_ffmpeg_exe()
         program.write_text(self.SCRIPT.format(pattern=pattern, folder=folder, ffmpeg=ffmpeg))
         program.chmod(0o755)
         monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", lambda: str(program))
-
-    def change(self, most):
-        (self._folder / "most").write_text(str(most))
 
     @property
     def count(self):
@@ -81,13 +77,25 @@ def quick(monkeypatch):
     monkeypatch.setattr(making, "_PREVIEW_PAUSES_S", (0.05,))
 
 
-JOIN, PICTURES = "*joined.mp4", r"select=\'*"
+PICTURES = r"select=\'*"
 
 
-def test_a_join_that_fails_is_done_again_and_no_segment_is(settings, engine, monkeypatch, quick, tmp_path):
-    failing = Killing(
-        monkeypatch, tmp_path / "bin", JOIN, most=5
-    )  # Two tries in each of two attempts fail, and the first of the third one.
+class FullDisk:
+    """A disk without room for the next `most` joined files."""
+
+    def __init__(self, monkeypatch, most=10**6):
+        self.most, self.count, self._open = most, 0, av.open
+        monkeypatch.setattr(av, "open", self.open)
+
+    def open(self, file, mode=None, **options):
+        if mode == "w" and str(file).endswith("joined.mp4") and self.count < self.most:
+            self.count += 1
+            raise av.error.OSError(errno.ENOSPC, "No space left on device", file)
+        return self._open(file, mode, **options)
+
+
+def test_a_join_that_fails_is_done_again_and_no_segment_is(settings, engine, monkeypatch, quick):
+    failing = FullDisk(monkeypatch, 5)  # Two tries in each of two attempts fail, and the first of the third one.
     limited = change_reliability(settings, pipeline_pause_s=0.1)
     with serve(settings) as address, open_client(address) as http, working(limited, engine):
         job = create(http, next_prompts=PROMPTS).json()["id"]
@@ -110,8 +118,8 @@ def test_a_video_is_complete_without_previews_that_can_not_be_made(
         assert http.get(f"/v1/videos/{job}/content", params={"variant": "thumbnail"}).status_code == 404
 
 
-def test_a_worker_that_ends_before_the_join_costs_no_segment(settings, engine, database, monkeypatch, tmp_path):
-    failing = Killing(monkeypatch, tmp_path / "bin", JOIN)
+def test_a_worker_that_ends_before_the_join_costs_no_segment(settings, engine, database, monkeypatch):
+    failing = FullDisk(monkeypatch)
     with serve(settings) as address, open_client(address) as http:
         job = create(http, next_prompts=PROMPTS).json()["id"]
         with working(settings, engine):
@@ -119,7 +127,7 @@ def test_a_worker_that_ends_before_the_join_costs_no_segment(settings, engine, d
         stored = JobStore(database).get(job)
         assert (stored.status, len(stored.segments), stored.segments_left) == ("queued", 2, 0)
         assert count_segments(stored.request) == 3 and set(stored.made) >= {"video"}
-        failing.change(0)
+        failing.most = 0
         with working(settings, engine):
             assert wait_for_end(http, job)["status"] == "completed"
     assert len(engine.requests) == 3
