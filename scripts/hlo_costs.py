@@ -29,6 +29,7 @@ from wan_tpu.pricing.ici import interconnect_of
 from wan_tpu.pricing.kernel_calls import KernelCall
 from wan_tpu.pricing.kernel_prices import KernelPrices, count_alone
 from wan_tpu.pricing.report import describe
+from wan_tpu_kernels.catalogue import ATTENTION
 
 
 def main() -> None:
@@ -52,6 +53,7 @@ def main() -> None:
         interconnect_of(where, Mesh(np.array(where.devices()), ("devices",))),
         kernel_cycles=prices(args.kernel, where.cores, counted),
         prefer=args.prefer,
+        others=ATTENTION,
     )
     print(describe(cost, top=args.top))
 

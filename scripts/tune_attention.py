@@ -24,8 +24,6 @@ SCHEDULES = (
     Schedule(512, columns=256, ahead=4, mxu_sums=False),
     Schedule(256, columns=256, ahead=4, mxu_sums=True),
 )
-VMEM_LIMIT = {"v5e": 96 * MIB, "v6e": 64 * MIB}
-LEAST_VMEM_LIMIT = 48 * MIB  # Of all other chips.
 
 
 def main() -> None:
@@ -35,6 +33,7 @@ def main() -> None:
     parser.add_argument("--softmax", choices=("bounded", "optimistic", "online"), default="optimistic")
     parser.add_argument("--low-precision", action="store_true", help="8-bit logits, as the chip has them")
     parser.add_argument("--blocks", nargs="+", metavar="QxKV", default=[f"{q}x{kv}" for q, kv in BLOCKS])
+    parser.add_argument("--vmem", type=int, default=48, help="MiB that a kernel may use; default %(default)s")
     args = parser.parse_args()
     qk = CHIPS[args.chip].mxu_8bit_dtype if args.low_precision else None
 
@@ -43,7 +42,7 @@ def main() -> None:
     for (block_q, block_kv), schedule in itertools.product(sizes, SCHEDULES):
         if block_kv % schedule.chunk:
             continue
-        blocks = BlockSizes(block_q, block_kv, schedule, schedule, VMEM_LIMIT.get(args.chip, LEAST_VMEM_LIMIT))
+        blocks = BlockSizes(block_q, block_kv, schedule, schedule, args.vmem * MIB)
         row = ours(args.chip, args.softmax, qk, blocks)
         print(f"{row.tile:>12} {schedule}: {row.note or f'{row.per_million:.0f}'}", flush=True)
         if row.per_million is not None:

@@ -182,6 +182,25 @@ def test_nothing_outside_its_folder_names_a_family():
             assert not match, f"{file} names {match[0]}"
 
 
+def list_strings(file: Path) -> list[str]:
+    """Return a file's strings, the descriptions of fields included, without the docstrings."""
+    tree = ast.parse(file.read_text())
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    documented = (node for node in ast.walk(tree) if isinstance(node, kinds) and ast.get_docstring(node))
+    docstrings = {id(node.body[0].value) for node in documented}
+    texts = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docstrings)
+    return [node.value for node in texts if isinstance(node.value, str)]
+
+
+def test_no_message_names_a_family():
+    """What other models can do is asked of the published ones (`wan_tpu.model_limits.name_models`)."""
+    titles = re.compile("|".join(re.escape(family.title.split(" and ")[0]) for family in FAMILIES.values()))
+    for package in PACKAGES:
+        for file in FOLDERS[package].rglob("*.py"):
+            if ROOT / "wan_tpu" / "families" not in file.parents:
+                assert not [text for text in list_strings(file) if titles.search(text)], file
+
+
 PRIVATE = re.compile(r"(from|import) +(ray[.\w]*\._(private|raylet)|ray\.core\.generated|jax\._src|jaxlib\.(_|mosaic))")
 
 

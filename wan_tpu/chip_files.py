@@ -1,6 +1,10 @@
-"""The device files of TPU chips, which show whether this machine has a TPU even if JAX can't use it."""
+"""Whether this machine has TPU chips, even if JAX can't use them, and what libtpu needs to be told without."""
 
 import glob
+
+# Without these, libtpu asks a metadata server where it is running. The type must be a valid one; any will do.
+NO_TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v6e-8"}
+COMPILES_ONLY = NO_TPU | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}  # Then libtpu doesn't lock the chips either.
 
 
 def chip_files() -> list[str]:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from wan_tpu.chip_files import chip_files
+from wan_tpu.chip_files import NO_TPU, chip_files
 from wan_tpu.errors import WanTpuError
 
 # These variables keep libraries from printing messages that mean nothing to a user. Libraries read them when they are
@@ -19,8 +19,6 @@ QUIET = {
     "GRPC_VERBOSITY": "NONE",  # gRPC raises its failures anyway, and prints a line for every new process.
     "GRPC_ENABLE_FORK_SUPPORT": "0",
 }
-# If libtpu is installed, JAX queries it; it then looks for a TPU VM's description and prints ten lines of errors.
-NO_TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v6e-8"}
 _GOOGLE = "0x1ae0"  # Google's number as a vendor of PCI devices.
 
 
@@ -59,6 +57,7 @@ def run(
 
 
 def _quiet_libraries() -> None:
+    # If libtpu is installed, JAX queries it; it then looks for a TPU VM's description and prints ten lines of errors.
     settings = QUIET if "JAX_PLATFORMS" in os.environ or _has_tpu() else QUIET | NO_TPU
     for name, value in settings.items():
         os.environ.setdefault(name, value)

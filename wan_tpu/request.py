@@ -176,26 +176,27 @@ class GenerationRequest:
     image: Picture | None = None
     """The first frame, for models that begin with an image."""
     last_image: Picture | None = None
-    """The last frame, for models that lead from one image to another; MiniMax-H3 takes it without `image`, too."""
+    """The last frame, for models that lead from one image to another; some take it without `image`, too."""
     video: Annotated[str | Path | VideoContent, PlainValidator(_check_video)] | None = None
-    """A video file whose frames are restyled (Wan's T2V models), or that is continued after its last frame (Helios)."""
+    """A video file, which the model restyles, or continues after its last frame."""
     strength: Number | None = Field(default=None, ge=0.001, le=1)
-    """How much `video` changes: the share of the steps that are run. 0.8 if omitted; Helios doesn't have it."""
+    """How much `video` changes: the share of the steps that are run. 0.8 if omitted. Models that continue
+    a video don't have it."""
     height: int | None = Field(default=None, ge=SIZE_MULTIPLE, le=8192, multiple_of=SIZE_MULTIPLE)
-    """In pixels, a multiple of 16; of 32 for Wan 2.2 TI2V 5B and LTX-2, of 64 for LTX-2 in two stages."""
+    """In pixels, a multiple of 16; some models need one of 32 or 64."""
     width: int | None = Field(default=None, ge=SIZE_MULTIPLE, le=8192, multiple_of=SIZE_MULTIPLE)
     """In pixels, a multiple as for `height`."""
     frames: int | None = Field(default=None, ge=1, le=2001)
     """Length in frames: one more than a multiple of 4 for most models, or of 8 for some."""
     fps: Number | None = Field(default=None, ge=0.1, le=240)
-    """Frames per second of the file. LTX-2 fits motion and sound to it; other models assume their own rate."""
+    """Frames per second of the file. Some models fit motion and sound to it; others assume their own rate."""
     generate_audio: bool | None = None
     """Whether the video has sound, for models that can make it; true for those if omitted."""
     steps: int | None = Field(default=None, ge=1, le=MAX_STEPS)
     """Number of denoising steps, over all experts. Time grows in proportion to it."""
     guidance_scale: Number | None = Field(default=None, ge=0, le=100)
-    """How closely to follow the prompt, from the first step on. At most 1 turns guidance off, which halves the work
-    and leaves a quarter of it for LTX-2.3."""
+    """How closely to follow the prompt, from the first step on. At most 1 turns guidance off, which halves the
+    work, or leaves less of it where guidance takes more than two evaluations."""
     guidance_scale_2: Number | None = Field(default=None, ge=0, le=100)
     """The same for the low-noise expert of models with two experts; `guidance_scale` if only that is given."""
     shift: Number | None = Field(default=None, ge=0.01, le=100)
@@ -222,7 +223,7 @@ class GenerationRequest:
     model's authors' program makes; `diffusers` is what diffusers makes."""
     truncate_prompt: bool | None = None
     """Whether a prompt that is longer than the model reads is cut, with a warning, instead of refused. If omitted,
-    MiniMax-H3 refuses it, and other models cut it."""
+    it is the model's choice; most cut it."""
 
     __pydantic_fields__: ClassVar[Mapping[str, FieldInfo]]
 

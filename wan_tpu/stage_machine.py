@@ -219,10 +219,6 @@ class StageMachine:
             self, step=step, is_finished=is_finished, has_decoded_sound=False, decoded=decoded, is_saved=False
         )
 
-    def without_decoded(self) -> "StageMachine":
-        """Return the machine with nothing decoded, after the decoder was lost and the video's file with it."""
-        return dataclasses.replace(self, has_decoded_sound=False, decoded=0, is_saved=False)
-
     def with_inputs(self) -> "StageMachine":
         """Return the machine with every encoding available."""
         return dataclasses.replace(self, encoded=frozenset(self.inputs))

@@ -12,21 +12,6 @@ from wan_tpu.suggest import did_you_mean
 KERNELS, COLLECTIVES = "WAN_TPU_KERNELS", "WAN_TPU_COLLECTIVES"
 OWN_KERNELS, REFERENCE = "own", "reference"
 OVERLAPPED, SYNCHRONOUS = "overlapped", "synchronous"
-# Kernels with a plain reference, by the names that --kernels takes.
-NAMES = (
-    "attention",
-    "sparse_attention",
-    "linear",
-    "layer_norm",
-    "round_rows",
-    "rms_norm_rope",
-    "head_norm_rope",
-    "causal_conv",
-    "folded_conv",
-    "channel_moments",
-    "norm_silu",
-)
-KERNELS_FORM = f"{OWN_KERNELS}, {REFERENCE}, or {REFERENCE}:NAME,NAME of {', '.join(NAMES)}"
 
 
 def set_switches(kernels: str | None = None, collectives: str | None = None) -> None:
@@ -67,10 +52,14 @@ def _switched_off(kernels: str) -> frozenset[str]:
     """Return the kernels that are switched off; raises `InvalidInput`."""
     if kernels == OWN_KERNELS:
         return frozenset()
+    from wan_tpu_kernels import catalogue  # It imports JAX.
+
+    known = tuple(catalogue.KERNELS)
     kind, colon, names = kernels.partition(":")
-    switches = frozenset(names.split(",")) if colon else frozenset(NAMES)
+    switches = frozenset(names.split(",")) if colon else frozenset(known)
+    form = f"{OWN_KERNELS}, {REFERENCE}, or {REFERENCE}:NAME,NAME of {', '.join(known)}"
     if kind != REFERENCE:
-        raise InvalidInput(f"--kernels is {kernels!r}; give {KERNELS_FORM}")
-    if unknown := sorted(switches - set(NAMES)):
-        raise InvalidInput(f"there is no kernel {unknown[0]!r}{did_you_mean(unknown[0], NAMES)}; give {KERNELS_FORM}")
+        raise InvalidInput(f"--kernels is {kernels!r}; give {form}")
+    if unknown := sorted(switches - set(known)):
+        raise InvalidInput(f"there is no kernel {unknown[0]!r}{did_you_mean(unknown[0], known)}; give {form}")
     return switches

@@ -164,7 +164,7 @@ def _write_to_disk(machine: Machine) -> Finding:
     except OSError as error:
         measured = f"{error.strerror}; {free / GIB:.1f} GiB are free"
         advice = f"free some space on the disk of {machine.folder.parent}, or choose another folder with --folder"
-        return Finding("disk", measured, "fail", "room for a checkpoint, 130 GB for A14B", advice)
+        return Finding("disk", measured, "fail", "room for a checkpoint, up to 130 GB", advice)
     finally:
         file.unlink(missing_ok=True)
     measured = f"{rate / MIB:.0f} MiB/s written, {free / GIB:.0f} GiB free"

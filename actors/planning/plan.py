@@ -299,7 +299,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--size", help="WIDTHxHEIGHT in pixels; default the model's")
     parser.add_argument("--frames", type=int, help="of the video; default the model's")
     parser.add_argument("--images", type=int, help="how many a request has; default 1 where the model takes any")
-    parser.add_argument("--prompt_tokens", type=int, help="MiniMax-H3: of a request's prompt; default at most 1024")
+    parser.add_argument("--prompt_tokens", type=int, help="of a prompt, where programs depend on it; default few")
     parser.add_argument("--preset", help="a named way to sample, such as lightning")
     parser.add_argument("--cache", help="skipped steps, such as magcache")
     parser.add_argument("--steps", type=int, help="denoising steps, of all experts together; default the model's")

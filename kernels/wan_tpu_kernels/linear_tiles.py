@@ -20,10 +20,10 @@ from wan_tpu_kernels.tiles import even_block, vmem_bytes
 # thousand bundles.
 ROWS, OUTPUTS, INPUTS = 1216, 2048, 8960
 OUTPUTS_8, INPUTS_8 = 2560, 16384  # Those of 8-bit weights, with which a step has half as many bundles.
-MXU_COLUMNS = 256  # Columns and rows of v6e's and v7x's MXU (v5p has 128): 1152 outputs take as long as 1280.
+MXU_COLUMNS = 256  # Columns and rows of the widest MXU, which narrower ones divide: 1152 outputs take as long as 1280.
 UNROLLED = 1024  # The most outputs of a single, uneven iteration; the code of more takes minutes to compile.
 COLUMNS_8 = 512  # Columns of one iteration with 8-bit weights, if a tile has a multiple of them.
-MACS_A_BYTE = 280  # Multiply-adds of v6e's matrix units while HBM delivers a byte: 459e12 / 1.64e12.
+INTERPRETED_MACS_A_BYTE = 280  # Multiply-adds while HBM delivers a byte, where no chip says it: near a real one's.
 HBM_SHARE = 0.9  # Of the published bandwidth.
 # An iteration takes about 250 cycles more than its products, before the first and after the last; a step of the grid
 # about 500 more than its bundles. Sums in VMEM take as long as multiplying this many more inputs; integers are also
@@ -73,7 +73,7 @@ def choose_tile(layer: Layer, *, interpret: bool) -> LinearTile:
         ValueError: No tile fits.
     """
     limit, chip = vmem_bytes(interpret=interpret), None if interpret else pltpu.get_tpu_info()
-    published = MACS_A_BYTE if chip is None else chip.bf16_ops_per_second / 2 / chip.mem_bw_bytes_per_second
+    published = INTERPRETED_MACS_A_BYTE if chip is None else chip.bf16_ops_per_second / 2 / chip.mem_bw_bytes_per_second
     macs_a_byte = published * (2 if layer.in_bytes == 1 else 1) / HBM_SHARE
     fitting = [tile for tile in _list_tiles(layer) if _count_vmem(layer, tile) <= limit]
     if not fitting:

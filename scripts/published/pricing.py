@@ -17,6 +17,7 @@ from wan_tpu.pricing.analyse import analyse
 from wan_tpu.pricing.cost import Cost, Times
 from wan_tpu.pricing.ici import interconnect_of
 from wan_tpu.pricing.kernel_prices import KernelPrices, count_alone
+from wan_tpu_kernels.catalogue import ATTENTION
 
 # These numbers of layers are compiled; a step with all layers is extrapolated from them linearly.
 LAYERS = (2, 4)
@@ -91,6 +92,7 @@ class Pricing:
             interconnect_of(self.slice, mesh),
             kernel_cycles=self._kernels,
             prefer=prefer,
+            others=ATTENTION,
         )
         if cost.unpriced:
             raise ValueError(f"not priced: {', '.join(cost.unpriced)}")

@@ -15,7 +15,7 @@ CYCLES = 'backend_config={{"window_config":{{"estimated_cycles":"{}"}}}}'
 
 
 def cost(text: str, links: Interconnect = LINKS, **options):
-    options = {"kernel_cycles": lambda call: None, **options}
+    options = {"kernel_cycles": lambda call: None, "others": "vector", **options}
     return analyse(text.replace("  ENTRY", "ENTRY"), HARDWARE, links, **options)
 
 

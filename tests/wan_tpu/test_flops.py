@@ -12,7 +12,6 @@ from wan_tpu import GenerationRequest, load_pipeline
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.commands.record import Recorder
 from wan_tpu.families import published_spec
-from wan_tpu.families.flops import count_step
 from wan_tpu.families.model import open_model, published_model
 from wan_tpu.families.shared import flop_count as flops
 from wan_tpu.families.wan.model import WanModel
@@ -132,7 +131,7 @@ def test_a_helios_step_of_any_size_has_the_history_s_tokens():
         length = tokens + history
         linear = 2 * width * (length * (4 * width + 2 * hidden) + tokens * 2 * width + text * 2 * width)
         attention = 4 * width * (length**2 + tokens * text)
-        counted = count_step(model, request, expert, images=0)
+        counted = model.count_step(request, expert, images=0)
         assert counted == pytest.approx(40 * (linear + attention), rel=0.02)
 
 

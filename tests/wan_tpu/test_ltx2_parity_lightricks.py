@@ -13,7 +13,6 @@ from scripts.published.ltx_rules import Lightricks, noise_levels
 from tests.conftest import PHOTO
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families import published_spec
-from wan_tpu.families.flops import count_step
 from wan_tpu.families.ltx2.image import fit_as_lightricks
 from wan_tpu.families.ltx2.small import make_checkpoint
 from wan_tpu.families.model import open_model
@@ -129,7 +128,7 @@ def test_work_of_every_evaluation_and_of_both_sizes_of_an_image_is_counted(folde
         plan = model.spec.plan(GenerationRequest(prompt="A cat", preset=preset, height=64, width=64, frames=9))
         expert = plan.experts[-1]
         once = model.flops.step(model.spec.latent_shapes(plan.request, expert.stop)["video"], branches=1)
-        assert count_step(model, plan.request, expert, images=0) == evaluations * once
+        assert model.count_step(plan.request, expert, images=0) == evaluations * once
     request = {"prompt": "A cat", "image": Image.new("RGB", (64, 64)), "height": 64, "width": 64, "frames": 9}
     both, first, text = (
         model.flops.encoder(model.spec.plan(GenerationRequest(**request | changed)).request, prompts=1)

@@ -16,7 +16,7 @@ from wan_tpu.pricing.plan import KEYS, ProgramPlan, StagePlan
 from wan_tpu.pricing.plan_text import describe, to_json
 from wan_tpu.pricing.planner import Planner
 from wan_tpu.pricing.playback import Playback
-from wan_tpu.runtime.mesh import MeshShape
+from wan_tpu.runtime.mesh import make_mesh
 
 SPEC = published_spec("helios-distilled")
 NAMES = SMALLEST_STEP, FIRST_STEP, STEP
@@ -85,7 +85,7 @@ def test_plans_of_all_lengths_share_their_programs_and_say_how_they_play(tmp_pat
         planner = Planner(
             "helios-distilled", resolve(chunks), SLICE, dtype="int8", cache=tmp_path, report=print, images=0
         )
-        digests.add(planner.job(STEP, MeshShape(1, 1, 4)).digest)
+        digests.add(planner.jobs(make_mesh((1, 1, 1), heads=SPEC.heads))[STEP][0].digest)
         seconds = (0.02, 0.03, 0.07), (0.004, 0.004)
         playbacks = planner._predict_playbacks(make_stages(*seconds, chunks))
         assert list(playbacks) == ["on the same slice", "on another v6e-4"]

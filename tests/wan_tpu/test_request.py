@@ -55,7 +55,7 @@ def test_bad_fields_are_refused_with_the_remedy(fields, message):
     [
         ({"frames": 80}, r"frames is 80; it must be 4n \+ 1, nearest 81"),
         ({"solver": "ddim"}, r"solver 'ddim' is unknown; choose one of unipc, euler"),
-        ({"generate_audio": True}, r"wan2.1-t2v-14b makes no sound; .* use a checkpoint of LTX-2"),
+        ({"generate_audio": True}, r"wan2.1-t2v-14b makes no sound; .* ltx-2"),
     ],
 )
 def test_what_a_model_does_not_make_is_refused_with_what_it_does(fields, message):
@@ -173,7 +173,7 @@ def test_requests_that_the_model_cannot_make(checkpoint):
         ("wan2.2-i2v-a14b", {}, "image is missing"),
         ("wan2.1-t2v-1.3b", {"image": image}, "image was given"),
         ("wan2.1-t2v-1.3b", {"last_image": image}, "last_image was given, but .*takes no image; leave it out"),
-        ("wan2.2-i2v-a14b", {"last_image": image}, "without image, but .*; give image too, or use MiniMax-H3"),
+        ("wan2.2-i2v-a14b", {"last_image": image}, "without image, but .*; give image too, or use minimax-h3"),
         ("wan2.2-ti2v-5b", {"height": 48, "width": 64}, "needs a multiple of 32, nearest 64"),
     ]:
         pipe = load_pipeline(checkpoint(kind), mesh=(1, 1, 1))

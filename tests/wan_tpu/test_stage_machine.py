@@ -153,7 +153,7 @@ def test_every_loss_repeats_only_what_was_lost(plan):
         assert all(isinstance(operation, EncodeText | EncodeImage) for operation in again)
         if machine.is_finished:
             assert not again
-        again = Counter(done) & Counter(operations(machine.without_decoded()))
+        again = Counter(done) & Counter(operations(machine.at_step(machine.step, is_finished=machine.is_finished)))
         assert all(isinstance(operation, DecodeSound | Decode | Save) for operation in again)
         done.append(machine.next[0])
         machine = machine.after(machine.next[0])
@@ -226,7 +226,7 @@ def test_operation_out_of_order_is_refused(plan):
 def test_state_of_another_request_is_refused(plan):
     steps = plan.steps
     for step in (plan.first_step - 1, steps + 1):
-        with pytest.raises(ValueError, match=f"this request runs steps {plan.first_step} to {steps}"):
+        with pytest.raises(ValueError, match=f"{plan.first_step} to {steps}"):
             StageMachine(plan).at_step(step)
     with pytest.raises(ValueError, match="can't be finished"):
         StageMachine(plan).at_step(steps - 1, is_finished=True)

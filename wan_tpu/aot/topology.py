@@ -8,15 +8,9 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from wan_tpu.chip_files import COMPILES_ONLY
 from wan_tpu.errors import InvalidInput
 
-# Without these, libtpu asks a metadata server where it is running, and locks the chips.
-ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v6e-8",  # It must be a valid type; any one will do.
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
 # On hosts with chips JAX adds this flag when it is imported (jax/_src/cloud_tpu_init.py). Programs compiled
 # elsewhere need it too: without it no TPU would accept them as its own.
 _ADDED_BY_JAX = "--xla_tpu_use_enhanced_launch_barrier"
@@ -79,7 +73,7 @@ class DescribedSlice:
         """
         if importlib.util.find_spec("libtpu") is None:
             raise InvalidInput("compiling for a TPU needs its compiler: pip install 'wan-tpu[tpu]' (Linux, x86-64)")
-        for name, value in ENVIRONMENT.items():
+        for name, value in COMPILES_ONLY.items():
             os.environ.setdefault(name, value)
         flags = os.environ.get("LIBTPU_INIT_ARGS", "")
         if _ADDED_BY_JAX not in flags:

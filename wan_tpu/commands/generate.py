@@ -35,7 +35,7 @@ def generate(argv: Sequence[str]) -> None:
         "--extend",
         type=Path,
         metavar="VIDEO",
-        help="a video to continue, by an I2V checkpoint or Helios: the mp4 shows it, then what follows its last frame",
+        help="a video to continue, by a model that takes images or videos: the mp4 shows it, then what comes next",
     )
     parser.add_argument("--output", "-o", type=Path, default=Path("video.mp4"), help="the mp4; default %(default)s")
     arguments.add_overwrite(parser)

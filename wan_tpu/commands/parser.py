@@ -130,9 +130,9 @@ def add_precision(group: argparse._ActionsContainer, default: str | None = "bflo
         choices=PRECISIONS,
         default=default,
         metavar="PRECISION",
-        help=f"{purpose or 'of weights and activations'}: {', '.join(PRECISIONS)}; int8 (v5e, v5p, v6e) and "
-        "float8 (v7x): the linear layers of transformers in 8 bits, all else in bfloat16; with -attention its logits, "
-        f"too; default {default or 'bfloat16'}",
+        help=f"{purpose or 'of weights and activations'}: {', '.join(PRECISIONS)}; int8 or float8, "
+        "whichever the chip multiplies: the linear layers of transformers in 8 bits, all else in bfloat16; with "
+        f"-attention its logits, too; default {default or 'bfloat16'}",
     )
 
 

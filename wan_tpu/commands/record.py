@@ -16,7 +16,6 @@ import jax
 
 from wan_tpu.aot.kept import count_programs
 from wan_tpu.data import write_json
-from wan_tpu.families.flops import count_step
 from wan_tpu.plan import RequestPlan
 from wan_tpu.request import ORIGINAL, ResolvedRequest
 from wan_tpu.runtime.runtime import Runtime
@@ -153,7 +152,7 @@ class Recorder:
         experts = Counter(step.expert for step in operations if isinstance(step, Step))
         flops, images = 0, self._plan.images
         for expert, steps in experts.items():
-            flops += steps * count_step(model, request, expert, images=images)
+            flops += steps * model.count_step(request, expert, images=images)
         # A text encoder that reads the prompt together with the images has no separate operation for the prompt.
         if any(isinstance(operation, EncodeText | EncodeImage) for operation in operations):
             flops += model.flops.encoder(request, prompts=prompts)

@@ -42,10 +42,6 @@ class ChunkedModel(abc.ABC):
     def enlarge_chunk(self, latents: jax.Array) -> jax.Array:
         """Return the latents [1, C, T, H, W] at the size of the next expert's; traced by `jax.jit`."""
 
-    @abc.abstractmethod
-    def count_step(self, request: ResolvedRequest, expert: Expert, *, branches: int, images: int) -> int:
-        """Return the operations of one step of an expert, which attends to the earlier chunks at their final size."""
-
     def count_source(self, request: ResolvedRequest) -> int:
         """Return how many frames a request's video has; called only if the model continues videos.
 

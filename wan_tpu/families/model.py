@@ -22,7 +22,7 @@ from wan_tpu.families.shared.flop_count import Flops
 from wan_tpu.families.shared.image_processing import ImageProcessor
 from wan_tpu.families.shared.token_counts import Cut
 from wan_tpu.families.shared.tokenizing import Tokenizer
-from wan_tpu.plan import Expert
+from wan_tpu.plan import VIDEO, Expert
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.components import Component, Loaded
@@ -94,6 +94,12 @@ class Model(SeededNoise, abc.ABC):
     @abc.abstractmethod
     def flops(self) -> Flops:
         """The floating-point operations of each stage."""
+
+    def count_step(self, request: ResolvedRequest, expert: Expert, *, images: int) -> int:
+        """Return the floating-point operations of one of an expert's steps; `images` is how many the request has."""
+        shape = self.spec.latent_shapes(request, expert.stop)[VIDEO]
+        branches = self.spec.count_evaluations(request, expert)
+        return self.flops.step(shape, branches=branches, images=images)
 
     # ---- Shapes, for programs that are compiled before there is a request.
 

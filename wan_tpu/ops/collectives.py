@@ -22,8 +22,8 @@ def gather_rows(
 ) -> jax.Array:
     """Return the rows of all devices along `axes`, [n*L, C], from each device's [L, C].
 
-    On TPU v6e an all-gather blocks the core (up to libtpu 0.0.51; only its SparseCore could take it over), while a
-    ragged all-to-all is sent in the background: every device sends all its rows to every other, straight to their
+    On a TPU an all-gather blocks the core (libtpu 0.0.51; only a SparseCore could take it over), while a ragged
+    all-to-all is sent in the background: every device sends all its rows to every other, straight to their
     destination. An all-gather is used on other platforms, for rows that don't fill tiles, and if nothing is to be
     overlapped.
 

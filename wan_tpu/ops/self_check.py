@@ -14,17 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wan_tpu.ops.dispatch import IMPLEMENTATIONS
-from wan_tpu_kernels.flash_attention import flash_attention, flash_attention_reference
+from wan_tpu_kernels.catalogue import KERNELS
 from wan_tpu_kernels.low_precision import Rounded
-from wan_tpu_kernels.sparse_attention import sparse_attention, sparse_attention_reference
 from wan_tpu_kernels.sparse_kernel import KEYS, QUERIES
-
-# Each kernel and its reference, by the kernel's name in `wan_tpu.switches`.
-KERNELS = IMPLEMENTATIONS | {
-    "attention": (flash_attention, flash_attention_reference),
-    "sparse_attention": (sparse_attention, sparse_attention_reference),
-}
 
 WIDTH = 128  # Width of a head: the lanes of a register.
 # Tolerances. Both round inputs and results to bfloat16, whose last place is 2^-8 of a value, and sum in another order.
@@ -91,7 +83,7 @@ def check_kernels(*, interpret: bool) -> Iterator[KernelResult]:
 
 
 def _compare(case: KernelCase, *, interpret: bool) -> KernelResult:
-    kernel, reference = KERNELS[case.kernel]
+    kernel, reference, _ = KERNELS[case.kernel]
 
     def run(function: Callable[..., Any], **only: Any) -> list[jax.Array]:
         program = jax.jit(lambda *arrays: case.compared(function(*arrays, **case.options, **only)))

@@ -17,6 +17,7 @@ from wan_tpu.pricing.cost import ZERO, Cost, Item, Times
 from wan_tpu.pricing.hlo import Computation, Instruction, Module, parse
 from wan_tpu.pricing.ici import Interconnect
 from wan_tpu.pricing.kernel_calls import KernelCall, read_kernel_call
+from wan_tpu_kernels.catalogue import VECTOR, find_kind
 
 UNKNOWN = 2**63 - 1  # The compiler's value for a fusion whose cycles it can't estimate.
 KernelCycles = Callable[[KernelCall], float | None]
@@ -29,6 +30,7 @@ def analyse(
     *,
     kernel_cycles: KernelCycles,
     prefer: Sequence[str] = (),
+    others: str | None = None,
 ) -> Cost:
     """Return what a program costs.
 
@@ -40,8 +42,9 @@ def analyse(
         prefer: Parts of kernel names. Of a conditional, the branch that holds the first of these names is taken; where
             none does, the branch without any kernel, or else the costliest. A loop that runs once or not at all runs if
             it holds one of them.
+        others: The category of kernels that aren't ours. Without it, they count as vector work, and the cost says so.
     """
-    walk = _Walk(parse(text), hardware, interconnect, kernel_cycles, tuple(prefer))
+    walk = _Walk(parse(text), hardware, interconnect, kernel_cycles, tuple(prefer), others)
     walk.run(walk.module.entry, 1.0)
     return Cost(hardware, tuple(walk.items), tuple(dict.fromkeys(walk.unpriced)))
 
@@ -69,13 +72,6 @@ class _Channels:
         return waits, hidden
 
 
-def _categorize_kernel(name: str) -> str:
-    """Return the category of a kernel by its name: one of `kernels/`, or another attention (splash)."""
-    known = {"attention": "attention", "top_lists": "attention", "splash": "attention"}
-    known |= {"linear": "matmul", "causal_conv": "convolution"}
-    return next((category for start, category in known.items() if start in name), "vector")
-
-
 @dataclass
 class _Walk:
     """Walks the schedules of a program's computations and adds an item for each instruction."""
@@ -85,6 +81,7 @@ class _Walk:
     interconnect: Interconnect
     kernel_cycles: KernelCycles
     prefer: tuple[str, ...]
+    others: str | None
     items: list[Item] = field(default_factory=list)
     unpriced: list[str] = field(default_factory=list)
 
@@ -101,6 +98,13 @@ class _Walk:
         if cycles is None:
             self.unpriced.append(f"kernel {call.name}, grid {call.grid}")
         return (cycles or 0.0) / self.hardware.clock_hz
+
+    def categorize_kernel(self, name: str) -> str:
+        """Return the category of a kernel; one that nobody declares is recorded."""
+        kind = find_kind(name) or self.others
+        if kind is None:
+            self.unpriced.append(f"kernel {name} of no known kind")
+        return kind or VECTOR
 
     def trips(self, loop: Instruction, computation: Computation) -> int:
         """Return how often a loop runs: XLA's own note, or the constant its counter is compared with.
@@ -133,7 +137,7 @@ class _Walk:
 
     def _alone(self, branch: str) -> Times:
         """Return the seconds of a branch without adding its items."""
-        trial = _Walk(self.module, self.hardware, self.interconnect, self.kernel_cycles, self.prefer)
+        trial = _Walk(self.module, self.hardware, self.interconnect, self.kernel_cycles, self.prefer, self.others)
         return trial.run(branch, 1.0)
 
 
@@ -205,7 +209,7 @@ class _Run:
             nbytes -= call.unread_bytes
             # A kernel's copies run in parallel with its instructions, so the longer of the two counts.
             alone = max(walk.seconds_of_kernel(call), nbytes / hardware.hbm_bytes_per_s)
-            kernel_category = _categorize_kernel(call.name)
+            kernel_category = walk.categorize_kernel(call.name)
             moved_in_all = nbytes * self.executions
             return self._add(instruction, kernel_category, Times(alone, alone), hbm_bytes=moved_in_all, kernel=call)
         moving_s, moved_in_all = nbytes / hardware.hbm_bytes_per_s, nbytes * self.executions

@@ -21,13 +21,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-COMPILER_ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v6e-8",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
 ROOT = str(Path(__file__).parents[2])
 _BUNDLE = re.compile(r"^\s*0x[0-9a-f]+\s+(\w+)?:\s*(>*)", re.MULTILINE)  # Its label, and a ">" for each loop around it.
 _PRODUCT = " vmatmul"  # The instruction of the matrix units on every chip.
@@ -87,16 +80,18 @@ def count_bundles(
         CompileError: The compiler refuses the kernel, or the host is unknown.
         Unavailable: It takes longer than `timeout_s`.
     """
+    from wan_tpu.chip_files import COMPILES_ONLY  # Not in the child, which needs none of the package.
+    from wan_tpu.errors import Unavailable
+
     with tempfile.TemporaryDirectory(prefix="bundles-") as folder:
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={PASSES}"
         path = os.pathsep.join(p for p in (ROOT, os.environ.get("PYTHONPATH")) if p)
-        environment = os.environ | COMPILER_ENVIRONMENT | {"LIBTPU_INIT_ARGS": flags, "PYTHONPATH": path}
+        settings = {"JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": flags, "PYTHONPATH": path}
+        environment = os.environ | COMPILES_ONLY | settings
         command = [sys.executable, "-P", __file__, host, target, json.dumps(dict(options or {}))]
         try:
             child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            from wan_tpu.errors import Unavailable  # Not in the child, which needs none of the package.
-
             raise Unavailable(
                 f"counting {target.rpartition(':')[2]} for {host} took longer than {timeout_s:.0f} s, because this "
                 "machine is busy; run it again when a core is free (finished counts are kept)"

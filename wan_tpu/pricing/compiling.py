@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 from wan_tpu.aot import key
 from wan_tpu.aot.topology import DescribedSlice, Hardware
 from wan_tpu.errors import DoesNotFit
-from wan_tpu.request import GenerationRequest
+from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.memory import MemoryNeed, needed_bytes
 
 
@@ -34,8 +35,10 @@ class Job:
         program: The program's name.
         slice: The slice, described.
         mesh: The sizes of the mesh's axes.
-        settings: The fields of the request that shapes and programs depend on.
+        request: The fields of the resolved request, without pixels, as JSON.
         dtype: The precision.
+        depends_on: What the program depends on besides slice and build, as `key.describe_program` says. The request
+            isn't part of it: it acts only through the shapes of the program's arguments.
         images: How many images the request has; the usual number if None.
         text_rows: `Model.text_rows`, if not the usual.
     """
@@ -44,17 +47,18 @@ class Job:
     program: str
     slice: DescribedSlice
     mesh: tuple[int, int, int]
-    settings: dict[str, Any]
+    request: dict[str, Any]
     dtype: str
+    depends_on: Mapping[str, str]
     images: int | None = None
     text_rows: int | None = None
 
     @property
     def digest(self) -> str:
-        """The result's key: a digest of source, versions, flags, model, shapes, topology, mesh and what is stored."""
-        question = dataclasses.asdict(self) | {"slice": (self.slice.topology, self.slice.host_bounds)}
+        """The result's key: a digest of the program, the topology, the build and what is stored."""
         answers = [field.name for field in dataclasses.fields(Compiled)]
-        return key.digest(json.dumps([question, key.describe_build(), answers], sort_keys=True))
+        question = [dict(self.depends_on), self.slice.topology, self.slice.host_bounds, key.describe_build(), answers]
+        return key.digest(json.dumps(question, sort_keys=True))
 
     @classmethod
     def from_json(cls, text: str) -> "Job":
@@ -139,8 +143,9 @@ def _compile(job: Job, result: Path) -> None:
     if job.text_rows is not None:
         model = model.for_text(job.text_rows)
     mesh = make_mesh(job.mesh, heads=model.spec.heads, devices=job.slice.devices())
-    request = GenerationRequest(**job.settings).resolve(model.spec.defaults)
-    programs = stage_programs(AbstractRuntime(model, mesh, job.dtype), request, images=job.images)
+    programs = stage_programs(
+        AbstractRuntime(model, mesh, job.dtype), ResolvedRequest(**job.request), images=job.images
+    )
     program, args, _ = programs[job.program]
     weights = sum(_count_shard_bytes(leaf) for leaf in jax.tree.leaves(args[0]))
     start, start_cpu = time.perf_counter(), time.process_time()

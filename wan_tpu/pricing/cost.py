@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from wan_tpu.aot.topology import Hardware
 from wan_tpu.pricing.kernel_calls import KernelCall
+from wan_tpu_kernels.catalogue import ATTENTION, CONVOLUTION, MATMUL, VECTOR
 
-CATEGORIES = ("matmul", "convolution", "attention", "vector", "copies", "collectives")
+CATEGORIES = (MATMUL, CONVOLUTION, ATTENTION, VECTOR, "copies", "collectives")
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ class Cost:
     Attributes:
         hardware: The chip.
         items: The instructions that take time.
-        unpriced: Pallas kernels without a price, which count as nothing, and loops of unknown length, which count once.
+        unpriced: Pallas kernels without a price, which count as nothing; those of no known kind, which count as vector
+            work; and loops of unknown length, which count once.
     """
 
     hardware: Hardware

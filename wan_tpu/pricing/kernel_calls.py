@@ -25,8 +25,7 @@ _DTYPES = {
 }  # fmt: skip
 # The parts of a kernel call's configuration: code, compiler flags, VMEM limit.
 _CONFIG = ("custom_call_config", "flag_configs", "scoped_memory_configs")
-# Decisions of v7x's compiler about where a program's arrays are. In a program of its own, a kernel's arrays are
-# elsewhere.
+# Some compilers' decisions about where a program's arrays are. In a program of its own, a kernel's are elsewhere.
 _DECIDED = ("input_memory_space_colors", "output_memory_space_colors")
 Array = tuple[str, tuple[int, ...]]  # JAX's name of the dtype, and the dimensions.
 

@@ -8,18 +8,16 @@ from typing import Any
 from jax.sharding import Mesh
 from PIL import Image
 
+from wan_tpu.aot import key
 from wan_tpu.aot.programs import (
     ADAPTERS,
     DENOISE_PROGRAMS,
-    SKIPPED,
-    STEP,
     AbstractRuntime,
     name_steps,
     stage_programs,
 )
 from wan_tpu.aot.topology import DescribedSlice
 from wan_tpu.errors import InvalidRequest, MeshError
-from wan_tpu.families.flops import count_step
 from wan_tpu.families.model import published_model
 from wan_tpu.pricing.analyse import analyse
 from wan_tpu.pricing.chunk_times import predict_playback
@@ -94,12 +92,10 @@ class Planner:
         """
         placed = self.mesh(mesh)
         tokens = self._model.spec.tokens(self._model.spec.latent_shape(self._request))
-        runtime = AbstractRuntime(self._model, placed, self._dtype)
-        programs_of = stage_programs(runtime, self._request, stages, images=self._images)
-        calls = {name: calls for name, (_, _, calls) in programs_of.items()}
-        if only is not None and only not in calls:
-            raise InvalidRequest(f"there is no program {only!r}; this model has {', '.join(map(repr, calls))}")
-        programs = [self._program(name, n, placed) for name, n in calls.items() if only in (None, name)]
+        jobs = self.jobs(placed, stages)
+        if only is not None and only not in jobs:
+            raise InvalidRequest(f"there is no program {only!r}; this model has {', '.join(map(repr, jobs))}")
+        programs = [self._program(job, calls, placed) for name, (job, calls) in jobs.items() if only in (None, name)]
         stage_plans = tuple(self._stages(programs))
         return Plan(
             model=self._name,
@@ -134,33 +130,39 @@ class Planner:
                 if self._model.spec.heads % tp == 0:
                     yield MeshShape(dp, len(devices) // (dp * tp), tp)
 
-    def job(self, program: str, mesh: MeshShape) -> Job:
-        """Return the job that compiles a program; steps and guidance affect only the expert's programs."""
-        usual = self._model.spec.defaults
-        sampled = self._request if program in (KEYS, *DENOISE_PROGRAMS) else usual
-        settings: dict[str, Any] = {name: getattr(self._request, name) for name in ("height", "width", "frames")}
-        if self._model.spec.chunk_frames is not None:
-            settings["frames"] = self._model.spec.frame_step  # Every chunk runs the same programs.
-        settings |= {name: getattr(sampled, name) for name in ("steps", "guidance_scale")}
-        if sampled.solver != usual.solver:
-            settings["solver"] = sampled.solver
-        if program in (STEP, SKIPPED) and self._request.cache is not None:
-            settings["cache"] = self._request.cache
-            schedule = {name: getattr(self._request, name) for name in ("shift", "solver", "sigmas", "switch_step")}
-            settings |= {name: value for name, value in schedule.items() if value is not None}
-        if program.startswith(ADAPTERS):
-            settings["loras"] = [str(adapter) for adapter in self._request.loras]
-        return Job(self._name, program, self._slice, mesh, settings, self._dtype, self._images, self._text_rows)
+    def jobs(self, mesh: Mesh, stages: Sequence[str] | None = None) -> dict[str, tuple[Job, int]]:
+        """Return the job that compiles each program, and how often the program runs for a video, by its name."""
+        programs = stage_programs(
+            AbstractRuntime(self._model, mesh, self._dtype), self._request, stages, images=self._images
+        )
+        traced_with = key.settings(self._model.config, self._dtype)
+        fields = dataclasses.replace(self._request, image=None, last_image=None, video=None).to_json()
+        return {
+            name: (
+                Job(
+                    model=self._name,
+                    program=name,
+                    slice=self._slice,
+                    mesh=MeshShape(**mesh.shape),
+                    request=fields,
+                    dtype=self._dtype,
+                    depends_on=key.describe_program(name, arguments, mesh, traced_with),
+                    images=self._images,
+                    text_rows=self._text_rows,
+                ),
+                calls,
+            )
+            for name, (_, arguments, calls) in programs.items()
+        }
 
-    def _program(self, name: str, calls: int, mesh: Mesh) -> ProgramPlan:
-        shape = MeshShape(**mesh.shape)
-        job = self.job(name, shape)
+    def _program(self, job: Job, calls: int, mesh: Mesh) -> ProgramPlan:
+        name, shape = job.program, tuple(mesh.shape.values())
         doing = "compiled before:" if is_known(job, self._cache) else "compiling"
-        self._report(f"{self._slice.name}, mesh {tuple(shape)}: {doing} {name}")
+        self._report(f"{self._slice.name}, mesh {shape}: {doing} {name}")
         compiled, hlo = compile_job(job, self._cache)
         if compiled.refused:
             return ProgramPlan(name, calls, compiled, None, None)
-        self._report(f"{self._slice.name}, mesh {tuple(shape)}: pricing {name}")
+        self._report(f"{self._slice.name}, mesh {shape}: pricing {name}")
         optimistic, online = (self._price(hlo, mesh, path) for path in ("optimistic", "online"))
         return ProgramPlan(name, calls, compiled, optimistic, online)
 
@@ -205,7 +207,7 @@ class Planner:
             names = name_steps(self._model, self._request, spec.experts(self._request))
             experts = {name: expert for expert, name in names.items()}
             operations = sum(
-                program.calls * count_step(self._model, self._request, experts[program.name], images=images)
+                program.calls * self._model.count_step(self._request, experts[program.name], images=images)
                 for program in denoise
                 if program.name in experts
             )

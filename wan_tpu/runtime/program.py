@@ -16,10 +16,10 @@ from wan_tpu.runtime.memory import GIB, read_refusal
 from wan_tpu.runtime.mesh import describe_sharding, replicated_sharding
 from wan_tpu.switches import is_synchronous
 
-# By default TPUs with new SparseCores (v7x) run these collectives there. An all-to-all then overlaps with nothing, and
-# JAX 0.10 can't read the program's schedule for a plan. Both variants are predicted to take the same time (2.140 and
-# 2.142 s for a step of A14B on v7x-4), so programs run them the way that plans price them: on the TensorCore, in the
-# background. For other TPUs the compiler produces the same program with and without these options.
+# By default some TPUs run these collectives on SparseCores (`sparse_core_collectives` in cluster/generations/). An
+# all-to-all then overlaps with nothing, and JAX 0.10 can't read the program's schedule for a plan. Both variants are
+# predicted to take the same time (2.140 and 2.142 s for a step of 14B on 4 chips), so programs run them the way that
+# plans price them: on the TensorCore, in the background. For other TPUs the options change nothing.
 _OFFLOADED = (
     "all_gather",
     "all_reduce",

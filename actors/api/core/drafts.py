@@ -22,6 +22,7 @@ from actors.api.untrusted.reader import Reader, Reading
 from actors.api.untrusted.references import FILES, IMAGE, IMAGES, LAST, VIDEO
 from actors.jobs.tables import Job
 from wan_tpu.errors import InvalidRequest
+from wan_tpu.model_limits import name_models
 from wan_tpu.request import IMAGES as PICTURES
 from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.spec import ModelSpec
@@ -227,7 +228,8 @@ class Drafts:
         """Check and plan a body; raises `InvalidRequest`, `HttpError`. This keeps a core busy for a while."""
         self.check(body.fields, caller)
         if body.has(VIDEO) and not self._spec.takes_video:
-            message = f"video was given, but {self._spec.name} doesn't take one; use a T2V checkpoint of Wan, or Helios"
+            able = name_models(takes_video=True)
+            message = f"video was given, but {self._spec.name} doesn't take one; use {able}"
             if "i2v" in self._spec.tasks:
                 message += ", or POST /v1/videos/extensions to continue it"
             raise InvalidRequest(message, VIDEO)

@@ -26,9 +26,9 @@ from wan_tpu_kernels.vae.folded_shape import FoldedShape, folded_shape, folded_w
 
 
 def suits_chip() -> bool:
-    """Return whether the chip of the current mesh has room for the tiles of folded rows; a v5p's compiler refuses them.
+    """Return whether the chip of the current mesh has room for the tiles of folded rows.
 
-    Their products fill matrix units of 256 columns (v6e, v7x). On units of 128 columns they need more of VMEM.
+    Their products fill matrix units of 256 columns. For units of 128 columns they need more VMEM than there is.
     """
     return bool(pltpu.get_tpu_info().mxu_column_size >= 256)
 

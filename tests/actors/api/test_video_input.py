@@ -166,7 +166,7 @@ def test_what_cant_be_is_refused(http, settings, mp4):
         assert error["param"] == param and message in error["message"], (fields.keys(), error)
     with serve(settings) as address, open_client(address) as plain:
         error = create(plain, video=data_url(mp4)).json()["error"]
-        assert error["param"] == "video" and "use a T2V checkpoint of Wan" in error["message"]
+        assert error["param"] == "video" and "wan2.1-t2v-14b" in error["message"]
 
 
 def test_a_job_of_a_later_version_is_left_alone_by_an_earlier_one(http, mp4, database, engine):

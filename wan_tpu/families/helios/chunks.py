@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from wan_tpu.families.helios.published import CHUNK_FRAMES, HISTORY, PyramidConfig
+from wan_tpu.families.helios.published import HISTORY, PyramidConfig
 from wan_tpu.families.helios.schedule import mixing_factors, stage_schedule
 from wan_tpu.schedules.schedule import Schedule
 
@@ -45,11 +45,6 @@ class Segment:
     shape: tuple[int, ...]
     schedule: Schedule
     mixing: tuple[float, float] | None
-
-
-def count_chunks(frames: int, frame_stride: int = 4) -> int:
-    """Return how many chunks a video of that many frames needs; the last one is always made completely."""
-    return max(1, -(-frames // ((CHUNK_FRAMES - 1) * frame_stride + 1)))
 
 
 def segment_shapes(shape: Sequence[int], stages: int) -> list[tuple[int, ...]]:

@@ -142,10 +142,11 @@ class HeliosModel(ChunkedModel, WanModel):
         """Return the last frames of the earlier chunks, and the very first frame."""
         return chunks.make_history(self.spec.latent_shape(request), before, image_latents)
 
-    def count_step(self, request: ResolvedRequest, expert: Expert, *, branches: int, images: int) -> int:
-        """Return the operations of one of an expert's steps."""
-        shape, finished = self.spec.latent_shapes(request, expert.stop)[VIDEO], self.spec.latent_shape(request)
-        return self.flops.step(shape, branches=branches, finished_shape=finished)
+    def count_step(self, request: ResolvedRequest, expert: Expert, *, images: int) -> int:
+        """Return the operations of one of an expert's steps, which attend to the earlier chunks at their final size."""
+        shape = self.spec.latent_shapes(request, expert.stop)[VIDEO]
+        branches = self.spec.count_evaluations(request, expert)
+        return self.flops.step(shape, branches=branches, finished_shape=self.spec.latent_shape(request))
 
     # ---- Experts.
 
