@@ -97,12 +97,12 @@ class AttentionOutput(NamedTuple):
     Attributes:
         tokens: The result for this device's tokens, [G, t, columns] for each round, a part of every group's heads.
         replicated: The result for the replicated tokens, for this device's heads, [K, N*D/G]; None if there are none.
-        beside: The weights that were gathered.
+        gathered: The weights that were gathered.
     """
 
     tokens: tuple[jax.Array, ...]
     replicated: jax.Array | None
-    beside: Params
+    gathered: Params
 
 
 def exchanged_attention(
@@ -114,7 +114,7 @@ def exchanged_attention(
     token_axes: tuple[str, ...],
     head_axes: tuple[str, ...] = ("tp",),
     platform: str,
-    beside: Sequence[Mapping[str, Any]] = (),
+    to_gather: Sequence[Mapping[str, Any]] = (),
     replicated: ReplicatedTokens | None = None,
     sparse: SparseLinear | None = None,
     qk: LowPrecision | None = None,
@@ -129,24 +129,24 @@ def exchanged_attention(
         token_axes: Mesh axes that tokens are spread over, slowest first, `head_axes` last (`TokenLayout`).
         head_axes: Mesh axes that split heads during attention.
         platform: "tpu", "gpu" or "cpu".
-        beside: Weights of later layers, one mapping per round: their gathering continues while that round is computed,
-            and for a `SplitWeight` it also begins with the round. There are as many rounds if there are enough heads,
-            and at least three.
+        to_gather: Weights of later layers, one mapping per round: their gathering continues while that round is
+            computed, and for a `SplitWeight` it also begins with the round. There are as many rounds if there are
+            enough heads, and at least three.
         replicated: Tokens that every device has.
-        sparse: Attends to some keys only; kv_len is then a Python number, and no tokens are replicated.
+        sparse: Attends to some keys only; no tokens are replicated. With a linear part, kv_len is a Python number.
         qk: An 8-bit type of logits; kv_len is then a Python number.
     """
     assert token_axes[-len(head_axes) :] == head_axes
     spread_axes = token_axes[: -len(head_axes)]
     tokens = _project_and_send(
-        rows, projections, heads, kv_len, spread_axes, head_axes, platform, replicated, len(beside)
+        rows, projections, heads, kv_len, spread_axes, head_axes, platform, replicated, len(to_gather)
     )
     before = jax.lax.axis_index(spread_axes) * len(tokens.q[0]) if spread_axes else 0
     tokens = dataclasses.replace(tokens, qk=qk, sparse=sparse, first_query=before)
     if is_synchronous():  # Everything arrives before attention begins, and each round's result before the next round.
         q, k, v = _barrier((tokens.q, tokens.k, tokens.v))
         tokens = dataclasses.replace(tokens, q=q, k=k, v=v)
-    layers = [{name: w.layer for name, w in weights.items() if isinstance(w, SplitWeight)} for weights in beside]
+    layers = [{name: w.layer for name, w in weights.items() if isinstance(w, SplitWeight)} for weights in to_gather]
     layers += [{}] * (len(tokens.rounds) + 1 - len(layers))
     first_q, first_k, v, layers[0] = _barrier((tokens.q[0], tokens.k[0], tokens.v, layers[0]))
     tokens = dataclasses.replace(tokens, q=[first_q, *tokens.q[1:]], k=[first_k, *tokens.k[1:]], v=v)
@@ -154,7 +154,7 @@ def exchanged_attention(
     checks, gathered = [], dict[str, jax.Array]()
     for number in range(len(tokens.rounds)):
         attended, right = tokens.attend(number, "optimistic")
-        weights = _gather_split(beside[number], layers[number]) if number < len(beside) else {}
+        weights = _gather_split(to_gather[number], layers[number]) if number < len(to_gather) else {}
         later = tokens.q[1:], tokens.k[1:]
         attended, right, weights, (queries, keys), results, layers[number + 1] = _barrier(
             (attended, right, weights, later, results, layers[number + 1])
@@ -166,8 +166,8 @@ def exchanged_attention(
             tokens = dataclasses.replace(tokens, q=q)
         checks.append(right)
         gathered |= weights
-    for number in range(len(tokens.rounds), len(beside)):
-        gathered |= _gather_split(beside[number], layers[number])
+    for number in range(len(tokens.rounds), len(to_gather)):
+        gathered |= _gather_split(to_gather[number], layers[number])
     # Sparse attention repeats wrong results by itself, because it exchanges nothing.
     if not uses_kernel("attention", platform) or sparse is not None:
         return _join_rounds(results, gathered)
@@ -235,13 +235,14 @@ class _HeadTokens:
 
         (queries, first_query), (part, first_key) = find(self.q), find(self.k)
         if self.sparse is not None:
-            assert self.replicated is None and isinstance(self.kv_len, int)
+            assert self.replicated is None
             attended = sparse_linear_attention(
                 queries,
                 part,
                 self.v,
                 self.sparse,
                 heads=self.rounds[number],
+                width=self.width,
                 first_heads=(first_query, first_key, first),
                 kv_len=self.kv_len,
                 first_query=self.first_query,

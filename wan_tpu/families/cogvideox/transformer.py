@@ -37,20 +37,22 @@ RULES = (
 )
 # Weights used before or right after attention, which takes most of a layer's time: they are gathered during the
 # previous layer's attention.
-_AHEAD = tuple(f"attn1.{name}.weight" for name in ("to_q", "to_k", "to_v", "to_out.0"))
-_BESIDE = ("ff.net.0.proj.weight", "ff.net.2.weight")  # Weights gathered while attention is computed.
+_PREFETCHED = tuple(f"attn1.{name}.weight" for name in ("to_q", "to_k", "to_v", "to_out.0"))
+_GATHERED = ("ff.net.0.proj.weight", "ff.net.2.weight")  # Weights gathered while attention is computed.
 _HEAD_EPS = 1e-6  # Epsilon of the norms of queries and keys: a constant of diffusers' block.
 _OFFSET = 2.0  # The "ofs" input of 1.5's image-to-video model: a constant of the pipeline.
 
 
-def embed_text(module: torch.nn.Module, params: Params, mesh: Mesh, text: jax.Array) -> dict[str, jax.Array]:
+def embed_text(
+    module: torch.nn.Module, params: Params, mesh: Mesh, encoder_hidden_states: jax.Array
+) -> dict[str, jax.Array]:
     """Turn the text's embeddings [B, 226, I] into tokens, "text" [B, 226, C]."""
 
-    def method(module: Any, text: torch.Tensor) -> torch.Tensor:
-        return module.patch_embed.text_proj(text)
+    def method(module: Any, encoder_hidden_states: torch.Tensor) -> torch.Tensor:
+        return module.patch_embed.text_proj(encoder_hidden_states)
 
-    tokens = call(module, params, method, text)
-    return {"text": jax.lax.with_sharding_constraint(tokens, text_sharding(mesh, text.shape[0]))}
+    tokens = call(module, params, method, encoder_hidden_states)
+    return {"text": jax.lax.with_sharding_constraint(tokens, text_sharding(mesh, encoder_hidden_states.shape[0]))}
 
 
 def text_sharding(mesh: Mesh, branches: int) -> NamedSharding:
@@ -59,7 +61,12 @@ def text_sharding(mesh: Mesh, branches: int) -> NamedSharding:
 
 
 def predict(
-    module: torch.nn.Module, params: Params, mesh: Mesh, latents: jax.Array, timestep: jax.Array, text: jax.Array
+    module: torch.nn.Module,
+    params: Params,
+    mesh: Mesh,
+    latents: jax.Array,
+    timestep: jax.Array,
+    encoder_hidden_states: jax.Array,
 ) -> jax.Array:
     """Return the transformer's prediction for each branch, as the video's tokens, float32 [B, L - 226, patch values].
 
@@ -69,32 +76,34 @@ def predict(
         mesh: The devices.
         latents: [1, C, T, H, W], in the dtype to compute in, the same for every branch; an image's latents follow on C.
         timestep: [1].
-        text: [B, 226, C], from `embed_text`.
+        encoder_hidden_states: [B, 226, C], from `embed_text`.
     """
 
-    def method(module: Any, latents: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor) -> jax.Array:
+    def method(
+        module: Any, latents: torch.Tensor, timestep: torch.Tensor, encoder_hidden_states: torch.Tensor
+    ) -> jax.Array:
         config = module.config
-        embedding = _embed_time(module, timestep, latents.dtype)
+        temb = _embed_time(module, timestep, latents.dtype)
         patch = (config.patch_size_t or 1, config.patch_size, config.patch_size)
         grid = [n // p for n, p in zip(latents.shape[2:], patch, strict=True)]
         values = jnp.pad(patchify(to_jax(latents), patch), ((TEXT_TOKENS, 0), (0, 0)))
-        layout = token_layout(mesh, text.shape[0], len(values))
+        layout = token_layout(mesh, encoder_hidden_states.shape[0], len(values))
         step = _Step(module, mesh, layout, len(values))
         tokens = step.run(
             _Inputs(
                 values=pad_rows(values, layout.padded),
                 positions=_positions(module, grid, layout.padded),
-                tables=_rope_tables(config, grid, layout.padded),
-                text=to_jax(text),
-                embedding=jax.nn.silu(to_jax(embedding))[0],
-                head=_head_modulation(module, embedding).astype(jnp.float32),
+                rotary_emb=_rope_tables(config, grid, layout.padded),
+                encoder_hidden_states=to_jax(encoder_hidden_states),
+                temb=jax.nn.silu(to_jax(temb))[0],
+                head=_head_modulation(module, temb).astype(jnp.float32),
                 blocks=to_jax(dict(module.transformer_blocks.template.named_parameters())),
-                outer=_outer(module),
+                other_weights=_other_weights(module),
             )
         )
         return tokens[:, TEXT_TOKENS : len(values)]
 
-    return call(module, params, method, latents, timestep, text)
+    return call(module, params, method, latents, timestep, encoder_hidden_states)
 
 
 class _Inputs(NamedTuple):
@@ -103,22 +112,22 @@ class _Inputs(NamedTuple):
     Attributes:
         values: [L, patch values], zero for the text.
         positions: [L, C], added to the tokens, or None.
-        tables: Cosines and sines, two arrays [L, D], or None without RoPE.
-        text: [B, 226, C].
-        embedding: [E], of the time, after its activation.
+        rotary_emb: Cosines and sines, two arrays [L, D], or None without RoPE.
+        encoder_hidden_states: [B, 226, C].
+        temb: [E], of the time, after its activation.
         head: Shift and scale before the output, [2, C].
         blocks: The stacked weights of the layers.
-        outer: The weights outside the layers.
+        other_weights: The weights outside the layers.
     """
 
     values: jax.Array
     positions: jax.Array | None
-    tables: tuple[jax.Array, jax.Array] | None
-    text: jax.Array
-    embedding: jax.Array
+    rotary_emb: tuple[jax.Array, jax.Array] | None
+    encoder_hidden_states: jax.Array
+    temb: jax.Array
     head: jax.Array
     blocks: Params
-    outer: Params
+    other_weights: Params
 
 
 class _Step:
@@ -140,7 +149,7 @@ class _Step:
             name: weight_spec(self._mesh, RULES, f"transformer_blocks.*.{name}", value.shape[1:], stacked=True)
             for name, value in inputs.blocks.items()
         }
-        branches, axis = inputs.text.shape[0], self._layout.branch_axis
+        branches, axis = inputs.encoder_hidden_states.shape[0], self._layout.branch_axis
         self._local_branches = branches // (self._mesh.shape["dp"] if axis else 1)
         local = jax.shard_map(
             self._local, mesh=self._mesh, in_specs=(self._specs(inputs),), out_specs=self._layout.spec, check_vma=False
@@ -148,12 +157,12 @@ class _Step:
         return local(inputs)
 
     def _specs(self, inputs: _Inputs) -> _Inputs:
-        tokens, text = P(self._layout.token_axes), text_sharding(self._mesh, inputs.text.shape[0]).spec
-        positions, tables = inputs.positions, inputs.tables
+        tokens, text = P(self._layout.token_axes), text_sharding(self._mesh, inputs.encoder_hidden_states.shape[0]).spec
+        positions, rotary_emb = inputs.positions, inputs.rotary_emb
         return _Inputs(
             tokens,  # type: ignore[arg-type]
             None if positions is None else tokens,  # type: ignore[arg-type]
-            None if tables is None else (tokens, tokens),  # type: ignore[arg-type]
+            None if rotary_emb is None else (tokens, tokens),  # type: ignore[arg-type]
             text,  # type: ignore[arg-type]
             P(),  # type: ignore[arg-type]
             P(),  # type: ignore[arg-type]
@@ -162,42 +171,53 @@ class _Step:
         )
 
     def _local(self, inputs: _Inputs) -> jax.Array:
-        ops, outer = self._ops, inputs.outer
+        ops, other_weights = self._ops, inputs.other_weights
         start = jax.lax.axis_index(self._layout.token_axes) * len(inputs.values)
         text_rows = TEXT_TOKENS - start  # How many of this device's first rows belong to the text.
 
-        def embed(text: jax.Array) -> jax.Array:
+        def embed(encoder_hidden_states: jax.Array) -> jax.Array:
             """Return this device's tokens [t, C], with the text's [226, C]."""
-            rows = jnp.pad(text, ((0, len(inputs.values)), (0, 0)))
+            rows = jnp.pad(encoder_hidden_states, ((0, len(inputs.values)), (0, 0)))
             rows = jax.lax.dynamic_slice_in_dim(rows, jnp.minimum(start, TEXT_TOKENS), len(inputs.values))
-            video = ops.linear(inputs.values, outer["proj.weight"], outer["proj.bias"])
+            video = ops.linear(inputs.values, other_weights["proj.weight"], other_weights["proj.bias"])
             tokens = jnp.where(jnp.arange(len(rows))[:, None] < text_rows, rows, video)
             return tokens if inputs.positions is None else tokens + inputs.positions.astype(tokens.dtype)
 
         modulations = [self._modulations(f"{name}.linear", inputs) for name in ("norm1", "norm2")]
 
-        def layer(hidden: jax.Array, weights: Params, index: jax.Array) -> jax.Array:
+        def layer(hidden_states: jax.Array, weights: Params, index: jax.Array) -> jax.Array:
             first, second = (jax.lax.dynamic_index_in_dim(table, index, keepdims=False) for table in modulations)
-            return map_branches(lambda x: self._block(x, weights, first, second, inputs.tables, text_rows), hidden)
+            return map_branches(
+                lambda x: self._block(x, weights, first, second, inputs.rotary_emb, text_rows), hidden_states
+            )
 
-        hidden = scan_layers(
+        hidden_states = scan_layers(
             layer,
-            map_branches(embed, jnp.broadcast_to(inputs.text, (self._local_branches, *inputs.text.shape[1:]))),
+            map_branches(
+                embed,
+                jnp.broadcast_to(
+                    inputs.encoder_hidden_states, (self._local_branches, *inputs.encoder_hidden_states.shape[1:])
+                ),
+            ),
             {name: value for name, value in inputs.blocks.items() if ".linear." not in name},
             self._blocks,
             depth=len(inputs.blocks["norm1.norm.weight"]),
-            ahead=_AHEAD,
+            prefetched=_PREFETCHED,
             platform=self._platform,
         )
         shift, scale = inputs.head
-        scale, shift = _fold_norm(outer["norm_out.weight"], outer["norm_out.bias"], scale[None], shift[None])
+        scale, shift = _fold_norm(
+            other_weights["norm_out.weight"], other_weights["norm_out.bias"], scale[None], shift[None]
+        )
 
-        def head(hidden: jax.Array) -> jax.Array:
-            final = outer["norm_final.weight"][None], outer["norm_final.bias"][None]
-            normed = ops.layer_norm(ops.layer_norm(hidden, *final, eps=self._eps), scale, shift, eps=self._eps)
-            return ops.linear(normed, outer["proj_out.weight"], outer["proj_out.bias"]).astype(jnp.float32)
+        def head(hidden_states: jax.Array) -> jax.Array:
+            final = other_weights["norm_final.weight"][None], other_weights["norm_final.bias"][None]
+            normed = ops.layer_norm(ops.layer_norm(hidden_states, *final, eps=self._eps), scale, shift, eps=self._eps)
+            return ops.linear(normed, other_weights["proj_out.weight"], other_weights["proj_out.bias"]).astype(
+                jnp.float32
+            )
 
-        return map_branches(head, hidden)
+        return map_branches(head, hidden_states)
 
     def _modulations(self, name: str, inputs: _Inputs) -> jax.Array:
         """Return every layer's shift, scale and gate of the text's tokens and the video's, float32 [layers, 2, 3, C].
@@ -206,8 +226,8 @@ class _Step:
         the matrices.
         """
         weight, bias = inputs.blocks[f"{name}.weight"], inputs.blocks[f"{name}.bias"]
-        embedding = inputs.embedding.astype(weight.dtype)
-        product = jnp.einsum("loe,e->lo", weight, embedding, preferred_element_type=jnp.float32)
+        temb = inputs.temb.astype(weight.dtype)
+        product = jnp.einsum("loe,e->lo", weight, temb, preferred_element_type=jnp.float32)
         if self._blocks[f"{name}.weight"] == SPLIT:
             product = jax.lax.all_gather(product, SHARDS, axis=1, tiled=True)
         modulations = product + bias.astype(jnp.float32)
@@ -215,39 +235,43 @@ class _Step:
 
     def _block(
         self,
-        x: jax.Array,
-        w: Params,
-        attention_table: jax.Array,
-        feed_forward_table: jax.Array,
-        tables: tuple[jax.Array, jax.Array] | None,
+        hidden_states: jax.Array,
+        weights: Params,
+        attention_modulation: jax.Array,
+        feed_forward_modulation: jax.Array,
+        rotary_emb: tuple[jax.Array, jax.Array] | None,
         text_rows: jax.Array,
     ) -> jax.Array:
         """Run one layer on this device's tokens of one branch, as in diffusers' CogVideoXBlock.
 
         Args:
-            x: [t, C].
-            w: The layer's weights.
-            attention_table, feed_forward_table: [2, 3, C], from `_modulations`.
-            tables: As in `_Inputs`.
+            hidden_states: [t, C].
+            weights: The layer's weights.
+            attention_modulation, feed_forward_modulation: [2, 3, C], from `_modulations`.
+            rotary_emb: As in `_Inputs`.
             text_rows: How many of the first rows belong to the text.
         """
         ops = self._ops
 
-        def project(name: str, x: Any, **options: Any) -> jax.Array:
-            return linear(ops, w, name, x, **options)
+        def project(name: str, rows: Any, **options: Any) -> jax.Array:
+            return linear(ops, weights, name, rows, **options)
 
-        def normalise(name: str, table: jax.Array, target: str) -> Any:
+        def normalise(name: str, modulation: jax.Array, target: str) -> Any:
             """Apply the norm `name` to the inputs of the linear layer `target`."""
-            folded = _fold_norm(w[f"{name}.norm.weight"], w[f"{name}.norm.bias"], table[:, 1], table[:, 0])
-            return ops.layer_norm(x, *folded, eps=self._eps, first_rows=text_rows, rounded=rounded_type(w, target))
+            folded = _fold_norm(
+                weights[f"{name}.norm.weight"], weights[f"{name}.norm.bias"], modulation[:, 1], modulation[:, 0]
+            )
+            return ops.layer_norm(
+                hidden_states, *folded, eps=self._eps, first_rows=text_rows, rounded=rounded_type(weights, target)
+            )
 
         def rotate(name: str, rows: Any, scale: float, **options: Any) -> Any:
-            vectors = (w[f"attn1.norm_{name}.{part}"].astype(jnp.float32) * scale for part in ("weight", "bias"))
+            vectors = (weights[f"attn1.norm_{name}.{part}"].astype(jnp.float32) * scale for part in ("weight", "bias"))
             options = {"eps": _HEAD_EPS, "groups": self._groups} | options
-            return ops.head_norm_rope(project(f"attn1.to_{name}", rows), *vectors, tables, **options)
+            return ops.head_norm_rope(project(f"attn1.to_{name}", rows), *vectors, rotary_emb, **options)
 
         attended, _, gathered = exchanged_attention(
-            normalise("norm1", attention_table, "attn1.to_q"),
+            normalise("norm1", attention_modulation, "attn1.to_q"),
             Projections(
                 query=lambda rows: rotate("q", rows, self._query_scale),
                 key=lambda rows: rotate("k", rows, 1, parts=self._key_parts),
@@ -257,14 +281,18 @@ class _Step:
             kv_len=self._tokens,
             token_axes=self._layout.token_axes,
             platform=self._platform,
-            beside=[{name: w[name]} for name in _BESIDE],
+            to_gather=[{name: weights[name]} for name in _GATHERED],
             qk=self._logits,
         )
-        w = w | gathered
-        x = project("attn1.to_out.0", attended, residual=x, gate=attention_table[:, 2], first_rows=text_rows)
-        normed = normalise("norm2", feed_forward_table, "ff.net.0.proj")
+        weights = weights | gathered
+        hidden_states = project(
+            "attn1.to_out.0", attended, residual=hidden_states, gate=attention_modulation[:, 2], first_rows=text_rows
+        )
+        normed = normalise("norm2", feed_forward_modulation, "ff.net.0.proj")
         inner = project("ff.net.0.proj", normed, activation="gelu_tanh")
-        return project("ff.net.2", inner, residual=x, gate=feed_forward_table[:, 2], first_rows=text_rows)
+        return project(
+            "ff.net.2", inner, residual=hidden_states, gate=feed_forward_modulation[:, 2], first_rows=text_rows
+        )
 
 
 def _fold_norm(weight: jax.Array, bias: jax.Array, scale: jax.Array, shift: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -275,15 +303,15 @@ def _fold_norm(weight: jax.Array, bias: jax.Array, scale: jax.Array, shift: jax.
 
 def _embed_time(module: Any, timestep: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the embedding [1, E] of a timestep [1]."""
-    embedding = module.time_embedding(module.time_proj(timestep).to(dtype))
+    temb = module.time_embedding(module.time_proj(timestep).to(dtype))
     if module.ofs_embedding is None:
-        return embedding
-    return embedding + module.ofs_embedding(module.ofs_proj(timestep * 0 + _OFFSET).to(dtype))
+        return temb
+    return temb + module.ofs_embedding(module.ofs_proj(timestep * 0 + _OFFSET).to(dtype))
 
 
-def _head_modulation(module: Any, embedding: torch.Tensor) -> jax.Array:
+def _head_modulation(module: Any, temb: torch.Tensor) -> jax.Array:
     """Return shift and scale before the output, [2, C]."""
-    return to_jax(module.norm_out.linear(module.norm_out.silu(embedding))).reshape(2, -1)
+    return to_jax(module.norm_out.linear(module.norm_out.silu(temb))).reshape(2, -1)
 
 
 def _positions(module: Any, grid: list[int], length: int) -> jax.Array | None:
@@ -314,7 +342,7 @@ def _rope_tables(config: Any, grid: list[int], length: int) -> tuple[jax.Array, 
     return pad_rows(tables[0], length), pad_rows(tables[1], length)
 
 
-def _outer(module: Any) -> Params:
+def _other_weights(module: Any) -> Params:
     """Return the weights outside the blocks, with the patch embedding as a matrix [C, patch values]."""
     weight = to_jax(module.patch_embed.proj.weight)
     bias = module.patch_embed.proj.bias

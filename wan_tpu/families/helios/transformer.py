@@ -37,10 +37,10 @@ def velocity(
     params: Params,
     mesh: Mesh,
     latents: jax.Array,
-    time: jax.Array,
+    timestep: jax.Array,
     history: Mapping[str, jax.Array],
-    tables: tuple[jax.Array, jax.Array],
-    keys: TextKeys,
+    rotary_emb: tuple[jax.Array, jax.Array],
+    text_keys: TextKeys,
 ) -> jax.Array:
     """Return each branch's velocity as tokens, float32 [B, L, patch values].
 
@@ -49,34 +49,34 @@ def velocity(
         params: Its weights.
         mesh: The devices.
         latents: [1, C, T, H, W] of the chunk, in the dtype to compute in.
-        time: [], the timestep.
+        timestep: [], the timestep.
         history: From `chunks.make_history`, in the same dtype.
-        tables: From `positions.rotary_tables`.
-        keys: From Wan's `text_keys`; their B is the number of branches.
+        rotary_emb: From `positions.rotary_tables`.
+        text_keys: From Wan's `text_keys`; their B is the number of branches.
     """
 
-    def method(module: Any, latents: Any, times: torch.Tensor, history: Any, keys: Any) -> jax.Array:
-        embedding, modulation = embed_time(module, times, latents.dtype)
+    def method(module: Any, latents: Any, timesteps: torch.Tensor, history: Any, text_keys: Any) -> jax.Array:
+        temb, timestep_proj = embed_time(module, timesteps, latents.dtype)
         before = [_embed(module, name, to_jax(history[key]), scale) for key, name, scale in _EMBEDDINGS]
         chunk = _embed(module, "patch_embedding", to_jax(latents), 1)
         tokens, count = jnp.concatenate([chunk, *before]), len(chunk)
         block = QUERY_ROWS if mesh.devices.flat[0].platform == "tpu" and len(tokens) < BLOCK_ROWS else 1
-        layout = token_layout(mesh, keys["key"].shape[1], len(tokens), module.config.num_attention_heads, block)
+        layout = token_layout(mesh, text_keys["key"].shape[1], len(tokens), module.config.num_attention_heads, block)
         velocities, _ = HistoryStep(module, mesh, layout, count, len(tokens)).run(
             WanInputs(
                 tokens=pad_rows(tokens, layout.padded),
-                tables=tuple(pad_rows(table, layout.padded) for table in tables),
-                modulation=to_jax(modulation).astype(jnp.float32),
-                head=head_modulation(module.norm_out, embedding).astype(jnp.float32),
-                keys=to_jax(keys),
+                rotary_emb=tuple(pad_rows(table, layout.padded) for table in rotary_emb),
+                timestep_proj=to_jax(timestep_proj).astype(jnp.float32),
+                head=head_modulation(module.norm_out, temb).astype(jnp.float32),
+                text_keys=to_jax(text_keys),
                 blocks=to_jax(dict(module.blocks.template.named_parameters())),
-                outer={f"proj_out.{name}": to_jax(value) for name, value in module.proj_out.named_parameters()},
+                other_weights={f"proj_out.{name}": to_jax(value) for name, value in module.proj_out.named_parameters()},
             )
         )
         return velocities[:, :count]
 
-    times = jnp.stack([time, jnp.zeros_like(time)])
-    return call(module, params, method, latents, times, dict(history), keys)
+    timesteps = jnp.stack([timestep, jnp.zeros_like(timestep)])
+    return call(module, params, method, latents, timesteps, dict(history), text_keys)
 
 
 def _embed(module: Any, name: str, latents: jax.Array, scale: int) -> jax.Array:
@@ -98,11 +98,11 @@ class HistoryStep(WanStep):
         """Return the hidden state before the first layer, [t, C]: the tokens, which have been embedded."""
         return inputs.tokens
 
-    def scale_keys(self, keys: tuple[jax.Array, ...], w: Params, first_rows: jax.Array) -> tuple[jax.Array, ...]:
+    def scale_keys(self, keys: tuple[jax.Array, ...], weights: Params, first_rows: jax.Array) -> tuple[jax.Array, ...]:
         """Return the keys of self-attention, with the history's keys scaled if the model was trained that way."""
-        if "attn1.history_gain" not in w:
+        if "attn1.history_gain" not in weights:
             return keys
-        factors = 1 + jax.nn.sigmoid(w["attn1.history_gain"].astype(jnp.float32)) * (LARGEST_SCALE - 1)
+        factors = 1 + jax.nn.sigmoid(weights["attn1.history_gain"].astype(jnp.float32)) * (LARGEST_SCALE - 1)
         columns = Columns(sum(part.shape[-1] for part in keys) * self._groups, self._groups, self._key_parts)
         cut = columns.cut(jnp.repeat(factors, columns.channels // self._heads)[None])
         row = jnp.arange(keys[0].shape[-2])[:, None]
@@ -116,9 +116,15 @@ class HistoryStep(WanStep):
         return {"gate": gate, "first_rows": first_rows}
 
     def attend_to_text(
-        self, x: jax.Array, keys: TextKeys, w: Params, first_rows: jax.Array, *, rows: int | None = None
+        self,
+        hidden_states: jax.Array,
+        text_keys: TextKeys,
+        weights: Params,
+        first_rows: jax.Array,
+        *,
+        rows: int | None = None,
     ) -> jax.Array:
         """Return the hidden state after cross-attention, which is only for the chunk if one device has all tokens."""
         chunk = -(-self._first // QUERY_ROWS) * QUERY_ROWS
-        rows = chunk if chunk < len(x) == self._layout.padded else None
-        return super().attend_to_text(x, keys, w, first_rows, rows=rows)
+        rows = chunk if chunk < len(hidden_states) == self._layout.padded else None
+        return super().attend_to_text(hidden_states, text_keys, weights, first_rows, rows=rows)

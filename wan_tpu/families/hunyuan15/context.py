@@ -56,12 +56,12 @@ def make_context(module: Any, encodings: Encodings, timestep: jax.Array) -> tupl
     return put(room, _mask_rows(text, encodings.text_tokens), before), before + encodings.text_tokens
 
 
-def embed_time(module: Any, timestep: jax.Array, following: jax.Array, dtype: torch.dtype) -> jax.Array:
+def embed_time(module: Any, timestep: jax.Array, timestep_r: jax.Array, dtype: torch.dtype) -> jax.Array:
     """Return the embedding of a step, [1, C]; the step-distilled model also embeds the next timestep."""
     embed = module.time_embed
     embedding = embed.timestep_embedder(embed.time_proj(to_torch(timestep)).to(dtype))
     if embed.use_meanflow:
-        embedding = embedding + embed.timestep_embedder_r(embed.time_proj_r(to_torch(following)).to(dtype))
+        embedding = embedding + embed.timestep_embedder_r(embed.time_proj_r(to_torch(timestep_r)).to(dtype))
     return to_jax(embedding)
 
 

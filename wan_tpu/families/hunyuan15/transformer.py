@@ -43,8 +43,8 @@ RULES = (
 )
 # Weights used before or right after attention, which takes most of a layer's time: they are gathered during the
 # previous layer's attention.
-_AHEAD = tuple(f"attn.{name}.weight" for name in ("to_q", "to_k", "to_v", "to_out.0"))
-_BESIDE = ("ff.net.0.proj.weight", "ff.net.2.weight")  # Weights gathered while attention is computed.
+_PREFETCHED = tuple(f"attn.{name}.weight" for name in ("to_q", "to_k", "to_v", "to_out.0"))
+_GATHERED = ("ff.net.0.proj.weight", "ff.net.2.weight")  # Weights gathered while attention is computed.
 _EPS = 1e-6  # Epsilon of every norm: a constant of diffusers' block.
 _STREAMS = ("norm1", "norm1_context")
 
@@ -55,7 +55,7 @@ def predict(
     mesh: Mesh,
     latents: jax.Array,
     timestep: jax.Array,
-    following: jax.Array,
+    timestep_r: jax.Array,
     encodings: Encodings,
 ) -> jax.Array:
     """Return the transformer's prediction for each branch as tokens, float32 [B, L, C of the latents].
@@ -66,27 +66,27 @@ def predict(
         mesh: The devices.
         latents: [1, 2C + 1, T, H, W], in the dtype to compute in: latents, the image's, and the mask.
         timestep: float32 [1].
-        following: float32 [1], the next step's timestep, 0 after the last; only meanflow models use it.
+        timestep_r: float32 [1], the next step's timestep, 0 after the last; only meanflow models use it.
         encodings: The encoders' outputs.
     """
 
     def method(module: Any, latents: torch.Tensor) -> jax.Array:
         values = patchify(to_jax(latents), (1, 1, 1))
-        context, count = make_context(module, encodings, timestep)
-        embedding = embed_time(module, timestep, following, latents.dtype)
-        layout = token_layout(mesh, len(context), len(values))
+        encoder_hidden_states, encoder_tokens = make_context(module, encodings, timestep)
+        temb = embed_time(module, timestep, timestep_r, latents.dtype)
+        layout = token_layout(mesh, len(encoder_hidden_states), len(values))
         step = _Step(module.config, mesh, layout, len(values))
-        head = to_jax(module.norm_out.linear(module.norm_out.silu(to_torch(embedding))))
+        head = to_jax(module.norm_out.linear(module.norm_out.silu(to_torch(temb))))
         tokens = step.run(
             _Inputs(
                 values=pad_rows(values, layout.padded),
-                tables=_rope_tables(module.config, latents.shape[2:], layout.padded),
-                context=context,
-                context_tokens=count,
-                embedding=jax.nn.silu(embedding)[0],
+                rotary_emb=_rope_tables(module.config, latents.shape[2:], layout.padded),
+                encoder_hidden_states=encoder_hidden_states,
+                encoder_tokens=encoder_tokens,
+                temb=jax.nn.silu(temb)[0],
                 head=head.reshape(2, -1).astype(jnp.float32),
                 blocks=to_jax(dict(module.transformer_blocks.template.named_parameters())),
-                outer=_outer(module),
+                other_weights=_other_weights(module),
             )
         )
         return tokens[:, : len(values)]
@@ -99,23 +99,23 @@ class _Inputs(NamedTuple):
 
     Attributes:
         values: [L, channels of the input].
-        tables: Cosines and sines, two arrays [L, D].
-        context: [B, K, C].
-        context_tokens: int32 [B], the number of real tokens of `context`.
-        embedding: [C], of the time, after its activation.
+        rotary_emb: Cosines and sines, two arrays [L, D].
+        encoder_hidden_states: [B, K, C], the context.
+        encoder_tokens: int32 [B], the number of its real tokens.
+        temb: [C], of the time, after its activation.
         head: Scale and shift before the output, [2, C].
         blocks: The stacked weights of the layers.
-        outer: The weights outside the layers.
+        other_weights: The weights outside the layers.
     """
 
     values: jax.Array
-    tables: tuple[jax.Array, jax.Array]
-    context: jax.Array
-    context_tokens: jax.Array
-    embedding: jax.Array
+    rotary_emb: tuple[jax.Array, jax.Array]
+    encoder_hidden_states: jax.Array
+    encoder_tokens: jax.Array
+    temb: jax.Array
     head: jax.Array
     blocks: Params
-    outer: Params
+    other_weights: Params
 
 
 class _Step:
@@ -144,35 +144,37 @@ class _Step:
         return local(inputs)
 
     def _local(self, inputs: _Inputs) -> jax.Array:
-        ops, outer = self._ops, inputs.outer
-        video = ops.linear(inputs.values, outer["x_embedder.weight"], outer["x_embedder.bias"])
+        ops, other_weights = self._ops, inputs.other_weights
+        video = ops.linear(inputs.values, other_weights["x_embedder.weight"], other_weights["x_embedder.bias"])
         modulations = [self._modulations(f"{name}.linear", inputs) for name in _STREAMS]
 
-        def layer(hidden: Any, weights: Params, index: jax.Array) -> Any:
-            tables = [jax.lax.dynamic_index_in_dim(table, index, keepdims=False) for table in modulations]
+        def layer(hidden_states: Any, weights: Params, index: jax.Array) -> Any:
+            modulation = [jax.lax.dynamic_index_in_dim(table, index, keepdims=False) for table in modulations]
 
             def run_branch(streams: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-                return self._block(*streams, weights, tables, inputs.tables)
+                return self._block(*streams, weights, modulation, inputs.rotary_emb)
 
-            return jax.lax.map(run_branch, (*hidden, inputs.context_tokens))
+            return jax.lax.map(run_branch, (*hidden_states, inputs.encoder_tokens))
 
-        branches = len(inputs.context)
-        hidden, _ = scan_layers(
+        branches = len(inputs.encoder_hidden_states)
+        hidden_states, _ = scan_layers(
             layer,
-            (jnp.broadcast_to(video, (branches, *video.shape)), inputs.context),
+            (jnp.broadcast_to(video, (branches, *video.shape)), inputs.encoder_hidden_states),
             {name: value for name, value in inputs.blocks.items() if ".linear." not in name},
             self._blocks,
             depth=len(inputs.blocks["norm1.linear.bias"]),
-            ahead=_AHEAD,
+            prefetched=_PREFETCHED,
             platform=self._platform,
         )
         scale, shift = inputs.head
 
-        def head(hidden: jax.Array) -> jax.Array:
-            normed = ops.layer_norm(hidden, 1 + scale[None], shift[None], eps=_EPS)
-            return ops.linear(normed, outer["proj_out.weight"], outer["proj_out.bias"]).astype(jnp.float32)
+        def head(hidden_states: jax.Array) -> jax.Array:
+            normed = ops.layer_norm(hidden_states, 1 + scale[None], shift[None], eps=_EPS)
+            return ops.linear(normed, other_weights["proj_out.weight"], other_weights["proj_out.bias"]).astype(
+                jnp.float32
+            )
 
-        return jax.lax.map(head, hidden)
+        return jax.lax.map(head, hidden_states)
 
     def _modulations(self, name: str, inputs: _Inputs) -> jax.Array:
         """Return every layer's shift, scale and gate of attention and feed-forward, float32 [layers, 6, C].
@@ -181,71 +183,71 @@ class _Step:
         the matrices.
         """
         weight, bias = inputs.blocks[f"{name}.weight"], inputs.blocks[f"{name}.bias"]
-        product = jnp.einsum(
-            "loe,e->lo", weight, inputs.embedding.astype(weight.dtype), preferred_element_type=jnp.float32
-        )
+        product = jnp.einsum("loe,e->lo", weight, inputs.temb.astype(weight.dtype), preferred_element_type=jnp.float32)
         if self._blocks[f"{name}.weight"] == SPLIT:
             product = jax.lax.all_gather(product, SHARDS, axis=1, tiled=True)
         return (product + bias.astype(jnp.float32)).reshape(len(product), 6, -1)
 
     def _block(
         self,
-        x: jax.Array,
-        context: jax.Array,
-        count: jax.Array,
-        w: Params,
+        hidden_states: jax.Array,
+        encoder_hidden_states: jax.Array,
+        encoder_tokens: jax.Array,
+        weights: Params,
         modulations: list[jax.Array],
-        tables: tuple[jax.Array, jax.Array],
+        rotary_emb: tuple[jax.Array, jax.Array],
     ) -> tuple[jax.Array, jax.Array]:
         """Run one layer of one branch, as in diffusers' HunyuanVideo15TransformerBlock.
 
         Args:
-            x: [t, C], of the video.
-            context: [K, C].
-            count: Number of real tokens of `context`.
-            w: The layer's weights.
+            hidden_states: [t, C], of the video.
+            encoder_hidden_states: [K, C], the context.
+            encoder_tokens: Number of its real tokens.
+            weights: The layer's weights.
             modulations: [6, C] of video and context.
-            tables: As in `_Inputs`.
+            rotary_emb: As in `_Inputs`.
         """
         ops = self._ops
         of_video, of_context = ([row[None] for row in table] for table in modulations)
 
-        def project(name: str, x: Any, **options: Any) -> jax.Array:
-            return linear(ops, w, name, x, **options)
+        def project(name: str, rows: Any, **options: Any) -> jax.Array:
+            return linear(ops, weights, name, rows, **options)
 
-        def normalise(x: jax.Array, table: list[jax.Array], target: str) -> Any:
+        def normalise(rows: jax.Array, modulation: list[jax.Array], target: str) -> Any:
             """Normalise the inputs of the linear layer `target`, with the shift and scale that a table begins with."""
-            return ops.layer_norm(x, 1 + table[1], table[0], eps=_EPS, rounded=rounded_type(w, target))
+            return ops.layer_norm(
+                rows, 1 + modulation[1], modulation[0], eps=_EPS, rounded=rounded_type(weights, target)
+            )
 
         def rotate(name: str, norm: str, rows: Any, scale: float, **options: Any) -> Any:
-            weight = w[f"attn.{norm}.weight"].astype(jnp.float32) * scale
+            weight = weights[f"attn.{norm}.weight"].astype(jnp.float32) * scale
             return ops.head_norm_rope(project(f"attn.{name}", rows), weight, None, eps=_EPS, **options)
 
-        def add_sum(name: str, x: jax.Array, residual: jax.Array, gate: jax.Array) -> jax.Array:
+        def add_sum(name: str, rows: jax.Array, residual: jax.Array, gate: jax.Array) -> jax.Array:
             """Add to the residual a projection of this device's heads or hidden units, summed over all devices."""
-            product = jnp.einsum("ki,oi->ko", x, w[f"{name}.weight"], preferred_element_type=jnp.float32)
+            product = jnp.einsum("ki,oi->ko", rows, weights[f"{name}.weight"], preferred_element_type=jnp.float32)
             if self._blocks[f"{name}.weight"][2] == "tp":
                 product = jax.lax.psum(product, "tp")
-            product = product + w[f"{name}.bias"].astype(jnp.float32)
-            return (residual.astype(jnp.float32) + gate * product).astype(x.dtype)
+            product = product + weights[f"{name}.bias"].astype(jnp.float32)
+            return (residual.astype(jnp.float32) + gate * product).astype(rows.dtype)
 
-        normed = normalise(context, of_context, "attn.add_q_proj")
+        normed = normalise(encoder_hidden_states, of_context, "attn.add_q_proj")
         attended, other, gathered = exchanged_attention(
-            normalise(x, of_video, "attn.to_q"),
+            normalise(hidden_states, of_video, "attn.to_q"),
             Projections(
                 query=lambda rows: rotate(
-                    "to_q", "norm_q", rows, self._query_scale, tables=tables, groups=self._groups
+                    "to_q", "norm_q", rows, self._query_scale, tables=rotary_emb, groups=self._groups
                 ),
                 key=lambda rows: rotate(
-                    "to_k", "norm_k", rows, 1, tables=tables, groups=self._groups, parts=self._key_parts
+                    "to_k", "norm_k", rows, 1, tables=rotary_emb, groups=self._groups, parts=self._key_parts
                 ),
                 value=lambda rows: project("attn.to_v", rows, groups=self._groups),
             ),
             heads=self._heads,
-            kv_len=self._tokens + count,
+            kv_len=self._tokens + encoder_tokens,
             token_axes=self._layout.token_axes,
             platform=self._platform,
-            beside=[{name: w[name]} for name in _BESIDE],
+            to_gather=[{name: weights[name]} for name in _GATHERED],
             replicated=ReplicatedTokens(
                 rotate("add_q_proj", "norm_added_q", normed, self._query_scale, tables=None),
                 rotate("add_k_proj", "norm_added_k", normed, 1, tables=None),
@@ -253,16 +255,18 @@ class _Step:
                 after=self._tokens,
             ),
         )
-        w = w | gathered
+        weights = weights | gathered
         assert other is not None
-        x = project("attn.to_out.0", attended, residual=x, gate=of_video[2])
-        inner = project("ff.net.0.proj", normalise(x, of_video[3:], "ff.net.0.proj"), activation="gelu_tanh")
-        x = project("ff.net.2", inner, residual=x, gate=of_video[5])
-        context = add_sum("attn.to_add_out", other, context, of_context[2])
-        normed = normalise(context, of_context[3:], "ff_context.net.0.proj")
+        hidden_states = project("attn.to_out.0", attended, residual=hidden_states, gate=of_video[2])
+        inner = project(
+            "ff.net.0.proj", normalise(hidden_states, of_video[3:], "ff.net.0.proj"), activation="gelu_tanh"
+        )
+        hidden_states = project("ff.net.2", inner, residual=hidden_states, gate=of_video[5])
+        encoder_hidden_states = add_sum("attn.to_add_out", other, encoder_hidden_states, of_context[2])
+        normed = normalise(encoder_hidden_states, of_context[3:], "ff_context.net.0.proj")
         inner = project("ff_context.net.0.proj", normed, activation="gelu_tanh")
-        context = add_sum("ff_context.net.2", inner, context, of_context[5])
-        return x, context
+        encoder_hidden_states = add_sum("ff_context.net.2", inner, encoder_hidden_states, of_context[5])
+        return hidden_states, encoder_hidden_states
 
 
 def _rope_tables(config: Any, grid: tuple[int, ...], length: int) -> tuple[jax.Array, jax.Array]:
@@ -279,7 +283,7 @@ def _rope_tables(config: Any, grid: tuple[int, ...], length: int) -> tuple[jax.A
     return pad_rows(tables[0], length), pad_rows(tables[1], length)
 
 
-def _outer(module: Any) -> Params:
+def _other_weights(module: Any) -> Params:
     """Return the weights outside the blocks, with the patch embedding as a matrix [C, channels of the input]."""
     weight = to_jax(module.x_embedder.proj.weight)
     return {

@@ -78,20 +78,20 @@ def connectors(config: Ltx2Config) -> Component:
 
 
 def project_state(
-    connectors: Loaded, hidden: jax.Array, mask: jax.Array, layer: int | jax.Array
+    connectors: Loaded, hidden_states: jax.Array, mask: jax.Array, layer: int | jax.Array
 ) -> dict[str, jax.Array]:
     """Return a hidden state's contribution to the projections' outputs, float32 [B, L, O], by projection name.
 
     Args:
         connectors: The connectors.
-        hidden: The state, [B, L, C].
+        hidden_states: The state, [B, L, C].
         mask: 1 for tokens of the prompt, 0 for padding, [B, L].
         layer: The state's number: 0 for the embedding.
     """
-    channels = hidden.shape[-1]
+    channels = hidden_states.shape[-1]
     normalize = _divide_by_rms if connectors.module.config["per_modality_projections"] else _divide_by_range
     valid = mask[..., None] > 0
-    rows = jnp.where(valid, normalize(hidden.astype(jnp.float32), valid), 0).astype(hidden.dtype)
+    rows = jnp.where(valid, normalize(hidden_states.astype(jnp.float32), valid), 0).astype(hidden_states.dtype)
     added = {}
     for name in _list_projections(connectors.module):
         weight = connectors.params[f"{name}.weight"]
@@ -162,19 +162,19 @@ def _list_projections(module: torch.nn.Module) -> list[str]:
     return [name for name, _ in module.named_children() if name.endswith("text_proj_in")]
 
 
-def _divide_by_rms(hidden: jax.Array, valid: jax.Array) -> jax.Array:
+def _divide_by_rms(hidden_states: jax.Array, valid: jax.Array) -> jax.Array:
     """Normalize each token of LTX-2.3, [B, L, C]."""
-    return hidden * jax.lax.rsqrt(jnp.mean(hidden**2, axis=-1, keepdims=True) + _EPSILON)
+    return hidden_states * jax.lax.rsqrt(jnp.mean(hidden_states**2, axis=-1, keepdims=True) + _EPSILON)
 
 
-def _divide_by_range(hidden: jax.Array, valid: jax.Array) -> jax.Array:
+def _divide_by_range(hidden_states: jax.Array, valid: jax.Array) -> jax.Array:
     """Normalize a state of LTX-2.0 by the mean and range over all channels of the prompt's tokens, [B, L, C]."""
-    axes, channels = (1, 2), hidden.shape[-1]
-    total = jnp.where(valid, hidden, 0).sum(axes, keepdims=True)
+    axes, channels = (1, 2), hidden_states.shape[-1]
+    total = jnp.where(valid, hidden_states, 0).sum(axes, keepdims=True)
     mean = total / (valid.sum(axes, keepdims=True) * channels + _EPSILON)
-    lowest = jnp.where(valid, hidden, jnp.inf).min(axes, keepdims=True)
-    highest = jnp.where(valid, hidden, -jnp.inf).max(axes, keepdims=True)
-    return (hidden - mean) / (highest - lowest + _EPSILON) * _RANGE_FACTOR
+    lowest = jnp.where(valid, hidden_states, jnp.inf).min(axes, keepdims=True)
+    highest = jnp.where(valid, hidden_states, -jnp.inf).max(axes, keepdims=True)
+    return (hidden_states - mean) / (highest - lowest + _EPSILON) * _RANGE_FACTOR
 
 
 def _find_scale(module: torch.nn.Module, stream: str) -> float:
@@ -212,24 +212,24 @@ def _order_by_head(table: torch.Tensor, stack: torch.nn.Module) -> torch.Tensor:
     return table[0, :, ::2].unflatten(1, (stack.num_attention_heads, -1)).contiguous()  # Of [1, L, N * D].
 
 
-def _run_stack(stack: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+def _run_stack(stack: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     for block in stack.transformer_blocks:
-        hidden = block(hidden, rotary_emb=(stack.rope.cos, stack.rope.sin))
-    return stack.norm_out(hidden)
+        hidden_states = block(hidden_states, rotary_emb=(stack.rope.cos, stack.rope.sin))
+    return stack.norm_out(hidden_states)
 
 
 def _attend(
     attention: torch.nn.Module,
-    hidden: torch.Tensor,
+    hidden_states: torch.Tensor,
     attention_mask: None,
     query_rotary_emb: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
     """Compute an attention's output, [B, L, O]; registers have replaced padding, so that nothing is masked."""
     heads = (attention.heads, attention.head_dim)
-    query, key = attention.norm_q(attention.to_q(hidden)), attention.norm_k(attention.to_k(hidden))
-    query, key, value = (to_jax(x.unflatten(2, heads)) for x in (query, key, attention.to_v(hidden)))
+    query, key = attention.norm_q(attention.to_q(hidden_states)), attention.norm_k(attention.to_k(hidden_states))
+    query, key, value = (to_jax(x.unflatten(2, heads)) for x in (query, key, attention.to_v(hidden_states)))
     cos, sin = to_jax(query_rotary_emb)
     attended = to_torch(jax.nn.dot_product_attention(rotate(query, cos, sin), rotate(key, cos, sin), value))
     if attention.to_gate_logits is not None:
-        attended = attended * (2 * torch.sigmoid(attention.to_gate_logits(hidden)))[..., None]
+        attended = attended * (2 * torch.sigmoid(attention.to_gate_logits(hidden_states)))[..., None]
     return attention.to_out[0](attended.flatten(2))

@@ -108,25 +108,25 @@ def encode_prompt(encoder: Loaded, connectors: Loaded, ids: jax.Array, mask: jax
     reach = np.array([module.config.sliding_window or TEXT_TOKENS, TEXT_TOKENS], np.int32)
     cos, sin = params["rotary_emb.cos"], params["rotary_emb.sin"]
 
-    def add(sums: dict[str, jax.Array], hidden: jax.Array, number: int | jax.Array) -> dict[str, jax.Array]:
-        return jax.tree.map(jnp.add, sums, streams.project_state(connectors, hidden, mask, number))
+    def add(sums: dict[str, jax.Array], hidden_states: jax.Array, number: int | jax.Array) -> dict[str, jax.Array]:
+        return jax.tree.map(jnp.add, sums, streams.project_state(connectors, hidden_states, mask, number))
 
     def step(carry, inputs):  # type: ignore[no-untyped-def]
-        hidden, sums = carry
+        hidden_states, sums = carry
         number, kind, weights = inputs
-        sums = add(sums, hidden, number)
+        sums = add(sums, hidden_states, number)
         near = visible & (causal < jnp.asarray(reach)[kind])
-        return (call(layer, weights, _run_layer, hidden, (cos[kind], sin[kind]), near), sums), None
+        return (call(layer, weights, _run_layer, hidden_states, (cos[kind], sin[kind]), near), sums), None
 
-    hidden = call(module.embed_tokens, select_part(params, "embed_tokens"), torch.nn.Module.__call__, ids)
+    hidden_states = call(module.embed_tokens, select_part(params, "embed_tokens"), torch.nn.Module.__call__, ids)
     zeros = jax.tree.map(
         lambda x: jnp.zeros(x.shape, x.dtype),
-        jax.eval_shape(lambda x: streams.project_state(connectors, x, mask, 0), hidden),
+        jax.eval_shape(lambda x: streams.project_state(connectors, x, mask, 0), hidden_states),
     )
     stacked = jnp.arange(len(kinds)), jnp.asarray(kinds), select_part(params, "layers.template")
-    (hidden, sums), _ = jax.lax.scan(step, (hidden, zeros), stacked)
-    hidden = call(module.norm, select_part(params, "norm"), torch.nn.Module.__call__, hidden)
-    return streams.connect(connectors, add(sums, hidden, len(kinds)), mask)
+    (hidden_states, sums), _ = jax.lax.scan(step, (hidden_states, zeros), stacked)
+    hidden_states = call(module.norm, select_part(params, "norm"), torch.nn.Module.__call__, hidden_states)
+    return streams.connect(connectors, add(sums, hidden_states, len(kinds)), mask)
 
 
 def count_flops(config: Ltx2Config) -> int:

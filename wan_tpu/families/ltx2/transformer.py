@@ -27,7 +27,7 @@ from wan_tpu.families.ltx2.guidance import Evaluation
 from wan_tpu.families.ltx2.sharding import IN_PLACE, RULES, TEXT
 from wan_tpu.families.ltx2.streams.modulation import add_modulations, embed_times, project_texts
 from wan_tpu.families.ltx2.streams.sound import SoundStream
-from wan_tpu.families.ltx2.streams.video import AHEAD, VideoStream
+from wan_tpu.families.ltx2.streams.video import PREFETCHED, VideoStream
 from wan_tpu.families.shared.layers import scan_layers
 from wan_tpu.families.shared.tokens import pad_rows
 from wan_tpu.ops.dispatch import ops_for
@@ -44,17 +44,17 @@ class Conditions(NamedTuple):
         times: float32 [M], timesteps of the video's tokens; of two, the first is for the first latent frame.
         cross_times: float32 [1] or [M], the same in the attention between video and sound.
         time: float32 [1], the step's timestep, which the sound and the text have.
-        text: [X, S, channels] of the video's embeddings of the texts.
-        audio_text: The sound's.
-        rope: From `positions.make_tables`.
+        encoder_hidden_states: [X, S, channels] of the video's embeddings of the texts.
+        audio_encoder_hidden_states: The sound's.
+        rotary_emb: From `positions.make_tables`.
     """
 
     times: jax.Array
     cross_times: jax.Array
     time: jax.Array
-    text: jax.Array
-    audio_text: jax.Array
-    rope: dict[str, jax.Array]
+    encoder_hidden_states: jax.Array
+    audio_encoder_hidden_states: jax.Array
+    rotary_emb: dict[str, jax.Array]
 
 
 def predict(
@@ -91,18 +91,25 @@ def predict(
             _Inputs(
                 video=pad_rows(to_jax(module.proj_in(tokens)), layout.padded),
                 audio=to_jax(module.audio_proj_in(sound)),
-                text=text,
-                audio_text=audio_text,
-                rope=conditions.rope,
+                encoder_hidden_states=text,
+                audio_encoder_hidden_states=audio_text,
+                rotary_emb=conditions.rotary_emb,
                 modulation=embedded,
                 first_tokens=jnp.int32(first),
                 blocks=to_jax(dict(module.transformer_blocks.template.named_parameters())),
-                outer=_collect_heads(module),
+                other_weights=_collect_heads(module),
             )
         )
 
     tokens = video[0].reshape(video.shape[1], -1).T
-    return call(module, params, method, tokens, audio, (conditions.text, conditions.audio_text))
+    return call(
+        module,
+        params,
+        method,
+        tokens,
+        audio,
+        (conditions.encoder_hidden_states, conditions.audio_encoder_hidden_states),
+    )
 
 
 class _Inputs(NamedTuple):
@@ -111,22 +118,23 @@ class _Inputs(NamedTuple):
     Attributes:
         video: [L, C].
         audio: [A, channels].
-        text, audio_text, rope: As in `Conditions`, projected to the streams' channels.
+        encoder_hidden_states, audio_encoder_hidden_states, rotary_emb: As in `Conditions`, projected to the streams'
+            channels.
         modulation: From `modulation.embed_times`, float32.
         first_tokens: How many tokens have the first of two timesteps.
         blocks: The stacked weights of the layers.
-        outer: The weights behind the layers.
+        other_weights: The weights behind the layers.
     """
 
     video: jax.Array
     audio: jax.Array
-    text: jax.Array
-    audio_text: jax.Array
-    rope: dict[str, jax.Array]
+    encoder_hidden_states: jax.Array
+    audio_encoder_hidden_states: jax.Array
+    rotary_emb: dict[str, jax.Array]
     modulation: dict[str, jax.Array]
     first_tokens: jax.Array
     blocks: Params
-    outer: Params
+    other_weights: Params
 
 
 class _Step:
@@ -160,51 +168,51 @@ class _Step:
             self._layout,
             self._grid,
             self._split,
-            rope=inputs.rope,
+            rotary_emb=inputs.rotary_emb,
             first_tokens=inputs.first_tokens,
             count=len(inputs.video),
         )
         sound = SoundStream(self._config, self._mesh, self._layout, math.prod(self._grid), self._platform)
-        sound = sound.on_device(inputs.rope, video.start)
+        sound = sound.on_device(inputs.rotary_emb, video.start)
 
-        def layer(hidden: Any, weights: Params, index: jax.Array) -> Any:
+        def layer(hidden_states: Any, weights: Params, index: jax.Array) -> Any:
             weights = add_modulations(weights, modulation)
-            keys = [video.text_keys(weights, text) for text in inputs.text]
-            audio_keys = [sound.text_keys(weights, text) for text in inputs.audio_text]
+            keys = [video.text_keys(weights, text) for text in inputs.encoder_hidden_states]
+            audio_keys = [sound.text_keys(weights, text) for text in inputs.audio_encoder_hidden_states]
             results = []
-            for evaluation, (x, a) in zip(self._evaluations, hidden, strict=True):
+            for evaluation, (video_states, audio_states) in zip(self._evaluations, hidden_states, strict=True):
                 blocks = evaluation.perturbed_blocks
                 perturbed = jnp.any(index == jnp.array(blocks)) if blocks else None
-                x, weights = video.attend_to_itself(x, weights, perturbed)
-                a = sound.attend_to_itself(a, weights, perturbed)
-                x = video.attend_to_text(x, weights, keys[evaluation.text])
-                a = sound.attend_to_text(a, weights, audio_keys[evaluation.text])
+                video_states, weights = video.attend_to_itself(video_states, weights, perturbed)
+                audio_states = sound.attend_to_itself(audio_states, weights, perturbed)
+                video_states = video.attend_to_text(video_states, weights, keys[evaluation.text])
+                audio_states = sound.attend_to_text(audio_states, weights, audio_keys[evaluation.text])
                 if not evaluation.is_isolated:
-                    x, a = video.attend_to_sound(x, a, weights, sound)
-                results.append((video.feed_forward(x, weights), sound.feed_forward(a, weights)))
+                    video_states, audio_states = video.attend_to_sound(video_states, audio_states, weights, sound)
+                results.append((video.feed_forward(video_states, weights), sound.feed_forward(audio_states, weights)))
             return tuple(results)
 
-        hidden = scan_layers(
+        hidden_states = scan_layers(
             layer,
             tuple((inputs.video, inputs.audio) for _ in self._evaluations),
             inputs.blocks,
             # For the text's keys and values, columns are gathered instead of the matrices.
             {name: P() if re.fullmatch(rf"{TEXT}\.weight", name) else spec for name, spec in self._split.items()},
             depth=len(inputs.blocks["scale_shift_table"]),
-            ahead=AHEAD,
+            prefetched=PREFETCHED,
             platform=self._platform,
             linear_only=[name for name in inputs.blocks if re.fullmatch(IN_PLACE, name)],
         )
         ops = ops_for(self._platform)
 
-        def head(x: jax.Array, name: str, first_rows: Any) -> jax.Array:
+        def head(states: jax.Array, name: str, first_rows: Any) -> jax.Array:
             shift, scale = (modulation[f"{name}head"][:, i] for i in range(2))
-            normed = ops.layer_norm(x, 1 + scale, shift, eps=_EPS, first_rows=first_rows)
-            weight, bias = inputs.outer[f"{name}proj_out.weight"], inputs.outer[f"{name}proj_out.bias"]
+            normed = ops.layer_norm(states, 1 + scale, shift, eps=_EPS, first_rows=first_rows)
+            weight, bias = inputs.other_weights[f"{name}proj_out.weight"], inputs.other_weights[f"{name}proj_out.bias"]
             return ops.linear(normed, weight, bias).astype(jnp.float32)
 
-        videos = [head(x, "", video.first_rows) for x, _ in hidden]
-        audios = [head(a, "audio_", 0) for _, a in hidden]
+        videos = [head(x, "", video.first_rows) for x, _ in hidden_states]
+        audios = [head(a, "audio_", 0) for _, a in hidden_states]
         return jnp.stack(videos), jnp.stack(audios)
 
 

@@ -129,34 +129,34 @@ def encode_prompt(
     rows = ids.shape[1]
     if places is None:
         places = jnp.broadcast_to(jnp.arange(rows), (3, rows))
-    hidden = call(module.embed_tokens, _select(params, "embed_tokens"), torch.nn.Module.__call__, ids)[0]
+    hidden_states = call(module.embed_tokens, _select(params, "embed_tokens"), torch.nn.Module.__call__, ids)[0]
     layers = encoder.module.layers
     template, stacked = layers.template, _select(params, "layers.template")
-    rotation = _turn(module.config, places)
+    position_embeddings = _turn(module.config, places)
     additions = None
     if picture is not None:
-        hidden = _put(hidden, picture.starts, picture.tokens)
-        zeros = jnp.zeros_like(hidden)
+        hidden_states = _put(hidden_states, picture.starts, picture.tokens)
+        zeros = jnp.zeros_like(hidden_states)
         additions = jnp.stack([_put(zeros, picture.starts, values) for values in picture.deepstack])
 
-    def step(hidden: jax.Array, inputs: tuple[jax.Array, Params]) -> tuple[jax.Array, None]:
+    def step(hidden_states: jax.Array, inputs: tuple[jax.Array, Params]) -> tuple[jax.Array, None]:
         index, weights = inputs
-        hidden = call(template, weights, _run_layer, hidden, rotation)
+        hidden_states = call(template, weights, _run_layer, hidden_states, position_embeddings)
         if additions is not None:
             added = additions[jnp.minimum(index, len(additions) - 1)]
-            hidden = hidden + jnp.where(index < len(additions), added, 0)
-        return hidden, None
+            hidden_states = hidden_states + jnp.where(index < len(additions), added, 0)
+        return hidden_states, None
 
-    hidden, _ = jax.lax.scan(step, hidden, (jnp.arange(layers.depth), stacked))
-    result: jax.Array = hidden[None]
+    hidden_states, _ = jax.lax.scan(step, hidden_states, (jnp.arange(layers.depth), stacked))
+    result: jax.Array = hidden_states[None]
     return result
 
 
-def _put(hidden: jax.Array, starts: jax.Array, values: jax.Array) -> jax.Array:
+def _put(hidden_states: jax.Array, starts: jax.Array, values: jax.Array) -> jax.Array:
     """Replace the rows [R, C] that begin at `starts` by values [k, n, C]."""
-    for start, rows in zip(starts, values.astype(hidden.dtype), strict=True):
-        hidden = jax.lax.dynamic_update_slice_in_dim(hidden, rows, start, axis=0)
-    return hidden
+    for start, rows in zip(starts, values.astype(hidden_states.dtype), strict=True):
+        hidden_states = jax.lax.dynamic_update_slice_in_dim(hidden_states, rows, start, axis=0)
+    return hidden_states
 
 
 def _select(params: Params, part: str) -> Params:
@@ -180,8 +180,10 @@ def _turn(config: transformers.Qwen3VLTextConfig, places: jax.Array) -> tuple[ja
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def _run_layer(layer: torch.nn.Module, hidden: torch.Tensor, rotation: Sequence[torch.Tensor]) -> torch.Tensor:
-    return layer(hidden, position_embeddings=rotation, attention_mask=None)
+def _run_layer(
+    layer: torch.nn.Module, hidden_states: torch.Tensor, position_embeddings: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    return layer(hidden_states, position_embeddings=position_embeddings, attention_mask=None)
 
 
 def _attend(

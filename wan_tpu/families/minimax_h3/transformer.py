@@ -30,9 +30,9 @@ from wan_tpu.runtime.bridge import Params, call, to_jax, to_torch
 from wan_tpu.runtime.mesh import AXES, TokenLayout, axis_size, token_layout, weight_spec
 
 # Weights used before attention, which takes most of a layer: they are gathered during that of the layer before, and
-# those in `_BESIDE` during its own. The output's aren't gathered early: they would be in the loop's state, and copied.
-_AHEAD = tuple(f"attn.{name}.weight" for name in ("to_q", "to_k", "to_v"))
-_BESIDE = ("attn.to_out.0.weight", "ff.net.0.proj.weight", "ff.net.2.weight")
+# those in `_GATHERED` during its own. The output's aren't gathered early: they would be in the loop's state and copied.
+_PREFETCHED = tuple(f"attn.{name}.weight" for name in ("to_q", "to_k", "to_v"))
+_GATHERED = ("attn.to_out.0.weight", "ff.net.0.proj.weight", "ff.net.2.weight")
 _VIDEO, _TEXT, _SOUND = range(3)  # Kinds of rows, as the modulations' outputs have them.
 _MODULATION = "adaln_proj.linear"
 
@@ -58,7 +58,7 @@ class Rows(NamedTuple):
 
 
 def predict(
-    module: torch.nn.Module, params: Params, mesh: Mesh, rows: Rows, layout: Layout, times: jax.Array
+    module: torch.nn.Module, params: Params, mesh: Mesh, rows: Rows, layout: Layout, timestep: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the velocities of the video's tokens and of the sound's latents, float32, in the layout of `rows`.
 
@@ -68,17 +68,17 @@ def predict(
         mesh: The devices.
         rows: The sequence.
         layout: How many rows of each kind there are.
-        times: Float32 [2 or 3]: the timestep of the video and the text, the sound's, and the keyframes'.
+        timestep: Float32 [2 or 3]: the timestep of the video and the text, the sound's, and the keyframes'.
     """
 
     def method(module: Any, video: torch.Tensor) -> jax.Array:
         tokens = token_layout(mesh, 1, layout.rows, module.config.num_attention_heads)
         dtype, text = rows.text.dtype, rows.text
         with in_float32():
-            embedding = jax.nn.silu(to_jax(module.time_embedder(module.time_proj(to_torch(times)))))
+            temb = jax.nn.silu(to_jax(module.time_embedder(module.time_proj(to_torch(timestep)))))
             keyframes = [] if rows.keyframes is None else [to_jax(module.proj_in(to_torch(rows.keyframes)))]
             sound = to_jax(module.audio_proj_in(to_torch(rows.sound)))
-        head = module.norm_out.linear(to_torch(embedding.astype(dtype)))
+        head = module.norm_out.linear(to_torch(temb.astype(dtype)))
         parts = [text[: layout.vision], *keyframes, sound, text[layout.vision :]]
         step = _Step(module.config, mesh, tokens, layout)
         return step.run(
@@ -87,10 +87,10 @@ def predict(
                 replicated=jnp.concatenate([part.astype(dtype) for part in parts]),
                 positions=pad_rows(rows.positions, tokens.padded),
                 words=rows.words,
-                embedding=embedding,
-                head=to_jax(head).reshape(len(embedding), 2, -1).astype(jnp.float32),
+                temb=temb,
+                head=to_jax(head).reshape(len(temb), 2, -1).astype(jnp.float32),
                 blocks=to_jax(dict(module.transformer_blocks.template.named_parameters())),
-                outer=_collect_outer(module),
+                other_weights=_collect_other_weights(module),
             )
         )
 
@@ -104,23 +104,23 @@ class _Inputs(NamedTuple):
 
     Attributes:
         video: Float32 [L, channels], tokens of the video; other rows are zero.
-        others: [L - video, C], all other rows.
+        replicated: [L - video, C], all other rows.
         positions: Float32 [L, 3].
         words: int32 scalar, the number of real rows of the text.
-        embedding: Float32 [E, channels], of the timesteps, after its activation.
+        temb: Float32 [E, channels], of the timesteps, after its activation.
         head: Shift and scale of each timestep before the output, float32 [E, 2, C].
         blocks: The stacked weights of the layers.
-        outer: The weights outside the layers.
+        other_weights: The weights outside the layers.
     """
 
     video: jax.Array
     replicated: jax.Array
     positions: jax.Array
     words: jax.Array
-    embedding: jax.Array
+    temb: jax.Array
     head: jax.Array
     blocks: Params
-    outer: Params
+    other_weights: Params
 
 
 class _Step:
@@ -161,31 +161,39 @@ class _Step:
         return local(inputs)
 
     def _run_on_device(self, inputs: _Inputs) -> jax.Array:
-        ops, outer, count = self._ops, inputs.outer, len(inputs.video)
+        ops, other_weights, count = self._ops, inputs.other_weights, len(inputs.video)
         start = jax.lax.axis_index(self._tokens.token_axes) * count
         dtype, ends = inputs.replicated.dtype, jnp.array(self._ends, jnp.int32) - start
         with in_float32():
-            video = ops.linear(inputs.video, outer["proj_in.weight"], outer["proj_in.bias"]).astype(dtype)
+            video = ops.linear(inputs.video, other_weights["proj_in.weight"], other_weights["proj_in.bias"]).astype(
+                dtype
+            )
         other = start + jnp.arange(count) - self._layout.video
-        x = jnp.where(other[:, None] < 0, video, inputs.replicated[jnp.clip(other, 0, len(inputs.replicated) - 1)])
+        hidden_states = jnp.where(
+            other[:, None] < 0, video, inputs.replicated[jnp.clip(other, 0, len(inputs.replicated) - 1)]
+        )
         modulations = self._modulate(inputs)
-        tables = _turn(self._config, inputs.positions)
+        rotary_emb = _turn(self._config, inputs.positions)
 
         def layer(
-            x: jax.Array, weights: Params, following: Mapping[str, SplitWeight], index: jax.Array
+            hidden_states: jax.Array, weights: Params, next_weights: Mapping[str, SplitWeight], index: jax.Array
         ) -> tuple[jax.Array, Params]:
             modulation = jax.lax.dynamic_index_in_dim(modulations, index, keepdims=False)
-            return self._block(x, weights, following, modulation, tables, ends, inputs.words)
+            return self._block(hidden_states, weights, next_weights, modulation, rotary_emb, ends, inputs.words)
 
         layers = {name: value for name, value in inputs.blocks.items() if not name.startswith(_MODULATION)}
         depth = len(modulations)
-        x = scan_gathering_layers(layer, x, layers, self._split, depth=depth, ahead=_AHEAD, platform=self._platform)
+        hidden_states = scan_gathering_layers(
+            layer, hidden_states, layers, self._split, depth=depth, prefetched=_PREFETCHED, platform=self._platform
+        )
         times = [time for time, _ in self._modulations]
         shift, scale = (inputs.head[jnp.array(times), i] for i in range(2))
-        scale = (1 + scale) * outer["norm_out.norm.weight"].astype(jnp.float32)
-        normed = ops.layer_norm(x, scale, shift, eps=self._config.final_norm_eps, centred=False, first_rows=ends)
+        scale = (1 + scale) * other_weights["norm_out.norm.weight"].astype(jnp.float32)
+        normed = ops.layer_norm(
+            hidden_states, scale, shift, eps=self._config.final_norm_eps, centred=False, first_rows=ends
+        )
         with in_float32():
-            return ops.linear(normed.astype(jnp.float32), outer["heads.weight"], outer["heads.bias"])
+            return ops.linear(normed.astype(jnp.float32), other_weights["heads.weight"], other_weights["heads.bias"])
 
     def _modulate(self, inputs: _Inputs) -> jax.Array:
         """Return every layer's shifts, scales and gates of attention and feed-forward, float32 [layers, M, 6, C].
@@ -195,7 +203,7 @@ class _Step:
         """
         weight, bias = inputs.blocks[f"{_MODULATION}.weight"], inputs.blocks[f"{_MODULATION}.bias"]
         product = jnp.einsum(
-            "loe,te->lto", weight, inputs.embedding.astype(weight.dtype), preferred_element_type=jnp.float32
+            "loe,te->lto", weight, inputs.temb.astype(weight.dtype), preferred_element_type=jnp.float32
         )
         if self._split[f"{_MODULATION}.weight"] == P(None, AXES, None) and self._mesh.size > 1:
             product = jax.lax.all_gather(product, AXES, axis=2, tiled=True)
@@ -204,22 +212,22 @@ class _Step:
 
     def _block(
         self,
-        x: jax.Array,
-        w: Params,
-        following: Mapping[str, SplitWeight],
+        hidden_states: jax.Array,
+        weights: Params,
+        next_weights: Mapping[str, SplitWeight],
         modulation: jax.Array,
-        tables: tuple[jax.Array, jax.Array],
+        rotary_emb: tuple[jax.Array, jax.Array],
         ends: jax.Array,
         count: jax.Array,
     ) -> tuple[jax.Array, Params]:
         """Run one layer, as in diffusers' MiniMaxH3TransformerBlock, and gather the next one's first weights.
 
         Args:
-            x: [t, C].
-            w: The layer's weights.
-            following: Weights of the next layer, `_AHEAD`, if they are split.
+            hidden_states: [t, C].
+            weights: The layer's weights.
+            next_weights: Weights of the next layer, `_PREFETCHED`, if they are split.
             modulation: [M, 6, C].
-            tables: Cosines and sines, [t, D] each.
+            rotary_emb: Cosines and sines, [t, D] each.
             ends: int32 [M - 1], where each segment but the last one ends.
             count: The number of real rows of the text.
         """
@@ -227,26 +235,26 @@ class _Step:
         shift, scale, gate, ff_shift, ff_scale, ff_gate = (modulation[:, i] for i in range(6))
 
         def project(name: str, rows: Any, **options: Any) -> jax.Array:
-            return linear(ops, w, name, rows, dtype=x.dtype, **options)
+            return linear(ops, weights, name, rows, dtype=hidden_states.dtype, **options)
 
         def normalise(name: str, shift: jax.Array, scale: jax.Array, target: str) -> Any:
             """Normalise the inputs of the linear layer `target`."""
-            weight = w[f"{name}.weight"].astype(jnp.float32) * (1 + scale)
+            weight = weights[f"{name}.weight"].astype(jnp.float32) * (1 + scale)
             return ops.layer_norm(
-                x,
+                hidden_states,
                 weight,
                 shift,
                 eps=config.norm_eps,
                 centred=False,
                 first_rows=ends,
-                rounded=rounded_type(w, target),
+                rounded=rounded_type(weights, target),
             )
 
         def rotate(name: str, norm: str, rows: Any, factor: float, **options: Any) -> Any:
-            weight = w[f"attn.{norm}.weight"].astype(jnp.float32) * factor
+            weight = weights[f"attn.{norm}.weight"].astype(jnp.float32) * factor
             projected = project(f"attn.{name}", rows)
             return ops.head_norm_rope(
-                projected, weight, None, tables, eps=config.qk_norm_eps, groups=self._groups, **options
+                projected, weight, None, rotary_emb, eps=config.qk_norm_eps, groups=self._groups, **options
             )
 
         output = exchanged_attention(
@@ -263,24 +271,26 @@ class _Step:
             head_axes=self._tokens.head_axes,
             platform=self._platform,
             # The first round has keys to gather.
-            beside=[{}, *({name: w[name]} for name in _BESIDE)] if following else [],
+            to_gather=[{}, *({name: weights[name]} for name in _GATHERED)] if next_weights else [],
         )
-        w = w | output.beside
-        coming = [{name: following[name]} if following else {} for name in _AHEAD]
-        x, query = gather_during(
+        weights = weights | output.gathered
+        coming = [{name: next_weights[name]} if next_weights else {} for name in _PREFETCHED]
+        hidden_states, query = gather_during(
             coming[0],
             output.tokens,
-            lambda attended: project("attn.to_out.0", attended, residual=x, gate=gate, first_rows=ends),
+            lambda attended: project("attn.to_out.0", attended, residual=hidden_states, gate=gate, first_rows=ends),
         )
         inner, key = gather_during(
             coming[1],
             normalise("norm2", ff_shift, ff_scale, "ff.net.0.proj"),
             lambda rows: project("ff.net.0.proj", rows, activation="swiglu"),
         )
-        x, value = gather_during(
-            coming[2], inner, lambda inner: project("ff.net.2", inner, residual=x, gate=ff_gate, first_rows=ends)
+        hidden_states, value = gather_during(
+            coming[2],
+            inner,
+            lambda inner: project("ff.net.2", inner, residual=hidden_states, gate=ff_gate, first_rows=ends),
         )
-        return x, query | key | value
+        return hidden_states, query | key | value
 
 
 def _turn(config: Any, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -294,7 +304,7 @@ def _turn(config: Any, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.concatenate([cos, cos], axis=1), jnp.concatenate([-sin, sin], axis=1)
 
 
-def _collect_outer(module: Any) -> Params:
+def _collect_other_weights(module: Any) -> Params:
     """Return the weights outside the blocks, both heads as one matrix."""
     heads = module.proj_out, module.audio_proj_out
     return {

@@ -41,36 +41,40 @@ def decode_tiles(vae: Mapping[str, Any], params: Params, latents: jax.Array, pla
     padded = -(-keys // _UNIT) * _UNIT
     ops, eps, dtype = ops_for(platform), vae["decoder_norm_eps"], latents.dtype
     heads, width = vae["decoder_num_attention_heads"], vae["decoder_attention_head_dim"]
-    angles = [jnp.tile(jnp.asarray(table), (tiles, 1)) for table in _rotations(vae, grid, padded)]
+    rotary_emb = [jnp.tile(jnp.asarray(table), (tiles, 1)) for table in _rotations(vae, grid, padded)]
 
-    def normalise(x: jax.Array, weight: jax.Array) -> jax.Array:
-        shift = jnp.zeros((1, x.shape[1]))
-        normed: jax.Array = ops.layer_norm(x, weight[None], shift, eps=eps, centred=False, dtype=dtype)
+    def normalise(rows: jax.Array, weight: jax.Array) -> jax.Array:
+        shift = jnp.zeros((1, rows.shape[1]))
+        normed: jax.Array = ops.layer_norm(rows, weight[None], shift, eps=eps, centred=False, dtype=dtype)
         return normed
 
-    def project(weights: Params, name: str, x: jax.Array, **options: Any) -> jax.Array:
-        return linear(ops, weights, name, x, **options)
+    def project(weights: Params, name: str, rows: jax.Array, **options: Any) -> jax.Array:
+        return linear(ops, weights, name, rows, **options)
 
-    def rotate(x: jax.Array, scale: float) -> jax.Array:
-        return ops.head_norm_rope(x, jnp.full(width, scale, jnp.float32), None, angles, eps=eps)
+    def rotate(rows: jax.Array, scale: float) -> jax.Array:
+        return ops.head_norm_rope(rows, jnp.full(width, scale, jnp.float32), None, rotary_emb, eps=eps)
 
-    def add(weights: Params, name: str, scale: str, x: jax.Array, residual: jax.Array) -> jax.Array:
-        return project(weights, name, x, residual=residual, gate=weights[scale][None], dtype=residual.dtype)
+    def add(weights: Params, name: str, scale: str, rows: jax.Array, residual: jax.Array) -> jax.Array:
+        return project(weights, name, rows, residual=residual, gate=weights[scale][None], dtype=residual.dtype)
 
-    def block(x: jax.Array, w: Params) -> tuple[jax.Array, None]:
-        normed = normalise(x, w["norm1.weight"])
-        query = rotate(project(w, "attn.to_q", normed), query_scale(width))
-        key, value = rotate(project(w, "attn.to_k", normed), 1), project(w, "attn.to_v", normed)
+    def block(hidden_states: jax.Array, weights: Params) -> tuple[jax.Array, None]:
+        normed = normalise(hidden_states, weights["norm1.weight"])
+        query = rotate(project(weights, "attn.to_q", normed), query_scale(width))
+        key, value = rotate(project(weights, "attn.to_k", normed), 1), project(weights, "attn.to_v", normed)
         query, key, value = (part.reshape(tiles, padded, -1) for part in (query, key, value))
         attended = attention(query, key, value, heads=heads, platform=platform, kv_len=keys)
-        x = add(w, "attn.to_out.0", "scale1", attended.reshape(tiles * padded, -1), residual=x)
-        inner = project(w, "ff.net.0.proj", normalise(x, w["norm2.weight"]), activation="swiglu")
-        return add(w, "ff.net.2", "scale2", inner, residual=x), None
+        hidden_states = add(
+            weights, "attn.to_out.0", "scale1", attended.reshape(tiles * padded, -1), residual=hidden_states
+        )
+        inner = project(
+            weights, "ff.net.0.proj", normalise(hidden_states, weights["norm2.weight"]), activation="swiglu"
+        )
+        return add(weights, "ff.net.2", "scale2", inner, residual=hidden_states), None
 
     stacked = {name.removeprefix(_BLOCKS): value for name, value in params.items() if name.startswith(_BLOCKS)}
-    hidden, _ = jax.lax.scan(block, _embed(params, latents, padded).reshape(tiles * padded, -1), stacked)
+    hidden_states, _ = jax.lax.scan(block, _embed(params, latents, padded).reshape(tiles * padded, -1), stacked)
     scale, shift = (params[f"decoder.norm_out.{part}"][None] for part in ("weight", "bias"))
-    normed = ops.layer_norm(hidden, scale, shift, eps=eps, dtype=dtype)
+    normed = ops.layer_norm(hidden_states, scale, shift, eps=eps, dtype=dtype)
     patches = project(params, "decoder.proj_out", normed).reshape(tiles, padded, -1)[:, :tokens]
     return _unpack(patches, vae, grid)
 

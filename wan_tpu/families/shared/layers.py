@@ -47,26 +47,26 @@ class StackedWeight:
 
 def scan_layers(
     layer: Callable[[T, Params, jax.Array], T],
-    hidden: T,
+    hidden_states: T,
     stacked: Params,
     specs: Mapping[str, P],
     *,
     depth: int,
-    ahead: Sequence[str],
+    prefetched: Sequence[str],
     platform: str,
     linear_only: Collection[str] = (),
 ) -> T:
-    """Run every layer on `hidden`.
+    """Run every layer on `hidden_states`.
 
     Args:
-        layer: Takes (hidden, weights of the layer, its index) and returns hidden.
-        hidden: The input of the first layer.
+        layer: Takes (hidden_states, weights of the layer, its index) and returns hidden_states.
+        hidden_states: The input of the first layer.
         stacked: This device's part of the weights, [depth, ...].
         specs: How the weights are split, by name. Those with `SPLIT` are gathered, and used only by `linear`: if
             nothing has to be gathered, the layer gets them as `StackedWeight`.
         depth: Number of layers.
-        ahead: Names of weights that are gathered a layer early, because they are used before or right after the part
-            that takes longest.
+        prefetched: Names of weights that are gathered a layer early, because they are used before or right after the
+            part that takes longest.
         platform: "tpu", "gpu" or "cpu".
         linear_only: Names of further matrices that only `linear` uses if each device has all weights. Otherwise XLA
             would copy the array of all layers' matrices if it prefers another layout for its own products (v7x).
@@ -81,56 +81,56 @@ def scan_layers(
 
     alone = math.prod(jax.lax.axis_size(axis) for axis in SHARDS) == 1
     in_place = [*_list_whole(axes), *(name for name in stacked if alone and name in linear_only and name not in axes)]
-    ahead = [name for name in ahead if name not in in_place]
-    later = [name for name in stacked if name not in (*ahead, *in_place)]
+    prefetched = [name for name in prefetched if name not in in_place]
+    later = [name for name in stacked if name not in (*prefetched, *in_place)]
 
     def step(carry: tuple[T, Params], index: jax.Array) -> tuple[tuple[T, Params], None]:
-        hidden, early = carry
+        hidden_states, early = carry
         weights: dict[str, Any] = early | gather(later, index)
-        early = gather(ahead, (index + 1) % depth)
+        early = gather(prefetched, (index + 1) % depth)
         weights |= {name: StackedWeight(stacked[name], index) for name in in_place}
-        return (layer(hidden, weights, index), early), None
+        return (layer(hidden_states, weights, index), early), None
 
-    return jax.lax.scan(step, (hidden, gather(ahead, 0)), jnp.arange(depth))[0][0]
+    return jax.lax.scan(step, (hidden_states, gather(prefetched, 0)), jnp.arange(depth))[0][0]
 
 
 def scan_gathering_layers(
     layer: Callable[[T, Params, Mapping[str, SplitWeight], jax.Array], tuple[T, Params]],
-    hidden: T,
+    hidden_states: T,
     stacked: Params,
     specs: Mapping[str, P],
     *,
     depth: int,
-    ahead: Sequence[str],
+    prefetched: Sequence[str],
     platform: str,
 ) -> T:
-    """Run every layer on `hidden`; each layer decides when its weights are gathered, and reads them in place.
+    """Run every layer on `hidden_states`; each layer decides when its weights are gathered, and reads them in place.
 
     Args:
-        layer: Takes hidden, the layer's weights, the next layer's weights that it must gather, and its index. Returns
-            hidden and the gathered weights. It gets all other split weights as `SplitWeight`.
-        hidden, stacked, specs, depth, platform: As for `scan_layers`.
-        ahead: Names of weights that the layer before gathers.
+        layer: Takes hidden_states, the layer's weights, the next layer's weights that it must gather, and its index.
+            Returns hidden_states and the gathered weights. It gets all other split weights as `SplitWeight`.
+        hidden_states, stacked, specs, depth, platform: As for `scan_layers`.
+        prefetched: Names of weights that the layer before gathers.
     """
     axes = _split_axes(stacked, specs)
     in_place = _list_whole(axes)
     split = [name for name in axes if name not in in_place]
-    early = [name for name in split if name in ahead]
+    early = [name for name in split if name in prefetched]
     ungathered = [name for name in stacked if name not in axes]
 
     def describe(name: str, index: jax.Array) -> SplitWeight:
         return SplitWeight(stacked[name], index, axes[name], platform)
 
     def step(carry: tuple[T, Params], index: jax.Array) -> tuple[tuple[T, Params], None]:
-        hidden, gathered = carry
+        hidden_states, gathered = carry
         weights: dict[str, Any] = gathered | _take_layer(stacked, ungathered, index)
         weights |= {name: StackedWeight(stacked[name], index) for name in in_place}
         weights |= {name: describe(name, index) for name in split if name not in early}
         following = {name: describe(name, (index + 1) % depth) for name in early}
-        return layer(hidden, weights, following, index), None
+        return layer(hidden_states, weights, following, index), None
 
     first = {name: gather_rows(stacked[name], axes[name], platform, layer=0) for name in early}
-    return jax.lax.scan(step, (hidden, first), jnp.arange(depth))[0][0]
+    return jax.lax.scan(step, (hidden_states, first), jnp.arange(depth))[0][0]
 
 
 def _split_axes(stacked: Params, specs: Mapping[str, P]) -> dict[str, tuple[str, ...]]:
@@ -147,23 +147,23 @@ def _take_layer(stacked: Params, names: Iterable[str], index: jax.Array | int) -
     return {name: jax.lax.dynamic_index_in_dim(stacked[name], index, keepdims=False) for name in names}
 
 
-def linear(ops: Ops, weights: Params, name: str, x: Any, **options: Any) -> jax.Array:
+def linear(ops: Ops, weights: Params, name: str, rows: Any, **options: Any) -> jax.Array:
     """Apply the linear layer of a name to rows, which are rounded first if its weight is in 8 bits.
 
     Args:
         ops: The platform's operations.
         weights: The weights of a transformer's layer.
         name: The linear layer's.
-        x: As for `wan_tpu_kernels.linear.linear`, already rounded or not.
+        rows: As for `wan_tpu_kernels.linear.linear`, already rounded or not.
         **options: As for `wan_tpu_kernels.linear.linear`.
     """
     weight, scales = weights[f"{name}.weight"], weights.get(f"{name}.weight_scale")
-    if scales is not None and not isinstance(x, Rounded):
-        x = ops.round_rows(x, weight.dtype)
+    if scales is not None and not isinstance(rows, Rounded):
+        rows = ops.round_rows(rows, weight.dtype)
     bias = weights.get(f"{name}.bias")
     if isinstance(weight, StackedWeight):
-        return ops.linear(x, weight.stack, bias, scales=scales, layer=weight.layer, **options)
-    return ops.linear(x, weight, bias, scales=scales, **options)
+        return ops.linear(rows, weight.stack, bias, scales=scales, layer=weight.layer, **options)
+    return ops.linear(rows, weight, bias, scales=scales, **options)
 
 
 def in_float32() -> contextlib.AbstractContextManager[Any]:

@@ -20,7 +20,11 @@ TextKeys = dict[str, jax.Array]
 
 
 def text_keys(
-    module: torch.nn.Module, params: Params, mesh: Mesh, text: jax.Array, image: jax.Array | None
+    module: torch.nn.Module,
+    params: Params,
+    mesh: Mesh,
+    encoder_hidden_states: jax.Array,
+    encoder_hidden_states_image: jax.Array | None,
 ) -> TextKeys:
     """Return every layer's cross-attention keys and values.
 
@@ -28,8 +32,8 @@ def text_keys(
         module: The expert.
         params: Its weights.
         mesh: The devices.
-        text: [B, 512, I], embeddings of the prompts.
-        image: [1, 257, I], CLIP features, the same for every branch.
+        encoder_hidden_states: [B, 512, I], embeddings of the prompts.
+        encoder_hidden_states_image: [1, 257, I], CLIP features, the same for every branch.
     """
 
     def method(module: Any, text: torch.Tensor, image: torch.Tensor | None) -> TextKeys:
@@ -37,12 +41,12 @@ def text_keys(
         text = to_jax(embedder.text_embedder(text))
         image = None if image is None else to_jax(embedder.image_embedder(image))
 
-        def project(context: jax.Array, weights: Params, key: str, value: str, norm: str) -> list[jax.Array]:
-            flat = context.reshape(-1, context.shape[-1])
+        def project(hidden_states: jax.Array, weights: Params, key: str, value: str, norm: str) -> list[jax.Array]:
+            flat = hidden_states.reshape(-1, hidden_states.shape[-1])
             keys = linear(ops, weights, key, flat)
             keys = ops.rms_norm_rope(keys, weights[f"{norm}.weight"], None, eps=eps)
             values = linear(ops, weights, value, flat)
-            return [x.reshape(*context.shape[:2], -1) for x in (keys, values)]
+            return [x.reshape(*hidden_states.shape[:2], -1) for x in (keys, values)]
 
         def layer(_: None, weights: Params) -> tuple[None, TextKeys]:
             of_text = project(text, weights, "to_k", "to_v", "norm_k")
@@ -54,9 +58,9 @@ def text_keys(
 
         return jax.lax.scan(layer, None, to_jax(dict(module.blocks.template.attn2.named_parameters())))[1]
 
-    keys = call(module, params, method, text, image)
+    keys = call(module, params, method, encoder_hidden_states, encoder_hidden_states_image)
     return {
-        name: jax.lax.with_sharding_constraint(value, key_sharding(mesh, name, text.shape[0]))
+        name: jax.lax.with_sharding_constraint(value, key_sharding(mesh, name, encoder_hidden_states.shape[0]))
         for name, value in keys.items()
     }
 

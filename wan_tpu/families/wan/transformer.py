@@ -64,9 +64,9 @@ def velocity(
     params: Params,
     mesh: Mesh,
     latents: jax.Array,
-    times: jax.Array,
+    timestep: jax.Array,
     first_tokens: int,
-    keys: TextKeys,
+    text_keys: TextKeys,
     reuse: Reuse | None = None,
     *,
     attention_density: float | None = None,
@@ -78,37 +78,37 @@ def velocity(
         params: Its weights.
         mesh: The devices.
         latents: [1, C, T, H, W], in the dtype to compute in, the same for every branch.
-        times: [M] timesteps; if there are two, the first one is for the first `first_tokens` tokens.
+        timestep: [M] timesteps; if there are two, the first one is for the first `first_tokens` tokens.
         first_tokens: Number of tokens with the first of two timesteps.
-        keys: From `text_keys`; their B is the number of branches.
+        text_keys: From `text_keys`; their B is the number of branches.
         reuse: The residual that may be reused.
         attention_density: The share of the blocks of keys that sparse-linear attention keeps; None for attention to
             all keys.
     """
 
     def method(
-        module: Any, latents: torch.Tensor, times: torch.Tensor, keys: Any
+        module: Any, latents: torch.Tensor, timestep: torch.Tensor, text_keys: Any
     ) -> tuple[jax.Array, jax.Array | None]:
-        embedding, modulation = embed_time(module, times, latents.dtype)
+        temb, timestep_proj = embed_time(module, timestep, latents.dtype)
         patch = module.config.patch_size
         tokens = patchify(to_jax(latents), patch)
         block = 1 if attention_density is None else QUERY_BLOCK
-        layout = token_layout(mesh, keys["key"].shape[1], len(tokens), module.config.num_attention_heads, block)
-        tables = rope_tables(module, [n // p for n, p in zip(latents.shape[2:], patch, strict=True)])
+        layout = token_layout(mesh, text_keys["key"].shape[1], len(tokens), module.config.num_attention_heads, block)
+        rotary_emb = rope_tables(module, [n // p for n, p in zip(latents.shape[2:], patch, strict=True)])
         return WanStep(module, mesh, layout, first_tokens, len(tokens), attention_density).run(
             WanInputs(
                 tokens=pad_rows(tokens, layout.padded),
-                tables=tuple(pad_rows(table, layout.padded) for table in tables),
-                modulation=to_jax(modulation).astype(jnp.float32),
-                head=head_modulation(module, embedding).astype(jnp.float32),
-                keys=to_jax(keys),
+                rotary_emb=tuple(pad_rows(table, layout.padded) for table in rotary_emb),
+                timestep_proj=to_jax(timestep_proj).astype(jnp.float32),
+                head=head_modulation(module, temb).astype(jnp.float32),
+                text_keys=to_jax(text_keys),
                 blocks=to_jax(dict(module.blocks.template.named_parameters())),
-                outer=_outer(module),
+                other_weights=_other_weights(module),
                 reuse=reuse,
             )
         )
 
-    return call(module, params, method, latents, times, keys)
+    return call(module, params, method, latents, timestep, text_keys)
 
 
 class WanInputs(NamedTuple):
@@ -116,22 +116,22 @@ class WanInputs(NamedTuple):
 
     Attributes:
         tokens: [L, patch values].
-        tables: Cosines and sines, two arrays [L, D].
-        modulation: [M, 6, C].
+        rotary_emb: Cosines and sines, two arrays [L, D].
+        timestep_proj: [M, 6, C], for every layer.
         head: Shift and scale before the output, [2, M, C].
-        keys: From `text_keys`.
+        text_keys: From `text_keys.text_keys`.
         blocks: The stacked weights of the layers.
-        outer: The weights outside the layers.
+        other_weights: The weights outside the layers.
         reuse: The residual that may be reused.
     """
 
     tokens: jax.Array
-    tables: tuple[jax.Array, ...]
-    modulation: jax.Array
+    rotary_emb: tuple[jax.Array, ...]
+    timestep_proj: jax.Array
     head: jax.Array
-    keys: TextKeys
+    text_keys: TextKeys
     blocks: Params
-    outer: Params
+    other_weights: Params
     reuse: Reuse | None = None
 
 
@@ -154,7 +154,7 @@ class WanStep:
 
     def run(self, inputs: WanInputs) -> tuple[jax.Array, jax.Array | None]:
         """Return [B, L, patch values], float32, without padding, and the residual, or None without `reuse`."""
-        branches = inputs.keys["key"].shape[1]
+        branches = inputs.text_keys["key"].shape[1]
         self._blocks = {
             name: weight_spec(self._mesh, RULES, f"blocks.*.{name}", value.shape[1:], stacked=True)
             for name, value in inputs.blocks.items()
@@ -171,8 +171,8 @@ class WanStep:
 
     def _specs(self, inputs: WanInputs) -> WanInputs:
         tokens = P(self._layout.token_axes)
-        branches = inputs.keys["key"].shape[1]
-        keys = {name: key_sharding(self._mesh, name, branches).spec for name in inputs.keys}
+        branches = inputs.text_keys["key"].shape[1]
+        keys = {name: key_sharding(self._mesh, name, branches).spec for name in inputs.text_keys}
         reuse = None
         if inputs.reuse is not None:
             skipped = None if inputs.reuse.skipped is None else P(self._layout.branch_axis)
@@ -180,44 +180,46 @@ class WanStep:
         return WanInputs(tokens, (tokens, tokens), P(), P(), keys, self._blocks, P(), reuse)  # type: ignore[arg-type]
 
     def _local(self, inputs: WanInputs) -> tuple[jax.Array, jax.Array | None]:
-        ops, outer, reuse = self._ops, inputs.outer, inputs.reuse
+        ops, other_weights, reuse = self._ops, inputs.other_weights, inputs.reuse
         first_rows = self._first - jax.lax.axis_index(self._layout.token_axes) * len(inputs.tokens)
 
-        def layer(hidden: jax.Array, weights: Params, index: jax.Array) -> jax.Array:
-            table = weights["scale_shift_table"] + inputs.modulation  # [M, 6, C]
+        def layer(hidden_states: jax.Array, weights: Params, index: jax.Array) -> jax.Array:
+            modulation = weights["scale_shift_table"] + inputs.timestep_proj  # [M, 6, C]
             return map_branches(
-                lambda branch: self._block(branch[0], branch[1], weights, table, inputs.tables, first_rows),
-                (hidden, self._layer_keys(inputs.keys, index)),
+                lambda branch: self._block(branch[0], branch[1], weights, modulation, inputs.rotary_emb, first_rows),
+                (hidden_states, self._layer_keys(inputs.text_keys, index)),
             )
 
         embedded = self.embed(inputs)
         start = jnp.broadcast_to(embedded, (self._local_branches, *embedded.shape))
-        depth = len(inputs.keys["key"])
+        depth = len(inputs.text_keys["key"])
         residual = None
         if reuse is not None and reuse.skipped is None:
-            hidden = start + reuse.residual
+            hidden_states = start + reuse.residual
         else:
-            hidden = scan_layers(
-                layer, start, inputs.blocks, self._blocks, depth=depth, ahead=_AHEAD, platform=self._platform
+            hidden_states = scan_layers(
+                layer, start, inputs.blocks, self._blocks, depth=depth, prefetched=_PREFETCHED, platform=self._platform
             )
         if reuse is not None and reuse.skipped is not None:
             skipped = reuse.skipped[:, None, None]
-            residual = jnp.where(skipped, reuse.residual, hidden - start)
-            hidden = jnp.where(skipped, start + reuse.residual, hidden)
+            residual = jnp.where(skipped, reuse.residual, hidden_states - start)
+            hidden_states = jnp.where(skipped, start + reuse.residual, hidden_states)
         shift, scale = inputs.head
 
-        def head(hidden: jax.Array) -> jax.Array:
-            normed = ops.layer_norm(hidden, 1 + scale, shift, eps=self._eps, first_rows=first_rows)
-            return ops.linear(normed, outer["proj_out.weight"], outer["proj_out.bias"]).astype(jnp.float32)
+        def head(hidden_states: jax.Array) -> jax.Array:
+            normed = ops.layer_norm(hidden_states, 1 + scale, shift, eps=self._eps, first_rows=first_rows)
+            return ops.linear(normed, other_weights["proj_out.weight"], other_weights["proj_out.bias"]).astype(
+                jnp.float32
+            )
 
-        return map_branches(head, hidden), residual
+        return map_branches(head, hidden_states), residual
 
     def embed(self, inputs: WanInputs) -> jax.Array:
         """Return the hidden state before the first layer, [t, C]."""
-        weight, bias = (inputs.outer[f"patch_embedding.{name}"] for name in ("weight", "bias"))
+        weight, bias = (inputs.other_weights[f"patch_embedding.{name}"] for name in ("weight", "bias"))
         return self._ops.linear(inputs.tokens, weight, bias)
 
-    def scale_keys(self, keys: tuple[jax.Array, ...], w: Params, first_rows: jax.Array) -> tuple[jax.Array, ...]:
+    def scale_keys(self, keys: tuple[jax.Array, ...], weights: Params, first_rows: jax.Array) -> tuple[jax.Array, ...]:
         """Return the keys of self-attention as they are attended to, in parts as in `Projections.key`."""
         return keys
 
@@ -225,50 +227,50 @@ class WanStep:
         """Return options of `linear` that apply cross-attention's result to some rows only; none by default."""
         return {}
 
-    def _layer_keys(self, keys: TextKeys, layer: jax.Array) -> TextKeys:
+    def _layer_keys(self, text_keys: TextKeys, layer: jax.Array) -> TextKeys:
         """Return keys and values of one layer, each [B of this device, L, C]."""
-        of_layer = {name: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for name, x in keys.items()}
+        of_layer = {name: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for name, x in text_keys.items()}
         return {name: jnp.broadcast_to(x, (self._local_branches, *x.shape[1:])) for name, x in of_layer.items()}
 
     def _block(
         self,
-        x: jax.Array,
-        keys: TextKeys,
-        w: Params,
-        table: jax.Array,
-        tables: tuple[jax.Array, ...],
+        hidden_states: jax.Array,
+        text_keys: TextKeys,
+        weights: Params,
+        modulation: jax.Array,
+        rotary_emb: tuple[jax.Array, ...],
         first_rows: jax.Array,
     ) -> jax.Array:
         """Run one layer on this device's tokens of one branch, as in diffusers' WanTransformerBlock.
 
         Args:
-            x: [t, C].
-            keys: The layer's keys and values of text and image.
-            w: The layer's weights.
-            table: [M, 6, C], the layer's modulation.
-            tables: As in `WanInputs`.
+            hidden_states: [t, C].
+            text_keys: The layer's keys and values of text and image.
+            weights: The layer's weights.
+            modulation: [M, 6, C], the layer's modulation.
+            rotary_emb: As in `WanInputs`.
             first_rows: Number of rows with the first of two modulations.
         """
         ops, eps = self._ops, self._eps
-        shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = (table[:, i] for i in range(6))
+        shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = (modulation[:, i] for i in range(6))
 
-        def project(name: str, x: Any, **options: Any) -> jax.Array:
-            return linear(ops, w, name, x, **options)
+        def project(name: str, rows: Any, **options: Any) -> jax.Array:
+            return linear(ops, weights, name, rows, **options)
 
-        def normalise(x: jax.Array, scale: jax.Array, shift: jax.Array, name: str, **options: Any) -> Any:
+        def normalise(rows: jax.Array, scale: jax.Array, shift: jax.Array, name: str, **options: Any) -> Any:
             """Normalise the inputs of the linear layer `name`."""
-            return ops.layer_norm(x, scale, shift, eps=eps, rounded=rounded_type(w, name), **options)
+            return ops.layer_norm(rows, scale, shift, eps=eps, rounded=rounded_type(weights, name), **options)
 
         def rotate(name: str, rows: Any, factor: float, **options: Any) -> Any:
-            weight = w[f"attn1.norm_{name}.weight"].astype(jnp.float32) * factor
+            weight = weights[f"attn1.norm_{name}.weight"].astype(jnp.float32) * factor
             options = {"eps": eps, "groups": self._groups} | options
-            return ops.rms_norm_rope(project(f"attn1.to_{name}", rows), weight, tables, **options)
+            return ops.rms_norm_rope(project(f"attn1.to_{name}", rows), weight, rotary_emb, **options)
 
         attended, _, gathered = exchanged_attention(
-            normalise(x, 1 + scale, shift, "attn1.to_q", first_rows=first_rows),
+            normalise(hidden_states, 1 + scale, shift, "attn1.to_q", first_rows=first_rows),
             Projections(
                 query=lambda rows: rotate("q", rows, self._query_scale),
-                key=lambda rows: self.scale_keys(rotate("k", rows, 1, parts=self._key_parts), w, first_rows),
+                key=lambda rows: self.scale_keys(rotate("k", rows, 1, parts=self._key_parts), weights, first_rows),
                 value=lambda rows: project("attn1.to_v", rows, groups=self._groups),
             ),
             heads=self._heads,
@@ -276,67 +278,80 @@ class WanStep:
             token_axes=self._layout.token_axes,
             head_axes=self._layout.head_axes,
             platform=self._platform,
-            beside=[{name: w[name]} for name in _BESIDE],
+            to_gather=[{name: weights[name]} for name in _GATHERED],
             qk=self._logits,
             sparse=None
             if self._density is None
-            else SparseLinear(self._density, w[f"{LINEAR}.weight"], w[f"{LINEAR}.bias"]),
+            else SparseLinear(self._density, weights[f"{LINEAR}.weight"], weights[f"{LINEAR}.bias"]),
         )
-        w = w | gathered
-        x = project("attn1.to_out.0", attended, residual=x, gate=gate, first_rows=first_rows)
+        weights = weights | gathered
+        hidden_states = project("attn1.to_out.0", attended, residual=hidden_states, gate=gate, first_rows=first_rows)
 
-        x = self.attend_to_text(x, keys, w, first_rows)
-        normed = normalise(x, 1 + ffn_scale, ffn_shift, "ffn.net.0.proj", first_rows=first_rows)
+        hidden_states = self.attend_to_text(hidden_states, text_keys, weights, first_rows)
+        normed = normalise(hidden_states, 1 + ffn_scale, ffn_shift, "ffn.net.0.proj", first_rows=first_rows)
         inner = project("ffn.net.0.proj", normed, activation="gelu_tanh")
-        return project("ffn.net.2", inner, residual=x, gate=ffn_gate, first_rows=first_rows)
+        return project("ffn.net.2", inner, residual=hidden_states, gate=ffn_gate, first_rows=first_rows)
 
     def attend_to_text(
-        self, x: jax.Array, keys: TextKeys, w: Params, first_rows: jax.Array, *, rows: int | None = None
+        self,
+        hidden_states: jax.Array,
+        text_keys: TextKeys,
+        weights: Params,
+        first_rows: jax.Array,
+        *,
+        rows: int | None = None,
     ) -> jax.Array:
         """Return the hidden state after a layer's cross-attention to text and image.
 
         Args:
-            x, keys, w, first_rows: As for `_block`.
+            hidden_states, text_keys, weights, first_rows: As for `_block`.
             rows: How many of the first rows attend; all if None.
         """
         ops, eps = self._ops, self._eps
-        normed = x[:rows]
-        if "norm2.weight" in w:
-            rounded = rounded_type(w, "attn2.to_q")
-            scale, shift = w["norm2.weight"][None], w["norm2.bias"][None]
-            normed = ops.layer_norm(x, scale, shift, eps=eps, rows=rows, rounded=rounded)
-        weight = w["attn2.norm_q.weight"].astype(jnp.float32) * self._query_scale
-        q = ops.rms_norm_rope(linear(ops, w, "attn2.to_q", normed), weight, None, eps=eps)
-        attended = attention(q, keys["key"], keys["value"], heads=self._heads, platform=self._platform)
-        if "image_key" in keys:
-            image = keys["image_key"], keys["image_value"]
+        normed = hidden_states[:rows]
+        if "norm2.weight" in weights:
+            rounded = rounded_type(weights, "attn2.to_q")
+            scale, shift = weights["norm2.weight"][None], weights["norm2.bias"][None]
+            normed = ops.layer_norm(hidden_states, scale, shift, eps=eps, rows=rows, rounded=rounded)
+        weight = weights["attn2.norm_q.weight"].astype(jnp.float32) * self._query_scale
+        q = ops.rms_norm_rope(linear(ops, weights, "attn2.to_q", normed), weight, None, eps=eps)
+        attended = attention(q, text_keys["key"], text_keys["value"], heads=self._heads, platform=self._platform)
+        if "image_key" in text_keys:
+            image = text_keys["image_key"], text_keys["image_value"]
             attended = attended + attention(q, *image, heads=self._heads, platform=self._platform)
-        return linear(ops, w, "attn2.to_out.0", attended, residual=x, **self.text_gate(x.shape[1], first_rows))
+        return linear(
+            ops,
+            weights,
+            "attn2.to_out.0",
+            attended,
+            residual=hidden_states,
+            **self.text_gate(hidden_states.shape[1], first_rows),
+        )
 
 
 # Weights used before or right after self-attention, which takes most of a layer's time: they are gathered during the
 # previous layer's self-attention.
-_AHEAD = tuple(f"attn1.{name}.weight" for name in ("to_q", "to_k", "to_v", "to_out.0"))
-_BESIDE = ("ffn.net.0.proj.weight", "ffn.net.2.weight")  # Weights gathered while self-attention is computed.
+_PREFETCHED = tuple(f"attn1.{name}.weight" for name in ("to_q", "to_k", "to_v", "to_out.0"))
+_GATHERED = ("ffn.net.0.proj.weight", "ffn.net.2.weight")  # Weights gathered while self-attention is computed.
 # Weights that only `text_keys` uses, once per request.
 _USED_BY_TEXT_KEYS = ("attn2.to_k", "attn2.to_v", "attn2.norm_k", "attn2.add_", "attn2.norm_added_k")
 
 
-def embed_time(module: Any, times: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the embedding [M, C] of times [M], and the blocks' modulation [M, 6, C]."""
+def embed_time(module: Any, timestep: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the embedding [M, C] of timesteps [M], and its projection for the blocks' modulation [M, 6, C]."""
     embedder = module.condition_embedder
-    wave = embedder.timesteps_proj(times).to(next(iter(embedder.time_embedder.parameters())).dtype)
+    wave = embedder.timesteps_proj(timestep).to(next(iter(embedder.time_embedder.parameters())).dtype)
     with in_float32():
-        embedding = embedder.time_embedder(wave).to(dtype)
-    return embedding, embedder.time_proj(embedder.act_fn(embedding)).unflatten(1, (6, -1))
+        temb = embedder.time_embedder(wave).to(dtype)
+    return temb, embedder.time_proj(embedder.act_fn(temb)).unflatten(1, (6, -1))
 
 
-def head_modulation(module: Any, embedding: torch.Tensor) -> jax.Array:
+def head_modulation(module: Any, temb: torch.Tensor) -> jax.Array:
     """Return shift and scale before the output, [2, M, C]."""
-    return to_jax(module.scale_shift_table + embedding[:, None]).swapaxes(0, 1)
+    return to_jax(module.scale_shift_table + temb[:, None]).swapaxes(0, 1)
 
 
-def _outer(module: Any) -> Params:
+def _other_weights(module: Any) -> Params:
     """Return the weights outside the blocks, with the patch embedding's convolution as a matrix [C, patch values]."""
     weight = to_jax(module.patch_embedding.weight)
     return {

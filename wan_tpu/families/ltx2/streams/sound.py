@@ -32,7 +32,7 @@ class SoundStream:
         layout: How the video's tokens are laid out on them.
         tokens: The number of the video's tokens.
         platform: "tpu", "gpu" or "cpu".
-        tables: This device's columns of cosines and sines [A, n], for attention to itself and to the video.
+        rotary_emb: This device's columns of cosines and sines [A, n], for attention to itself and to the video.
         start: The first of this device's tokens of the video.
     """
 
@@ -41,13 +41,13 @@ class SoundStream:
     layout: TokenLayout
     tokens: int
     platform: str
-    tables: dict[str, tuple[jax.Array, jax.Array]] | None = None
+    rotary_emb: dict[str, tuple[jax.Array, jax.Array]] | None = None
     start: jax.Array | int = 0
 
-    def on_device(self, rope: dict[str, jax.Array], start: jax.Array) -> "SoundStream":
+    def on_device(self, rotary_emb: dict[str, jax.Array], start: jax.Array) -> "SoundStream":
         """Return the stream with what this device knows: its heads' angles, and where its tokens begin."""
-        tables = {name: tuple(self._own_columns(part) for part in rope[name]) for name in ("audio", "cross_audio")}
-        return SoundStream(self.config, self.mesh, self.layout, self.tokens, self.platform, tables, start)  # type: ignore[arg-type]
+        own = {name: tuple(self._own_columns(part) for part in rotary_emb[name]) for name in ("audio", "cross_audio")}
+        return SoundStream(self.config, self.mesh, self.layout, self.tokens, self.platform, own, start)  # type: ignore[arg-type]
 
     @property
     def _width(self) -> int:
@@ -72,58 +72,66 @@ class SoundStream:
     def _sum(self, x: jax.Array) -> jax.Array:
         return x if self._parts == 1 else jax.lax.psum(x, "tp")
 
-    def attend_to_itself(self, a: jax.Array, w: Params, perturbed: jax.Array | None) -> jax.Array:
+    def attend_to_itself(self, hidden_states: jax.Array, weights: Params, perturbed: jax.Array | None) -> jax.Array:
         """Return the tokens after self-attention, or with unmixed values where it is perturbed."""
-        table, name = w["modulation.audio"][0], "audio_attn1"
-        rows = self._normalise(a, table[1], table[0])
-        values = self._project(w, f"{name}.to_v", rows)
-        queries = self._rotate(w, f"{name}.to_q", f"{name}.norm_q", rows, "audio", query_scale(self._width))
-        keys = self._rotate(w, f"{name}.to_k", f"{name}.norm_k", rows, "audio", 1)
+        modulation, name = weights["modulation.audio"][0], "audio_attn1"
+        rows = self._normalise(hidden_states, modulation[1], modulation[0])
+        values = self._project(weights, f"{name}.to_v", rows)
+        queries = self._rotate(weights, f"{name}.to_q", f"{name}.norm_q", rows, "audio", query_scale(self._width))
+        keys = self._rotate(weights, f"{name}.to_k", f"{name}.norm_k", rows, "audio", 1)
         attended = self._attend(queries, keys, values)
         if perturbed is not None:
             attended = jnp.where(perturbed, values, attended)
-        return self._add(w, name, self._gate_heads(w, name, rows, attended), a, table[2])
+        return self._add(weights, name, self._gate_heads(weights, name, rows, attended), hidden_states, modulation[2])
 
-    def text_keys(self, w: Params, text: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def text_keys(self, weights: Params, encoder_hidden_states: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return keys and values of one text, [S, n] each."""
-        if "modulation.audio_text" in w:
-            shift, scale = w["modulation.audio_text"][0]
-            text = (text.astype(jnp.float32) * (1 + scale) + shift).astype(text.dtype)
-        keys = self._rotate(w, "audio_attn2.to_k", "audio_attn2.norm_k", text, None, 1)
-        return keys, self._project(w, "audio_attn2.to_v", text)
+        if "modulation.audio_text" in weights:
+            shift, scale = weights["modulation.audio_text"][0]
+            encoder_hidden_states = (encoder_hidden_states.astype(jnp.float32) * (1 + scale) + shift).astype(
+                encoder_hidden_states.dtype
+            )
+        keys = self._rotate(weights, "audio_attn2.to_k", "audio_attn2.norm_k", encoder_hidden_states, None, 1)
+        return keys, self._project(weights, "audio_attn2.to_v", encoder_hidden_states)
 
-    def attend_to_text(self, a: jax.Array, w: Params, keys: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def attend_to_text(self, hidden_states: jax.Array, weights: Params, keys: tuple[jax.Array, jax.Array]) -> jax.Array:
         """Return the tokens after attention to a text."""
-        table, name = w["modulation.audio"][0], "audio_attn2"
-        none = jnp.zeros(a.shape[1], jnp.float32)
-        shift, scale, gate = table[6:9] if len(table) > 6 else (none, none, none + 1)
-        rows = self._normalise(a, scale, shift)
-        queries = self._rotate(w, f"{name}.to_q", f"{name}.norm_q", rows, None, query_scale(self._width))
-        return self._add(w, name, self._gate_heads(w, name, rows, self._attend(queries, *keys)), a, gate)
+        modulation, name = weights["modulation.audio"][0], "audio_attn2"
+        none = jnp.zeros(hidden_states.shape[1], jnp.float32)
+        shift, scale, gate = modulation[6:9] if len(modulation) > 6 else (none, none, none + 1)
+        rows = self._normalise(hidden_states, scale, shift)
+        queries = self._rotate(weights, f"{name}.to_q", f"{name}.norm_q", rows, None, query_scale(self._width))
+        return self._add(
+            weights, name, self._gate_heads(weights, name, rows, self._attend(queries, *keys)), hidden_states, gate
+        )
 
-    def keys_for_video(self, a: jax.Array, w: Params) -> tuple[jax.Array, jax.Array]:
+    def keys_for_video(self, hidden_states: jax.Array, weights: Params) -> tuple[jax.Array, jax.Array]:
         """Return the sound's keys and values for the video's queries, all heads: [A, N*D] each."""
-        scales, name = w["modulation.cross_audio"][0], "audio_to_video_attn"
-        rows = self._normalise(a, scales[0], scales[1])
-        keys = self._rotate(w, f"{name}.to_k", f"{name}.norm_k", rows, "cross_audio", 1)
-        return self._gather_columns(keys), self._gather_columns(self._project(w, f"{name}.to_v", rows))
+        scales, name = weights["modulation.cross_audio"][0], "audio_to_video_attn"
+        rows = self._normalise(hidden_states, scales[0], scales[1])
+        keys = self._rotate(weights, f"{name}.to_k", f"{name}.norm_k", rows, "cross_audio", 1)
+        return self._gather_columns(keys), self._gather_columns(self._project(weights, f"{name}.to_v", rows))
 
-    def attend_to_video(self, a: jax.Array, w: Params, keys: jax.Array, values: jax.Array) -> jax.Array:
+    def attend_to_video(
+        self, hidden_states: jax.Array, weights: Params, keys: jax.Array, values: jax.Array
+    ) -> jax.Array:
         """Return the tokens after attention to the video's keys and values, [t, N*D] of this device's tokens."""
-        scales, name = w["modulation.cross_audio"][0], "video_to_audio_attn"
-        rows = self._normalise(a, scales[2], scales[3])
+        scales, name = weights["modulation.cross_audio"][0], "video_to_audio_attn"
+        rows = self._normalise(hidden_states, scales[2], scales[3])
         scale = query_scale(self._width)
-        queries = self._rotate(w, f"{name}.to_q", f"{name}.norm_q", rows, "cross_audio", scale)
+        queries = self._rotate(weights, f"{name}.to_q", f"{name}.norm_q", rows, "cross_audio", scale)
         attended = self._own_columns(self._attend_to_spread(self._gather_columns(queries), keys, values))
-        gate = w["modulation.cross_audio_gate"][0, 0]
-        return self._add(w, name, self._gate_heads(w, name, rows, attended), a, gate)
+        gate = weights["modulation.cross_audio_gate"][0, 0]
+        return self._add(weights, name, self._gate_heads(weights, name, rows, attended), hidden_states, gate)
 
-    def feed_forward(self, a: jax.Array, w: Params) -> jax.Array:
+    def feed_forward(self, hidden_states: jax.Array, weights: Params) -> jax.Array:
         """Return the tokens after the feed-forward layer."""
-        table = w["modulation.audio"][0]
-        rows = self._normalise(a, table[4], table[3])
-        inner = jax.nn.gelu(self._project(w, "audio_ff.net.0.proj", rows, jnp.float32), approximate=True)
-        return self._add(w, "audio_ff", inner.astype(a.dtype), a, table[5], output="net.2")
+        modulation = weights["modulation.audio"][0]
+        rows = self._normalise(hidden_states, modulation[4], modulation[3])
+        inner = jax.nn.gelu(self._project(weights, "audio_ff.net.0.proj", rows, jnp.float32), approximate=True)
+        return self._add(
+            weights, "audio_ff", inner.astype(hidden_states.dtype), hidden_states, modulation[5], output="net.2"
+        )
 
     def _attend_to_spread(self, queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
         """Attend to keys that are spread over the devices: each attends to its own, and the results are joined."""
@@ -140,46 +148,54 @@ class SoundStream:
     def _attend(self, queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
         return attention(queries, keys, values, heads=queries.shape[1] // self._width, platform=self.platform)
 
-    def _normalise(self, a: jax.Array, scale: jax.Array, shift: jax.Array) -> jax.Array:
-        wide = a.astype(jnp.float32)
+    def _normalise(self, hidden_states: jax.Array, scale: jax.Array, shift: jax.Array) -> jax.Array:
+        wide = hidden_states.astype(jnp.float32)
         normed = wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + self.config.norm_eps)
-        return (normed * (1 + scale) + shift).astype(a.dtype)
+        return (normed * (1 + scale) + shift).astype(hidden_states.dtype)
 
-    def _project(self, w: Params, name: str, rows: jax.Array, dtype: Any = None) -> jax.Array:
+    def _project(self, weights: Params, name: str, rows: jax.Array, dtype: Any = None) -> jax.Array:
         """Apply a linear layer whose outputs are split: [.., n]."""
-        if isinstance(w[f"{name}.weight"], StackedWeight):
-            return linear(ops_for(self.platform), w, name, rows, dtype=dtype)
-        product = jnp.einsum("ai,oi->ao", rows, w[f"{name}.weight"], preferred_element_type=jnp.float32)
-        return (product + w[f"{name}.bias"].astype(jnp.float32)).astype(dtype or rows.dtype)
+        if isinstance(weights[f"{name}.weight"], StackedWeight):
+            return linear(ops_for(self.platform), weights, name, rows, dtype=dtype)
+        product = jnp.einsum("ai,oi->ao", rows, weights[f"{name}.weight"], preferred_element_type=jnp.float32)
+        return (product + weights[f"{name}.bias"].astype(jnp.float32)).astype(dtype or rows.dtype)
 
-    def _rotate(self, w: Params, name: str, norm: str, rows: jax.Array, table: str | None, factor: float) -> jax.Array:
+    def _rotate(
+        self, weights: Params, name: str, norm: str, rows: jax.Array, angles: str | None, factor: float
+    ) -> jax.Array:
         """Project rows to this device's heads, normalise them over all heads, and rotate them."""
-        wide = self._project(w, name, rows, jnp.float32).astype(rows.dtype).astype(jnp.float32)
+        wide = self._project(weights, name, rows, jnp.float32).astype(rows.dtype).astype(jnp.float32)
         squares = self._sum((wide * wide).sum(-1, keepdims=True)) / (wide.shape[1] * self._parts)
-        weight = w[f"{norm}.weight"].astype(jnp.float32) * factor
+        weight = weights[f"{norm}.weight"].astype(jnp.float32) * factor
         normed = wide * jax.lax.rsqrt(squares + self.config.norm_eps) * weight
-        if table is None:
+        if angles is None:
             return normed.astype(rows.dtype)
-        assert self.tables is not None
-        cos, sin = (part.reshape(len(part), -1, self._width) for part in self.tables[table])
+        assert self.rotary_emb is not None
+        cos, sin = (part.reshape(len(part), -1, self._width) for part in self.rotary_emb[angles])
         heads = normed.reshape(cos.shape)
         rotated = heads * cos + jnp.roll(heads, self._width // 2, axis=-1) * sin
         return rotated.reshape(normed.shape).astype(rows.dtype)
 
-    def _gate_heads(self, w: Params, name: str, rows: jax.Array, attended: jax.Array) -> jax.Array:
+    def _gate_heads(self, weights: Params, name: str, rows: jax.Array, attended: jax.Array) -> jax.Array:
         if not self.config.audio_gated_attn:
             return attended
-        gates = 2 * jax.nn.sigmoid(self._project(w, f"{name}.to_gate_logits", rows, jnp.float32))
+        gates = 2 * jax.nn.sigmoid(self._project(weights, f"{name}.to_gate_logits", rows, jnp.float32))
         return (attended * jnp.repeat(gates, self._width, axis=1)).astype(attended.dtype)
 
     def _add(
-        self, w: Params, name: str, x: jax.Array, residual: jax.Array, gate: jax.Array, output: str = "to_out.0"
+        self,
+        weights: Params,
+        name: str,
+        rows: jax.Array,
+        residual: jax.Array,
+        gate: jax.Array,
+        output: str = "to_out.0",
     ) -> jax.Array:
         """Return the residual plus gate times the projection of this device's columns, summed over all devices."""
         name = f"{name}.{output}"
-        if isinstance(w[f"{name}.weight"], StackedWeight):
-            return linear(ops_for(self.platform), w, name, x, residual=residual, gate=gate[None])
-        product = self._sum(jnp.einsum("ai,oi->ao", x, w[f"{name}.weight"], preferred_element_type=jnp.float32)) + w[
-            f"{name}.bias"
-        ].astype(jnp.float32)
+        if isinstance(weights[f"{name}.weight"], StackedWeight):
+            return linear(ops_for(self.platform), weights, name, rows, residual=residual, gate=gate[None])
+        product = self._sum(
+            jnp.einsum("ai,oi->ao", rows, weights[f"{name}.weight"], preferred_element_type=jnp.float32)
+        ) + weights[f"{name}.bias"].astype(jnp.float32)
         return (residual.astype(jnp.float32) + gate * product).astype(residual.dtype)

@@ -22,9 +22,9 @@ from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.mesh import SHARDS, TokenLayout, axis_size
 
 # Weights used before or right after self-attention, which takes most of a layer: they are gathered during that of the
-# layer before, and those in `BESIDE` during its own.
-AHEAD = tuple(f"attn1.{name}.weight" for name in ("to_q", "to_k", "to_v", "to_out.0"))
-BESIDE = ("ff.net.0.proj.weight", "ff.net.2.weight")
+# layer before, and those in `GATHERED` during its own.
+PREFETCHED = tuple(f"attn1.{name}.weight" for name in ("to_q", "to_k", "to_v", "to_out.0"))
+GATHERED = ("ff.net.0.proj.weight", "ff.net.2.weight")
 
 
 class VideoStream:
@@ -38,7 +38,7 @@ class VideoStream:
         grid: tuple[int, ...],
         split: Mapping[str, P],
         *,
-        rope: Mapping[str, jax.Array],
+        rotary_emb: Mapping[str, jax.Array],
         first_tokens: jax.Array,
         count: int,
     ) -> None:
@@ -50,7 +50,7 @@ class VideoStream:
             layout: How the tokens are laid out on them.
             grid: Latent frames, height and width.
             split: How the weights of the layers are split, by name.
-            rope: From `positions.make_tables`.
+            rotary_emb: From `positions.make_tables`.
             first_tokens: How many tokens have the first of two timesteps.
             count: t.
         """
@@ -65,16 +65,16 @@ class VideoStream:
         self.start = jax.lax.axis_index(layout.token_axes) * count
         self.first_rows = first_tokens - self.start
         tokens = self.start + jnp.arange(count)
-        self._rope = _add_axes(rope, grid, tokens)
-        self._cross_rope = _select_frames(rope["cross"], grid, tokens)
+        self._rope = _add_axes(rotary_emb, grid, tokens)
+        self._cross_rope = _select_frames(rotary_emb["cross"], grid, tokens)
 
     def _project(self, weights: Params, name: str, rows: Any, **options: Any) -> jax.Array:
         return linear(self._ops, weights, name, rows, **options)
 
-    def _normalise(self, x: jax.Array, scale: jax.Array, shift: jax.Array) -> jax.Array:
+    def _normalise(self, hidden_states: jax.Array, scale: jax.Array, shift: jax.Array) -> jax.Array:
         """Return the RMS-normalised rows with scale and shift, [M, C] each."""
         normed: jax.Array = self._ops.layer_norm(
-            x, 1 + scale, shift, eps=self._eps, first_rows=self.first_rows, centred=False
+            hidden_states, 1 + scale, shift, eps=self._eps, first_rows=self.first_rows, centred=False
         )
         return normed
 
@@ -87,22 +87,24 @@ class VideoStream:
         )
         return 2 * jax.nn.sigmoid(logits + weights[f"{name}.to_gate_logits.bias"].astype(jnp.float32))
 
-    def attend_to_itself(self, x: jax.Array, w: Params, perturbed: jax.Array | None) -> tuple[jax.Array, Params]:
+    def attend_to_itself(
+        self, hidden_states: jax.Array, weights: Params, perturbed: jax.Array | None
+    ) -> tuple[jax.Array, Params]:
         """Return the tokens after self-attention, and the weights with those that were gathered meanwhile.
 
         Args:
-            x: This device's tokens, [t, C].
-            w: The layer's weights and modulations.
+            hidden_states: This device's tokens, [t, C].
+            weights: The layer's weights and modulations.
             perturbed: Whether values pass unmixed in this layer; None where they do in none.
         """
-        table = w["modulation.video"]
-        shift, scale, gate = (table[:, i] for i in range(3))
-        rows = self._normalise(x, scale, shift)
+        modulation = weights["modulation.video"]
+        shift, scale, gate = (modulation[:, i] for i in range(3))
+        rows = self._normalise(hidden_states, scale, shift)
 
         def rotate(name: str, norm: str, rows: Any, factor: float, **options: Any) -> Any:
-            weight = w[f"attn1.{norm}.weight"].astype(jnp.float32) * factor
+            weight = weights[f"attn1.{norm}.weight"].astype(jnp.float32) * factor
             return self._ops.rms_norm_rope(
-                self._project(w, f"attn1.{name}", rows),
+                self._project(weights, f"attn1.{name}", rows),
                 weight,
                 self._rope,
                 eps=self._eps,
@@ -112,7 +114,7 @@ class VideoStream:
             )
 
         def value(rows: Any) -> jax.Array:
-            return self._project(w, "attn1.to_v", rows, groups=self._groups)
+            return self._project(weights, "attn1.to_v", rows, groups=self._groups)
 
         def attend(_: None) -> AttentionOutput:
             return exchanged_attention(
@@ -127,19 +129,23 @@ class VideoStream:
                 token_axes=self._layout.token_axes,
                 head_axes=self._layout.head_axes,
                 platform=self._platform,
-                beside=[{name: w[name]} for name in BESIDE],
+                to_gather=[{name: weights[name]} for name in GATHERED],
             )
 
         def pass_values(_: None) -> AttentionOutput:
             """Return the values instead of attention's result, in the same layout."""
             values, widths = value(rows), _list_round_columns(self._key_parts, self._width)
             ends = [sum(widths[: i + 1]) for i in range(len(widths) - 1)]
-            return AttentionOutput(tuple(jnp.split(values, ends, axis=-1)), None, {name: w[name] for name in BESIDE})
+            return AttentionOutput(
+                tuple(jnp.split(values, ends, axis=-1)), None, {name: weights[name] for name in GATHERED}
+            )
 
         output = attend(None) if perturbed is None else jax.lax.cond(perturbed, pass_values, attend, None)
-        attended = self._apply_gates(output.tokens, self._gates(w, "attn1", rows))
-        x = self._project(w, "attn1.to_out.0", attended, residual=x, gate=gate, first_rows=self.first_rows)
-        return x, w | output.beside
+        attended = self._apply_gates(output.tokens, self._gates(weights, "attn1", rows))
+        hidden_states = self._project(
+            weights, "attn1.to_out.0", attended, residual=hidden_states, gate=gate, first_rows=self.first_rows
+        )
+        return hidden_states, weights | output.gathered
 
     def _apply_gates(self, parts: tuple[jax.Array, ...], gates: jax.Array | None) -> tuple[jax.Array, ...]:
         """Multiply each head of attention's result, [G, t, columns] in parts, or [t, columns], by its gate."""
@@ -157,35 +163,41 @@ class VideoStream:
             first += heads
         return tuple(results)
 
-    def text_keys(self, w: Params, text: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def text_keys(self, weights: Params, encoder_hidden_states: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the keys and values of one text for the video, [S, C] each; every device computes some columns."""
         if self._modulates_text:
-            shift, scale = w["modulation.text"][0]
-            text = (text.astype(jnp.float32) * (1 + scale) + shift).astype(text.dtype)
+            shift, scale = weights["modulation.text"][0]
+            encoder_hidden_states = (encoder_hidden_states.astype(jnp.float32) * (1 + scale) + shift).astype(
+                encoder_hidden_states.dtype
+            )
 
         def project(name: str) -> jax.Array:
-            if isinstance(w[f"attn2.{name}.weight"], StackedWeight):
-                return self._project(w, f"attn2.{name}", text)
-            weight, bias = w[f"attn2.{name}.weight"], w[f"attn2.{name}.bias"].astype(jnp.float32)
-            part = jnp.einsum("si,oi->so", text, weight, preferred_element_type=jnp.float32).astype(text.dtype)
+            if isinstance(weights[f"attn2.{name}.weight"], StackedWeight):
+                return self._project(weights, f"attn2.{name}", encoder_hidden_states)
+            weight, bias = weights[f"attn2.{name}.weight"], weights[f"attn2.{name}.bias"].astype(jnp.float32)
+            part = jnp.einsum("si,oi->so", encoder_hidden_states, weight, preferred_element_type=jnp.float32).astype(
+                encoder_hidden_states.dtype
+            )
             if self._split[f"attn2.{name}.weight"] == SPLIT and axis_size(self._mesh, SHARDS) > 1:
                 part = jax.lax.all_gather(part, SHARDS, axis=1, tiled=True)
-            return (part + bias).astype(text.dtype)
+            return (part + bias).astype(encoder_hidden_states.dtype)
 
-        keys = self._ops.rms_norm_rope(project("to_k"), w["attn2.norm_k.weight"], None, eps=self._eps)
+        keys = self._ops.rms_norm_rope(project("to_k"), weights["attn2.norm_k.weight"], None, eps=self._eps)
         return keys, project("to_v")
 
-    def attend_to_text(self, x: jax.Array, w: Params, keys: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def attend_to_text(self, hidden_states: jax.Array, weights: Params, keys: tuple[jax.Array, jax.Array]) -> jax.Array:
         """Return the tokens after attention to a text."""
-        table = w["modulation.video"]
-        none = jnp.zeros((1, x.shape[1]), jnp.float32)
-        shift, scale, gate = (table[:, i] for i in range(6, 9)) if self._modulates_text else (none, none, None)
-        rows = self._normalise(x, scale, shift)
-        weight = w["attn2.norm_q.weight"].astype(jnp.float32) * query_scale(self._width)
-        queries = self._ops.rms_norm_rope(self._project(w, "attn2.to_q", rows), weight, None, eps=self._eps)
+        modulation = weights["modulation.video"]
+        none = jnp.zeros((1, hidden_states.shape[1]), jnp.float32)
+        shift, scale, gate = (modulation[:, i] for i in range(6, 9)) if self._modulates_text else (none, none, None)
+        rows = self._normalise(hidden_states, scale, shift)
+        weight = weights["attn2.norm_q.weight"].astype(jnp.float32) * query_scale(self._width)
+        queries = self._ops.rms_norm_rope(self._project(weights, "attn2.to_q", rows), weight, None, eps=self._eps)
         attended = attention(queries, *keys, heads=self._heads, platform=self._platform)
-        attended = self._gate_heads(attended, self._gates(w, "attn2", rows))
-        return self._project(w, "attn2.to_out.0", attended, residual=x, gate=gate, first_rows=self.first_rows)
+        attended = self._gate_heads(attended, self._gates(weights, "attn2", rows))
+        return self._project(
+            weights, "attn2.to_out.0", attended, residual=hidden_states, gate=gate, first_rows=self.first_rows
+        )
 
     def _gate_heads(self, attended: jax.Array, gates: jax.Array | None) -> jax.Array:
         if gates is None:
@@ -193,36 +205,44 @@ class VideoStream:
         heads = gates.shape[1]
         return attended * _spread_over_heads(gates, range(heads), attended.shape[1] // heads, attended.dtype)
 
-    def attend_to_sound(self, x: jax.Array, a: jax.Array, w: Params, sound: SoundStream) -> tuple[jax.Array, jax.Array]:
+    def attend_to_sound(
+        self, hidden_states: jax.Array, audio_hidden_states: jax.Array, weights: Params, sound: SoundStream
+    ) -> tuple[jax.Array, jax.Array]:
         """Return both streams after the video has attended to the sound and the sound to the video."""
-        scales = w["modulation.cross_video"]
-        query_rows = self._normalise(x, scales[:, 0], scales[:, 1])
-        key_rows = self._normalise(x, scales[:, 2], scales[:, 3])
+        scales = weights["modulation.cross_video"]
+        query_rows = self._normalise(hidden_states, scales[:, 0], scales[:, 1])
+        key_rows = self._normalise(hidden_states, scales[:, 2], scales[:, 3])
         width, name = self._cross_width, "audio_to_video_attn"
 
         def rotate(name: str, norm: str, rows: jax.Array, factor: float) -> jax.Array:
-            weight = w[f"{norm}.weight"].astype(jnp.float32) * factor
+            weight = weights[f"{norm}.weight"].astype(jnp.float32) * factor
             rotated: jax.Array = self._ops.rms_norm_rope(
-                self._project(w, name, rows), weight, self._cross_rope, eps=self._eps, head=width
+                self._project(weights, name, rows), weight, self._cross_rope, eps=self._eps, head=width
             )
             return rotated
 
         queries = rotate(f"{name}.to_q", f"{name}.norm_q", query_rows, query_scale(width))
-        keys, values = sound.keys_for_video(a, w)
+        keys, values = sound.keys_for_video(audio_hidden_states, weights)
         attended = attention(queries, keys, values, heads=keys.shape[1] // width, platform=self._platform)
-        attended = self._gate_heads(attended, self._gates(w, name, query_rows))
-        gate = w["modulation.cross_video_gate"][:, 0]
-        result = self._project(w, f"{name}.to_out.0", attended, residual=x, gate=gate, first_rows=self.first_rows)
+        attended = self._gate_heads(attended, self._gates(weights, name, query_rows))
+        gate = weights["modulation.cross_video_gate"][:, 0]
+        result = self._project(
+            weights, f"{name}.to_out.0", attended, residual=hidden_states, gate=gate, first_rows=self.first_rows
+        )
         name = "video_to_audio_attn"
         keys = rotate(f"{name}.to_k", f"{name}.norm_k", key_rows, 1)
-        return result, sound.attend_to_video(a, w, keys, self._project(w, f"{name}.to_v", key_rows))
+        return result, sound.attend_to_video(
+            audio_hidden_states, weights, keys, self._project(weights, f"{name}.to_v", key_rows)
+        )
 
-    def feed_forward(self, x: jax.Array, w: Params) -> jax.Array:
+    def feed_forward(self, hidden_states: jax.Array, weights: Params) -> jax.Array:
         """Return the tokens after the feed-forward layer."""
-        table = w["modulation.video"]
-        shift, scale, gate = (table[:, i] for i in range(3, 6))
-        inner = self._project(w, "ff.net.0.proj", self._normalise(x, scale, shift), activation="gelu_tanh")
-        return self._project(w, "ff.net.2", inner, residual=x, gate=gate, first_rows=self.first_rows)
+        modulation = weights["modulation.video"]
+        shift, scale, gate = (modulation[:, i] for i in range(3, 6))
+        inner = self._project(
+            weights, "ff.net.0.proj", self._normalise(hidden_states, scale, shift), activation="gelu_tanh"
+        )
+        return self._project(weights, "ff.net.2", inner, residual=hidden_states, gate=gate, first_rows=self.first_rows)
 
 
 def _spread_over_heads(gates: jax.Array, heads: Sequence[int], width: int, dtype: Any) -> jax.Array:
@@ -248,9 +268,9 @@ def _select_frames(table: jax.Array, grid: tuple[int, ...], tokens: jax.Array) -
     return table[0][frames], table[1][frames]
 
 
-def _add_axes(rope: Mapping[str, jax.Array], grid: tuple[int, ...], tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _add_axes(axes: Mapping[str, jax.Array], grid: tuple[int, ...], tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the cosines and sines [t, C] of tokens: each channel has one axis's, and zero in the other tables."""
     places = tokens // (grid[1] * grid[2]), tokens // grid[2] % grid[1], tokens % grid[2]
     frame, height, width = (jnp.minimum(n, size - 1) for n, size in zip(places, grid, strict=True))
-    cos, sin = (rope["frames"][i][frame] + rope["height"][i][height] + rope["width"][i][width] for i in range(2))
+    cos, sin = (axes["frames"][i][frame] + axes["height"][i][height] + axes["width"][i][width] for i in range(2))
     return cos, sin

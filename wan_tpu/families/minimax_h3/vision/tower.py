@@ -75,30 +75,32 @@ def encode_pictures(tower: Loaded, patches: jax.Array) -> tuple[jax.Array, jax.A
     module, params = tower.module, tower.params
     images, height, width, _ = patches.shape
     grid = MERGE * height, MERGE * width
-    hidden = call(module.patch_embed, _select(params, "patch_embed"), _embed, normalise(patches))
+    hidden_states = call(module.patch_embed, _select(params, "patch_embed"), _embed, normalise(patches))
     places = _interpolate(params["pos_embed.weight"], grid)
-    hidden = hidden + places.astype(hidden.dtype)
-    rotation = _turn(module.config, grid)
+    hidden_states = hidden_states + places.astype(hidden_states.dtype)
+    position_embeddings = _turn(module.config, grid)
     blocks = module.blocks
     # Each block output that is used has its own place; all others are written to one place after them.
     used = list(module.config.deepstack_visual_indexes)
     slots = np.array([used.index(i) if i in used else len(used) for i in range(blocks.depth)], np.int32)
 
     def step(carry: tuple[jax.Array, jax.Array], inputs: tuple[jax.Array, Params]) -> tuple[Any, None]:
-        hidden, features = carry
+        hidden_states, features = carry
         slot, weights = inputs
-        hidden = call(blocks.template, weights, _run_block, hidden, rotation)
-        return (hidden, jax.lax.dynamic_update_index_in_dim(features, hidden, slot, 0)), None
+        hidden_states = call(blocks.template, weights, _run_block, hidden_states, position_embeddings)
+        return (hidden_states, jax.lax.dynamic_update_index_in_dim(features, hidden_states, slot, 0)), None
 
-    start = hidden, jnp.zeros((len(used) + 1, *hidden.shape), hidden.dtype)
-    (hidden, features), _ = jax.lax.scan(step, start, (jnp.asarray(slots), _select(params, "blocks.template")))
+    start = hidden_states, jnp.zeros((len(used) + 1, *hidden_states.shape), hidden_states.dtype)
+    (hidden_states, features), _ = jax.lax.scan(step, start, (jnp.asarray(slots), _select(params, "blocks.template")))
 
-    def merge(name: str, hidden: jax.Array) -> jax.Array:
-        merged = call(module.get_submodule(name), _select(params, name), torch.nn.Module.__call__, _flatten(hidden))
+    def merge(name: str, hidden_states: jax.Array) -> jax.Array:
+        merged = call(
+            module.get_submodule(name), _select(params, name), torch.nn.Module.__call__, _flatten(hidden_states)
+        )
         return merged.reshape(images, height * width, -1)
 
     deepstack = [merge(f"deepstack_merger_list.{i}", features[i]) for i in range(len(used))]
-    return merge("merger", hidden), jnp.stack(deepstack)
+    return merge("merger", hidden_states), jnp.stack(deepstack)
 
 
 def _select(params: Params, part: str) -> Params:
@@ -106,8 +108,8 @@ def _select(params: Params, part: str) -> Params:
     return {name.removeprefix(f"{part}."): value for name, value in params.items() if name.startswith(f"{part}.")}
 
 
-def _flatten(hidden: jax.Array) -> jax.Array:
-    return hidden.reshape(-1, hidden.shape[-1])
+def _flatten(hidden_states: jax.Array) -> jax.Array:
+    return hidden_states.reshape(-1, hidden_states.shape[-1])
 
 
 def normalise(patches: jax.Array) -> jax.Array:
@@ -169,8 +171,10 @@ def _turn(config: transformers.Qwen3VLVisionConfig, grid: tuple[int, int]) -> tu
     return jnp.cos(sorted_angles), jnp.sin(sorted_angles)
 
 
-def _run_block(block: torch.nn.Module, hidden: torch.Tensor, rotation: Sequence[torch.Tensor]) -> torch.Tensor:
-    return block(hidden, cu_seqlens=None, position_embeddings=rotation)
+def _run_block(
+    block: torch.nn.Module, hidden_states: torch.Tensor, position_embeddings: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    return block(hidden_states, cu_seqlens=None, position_embeddings=position_embeddings)
 
 
 def _attend(
