@@ -89,11 +89,10 @@ class ContinuedVideo:
     def read_part(self, path: Path) -> Generator[Fragment, None, None]:
         """Yield what `add_part` yields, as packets."""
         try:
-            with (
-                self._give_rate(path) as source,
-                open_media(source) as frames,
-                open_media(source) as sound,  # Read on its own, so that both are read in the order of their times.
-            ):
+            with contextlib.ExitStack() as opened:
+                source = self._give_rate(path, opened)
+                # Sound is read on its own, so that both are read in the order of their times.
+                frames, sound = (opened.enter_context(open_media(source)) for _ in range(2))
                 part = self._begin_part(frames)
                 for packets in _cut(frames, sound, find_length_us(self._rate)):
                     yield part.append(packets)
@@ -135,22 +134,18 @@ class ContinuedVideo:
     def _begin_part(self, file: InputContainer) -> "_Part":
         return _Part(file, self._header, self._end, self._rate, self._sound_rate)
 
-    @contextlib.contextmanager
-    def _give_rate(self, path: Path) -> Iterator[Path]:
-        """Provide a part, the first one with the sound's rate."""
-        layout = None
-        if self._header is None and self._sound_rate is not None:
-            with open_media(path) as file:
-                sound = find_streams(file).get(SOUND)
-                if sound is not None and sound.codec_context.sample_rate != self._sound_rate:
-                    layout = sound.codec_context.layout.name
-        if layout is None:
-            yield path
-            return
-        with open_folder() as folder:
-            converted = folder / "converted.mp4"
-            convert_sound(path, converted, layout=layout, into="stereo", rate=self._sound_rate)
-            yield converted
+    def _give_rate(self, path: Path, opened: contextlib.ExitStack) -> Path:
+        """Return a part; the first one with the sound's rate, if need be in a file that is removed with the stack."""
+        if (rate := self._sound_rate) is None or self._header is not None:
+            return path
+        with open_media(path) as file:
+            sound = find_streams(file).get(SOUND)
+            if sound is None or sound.codec_context.sample_rate == rate:
+                return path
+            layout = sound.codec_context.layout.name
+        converted = opened.enter_context(open_folder()) / "converted.mp4"
+        convert_sound(path, converted, layout=layout, into="stereo", rate=rate)
+        return converted
 
 
 class _Part:
@@ -189,7 +184,8 @@ class _Part:
         self._rate, self._frame = rate, 1 / (rate * tracks[VIDEO].unit)  # How long a frame lasts, in its track's unit.
         self._leads = {VIDEO: round(self._frame), SOUND: PACKET}
         self._packets: deque[bytes] = deque()  # Packets of sound that belong to frames that haven't come.
-        self._sound_rate, self._silence = None, b""
+        self._sound_rate: int | None = None
+        self._silence = b""
         if SOUND in tracks:
             self._sound_rate, channels = tracks[SOUND].shape
             if tracks[SOUND].unit * self._sound_rate != 1 or channels not in _SILENCE:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from av.sidedata.sidedata import Type
 
 from wan_tpu.errors import InvalidRequest, OutputError, Unavailable
 from wan_tpu.media.continued import ContinuedVideo, NotContinued
@@ -93,7 +92,7 @@ def read_clip(path: Path) -> Clip:
             raise InvalidRequest(f"video {path} has no frames that last; save it again as an mp4", "video")
         file.seek(0)
         shown = next(file.decode(video), None)
-        is_turned = shown is None or any(data.type is Type.DISPLAYMATRIX for data in shown.side_data)
+        is_turned = shown is None or "DISPLAYMATRIX" in shown.side_data
         is_even = (
             not hides
             and not is_turned

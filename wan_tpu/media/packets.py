@@ -8,11 +8,11 @@ import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import av
 from av.container import InputContainer, OutputContainer
-from av.stream import Disposition, Stream
+from av.stream import Disposition
 
 from wan_tpu.errors import InvalidRequest, OutputError, Unavailable
 from wan_tpu.media.boxes import split_header
@@ -113,9 +113,9 @@ def open_media(source: Path | bytes) -> Iterator[InputContainer]:
         raise InvalidRequest(reason, "video") from None
 
 
-def find_streams(file: InputContainer) -> dict[str, Stream]:
+def find_streams(file: InputContainer) -> dict[str, Any]:
     """Return a file's first video and first sound, by their kinds; either may be missing."""
-    streams: dict[str, Stream] = {}
+    streams: dict[str, Any] = {}
     for stream in file.streams:
         if stream.type in (VIDEO, SOUND) and not stream.disposition & Disposition.attached_pic:
             streams.setdefault(stream.type, stream)
@@ -126,10 +126,9 @@ def read_tracks(file: InputContainer) -> dict[str, Track]:
     """Return the tracks of a file's first video and first sound, by their kinds."""
     tracks = {}
     for kind, stream in find_streams(file).items():
-        codec, unit = stream.codec_context, stream.time_base
-        assert unit is not None
+        codec = stream.codec_context
         shape = (codec.width, codec.height) if kind == VIDEO else (codec.sample_rate, codec.channels)
-        tracks[kind] = Track(codec.name, unit, shape, bytes(codec.extradata or b""))
+        tracks[kind] = Track(codec.name, stream.time_base, shape, bytes(codec.extradata or b""))
     return tracks
 
 
@@ -178,7 +177,7 @@ def _write(file: OutputContainer, header: bytes, packets: Iterable[Packet]) -> N
             file.mux(written)
 
 
-def _add_streams(file: OutputContainer, templates: Mapping[str, Stream]) -> dict[str, Stream]:
+def _add_streams(file: OutputContainer, templates: Mapping[str, Any]) -> dict[str, Any]:
     streams = {}
     for kind, template in templates.items():
         streams[kind] = file.add_stream_from_template(template)
