@@ -200,6 +200,45 @@ class BucketStorage(Storage):
         """Remove an object whose name has been checked, or is hidden."""
 
 
+class Download:
+    """An object that is downloaded as it is read; if the connection breaks, the download resumes where it was."""
+
+    def __init__(
+        self, connect: Callable[[int], Any], repeat: Callable[[Callable[[], bytes]], bytes], start: int
+    ) -> None:
+        """Connect when it is first read.
+
+        Args:
+            connect: Returns the object's content from a byte on, with the methods `read` and `close`.
+            repeat: Returns what a function returns, repeating it on temporary errors.
+            start: The first byte.
+        """
+        self._connect, self._repeat, self._position = connect, repeat, start
+        self._body: Any = None
+
+    def read(self, size: int) -> bytes:
+        """Return the next bytes, at most `size`, and none at the end; raises `StorageError`."""
+        content = self._repeat(lambda: self._read(size))
+        self._position += len(content)
+        return content
+
+    def close(self) -> None:
+        """Close the connection, if there is one."""
+        if self._body is not None:
+            self._body.close()
+            self._body = None
+
+    def _read(self, size: int) -> bytes:
+        if self._body is None:
+            self._body = self._connect(self._position)
+        try:
+            content: bytes = self._body.read(size)
+        except Exception:
+            self.close()
+            raise
+        return content
+
+
 def outage_s() -> float:
     """Return for how many seconds calls of this process to a bucket that doesn't answer are repeated."""
     text = os.environ.get(OUTAGE_VARIABLE)

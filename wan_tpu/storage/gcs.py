@@ -28,6 +28,7 @@ from wan_tpu.sources.statuses import is_refusal
 from wan_tpu.storage import base
 from wan_tpu.storage.base import (
     BucketStorage,
+    Download,
     Missing,
     OpenFile,
     Refused,
@@ -80,9 +81,22 @@ class GcsStorage(BucketStorage):
             blob = self._bucket.get_blob(self.key(name), retry=_retry())
             if blob is None:
                 raise Missing(f"{where} does not exist; check the address")
-            payer = self._bucket.user_project
-            link = blob.media_link if payer is None else f"{blob.media_link}&userProject={quote(payer)}"
-            return _OpenObject(self._session, link, start, lambda: self._explain_errors("read", where))
+        payer = self._bucket.user_project
+        link = blob.media_link if payer is None else f"{blob.media_link}&userProject={quote(payer)}"
+
+        def connect(at: int) -> Any:
+            headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={at}-"} if at else {})
+            answer = self._session.get(link, headers=headers, stream=True, timeout=_TIMEOUT_S)
+            if answer.status_code >= 400:
+                raise api.from_http_response(answer)
+            return answer.raw
+
+        def repeat(read: Callable[[], bytes]) -> bytes:
+            with self._explain_errors("read", where):
+                content: bytes = _retry()(read)()
+                return content
+
+        return Download(connect, repeat, start)
 
     def stat(self, name: str) -> StoredObject:
         """Return the size and the generation of the object."""
@@ -203,46 +217,6 @@ def _is_refused(error: auth.GoogleAuthError) -> bool:
     if isinstance(error, auth.RefreshError):
         return not error.retryable and not isinstance(error.__cause__, auth.TransportError)
     return False
-
-
-class _OpenObject:
-    """An object that is downloaded as it is read; if the connection breaks, the download resumes where it was."""
-
-    def __init__(
-        self,
-        session: AuthorizedSession,
-        url: str,
-        start: int,
-        explain_errors: Callable[[], contextlib.AbstractContextManager[None]],
-    ) -> None:
-        self._session, self._url, self._position, self._explain_errors = session, url, start, explain_errors
-        self._answer: requests.Response | None = None
-
-    def read(self, size: int) -> bytes:
-        with self._explain_errors():
-            content: bytes = _retry()(self._read)(size)
-        self._position += len(content)
-        return content
-
-    def close(self) -> None:
-        if self._answer is not None:
-            self._answer.close()
-            self._answer = None
-
-    def _read(self, size: int) -> bytes:
-        if self._answer is None:
-            headers = {"Accept-Encoding": "identity"} | (
-                {"Range": f"bytes={self._position}-"} if self._position else {}
-            )
-            answer = self._session.get(self._url, headers=headers, stream=True, timeout=_TIMEOUT_S)
-            if answer.status_code >= 400:
-                raise api.from_http_response(answer)
-            self._answer = answer
-        try:
-            return self._answer.raw.read(size)
-        except urllib3.exceptions.HTTPError as error:
-            self.close()
-            raise requests.ConnectionError(error) from None
 
 
 def _retry() -> Any:

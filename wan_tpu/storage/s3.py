@@ -8,21 +8,21 @@ import datetime
 import functools
 import io
 import os
-import random
 import re
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import urlsplit
 
 import urllib3
+from google.api_core.retry import exponential_sleep_generator, retry_target
 
 from wan_tpu.errors import InvalidInput
 from wan_tpu.sources.statuses import is_refusal
 from wan_tpu.storage import base
 from wan_tpu.storage.base import (
     BucketStorage,
+    Download,
     Missing,
     OpenFile,
     Refused,
@@ -43,7 +43,8 @@ except ImportError:
 PART_BYTES = 32 * 2**20  # Size of a part of an upload. S3 takes 10,000 parts, each but the last of at least 5 MiB.
 _PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
 MAX_CLIENTS = 16  # The number of buckets whose clients are kept.
-# The client makes a single attempt; `repeat` repeats it for as long as an outage may last.
+# The client makes a single attempt; `repeat` repeats it for as long as an outage may last. Its own retries count
+# attempts, share a quota that a few calls use up in an outage, and don't cover the body of a download.
 _CONFIG = Config(
     connect_timeout=10, read_timeout=60, max_pool_connections=32, retries={"mode": "standard", "total_max_attempts": 1}
 )
@@ -100,7 +101,11 @@ class S3Storage(BucketStorage):
     def open(self, name: str, start: int = 0) -> OpenFile:
         """Open the version of the object that is there now; its bytes come in one download."""
         version = self.call("read", check_name(name), self._head)["ETag"]
-        return _OpenObject(self, name, version, start)
+
+        def connect(at: int) -> Any:
+            return self._get(self.key(name), version, **(_span(at) if at else {}))
+
+        return Download(connect, lambda read: self.call("read", name, lambda _: read()), start)
 
     def stat(self, name: str) -> StoredObject:
         """Return the size and the ETag of the object."""
@@ -310,52 +315,20 @@ class _Upload(io.RawIOBase):
         )
 
 
-class _OpenObject:
-    """An object that is downloaded as it is read; if the connection breaks, the download resumes where it was."""
-
-    def __init__(self, storage: S3Storage, name: str, version: str, start: int) -> None:
-        self._storage, self._name, self._version, self._position = storage, name, version, start
-        self._body: Any = None
-
-    def read(self, size: int) -> bytes:
-        content: bytes = self._storage.call("read", self._name, lambda key: self._read(key, size))
-        self._position += len(content)
-        return content
-
-    def close(self) -> None:
-        if self._body is not None:
-            self._body.close()
-            self._body = None
-
-    def _read(self, key: str, size: int) -> bytes:
-        if self._body is None:
-            span = _span(self._position) if self._position else {}
-            self._body = self._storage._get(key, self._version, **span)
-        try:
-            content: bytes = self._body.read(size)
-        except _SILENCE:
-            self.close()
-            raise
-        return content
-
-
 def repeat(call: Callable[[], T]) -> T:
     """Return what a call returns; on temporary errors it is repeated, with growing pauses, for `outage_s`."""
-    until, pause_s = time.monotonic() + base.outage_s(), _PAUSE_S
-    while True:
-        try:
-            return call()
-        except (aws.ClientError, *_SILENCE) as error:
-            if not _is_temporary(error) or time.monotonic() + pause_s > until:
-                raise
-        time.sleep(pause_s * random.uniform(0.5, 1.0))
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    pauses = exponential_sleep_generator(_PAUSE_S, _LONGEST_PAUSE_S)
+    return retry_target(call, _is_temporary, pauses, base.outage_s(), exception_factory=_give_last)
+
+
+def _give_last(errors: list[Exception], *_: object) -> tuple[Exception, None]:
+    return errors[-1], None
 
 
 def _is_temporary(error: Exception) -> bool:
     """Return whether a call that failed with this error may succeed when it is repeated."""
     if not isinstance(error, aws.ClientError):
-        return True
+        return isinstance(error, _SILENCE)
     return not is_refusal(_status(error)) or error.response["Error"].get("Code") == "RequestTimeout"  # Which is a 400.
 
 
