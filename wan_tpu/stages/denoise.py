@@ -38,7 +38,7 @@ class StepEvent:
         stage: Such as "denoise_high" or "denoise_low".
         step: Counts from 1 to `steps` over all experts.
         steps: The request's steps.
-        timestep: As the model's published scheduler counts it: from 1000 towards 0, or from 0 towards 1 for MiniMax-H3.
+        timestep: As the model's published scheduler counts it, such as from 1000 towards 0, or from 0 towards 1.
         seconds: Seconds of this step, compilation included.
         skipped: Whether it reused the blocks' earlier results in every branch (`wan_tpu.schedules.magcache`).
         state: The state after it, with arrays on the devices; np.asarray(event.latents) copies the latents.
