@@ -66,6 +66,7 @@ def test_wheel_has_our_packages_and_their_data_only(wheel):
         modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*.py")}
         assert modules <= set(files)
     assert {"actors/api/http/page.html", "cluster/layouts/four-pools.yaml", "cluster/costs/prices.yaml"} <= set(files)
+    assert "cluster/provision/haproxy.cfg" in files
 
 
 @pytest.mark.soak

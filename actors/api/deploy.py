@@ -22,7 +22,6 @@ from actors.pipeline_spec import PipelineSpec
 from actors.reliability import ReliabilitySettings
 from cluster.connect import is_loopback
 from cluster.ports import check_port
-from cluster.provision import haproxy
 from cluster.ray_private import serve_client
 from wan_tpu.errors import InvalidInput
 from wan_tpu.storage.opening import open_storage
@@ -98,9 +97,8 @@ def deploy_service(
     new_port = None if (client := serve_client()) is not None and _read_address(client) == (host, port) else port
     if not prepare_on_head(settings, host, new_port):
         log.warning(
-            "this cluster runs Serve's own proxy, which doesn't limit what clients send: start Ray's nodes with "
-            "RAY_SERVE_ENABLE_HA_PROXY=1, or RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=%s",
-            haproxy.INSTEAD,
+            "nothing limits what clients send: put a proxy with limits in front, or on Linux start Ray's nodes with "
+            "RAY_SERVE_ENABLE_HA_PROXY=1 and RAY_SERVE_HAPROXY_BINARY_PATH, the path of the command wan-tpu-haproxy"
         )
     if not is_loopback(f"{host}:0"):
         log.warning(
@@ -150,7 +148,7 @@ def prepare_on_head(settings: ServiceSettings, host: str, new_port: int | None =
         new_port: The port that Serve is to listen on; None if it listens already.
 
     Returns:
-        Whether a proxy on that node limits what clients send.
+        Whether the proxy on that node limits what clients send.
 
     Raises:
         InvalidInput: As from `prepare`.
@@ -161,8 +159,7 @@ def prepare_on_head(settings: ServiceSettings, host: str, new_port: int | None =
         if new_port is not None:
             check_port(host, new_port)
         prepare(settings, host)
-        getenv = os.environ.get
-        return getenv("RAY_SERVE_ENABLE_HA_PROXY") == "1" or bool(getenv("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"))
+        return os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1" and "RAY_SERVE_HAPROXY_BINARY_PATH" in os.environ
 
     there: Any = ray.remote(prepare_here).options(num_cpus=0, resources={HEAD: 0.001})
     try:

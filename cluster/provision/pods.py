@@ -10,8 +10,8 @@ from cluster.chips import GIB
 from cluster.errors import LayoutError
 from cluster.footprints import LEADER, Footprint, count_machines
 from cluster.layout import Layout
+from cluster.provision import haproxy
 from cluster.provision.cloud_sql import build_proxy_container
-from cluster.provision.haproxy import FORWARDED_HOPS, TRUSTED_PROXIES
 from cluster.provision.node_pools import NodePool
 from cluster.provision.queued import consume_request
 from cluster.provision.target import CONTAINER_SECURITY, QUEUED, Object, Target
@@ -23,11 +23,7 @@ ENVIRONMENT = {
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "13",
     # A batch that is stopped needs time to take its pipeline down.
     "RAY_JOB_STOP_WAIT_TIME_S": "60",
-    # docs/serving.md explains the following variables.
-    "RAY_SERVE_ENABLE_HA_PROXY": "1",
-    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
-    "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
-}
+} | haproxy.ENVIRONMENT
 # With these variables, Ray's dashboard can trace a host: JAX's profiler listens on the port, and requires no token.
 _TRACES = {"RAY_DASHBOARD_ENABLE_PROFILING": "1", "JAX_PROFILER_PORT": "9999"}
 # On each node, Ray's agent answers health checks on this port without a token. The head's path also checks the GCS.
@@ -189,7 +185,7 @@ def _build_container(target: Target, ports: Mapping[str, int], *, cpu: int, memo
     requests["ephemeral-storage"] = f"{disk_gib}Gi"  # Set no limit, which would evict a pod that spills more.
     environment = {"ENABLE_PJRT_COMPATIBILITY": "true"} | ENVIRONMENT | (_TRACES if target.traces else {})
     if target.public:
-        environment |= {TRUSTED_PROXIES: " ".join(LOAD_BALANCERS), FORWARDED_HOPS: "2"}
+        environment |= {"WAN_TPU_TRUSTED_PROXIES": " ".join(LOAD_BALANCERS), "WAN_TPU_FORWARDED_HOPS": "2"}
     container: Object = {
         "name": "ray",
         "image": target.image,

@@ -1,1 +1,0 @@
-"""The old place of `actors.api.core.receiving`."""

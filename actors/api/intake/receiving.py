@@ -1,4 +1,0 @@
-"""For `actors.api.http.proxy_limits`."""
-
-from actors.api.core.receiving import Bodies as Bodies
-from actors.api.core.receiving import IncomingRequest as IncomingRequest
