@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from tests.wan_tpu.meshes import fit_meshes
@@ -26,19 +25,19 @@ class Predictor:
         compiled: How many programs were compiled.
     """
 
-    def __init__(self, folder, mesh, precision="float32"):
+    def __init__(self, folder, mesh, precision="float32", density=None):
         config = read_config(Checkpoint(folder))
         self._patch = config.transformer["patch_size"]
         loaded = load_component(Checkpoint(folder), components.transformer(config), precision, mesh)
         self._params, self._dtype, self.compiled = loaded.params, DTYPES[precision], 0
 
         @jax.jit
-        def run(params, rows, times, layout):
+        def run(params, rows, timestep, layout):
             self.compiled += 1
-            real = jnp.arange(len(rows.text)) < rows.words
-            text = context.refine_text(loaded.module, params, mesh, rows.text, real)
+            text = context.refine_text(loaded.module, params, mesh, rows.text, rows.words, density)
             counts = positions.Layout(*(len(part) for part in layout))
-            return transformer.predict(loaded.module, params, mesh, rows._replace(text=text), counts, times)
+            rows = rows._replace(text=text)
+            return transformer.predict(loaded.module, params, mesh, rows, counts, timestep, density)
 
         self._run = run
 
@@ -60,19 +59,25 @@ class Predictor:
         _, _, frames, height, width = inputs["video"].shape
         keyframes = patchify(inputs["keyframes"], self._patch) if "keyframes" in inputs else None
         text, sound, vision = inputs["text"], inputs["sound"], int(inputs["vision"])
-        count = int(inputs["count"])
+        count, order = int(inputs["count"]), inputs["positions"]
         anchors = [str(anchor) for anchor in inputs["anchors"]]
+        places = positions.place_rows((frames, height, width), self._patch[1:], len(sound), len(text), count, anchors)
+        layout = positions.Layout(
+            text=len(text),
+            keyframes=0 if keyframes is None else len(keyframes),
+            sound=len(sound),
+            video=len(video),
+            pictures=len(anchors),
+        )
         rows = transformer.Rows(
-            video=video,
+            text=text[np.argsort(order)].astype(self._dtype),
             keyframes=keyframes,
             sound=sound,
-            text=text.astype(self._dtype),
-            positions=positions.place_rows(
-                (frames, height, width), self._patch[1:], len(sound), inputs["positions"], count, vision, anchors
-            ),
+            video=video,
+            positions=places,
+            ends=positions.find_ends(order[:vision], len(anchors), count, layout.keyframes, len(sound)),
             words=np.int32(count),
         )
-        layout = (len(video), vision, 0 if keyframes is None else len(keyframes), len(sound), len(text) - vision)
         return self._params, rows, inputs["times"], [np.zeros(number) for number in layout]
 
 
@@ -81,7 +86,9 @@ if __name__ == "__main__":
     inputs, predictions = dict(np.load(file)), {}
     for shape in fit_meshes((1, 1, 1), (1, 1, 8), (2, 2, 2)):
         for precision in ("float32", "int8") if shape != (1, 1, 8) else ("float32",):
-            parts = Predictor(folder, make_mesh(shape, heads=8), precision).predict(inputs)
-            for name, part in zip(("video", "sound"), parts, strict=True):
-                predictions[f"{precision} {'x'.join(map(str, shape))} {name}"] = part
+            for density in (None, 0.3) if precision == "float32" else (None,):
+                parts = Predictor(folder, make_mesh(shape, heads=8), precision, density).predict(inputs)
+                kind = precision if density is None else "sparse"
+                for name, part in zip(("video", "sound"), parts, strict=True):
+                    predictions[f"{kind} {'x'.join(map(str, shape))} {name}"] = part
     np.savez(out, **predictions)

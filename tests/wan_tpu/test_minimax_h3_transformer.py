@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from diffusers.models.transformers import transformer_minimax_h3
 from diffusers.modular_pipelines.minimax_h3 import before_denoise as reference
 
 from tests.children import run_on_devices
@@ -15,6 +16,7 @@ from wan_tpu.families.minimax_h3.small import make_checkpoint
 from wan_tpu.runtime.mesh import make_mesh
 
 GRID, SOUND, TEXT = (7, 4, 6), 10, 12  # Latent frames, height and width; both channels' latents; rows of text.
+DENSITY = 0.3
 TIMES = 0.25, 0.5, 0.999  # Of the video and the text, the sound, keyframes.
 
 
@@ -34,7 +36,7 @@ def ours(folder):
     return Predictor(folder, make_mesh((1, 1, 1), heads=8))
 
 
-def draw_inputs(config, *, words, anchors=(), vision=0):
+def draw_inputs(config, *, words, anchors=(), vision=0, grid=GRID, padded=TEXT):
     """Draw a sequence with a text of `words` real rows and `vision` rows of images, which come after two words."""
     rng = np.random.default_rng(0)
 
@@ -44,17 +46,17 @@ def draw_inputs(config, *, words, anchors=(), vision=0):
     images = np.arange(2, 2 + vision)
     others = np.setdiff1d(np.arange(vision + words), images)
     inputs = {
-        "video": draw_normal(1, config.in_channels, *GRID),
+        "video": draw_normal(1, config.in_channels, *grid),
         "sound": draw_normal(SOUND, config.audio_in_channels),
-        "text": draw_normal(vision + TEXT, config.text_dim),
-        "positions": np.pad(np.concatenate([images, others]), (0, TEXT - words)).astype(np.int32),
+        "text": draw_normal(vision + padded, config.text_dim),
+        "positions": np.concatenate([images, others, np.arange(vision + words, vision + padded)]).astype(np.int32),
         "count": np.int32(vision + words),
         "vision": np.int32(vision),
         "anchors": np.array(anchors, str),
         "times": np.float32(TIMES[: 3 if anchors else 2]),
     }
     if anchors:
-        inputs["keyframes"] = draw_normal(1, config.in_channels, len(anchors), *GRID[1:])
+        inputs["keyframes"] = draw_normal(1, config.in_channels, len(anchors), *grid[1:])
     return inputs
 
 
@@ -67,7 +69,7 @@ def predict_theirs(theirs, inputs):
     tags = torch.ones(count, dtype=torch.long)
     tags[torch.from_numpy(order[: int(inputs["vision"])]).long()] = 0
     layout = reference.MiniMaxH3PrepareLayoutStep.build_packed_sequence(
-        tags, *GRID, SOUND // 2, patch, 2, 2, 0, tuple(map(str, inputs["anchors"]))
+        tags, *inputs["video"].shape[2:], SOUND // 2, patch, 2, 2, 0, tuple(map(str, inputs["anchors"]))
     )
     places, tags, video_indices, audio_indices, text_indices, keyframes, _ = layout
     times, indices = reference.MiniMaxH3SetTimestepsStep.build_row_timesteps(
@@ -89,6 +91,44 @@ def predict_theirs(theirs, inputs):
         return_dict=False,
     )
     return video[0, keyframes:].numpy(), sound[0].numpy()
+
+
+def attend_sparsely(query, key, value, **_):
+    """Attend as LightX2V's "dynamic_sparse_attn" does with blocks of 128 queries and 64 keys, [B, L, N, D].
+
+    Each block of queries attends to the 30 % of the blocks of keys whose mean, less the mean of all keys, has the
+    largest product with the mean of the queries.
+    """
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    blocks = torch.arange(key.shape[1]).split(64)
+    centred = key - key.mean(dim=1, keepdim=True)
+    means = torch.stack([centred[:, block].mean(dim=1) for block in blocks], dim=1)
+    count = max(1, min(len(blocks), int(DENSITY * len(blocks))))
+    output = torch.empty_like(query)
+    for rows in torch.arange(query.shape[1]).split(128):
+        scores = torch.einsum("nd,nkd->nk", query[:, rows].mean(dim=1), means)
+        ordered = scores.sort(dim=1, descending=True).values
+        if count < len(blocks):  # Otherwise rounding decides what is attended to, and the outputs can't be compared.
+            assert ((ordered[:, count - 1] - ordered[:, count]) / ordered.abs().amax(dim=1) > 1e-5).all()
+        for head, best in enumerate(scores.topk(count, dim=1).indices):
+            keys = torch.cat([blocks[i] for i in best])
+            logits = query[head, rows] @ key[head, keys].T * query.shape[-1] ** -0.5
+            output[head, rows] = logits.softmax(dim=-1) @ value[head, keys]
+    return output.transpose(0, 1)[None]
+
+
+@pytest.mark.parametrize("anchors", [(), ("first", "last")])
+def test_sparse_attention_is_lightx2vs(theirs, folder, anchors, monkeypatch):
+    """In blocks of the sequence in its authors' order, with texts of any length in one program, the refiner included."""
+    monkeypatch.setattr(transformer_minimax_h3, "dispatch_attention_fn", attend_sparsely)
+    ours = Predictor(folder, make_mesh((1, 1, 1), heads=8), density=DENSITY)
+    for words in (7, 150):
+        inputs = draw_inputs(
+            theirs.config, words=words, anchors=anchors, vision=90 if anchors else 0, grid=(12, 8, 12), padded=256
+        )
+        for actual, expected in zip(ours.predict(inputs), predict_theirs(theirs, inputs), strict=True):
+            assert relative(actual, expected) < 1e-5
+    assert ours.compiled == 1
 
 
 def relative(actual, expected):
@@ -176,6 +216,10 @@ def test_eight_devices_give_what_one_gives(theirs, folder, tmp_path):
         assert len(alike) > 1 or jax.device_count() > 1
         for actual in alike:
             assert relative(actual, expected) < 1e-4
+        sparse = [value for key, value in predictions.items() if key.startswith("sparse") and key.endswith(name)]
+        for actual in sparse:
+            assert relative(actual, sparse[0]) < 1e-4
+        assert relative(sparse[0], expected) > 1e-3
         for key, actual in predictions.items():
             if key.startswith("int8") and key.endswith(name):
                 assert relative(actual, expected) < 0.15

@@ -166,6 +166,7 @@ def _keys(
         name: _array(runtime, (branches, *shape), jnp.int32 if integers else dtype)
         for name, (shape, integers) in _prompt_shapes(model, request, images).items()
     }
+    text |= model.variant(request)
     features = None
     if "image_encoder" in model.spec.components[ENCODER]:
         features = _array(runtime, model.image_features_shape, dtype)
@@ -252,6 +253,7 @@ def _denoise(
         constants |= model.chunk_history(request, (), image)
         first = None
     keys |= {name: _array(runtime, value.shape, value.dtype) for name, value in constants.items()}
+    keys |= model.variant(request)
     conditioning = (keys, first)
     parts = {part: (array, (array,) * schedules[part].history_terms) for part, array in latents.items()}
     arguments = (loaded.params, parts, numbers, conditioning)

@@ -277,6 +277,13 @@ class Model(SeededNoise, abc.ABC):
         """
         return {}
 
+    def variant(self, request: ResolvedRequest) -> dict[str, Any]:
+        """Return static values that choose a variant of the expert's programs, as pytrees without arrays; none usually.
+
+        They are added to the text's arrays and to the constants, by name.
+        """
+        return {}
+
     @abc.abstractmethod
     def text_keys(
         self,

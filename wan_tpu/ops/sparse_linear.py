@@ -29,6 +29,14 @@ from wan_tpu_kernels.sparse_kernel import KEYS, QUERIES
 QUERY_BLOCK = QUERIES  # Tokens that attend to the same blocks of keys.
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Density:
+    """The share of the blocks of keys that are kept, as a static argument of a program."""
+
+    value: float
+
+
 @dataclass(frozen=True)
 class SparseLinear:
     """The settings and weights of a layer's sparse-linear attention.

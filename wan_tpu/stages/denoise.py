@@ -177,8 +177,8 @@ def expert_inputs(
     image_latents = _select_image_latents(runtime, request, expert, conditioning)
     latents = None if image_latents is None else np.array(image_latents)
     shape = runtime.model.spec.latent_shapes(request, expert.stop)[VIDEO]
-    constants = runtime.model.constants(request, shape, conditioning.prompt)
-    return ExpertInputs(*place((text, image, latents, constants), runtime.mesh))
+    constants, variant = runtime.model.constants(request, shape, conditioning.prompt), runtime.model.variant(request)
+    return ExpertInputs(*place((text | variant, image, latents, constants | variant), runtime.mesh))
 
 
 def _select_image_latents(

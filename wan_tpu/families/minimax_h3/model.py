@@ -30,6 +30,7 @@ from wan_tpu.families.shared.family_spec import DENOISE
 from wan_tpu.families.shared.flop_count import Flops
 from wan_tpu.families.shared.token_counts import Cut
 from wan_tpu.families.shared.tokens import patchify, unpatchify
+from wan_tpu.ops.sparse_linear import Density
 from wan_tpu.plan import AUDIO, VIDEO
 from wan_tpu.request import IMAGES, ResolvedRequest
 from wan_tpu.runtime.bridge import Params
@@ -189,22 +190,23 @@ class MiniMaxH3Model(Model):
     def constants(
         self, request: ResolvedRequest, latent_shape: tuple[int, ...], text: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        """Return every row's position, which depends on the text's length, and the number of real rows."""
+        """Return every row's position and where runs of rows end, both of which depend on the text's length."""
         _, _, frames, height, width = latent_shape
         _, *patch = self.config.transformer["patch_size"]
         [rows], [[count]] = text["positions"], text["count"]
         sound = self.spec.audio_tokens(request.frames)
         anchors = [ANCHORS[index] for index in text["anchors"][0]] if "anchors" in text else []
         places = positions.place_rows(
-            (frames, height, width),
-            (patch[0], patch[1]),
-            sound,
-            rows,
-            int(count),
-            self._vision_rows(latent_shape, len(anchors)),
-            anchors,
+            (frames, height, width), (patch[0], patch[1]), sound, len(rows), int(count), anchors
         )
-        return {"places": places}
+        vision = rows[: self._vision_rows(latent_shape, len(anchors))]
+        keyframes = len(anchors) * self.spec.tokens((*latent_shape[:2], 1, height, width))
+        return {"places": places, "ends": positions.find_ends(vision, len(anchors), int(count), keyframes, sound)}
+
+    def variant(self, request: ResolvedRequest) -> dict[str, Any]:
+        """Return how sparse attention is, where a preset makes it so."""
+        density = self.spec.attention_density(request)
+        return {} if density is None else {"density": Density(density)}
 
     def _vision_rows(self, latent_shape: tuple[int, ...], keyframes: int) -> int:
         """Return how many rows of the text keyframes take, for latents [1, C, T, H, W]."""
@@ -219,32 +221,41 @@ class MiniMaxH3Model(Model):
         text: Mapping[str, jax.Array],
         image: jax.Array | None,
     ) -> dict[str, jax.Array]:
-        """Return the text's rows in the order of the sequence, [R, C], and the number of real ones."""
-        [rows], [[count]] = text["text"], text["count"]
-        return {"text": context.refine_text(module, params, mesh, rows, jnp.arange(len(rows)) < count), "count": count}
+        """Return the text's refined rows in the order of the prompt, [R, C], and the number of real ones."""
+        [rows], [order], [[count]] = text["text"], text["positions"], text["count"]
+        density = text["density"].value if "density" in text else None
+        return {
+            "text": context.refine_text(module, params, mesh, rows[jnp.argsort(order)], count, density),
+            "count": count,
+        }
 
     def velocity(self, module: torch.nn.Module, params: Params, mesh: Mesh, inputs: StepInputs) -> dict[str, jax.Array]:
         """Return the velocities, float32, of the video [1, C, T, H, W] and of the sound [1, 2 A, C]."""
         assert inputs.audio is not None
         latents, (sound, sound_time), keys = inputs.latents, inputs.audio, inputs.keys
-        patch = self.config.transformer["patch_size"]
-        video = patchify(latents, patch)
-        keyframes = None if inputs.image_latents is None else patchify(inputs.image_latents, patch)
+        patch, times = self.config.transformer["patch_size"], [inputs.timestep, sound_time]
+        pictures, keyframes = 0, None
+        if inputs.image_latents is not None:
+            pictures, keyframes = inputs.image_latents.shape[2], patchify(inputs.image_latents, patch)
+            times.append(jnp.maximum(inputs.timestep, KEYFRAME_TIME))
         rows = transformer.Rows(
-            video=video,
+            text=keys["text"],
             keyframes=keyframes,
             sound=sound[0],
-            text=keys["text"],
+            video=patchify(latents, patch),
             positions=keys["places"],
+            ends=keys["ends"],
             words=keys["count"],
         )
-        images = vision = 0
-        times = [inputs.timestep, sound_time]
-        if keyframes is not None and inputs.image_latents is not None:
-            images, vision = len(keyframes), self._vision_rows(latents.shape, inputs.image_latents.shape[2])
-            times.append(jnp.maximum(inputs.timestep, KEYFRAME_TIME))
-        layout = positions.Layout(len(video), vision, images, sound.shape[1], len(keys["text"]) - vision)
-        velocity, of_sound = transformer.predict(module, params, mesh, rows, layout, jnp.stack(times))
+        layout = positions.Layout(
+            text=len(rows.text),
+            keyframes=0 if keyframes is None else len(keyframes),
+            sound=sound.shape[1],
+            video=len(rows.video),
+            pictures=pictures,
+        )
+        density = keys["density"].value if "density" in keys else None
+        velocity, of_sound = transformer.predict(module, params, mesh, rows, layout, jnp.stack(times), density)
         return {VIDEO: unpatchify(velocity, latents.shape, patch), AUDIO: of_sound[None]}
 
     # ---- The decoder stage.

@@ -63,6 +63,10 @@ class MiniMaxH3Spec(FamilySpec):
         """Few steps by distilled adapters."""
         return sampling.FEW_STEP_PRESETS.get(self.name, {})
 
+    def attention_density(self, request: ResolvedRequest) -> float | None:
+        """Return the share of the blocks of keys that sparse attention keeps; None for attention to all keys."""
+        return sampling.DENSITIES.get(request.preset or "")
+
     @property
     def unused(self) -> tuple[str, ...]:
         """Guidance is part of the weights, and so is the frame rate that they were trained on."""

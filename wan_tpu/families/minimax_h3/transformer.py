@@ -1,6 +1,6 @@
 """A MiniMax-H3 transformer as a program for slices: diffusers' parameters and arithmetic, split over the mesh.
 
-There is one sequence, whose rows (positions.py) are spread over the devices: video, text and sound share all weights,
+There is one sequence, whose rows (positions.py) are spread over the devices: text, sound and video share all weights,
 which are gathered layer by layer while earlier ones are in use. They differ in their modulations, of which a row has
 one for its timestep and kind. The linear layers of the modulations, two fifths of the model, aren't gathered: each
 device multiplies by its part.
@@ -26,6 +26,7 @@ from wan_tpu.ops.attention import query_scale
 from wan_tpu.ops.collectives import SplitWeight, gather_during
 from wan_tpu.ops.dispatch import Ops, ops_for
 from wan_tpu.ops.exchange import Projections, exchanged_attention, head_groups, key_parts
+from wan_tpu.ops.sparse_linear import QUERY_BLOCK, SparseLinear
 from wan_tpu.runtime.bridge import Params, call, to_jax, to_torch
 from wan_tpu.runtime.mesh import AXES, TokenLayout, axis_size, token_layout, weight_spec
 
@@ -41,26 +42,34 @@ class Rows(NamedTuple):
     """The rows of a sequence before their projections, with their positions.
 
     Attributes:
-        video: Float32 [video, channels], tokens of the video.
+        text: From `context.refine_text`, [R, C]; padding is last.
         keyframes: Float32 [keyframes, channels], or None.
         sound: Float32 [sound, channels].
-        text: From `context.refine_text`, rows of images first.
+        video: Float32 [video, channels], tokens of the video.
         positions: From `positions.place_rows`, float32 [L, 3].
+        ends: From `positions.find_ends`, int32.
         words: int32 scalar, the number of real rows of `text`.
     """
 
-    video: jax.Array
+    text: jax.Array
     keyframes: jax.Array | None
     sound: jax.Array
-    text: jax.Array
+    video: jax.Array
     positions: jax.Array
+    ends: jax.Array
     words: jax.Array
 
 
 def predict(
-    module: torch.nn.Module, params: Params, mesh: Mesh, rows: Rows, layout: Layout, timestep: jax.Array
+    module: torch.nn.Module,
+    params: Params,
+    mesh: Mesh,
+    rows: Rows,
+    layout: Layout,
+    timestep: jax.Array,
+    density: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the velocities of the video's tokens and of the sound's latents, float32, in the layout of `rows`.
+    """Return the velocities of the video's tokens and of the sound's latents, float32, in the shapes of `rows`.
 
     Args:
         module: The transformer.
@@ -69,23 +78,28 @@ def predict(
         rows: The sequence.
         layout: How many rows of each kind there are.
         timestep: Float32 [2 or 3]: the timestep of the video and the text, the sound's, and the keyframes'.
+        density: The share of the blocks of keys that sparse attention keeps; None for attention to all keys.
     """
+    video_start = rows.words + layout.keyframes + layout.sound
 
     def method(module: Any, video: torch.Tensor) -> jax.Array:
-        tokens = token_layout(mesh, 1, layout.rows, module.config.num_attention_heads)
-        dtype, text = rows.text.dtype, rows.text
+        block = 1 if density is None else QUERY_BLOCK
+        tokens = token_layout(mesh, 1, layout.rows, module.config.num_attention_heads, block)
+        dtype = rows.text.dtype
         with in_float32():
             temb = jax.nn.silu(to_jax(module.time_embedder(module.time_proj(to_torch(timestep)))))
             keyframes = [] if rows.keyframes is None else [to_jax(module.proj_in(to_torch(rows.keyframes)))]
             sound = to_jax(module.audio_proj_in(to_torch(rows.sound)))
         head = module.norm_out.linear(to_torch(temb.astype(dtype)))
-        parts = [text[: layout.vision], *keyframes, sound, text[layout.vision :]]
-        step = _Step(module.config, mesh, tokens, layout)
+        # Few channels are moved here, once a step.
+        room = jnp.zeros((tokens.padded, video.shape[1]), jnp.float32)
+        step = _Step(module.config, mesh, tokens, layout, density)
         return step.run(
             _Inputs(
-                video=pad_rows(to_jax(video), tokens.padded),
-                replicated=jnp.concatenate([part.astype(dtype) for part in parts]),
+                video=jax.lax.dynamic_update_slice(room, to_jax(video), (video_start, 0)),
+                replicated=jnp.concatenate([part.astype(dtype) for part in (rows.text, *keyframes, sound)]),
                 positions=pad_rows(rows.positions, tokens.padded),
+                ends=rows.ends,
                 words=rows.words,
                 temb=temb,
                 head=to_jax(head).reshape(len(temb), 2, -1).astype(jnp.float32),
@@ -95,8 +109,10 @@ def predict(
         )
 
     velocities: jax.Array = call(module, params, method, rows.video)
-    channels, first = rows.video.shape[1], layout.fixed_rows - layout.sound
-    return velocities[: layout.video, :channels], velocities[first : first + layout.sound, channels:]
+    channels, sound_start = rows.video.shape[1], rows.words + layout.keyframes
+    of_video = jax.lax.dynamic_slice_in_dim(velocities, video_start, layout.video)[:, :channels]
+    of_sound = jax.lax.dynamic_slice_in_dim(velocities, sound_start, layout.sound)[:, channels:]
+    return of_video, of_sound
 
 
 class _Inputs(NamedTuple):
@@ -104,8 +120,9 @@ class _Inputs(NamedTuple):
 
     Attributes:
         video: Float32 [L, channels], tokens of the video; other rows are zero.
-        replicated: [L - video, C], all other rows.
+        replicated: [L - video, C], all other rows, padding of the text included.
         positions: Float32 [L, 3].
+        ends: int32 [M - 1], where each run of rows with one modulation ends, but for the last.
         words: int32 scalar, the number of real rows of the text.
         temb: Float32 [E, channels], of the timesteps, after its activation.
         head: Shift and scale of each timestep before the output, float32 [E, 2, C].
@@ -116,6 +133,7 @@ class _Inputs(NamedTuple):
     video: jax.Array
     replicated: jax.Array
     positions: jax.Array
+    ends: jax.Array
     words: jax.Array
     temb: jax.Array
     head: jax.Array
@@ -126,8 +144,9 @@ class _Inputs(NamedTuple):
 class _Step:
     """One step's blocks inside a `jax.shard_map`."""
 
-    def __init__(self, config: Any, mesh: Mesh, tokens: TokenLayout, layout: Layout) -> None:
+    def __init__(self, config: Any, mesh: Mesh, tokens: TokenLayout, layout: Layout, density: float | None) -> None:
         self._config, self._mesh, self._tokens, self._layout = config, mesh, tokens, layout
+        self._sparse = None if density is None else SparseLinear(density, shortest=layout.media + 1)
         self._heads, self._width = config.num_attention_heads, config.attention_head_dim
         self._platform = mesh.devices.flat[0].platform
         self._groups = head_groups(mesh, self._heads, tokens.head_axes)
@@ -135,16 +154,10 @@ class _Step:
         # Where devices share heads, keys are gathered after their exchange, those of the first round before the others.
         self._gathered_parts = self._key_parts if axis_size(mesh, tokens.token_axes) > self._groups else ()
         self._ops: Ops = ops_for(self._platform)
-        # Timestep and kind of each segment of rows, and where the segments end.
-        segments = [
-            (0, _VIDEO, layout.video + layout.vision),
-            (2, _VIDEO, layout.keyframes),
-            (1, _SOUND, layout.sound),
-            (0, _TEXT, layout.text),
-        ]
-        segments = [segment for segment in segments if segment[2]]
-        self._modulations = [(time, kind) for time, kind, _ in segments]
-        self._ends = [sum(count for *_, count in segments[: i + 1]) for i in range(len(segments) - 1)]
+        # Timestep and kind of each run of rows (`positions.find_ends`). Images in the text are as the video.
+        text = [(0, _TEXT), (0, _VIDEO)] * layout.pictures + [(0, _TEXT)]
+        keyframes = [(2, _VIDEO)] if layout.keyframes else []
+        self._modulations = [*text, *keyframes, (1, _SOUND), (0, _VIDEO)]
 
     def run(self, inputs: _Inputs) -> jax.Array:
         """Return the outputs of both heads side by side, float32 [L, channels of video and sound]."""
@@ -162,15 +175,17 @@ class _Step:
 
     def _run_on_device(self, inputs: _Inputs) -> jax.Array:
         ops, other_weights, count = self._ops, inputs.other_weights, len(inputs.video)
-        start = jax.lax.axis_index(self._tokens.token_axes) * count
-        dtype, ends = inputs.replicated.dtype, jnp.array(self._ends, jnp.int32) - start
+        start, layout = jax.lax.axis_index(self._tokens.token_axes) * count, self._layout
+        dtype, ends = inputs.replicated.dtype, inputs.ends - start
         with in_float32():
-            video = ops.linear(inputs.video, other_weights["proj_in.weight"], other_weights["proj_in.bias"]).astype(
-                dtype
-            )
-        other = start + jnp.arange(count) - self._layout.video
+            video = ops.linear(inputs.video, other_weights["proj_in.weight"], other_weights["proj_in.bias"])
+        row = start + jnp.arange(count)
+        # Keyframes and sound follow the text's real rows, and in `replicated` its padding.
+        source = jnp.where(row < inputs.words, row, row - inputs.words + layout.text)
         hidden_states = jnp.where(
-            other[:, None] < 0, video, inputs.replicated[jnp.clip(other, 0, len(inputs.replicated) - 1)]
+            (row < inputs.words + layout.keyframes + layout.sound)[:, None],
+            inputs.replicated[jnp.clip(source, 0, len(inputs.replicated) - 1)],
+            video.astype(dtype),
         )
         modulations = self._modulate(inputs)
         rotary_emb = _turn(self._config, inputs.positions)
@@ -266,10 +281,11 @@ class _Step:
                 last="query",
             ),
             heads=self._heads,
-            kv_len=self._layout.fixed_rows + count - self._layout.vision,
+            kv_len=self._layout.media + count,
             token_axes=self._tokens.token_axes,
             head_axes=self._tokens.head_axes,
             platform=self._platform,
+            sparse=self._sparse,
             # The first round has keys to gather.
             to_gather=[{}, *({name: weights[name]} for name in _GATHERED)] if next_weights else [],
         )
