@@ -170,7 +170,7 @@ def test_published_files_are_converted(published_files, dense, steps, tmp_path):
     assert main(args) == 2, "of nothing"
     assert main([*args, "--experts", *map(str, published_files)]) == 0
     spec = open_spec(str(tmp_path / "turbo"))
-    assert spec.presets.keys() == {"turbo"} and spec.defaults.steps == 4
+    assert "turbo" in spec.presets and spec.defaults.steps == 4
     config = json.loads((tmp_path / "turbo" / "transformer_2" / "config.json").read_text())
     assert (config["attention"], config["kept_blocks"]) == ("sla", 0.3)
     ours = load_pipeline(tmp_path / "turbo", dtype="float32", mesh=(1, 1, 1))
