@@ -9,7 +9,9 @@ def draw(slices: Sequence[LiveSlice]) -> str:
     """Return a drawing of slices with their hosts and holders."""
     if not slices:
         return "no TPU hosts"
-    blocks = ["slices", *map(_draw_slice, slices)]
+    titles = [_describe(slice_) for slice_ in slices]
+    widths = [max(map(len, column)) for column in zip(*titles, strict=True)]
+    blocks = ["slices", *(_draw_slice(item, title, widths) for item, title in zip(slices, titles, strict=True))]
     busy = sum(s.holder is not None for s in slices)
     broken = sum(bool(s.missing) for s in slices)
     summary = f"{len(slices)} slices: {len(slices) - busy - broken} free, {busy} taken"
@@ -17,9 +19,13 @@ def draw(slices: Sequence[LiveSlice]) -> str:
     return "\n".join(blocks)
 
 
-def _draw_slice(item: LiveSlice) -> str:
+def _describe(item: LiveSlice) -> tuple[str, str, str]:
+    """Return a slice's name, kind and state."""
     kind = f"{'emulated ' if item.emulated else ''}{item.spec or item.pod_type}"
-    state = item.holder or ("free" if not item.missing else "unusable")
+    return item.name, kind, item.holder or ("free" if not item.missing else "unusable")
+
+
+def _draw_slice(item: LiveSlice, title: Sequence[str], widths: Sequence[int]) -> str:
     lines = []
     by_id = {host.worker_id: host for host in item.hosts}
     ranks = sorted({*by_id, *item.missing})
@@ -31,9 +37,7 @@ def _draw_slice(item: LiveSlice) -> str:
         else:
             devices = "" if host.devices is None else f"  {host.devices} CPU device{'s' if host.devices > 1 else ''}"
             text = f"host {rank}  node {host.node_id[:8]} at {host.ip}{devices}"
-        first = rank == ranks[0]
-        lines.append(
-            f"  {item.name if first else '':<12} {kind if first else '':<18} "
-            f"{state if first else '':<12} {bracket} {text}"
-        )
+        cells = title if rank == ranks[0] else ("", "", "")
+        padded = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        lines.append(f"  {padded}  {bracket} {text}")
     return "\n".join(lines)

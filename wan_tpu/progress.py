@@ -1,13 +1,14 @@
 """Show progress: on a terminal a bar with the time left, elsewhere plain lines."""
 
 import sys
+import threading
 import time
 from typing import Protocol
 
 from tqdm import tqdm
 
 BYTES = "B"  # The unit of bars that count bytes.
-QUIET_S = 2.0  # Bars of bytes stay silent for this long, because small files are read at once.
+QUIET_S = 2.0  # What takes less isn't shown: small files are read at once, and programs come from a cache.
 
 
 class Bar(Protocol):
@@ -56,6 +57,23 @@ class Progress(Protocol):
 def say(message: str) -> None:
     """Show what begins now, where there is no bar yet: importing JAX and PyTorch takes seconds."""
     print(message, file=sys.stderr, flush=True)
+
+
+class CompileNotice:
+    """Says which program is being compiled, once that takes longer than `QUIET_S`: on a TPU it may take minutes."""
+
+    def __init__(self) -> None:
+        self._timer: threading.Timer | None = None
+
+    def __call__(self, program: str | None) -> None:
+        """Take the name of a program that is compiled from now on, or None when it is compiled."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        if program is not None:
+            self._timer = threading.Timer(QUIET_S, tqdm.write, (f"compiling {program}",), {"file": sys.stderr})
+            self._timer.daemon = True
+            self._timer.start()
 
 
 def format_count(done: int, total: int, unit: str = "") -> str:

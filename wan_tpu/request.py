@@ -134,6 +134,10 @@ def _check_sigmas(sigmas: object) -> tuple[float, ...]:
     return tuple(map(float, values))
 
 
+def _read_picture(picture: Any, info: ValidationInfo) -> Image.Image:
+    return load_image(picture, info.field_name or "image")
+
+
 def _check_video(video: object) -> str | VideoContent:
     if isinstance(video, VideoContent):
         return video
@@ -145,7 +149,7 @@ def _check_video(video: object) -> str | VideoContent:
 Number = int | float  # An integer stays an integer, so that digests and records show it as it was written.
 Text = Annotated[str, AfterValidator(_check_text)]
 # Decoded when the request is created, so that a damaged file fails before any model is loaded.
-Picture = Annotated[str | Path | Image.Image | np.ndarray, PlainValidator(load_image)]
+Picture = Annotated[str | Path | Image.Image | np.ndarray, PlainValidator(_read_picture)]
 Adapters = Annotated[Sequence[RequestedAdapter | str | Mapping[str, Any]], PlainValidator(parse_adapters)]
 
 

@@ -35,6 +35,11 @@ OTHER_NAMES = {
     "save_file": "output",
     "output_path": "output",
     "lora_path": "lora",
+    "duration": "seconds",
+    "length": "seconds",
+    "p": "prompt",
+    "i": "image",
+    "m": "model",
 }
 
 

@@ -35,13 +35,14 @@ class Catalogue:
         return cls(adapters)
 
     def complete_for(self, spec: ModelSpec) -> "Catalogue":
-        """Return the catalogue with the published adapters of presets that are named without a file.
+        """Return the catalogue with the adapters of presets that are named without a file, or that the checkpoint has.
 
         Raises:
             InvalidInput: A name without a file isn't such a preset, or a file is for an expert that the model lacks.
         """
         adapters = {}
-        for name, files in self.adapters.items():
+        own = {name: () for name, preset in spec.overrides.presets if _get_adapters(preset)}
+        for name, files in {**own, **self.adapters}.items():
             adapters[name] = files or _get_adapters(spec.presets.get(name))
             if not adapters[name]:
                 known = ", ".join(name for name, preset in spec.presets.items() if _get_adapters(preset)) or "none"
@@ -86,7 +87,8 @@ class Catalogue:
         presets = self.list_presets(spec)
         if name not in presets:
             known = ", ".join(presets) or "none"
-            raise InvalidRequest(f"this service has no preset {name[:_MAX_NAME]!r}; it has: {known}", "preset")
+            offer = f"; its operator can offer it with --lora {name}" if name in spec.presets else ""
+            raise InvalidRequest(f"this service has no preset {name[:_MAX_NAME]!r}; it has: {known}{offer}", "preset")
         return [{"name": name, "scale": 1.0}] if _get_adapters(presets[name]) else []
 
 

@@ -149,7 +149,7 @@ class Batch:
         """Record the result of a line, and report its error, if any."""
         self.results.add(result)
         if result.error is not None:
-            self.tell(f"{result.id or 'no id'}: {result.error}")
+            self.tell(result.error if result.id is None else f"{result.id}: {result.error}")
 
     def run(
         self, engine: Engine | None, *, progress: Progress | None = None, on_event: OnEvent = lambda span: None

@@ -8,7 +8,6 @@ from pathlib import Path
 from actors.commands.timeouts import add_reliability
 from actors.pipeline_spec import PipelineSettings
 from cluster.emulation.cluster import find_default_folder
-from cluster.layout import list_shipped
 from wan_tpu.commands.parser import Parser, add_model, add_precision, add_switches, flag_of
 from wan_tpu.commands.sizes import WITH_FRAMES
 from wan_tpu.errors import InvalidInput
@@ -21,7 +20,7 @@ GCS_ADDRESS_HELP = (
 JOBS_ADDRESS_HELP = (
     "address of the cluster's job server, http://HOST:8265; default: the emulated cluster of this machine"
 )
-LAYOUT_HELP = f"layout file, or a shipped layout: {', '.join(list_shipped())}"
+LAYOUT_HELP = "layout file, or the name of a shipped one: wan-tpu layouts"
 REQUESTS_PER_SLICE = 2  # The default of --in_flight: one request computes while the next one's inputs arrive.
 MAX_IN_FLIGHT = 10_000  # The largest --in_flight that `actors.batch.run.open_batch` accepts.
 
@@ -38,16 +37,15 @@ def add_actions(parser: Parser) -> "argparse._SubParsersAction[Parser]":
     )
 
 
-def add_folder(group: argparse._ActionsContainer, flag: str = "--folder", owner: str = "emulated cluster") -> None:
+def add_folder(group: argparse._ActionsContainer, owner: str = "emulated cluster") -> None:
     """Add the option for the folder with the state of an emulated cluster, or of a service that runs on this machine.
 
     Args:
         group: What the option is added to.
-        flag: The option's name.
         owner: Whose state it is, for the help.
     """
     group.add_argument(
-        flag,
+        "--folder",
         type=Path,
         default=find_default_folder(),
         help=f"folder with the state of the {owner}; default %(default)s",

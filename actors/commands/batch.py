@@ -10,7 +10,11 @@ from wan_tpu.commands.parser import Parser
 
 def batch(argv: Sequence[str]) -> None:
     """Make those videos of a manifest that the output doesn't have yet, in this process."""
-    parser = Parser(prog="wan-tpu batch", description=batch.__doc__)
+    parser = Parser(
+        prog="wan-tpu batch",
+        description=batch.__doc__,
+        examples="wan-tpu batch --model wan2.2-t2v-a14b --manifest requests.jsonl --output out",
+    )
     arguments.add_model_arguments(parser)
     add_batch_arguments(parser)
     args = parser.parse_args(argv)

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from actors.commands.arguments import LAYOUT_HELP, add_actions, add_folder
+from actors.observe.console import LiveConsole
 from cluster.emulation.cluster import STATE, EmulatedCluster, Settings, list_emulated_slices
 from cluster.errors import ClusterNotFound
 from cluster.layout import Layout
@@ -26,10 +27,12 @@ def cluster(argv: Sequence[str]) -> None:
 def _start(args: argparse.Namespace) -> None:
     layout = Layout.load(args.emulate)
     slices = list_emulated_slices(layout)
-    running = EmulatedCluster.start(
-        slices, Settings(dashboard=True), folder=args.folder, outlive=True, imports="actors.imported"
-    )
     hosts = sum(s.spec.hosts for s in slices)
+    with LiveConsole() as live:
+        live.tell(f"starting Ray nodes for {hosts} hosts")
+        running = EmulatedCluster.start(
+            slices, Settings(dashboard=True), folder=args.folder, outlive=True, imports="actors.imported"
+        )
     print(f"emulated cluster of {len(slices)} slices, {hosts} hosts: RAY_ADDRESS={running.address}")
     print(f"jobs are accepted at http://{running.dashboard}")
 

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import os
 import shlex
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from actors.errors import PipelineNotFound
@@ -73,6 +74,13 @@ def find_emulated_cluster(args: argparse.Namespace) -> EmulatedCluster:
     if not cluster.running:
         raise ClusterNotFound(f"the emulated cluster of {args.folder} has stopped; {_advise_start(args)}")
     return cluster
+
+
+def is_cluster_running(folder: Path) -> bool:
+    """Return whether the cluster of a folder with a state runs."""
+    with contextlib.suppress(ClusterNotFound):
+        return EmulatedCluster.attach(folder).running
+    return False
 
 
 def _advise_start(args: argparse.Namespace) -> str:

@@ -35,7 +35,9 @@ def doctor(argv: Sequence[str]) -> int:
     problems = [finding for host in hosts for finding in list_problems(host)]
     failures = sum(finding.verdict == "fail" for finding in problems)
     seconds = sum(part.seconds for part in hosts[0])
-    summary = f"{failures} failed, {len(problems) - failures} warnings" if problems else "no problems found"
+    warnings = len(problems) - failures
+    counts = f"{failures} failed, {warnings} warning{'' if warnings == 1 else 's'}"
+    summary = counts if problems else "no problems found"
     if machine.is_rehearsal and machine.devices:
         summary += "; these checks ran on CPU devices, so they say little about a TPU"
     print(f"\n{summary}. {seconds:.0f} s; the report is {args.output}")
@@ -62,7 +64,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help=f"check only this part ({', '.join(PARTS)}); repeat it for several parts",
     )
     parser.add_argument(
-        "--folder",
+        "--disk",
+        metavar="FOLDER",
         help="folder on the disk where weights will be stored; default: the current folder, or /tmp on the hosts of a "
         "slice",
     )
@@ -75,7 +78,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     group = parser.add_argument_group("a slice of a Ray cluster, in place of this machine")
     group.add_argument("--slice", help="kind of slice, such as v6e-16: check all hosts of a free slice of this kind")
     group.add_argument("--address", help=GCS_ADDRESS_HELP)
-    add_folder(group, "--state")
+    add_folder(group)
     add_timeouts(group)
     args = parser.parse_args(argv)
     args.slice = None if args.slice is None else SliceSpec(args.slice)
@@ -84,10 +87,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _examine_this_machine(args: argparse.Namespace, parts: Sequence[str]) -> tuple[Machine, list[list[Part]]]:
-    folder = Path(args.folder or ".")
+    folder = Path(args.disk or ".")
     if not folder.is_dir():
         problem = "isn't a folder" if folder.exists() else "doesn't exist"
-        raise OutputError(f"--folder {folder} {problem}; create it, or choose another folder")
+        raise OutputError(f"--disk {folder} {problem}; create it, or choose another folder")
     # The small model of the checks is written within a second, which needs no progress bar.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     scratch = Path(tempfile.mkdtemp(prefix=".wan-tpu-doctor-", dir=folder))
@@ -103,15 +106,11 @@ def _examine_slice(args: argparse.Namespace, parts: Sequence[str]) -> tuple[Mach
     from cluster.errors import SliceError
     from cluster.gang.slice import take
 
-    # `find_gcs_address` looks for the emulated cluster in `folder`, which here is the hosts' folder for weights.
-    args.folder, weights_folder = args.state, args.folder
     connect(find_gcs_address(args))
     printer = _Printer()
     try:
         host_class = "actors.doctor.on_slice:DoctorHost"
-        with take(
-            args.slice, host_class, weights_folder, name="doctor", timeouts=args.timeout, on_status=print
-        ) as slice_:
+        with take(args.slice, host_class, args.disk, name="doctor", timeouts=args.timeout, on_status=print) as slice_:
             print(slice_.describe())
             hosts: list[list[Part]] = [[] for _ in slice_.hosts]
             machine = Machine(Path(), is_slice=True)

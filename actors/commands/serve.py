@@ -1,7 +1,9 @@
 """`wan-tpu serve`: a pipeline behind the `/v1/videos` HTTP API."""
 
 import argparse
+import contextlib
 import dataclasses
+import getpass
 import os
 import shlex
 import time
@@ -12,9 +14,13 @@ from typing import Any
 from actors.commands.connection import find_gcs_address, join_cluster, spell_folder
 from actors.commands.mounted_layout import MountedLayout
 from actors.commands.new_pipeline import build_spec, read_settings
+from actors.commands.own_cluster import fill_arguments, start_cluster, wants_own_cluster
 from actors.commands.serve_arguments import NONE, build_serve_parser, read_service_settings
 from actors.errors import PipelineError, PipelineExists, PipelineNotFound
 from actors.observe.console import LiveConsole
+from cluster.connect import leave
+from cluster.emulation.cluster import EmulatedCluster
+from cluster.gang.devices import list_device_files
 from wan_tpu.adapters.checking import check
 from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import InvalidInput
@@ -26,6 +32,7 @@ _LOCAL_OPTIONS = (
     "folder",
     "layout",
     "layout_text",
+    "slice",
     "host",
     "port",
     "write_config",
@@ -57,21 +64,43 @@ def serve(argv: Sequence[str]) -> None:
         _check_running(args)
         _take_down(args)
         return
-    summary = _bring_up(args)
-    if args.detach:
-        explicit = parser.non_defaults(args)
-        location = [word for name in ("address", "name") if name in explicit for word in (f"--{name}", explicit[name])]
-        down = shlex.join(["wan-tpu", "serve", "--down", *location, *spell_folder(args)])
-        print(f"{summary}; to take it down: {down}")
-        return
-    try:
-        print(f"{summary}; Ctrl-C takes it down", flush=True)
-        while _is_running(args.name):
-            time.sleep(_LOOK_S)
-    except BaseException:
-        _take_down(args)
-        raise
+    if args.model_id is None:
+        raise InvalidInput("--model is missing; wan-tpu models lists what there is")
+    explicit = parser.non_defaults(args)
+    with contextlib.ExitStack() as stack:
+        is_own = wants_own_cluster(args)
+        if is_own:
+            cluster = _start_own_cluster(args)
+            stack.callback(cluster.stop)
+            stack.callback(leave)
+        summary = _bring_up(args)
+        if args.detach:
+            stack.pop_all()
+            location = [
+                word for name in ("address", "name") if name in explicit for word in (f"--{name}", explicit[name])
+            ]
+            down = shlex.join(["wan-tpu", "serve", "--down", *location, *spell_folder(args)])
+            and_cluster = shlex.join(["wan-tpu", "cluster", "down", *spell_folder(args)])
+            print(f"{summary}; to take it down: {down}{f' && {and_cluster}' if is_own else ''}")
+            return
+        try:
+            print(f"{summary}; Ctrl-C takes it down", flush=True)
+            while _is_running(args.name):
+                time.sleep(_LOOK_S)
+        except BaseException:
+            _take_down(args)
+            raise
     raise PipelineError("the service was taken down from elsewhere; its jobs wait for the next start")
+
+
+def _start_own_cluster(args: argparse.Namespace) -> EmulatedCluster:
+    """Check the arguments, and start a cluster of this machine alone, on which the service is to run."""
+    kind = fill_arguments(args)
+    read_service_settings(args, *read_settings(args, ""))  # Starting Ray takes longer.
+    is_emulated = not list_device_files()
+    with LiveConsole() as live:
+        live.tell(f"starting Ray on this machine, {f'whose CPU emulates a {kind}' if is_emulated else f'a {kind}'}")
+        return start_cluster(args, kind)
 
 
 def _bring_up(args: argparse.Namespace) -> str:
@@ -96,7 +125,16 @@ def _bring_up(args: argparse.Namespace) -> str:
             )
         deploy_service(service, spec, host=args.host, port=args.port, ingresses=args.ingresses, on_status=live.tell)
     host = f"[{args.host}]" if ":" in args.host else args.host
-    return f"{service.model} at http://{host}:{args.port} (API: /v1, documentation: /docs)"
+    return f"{service.model} at http://{host}:{args.port} (API: /v1, documentation: /docs){_advise_tunnel(args)}"
+
+
+def _advise_tunnel(args: argparse.Namespace) -> str:
+    """Return the command with which a user who is logged in by ssh reaches a service on the loopback interface."""
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    if len(connection) != 4 or args.host not in ("127.0.0.1", "localhost", "::1"):
+        return ""
+    command = f"ssh -L {args.port}:{args.host}:{args.port} {getpass.getuser()}@{connection[2]}"
+    return f"; from your own machine, by {command}"
 
 
 def _check_running(args: argparse.Namespace) -> None:

@@ -18,14 +18,24 @@ if TYPE_CHECKING:
     from actors.api.settings import ServiceSettings
 
 NONE = "none"  # The value of an option that turns something off.
+_EXAMPLES = """
+wan-tpu serve --model wan2.2-i2v-a14b    # on this machine's TPU, or without one on its CPU
+wan-tpu serve --model wan2.2-i2v-a14b --layout four-pools --address HEAD:6379 --snapshots gs://bucket/s
+wan-tpu serve --down
+"""
 _SERVICE_FOLDER = "service"  # The folder of a service's files inside --folder.
 
 
 def build_serve_parser(description: str | None = None) -> Parser:
     """Return the parser of the arguments of a service and its pipeline."""
-    parser = Parser(prog="wan-tpu serve", description=description)
+    parser = Parser(prog="wan-tpu serve", description=description, examples=_EXAMPLES)
     add_cluster_arguments(parser)
     add_pipeline_arguments(parser)
+    parser.add_argument(
+        "--slice",
+        help="without --layout: what this machine's TPU is, such as v6e-8; default: as the machine says. One pool on "
+        "it hosts the whole model",
+    )
     group = parser.add_argument_group("service")
     group.add_argument(
         "--host", help="address to listen on; default 127.0.0.1, and 0.0.0.0 in a config for another cluster"
@@ -152,7 +162,7 @@ def read_service_settings(args: argparse.Namespace, layout: Layout, settings: Pi
         queue_limit=args.queue_limit,
         concurrency=args.concurrency or max(2, 2 * layout.slices),
         chips={stage: pool.slice.chips for pool in layout.pools for stage in pool.stages},
-        dollars=Prices.load(None if args.prices is None else Path(args.prices)).of_stages(layout),
+        dollars=_read_prices(args, layout),
         url_s=args.download_s,
         limits=ServiceLimits.parse(args.limit),
         webhook_secret_file=None if secret == NONE else secret,
@@ -161,6 +171,12 @@ def read_service_settings(args: argparse.Namespace, layout: Layout, settings: Pi
         reliability=settings.reliability,
     )
     return dataclasses.replace(service, jobs=dataclasses.replace(service.jobs, ended_s=args.keep_days * 86400))
+
+
+def _read_prices(args: argparse.Namespace, layout: Layout) -> dict[str, float]:
+    """Return each stage's hourly price per chip; CPU devices that stand in for chips cost nothing."""
+    prices = Prices.load(None if args.prices is None else Path(args.prices)).of_stages(layout)
+    return prices if layout.devices_per_host is None else dict.fromkeys(prices, 0.0)
 
 
 def list_processes(args: argparse.Namespace) -> tuple[Footprint, ...]:

@@ -42,6 +42,12 @@ GIVE_UP_S = 600.0  # After this time without any answer, the command stops follo
 # which is passed on in another form.
 _OWN_OPTIONS = ("address", "folder", "detach", "attach", "stop", "layout", "layout_text")
 
+_EXAMPLES = """
+wan-tpu submit --manifest requests.jsonl --output out --layout emulated-demo --model MODEL
+wan-tpu submit --address http://HEAD:8265 --manifest gs://bucket/requests.jsonl --output gs://bucket/run-1
+wan-tpu submit --attach JOB_ID
+"""
+
 T = TypeVar("T")
 
 
@@ -57,7 +63,7 @@ class FollowerLost(PipelineError):
 
 def submit(argv: Sequence[str]) -> int:
     """Submit a manifest to a cluster, as a job that outlives this command, and show the job's log until it ends."""
-    parser = Parser(prog="wan-tpu submit", description=submit.__doc__)
+    parser = Parser(prog="wan-tpu submit", description=submit.__doc__, examples=_EXAMPLES)
     add_cluster_arguments(parser, JOBS_ADDRESS_HELP)
     group = parser.add_argument_group("job").add_mutually_exclusive_group()
     group.add_argument("--detach", action="store_true", help="print the job's id and return at once")

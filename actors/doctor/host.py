@@ -163,7 +163,7 @@ def _write_to_disk(machine: Machine) -> Finding:
         rate = size / (time.perf_counter() - start)
     except OSError as error:
         measured = f"{error.strerror}; {free / GIB:.1f} GiB are free"
-        advice = f"free some space on the disk of {machine.folder.parent}, or choose another folder with --folder"
+        advice = f"free some space on the disk of {machine.folder.parent}, or choose another folder with --disk"
         return Finding("disk", measured, "fail", "room for a checkpoint, up to 130 GB", advice)
     finally:
         file.unlink(missing_ok=True)

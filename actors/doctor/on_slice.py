@@ -17,7 +17,7 @@ class DoctorHost:
     def __init__(self, folder: str | None) -> None:
         """Write to `folder`, which should be on the disk of the weights; by default to a temporary folder."""
         if folder is not None and not Path(folder).is_dir():
-            raise OutputError(f"{folder} isn't a folder on this host; create it there, or choose another --folder")
+            raise OutputError(f"{folder} isn't a folder on this host; create it there, or choose another --disk")
         scratch = Path(tempfile.mkdtemp(prefix="wan-tpu-doctor-", dir=folder))
         self._machine = Machine(scratch, is_rehearsal=not list_device_files(), is_slice=True)
 

@@ -3,7 +3,7 @@
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from actors.observe.status_actor import ReplicaStatus, ReportedStatus, RequestStatus, StatusActor
@@ -13,6 +13,7 @@ from cluster.inventory import LiveSlice
 from cluster.layout import Pool, Replicas
 
 MAX_SHOWN = 20  # The most requests, and the most replicas of a pool, that the text lists.
+MAX_ID = 26  # The most characters of a request's id in the text.
 MAX_ON_LINE = 6  # The most requests that are named in one line.
 
 
@@ -128,9 +129,12 @@ def format_status(status: PipelineStatus) -> str:
     if status.silent:
         lines.append("  its status actor doesn't answer: what replicas and requests do isn't known, and they go on")
     lines.append("pools")
-    for pool in status.pools:
-        replicas = f"{len(pool.replicas)} of {Replicas(*pool.wanted)!s:<7}"
-        lines.append(f"  {pool.name:<16} {pool.slice:<8} {replicas} queue {pool.queue:<4} {_format_facts(pool)}")
+    rows = [
+        (pool.name, pool.slice, f"{len(pool.replicas)} of {Replicas(*pool.wanted)}", f"queue {pool.queue}")
+        for pool in status.pools
+    ]
+    for pool, row in zip(status.pools, _align(rows), strict=True):
+        lines.append(f"  {row}  {_format_facts(pool)}")
         lines += [
             f"    {name:<24} {textwrap.shorten(str(replica), 100, placeholder='…')}, {_format_age(now, replica.since)}"
             for name, replica in list(pool.replicas.items())[:MAX_SHOWN]
@@ -142,16 +146,39 @@ def format_status(status: PipelineStatus) -> str:
             each = ", ".join(f"{value or 'nothing'} on {replica}" for replica, value in values.items())
             lines.append(f"    not alike, so that their videos differ: {name} is {each}")
     lines.append("requests")
-    for key, request in list(status.requests.items())[:MAX_SHOWN]:
-        steps = f"step {request.step}/{request.steps}" if request.step else ""
+    step_s = {stage: pool.step_s for pool in status.pools for stage in pool.stages}
+    shown = [
+        (_shorten(key), request.stage, *_format_progress(request, step_s), _format_age(now, request.came))
+        for key, request in list(status.requests.items())[:MAX_SHOWN]
+    ]
+    for row, request in zip(_align(shown), status.requests.values(), strict=False):
         choice = ": ".join(part for part in (request.slice, request.chosen) if part)
-        age = _format_age(now, request.came)
-        lines.append(f"  {key:<26} {request.stage:<13} {steps:<12} {age:<8} {choice}".rstrip())
+        lines.append(f"  {row}  {choice}".rstrip())
     if status.under_way > MAX_SHOWN:
         lines.append(f"  and {status.under_way - MAX_SHOWN} more")
     ends = ", ".join(f"{count} {ending}" for ending, count in sorted(status.ended.items())) or "none ended"
     lines.append(f"  {status.under_way} under way, {status.waiting} waiting, {ends}")
     return "\n".join(lines)
+
+
+def _align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows as lines whose columns begin at the same place."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _shorten(key: str) -> str:
+    """Return a request's id, or the ends of a long one; --json has the whole."""
+    return key if len(key) <= MAX_ID else f"{key[:15]}…{key[15 - MAX_ID + 1 :]}"
+
+
+def _format_progress(request: RequestStatus, step_s: Mapping[str, float | None]) -> tuple[str, str, str]:
+    """Return a request's step, what share of the steps is done, and how long the others take."""
+    if not request.step or not request.steps:
+        return "", "", ""
+    seconds = step_s.get(request.stage)
+    left = "" if seconds is None else f"{(request.steps - request.step) * seconds:.0f} s left"
+    return f"step {request.step}/{request.steps}", f"{request.step * 100 // request.steps} %", left
 
 
 def describe_requests(reported: ReportedStatus) -> str:

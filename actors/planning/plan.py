@@ -74,7 +74,9 @@ def _print_programs(args: argparse.Namespace) -> int:
     for planner in planners:
         plans.append(planner.plan((args.dp, args.sp, args.tp), only=args.program))
         if args.meshes:
-            alternatives += [planner.plan(mesh, only=STEP) for mesh in planner.meshes() if mesh != plans[-1].mesh]
+            others = [mesh for mesh in planner.meshes() if mesh != plans[-1].mesh]
+            print(f"then the denoise step on {len(others)} other meshes", file=sys.stderr)
+            alternatives += [planner.plan(mesh, only=STEP) for mesh in others]
     if args.plot:
         draw([plan for plan in plans if any(program.name == STEP for program in plan.programs)], args.plot)
     if args.json:
@@ -285,7 +287,7 @@ def _parse_positive(text: str) -> float:
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(prog="wan-tpu plan", description=_SUMMARY, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="wan-tpu plan", description=_SUMMARY)
     parser.add_argument(
         "--model",
         "--model_id",

@@ -35,20 +35,29 @@ HEAD_CPUS, HOST_CPUS = 32, 4  # How many CPUs Ray counts, whatever the machine h
 
 @dataclass(frozen=True)
 class EmulatedSlice:
-    """A slice to emulate: its name, its kind, and how many CPU devices each host shows in place of its chips."""
+    """A slice to start on this machine.
+
+    Attributes:
+        name: Its name.
+        spec: Its kind.
+        devices_per_host: How many CPU devices each host shows in place of its chips; None where these are real.
+    """
 
     name: str
     spec: SliceSpec
-    devices_per_host: int = 1
+    devices_per_host: int | None = 1
 
     def host(self, worker_id: int, settings: "Settings") -> ray_nodes.NodeSettings:
         """Return the node that emulates the host with a worker id."""
+        is_emulated = self.devices_per_host is not None
         return ray_nodes.NodeSettings(
             name=f"{self.name}-{worker_id}",
             cpus=HOST_CPUS,
             object_store_bytes=settings.host_store_mib * 2**20,
             resources={**self.spec.build_host_resources(worker_id), self.name: 1},
-            labels=self.spec.build_host_labels(worker_id, self.name) | {DEVICES: str(self.devices_per_host)},
+            labels=self.spec.build_host_labels(worker_id, self.name)
+            | ({DEVICES: str(self.devices_per_host)} if is_emulated else {}),
+            variables={} if is_emulated else ray_nodes.find_tpu_variables(),
         )
 
 
@@ -86,6 +95,10 @@ class Settings:
     dashboard: bool = False
     head_store_mib: int = 512
     host_store_mib: int = 256
+
+    def head(self) -> ray_nodes.NodeSettings:
+        """Return the head node. It has no chips: Ray would give it those that it finds on the machine."""
+        return ray_nodes.NodeSettings("head", HEAD_CPUS, self.head_store_mib * 2**20, {"TPU": 0})
 
 
 def find_default_folder() -> Path:
@@ -150,16 +163,17 @@ class EmulatedCluster:
         cluster._save()  # From here on, `stop` finds what was started.
         if not outlive:
             cluster._guard = _guard(folder)
+        hosts = [s.host(worker_id, settings) for s in slices for worker_id in range(s.spec.hosts)]
         try:
             with ray_nodes.environment():
                 if imports is not None:
                     fork_server.start(temp / ray_nodes.FORKS, imports)
                 if forks is not None:
                     (temp / ray_nodes.FORKS).symlink_to(forks)
-                head = ray_nodes.NodeSettings("head", HEAD_CPUS, settings.head_store_mib * 2**20)
+                head = settings.head()
                 cluster.address, cluster.dashboard = ray_nodes.start_head(temp, head, dashboard=settings.dashboard)
                 cluster._save()
-                cluster._start_hosts([s.host(worker_id, settings) for s in slices for worker_id in range(s.spec.hosts)])
+                cluster._start_hosts(hosts)
         except BaseException as error:
             cluster.stop()
             if isinstance(error, Exception) and not isinstance(error, ClusterStartFailed):

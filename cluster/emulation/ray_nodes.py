@@ -170,6 +170,12 @@ def _build_parameters(temp: Path, settings: NodeSettings, **parameters: Any) -> 
     )
 
 
+def find_tpu_variables() -> dict[str, str]:
+    """Return the environment of a node that has this machine's chips: the variables that describe its TPU."""
+    of_this_machine = {name: value for name, value in os.environ.items() if name.startswith("TPU_")}
+    return of_this_machine | {"JAX_PLATFORMS": "tpu,cpu"}
+
+
 @contextlib.contextmanager
 def environment() -> Iterator[None]:
     """Give processes that are started meanwhile the environment of an emulated cluster, and the user's token."""

@@ -1,6 +1,7 @@
 """The command line itself: hints, help, completion, and the commands that documentation and messages show."""
 
 import argparse
+import contextlib
 import itertools
 import json
 import re
@@ -35,6 +36,9 @@ HOSTS = ["hosts", "/proc/x", "--layout", "four-pools", "--image", "i", "--projec
     [
         (["genrate"], "there is no 'genrate' (did you mean generate?)"),
         (["generate", "--ckpt_dir", "wan"], "there is no --ckpt_dir (did you mean --model?)"),
+        (["generate", "-p", "a cat"], "(did you mean --prompt?)"),
+        (["jobs", "show", "x", "--url", "videos.example.com"], "http://127.0.0.1:8000"),
+        (["jobs", "list", "--status", "done"], "choose from queued"),
         (["generate", "--model-id", "wan", "--num_inference_steps=4"], "(did you mean --steps?)"),
         (["generate", "--model", "wan", "--precision", "int8_attention"], "(did you mean int8-attention?)"),
         (["plan", "--model", "wan2.2-i2v-14b"], "(did you mean wan2.2-i2v-a14b?)"),
@@ -151,6 +155,15 @@ def test_without_a_command_all_are_listed(capsys):
     assert all(name in message for name in COMMANDS)
 
 
+def test_help_and_version_are_commands_too(capsys):
+    for argv, text in ((["help"], "stage1"), (["help", "generate"], "--prompt"), (["version"], "jax")):
+        with contextlib.suppress(SystemExit):
+            assert main(argv) in (0, None)
+        out = capsys.readouterr().out
+        assert text in out
+        assert max(map(len, out.splitlines())) <= 120
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_argument_of_a_command_has_help(name):
     for action in all_actions(parser_of(find_command(name))):
@@ -188,7 +201,7 @@ def commands_of(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_commands_of_documentation_can_be_parsed(page):
     for name, *words in commands_of(page):
-        if name == "--version":
+        if name.startswith("-"):
             continue
         parser = parser_of(find_command(name))
         if "..." in words and not words[words.index("...") - 1].startswith("--"):  # some of its options
@@ -230,9 +243,9 @@ def test_models_and_layouts_are_listed(capsys):
     assert list(layouts) == list_shipped()
     assert layouts["four-pools"]["chips"] == "21 to 105" and layouts["emulated-demo"]["emulated"] == "yes"
     for argv, row in (
-        (["models"], r"turbowan2.2-i2v-a14b +image to video +1280x720 +81 +5.1 +4 +turbo"),
-        (["models"], r"ltx-2.3-distilled +text or image to video with sound +1536x1024 +121 +5.0 +11"),
-        (["models"], r"minimax-h3 +text (or image )?to video with sound +1344x768 +124 +5.2 +49 +turbo-4"),
+        (["models"], r"turbowan2.2-i2v-a14b +image +1280x720 +81 +5.1 +4"),
+        (["models"], r"ltx-2.3-distilled +text or image +1536x1024 +121 +5.0 +11 +yes"),
+        (["models"], r"minimax-h3 +text( or image)? +1344x768 +124 +5.2 +49 +yes\n(.*\n)+minimax-h3: turbo-4"),
         (["layouts", "--model", "ltx-2.3-distilled"], r"ltx-2.3-v6e +one expert, refine +12 +375 +no +1 x v6e-4: enc"),
         (["layouts", "--model", "wan2.2-ti2v-5b"], r"one-machine-one-expert +one expert +8 +250 +no +1 x v6e-8: enc"),
     ):
@@ -256,7 +269,9 @@ def test_a_licence_is_said_once_and_where_models_are_listed(capsys, tmp_path, mo
         load_pipeline(checkpoint, "float32", (1, 1, 1))
         assert (licence in capsys.readouterr().err) == expected
     assert main(["models"]) == 0
-    assert "Licence of LTX-2: LTX-2 Community License" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Licence of LTX-2: LTX-2 Community License" in out
+    assert max(map(len, out.splitlines())) <= 100
 
 
 def test_bash_completes_commands_options_and_values(capsys, tmp_path):
@@ -271,6 +286,9 @@ def test_bash_completes_commands_options_and_values(capsys, tmp_path):
         (["plan", "--model", "wan2.2-i"], "wan2.2-i2v-a14b"),
         (["cluster", "do"], "down"),
         (["cluster", "up", "--emulate", "emulated-d"], "emulated-demo"),
+        (["generate", "--model", "ltx-2.3-d"], "ltx-2.3-distilled"),
+        (["generate", "--preset", "lightn"], "lightning"),
+        (["help", "gener"], "generate"),
         (["generate", "--image", str(ROOT / "examples" / "ca")], str(ROOT / "examples" / "cat.png")),
     ):
         done = subprocess.run(["bash", "--norc", "-c", script, *words], capture_output=True, text=True, check=True)

@@ -29,7 +29,7 @@ def list_findings(machine, *parts):
 
 def run_doctor(folder, *parts, **environment):
     chosen = [word for part in parts for word in ("--part", part)]
-    command = [sys.executable, "-m", "actors.cli", "doctor", "--folder", folder, "--output", folder / "doctor.json"]
+    command = [sys.executable, "-m", "actors.cli", "doctor", "--disk", folder, "--output", folder / "doctor.json"]
     done = subprocess.run(
         [*command, *chosen], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=300
     )
@@ -46,7 +46,7 @@ def check_rehearsal(folder, *parts):
     report = json.loads(bundle)
     assert report["environment"]["JAX_TEST_LEVEL"] == "4"
     assert report["versions"]["jax"] and report["devices"]["rehearsal"]
-    with pytest.raises(InvalidInput, match="was measured on cpu, which says nothing about a TPU"):
+    with pytest.raises(InvalidInput, match=r"\bcpu\b"):
         load_calibration(folder / "doctor.json")
     assert report["calibration"]["link_bytes_per_s"] > 0 and report["date"]
     assert not [file for file in folder.iterdir() if file.name != "doctor.json"]
@@ -117,7 +117,7 @@ def test_full_disk_is_named(tmp_path):
     mount = f"mount -t tmpfs -o size=4m tmpfs {tmp_path}"
     if subprocess.run([*inside, mount], capture_output=True).returncode:
         pytest.skip("to mount a small disk is for root")
-    command = f"{mount} && {sys.executable} -m actors.cli doctor --folder {tmp_path} --part host --output /dev/null"
+    command = f"{mount} && {sys.executable} -m actors.cli doctor --disk {tmp_path} --part host --output /dev/null"
     done = subprocess.run([*inside, command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1, (done.stdout, done.stderr)
     assert "FAIL disk" in done.stdout and "No space left on device" in done.stdout
@@ -142,14 +142,14 @@ def test_check_that_fails_itself_is_a_finding_and_stops_no_other(machine, monkey
 
 def test_folder_that_is_not_there_is_refused(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "actors.cli", "doctor", "--folder", tmp_path / "none"],
+        [sys.executable, "-m", "actors.cli", "doctor", "--disk", tmp_path / "none"],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
     assert (done.returncode, done.stderr) == (
         2,
-        f"error: --folder {tmp_path / 'none'} doesn't exist; create it, or choose another folder\n",
+        f"error: --disk {tmp_path / 'none'} doesn't exist; create it, or choose another folder\n",
     )
 
 

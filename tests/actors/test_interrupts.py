@@ -9,6 +9,7 @@ import pytest
 
 from actors import interrupts
 from wan_tpu import cli
+from wan_tpu.commands.importing import heavy_imports
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +68,20 @@ def test_sigterm_interrupts_again_where_the_first_one_was_swallowed(monkeypatch)
             monkeypatch.setattr(interrupts, "REPEATED_S", 0)
             terminate()
             signal.pause()
+
+
+@pytest.mark.parametrize("swallow", [contextlib.nullcontext, lambda: contextlib.suppress(KeyboardInterrupt)])
+def test_ctrl_c_ends_imports_that_swallow_it(swallow):
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        with heavy_imports(), swallow():
+            signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), heavy_imports():
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("half imported") from None
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_ctrl_c_is_told_from_sigterm():

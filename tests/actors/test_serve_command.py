@@ -146,7 +146,7 @@ def test_a_config_says_what_the_command_line_says(tmp_path, capsys, checkpoint):
         assert app["import_path"].startswith("actors.commands.serve_config:")
         settings, spec = read_service(app["args"]["arguments"], "10.0.0.1:6379")
         assert settings.largest == ((720, 1280, 81), (480, 832, 121)) and settings.queue_limit == 50
-        assert (settings.limits.bodies, settings.aliases, settings.dollars["encoder"]) == (5, ("sora-2",), 2.7)
+        assert (settings.limits.bodies, settings.aliases, settings.dollars["encoder"]) == (5, ("sora-2",), 0)
         assert settings.database == "postgresql://user@db/jobs" and settings.model == Path(model).name
         assert settings.chips == {"encoder": 4, "denoise_high": 4, "denoise_low": 8, "decoder": 4}
         assert spec.settings.checkpoint == model and len(spec.settings.warm_up) == 1

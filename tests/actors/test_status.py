@@ -59,7 +59,7 @@ def test_request_is_listed_with_its_slice_and_why_that_was_chosen():
     requests = {"cat": RequestStatus(time.time(), "denoise", 3, 8, "all/0", chosen)}
     text = format_status(build_status(SPEC, ReportedStatus(requests=requests), [], set()))
     [line] = [line for line in text.splitlines() if line.startswith("  cat")]
-    assert line.split() == f"cat denoise step 3/8 0 s all/0: {chosen}".split()
+    assert line.split() == f"cat denoise step 3/8 37 % 0 s all/0: {chosen}".split()
 
 
 def test_replica_whose_clock_is_ahead_was_not_seen_in_the_future():

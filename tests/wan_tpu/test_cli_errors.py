@@ -1,7 +1,9 @@
 """Commands refuse bad input with one line, and leave nothing behind when a run fails."""
 
+import io
 import json
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from wan_tpu.commands.generate import generate
         (["--size", "big"], "WIDTHxHEIGHT"),
         (["--size", ""], "WIDTHxHEIGHT"),
         (["--size", "²x32"], "WIDTHxHEIGHT"),
+        (["--seconds", "2"], "--frames"),
         (["--steps", "1.5"], "see wan-tpu generate --help"),
         (["--num_frames", "5"], "there is no --num_frames (did you mean --frames?)"),
         (["--solver", "unipcc"], "(did you mean unipc?)"),
@@ -57,13 +60,14 @@ def test_bad_input_is_one_line_and_exit_code_2(change, message, checkpoint, tmp_
     assert not list(tmp_path.iterdir())
 
 
-def test_a_prompt_is_only_empty_where_it_is_said(checkpoint, tmp_path, capsys):
-    argv = ["--model-id", str(checkpoint("wan2.2-i2v-a14b")), *REQUEST[2:], "--frames", "6"]
+def test_a_prompt_is_only_empty_where_it_is_said(checkpoint, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    argv = ["--model-id", str(checkpoint("wan2.2-i2v-a14b")), *REQUEST[2:], "--frames", "5"]
     output = ["--output", str(tmp_path / "video.mp4")]
     for command in (generate, staged.encode, calibrate):
         assert cli.run(command, [*argv, *(output if command is generate else [])]) == 2
         assert capsys.readouterr().err.startswith("error: --prompt is missing")
-    assert cli.run(generate, [*argv, *output, "--prompt", ""]) == 2
+    assert cli.run(generate, [*argv, *output, "--prompt", "", "--frames", "6"]) == 2
     assert "4n + 1" in capsys.readouterr().err  # the prompt is fine
 
 

@@ -10,13 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wan_tpu.commands.importing import heavy_imports
 from wan_tpu.commands.parser import add_mesh, add_model, add_precision, add_switches
 from wan_tpu.errors import InvalidInput, OutputError
-from wan_tpu.families import FAMILIES
+from wan_tpu.families import FAMILIES, open_spec
 from wan_tpu.fields import describe, type_of
+from wan_tpu.lengths import count_frames
 from wan_tpu.media.video import check_ffmpeg, check_folder, check_output
-from wan_tpu.progress import Console
+from wan_tpu.progress import CompileNotice, Console
 from wan_tpu.request import FIELDS, NAMED_SIZES, GenerationRequest, parse_size
+from wan_tpu.switches import set_switches
 
 if TYPE_CHECKING:
     from wan_tpu.commands.record import Profiler
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
 # Fields of a request that `wan-tpu stage2` may change: only the experts depend on them.
 SAMPLING = ("steps", "guidance_scale", "guidance_scale_2", "loras", "cache", "sigmas", "switch_step", "seed")
+NO_PROMPT = '--prompt is missing; say what the video shows, or --prompt "" for nothing in particular'
 _READ_AS: dict[Any, dict[str, Any]] = {
     int: {"type": int},
     float: {"type": float},
@@ -77,6 +81,9 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     for name in FIELDS:
         if name not in SAMPLING:
             _add_field(group, name)
+        if name == "frames":
+            text = "length in seconds, in place of --frames: the nearest that the model makes"
+            group.add_argument("--seconds", help=text)
     add_sampling_arguments(group)
 
 
@@ -112,35 +119,50 @@ def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def request_from(args: argparse.Namespace) -> GenerationRequest:
-    """Return the request that parsed arguments describe; raises `InvalidInput` when the prompt is missing."""
-    if args.prompt is None:
-        raise InvalidInput('--prompt is missing; say what the video shows, or --prompt "" for nothing in particular')
+def request_from(args: argparse.Namespace, prompt: str | None = None) -> GenerationRequest:
+    """Return the request that parsed arguments describe, or one with another prompt.
+
+    Raises:
+        InvalidInput: There is no prompt, or another value that no model takes.
+    """
+    prompt = args.prompt if prompt is None else prompt
+    if prompt is None:
+        raise InvalidInput(NO_PROMPT)
     fields = {name: value for name, value in vars(args).items() if name in FIELDS and value is not None}
     height, width = (None, None) if args.size is None else parse_size(args.size)
-    return GenerationRequest(height=height, width=width, **fields)
+    if args.seconds is not None:
+        if args.frames is not None:
+            raise InvalidInput("--seconds and --frames both give the length; omit one of them")
+        spec = open_spec(args.model_id)
+        fields["frames"] = count_frames(args.seconds, args.fps or spec.defaults.fps, spec)
+    return GenerationRequest(height=height, width=width, **fields | {"prompt": prompt})
 
 
-def pipeline_from(args: argparse.Namespace, model_id: str | None = None, dtype: str | None = None) -> "Pipeline":
-    """Open the pipeline that parsed arguments describe, for one request: each stage's weights are freed after it.
+def pipeline_from(
+    args: argparse.Namespace, model_id: str | None = None, dtype: str | None = None, *, keep_weights: bool = False
+) -> "Pipeline":
+    """Open the pipeline that parsed arguments describe.
 
     Args:
         args: The parsed arguments.
         model_id: The model, unless the arguments name one.
         dtype: The precision, unless the arguments name one.
+        keep_weights: Keep each stage's weights for the next request; else they are freed after it.
     """
-    from wan_tpu.pipeline import load_pipeline
-    from wan_tpu.switches import set_switches
-
     set_switches(args.kernels, args.collectives)
-    return load_pipeline(
-        args.model_id or model_id or "",
-        dtype=args.dtype or dtype or "bfloat16",
-        mesh=(args.dp, args.sp, args.tp),
-        keep_weights=False,
-        executables=args.executables,
-        progress=Console(),
-    )
+    with heavy_imports():
+        from wan_tpu.pipeline import load_pipeline
+
+        pipeline = load_pipeline(
+            args.model_id or model_id or "",
+            dtype=args.dtype or dtype or "bfloat16",
+            mesh=(args.dp, args.sp, args.tp),
+            keep_weights=keep_weights,
+            executables=args.executables,
+            progress=Console(),
+        )
+    pipeline.runtime.on_compile = CompileNotice()
+    return pipeline
 
 
 def check_outputs(video: Path, *, overwrite: bool, inputs: Sequence[str | Path | None]) -> tuple[Path, Path, Path]:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wan_tpu.commands import arguments
+from wan_tpu.commands.importing import heavy_imports
 from wan_tpu.commands.parser import Parser
+from wan_tpu.commands.session import run_session
 from wan_tpu.errors import InvalidInput, OutputError, WanTpuError
 from wan_tpu.families import open_spec
 from wan_tpu.media.joining import join_videos, prepare_source, read_clip
@@ -19,6 +21,13 @@ from wan_tpu.media.video import check_output
 from wan_tpu.progress import say
 from wan_tpu.switches import set_switches
 
+_EXAMPLES = """
+wan-tpu generate --model wan2.2-t2v-a14b --prompt "a cat" -o cat.mp4
+wan-tpu generate --model wan2.2-i2v-a14b --image cat.png --prompt "it looks up" --preset lightning
+wan-tpu generate --model ltx-2.3-distilled --prompt "rain on a roof" --size 1280x768 --seconds 5
+wan-tpu generate --model wan2.2-t2v-a14b    # asks for one prompt after another
+"""
+
 if TYPE_CHECKING:
     from wan_tpu.plan import RequestPlan
     from wan_tpu.request import GenerationRequest
@@ -26,8 +35,8 @@ if TYPE_CHECKING:
 
 
 def generate(argv: Sequence[str]) -> None:
-    """Make one video: encoder, experts, decoder."""
-    parser = Parser(prog="wan-tpu generate", description=generate.__doc__)
+    """Make one video. Without --prompt, ask for one prompt after another, with weights and programs kept in memory."""
+    parser = Parser(prog="wan-tpu generate", description=generate.__doc__, examples=_EXAMPLES)
     arguments.add_model_arguments(parser)
     arguments.add_request_arguments(parser)
     arguments.add_profile_arguments(parser)
@@ -41,6 +50,9 @@ def generate(argv: Sequence[str]) -> None:
     arguments.add_overwrite(parser)
     args = parser.parse_args(argv)
 
+    if args.prompt is None:
+        run_session(args)
+        return
     size = None if args.extend is None else _read_size(args)
     request = arguments.request_from(args)
     inputs = (args.image, args.last_image, args.video, args.extend, args.model_id)
@@ -60,17 +72,15 @@ def generate(argv: Sequence[str]) -> None:
             plan, source = plan_extension(spec, request, args.extend, size, folder)
 
         say(f"opening {args.model_id}")
-        from wan_tpu.commands.recorded import Recorder, decode_to_files, denoise_recorded, encode_recorded, report
+        with heavy_imports():
+            from wan_tpu.commands.recorded import Recorder, make_recorded, report
 
         pipe = arguments.pipeline_from(args)
         pipe.check_components()
         recorder = Recorder(pipe.runtime, plan)
         for warning in [] if size is None else spec.describe_fit(plan.request, "the video to extend", size):
             recorder.warn(warning)
-        run = pipe.run(pipe.fetch_adapters(plan), warn=recorder.warn, around=recorder.operation)
-        encode_recorded(run)
-        denoise_recorded(run, recorder, profiler)
-        decode_to_files(run, recorder, plan.request, (part, *outputs[1:]), overwrite=args.overwrite)
+        make_recorded(pipe, plan, recorder, (part, *outputs[1:]), profiler=profiler, overwrite=args.overwrite)
         made = plan.request
         if source is not None:
             try:

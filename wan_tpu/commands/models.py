@@ -2,11 +2,12 @@
 
 import dataclasses
 import json
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 from wan_tpu.commands.parser import Parser
-from wan_tpu.commands.tables import as_table
+from wan_tpu.commands.tables import WIDTH, as_table
 from wan_tpu.families import FAMILIES, list_hub_ids, list_published, published_spec
 from wan_tpu.request import DIFFUSERS, ORIGINAL
 
@@ -27,21 +28,34 @@ def models(argv: Sequence[str]) -> None:
     if args.hub_ids:
         print(as_table(("model", "hub id"), [[name, hub_id] for name, hub_id in list_hub_ids().items()]))
         return
-    header = ("model", "makes", "size", "frames", "seconds", "steps")
-    table = [
-        [*(str(model[column]) for column in header), ", ".join(name for name in model["presets"] if name not in _ALL)]
-        for model in rows
-    ]
-    print(as_table((*header, "more presets"), table))
-    print(
-        "\nThese are the settings of the models' own programs, preset original, which is used without one. Preset\n"
-        "diffusers has those of diffusers. --json says where they are from.\n"
-        "\nSizes are WIDTHxHEIGHT. All commands take these names and the models' hub ids (--hub_ids lists them);\n"
-        "those that make videos also take a diffusers directory, here or in gs://."
+    columns = ("size", "frames", "seconds", "steps")
+    table = []
+    for row in rows:
+        source, _, sound = row["makes"].partition(" to video")
+        table.append([row["model"], source, *(str(row[column]) for column in columns), "yes" if sound else ""])
+    print(as_table(("model", "from", *columns, "sound"), table))
+    presets = [f"{', '.join(models)}: {', '.join(names)}" for names, models in _group_by_presets(rows).items() if names]
+    _print_paragraphs(
+        "These are the settings of the models' own programs, preset original, which is used without one. Preset "
+        "diffusers has those of diffusers. --json says where they are from. More presets:",
+        *presets,
+        "Sizes are WIDTHxHEIGHT. All commands take these names and the models' hub ids (--hub_ids lists them); those "
+        "that make videos also take a diffusers directory, here or in gs://.",
+        *(f"Licence of {family.title}: {family.licence}." for family in FAMILIES.values() if family.licence),
     )
-    for family in FAMILIES.values():
-        if family.licence:
-            print(f"\nLicence of {family.title}: {family.licence}.")
+
+
+def _print_paragraphs(*paragraphs: str) -> None:
+    for paragraph in paragraphs:
+        print(f"\n{textwrap.fill(paragraph, WIDTH, break_on_hyphens=False, break_long_words=False)}")
+
+
+def _group_by_presets(rows: list[dict[str, Any]]) -> dict[tuple[str, ...], list[str]]:
+    """Return the names of the models that have the same presets of their own, by these presets."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        groups.setdefault(tuple(name for name in row["presets"] if name not in _ALL), []).append(row["model"])
+    return groups
 
 
 def _describe(name: str) -> dict[str, Any]:

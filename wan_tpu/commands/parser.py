@@ -2,8 +2,10 @@
 
 import argparse
 import contextvars
+import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -12,7 +14,29 @@ from wan_tpu.suggest import did_you_mean
 
 PRECISIONS = ("bfloat16", "float32", "int8", "float8", "int8-attention", "float8-attention")
 _only_built = contextvars.ContextVar("only_built", default=False)  # True while `parser_of` builds a parser.
+_WIDTH = 100  # Characters of a line of help.
 _NUMBER = re.compile(r"-\.?[0-9]")
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Breaks lines only between words: options, hub ids and paths have hyphens."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False, break_long_words=False)
+
+
+def _read_whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"it is {text!r}; give a whole number") from None
+
+
+def _read_number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"it is {text!r}; give a number") from None
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,9 +46,16 @@ class Parser(argparse.ArgumentParser):
     added later would make an abbreviation ambiguous.
     """
 
-    def __init__(self, **settings: Any) -> None:
-        """Take the arguments of `ArgumentParser`."""
-        super().__init__(allow_abbrev=False, **settings)
+    def __init__(self, *, examples: str = "", **settings: Any) -> None:
+        """Take the arguments of `ArgumentParser`; `examples` are lines that the help ends with."""
+        paragraphs = inspect.cleandoc(settings.get("description") or "").split("\n\n")
+        text = "\n\n".join(part if part.startswith(" ") else textwrap.fill(part, _WIDTH) for part in paragraphs)
+        settings |= {"description": text, "formatter_class": _Formatter, "allow_abbrev": False}
+        if examples:
+            settings["epilog"] = f"examples:\n{textwrap.indent(textwrap.dedent(examples).strip(), '  ')}"
+        super().__init__(**settings)
+        self.register("type", int, _read_whole_number)
+        self.register("type", float, _read_number)
 
     def error(self, message: str) -> NoReturn:
         """Raise `InvalidInput`."""
@@ -61,16 +92,6 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"there is no {name}{did_you_mean(name, options)}")
             result.append(f"{known}{equals}{value}")
         return result
-
-    def _get_value(self, action: argparse.Action, text: str) -> Any:
-        """Convert an argument; where argparse only calls a number invalid, say what to give."""
-        try:
-            return super()._get_value(action, text)
-        except argparse.ArgumentError:
-            if action.type not in (int, float):
-                raise
-            kind = "a whole number" if action.type is int else "a number"
-            raise argparse.ArgumentError(action, f"it is {text!r}; give {kind}") from None
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

@@ -7,10 +7,29 @@ import numpy as np
 
 from wan_tpu.commands.record import Profiler, Recorder
 from wan_tpu.data import to_uint8
+from wan_tpu.errors import OutputError
 from wan_tpu.media.video import ContactSheet, VideoWriter
+from wan_tpu.pipeline import Pipeline
+from wan_tpu.plan import RequestPlan
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.stage_machine import Decode, DecodeSound, EncodeImage, EncodeText, Finish, Step
 from wan_tpu.stages import LocalExecutor
+
+
+def make_recorded(
+    pipe: Pipeline,
+    plan: RequestPlan,
+    recorder: Recorder,
+    outputs: tuple[Path, Path, Path],
+    *,
+    profiler: Profiler | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Run all stages, and write the mp4 and the contact sheet."""
+    run = pipe.run(pipe.fetch_adapters(plan), warn=recorder.warn, around=recorder.operation)
+    encode_recorded(run)
+    denoise_recorded(run, recorder, profiler)
+    decode_to_files(run, recorder, plan.request, outputs, overwrite=overwrite)
 
 
 def encode_recorded(run: LocalExecutor) -> None:
@@ -52,7 +71,10 @@ def decode_to_files(
                 sheet.add(frames)
                 writer.write(frames[hidden:])
                 hidden = max(0, hidden - len(frames))
-        sheet.save(outputs[1], overwrite=overwrite)
+        try:
+            sheet.save(outputs[1], overwrite=overwrite)
+        except OutputError as error:
+            raise OutputError(f"{error}; the video is complete: {outputs[0]}") from None
         record.host_s += time.perf_counter() - last_frames  # The devices have been idle since then.
 
 

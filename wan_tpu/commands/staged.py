@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wan_tpu.commands import arguments
+from wan_tpu.commands.importing import heavy_imports
 from wan_tpu.commands.parser import Parser, add_model
 from wan_tpu.data import Conditioning, DenoiseState, load_value, save_value, write_json
-from wan_tpu.errors import InvalidInput
+from wan_tpu.errors import InvalidInput, WanTpuError
 from wan_tpu.media.video import check_output
 from wan_tpu.plan import DECODER, ENCODER
 from wan_tpu.request import IMAGES, GenerationRequest, ResolvedRequest, override
@@ -83,7 +84,8 @@ def encode(argv: Sequence[str]) -> None:
             inputs=(args.image, args.last_image, args.video, args.model_id),
         )
 
-    from wan_tpu.commands.recorded import Recorder, encode_recorded
+    with heavy_imports():
+        from wan_tpu.commands.recorded import Recorder, encode_recorded
 
     pipe = arguments.pipeline_from(args)
     plan = pipe.plan(request)
@@ -125,9 +127,12 @@ def denoise(argv: Sequence[str]) -> None:
     if args.resume:
         resumed, run = _read_state(folder, run.id)
     run = _with_overrides(run, args)
+    if not (args.overwrite or args.resume):
+        _refuse_unfinished(folder)
     check_output(folder / LATENTS, overwrite=args.overwrite or args.resume)
 
-    from wan_tpu.commands.recorded import Recorder, denoise_recorded
+    with heavy_imports():
+        from wan_tpu.commands.recorded import Recorder, denoise_recorded
 
     pipe = arguments.pipeline_from(args, run.model_id, run.dtype)
     run = _on_pipeline(run, pipe, resumed=args.resume)
@@ -183,7 +188,8 @@ def decode(argv: Sequence[str]) -> None:
     video = args.output_video or folder / "video.mp4"
     outputs = arguments.check_outputs(video, overwrite=args.overwrite, inputs=inputs)
 
-    from wan_tpu.commands.recorded import Recorder, decode_to_files, report
+    with heavy_imports():
+        from wan_tpu.commands.recorded import Recorder, decode_to_files, report
 
     pipe = arguments.pipeline_from(args, run.model_id, run.dtype)
     plan = pipe.runtime.model.spec.plan_resolved(request, image=False)  # No image is encoded any more.
@@ -233,6 +239,19 @@ def _read_state(folder: Path, run_id: str | None) -> tuple[DenoiseState, Run]:
             "--overwrite instead of --resume"
         )
     return state, run
+
+
+def _refuse_unfinished(folder: Path) -> None:
+    """Raise `InvalidInput` if a folder has a state that can be continued: an overwritten one would be lost."""
+    try:
+        state, run = _read_state(folder, None)
+    except WanTpuError:
+        return  # There is none, or it can't be continued.
+    if state.step < run.request.steps:
+        raise InvalidInput(
+            f"{folder / LATENTS} is after step {state.step} of {run.request.steps}; go on from there with --resume, or "
+            "begin again with --overwrite"
+        )
 
 
 def _on_pipeline(run: Run, pipe: "Pipeline", *, resumed: bool) -> Run:

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
+WIDTH = 100  # Characters of a line.
+
 
 def as_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return the header and the rows as aligned lines. Numbers and their headings are right-aligned."""

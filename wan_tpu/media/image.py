@@ -25,11 +25,11 @@ _UNSEEN = 0.02  # By how much an image may be stretched, or be cut at its edges,
 _MARGIN = 16  # Pixels kept around the resized area, more than any filter reads.
 
 
-def load_image(source: "str | Path | Image.Image | np.ndarray") -> Image.Image:
+def load_image(source: "str | Path | Image.Image | np.ndarray", name: str = "image") -> Image.Image:
     """Return `source`, a file, an image or uint8 [H, W, 3], as an upright RGB image.
 
     EXIF rotation is applied, transparency is dropped as `diffusers.utils.load_image` drops it, and 16-bit images are
-    scaled to 8 bits.
+    scaled to 8 bits. Errors call it `name`.
 
     Raises:
         InvalidRequest: The file is missing, damaged or too large.
@@ -39,23 +39,23 @@ def load_image(source: "str | Path | Image.Image | np.ndarray") -> Image.Image:
         return _to_rgb(source)
     if hasattr(source, "__array_interface__") and not isinstance(source, str | Path):  # NumPy itself is imported late.
         if str(source.dtype) != "uint8" or source.ndim != 3 or source.shape[2] != 3 or not source.size:
-            raise InvalidRequest(f"image is an array of {source.dtype} {list(source.shape)}; give uint8 [H, W, 3]")
+            raise InvalidRequest(f"{name} is an array of {source.dtype} {list(source.shape)}; give uint8 [H, W, 3]")
         return Image.fromarray(source)
     if not isinstance(source, str | Path):
-        raise InvalidRequest(f"image is a {type(source).__name__}; give a path, a PIL.Image or an array")
+        raise InvalidRequest(f"{name} is a {type(source).__name__}; give a path, a PIL.Image or an array")
     if str(source).startswith(("http://", "https://")):
-        raise InvalidRequest(f"image {source} is a URL; download it and give the path of the file")
+        raise InvalidRequest(f"{name} {source} is a URL; download it and give the path of the file")
     path = Path(source)
     try:
         if not path.is_file():
-            raise InvalidRequest(f"image {str(source)!r} is not a file; give the path of a {KINDS} file")
+            raise InvalidRequest(f"{name} {str(source)!r} is not a file; give the path of a {KINDS} file")
         with open(path, "rb") as file:
             return decode_image(file, str(path))
     except OSError as error:
         reason = error.strerror or error
         if not is_permanent(error):
-            raise Unavailable(f"image {path} can't be read now ({reason}); check the disk, and try again") from None
-        raise InvalidRequest(f"image {path} can't be read ({reason}); check the path and its permissions") from None
+            raise Unavailable(f"{name} {path} can't be read now ({reason}); check the disk, and try again") from None
+        raise InvalidRequest(f"{name} {path} can't be read ({reason}); check the path and its permissions") from None
 
 
 def decode_image(file: BinaryIO, source: str) -> Image.Image:

@@ -66,7 +66,9 @@ def locate_tensors(file: WeightFile) -> dict[str, Stored]:
     try:
         length = int.from_bytes(file.read(0, _LENGTH_BYTES), "little")
         start = _LENGTH_BYTES + length
-        if not 0 < length <= min(_MAX_HEADER_BYTES, file.size - _LENGTH_BYTES):
+        if length > _MAX_HEADER_BYTES:
+            raise ValueError("it isn't in the format of safetensors")
+        if not 0 < length <= file.size - _LENGTH_BYTES:
             raise ValueError(f"its header would have {length} bytes, but the file has {file.size}")
         header = json.loads(file.read(_LENGTH_BYTES, start))
         header.pop("__metadata__", None)

@@ -26,6 +26,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("WAN_TPU_CACHE") or Path.home() / ".cache" / "wan-tpu")
 
 
+def state_folder() -> Path:
+    """Return where this user's state is kept: clusters, jobs, keys and the history of prompts."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "wan-tpu"
+
+
 class WeightFile(NamedTuple):
     """A file of weights, on disk or in a bucket.
 

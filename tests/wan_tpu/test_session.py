@@ -1,0 +1,120 @@
+"""`wan-tpu generate` without a prompt, on a pseudo-terminal as a person uses it, and with prompts from a pipe."""
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import termios
+
+import psutil
+
+from tests.conftest import PHOTO, ROOT
+from tests.waiting import SECONDS
+from wan_tpu import cli
+from wan_tpu.commands.generate import generate
+
+# The terminal becomes the one that this process is controlled by, so that typing Ctrl-C interrupts it.
+ON_TERMINAL = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from actors.cli import entry; entry()"
+MODEL = ["--model", str(ROOT / "examples" / "small-wan2.2-i2v"), "--dtype", "float32"]
+SMALL = ["--image", str(PHOTO), "--size", "48x32", "--frames", "5", "--steps", "2"]
+CTRL_C, CTRL_D = "\x03", "\x04"
+PROMPT = "prompt> "
+
+
+class Terminal:
+    """A command on a pseudo-terminal."""
+
+    def __init__(self, arguments, **variables):
+        self._mine, its = os.openpty()
+        termios.tcsetwinsize(its, (24, 100))
+        environment = os.environ | {"TERM": "dumb"} | variables
+        command = [sys.executable, "-c", ON_TERMINAL, *arguments]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=its, stdout=its, stderr=its, start_new_session=True
+        )
+        os.close(its)
+        self._seen = ""
+
+    def type(self, text):
+        os.write(self._mine, text.encode())
+
+    def wait_for(self, pattern):
+        """Return what it has printed since the last call, up to the end of the first match of the pattern."""
+        while (match := re.search(pattern, self._seen)) is None:
+            try:
+                self._seen += os.read(self._mine, 4096).decode(errors="replace")
+            except OSError:
+                raise AssertionError(f"it ended without {pattern!r}: {self._seen}") from None
+        text, self._seen = self._seen[: match.end()], self._seen[match.end() :]
+        return text
+
+    def ask(self, line):
+        """Type a line, and return everything until the next prompt."""
+        self.type(f"{line}\n")
+        self.wait_for(re.escape(line))  # The terminal's echo.
+        return self.wait_for(PROMPT)
+
+    def cpu_s(self):
+        times = psutil.Process(self.process.pid).cpu_times()
+        return times.user + times.system
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        os.close(self._mine)
+
+
+def test_session_on_a_terminal(tmp_path):
+    terminal = Terminal(
+        ["generate", *MODEL, *SMALL, "--output", str(tmp_path / "ball.mp4")], XDG_STATE_HOME=str(tmp_path / "state")
+    )
+    try:
+        terminal.wait_for(PROMPT)
+        for wrong, hint in (
+            ("!seed x", "whole number"),
+            ("!sed 3", "seed"),
+            ("!preset fast", "preset"),
+            ("!again", ""),
+        ):
+            assert "error: " in (answer := terminal.ask(wrong)) and hint in answer
+        assert "seed 3" in terminal.ask("!seed 3")
+        assert "ball-1.mp4" in terminal.ask("a red ball")
+
+        terminal.ask("!steps 900")
+        before = terminal.cpu_s()
+        terminal.type("a blue ball\n")
+        terminal.wait_for("denoise_high")  # The bar of the steps.
+        assert terminal.cpu_s() - before < 1
+        terminal.type(CTRL_C)
+        assert "interrupted" in terminal.wait_for(PROMPT)
+        assert sorted(file.name for file in tmp_path.glob("*ball*")) == [
+            "ball-1.json",
+            "ball-1.mp4",
+            "ball-1.sheet.png",
+        ]
+
+        terminal.ask("!steps 2")
+        assert "ball-2.mp4" in terminal.ask("!again")
+        terminal.type(CTRL_C)  # It ends the line, not the session.
+        terminal.wait_for(PROMPT)
+        terminal.type(CTRL_D)
+        assert terminal.process.wait(SECONDS) == 0
+    finally:
+        terminal.close()
+    records = [json.loads((tmp_path / f"ball-{number}.json").read_text()) for number in (1, 2)]
+    assert [(record["request"]["prompt"], record["request"]["seed"]) for record in records] == [
+        ("a red ball", 3),
+        ("a blue ball", 4),
+    ]
+    assert records[1]["video"]["compile_s"] == records[1]["video"]["load_s"] == 0  # Weights and programs were kept.
+    history = (tmp_path / "state" / "wan-tpu" / "history").read_text().splitlines()
+    assert history[-4:] == ["!steps 900", "a blue ball", "!steps 2", "!again"]
+
+
+def test_session_reads_lines_of_a_pipe_until_one_is_wrong(tmp_path, monkeypatch):
+    for lines, code, made in (("", 2, 0), ("!quit\na ball\n", 0, 0), ("a ball\n\n!frames 6\na ball\n", 2, 1)):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        assert cli.run(generate, [*MODEL, *SMALL, "--output", str(tmp_path / "x.mp4")]) == code
+        assert len(list(tmp_path.glob("*.mp4"))) == made
