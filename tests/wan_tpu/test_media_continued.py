@@ -156,6 +156,19 @@ def test_short_parts_and_slow_ones_follow_each_other(fps, sound, lengths, tmp_pa
         check_packets(b"".join(contents))
 
 
+@pytest.mark.parametrize("options", [["-bf", "3"], ["-bf", "0"]])
+def test_a_video_of_another_encoder_is_cut_too(options, tmp_path):
+    path, source = tmp_path / "other.mp4", "testsrc2=size=64x48:rate=16,format=yuv420p"
+    target = ["-frames:v", "40", "-c:v", "libx264", *options, path]
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-f", "lavfi", "-i", source, *target]
+    subprocess.run(command, check=True)
+    whole = ContinuedVideo(16)
+    streamed = b"".join(fragment for _ in range(2) for fragment in whole.add_part(path))
+    join_videos([path, path], tmp_path / "joined.mp4")
+    for content in (streamed, (tmp_path / "joined.mp4").read_bytes()):
+        check_frames(content, path.read_bytes(), path.read_bytes())
+
+
 @pytest.mark.parametrize("fps", [16.1234, 7.12346, 30000 / 1001])
 def test_stream_has_the_frames_of_the_joined_file_at_any_rate(fps, tmp_path):
     first, again = (write(tmp_path, encode(9, fps, seed=seed)[0], f"{seed}.mp4") for seed in (0, 1))

@@ -7,6 +7,7 @@ decoder for the next one; it replaces the end of the sound before it, and whatev
 
 import contextlib
 import heapq
+import math
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -65,11 +66,9 @@ class ContinuedVideo:
             sound_rate: Samples per second of the sound of parts that will be decoded; None if they won't have any.
         """
         self._rate, self._sound_rate = fps if isinstance(fps, Fraction) else exact_rate(fps), sound_rate
-        self._header: bytes | None = None
-        self._end = _Place()
+        self._last: _Part | None = None  # The last part that is finished.
         self._decoding: _Part | None = None
         self._own_header = b""  # Of the fragments of the part that is being decoded.
-        self._last: _Part | None = None
 
     def add_part(self, path: Path) -> Generator[bytes, None, None]:
         """Yield the fragments of a finished part: the video that is continued, or a part that has been decoded.
@@ -98,9 +97,9 @@ class ContinuedVideo:
                     yield part.append(packets)
         except InvalidRequest as error:
             raise NotContinued(str(error)) from None
-        if part.end == self._end:
+        if part.is_empty:
             raise NotContinued("the video has no frames")
-        self._header, self._end, self._decoding, self._last = part.header, part.end, None, part
+        self._decoding, self._last = None, part
 
     def finish(self) -> list[Packet]:
         """Return the end of the sound of a video whose parts are all finished; nothing if it has no sound."""
@@ -129,14 +128,14 @@ class ContinuedVideo:
     def end_part(self) -> None:
         """Take the part whose fragments have all been appended as finished."""
         if self._decoding is not None:
-            self._header, self._end, self._decoding = self._decoding.header, self._decoding.end, None
+            self._decoding, self._last = None, self._decoding
 
     def _begin_part(self, file: InputContainer) -> "_Part":
-        return _Part(file, self._header, self._end, self._rate, self._sound_rate)
+        return _Part(file, self._last, self._rate, self._sound_rate)
 
     def _give_rate(self, path: Path, opened: contextlib.ExitStack) -> Path:
         """Return a part; the first one with the sound's rate, if need be in a file that is removed with the stack."""
-        if (rate := self._sound_rate) is None or self._header is not None:
+        if (rate := self._sound_rate) is None or self._last is not None:
             return path
         with open_media(path) as file:
             sound = find_streams(file).get(SOUND)
@@ -153,18 +152,16 @@ class _Part:
 
     Attributes:
         header: That of the whole file.
+        lead: How many frames before the video's beginning decoding begins; 0 before that is known.
         end: Where the next part begins, if no more packets come.
     """
 
-    def __init__(
-        self, file: InputContainer, header: bytes | None, begin: _Place, rate: Fraction, sound_rate: int | None
-    ) -> None:
-        """Check that a part can follow the other ones.
+    def __init__(self, file: InputContainer, before: "_Part | None", rate: Fraction, sound_rate: int | None) -> None:
+        """Check that a part can follow another one.
 
         Args:
             file: The part, or its first fragment.
-            header: That of the whole file; None if it begins with this part.
-            begin: Where the part begins.
+            before: The part before, if there is one.
             rate: Frames per second.
             sound_rate: Samples per second of the sound of a file that begins in silence.
 
@@ -175,14 +172,17 @@ class _Part:
         self._has_sound, self._has_begun = SOUND in own, False
         if {kind: track.codec for kind, track in own.items()} | {SOUND: "aac"} != {VIDEO: "h264", SOUND: "aac"}:
             raise NotContinued("the video has other tracks than H.264 and AAC")
-        self.header = header or make_header(file, None if self._has_sound else sound_rate)
+        if before is None:
+            self.header = make_header(file, None if self._has_sound else sound_rate)
+            self.lead, self._begin = 0, _Place()
+        else:
+            self.header, self.lead, self._begin = before.header, before.lead, before.end
         with open_media(self.header) as whole:
             tracks = read_tracks(whole)
         if own.items() - tracks.items():
             raise NotContinued("what continues the video is encoded with other settings")
-        self.end = self._begin = begin
+        self.end = self._begin
         self._rate, self._frame = rate, 1 / (rate * tracks[VIDEO].unit)  # How long a frame lasts, in its track's unit.
-        self._leads = {VIDEO: round(self._frame), SOUND: PACKET}
         self._packets: deque[bytes] = deque()  # Packets of sound that belong to frames that haven't come.
         self._sound_rate: int | None = None
         self._silence = b""
@@ -193,6 +193,11 @@ class _Part:
             self._silence = _SILENCE[channels]
             # The sound of the part before may end before its frames.
             self._packets += [self._silence] * (self._count_packets() - self.end.packets)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no frame has come."""
+        return self.end.frames == self._begin.frames
 
     def append(self, packets: Iterable[Packet]) -> Fragment:
         """Return packets of the part as packets of the whole file."""
@@ -212,7 +217,7 @@ class _Part:
             moved += self._take_packets(min(count, len(self._packets)))
         if moved:
             self.end = replace(self.end, fragments=self.end.fragments + 1)
-        return Fragment(self.header, self.end.fragments, moved, self._leads)
+        return Fragment(self.header, self.end.fragments, moved, {VIDEO: round(self.lead * self._frame), SOUND: PACKET})
 
     def finish(self) -> list[Packet]:
         """Return the end of the part's sound, which nothing follows."""
@@ -224,11 +229,17 @@ class _Part:
         return self._take_packets(missing)
 
     def _move(self, packet: Packet) -> Packet:
-        """Return a frame at its place in the whole file, decoded at least a frame before it is shown."""
+        """Return a frame at its place in the whole file."""
         if packet.shown_at % self._frame:
             raise NotContinued("the video's frames don't follow each other at its rate")
+        if self.is_empty:
+            # Ours are decoded a frame ahead, for their B-frames. A single one isn't, but others may follow it.
+            own = math.ceil(-packet.decoded_at / self._frame)
+            self.lead = self.lead or max(own, 1)
+            if own > self.lead:
+                raise NotContinued("what continues the video is encoded with other settings")
         shown_at = round(self._begin.frames * self._frame) + packet.shown_at
-        decoded_at = round((self.end.frames - 1) * self._frame)
+        decoded_at = round((self.end.frames - self.lead) * self._frame)
         self.end = replace(self.end, frames=self.end.frames + 1)
         return packet._replace(decoded_at=decoded_at, shown_at=shown_at, lasts=round(self._frame))
 
