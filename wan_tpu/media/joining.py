@@ -91,6 +91,7 @@ def read_clip(path: Path) -> Clip:
         if span <= 0:
             raise InvalidRequest(f"video {path} has no frames that last; save it again as an mp4", "video")
         file.seek(0)
+        video.codec_context.skip_frame = "DEFAULT"
         shown = next(file.decode(video), None)
         is_turned = shown is None or "DISPLAYMATRIX" in shown.side_data
         is_even = (

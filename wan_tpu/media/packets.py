@@ -20,6 +20,7 @@ from wan_tpu.sources.disk import is_permanent
 
 PACKET = 1024  # A packet of AAC lasts for so many samples of sound.
 VIDEO, SOUND = "video", "audio"  # PyAV's names of the kinds of streams.
+_READ = {"skip_frame": "all"}  # By itself, PyAV decodes frames of each file that it opens, to describe it.
 _WRITTEN = {"fflags": "+bitexact", "movie_timescale": "1000"}  # No file says which version wrote it.
 # The header is written with the first packets, when it is known by how much the frames' times precede the video.
 _FRAGMENTED = "frag_custom+delay_moov+default_base_moof+skip_trailer"
@@ -95,7 +96,7 @@ class Track(NamedTuple):
 
 @contextlib.contextmanager
 def open_media(source: Path | bytes) -> Iterator[InputContainer]:
-    """Open a file, or its content.
+    """Open a file, or its content. No frame is decoded, unless the decoder's `skip_frame` is changed.
 
     Raises:
         InvalidRequest: It can't be read as a video, also within the block.
@@ -104,7 +105,8 @@ def open_media(source: Path | bytes) -> Iterator[InputContainer]:
     name = f"of {len(source)} bytes" if isinstance(source, bytes) else str(source)
     try:
         # A relative path with a colon would be read as a protocol.
-        with av.open(io.BytesIO(source) if isinstance(source, bytes) else str(source.absolute())) as file:
+        place = io.BytesIO(source) if isinstance(source, bytes) else str(source.absolute())
+        with av.open(place, options=_READ) as file:
             yield file
     except av.error.FFmpegError as error:
         if isinstance(error, OSError) and not is_permanent(error):
@@ -167,7 +169,7 @@ def write_file(path: Path, header: bytes, packets: Iterable[Packet]) -> None:
 
 
 def _write(file: OutputContainer, header: bytes, packets: Iterable[Packet]) -> None:
-    with av.open(io.BytesIO(header)) as template:
+    with open_media(header) as template:
         streams = _add_streams(file, find_streams(template))
         for packet in packets:
             written = av.Packet(packet.content)
