@@ -43,6 +43,11 @@ warnings.filterwarnings("ignore", message="Explicitly requested dtype .*int64")
 Params = dict[str, jax.Array]  # Flat: arrays by the names of torch's parameters and buffers.
 
 
+def select_part(params: Params, path: str) -> Params:
+    """Return the weights of a submodule, by their names in it."""
+    return {name.removeprefix(f"{path}."): value for name, value in params.items() if name.startswith(f"{path}.")}
+
+
 def call(module: torch.nn.Module, params: Params, method: Callable[..., Any], *args: Any) -> Any:
     """Call `method(module, *args)` in torch with `params` for weights; jax arrays in, jax arrays out.
 

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from wan_tpu.families.cogvideox.positions import rope_angles, sine_embeddings
 from wan_tpu.families.cogvideox.published import TEXT_TOKENS
-from wan_tpu.families.shared.layers import SPLIT, linear, map_branches, rounded_type, scan_layers
+from wan_tpu.families.shared.layers import linear, map_branches, project_in_all_layers, rounded_type, scan_layers
 from wan_tpu.families.shared.tokens import combine_axes, pad_rows, patchify
 from wan_tpu.ops.attention import query_scale
 from wan_tpu.ops.dispatch import Ops, ops_for
@@ -220,17 +220,8 @@ class _Step:
         return map_branches(head, hidden_states)
 
     def _modulations(self, name: str, inputs: _Inputs) -> jax.Array:
-        """Return every layer's shift, scale and gate of the text's tokens and the video's, float32 [layers, 2, 3, C].
-
-        They are computed at once, before the layers, by a product with split matrices whose results are gathered, not
-        the matrices.
-        """
-        weight, bias = inputs.blocks[f"{name}.weight"], inputs.blocks[f"{name}.bias"]
-        temb = inputs.temb.astype(weight.dtype)
-        product = jnp.einsum("loe,e->lo", weight, temb, preferred_element_type=jnp.float32)
-        if self._blocks[f"{name}.weight"] == SPLIT:
-            product = jax.lax.all_gather(product, SHARDS, axis=1, tiled=True)
-        modulations = product + bias.astype(jnp.float32)
+        """Return every layer's shift, scale and gate of the tokens of text and video, float32 [layers, 2, 3, C]."""
+        modulations = project_in_all_layers(inputs.blocks, self._blocks, name, inputs.temb)
         return modulations.reshape(len(modulations), 2, 3, -1)[:, ::-1]
 
     def _block(

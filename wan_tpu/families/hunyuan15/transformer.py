@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from wan_tpu.families.hunyuan15.context import Encodings, embed_time, make_context
-from wan_tpu.families.shared.layers import SPLIT, linear, rounded_type, scan_layers
+from wan_tpu.families.shared.layers import linear, project_in_all_layers, rounded_type, scan_layers
 from wan_tpu.families.shared.tokens import combine_axes, pad_rows, patchify
 from wan_tpu.ops.attention import query_scale
 from wan_tpu.ops.dispatch import Ops, ops_for
@@ -177,16 +177,9 @@ class _Step:
         return jax.lax.map(head, hidden_states)
 
     def _modulations(self, name: str, inputs: _Inputs) -> jax.Array:
-        """Return every layer's shift, scale and gate of attention and feed-forward, float32 [layers, 6, C].
-
-        They are computed at once, before the layers, by a product with split matrices whose results are gathered, not
-        the matrices.
-        """
-        weight, bias = inputs.blocks[f"{name}.weight"], inputs.blocks[f"{name}.bias"]
-        product = jnp.einsum("loe,e->lo", weight, inputs.temb.astype(weight.dtype), preferred_element_type=jnp.float32)
-        if self._blocks[f"{name}.weight"] == SPLIT:
-            product = jax.lax.all_gather(product, SHARDS, axis=1, tiled=True)
-        return (product + bias.astype(jnp.float32)).reshape(len(product), 6, -1)
+        """Return every layer's shift, scale and gate of attention and feed-forward, float32 [layers, 6, C]."""
+        modulations = project_in_all_layers(inputs.blocks, self._blocks, name, inputs.temb)
+        return modulations.reshape(len(modulations), 6, -1)
 
     def _block(
         self,

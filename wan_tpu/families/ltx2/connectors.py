@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.ltx2.config import Ltx2Config
 from wan_tpu.families.shared.tokens import half_split
-from wan_tpu.runtime.bridge import Params, call, to_jax, to_torch
+from wan_tpu.runtime.bridge import call, select_part, to_jax, to_torch
 from wan_tpu.runtime.components import Component, Loaded
 from wan_tpu.runtime.mesh import AXES, Rule
 
@@ -128,11 +128,6 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotate the pairs (i, i + D/2) of heads [B, L, N, D] by angles [L, N or 1, D/2], in float32."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
-def select_part(params: Params, path: str) -> Params:
-    """Return the weights of a submodule, by their names in it."""
-    return {name.removeprefix(f"{path}."): value for name, value in params.items() if name.startswith(f"{path}.")}
 
 
 def _check(config: Ltx2Config) -> None:

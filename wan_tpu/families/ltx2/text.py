@@ -15,12 +15,12 @@ from jax.sharding import Mesh
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.ltx2 import connectors as streams
 from wan_tpu.families.ltx2.config import Ltx2Config
-from wan_tpu.families.ltx2.connectors import TEXT_TOKENS, rotate, select_part
+from wan_tpu.families.ltx2.connectors import TEXT_TOKENS, rotate
 from wan_tpu.families.shared import t5
 from wan_tpu.families.shared.flop_count import count
 from wan_tpu.families.shared.token_counts import Cut
 from wan_tpu.families.shared.tokenizing import Tokenizer
-from wan_tpu.runtime.bridge import call, to_jax, to_torch
+from wan_tpu.runtime.bridge import call, select_part, to_jax, to_torch
 from wan_tpu.runtime.components import Component, Loaded
 from wan_tpu.runtime.mesh import AXES, Rule
 

@@ -23,7 +23,7 @@ from wan_tpu.families.shared import t5
 from wan_tpu.families.shared.flop_count import count
 from wan_tpu.families.shared.token_counts import Cut
 from wan_tpu.families.shared.tokenizing import Tokenizer
-from wan_tpu.runtime.bridge import Params, call, to_jax, to_torch
+from wan_tpu.runtime.bridge import Params, call, select_part, to_jax, to_torch
 from wan_tpu.runtime.components import Component, Loaded
 from wan_tpu.runtime.mesh import AXES, Rule
 
@@ -129,9 +129,9 @@ def encode_prompt(
     rows = ids.shape[1]
     if places is None:
         places = jnp.broadcast_to(jnp.arange(rows), (3, rows))
-    hidden_states = call(module.embed_tokens, _select(params, "embed_tokens"), torch.nn.Module.__call__, ids)[0]
+    hidden_states = call(module.embed_tokens, select_part(params, "embed_tokens"), torch.nn.Module.__call__, ids)[0]
     layers = encoder.module.layers
-    template, stacked = layers.template, _select(params, "layers.template")
+    template, stacked = layers.template, select_part(params, "layers.template")
     position_embeddings = _turn(module.config, places)
     additions = None
     if picture is not None:
@@ -157,11 +157,6 @@ def _put(hidden_states: jax.Array, starts: jax.Array, values: jax.Array) -> jax.
     for start, rows in zip(starts, values.astype(hidden_states.dtype), strict=True):
         hidden_states = jax.lax.dynamic_update_slice_in_dim(hidden_states, rows, start, axis=0)
     return hidden_states
-
-
-def _select(params: Params, part: str) -> Params:
-    """Return the weights of one part, by their names in it."""
-    return {name.removeprefix(f"{part}."): value for name, value in params.items() if name.startswith(f"{part}.")}
 
 
 def _turn(config: transformers.Qwen3VLTextConfig, places: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -147,6 +147,23 @@ def _take_layer(stacked: Params, names: Iterable[str], index: jax.Array | int) -
     return {name: jax.lax.dynamic_index_in_dim(stacked[name], index, keepdims=False) for name in names}
 
 
+def project_in_all_layers(stacked: Params, specs: Mapping[str, P], name: str, temb: jax.Array) -> jax.Array:
+    """Return what the linear layer of a name makes of one vector in every layer, float32 [depth, O].
+
+    This is a product with split matrices before all layers: its results are gathered, not the matrices.
+
+    Args:
+        stacked, specs: As for `scan_layers`.
+        name: The linear layer's.
+        temb: [I].
+    """
+    weight, bias = stacked[f"{name}.weight"], stacked[f"{name}.bias"]
+    product = jnp.einsum("loe,e->lo", weight, temb.astype(weight.dtype), preferred_element_type=jnp.float32)
+    if specs[f"{name}.weight"] == SPLIT:
+        product = jax.lax.all_gather(product, SHARDS, axis=1, tiled=True)
+    return product + bias.astype(jnp.float32)
+
+
 def linear(ops: Ops, weights: Params, name: str, rows: Any, **options: Any) -> jax.Array:
     """Apply the linear layer of a name to rows, which are rounded first if its weight is in 8 bits.
 

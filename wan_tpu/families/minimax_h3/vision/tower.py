@@ -20,7 +20,7 @@ from wan_tpu.families.minimax_h3.config import MiniMaxH3Config
 from wan_tpu.families.minimax_h3.vision.pictures import CHANNELS, MERGE, PATCH
 from wan_tpu.families.shared import t5
 from wan_tpu.families.shared.flop_count import count
-from wan_tpu.runtime.bridge import Params, call, to_jax, to_torch
+from wan_tpu.runtime.bridge import Params, call, select_part, to_jax, to_torch
 from wan_tpu.runtime.components import Component, Loaded
 from wan_tpu.runtime.mesh import AXES, Rule
 
@@ -75,7 +75,7 @@ def encode_pictures(tower: Loaded, patches: jax.Array) -> tuple[jax.Array, jax.A
     module, params = tower.module, tower.params
     images, height, width, _ = patches.shape
     grid = MERGE * height, MERGE * width
-    hidden_states = call(module.patch_embed, _select(params, "patch_embed"), _embed, normalise(patches))
+    hidden_states = call(module.patch_embed, select_part(params, "patch_embed"), _embed, normalise(patches))
     places = _interpolate(params["pos_embed.weight"], grid)
     hidden_states = hidden_states + places.astype(hidden_states.dtype)
     position_embeddings = _turn(module.config, grid)
@@ -91,21 +91,18 @@ def encode_pictures(tower: Loaded, patches: jax.Array) -> tuple[jax.Array, jax.A
         return (hidden_states, jax.lax.dynamic_update_index_in_dim(features, hidden_states, slot, 0)), None
 
     start = hidden_states, jnp.zeros((len(used) + 1, *hidden_states.shape), hidden_states.dtype)
-    (hidden_states, features), _ = jax.lax.scan(step, start, (jnp.asarray(slots), _select(params, "blocks.template")))
+    (hidden_states, features), _ = jax.lax.scan(
+        step, start, (jnp.asarray(slots), select_part(params, "blocks.template"))
+    )
 
     def merge(name: str, hidden_states: jax.Array) -> jax.Array:
         merged = call(
-            module.get_submodule(name), _select(params, name), torch.nn.Module.__call__, _flatten(hidden_states)
+            module.get_submodule(name), select_part(params, name), torch.nn.Module.__call__, _flatten(hidden_states)
         )
         return merged.reshape(images, height * width, -1)
 
     deepstack = [merge(f"deepstack_merger_list.{i}", features[i]) for i in range(len(used))]
     return merge("merger", hidden_states), jnp.stack(deepstack)
-
-
-def _select(params: Params, part: str) -> Params:
-    """Return the weights of one part, by their names in it."""
-    return {name.removeprefix(f"{part}."): value for name, value in params.items() if name.startswith(f"{part}.")}
 
 
 def _flatten(hidden_states: jax.Array) -> jax.Array:
