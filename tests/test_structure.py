@@ -52,8 +52,7 @@ API: dict[str, set[str]] = {
     "outbound": set(),
     "core": {"untrusted", "outbound"},
     "worker": {"outbound"},
-    "intake": {"core"},
-    "http": {"core", "untrusted", "intake"},
+    "http": {"core", "untrusted"},
 }
 FORBIDDEN = {
     "wan_tpu": {"ray"},

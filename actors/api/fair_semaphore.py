@@ -25,9 +25,22 @@ class FairSemaphore:
         self._in_place: dict[str, int] = defaultdict(int)
         self._used: dict[str, tuple[float, float]] = {}  # Seconds, and when they were counted, by key.
 
+    def list_full(self) -> list[str]:
+        """Return the keys that have as many places as they may, or wait for more."""
+        return [*self._waiting, *(key for key, count in self._in_place.items() if count >= self._of_a_key)]
+
     @contextlib.asynccontextmanager
     async def take_turn(self, key: str) -> AsyncIterator[None]:
         """Wait for a place, and keep it until the block ends."""
+        await self.enter(key)
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.leave(key, time.monotonic() - start)
+
+    async def enter(self, key: str) -> None:
+        """Wait for a place, and take it."""
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(key, []).append(place)
         self._fill()
@@ -35,17 +48,13 @@ class FairSemaphore:
             await place
         except asyncio.CancelledError:
             if place.done() and not place.cancelled():  # The place was assigned at the same moment.
-                self._leave(key, 0.0)
+                self.leave(key, 0.0)
             else:
                 self._stop_waiting(key, place)
             raise
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            self._leave(key, time.monotonic() - start)
 
-    def _leave(self, key: str, seconds: float) -> None:
+    def leave(self, key: str, seconds: float) -> None:
+        """Give a place back that was used for so long."""
         self._free += 1
         self._in_place[key] -= 1
         self._used[key] = self._measure_use(key) + seconds, time.monotonic()
@@ -70,6 +79,8 @@ class FairSemaphore:
             key = min(able, key=lambda candidate: (self._in_place.get(candidate, 0), self._measure_use(candidate)))
             first = self._waiting[key][0]
             self._stop_waiting(key, first)
+            if key in self._waiting:
+                self._waiting[key] = self._waiting.pop(key)  # Behind its equals.
             if first.done():  # Its task was cancelled, and hasn't noticed yet.
                 continue
             self._free -= 1

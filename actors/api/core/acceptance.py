@@ -2,10 +2,9 @@
 
 import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 
 from actors.api.core.errors import HttpError
-from actors.api.core.sources import StoredFile
 from actors.jobs.errors import CommitUncertain, StoreFailed, StoreUnavailable
 from actors.jobs.retention import Retention
 from actors.jobs.store import JobStore
@@ -36,35 +35,38 @@ class Acceptance:
         self._store, self._storage, self._retention = store, storage, retention
 
     def accept(
-        self, job: Job, contents: Sequence[bytes | StoredFile], *, webhook_url: str | None = None, room: Room
+        self, job: Job, contents: Mapping[str, bytes], *, webhook_url: str | None = None, room: Room
     ) -> tuple[Job, bool]:
         """Store a job's own inputs, and accept the job; return what `JobStore.submit` returns.
 
         It also raises what that raises. After any error but `MaybeAccepted`, nothing was accepted.
 
+        Args:
+            job: The job.
+            contents: Its own inputs, by their names. It shares its other inputs with other jobs.
+            webhook_url: Called when the job has ended.
+            room: How many segments may wait.
+
         Raises:
             StorageError: An input can't be stored.
             MaybeAccepted: Whether the job was accepted is unknown.
         """
-        inputs = dict(zip(job.inputs, contents, strict=True))
-        own = {name: content for name, content in inputs.items() if not isinstance(content, StoredFile)}
         try:
-            for name, content in own.items():
+            for name, content in contents.items():
                 self._retention.reserve(name)
                 self._storage.write(name, content)
-            accepted, new = self._store.submit(
-                job, shared=inputs.keys() - own.keys(), webhook_url=webhook_url, room=room
-            )
+            shared = set(job.inputs) - contents.keys()
+            accepted, new = self._store.submit(job, shared=shared, webhook_url=webhook_url, room=room)
         except CommitUncertain:
             if (existing := self._find_committed(job)) is not None:
                 return existing, True
-            self._release(own)
+            self._release(contents)
             raise
         except BaseException:
-            self._release(own)
+            self._release(contents)
             raise
         if not new:
-            self._release(own)
+            self._release(contents)
         return accepted, new
 
     def _find_committed(self, job: Job) -> Job | None:

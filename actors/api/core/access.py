@@ -2,12 +2,12 @@
 
 import dataclasses
 import math
-import threading
 import time
 from collections.abc import Sequence
 
 from actors.api.core.errors import HttpError
 from actors.api.limits import ServiceLimits
+from actors.api.token_buckets import TokenBuckets
 from actors.jobs.database import Database
 from actors.jobs.keys import OPERATE, PRIORITIES, list_keys, match_key
 from actors.jobs.tables import ApiKey
@@ -51,9 +51,7 @@ class Access:
     def __init__(self, database: Database, queue_limit: int, limits: ServiceLimits) -> None:
         """Read the keys; raises `StoreUnavailable`."""
         self._database, self._queue_limit, self._limits = database, queue_limit, limits
-        self._lock = threading.Lock()
-        # The time, by time.monotonic(), until which the rate of a key's requests is used up, or that of its segments.
-        self._spent: dict[str, float] = {}
+        self._rates = TokenBuckets(BURST_S)  # Of each key's requests, and of its segments.
         self.refresh()
 
     def refresh(self) -> None:
@@ -109,7 +107,7 @@ class Access:
         if key is None:
             return
         rate = self._get_rate(key)
-        wait_s, _ = self._take(f"segments of {key.id}", 60 / rate, segments)
+        wait_s, _ = self._rates.take(f"segments of {key.id}", 60 / rate, segments)
         if wait_s > 0:
             after_s = max(1, math.ceil(wait_s))
             message = f"this key may ask for {rate:g} videos or segments a minute; try again in {after_s} s"
@@ -119,9 +117,7 @@ class Access:
         """Take back what `charge_segments` has counted for a request that was refused after all."""
         key = self._keys.get(owner)
         if key is not None:
-            with self._lock:
-                bucket = f"segments of {key.id}"
-                self._spent[bucket] = self._spent.get(bucket, -math.inf) - segments * 60 / self._get_rate(key)
+            self._rates.give_back(f"segments of {key.id}", segments * 60 / self._get_rate(key))
 
     def is_in_force(self, owner: str) -> bool:
         """Return whether a key is still valid. Streams check this repeatedly."""
@@ -141,7 +137,7 @@ class Access:
         rate = self._get_rate(key)
         every_s = 60 / rate
         burst = max(1, math.floor(BURST_S / every_s))
-        wait_s, spent_s = self._take(key.id, every_s)
+        wait_s, spent_s = self._rates.take(key.id, every_s)
         remaining = 0 if wait_s > 0 else max(0, burst - math.ceil(spent_s / every_s))
         headers = {
             "x-ratelimit-limit-requests": f"{rate:g}",
@@ -158,16 +154,3 @@ class Access:
     def _get_rate(self, key: ApiKey) -> float:
         """Return how many requests a minute a key may send, on average."""
         return self._limits.requests_per_minute if key.requests_per_minute is None else key.requests_per_minute
-
-    def _take(self, bucket: str, every_s: float, count: int = 1) -> tuple[float, float]:
-        """Count requests; return how long they must wait, and how long until the full rate is available.
-
-        This is GCRA, a token bucket that is stored as one number. Several requests at once may overdraw it.
-        """
-        with self._lock:
-            now = time.monotonic()
-            used_until = max(self._spent.get(bucket, -math.inf), now - max(BURST_S, every_s))
-            if used_until > now - every_s:
-                return used_until + every_s - now, used_until + max(BURST_S, every_s) - now
-            self._spent[bucket] = used_until + count * every_s
-            return 0.0, self._spent[bucket] + max(BURST_S, every_s) - now

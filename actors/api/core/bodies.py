@@ -1,10 +1,10 @@
-"""Parse a request's body into fields, and open the files that it contains or refers to."""
+"""Receive a request's body, and parse it into fields and files."""
 
 import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 from pydantic import ValidationError
 from starlette.requests import Request
@@ -13,11 +13,10 @@ from actors.api.core.create_video import Adapter, CreateVideo
 from actors.api.core.errors import HttpError
 from actors.api.core.receiving import IncomingRequest
 from actors.api.fair_semaphore import Work
-from actors.api.outbound.client import FetchSettings, fetch
-from actors.api.untrusted.body_parts import CLIP, FORM, JSON, PICTURE, URLENCODED, Parts, parse_media_type, split_body
+from actors.api.untrusted.body_parts import FORM, JSON, URLENCODED, Parts, parse_media_type, split_body
 from actors.api.untrusted.json_text import loads
 from actors.api.untrusted.reader import Reader, Reading
-from actors.api.untrusted.references import FILES, IMAGE, VIDEO
+from actors.api.untrusted.references import FILES, VIDEO
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.suggest import did_you_mean
 
@@ -39,6 +38,11 @@ class ParsedBody:
     def has(self, name: str) -> bool:
         """Return whether a field has an image or a video."""
         return getattr(self.fields, name) is not None or (self.reading is not None and name in self.reading.uploads)
+
+    def get_size(self, *names: str) -> tuple[int, int] | None:
+        """Return the (height, width) of the first of some files, or None if none of them came with the body."""
+        sizes = {} if self.reading is None else self.reading.sizes
+        return next((sizes[name] for name in names if name in sizes), None)
 
 
 @contextlib.asynccontextmanager
@@ -100,67 +104,12 @@ def _validate(parts: Parts, uploads: dict[str, str], purpose: str) -> tuple[Crea
     return fields, hashlib.sha256(f"{purpose}{text}\0{json.dumps(uploads)}".encode()).hexdigest()
 
 
-@contextlib.asynccontextmanager
-async def open_file(
-    body: ParsedBody, name: str, incoming: IncomingRequest, reader: Reader, fetching: FetchSettings
-) -> AsyncIterator[tuple[Reading, str] | None]:
-    """Open the image or video of a field, which is fetched if the field is a URL; raises `InvalidRequest`.
-
-    Yields:
-        The process that holds the file, and the file's name there; None if the field has none.
-    """
-    if body.reading is not None and name in body.reading.uploads:
-        yield body.reading, name
-        return
-    reference = getattr(body.fields, name)
-    url = None if reference is None else reference.video_url if name == VIDEO else reference.image_url
-    if url is None:
-        yield None
-        return
-    if name == VIDEO:
-        fetching = dataclasses.replace(fetching, subject="video", max_bytes=reader.limits.video_bytes)
-    async with contextlib.AsyncExitStack() as stack:
-        with _name_field(name), incoming.open_file() as content:
-            async with reader.fetches.take_turn(incoming.key), incoming.guard_fetch():
-                await fetch(url, fetching, content, owner=incoming.key)
-            kind = CLIP if name == VIDEO else PICTURE
-            reading = await stack.enter_async_context(reader.read(kind, content, incoming.key))
-        with _name_field(name):
-            yield reading, VIDEO if name == VIDEO else IMAGE
-
-
-@contextlib.asynccontextmanager
-async def open_content(content: bytes, incoming: IncomingRequest, reader: Reader) -> AsyncIterator[Reading]:
-    """Open a video that this service has made; raises `InvalidRequest`."""
-    async with contextlib.AsyncExitStack() as stack:
-        with incoming.open_file() as file:
-            file.write(content)
-            reading = await stack.enter_async_context(reader.read(CLIP, file, incoming.key))
-        yield reading
-
-
-@contextlib.contextmanager
-def _name_field(name: str) -> Iterator[None]:
-    """Raise errors of a fetched file with the name of its field."""
-    try:
-        yield
-    except InvalidRequest as error:
-        raise InvalidRequest(str(error), name if error.field in (IMAGE, None) else error.field) from None
-
-
 def parse_json(text: str | bytes) -> CreateVideo:
-    """Parse and validate JSON; raises `InvalidRequest`."""
-    with _translate_errors():
+    """Parse and validate JSON; raises `InvalidRequest`, which doesn't quote values: they may be prompts."""
+    try:
         # Python's own parser accepts lone surrogates, so that the error can name the field. Numbers may be strings:
         # forms have nothing else, and LiteLLM's clients send them in JSON, too.
         return CreateVideo.model_validate(loads(text), strict=False)
-
-
-@contextlib.contextmanager
-def _translate_errors() -> Iterator[None]:
-    """Raise validation errors as `InvalidRequest`, without quoting values, which may be prompts."""
-    try:
-        yield
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         param = ".".join(str(part) for part in first["loc"])[:80]

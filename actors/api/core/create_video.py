@@ -1,34 +1,19 @@
-"""The fields of a client's request, their validation, and the pipeline's request that they become.
+"""The fields of a client's request, and their validation.
 
 Sizes are "WIDTHxHEIGHT", as OpenAI writes them. Times are Unix seconds.
 """
 
-import math
 import re
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, create_model, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from actors.api.catalogue import Catalogue
 from actors.api.untrusted.references import IMAGE, LAST
-from wan_tpu.errors import InvalidRequest
 from wan_tpu.fields import describe, type_of
-from wan_tpu.model_limits import FULL_STRENGTH
-from wan_tpu.request import (
-    FIELDS,
-    LIMITS,
-    MAX_STEPS,
-    SIZE_MULTIPLE,
-    STRENGTH,
-    GenerationRequest,
-    ResolvedRequest,
-    nearest_multiple,
-    parse_size,
-)
+from wan_tpu.request import FIELDS, MAX_STEPS, SIZE_MULTIPLE
 from wan_tpu.requested_adapter import MOST, SCALES
-from wan_tpu.spec import ModelSpec
 
 # Fields of a request that have another name in the API: that of OpenAI or of other servers.
 NAMES = {"frames": "num_frames", "steps": "num_inference_steps", "image": IMAGE, "last_image": LAST}
@@ -38,8 +23,6 @@ _OTHERWISE = ("prompt", "image", "last_image", "height", "width", "loras", "vide
 SETTINGS = tuple(name for name in FIELDS if name not in _OTHERWISE)
 _BOOLEANS = tuple(NAMES.get(name, name) for name in SETTINGS if type_of(FIELDS[name]) is bool)
 _OMITTED = {"seed": " Random if omitted."}
-_SECONDS = re.compile(r"[0-9]{1,4}(\.[0-9]{1,6})?", re.ASCII)
-_EMPTY = Catalogue()
 _MAX_URL = 8192  # Characters.
 _MAX_PROMPT = 32_000  # Characters, as in OpenAI's API.
 _MAX_NAME = 80  # Characters.
@@ -198,7 +181,12 @@ def _declare_setting(name: str) -> tuple[Any, Any]:
     return Annotated[kind | None, more, *field.metadata], None
 
 
-_WithSettings: Any = add_settings(_Described, _declare_setting)
+if TYPE_CHECKING:
+
+    class _WithSettings(_Described):
+        preset: str | None  # The other settings are read by their names.
+else:
+    _WithSettings = add_settings(_Described, _declare_setting)
 
 
 class CreateVideo(_WithSettings):
@@ -253,92 +241,3 @@ class CreateVideo(_WithSettings):
     def _as_text(cls, seconds: Any) -> Any:
         """Accept 4 as well as "4": OpenAI's clients send a text, SGLang's and OpenRouter's a number."""
         return str(seconds).removesuffix(".0") if isinstance(seconds, int | float) else seconds
-
-
-def choose_adapters(body: CreateVideo, spec: ModelSpec, catalogue: Catalogue) -> list[dict[str, Any]]:
-    """Return a request's adapters by name: its own, or else those of its preset; raises `InvalidRequest`."""
-    adapters = [] if body.preset is None else catalogue.get_preset_adapters(body.preset, spec)
-    return adapters if body.loras is None else [adapter.model_dump() for adapter in body.loras]
-
-
-def make_request(
-    body: CreateVideo, spec: ModelSpec, catalogue: Catalogue = _EMPTY, *, seed: int, video: bool = False
-) -> GenerationRequest:
-    """Return the pipeline's request.
-
-    Args:
-        body: The fields that the client sent.
-        spec: The model.
-        catalogue: The adapters that the service offers.
-        seed: Used if the client sent none.
-        video: Whether the new video begins as another one.
-
-    Raises:
-        InvalidRequest: A field doesn't suit the model, or the service doesn't offer an adapter or preset.
-    """
-    height, width = _parse_size(body.size) if body.size is not None else (None, None)
-    settings = {name: getattr(body, NAMES.get(name, name)) for name in SETTINGS}
-    if body.seconds is not None:
-        _parse_seconds(body.seconds)
-        if settings["frames"] is None:
-            settings["frames"] = count_frames(body.seconds, settings["fps"] or spec.defaults.fps, spec)
-    if settings["seed"] is None:
-        settings["seed"] = seed
-    if video and settings["strength"] is None:
-        settings["strength"] = FULL_STRENGTH if spec.continues_video else STRENGTH
-    adapters = catalogue.resolve(choose_adapters(body, spec, catalogue))
-    return GenerationRequest(prompt=body.prompt, height=height, width=width, loras=adapters, **settings)
-
-
-def _parse_size(text: str) -> tuple[int, int]:
-    """Return (height, width) in pixels; raises `InvalidRequest` with the nearest size that works."""
-    height, width = parse_size(text)
-    near = [nearest_multiple(side, SIZE_MULTIPLE) for side in (width, height)]
-    if near != [width, height]:
-        raise InvalidRequest(
-            f"size {text} isn't a multiple of {SIZE_MULTIPLE} pixels in both directions; the nearest size is "
-            f"{near[0]}x{near[1]}",
-            "size",
-        )
-    return height, width
-
-
-def count_frames(seconds: str, fps: float, spec: ModelSpec) -> int:
-    """Return the number of frames, of those that a model can make, nearest to `seconds`.
-
-    Raises:
-        InvalidRequest: The text is no length, or the model's shortest or longest video is more than a step away.
-    """
-    value = _parse_seconds(seconds)
-    limit = int(LIMITS["frames"][1])
-    longest = min(spec.nearest_frames(limit), limit - (limit - spec.frame_offset) % spec.frame_step)
-    frames = min(spec.nearest_frames(value * fps), longest)
-    if abs(value * fps - frames) > spec.frame_step:
-        least, most = (format_seconds(count / fps) for count in (spec.nearest_frames(0), longest))
-        raise InvalidRequest(
-            f"seconds is {seconds!r}; at {fps:g} frames a second {spec.name} makes videos of {least} to {most} s, "
-            f"nearest {format_seconds(frames / fps)}",
-            "seconds",
-        )
-    return frames
-
-
-def _parse_seconds(text: str) -> float:
-    """Return a length; raises `InvalidRequest`."""
-    value = float(text) if _SECONDS.fullmatch(text) else math.nan
-    if not 0 < value <= 600:
-        raise InvalidRequest(f"seconds is {text[:20]!r}; give a number of seconds, such as '5'", "seconds")
-    return value
-
-
-def describe_length(seconds: str | None, request: ResolvedRequest, spec: ModelSpec) -> list[str]:
-    """Return a warning if a video's length differs from the one that was asked for by more than rounding."""
-    if seconds is None or abs(float(seconds) * request.fps - request.frames) <= spec.frame_step / 2:
-        return []
-    made = format_seconds(request.frames / request.fps)
-    return [f"seconds is {seconds!r}, but the video lasts {made} s, since it has {request.frames} frames"]
-
-
-def format_seconds(seconds: float) -> str:
-    """Format a length as OpenAI does: "5", or "5.06" if it isn't a whole number."""
-    return f"{seconds:.2f}".rstrip("0").rstrip(".")

@@ -1,272 +1,200 @@
-"""Turn a body into a job that can be accepted: plan its request, and fit its images and video to the video's size."""
+"""Turn bodies into jobs: of new videos, and of videos that continue other ones."""
 
-import asyncio
 import contextlib
 import dataclasses
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from actors.api.core.access import Caller
-from actors.api.core.bodies import ParsedBody, open_content, open_file
-from actors.api.core.create_video import CreateVideo, choose_adapters, describe_length, make_request
-from actors.api.core.errors import HttpError
+from actors.api.core.bodies import ParsedBody
+from actors.api.core.create_video import NAMES, SETTINGS, Adapter, CreateVideo
+from actors.api.core.inputs import Inputs
+from actors.api.core.planning import Planner, choose_adapters, describe_length
 from actors.api.core.receiving import IncomingRequest
-from actors.api.core.sources import Sources, StoredFile
 from actors.api.fair_semaphore import Work
-from actors.api.outbound.client import FetchError, check_url
-from actors.api.segments import check_segment, continue_request
+from actors.api.segments import check_segment
 from actors.api.settings import ServiceSettings
-from actors.api.sizes import check_size
-from actors.api.untrusted.reader import Reader, Reading
-from actors.api.untrusted.references import FILES, IMAGE, IMAGES, LAST, VIDEO
+from actors.api.untrusted.references import FILES, IMAGE, LAST, VIDEO
+from actors.jobs.stored_request import count_frames
 from actors.jobs.tables import Job
 from wan_tpu.errors import InvalidRequest
-from wan_tpu.model_limits import name_models
+from wan_tpu.plan import RequestPlan
 from wan_tpu.request import IMAGES as PICTURES
-from wan_tpu.request import GenerationRequest, ResolvedRequest
+from wan_tpu.request import override
 from wan_tpu.spec import ModelSpec
 
 # Fields of a job's request for the original size of its images and video.
-SIZES = {IMAGE: "input_size", LAST: "last_frame_size", VIDEO: "video_size"}
+_SIZES = {IMAGE: "input_size", LAST: "last_frame_size", VIDEO: "video_size"}
+_OF_ONE_VIDEO = ("seed", "frames", "strength")  # Settings that a continuation doesn't inherit.
+_FIELDS = {**NAMES, "height": "size", "width": "size"}  # Names of a request's fields in a body.
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Planned:
-    """A request before and after its defaults are filled in, and what a job keeps of its plan."""
-
-    request: GenerationRequest
-    resolved: ResolvedRequest
-    loras: list[dict[str, Any]]
-    skipped_steps: list[int]
-    warnings: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Draft:
-    """A job that hasn't been accepted yet, with the contents of its inputs, in the order of `Job.inputs`."""
-
-    job: Job
-    webhook_url: str | None
-    contents: list[bytes | StoredFile]
+Draft = tuple[Job, dict[str, bytes]]  # A job that isn't stored yet, and the contents of its own files by their names.
+Files = dict[str, bytes | str]  # Inputs by field: contents, or the names of other jobs' files in storage.
 
 
 class Drafts:
-    """Turns bodies into jobs, and rejects what can't be made."""
+    """Turns bodies into jobs, and rejects what can't be made with `InvalidRequest` or `HttpError`."""
 
-    def __init__(
-        self, settings: ServiceSettings, spec: ModelSpec, reader: Reader, work: Work, transfers: Work, sources: Sources
-    ) -> None:
-        self._settings, self._spec, self._reader, self._work = settings, spec, reader, work
-        self._transfers, self._sources = transfers, sources
+    def __init__(self, settings: ServiceSettings, spec: ModelSpec, inputs: Inputs, work: Work) -> None:
+        self._settings, self._spec, self._inputs, self._work = settings, spec, inputs, work
+        self._planner = Planner(settings, spec)
 
     async def draft(self, body: ParsedBody, incoming: IncomingRequest, caller: Caller) -> Draft:
-        """Return the job and the inputs that a body describes; raises `InvalidRequest`, `HttpError`."""
-        spec, owner = self._spec, caller.owner
-        plan = await self._work.run(owner, self._plan, body, caller)
-        segments = await self._work.run(owner, self.plan_segments, body, plan)  # Files are read only afterwards.
-        follows = self._follows_input(plan.request, body)
-        files: dict[str, bytes] = {}
+        """Return the job of a new video."""
+        spec, planner, owner = self._spec, self._planner, caller.owner
+        follows = planner.follows_input(body)
+        picture = body.get_size(*FILES) if follows else None
+        plan = await self._work.run(owner, planner.plan, body, caller, picture)
+        segments = await self._work.run(owner, planner.plan_segments, body, plan)  # Files are read only afterwards.
+        files: Files = {}
         sizes: dict[str, str] = {}
         for name in FILES:
-            async with self._open(body, name, incoming, caller) as source:
+            async with self._inputs.open(body, name, incoming, caller) as source:
                 if source is None:
                     continue
-                reading, source_name = source
-                if follows and not files:  # The video's size is known only now, from the first of its inputs.
-                    plan = await self._work.run(owner, self._resolve, plan.request, body, reading.sizes[source_name])
-                resolved = plan.resolved
-                size = {"height": resolved.height, "width": resolved.width, "slack": spec.shape_slack}
+                if follows and picture is None:  # Only now is the size of the first input known, which was fetched.
+                    picture = source.size
+                    plan = await self._work.run(owner, planner.plan, body, caller, picture)
                 if name == VIDEO and spec.continues_video:
-                    files[name], length, _ = await reading.convert_video(fps=resolved.fps, count=incoming.add, **size)
+                    files[name], length, _ = await source.convert(plan, spec)
                     spec.check_source(length)
-                elif name == VIDEO:
-                    frames, step = resolved.frames, spec.frame_step
-                    files[name] = await reading.cut_video(frames, step=step, count=incoming.add, **size)
                 else:
-                    files[name] = await reading.make_picture(name=source_name, count=incoming.add, **size)
-                sizes[SIZES[name]] = "{1}x{0}".format(*reading.sizes[source_name])
-        return self.build(body, caller, plan, files, {**sizes, **segments})
+                    files[name] = await source.fit(plan, spec)
+                sizes[_SIZES[name]] = _format_size(source.size)
+        return self._make_job(body, caller, plan, files, {**sizes, **segments})
 
-    def plan_segments(self, body: ParsedBody, first: Planned, source_frames: int = 0) -> dict[str, Any]:
-        """Return the fields of a job's request that describe the segments after the first one.
-
-        Args:
-            body: The body.
-            first: The plan of the first segment.
-            source_frames: How many frames of another video come before that.
-
-        Raises:
-            InvalidRequest: The model can't make one of them, or the whole video would be too long.
-        """
-        prompts, resolved, spec = body.fields.next_prompts or [], first.resolved, self._spec
-        if not prompts:
-            return {}
-        if body.has(LAST):
-            instead = "leave it out, and continue the finished video with it"
-            if spec.last_images == "required":
-                instead = f"each segment of {spec.name} needs one of its own, so leave next_prompts out"
-            raise InvalidRequest(f"last_frame was sent with next_prompts; {instead}", LAST)
-        spec.check_extension(resolved)
-        request = dataclasses.replace(first.request, height=resolved.height, width=resolved.width)
-        for index, prompt in enumerate(prompts, 1):
-            check_segment(spec, continue_request(request, prompt, index))
-        added = resolved.frames if spec.continues_video else resolved.frames - 1
-        frames, most = source_frames + resolved.frames + len(prompts) * added, self._settings.limits.extended_s
-        if frames > most * resolved.fps:
-            message = (
-                f"the whole video would last {frames / resolved.fps:.0f} s, but at most {most:g} s are "
-                "allowed; send fewer next_prompts"
+    async def draft_extension(self, body: ParsedBody, incoming: IncomingRequest, caller: Caller) -> Draft:
+        """Return the job that continues the body's video."""
+        spec, planner, owner = self._spec, self._planner, caller.owner
+        planner.check_extension(body)
+        reference = body.fields.video
+        if reference is not None and reference.id is not None:
+            job = await self._inputs.find(reference.id, caller)
+            sent, body = body.fields, dataclasses.replace(body, fields=self._inherit(body.fields, job))
+            with _explain_inherited(job, sent, body.fields):
+                plan = await self._work.run(owner, planner.plan_extension, body, caller)
+            # Its last frame is the first frame of the new part.
+            video, last_frame = await self._inputs.locate(job, "video", "final_frame", owner=owner)
+            files: Files = {IMAGE: last_frame, VIDEO: video}
+            sizes = _describe_source(count_frames(job.request), "{width}x{height}".format(**job.request))
+            beside = {"extended_from": job.id, **sizes}
+        else:
+            plan, files, beside = await self._read_upload(body, incoming, caller)
+        frames, most = beside["source_frames"], self._settings.limits.extended_s
+        if spec.continues_video and frames >= spec.frame_offset:
+            # The model continues the video itself rather than its last frame, so all frames that it makes are new.
+            del files[IMAGE], beside[_SIZES[IMAGE]]
+            await self._work.run(owner, check_segment, spec, plan.request)
+        if frames + plan.request.frames - len(files) + 1 > most * plan.request.fps:
+            raise InvalidRequest(
+                f"the whole video would last more than {most:g} s, the longest that is allowed; start a new video",
+                VIDEO,
             )
-            raise InvalidRequest(message, "next_prompts")
-        return {"next_prompts": prompts, "added_frames": added}
+        async with self._inputs.open(body, LAST, incoming, caller) as last:
+            if last is not None:
+                files[LAST], beside[_SIZES[LAST]] = await last.fit(plan, spec), _format_size(last.size)
+        beside |= await self._work.run(owner, planner.plan_segments, body, plan, frames)
+        return self._make_job(body, caller, plan, files, beside)
 
-    def build(
-        self,
-        body: ParsedBody,
-        caller: Caller,
-        plan: Planned,
-        files: Mapping[str, bytes | StoredFile],
-        beside: Mapping[str, Any],
+    def _inherit(self, fields: CreateVideo, source: Job) -> CreateVideo:
+        """Return a body's fields, in which missing settings are those of the video that it continues."""
+        request = source.request
+        size = f"{request['width']}x{request['height']}"
+        for name, value in (("size", size), ("fps", request["fps"])):
+            if getattr(fields, name) not in (None, value):
+                raise InvalidRequest(f"{name} can't be changed; {source.id} has {value}, so leave it out", name)
+        own = {name: value for name in SETTINGS if (value := getattr(fields, NAMES.get(name, name))) is not None}
+        preset = self._spec.presets.get(request.get("preset") or "")
+        more: dict[str, Any] = {"size": size}
+        inherited = {"fps": request["fps"]}
+        # Settings of another model, such as a few-step one, would be accepted by this one and spoil the video.
+        is_same_model = (source.model or request["model"]) == self._settings.model
+        if is_same_model and fields.preset is None and (preset is None or not preset.text_only):
+            inherited = {name: request[name] for name in SETTINGS if name in request and name not in _OF_ONE_VIDEO}
+            # The settings of a preset that the model no longer has are known, since a job keeps all its settings.
+            inherited["preset"] = None if preset is None else request["preset"]
+            if fields.loras is None:
+                more["loras"] = [Adapter(**adapter) for adapter in request.get("loras", ())]
+        if is_same_model and fields.seconds is None:
+            inherited["frames"] = request["frames"]
+        settings = override(inherited, own)
+        return fields.model_copy(update={NAMES.get(name, name): value for name, value in settings.items()} | more)
+
+    async def _read_upload(
+        self, body: ParsedBody, incoming: IncomingRequest, caller: Caller
+    ) -> tuple[RequestPlan, Files, dict[str, Any]]:
+        """Plan the new part of a client's video, and re-encode that video in the same size and at the same rate."""
+        picture, plan_part = body.get_size(VIDEO), self._planner.plan_extension
+        plan = await self._work.run(caller.owner, plan_part, body, caller, picture)
+        async with self._inputs.open(body, VIDEO, incoming, caller) as video:
+            assert video is not None
+            if picture is None:  # It was fetched, so that its size is known only now.
+                plan = await self._work.run(caller.owner, plan_part, body, caller, video.size)
+            mp4, frames, png = await video.convert(plan, self._spec)
+            return plan, {IMAGE: png, VIDEO: mp4}, _describe_source(frames, _format_size(video.size))
+
+    def _make_job(
+        self, body: ParsedBody, caller: Caller, plan: RequestPlan, files: Files, beside: Mapping[str, Any]
     ) -> Draft:
-        """Return the job of a plan.
-
-        Args:
-            body: The body.
-            caller: Whose job it becomes.
-            plan: The body's plan.
-            files: Its inputs, by the names of their fields.
-            beside: Fields of the job's request that the pipeline's request doesn't have.
-        """
-        fields = body.fields
-        resolved = {name: value for name, value in plan.resolved.to_json().items() if name not in (*PICTURES, "video")}
-        names = {
-            name: content.name
-            if isinstance(content, StoredFile)
-            else make_input_name("mp4" if name == VIDEO else "png")
-            for name, content in files.items()
-        }
+        """Return the job of a plan. `beside` are the fields of its request that the pipeline's request doesn't have."""
+        fields, resolved = body.fields, plan.request
+        request = {name: value for name, value in resolved.to_json().items() if name not in (*PICTURES, "video")}
+        names = {name: file if isinstance(file, str) else _make_input_name(name) for name, file in files.items()}
         job = Job(
             owner=caller.owner,
             model=self._settings.model,
-            request=resolved
-            | {"model": self._settings.model, "loras": plan.loras, "skipped": plan.skipped_steps}
+            request=request
+            | {"model": self._settings.model, "skipped": self._spec.skipped_steps(resolved)}
+            | {
+                "loras": choose_adapters(fields, self._spec, self._settings.catalogue)
+            }  # By name, since their files may move.
             | dict(beside),
             input_image=names.get(IMAGE),
             input_last_image=names.get(LAST),
             input_video=names.get(VIDEO),
             priority=fields.priority,
             deadline=fields.deadline,
-            warnings=[*plan.warnings, *self._list_changes(fields, plan.resolved, beside)],
+            warnings=[*plan.warnings, *describe_length(fields.seconds, resolved, self._spec)],
             body_digest=body.digest,
         )
-        return Draft(job=job, webhook_url=fields.webhook_url, contents=[files[name] for name in FILES if name in files])
-
-    def check(self, fields: CreateVideo, caller: Caller) -> None:
-        """Check the fields about the job, not those about the video; raises `InvalidRequest`, `HttpError`."""
-        self._check_model(fields.model)
-        if fields.priority > caller.priority:
-            message = f"priority is {fields.priority}; this key may ask for at most {caller.priority}"
-            raise HttpError(403, message, code="priority_not_allowed", param="priority")
-        self._check_webhook(fields.webhook_url)
-
-    def resolve(self, request: GenerationRequest, body: ParsedBody, **has: Any) -> Planned:
-        """Plan a request; raises `InvalidRequest`. This keeps a core busy for a while.
-
-        Args:
-            request: The request.
-            body: The body that it was made from.
-            has: What `ModelSpec.plan` should know about its inputs.
-        """
-        spec = self._spec
-        plan = spec.plan(request, **has)
-        adapters = choose_adapters(body.fields, spec, self._settings.catalogue)  # By name, since their files may move.
-        skipped = spec.skipped_steps(plan.request)
-        return Planned(
-            request=request, resolved=plan.request, loras=adapters, skipped_steps=skipped, warnings=plan.warnings
-        )
-
-    def _list_changes(self, fields: CreateVideo, resolved: ResolvedRequest, sizes: Mapping[str, Any]) -> list[str]:
-        """Return how the video's length and its inputs' shapes differ from what was sent.
-
-        Args:
-            fields: What was sent.
-            resolved: What is made.
-            sizes: The sizes of the inputs' files, by `SIZES`.
-        """
-        changes = describe_length(fields.seconds, resolved, self._spec)
-        for name, size_name in SIZES.items():
-            if (size := sizes.get(size_name)) is not None:
+        for name, size_name in _SIZES.items():
+            if (size := beside.get(size_name)) is not None:
                 width, height = map(int, size.split("x"))
-                changes += self._spec.describe_fit(resolved, name, (height, width))
-        return changes
-
-    @contextlib.asynccontextmanager
-    async def _open(
-        self, body: ParsedBody, name: str, incoming: IncomingRequest, caller: Caller
-    ) -> AsyncIterator[tuple[Reading, str] | None]:
-        """Open the file of a field as `open_file` does, or the video that a field names by its id."""
-        reference = body.fields.video
-        if name != VIDEO or reference is None or reference.id is None:
-            async with open_file(body, name, incoming, self._reader, self._settings.fetch) as source:
-                yield source
-            return
-        job = await asyncio.to_thread(self._sources.find, reference.id, caller)
-        size = await self._transfers.run(caller.owner, self._sources.measure, job, "video")
-        most = self._reader.limits.video_bytes
-        if size > most:
-            message = (
-                f"{job.id} has {size} bytes, but an input video may have at most {most}; send a part of it as a file"
-            )
-            raise InvalidRequest(message, VIDEO)
-        incoming.add(size)
-        [content] = await self._transfers.run(caller.owner, self._sources.read, job, "video")
-        async with open_content(content, incoming, self._reader) as reading:
-            yield reading, VIDEO
-
-    def _plan(self, body: ParsedBody, caller: Caller) -> Planned:
-        """Check and plan a body; raises `InvalidRequest`, `HttpError`. This keeps a core busy for a while."""
-        self.check(body.fields, caller)
-        if body.has(VIDEO) and not self._spec.takes_video:
-            able = name_models(takes_video=True)
-            message = f"video was given, but {self._spec.name} doesn't take one; use {able}"
-            if "i2v" in self._spec.tasks:
-                message += ", or POST /v1/videos/extensions to continue it"
-            raise InvalidRequest(message, VIDEO)
-        catalogue, seed = self._settings.catalogue, secrets.randbelow(2**31)
-        request = make_request(body.fields, self._spec, catalogue, seed=seed, video=body.has(VIDEO))
-        return self._resolve(request, body, None)
-
-    def _resolve(self, request: GenerationRequest, body: ParsedBody, picture: tuple[int, int] | None) -> Planned:
-        """Plan a request, with the (height, width) of its image or video once known; raises `InvalidRequest`."""
-        has = {"image": body.has(IMAGE), "last": body.has(LAST), "video": body.has(VIDEO), "picture": picture}
-        plan = self.resolve(request, body, **has)
-        if picture is not None or not self._follows_input(request, body):
-            check_size(plan.resolved, self._settings.largest, self._spec)
-        return plan
-
-    def _follows_input(self, request: GenerationRequest, body: ParsedBody) -> bool:
-        """Return whether a video gets its size from its video, first frame, or from its last one if that is alone."""
-        if request.height is not None:
-            return False
-        return body.has(VIDEO) or (self._spec.follows_image and any(body.has(name) for name in IMAGES))
-
-    def _check_model(self, model: str | None) -> None:
-        if model is not None and model not in (self._settings.model, *self._settings.aliases):
-            message = f"this service has no model {model[:80]!r}; it has {self._settings.model!r}"
-            raise HttpError(400, message, code="model_not_found", param="model")
-
-    def _check_webhook(self, url: str | None) -> None:
-        if url is None:
-            return
-        if self._settings.webhook_secret_file is None:
-            raise InvalidRequest("webhooks are not enabled on this service; leave webhook_url out", "webhook_url")
-        try:
-            check_url(url, self._settings.webhooks)
-        except FetchError as error:
-            raise InvalidRequest(str(error), "webhook_url") from None
+                job.warnings += self._spec.describe_fit(resolved, name, (height, width))
+        return job, {names[name]: file for name, file in files.items() if isinstance(file, bytes)}
 
 
-def make_input_name(ending: str) -> str:
-    """Return a new name for an input in storage."""
-    return f"input-{secrets.token_hex(16)}.{ending}"
+def _describe_source(frames: int, size: str) -> dict[str, Any]:
+    return {"source_frames": frames, _SIZES[IMAGE]: size, _SIZES[VIDEO]: size}
+
+
+def _format_size(size: tuple[int, int]) -> str:
+    return "{1}x{0}".format(*size)
+
+
+def _make_input_name(field: str) -> str:
+    return f"input-{secrets.token_hex(16)}.{'mp4' if field == VIDEO else 'png'}"
+
+
+@contextlib.contextmanager
+def _explain_inherited(source: Job, sent: CreateVideo, completed: CreateVideo) -> Iterator[None]:
+    """Say where a setting comes from if it is refused and the client didn't send it.
+
+    Args:
+        source: The job whose settings a body inherits.
+        sent: The fields that the client sent.
+        completed: The same, with the inherited ones.
+    """
+    try:
+        yield
+    except InvalidRequest as error:
+        field = _FIELDS.get(error.field or "", error.field or "")
+        if getattr(sent, field, None) is not None or getattr(completed, field, None) is None:
+            raise
+        own = "" if field in ("size", "fps") else f"send {field}, or "
+        raise InvalidRequest(
+            f"{field} of {source.id} can't be used for its continuation: {error}. To continue it, {own}send its "
+            "file as video, which is converted, and whose settings are not inherited",
+            field,
+        ) from None

@@ -6,22 +6,20 @@ The number of requests per key, the bytes in total and the time of a request are
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import IO, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from typing import IO
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from actors.api.core.errors import HttpError
 from actors.api.limits import ServiceLimits
+from actors.api.token_buckets import TokenBuckets
 from actors.api.untrusted.memory_file import open_memory_file
 
 _AGAIN_S = 2
 _BURST_S = 2.0
 _LONG_AGO = 0.0  # By an event loop's clock.
-_KEYS = 1000  # Keys whose rates are remembered before idle ones are forgotten.
-
-Part = TypeVar("Part")
 
 
 @dataclasses.dataclass(eq=False)
@@ -56,7 +54,7 @@ class IncomingRequest:
         stream = request.stream()
         with open_memory_file() as body:
             try:
-                while part := await self.receive_part(lambda: anext(stream, b""), len):
+                while part := await self._receive_part(stream):
                     body.write(part)
                 self.arrived = True
                 body.seek(0)
@@ -98,14 +96,14 @@ class IncomingRequest:
         finally:
             self._scope, self.arrived = None, True
 
-    async def receive_part(self, receive: Callable[[], Awaitable[Part]], size_of: Callable[[Part], int]) -> Part:
-        """Wait for the next part of the body, and count it; raises `HttpError` 408, 413, 503."""
-        if self.abandoned:
-            raise self.bodies.build_too_slow_error(self)
+    async def _receive_part(self, stream: AsyncGenerator[bytes, None]) -> bytes:
+        """Wait for the next part of the body, and count it; empty at its end. Raises `HttpError` 408, 413, 503."""
         try:
+            if self.abandoned:
+                raise TimeoutError
             async with asyncio.timeout_at(self.deadline) as self._scope:
-                part = await receive()
-                await self.bodies.count(self, size_of(part))
+                part = await anext(stream, b"")
+                await self.bodies.count(self, len(part))
         except TimeoutError:
             raise self.bodies.build_too_slow_error(self) from None
         finally:
@@ -125,7 +123,7 @@ class Bodies:
     def __init__(self, limits: ServiceLimits) -> None:
         self._limits = limits
         self._incoming: list[IncomingRequest] = []
-        self._paced_until: dict[str, float] = {}  # Until when a key has used up its rate.
+        self._rates = TokenBuckets(_BURST_S)  # Of the bytes of each key.
 
     @contextlib.contextmanager
     def admit(self, headers: Headers, key: str) -> Iterator[IncomingRequest]:
@@ -137,16 +135,6 @@ class Bodies:
             yield incoming
         finally:
             self._incoming.remove(incoming)
-
-    async def _pace(self, key: str, size: int) -> None:
-        """Wait if a key sends faster than it may, so that nothing more is read from its connections."""
-        now, rate = asyncio.get_running_loop().time(), self._limits.key_rate
-        until = max(self._paced_until.get(key, 0.0), now - _BURST_S) + size / rate
-        self._paced_until[key] = until
-        if until > now:
-            await asyncio.sleep(until - now)
-        elif len(self._paced_until) > _KEYS:
-            self._paced_until = {other: then for other, then in self._paced_until.items() if then > now - _BURST_S}
 
     def check(self, headers: Headers, key: str) -> None:
         """Raise `HttpError` 413 or 429 for a body that can be rejected before any of it has arrived."""
@@ -169,7 +157,9 @@ class Bodies:
         if incoming.size > self._limits.body_bytes:
             raise self._build_too_long_error()
         self._make_room(incoming)
-        await self._pace(incoming.key, size)
+        # While this waits, nothing more is read from the key's connections.
+        if (wait_s := self._rates.overdraw(incoming.key, size / self._limits.key_rate)) > 0:
+            await asyncio.sleep(wait_s)
 
     def add(self, incoming: IncomingRequest, size: int) -> None:
         """Count memory besides the body; raises `HttpError` 413, 503."""

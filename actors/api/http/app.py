@@ -160,7 +160,7 @@ async def health() -> JSONResponse:
 )
 async def ready(service: Served) -> JSONResponse:
     """Say that database and storage can be read and written, and how many workers there are; 503 where they can't."""
-    workers = await asyncio.to_thread(service.count_workers_now)
+    workers = await asyncio.to_thread(service.presence.count_workers)
     return JSONResponse({"status": "ok", "workers": workers})
 
 
@@ -184,7 +184,7 @@ async def metrics(request: Request, service: Served) -> Response:
 
 
 def _read_figures_now(service: Service, caller: Caller | None) -> bytes:
-    figures = service.read_metrics_now()
+    figures = service.presence.read_metrics()
     if caller is not None:
         with contextlib.suppress(StoreUnavailable):  # The figures of this process are still available.
             figures += generate_latest(KeyMetrics(read_usage(service.database, caller.sees)))

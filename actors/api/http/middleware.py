@@ -1,5 +1,6 @@
 """Middleware for every request: reject other sites' pages, give the answer an id, count it and log it."""
 
+import asyncio
 import logging
 import re
 import secrets
@@ -12,7 +13,6 @@ from actors.api.core.errors import HttpError
 from actors.api.core.service import Service
 from actors.api.http.content import DownloadCut
 from actors.api.http.error_answers import answer
-from actors.api.http.lingering import end_answer
 from actors.observe.logs import log_event
 
 log = logging.getLogger(__name__)
@@ -22,6 +22,8 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)  # As in cluster/pro
 _QUIET = ("/health", "/ready", "/metrics")  # Machines request these every few seconds, so they aren't logged.
 _SCHEMES = ("http", "https")
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))  # Others are counted as "other".
+_LINGER_S = 5.0  # The longest time for which the rest of a body is read.
+_IDLE_S = 1.0  # The longest wait for the next part of a body, which allows for the time an answer is under way.
 _MAX_UNREAD = 65_536  # The most bytes of a rejected body that the server still reads to keep the connection.
 # Sent with every answer. Only our own web page needs to allow more, and it has a policy of its own.
 _GUARDS = {"x-content-type-options": "nosniff", "x-frame-options": "DENY"}
@@ -69,7 +71,7 @@ class Middleware:
             elif method == "HEAD":
                 message = {"type": "http.response.body", "body": b"", "more_body": message.get("more_body", False)}
             if closes and message["type"] == "http.response.body" and not message.get("more_body", False):
-                await end_answer(message, receive, send)
+                await _end_answer(message, receive, send)
             else:
                 await send(message)
 
@@ -112,7 +114,8 @@ class Middleware:
         route = getattr(scope.get("route"), "path", "none")
         # Label values come from closed sets. Otherwise clients could create any number of series.
         label = method if method in _METHODS else "other"
-        self._service.meters.http.labels(label if route != "none" else "none", route, str(status)).observe(seconds)
+        meter = self._service.presence.meters.http
+        meter.labels(label if route != "none" else "none", route, str(status)).observe(seconds)
         if route in _QUIET:
             return
         facts = scope.get("state") or {}
@@ -146,6 +149,25 @@ class OneRequestId:
             await send(message)
 
         await self._app(scope, receive, send_without_id)
+
+
+async def _end_answer(message: Message, receive: Receive, send: Send) -> None:
+    """Send the last part of an answer, and read what the client still sends before the server closes the connection.
+
+    When a server closes a connection with unread bytes, the kernel resets it. A reset discards what the client hasn't
+    read yet, which is the answer, because many clients read only after they have sent everything. So the rest of the
+    body is read and discarded for a while (nginx calls this `lingering_close`).
+    """
+    await send({**message, "more_body": True})
+    try:
+        async with asyncio.timeout(_LINGER_S):
+            while True:
+                received = await asyncio.wait_for(receive(), _IDLE_S)
+                if received["type"] != "http.request" or not received.get("more_body", False):
+                    break
+    except TimeoutError:
+        pass
+    await send({"type": "http.response.body", "body": b""})
 
 
 def _find_job(scope: Scope) -> str | None:

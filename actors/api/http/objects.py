@@ -3,11 +3,12 @@
 Sizes are "WIDTHxHEIGHT", as OpenAI writes them. Times are Unix seconds.
 """
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from actors.api.core.create_video import NAMES, SETTINGS, Adapter, add_settings, describe_field, format_seconds
+from actors.api.core.create_video import NAMES, SETTINGS, Adapter, add_settings, describe_field
+from actors.api.core.planning import format_seconds
 from actors.jobs.stored_request import count_frames, count_segments
 from actors.jobs.tables import Job
 from actors.jobs.values import Status
@@ -77,7 +78,10 @@ def _declare_setting(name: str) -> tuple[Any, Any]:
     return (kind, Field(description=description)) if always else (kind | None, Field(None, description=description))
 
 
-_WithSettings: Any = add_settings(_Described, _declare_setting)
+if TYPE_CHECKING:
+    _WithSettings = _Described
+else:
+    _WithSettings = add_settings(_Described, _declare_setting)
 
 
 class Video(_WithSettings):

@@ -23,6 +23,7 @@ TAGS = [
     {"name": "models", "description": "What can be asked for, with defaults and limits."},
     {"name": "usage", "description": "What API keys have used."},
     {"name": "service", "description": "For operators and their machines."},
+    {"name": "admin", "description": "The service's state and its keys, for operators; the page /admin shows them."},
 ]
 _SCHEMAS = "#/components/schemas/"
 _ERRORS = {
@@ -64,30 +65,26 @@ def describe_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 def describe_create_body() -> dict[str, Any]:
     """Return the description of the body of POST /v1/videos."""
-    json_ = {"schema": {"$ref": f"{_SCHEMAS}CreateVideo"}, "examples": _EXAMPLES}
-    return {
-        "description": "The video. A form may hold images as files; lists are JSON, `sigmas[]` or `loras[0][name]`.",
-        "required": True,
-        "content": {
-            "application/json": json_,
-            "multipart/form-data": {"schema": {"$ref": f"{_SCHEMAS}CreateVideoForm"}},
-        },
-    }
+    about = "The video. A form may hold images as files; lists are JSON, `sigmas[]` or `loras[0][name]`."
+    return _describe_body(about, examples=_EXAMPLES)
 
 
 def describe_extension_body() -> dict[str, Any]:
     """Return the description of the body of an extension."""
+    about = (
+        "What follows, and the video: its id, a URL or a file, in a form as `video` or `video[id]`. All other fields "
+        "of POST /v1/videos may be sent, except `input_reference` and `strength`."
+    )
     example = {"prompt": "the ball falls off the table", "video": {"id": "video_" + "0" * 48}, "seconds": "5"}
-    json_ = {"schema": {"$ref": f"{_SCHEMAS}CreateVideo"}, "example": example}
-    return {
-        "description": "What follows, and the video: its id, a URL or a file, in a form as `video` or `video[id]`. All "
-        "other fields of POST /v1/videos may be sent, except `input_reference` and `strength`.",
-        "required": True,
-        "content": {
-            "application/json": json_,
-            "multipart/form-data": {"schema": {"$ref": f"{_SCHEMAS}CreateVideoForm"}},
-        },
+    return _describe_body(about, example=example)
+
+
+def _describe_body(about: str, **examples: Any) -> dict[str, Any]:
+    content = {
+        "application/json": {"schema": {"$ref": f"{_SCHEMAS}CreateVideo"}, **examples},
+        "multipart/form-data": {"schema": {"$ref": f"{_SCHEMAS}CreateVideoForm"}},
     }
+    return {"description": about, "required": True, "content": content}
 
 
 def describe_remix_body() -> dict[str, Any]:

@@ -47,8 +47,8 @@ def require_scopes(*scopes: str, body: bool = False) -> Callable[..., Coroutine[
         try:
             known_caller = service.access.admit(None if credentials is None else credentials.credentials, scopes)
         except HttpError as error:
-            if body and error.status == 429 and not service.retries.repeats(request):
-                service.retries.refuse(request)
+            if body and error.status == 429 and not service.intake.retries.repeats(request):
+                service.intake.retries.refuse(request)
             raise
         request.state.owner, request.state.headers = known_caller.owner, known_caller.rate
         return known_caller

@@ -11,7 +11,8 @@ from fastapi.sse import EventSourceResponse, ServerSentEvent
 from actors.api.core.access import Caller
 from actors.api.core.errors import HttpError
 from actors.api.core.following import PROMPTS, EstimatedJob, without_prompts
-from actors.api.core.service import Accepted, Service
+from actors.api.core.intake import Accepted
+from actors.api.core.service import Service
 from actors.api.estimates import choose_poll_ms
 from actors.api.http.content import send
 from actors.api.http.error_answers import FAILURES, answer
@@ -60,8 +61,8 @@ async def create(request: Request, service: Served, caller: Maker, key: Idempote
 
     Poll it, follow its events, or give a `webhook_url`.
     """
-    accepted = await service.submit(request, caller, key)
-    return await _answer_seen(request, accepted.seen)
+    accepted = await service.intake.submit(request, caller, key)
+    return await _answer_seen(request, await service.look_at_accepted(accepted.job))
 
 
 @router.post(
@@ -78,7 +79,7 @@ async def create_and_wait(request: Request, service: Served, caller: Maker, key:
     client hangs up is cancelled, unless the request has an idempotency key or others follow the video.
     """
     with service.streams.hold(caller.owner):  # First, so that nothing is accepted that couldn't be waited for.
-        accepted = await service.submit(request, caller, key, alone=True)
+        accepted = await service.intake.submit(request, caller, key, alone=True)
         seen = await _wait_for_end(request, service, caller, accepted)
     job = seen[0]
     if not job.has_ended:
@@ -102,18 +103,19 @@ async def _wait_for_end(request: Request, service: Service, caller: Caller, acce
     If the client disconnects, a job that this request has created is cancelled, unless others may wait for it: it has
     an idempotency key, the request was repeated, or others have followed or watched the job.
     """
-    job, ends = accepted.seen[0].id, service.settings.reliability.answer_s
+    seen = await service.look_at_accepted(accepted.job)
+    job, ends = accepted.job.id, service.settings.reliability.answer_s
     disconnect = asyncio.create_task(_wait_for_disconnect(request))
-    ending = asyncio.create_task(_follow_to_end(service, accepted.seen, caller))
+    ending = asyncio.create_task(_follow_to_end(service, seen, caller))
     try:
         await asyncio.wait([disconnect, ending], timeout=ends, return_when=asyncio.FIRST_COMPLETED)
         if ending.done():
             return ending.result()
         if disconnect.done() and accepted.private is not None:
             await asyncio.to_thread(service.store.cancel_private, job, accepted.private)
-        return await asyncio.to_thread(service.look_now, job, None)
+        return await asyncio.to_thread(service.look, job, None)
     except StoreUnavailable:
-        return accepted.seen
+        return seen
     finally:
         disconnect.cancel()
         ending.cancel()
@@ -134,8 +136,8 @@ async def extend(request: Request, service: Served, caller: Maker, key: Idempote
     is seen, so movements don't go on by themselves: say in the prompt what moves. Settings that you omit are those of
     the video that is continued. Its frames aren't encoded again; those of a file are, in the new part's size and rate.
     """
-    accepted = await service.submit(request, caller, key, extends=True)
-    return await _answer_seen(request, accepted.seen)
+    accepted = await service.intake.submit(request, caller, key, extends=True)
+    return await _answer_seen(request, await service.look_at_accepted(accepted.job))
 
 
 @router.post("/edits", include_in_schema=False)
@@ -185,7 +187,7 @@ async def retrieve(service: Served, video_id: VideoId, caller: Watcher) -> Respo
 
     The header `openai-poll-after-ms` says when to ask again.
     """
-    return await asyncio.to_thread(lambda: _answer_video(service.look_now(video_id, caller.sees)))
+    return await asyncio.to_thread(lambda: _answer_video(service.look(video_id, caller.sees)))
 
 
 async def _hold_stream(
@@ -268,8 +270,8 @@ async def cancel(service: Served, video_id: VideoId, caller: Ender) -> Response:
 )
 async def remix(request: Request, service: Served, video_id: VideoId, caller: Maker, key: IdempotencyKey) -> Response:
     """Accept a video with the request of another one, its images and seed included, and a new prompt."""
-    accepted = await service.remix(video_id, request, caller, key)
-    return await _answer_seen(request, accepted.seen)
+    accepted = await service.intake.remix(video_id, request, caller, key)
+    return await _answer_seen(request, await service.look_at_accepted(accepted.job))
 
 
 class Events(EventSourceResponse):
@@ -283,7 +285,7 @@ async def _follow_video(
 ) -> AsyncIterator[AsyncIterator[EstimatedJob]]:
     # Read the job before the answer begins, so that the status can still be 404.
     with service.streams.hold(caller.owner):
-        seen = without_prompts(await asyncio.to_thread(service.look_now, video_id, caller.sees))
+        seen = without_prompts(await asyncio.to_thread(service.look, video_id, caller.sees))
         await asyncio.to_thread(share, service.database, seen[0])
         async with service.following.follow(seen[0].id, seen, caller.owner) as news:
             yield news

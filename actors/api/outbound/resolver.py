@@ -1,12 +1,15 @@
 """Look names up in threads of their own, so that one owner's slow names delay nobody else's."""
 
 import asyncio
-import functools
+import contextlib
 import socket
 import threading
-from collections import deque
+import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+
+from actors.api.fair_semaphore import FairSemaphore
 
 _THREADS = 32  # Concurrent look-ups in this process.
 _THREADS_OF_AN_OWNER = 8  # Of these, one owner's. A name server that never answers blocks each for some ten seconds.
@@ -19,7 +22,7 @@ def look_up_with_system(host: str, port: int) -> list[str]:
 
 
 class Resolver:
-    """Looks names up in a bounded number of threads, which owners get in turn. It may be used from any event loop.
+    """Looks names up in a bounded number of threads, which owners get in turn. It belongs to one event loop.
 
     The system's look-up can't be interrupted, so a thread counts until it has ended, even if nobody waits for it any
     more. Threads are daemons, so that a slow name doesn't delay the end of the process.
@@ -31,10 +34,7 @@ class Resolver:
         threads_of_an_owner: int = _THREADS_OF_AN_OWNER,
         look_up: Callable[[str, int], list[str]] = look_up_with_system,
     ) -> None:
-        self._free, self._of_an_owner, self._look_up = threads, threads_of_an_owner, look_up
-        self._lock = threading.Lock()
-        self._waiting: dict[str, deque[_Lookup]] = {}
-        self._running: dict[str, int] = {}
+        self.turns, self._look_up = FairSemaphore(threads, threads_of_an_owner), look_up
 
     async def resolve(self, host: str, port: int, owner: str) -> list[str]:
         """Return all addresses of a name; raises `OSError` if it has none.
@@ -44,58 +44,25 @@ class Resolver:
             port: The port to connect to.
             owner: Who the name is looked up for, such as the id of an API key.
         """
-        lookup = _Lookup(owner, host, port)
-        with self._lock:
-            self._waiting.setdefault(owner, deque()).append(lookup)
-        self._start_waiting()
-        return await asyncio.wrap_future(lookup.addresses)
+        await self.turns.enter(owner)
+        addresses, loop, start = Future[list[str]](), asyncio.get_running_loop(), time.monotonic()
+        addresses.set_running_or_notify_cancel()  # From here on, it can't be cancelled.
 
-    def _start_waiting(self) -> None:
-        while (lookup := self._take_next()) is not None:
-            threading.Thread(target=self._run, args=(lookup,), name="resolver", daemon=True).start()
+        def run() -> None:
+            try:
+                addresses.set_result(self._look_up(host, port))
+            except Exception as error:  # Raised where the addresses are awaited.
+                addresses.set_exception(error)
+            with contextlib.suppress(RuntimeError):  # The loop has ended.
+                loop.call_soon_threadsafe(self.turns.leave, owner, time.monotonic() - start)
 
-    def _take_next(self) -> "_Lookup | None":
-        """Return the next look-up: of the owner with the fewest threads; among equals, of that served longest ago."""
-        with self._lock:
-            while self._free:
-                owners = [owner for owner in self._waiting if self._running.get(owner, 0) < self._of_an_owner]
-                if not owners:
-                    return None
-                owner = min(owners, key=lambda owner: self._running.get(owner, 0))
-                queue = self._waiting.pop(owner)
-                lookup = queue.popleft()
-                if queue:
-                    self._waiting[owner] = queue  # Behind all other owners.
-                if lookup.addresses.set_running_or_notify_cancel():  # False if nobody waits for it any more.
-                    self._free -= 1
-                    self._running[owner] = self._running.get(owner, 0) + 1
-                    return lookup
-            return None
-
-    def _run(self, lookup: "_Lookup") -> None:
-        try:
-            addresses, failure = self._look_up(lookup.host, lookup.port), None
-        except Exception as error:  # Raised where the addresses are awaited.
-            addresses, failure = [], error
-        with self._lock:
-            self._free += 1
-            self._running[lookup.owner] -= 1
-            if not self._running[lookup.owner]:
-                del self._running[lookup.owner]
-        if failure is None:
-            lookup.addresses.set_result(addresses)
-        else:
-            lookup.addresses.set_exception(failure)
-        self._start_waiting()
+        threading.Thread(target=run, name="resolver", daemon=True).start()
+        return await asyncio.wrap_future(addresses)
 
 
-class _Lookup:
-    def __init__(self, owner: str, host: str, port: int) -> None:
-        self.owner, self.host, self.port = owner, host, port
-        self.addresses: Future[list[str]] = Future()
+_RESOLVERS = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Resolver]()
 
 
-@functools.cache
 def get_resolver() -> Resolver:
-    """Return the resolver that the whole process shares, so that its threads are limited together."""
-    return Resolver()
+    """Return the resolver of the running event loop, of which a process has one, so that all threads are limited."""
+    return _RESOLVERS.setdefault(asyncio.get_running_loop(), Resolver())

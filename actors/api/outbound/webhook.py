@@ -12,10 +12,9 @@ import json
 import logging
 import secrets
 import time
-from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 
+from actors.api.fair_semaphore import FairSemaphore
 from actors.api.limits import ServiceLimits
 from actors.api.metrics import Meters
 from actors.api.outbound.client import FetchError, FetchSettings, request
@@ -43,7 +42,7 @@ class Webhooks:
         self, database: Database, secret: bytes, fetching: FetchSettings, meters: Meters, limits: ServiceLimits
     ) -> None:
         self._database, self._secret, self._fetching, self._meters = database, secret, fetching, meters
-        self._limits = limits
+        self._limits, self._turns = limits, FairSemaphore(limits.webhooks, limits.webhooks_of_a_key)
 
     async def call_due(self) -> int:
         """Call all webhooks that are due, a few of each owner at a time, and return their number.
@@ -51,29 +50,26 @@ class Webhooks:
         Calls handle their own exceptions, and a failed claim doesn't affect calls under way. So neither a client's
         server nor a failure of the database ends other calls.
         """
-        count, owners = 0, dict[asyncio.Task[None], str]()
+        count, calls = 0, set[asyncio.Task[None]]()
         async with asyncio.TaskGroup() as group:
             while True:
-                due = await self._claim(owners) if len(owners) < self._limits.webhooks else None
+                due = await self._claim(bool(calls)) if len(calls) < self._limits.webhooks else None
                 if due is not None:
-                    owners[group.create_task(self._call(due))] = due.job.owner
+                    calls.add(group.create_task(self._call(due)))
+                    await asyncio.sleep(0)  # The call takes its place.
                     count += 1
-                elif owners:  # Look for more meanwhile, so that servers that never answer delay no others.
-                    done, _ = await asyncio.wait(owners, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-                    for task in done:
-                        del owners[task]
+                elif calls:  # Look for more meanwhile, so that servers that never answer delay no others.
+                    _, calls = await asyncio.wait(calls, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 else:
                     return count
 
-    async def _claim(self, calls: Mapping[asyncio.Task[None], str]) -> Delivery | None:
-        """Claim a delivery of an owner below its limit; None if none is due, or if the claim fails."""
-        busy = [
-            owner for owner, calling in Counter(calls.values()).items() if calling >= self._limits.webhooks_of_a_key
-        ]
+    async def _claim(self, is_calling: bool) -> Delivery | None:
+        """Claim a delivery of an owner below its limit; None if none is due, or if the claim fails during calls."""
+        busy = self._turns.list_full()
         try:
             return await asyncio.to_thread(deliveries.claim, self._database, busy)
         except Exception as error:
-            if not calls:
+            if not is_calling:
                 raise
             reason = str(error) if isinstance(error, StoreUnavailable) else None
             log_event(log, "webhooks not claimed", logging.WARNING, reason=reason or type(error).__name__)
@@ -81,7 +77,8 @@ class Webhooks:
 
     async def _call(self, delivery: Delivery) -> None:
         """Call a webhook and record the outcome. This handles all exceptions."""
-        problem = await self._post(delivery)
+        async with self._turns.take_turn(delivery.job.owner):
+            problem = await self._post(delivery)
         last = delivery.attempts > len(_PAUSES_S)
         outcome = "delivered" if problem is None else "given_up" if last else "failed"
         self._meters.webhooks.labels(outcome).inc()

@@ -1,6 +1,5 @@
 """Read an untrusted video in the process that parses uploads: ffmpeg decodes it there, within the process's limits."""
 
-import dataclasses
 import functools
 import mmap
 import os
@@ -11,6 +10,7 @@ from collections.abc import Callable, Sequence
 import imageio_ffmpeg
 from PIL import Image
 
+from actors.api.untrusted.reader_limits import ReaderLimits
 from actors.api.untrusted.references import VIDEO
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.media.encoding import exact_rate
@@ -22,21 +22,6 @@ _FINE = "-crf 8"
 _TARGET = "-f mp4 -movflags frag_keyframe+delay_moov+default_base_moof pipe:1"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ClipLimits:
-    """Limits on decoding an untrusted video.
-
-    Attributes:
-        pixels: The most pixels of a frame.
-        cpu_s: Processor time of each run of ffmpeg.
-        seconds: The longest video that may be continued.
-    """
-
-    pixels: int
-    cpu_s: int
-    seconds: float
-
-
 class Upload:
     """A client's video, in a seekable file in memory.
 
@@ -44,18 +29,9 @@ class Upload:
         size: (height, width) of a frame, upright.
     """
 
-    def __init__(self, content: bytes, scratch: int, limits: ClipLimits) -> None:
-        """Decode the first frame.
-
-        Args:
-            content: The file.
-            scratch: Descriptor of a file in memory, of the largest size that a video may have.
-            limits: Limits on decoding it.
-
-        Raises:
-            InvalidRequest: The file isn't a video, or is too large.
-        """
-        self._scratch, self._limits = scratch, limits
+    def __init__(self, content: bytes, limits: ReaderLimits) -> None:
+        """Decode the first frame; raises `InvalidRequest` if the file isn't a video, or is too large."""
+        self._limits, scratch = limits, limits.scratch
         most = os.fstat(scratch).st_size
         if len(content) > most:
             raise InvalidRequest(f"the video has more than {most} bytes; shrink it first", VIDEO)
@@ -98,11 +74,11 @@ class Upload:
         Raises:
             InvalidRequest: The video is too long.
         """
-        most, fit = int(self._limits.seconds * fps), Fit(height, width, slack)
+        most, fit = int(self._limits.video_s * fps), Fit(height, width, slack)
         target = _TARGET.split()
         mp4, count = self._shown.encode(fit, exact_rate(fps), target, count=most + 1, sound=True)
         if count > most:
-            raise InvalidRequest(f"the video lasts more than {self._limits.seconds:g} s; cut it first", VIDEO)
+            raise InvalidRequest(f"the video lasts more than {self._limits.video_s:g} s; cut it first", VIDEO)
         return mp4, count
 
     def read_end(self, mp4: bytes, frames: int) -> Image.Image:
@@ -112,7 +88,7 @@ class Upload:
         return frame
 
     def _open(self, run: Callable[[Sequence[str]], "subprocess.CompletedProcess[bytes]"]) -> ShownVideo:
-        most = self._limits.pixels
+        most = self._limits.video_pixels
         return ShownVideo(
             run, "the video", f"send an mp4 or another format that ffmpeg reads, with at most {most} pixels a frame"
         )
@@ -120,18 +96,19 @@ class Upload:
     def _run(self, mp4: bytes | None, options: Sequence[str]) -> "subprocess.CompletedProcess[bytes]":
         """Run ffmpeg on the file, or on an mp4 that this program has encoded itself."""
         # ffmpeg can read only this file. Anything that a playlist in it refers to is neither opened nor fetched.
-        source = f"-protocol_whitelist fd -max_pixels {self._limits.pixels} -threads 1 -fd {self._scratch} -i fd:"
+        pixels, scratch, cpu_s = self._limits.video_pixels, self._limits.scratch, self._limits.video_cpu_s
+        source = f"-protocol_whitelist fd -max_pixels {pixels} -threads 1 -fd {scratch} -i fd:"
         if mp4 is not None:
             source = "-protocol_whitelist pipe -threads 1 -i pipe:0"
         command = [imageio_ffmpeg.get_ffmpeg_exe(), "-nostdin", "-filter_threads", "1", *source.split()]
-        os.lseek(self._scratch, 0, os.SEEK_SET)
+        os.lseek(scratch, 0, os.SEEK_SET)
         done = subprocess.run(
             [*command, *options],
-            pass_fds=[self._scratch],
+            pass_fds=[scratch],
             input=mp4 or b"",
             capture_output=True,
             check=False,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (self._limits.cpu_s, self._limits.cpu_s)),
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s)),
         )
         if done.returncode < 0:
             raise InvalidRequest(

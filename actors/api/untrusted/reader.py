@@ -16,12 +16,19 @@ from actors.api.fair_semaphore import FairSemaphore
 from actors.api.limits import ServiceLimits
 from actors.api.untrusted.body_parts import CLIP, PICTURE, Parts
 from actors.api.untrusted.memory_file import open_memory_file
-from actors.api.untrusted.reader_process import END, LENGTH, REFUSED, ReaderLimits
+from actors.api.untrusted.reader_limits import ReaderLimits
+from actors.api.untrusted.reader_process import END, LENGTH, REFUSED
 from actors.api.untrusted.references import IMAGE, VIDEO
 from wan_tpu.errors import InvalidRequest
+from wan_tpu.media.shown import Fit
 
 T = TypeVar("T")
+Count = Callable[[int], None]
 _CHILD = "actors.api.untrusted.reader_process"
+
+
+def ignore(_size: int) -> None:
+    """Count nothing."""
 
 
 class Reading:
@@ -39,68 +46,45 @@ class Reading:
         self.uploads: dict[str, str] = answer["uploads"]
         self.sizes: dict[str, tuple[int, int]] = {name: (size[0], size[1]) for name, size in answer["sizes"].items()}
 
-    async def make_picture(
-        self,
-        height: int,
-        width: int,
-        *,
-        slack: int,
-        name: str = IMAGE,
-        count: Callable[[int], None] = lambda size: None,
-    ) -> bytes:
+    async def make_picture(self, fit: Fit, name: str = IMAGE, *, count: Count = ignore) -> bytes:
         """Return an image as an RGB PNG that this program has encoded itself. Each image can be taken once.
 
         Args:
-            height: The height to fit the image to.
-            width: The width.
-            slack: An image whose shape differs by fewer pixels of a side is resized without being cropped.
+            fit: The size to fit it to.
             name: The image's field.
             count: Called with the size of the PNG before it is loaded here. Its exceptions pass through.
 
         Raises:
             InvalidRequest: The image can't be fitted, or the process has used up its resources.
         """
-        content, _ = await self._make({"name": name, "height": height, "width": width, "slack": slack}, count)
+        content, _ = await self._make({"name": name, **dataclasses.asdict(fit)}, count)
         return content
 
-    async def cut_video(
-        self, frames: int, *, height: int, width: int, slack: int, step: int, count: Callable[[int], None]
-    ) -> bytes:
+    async def cut_video(self, fit: Fit, frames: int, *, step: int, count: Count = ignore) -> bytes:
         """Return the first frames of the video as an mp4 that this program has encoded itself, without sound.
 
-        Args:
-            frames: The number of frames.
-            height: The height to fit them to, as in `make_picture`.
-            width: The width to fit them to.
-            slack: As in `make_picture`.
-            step: The difference between permitted lengths, to suggest a shorter one if the video has fewer frames.
-            count: As in `make_picture`.
+        If the video has fewer frames, a length is suggested that differs by a multiple of `step`.
 
         Raises:
             InvalidRequest: The video has fewer frames, or the process has used up its resources.
         """
         self._run.extend(self._limits.video_wait_s)
-        fit = {"height": height, "width": width, "slack": slack}
-        content, _ = await self._make({"name": VIDEO, "frames": frames, "step": step, **fit}, count)
+        options = {"name": VIDEO, "frames": frames, "step": step, **dataclasses.asdict(fit)}
+        content, _ = await self._make(options, count)
         return content
 
-    async def convert_video(
-        self, *, height: int, width: int, slack: int, fps: float, count: Callable[[int], None]
-    ) -> tuple[bytes, int, bytes]:
+    async def convert_video(self, fit: Fit, fps: float, *, count: Count = ignore) -> tuple[bytes, int, bytes]:
         """Return the whole video with its sound as such an mp4, its number of frames, and its last frame as a PNG.
-
-        The arguments are those of `cut_video`, and the frames per second.
 
         Raises:
             InvalidRequest: The video is too long, or the process has used up its resources.
         """
         self._run.extend(self._limits.video_wait_s)
-        fit = {"height": height, "width": width, "slack": slack}
-        content, frames = await self._make({"name": VIDEO, "fps": fps, **fit}, count)
+        content, frames = await self._make({"name": VIDEO, "fps": fps, **dataclasses.asdict(fit)}, count)
         last, _ = await self._make({"name": END}, count)
         return content, frames, last
 
-    async def _make(self, options: dict[str, Any], count: Callable[[int], None]) -> tuple[bytes, int]:
+    async def _make(self, options: dict[str, Any], count: Count) -> tuple[bytes, int]:
         length, frames = await self._run.wait_for(self._run.child.make, options)
         count(length)
         return await self._run.wait_for(self._run.child.take, length), frames

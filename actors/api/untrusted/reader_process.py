@@ -2,7 +2,7 @@
 
 python -m actors.api.untrusted.reader_process LIMITS
 
-LIMITS are those of `ReaderLimits` below as JSON.
+LIMITS are `ReaderLimits` as JSON.
 
 stdin   a line with the content type of the file
 stdout  a line with the fields, and the digests and sizes of the files
@@ -17,7 +17,6 @@ A video is cut to its first frames if {"frames": ..., "step": ...} are wanted, o
 It exits with 0, or with REFUSED and a reason for people on stderr.
 """
 
-import dataclasses
 import hashlib
 import io
 import json
@@ -27,6 +26,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from actors.api.untrusted.body_parts import Parts, split_body
+from actors.api.untrusted.reader_limits import ReaderLimits
 from actors.api.untrusted.references import IMAGE, VIDEO
 from wan_tpu.errors import InvalidRequest
 
@@ -39,28 +39,6 @@ REFUSED = 3
 LENGTH = 8  # Bytes of each number before a file.
 END = "end"
 _NICE = 5  # Lower priority than the processes that answer HTTP.
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReaderLimits:
-    """The descriptors that the process gets, and the limits that it runs under.
-
-    Attributes:
-        file: Descriptor of the file that is read.
-        scratch: Descriptor of another one in memory, of the largest size that a video may have.
-        memory: Bytes of memory. The ffmpeg that the process starts for a video gets as many.
-        cpu_s: Processor time; ffmpeg gets `video_cpu_s`.
-        video_pixels: The most pixels of a video's frame.
-        video_s: How long a video that is continued may last.
-    """
-
-    file: int
-    scratch: int
-    memory: int
-    cpu_s: int
-    video_cpu_s: int
-    video_pixels: int
-    video_s: float
 
 
 def main() -> int:
@@ -112,8 +90,7 @@ class _Files:
         if (content := parts.uploads.get(VIDEO)) is not None:
             from actors.api.untrusted import clips  # Imported within the limits.
 
-            most = clips.ClipLimits(pixels=limits.video_pixels, cpu_s=limits.video_cpu_s, seconds=limits.video_s)
-            self._video = clips.Upload(content, limits.scratch, most)
+            self._video = clips.Upload(content, limits)
             self.sizes[VIDEO] = list(self._video.size)
 
     def make(self, name: str, **options: Any) -> tuple[bytes, int]:

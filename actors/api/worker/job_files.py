@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import logging
 import secrets
@@ -10,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from pathlib import Path
 from typing import Any, TypeVar
 
+from actors.api.retrying import back_off, retry
 from actors.api.worker.context import WorkerContext
 from actors.api.worker.failures import InputGone
 from actors.errors import PipelineError
@@ -23,7 +25,7 @@ from wan_tpu.storage.base import Missing, StorageError
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0  # Pauses between attempts to store a result grow from first to longest.
+_LONGEST_PAUSE_S = 15.0  # Between attempts to store a result.
 _CHUNK = 2**20
 
 
@@ -105,33 +107,33 @@ class JobFiles:
             LeaseLost: The job isn't this worker's any more.
             StorageError: Storage was unavailable `input_attempts` times.
         """
-        attempt, uncertain = 0, False
-        while True:
-            try:
-                return await asyncio.to_thread(change, *args)
-            except LeaseLost:
-                if uncertain and (job := await asyncio.to_thread(self._context.store.get, self._job.id)).has_ended:
+        failures: list[Exception] = []
+
+        async def note(error: Exception, _pause_s: float) -> None:
+            failures.append(error)
+            if isinstance(error, StorageError) and len(failures) == self._limits.input_attempts:
+                raise error
+            log_event(log, "tried again", logging.WARNING, job=self._job.id, reason=str(error))
+
+        unavailable = (StoreUnavailable, StorageError)
+        try:
+            return await retry(functools.partial(asyncio.to_thread, change, *args), unavailable, back_off(10.0), note)
+        except LeaseLost:
+            if any(isinstance(error, CommitUncertain) for error in failures):
+                job = await asyncio.to_thread(self._context.store.get, self._job.id)
+                if job.has_ended:
                     return job  # type: ignore[return-value] # An earlier try ended it, but its answer was lost.
-                raise
-            except (StoreUnavailable, StorageError) as error:
-                uncertain |= isinstance(error, CommitUncertain)
-                attempt += 1
-                if isinstance(error, StorageError) and attempt == self._limits.input_attempts:
-                    raise
-                log_event(log, "tried again", logging.WARNING, job=self._job.id, reason=str(error))
-                await asyncio.sleep(min(10.0, 0.25 * 2 ** min(attempt, 6)))
+            raise
 
     async def _store(self, name: str, content: Path | bytes) -> None:
         """Write a result, retrying without limit, since the next job couldn't store its video either."""
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            try:
-                return await asyncio.to_thread(self._upload, name, content)
-            except StorageError as error:
-                log_event(log, "not stored yet", logging.WARNING, job=self._job.id, reason=str(error))
-                await self._pause(2 * pause_s)  # So that no job is claimed in between.
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+        async def note(error: Exception, pause_s: float) -> None:
+            log_event(log, "not stored yet", logging.WARNING, job=self._job.id, reason=str(error))
+            await self._pause(2 * pause_s)  # So that no job is claimed in between.
+
+        upload = functools.partial(asyncio.to_thread, self._upload, name, content)
+        await retry(upload, (StorageError,), back_off(_LONGEST_PAUSE_S), note)
 
     def _upload(self, name: str, content: Path | bytes) -> None:
         if isinstance(content, bytes):

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
+from actors.api.retrying import retry
 from actors.api.variants import VARIANTS
 from actors.api.worker.context import WorkerContext
 from actors.api.worker.fragments import Fragments
@@ -174,10 +175,8 @@ class VideoMaker:
 
     async def _repeat(self, pauses_s: tuple[float, ...], work: Callable[..., Awaitable[T]], *args: object) -> T:
         """Do something with finished files, again after each pause if this machine fails."""
-        for pause_s in pauses_s:
-            try:
-                return await work(*args)
-            except (Unavailable, OutputError) as error:
-                log_event(log, "done again", logging.WARNING, job=self._job.id, reason=str(error))
-                await asyncio.sleep(pause_s)
-        return await work(*args)
+
+        async def note(error: Exception, _pause_s: float) -> None:
+            log_event(log, "done again", logging.WARNING, job=self._job.id, reason=str(error))
+
+        return await retry(functools.partial(work, *args), (Unavailable, OutputError), pauses_s, note)

@@ -57,7 +57,7 @@ def accept(direct, relay, tmp_path):
     storage = open_storage(tmp_path / "results")
     store = JobStore(database)
     accepting = Acceptance(store, storage, Retention(database, storage))
-    yield lambda job: accepting.accept(job, [b"image"], room=Room())
+    yield lambda job: accepting.accept(job, {job.input_image: b"image"}, room=Room())
     database.close()
 
 

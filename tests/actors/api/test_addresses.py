@@ -83,7 +83,7 @@ def test_owners_of_slow_names_take_turns():
         waiting = [asyncio.create_task(resolver.resolve(f"slow{i}.test", 443, "mallory")) for i in range(6)]
         await asyncio.sleep(0)
         waiting.append(asyncio.create_task(resolver.resolve("ann.test", 443, "ann")))
-        while "ann" not in resolver._waiting:
+        while "ann" not in resolver.turns._waiting:
             await asyncio.sleep(0.001)
         names.released.set()
         await asyncio.wait_for(asyncio.gather(*waiting), 10)

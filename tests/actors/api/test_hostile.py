@@ -243,8 +243,8 @@ def test_a_stream_ends_with_its_key(settings, keys, database):
 
 def test_however_many_follow_a_job_it_is_looked_at_once(settings, monkeypatch, engine):
     looks = []
-    look = Service.look_at_all_now
-    monkeypatch.setattr(Service, "look_at_all_now", lambda self, jobs: looks.append(list(jobs)) or look(self, jobs))
+    look = Service.look_at_all
+    monkeypatch.setattr(Service, "look_at_all", lambda self, jobs: looks.append(list(jobs)) or look(self, jobs))
     monkeypatch.setattr(following, "_LOOK_S", 0.1)
 
     async def follow(address, job):

@@ -23,6 +23,7 @@ from actors.api.untrusted.reader_process import REFUSED, encode_png, open_image
 from actors.api.untrusted.references import IMAGE, LAST, decode_data_url
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.media.image import FORMATS
+from wan_tpu.media.shown import Fit
 
 LIMITS = ServiceLimits(image_bytes=2_000_000)
 
@@ -44,7 +45,7 @@ def read_image(content, limits=LIMITS, *, size=None, slack=16):
     async def make():
         with open_memory_file(content) as file:
             async with Reader(limits).read(PICTURE, file, "ann") as reading:
-                return await reading.make_picture(*(size or reading.sizes[IMAGE]), slack=slack)
+                return await reading.make_picture(Fit(*(size or reading.sizes[IMAGE]), slack))
 
     return asyncio.run(make())
 
@@ -57,7 +58,7 @@ def test_two_images_come_out_one_by_one_each_with_its_own_size():
         with open_memory_file(body) as file:
             async with Reader(LIMITS).read(FORM_X, file, "ann") as reading:
                 assert reading.sizes == {IMAGE: (20, 30), LAST: (48, 64)} and set(reading.uploads) == {IMAGE, LAST}
-                return [await reading.make_picture(16, 32, slack=32, name=name) for name in (LAST, IMAGE)]
+                return [await reading.make_picture(Fit(16, 32, 32), name) for name in (LAST, IMAGE)]
 
     pngs = asyncio.run(read_both())
     for content, source in zip(pngs, (second, first), strict=True):

@@ -44,11 +44,12 @@ def test_odd_methods_and_paths_make_no_series_of_metrics(settings):
     service, methods = Service(settings, SPEC), ["FIRST"]
     try:
         asyncio.run(ask_all())
-        before = service.meters.format_text().count("\n")
+        meters = service.presence.meters
+        before = meters.format_text().count("\n")
         methods = [f"ODD{i}" for i in range(40)]
         asyncio.run(ask_all())
-        assert service.meters.format_text().count("\n") == before
-        assert "ODD" not in service.meters.format_text() and "FIRST" not in service.meters.format_text()
+        assert meters.format_text().count("\n") == before
+        assert "ODD" not in meters.format_text() and "FIRST" not in meters.format_text()
     finally:
         service.database.close()
 

@@ -9,7 +9,8 @@ from openai.types import Video as OpenAIVideo
 from pydantic import BaseModel, ValidationError
 
 from actors.api.core.bodies import parse_json
-from actors.api.core.create_video import CreateVideo, count_frames, format_seconds, make_request
+from actors.api.core.create_video import CreateVideo
+from actors.api.core.planning import count_frames, format_seconds, make_request
 from actors.api.http.objects import make_error_body, to_video
 from actors.jobs.store import JobStore
 from actors.jobs.tables import Job

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sqlalchemy import text
 
+from actors.api import retrying
 from actors.api.worker import job_files, job_worker
 from actors.errors import PipelineNotFound
 from actors.jobs.work import WorkQueue
@@ -60,8 +61,8 @@ def unwritable(settings):
 
 def test_a_result_that_can_t_be_stored_for_a_while_costs_no_job(http, settings, engine, monkeypatch, caplog):
     """A finished video isn't made again, and nothing else is begun that couldn't be stored either."""
-    for name in ("_FIRST_PAUSE_S", "_LONGEST_PAUSE_S"):
-        monkeypatch.setattr(job_files, name, 0.1)
+    monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr(job_files, "_LONGEST_PAUSE_S", 0.1)
     engine.go.clear()
     jobs = [create(http).json()["id"]]
     with working(dataclasses.replace(settings, concurrency=1), engine):

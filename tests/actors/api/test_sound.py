@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from actors.api.core.create_video import count_frames
+from actors.api.core.planning import count_frames
 from actors.api.http.models import describe_model
 from actors.api.settings import ServiceSettings
 from actors.jobs.store import JobStore, open_database

@@ -69,7 +69,7 @@ def submit(settings, database):
         job = Job(owner="", model=request["model"], request={}, input_image=names[0], input_last_image=names[1])
         store, storage = JobStore(database), open_storage(settings.storage)
         acceptance = Acceptance(store, storage, Retention(database, storage, settings.jobs))
-        acceptance.accept(job, [png.getvalue()] * len(job.inputs), room=Room())
+        acceptance.accept(job, dict.fromkeys(job.inputs, png.getvalue()), room=Room())
         with database.write() as session:
             session.execute(text("UPDATE jobs SET request = :stored WHERE id = :id"), {"stored": stored, "id": job.id})
         return job.id

@@ -29,6 +29,7 @@ from tests.wan_tpu.test_media_shown import LOSS, assert_shown, assert_tones
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.media.joining import read_clip
 from wan_tpu.media.reading import open_video, read_frames
+from wan_tpu.media.shown import Fit
 from wan_tpu.media.video_content import VideoContent
 
 
@@ -186,10 +187,9 @@ def read(content, *, limits=ServiceLimits(), convert=False):  # noqa: B008 (froz
     async def ask():
         with open_memory_file(content) as file:
             async with Reader(limits).read(CLIP, file, "ann") as reading:
-                size = {"height": 32, "width": 48, "slack": 16, "count": lambda size: None}
                 if convert:
-                    return await reading.convert_video(fps=16, **size)
-                return await reading.cut_video(9, step=4, **size)
+                    return await reading.convert_video(Fit(32, 48, 16), 16)
+                return await reading.cut_video(Fit(32, 48, 16), 9, step=4)
 
     return asyncio.run(ask())
 
@@ -233,14 +233,13 @@ def test_an_upload_of_every_kind_has_the_frames_that_are_shown(name, tmp_path):
     path = tmp_path / f"clip{kind.suffix}"
     kind.make(path)
     count, height, width = kind.shown.shape[:3]
-    size = {"height": height, "width": width, "slack": 0, "count": lambda size: None}
 
     async def ask():
         with open_memory_file(path.read_bytes()) as file:
             async with Reader(ServiceLimits()).read(CLIP, file, "ann") as reading:
                 assert reading.sizes == {"video": (height, width)}
-                cut = await reading.cut_video(count, step=4, **size)
-                return cut, *await reading.convert_video(fps=FPS, **size)
+                cut = await reading.cut_video(Fit(height, width), count, step=4)
+                return cut, *await reading.convert_video(Fit(height, width), FPS)
 
     cut, converted, frames, end = asyncio.run(ask())
     assert frames == count
