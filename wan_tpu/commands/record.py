@@ -2,10 +2,12 @@
 
 import dataclasses
 import functools
+import json
 import os
 import platform
 import time
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +25,9 @@ from wan_tpu.stage_machine import Decode, DecodeSound, EncodeImage, EncodeText, 
 from wan_tpu.stages import StepEvent
 from wan_tpu.switches import read_switches
 from wan_tpu.versions import list_versions
+
+_CONTENT = ("prompt", "negative_prompt", "image", "last_image", "video", "seed")  # Fields that change no operation.
+_counted: weakref.WeakKeyDictionary[Runtime, dict[tuple[object, ...], int]] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass
@@ -145,9 +150,21 @@ class Recorder:
         return "\n".join(lines)
 
     def _count_flops(self, stage: str) -> int:
-        """Return the multiplications and additions of the operations of a stage."""
+        """Return the multiplications and additions of the operations of a stage, which are counted once for a runtime.
+
+        The next video of a session mostly differs in its texts, images and seed.
+        """
         spec, request, operations = self.runtime.model.spec, self._plan.request, self._operations.get(stage, [])
-        model = self.runtime.model.for_text(spec.choose_text_rows(request, images=self._plan.images))
+        text_rows = spec.choose_text_rows(request, images=self._plan.images)
+        settings = {name: value for name, value in request.to_json().items() if name not in _CONTENT}
+        work = stage, self._plan.images, text_rows, len(operations), json.dumps(settings, sort_keys=True)
+        counts = _counted.setdefault(self.runtime, {})
+        if work not in counts:
+            counts[work] = self._count_flops_of(operations, text_rows)
+        return counts[work]
+
+    def _count_flops_of(self, operations: Sequence[Operation], text_rows: int) -> int:
+        request, model = self._plan.request, self.runtime.model.for_text(text_rows)
         prompts = sum(isinstance(operation, EncodeText) for operation in operations)
         experts = Counter(step.expert for step in operations if isinstance(step, Step))
         flops, images = 0, self._plan.images

@@ -95,7 +95,11 @@ class Planner:
         jobs = self.jobs(placed, stages)
         if only is not None and only not in jobs:
             raise InvalidRequest(f"there is no program {only!r}; this model has {', '.join(map(repr, jobs))}")
-        programs = [self._program(job, calls, placed) for name, (job, calls) in jobs.items() if only in (None, name)]
+        chosen = [job_and_calls for name, job_and_calls in jobs.items() if only in (None, name)]
+        programs = [
+            self._program(job, calls, placed, f"program {i} of {len(chosen)}")
+            for i, (job, calls) in enumerate(chosen, 1)
+        ]
         stage_plans = tuple(self._stages(programs))
         return Plan(
             model=self._name,
@@ -155,14 +159,14 @@ class Planner:
             for name, (_, arguments, calls) in programs.items()
         }
 
-    def _program(self, job: Job, calls: int, mesh: Mesh) -> ProgramPlan:
+    def _program(self, job: Job, calls: int, mesh: Mesh, place: str) -> ProgramPlan:
         name, shape = job.program, tuple(mesh.shape.values())
         doing = "compiled before:" if is_known(job, self._cache) else "compiling"
-        self._report(f"{self._slice.name}, mesh {shape}: {doing} {name}")
+        self._report(f"{self._slice.name}, mesh {shape}, {place}: {doing} {name}")
         compiled, hlo = compile_job(job, self._cache)
         if compiled.refused:
             return ProgramPlan(name, calls, compiled, None, None)
-        self._report(f"{self._slice.name}, mesh {shape}: pricing {name}")
+        self._report(f"{self._slice.name}, mesh {shape}, {place}: pricing {name}")
         optimistic, online = (self._price(hlo, mesh, path) for path in ("optimistic", "online"))
         return ProgramPlan(name, calls, compiled, optimistic, online)
 
