@@ -159,7 +159,8 @@ def test_a_pool_grows_under_load_and_shrinks_after(running, spec):
 def start_driver(running, spec, folder, id, size, steps):
     """Start a batch in a process of its own; `folder / "log"` gets what it prints."""
     (folder / "spec.pickle").write_bytes(pickle.dumps(spec))
-    line = {"id": id, "prompt": REQUEST.prompt, "height": size, "width": size, "frames": 9, "steps": steps, "shift": 5}
+    size = {"height": size, "width": size, "frames": 9}
+    line = {"id": id, "prompt": REQUEST.prompt, "negative_prompt": "", "steps": steps, "shift": 5, **size}
     (folder / "manifest.jsonl").write_text(json.dumps(line | {"image": str(PHOTO)}))
     files = [folder / name for name in ("spec.pickle", "manifest.jsonl", "out")]
     worker = "tests.actors.on_slices.batch_driver"
