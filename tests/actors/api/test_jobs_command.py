@@ -4,6 +4,7 @@ import json
 
 from actors.cli import main
 from actors.jobs.keys import OPERATE, KeyLimits, make_key
+from tests.waiting import wait_for
 
 
 def test_jobs_are_listed_shown_and_cancelled(client, service, capsys, monkeypatch):
@@ -26,7 +27,8 @@ def test_jobs_are_listed_shown_and_cancelled(client, service, capsys, monkeypatc
 
 def test_jobs_need_a_key_where_the_service_has_some(service, database, capsys):
     key = make_key(database, "operator", KeyLimits(scopes=(OPERATE,)))
-    assert main(["jobs", "list", "--url", service, "--key", "wan_wrong"]) == 2
+    # A service learns of new keys within a second.
+    assert wait_for(lambda: main(["jobs", "list", "--url", service, "--key", "wan_wrong"])) == 2
     assert main(["jobs", "list", "--url", f"{service}/v1/", "--key", key]) == 0
     assert main(["jobs", "list", "--url", "http://127.0.0.1:9"]) == 1
     capsys.readouterr()
