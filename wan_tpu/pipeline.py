@@ -20,6 +20,8 @@ from wan_tpu.families import open_checkpoint
 from wan_tpu.families.model import Model, open_model
 from wan_tpu.licences import show_licence
 from wan_tpu.plan import RequestPlan
+from wan_tpu.previews.painter import Painter
+from wan_tpu.previews.watching import Preview, work_with_previews
 from wan_tpu.progress import Progress, Silent
 from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.runtime.mesh import MeshLike, make_mesh
@@ -28,6 +30,7 @@ from wan_tpu.schedules.schedule import Schedule
 from wan_tpu.stage_machine import Decode, DecodeSound, EncodeImage, EncodeText, Finish, Step
 
 OnStep = Callable[[stages.StepEvent], object]
+OnPreview = Callable[[Preview], object]
 
 
 def load_pipeline(
@@ -38,6 +41,7 @@ def load_pipeline(
     keep_weights: bool = True,
     executables: str | Path | None = None,
     progress: Progress | None = None,
+    preview_decoder: str | Path | None = None,
 ) -> "Pipeline":
     """Open a checkpoint, and show a restrictive licence the first time. Weights are read when a stage first needs them.
 
@@ -53,26 +57,35 @@ def load_pipeline(
             compiling. A program that is missing, or was built by another version, is compiled, and JAX keeps it there;
             the log says why. Loading runs code from the folder.
         progress: `Console()` to show bars; silent by default.
+        preview_decoder: A file of TAEHV for this model, with which previews show details (`wan_tpu.previews.taehv`).
 
     Raises:
         CheckpointError: The checkpoint is missing or damaged.
         MeshError: The mesh doesn't fit the devices.
-        InvalidInput: The model doesn't have that precision, or there is no such folder of executables.
+        InvalidInput: The model doesn't have that precision, there is no such folder of executables, or the preview's
+            decoder isn't for this model.
     """
     progress = progress or Silent()
     precision = str(dtype).removeprefix("torch.")
     runtime = open_runtime(
         path_or_id, precision, mesh, keep_weights=keep_weights, executables=executables, progress=progress
     )
+    pipeline = Pipeline(runtime, progress, Painter(runtime.model, preview_decoder))
     show_licence(runtime.model.spec)
-    return Pipeline(runtime, progress)
+    return pipeline
 
 
 class Pipeline:
-    """A model ready to make videos; `runtime` has its weights, programs and times."""
+    """A model ready to make videos.
 
-    def __init__(self, runtime: Runtime[Model], progress: Progress) -> None:
+    Attributes:
+        runtime: The model's weights, programs and times.
+        painter: Paints previews.
+    """
+
+    def __init__(self, runtime: Runtime[Model], progress: Progress, painter: Painter | None = None) -> None:
         self.runtime = runtime
+        self.painter = Painter(runtime.model) if painter is None else painter
         self._progress = progress
 
     def plan(self, request: GenerationRequest) -> RequestPlan:
@@ -90,6 +103,7 @@ class Pipeline:
         request: GenerationRequest | str | None = None,
         noise: np.ndarray | None = None,
         on_step: OnStep | None = None,
+        on_preview: OnPreview | None = None,
         **fields: Any,
     ) -> Video:
         """Make one video: `generate(GenerationRequest(prompt="a cat"))` or `generate("a cat", seed=3)`.
@@ -98,6 +112,8 @@ class Pipeline:
             request: The video to make, or its prompt.
             noise: Initial latents [1, C, T, H, W], to use instead of those drawn from the seed.
             on_step: Called with a `StepEvent` after each denoising step; raising from it stops the run.
+            on_preview: Called with a `Preview` after each quarter of the steps, in another thread. The run doesn't wait
+                for it, and goes on if it raises.
             fields: Fields of a `GenerationRequest`, where none is given.
 
         Raises:
@@ -118,7 +134,8 @@ class Pipeline:
         self.check_components()
         run.plan = self.fetch_adapters(plan)
         pixels, sound = [], (None, None)
-        for operation, result in run.work():
+        work = run.work() if on_preview is None else work_with_previews(run, self.painter, on_preview)
+        for operation, result in work:
             if isinstance(operation, Step) and on_step is not None:
                 on_step(result)
             elif isinstance(operation, DecodeSound):

@@ -98,6 +98,13 @@ class RequestPlan:
         return self.experts[-1].stop
 
     @property
+    def preview_steps(self) -> tuple[int, ...]:
+        """The steps after which a preview is shown: at each quarter of those that are run, but not at the end."""
+        run = self.steps - self.first_step
+        quarters = {self.first_step - (-run * quarter // 4) for quarter in (1, 2, 3)}
+        return tuple(sorted(quarters - {self.steps}))
+
+    @property
     def chunk_stops(self) -> tuple[int, ...]:
         """For each chunk of the video, the first step after it; most models denoise a video as one chunk."""
         return tuple({expert.chunk: expert.stop for expert in self.experts}.values())

@@ -20,6 +20,7 @@ from wan_tpu.runtime.mesh import replicated_sharding
 from wan_tpu.runtime.program import fetch, place
 from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.stages.chunks import enter_expert, initial_chunked_state, join_chunks, place_history
+from wan_tpu.stages.clean import CleanEstimate, estimate_clean
 from wan_tpu.stages.enlarging import enlarge
 from wan_tpu.stages.step_programs import (
     ExpertInputs,
@@ -42,6 +43,7 @@ class StepEvent:
         seconds: Seconds of this step, compilation included.
         skipped: Whether it reused the blocks' earlier results in every branch (`wan_tpu.schedules.magcache`).
         state: The state after it, with arrays on the devices; np.asarray(event.latents) copies the latents.
+        clean: The video's clean latents as this step has estimated them.
     """
 
     stage: str
@@ -51,6 +53,7 @@ class StepEvent:
     seconds: float
     skipped: bool
     state: DenoiseState
+    clean: CleanEstimate
 
     @property
     def latents(self) -> np.ndarray:
@@ -262,14 +265,15 @@ class ExpertRun:
         schedule = self._schedules[VIDEO]
         assert self.expert.start <= i < self.expert.stop, f"step {i} is not {self.expert}'s"
         numbers = step_numbers(self._schedules, i)
-        if self._noise is not None:
-            numbers[VIDEO]["noise"] = self._noise(i)
+        noise = None if self._noise is None else self._noise(i)
+        if noise is not None:
+            numbers[VIDEO]["noise"] = noise
         numbers = place(numbers, self._runtime.mesh)
         inputs = self._next.parts, numbers, self._conditioning
         # Fetched for every step, because while a request is paused, its merged weights may be replaced by those of
         # other requests' adapters, and must then be merged again.
         params = self._runtime.component(self.expert.stage, self._adapters).params
-        before, residual, skipped = self.state, self._residual, self._skipped_branches(i)
+        before, entered, residual, skipped = self.state, self._next, self._residual, self._skipped_branches(i)
         if self._skipped is None:
             parts, finite, _ = step_program(self._runtime, self._module)(params, *inputs)
         elif skipped.all():
@@ -289,7 +293,8 @@ class ExpertRun:
         elif not skipped.any():
             self.resumable = before
         seconds = time.perf_counter() - start
-        return StepEvent(stage, i + 1, schedule.steps, timestep, seconds, bool(skipped.all()), self.state)
+        clean = estimate_clean(schedule.matrices[i], entered, self.state, noise)
+        return StepEvent(stage, i + 1, schedule.steps, timestep, seconds, bool(skipped.all()), self.state, clean)
 
     def _enter(self, plan: RequestPlan, inputs: ExpertInputs) -> DenoiseState:
         """Return the state for the next step; before its first step, an expert may have to transform it."""

@@ -45,14 +45,12 @@ class CogVideoXModel(Model):
     @functools.cached_property
     def components(self) -> dict[str, Component]:
         """Every component, by the name of its role; the checkpoint's "vae" serves two."""
-        parts = {
+        return {
             "text_encoder": text_encoder(self.config.text_encoder_class, self.config.text_encoder),
             DENOISE: components.transformer(self.config),
             "decoder": components.vae_half(self.config, "encoder"),
+            "vae_encoder": components.vae_half(self.config, "decoder"),  # Without images, only for previews.
         }
-        if "i2v" in self.spec.tasks:
-            parts["vae_encoder"] = components.vae_half(self.config, "decoder")
-        return parts
 
     @functools.cached_property
     def flops(self) -> CogVideoXFlops:

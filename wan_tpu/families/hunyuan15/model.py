@@ -53,10 +53,10 @@ class HunyuanModel(Model):
             "glyph_encoder": components.glyph_encoder(config),
             DENOISE: components.transformer(config),
             "decoder": components.vae_half(config, "encoder"),
+            "vae_encoder": components.vae_half(config, "decoder"),  # Without images, only for previews.
         }
         if "i2v" in self.spec.tasks:
             parts["image_encoder"] = components.image_encoder(config)
-            parts["vae_encoder"] = components.vae_half(config, "decoder")
         return parts
 
     @property
