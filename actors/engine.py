@@ -33,6 +33,22 @@ OnFragment = Callable[[Fragment], object]
 
 
 @dataclass(frozen=True)
+class PreviewPicture:
+    """A picture of a video that is being denoised.
+
+    Attributes:
+        step: How many steps were done.
+        jpeg: The picture.
+    """
+
+    step: int
+    jpeg: bytes
+
+
+OnPreview = Callable[[PreviewPicture], object]
+
+
+@dataclass(frozen=True)
 class GeneratedVideo:
     """A finished video.
 
@@ -64,6 +80,7 @@ class Engine(Protocol):
         on_event: OnEvent,
         priority: int = 0,
         on_fragment: OnFragment | None = None,
+        on_preview: OnPreview | None = None,
     ) -> GeneratedVideo:
         """Make the video that a plan describes, and return it.
 
@@ -76,6 +93,8 @@ class Engine(Protocol):
             priority: Requests of higher priority go first.
             on_fragment: Called with each fragment of the video while it is decoded, in order and from any thread. The
                 last call is made before this returns. It must not block. None if nobody is watching.
+            on_preview: Called with pictures of the unfinished video, from any thread; after a loss, perhaps again with
+                one of an earlier step. It must not block. None to have none made. Engines may make none.
         """
 
     async def forget(self, id: str) -> None:

@@ -23,6 +23,7 @@ class PipelineSettings:
         executables: Where compiled programs are stored, or None.
         kernels: The kernels that every host uses (see `wan_tpu.switches`).
         collectives: How every host sends data between devices (see `wan_tpu.switches`).
+        preview_decoder: The file of a tiny decoder for previews, at the same path on every host, or None.
         snapshot_every: Steps between two snapshots. When a slice is lost, the steps since the last one are repeated.
         scale_wait_s: The longest wait for a pool, estimated from the measured time of its stage, that autoscaling
             accepts before it adds a replica.
@@ -42,6 +43,7 @@ class PipelineSettings:
     executables: str | None = None
     kernels: str = OWN_KERNELS
     collectives: str = OVERLAPPED
+    preview_decoder: str | None = None
     snapshot_every: int = 5
     scale_wait_s: float = 60
     scale_up_s: float = 30

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from actors.engine import Fragment, GeneratedVideo, OnEvent, OnFragment
+from actors.engine import Fragment, GeneratedVideo, OnEvent, OnFragment, OnPreview
 from actors.observe.span import Span, Start
 from actors.pipeline_spec import Chips
 from wan_tpu.media.mp4 import Mp4
@@ -38,6 +38,7 @@ class OneProcessEngine:
         on_event: OnEvent,
         priority: int = 0,
         on_fragment: OnFragment | None = None,
+        on_preview: OnPreview | None = None,
     ) -> GeneratedVideo:
         """Make one video. Requests run in the order in which they come, whatever their priority.
 
@@ -50,6 +51,7 @@ class OneProcessEngine:
             on_event: Called from the engine's thread with a `Span` after each piece of work.
             priority: Ignored.
             on_fragment: Called from a thread with each fragment while the video is decoded.
+            on_preview: Ignored. Batches show no previews.
         """
         span = functools.partial(Span, slice="this process", request=id, chips=self._chips)
         run = _Run(self._pipeline, id, span, on_event, on_fragment)

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from actors.engine import GeneratedVideo, OnEvent, OnFragment
+from actors.engine import GeneratedVideo, OnEvent, OnFragment, OnPreview
 from actors.errors import PipelineError, RequestFailed
 from actors.observe.status_actor import StatusActor
 from actors.pipeline.driver import PipelineDriver
@@ -38,6 +38,7 @@ class PipelineClient:
         on_event: OnEvent,
         priority: int = 0,
         on_fragment: OnFragment | None = None,
+        on_preview: OnPreview | None = None,
     ) -> GeneratedVideo:
         """Make one video, as `PipelineDriver.generate` does; also raises `PipelineError` if there is no pipeline."""
         async with self._lock:
@@ -47,7 +48,8 @@ class PipelineClient:
         self._users[driver] += 1
         self._last[id] = driver
         try:
-            return await driver.generate(plan, id=id, on_event=on_event, priority=priority, on_fragment=on_fragment)
+            callbacks: dict[str, Any] = {"on_event": on_event, "on_fragment": on_fragment, "on_preview": on_preview}
+            return await driver.generate(plan, id=id, priority=priority, **callbacks)
         except Exception as error:
             works = isinstance(error, RequestFailed) and error.code != "lost"
             if driver is self._current and not works:  # Other requests continue with the old driver.

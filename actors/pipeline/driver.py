@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import secrets
 
-from actors.engine import GeneratedVideo, OnEvent, OnFragment
+from actors.engine import GeneratedVideo, OnEvent, OnFragment, OnPreview
 from actors.errors import RequestFailed
 from actors.observe.status_actor import RENEW_S, Outcome
 from actors.pipeline.connection import PipelineConnection
@@ -43,6 +43,7 @@ class PipelineDriver:
         on_event: OnEvent = lambda span: None,
         priority: int = 0,
         on_fragment: OnFragment | None = None,
+        on_preview: OnPreview | None = None,
     ) -> GeneratedVideo:
         """Make one video.
 
@@ -54,6 +55,7 @@ class PipelineDriver:
                 request of lower priority.
             on_fragment: Called with each fragment of the video while it is decoded, in order. With None, no fragments
                 are made.
+            on_preview: Called with pictures of the unfinished video. With None, none are made.
 
         Raises:
             RequestFailed: The video can't be made.
@@ -72,7 +74,8 @@ class PipelineDriver:
             model = f"{settings.checkpoint} {settings.dtype}"
             snapshots = await asyncio.to_thread(name_of, id, plan.request, model)
             with contextlib.closing(self._ref_store.open_scope()) as scope:
-                run = RequestRun(self._connection, id, plan, on_event, priority, scope, snapshots, on_fragment)
+                callbacks = on_fragment, on_preview
+                run = RequestRun(self._connection, id, plan, on_event, priority, scope, snapshots, *callbacks)
                 self._scopes.setdefault(id, []).append((run.snapshots, scope))
                 video = await run.run()
             outcome = "done"

@@ -8,14 +8,21 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from actors.engine import Fragment, GeneratedVideo, OnEvent, OnFragment
+from actors.engine import Fragment, GeneratedVideo, OnEvent, OnFragment, OnPreview, PreviewPicture
 from actors.errors import InputLost, RequestFailed, StageInterrupted, StageMoved
 from actors.observe.logs import log_event
 from actors.observe.span import Span
 from actors.pipeline.attempts import FIRST_WAIT_S, LONGEST_WAIT_S, Attempts
 from actors.pipeline.connection import PipelineConnection
 from actors.pipeline.losses import explain_losses
-from actors.slices.messages import ChunkDenoised, EncodedFragment, InputsTaken, SliceRequest, StageResult
+from actors.slices.messages import (
+    ChunkDenoised,
+    EncodedFragment,
+    InputsTaken,
+    PreviewPainted,
+    SliceRequest,
+    StageResult,
+)
 from actors.slices.payloads import EncodedVideo, unpack
 from actors.slices.references import RefHandle, RequestScope
 from wan_tpu.plan import DECODER, ENCODER, RequestPlan
@@ -47,6 +54,7 @@ class RequestRun:
         scope: RequestScope,
         snapshots: str,
         on_fragment: OnFragment | None = None,
+        on_preview: OnPreview | None = None,
     ) -> None:
         """Take a request through a pipeline.
 
@@ -59,12 +67,13 @@ class RequestRun:
             scope: Where the request's payloads wait between two stages.
             snapshots: The name of its snapshots, from `name_of`.
             on_fragment: Called with fragments of the video; None to have none made.
+            on_preview: Called with pictures of the unfinished video; None to have none made.
         """
         self._connection, self._key, self._plan, self._scope = connection, key, plan, scope
         self.snapshots = snapshots
-        self._sent = SliceRequest(
-            key, plan.without_image(), scope, snapshots, priority, time.time(), fragments=on_fragment is not None
-        )
+        wanted = {"fragments": on_fragment is not None, "previews": on_preview is not None}
+        self._sent = SliceRequest(key, plan.without_image(), scope, snapshots, priority, time.time(), **wanted)
+        self._on_preview = on_preview
         self._on_fragment, self._run = on_fragment, -1  # The run that the latest fragment belongs to.
         self._on_event, self._limits = on_event, connection.settings.reliability
         self._refused = False
@@ -293,6 +302,8 @@ class RequestRun:
                             raise
                     elif isinstance(event, EncodedFragment):
                         self._send_fragment(event)
+                    elif isinstance(event, PreviewPainted):
+                        self._send_preview(event)
                     else:
                         result = event
         except asyncio.CancelledError:
@@ -310,6 +321,14 @@ class RequestRun:
             self._on_event(span)
         except Exception:
             log.exception("%s: the callback for its spans has failed", self._key)
+
+    def _send_preview(self, preview: PreviewPainted) -> None:
+        """Pass a preview on; errors in the caller's callback don't stop the request."""
+        try:
+            if self._on_preview is not None:
+                self._on_preview(PreviewPicture(preview.step, preview.picture))
+        except Exception:
+            log.exception("%s: the callback for its previews has failed", self._key)
 
     def _send_fragment(self, fragment: EncodedFragment) -> None:
         """Pass a fragment on; errors in the caller's callback don't stop the request."""

@@ -96,7 +96,7 @@ class SliceLeader:
                     pool.slice,
                     settings.host_class,
                     *(settings.checkpoint, pool.stages, pool.mesh, settings.dtype, settings.executables),
-                    *(settings.kernels, settings.collectives),
+                    *(settings.kernels, settings.collectives, settings.preview_decoder),
                     name=self._name,
                     timeouts=settings.reliability,
                     on_status=lambda text: self._report("starting", text),

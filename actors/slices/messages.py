@@ -65,6 +65,7 @@ class SliceRequest:
         avoid: Serve's names of the replicas whose slices have failed the request; other replicas are preferred.
         choices: The router's reasons for choosing each replica, by Serve's names, filled in while a call is routed.
         fragments: Whether the decoder's stream carries the video's fragments.
+        previews: Whether the experts' streams carry pictures of the unfinished video.
     """
 
     key: str
@@ -76,6 +77,7 @@ class SliceRequest:
     avoid: frozenset[str] = frozenset()
     choices: Mapping[str, str] = field(default_factory=dict, hash=False)
     fragments: bool = False
+    previews: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,19 @@ class EncodedFragment:
 
 
 @dataclass(frozen=True)
+class PreviewPainted:
+    """A picture of a video that is being denoised.
+
+    Attributes:
+        step: How many steps were done.
+        picture: The picture, a JPEG of at most a few hundred kB.
+    """
+
+    step: int
+    picture: bytes
+
+
+@dataclass(frozen=True)
 class ChunkDenoised:
     """Reports that a chunk of a video can be decoded, and that the request's scope has the chunk's latents.
 
@@ -132,4 +147,5 @@ class ChunkDenoised:
     chunk: int
 
 
-Event = Span | InputsTaken | EncodedFragment | ChunkDenoised | StageResult  # The items of a stage's stream.
+# The items of a stage's stream.
+Event = Span | InputsTaken | EncodedFragment | ChunkDenoised | PreviewPainted | StageResult

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -43,12 +44,16 @@ class Denoising:
             another size need other positions.
         state: The state to begin from.
         run: The run of the current expert, or None between two experts.
+        previews: Whether previews of the video are wanted.
+        painted: Previews that the leader hasn't taken yet: the steps that were done, and JPEGs.
     """
 
     plan: RequestPlan
     inputs: dict[Expert, stages.ExpertInputs]
     state: DenoiseState
     run: stages.ExpertRun | None = None
+    previews: bool = False
+    painted: deque[tuple[int, bytes]] = dataclasses.field(default_factory=deque)
 
     @property
     def last_state(self) -> DenoiseState:

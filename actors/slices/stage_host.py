@@ -32,6 +32,8 @@ from wan_tpu.data import DenoiseState, ImageCondition, join_conditioning
 from wan_tpu.errors import InvalidInput, OutputError
 from wan_tpu.pipeline import open_runtime
 from wan_tpu.plan import ENCODER, VIDEO, PromptText, RequestPlan
+from wan_tpu.previews.painter import Painter, encode_jpeg
+from wan_tpu.previews.watching import Preview, Previews
 from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.runtime.processes import share_first
 from wan_tpu.runtime.runtime import list_adapter_warnings
@@ -55,6 +57,7 @@ class StageHost(HostProfile):
         executables: str | None = None,
         kernels: str = OWN_KERNELS,
         collectives: str = OVERLAPPED,
+        preview_decoder: str | None = None,
         report: Report = report,
     ) -> None:
         """Open a model on all devices of the slice; `load` reads its weights.
@@ -67,6 +70,7 @@ class StageHost(HostProfile):
             executables: The folder of compiled programs, or None.
             kernels: The kernels that this whole process uses (see `wan_tpu.switches`).
             collectives: How this whole process sends data between devices (see `wan_tpu.switches`).
+            preview_decoder: The file of a tiny decoder for previews (`wan_tpu.previews.taehv`), or None.
             report: Called with a `HostProgress` now and then; by default this reports to the leader of the slice.
 
         Raises:
@@ -91,6 +95,7 @@ class StageHost(HostProfile):
         if jax.default_backend() == "tpu":
             ChipMeters(hosted).start()
         self._prepared = PreparedRequests()
+        self._previews = Previews(Painter(self._runtime.model, preview_decoder))
         self._fragments = FragmentQueues()
         self._fetched: FetchedAdapters[Adapters] = FetchedAdapters(())
         self._fetched_texts: FetchedAdapters[dict[str, Adapters]] = FetchedAdapters({})
@@ -179,8 +184,11 @@ class StageHost(HostProfile):
             work.run = stages.ExpertRun(self._runtime, work.plan, expert, work.inputs[expert], state)
         return (self._runtime.compile_s - before,)
 
-    def step(self, key: str) -> tuple[float, int]:
-        """Run the next step of a request that has begun: (compile_s, number of steps done)."""
+    def step(self, key: str) -> tuple[float, int] | tuple[float, int, tuple[int, bytes]]:
+        """Run the next step of a request that has begun: (compile_s, number of steps done).
+
+        If a preview of an earlier step has been painted meanwhile, it is the third part: (number of steps, JPEG).
+        """
         before, work = self._runtime.compile_s, self._prepared.get(key, Denoising)
         run = work.run
         if run is None or run.state.step >= run.expert.stop:
@@ -189,7 +197,19 @@ class StageHost(HostProfile):
             event = run.step()
         if event.step == run.expert.stop:
             work.state, work.run = run.state, None  # Frees the expert's text keys.
-        return self._runtime.compile_s - before, event.step
+        compile_s = self._runtime.compile_s - before
+        if work.previews and self._first:
+            self._offer_preview(work, event)
+        return (compile_s, event.step, work.painted.popleft()) if work.painted else (compile_s, event.step)
+
+    def _offer_preview(self, work: Denoising, event: stages.StepEvent) -> None:
+        painted = work.painted  # The thread mustn't keep the request's arrays on the devices.
+
+        def show(preview: Preview) -> None:
+            painted.append((preview.step, encode_jpeg(preview.picture)))
+
+        image_latents = next(iter(work.inputs.values())).image_latents
+        self._previews.offer(work.plan, event, image_latents, show)
 
     def decode(self, key: str) -> Output:
         """Decode the latents of `prepare_decode` and compress the frames: ((compile_s, warnings), `EncodedVideo`).
@@ -261,6 +281,7 @@ class StageHost(HostProfile):
         negative: Payload | None = None,
         image: Payload | None = None,
         state: Payload | None = None,
+        previews: bool = False,
     ) -> int:
         """Put a request's inputs for the experts on the devices.
 
@@ -273,10 +294,13 @@ class StageHost(HostProfile):
             negative: The negative prompt's `TextEmbedding`, or None.
             image: The image's `ImageCondition`, or None.
             state: The `DenoiseState` to continue from; None to start before the first step.
+            previews: Whether `step` returns previews.
 
         Returns:
             The bytes of all payloads.
         """
+        if previews and self._first:
+            self._previews.begin()
         plan = plan.with_request(dataclasses.replace(plan.request, loras=self._fetched.take(plan)))
         text, other = unpack_as(TextEmbedding, prompt), unpack_as(TextEmbedding, negative)
         condition = unpack_as(ImageCondition, image) or ImageCondition()
@@ -296,7 +320,8 @@ class StageHost(HostProfile):
             kind: stages.expert_inputs(self._runtime, plan.request, expert, conditioning)
             for kind, expert in {kind: expert for expert, kind in kinds.items()}.items()
         }
-        self._prepared.put(key, Denoising(plan, {expert: shared[kind] for expert, kind in kinds.items()}, placed_state))
+        inputs = {expert: shared[kind] for expert, kind in kinds.items()}
+        self._prepared.put(key, Denoising(plan, inputs, placed_state, previews=previews))
         return sum(payload.nbytes for payload in (prompt, negative, image, state) if payload is not None)
 
     def prepare_decode(

@@ -20,7 +20,7 @@ from actors.slices.autoscaling import SliceTime
 from actors.slices.drain import DrainState
 from actors.slices.fragments import FragmentTaker, run_concurrently
 from actors.slices.handover import ChunksPublished, PublishedPayloads, fetch_again
-from actors.slices.messages import ChunkDenoised, Event, InputsTaken, SliceRequest, StageResult
+from actors.slices.messages import ChunkDenoised, Event, InputsTaken, PreviewPainted, SliceRequest, StageResult
 from actors.slices.references import RefHandle, watch_driver
 from actors.slices.scheduler import Admission, PriorityQueue, StepScheduler
 from actors.slices.snapshots import Snapshotter
@@ -160,11 +160,12 @@ class StageRunner:
                 refs = await fetch_again(scope, [*inputs, state], refs, fetch.elapsed_s - fetched_s)
                 start = Start()
                 refs[-1] = loaded or refs[-1]
-                nbytes = (await self._slice.side("prepare_denoise", visit.host_key, plan, *refs)).value
+                args = (*refs, True) if request.previews else refs
+                nbytes = (await self._slice.side("prepare_denoise", visit.host_key, plan, *args)).value
                 # Chunks that an earlier run published may be lost, together with its slice or driver.
                 starts_over = loaded is None or len(plan.chunk_stops) == 1
                 chunks = 0 if starts_over else plan.count_denoised_chunks(machine.steps_done)
-                del refs, loaded  # Otherwise the object store would keep them until the last step.
+                del refs, args, loaded  # Otherwise the object store would keep them until the last step.
                 yield self._make_first_span(request, stage, start, nbytes)
                 yield InputsTaken(fetched_s + start.elapsed_s, nbytes)
                 for chunk in range(chunks):
@@ -188,7 +189,7 @@ class StageRunner:
 
     async def _run_steps(
         self, request: SliceRequest, machine: StageMachine, host_key: str, publishing: ChunksPublished
-    ) -> AsyncGenerator[Span | ChunkDenoised, None]:
+    ) -> AsyncGenerator[Span | ChunkDenoised | PreviewPainted, None]:
         """Run the steps of this pool; more urgent requests may run between two of them."""
         key, plan, scheduler, stages = request.key, request.plan, self.scheduler, self._facts.stages
         expert: Expert | None = None
@@ -209,12 +210,14 @@ class StageRunner:
                         if operation.expert != expert:
                             expert = operation.expert
                             [before_s] = (await self._slice.call("begin", host_key, kind=kind)).value
-                        compile_s, done = (await self._slice.call("step", host_key, kind=kind)).value
+                        compile_s, done, *previews = (await self._slice.call("step", host_key, kind=kind)).value
                         spans = self._make_spans(key, expert.stage, start, before_s + compile_s, done)
                     machine = machine.at_step(done)
                     steps_left = machine.steps_left_on(stages)
                     for span in spans:
                         yield span
+                    for step, picture in previews:
+                        yield PreviewPainted(step, picture)
                     if len(plan.chunk_stops) > 1 and done in plan.chunk_stops:
                         await self._publish_chunk(request, host_key, plan.count_denoised_chunks(done) - 1, publishing)
                     for chunk in publishing.take():

@@ -26,6 +26,7 @@ class Host:
         self.requests: dict[str, Any] = {}
         self.fragments: dict[str, list[bytes]] = {}
         self.open_videos: dict[str, list[bytes]] = {}
+        self.painted: dict[str, list[tuple[int, bytes]] | None] = {}  # None where no previews are wanted.
 
     def load(self) -> None:
         """Do nothing, as there are no weights to read."""
@@ -51,8 +52,16 @@ class Host:
         return []
 
     def prepare_denoise(
-        self, key: str, plan: RequestPlan, prompt: Any, negative: Any = None, image: Any = None, state: Any = None
+        self,
+        key: str,
+        plan: RequestPlan,
+        prompt: Any,
+        negative: Any = None,
+        image: Any = None,
+        state: Any = None,
+        previews: bool = False,
     ) -> int:
+        self.painted[key] = [] if previews else None
         if plan.request.prompt.startswith("bad"):
             raise InvalidRequest("the request asks for what nobody can make")
         assert prompt or any(name.startswith("prompt.") for name in image.arrays), "a prompt that nobody has encoded"
@@ -74,7 +83,7 @@ class Host:
         assert plan.expert_at(step).stage in self._stages
         return (0.0,)
 
-    def step(self, key: str) -> tuple[float, int]:
+    def step(self, key: str) -> tuple[Any, ...]:
         plan, inputs, latents, step, chunks = self.requests[key]
         assert plan.expert_at(step).stage in self._stages, "a step of another pool's expert"
         request_id = key.rpartition(" ")[0]
@@ -85,7 +94,11 @@ class Host:
             chunks = (*chunks, latents)
         self.requests[key][2:] = latents, step, chunks
         self._world.steps[request_id].append((step, self._world.loop.now, self._slice.name))
-        return 0.0, step
+        painted = self.painted.get(key)
+        ready = [] if not painted else [painted.pop()]
+        if painted is not None and step in plan.preview_steps:
+            painted.append((step, latents))  # It is there after the next step.
+        return 0.0, step, *ready
 
     def snapshot(self, key: str) -> Output:
         return self._state(self.requests[key])

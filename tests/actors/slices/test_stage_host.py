@@ -1,6 +1,7 @@
 """A slice of two hosts, as two real processes, computes what one process does."""
 
 import dataclasses
+import io
 import os
 import re
 import socket
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from diffusers import WanTransformer3DModel
+from PIL import Image
 
 from actors.slices.fetched_adapters import MAX_WAITING, FetchedAdapters
 from actors.slices.payloads import TextEmbedding, pack, unpack
@@ -24,6 +26,8 @@ from wan_tpu.data import DenoiseState, ImageCondition
 from wan_tpu.errors import DoesNotFit, Unavailable
 from wan_tpu.families import published_spec
 from wan_tpu.plan import PromptText
+from wan_tpu.previews.painter import Painter
+from wan_tpu.previews.watching import Previews
 
 KIND = "wan2.2-i2v-a14b"
 
@@ -139,6 +143,49 @@ def test_a_poisoned_request_fails_alone(checkpoint):
     with pytest.raises(OutOfOrder, match="request a has no step to run here"):
         host.step("a")
     assert np.array_equal(latents("a"), alone)
+
+
+class FailingPainter(Painter):
+    def paint(self, *args):
+        raise RuntimeError("the preview's function fails")
+
+
+def test_previews_come_with_later_steps_and_change_nothing(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("WAN_TPU_CACHE", str(tmp_path))
+    host = StageHost(str(checkpoint("wan2.1-t2v-1.3b")), ("denoise",), (1, 1, 1), "float32")
+    request = GenerationRequest(prompt="a cat", height=32, width=48, frames=5, steps=8, guidance_scale=1.0)
+    plan = host._spec.plan(request)
+    text = embedding(np.random.default_rng(0).standard_normal((1, 512, 32)).astype(np.float32))
+
+    def make(key, previews, wait):
+        host.prepare_denoise(key, plan, text, None, None, None, previews)
+        host.begin(key)
+        parts = []
+        for _ in range(plan.steps):
+            _, done, *pictures = host.step(key)
+            parts += [(done, *picture) for picture in pictures]
+            if done in plan.preview_steps:
+                wait(host._prepared.get(key, Denoising))
+        return parts, unpack(host.collect(key).payload).latents
+
+    def wait_for_picture(work):
+        until = time.monotonic() + 60
+        while not work.painted and time.monotonic() < until:
+            time.sleep(0.01)
+
+    without, plain = make("without", False, lambda work: None)
+    assert without == []
+    host._previews.begin()
+    host._previews._work.result(60)
+    pictures, latents = make("with", True, wait_for_picture)
+    assert [(done, step) for done, step, _ in pictures] == [(3, 2), (5, 4), (7, 6)]
+    assert [Image.open(io.BytesIO(jpeg)).size for _, _, jpeg in pictures] == [(96, 32)] * 3
+    assert np.array_equal(latents, plain)
+
+    host._previews = Previews(FailingPainter(host._runtime.model))
+    failed, latents = make("failing", True, lambda work: host._previews._work.result(60))
+    assert failed == []
+    assert np.array_equal(latents, plain)
 
 
 def test_compile_time_of_one_request_is_not_reported_for_the_next(checkpoint):
