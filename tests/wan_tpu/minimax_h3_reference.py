@@ -114,3 +114,33 @@ def relative(actual, expected):
 def pairs(ours, theirs):
     """Return both side by side, which must be equally long."""
     return itertools.zip_longest(ours, theirs)
+
+
+def attend_sparsely(density, least_gap=1e-5):
+    """Return attention as LightX2V's "dynamic_sparse_attn" with blocks of 128 queries and 64 keys, of [1, L, N, D].
+
+    Each block of queries attends to a share of the blocks of keys: those whose mean, less the mean of all keys, has the
+    largest product with the mean of the queries. Where two are nearly as large, rounding would decide: `least_gap` is
+    the least difference that is accepted, as a share of the largest.
+    """
+
+    def attend(query, key, value, **_):
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        blocks = torch.arange(key.shape[1]).split(64)
+        centred = key - key.mean(dim=1, keepdim=True)
+        means = torch.stack([centred[:, block].mean(dim=1) for block in blocks], dim=1)
+        count = max(1, min(len(blocks), int(density * len(blocks))))
+        output = torch.empty_like(query)
+        for rows in torch.arange(query.shape[1]).split(128):
+            scores = torch.einsum("nd,nkd->nk", query[:, rows].mean(dim=1), means)
+            best = scores.sort(dim=1, descending=True)
+            if count < len(blocks):
+                gaps = (best.values[:, count - 1] - best.values[:, count]) / scores.abs().amax(dim=1)
+                assert gaps.min() > least_gap, gaps.min()
+            for head, kept in enumerate(best.indices[:, :count]):
+                keys = torch.cat([blocks[i] for i in kept])
+                logits = query[head, rows] @ key[head, keys].T * query.shape[-1] ** -0.5
+                output[head, rows] = logits.softmax(dim=-1) @ value[head, keys]
+        return output.transpose(0, 1)[None]
+
+    return attend

@@ -234,6 +234,7 @@ def test_image_that_is_longer_than_diffusers_allows_is_refused_unless_the_size_i
     ("preset", "video", "sound"),
     [
         ("turbo-4", [1, 18 / 19, 6 / 7, 2 / 3], [1, 0.9, 0.75, 0.5]),
+        ("turbo-4-sla", [1, 18 / 19, 6 / 7, 2 / 3], [1, 0.9, 0.75, 0.5]),
         # FastVideo's own levels, by its program.
         ("fasth3", [11988 / 11989, 8988 / 9239, 12 / 13, 0.8], [2997 / 2998, 2247 / 2498, 0.75, 0.5]),
     ],

@@ -6,14 +6,16 @@ import re
 import numpy as np
 import pytest
 import torch
+from diffusers.models.transformers import transformer_minimax_h3
 from PIL import Image
 
 from tests.wan_tpu import adapter_files as files
-from tests.wan_tpu.minimax_h3_reference import Reference, relative
+from tests.wan_tpu.minimax_h3_reference import Reference, attend_sparsely, relative
 from wan_tpu import GenerationRequest, InvalidRequest, load_pipeline
 from wan_tpu.aot.programs import AbstractRuntime, programs_by_images, stage_programs
 from wan_tpu.data import DenoiseState, dump_value, parse_value
 from wan_tpu.families import open_spec, published_spec
+from wan_tpu.families.minimax_h3 import sampling
 from wan_tpu.families.minimax_h3.small import make_checkpoint
 from wan_tpu.families.shared.tokens import patchify
 
@@ -170,8 +172,13 @@ def request_preset(name, adapter):
 
 
 @pytest.mark.long
-def test_turbo_is_that_of_diffusers_with_the_same_file(pipe, reference, tmp_path):
+@pytest.mark.parametrize("preset", ["turbo-4", "turbo-4-sla"])
+def test_turbo_is_that_of_diffusers_with_the_same_file(preset, pipe, reference, tmp_path, monkeypatch):
     """LightX2V's files are raw dumps of peft, of matrices of both kinds of blocks; the header has the alpha."""
+    if preset == "turbo-4-sla":
+        density = sampling.DENSITIES[preset]
+        monkeypatch.setitem(sampling.DENSITIES, "", density)  # A small checkpoint has no such preset.
+        monkeypatch.setattr(transformer_minimax_h3, "dispatch_attention_fn", attend_sparsely(density, 1e-6))
     transformer = reference.pipeline.transformer
     names = [
         name
@@ -186,7 +193,7 @@ def test_turbo_is_that_of_diffusers_with_the_same_file(pipe, reference, tmp_path
     reference.pipeline.load_lora_weights(path)
     assert sum("lora_A" in name for name, _ in transformer.named_parameters()) == len(names)
     try:
-        assert_same_video(request_preset("turbo-4", path), pipe, reference)
+        assert_same_video(request_preset(preset, path), pipe, reference)
     finally:
         reference.pipeline.unload_lora_weights()
         reference.set_schedules(video=(12.0, None))

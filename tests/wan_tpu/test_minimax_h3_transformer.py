@@ -11,6 +11,7 @@ from diffusers.models.transformers import transformer_minimax_h3
 from diffusers.modular_pipelines.minimax_h3 import before_denoise as reference
 
 from tests.children import run_on_devices
+from tests.wan_tpu.minimax_h3_reference import attend_sparsely
 from tests.wan_tpu.minimax_h3_worker import Predictor
 from wan_tpu.families.minimax_h3.small import make_checkpoint
 from wan_tpu.runtime.mesh import make_mesh
@@ -93,34 +94,10 @@ def predict_theirs(theirs, inputs):
     return video[0, keyframes:].numpy(), sound[0].numpy()
 
 
-def attend_sparsely(query, key, value, **_):
-    """Attend as LightX2V's "dynamic_sparse_attn" does with blocks of 128 queries and 64 keys, [B, L, N, D].
-
-    Each block of queries attends to the 30 % of the blocks of keys whose mean, less the mean of all keys, has the
-    largest product with the mean of the queries.
-    """
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    blocks = torch.arange(key.shape[1]).split(64)
-    centred = key - key.mean(dim=1, keepdim=True)
-    means = torch.stack([centred[:, block].mean(dim=1) for block in blocks], dim=1)
-    count = max(1, min(len(blocks), int(DENSITY * len(blocks))))
-    output = torch.empty_like(query)
-    for rows in torch.arange(query.shape[1]).split(128):
-        scores = torch.einsum("nd,nkd->nk", query[:, rows].mean(dim=1), means)
-        ordered = scores.sort(dim=1, descending=True).values
-        if count < len(blocks):  # Otherwise rounding decides what is attended to, and the outputs can't be compared.
-            assert ((ordered[:, count - 1] - ordered[:, count]) / ordered.abs().amax(dim=1) > 1e-5).all()
-        for head, best in enumerate(scores.topk(count, dim=1).indices):
-            keys = torch.cat([blocks[i] for i in best])
-            logits = query[head, rows] @ key[head, keys].T * query.shape[-1] ** -0.5
-            output[head, rows] = logits.softmax(dim=-1) @ value[head, keys]
-    return output.transpose(0, 1)[None]
-
-
 @pytest.mark.parametrize("anchors", [(), ("first", "last")])
 def test_sparse_attention_is_lightx2vs(theirs, folder, anchors, monkeypatch):
-    """In blocks of the sequence in its authors' order, with texts of any length in one program, the refiner included."""
-    monkeypatch.setattr(transformer_minimax_h3, "dispatch_attention_fn", attend_sparsely)
+    """Blocks are of the sequence in its authors' order; texts of any length share a program, and are refined so, too."""
+    monkeypatch.setattr(transformer_minimax_h3, "dispatch_attention_fn", attend_sparsely(DENSITY))
     ours = Predictor(folder, make_mesh((1, 1, 1), heads=8), density=DENSITY)
     for words in (7, 150):
         inputs = draw_inputs(

@@ -37,6 +37,12 @@ class MiniMaxH3Flops:
         build = components.transformer(self._config).build
         return count(build, lambda module: self._run(module, latent_shape, images))
 
+    def attention(self, latent_shape: tuple[int, ...], *, images: int = 0) -> int:
+        """Count the two products of attention to all keys in a step, those of the text's own layers left out."""
+        config = self._config.transformer
+        width = config["num_attention_heads"] * config["attention_head_dim"]
+        return 4 * sum(self._rows(latent_shape, images)) ** 2 * width * int(config["num_layers"])
+
     def decoder(self, latent_shape: tuple[int, ...]) -> int:
         """Count the decoding of latents [1, C, T, H, W], and of the sound."""
         return vae.count_decoding(self._config, latent_shape) + audio.count_flops(
@@ -48,14 +54,18 @@ class MiniMaxH3Flops:
         clips = (latent_shape[2] - 2) // CLIP_LATENTS
         return self._spec.audio_tokens(clips * CLIP_FRAMES + CLIP_LATENTS)
 
+    def _rows(self, latent_shape: tuple[int, ...], images: int) -> tuple[int, int, int]:
+        """Return the rows of video and keyframes, of the sound, and of the text with its images."""
+        _, channels, _, height, width = latent_shape
+        keyframes = images * self._spec.tokens((1, channels, 1, height, width))
+        words = self._text_rows + images * pictures.vision_rows(self._config, STRIDE * height, STRIDE * width)
+        return self._spec.tokens(latent_shape) + keyframes, self._audio_tokens(latent_shape), words
+
     def _run(self, module: Any, latent_shape: tuple[int, ...], images: int) -> None:
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(shape, device="meta")
 
-        video, sound, config = self._spec.tokens(latent_shape), self._audio_tokens(latent_shape), module.config
-        _, channels, _, height, width = latent_shape
-        video += images * self._spec.tokens((1, channels, 1, height, width))
-        words = self._text_rows + images * pictures.vision_rows(self._config, STRIDE * height, STRIDE * width)
+        (video, sound, words), config = self._rows(latent_shape, images), module.config
         rows = video + sound + words
         indices = torch.arange(rows, device="meta")
         module(

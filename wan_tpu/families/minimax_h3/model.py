@@ -27,11 +27,10 @@ from wan_tpu.families.minimax_h3.vision.presentation import Presentation
 from wan_tpu.families.model import Model, StepInputs
 from wan_tpu.families.shared.causal_vae import Chunks
 from wan_tpu.families.shared.family_spec import DENOISE
-from wan_tpu.families.shared.flop_count import Flops
 from wan_tpu.families.shared.token_counts import Cut
 from wan_tpu.families.shared.tokens import patchify, unpatchify
 from wan_tpu.ops.sparse_linear import Density
-from wan_tpu.plan import AUDIO, VIDEO
+from wan_tpu.plan import AUDIO, VIDEO, Expert
 from wan_tpu.request import IMAGES, ResolvedRequest
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.components import Component, Loaded
@@ -60,9 +59,16 @@ class MiniMaxH3Model(Model):
         }
 
     @property
-    def flops(self) -> Flops:
+    def flops(self) -> MiniMaxH3Flops:
         """The floating-point operations of each stage."""
         return MiniMaxH3Flops(self.spec, self.text_rows)
+
+    def count_step(self, request: ResolvedRequest, expert: Expert, *, images: int) -> int:
+        """Return the operations of a step; sparse attention, unlike diffusers' module, leaves out most of the keys."""
+        operations, density = super().count_step(request, expert, images=images), self.spec.attention_density(request)
+        if density is None:
+            return operations
+        return operations - int((1 - density) * self.flops.attention(self.spec.latent_shape(request), images=images))
 
     # ---- Shapes.
 
