@@ -96,7 +96,7 @@ def predict_theirs(theirs, inputs):
 
 @pytest.mark.parametrize("anchors", [(), ("first", "last")])
 def test_sparse_attention_is_lightx2vs(theirs, folder, anchors, monkeypatch):
-    """Blocks are of the sequence in its authors' order; texts of any length share a program, and are refined so, too."""
+    """Blocks are of the sequence in its authors' order. Texts of any length share a program, and are refined so."""
     monkeypatch.setattr(transformer_minimax_h3, "dispatch_attention_fn", attend_sparsely(DENSITY))
     ours = Predictor(folder, make_mesh((1, 1, 1), heads=8), density=DENSITY)
     for words in (7, 150):
