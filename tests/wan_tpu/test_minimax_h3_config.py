@@ -26,7 +26,7 @@ from wan_tpu.families.minimax_h3 import FAMILY, classes, published
 from wan_tpu.families.minimax_h3.config import TEXT_LAYER, read_config
 from wan_tpu.families.minimax_h3.published import PUBLISHED
 from wan_tpu.families.minimax_h3.small import make_checkpoint
-from wan_tpu.families.model import open_model
+from wan_tpu.families.model import open_model, published_model
 from wan_tpu.families.shared import t5
 from wan_tpu.plan import AUDIO, VIDEO
 from wan_tpu.runtime.mesh import make_mesh
@@ -245,6 +245,19 @@ def test_distilled_presets_have_the_noise_levels_that_they_were_trained_with(pre
     assert 1 - schedules[VIDEO].timesteps == pytest.approx(video, abs=1e-6)
     assert 1 - schedules[AUDIO].timesteps == pytest.approx(sound, abs=1e-6)
     assert [lora.path.count("/") for lora in request.loras] == [2 + (preset == "fasth3")]
+
+
+def test_sparse_attention_has_a_step_of_its_own_with_fewer_operations():
+    """At 362 frames, dense attention is most of a step."""
+    sparse, dense = (
+        SPEC.plan(GenerationRequest(prompt="a cat", frames=362, preset=preset)) for preset in ("turbo-4-sla", "turbo-4")
+    )
+    differing = {stage for stage, name in sparse.shapes.items() if name != dense.shapes[stage]}
+    assert differing == {"denoise"}
+    model = published_model("minimax-h3")
+    operations = [model.count_step(plan.request, plan.experts[0], images=0) for plan in (sparse, dense)]
+    attention = 4 * 56 * 128 * 50 * (107_856 + 1206 + 1024) ** 2
+    assert operations[1] - operations[0] == int(0.85 * attention)
 
 
 def test_turbo_of_eight_steps_is_the_shifted_grid():

@@ -144,11 +144,13 @@ class MiniMaxH3Spec(FamilySpec):
         return TEXT_ROWS[0] if count is None else fit_rows(count.tokens)
 
     def shapes(self, request: ResolvedRequest, *, images: int) -> dict[str, str]:
-        """Name the programs as every model does; long texts have their own, as the sound's lengths have decoders."""
+        """Name the programs as every model does; long texts, sparse attention and lengths of sounds have their own."""
         names = super().shapes(request, images=images)
         rows = self.choose_text_rows(request, images=images)
         if rows > TEXT_ROWS[0]:
             names = {stage: f"{name}, {rows} tokens" if stage != DECODER else name for stage, name in names.items()}
+        if self.attention_density(request) is not None:
+            names[DENOISE] += ", sparse attention"
         return names | {DECODER: f"{names[DECODER]}x{request.frames}"}
 
     def check(self, request: ResolvedRequest, *, image: bool, last: bool, video: bool | None = None) -> None:
