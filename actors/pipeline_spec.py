@@ -30,7 +30,7 @@ class PipelineSettings:
         scale_up_s: How long more replicas must have been needed before a pool gets them.
         scale_down_s: How long fewer replicas must have been needed before a pool loses some.
         scale_look_s: The period over which the needed number of replicas is averaged.
-        warm_up: Requests whose programs every replica compiles before its first request. Only their sizes matter.
+        warm_up: Requests whose programs every replica compiles before its first request: only sizes and presets matter.
         chips: What the slices are made of. Every figure and picture says so unless the chips are real.
         reliability: Time-outs and retries.
         host_class: The class that runs on every host of a slice, "module:name".

@@ -46,8 +46,11 @@ def main() -> int:
         name = args.model_id
         model = published_model(name) if name in list_published() else open_model(Checkpoint(name))
         height, width = (None, None) if args.size is None else parse_size(args.size)
-        partial = GenerationRequest(height=height, width=width, frames=args.frames, guidance_scale=args.guidance_scale)
-        request = partial.resolve(model.spec.defaults)
+        partial = GenerationRequest(
+            height=height, width=width, frames=args.frames, guidance_scale=args.guidance_scale, preset=args.preset
+        )
+        preset = dict(model.spec.presets[args.preset].settings) if args.preset else {}
+        request = partial.resolve(model.spec.defaults, preset)
         models = [model.for_text(model.spec.fit_text_rows(count)) for count in args.prompt_tokens] or [model]
         for part in _parts(args, model):
             devices = describe_slice(part.slice).devices() if part.slice else None
@@ -93,6 +96,7 @@ def _arguments() -> argparse.Namespace:
     where.add_argument("--layout", help="file or shipped name: every pool's stages, for its slice and mesh")
     parser.add_argument("--size", help="WIDTHxHEIGHT in pixels")
     parser.add_argument("--frames", type=int)
+    parser.add_argument("--preset", help="whose programs differ from the usual ones: turbo-4-sla")
     parser.add_argument("--guidance_scale", type=float)
     parser.add_argument(
         "--prompt_tokens",
