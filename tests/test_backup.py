@@ -1,5 +1,6 @@
 """A service goes on from a backup of its database and storage, made while it ran (docs/troubleshooting.md)."""
 
+import dataclasses
 import shutil
 import subprocess
 
@@ -70,7 +71,9 @@ def backup(request, tmp_path):
 def test_service_goes_on_from_a_backup_that_was_made_while_it_ran(backup, tmp_path):
     quick = ReliabilitySettings(check_in_s=0.3, lease_s=3, queue_check_s=0.3)
     chips = {"denoise_high": 4, "denoise_low": 8}
-    settings = ServiceSettings(backup.database, str(tmp_path / "results"), MODEL, chips=chips, reliability=quick)
+    settings = ServiceSettings(
+        database=backup.database, storage=str(tmp_path / "results"), model=MODEL, chips=chips, reliability=quick
+    )
     engines = [Engine(tmp_path / name) for name in ("before", "after")]
     for name in ("before", "after"):
         (tmp_path / name).mkdir()
@@ -87,7 +90,7 @@ def test_service_goes_on_from_a_backup_that_was_made_while_it_ran(backup, tmp_pa
         backup.back_up()
         shutil.copytree(settings.storage, tmp_path / "copy")
 
-    settings = ServiceSettings(backup.restore(), str(tmp_path / "copy"), MODEL, chips=chips, reliability=quick)
+    settings = dataclasses.replace(settings, database=backup.restore(), storage=str(tmp_path / "copy"))
     with serve(settings) as address, open_client(address, headers=headers) as http, working(settings, engines[1]):
         assert http.get(f"/v1/videos/{finished['id']}").json() == finished
         assert http.get(f"/v1/videos/{finished['id']}/content").content == content
