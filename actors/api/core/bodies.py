@@ -95,12 +95,11 @@ def _validate(parts: Parts, uploads: dict[str, str], purpose: str) -> tuple[Crea
     files = [name for name in FILES if getattr(fields, name) is not None]
     if uploads and files:  # A request that holds one process while it waits for another could block other requests.
         file = next(iter(uploads))
-        kind = "an id" if files[0] == VIDEO and fields.video.id is not None else "a URL"
+        kind = "an id" if files[0] == VIDEO and fields.video is not None and fields.video.id is not None else "a URL"
         message = f"{files[0]} was sent as {kind}, and {file} as a file; send files alone, or URLs"
         raise InvalidRequest(message, files[0])
-    text = json.dumps(
-        fields.model_dump(exclude_none=True), sort_keys=True
-    )  # Unset fields are left out, so that a version with more fields computes the same digest.
+    # Unset fields are left out, so that a version with more fields computes the same digest.
+    text = json.dumps(fields.model_dump(exclude_none=True), sort_keys=True)
     return fields, hashlib.sha256(f"{purpose}{text}\0{json.dumps(uploads)}".encode()).hexdigest()
 
 

@@ -116,6 +116,7 @@ class Intake:
                     # A job without files waits for no other's.
                     run = functools.partial(self._transfers.run, caller.owner) if contents else asyncio.to_thread
                     job, is_new = await run(accept, draft, contents, caller.room)
+                assert job is not None
         _log_accepted(job, is_new)
         return Accepted(job=job, private=private if is_new else None)
 

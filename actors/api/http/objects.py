@@ -79,7 +79,9 @@ def _declare_setting(name: str) -> tuple[Any, Any]:
 
 
 if TYPE_CHECKING:
-    _WithSettings = _Described
+
+    class _WithSettings(_Described):
+        preset: str | None  # The other settings are written by their names.
 else:
     _WithSettings = add_settings(_Described, _declare_setting)
 

@@ -308,7 +308,7 @@ async def follow(
     """
     try:
         async for job, eta_s in seen:
-            text = to_video(job, eta_s).model_dump_json(exclude=PROMPTS)
+            text = to_video(job, eta_s).model_dump_json(exclude=set(PROMPTS))
             yield ServerSentEvent(event=job.status if job.has_ended else "progress", raw_data=text)
     except (JobNotFound, HttpError) as error:
         yield ServerSentEvent(event="error", raw_data=bytes(answer(error).body).decode())
