@@ -31,10 +31,10 @@ from wan_tpu.storage.opening import open_storage
 def test_missing_bucket_is_named_with_the_command_that_makes_it(bucket):
     missing = open_storage(f"{bucket.scheme}no-such-bucket/run")
     for act in (missing.probe, missing.list, lambda: missing.write("cat.mp4", b"")):
-        with pytest.raises(Refused, match="there is no bucket 'no-such-bucket'; create it"):
+        with pytest.raises(Refused, match="'no-such-bucket'"):
             act()
     for look in (missing.read, missing.size):
-        with pytest.raises(Missing, match="does not exist"):
+        with pytest.raises(Missing):
             look("cat.mp4")
 
 
@@ -59,7 +59,7 @@ def test_upload_whose_answer_is_lost_is_repeated(bucket):
 def test_refused_access_names_the_rights_that_lack(bucket):
     storage = bucket.storage
     bucket.emulator.failures += [(403, "Access Denied", "before")]
-    with pytest.raises(Refused, match=rf"can't write {storage.location()}.*not allowed.*{bucket.rights}"):
+    with pytest.raises(Refused, match=rf"{storage.location()}.*{bucket.rights}"):
         storage.probe()
 
 
@@ -88,7 +88,7 @@ def test_checksums_that_a_service_refuses_are_named_at_once(refusal, without_che
     monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_supported")
     without_checksums.refusal = refusal
     storage, start = open_storage("s3://videos/checked"), time.monotonic()
-    with pytest.raises(Refused, match="unset AWS_REQUEST_CHECKSUM_CALCULATION"):
+    with pytest.raises(Refused, match="AWS_REQUEST_CHECKSUM_CALCULATION"):
         storage.write("small.json", b"{}")
     assert time.monotonic() - start < 5
 
@@ -136,7 +136,7 @@ def test_bucket_whose_requester_pays_names_the_variable_for_the_project(paying):
         storage.list,
         storage.probe,
     ):
-        with pytest.raises(Refused, match="set GOOGLE_CLOUD_QUOTA_PROJECT"):
+        with pytest.raises(Refused, match="GOOGLE_CLOUD_QUOTA_PROJECT"):
             act()
 
 
@@ -171,7 +171,7 @@ def test_compressed_weights_in_a_bucket_are_named(gcs):
     blob = gcs._blob("a.safetensors")
     blob.content_encoding = "gzip"  # As gcloud storage cp --gzip-local uploads it.
     blob.upload_from_string(gzip.compress(content))
-    with pytest.raises(CheckpointError, match="compressed with gzip"):
+    with pytest.raises(CheckpointError, match="gzip"):
         locate_tensors(weight_file(gcs.location("a.safetensors")))
 
 
@@ -186,7 +186,7 @@ def test_silent_service_is_an_outage_and_no_refusal(bucket, monkeypatch):
     monkeypatch.setenv(bucket.endpoint, "http://127.0.0.1:9")  # the discard port: nothing listens
     monkeypatch.setattr(base, "OUTAGE_S", 2.0)
     start = time.monotonic()
-    with pytest.raises(StorageError, match=rf"the service did not answer .*{bucket.endpoint}") as raised:
+    with pytest.raises(StorageError, match=bucket.endpoint) as raised:
         bucket.storage.probe()
     assert time.monotonic() - start < 15
     assert not isinstance(raised.value, Refused)
@@ -195,7 +195,7 @@ def test_silent_service_is_an_outage_and_no_refusal(bucket, monkeypatch):
 def test_missing_google_credentials_are_named(tmp_path, monkeypatch):
     monkeypatch.delenv("STORAGE_EMULATOR_HOST", raising=False)
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "none.json"))
-    with pytest.raises(Refused, match=r"no usable Google credentials .*gcloud auth application-default login"):
+    with pytest.raises(Refused, match="gcloud auth application-default login"):
         open_storage("gs://videos")
 
 
@@ -210,7 +210,7 @@ def test_missing_amazon_credentials_are_named(environment, kind, tmp_path, monke
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(StorageError, match=r"no usable AWS configuration .*aws configure") as raised:
+    with pytest.raises(StorageError, match="aws configure") as raised:
         open_storage("s3://videos")
     assert type(raised.value) is kind
 
@@ -218,7 +218,7 @@ def test_missing_amazon_credentials_are_named(environment, kind, tmp_path, monke
 def test_client_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "wan_tpu.storage.s3", raising=False)
     monkeypatch.setitem(sys.modules, "boto3", None)
-    with pytest.raises(InvalidInput, match=r"s3:// needs Amazon's client: pip install '\.\[s3\]'"):
+    with pytest.raises(InvalidInput, match=r"pip install '\.\[s3\]'"):
         open_storage("s3://videos/run")
 
 
@@ -235,9 +235,9 @@ def test_objects_that_were_replaced_are_not_mixed(bucket, tmp_path):
         reads = [line for line in bucket.emulator.seen if "alt=media" in line and "a.bin" in line]
         assert len(reads) == 2 and all(f"generation={version}" in line for line in reads)
         return
-    with pytest.raises(Missing, match="was replaced while it was read"):
+    with pytest.raises(Missing):
         storage.read_version("a.bin", version, 1, 3)
-    with pytest.raises(Missing, match="was replaced while it was read"):
+    with pytest.raises(Missing):
         storage.download("a.bin", version, tmp_path / "b.bin")
 
 

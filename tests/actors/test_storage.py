@@ -29,7 +29,7 @@ def test_written_content_is_read_back(storage):
 
 
 def test_error_of_a_missing_name_says_where_it_is_missing(storage):
-    with pytest.raises(Missing, match=r"nothing.mp4 does not exist"):
+    with pytest.raises(Missing, match=r"nothing\.mp4"):
         storage.read("nothing.mp4")
 
 
@@ -73,11 +73,11 @@ def test_location_names_folder_and_bucket(tmp_path, bucket):
     assert split_location(f"{scheme}bucket/b.png") == (f"{scheme}bucket", "b.png")
     assert split_location("a/b.png") == ("a", "b.png")
     assert absolute(f"{scheme}bucket/a") == f"{scheme}bucket/a"
-    with pytest.raises(InvalidInput, match="az://x is neither a folder nor gs://bucket/prefix or s3://"):
+    with pytest.raises(InvalidInput, match=r"az://x.*gs://bucket/prefix.*s3://"):
         open_storage("az://x")
-    with pytest.raises(InvalidInput, match="neither a folder nor gs://"):
+    with pytest.raises(InvalidInput, match="gs://"):
         open_storage(Path(f"{scheme}videos/run"))  # which is gs:/videos/run
-    with pytest.raises(InvalidInput, match=f"names no bucket; give {scheme}bucket/prefix"):
+    with pytest.raises(InvalidInput, match=f"{scheme}bucket/prefix"):
         open_storage(scheme)
 
 

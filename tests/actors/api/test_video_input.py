@@ -281,14 +281,14 @@ def test_broken_and_hostile_files_are_refused(mp4, tmp_path):
             read(content)
         assert refused.value.field == "video"
     assert len(read(mp4[: len(mp4) * 4 // 5])) > 1000  # What came before the end is enough.
-    with pytest.raises(InvalidRequest, match="more than 100 bytes"):
+    with pytest.raises(InvalidRequest, match=r"\b100\b"):
         read(mp4, limits=ServiceLimits(video_bytes=100))
 
 
 def test_a_bomb_of_frames_costs_no_more_than_it_may():
     many = film("-preset", "ultrafast", source="color=s=16x16:r=1000:d=5")
     assert len(read(many)) < 10_000  # No more frames are decoded than are asked for.
-    with pytest.raises(InvalidRequest, match="lasts more than 4 s"):
+    with pytest.raises(InvalidRequest, match=r"\b4 s\b"):
         read(many, limits=ServiceLimits(video_s=4), convert=True)
     # All frames are shown at the same moment, so that each is decoded and none is kept.
     flat = ["-vf", "setpts=0", "-fps_mode", "passthrough", "-preset", "ultrafast"]
