@@ -119,4 +119,5 @@ def test_every_kernel_says_what_it_is_and_is_checked_on_chips():
                 names += [text for text in texts if isinstance(text, str) and text[:1].isalpha()]
     assert len(names) >= len(KERNELS)
     assert not [name for name in names if find_kind(name.strip("_")) is None]
+    assert find_kind("linear.15.x_ref") == MATMUL
     assert {case.kernel for case in self_check._cases(1)} == set(KERNELS)

@@ -61,7 +61,11 @@ KERNELS: dict[str, Kernel] = {
 
 
 def find_kind(call: str) -> str | None:
-    """Return the kind of work of a Pallas call, by its name; None if it is of no kernel of ours."""
+    """Return the kind of work of a Pallas call, by its name; None if it is of no kernel of ours.
+
+    Where a result goes somewhere else than usual, the compiler adds that to the name: "linear.15.x_ref".
+    """
+    call = call.partition(".")[0]
     kinds = {start: kind for kernel in KERNELS.values() for start, kind in kernel.calls.items()}
     starts = [start for start in kinds if f"{call}_".startswith(f"{start}_")]
     return kinds[max(starts, key=len)] if starts else None
