@@ -140,6 +140,7 @@ def _check(
         raise ValueError(f"q, k, v must all be bfloat16 or float32, got {q.dtype}, {k.dtype}, {v.dtype}")
     if isinstance(kv_len, int) and not 1 <= kv_len <= k.shape[1]:
         raise ValueError(f"kv_len must be from 1 to {k.shape[1]}, the keys given, got {kv_len}")
-    lists, most = (q.shape[0], heads, -(-q.shape[1] // QUERIES)), -(-(kv_len if isinstance(kv_len, int) else k.shape[1]) // KEYS)
+    keys = kv_len if isinstance(kv_len, int) else k.shape[1]
+    lists, most = (q.shape[0], heads, -(-q.shape[1] // QUERIES)), -(-keys // KEYS)
     if blocks.shape[:-1] != lists or not 1 <= blocks.shape[-1] <= most or blocks.dtype != jnp.int32:
         raise ValueError(f"blocks must be int32 {[*lists, f'1 to {most}']}, got {blocks.dtype} {[*blocks.shape]}")
