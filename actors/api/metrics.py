@@ -1,7 +1,9 @@
 """Metrics for Prometheus. Each process writes its own with its check-ins, and any ingress reports them all."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
@@ -19,6 +21,37 @@ _JOB_S = (1, 5, 10, 30, 60, 120, 300, 600, 1200, 3600, 7200)
 _HTTP_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 disable_created_metrics()  # They would add a series to each counter and histogram, which nobody needs.
+
+
+class RecentWork(Collector):
+    """For how long each slice has computed for this process within the last hour, counted by the minute."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start without work; `clock` returns seconds."""
+        self._clock, self._start_s = clock, clock()
+        self._busy_s: dict[tuple[str, int], float] = {}  # By slice and minute.
+        self._lock = threading.Lock()
+
+    def add(self, slice_: str, seconds: float) -> None:
+        """Count work that has just ended."""
+        with self._lock:
+            key = slice_, int(self._clock() // 60)
+            if key not in self._busy_s:  # A new minute: forget those that are an hour old.
+                self._busy_s = {key_: busy_s for key_, busy_s in self._busy_s.items() if key_[1] > key[1] - 60}
+            self._busy_s[key] = self._busy_s.get(key, 0.0) + seconds
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the seconds by slice, and how many seconds they cover."""
+        now = self._clock()
+        busy_s: dict[str, float] = {}
+        with self._lock:
+            for (name, minute), seconds in self._busy_s.items():
+                if minute > now // 60 - 60:
+                    busy_s[name] = busy_s.get(name, 0.0) + seconds
+        yield _make_gauge("wan_slice_busy_seconds", "A slice has computed, within the window.", "slice", busy_s)
+        window = GaugeMetricFamily("wan_slice_window_seconds", "The window of wan_slice_busy_seconds.")
+        window.add_metric((), min(3600.0, now - self._start_s))
+        yield window
 
 
 class Meters:
@@ -40,6 +73,8 @@ class Meters:
         self.failures = Counter("wan_failures", "Jobs that failed.", ("code",), registry=registry)
         self.chip_s = Counter("wan_chip_seconds", "Chips compute.", ("stage",), registry=registry)
         self.webhooks = Counter("wan_webhooks", "Webhooks called.", ("outcome",), registry=registry)
+        self.slices = RecentWork()
+        registry.register(self.slices)
         self.under_way = Gauge("wan_worker_jobs", "Jobs that this worker has under way.", registry=registry)
 
     def format_text(self) -> str:

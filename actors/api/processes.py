@@ -5,6 +5,7 @@ that dies loses no connection. Each is upgraded on its own, and only the databas
 """
 
 import asyncio
+import functools
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from fastapi import FastAPI
 from ray import serve
 
 from actors.api.core.service import Service
+from actors.api.http.admin import SlicesReader
 from actors.api.http.app import make_app
 from actors.api.http.middleware import OneRequestId
 from actors.api.settings import ServiceSettings
@@ -22,6 +24,7 @@ from actors.api.worker.job_worker import JobWorker
 from actors.api.worker.traces import Traces
 from actors.jobs.check_ins import make_process_name
 from actors.observe.logs import log_as_json, log_event
+from actors.observe.status_actor import ReportedStatus, StatusActor
 from actors.pipeline.client import PipelineClient
 from actors.pipeline.pools import NO_HTTP
 from actors.pipeline_spec import PipelineSpec
@@ -47,23 +50,29 @@ HEAD = "node:__internal_head__"  # A resource that Ray gives to the head node on
 class Ingress:
     """Answers HTTP."""
 
-    async def __init__(self, settings: ServiceSettings, spec: ModelSpec) -> None:  # type: ignore[misc]  # Serve awaits it
-        """Open the database and the storage."""
+    async def __init__(self, settings: ServiceSettings, spec: ModelSpec, pipeline: str) -> None:  # type: ignore[misc]  # Serve awaits it
+        """Open the database and the storage. `pipeline` is the name of the one whose slices `/admin` shows."""
         os.umask(0o077)  # Keeps prompts and videos from other users of the machine.
         log_as_json()
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
-        self._service = await asyncio.to_thread(Service, settings, spec)
+        self._service, self._pipeline = await asyncio.to_thread(Service, settings, spec), pipeline
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return what Serve runs."""
-        return make_served_app(self._service)
+        return make_served_app(self._service, functools.partial(_read_slices, self._pipeline))
 
 
-def make_served_app(service: Service) -> FastAPI:
+def make_served_app(service: Service, read_slices: SlicesReader = lambda: None) -> FastAPI:
     """Return the application as Serve runs it."""
-    app = make_app(service)
+    app = make_app(service, read_slices)
     app.add_middleware(OneRequestId)
     return app
+
+
+def _read_slices(pipeline: str) -> ReportedStatus | None:
+    """Return what a pipeline's replicas report, or None while that can't be read."""
+    actor = StatusActor.find(pipeline)
+    return None if actor is None else actor.read_or_none()
 
 
 class ServiceWorker:
@@ -106,7 +115,7 @@ def make_ingress(settings: ServiceSettings, spec: PipelineSpec, *, replicas: int
         max_surge_percent=100,  # The next version answers before this one ends.
         **_make_options(settings, settings.limits.ingress, _ONE_THREAD),
     )
-    return deployment(Ingress).bind(settings, spec.model)
+    return deployment(Ingress).bind(settings, spec.model, spec.settings.name)
 
 
 def make_worker(settings: ServiceSettings, spec: PipelineSpec) -> Any:

@@ -101,7 +101,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         type=_read_scopes,
         default=argparse.SUPPRESS,
         help="what the key may do, separated by commas: make (and delete) videos, read its own, operate (see and "
-        "cancel everybody's); a new key: make,read",
+        "cancel everybody's), admin (make and revoke keys, on the page /admin); a new key: make,read",
     )
 
 

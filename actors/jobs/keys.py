@@ -19,7 +19,7 @@ from actors.jobs.database import Database
 from actors.jobs.tables import ApiKey
 from wan_tpu.errors import InvalidInput
 
-MAKE, READ, OPERATE = SCOPES = ("make", "read", "operate")
+MAKE, READ, OPERATE, ADMIN = SCOPES = ("make", "read", "operate", "admin")
 PRIORITIES = (-100, 100)  # The lowest and highest priority of a job.
 _FORM = re.compile(r"wan_([0-9a-f]{16})_([0-9a-f]{64})")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@ -]{0,63}")
@@ -32,7 +32,7 @@ class KeyLimits:
 
     Attributes:
         scopes: "make": make and delete videos; "read": see one's own; "operate": see, cancel and delete
-            everybody's.
+            everybody's; "admin": make and revoke keys.
         requests_per_minute: How many requests it may send, on average, and for how many segments it may ask.
         waiting: How many segments of its jobs may wait at a time; most jobs have one.
         running: How many of its jobs may run at a time.

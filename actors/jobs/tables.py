@@ -273,7 +273,7 @@ class ApiKey(Table, kw_only=True):
         name: A name for people.
         secret_hash: SHA-256 of the secret, in hex.
         requests_per_minute: The most requests it may send, on average; None for no limit.
-        scopes: What the key may do, comma-separated: "make", "read", "operate".
+        scopes: What the key may do, comma-separated: some of `keys.SCOPES`.
         waiting: How many of its jobs may wait; None for the service's share of the queue.
         running: How many of its jobs may run at a time; None for no limit.
         priority: The highest priority that it may request.

@@ -18,6 +18,7 @@ from prometheus_client import generate_latest
 from actors.api.core.access import Caller, read_bearer
 from actors.api.core.errors import HttpError
 from actors.api.core.service import Service
+from actors.api.http.admin import SlicesReader, add_admin
 from actors.api.http.error_answers import HANDLERS
 from actors.api.http.middleware import Middleware
 from actors.api.http.models import Model, ModelList, describe_model
@@ -36,8 +37,11 @@ other_routes = APIRouter()
 _NO_BODY = [Depends(refuse_body)]
 
 
-def make_app(service: Service) -> FastAPI:
-    """Return the application for an opened service. It closes the service's database when it ends."""
+def make_app(service: Service, read_slices: SlicesReader = lambda: None) -> FastAPI:
+    """Return the application for an opened service. It closes the service's database when it ends.
+
+    `read_slices` returns what a pipeline's replicas report, or None while that can't be read.
+    """
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -61,6 +65,7 @@ def make_app(service: Service) -> FastAPI:
     app.state.service = service
     app.include_router(router)
     app.include_router(other_routes)
+    add_admin(app, read_slices)
     settings = service.settings
     if settings.origins:
         app.add_middleware(
@@ -194,7 +199,24 @@ def _read_figures_now(service: Service, caller: Caller | None) -> bytes:
 @other_routes.get("/", include_in_schema=False, dependencies=_NO_BODY)
 async def page() -> HTMLResponse:
     """Return the page for people."""
-    text = (files("actors.api.http") / "page.html").read_text()
+    return _answer_page("page.html")
+
+
+@other_routes.get("/admin", include_in_schema=False, dependencies=_NO_BODY)
+async def admin_page() -> HTMLResponse:
+    """Return the page for operators, which is empty until it has been given a key."""
+    return _answer_page("admin.html")
+
+
+@other_routes.get("/offline.js", include_in_schema=False, dependencies=_NO_BODY)
+async def offline_script() -> Response:
+    """Return the service worker that keeps both pages, so that they open while the service is down."""
+    text = (files("actors.api.http") / "offline.js").read_text()
+    return Response(text, media_type="text/javascript", headers={"Cache-Control": "no-cache"})
+
+
+def _answer_page(name: str) -> HTMLResponse:
+    text = (files("actors.api.http") / name).read_text()
     return HTMLResponse(text, headers={"Cache-Control": "no-cache", "Content-Security-Policy": _make_policy(text)})
 
 
@@ -204,6 +226,6 @@ def _make_policy(text: str) -> str:
     known = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return (
         f"default-src 'none'; script-src 'sha256-{known}'; style-src 'unsafe-inline'; connect-src 'self'; "
-        "img-src 'self' blob: data:; media-src 'self' blob:; base-uri 'none'; form-action 'none'; "
+        "img-src 'self' blob: data:; media-src 'self' blob:; worker-src 'self'; base-uri 'none'; form-action 'none'; "
         "frame-ancestors 'none'"
     )

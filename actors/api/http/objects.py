@@ -128,6 +128,8 @@ class Video(_WithSettings):
 
 class VideoList(Object):
     """A page of a list, as OpenAI's clients walk through it: `after` of the next is `last_id`."""
+    dollars: float | None
+    """What they cost; null where the price of the chips isn't known."""
 
     object: Literal["list"] = "list"
     data: list[Video]
@@ -213,6 +215,7 @@ def to_video(job: Job, eta_s: float | None = None) -> Video:
         created_at=int(job.created_at),
         completed_at=int(job.ended_at) if job.ended_at is not None and job.status == "completed" else None,
         expires_at=int(job.expires_at) if job.expires_at is not None else None,
+        dollars=round(job.dollars, 4) or None,
         size=f"{request['width']}x{request['height']}",
         seconds=format_seconds(count_frames(request) / request["fps"]),
         remixed_from_video_id=job.remixed_from,

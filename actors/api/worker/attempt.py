@@ -89,6 +89,7 @@ class Attempt:
         elif span.kind == "compile":
             meters.compile_s.labels(span.pool, span.stage).observe(span.seconds)
         elif span.kind == "compute":
+            meters.slices.add(span.slice, span.seconds)
             meters.chip_s.labels(span.stage).inc(span.seconds * self._chips.get(span.stage, 1))
             if span.step is not None:
                 meters.step_s.labels(span.stage).observe(span.seconds)

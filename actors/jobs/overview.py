@@ -1,0 +1,174 @@
+"""What an operator wants to know of the jobs: what waits and runs, what has failed, and what videos cost.
+
+No row holds a prompt.
+"""
+
+import dataclasses
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from actors.jobs.admission import QUEUED
+from actors.jobs.database import Database
+from actors.jobs.tables import Job
+from actors.jobs.values import Progress, Status
+
+DAY_S = 86400.0
+LATEST = 5000  # Only so many of the newest jobs are looked at for what has ended, so that this stays quick.
+MAX_RUNNING = 500
+MAX_FAILED = 50
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Queue:
+    """The jobs of an owner for one model, of one priority, that wait or run.
+
+    Attributes:
+        segments: Segments that those that wait have left.
+        oldest_s: How long the oldest of those that wait has waited; 0 if none does.
+    """
+
+    owner: str
+    model: str | None
+    priority: int
+    waiting: int = 0
+    running: int = 0
+    segments: int = 0
+    oldest_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Running:
+    """A job that runs, and for how many seconds it has."""
+
+    id: str
+    owner: str
+    priority: int
+    attempts: int
+    worker: str | None
+    progress: Progress | None
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Failed:
+    """A job that has failed."""
+
+    id: str
+    owner: str
+    attempts: int
+    code: str
+    message: str
+    ended_at: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Overview:
+    """The state of all jobs, and of those that ended within a day.
+
+    Attributes:
+        now: Unix seconds by the database's clock.
+        failures: How many failed, by error code.
+        failed: The latest of them.
+        completed: How many completed.
+        seconds: How long those took on average, from the start of their last attempt.
+        chip_seconds: What all that ended computed, in seconds of one chip.
+        dollars: What that cost, where prices are known.
+    """
+
+    now: float
+    queues: list[Queue]
+    running: list[Running]
+    failures: dict[str, int]
+    failed: list[Failed]
+    completed: int
+    seconds: float | None
+    chip_seconds: float
+    dollars: float
+
+
+def read_overview(database: Database) -> Overview:
+    """Return the state of all jobs, of one moment."""
+    with database.read() as session:
+        now = database.now(session)
+        latest = (
+            select(
+                Job.sequence, Job.status, Job.error_code, Job.started_at, Job.ended_at, Job.chip_seconds, Job.dollars
+            )
+            .order_by(Job.sequence.desc())
+            .limit(LATEST)
+            .subquery()
+        )
+        recent = latest.c.ended_at >= now - DAY_S
+        by_code = (
+            select(latest.c.error_code, func.count()).where(recent, latest.c.status == "failed").group_by("error_code")
+        )
+        sums = select(func.sum(latest.c.chip_seconds), func.sum(latest.c.dollars)).where(recent)
+        took = func.avg(latest.c.ended_at - latest.c.started_at)
+        completed, seconds = session.execute(
+            select(func.count(), took).select_from(latest).where(recent, latest.c.status == "completed")
+        ).one()
+        chip_seconds, dollars = session.execute(sums).one()
+        return Overview(
+            now=now,
+            queues=_read_queues(session, now),
+            running=_read_running(session, now),
+            failures={code or "": count for code, count in session.execute(by_code)},
+            failed=_read_failed(session, select(latest.c.sequence).where(recent, latest.c.status == "failed")),
+            completed=completed,
+            seconds=seconds,
+            chip_seconds=chip_seconds or 0.0,
+            dollars=dollars or 0.0,
+        )
+
+
+def _read_queues(session: Session, now: float) -> list[Queue]:
+    running: Status = "in_progress"
+    key = (Job.owner, Job.model, Job.priority)
+    queues: dict[tuple[str, str | None, int], Queue] = {}
+    for status in ("queued", running):
+        counts = (func.count(), func.sum(Job.segments_left), func.min(Job.created_at))
+        condition = Job.status == (QUEUED if status == "queued" else running)
+        for *which, count, segments, oldest in session.execute(select(*key, *counts).where(condition).group_by(*key)):
+            owner, model, priority = which
+            queue = queues.get((owner, model, priority)) or Queue(owner=owner, model=model, priority=priority)
+            changes = (
+                {"running": count}
+                if status == running
+                else {"waiting": count, "segments": segments, "oldest_s": max(0.0, now - oldest)}
+            )
+            queues[owner, model, priority] = dataclasses.replace(queue, **changes)
+    return sorted(queues.values(), key=lambda queue: (-queue.priority, -queue.waiting, queue.owner))
+
+
+def _read_running(session: Session, now: float) -> list[Running]:
+    columns = (Job.id, Job.owner, Job.priority, Job.attempts, Job.worker, Job.progress, Job.started_at)
+    query = select(*columns).where(Job.status == "in_progress").order_by(Job.sequence).limit(MAX_RUNNING)
+    return [
+        Running(
+            id=row.id,
+            owner=row.owner,
+            priority=row.priority,
+            attempts=row.attempts,
+            worker=row.worker,
+            progress=row.progress,
+            seconds=max(0.0, now - (row.started_at or now)),
+        )
+        for row in session.execute(query)
+    ]
+
+
+def _read_failed(session: Session, which: object) -> list[Failed]:
+    columns = (Job.id, Job.owner, Job.attempts, Job.error_code, Job.error_message, Job.ended_at)
+    query = select(*columns).where(Job.sequence.in_(which)).order_by(Job.ended_at.desc()).limit(MAX_FAILED)  # type: ignore[arg-type]
+    return [
+        Failed(
+            id=row.id,
+            owner=row.owner,
+            attempts=row.attempts,
+            code=row.error_code or "",
+            message=row.error_message or "",
+            ended_at=row.ended_at,
+        )
+        for row in session.execute(query)
+    ]
