@@ -16,6 +16,7 @@ BROKEN_VIDEO = "broken_video"  # The result can't be decoded as a video.
 INPUT_LOST = "input_lost"  # An input image is no longer in storage.
 INTERNAL_ERROR = "internal_error"
 CODES = (CANCELLED, DEADLINE, LOST, INVALID, UNHEALTHY, BROKEN_VIDEO, INPUT_LOST, INTERNAL_ERROR)
+PREVIEW = "preview"  # The variant of the picture of an unfinished video.
 _ID = re.compile(r"video_[0-9a-f]{48}")
 
 

@@ -16,7 +16,7 @@ from actors.jobs.errors import CommitUncertain, LeaseLost
 from actors.jobs.keys import PRIORITIES
 from actors.jobs.stored_request import count_segments
 from actors.jobs.tables import ApiKey, File, Job, StoredFragment
-from actors.jobs.values import DEADLINE, LOST, JobSettings, make_storable
+from actors.jobs.values import DEADLINE, LOST, PREVIEW, JobSettings, make_storable
 from actors.reliability import ReliabilitySettings
 
 # After the clock was set forward, no lease counts as expired for this many renewals: SQLite's clock is the machine's,
@@ -139,6 +139,18 @@ class WorkQueue:
             job = self._lock_claimed(session, claimed)
             for name in names:  # The rows exist already if the answer to an earlier commit was lost.
                 session.merge(File(name=name, job=job.id, attempt=job.attempts))
+
+    def show_preview(self, claimed: Job, name: str) -> None:
+        """Show clients a picture of the unfinished video, which was announced and is stored, in place of the last one.
+
+        It stays for as long as there are no other results; the one before is deleted after a while.
+        """
+        with self._database.write() as session:
+            job = self._lock_claimed(session, claimed)
+            before, job.results = job.results.get(PREVIEW), {**job.results, PREVIEW: name}
+            if before is not None and before != name:
+                delete_at = self._database.now(session) + self._settings.abandoned_s
+                session.execute(update(File).where(File.name == before).values(delete_at=delete_at))
 
     def publish_fragments(self, claimed: Job, fragments: Sequence[StoredFragment]) -> None:
         """Show clients that watch fragments whose names were announced and whose files are stored."""

@@ -11,11 +11,13 @@ from actors.api.core.create_video import NAMES, SETTINGS, Adapter, add_settings,
 from actors.api.core.planning import format_seconds
 from actors.jobs.stored_request import count_frames, count_segments
 from actors.jobs.tables import Job
-from actors.jobs.values import Status
+from actors.jobs.values import PREVIEW, Status
 from wan_tpu.fields import type_of
 from wan_tpu.request import FIELDS, FILLED, ORIGINAL, Defaults
 
-Variant = Literal["video", "thumbnail", "spritesheet", "final_frame", "input_reference", "last_frame", "input_video"]
+Variant = Literal[
+    "video", "thumbnail", "spritesheet", "final_frame", "preview", "input_reference", "last_frame", "input_video"
+]
 # Fields of a video that a job, or a job's request, has under the same name.
 _OF_JOB = ("id", "status", "priority", "attempts", "warnings", "stage_seconds", "chip_seconds")
 _OF_REQUEST = ("model", "prompt", "next_prompts", "loras", "last_frame_size", "video_size")
@@ -100,6 +102,8 @@ class Video(_WithSettings):
     """The stage that computes now: `encoder`, `denoise_high`, `denoise_low`, `denoise` or `decoder`."""
     step: int | None = None
     """The last finished step of `num_inference_steps`."""
+    preview_step: int | None = None
+    """The step that the variant `preview` of its content shows; null while there is none."""
     loras: list[Adapter] = Field([])
     """The adapters that it is made with, those of its preset included."""
     skipped_steps: list[int] = Field([])
@@ -225,6 +229,7 @@ def to_video(job: Job, eta_s: float | None = None) -> Video:
         finished_segments=_count_finished(job),
         stage=running.stage if running else None,
         step=running.step if running else None,
+        preview_step=_read_preview_step(job),
         queue_position=job.position,
         eta_seconds=None if eta_s is None else round(eta_s, 1),
     )
@@ -241,6 +246,12 @@ def make_error_body(status: int, message: str, *, code: str | None = None, param
 def _escape(text: str) -> str:
     """Escape lone surrogates, which UTF-8 can't encode but a client may have put in a field's name."""
     return text.encode(errors="backslashreplace").decode()
+
+
+def _read_preview_step(job: Job) -> int | None:
+    """Return the step in the name of a job's preview, ID.ATTEMPT.step-STEP.DIGEST.jpg; None without one."""
+    name = job.results.get(PREVIEW)
+    return None if name is None else int(name.split(".")[2].removeprefix("step-"))
 
 
 def _count_finished(job: Job) -> int | None:

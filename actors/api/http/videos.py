@@ -31,7 +31,7 @@ from actors.api.variants import VARIANTS
 from actors.jobs.errors import JobNotFound, StoreUnavailable
 from actors.jobs.store import MAX_PAGE
 from actors.jobs.tables import Job
-from actors.jobs.values import Status
+from actors.jobs.values import PREVIEW, Status
 from actors.jobs.watching import share
 from wan_tpu.storage.base import Missing
 
@@ -215,7 +215,8 @@ async def content(
 ) -> Response:
     """Return the mp4 of a completed video, or a picture of it. Ranges and If-None-Match are honoured.
 
-    The images that a video begins and ends with are there from its start, as PNG in the video's size. With `stream=1`
+    The images that a video begins and ends with are there from its start, as PNG in the video's size. `preview`, a JPEG
+    of the unfinished video, is there after each quarter of the steps until the video is completed. With `stream=1`
     the mp4 of a video that waits or is being made comes while it is decoded: the answer begins at once, brings a
     fragmented mp4 that can be played as it arrives, and ends with the video. It has no length and no ranges. If the
     video fails, the connection is cut.
@@ -316,7 +317,7 @@ async def follow(
 
 async def _send_content(request: Request, service: Service, job: Job, variant: Variant) -> Response:
     inputs = {"input_reference": job.input_image, "last_frame": job.input_last_image, "input_video": job.input_video}
-    if variant not in inputs and job.status != "completed":
+    if variant not in (*inputs, PREVIEW) and job.status != "completed":
         raise HttpError(
             404,
             f"{job.id} is {job.status}; content is available only when a video is completed",
@@ -329,7 +330,10 @@ async def _send_content(request: Request, service: Service, job: Job, variant: V
         media_type, ending = VARIANTS[variant]
         url_s, stall_s = service.settings.url_s, service.settings.limits.download_stall_s
         filename = f"{job.id}.{ending}"
-        return await send(request, service.storage, name, media_type, filename, url_s, stall_s=stall_s)
+        response = await send(request, service.storage, name, media_type, filename, url_s, stall_s=stall_s)
+        if variant == PREVIEW and "ETag" in response.headers:  # The next one is at the same address.
+            response.headers["Cache-Control"] = "no-cache"
+        return response
     except Missing:
         raise HttpError(
             404, f"{job.id} no longer exists: it was deleted, or has expired", code="video_not_found"

@@ -17,6 +17,7 @@ from actors.api.worker.job_files import JobFiles
 from actors.api.worker.previews import encode_last_frame, make_previews, read_last_frame
 from actors.api.worker.progress import Tracker
 from actors.api.worker.segments import hides_first_frame, is_last, join_parts, list_parts, rebuild_request
+from actors.api.worker.unfinished import UnfinishedPictures
 from actors.engine import GeneratedVideo, OnEvent
 from actors.jobs.stored_request import count_frames, count_segments
 from actors.jobs.tables import Job
@@ -65,10 +66,11 @@ class VideoMaker:
         """
         self._context, self._job, self._files, self._fragments = context, job, files, fragments
         self._tracker, self._note, self._queue = tracker, note, context.queue
+        self._unfinished = UnfinishedPictures(context, job)
 
     async def run(self) -> JobResults | None:
         """Make and store the results; return None if the job was given back because another one's turn has come."""
-        async with self._files.open(), self._fragments.storing():
+        async with self._files.open(), self._fragments.storing(), self._unfinished.storing():
             while self._job.made is None:
                 await self._make_segment()
                 if self._job.made is None:
@@ -101,7 +103,12 @@ class VideoMaker:
             if hides_first_frame(job, engine.model):
                 plan = plan.with_request(dataclasses.replace(plan.request, hidden_frames=1))
             video = await engine.generate(
-                plan, id=job.id, on_event=self._note, priority=job.priority, on_fragment=self._fragments.add
+                plan,
+                id=job.id,
+                on_event=self._note,
+                priority=job.priority,
+                on_fragment=self._fragments.add,
+                on_preview=self._unfinished.add if self._context.previews else None,
             )
         with self._context.held.hold(len(video.mp4)):
             await self._keep(video)

@@ -19,7 +19,7 @@ from actors.api.http.app import make_app
 from actors.api.settings import ServiceSettings
 from actors.api.worker.context import WorkerContext
 from actors.api.worker.job_worker import JobWorker
-from actors.engine import Fragment, GeneratedVideo
+from actors.engine import Fragment, GeneratedVideo, PreviewPicture
 from actors.observe.span import Span
 from actors.slices.snapshots import Snapshots
 from tests.actors.small_spec import SPEC
@@ -89,6 +89,7 @@ class Engine:
         self.compile_s = 0.0  # Seconds that the first step waits for its program.
         self.warnings = ()
         self.losses = 0  # How often a decoder is lost before all is decoded.
+        self.previews = {}  # JPEGs by step.
 
     async def check_ready(self):
         pass
@@ -96,7 +97,7 @@ class Engine:
     async def forget(self, id):
         self.forgotten.append(id)
 
-    async def generate(self, plan, *, id, on_event, priority, on_fragment=None):
+    async def generate(self, plan, *, id, on_event, priority, on_fragment=None, on_preview=None):
         request = plan.request
         self.requests.append(request)
         self.priorities.append(priority)
@@ -109,6 +110,8 @@ class Engine:
                 )
             for step in range(1, request.steps + 1):
                 on_event(span(id, "denoise_high" if step <= 2 else "denoise_low", step))
+                if step in self.previews:
+                    on_preview(PreviewPicture(step, self.previews[step]))
                 while not self.go.is_set():
                     await asyncio.sleep(0.01)
                 if self.failure is not None:
