@@ -83,6 +83,13 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser, description: str = "
     )
     add_switches(group)
     group.add_argument(
+        "--preview_decoder",
+        type=absolute,
+        metavar="FILE",
+        help="the model's file of github.com/madebyollin/taehv/safetensors, at the same path on every host, for "
+        "previews with details",
+    )
+    group.add_argument(
         "--snapshots",
         type=absolute,
         help="where unfinished videos are saved: gs://, s3://, or a folder that every host reaches",
@@ -94,8 +101,8 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser, description: str = "
         "--warm_up",
         action="append",
         default=[],
-        metavar=WITH_FRAMES,
-        help="compile for this size before the first request; repeat it for several sizes",
+        metavar=f"{WITH_FRAMES}[:PRESET]",
+        help="compile for this size, and with this preset, before the first request; repeat it for several",
     )
     add_reliability(group)
 

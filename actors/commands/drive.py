@@ -32,6 +32,7 @@ _NEW_PIPELINE_OPTIONS = (
     "executables",
     "kernels",
     "collectives",
+    "preview_decoder",
     "snapshots",
     "snapshot_every",
     "attempts",

@@ -110,6 +110,7 @@ def read_settings(
         executables=args.executables,
         kernels=args.kernels or PipelineSettings.kernels,
         collectives=args.collectives or PipelineSettings.collectives,
+        preview_decoder=args.preview_decoder,
         snapshot_every=args.snapshot_every,
         warm_up=tuple(_read_warm_up(size) for size in args.warm_up),
         reliability=reliability,
@@ -131,8 +132,9 @@ def _choose_snapshots(args: argparse.Namespace, address: str, default: str | Non
 
 
 def _read_warm_up(text: str) -> GenerationRequest:
-    height, width, frames = read_size_with_frames("--warm_up", text)
+    size, _, preset = text.partition(":")
+    height, width, frames = read_size_with_frames("--warm_up", size)
     try:
-        return GenerationRequest(prompt="", height=height, width=width, frames=frames)
+        return GenerationRequest(prompt="", height=height, width=width, frames=frames, preset=preset or None)
     except InvalidInput as error:
         raise InvalidInput(f"--warm_up {text}: {error}") from None
