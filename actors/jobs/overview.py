@@ -4,14 +4,15 @@ No row holds a prompt.
 """
 
 import dataclasses
+from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import Select, func, select
 from sqlalchemy.orm import Session
 
 from actors.jobs.admission import QUEUED
 from actors.jobs.database import Database
 from actors.jobs.tables import Job
-from actors.jobs.values import Progress, Status
+from actors.jobs.values import Progress
 
 DAY_S = 86400.0
 LATEST = 5000  # Only so many of the newest jobs are looked at for what has ended, so that this stays quick.
@@ -123,21 +124,25 @@ def read_overview(database: Database) -> Overview:
 
 
 def _read_queues(session: Session, now: float) -> list[Queue]:
-    running: Status = "in_progress"
     key = (Job.owner, Job.model, Job.priority)
-    queues: dict[tuple[str, str | None, int], Queue] = {}
-    for status in ("queued", running):
-        counts = (func.count(), func.sum(Job.segments_left), func.min(Job.created_at))
-        condition = Job.status == (QUEUED if status == "queued" else running)
-        for *which, count, segments, oldest in session.execute(select(*key, *counts).where(condition).group_by(*key)):
-            owner, model, priority = which
-            queue = queues.get((owner, model, priority)) or Queue(owner=owner, model=model, priority=priority)
-            changes = (
-                {"running": count}
-                if status == running
-                else {"waiting": count, "segments": segments, "oldest_s": max(0.0, now - oldest)}
-            )
-            queues[owner, model, priority] = dataclasses.replace(queue, **changes)
+    waiting = select(*key, func.count(), func.sum(Job.segments_left), func.min(Job.created_at))
+    queues = {
+        (owner, model, priority): Queue(
+            owner=owner,
+            model=model,
+            priority=priority,
+            waiting=count,
+            segments=segments,
+            oldest_s=max(0.0, now - oldest),
+        )
+        for owner, model, priority, count, segments, oldest in session.execute(
+            waiting.where(Job.status == QUEUED).group_by(*key)
+        )
+    }
+    running = select(*key, func.count()).where(Job.status == "in_progress").group_by(*key)
+    for owner, model, priority, count in session.execute(running):
+        queue = queues.get((owner, model, priority)) or Queue(owner=owner, model=model, priority=priority)
+        queues[owner, model, priority] = dataclasses.replace(queue, running=count)
     return sorted(queues.values(), key=lambda queue: (-queue.priority, -queue.waiting, queue.owner))
 
 
@@ -158,9 +163,9 @@ def _read_running(session: Session, now: float) -> list[Running]:
     ]
 
 
-def _read_failed(session: Session, which: object) -> list[Failed]:
+def _read_failed(session: Session, which: Select[Any]) -> list[Failed]:
     columns = (Job.id, Job.owner, Job.attempts, Job.error_code, Job.error_message, Job.ended_at)
-    query = select(*columns).where(Job.sequence.in_(which)).order_by(Job.ended_at.desc()).limit(MAX_FAILED)  # type: ignore[arg-type]
+    query = select(*columns).where(Job.sequence.in_(which)).order_by(Job.ended_at.desc()).limit(MAX_FAILED)
     return [
         Failed(
             id=row.id,
