@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from actors.interrupts import end_on_sigterm
 from cluster.errors import ClusterError
@@ -123,11 +123,8 @@ def completion(argv: Sequence[str]) -> None:
     from wan_tpu.families import list_published, published_spec
     from wan_tpu.storage.addresses import absolute
 
-    whole = Parser(prog="wan-tpu", description="Video generation on TPUs.")
-    commands = whole.add_subparsers(
-        dest="command",
-        parser_class=lambda prog, of: parser_of(find_command(of)),  # type: ignore[arg-type]
-    )
+    whole: Any = Parser(prog="wan-tpu", description="Video generation on TPUs.")
+    commands = whole.add_subparsers(dest="command", parser_class=lambda prog, of: parser_of(find_command(of)))
     for name, (_, _, summary) in COMMANDS.items():
         commands.add_parser(name, help=summary, of=name)
     specs = [published_spec(name) for name in list_published()]

@@ -14,9 +14,15 @@ _MAX_NAME = 80  # Characters of a name.
 
 @dataclasses.dataclass(frozen=True)
 class Catalogue:
-    """Adapters by name. A name may have several files that are applied together, such as one for each expert."""
+    """Adapters by name.
+
+    Attributes:
+        adapters: The files of each name, which are applied together: there may be one for each expert.
+        own: The names that the checkpoint's presets add.
+    """
 
     adapters: Mapping[str, tuple[RequestedAdapter, ...]] = dataclasses.field(default_factory=dict)
+    own: frozenset[str] = frozenset()
 
     @classmethod
     def parse(cls, arguments: Iterable[str]) -> "Catalogue":
@@ -41,8 +47,9 @@ class Catalogue:
             InvalidInput: A name without a file isn't such a preset, or a file is for an expert that the model lacks.
         """
         adapters = {}
-        own = {name: () for name, preset in spec.overrides.presets if _get_adapters(preset)}
-        for name, files in {**own, **self.adapters}.items():
+        own = {name for name, preset in spec.overrides.presets if _get_adapters(preset)} - self.adapters.keys()
+        named: dict[str, tuple[RequestedAdapter, ...]] = {**self.adapters, **dict.fromkeys(sorted(own), ())}
+        for name, files in named.items():
             adapters[name] = files or _get_adapters(spec.presets.get(name))
             if not adapters[name]:
                 known = ", ".join(name for name, preset in spec.presets.items() if _get_adapters(preset)) or "none"
@@ -55,12 +62,12 @@ class Catalogue:
                     raise InvalidInput(
                         f"--lora {name}={file}: {spec.name} has only one expert; leave @{file.expert} out"
                     )
-        return Catalogue(adapters)
+        return Catalogue(adapters, frozenset(own))
 
     @property
     def files(self) -> tuple[RequestedAdapter, ...]:
-        """The files of all adapters."""
-        return tuple(adapter for adapters in self.adapters.values() for adapter in adapters)
+        """The files that the operator names. Those of the checkpoint's presets are part of the checkpoint."""
+        return tuple(file for name, files in self.adapters.items() if name not in self.own for file in files)
 
     def resolve(self, requested: Sequence[Mapping[str, Any]]) -> tuple[RequestedAdapter, ...]:
         """Return the files of the requested adapters, each of which is {"name", "scale"}.

@@ -113,13 +113,10 @@ def _bring_up(args: argparse.Namespace) -> str:
         layout, settings = read_settings(args, find_gcs_address(args))
         service = read_service_settings(args, layout, settings)  # Check them before spending time on the checkpoint.
         spec = build_spec(layout, settings)
-        catalogue = service.catalogue.complete_for(spec.model)
-        # Those of the checkpoint's own presets belong to it. Checking imports PyTorch, which takes seconds.
-        files = [file for name in service.catalogue.adapters for file in catalogue.adapters[name]]
-        service = dataclasses.replace(service, catalogue=catalogue)
-        if files:
+        service = dataclasses.replace(service, catalogue=service.catalogue.complete_for(spec.model))
+        if service.catalogue.files:
             live.tell("reading the adapters")
-            check(settings.checkpoint, files)
+            check(settings.checkpoint, service.catalogue.files)
         join_cluster(args)
         if not args.replace and _is_running(args.name):
             raise PipelineExists(

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import select
 import subprocess
 import sys
 import termios
@@ -18,7 +19,8 @@ from wan_tpu.commands.generate import generate
 # The terminal becomes the one that this process is controlled by, so that typing Ctrl-C interrupts it.
 ON_TERMINAL = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from actors.cli import entry; entry()"
 MODEL = ["--model", str(ROOT / "examples" / "small-wan2.2-i2v"), "--dtype", "float32"]
-SMALL = ["--image", str(PHOTO), "--size", "48x32", "--frames", "5", "--steps", "2"]
+# Unoptimised, as programs are in tests, the first fit of previews' colours would take a minute.
+SMALL = ["--image", str(PHOTO), "--size", "48x32", "--frames", "5", "--steps", "2", "--previews", "off"]
 CTRL_C, CTRL_D = "\x03", "\x04"
 PROMPT = "prompt> "
 
@@ -43,6 +45,7 @@ class Terminal:
     def wait_for(self, pattern):
         """Return what it has printed since the last call, up to the end of the first match of the pattern."""
         while (match := re.search(pattern, self._seen)) is None:
+            assert select.select([self._mine], [], [], SECONDS)[0], f"no {pattern!r} in {SECONDS} s: {self._seen}"
             try:
                 self._seen += os.read(self._mine, 4096).decode(errors="replace")
             except OSError:

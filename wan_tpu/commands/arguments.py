@@ -160,6 +160,7 @@ def pipeline_from(
             keep_weights=keep_weights,
             executables=args.executables,
             progress=Console(),
+            preview_decoder=getattr(args, "preview_decoder", None),  # Only `generate` has it.
         )
     pipeline.runtime.on_compile = CompileNotice()
     return pipeline

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from wan_tpu.commands import arguments
 from wan_tpu.commands.importing import heavy_imports
 from wan_tpu.commands.parser import Parser
+from wan_tpu.commands.previewing import add_preview_arguments, read_options
 from wan_tpu.commands.session import run_session
 from wan_tpu.errors import InvalidInput, OutputError, WanTpuError
 from wan_tpu.families import open_spec
@@ -40,6 +41,7 @@ def generate(argv: Sequence[str]) -> None:
     arguments.add_model_arguments(parser)
     arguments.add_request_arguments(parser)
     arguments.add_profile_arguments(parser)
+    add_preview_arguments(parser)
     parser.add_argument(
         "--extend",
         type=Path,
@@ -59,6 +61,8 @@ def generate(argv: Sequence[str]) -> None:
     outputs = arguments.check_outputs(args.output, overwrite=args.overwrite, inputs=inputs)
     part = outputs[0] if size is None else outputs[0].with_suffix(".new.mp4")
     check_output(part, overwrite=args.overwrite, inputs=inputs)
+    previews = read_options(args)
+    previews.check(part, overwrite=args.overwrite)
     profiler = arguments.profiler_from(args)
     set_switches(args.kernels, args.collectives)
     spec = open_spec(args.model_id)
@@ -80,7 +84,15 @@ def generate(argv: Sequence[str]) -> None:
         recorder = Recorder(pipe.runtime, plan)
         for warning in [] if size is None else spec.describe_fit(plan.request, "the video to extend", size):
             recorder.warn(warning)
-        make_recorded(pipe, plan, recorder, (part, *outputs[1:]), profiler=profiler, overwrite=args.overwrite)
+        make_recorded(
+            pipe,
+            plan,
+            recorder,
+            (part, *outputs[1:]),
+            profiler=profiler,
+            previews=previews,
+            overwrite=args.overwrite,
+        )
         made = plan.request
         if source is not None:
             try:

@@ -1,10 +1,12 @@
 """The stages as `generate` and the stage commands run them: each is timed in the record of the video."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+from wan_tpu.commands.previewing import NO_PREVIEWS, PreviewOptions, showing_previews
 from wan_tpu.commands.record import Profiler, Recorder
 from wan_tpu.data import to_uint8
 from wan_tpu.errors import OutputError
@@ -13,7 +15,7 @@ from wan_tpu.pipeline import Pipeline
 from wan_tpu.plan import RequestPlan
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.stage_machine import Decode, DecodeSound, EncodeImage, EncodeText, Finish, Step
-from wan_tpu.stages import LocalExecutor
+from wan_tpu.stages import LocalExecutor, StepEvent
 
 
 def make_recorded(
@@ -23,12 +25,14 @@ def make_recorded(
     outputs: tuple[Path, Path, Path],
     *,
     profiler: Profiler | None = None,
+    previews: PreviewOptions = NO_PREVIEWS,
     overwrite: bool = False,
 ) -> None:
     """Run all stages, and write the mp4 and the contact sheet."""
     run = pipe.run(pipe.fetch_adapters(plan), warn=recorder.warn, around=recorder.operation)
     encode_recorded(run)
-    denoise_recorded(run, recorder, profiler)
+    with showing_previews(pipe, run, outputs[0], previews) as offer_preview:
+        denoise_recorded(run, recorder, profiler, on_step=offer_preview)
     decode_to_files(run, recorder, plan.request, outputs, overwrite=overwrite)
 
 
@@ -39,13 +43,19 @@ def encode_recorded(run: LocalExecutor) -> None:
 
 
 def denoise_recorded(
-    run: LocalExecutor, recorder: Recorder, profiler: Profiler | None, *, stop: int | None = None
+    run: LocalExecutor,
+    recorder: Recorder,
+    profiler: Profiler | None,
+    *,
+    stop: int | None = None,
+    on_step: Callable[[StepEvent], object] = lambda event: None,
 ) -> None:
     """Run the experts up to step `stop`, and note each step."""
     try:
         for operation, result in run.work(Step, Finish, stop=stop):
             if isinstance(operation, Step):
                 recorder.note_step(result)
+                on_step(result)
                 if profiler is not None:
                     profiler.after_step(result, is_last=operation.index + 1 == operation.expert.stop)
     finally:

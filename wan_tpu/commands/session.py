@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from wan_tpu.commands import arguments
 from wan_tpu.commands.importing import heavy_imports
 from wan_tpu.commands.parser import Parser
+from wan_tpu.commands.previewing import read_options
 from wan_tpu.errors import InvalidInput, WanTpuError
 from wan_tpu.families import family_of_spec, open_spec
 from wan_tpu.fields import type_of
@@ -221,7 +222,7 @@ class Session:
             self._pipeline = arguments.pipeline_from(self._args, keep_weights=True)
             self._pipeline.check_components()
         recorder, start = Recorder(self._pipeline.runtime, plan), time.perf_counter()
-        make_recorded(self._pipeline, plan, recorder, outputs)
+        make_recorded(self._pipeline, plan, recorder, outputs, previews=read_options(self._args))
         print(f"{outputs[0]}: seed {plan.request.seed}, {time.perf_counter() - start:.1f} s", flush=True)
         recorder.save(outputs[2], plan.request)
 

@@ -155,5 +155,13 @@ def test_a_catalogue_is_read_from_what_an_operator_gives():
     ):
         with pytest.raises(InvalidInput, match=message):
             Catalogue.parse(arguments).complete_for(A14B)
-    with pytest.raises(InvalidInput, match="leave @high out"):
+    with pytest.raises(InvalidInput, match="@high"):
         Catalogue.parse(["a=x@high"]).complete_for(published_spec("wan2.1-t2v-14b"))
+
+
+def test_presets_of_the_checkpoint_are_offered_and_are_no_files_of_the_operator(spec):
+    catalogue = Catalogue.parse(["style=x.safetensors"]).complete_for(spec)
+    assert list(catalogue.list_presets(spec)) == ["original", "diffusers", "fast", "other", "plain"]
+    assert catalogue.files == Catalogue.parse(["style=x.safetensors"]).files
+    named = Catalogue.parse(["fast=y.safetensors"]).complete_for(spec)
+    assert [file.path for file in named.files] == ["y.safetensors"] == [file.path for file in named.adapters["fast"]]
