@@ -39,7 +39,7 @@ def random(*shape):
     return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("frames", [1, FRAMES])
+@pytest.mark.parametrize("frames", [pytest.param(1, marks=pytest.mark.soak), FRAMES])
 def test_latents_are_decoded_as_diffusers_does(frames, theirs, ours):
     latents = random(1, 4, frames, HEIGHT, WIDTH)
     with torch.no_grad():
@@ -49,7 +49,7 @@ def test_latents_are_decoded_as_diffusers_does(frames, theirs, ours):
     assert np.abs(output - expected).max() <= 1e-4 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("frames", [1, 9])
+@pytest.mark.parametrize("frames", [pytest.param(1, marks=pytest.mark.soak), 9])
 def test_pixels_are_encoded_as_diffusers_does(frames, theirs, ours):
     pixels = random(1, 3, frames, 16 * HEIGHT, 16 * WIDTH)
     with torch.no_grad():

@@ -78,7 +78,7 @@ def assert_close(ours, theirs, tolerance):
     [
         ("ltx-2.3", "plain", False),
         pytest.param("ltx-2.3", "nothing", True, marks=pytest.mark.soak),
-        pytest.param("ltx-2.3", "long", False, marks=pytest.mark.long),
+        pytest.param("ltx-2.3", "long", False, marks=pytest.mark.soak),
         pytest.param("ltx-2", "plain", True, marks=pytest.mark.long),
         ("ltx-2.3-distilled", "plain", False),
     ],
@@ -153,7 +153,7 @@ def test_second_stage_at_twice_the_size_is_that_of_diffusers(has_image, folders,
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("has_image", [False, True])
+@pytest.mark.parametrize("has_image", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_noise_of_ones_own_leaves_the_sound_and_the_second_stage_what_they_were(has_image, folders, pipelines):
     kind = "ltx-2.3-distilled"
     pipe, image = pipelines(kind), load_image(PHOTO) if has_image else None
@@ -189,8 +189,11 @@ def test_noise_of_ones_own_leaves_the_sound_and_the_second_stage_what_they_were(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("preset", [None, "diffusers"])
-@pytest.mark.parametrize(("kind", "stop"), [("ltx-2.3", 1), ("ltx-2.3-distilled", 8), ("ltx-2.3-distilled", 9)])
+@pytest.mark.parametrize("preset", [None, pytest.param("diffusers", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("kind", "stop"),
+    [("ltx-2.3", 1), ("ltx-2.3-distilled", 8), pytest.param("ltx-2.3-distilled", 9, marks=pytest.mark.soak)],
+)
 def test_a_run_goes_on_from_a_state_bit_for_bit(kind, stop, preset, pipelines):
     pipe = pipelines(kind)
     steps = {} if kind.endswith("distilled") else {"steps": 3}

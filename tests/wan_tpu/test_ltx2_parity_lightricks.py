@@ -48,9 +48,9 @@ def assert_close(state, expected):
 @pytest.mark.parametrize(
     ("kind", "has_image"),
     [
-        pytest.param("ltx-2", False, marks=pytest.mark.long),
+        pytest.param("ltx-2", False, marks=pytest.mark.soak),
         ("ltx-2", True),
-        pytest.param("ltx-2.3", False, marks=pytest.mark.long),
+        pytest.param("ltx-2.3", False, marks=pytest.mark.soak),
         pytest.param("ltx-2.3", True, marks=pytest.mark.long),
     ],
 )
@@ -63,8 +63,8 @@ def test_guided_models_make_what_lightricks_makes(kind, has_image, folders):
 @pytest.mark.parametrize(
     ("kind", "has_image"),
     [
-        pytest.param("ltx-2-distilled", True, marks=pytest.mark.long),
-        pytest.param("ltx-2.3-distilled", False, marks=pytest.mark.long),
+        pytest.param("ltx-2-distilled", True, marks=pytest.mark.soak),
+        pytest.param("ltx-2.3-distilled", False, marks=pytest.mark.soak),
         ("ltx-2.3-distilled", True),
     ],
 )

@@ -51,9 +51,12 @@ BILLIONS = {
     "ltx-2.3-distilled": (18.99, 11.77),
     "minimax-h3": (33.1, 25.2),
 }
+LIKE_OTHERS = ("wan2.1-t2v-14b", "wan2.2-i2v-a14b", "ltx-2")  # Architectures that others have, with other sizes.
 
 
-@pytest.mark.parametrize("kind", BILLIONS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.soak) if kind in LIKE_OTHERS else kind for kind in BILLIONS]
+)
 def test_every_weight_of_the_published_models_matches_one_rule(kind):
     """abstract_component refuses a weight that matches none or several."""
     model = published_model(kind)
@@ -69,7 +72,14 @@ def test_every_weight_of_the_published_models_matches_one_rule(kind):
 
 @pytest.mark.parametrize(
     "kind",
-    ["wan2.1-i2v-14b-480p", "cogvideox1.5-5b-i2v", "hunyuanvideo1.5-480p-i2v", "ltx-2.3-distilled", "minimax-h3"],
+    [
+        "wan2.1-i2v-14b-480p",
+        "minimax-h3",
+        *(
+            pytest.param(kind, marks=pytest.mark.soak)
+            for kind in ("cogvideox1.5-5b-i2v", "hunyuanvideo1.5-480p-i2v", "ltx-2.3-distilled")
+        ),
+    ],
 )
 def test_programs_compiled_ahead_are_of_the_weights_that_are_loaded(kind, checkpoint):
     model, shapes = open_model(Checkpoint(checkpoint(kind))), []

@@ -64,12 +64,12 @@ def test_requests_with_and_without_keyframes_compile_nothing_after_a_warm_up(pip
     ("prompt", "images"),
     [
         ("A cat plays the piano.", {}),
-        pytest.param("猫 " * 40, {}, marks=pytest.mark.long),
-        pytest.param("A cat plays the piano.", {"image": 0}, marks=pytest.mark.long),
+        pytest.param("猫 " * 40, {}, marks=pytest.mark.soak),
+        pytest.param("A cat plays the piano.", {"image": 0}, marks=pytest.mark.soak),
         pytest.param("", {"image": 0}, marks=pytest.mark.soak),
-        pytest.param("A cat plays the piano.", {"last_image": 1}, marks=pytest.mark.long),
+        pytest.param("A cat plays the piano.", {"last_image": 1}, marks=pytest.mark.soak),
         ("A cat plays the piano.", {"image": 0, "last_image": 1}),
-        pytest.param(LONG_PROMPT[:1500], {}, marks=pytest.mark.long),
+        pytest.param(LONG_PROMPT[:1500], {}, marks=pytest.mark.soak),
         pytest.param(LONG_PROMPT, {"image": 0, "last_image": 1}, marks=pytest.mark.soak),
     ],
     ids=[
@@ -89,7 +89,7 @@ def test_same_latents_pixels_and_sound_as_diffusers(prompt, images, pipe, refere
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("frames", [107, 362])
+@pytest.mark.parametrize("frames", [107, pytest.param(362, marks=pytest.mark.soak)])
 def test_shortest_and_longest_video_are_those_of_diffusers(frames, pipe, reference):
     request = GenerationRequest(prompt="A cat plays the piano.", frames=frames, steps=2, seed=SEED, **SIZE)
     assert_same_video(request, pipe, reference)
@@ -172,7 +172,7 @@ def request_preset(name, adapter):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("preset", ["turbo-4", "turbo-4-sla"])
+@pytest.mark.parametrize("preset", [pytest.param("turbo-4", marks=pytest.mark.soak), "turbo-4-sla"])
 def test_turbo_is_that_of_diffusers_with_the_same_file(preset, pipe, reference, tmp_path, monkeypatch):
     """LightX2V's files are raw dumps of peft, of matrices of both kinds of blocks; the header has the alpha."""
     if preset == "turbo-4-sla":
