@@ -85,7 +85,7 @@ soak: export WAN_TPU_CHAOS_KILLS ?= 40
 soak: export WAN_TPU_ATTACK_S ?= 300
 soak: export WAN_TPU_EXAMPLES ?= 60
 soak: $(VENV)/installed
-	$(BIN)/python -m pytest -s -m soak tests
+	$(BIN)/python -m pytest -s -m soak -o faulthandler_timeout=3600 tests
 
 # On a TPU VM: kernels, models against diffusers, and meshes over all of its chips. Tests run one after the other,
 # because only one process can use the chips. `WAN_TPU_TEST_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 make test-tpu` is a
