@@ -1,11 +1,12 @@
-"""Ray Serve starts this in place of HAProxy: it runs HAProxy with Serve's configuration behind ours (haproxy.cfg).
+"""Ray Serve starts this in place of HAProxy: it extends the configuration that Serve has written, and runs HAProxy.
 
-Serve's own part then listens only on sockets of its folder. Serve still starts, checks, reloads and stops the process.
-In the image this is the command `wan-tpu-haproxy`. Emulated clusters run it as a script, because not all are installed.
+What it adds is haproxy.cfg. It also removes what else would listen on all interfaces: HAProxy's metrics and its
+statistics. In the image this is the command `wan-tpu-haproxy`; emulated clusters run it as a script.
 """
 
 import ctypes
 import os
+import re
 import resource
 import signal
 import sys
@@ -18,28 +19,31 @@ ENVIRONMENT = {
     "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
 }
-CONNECTIONS = 16_000  # The most connections of clients, if the process may open enough files.
-_FILES = 6  # Open files that a connection of a client may need: four sockets, and pipes by which HAProxy copies.
+CONNECTIONS = 16_000  # The most connections in total, if the process may open enough files.
+_FILES = 3  # Open files that a connection may need: the client's socket, the server's, and another during a reload.
+_INSIDE = ("global", "defaults", "backend")  # Sections that listen nowhere.
 _PR_SET_PDEATHSIG = 1  # From linux/prctl.h.
 
 
-def move_inside(config: str, folder: Path) -> tuple[str, dict[str, str]]:
-    """Make all that a configuration listens on sockets in a folder.
+def extend(config: str, extension: str) -> str:
+    """Add the lines of an extension to a configuration's sections of the same names; its other sections are new.
 
-    Returns:
-        The configuration, and the address at which each of its sections listened. A section's socket has the first five
-        letters of its name, because paths of sockets may have only 97 characters.
+    Sections of the configuration that listen are left out unless they are extended. Of several defaults HAProxy takes
+    the last, and of several rules the first that applies, so these are where an extension's lines are.
     """
-    lines, addresses, section = [], {}, ""
-    for line in config.splitlines():
-        match line.split():
-            case ["frontend" | "listen", section]:
-                pass
-            case ["bind", address, *options]:
-                addresses[section] = address
-                line = " ".join(["    bind", f"unix@{folder}/{section[:5]}", *options])
-        lines.append(line)
-    return "\n".join(lines) + "\n", addresses
+    sections, added = _split(config), _split(extension)
+    parts = []
+    for name in sections | added:
+        lines, more = sections.get(name, ""), added.get(name, "")
+        if more or name.startswith(_INSIDE):
+            parts += [name + "\n", *((lines, more) if name == "defaults" else (more, lines))]
+    return "".join(parts)
+
+
+def _split(config: str) -> dict[str, str]:
+    """Return the lines of each section, by the line that begins it."""
+    parts = re.split(r"^(\w.*)\n", config + "\n", flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
 def main() -> None:
@@ -51,19 +55,12 @@ def main() -> None:
     binary, arguments = get_haproxy_binary(), sys.argv[1:]
     file = Path(arguments[arguments.index("-f") + 1])
     file.parent.chmod(0o700)  # Serve admits every user of the machine to the socket that controls HAProxy.
-    config, addresses = move_inside(file.read_text(), file.parent)
-    file.write_text(config)
+    file.write_text(extend(file.read_text(), Path(__file__).with_suffix(".cfg").read_text()))
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     connections = CONNECTIONS if files == resource.RLIM_INFINITY else min(CONNECTIONS, files // _FILES)
-    os.environ |= {
-        "WAN_TPU_BIND": addresses["http_frontend"],
-        "WAN_TPU_CONNECTIONS": str(connections),
-        "WAN_TPU_SERVE": f"unix@{file.parent}/http_",
-    }
     # Otherwise HAProxy outlives a manager that is killed, and keeps the port from the next one.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    ours = str(Path(__file__).with_suffix(".cfg"))
-    os.execv(binary, [binary, *arguments, "-f", ours, "-n", str(2 * connections)])  # Each passes both parts.
+    os.execv(binary, [binary, *arguments, "-n", str(connections)])
 
 
 if __name__ == "__main__":
