@@ -28,6 +28,18 @@ REFERENCE = as_program(flash_attention_reference)
 UNCHECKED = as_program(flash_attention_unchecked, interpret=INTERPRET)
 
 DTYPES = {"int8": 127, "float8_e4m3fn": 448}
+
+
+def in_both_types(names, cases, one):
+    """Parametrise a test: each case in int8, one of them also in float8, and the others in float8 in `make soak`."""
+    params = [
+        pytest.param(*case, dtype, marks=[pytest.mark.soak] if dtype != "int8" and case != one else [])
+        for dtype in DTYPES
+        for case in cases
+    ]
+    return pytest.mark.parametrize((*names, "dtype"), params)
+
+
 TOLERANCE = 2**-7  # The result is bfloat16, and so is the activation's input.
 
 
@@ -64,8 +76,7 @@ def assert_rounded(rows, x, dtype):
     assert (got != expected).mean() < 0.01
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [128, 100, 5])
+@in_both_types(["rows"], [(128,), (100,), (5,)], one=(100,))
 def test_rows_are_rounded_to_the_nearest(rows, dtype):
     x = draw(0, rows, 768, dtype=jnp.bfloat16) * np.exp(3 * draw(1, rows, 1)).astype(jnp.bfloat16)
     x[3] = 0
@@ -77,8 +88,7 @@ def test_rows_are_rounded_to_the_nearest(rows, dtype):
             assert not np.asarray(rounded.values[3], np.float32).any() and not np.asarray(rounded.scales[3]).any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [128, 50, 5])
+@in_both_types(["rows"], [(128,), (50,), (5,)], one=(50,))
 def test_layer_norm_returns_rounded_rows(rows, dtype):
     x, scale, shift = (
         (draw(0, rows, 256) * 3 + 1).astype(jnp.bfloat16),
@@ -94,10 +104,10 @@ def test_layer_norm_returns_rounded_rows(rows, dtype):
 SIZES = {"whole": (128, 256, 512), "ragged, in parts": (100, 768, 640), "tiny": (7, 144, 64)}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("size", "activation"),
+@in_both_types(
+    ["size", "activation"],
     [("whole", None), ("ragged, in parts", None), ("ragged, in parts", "gelu_tanh"), ("tiny", "gelu_tanh")],
+    one=("ragged, in parts", "gelu_tanh"),
 )
 def test_linear_multiplies_the_rounded_values(size, activation, dtype):
     rows, inputs, outputs = SIZES[size]
@@ -138,8 +148,7 @@ def test_swiglu_multiplies_the_rounded_values(dtype):
         assert_close(result, values * gates / (1 + np.exp(-gates)), TOLERANCE)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("width", "shared"), [(128, 1), (64, 2), (40, 1)])
+@in_both_types(["width", "shared"], [(128, 1), (64, 2), (40, 1)], one=(64, 2))
 def test_queries_are_rounded_by_row_and_head(width, shared, dtype):
     heads, rows, first = 6, 150, 0 if width == 40 else 1
     if width == 40:
@@ -163,8 +172,7 @@ def test_queries_are_rounded_by_row_and_head(width, shared, dtype):
         assert (np.asarray(term, np.float32) == np.asarray(reference, np.float32)).mean() > 0.99
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("width", "shared", "first"), [(128, 1, 1), (64, 2, 1), (40, 1, 0)])
+@in_both_types(["width", "shared", "first"], [(128, 1, 1), (64, 2, 1), (40, 1, 0)], one=(64, 2, 1))
 def test_keys_are_rounded_without_their_mean(width, shared, first, dtype, monkeypatch):
     monkeypatch.setattr(low_precision, "TOKENS", 64)
     monkeypatch.setattr(low_precision, "TOKENS_AT_ONCE", 32)

@@ -65,14 +65,14 @@ def test_sparse_attention_equals_float64(name, softmax):
     assert_exact(case, lists[0, 0], run(case, lists, softmax=softmax))
 
 
-@pytest.mark.parametrize("count", [1, 4, 11])
+@pytest.mark.parametrize("count", [1, pytest.param(4, marks=pytest.mark.soak), 11])
 def test_lists_of_any_length(count):
     """They are shorter than a chunk, as long as one, and hold all blocks."""
     case, lists = normal(300, 700), draw_lists(300, 700, count)
     assert_exact(case, lists[0, 0], run(case, lists, jnp.float32), jnp.float32)
 
 
-@pytest.mark.parametrize("length", [1, pytest.param(640, marks=pytest.mark.long)])
+@pytest.mark.parametrize("length", [1, pytest.param(640, marks=pytest.mark.soak)])
 def test_any_number_of_queries(length):
     case, lists = normal(length, 700), draw_lists(length, 700, 5)
     assert_exact(case, lists[0, 0], run(case, lists))
@@ -119,7 +119,7 @@ def test_lists_and_keys_of_any_length_at_run_time(kv_len):
     assert_exact(Case(q, k[:kv_len], v[:kv_len]), lists[0, 0], got)
 
 
-@pytest.mark.parametrize("width", [64, pytest.param(128, marks=pytest.mark.long)])
+@pytest.mark.parametrize("width", [64, pytest.param(128, marks=pytest.mark.soak)])
 def test_each_head_has_lists_of_its_own(width):
     """So have heads that share a tile, beside others that force a repeat."""
     cases = [

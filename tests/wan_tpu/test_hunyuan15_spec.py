@@ -31,6 +31,15 @@ def folder(kind, tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("hunyuan15") / kind, kind)
 
 
+# One of each task, size, guidance and kind of step.
+COMPARED = ("480p-i2v", "720p-t2v", "480p-t2v-distilled", "480p-i2v-step-distilled")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind.endswith(COMPARED) else pytest.param(kind, marks=pytest.mark.soak) for kind in KINDS],
+    indirect=True,
+)
 def test_size_latents_timesteps_and_guidance_are_those_of_diffusers(folder):
     spec, theirs = HunyuanSpec.open(Checkpoint(folder)), diffusers.DiffusionPipeline.from_pretrained(folder)
     image = load_image(PHOTO) if "i2v" in spec.tasks else None
