@@ -14,7 +14,7 @@ help:
 	@echo "make test   run the tests"
 	@echo "make test-long   the slow ones: real kills, jobs on emulated clusters"
 	@echo "make test-all    both, together"
-	@echo "make test-short  kernels, a model against diffusers, wan-tpu plan: what another Python and JAX may change"
+	@echo "make test-short  kernels, a model against diffusers, libtpu, media: what another Python and JAX may change"
 	@echo "make test-tpu    kernels, models and meshes on the chips of this machine, then wan-tpu doctor"
 	@echo "make soak   new seeds of the simulations, random kills of a service, attackers: three quarters of an hour"
 	@echo "make lint   ruff and mypy"
@@ -56,8 +56,9 @@ test-all: $(VENV)/installed
 	$(TESTS) -m "not soak"
 
 # What other versions of Python, JAX, libtpu and ffmpeg may change: each kernel against float64 and in Pallas' simulation
-# of a TPU, one video against diffusers, a step compiled by libtpu, and videos of every kind that are read and continued.
+# of a TPU, one video against diffusers, programs that libtpu compiles and what is read in them, and videos of all kinds.
 KERNELS := tests/kernels/test_
+AOT := tests/wan_tpu/test_aot_tpu.py::
 SHORT := $(KERNELS)flash_attention.py::test_flash_attention_equals_float64 \
 	$(KERNELS)flash_attention.py::test_float32_is_computed_in_float32 \
 	$(KERNELS)flash_attention.py::test_low_precision_is_close \
@@ -71,7 +72,10 @@ SHORT := $(KERNELS)flash_attention.py::test_flash_attention_equals_float64 \
 	$(KERNELS)causal_conv.py::test_no_tile_reads_what_another_has_not_written \
 	$(KERNELS)group_norm.py::test_group_norm_is_exact_in_simulated_tpu_memory \
 	"tests/wan_tpu/test_parity.py::test_same_latents_and_pixels_as_diffusers[wan2.2-i2v-a14b-i2v-unipc]" \
-	tests/wan_tpu/test_plan_command.py tests/wan_tpu/test_media_shown.py
+	$(AOT)test_a_scanned_layer_is_found_with_its_work_and_its_collective \
+	$(AOT)test_a_kernel_in_a_program_is_counted_alone \
+	"$(AOT)test_a_step_in_8_bits_is_kernels_on_half_the_weights[v5p-8-int8-attention]" \
+	tests/wan_tpu/test_media_shown.py
 
 # To test with the other versions of JAX and libtpu: `make test-short PYTHON=python3.11 VENV=build/python3.11`. VERSIONS
 # are packages for pip, such as imageio-ffmpeg==0.8.

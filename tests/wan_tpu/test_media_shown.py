@@ -170,7 +170,7 @@ def assert_tones(path, tones, start_s, stop_s):
         assert 0.02 < np.abs(side).max() < 1
 
 
-@pytest.mark.parametrize("codec", ["ours", "mpeg4"])
+@pytest.mark.parametrize("codec", ["ours", pytest.param("mpeg4", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", SOUNDS)
 def test_sound_of_every_kind_goes_on_in_stereo(name, codec, tmp_path):
     sound, plain, path, joined = (tmp_path / f"{part}.mov" for part in ("sound", "plain", "clip", "all"))

@@ -220,7 +220,9 @@ def test_a_request_that_a_slice_has_failed_goes_to_another(running, slices_of):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("how", "cache"), [("sick", None), ("hung", None), ("hung", "magcache")])
+@pytest.mark.parametrize(
+    ("how", "cache"), [("sick", None), pytest.param("hung", None, marks=pytest.mark.soak), ("hung", "magcache")]
+)
 def test_a_slice_that_fails_everybody_or_hangs_is_replaced_and_costs_no_request(running, slices_of, how, cache):
     """One that fails does it in milliseconds: it always has the fewest calls, and would be given every request.
 
