@@ -181,7 +181,7 @@ class _Part:
             tracks = read_tracks(whole)
         if own.items() - tracks.items():
             raise NotContinued("what continues the video is encoded with other settings")
-        self.end = self._begin
+        self.end: _Place = self._begin
         self._rate, self._frame = rate, 1 / (rate * tracks[VIDEO].unit)  # How long a frame lasts, in its track's unit.
         self._packets: deque[bytes] = deque()  # Packets of sound that belong to frames that haven't come.
         self._sound_rate: int | None = None

@@ -106,7 +106,7 @@ def open_media(source: Path | bytes) -> Iterator[InputContainer]:
     try:
         # A relative path with a colon would be read as a protocol.
         place = io.BytesIO(source) if isinstance(source, bytes) else str(source.absolute())
-        with av.open(place, options=_READ) as file:
+        with av.open(place, "r", options=_READ) as file:
             yield file
     except av.error.FFmpegError as error:
         if isinstance(error, OSError) and not is_permanent(error):
