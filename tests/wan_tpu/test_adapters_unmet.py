@@ -62,7 +62,7 @@ def test_warnings_of_adapters_reach_the_request(pipeline, transformer, tmp_path)
     assert [warning for warning in warnings if "reference_downscale_factor" in warning] == warnings != []
 
 
-@pytest.mark.parametrize("kind", ["ltx-2.3-distilled", "ltx-2"])
+@pytest.mark.parametrize("kind", [pytest.param("ltx-2.3-distilled", marks=pytest.mark.soak), "ltx-2"])
 def test_part_for_ltx2_s_connectors_is_applied_there_as_diffusers_does(kind, checkpoint, pipeline, tmp_path):
     """One file changes the transformer and the projections of the text; LTX-2.0 has a single one for both streams."""
     pipe = diffusers.LTX2Pipeline.from_pretrained(checkpoint(kind))

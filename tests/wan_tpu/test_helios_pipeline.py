@@ -100,7 +100,7 @@ def test_latents_and_pixels_of_each_chunk_are_those_of_diffusers(name, requests,
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["image", "short video"])
+@pytest.mark.parametrize("name", [pytest.param("image", marks=pytest.mark.soak), "short video"])
 def test_a_model_of_one_size_is_conditioned_as_in_diffusers(name, requests, checkpoint, pipeline):
     pipe = pipeline("helios-base")
     request = dataclasses.replace(requests[name], steps=2, guidance_scale=4.0, frames=33, preset="diffusers")

@@ -134,7 +134,7 @@ def test_several_devices_make_the_texts_of_one(folder, tmp_path):
         assert distance(texts[name], texts[f"{name.split()[0]} 1x1x1"]) <= TOLERANCE, name
 
 
-@pytest.mark.parametrize("folder", ["2.3", pytest.param("2.0", marks=pytest.mark.long)], indirect=True)
+@pytest.mark.parametrize("folder", ["2.3", pytest.param("2.0", marks=pytest.mark.soak)], indirect=True)
 def test_bfloat16_stays_within_its_bound(folder, ours):
     """Every block rounds the residual stream about three times, and some more happens on the way in and out."""
     blocks = 7 + 2  # Of Gemma and of the connectors.
@@ -186,7 +186,8 @@ def test_configurations_of_other_models_are_refused(part, change, message):
 
 
 @pytest.mark.parametrize(
-    ("kind", "projected", "streams"), [("ltx-2.3", 4096 + 2048, (4096, 2048)), ("ltx-2", 3840, (3840, 3840))]
+    ("kind", "projected", "streams"),
+    [("ltx-2.3", 4096 + 2048, (4096, 2048)), pytest.param("ltx-2", 3840, (3840, 3840), marks=pytest.mark.soak)],
 )
 def test_operations_are_those_of_the_matrices(kind, projected, streams):
     """Gemma 3 12B has 10.77 G parameters in the matrices of its layers."""

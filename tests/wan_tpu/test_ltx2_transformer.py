@@ -93,7 +93,9 @@ def difference(ours, expected):
 
 
 @pytest.mark.parametrize(
-    ("has_image", "cross_timestep"), [(False, True), (True, True), (True, False)], ids=["text", "image", "image alone"]
+    ("has_image", "cross_timestep"),
+    [(False, True), (True, True), pytest.param(True, False, marks=pytest.mark.soak)],
+    ids=["text", "image", "image alone"],
 )
 def test_every_evaluation_is_that_of_diffusers(has_image, cross_timestep, folder, theirs):
     inputs = draw_inputs(theirs.config, has_image=has_image, cross_timestep=cross_timestep)

@@ -81,7 +81,7 @@ def assert_close(ours, expected, tolerance=1e-4):
     assert np.abs(ours - expected).max() <= tolerance * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("frames", [1, FRAMES])
+@pytest.mark.parametrize("frames", [pytest.param(1, marks=pytest.mark.soak), FRAMES])
 def test_latents_are_decoded_as_diffusers_does(frames, theirs, folder, mesh):
     latents = random(1, 16, frames, HEIGHT, WIDTH)
     expected = decode(theirs, latents)
@@ -89,7 +89,7 @@ def test_latents_are_decoded_as_diffusers_does(frames, theirs, folder, mesh):
     assert_close(make_decode(folder, mesh)(latents), expected)
 
 
-@pytest.mark.parametrize("frames", [1, 17])
+@pytest.mark.parametrize("frames", [pytest.param(1, marks=pytest.mark.soak), 17])
 def test_pixels_are_encoded_as_diffusers_does(frames, theirs, folder, mesh):
     pixels = random(1, 3, frames, 32 * HEIGHT, 32 * WIDTH)
     assert_close(make_encode(folder, mesh)(cut(pixels, vae.FRAME_STRIDE)), encode(theirs, pixels))

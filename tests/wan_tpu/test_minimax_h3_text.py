@@ -81,7 +81,13 @@ def test_a_prompt_becomes_what_diffusers_makes_of_it(name, theirs, ours):
 
 
 @pytest.mark.parametrize(
-    ("letters", "rows"), [(1024, 1024), (1025, 2048), (2048, 2048), (2049, 4096), (4097, 6144), (6144, 6144)]
+    ("letters", "rows"),
+    [
+        (1024, 1024),
+        (1025, 2048),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in ((2048, 2048), (2049, 4096), (4097, 6144))),
+        (6144, 6144),
+    ],
 )
 def test_a_long_prompt_takes_the_first_length_that_holds_it_and_becomes_what_diffusers_makes(
     letters, rows, theirs, ours
@@ -132,7 +138,8 @@ def test_padding_changes_nothing(ours):
 
 
 @pytest.mark.parametrize(
-    ("count", "anchors", "prompt"), [(1, (1,), "words"), (2, (0, 1), "other scripts"), (2, (0, 1), "nothing")]
+    ("count", "anchors", "prompt"),
+    [(1, (1,), "words"), pytest.param(2, (0, 1), "other scripts", marks=pytest.mark.soak), (2, (0, 1), "nothing")],
 )
 def test_keyframes_are_read_before_the_prompt_as_diffusers_does(count, anchors, prompt, theirs, ours):
     prompt, keyframes = PROMPTS.get(prompt, ""), draw_keyframes(count)

@@ -94,7 +94,7 @@ def predict_theirs(theirs, inputs):
     return video[0, keyframes:].numpy(), sound[0].numpy()
 
 
-@pytest.mark.parametrize("anchors", [(), ("first", "last")])
+@pytest.mark.parametrize("anchors", [pytest.param((), marks=pytest.mark.soak), ("first", "last")])
 def test_sparse_attention_is_lightx2vs(theirs, folder, anchors, monkeypatch):
     """Blocks are of the sequence in its authors' order. Texts of any length share a program, and are refined so."""
     monkeypatch.setattr(transformer_minimax_h3, "dispatch_attention_fn", attend_sparsely(DENSITY))
