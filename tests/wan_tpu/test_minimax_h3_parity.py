@@ -88,8 +88,8 @@ def test_same_latents_pixels_and_sound_as_diffusers(prompt, images, pipe, refere
     assert_same_video(GenerationRequest(prompt=prompt, steps=STEPS, seed=SEED, **SIZE, **images), pipe, reference)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("frames", [107, pytest.param(362, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("frames", [107, 362])
 def test_shortest_and_longest_video_are_those_of_diffusers(frames, pipe, reference):
     request = GenerationRequest(prompt="A cat plays the piano.", frames=frames, steps=2, seed=SEED, **SIZE)
     assert_same_video(request, pipe, reference)
@@ -224,7 +224,7 @@ def test_fasth3_is_diffusers_with_its_changes_at_its_noise_levels(pipe, referenc
         reference.set_schedules(video=(12.0, None), sound=(3.0, None))
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_bfloat16_stays_within_its_bound(folder, pipe):
     """The bound of test_parity.py without guidance, for three layers and the two that the text passes before."""
     states = []
