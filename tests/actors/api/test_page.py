@@ -15,6 +15,7 @@ from actors.jobs.keys import make_key
 from tests.actors.api.browsing import ask, audit, card_of, error_of, open_page, plays, save_screenshot, sync_api
 from tests.actors.api.serving import MODEL, SPEC, create, open_client, serve, working
 from tests.actors.api.test_sound import SoundEngine
+from tests.actors.api.test_video_input import TakesVideo
 from tests.actors.small_spec import SOUND_SPEC
 from tests.conftest import PHOTO
 from tests.waiting import wait_for
@@ -108,7 +109,7 @@ def test_a_video_of_several_segments_is_shown_with_its_whole_length(page, worker
     card.get_by_role("button", name="play: A ball falls").wait_for()
     sync_api.expect(card).to_contain_text("17 frames · 1.1 s at 16 fps")
     card.get_by_role("button", name="Reuse").click()
-    sync_api.expect(page.get_by_text("As in the reused video, too: next prompts.")).to_be_visible()
+    assert page.locator("[name=next_prompts]").input_value() == body["next_prompts"][0]
     page.get_by_role("button", name="Make video").click()
     wait_for(lambda: [request.prompt for request in engine.requests[2:]] == [body["prompt"], *body["next_prompts"]])
 
@@ -174,7 +175,6 @@ def test_a_preset_and_an_adapter_are_chosen(browser, settings, engine):
     offering = dataclasses.replace(settings, catalogue=Catalogue.parse(["fast=/a/fast", "style=/a/style"]))
     with serve(offering, spec) as address, working(offering, engine):
         page = open_page(browser, address)
-        page.get_by_text("Fine-tuning").click()
         page.get_by_label("Preset").select_option("fast")
         sync_api.expect(page.get_by_text("in two steps")).to_be_visible()
         save_screenshot(page, "chosen")
@@ -240,7 +240,7 @@ def test_the_page_is_made_for_the_model(browser, settings, model, parts, image, 
         # MiniMax-H3's licence asks for its name.
         sync_api.expect(page.locator("#model")).to_have_text(f"MiniMax H3 · {MODEL}" if "h3" in model else MODEL)
         assert re.fullmatch(r"\d+(\.\d)? s at \d+ fps", page.locator("#length").inner_text())
-        page.get_by_text("Fine-tuning").click()
+        page.get_by_text("Settings", exact=True).click()
         for label in ("Frames a second", "Negative prompt"):
             field = page.get_by_label(label, exact=True)
             sync_api.expect(field).to_be_visible(visible="h3" not in model)
@@ -348,3 +348,91 @@ def test_a_key_is_asked_for_once_and_can_be_forgotten(browser, settings, databas
         assert page.evaluate("sessionStorage.length") == 0
         assert page.locator("article").count() == 0
         page.close()
+
+
+def test_several_seeds_are_told_apart_and_compared(page, worker, engine):
+    page.get_by_label("How many").select_option("2")
+    page.locator("#ask details").evaluate("fold => { fold.open = true; }")
+    page.get_by_label("Seed", exact=True).fill(str(SEED))
+    page.get_by_label("Prompt", exact=True).fill("A cat twice")
+    page.get_by_role("button", name="Make video").click()
+    cards = page.locator("article").filter(has_text="A cat twice")
+    sync_api.expect(cards).to_have_count(2)
+    for seed in (SEED, SEED + 1):
+        card = cards.filter(has_text=f"seed {seed}")
+        card.get_by_role("button", name="play:").wait_for()
+        sync_api.expect(card).to_contain_text("made in")
+        card.get_by_label("Choose").check()
+    assert sorted(request.seed for request in engine.requests) == [SEED, SEED + 1]
+    page.get_by_role("button", name="Compare").click()
+    sides = page.get_by_role("dialog", name="Side by side")
+    wait_for(lambda: page.evaluate("[...document.querySelectorAll('#sides video')].every(v => v.readyState >= 2)"))
+    sync_api.expect(sides.locator("figcaption")).to_have_text([f"seed {SEED + 1}", f"seed {SEED}"])
+    sides.get_by_label("Moment of the videos").fill("0.5")
+    wait_for(lambda: page.evaluate("[...document.querySelectorAll('#sides video')].every(v => v.currentTime > 0.2)"))
+    audit(page, phone=True)
+    page.keyboard.press("Escape")
+    downloads = []
+    page.on("download", lambda download: downloads.append(download))  # It marks functions.
+    page.get_by_role("button", name="Download all").click()
+    wait_for(lambda: page.wait_for_timeout(50) or len(downloads) == 2)
+
+
+def test_no_request_by_the_keyboard_is_lost(page, http):
+    prompt = page.get_by_label("Prompt", exact=True)
+    page.locator("[name=size] option").first.wait_for(state="attached")
+    for number in range(5):
+        prompt.fill(f"video {number}.")
+        prompt.press("Control+Enter")
+    sync_api.expect(page.locator("article")).to_have_count(5)
+    assert {video["prompt"] for video in http.get("/v1/videos").json()["data"]} == {f"video {n}." for n in range(5)}
+
+
+def test_videos_are_chained_and_continued(page, worker, engine, http):
+    page.locator("#ask details").evaluate("fold => { fold.open = true; }")
+    page.get_by_label("What happens next").fill("it sits down\n\nit sleeps")
+    card = ask(page, "A cat looks up")
+    card.get_by_role("button", name="play:").wait_for()
+    assert [request.prompt for request in engine.requests] == ["A cat looks up", "it sits down", "it sleeps"]
+    page.get_by_label("What happens next").fill("")
+    card.get_by_role("button", name="Continue").click()
+    sync_api.expect(page.get_by_label("Prompt", exact=True)).to_be_focused()
+    sync_api.expect(page.get_by_role("combobox", name="Size")).to_be_hidden()
+    ask(page, "it wakes").get_by_role("button", name="play:").wait_for()
+    newest = http.get("/v1/videos?limit=1").json()["data"][0]
+    assert newest["extended_from_video_id"] == card.get_attribute("data-id")
+    page.locator("#source").get_by_role("button", name="Leave out").click()
+    sync_api.expect(page.get_by_role("combobox", name="Size")).to_be_visible()
+
+
+def test_videos_are_restyled_where_the_model_takes_them(browser, settings, engine):
+    spec = engine.model = TakesVideo(SPEC.config)
+    with serve(settings, spec) as address, working(settings, engine):
+        page = open_page(browser, address)
+        card = ask(page, "A cat looks up")
+        card.get_by_role("button", name="play:").wait_for()
+        card.get_by_role("button", name="Restyle").click()
+        page.get_by_label("Strength").fill("0.5")
+        ask(page, "the same in snow").get_by_role("button", name="play:").wait_for()
+        assert (engine.requests[1].strength, engine.requests[0].strength) == (0.5, None)
+        assert engine.requests[1].video is not None
+        page.close()
+
+
+def test_page_opens_while_the_service_is_down(browser, settings):
+    context = browser.new_context()
+    page = context.new_page()
+    with serve(settings) as address:
+        page.goto(address)
+        wait_for(lambda: page.evaluate("navigator.serviceWorker.controller !== null"))
+    page.reload()
+    sync_api.expect(page.get_by_role("heading", name="New video")).to_be_visible()
+    sync_api.expect(page.locator("#queue")).to_contain_text("The service doesn't answer.")
+    context.close()
+
+
+def test_example_is_in_sight(page):
+    page.set_viewport_size({"width": 1000, "height": 420})
+    page.get_by_role("button", name="Use this example").click()
+    sync_api.expect(page.get_by_label("Prompt", exact=True)).to_be_in_viewport()
+    sync_api.expect(page.get_by_label("Prompt", exact=True)).to_be_focused()
