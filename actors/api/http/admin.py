@@ -1,6 +1,7 @@
 """Routes for operators, and their page: the state of queues, processes and slices, failures, costs, and API keys."""
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -367,10 +368,11 @@ async def _receive(request: Request) -> bytes:
     content = bytearray()
     try:
         async with asyncio.timeout(_BODY_S):
-            async for part in request.stream():
-                content += part
-                if len(content) > _BODY:
-                    raise HttpError(413, f"the body has more than {_BODY} bytes", code="too_large")
+            async with contextlib.aclosing(request.stream()) as parts:
+                async for part in parts:
+                    content += part
+                    if len(content) > _BODY:
+                        raise HttpError(413, f"the body has more than {_BODY} bytes", code="too_large")
     except TimeoutError:
         message = f"the body did not arrive within {_BODY_S} s"
         raise HttpError(408, message, code="too_slow", headers={"Connection": "close"}) from None

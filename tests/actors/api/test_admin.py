@@ -99,14 +99,14 @@ def test_keys_are_made_shown_once_and_revoked(settings, keys):
     with serve(settings) as address, open_client(address, headers=bearer(keys["boss"])) as http:
         made = http.post("/v1/admin/keys", json={"name": "new", "scopes": ["read"], "days": 2, "priority": 3}).json()
         secret, id_ = made["secret"], made["key"]["id"]
-        assert httpx.get(f"{address}/v1/videos", headers=bearer(secret)).status_code == 200
+        assert httpx.get(f"{address}/v1/videos", headers=bearer(secret), timeout=60).status_code == 200
         listed = http.get("/v1/admin/keys")
         assert [key["name"] for key in listed.json()["data"]] == ["artist", "operator", "boss", "new"]
         for key in (*keys.values(), secret):
             assert key.split("_")[2] not in listed.text
         assert made["key"]["expires_at"] - made["key"]["created_at"] == pytest.approx(2 * 86400)
         assert http.delete(f"/v1/admin/keys/{id_}").json()["revoked_at"] is not None
-        assert httpx.get(f"{address}/v1/videos", headers=bearer(secret)).status_code == 401
+        assert httpx.get(f"{address}/v1/videos", headers=bearer(secret), timeout=60).status_code == 401
         own = keys["boss"].split("_")[1]
         assert http.delete(f"/v1/admin/keys/{own}").status_code == 409
 
@@ -164,7 +164,7 @@ def test_page_for_operators(settings, keys, engine, browser):
     with serve(settings) as address, working(settings, engine), open_client(address) as http:
         engine.failure = ValueError("out of cheese")
         job = create(http, bearer(keys["artist"]), prompt=SECRETIVE).json()["id"]
-        http.headers |= bearer(keys["boss"])
+        http.headers.update(bearer(keys["boss"]))
         wait_for_end(http, job)
         page = browser.new_page()
         page.set_default_timeout(15_000)
@@ -177,13 +177,14 @@ def test_page_for_operators(settings, keys, engine, browser):
         page.get_by_role("region", name="Latest failures").get_by_text("internal_error").wait_for()
         page.get_by_label("Name", exact=True).fill("guest")
         page.get_by_role("button", name="Make key").click()
+        page.get_by_text("The new key.").wait_for()
         secret = page.locator("#made code").text_content()
-        assert httpx.get(f"{address}/v1/videos", headers=bearer(secret)).status_code == 200
+        assert httpx.get(f"{address}/v1/videos", headers=bearer(secret), timeout=60).status_code == 200
         audit(page, phone=True)
         revoke = page.get_by_role("button", name="Revoke guest")
         revoke.click()
         revoke.click()
         revoke.wait_for(state="detached")
-        assert httpx.get(f"{address}/v1/videos", headers=bearer(secret)).status_code == 401
+        assert httpx.get(f"{address}/v1/videos", headers=bearer(secret), timeout=60).status_code == 401
         page.close()
         assert problems == []
