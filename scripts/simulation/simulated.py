@@ -200,8 +200,9 @@ class SimulatedHost:
         negative: Payload | None = None,
         image: Payload | None = None,
         state: Payload | None = None,
+        previews: bool = False,
     ) -> int:
-        """Copy a request's inputs; return the bytes of all payloads."""
+        """Copy a request's inputs; return the bytes of all payloads. Nothing is previewed."""
         request = plan.request
         work = _Work(request, [], plan=plan)
         for text, payload in ((request.prompt, prompt), (request.negative_prompt, negative)):
