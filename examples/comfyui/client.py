@@ -69,13 +69,17 @@ class Service:
 
         Raises:
             ServiceError: The request is refused, the video fails, or the service doesn't answer.
-            asyncio.CancelledError: This was cancelled, and the video with it.
+            asyncio.CancelledError: This was cancelled.
+
+        Whatever it raises but the service's own words, the video is cancelled.
         """
         creating = asyncio.ensure_future(self._create(path, fields, files))
         try:
             video = await asyncio.shield(creating)
             return await self.fetch(video["id"], on_change)
-        except asyncio.CancelledError:
+        except ServiceError:
+            raise
+        except BaseException:
             with contextlib.suppress(ServiceError, asyncio.TimeoutError):
                 await asyncio.wait_for(self._cancel(creating), _CANCEL_S)
             raise

@@ -50,6 +50,7 @@ class GenerateVideo(io.ComfyNode):
                 *_common_inputs(),
                 io.Int.Input("width", default=0, min=0, max=8192, tooltip="Pixels; 0 is the model's, or the image's."),
                 io.Int.Input("height", default=0, min=0, max=8192, tooltip="Pixels; 0 is the model's, or the image's."),
+                _preset_input(),
                 io.Image.Input("image", optional=True, tooltip="The first frame."),
                 io.Image.Input("last_frame", optional=True, tooltip="The last frame."),
                 _Settings.Input("settings", optional=True),
@@ -98,6 +99,7 @@ class RestyleVideo(io.ComfyNode):
                 io.Float.Input(
                     "strength", default=0.8, min=0.001, max=1, step=0.05, tooltip="How much of it is made anew."
                 ),
+                _preset_input(),
                 _Settings.Input("settings", optional=True),
             ],
             outputs=_outputs(),
@@ -131,6 +133,7 @@ class ContinueVideo(io.ComfyNode):
             description="Continues a video from its end. The result shows both.",
             inputs=[
                 *_common_inputs(),
+                _preset_input(),
                 io.String.Input(
                     "video_id", optional=True, force_input=True, tooltip="A video of the service, by the output `id`."
                 ),
@@ -253,12 +256,15 @@ def _common_inputs() -> list[io.Input]:
         io.String.Input("negative_prompt", multiline=True, default="", tooltip="Empty is the model's."),
         io.Int.Input("seed", default=0, min=0, max=2**63 - 1, control_after_generate=True),
         io.Float.Input("seconds", default=0, min=0, max=600, step=0.5, tooltip="Length; 0 is the model's."),
-        io.Combo.Input(
-            "preset",
-            remote=io.RemoteOptions(route="/wan_tpu/presets", refresh_button=True),
-            tooltip="Quality or speed, as the service offers it; empty is the model's usual one.",
-        ),
     ]
+
+
+def _preset_input() -> io.Input:
+    return io.Combo.Input(
+        "preset",
+        remote=io.RemoteOptions(route="/wan_tpu/presets", refresh_button=True),
+        tooltip="Quality or speed, as the service offers it; empty is the model's usual one.",
+    )
 
 
 def _outputs() -> list[io.Output]:
@@ -326,7 +332,7 @@ class _Display:
             self._step = step
             with contextlib.suppress(ServiceError, OSError):  # It is as good without; the next one may be there.
                 picture = Image.open(bytes_io.BytesIO(await self._service.read(video["id"], "preview"))).convert("RGB")
-        await ComfyAPI().execution.set_progress(video["progress"], 100, node_id=self._node, preview_image=picture)
+        await ComfyAPI.Execution().set_progress(video["progress"], 100, node_id=self._node, preview_image=picture)
         PromptServer.instance.send_progress_text(_describe(video), self._node)
 
 
