@@ -69,7 +69,11 @@ def folder(checkpoint, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind in WHOLE else pytest.param(kind, marks=pytest.mark.soak) for kind in KINDS]
+    "kind",
+    [
+        KINDS[0],
+        *(pytest.param(kind, marks=pytest.mark.long if kind in WHOLE else pytest.mark.soak) for kind in KINDS[1:]),
+    ],
 )
 def test_every_weight_is_that_of_the_checkpoint(kind, checkpoint, tmp_path, mesh):
     copy = Checkpoint(converted_to(checkpoint, kind, tmp_path))

@@ -65,7 +65,11 @@ def assert_pitches(path, ends, pitches):
 ONE_TONE = [(440, None, None), (None, 880, None), (None, None, 660)]
 
 
-SOME_TONES = [ONE_TONE[0], pytest.param(ONE_TONE[1], marks=pytest.mark.soak), ONE_TONE[2]]
+SOME_TONES = [
+    ONE_TONE[0],
+    pytest.param(ONE_TONE[1], marks=pytest.mark.soak),
+    pytest.param(ONE_TONE[2], marks=pytest.mark.long),
+]
 
 
 @pytest.mark.parametrize("pitches", [(None, None, None), (440, 880, 660), *SOME_TONES])
@@ -231,6 +235,7 @@ def test_generate_extends_a_file(checkpoint, tmp_path, capsys):
     assert "use an I2V checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_what_is_generated_is_kept_if_it_cant_be_joined(checkpoint, tmp_path, monkeypatch, capsys):
     plain, source, out = write(tmp_path / "plain.mp4", 9), tmp_path / "a.mp4", tmp_path / "whole.mp4"
     plain.rename(source)
@@ -249,6 +254,7 @@ def test_what_is_generated_is_kept_if_it_cant_be_joined(checkpoint, tmp_path, mo
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
+@pytest.mark.long
 def test_a_clip_that_is_turned_and_has_odd_sound_is_extended(checkpoint, tmp_path):
     """Its shape is that of what is shown, and its sound, which AAC can't hold as it is, is in stereo."""
     plain, sound, source, out = (tmp_path / name for name in ("plain.mp4", "sound.mov", "a.mov", "whole.mp4"))

@@ -80,7 +80,7 @@ def assert_close(ours, theirs, tolerance):
         pytest.param("ltx-2.3", "nothing", True, marks=pytest.mark.soak),
         pytest.param("ltx-2.3", "long", False, marks=pytest.mark.soak),
         pytest.param("ltx-2", "plain", True, marks=pytest.mark.long),
-        ("ltx-2.3-distilled", "plain", False),
+        pytest.param("ltx-2.3-distilled", "plain", False, marks=pytest.mark.long),
     ],
 )
 def test_same_latents_pixels_and_sound_as_diffusers(kind, prompts, has_image, folders, pipelines):

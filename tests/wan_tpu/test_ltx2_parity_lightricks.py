@@ -49,7 +49,7 @@ def assert_close(state, expected):
     ("kind", "has_image"),
     [
         pytest.param("ltx-2", False, marks=pytest.mark.soak),
-        ("ltx-2", True),
+        pytest.param("ltx-2", True, marks=pytest.mark.long),
         pytest.param("ltx-2.3", False, marks=pytest.mark.soak),
         pytest.param("ltx-2.3", True, marks=pytest.mark.long),
     ],

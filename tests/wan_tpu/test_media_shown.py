@@ -22,11 +22,13 @@ READ += ["PQ without primaries and matrix", "wide colours without a curve", "ful
 READ += ["RGB", "variable rate", "milliseconds as its rate", "GIF"]
 CONTINUED = ["turned by 90", "sample aspect ratio", "begins after its sound", "edit list", "PQ", "full range", "RGB"]
 CONTINUED += ["variable rate", "GIF"]
+OFTEN = ("turned by 90", "sample aspect ratio", "edit list", "PQ", "full range", "variable rate")
 
 
 def kinds(chosen):
-    """Parametrise a test with clips of all kinds, those that aren't chosen in `make soak`."""
-    params = [kind if kind in chosen else pytest.param(kind, marks=pytest.mark.soak) for kind in KINDS]
+    """Parametrise a test with clips of all kinds: of those that are chosen some in `make test`, the others in soak."""
+    marks = {kind: [] if kind in OFTEN else [pytest.mark.long] for kind in chosen}
+    params = [pytest.param(kind, marks=marks.get(kind, [pytest.mark.soak])) for kind in KINDS]
     return pytest.mark.parametrize("clip", params, indirect=True)
 
 

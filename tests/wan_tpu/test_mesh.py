@@ -74,7 +74,7 @@ def test_every_weight_of_the_published_models_matches_one_rule(kind):
     "kind",
     [
         "wan2.1-i2v-14b-480p",
-        "minimax-h3",
+        pytest.param("minimax-h3", marks=pytest.mark.long),
         *(
             pytest.param(kind, marks=pytest.mark.soak)
             for kind in ("cogvideox1.5-5b-i2v", "hunyuanvideo1.5-480p-i2v", "ltx-2.3-distilled")

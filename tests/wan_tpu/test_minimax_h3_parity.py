@@ -68,7 +68,7 @@ def test_requests_with_and_without_keyframes_compile_nothing_after_a_warm_up(pip
         pytest.param("A cat plays the piano.", {"image": 0}, marks=pytest.mark.soak),
         pytest.param("", {"image": 0}, marks=pytest.mark.soak),
         pytest.param("A cat plays the piano.", {"last_image": 1}, marks=pytest.mark.soak),
-        ("A cat plays the piano.", {"image": 0, "last_image": 1}),
+        pytest.param("A cat plays the piano.", {"image": 0, "last_image": 1}, marks=pytest.mark.long),
         pytest.param(LONG_PROMPT[:1500], {}, marks=pytest.mark.soak),
         pytest.param(LONG_PROMPT, {"image": 0, "last_image": 1}, marks=pytest.mark.soak),
     ],
