@@ -12,7 +12,9 @@ import torch
 from PIL import Image
 
 from tests.conftest import ROOT
+from tests.waiting import wait_for
 from wan_tpu import GenerationRequest
+from wan_tpu.commands.previewing import PreviewOptions, showing_previews
 from wan_tpu.data import DenoiseState
 from wan_tpu.families import list_published, open_checkpoint, published_spec
 from wan_tpu.families.model import open_model
@@ -21,6 +23,7 @@ from wan_tpu.previews.colours import fit_colours, load_colours
 from wan_tpu.previews.terminal import draw_inline
 from wan_tpu.schedules import flow
 from wan_tpu.schedules.diffusion import NoiseSchedule, ddim, dpm
+from wan_tpu.stage_machine import EncodeText, Step
 from wan_tpu.stages.clean import estimate_clean
 
 SHAPE = (1, 4, 2, 3, 5)
@@ -242,7 +245,24 @@ def test_the_last_steps_estimate_is_the_video(pipeline):
             assert distance[0] < distance[1], (solver, event.step)
 
 
-# ---- Terminals.
+# ---- Files and terminals.
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_previews_of_generate_are_a_file_beside_the_video(kept, pipeline, cache, tmp_path):
+    pipe = pipeline(KIND)
+    pipe.painter.prepare()
+    plan = pipe.plan(GenerationRequest(prompt="a cat", height=32, width=48, frames=9, steps=8, seed=3))
+    run, file = pipe.run(plan), tmp_path / "cat.preview.png"
+    with showing_previews(pipe, run, tmp_path / "cat.mp4", PreviewOptions(shown=True, kept=kept)) as show:
+        for operation, result in run.work(EncodeText, Step):
+            if isinstance(operation, Step):
+                show(result)
+            if isinstance(operation, Step) and result.step == 3:
+                wait_for(file.exists, "a preview")
+        with Image.open(file) as picture:
+            assert picture.size == (96, 64)
+    assert file.exists() == kept
 
 
 def test_terminals_get_the_picture_in_their_own_commands():

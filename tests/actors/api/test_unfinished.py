@@ -7,6 +7,7 @@ from PIL import Image
 from sqlalchemy import select
 
 from actors.jobs.tables import File
+from tests.actors.api.browsing import ask, sync_api
 from tests.actors.api.serving import create, open_client, serve, wait_for_end, working
 from tests.waiting import wait_for
 
@@ -59,3 +60,15 @@ def test_preview_that_cannot_be_stored_fails_no_video(settings, engine):
     engine.previews = {1: "no bytes", 2: jpeg("red")}
     with working(settings, engine), serve(settings, engine.model) as address, open_client(address) as http:
         assert wait_for_end(http, create(http, num_inference_steps=4).json()["id"])["status"] == "completed"
+
+
+def test_page_shows_the_preview_while_the_video_is_made(page, worker, engine):
+    engine.go.clear()
+    engine.previews = {1: jpeg("red")}
+    card = ask(page, "A cat looks up", size="96 x 64", Frames=9, Steps=4)
+    picture = card.locator("img.preview")
+    picture.wait_for()
+    assert picture.evaluate("image => image.decode().then(() => [image.naturalWidth, image.naturalHeight])") == [64, 48]
+    engine.go.set()
+    card.get_by_role("button", name="play:").wait_for()
+    sync_api.expect(picture).to_have_count(0)
