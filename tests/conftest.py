@@ -92,12 +92,13 @@ class Scheduling(LoadFileScheduling):
         return "clusters: slices" if nodeid.startswith(first) else "clusters: all others"
 
 
-# Tests of the single parts of a family, of rarely used kernels, and of what holds for each operation or tensor of all
-# families. The remaining tests still compare whole videos of every family with those of diffusers.
+# Tests of the single parts of a family, of rarely used kernels, of options of a few models, and of what holds for each
+# operation or tensor of all families. The remaining tests still compare whole videos of every family with diffusers'.
 IN_DEPTH = re.compile(
     r"tests/(wan_tpu/test_(cogvideox|helios|hunyuan15|ltx2|minimax_h3)_(?!parity|pipeline)"
-    r"|wan_tpu/test_(every_tensor|float32_weights|flops|sparse_linear)"
-    r"|kernels/test_(low_precision|sparse_attention)|cluster/test_slice_faults)"
+    r"|wan_tpu/test_(every_tensor|float32_weights|flops|sparse_linear|turbo|magcache|eight_bits)"
+    r"|wan_tpu/test_adapters_(of_other_models|unmet)"
+    r"|kernels/test_(low_precision|sparse_attention|folded_conv|group_norm)|cluster/test_slice_faults)"
 )
 
 
