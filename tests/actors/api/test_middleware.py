@@ -113,7 +113,7 @@ def test_retry_after_is_never_too_early(database, rate):
     with pytest.raises(HttpError) as refused:
         for _ in range(100):
             access._count_request(owner)
-    after_s, exact_s = int(refused.value.headers["Retry-After"]), access._take(owner.id, 60 / rate)[0]
+    after_s, exact_s = int(refused.value.headers["Retry-After"]), access._rates.take(owner.id, 60 / rate)[0]
     assert exact_s <= after_s < exact_s + 1.1
     assert float(refused.value.headers["x-ratelimit-reset-requests"].rstrip("s")) >= exact_s
 
