@@ -80,8 +80,12 @@ class Service:
         except ServiceError:
             raise
         except BaseException:
-            with contextlib.suppress(ServiceError, asyncio.TimeoutError):
-                await asyncio.wait_for(self._cancel(creating), _CANCEL_S)
+            cancelling = asyncio.ensure_future(asyncio.wait_for(self._cancel(creating), _CANCEL_S))
+            while not cancelling.done():
+                with contextlib.suppress(asyncio.CancelledError):  # ComfyUI may cancel what is being cancelled.
+                    await asyncio.wait([cancelling])
+            if not cancelling.cancelled():
+                cancelling.exception()  # There is nobody to tell.
             raise
 
     async def fetch(self, video_id: str, on_change: Callable[[Video], Awaitable[None]]) -> tuple[Video, bytes]:
