@@ -71,8 +71,16 @@ class RequestRun:
         """
         self._connection, self._key, self._plan, self._scope = connection, key, plan, scope
         self.snapshots = snapshots
-        wanted = {"fragments": on_fragment is not None, "previews": on_preview is not None}
-        self._sent = SliceRequest(key, plan.without_image(), scope, snapshots, priority, time.time(), **wanted)
+        self._sent = SliceRequest(
+            key,
+            plan.without_image(),
+            scope,
+            snapshots,
+            priority,
+            time.time(),
+            fragments=on_fragment is not None,
+            previews=on_preview is not None,
+        )
         self._on_preview = on_preview
         self._on_fragment, self._run = on_fragment, -1  # The run that the latest fragment belongs to.
         self._on_event, self._limits = on_event, connection.settings.reliability

@@ -8,7 +8,9 @@ import safetensors.torch
 import torch
 from torch.nn import functional
 
+from wan_tpu import GenerationRequest
 from wan_tpu.errors import InvalidInput
+from wan_tpu.previews.painter import Painter
 from wan_tpu.previews.taehv import TinyDecoder
 from wan_tpu.runtime.mesh import make_mesh
 
@@ -161,3 +163,20 @@ def test_other_files_are_refused(tmp_path):
     safetensors.torch.save_file(tensors, path)
     with pytest.raises(InvalidInput):
         TinyDecoder(path, host_mesh())
+
+
+def test_painter_shows_each_frame_as_it_follows_the_one_before(pipeline, tmp_path):
+    model, path = pipeline("wan2.1-t2v-1.3b").runtime.model, tmp_path / "tiny.safetensors"
+    weights = make_file(path)
+    request = model.spec.plan(GenerationRequest(prompt="a cat", height=32, width=48, frames=9)).request
+    latents = np.random.default_rng(1).standard_normal((1, 16, 3, 4, 6)).astype(np.float32)
+    picture = np.asarray(Painter(model, path).paint(latents, None, request)).astype(int)
+    assert picture.shape == (64, 96, 3)
+    reference = Reference(weights, patch=1, is_super=False, every_frame=False, whole=True)
+    with torch.no_grad():
+        expected = reference.decode(torch.from_numpy(latents[0].swapaxes(0, 1)[1:]))[-1].permute(1, 2, 0).numpy()
+    assert np.abs(picture[32:, :48] - 255 * expected).max() <= 0.6  # Both round to whole numbers.
+
+    make_file(path, channels=48)
+    with pytest.raises(InvalidInput):
+        Painter(model, path)

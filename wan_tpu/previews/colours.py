@@ -20,6 +20,7 @@ from PIL import Image
 from wan_tpu.data import write_json
 from wan_tpu.errors import OutputError
 from wan_tpu.families.model import Model
+from wan_tpu.families.shared.family_spec import FamilySpec
 from wan_tpu.runtime.mesh import make_mesh
 from wan_tpu.runtime.program import place
 from wan_tpu.runtime.runtime import Runtime
@@ -74,11 +75,16 @@ def fit_to_vae(model: Model) -> LatentColours:
     """
     mesh = make_mesh((1, 1, 1), heads=model.spec.heads, devices=jax.local_devices(backend="cpu")[:1])
     runtime = Runtime(model, mesh, "float32", keep_weights=False)
-    channels = model.spec.latent_channels
-    generator = np.random.default_rng(0)
+    (channels, stride), generator = read_sizes(model), np.random.default_rng(0)
     count = max(_FEWEST, math.ceil(_SAMPLES * (channels + 1) / SIDE**2))
-    pairs = [_encode(runtime, _draw(generator, SIDE * model.spec.spatial_stride)) for _ in range(count)]
+    pairs = [_encode(runtime, _draw(generator, SIDE * stride)) for _ in range(count)]
     return fit_colours(*(np.concatenate(part) for part in zip(*pairs, strict=True)))
+
+
+def read_sizes(model: Model) -> tuple[int, int]:
+    """Return the channels of a model's latents, and how many pixels are one of the latents, in height and width."""
+    assert isinstance(model.spec, FamilySpec)
+    return model.spec.latent_channels, model.spec.spatial_stride
 
 
 def _draw(generator: np.random.Generator, side: int) -> np.ndarray:
@@ -101,7 +107,7 @@ def _encode(runtime: Runtime[Model], picture: np.ndarray) -> tuple[np.ndarray, n
     model = runtime.model
     pixels = place((2 * picture - 1).transpose(2, 0, 1)[None, :, None], runtime.mesh)
     [moments] = vae_encode(runtime, [pixels])
-    channels = model.spec.latent_channels
+    channels, _ = read_sizes(model)
     # Each channel of what the decoder takes is a linear function of the transformer's.
     shift, sum_ = (model.vae_latents(np.full((1, channels, 1, 1, 1), value, np.float32)) for value in (0, 1))
     latents = ((moments[:, :channels] - shift) / (sum_ - shift))[0, :, 0]

@@ -12,7 +12,7 @@ from wan_tpu.errors import InvalidInput
 from wan_tpu.families.model import Model
 from wan_tpu.media.image import to_uint8
 from wan_tpu.media.sheet import WIDEST, grid, spread_evenly
-from wan_tpu.previews.colours import LatentColours, load_colours
+from wan_tpu.previews.colours import LatentColours, load_colours, read_sizes
 from wan_tpu.previews.taehv import TinyDecoder
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.mesh import make_mesh
@@ -68,7 +68,7 @@ class Painter:
         if isinstance(loaded, TinyDecoder):
             # Before the first frame there are zeros; the first frame stands twice here, which is nearly the same.
             clips = np.stack([latents[:, [max(0, i + 1 - k) for k in range(_SEEN, 0, -1)]] for i in indices])
-            whole = self._model.spec.spatial_stride * latents.shape[3] < 2 * WIDEST
+            whole = read_sizes(self._model)[1] * latents.shape[3] < 2 * WIDEST
             pictures = loaded.decode(clips.transpose(0, 2, 1, 3, 4), whole=whole)[:, -1].transpose(0, 2, 3, 1)
         else:
             pictures = loaded.paint(latents[:, indices])
@@ -83,7 +83,7 @@ class Painter:
 
     def _open(self, path: str | Path) -> TinyDecoder:
         mesh = make_mesh((1, 1, 1), heads=self._model.spec.heads, devices=jax.local_devices(backend="cpu")[:1])
-        decoder, channels = TinyDecoder(path, mesh), self._model.spec.latent_channels
+        decoder, channels = TinyDecoder(path, mesh), read_sizes(self._model)[0]
         if decoder.channels != channels:
             raise InvalidInput(
                 f"{path} decodes latents of {decoder.channels} channels, but those of {self._model.spec.name} have "

@@ -4,6 +4,7 @@ A step is a matrix over (x, x0, history, noise) with the rows (next x, next hist
 was. The compiled step needn't return it, and no step waits for it.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ class CleanEstimate:
 
     def to_host(self) -> np.ndarray:
         """Return the estimate, float32 [1, C, T, H, W]. Any thread may call this while later steps run."""
-        total: np.ndarray = sum(np.float32(weight) * np.asarray(array) for weight, array in self.terms)
+        total: np.ndarray = functools.reduce(np.add, (np.float32(weight) * np.asarray(x) for weight, x in self.terms))
         return total
 
 
