@@ -18,7 +18,7 @@ from actors.api.http.objects import Object
 from actors.api.http.openapi import describe_errors
 from actors.api.http.parameters import Served, require_scopes
 from actors.jobs.check_ins import list_check_ins
-from actors.jobs.keys import ADMIN, MAKE, OPERATE, READ, KeyLimits, list_keys, make_key, revoke_key
+from actors.jobs.keys import ADMIN, OPERATE, KeyLimits, list_keys, make_key, revoke_key
 from actors.jobs.overview import Overview, read_overview
 from actors.jobs.tables import ApiKey, CheckIn
 from actors.jobs.usage import read_usage
@@ -266,7 +266,7 @@ class NewKey(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     name: str = Field(description="Its name, such as its user's: 1 to 64 letters, digits, spaces or . _ @ -")
-    scopes: list[Scope] = Field([MAKE, READ], min_length=1, description="What it may do.")
+    scopes: list[Scope] = Field(["make", "read"], min_length=1, description="What it may do.")
     requests_per_minute: float | None = Field(None, description="How many requests it may send, on average.")
     waiting: int | None = Field(None, description="How many segments of its jobs may wait.")
     running: int | None = Field(None, description="How many of its jobs may run at a time.")
