@@ -262,7 +262,12 @@ def test_pack_in_comfyui(comfyui, settings, tmp_path, monkeypatch, browser):
         _, messages = comfy.wait(prompt)
         assert "execution_interrupted" in messages
         engine.go.set()
-        newest = wait_for(lambda: (two := http.get("/v1/videos?limit=2").json()["data"])[1]["error"] and two)
+
+        def list_ended():
+            two = http.get("/v1/videos?limit=2").json()["data"]
+            return all(video["error"] for video in two) and two
+
+        newest = wait_for(list_ended)
         assert [video["error"]["code"] for video in newest] == ["cancelled"] * 2
 
         page = browser.new_page()
