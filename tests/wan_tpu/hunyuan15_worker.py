@@ -1,6 +1,7 @@
 """Computes HunyuanVideo-1.5's predictions. test_hunyuan15_transformer.py runs it on eight devices.
 
-Arguments: a checkpoint's folder, the npz of inputs, and where to write the predictions of one device and of all.
+Arguments: a checkpoint's folder, the npz of inputs, where to write the predictions of one device and of all, and the
+precisions, with commas between them.
 """
 
 import sys
@@ -42,11 +43,11 @@ def cast(array, precision):
 
 
 if __name__ == "__main__":
-    folder, file, out = map(Path, sys.argv[1:])
+    folder, file, out = map(Path, sys.argv[1:4])
     inputs, predictions = dict(np.load(file)), {}
     latents = inputs.pop("latents")
     for shape in fit_meshes((1, 1, 1), (2, 2, 2)):
         mesh = make_mesh(shape, heads=4)
-        for precision in ("float32", "int8"):
+        for precision in sys.argv[4].split(","):
             predictions[f"{precision} {'x'.join(map(str, shape))}"] = predict(folder, mesh, latents, inputs, precision)
     np.savez(out, **predictions)
