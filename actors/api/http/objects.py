@@ -128,12 +128,12 @@ class Video(_WithSettings):
     """Seconds that each stage has computed, over all attempts."""
     chip_seconds: float
     """The same seconds times the chips of the slices, summed."""
+    dollars: float | None
+    """What they cost; null where the price of the chips isn't known."""
 
 
 class VideoList(Object):
     """A page of a list, as OpenAI's clients walk through it: `after` of the next is `last_id`."""
-    dollars: float | None
-    """What they cost; null where the price of the chips isn't known."""
 
     object: Literal["list"] = "list"
     data: list[Video]
@@ -215,11 +215,11 @@ def to_video(job: Job, eta_s: float | None = None) -> Video:
         **{NAMES.get(name, name): request[name] for name in SETTINGS if name in request and name != "preset"},
         preset=request.get("preset") or ORIGINAL,
         skipped_steps=request.get("skipped", []),
+        dollars=round(job.dollars, 4) or None,
         progress=_compute_percent(job),
         created_at=int(job.created_at),
         completed_at=int(job.ended_at) if job.ended_at is not None and job.status == "completed" else None,
         expires_at=int(job.expires_at) if job.expires_at is not None else None,
-        dollars=round(job.dollars, 4) or None,
         size=f"{request['width']}x{request['height']}",
         seconds=format_seconds(count_frames(request) / request["fps"]),
         remixed_from_video_id=job.remixed_from,

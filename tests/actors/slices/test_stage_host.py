@@ -102,13 +102,13 @@ def test_a_pool_does_its_own_stages_only(checkpoint):
     assert plan.prompts == ("a cat",)
     assert [(e.stage, e.start, e.stop) for e in plan.experts] == [("denoise", 0, 2)]
     assert plan.shapes["denoise"] == "denoise 32x32x1 t2v 1 unipc"
-    with pytest.raises(OutOfOrder, match="encoder isn't hosted by this pool"):
+    with pytest.raises(OutOfOrder, match="encoder"):
         host.encode_text(PromptText("a cat"))
-    with pytest.raises(OutOfOrder, match="request a has no image"):
+    with pytest.raises(OutOfOrder, match="request a"):
         host.prepare_encode("a", plan.request)
-    with pytest.raises(OutOfOrder, match="request a is not ready for this; call prepare_denoise first"):
+    with pytest.raises(OutOfOrder, match=r"request a.*prepare_denoise"):
         host.begin("a")
-    with pytest.raises(OutOfOrder, match="lacks its prompt's embeddings"):
+    with pytest.raises(OutOfOrder, match="encode_text"):
         host.prepare_denoise("a", plan, None)
 
 
@@ -136,11 +136,11 @@ def test_a_poisoned_request_fails_alone(checkpoint):
     assert host.step("a") == (0, host._prepared.get("a", Denoising).last_state.step) == (0, 1)
     poison = unpack(host.snapshot("a").payload)
     begin("nan", pack(dataclasses.replace(poison, latents=poison.latents * np.nan)))
-    with pytest.raises(UnhealthyResult, match="denoise, step 2 of 3"):
+    with pytest.raises(UnhealthyResult, match=r"denoise.* 2 .*3"):
         host.step("nan")
     host.drop("nan")
     assert [host.step("a") for _ in range(2)] == [(0, 2), (0, 3)]
-    with pytest.raises(OutOfOrder, match="request a has no step to run here"):
+    with pytest.raises(OutOfOrder, match="request a"):
         host.step("a")
     assert np.array_equal(latents("a"), alone)
 
@@ -212,7 +212,7 @@ def test_a_size_that_has_no_room_fails_alone_and_the_nearest_that_has_is_named(c
     for fitting, nearest in ((None, "no size is known to fit so far"), (small, "to fit is 32x32 with 5 frames")):
         if fitting is not None:
             host.warm_up(fitting)
-        with pytest.raises(DoesNotFit, match=f"8192x8192 with 2001 frames doesn't fit .*{nearest}") as raised:
+        with pytest.raises(DoesNotFit, match=f"8192x8192.* 2001 .*{nearest}") as raised:
             with host._sizes.track(too_large):
                 raise DoesNotFit("needs 64.0 GiB on each device, which has 31.2")
         assert "64.0 GiB" in str(raised.value)
@@ -249,7 +249,7 @@ def test_warm_up_goes_on_where_only_another_number_of_images_has_no_room(checkpo
     [refusal] = host.warm_up(request)
     assert refusal.startswith("denoise step, no image: ") and len(compiled) == 3
     refused_at = 4  # The keys are those of the other size.
-    with pytest.raises(DoesNotFit, match=r"64x64 with 5 frames doesn't fit .* 64x32 with 5 frames"):
+    with pytest.raises(DoesNotFit, match=r"64x64\b.*\b5\b.*\b64x32\b.*\b5\b"):
         host.warm_up(dataclasses.replace(request, height=64))
     assert len(compiled) == 4
 
@@ -277,7 +277,7 @@ def test_experts_are_given_the_prompts_they_use(checkpoint):
     rng = np.random.default_rng(0)
     prompt, negative = (embedding(rng.standard_normal((1, 512, 32)).astype(np.float32)) for _ in range(2))
     image = pack(ImageCondition(None, np.zeros((1, 20, 2, 4, 6), np.float32)))
-    with pytest.raises(InvalidInput, match="guidance needs the negative prompt's embeddings") as raised:
+    with pytest.raises(InvalidInput, match="negative prompt") as raised:
         host.prepare_denoise("a", plan.without_image(), prompt, None, image)
     assert not isinstance(raised.value, InvalidRequest)  # which the driver has forgotten
     host.prepare_denoise("a", plan.without_image(), prompt, negative, image)
@@ -290,7 +290,7 @@ def test_experts_are_given_the_prompts_they_use(checkpoint):
     first = host.snapshot("a")
     assert (first.value, len(unpack(first.payload).history)) == (0, 3)
     wrong = pack(DenoiseState(np.zeros((1, 16, 2, 4, 4), np.float32), (), 1))
-    with pytest.raises(InvalidInput, match=r"this request needs .*, 3\)") as raised:
+    with pytest.raises(InvalidInput, match=r"\b3\)") as raised:
         host.prepare_denoise("b", plan.without_image(), prompt, negative, image, wrong)
     assert not isinstance(raised.value, InvalidRequest)  # somebody has mixed up two requests; neither is wrong
     host.drop("a")
@@ -298,7 +298,7 @@ def test_experts_are_given_the_prompts_they_use(checkpoint):
     assert host.list_keys() == []
     low = StageHost(str(checkpoint(KIND)), ("denoise_low",), (1, 1, 1), "bfloat16")
     one_step = low._spec.plan(GenerationRequest(prompt="a cat", **(size | {"steps": 1}))).without_image()
-    with pytest.raises(OutOfOrder, match="request a has no step on denoise_low; leave this pool out"):
+    with pytest.raises(OutOfOrder, match=r"request a.* denoise_low"):
         low.prepare_denoise("a", one_step, prompt, negative, image)
 
 
@@ -341,11 +341,11 @@ def test_a_request_runs_with_what_was_fetched_for_it(checkpoint, tmp_path):
     path.unlink()
     assert np.array_equal(run(twin), with_new)
     assert np.array_equal(run(twin), with_new)
-    with pytest.raises(Unavailable, match="aren't on this host any more"):
+    with pytest.raises(Unavailable):
         run(twin)
-    with pytest.raises(InvalidRequest, match="check the path"):
+    with pytest.raises(InvalidRequest):
         host.fetch_adapters(plan("gone"))
-    with pytest.raises(InvalidRequest, match="check the path"):
+    with pytest.raises(InvalidRequest):
         host.check_adapters(plan("gone"))
 
 
