@@ -45,7 +45,7 @@ ACTORS: dict[str, set[str]] = {
     "provision": {"commands"},
     "cli": {"errors", "interrupts", "commands"},
 }  # fmt: skip
-# Which folders of actors.api each of them may import; all may import the files that lie beside them there, but for those
+# Which folders of actors.api each of them may import; all may import the files that lie beside them, but for those
 # that start the service's processes.
 API: dict[str, set[str]] = {
     "untrusted": set(),

@@ -279,7 +279,7 @@ def test_node_pools_are_written_without_an_image(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "--layout is missing; give a layout file, or a shipped layout: a14b-balanced-v6e"),
+        ([], "--layout is missing"),
         (["--layout", "emulated-demo"], "its slices are emulated"),
         (["--layout", "one-expert-v6e", *MODEL], "shipped layouts for"),
         (

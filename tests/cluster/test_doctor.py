@@ -39,7 +39,7 @@ def test_everything_is_checked_on_both_hosts(cluster, all_free, tmp_path):
 
 
 def test_folder_that_hosts_do_not_have_is_named(cluster, all_free, tmp_path):
-    done, bundle = run_doctor(cluster, tmp_path, "--part", "mp4", "--folder", str(tmp_path / "none"))
+    done, bundle = run_doctor(cluster, tmp_path, "--part", "mp4", "--disk", str(tmp_path / "none"))
     assert (done.returncode, bundle) == (1, None)
     assert f"{tmp_path}/none isn't a folder on this host; create it there" in done.stderr
 

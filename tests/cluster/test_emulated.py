@@ -60,7 +60,7 @@ def test_cluster_is_brought_up_shown_and_taken_down(tmp_path):
 
         code, out, err = run("status", "--folder", str(folder))
         assert code == 0, err
-        assert "v6e-1-0      emulated v6e-1     free         [ host 0  node " in out
+        assert re.search(r"v6e-1-0 +emulated v6e-1 +free +\[ host 0  node ", out), out
         assert "2 CPU devices" in out
         assert f"jobs at http://{state['dashboard']}" in out
         assert "no pipeline runs on this cluster" in out

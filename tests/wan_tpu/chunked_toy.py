@@ -66,9 +66,6 @@ class ChunkedToyModel(ChunkedModel, ToyModel):
     def enlarge_chunk(self, latents):
         return latents.repeat(2, axis=3).repeat(2, axis=4)
 
-    def count_step(self, request, expert, *, branches, images):
-        return self.flops.step(self.spec.latent_shapes(request, expert.stop)[VIDEO], branches=branches, images=images)
-
     def chunk_history(self, request, chunks, image_latents):
         mean = chunks[-1].mean((0, 2, 3, 4)) if chunks else np.zeros(CHANNELS, np.float32)
         return {"before": mean}

@@ -22,7 +22,7 @@ UNUSED = {
     "wan2.1-flf2v-14b-720p": r"image_encoder/vision_model\.encoder\.layers\.2\..*",
     "wan2.2-ti2v-5b": "",
     "turbowan2.2-i2v-a14b": "",
-    "cogvideox-2b": r"vae/encoder\..*",
+    "cogvideox-2b": "",
     "cogvideox-5b-i2v": "",
     "cogvideox1.5-5b-i2v": "",
     "hunyuanvideo1.5-480p-i2v": r"text_encoder/(layers\.[23]\..*|norm\.weight)|image_encoder/head\..*",
