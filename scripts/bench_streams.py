@@ -32,7 +32,7 @@ from actors.api.http.app import make_app
 from actors.api.settings import ServiceSettings
 from actors.api.worker.context import WorkerContext
 from actors.api.worker.job_worker import JobWorker
-from actors.engine import Fragment, GeneratedVideo, OnEvent, OnFragment
+from actors.engine import Fragment, GeneratedVideo, OnEvent, OnFragment, OnPreview
 from actors.slices.snapshots import Snapshots
 from wan_tpu.families import published_spec
 from wan_tpu.media.boxes import FREE
@@ -101,6 +101,7 @@ class DrawingEngine:
         on_event: OnEvent,
         priority: int = 0,
         on_fragment: OnFragment | None = None,
+        on_preview: OnPreview | None = None,
     ) -> GeneratedVideo:
         """Wait for `go`, then draw the frames and encode them as a decoder's host does."""
         await self.go.wait()

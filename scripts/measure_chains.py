@@ -42,7 +42,7 @@ from actors.api.http.app import make_app
 from actors.api.settings import ServiceSettings
 from actors.api.worker.context import WorkerContext
 from actors.api.worker.job_worker import JobWorker
-from actors.engine import Fragment, GeneratedVideo, OnEvent, OnFragment
+from actors.engine import Fragment, GeneratedVideo, OnEvent, OnFragment, OnPreview
 from actors.jobs.keys import make_key
 from actors.jobs.store import open_database
 from actors.reliability import ReliabilitySettings
@@ -134,6 +134,7 @@ class ReplayingEngine:
         on_event: OnEvent,
         priority: int = 0,
         on_fragment: OnFragment | None = None,
+        on_preview: OnPreview | None = None,
     ) -> GeneratedVideo:
         """Return a segment after `segment_s`."""
         with self._log.open("a") as log:

@@ -91,4 +91,8 @@ def sparse(tokens: int, blocks: int) -> Case:
     lists = jax.ShapeDtypeStruct((tokens // STEP, PAIRS, STEP // QUERIES // PAIRS * padded), jnp.int32)
     kv_len = jax.ShapeDtypeStruct((1,), jnp.int32)
     tile = SparseTile(width=D, shared=1, count=blocks, least=blocks, multiplier=1.0)
-    return lambda q, k, v, *lists: sparse_tiles(q, k, v, *lists, tile, 1, (0, 0, 0), False), (x, x, x, lists, kv_len)
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, lists: jax.Array, kv_len: jax.Array) -> list[jax.Array]:
+        return sparse_tiles(q, k, v, lists, kv_len, tile, 1, (0, 0, 0), False)
+
+    return run, (x, x, x, lists, kv_len)

@@ -229,11 +229,8 @@ class MiniMaxH3Model(Model):
     ) -> dict[str, jax.Array]:
         """Return the text's refined rows in the order of the prompt, [R, C], and the number of real ones."""
         [rows], [order], [[count]] = text["text"], text["positions"], text["count"]
-        density = text["density"].value if "density" in text else None
-        return {
-            "text": context.refine_text(module, params, mesh, rows[jnp.argsort(order)], count, density),
-            "count": count,
-        }
+        refined = context.refine_text(module, params, mesh, rows[jnp.argsort(order)], count, _read_density(text))
+        return {"text": refined, "count": count}
 
     def velocity(self, module: torch.nn.Module, params: Params, mesh: Mesh, inputs: StepInputs) -> dict[str, jax.Array]:
         """Return the velocities, float32, of the video [1, C, T, H, W] and of the sound [1, 2 A, C]."""
@@ -260,8 +257,9 @@ class MiniMaxH3Model(Model):
             video=len(rows.video),
             pictures=pictures,
         )
-        density = keys["density"].value if "density" in keys else None
-        velocity, of_sound = transformer.predict(module, params, mesh, rows, layout, jnp.stack(times), density)
+        velocity, of_sound = transformer.predict(
+            module, params, mesh, rows, layout, jnp.stack(times), _read_density(keys)
+        )
         return {VIDEO: unpatchify(velocity, latents.shape, patch), AUDIO: of_sound[None]}
 
     # ---- The decoder stage.
@@ -277,3 +275,9 @@ class MiniMaxH3Model(Model):
     def decode_sound(self, component: str, module: torch.nn.Module, params: Params, value: jax.Array) -> jax.Array:
         """Decode latents [1, 2 A, C] as samples [2, samples]."""
         return audio.decode(module, params, value)
+
+
+def _read_density(arrays: Mapping[str, Any]) -> float | None:
+    """Return how dense attention is, by a program's arguments (`variant`); None for attention to all keys."""
+    density: Density | None = arrays.get("density")
+    return None if density is None else density.value
