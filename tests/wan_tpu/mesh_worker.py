@@ -120,7 +120,7 @@ def spread_attention(mesh, q, k, v, *, heads, kv_len, platform="cpu", qk=None, l
     parts_of_queries, parts_of_keys = parts if last == "query" else (), parts
     # With queries last, there are four rounds, if heads allow it, and the second gathers a matrix.
     late = SplitWeight(jnp.ones((2, 16, 1)), jnp.int32(1), SHARDS, "cpu")
-    beside = [{}, {"late": late}, {}, {}] if last == "query" else [{"late": jnp.arange(16.0).reshape(16, 1)}]
+    to_gather = [{}, {"late": late}, {}, {}] if last == "query" else [{"late": jnp.arange(16.0).reshape(16, 1)}]
 
     def local(rows):
         def cut(index, parts=()):
@@ -133,7 +133,7 @@ def spread_attention(mesh, q, k, v, *, heads, kv_len, platform="cpu", qk=None, l
             kv_len=kv_len,
             token_axes=SHARDS,
             platform=platform,
-            beside=beside,
+            to_gather=to_gather,
             qk=qk,
         )
         assert list(gathered) == ["late"]
