@@ -25,7 +25,7 @@ from wan_tpu.switches import set_switches
 _EXAMPLES = """
 wan-tpu generate --model wan2.2-t2v-a14b --prompt "a cat" -o cat.mp4
 wan-tpu generate --model wan2.2-i2v-a14b --image cat.png --prompt "it looks up" --preset lightning
-wan-tpu generate --model ltx-2.3-distilled --prompt "rain on a roof" --size 1280x768 --seconds 5
+wan-tpu generate --model wan2.2-ti2v-5b --prompt "rain on a roof" --size 1280x704 --seconds 5
 wan-tpu generate --model wan2.2-t2v-a14b    # asks for one prompt after another
 """
 
