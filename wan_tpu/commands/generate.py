@@ -23,10 +23,10 @@ from wan_tpu.progress import say
 from wan_tpu.switches import set_switches
 
 _EXAMPLES = """
-wan-tpu generate --model wan2.2-t2v-a14b --prompt "a cat" -o cat.mp4
-wan-tpu generate --model wan2.2-i2v-a14b --image cat.png --prompt "it looks up" --preset lightning
-wan-tpu generate --model wan2.2-ti2v-5b --prompt "rain on a roof" --size 1280x704 --seconds 5
-wan-tpu generate --model wan2.2-t2v-a14b    # asks for one prompt after another
+wan-tpu generate --model MODEL --prompt "a cat" -o cat.mp4    # wan-tpu models lists their names
+wan-tpu generate --model MODEL --image cat.png --prompt "it looks up" --preset PRESET
+wan-tpu generate --model MODEL --prompt "rain on a roof" --size 1280x704 --seconds 5
+wan-tpu generate --model MODEL    # asks for one prompt after another
 """
 
 if TYPE_CHECKING:
