@@ -13,7 +13,7 @@ def batch(argv: Sequence[str]) -> None:
     parser = Parser(
         prog="wan-tpu batch",
         description=batch.__doc__,
-        examples="wan-tpu batch --model wan2.2-t2v-a14b --manifest requests.jsonl --output out",
+        examples="wan-tpu batch --model MODEL --manifest requests.jsonl --output out",
     )
     arguments.add_model_arguments(parser)
     add_batch_arguments(parser)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 NONE = "none"  # The value of an option that turns something off.
 _EXAMPLES = """
-wan-tpu serve --model wan2.2-i2v-a14b    # on this machine's TPU, or without one on its CPU
-wan-tpu serve --model wan2.2-i2v-a14b --layout four-pools --address HEAD:6379 --snapshots gs://bucket/s
+wan-tpu serve --model MODEL    # on this machine's TPU, or without one on its CPU
+wan-tpu serve --model MODEL --layout four-pools --address HEAD:6379 --snapshots gs://bucket/s
 wan-tpu serve --down
 """
 _SERVICE_FOLDER = "service"  # The folder of a service's files inside --folder.
