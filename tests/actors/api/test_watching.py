@@ -203,7 +203,7 @@ def test_other_pictures_never_follow_after_a_loss(http, engine, worker, caplog):
 
 @pytest.mark.parametrize("same", [True, False])
 def test_killed_worker_s_successor_continues_only_the_same_bytes(http, settings, database, engine, same):
-    quick = serving.change_reliability(settings, lease_s=1.5)
+    quick = serving.change_reliability(settings, lease_s=5.0)
     engine.decoded.release(5)
     with working(quick, engine), watching(http, seed=3) as (_, viewer):
         contents = FragmentSplitter().add(viewer.end()[0])
